@@ -38,7 +38,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "commands": (74, 16),
     "config": (57, 29),
     "core": (3, 0),
-    "datasets": (40, 10),
+    "datasets": (18, 0),
     "guards": (4, 0),
     "launcher": (11, 0),
     "losses": (2, 0),

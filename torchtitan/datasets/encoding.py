@@ -1,8 +1,8 @@
-"""Conversion of a record's field to a document, and of a document to token ids with a loss mask.
+"""Conversion of a document to token ids with a loss mask.
 
 A token never crosses a border between trained and untrained spans. A prompt therefore has the same ids in training as
 in generation, and no token is partly trained. Adjacent spans that are both trained, or both not, are joined first, so
-other borders have no effect. Conversations are the exception: their ids are those of the rendered text, as in
+other borders have no effect. Conversations are the exception: they get the ids of the rendered text, as in
 transformers' apply_chat_template, and character offsets decide which tokens are trained.
 """
 
@@ -39,10 +39,10 @@ SAMPLED_RECORDS = 16
 
 
 class TrainOn(NamedTuple):
-    """Which tokens have a loss.
+    """Options that select the tokens with a loss.
 
-    `what`: all answers, everything, or only the last answer. `ends`: train the end-of-turn token after each answer,
-    after the last answer only, after every turn, or never.
+    `scope`: all answers, everything, or only the last answer. `end_tokens`: train the end-of-turn token after each
+    answer, after the last answer only, after every turn, or never.
     """
 
     scope: Literal["completion", "all", "last_turn"] = "completion"
@@ -51,7 +51,7 @@ class TrainOn(NamedTuple):
     def apply(self, spans: Sequence[Span], has_end_tokens: bool) -> list[Span]:
         """Return the spans with `trained` set by these options.
 
-        `closed`: the spans contain end-of-turn tokens, a special token at the end of each answer.
+        `has_end_tokens`: the spans contain end-of-turn tokens, a special token at the end of each answer.
         """
         answers = list(_trained_runs(spans))
         ends = (
@@ -97,7 +97,7 @@ NO_TOKENS = Tokens(np.empty(0, dtype=np.int64), np.empty(0, dtype=bool))
 
 
 def chat_tokenization(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a fingerprint says of how conversations are tokenized; nothing of a source without them."""
+    """Return the tokenization version of conversations, for a fingerprint; empty for a source without them."""
     if tokenizer.chat_template is None:
         return {}
     contents = [item.content for item in islice(source.documents(), SAMPLED_RECORDS) if isinstance(item, Document)]
@@ -139,8 +139,10 @@ def encode(tokenizer: Tokenizer, document: Document, train_on: TrainOn = TRAIN_O
 
 
 def _encode_rendered(tokenizer: Tokenizer, spans: Sequence[Span]) -> Tokens:
-    """Encode a conversation as its template renders it: text between two special tokens as a whole, so that ids do not
-    depend on what is trained. A token is trained if any of its characters is."""
+    """Encode a conversation as its template renders it.
+
+    Text between two special tokens is encoded as a whole, so that ids do not depend on the loss mask. A token is
+    trained if any of its characters is."""
     if all(isinstance(span.content, str) and not span.content.strip() for span in spans):
         return NO_TOKENS
     ids: list[int] = []
@@ -305,7 +307,7 @@ def _render_with_marks(tokenizer: Tokenizer, messages: Sequence[Message], place:
         answers = []
     borders = [border for number in answers for border in ((number, True), (number + 1, False))]
     full_text, *texts = render(tokenizer.chat_template, cleaned, ends, [(len(cleaned), prompt), *borders])
-    marked, position = "", 0
+    marked_text, position = "", 0
     for number, before, after in zip(answers, texts[::2], texts[1::2], strict=True):
         if not (full_text.startswith(after) and after.startswith(before)):
             raise DataError(
@@ -313,9 +315,9 @@ def _render_with_marks(tokenizer: Tokenizer, messages: Sequence[Message], place:
                 "so its answer cannot be told; give a template that has {% generation %} around answers"
             )
         answer = _strip_after_end_token(after[len(before) :], names)
-        marked += full_text[position : len(before)] + BEGIN + answer + END
+        marked_text += full_text[position : len(before)] + BEGIN + answer + END
         position = len(before) + len(answer)
-    return marked + full_text[position:]
+    return marked_text + full_text[position:]
 
 
 def _strip_after_end_token(answer: str, names: Collection[str]) -> str:

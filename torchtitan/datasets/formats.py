@@ -115,7 +115,7 @@ def read_alpaca(record: Record, prompt: PromptTemplate) -> list[Span]:
 def read_preference(record: Record, columns: Mapping[str, str], place: str, short_place: str) -> Document:
     """Convert a preference record to a pair of answers.
 
-    Answers are texts after the prompt, or messages after those of `prompt` or `messages`; both answers may repeat
+    Answers are texts after the prompt, or messages after the ones in `prompt` or `messages`; both answers may repeat
     these. Raises DataError, which names `place`."""
     answers = {name: record[name] for name in ("chosen", "rejected")}
     contexts = [record[name] for name in ("messages", "prompt") if record.get(name) not in (None, "")]
@@ -208,7 +208,7 @@ QUESTION_FORMATS = ("chat", *(name for name, entry in FORMATS.items() if entry.q
 
 
 def detect_format(fields: Collection[str]) -> str | None:
-    """Return the first of FORMATS whose required fields are all present, or None."""
+    """Return the first of FORMATS with all its required fields present, or None."""
     detectable = (name for name, record_format in FORMATS.items() if record_format.detectable)
     return next((name for name in detectable if all(field in fields for field in FORMATS[name].fields)), None)
 
@@ -223,8 +223,8 @@ def to_document(value: Any, field: str, place: str, short_place: str) -> Documen
     """Convert a field's value to a document. Raises DataError, which names `place`.
 
     The value is text; a list of token ids, which includes begin and end; a list of segments {text, label}, trained if
-    label is true; or a conversation, a list of messages {role, content} or {from, value}, in which the assistant's
-    messages are trained."""
+    label is true; or a conversation, a list of messages {role, content} or {from, value}. The messages of the assistant
+    are trained."""
     if isinstance(value, str):
         return Document(value, short_place)
     if isinstance(value, list) and all(type(item) is int and 0 <= item <= LARGEST_ID for item in value):

@@ -1,5 +1,5 @@
 """Records of one or two texts and a class, in local files: .jsonl, .json, .csv, .tsv, .parquet, .arrow, and folders
-that `datasets` has saved. A file is read as a whole, when its first record is asked for.
+that `datasets` has saved. A file is read completely when its first record is requested.
 """
 
 import csv
@@ -110,7 +110,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
     form: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {"delimiter": ","}
     with TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
         for number, row in enumerate(csv.DictReader(file, strict=True, **form)):
-            if None in row:  # what DictReader calls the values beyond the header's
+            if None in row:  # DictReader's key for values beyond the header
                 remedy = "write a text without tabs" if tabs else "put a text with commas in quotation marks"
                 counts = f"{len(row) - 1 + len(row[None])} values under a header of {len(row) - 1}"
                 raise DataError(f"{path}, row {number}: {counts}; {remedy}, or {REMEDY}")
@@ -187,5 +187,5 @@ class Sentences(IndexedSource):
 
 
 def _rows() -> Iterator[tuple[str, int]]:
-    for determiner, thing, (verb, negated), word in product(DETERMINERS, NOUNS, VERB_PHRASES.items(), GOOD + BAD):
-        yield f"{determiner} {thing} {verb} {word}", int((word in GOOD) != negated)
+    for determiner, thing, (verb, negated), adjective in product(DETERMINERS, NOUNS, VERB_PHRASES.items(), GOOD + BAD):
+        yield f"{determiner} {thing} {verb} {adjective}", int((adjective in GOOD) != negated)

@@ -1,9 +1,10 @@
 """Batches for the trainer, and the position to resume from.
 
-Workers: for text, every worker builds the samples of its share of the lanes for every batch, so no document is
+Workers: for text, every worker builds the samples of its share of the streams for every batch, so no document is
 tokenized twice, and the loader assembles the batch. For prepared shards a worker builds complete batches. The position
-is not the StatefulDataLoader's: it counts what the trainer has received, regardless of prefetching, and does not depend
-on the number of ranks or workers. Workers send data errors as messages, which are raised here as DataError.
+is not the StatefulDataLoader's: it counts the batches that the trainer has received, regardless of prefetching, and
+does not depend on the number of ranks or workers. Workers send data errors as messages, which are raised here as
+DataError.
 
 HeldOutBatches yields the validation batches: the first samples of a dataset, the same for any parallelism and batch
 size.
@@ -155,7 +156,7 @@ class Loader:
 
     @property
     def skipped(self) -> int:
-        """Return how many unreadable records this rank's lanes have skipped since the beginning of the job."""
+        """Return the number of unreadable records that this rank's streams have skipped since the job began."""
         return sum(self._cursors[lane].skipped for lane in self._pieces.local_streams if lane in self._cursors)
 
     @property
@@ -226,7 +227,7 @@ class LoaderOptions:
 
     @property
     def step_size(self) -> int:
-        """Samples of an optimizer step over all ranks."""
+        """Return the number of samples of an optimizer step over all ranks."""
         whole_pass = self.local_batch_size * self.dp_size
         return whole_pass if self.global_batch_size == -1 else self.global_batch_size
 
@@ -322,7 +323,7 @@ def _open(
 def _fingerprint(
     sources: Sequence[Weighted], in_passes: bool, tokenizer: Tokenizer, packing: Packing | None
 ) -> dict[str, Any]:
-    """Return what the order depends on in addition to the settings; a single source is not nested."""
+    """Return further settings that the order of samples depends on; a single source is not nested."""
     fingerprint: dict[str, Any] = {"tokenizer": tokenizer.fingerprint}
     if tokenizer.chat_template is not None:
         fingerprint["chat_template"] = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()

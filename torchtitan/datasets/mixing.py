@@ -1,15 +1,15 @@
-"""The mixture of sources: which source and lane a global sample comes from, and its number in that lane.
+"""The mixture of sources: it maps a global sample to its source, its stream and its number in that stream.
 
-Both are functions of the seed, the weights and the sample's number alone. A period is the fewest samples that contain
+All are functions of the seed, the weights and the sample's number alone. A period is the fewest samples that contain
 each source in proportion to its weight (weights 7, 2 and 1: ten samples), in the order of a keyed permutation. A block
-of as many periods as there are lanes shares one order, which is shifted by one at times, so that every lane of a source
-is used equally often. The position of a sample in its lane is therefore computed, and no lane runs ahead. The next
-block uses a new permutation.
+of as many periods as there are streams shares one order, which is shifted by one at times, so that every stream of a
+source is used equally often. The position of a sample in its stream is therefore computed, and no stream runs ahead.
+The next block uses a new permutation.
 
-Streams take turns, and groups of MIXED lanes are permuted from turn to turn. With fixed positions a small batch would
-meet the same lanes every few steps. As a lane stays in a long document for hundreds of samples, the loss would show a
-sawtooth. Only lanes that are equal modulo the number of groups are permuted, so a rank that takes every n-th sample
-still reads its own lanes and no others.
+Streams take turns, and groups of MIXED streams are permuted from turn to turn. With fixed positions a small batch would
+meet the same streams every few steps. As a stream stays in a long document for hundreds of samples, the loss would show
+a sawtooth. Only streams that are equal modulo the number of groups are permuted, so a rank that takes every n-th sample
+still reads its own streams and no others.
 """
 
 import math
@@ -31,7 +31,7 @@ MIXING, PLACES = 0x6D6978, 0x706C6163
 
 
 class Mixture:
-    """A weighted mixture of sources. `lanes`: number of lanes per source, numbered consecutively over all sources."""
+    """A weighted mixture of sources. `lanes`: number of streams per source, numbered consecutively over all sources."""
 
     def __init__(self, weights: Sequence[float], lanes: Sequence[int], seed: int) -> None:
         self.seed, self.counts, self.lanes = seed, np.array(shares(weights)), np.array(lanes)
@@ -47,7 +47,7 @@ class Mixture:
         self._tables: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Map [n] global samples to their lanes [n] and their numbers [n] in these lanes."""
+        """Map [n] global samples to their streams [n] and their numbers [n] in these streams."""
         if len(self.counts) == 1:
             numbers, turn_index = np.divmod(samples, self.width)
             member, group = np.divmod(turn_index, self.groups[0])
@@ -61,7 +61,7 @@ class Mixture:
         return lanes, numbers
 
     def own(self, first: int, stride: int) -> list[int]:
-        """Return the lanes that the samples first, first + stride, ... come from."""
+        """Return the streams that the samples first, first + stride, ... come from."""
         result = []
         for lanes, groups, mixed in zip(self.first_streams, self.groups.tolist(), self.mixed.tolist(), strict=False):
             reached_groups = dict.fromkeys((first + i * stride) % groups for i in range(groups))
@@ -69,13 +69,13 @@ class Mixture:
         return result
 
     def taken(self, samples: int) -> np.ndarray:
-        """Return how many of the first `samples` global samples come from each lane, [lanes]."""
+        """Return how many of the first `samples` global samples come from each stream, [streams]."""
         blocks, remainder = divmod(samples, self.block)
         started = np.bincount(self._table(blocks)[0][:remainder], minlength=len(self._per_block))
         return blocks * self._per_block + started
 
     def _table(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the lane of every sample of a block, and its number among the block's samples of that lane."""
+        """Return the stream of every sample of a block, and its number among the block's samples of that stream."""
         if block not in self._tables:
             for finished in [b for b in self._tables if b < block - 1]:
                 del self._tables[finished]
@@ -86,7 +86,7 @@ class Mixture:
         places = np.arange(self.block)
         slots = permute(np.arange(self.period), self.period, key(self.seed, MIXING, block))
         order = np.arange(len(self.counts)).repeat(self.counts)[slots]
-        # Without the shift a lane would meet only every n-th slot, n being what period and width have in common.
+        # Without the shift a stream would meet only every n-th slot, n being what period and width have in common.
         sources = order[(places + places // math.lcm(self.period, self.width)) % self.period]
         lanes = self.first_streams[sources] + self._streams_of(block, places, sources)
         by_lane = np.argsort(lanes, kind="stable")
@@ -96,7 +96,7 @@ class Mixture:
         return lanes, numbers
 
     def _streams_of(self, block: int, places: np.ndarray, sources: np.ndarray) -> np.ndarray:
-        """Return the lane of each sample of a block, numbered within its source."""
+        """Return the stream of each sample of a block, numbered within its source."""
         group = places % self.groups[sources]
         global_group = self.first_groups[sources] + group
         by_group = np.argsort(global_group, kind="stable")
@@ -111,7 +111,7 @@ class Mixture:
         return member * self.groups[sources] + group
 
     def _mixed(self, mixed: int, turns: np.ndarray, member: np.ndarray, group: np.ndarray) -> np.ndarray:
-        """Return the index within its group of the lane whose turn it is."""
+        """Return, for each turn, the stream that provides the sample, as its index within the group."""
         return permute(member, int(mixed), key(self.seed, PLACES, group, turns)) if mixed > 1 else member
 
 

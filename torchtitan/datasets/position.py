@@ -43,7 +43,7 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
             f"data positions of different steps or different data cannot be joined: samples "
             f"{sorted({s['samples'] for s in states})}; save all ranks after the same step"
         )
-    # The first number of a cursor counts the lane's samples. Ranks that share a lane differ; the furthest is right.
+    # The first number of a cursor counts the stream's samples. Ranks that share a stream differ; the furthest is right.
     cursors: dict[str, list[int]] = {}
     for state in states:
         for lane, cursor in state["cursors"].items():
@@ -59,8 +59,8 @@ def resume(
 ) -> Position:
     """Return the position of a merged state, or the beginning without a state.
 
-    `lanes`: the lanes with cursors. `taken`: returns how many of the first samples come from each lane. Raises JobError
-    if the state belongs to other data, or to a version that read the data in another order."""
+    `lanes`: the streams with cursors. `taken`: returns how many of the first samples come from each stream. Raises
+    JobError if the state belongs to other data, or to a version that read the data in another order."""
     if state is None:
         return Position(0, len(lanes), {}, fingerprint)
     if state.get("version") != VERSION and not (state.get("version") == 1 and not lanes and not state["lanes"]):

@@ -123,7 +123,7 @@ class PrepareOptions:
 
 
 def joined(made: Sequence[Made]) -> Made:
-    """Join the documents of one record; its fate is that of the first document that was not kept whole."""
+    """Join the documents of one record. The first one without pieces, else the first that was cut, sets its fate."""
     without_pieces = [document for document in made if not document.pieces]
     changed = [document for document in made if document.fate != "whole"]
     pieces = [] if without_pieces else [piece for document in made for piece in document.pieces]
@@ -278,12 +278,12 @@ def _write(source: Source, encoder: "Encoder", folder: Path, workers: int, stop:
     total = len(source) if isinstance(source, IndexedSource) else None
     with progress_bar("tokenizing", total, unit=" documents") as progress:
         for documents in _tokenized(readable, encoder, workers):
-            for made in documents:
-                if isinstance(made, BadRecord):
-                    readable.leave_out(made)
+            for result in documents:
+                if isinstance(result, BadRecord):
+                    readable.leave_out(result)
                 else:
-                    tally.add(made)
-                    for ids, trained in made.pieces:
+                    tally.add(result)
+                    for ids, trained in result.pieces:
                         writer.write(ids, trained)
             progress.update(len(documents))
             progress.set_postfix(tokens=f"{writer.tokens:,}", refresh=False)

@@ -34,11 +34,11 @@ PAIRS = "preference"
 class RecordReader:
     """Options for reading records.
 
-    `form`: name of the format; None: a record with `text_field` is read by that field, any other record by the first
-    format whose fields it has. `fields`: the records' own names for a format's fields where they differ, and for role
-    and content inside messages. `template`: parts of the prompt of instruct records. `system`: default system message
-    of conversations without one. `whole`: each record is trained on its own, so a record with both `text` and the
-    fields of a format is refused as ambiguous. `pairs`: all records are preference pairs.
+    `format_name`: None: a record with `text_field` is read by that field, any other record by the first format that
+    matches its fields. `fields`: the records' own names for a format's fields where they differ, and for role and
+    content inside messages. `template`: parts of the prompt of instruct records. `system`: default system message of
+    conversations without one. `refuse_ambiguous`: each record is trained on its own, so a record with both `text` and
+    the fields of a format is refused as ambiguous. `pairs`: all records are preference pairs.
     """
 
     text_field: str = "text"
@@ -81,7 +81,7 @@ class RecordReader:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Return what documents depend on, JSON-able; unset options are left out."""
+        """Return the options that documents depend on, JSON-able; unset options are left out."""
         options = {"format": self.format_name, "fields": dict(self.fields), "template": dict(self.template)}
         options |= {"default_system": self.system}
         return {"text_field": self.text_field} | {name: value for name, value in options.items() if value}
@@ -105,10 +105,10 @@ class RecordReader:
             return ""
         if "text" in fields:
             parts = " and ".join(map(repr, FORMATS[form].fields))
-            learned = (
+            option_hint = (
                 "learn it with task.kind dpo, ipo or orpo" if form == PAIRS else f'set training.format to "{form}"'
             )
-            remedy = f'{learned}, or set training.format to "completion", which trains all of the text'
+            remedy = f'{option_hint}, or set training.format to "completion", which trains all of the text'
             return f"has the field 'text' and, of format {form}, {parts}; {remedy}"
         if form == "alpaca" and "system" in fields:
             remedy = (
@@ -152,7 +152,7 @@ class RecordReader:
 
     def document(self, record: Record, place: str, short_place: str) -> Document:
         """Convert a record to a document. Raises DataError, which names `place`, if it cannot be read."""
-        if lacking := self.missing_field(record):
+        if missing := self.missing_field(record):
             field_names = ", ".join(map(repr, list(record)[:20])) or "none"
             formats = ", ".join(
                 f"{name} ({' and '.join(record_format.fields)})"
@@ -160,7 +160,7 @@ class RecordReader:
                 if record_format.detectable
             )
             hint = "" if self._job_format else f", or give records of a known format: {formats}"
-            raise DataError(f"{place}: no field {lacking}; the fields there are: {field_names}; {self.remedy()}{hint}")
+            raise DataError(f"{place}: no field {missing}; the fields there are: {field_names}; {self.remedy()}{hint}")
         if unclear := self.ambiguity(record):
             raise DataError(f"{place}: {unclear}")
         form = self.format_of(record)
@@ -237,7 +237,9 @@ class RecordReader:
 
 
 def record_reader(source: Any, system: str | None, whole: bool, pairs: bool) -> RecordReader:
-    """Return the Reading of one of a job's sources. Raises LimitError, which names the options in short form."""
+    """Return the RecordReader of one of a job's sources; `whole` sets `refuse_ambiguous`.
+
+    Raises LimitError, which names the options in short form."""
     return RecordReader(source.text_field, source.format, source.fields, source.template, system, whole, pairs)
 
 
@@ -248,9 +250,9 @@ Row = Mapping[str, Any]
 class LabelledFields:
     """The fields of labelled records.
 
-    `second`: field of the second text, if there are two. `names`: class names in order; without them classes are
-    numbers. `ended`: append an end token to each text, for a model that reads the class at the first token; otherwise
-    the last token of the text is used.
+    `second_text`: field of the second text, if there are two. `class_names`: class names in order; without them classes
+    are numbers. `end_tokens`: append an end token to each text, for a model that reads the class at the first token;
+    otherwise the last token of the text is used.
     """
 
     text: str
@@ -267,7 +269,7 @@ class LabelledFields:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Return what documents depend on, JSON-able. Checkpoints hold these keys."""
+        """Return the options that documents depend on, JSON-able. Checkpoints hold these keys."""
         return {
             "text": self.text,
             "label": self.label,
@@ -297,7 +299,7 @@ class LabelledFields:
         label = row.get(self.label)
         if isinstance(label, str) and label in self.class_names:
             return self.class_names.index(label)
-        if isinstance(label, str) and label.isdecimal():  # as a table of text has it
+        if isinstance(label, str) and label.isdecimal():  # a table of text holds numbers as text
             label = int(label)
         if isinstance(label, int) and 0 <= label < self.num_classes:
             return int(label)

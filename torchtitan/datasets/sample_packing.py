@@ -50,7 +50,7 @@ class Packing(NamedTuple):
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Return what the order of samples depends on, JSON-able."""
+        """Return the options that the order of samples depends on, JSON-able."""
         options: dict[str, Any] = {} if self.split is None else {"split": self.split}
         options |= {"group": self.group} if self.group else {}
         options |= {"shard": list(self.shard)} if self.shard != (1, 1) else {}

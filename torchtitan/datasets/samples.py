@@ -1,4 +1,4 @@
-"""The samples of one rank as pieces of batches, from lanes of documents or from prepared shards.
+"""The samples of one rank as pieces of batches, from streams of documents or from prepared shards.
 
 Global sample i is a function of i alone. Data-parallel rank r of n takes the samples r, r + n, r + 2n, ... (counted
 from the sample at which the run began or was resumed), local_batch_size of them per batch. After any number of batches
@@ -104,7 +104,7 @@ def class_arrays(
 
 
 # A part of a batch: its rows (None: one or more complete batches), a [rows, S] tensor per name (or none), and the new
-# cursors of the lanes it was read from.
+# cursors of the streams it was read from.
 Piece = tuple[list[int] | None, Sequence[torch.Tensor] | torch.Tensor, dict[int, Cursor]]
 
 
@@ -132,7 +132,7 @@ class Share:
         return self.start + global_sample_numbers(local_samples, self.rank, self.ranks, self.together)
 
     def lanes(self, mixture: Mixture) -> list[int]:
-        """Return the lanes that this rank's samples come from."""
+        """Return the streams that this rank's samples come from."""
         first, stride = self.start + self.rank * self.together, self.ranks * self.together
         return list(
             dict.fromkeys(lane for offset in range(self.together) for lane in mixture.own(first + offset, stride))
@@ -144,7 +144,7 @@ class Form:
     """The form of batches.
 
     `batches`: number of batches (None: endless). `packing`: pack whole documents from prepared shards; None: cut
-    samples from the concatenation of all documents. `labels`: kind of labels, see packing.py."""
+    samples from the concatenation of all documents. `labels`: kind of labels, see `Labels`."""
 
     tokenizer: Tokenizer
     seq_len: int
@@ -184,7 +184,7 @@ Reader = BlockReader | JoinedBlockReader | PackReader
 class StreamPieces:
     """Pieces of batches packed from text, of one or several sources.
 
-    Prepared shards among several sources count as a source of one lane with random access. `stop`: raise at an
+    Prepared shards among several sources count as a source of one stream with random access. `stop`: raise at an
     unreadable record instead of skipping it. From global sample `end` on nothing is read, and no label has a loss."""
 
     def __init__(
@@ -245,7 +245,7 @@ class StreamPieces:
 
 
 class ShardStream:
-    """A lane of prepared shards, which are one of several sources."""
+    """A stream of prepared shards, which are one of several sources."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
@@ -284,13 +284,13 @@ class ShardPieces:
         reader = self.form.reader(self.sources, self.seed, self.shuffle)
         size, limit = self.share.batch_size, self.form.batches
         per_piece = min(max(1, self.PIECE_TOKENS // (size * self.form.seq_len)), self.PIECE_BATCHES)
-        ahead = max(1, self.AHEAD // (per_piece * size))
-        for first in count(worker, workers * ahead):
-            batches = (first + np.arange(ahead)[:, None] * workers) * per_piece + np.arange(per_piece)
+        num_pieces = max(1, self.AHEAD // (per_piece * size))
+        for first in count(worker, workers * num_pieces):
+            batches = (first + np.arange(num_pieces)[:, None] * workers) * per_piece + np.arange(per_piece)
             samples = self.share.samples(batches.ravel()).ravel()
             past = np.zeros(len(samples), dtype=bool) if self.end is None else samples >= self.end
             starts = reader.order(np.where(past, 0, samples))
-            chunks = zip(batches.tolist(), np.split(starts, ahead), np.split(past, ahead), strict=True)
+            chunks = zip(batches.tolist(), np.split(starts, num_pieces), np.split(past, num_pieces), strict=True)
             for numbers, piece_starts, is_past in chunks:
                 remaining = per_piece if limit is None else max(0, min(per_piece, limit - numbers[0]))
                 if remaining == 0:

@@ -2,8 +2,8 @@
 
 A document stays in its row, so a stateful model (adapters/neurocache) can carry its memory from batch to batch.
 Documents are tokenized before the run and their lengths are known, so every rank can compute what all rows of the
-global batch read, and builds only the batches of its own rows. A row that has finished its document takes the next one
-of the shuffled order, which continues from epoch to epoch.
+global batch read, and builds only its own batches. A row that has finished its document takes the next one of the
+shuffled order, which continues from epoch to epoch.
 """
 
 import logging
@@ -202,7 +202,7 @@ class SegmentLoader:
         return self.position().to_dict()
 
     def close(self) -> None:
-        """Nothing runs beside the trainer."""
+        """Do nothing: there are no workers to stop."""
 
 
 def after(row: Reading | None, documents: Documents, seq_len: int) -> Reading | None:
@@ -269,4 +269,4 @@ class HeldOutSegments:
             yield segment_batch(self.documents, rows, self.seq_len, begun)
 
     def close(self) -> None:
-        """Nothing runs beside the trainer."""
+        """Do nothing: there are no workers to stop."""

@@ -3,7 +3,7 @@
 The k-th element of a shuffle of any length costs O(1) time and memory, so an order of 1e10 samples needs no table and a
 resume needs no replay. A Feistel network over b bits is a bijection whatever its round function; results beyond the
 length go through the network again until they fall inside ("cycle walking"), which keeps it one. As 2^b is less than
-twice the length, two passes do on average. Nothing here depends on NumPy's generators, whose streams may change.
+twice the length, two passes do on average. NumPy's generators are not used, because their streams may change.
 """
 
 import numpy as np
@@ -17,8 +17,8 @@ def key(*numbers: int | np.ndarray) -> np.ndarray:
     """Return a 64-bit key from a seed and its uses (epoch, part, block); arrays give one key per element."""
     value = np.zeros(1, dtype=np.uint64)
     for number in numbers:
-        word = number & _WORD if isinstance(number, int) else number.astype(np.uint64)
-        value = _mix((value ^ word) + _GOLDEN)
+        bits = number & _WORD if isinstance(number, int) else number.astype(np.uint64)
+        value = _mix((value ^ bits) + _GOLDEN)
     return value
 
 
@@ -37,7 +37,7 @@ def permute(index: np.ndarray, length: int, key: np.ndarray) -> np.ndarray:
 
 
 def _network(x: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
-    """A Feistel network whose halves may differ by one bit; they change each other in turn."""
+    """Apply a Feistel network. Its halves, which may differ by one bit in width, change each other in turn."""
     low_bits = bits // 2
     high_mask, low_mask = (1 << (bits - low_bits)) - 1, (1 << low_bits) - 1
     high, low = x >> low_bits, x & low_mask
@@ -48,7 +48,7 @@ def _network(x: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64 (Steele, Lea, Flood 2014). Arrays of uint64 wrap, as it needs."""
+    """Apply the finalizer of splitmix64 (Steele, Lea, Flood 2014), which needs the wrap-around of uint64."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)

@@ -66,7 +66,7 @@ class Chat(NamedTuple):
 class LabelledTexts(NamedTuple):
     """One or two texts and their class.
 
-    `ended`: each text is followed by the end-of-document token; otherwise that token only separates two texts.
+    `end_tokens`: the end-of-document token follows each text; otherwise it only separates two texts.
     """
 
     texts: Sequence[str]
@@ -128,7 +128,7 @@ def document_or_error(read: Callable[..., Document], *args: Any) -> DocumentOrEr
 
 
 class Part(ABC):
-    """A part of a stream that is read forward: a file, a row group, a shard."""
+    """A part of a source that is read forward: a file, a row group, a shard."""
 
     size = 1
     """Amount of data, in a unit that all parts of the class share."""
@@ -142,7 +142,7 @@ class Part(ABC):
 
 
 class IndexedFile(Part):
-    """A file whose records can be read in any order."""
+    """A file with records that can be read in any order."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name, self.size = path, name, path.stat().st_size
@@ -252,9 +252,9 @@ def find_files(path: str | None, suffixes: tuple[str, ...]) -> dict[str, Path]:
         }
     else:
         raise DataError(f"{path}: no such file or folder; {allowed} is needed; correct {option}")
-    wrong = sorted(name for name in files if not name.lower().endswith(suffixes))
-    if wrong or not files:
-        problem = f"{wrong[0]} is of another kind" if wrong else "nothing is there"
+    unsupported = sorted(name for name in files if not name.lower().endswith(suffixes))
+    if unsupported or not files:
+        problem = f"{unsupported[0]} is of another kind" if unsupported else "nothing is there"
         raise DataError(f"{path}: {problem}; {allowed} is needed; correct {option}")
     for file in files.values():
         try:

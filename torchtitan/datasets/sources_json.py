@@ -1,4 +1,4 @@
-"""Records of JSON: one line, and one array of them that fills a file."""
+"""JSON records: one object per line, or one array of objects per file."""
 
 import json
 import zlib
@@ -27,7 +27,7 @@ from torchtitan.datasets.sources import (
 
 
 def parse_line(line: bytes, place: str, short_place: str, offset: int, reading: RecordReader) -> Document:
-    """The document of one JSON object. `place` names the record in errors, `offset` is where the line begins."""
+    """Convert one JSON object to a document. `place` names the record in errors; `offset`: where the line begins."""
     if offset == 0 and line.startswith(BOM_UTF8):  # byte order mark of some editors
         line, offset = line[len(BOM_UTF8) :], len(BOM_UTF8)
     content = decode_utf8(line, place, offset)
@@ -47,8 +47,10 @@ def parse_line(line: bytes, place: str, short_place: str, offset: int, reading: 
 
 
 class JsonArray(IndexedFile):
-    """One array of objects, each a record. Where they lie is found by going through the file once, a window at a time;
-    json.loads of the whole would take some ten times its size."""
+    """One array of objects, each a record.
+
+    One scan of the file, a window at a time, finds the elements' positions; json.loads of the whole file would take
+    about ten times its size in memory."""
 
     WINDOW = 2**24
 
@@ -58,7 +60,7 @@ class JsonArray(IndexedFile):
 
     @cached_property
     def _spans(self) -> np.ndarray:
-        """[n, 2] int64: where each element begins and ends, in bytes. DataError where the array is broken."""
+        """Return the start and end of each element in bytes, [n, 2] int64. Raises DataError if the array is broken."""
         spans = np.array(list(self._scan()), dtype=np.int64)
         return spans.reshape(-1, 2)
 
@@ -72,7 +74,7 @@ class JsonArray(IndexedFile):
         return parse_line(line, f"{self.path}, {place}", f"{self.name}, {place}", start, self.reading)
 
     def probe(self) -> None:
-        """The whole array, as its end is known only then; and the last element, for a wrong text field."""
+        """Scan the whole array, to check its end, and read the last element, which reveals a wrong text field."""
         if len(self):
             self.get(len(self) - 1)
 
@@ -93,7 +95,7 @@ class JsonArray(IndexedFile):
 
 
 class _Window:
-    """A stretch of a JSON file's text that goes forward over it, and how many bytes lie before the place in it."""
+    """A window that moves forward over a JSON file's text. `bytes_before`: bytes of the file before `place`."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.path, self.size = path, size
@@ -103,7 +105,7 @@ class _Window:
             self._pass(self.place + 1)
 
     def sign(self) -> str:
-        """The next one that is no blank; "" at the end."""
+        """Skip blanks and return the next character, without consuming it; "" at the end."""
         while True:
             blanks = len(self.text) - len(self.text[self.place :].lstrip(" \t\r\n"))
             self._pass(blanks)
@@ -117,13 +119,13 @@ class _Window:
         self._pass(self.place + 1)
 
     def element(self) -> tuple[int, int]:
-        """Where the next element begins and ends, in bytes."""
+        """Consume the next element and return its start and end, in bytes."""
         self.sign()
         start = self.bytes_before
         while True:
             try:
                 _, end = json.JSONDecoder().raw_decode(self.text, self.place)
-                if end < len(self.text) or self.ended:  # a number may go on in the next stretch
+                if end < len(self.text) or self.ended:  # a number may continue in the next window
                     self._pass(end)
                     return start, self.bytes_before
             except json.JSONDecodeError as error:
@@ -135,15 +137,15 @@ class _Window:
                 raise self.broken(f"an element of more than {MAX_RECORD_BYTES / 2**20:g} MiB")
             self._more()
 
-    def broken(self, why: str) -> DataError:
-        return DataError(f"{self.path}: no JSON array at byte {self.bytes_before}: {why}; {REMEDY}")
+    def broken(self, reason: str) -> DataError:
+        return DataError(f"{self.path}: no JSON array at byte {self.bytes_before}: {reason}; {REMEDY}")
 
     def _pass(self, place: int) -> None:
         self.bytes_before += len(self.text[self.place : place].encode())
         self.place = place
 
     def _more(self) -> None:
-        """As much again as is still held, so that a long element is not parsed from its start too often."""
+        """Read at least as much as is still held, so that a long element is not parsed from its start too often."""
         content = self.file.read(max(self.size, len(self.text) - self.place))
         self.ended = not content
         try:
@@ -210,13 +212,13 @@ class CompressedJsonLines(Part):
         number, offset, length = 1, 0, 0
         for chunk in self._chunks():
             if isinstance(chunk, bytes):
-                *lines, rest = chunk.split(b"\n")
+                *lines, remainder = chunk.split(b"\n")
                 for line in lines:
                     line = b"".join(head) + line
                     yield number, offset, line
                     number, offset, head, length = number + 1, offset + len(line) + 1, [], 0
-                head.append(rest)
-                length += len(rest)
+                head.append(remainder)
+                length += len(remainder)
                 if length > MAX_RECORD_BYTES:
                     chunk = _too_long(f"{self.path}:{number}")
             if isinstance(chunk, DataError):

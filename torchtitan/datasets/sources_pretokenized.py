@@ -1,8 +1,8 @@
-"""Blocks of token ids that were tokenized and cut before the run, as ReLoRA's scripts make and read them: a folder of
-the package `datasets` (save_to_disk), the ids in its column input_ids, with an args.json beside them that says how they
-were made: {"tokenizer": ..., "sequence_length": ...}.
+"""Blocks of token ids that were tokenized and cut before the run, as ReLoRA's scripts make and read them.
 
-A sample is one block. All ids of it but the first are learned, as nothing stands before that one.
+The folder was saved by the package `datasets` (save_to_disk), with the ids in the column input_ids, and has an
+args.json with the settings: {"tokenizer": ..., "sequence_length": ...}. A sample is one block. All its ids have a loss
+except the first, which no token precedes.
 """
 
 import json

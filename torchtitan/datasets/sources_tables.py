@@ -1,7 +1,7 @@
-"""Records in the rows of a table: .arrow files, as `datasets` saves and caches them, and .csv and .tsv.
+"""Records in the rows of a table: .arrow files, as `datasets` saves and caches them, .parquet, .csv and .tsv.
 
-Arrow files are mapped into memory and read in any order. What is in them is checked before it is touched, since the
-reader trusts the offsets of a file.
+Arrow files are mapped into memory and read in any order. A row is validated before it is read, because the reader
+trusts the offsets of a file.
 """
 
 import csv
@@ -36,17 +36,17 @@ DELIMITERS = {".csv": ",;\t", ".tsv": "\t"}
 
 
 def saved_split(folder: str, split: str) -> str | None:
-    """The folder to read of one that Dataset.save_to_disk or DatasetDict.save_to_disk wrote; None for any other.
-    DataError where that has not this split."""
+    """Return the folder with a split's data, if Dataset.save_to_disk or DatasetDict.save_to_disk wrote `folder`, else
+    None. Raises DataError if a DatasetDict lacks the split."""
     if Path(folder, "dataset_dict.json").exists():
         try:
             splits = json.loads(read_file(Path(folder, "dataset_dict.json"), MAX_JSON_BYTES))["splits"]
-            known = sorted(name for name in splits if Path(folder, name).name == name)
+            split_names = sorted(name for name in splits if Path(folder, name).name == name)
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise DataError(f"{folder}: dataset_dict.json is damaged ({error}); save the dataset again") from None
-        if split not in known:
+        if split not in split_names:
             remedy = 'give the folder of one of them with dataset = "text"'
-            raise DataError(f"{folder}: there is no split {split!r}, only {', '.join(known) or 'none'}; {remedy}")
+            raise DataError(f"{folder}: there is no split {split!r}, only {', '.join(split_names) or 'none'}; {remedy}")
         return str(Path(folder, split))
     return folder if all(Path(folder, name).is_file() for name in SAVE_TO_DISK_FILES[:2]) else None
 
@@ -55,8 +55,8 @@ TEXTS = ("string", "large_string", "string_view", "binary", "large_binary")
 
 
 def record_columns(path: Path, schema: Any, reading: RecordReader) -> list[str]:
-    """Of a table, those that its records are made of: of texts, or of lists (of ids, segments or messages). DataError
-    for one that has them not."""
+    """Return the columns that a table's records are read from: texts, or lists (of ids, segments or messages). Raises
+    DataError if they are missing or have other types."""
     names = ", ".join(schema.names)
     if lack := reading.missing_field(schema.names):
         raise DataError(f"{path}: has no column {lack}; its columns: {names}; {reading.remedy()}")
@@ -74,7 +74,7 @@ def record_columns(path: Path, schema: Any, reading: RecordReader) -> list[str]:
 
 
 def cells(column: Any) -> list[Any]:
-    """The values of a column; texts as bytes, as one that is not UTF-8 spoils its own record alone."""
+    """Return the values of a column; texts as bytes, so that one that is not UTF-8 only damages its own record."""
     kind = str(column.type)
     return (column if _is_list(kind) or kind == "null" else column.cast("large_binary")).to_pylist()
 
@@ -90,7 +90,7 @@ class ArrowFile(IndexedFile):
     def __init__(self, path: Path, name: str, reading: RecordReader) -> None:
         super().__init__(path, name)
         self.reading = reading
-        len(self)  # opens it, so that a wrong field is found at once
+        len(self)  # open it, so that a wrong field is reported at once
 
     def __len__(self) -> int:
         return len(self._table)
@@ -108,7 +108,7 @@ class ArrowFile(IndexedFile):
 
     @cached_property
     def _table(self) -> Any:
-        """The columns that are read."""
+        """Return the table, reduced to the columns that are read."""
         pyarrow = _pyarrow(self.path)
         try:
             require_file(self.path)
@@ -124,13 +124,13 @@ class ArrowFile(IndexedFile):
         return table.select(record_columns(self.path, table.schema, self.reading))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the mapping: a loader's worker, when it is started afresh, makes its own."""
+        """Return the state without the memory mapping; a worker process that is not forked opens its own."""
         return {name: value for name, value in self.__dict__.items() if name != "_table"}
 
 
 class CsvFile(Part):
-    """Rows under a line of names, read forward; fields in quotes may hold line ends. Of comma, semicolon and tab, what
-    separates the names separates the fields."""
+    """Rows after a header line, read forward; quoted fields may hold line ends. The delimiter (comma, semicolon or tab)
+    is detected from the header."""
 
     def __init__(self, path: Path, name: str, reading: RecordReader) -> None:
         self.path, self.name, self.reading, self.size = path, name, reading, path.stat().st_size
@@ -138,7 +138,7 @@ class CsvFile(Part):
             self._layout()
 
     def _layout(self) -> tuple[str, dict[str, int]]:
-        """The delimiter, and the columns that are read, by name."""
+        """Return the delimiter, and name -> number of the columns that are read."""
         try:
             with open_file(self.path) as file:
                 line = file.readline(2**16).decode("utf-8-sig")
@@ -160,7 +160,7 @@ class CsvFile(Part):
         if not self.size:
             return
         sign, columns = self._layout()
-        csv.field_size_limit(MAX_RECORD_BYTES)  # of the process; Python's own is 128 KiB
+        csv.field_size_limit(MAX_RECORD_BYTES)  # a limit of the process; Python's default is 128 KiB
         row = 0
         try:
             with TextIOWrapper(open_file(self.path), encoding="utf-8-sig", newline="") as file:

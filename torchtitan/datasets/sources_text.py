@@ -1,7 +1,7 @@
 """Local text: .txt, JSON (arrays; lines, plain, gzip or zstandard), .parquet and tables, one by one or in a folder.
 
-Plain files can be read in any order: JSON by an index of offsets, large text files by pieces whose borders are found
-where they are needed. Compressed files, parquet and csv are streams. A folder that holds both kinds is a stream.
+Plain files can be read in any order: JSON by an index of offsets, large text files in pieces, with borders that are
+found when they are needed. Compressed files, parquet and csv can only be read forward, and so can a folder of both.
 """
 
 import os
@@ -54,7 +54,7 @@ PIECE = 256 * 1024
 LINE_END_SEARCH_BYTES = 64 * 1024
 
 
-# Installed packages, tests with broken files on purpose, tables of numbers, and what this one machine was built with.
+# Installed packages, tests with files broken on purpose, tables of numbers, and modules built for this machine.
 EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "lib-dynload"}
 HELD_OUT_ONE_IN = 20
 
@@ -122,7 +122,7 @@ def python_stdlib(path: str | None, text_field: str) -> Source:
 
 
 def python_stdlib_validation(path: str | None, text_field: str) -> Source:
-    """One file in twenty, chosen by its name. The training set does not have them."""
+    """Open the held-out files: one in twenty, chosen by its name. The training set does not have them."""
     return _library(path, held_out=True)
 
 
@@ -153,5 +153,5 @@ class _LibraryFile(TextFile):
         try:
             return super().get(index)
         except DataError:
-            # Some library files are in old encodings. The selection is ours, so nobody has to hear of it.
+            # Some library files have old encodings. This is no error, because the user did not choose the files.
             return Document("", self.name)

@@ -1,15 +1,16 @@
-"""The order of documents: each epoch's shuffled documents are distributed over lanes, which advance independently.
+"""The order of documents: each epoch's shuffled documents are distributed over streams, which advance independently.
 
-mixing.py decides which lane a sample comes from. The number of lanes depends only on the data, so the order is the same
-for any number of ranks and workers. A lane that has used up its documents begins its next epoch without waiting for the
-others.
+mixing.py decides which stream a sample comes from. The number of streams depends only on the data, so the order is the
+same for any number of ranks and workers. A stream that has used up its documents begins its next epoch without waiting
+for the others.
 
-* An IndexedSource source: the epoch's permutation of all documents, distributed one by one.
-* A Stream of few parts: one pass over the parts in shuffled order, documents distributed one by one; a reader queues
-  documents for those of its lanes that are not there yet. Documents are shuffled within blocks of BLOCK.
-* A Stream of many parts of even size (the shards of a big dataset): each lane has its own parts.
+* An IndexedSource: the epoch's permutation of all documents, distributed one by one.
+* A SequentialSource with few parts: one pass over the parts in shuffled order, documents distributed one by one. A
+  reader queues the documents of its other streams until they need them. Documents are shuffled within blocks of BLOCK.
+* A SequentialSource with many parts of even size (the shards of a big dataset): each stream has its own parts.
 
-Without shuffling there is one lane, because several lanes would pack documents that are not adjacent into one sample.
+Without shuffling there is one stream, because several streams would pack documents that are not adjacent into one
+sample.
 """
 
 import logging
@@ -51,7 +52,7 @@ MAX_EMPTY_EPOCHS = 8
 
 
 class Place(NamedTuple):
-    """A document's position in its lane. Stable between runs, because checkpoints store it."""
+    """A document's position in its stream. Stable between runs, because checkpoints store it."""
 
     epoch: int = 0
     part: int = 0
@@ -64,11 +65,11 @@ class IndexedStreams:
         self.count = stream_count(len(source)) if shuffle else 1
 
     def reader(self, places: dict[int, Place]) -> "IndexedStreamReader":
-        """Return a reader that continues from these places; the keys are the lanes it will serve."""
+        """Return a reader that continues from these places; the keys are the streams it will serve."""
         return IndexedStreamReader(self, dict(places))
 
     def first_epoch(self) -> Iterator[tuple[int, DocumentOrError]]:
-        """Yield every document once, with its lane."""
+        """Yield every document once, with its stream."""
         for n, index in enumerate(self.order(0, np.arange(len(self.source))).tolist()):
             yield n % self.count, document_or_error(self.source.get, index)
 
@@ -77,7 +78,7 @@ class IndexedStreams:
 
 
 class IndexedStreamReader:
-    """A reader that computes the order of AHEAD documents of a lane at a time."""
+    """A reader that computes the order of AHEAD documents of a stream at a time."""
 
     AHEAD = 64
 
@@ -102,7 +103,7 @@ class IndexedStreamReader:
 
 
 class SequentialStreams:
-    """The lanes of a stream. `stop`: raise an error that occurs while documents are counted."""
+    """The streams of a SequentialSource. `stop`: raise an error that occurs while documents are counted."""
 
     def __init__(self, source: SequentialSource, seed: int, shuffle: bool, stop: bool) -> None:
         self.source, self.seed, self.shuffle = source, seed, shuffle
@@ -120,13 +121,13 @@ class SequentialStreams:
 
     def stream_of(self, place: Place) -> int:
         # The assignment changes with every round and part. With a fixed one, alternating data (question, answer) would
-        # give each lane documents of one kind, and lanes of short documents would run epochs ahead. Parts of only a
-        # few documents reach all lanes too.
+        # give each stream documents of one kind, and streams of short documents would run epochs ahead. Parts of only a
+        # few documents reach all streams too.
         turn, place_in_turn = divmod(place.ordinal, self.count)
         return _deal(self.seed, place.part, turn, self.count)[place_in_turn]
 
     def read(self, group: int, start: Place) -> Iterator[tuple[Place, DocumentOrError]]:
-        """Yield the documents of one epoch from a place on: of a lane's parts (group = lane), or all (group 0)."""
+        """Yield an epoch's documents from a place on. `group`: a stream with its own parts; 0 if all share them."""
         epoch, first_part, first_ordinal = start
         parts = self._parts(group, epoch)
         for position in range(first_part, len(parts)):
@@ -167,7 +168,7 @@ class SequentialStreams:
 
 
 class SequentialStreamReader:
-    """A reader with one pass over the stream per active epoch; documents of other lanes wait in queues."""
+    """A reader with one pass over the source per active epoch; documents of other streams wait in queues."""
 
     def __init__(self, lanes: SequentialStreams, places: dict[int, Place]) -> None:
         self.lanes, self.places = lanes, places
@@ -205,7 +206,7 @@ class SequentialStreamReader:
         return [group] if self.lanes.parts_per_stream else list(self.places)
 
     def _start(self, lane: int, epoch: int) -> Place:
-        """Return the earliest place of a lane's next document of an epoch; in a later epoch if this one is over."""
+        """Return the earliest place of a stream's next document in an epoch; in a later epoch if this one is over."""
         return max(self.places[lane], Place(epoch))
 
     def _open(self, group: int, epoch: int) -> None:
@@ -224,7 +225,7 @@ class SequentialStreamReader:
 
 @lru_cache(maxsize=256)
 def _deal(seed: int, part: int, turn: int, lanes: int) -> list[int]:
-    """Return the lane of each document of a round."""
+    """Return the stream of each of a round's documents."""
     return permute(np.arange(lanes), lanes, key(seed, part, turn)).tolist()
 
 
@@ -240,12 +241,12 @@ def no_text(source: str, lane: int, lanes: int) -> DataError:
 
 
 def stream_count(documents: int) -> int:
-    """Return the largest power of two that leaves at least MIN_DOCUMENTS per lane."""
+    """Return the largest power of two that leaves at least MIN_DOCUMENTS per stream."""
     return 1 << (min(max(documents // MIN_DOCUMENTS, 1), MAX_STREAMS).bit_length() - 1)
 
 
 def _even(parts: list[Part]) -> bool:
-    """Return True if each lane can have its own parts without some documents being read much more often."""
+    """Return True if each stream can have its own parts without some documents being read much more often."""
     if len(parts) < MAX_STREAMS or len({type(part) for part in parts}) > 1:
         return False
     sizes = sorted((part.size for part in parts), reverse=True)
@@ -255,7 +256,7 @@ def _even(parts: list[Part]) -> bool:
 
 @dataclass(frozen=True)
 class Cursor:
-    """The position of a lane: the document and token at which its next sample begins, and counts so far."""
+    """The position of a stream: the document and token at which its next sample begins, and counts so far."""
 
     samples: int = 0
     place: Place = Place()
@@ -272,7 +273,7 @@ class Cursor:
 
 
 class StreamPacker:
-    """Packs the documents of one lane into samples.
+    """Packs the documents of one stream into samples.
 
     A sample begins with the last label of the previous one, so every token is an input once and a label once. `stop`:
     raise at an unreadable record instead of counting it."""
@@ -284,7 +285,7 @@ class StreamPacker:
         self.samples, self.skipped = cursor.samples, cursor.skipped
         self._place, self._tokens, self._offset = cursor.place, NO_TOKENS, 0
         if cursor.samples:
-            # The rest of the document in which the last sample ended.
+            # the last sample ended inside this document: continue with its rest
             self._next_document()
             if self._place != cursor.place or cursor.offset >= len(self._tokens.ids):
                 raise DataError(
@@ -298,9 +299,9 @@ class StreamPacker:
         return Cursor(self.samples, self._place, self._offset, self.skipped)
 
     def sample(self, number: int, row: np.ndarray, trained: np.ndarray) -> list[int]:
-        """Fill the rows with the lane's sample of this number; return the columns at which documents begin.
+        """Fill the rows with the stream's sample of this number; return the columns at which documents begin.
 
-        It is the next sample, or a later one if other ranks read the lane too."""
+        It is the next sample, or a later one if other ranks read the stream too."""
         while self.samples <= number:
             columns = self.fill(row, trained)
         return columns

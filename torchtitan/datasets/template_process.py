@@ -1,8 +1,8 @@
 """Render chat templates in a child process with limits of time and memory (template_worker.py).
 
-The package's own templates are rendered without one, which is several times as fast. Each process that renders has one
-child, started with the first template and again after a template has ended it. The child ends when its input is
-closed, so also when the process that started it is killed.
+The package's own templates are rendered in this process, which is several times as fast. Each process that renders has
+one child, started with the first template and again after a template has ended it. The child ends when its input is
+closed, so also when its parent is killed.
 """
 
 import atexit
@@ -43,7 +43,7 @@ OUT_OF_TIME, CRASH = "time", "crash"
 
 
 class RenderingFailed(Exception):
-    """`kind`: one of the worker's kinds of failure, OUT_OF_TIME or CRASH."""
+    """A rendering failed. `kind`: one of the worker's kinds of failure, OUT_OF_TIME or CRASH."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class RenderingFailed(Exception):
 
 class _Child:
     def __init__(self) -> None:
-        # -I: neither the user's environment nor the current folder decides what is imported
+        # -I: imports do not depend on the user's environment or the current folder
         command = [sys.executable, "-I", template_worker.__file__, json.dumps(sys.path)]
         self.process = subprocess.Popen(
             command,
@@ -97,7 +97,7 @@ class _Child:
         return b"".join(pieces)
 
     def end(self) -> int:
-        """Close its pipes and wait for it. Its exit code, or minus the signal that ended it."""
+        """Close the pipes and wait for the child. Return its exit code, or minus the signal that ended it."""
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
@@ -116,7 +116,9 @@ _children: list[_Child] = []
 def render(
     source: str, messages: Sequence[Any], ends: Mapping[str, str], renderings: Sequence[tuple[int, bool]]
 ) -> list[str]:
-    """Of each (number of messages, whether an answer is asked for), the text. Raises RenderingFailed."""
+    """Return the text of each rendering: (number of messages, whether to add the header of an answer).
+
+    Raises RenderingFailed."""
     if source in NAMED.values():
         return _render_here(source, messages, ends, renderings)
     request = {"messages": messages, "ends": ends, "renderings": renderings}
@@ -138,7 +140,7 @@ def render(
             child.process.kill()
             child.end()
             raise RenderingFailed(OUT_OF_TIME, "no answer in time") from None
-        except BaseException:  # such as Ctrl-C: the answer that is on its way is nobody's
+        except BaseException:  # such as Ctrl-C: the child's answer would be read by the next request
             _children.pop().process.kill()
             raise
     if "texts" not in answer:
@@ -153,7 +155,7 @@ def _render_here(
         return [rendered(_compiled(source), messages, ends, *rendering) for rendering in renderings]
     except TooLong:
         raise RenderingFailed(TOO_LONG, "") from None
-    except Exception as error:  # a message has not what the template asks for
+    except Exception as error:  # a message lacks a key that the template reads
         raise RenderingFailed(REFUSED, str(error)) from None
 
 
@@ -163,7 +165,7 @@ def _compiled(source: str) -> Any:
 
 
 def limits() -> str:
-    """In words."""
+    """Describe the limits of a rendering."""
     return f"{SECONDS} s of processor time or {MEMORY // 2**20} MiB of memory"
 
 
@@ -173,12 +175,12 @@ def _end() -> None:
 
 
 def _forget() -> None:
-    """In a fork: the child is the parent's."""
+    """Drop the child in a fork of this process: it belongs to the parent."""
     global _lock
     _lock = threading.Lock()
     while _children:
         child = _children.pop()
-        child.process.returncode = 0  # not ours to wait for
+        child.process.returncode = 0  # only the parent can wait for it
         for pipe in (child.process.stdin, child.process.stdout):
             assert pipe is not None
             pipe.close()

@@ -12,7 +12,7 @@ import json
 import sys
 
 if __name__ == "__main__":
-    sys.path[:] = json.loads(sys.argv[1])  # where the process that started it finds Jinja
+    sys.path[:] = json.loads(sys.argv[1])  # the parent's import path, to find Jinja
 
 import resource
 import signal
@@ -45,7 +45,7 @@ class TooLong(Exception):
 
 
 class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %}"""
+    """The tag {% generation %} ... {% endgeneration %}, which marks generated text."""
 
     tags = {"generation"}
 
@@ -59,11 +59,11 @@ class _Generation(Extension):
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)  # Jinja's own is for HTML
+    return json.dumps(value, ensure_ascii=False, indent=indent)  # Jinja's own filter is for HTML
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as transformers sets it up. Without strftime_now, with which a text would depend on the day."""
+    """Return a Jinja environment like transformers', without strftime_now: a text must not depend on the day."""
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
@@ -75,7 +75,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 def rendered(template: Any, messages: Sequence[Any], ends: Mapping[str, str], count: int, prompt: bool) -> str:
-    """The text of the first `count` messages."""
+    """Return the text of the first `count` messages. Raises TooLong."""
     pieces, size = [], 0
     for piece in template.generate(messages=messages[:count], add_generation_prompt=prompt, **ends):
         size += len(piece)
@@ -86,13 +86,13 @@ def rendered(template: Any, messages: Sequence[Any], ends: Mapping[str, str], co
 
 
 def request_seconds(renderings: int) -> float:
-    """Processor time of a request."""
+    """Return the processor time that a request may take."""
     return SECONDS + SECONDS_PER_RENDERING * renderings
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Have the kernel end this process (SIGPROF, by default) after so much processor time."""
+    """Let the kernel end this process (SIGPROF's default action) after this much processor time."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
@@ -101,7 +101,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def answer(request: dict[str, Any], templates: list[Any], jinja: ImmutableSandboxedEnvironment) -> dict[str, Any]:
-    """{"texts": one of each rendering}, or {"failure": kind, "message": text}."""
+    """Return {"texts": one per rendering}, or {"failure": kind, "message": text}."""
     try:
         with time_limit(request_seconds(len(request["renderings"]))):
             if "source" in request:
@@ -109,15 +109,18 @@ def answer(request: dict[str, Any], templates: list[Any], jinja: ImmutableSandbo
                 templates[-1] = _compiled(request["source"], jinja)
             template = templates[request["template"]]
             if isinstance(template, dict):
-                return template  # the refusal that it met first
-            made = [rendered(template, request["messages"], request["ends"], *each) for each in request["renderings"]]
-        return {"texts": made}
-    except Exception as error:  # whatever a template's expressions raise is the template's fault
+                return template  # its failure in the first request
+            texts = [
+                rendered(template, request["messages"], request["ends"], *rendering)
+                for rendering in request["renderings"]
+            ]
+        return {"texts": texts}
+    except Exception as error:  # a template's expressions may raise anything
         return _failure(error)
 
 
 def _compiled(source: str, jinja: ImmutableSandboxedEnvironment) -> Any:
-    """The template, or the answer to all requests for it where it is none."""
+    """Return the template, or, if it is invalid, the failure that answers all requests for it."""
     try:
         return jinja.from_string(source)
     except Exception as error:
@@ -134,7 +137,7 @@ def _failure(error: Exception) -> dict[str, Any]:
 
 
 def _address_space() -> int:
-    """Bytes that this process has before it renders; 0 where the system does not say."""
+    """Return the size of this process's address space in bytes; 0 if the system does not say."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
@@ -142,7 +145,7 @@ def _address_space() -> int:
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer until the other end is closed."""
+    """Answer requests until the other end is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # a run that is asked to stop may need further texts
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

@@ -1,10 +1,10 @@
 """Prepared shards: documents that are tokenized once and then memory-mapped.
 
-A folder contains `shard-00000.bin` and so on (ids as uint16 or uint32, little-endian, all documents one after another),
-`documents.bin` (where each document begins, as int64 over the whole), if some tokens are not trained `trained.bin` (a
-byte for each over the whole: 1 or, not trained, 0), and `header.json`, which is written last. A
-sample is a block of seq_len + 1 ids at a multiple of seq_len. The blocks of an epoch are shuffled by a computed
-permutation (shuffle.py), so starting at sample 1e9 costs what starting at sample 0 does.
+A folder contains `shard-00000.bin` and so on (ids as uint16 or uint32, little-endian, all documents in sequence),
+`documents.bin` (the position of each document's first token over all shards, int64), `trained.bin` if some tokens are
+not trained (a byte per token: 1 trained, 0 not), and `header.json`, which is written last. A sample is a block of
+seq_len + 1 ids at a multiple of seq_len. The blocks of an epoch are shuffled by a computed permutation (shuffle.py), so
+starting at sample 1e9 costs as much as starting at sample 0.
 """
 
 import hashlib

@@ -17,8 +17,8 @@ __all__ = ["Tokenizer", "TokenizerError", "build_tokenizer"]
 TOKENIZERS: Registry[Callable[[str], Tokenizer]] = Registry(
     "torchtitan.tokenizers",
     {
-        "bytes": lambda rest: ByteTokenizer(),
-        "debug": lambda rest: TiktokenTokenizer(TOKENIZER, read_content(TOKENIZER)),
+        "bytes": lambda argument: ByteTokenizer(),
+        "debug": lambda argument: TiktokenTokenizer(TOKENIZER, read_content(TOKENIZER)),
     },
     Callable,
 )
@@ -46,9 +46,9 @@ def build_tokenizer(path: str | Path, chat_template: str | None = None) -> Token
 
 
 def _build(path: str | Path) -> Tokenizer:
-    word, _, rest = str(path).partition(":")
-    if path in TOKENIZERS.data or _is_word(word) and not Path(path).exists() and word in TOKENIZERS:
-        return TOKENIZERS[word](rest)
+    prefix, _, argument = str(path).partition(":")
+    if path in TOKENIZERS.data or _is_word(prefix) and not Path(path).exists() and prefix in TOKENIZERS:
+        return TOKENIZERS[prefix](argument)
     file = Path(path)
     if file.is_dir():
         file = _file_in(file)

@@ -72,12 +72,12 @@ class Tokenizer(ABC):
 
     @cached_property
     def _adds_blank(self) -> bool:
-        alone, guard, guarded = (self.encode(text) for text in ("a", GUARD, f"{GUARD}a"))
-        return guarded[: len(guard)] == guard and guarded[len(guard) :] != alone
+        plain, guard, guarded = (self.encode(text) for text in ("a", GUARD, f"{GUARD}a"))
+        return guarded[: len(guard)] == guard and guarded[len(guard) :] != plain
 
     def encode_with_ranges(self, text: str, ranges: Sequence[Range]) -> tuple[list[int], list[Range]]:
-        """Return the ids of the text and, for each range of its characters, the range of the tokens that have one of
-        them. Ranges are (begin, end) and not empty."""
+        """Return the ids of the text and, for each range of its characters, the range of tokens that overlap it. Ranges
+        are (begin, end) and not empty."""
         return self._encode_with_ranges(_without_lone_surrogates(text), ranges)
 
     def _encode_with_ranges(self, text: str, ranges: Sequence[Range]) -> tuple[list[int], list[Range]]:
@@ -100,7 +100,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def as_hf_files(self) -> dict[str, bytes]:
-        """Return name -> content of its Hugging Face files. Raises JobError if it has no such form."""
+        """Return name -> content of its Hugging Face files. Raises JobError if it cannot be exported."""
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...
@@ -122,8 +122,8 @@ def read_content(path: Path) -> bytes:
 
 
 def token_ranges_of(ranges: Sequence[Range], offsets: Sequence[Range]) -> list[Range]:
-    """Return for each range of characters the tokens that have one of them, by the offsets of all tokens. White space
-    that offsets leave out ahead of a token belongs to it."""
+    """Return the range of tokens that overlap each range of characters, by the offsets of all tokens. White space that
+    offsets leave out before a token belongs to it."""
     ends = [end for _, end in offsets]
     token_ranges = []
     for begin, end in ranges:
@@ -135,7 +135,7 @@ def token_ranges_of(ranges: Sequence[Range], offsets: Sequence[Range]) -> list[R
 
 
 def offsets_of_bytes(text: str, lengths: Iterable[int]) -> list[Range]:
-    """Return the range of characters of each token, by the number of bytes that it stands for."""
+    """Return the range of characters of each token. `lengths`: number of bytes of each token."""
     character_of = [number for number, letter in enumerate(text) for _ in letter.encode()]
     offsets, first = [], 0
     for length in lengths:

@@ -35,7 +35,7 @@ SPECIAL_TOKENS = [
 # blank or all not.
 MAX_PIECE = 400_000
 RUN = 12_500
-# Here the pattern always splits: no alternative goes on after a newline with anything that is not blank.
+# Here the pattern always splits: no alternative continues after a newline with a character that is not blank.
 _SAFE_CUT = re.compile(r"\n(?=\S)")
 
 
@@ -73,8 +73,10 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text in pieces that are safe to encode, cut after a newline wherever there is one in reach, so that the ids
-    are those of the whole text; a run of blanks or non-blanks that fills RUN characters is cut inside."""
+    """Yield pieces of the text that are safe to encode.
+
+    A piece ends after a newline if one is in reach, which keeps the ids of the whole text. A run of blanks or
+    non-blanks that fills RUN characters is cut inside."""
     begin = 0
     while begin < len(text):
         window = text[begin : begin + MAX_PIECE]

@@ -1,7 +1,7 @@
 """Named chat templates, for tokenizers without one or with another one. They mark the model's answers.
 
 Each template follows the format that its model's publisher describes. Its special tokens must exist in the tokenizer,
-which templates.py checks.
+which encoding.py checks.
 """
 
 from torchtitan.core.errors import JobError

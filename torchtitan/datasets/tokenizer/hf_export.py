@@ -2,8 +2,6 @@
 
 The exported tokenizer gives the same ids for ordinary text, and prepends the token that begins a document, as for a
 prompt that a model continues.
-
-The module also adds special tokens to a tokenizer and returns the files of the extended one.
 """
 
 import base64
@@ -84,13 +82,13 @@ def _in_front(token: str, id_: int) -> Json:
 def byte_level(
     ranks: Mapping[bytes, int], special: Mapping[str, int], bos: str, pattern: str | None, merges: bool
 ) -> Json:
-    """Return a byte-level BPE tokenizer. `ranks` are ids and merge order at once; `pattern` splits the text first."""
+    """Return a byte-level BPE tokenizer. `ranks`: both ids and merge order; `pattern` splits the text first."""
     steps = [] if pattern is None else [_split(pattern)]
     steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
     letters = _letters()
     spelling = {token: "".join(letters[byte] for byte in token) for token in ranks}
     vocabulary = {spelling[token]: id_ for token, id_ in ranks.items()}
-    pairs = [(spelling[left], spelling[right]) for left, right in _pairs(ranks)] if merges else []
+    pairs = [(spelling[first], spelling[second]) for first, second in _pairs(ranks)] if merges else []
     model = _bpe(vocabulary | special, pairs) | {
         "ignore_merges": True
     }  # a word that is itself a token is not merged from parts
@@ -104,7 +102,7 @@ def _split(pattern: str) -> Json:
 
 
 def letters_bpe_json(vocabulary: Mapping[str, int], merges: Merges, special: Mapping[str, int], qwen: bool) -> Json:
-    """Return a BPE tokenizer whose letters stand for bytes, with GPT-2's or Qwen 2's split and no prepended token."""
+    """Return a byte-level BPE tokenizer with GPT-2's or Qwen 2's split and no prepended token."""
     split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": not qwen}
     pre_tokenizer = {"type": "Sequence", "pretokenizers": [_split(QWEN2), split]} if qwen else split
     decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
@@ -114,21 +112,21 @@ def letters_bpe_json(vocabulary: Mapping[str, int], merges: Merges, special: Map
 
 
 def _bpe(vocabulary: Mapping[str, int], merges: Merges) -> Json:
-    return {"type": "BPE", "vocab": vocabulary, "merges": [f"{left} {right}" for left, right in merges]}
+    return {"type": "BPE", "vocab": vocabulary, "merges": [f"{first} {second}" for first, second in merges]}
 
 
 def _pairs(ranks: Mapping[Any, int]) -> Iterable[tuple[Any, Any]]:
     """Yield all pairs of tokens that form a third one, in merge order: by its rank, then by the ranks of the pair."""
     for token in sorted(ranks, key=ranks.__getitem__):
         halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        splits = [(left, right) for left, right in halves if left in ranks and right in ranks]
+        splits = [(first, second) for first, second in halves if first in ranks and second in ranks]
         yield from sorted(splits, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
 
 
 def _letters() -> list[str]:
-    """Return the letter that stands for each byte in byte-level vocabularies.
+    """Return the letter of each byte in byte-level vocabularies.
 
-    A printable byte stands for itself, any other for a letter from 256 on (source: OpenAI's GPT-2, encoder.py).
+    A printable byte is its own letter, any other byte gets a letter from 256 on (source: OpenAI's GPT-2, encoder.py).
     """
     printed = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     substitutes = iter(range(256, 512))

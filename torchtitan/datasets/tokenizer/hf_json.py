@@ -6,6 +6,8 @@ by their usual names.
 The regular expressions of a tokenizer.json can be dangerous: some exceed the library's step limit on a short text, and
 the library then panics in the middle of a run. A pattern with nested repetition is therefore tried out first, in a
 separate process.
+
+The module also adds special tokens to a tokenizer and returns the files of the extended one.
 """
 
 import json
@@ -334,7 +336,7 @@ def extended(vocabulary: Tokenizer, tokens: Sequence[str], eos: str | None) -> d
 
 
 def _beside(files: dict[str, bytes], opened: Any, numbers: dict[str, Any], eos: str | None) -> dict[str, bytes]:
-    """Return the updated files next to tokenizer.json that list tokens, as far as they exist."""
+    """Return the existing files next to tokenizer.json that list tokens, updated."""
     eos_entry = {} if eos is None else {"eos_token": eos}
     listed = {
         str(number): {

@@ -31,17 +31,17 @@ class SentencePieceTokenizer(Tokenizer):
             raise TokenizerError(path, cause, "train it with eos_id, as Llama 2's and T5's are")
 
     def as_hf_files(self) -> dict[str, bytes]:
-        """Beside tokenizer.json the model itself, from which llama.cpp takes it."""
+        """Return the files: tokenizer.json, its configuration, and the model itself, which llama.cpp reads."""
         name = self._processor.id_to_piece
         bos = None if self.bos_id is None else name(self.bos_id)
         tokens = self._pieces()
         try:
-            written = hf_export.pieces(tokens, {tokens.unknown: self._processor.unk_id(), **self.special_tokens}, bos)
+            converted = hf_export.pieces(tokens, {tokens.unknown: self._processor.unk_id(), **self.special_tokens}, bos)
         except JobError as error:
             raise TokenizerError(
                 self._path, str(error), "give the model's own, or leave out checkpoint.last_save_in_hf"
             ) from None
-        files = hf_export.tokenizer_files(written, bos, name(self.eos_id), unknown=tokens.unknown)
+        files = hf_export.tokenizer_files(converted, bos, name(self.eos_id), unknown=tokens.unknown)
         return files | {"tokenizer.model": self._processor.serialized_model_proto()}
 
     def _pieces(self) -> hf_export.Pieces:
@@ -70,8 +70,8 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.encode(text)
 
     def _offsets(self, text: str, ids: list[int]) -> list[Range]:
-        """Offsets of SentencePieceText (field 2: pieces; in these 4 and 5: begin and end, in bytes). Of a character's
-        bytes the last piece alone has a range there; here all of them have it."""
+        """Return the offsets in SentencePieceText (field 2: pieces; their fields 4 and 5: begin and end, in bytes). It
+        gives a range only to the last piece of a character's bytes; here all of them get it."""
         character_of = [number for number, letter in enumerate(text) for _ in letter.encode()] + [len(text)]
         message = self._processor.encode(text, out_type="serialized_proto")
         pieces = [
@@ -90,9 +90,10 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of each field of a protocol buffer that sentencepiece has already read. The numbers are those of
-    sentencepiece_model.proto; of 2 the trainer's (3 kind, 24 blanks as suffixes, 35 byte fallback), of 3 the
-    normalizer's (2 charsmap, 3 dummy prefix, 4 remove extra whitespace).
+    """Yield the number and value of each field of a protocol buffer that sentencepiece has already read.
+
+    Numbers as in sentencepiece_model.proto: 2 trainer (3 kind, 24 blanks as suffixes, 35 byte fallback), 3 normalizer
+    (2 charsmap, 3 dummy prefix, 4 remove extra whitespace).
     """
     place = 0
 
