@@ -32,7 +32,7 @@ class ConfigForm:
     """
 
     model_types: tuple[str, ...]  # of config.json
-    to_hf: Callable[..., dict[str, Any]]  # (args, dtype); JobError for what transformers does not have
+    to_hf: Callable[..., dict[str, Any]]  # (args, dtype); JobError for features that transformers lacks
     from_hf: Callable[[Mapping[str, Any]], Any]  # the inverse, of one of the model types; JobError likewise
     compared: tuple[str, ...] = ()
     not_compared: tuple[str, ...] = NOT_COMPUTED_WITH

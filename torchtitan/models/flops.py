@@ -34,7 +34,7 @@ class LatentSizes(Protocol):
 class FlopsPerToken:
     """FLOPs per token with full and with causal attention."""
 
-    full: float  # as if every query looked at all keys, or a whole window: what older tables print
+    full: float  # every query attends to all keys, or a full window, as in older tables
     causal: float  # the work of a causal kernel
 
 

@@ -176,7 +176,7 @@ DEEPSEEK = {
         n_experts=8,
         top_k=3,
         n_shared_experts=2,
-        bias_rate=0.01,  # ten times V3's: the 60 steps of deepseek_debug.toml have to do
+        bias_rate=0.01,  # ten times V3's: the 60 steps of deepseek_debug.toml must suffice
         max_seq_len=16384,
     ),
     # V2-Lite

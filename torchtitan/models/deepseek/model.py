@@ -73,7 +73,7 @@ def labels_of_depth(labels: torch.Tensor, document_ids: torch.Tensor | None, dep
     return labels.roll(-depth, 1).where(reaches, IGNORED)
 
 
-LATENT_NORM_EPS = 1e-6  # in all published models, whatever their other norms have
+LATENT_NORM_EPS = 1e-6  # in all published models, independent of their other norms
 
 
 class YarnRotary(Rotary):
@@ -117,7 +117,7 @@ class LatentAttention(nn.Module):
         """[B, S, D] -> [B, S, D]"""
         latent_q = x if self.wq_a is None else self.q_norm(self.wq_a(x))
         if self.score_scale != 1:
-            latent_q = latent_q * self.score_scale  # a few times narrower here than the queries of all heads
+            latent_q = latent_q * self.score_scale  # cheaper here, because it is narrower than the queries
         q = self.wq(latent_q)
         # -1 and not the number of heads: under tensor parallelism a rank has only some of them
         q = q.unflatten(-1, (-1, self.nope_dim + self.rope_dim))  # [B, S, H, nope + rope]

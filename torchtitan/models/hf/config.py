@@ -71,7 +71,7 @@ def tensor_files(folder: Path) -> dict[str, str]:
     Errors in these files are reported when the weights are loaded (hf/load.py).
     """
     try:
-        if os.path.exists(folder / INDEX):  # which does not raise for a name too long
+        if os.path.exists(folder / INDEX):  # does not raise for a name that is too long
             names = read_json(folder / INDEX).get("weight_map")
             return names if isinstance(names, dict) else {}
         file = folder if folder.is_file() else folder / SINGLE
@@ -257,7 +257,7 @@ def decoder_config(args: Any, dtype: Any) -> dict[str, Any]:
         "max_position_embeddings": args.max_seq_len,
         "rope_theta": args.rope_theta,
         "tie_word_embeddings": args.tied_embeddings,
-        "pad_token_id": None,  # the embedding of a token that transformers takes for a pad would learn nothing there
+        "pad_token_id": None,  # transformers would not train the embedding of a pad token
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": str(dtype).removeprefix("torch."),

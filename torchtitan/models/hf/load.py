@@ -127,7 +127,7 @@ class StoredWeights:
 
     def read_into(self, tensor: torch.Tensor, name: str) -> None:
         """Read this rank's part of a parameter into a tensor of its full shape, sharded or not."""
-        if self.form.tied and name == "output.weight":  # the end of a pipeline has a copy
+        if self.form.tied and name == "output.weight":  # the last pipeline stage has a copy
             name = "tok_embeddings.weight"
         assert self.shapes[name] == tuple(tensor.shape), name
         read_part([self.shards.stored(hf_name) for hf_name in self.wanted[name]], tensor, name, self.form)

@@ -36,9 +36,9 @@ class ClassicArgs(ABC):
     max_seq_len: int  # number of learned positions, so no sequence is longer
     norm_eps: float = 1e-5
     dropout: float = 0.0  # of embeddings, and of the outputs of attention and feed-forward
-    attention_dropout: float = 0.0  # of attention's probabilities
+    attention_dropout: float = 0.0  # of attention probabilities
     n_classes: int = 0  # 0: the head predicts words
-    causal: ClassVar = True  # whether tokens see only those before them
+    causal: ClassVar = True  # False: tokens attend to the full document
     may_be_zero: ClassVar = ("dropout", "attention_dropout", "n_classes")
     """Sizes of which 0 means that a part of the model is not there."""
 

@@ -13,7 +13,7 @@ class MistralArgs(GatedArgs):
     n_heads: int = 32
     n_kv_heads: int = 8
     ffn_dim: int = 14336
-    sliding_window: int = 0  # how many tokens a token sees, itself among them; 0: all before it
+    sliding_window: int = 0  # number of tokens that a token attends to, with itself; 0: all before it
 
     may_be_zero: ClassVar = ("sliding_window",)
 

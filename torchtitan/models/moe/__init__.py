@@ -28,12 +28,12 @@ class MoEArgs:
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalize_top_k: bool = False  # a token's weights add up to route_scale
     route_scale: float = 1.0
-    score_before_experts: bool = False  # weights multiply what goes into the experts, not what comes out
+    score_before_experts: bool = False  # weights multiply the experts' inputs, not their outputs
     # A token's experts come from its best `top_groups` of `n_groups` groups; each group is on one node.
     n_groups: int = 1
     top_groups: int = 1
     group_score: Literal["max", "top2"] = "max"  # of a group: its best expert's score, or the sum of its two best
-    # Balance without a loss (arXiv:2408.15664): a bias on the scores, for choosing only, moved once per step.
+    # Balance without a loss (arXiv:2408.15664): a bias on the scores, for the choice only, updated once per step.
     expert_bias: bool = False
     bias_rate: float = 0.001
     # Balance by a loss within each sequence (arXiv:2405.04434, 2412.19437); 0 leaves it out.

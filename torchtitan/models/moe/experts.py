@@ -42,7 +42,7 @@ class Experts(nn.Module):
         gate, up = (self.product(self, name, xs, ends) for name in ("w1", "w3"))
         return self.product(self, "w2", self.gated(gate, up), ends)
 
-    @staticmethod  # `experts` may be a stand-in with a rank's weights, which the compiler lets bind no methods
+    @staticmethod  # `experts` may be a stand-in with a rank's weights; the compiler cannot bind methods to it
     def product(experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Multiply x [R, I] by the matrices of that name -> [R, O], split into experts by `ends` [E], int32."""
         w = getattr(experts, name)
@@ -78,8 +78,8 @@ def _split(x: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 # -- under the compiler -----------------------------------------------------------------------------------------------
-# One node of its graph, whatever the type: the loop's sizes would break the graph. Not used in eager, as an operator
-# of Python cannot be asked for one of its two gradients alone, which is what schedules with split backward do.
+# Custom operators, because the loop's sizes would break the compiler's graph. Not used in eager: schedules with split
+# backward ask for one of the two gradients alone, which operators written in Python do not support.
 
 
 @torch.library.custom_op("torchtitan::grouped_mm", mutates_args=())

@@ -67,7 +67,7 @@ QWEN3_MOE = {
         expert_dim=256,
         n_experts=8,
         top_k=3,
-        aux_loss_weight=0.01,  # ten times the others': the 60 steps of qwen3_moe_debug.toml have to do
+        aux_loss_weight=0.01,  # ten times the others': the 60 steps of qwen3_moe_debug.toml must suffice
     ),
     "30B-A3B": _qwen3(dim=2048, n_layers=48, n_heads=32, n_kv_heads=4, expert_dim=768),
     "235B-A22B": _qwen3(dim=4096, n_layers=94, n_heads=64, n_kv_heads=4, expert_dim=1536),
