@@ -101,7 +101,7 @@ def check_same_data(state: dict[str, Any], fingerprint: dict[str, Any]) -> None:
 
 
 def _tokenization_advice(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Say so if the same conversations are other tokens now than in a saved state."""
+    """Return advice if the tokenization of conversations differs from a saved state's; empty if it does not."""
     versions = [
         [content.get(CONVERSATIONS) for content in data.get("sources", {"": data}).values()] for data in (before, now)
     ]
@@ -114,7 +114,7 @@ def _tokenization_advice(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _packing_advice(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Name the options that restore the packing of a saved state, if it differs."""
+    """Return advice on restoring the packing of a saved state; empty if it does not differ."""
     windows = [data["packing"].get("window") if "packing" in data else None for data in (before, now)]
     if None in windows or windows[0] == windows[1]:
         return ""

@@ -84,7 +84,7 @@ class MetricsLogger:
         self.start()
 
     def start(self) -> None:
-        """Begin the first step."""
+        """Start the clock: the first step begins."""
         self._window = Window(self._clock(), marks=["first"])
         self._started, self._tokens_at_start = self._window.started, self.tokens_seen
 
