@@ -1,9 +1,12 @@
 """Learning-rate schedules as functions of the step that return a multiplier of the peak rate. No torch.
 
-Steps are 0-based. With T total steps, W of warmup, S stable and D of decay (W + S + D = T) the multiplier is g((s + 1)
-/ W) in the warmup, where g rises from 0 to 1, and m + (1 - m) f(p) after it, where m is the floor, p = (s + 1 - W - S)
-/ D clamped to [0, 1], and f falls from 1 to 0. So the floor is reached exactly at the last step, T - 1, and held after
-it.
+Steps s are 0-based. With T total steps, W of warmup, S stable and D of decay (W + S + D = T) the multiplier is
+
+    g((s + 1) / W)       in the warmup, where g rises from 0 to 1
+    m + (1 - m) f(p)     after it, where m is the floor, f falls from 1 to 0, and
+                         p = (s + 1 - W - S) / D, clamped to [0, 1]
+
+So the floor is reached exactly at the last step, T - 1, and held after it.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,12 @@
 """Losses for pairs of answers, one preferred to the other: rows 2i and 2i + 1 of a batch.
 
-Let w be the preferred answer, l the other, and ref log-probabilities of the initial model; h = (log p_w - ref_w) - (log
-p_l - ref_l). DPO (arXiv:2305.18290): the loss of a pair is -log sigmoid(beta h); with label smoothing e, (1 - e) times
-this plus e times -log sigmoid(-beta h). IPO (arXiv:2310.12036): (h - 1 / (2 beta))^2, with means over tokens. ORPO
-(arXiv:2403.07691) needs no reference: the mean loss of the preferred answer's tokens, plus beta times -log sigmoid of
-the difference of the answers' log-odds.
+Let w be the preferred answer, l the other, ref log-probabilities of the initial model, and
+
+    h = (log p_w - ref_w) - (log p_l - ref_l)
+
+DPO (arXiv:2305.18290): -log sigmoid(beta h); with label smoothing e, (1 - e) times this plus e times -log sigmoid(-beta
+h). IPO (arXiv:2310.12036): (h - 1 / (2 beta))^2, with means over tokens. ORPO (arXiv:2403.07691), without a reference:
+the mean loss of the preferred answer's tokens, plus beta times -log sigmoid of the difference of the answers' log-odds.
 """
 
 from typing import Literal
