@@ -12,9 +12,9 @@ from torchtitan.core.keyed_rng import STRIDES, of_tokens, scrambled
 from torchtitan.losses.objective import IGNORE_INDEX
 
 HIDDEN, RANDOM = 0.8, 0.1
-"""Of the tokens to be found, how many are replaced by the mask, and by any word; the others stay as they are."""
+"""Fractions of the chosen tokens that are replaced by the mask and by a random word; the others stay unchanged."""
 HELD_OUT = "held out"
-"""In place of a step: what is validated on is hidden in the same way each time."""
+"""Used in place of the step in validation, so that the same tokens are masked each time."""
 
 
 @dataclass(frozen=True)

@@ -31,16 +31,16 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": QWEN3_MOE,
     "roberta": ROBERTA,
 }
-"""The project's own."""
+"""The families of this project."""
 
 
 GROUP = "torchtitan.models"
 SIZES: Registry[Mapping[str, Any]] = Registry(GROUP, FAMILIES, Family, attrgetter("sizes"))
 CONFIGS: Registry[ConfigForm] = Registry(GROUP, FAMILIES, Family, attrgetter("config"))
-"""Conversion between config.json and sizes. Of families that share one, the first is that of a folder without a job."""
+"""Conversion between config.json and sizes. If several families share one, the first reads a folder without a job."""
 HOMES: Registry[str] = Registry(GROUP, FAMILIES, Family, attrgetter("home"))
 FROM_HF = "from_hf"
-"""The flavor whose sizes stand in a folder's config.json."""
+"""The flavor that takes its sizes from a folder's config.json."""
 
 
 def sizes_of(name: str, flavor: str, folder: str | None, overrides: Mapping[str, Any]) -> Any:

@@ -22,8 +22,8 @@ from torchtitan.parallelisms.context.kernel import Tokens, counted
 from torchtitan.parallelisms.steps import Chain, Notes, Segment, Stepwise
 
 LANES = ("lanes", "begins", "filled")
-"""Of a batch, [B] each, for a model with a memory: the numbers of its rows' lanes, needed where batches of several
-groups take turns; whether a document begins with the row; how many of its tokens are there."""
+"""Batch tensors [B] for a model with a memory: the number of each row's lane, needed if batches of several groups
+alternate; True if a document begins with the row; the number of its tokens that are filled."""
 
 
 class DecoderArgs(Protocol):

@@ -17,9 +17,9 @@ from torchtitan.models.hf.config import (
 )
 
 NOT_COMPUTED_WITH = ("max_seq_len", "bias_rate", "aux_loss_weight")
-"""Of the arguments that families share, those that change nothing in the logits."""
+"""Shared arguments that do not affect the logits."""
 READ_ANEW = ("rope_scaling", "rope_theta")
-"""Arguments that no tensor's shape depends on, which a job that says so may change in the weights it goes on from."""
+"""Arguments that no tensor shape depends on. A job may override them when it continues from given weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +102,10 @@ class Family:
     """A model family, importable without torch; `spec` names the rest."""
 
     sizes: Mapping[str, Any]
-    """Flavor -> frozen dataclass of sizes; "debugmodel" among them."""
+    """Flavor -> frozen dataclass of sizes, including "debugmodel"."""
     config: ConfigForm
-    """What it says of config.json."""
+    """Conversion from and to config.json."""
     spec: str
-    """Its ModelSpec, "module:attribute", which may import torch."""
+    """The "module:attribute" of its ModelSpec, which may import torch."""
     home: str = ""
-    """Who publishes it on huggingface.co: said to who has no tokenizer yet."""
+    """Publisher on huggingface.co, named in messages about a missing tokenizer."""

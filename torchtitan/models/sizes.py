@@ -72,15 +72,15 @@ def check_grouped_heads(args: Any) -> None:
 
 HEAD = "output"
 Sizes = dict[str, tuple[int, int]]
-"""Name -> outputs, inputs. Of a stack of experts, those of the first of its matrices."""
+"""Name -> (outputs, inputs); for a stack of experts, the sizes of its first matrix."""
 Names = tuple[str, ...]
 NORMS: Names = ("attention_norm.weight", "ffn_norm.weight")
 QK_NORMS: Names = ("attention.q_norm.weight", "attention.k_norm.weight")
 ENDS: Names = ("tok_embeddings.weight", "norm.weight")
-"""What families have in a block, and outside of the blocks, beside linears."""
+"""Names of parameters, other than linear layers, in a block and outside of the blocks."""
 STACK = "moe.experts"
 SPLIT = dict.fromkeys(("wq", "wk", "wv", "wkv_b", "w1", "w3", "tok_embeddings", HEAD), 0) | {"wo": 1, "w2": 1}
-"""Last part of a linear's name -> which of (outputs, inputs) tensor parallel splits."""
+"""Last part of a linear layer's name -> dimension that tensor parallel splits (0: outputs, 1: inputs)."""
 
 
 def linears(args: Any) -> Sizes:

@@ -121,4 +121,4 @@ class ModelSpec:
 
 
 MODELS: Registry[ModelSpec] = Registry(GROUP, FAMILIES, Family, lambda family: resolve_name(family.spec))
-"""A family's code is imported when its name is looked up: families import this module."""
+"""Model families by name. A family's code is imported on look-up only, because families import this module."""

@@ -39,7 +39,7 @@ from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.parallelisms.steps import Notes, running
 
 IGNORED = -100
-"""A label that torch's cross-entropy leaves out unless told otherwise."""
+"""The label that torch's cross-entropy ignores by default."""
 
 
 class MultiTokenBlock(MoEBlock):

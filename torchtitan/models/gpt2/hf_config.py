@@ -10,7 +10,7 @@ from torchtitan.models.hf.config import check_numbers, check_only, number_of
 from torchtitan.models.learned_positions import NOT_COMPARED, classes_of, labels_of, one_dropout
 
 GELU = ("gelu_new", "gelu_pytorch_tanh")
-"""Names of one function."""
+"""Two names of the same function."""
 
 
 def _to_hf(args: GPT2Args, dtype: Any = "float32") -> dict[str, Any]:

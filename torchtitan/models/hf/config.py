@@ -20,11 +20,11 @@ from torchtitan.models.sizes import RopeScaling
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 UNTRAINED = "untrained_token_ids"
-"""Of a config.json that `torchtitan convert` wrote: tokens that it has added, which nothing has been learned of yet."""
+"""Key that `torchtitan convert` adds to config.json: ids of added tokens that have not been trained yet."""
 LARGEST_JSON = 64 * 2**20
-"""Bytes. The index of the largest models has a tenth of it, a tokenizer's JSON up to a half."""
+"""Bytes. The index of the largest models is a tenth of it, a tokenizer's JSON up to half of it."""
 LARGEST_HEADER = 100 * 2**20
-"""Bytes, of a safetensors file; the format's own limit."""
+"""Bytes of a safetensors header; the format's own limit."""
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 RANGES = {
     "norm_eps": (1e-20, 0.1),
@@ -41,13 +41,13 @@ RANGES = {
     "bias_rate": (0.0, 1.0),
     "aux_loss_weight": (0.0, 100.0),
 }
-"""Of arguments, from and to: far beyond all published models (norms 1e-12 to 1e-5, theta 1e4 to 5e10)."""
+"""Allowed ranges of arguments, far beyond all published models (norms 1e-12 to 1e-5, theta 1e4 to 5e10)."""
 SPELLINGS = {
     "norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
     "route_scale": ("routed_scaling_factor",),
     "aux_loss_weight": ("router_aux_loss_coef", "aux_loss_alpha"),
 }
-"""What config.json calls an argument, where that differs."""
+"""Names in config.json of arguments that have another name here."""
 Block = tuple[int, int]
 Number = TypeVar("Number", int, float)
 
@@ -277,7 +277,7 @@ KINDS = {
     "linear": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
 }
-"""What transformers has for each kind, by its names; of yarn the last two may be missing."""
+"""transformers' fields for each kind of scaling; the last two of yarn may be missing."""
 
 
 def rotary_config(args: Any) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from torchtitan.models.hf.config import CONFIG, UNTRAINED, read_json
 
 GENERATION = "generation_config.json"
 OF_THE_SOURCE_ALONE = ("quantization_config", "auto_map", "transformers_version", "_name_or_path", "dtype")
-"""Of its form (8 bits, code, who wrote it), which is not that of what is written."""
+"""Fields that describe the source's files (8 bits, code, author) and do not apply to the written ones."""
 SPELLED_ANEW = ("torch_dtype", "rope_theta", "rope_scaling", "num_nextn_predict_layers")
-"""By `ConfigForm.to_hf`, as older programs read it too; and the depths that are written."""
+"""Fields that `ConfigForm.to_hf` writes, in a spelling that older programs read, and the number of written depths."""
 OF_THE_HEAD = ("architectures", "id2label", "label2id")
-"""Of what the model is used for, which may be another use than the source's."""
+"""Fields of the model's task, which may differ from the source's."""
 
 
 @dataclass(frozen=True)

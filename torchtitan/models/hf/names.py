@@ -28,7 +28,7 @@ ATTENTION = {
     "ffn_norm.weight": "post_attention_layernorm.weight",
 }
 TURNED = frozenset({"attention.wq.weight", "attention.wk.weight"})
-"""Whose rows come in another order there, where rotary positions turn them."""
+"""Tensors with rows in another order in the HF format, if rotary positions rotate them."""
 QK_NORMS = {
     "attention.q_norm.weight": "self_attn.q_norm.weight",
     "attention.k_norm.weight": "self_attn.k_norm.weight",
@@ -43,7 +43,7 @@ EXPERTS = {
     "moe.experts.w2": "mlp.experts.*.down_proj.weight",
     "moe.experts.w3": "mlp.experts.*.up_proj.weight",
 }
-"""[experts, in, out] here; for each expert, its number in place of the star, [out, in] there."""
+"""[experts, in, out] here; in the HF format [out, in] for each expert, with its number in place of the star."""
 
 
 def with_biases(modules: Mapping[str, str]) -> dict[str, str]:
@@ -249,4 +249,4 @@ FORMS: dict[str, Callable[[Any, Form], TorchtitanForm]] = {
     "qwen3": lambda args, form: TorchtitanForm({}, form),
     "qwen3_moe": lambda args, form: TorchtitanForm(BIAS, form),
 }
-"""By family: (args, its form of Hugging Face) -> torchtitan's. A family that torchtitan does not have is not here."""
+"""Family -> function of (args, its Hugging Face form). Families that torchtitan does not have are missing."""

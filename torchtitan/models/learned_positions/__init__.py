@@ -40,7 +40,7 @@ class ClassicArgs(ABC):
     n_classes: int = 0  # 0: the head predicts words
     causal: ClassVar = True  # False: tokens attend to the full document
     may_be_zero: ClassVar = ("dropout", "attention_dropout", "n_classes")
-    """Sizes of which 0 means that a part of the model is not there."""
+    """Sizes that may be 0, which removes a part of the model."""
 
     def __post_init__(self) -> None:
         check_positive(self, "dim", "n_layers", "n_heads", "ffn_dim", "vocab_size", "max_seq_len")
@@ -112,7 +112,7 @@ class ClassicArgs(ABC):
 
 
 NOT_COMPARED = ("dropout", "attention_dropout", "n_classes")
-"""Of the arguments, what a job may have otherwise than the folder that it starts from. Positions are compared: they are
+"""Arguments that a job may set differently than the folder that it starts from. Positions are compared: they are
 weights."""
 
 

@@ -39,7 +39,7 @@ class MoEArgs:
     # Balance by a loss within each sequence (arXiv:2405.04434, 2412.19437); 0 leaves it out.
     aux_loss_weight: float = 0.0
     may_be_zero: ClassVar = ("n_shared_experts", "aux_loss_weight", "bias_rate")
-    """Sizes of which 0 means that a part of the model is not there."""
+    """Sizes that may be 0, which removes a part of the model."""
 
     def __post_init__(self) -> None:
         check_positive(self, "dim", "expert_dim", "n_experts", "top_k", "n_groups", "top_groups")

@@ -45,7 +45,7 @@ class OPTArgs(ClassicArgs):
 
 
 UNUSED = 2
-"""Positions ahead of the first."""
+"""Number of unused rows before the first position's embedding."""
 
 
 def _sizes(width: int, layers: int, heads: int, **sizes: int) -> OPTArgs:
