@@ -281,7 +281,7 @@ def saves_in_turn(
     for step in range(1, saves + 1):
         for index in range(len(modes)) if step % 2 else reversed(range(len(modes))):
             saver = savers[index]
-            trainers[index].step = 2 * step + 1
+            trainers[index].state.step = 2 * step + 1
             saver.interval = 2 * step + 1  # a step without a save, as a run has them: buffers are made in it
             saver.maybe_save(2 * step)
             if saver.staging and saver.staging.preparing:
