@@ -1,7 +1,7 @@
-"""How many rows the batches of a job have, and how long these are. Needs no torch.
+"""The number of rows in the batches of a job, and their length. Imports no torch.
 
-Options count samples; a sample is a pair where a loss compares two answers. Batches, positions in the data and packs
-count rows, of which a pair has two.
+Options count samples. For losses that compare two answers, a sample is a pair. Batches, data positions and packs count
+rows; a pair has two.
 """
 
 import math
@@ -24,7 +24,7 @@ def rows_per_sample(config: JobConfig) -> int:
 
 
 def batch_rows(config: JobConfig, section: Section = "training") -> int:
-    """Rows of a data-parallel rank's batch."""
+    """Return the rows of a data-parallel rank's batch."""
     return int(getattr(config, section).local_batch_size * rows_per_sample(config))
 
 
@@ -33,14 +33,14 @@ def microbatch_rows(config: JobConfig) -> int:
 
 
 def sample_count(config: JobConfig, samples: int) -> str:
-    """A number of samples: "16 samples", or "16 pairs (32 answers)"."""
+    """Format a number of samples: "16 samples", or "16 pairs (32 answers)"."""
     per_sample = rows_per_sample(config)
     name = ("pair" if per_sample == 2 else "sample") + "s" * (samples != 1)
     return f"{samples:,} {name}" + (f" ({samples * per_sample:,} answers)" if per_sample == 2 else "")
 
 
 def notice(config: JobConfig) -> str:
-    """Warn authors of jobs from when batch sizes counted answers; empty for tasks without pairs."""
+    """Return a hint that batch sizes count pairs, as older versions counted answers; empty for tasks without pairs."""
     if rows_per_sample(config) == 1:
         return ""
     return "batch sizes count pairs, not answers: a job that was written when they counted answers needs half of each"
@@ -50,7 +50,7 @@ def notice(config: JobConfig) -> str:
 
 
 def is_packed(config: JobConfig) -> bool:
-    """Whether several records share a sample: by default if tokens are learned, not if classes are."""
+    """Return True if several records share a sample. Default: True for tasks on tokens, False for classes."""
     task = task_of(config)
     if not task.whole_records or task.rows_per_sample > 1:
         return False
@@ -58,32 +58,32 @@ def is_packed(config: JobConfig) -> bool:
 
 
 def sequence_needs(config: JobConfig, split: bool) -> dict[str, int]:
-    """Divisors that the length of a sequence needs, by their reasons. `split`: whether sequence parallel cuts it."""
-    asked = config.parallelism
-    headtail = asked.context_parallel_load_balancer == "headtail"
-    levelled = degrees.is_levelled(asked.context_parallel_rotate_method, headtail)
-    cp, tp = asked.context_parallel_degree, asked.tensor_parallel_degree
+    """Return the required divisors of a sequence's length, by reason. `split`: True if sequence parallel splits it."""
+    options = config.parallelism
+    headtail = options.context_parallel_load_balancer == "headtail"
+    levelled = degrees.is_levelled(options.context_parallel_rotate_method, headtail)
+    cp, tp = options.context_parallel_degree, options.tensor_parallel_degree
     return degrees.needs_of_a_sequence(cp, tp, levelled=levelled, sequence_parallel=split)
 
 
 def split_by_tensor_parallel(config: JobConfig) -> bool:
-    asked = config.parallelism
-    return asked.tensor_parallel_degree > 1 and not asked.disable_sequence_parallel
+    options = config.parallelism
+    return options.tensor_parallel_degree > 1 and not options.disable_sequence_parallel
 
 
 def fixed_by(config: JobConfig) -> list[str]:
-    """Options under which all batches have one shape."""
-    asked = config.parallelism
+    """Return the job's options that require all batches to have one shape."""
+    options = config.parallelism
     reasons = {
-        "parallelism.pipeline_parallel_degree": asked.pipeline_parallel_degree > 1,
+        "parallelism.pipeline_parallel_degree": options.pipeline_parallel_degree > 1,
         "compile.enable": config.compile.enable,
-        "parallelism.expert_parallel_degree": asked.expert_parallel_degree > 1,
+        "parallelism.expert_parallel_degree": options.expert_parallel_degree > 1,
     }
     return [option for option, applies in reasons.items() if applies]
 
 
 def keeps_full_length(config: JobConfig, has_experts: bool) -> str:
-    """The reason why unpacked samples are padded to training.seq_len, as a clause; empty if they are not."""
+    """Return why unpacked samples are padded to training.seq_len, as a clause; empty if they are not."""
     if config.data.pad_to is not None:
         return "as data.pad_to says" if config.data.pad_to == "seq_len" else ""
     if options := fixed_by(config):
@@ -94,7 +94,7 @@ def keeps_full_length(config: JobConfig, has_experts: bool) -> str:
 
 
 def padding_multiple(config: JobConfig, device: str, has_experts: bool) -> int:
-    """The multiple that the length of a batch is rounded up to; 0 if all batches have training.seq_len tokens."""
+    """Return the multiple to which batch lengths are rounded up; 0 if all batches have training.seq_len tokens."""
     pad_to = config.data.pad_to
     if not task_of(config).whole_records or is_packed(config) or keeps_full_length(config, has_experts):
         return 0
@@ -104,8 +104,9 @@ def padding_multiple(config: JobConfig, device: str, has_experts: bool) -> int:
 
 
 def padding_in_words(config: JobConfig, share: float, longest: int, has_experts: bool) -> str:
-    """Describe the padding of samples that all have training.seq_len tokens, and how to avoid it. `share`: padding as a
-    fraction of all tokens; `longest`: tokens of the longest sample.
+    """Describe the padding of samples to training.seq_len tokens, and how to avoid it.
+
+    `share`: padding as a fraction of all tokens. `longest`: tokens of the longest sample.
     """
     needed = math.lcm(ROUNDING["cpu"], *sequence_needs(config, split_by_tensor_parallel(config)).values())
     length = -(-longest // needed) * needed

@@ -1,8 +1,8 @@
-"""What a resume may change of the job that its checkpoint was made by: each option has a class. Needs no torch.
+"""Compare the job of a checkpoint with the job that resumes it. Imports no torch.
 
-REFUSED: after it the curve is another run's, so it is named in checkpoint.allow_config_change or brought back. TOLD:
-how the run is computed, how long it is, and what the position in the data judges by itself. QUIET: how the run is
-watched and kept.
+Each option has a class. "refused": a change alters the loss curve, so it must be allowed in
+checkpoint.allow_config_change or undone. "told": a change is logged; it affects how the run is computed or how long it
+is, or the position in the data checks it. "quiet": a change affects only how the run is logged and saved.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,9 +25,9 @@ KINDS: dict[str, Kind] = {
     "guard": "told",
     "early_stop": "told",
     "model": "refused",
-    "model.flavor": "told",  # what it stands for is compared size by size
-    "model.hf_folder": "told",  # so are the sizes in it, and a checkpoint's job has it as found from any folder
-    "model.tokenizer_path": "told",  # its content is part of the position in the data
+    "model.flavor": "told",  # its sizes are compared one by one
+    "model.hf_folder": "told",  # its sizes are compared too
+    "model.tokenizer_path": "told",  # its content is checked with the position in the data
     "model.attention_backend": "told",
     "task": "refused",
     "adapter": "refused",
@@ -39,9 +39,9 @@ KINDS: dict[str, Kind] = {
     "lr_scheduler.total_steps": "told",
     "lr_scheduler.t_max": "told",
     "lr_scheduler.t_max_unit": "told",
-    "data": "told",  # what of it decides the samples is part of the position in the data
+    "data": "told",  # options that decide the samples are checked with the position in the data
     "dpo": "refused",
-    "dpo.reference": "told",  # what it has said of the pairs is kept with the run, which knows whom it has asked
+    "dpo.reference": "told",  # the run stores its log-probabilities, and the model that they come from
     "training": "refused",
     "training.dataset": "told",
     "training.dataset_path": "told",
@@ -54,7 +54,7 @@ KINDS: dict[str, Kind] = {
     "training.shuffle": "told",
     "training.seq_len": "told",
     "training.on_bad_data": "told",
-    "training.local_batch_size": "told",  # of global_batch_size the samples of a step are compared, however given
+    "training.local_batch_size": "told",  # the samples of a step are compared instead
     "training.steps": "told",
     "training.epochs": "told",
     "training.tokens": "told",
@@ -86,7 +86,7 @@ BATCH_SIZES = (
 
 @dataclass(frozen=True)
 class Change:
-    """One difference between a checkpoint's job and today's, both values in words."""
+    """One difference between a checkpoint's job and the current one, with both values as text."""
 
     key: str
     before: str
@@ -103,93 +103,90 @@ class Change:
 
 
 def kind_of(key: str) -> Kind:
-    """Of the longest name in KINDS that it lies under; what is in none is refused, which loses nothing."""
+    """Return the class of the longest prefix in KINDS. Options without one are refused."""
     parts = key.split(".")
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((KINDS[name] for name in names if name in KINDS), "refused")
 
 
 def refusable() -> list[str]:
-    """The options that a resume refuses to change unless they are named."""
+    """Return the options that a resume refuses to change unless they are allowed by name."""
     return [key for key in options() if kind_of(key) == "refused"]
 
 
 def kept_job(config: JobConfig, sizes: Mapping[str, Any], samples: int) -> dict[str, Any]:
-    """The part of a job that a checkpoint saves, JSON-able: its options, every size of its model, the samples of a
-    step, and how many rows a sample has.
-    """
+    """Return the record of a job in a checkpoint, for JSON: options, model sizes, samples per step, rows per sample."""
     parts = {"job": as_dict(config), "sizes": dict(sizes), "samples": samples}
     return parts | {ROWS_PER_SAMPLE: rows_per_sample(config)}
 
 
-def changes(kept: Mapping[str, Any], now: Mapping[str, Any], model_only: bool = False) -> list[Change]:
-    """From one `kept_job` to another, without the quiet ones; of the model's sizes alone if no more than its weights
-    are taken. Empty for checkpoints from before jobs were kept.
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any], model_only: bool = False) -> list[Change]:
+    """Return the changes from one `kept_job` to another, without the quiet ones.
+
+    `model_only`: compare only the model's sizes, as only its weights are loaded. Empty for checkpoints without a job.
     """
-    if not isinstance(kept.get("job"), dict):
+    if not isinstance(saved.get("job"), dict):
         return []
-    kept, note = _counted_in_samples(kept, now[ROWS_PER_SAMPLE])
-    found = list(_changed_sizes(kept, now))
+    saved, note = _counted_in_samples(saved, now[ROWS_PER_SAMPLE])
+    size_changes = list(_changed_sizes(saved, now))
     return (
-        found
+        size_changes
         if model_only
-        else found + [change for change in _changed_options(kept, now, note) if change.kind != "quiet"]
+        else size_changes + [change for change in _changed_options(saved, now, note) if change.kind != "quiet"]
     )
 
 
-def refused(found: list[Change], allowed: list[str]) -> list[Change]:
-    """Those of the changes that are neither harmless nor allowed by name."""
-    return [change for change in found if change.kind == "refused" and change.key not in allowed]
+def refused(differences: list[Change], allowed: list[str]) -> list[Change]:
+    """Return the changes that are refused and not allowed by name."""
+    return [change for change in differences if change.kind == "refused" and change.key not in allowed]
 
 
 def remedy(change: Change) -> str:
-    anew = ', beside checkpoint.exclude_from_loading = ["optimizer"]' if change.key in TRAINED else ""
+    extra = ', beside checkpoint.exclude_from_loading = ["optimizer"]' if change.key in TRAINED else ""
     return (
-        f'{change.note}bring it back, or allow the change by checkpoint.allow_config_change = ["{change.key}"]{anew}, '
+        f'{change.note}bring it back, or allow the change by checkpoint.allow_config_change = ["{change.key}"]{extra}, '
         "or start anew in another job.dump_folder"
     )
 
 
-def _changed_sizes(kept: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
-    before = kept.get("sizes", {})
-    for name in before.keys() & now["sizes"].keys():  # a size that came with a later version has no other value yet
+def _changed_sizes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+    before = saved.get("sizes", {})
+    for name in before.keys() & now["sizes"].keys():  # older checkpoints lack newer sizes
         if before[name] != now["sizes"][name]:
             yield Change(SIZES, f"{name} = {show(before[name])}", f"{name} = {show(now['sizes'][name])}")
 
 
-def _counted_in_samples(kept: Mapping[str, Any], per_sample: int) -> tuple[Mapping[str, Any], str]:
-    """Convert the batch sizes of a checkpoint's job from rows of pairs to pairs, if they counted rows; with advice for
-    whoever has to change the job.
-    """
-    if ROWS_PER_SAMPLE in kept or per_sample == 1:
-        return kept, ""
-    job = {name: dict(section) if isinstance(section, dict) else section for name, section in kept["job"].items()}
+def _counted_in_samples(saved: Mapping[str, Any], per_sample: int) -> tuple[Mapping[str, Any], str]:
+    """Convert batch sizes that count rows of pairs to pairs. Also return advice on how to change the job."""
+    if ROWS_PER_SAMPLE in saved or per_sample == 1:
+        return saved, ""
+    job = {name: dict(section) if isinstance(section, dict) else section for name, section in saved["job"].items()}
     sizes = {}
     for key in BATCH_SIZES:
         section, name = key.split(".")
         size = job[section].get(name) if isinstance(job.get(section), dict) else None
         if isinstance(size, int) and size > 0:
             sizes[key] = job[section][name] = -(-size // per_sample)
-    samples = kept.get("samples")
-    kept = {**kept, "job": job, "samples": samples // per_sample if isinstance(samples, int) else samples}
+    samples = saved.get("samples")
+    saved = {**saved, "job": job, "samples": samples // per_sample if isinstance(samples, int) else samples}
     advice = " and ".join(f"{key} = {sizes[key]}" for key in BATCH_SIZES[:2] if key in sizes)
-    return kept, f"the checkpoint's job counted answers, and batch sizes count pairs now: write {advice}; else "
+    return saved, f"the checkpoint's job counted answers, and batch sizes count pairs now: write {advice}; else "
 
 
-def _changed_options(kept: Mapping[str, Any], now: Mapping[str, Any], note: str) -> Iterator[Change]:
+def _changed_options(saved: Mapping[str, Any], now: Mapping[str, Any], note: str) -> Iterator[Change]:
     for key, option in options().items():
         if key == SIZES:
             continue
         default = DEFAULTS.get(key, option.default)
-        before, today = _value(kept["job"], key, default), _value(now["job"], key, default)
+        before, today = _value(saved["job"], key, default), _value(now["job"], key, default)
         if key == SAMPLES:
-            before, today = kept.get("samples"), now["samples"]
+            before, today = saved.get("samples"), now["samples"]
         if before != today:
             yield Change(key, show(before), show(today), note * (key == SAMPLES))
 
 
 def _value(job: Mapping[str, Any], key: str, default: Any) -> Any:
-    """Of an option in nested tables; what is not set is not there, and neither is what came with a later version."""
+    """Return an option's value from nested tables, or its default if it is unset or newer than the checkpoint."""
     value: Any = job
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:

@@ -22,8 +22,8 @@ from torchtitan.core.presets import jobs
 _ALIASES = dict.fromkeys(("config", "config_file", "config-file", "job.config"), "job.config_file")
 
 
-def _is_job(word: str) -> bool:
-    return not word.startswith("-") and (word.endswith(".toml") or word in jobs())
+def _is_job(argument: str) -> bool:
+    return not argument.startswith("-") and (argument.endswith(".toml") or argument in jobs())
 
 
 def split_job_options(argv: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -50,25 +50,28 @@ def _value_follows(argument: str, remaining: list[str]) -> bool:
 
 
 def parse_arguments(argv: list[str]) -> tuple[list[str], Layer]:
-    """Files and options of `job.toml`, `--section.key value`, `--section.key=value`, `--section.flag`,
-    `--section.no-flag`.
+    """Parse `job.toml`, `--section.key value`, `--section.key=value`, `--section.flag` and `--section.no-flag`.
+
+    Returns the files and the layer of options.
     """
     pairs: list[tuple[str, Any]] = []
     faults: list[Fault] = []
     files: list[str] = []
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        if _is_job(word):
-            files.append(word)
+    remaining = list(argv)
+    while remaining:
+        argument = remaining.pop(0)
+        if _is_job(argument):
+            files.append(argument)
             continue
-        if not word.startswith("--") or word == "--":
+        if not argument.startswith("--") or argument == "--":
             remedy = "every option is named; jobs are .toml files, or names of `torchtitan list jobs`"
-            faults.append(Fault(COMMAND_LINE, "", show(word), "--section.key value", hint(word, jobs()) or remedy))
+            faults.append(
+                Fault(COMMAND_LINE, "", show(argument), "--section.key value", hint(argument, jobs()) or remedy)
+            )
             continue
-        key, equals, text = word[2:].partition("=")
+        key, equals, text = argument[2:].partition("=")
         key = _ALIASES.get(key, key).replace("-", "_")
-        value: Any = text if equals else rest.pop(0) if _value_follows(word, rest) else None
+        value: Any = text if equals else remaining.pop(0) if _value_follows(argument, remaining) else None
         if not equals and (flag := _positive(key)):
             key, value = flag, False
         elif value is None and _is_flag(key):
@@ -107,14 +110,14 @@ def _said_before(key: str, pairs: list[tuple[str, Any]]) -> str:
 
 
 def _positive(key: str) -> str | None:
-    """The flag that `section.no_flag` turns off."""
+    """Return the flag that `section.no_flag` turns off, or None."""
     section, _, last = key.rpartition(".")
     flag = f"{section}.{last[3:]}"
     return flag if last.startswith("no_") and (_is_flag(flag) or renamed(flag)) else None
 
 
 def _is_flag(key: str) -> bool:
-    """True for flags, under their names of today and of older dialects."""
+    """Return True for flags, by their current or older names."""
     moved = renamed(key)
     key = moved.to if isinstance(moved, Moved) else key
     return key in options() and members(options()[key].annotation) == [bool]

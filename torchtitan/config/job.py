@@ -51,49 +51,50 @@ class JobConfig:
 
 
 def trackers_of(config: JobConfig) -> dict[str, str]:
-    """The names of the trackers that a job has, each by the option that says it."""
+    """Return the names of a job's trackers, by the option that sets them."""
     options = config.metrics
     flags = {"metrics.enable_tensorboard": "tensorboard"} if options.enable_tensorboard else {}
     flags |= {"metrics.enable_wandb": "wandb"} if options.enable_wandb else {}
-    named = {f"metrics.trackers[{number}]": name for number, name in enumerate(options.trackers)}
-    return {place: name for place, name in named.items() if name not in flags.values()} | flags
+    trackers_by_option = {f"metrics.trackers[{number}]": name for number, name in enumerate(options.trackers)}
+    return {place: name for place, name in trackers_by_option.items() if name not in flags.values()} | flags
 
 
 def sources_of(config: JobConfig, section: Literal["training", "validation"]) -> dict[str, DataSource]:
-    """What a section reads, by the place that says it: its `sources`, or the one of dataset and dataset_path. With
-    validation.split it is the training data.
+    """Return the sources of a section by option: its `sources`, or the one of dataset and dataset_path.
+
+    With validation.split these are the training sources.
     """
     if section == "validation" and config.validation.split is not None:
         section = "training"
     part = config.training if section == "training" else config.validation
-    given = {f"{section}.sources[{number}]": source for number, source in enumerate(part.sources)}
-    given = given or {section: DataSource(dataset=part.dataset, dataset_path=part.dataset_path)}
-    return {place: _as_training(source, config.training) for place, source in given.items()}
+    by_option = {f"{section}.sources[{number}]": source for number, source in enumerate(part.sources)}
+    by_option = by_option or {section: DataSource(dataset=part.dataset, dataset_path=part.dataset_path)}
+    return {place: _as_training(source, config.training) for place, source in by_option.items()}
 
 
 def _as_training(source: DataSource, training: Training) -> DataSource:
-    """With what it does not say; fields and template are those of a format."""
+    """Fill in unset options from the training section; fields and template belong to a format."""
     names = ("text_field",) if source.format else ("text_field", "format", "fields", "template")
     return replace(source, **{name: getattr(source, name) or getattr(training, name) for name in names})
 
 
 def joins_sources(config: JobConfig) -> bool:
-    """Whether the training sources are read as one, so that their weights have no meaning."""
+    """Return True if the training sources are read as one, so that their weights have no effect."""
     return config.training.epochs is not None or config.training.mixing == "sizes"
 
 
 def describe_sources(config: JobConfig, section: Literal["training", "validation"]) -> str:
     """Describe the datasets with their paths and, where several are mixed by weight, the share of each."""
     sources = list(sources_of(config, section).values())
-    whole = sum(source.weight for source in sources)
+    total_weight = sum(source.weight for source in sources)
     names = [s.dataset + (f" ({s.dataset_path})" if s.dataset_path else "") for s in sources]
     if len(sources) == 1 or (section == "training" and joins_sources(config)):
         return " + ".join(names)
-    return " + ".join(f"{s.weight / whole:.3g} {name}" for s, name in zip(sources, names, strict=True))
+    return " + ".join(f"{s.weight / total_weight:.3g} {name}" for s, name in zip(sources, names, strict=True))
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """Nested plain dictionaries, in the order of the fields; unset (None) fields are left out, as TOML has no null."""
+    """Convert to nested dictionaries, in the order of the fields, without unset (None) fields, as TOML has no null."""
     return {f.name: _plain(value) for f in fields(config) if (value := getattr(config, f.name)) is not None}
 
 

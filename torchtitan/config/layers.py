@@ -1,4 +1,4 @@
-"""What each file, and the command line, says of the job: options by dotted name, checked by themselves."""
+"""The options of one file or of the command line, by dotted name, and the faults in them."""
 
 import difflib
 import json
@@ -48,11 +48,11 @@ Values = dict[str, Any]
 
 
 class Entries(dict[str, Any]):
-    """Entries of a free table that are said one by one: of a table in earlier layers they replace these alone."""
+    """Entries of a free table that are set one by one: other entries of earlier layers remain."""
 
 
 def merged(parts: Iterable[Values]) -> Values:
-    """The values of several layers, in rising precedence."""
+    """Merge the values of several layers, in rising precedence."""
     values: Values = {}
     for part in parts:
         values |= {key: _onto(values.get(key), value) for key, value in part.items()}
@@ -66,7 +66,7 @@ def _onto(table: Any, value: Any) -> Any:
 
 
 def joined_entries(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Options as they are; of free tables all entries together, each table once."""
+    """Yield options unchanged, and the entries of each free table as one table."""
     tables: dict[str, Entries] = {}
     for key, value in pairs:
         if not (table := free_table(key)):
@@ -82,7 +82,7 @@ def joined_entries(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]
 
 @dataclass(frozen=True)
 class Layer:
-    """What one file or the command line says."""
+    """The options of one file or of the command line."""
 
     name: str
     values: Values
@@ -92,13 +92,13 @@ class Layer:
     """Options of older dialects, see renames.py."""
 
     def unknown(self, faults: Iterable[Fault]) -> set[str]:
-        """The options that these faults of the layer leave without a value."""
+        """Return the options that these faults of the layer leave without a value."""
         return {key for fault in faults for key in self._options_of(fault)}
 
     def _options_of(self, fault: Fault) -> Iterator[str]:
         key = option_at(fault.key)
-        if key in ("", "extends", "job.config_file"):  # a file that cannot be read may say anything
-            yield from options().keys() - self.values.keys() - {"job.config_file"}  # which faults are said with
+        if key in ("", "extends", "job.config_file"):  # a file that cannot be read may set any option
+            yield from options().keys() - self.values.keys() - {"job.config_file"}
         elif key in options():
             yield key
         else:
@@ -106,14 +106,14 @@ class Layer:
             yield from (option for option in options() if prefix and f"{option}.".startswith(f"{prefix}."))
 
     def all_faults(self) -> list[Fault]:
-        """Also those of wrong values, and one for each old option, which only a translation may use."""
+        """Return all faults, including wrong values and one for each option of an older dialect."""
         first = next((key for key in self.old if not isinstance(renamed(key), Gone)), None)
         old = (_old_fault(self.name, key, value, advise=key == first) for key, value in self.old.items())
         return [*self.faults, *_wrong_values(self.name, self.values), *old]
 
 
 def assemble(values: Values, files: list[str]) -> JobConfig:
-    """The job of values that have no faults."""
+    """Build the job from values without faults."""
     if "training.steps" not in values and any(values.get(key) is not None for key in OTHER_ENDS):
         values = {**values, "training.steps": NO_LIMIT}
     printable = [file.encode("utf-8", "backslashreplace").decode() for file in files]  # names may not be UTF-8
@@ -121,7 +121,7 @@ def assemble(values: Values, files: list[str]) -> JobConfig:
 
 
 def nest(values: Values) -> dict[str, Any]:
-    """Dotted names -> nested tables."""
+    """Convert dotted names to nested tables."""
     tables: dict[str, Any] = {}
     for key, value in values.items():
         *path, last = key.split(".")
@@ -133,9 +133,9 @@ def nest(values: Values) -> dict[str, Any]:
 
 
 def walk(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of what a nested table says, down to options or to what is not known."""
+    """Yield (dotted name, value) of a nested table, down to options or unknown names."""
     for key, value in table.items():
-        name = prefix + (show(key) if "." in key else key)  # a quoted "a.b" is one key, and none of ours
+        name = prefix + (show(key) if "." in key else key)  # a quoted "a.b" is one key, not an option
         inner = name in sections() or (name not in options() and not renamed(name) and old_section(name))
         if inner and isinstance(value, dict):
             yield from walk(value, name + ".")
@@ -144,7 +144,7 @@ def walk(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def layer_of(name: str, pairs: Iterable[tuple[str, Any]]) -> Layer:
-    """Sort what was said into options of today, options of older dialects, and faults."""
+    """Sort (dotted name, value) pairs into current options, options of older dialects, and faults."""
     values: Values = {}
     old: Values = {}
     faults: list[Fault] = []
@@ -163,13 +163,13 @@ def layer_of(name: str, pairs: Iterable[tuple[str, Any]]) -> Layer:
 
 
 def of_environment() -> list[Layer]:
-    """What launch scripts say there: it has the last word, and the run says so at its start."""
-    said = os.environ.get(MEMORY_LIMIT, "").strip()
-    return [layer_of(f"{MEMORY_LIMIT} in the environment", [("memory.limit", number_of(said))])] if said else []
+    """Return the options that launch scripts set in the environment. They take precedence, and the run logs them."""
+    text = os.environ.get(MEMORY_LIMIT, "").strip()
+    return [layer_of(f"{MEMORY_LIMIT} in the environment", [("memory.limit", number_of(text))])] if text else []
 
 
 def number_of(text: str) -> int | float | str:
-    """Whole from 2 on; up to 1 a share, which a float is. Text for what is no number."""
+    """Parse a memory limit: whole numbers above 1 as int, other numbers as float. Other text is unchanged."""
     try:
         number = float(text)
     except ValueError:
@@ -181,7 +181,7 @@ def number_of(text: str) -> int | float | str:
 
 
 def _old_fault(name: str, key: str, value: Any, advise: bool) -> Fault:
-    """`advise`: say, once for all of a file's, that the file can be translated."""
+    """Return the fault of an option of an older dialect. `advise`: mention that the file can be translated."""
     rename = renamed(key)
     if isinstance(rename, Gone):
         return Fault(name, key, show(value), f"no such option here ({rename.why})", "leave it out")
@@ -194,8 +194,10 @@ def _old_fault(name: str, key: str, value: Any, advise: bool) -> Fault:
 
 
 def _write_today(rename: Moved, value: Any, in_shell: bool) -> str:
-    """What to write for an option that has moved: its new name, and the value as the new option takes it. What stands
-    on a command line, or in quotes, may be meant as a number or a flag."""
+    """Return what to write for an option that has moved: its new name, and the value converted for it.
+
+    Text on a command line, or in quotes, may be meant as a number or a flag.
+    """
     annotation = options()[rename.to].annotation
     if value is None:
         return f"write --{rename.to} VALUE"
@@ -226,7 +228,7 @@ def _unknown(name: str, key: str, value: Any) -> Fault:
     section, _, last = key.rpartition(".")
     siblings = {k[len(section) + 1 :].split(".")[0] for k in options() if k.startswith(f"{section}.")}
     elsewhere = [known for known in options() if known.rpartition(".")[2] == last]
-    depth = min((known.count(".") for known in elsewhere), default=0)  # an adapter's own warmup is seldom meant
+    depth = min((known.count(".") for known in elsewhere), default=0)  # prefer lr_scheduler's warmup to an adapter's
     elsewhere = [known for known in elsewhere if known.count(".") == depth]
     if close := difflib.get_close_matches(last, siblings, n=1, cutoff=0.75):
         remedy, intended = f"did you mean {section}.{close[0]}?", f"{section}.{close[0]}"
@@ -240,14 +242,14 @@ def _unknown(name: str, key: str, value: Any) -> Fault:
 
 
 def _flags_like(section: str, last: str) -> list[str]:
-    """Of a section, the flag that `no_flag` on the command line may have been meant to turn off."""
+    """Return the flag of a section that a misspelled `no_flag` on the command line may be meant to turn off."""
     keys = (key for key, option in options().items() if members(option.annotation) == [bool])
     flags = [key.removeprefix(f"{section}.") for key in keys if key.startswith(f"{section}.")]
     return difflib.get_close_matches(last[3:], flags, n=1, cutoff=0.75) if last.startswith("no_") else []
 
 
 def _unusual(name: str, key: str, value: Any) -> Fault | None:
-    """Values that TOML has and JSON, through which options are validated, has not."""
+    """Return the fault of a TOML value that JSON cannot represent; options are validated as JSON."""
     allowed = describe(options()[key].annotation)
     for leaf in _leaves(value):
         if isinstance(leaf, (date, time)):
@@ -258,7 +260,7 @@ def _unusual(name: str, key: str, value: Any) -> Fault | None:
             return Fault(name, key, "a number of more than 63 bits", allowed, "")
         if isinstance(leaf, str) and any("\ud800" <= c <= "\udfff" for c in leaf):
             return Fault(name, key, show(leaf), allowed, "the text must be UTF-8")
-        if isinstance(leaf, str) and "\0" in leaf:  # no file can have such a name, and nothing else wants it
+        if isinstance(leaf, str) and "\0" in leaf:  # no file name can contain it, and no other option needs it
             return Fault(name, key, show(leaf), allowed, "the text must not have NUL characters (\\u0000) in it")
     return None
 
@@ -267,56 +269,56 @@ def _wrong_values(name: str, values: Values) -> Iterator[Fault]:
     try:
         _JOB.validate_json(json.dumps(nest(values)))
     except ValidationError as error:
-        for key, *place in dict.fromkeys(_place(fault["loc"]) for fault in error.errors()):
-            if place:
-                number, column = place
+        for key, *location in dict.fromkeys(_place(fault["loc"]) for fault in error.errors()):
+            if location:
+                number, column = location
                 yield _wrong_table(name, key, number, column, values[key])
             else:
-                option, given = options()[key], values[key]
-                yield Fault(name, key, show(given), describe(option.annotation), _remedy(option, given, key))
+                option, value = options()[key], values[key]
+                yield Fault(name, key, show(value), describe(option.annotation), _remedy(option, value, key))
 
 
 def _place(location: tuple[int | str, ...]) -> tuple[Any, ...]:
-    """The option in which a fault is; in a list of tables also the table's number and the option in the table."""
-    key, rest = _known_start(location, options())
+    """Return the option of a fault; for a list of tables also the table's number and the option in the table."""
+    key, remaining = _known_start(location, options())
     assert key, f"a fault outside every option: {location}"
-    if not columns(key) or len(rest) < 2:
+    if not columns(key) or len(remaining) < 2:
         return (key,)
-    column, _ = _known_start(rest[1:], columns(key))
-    return key, rest[0], column or ".".join(map(str, rest[1:]))
+    column, _ = _known_start(remaining[1:], columns(key))
+    return key, remaining[0], column or ".".join(map(str, remaining[1:]))
 
 
-def _known_start(location: tuple[int | str, ...], known: Collection[str]) -> tuple[str, tuple[int | str, ...]]:
-    """The known name that a location begins with, and what comes after it."""
-    names = (".".join(map(str, location[:depth])) for depth in range(1, len(location) + 1))
-    found = next((name for name in names if name in known), "")
-    return found, location[found.count(".") + 1 :]
+def _known_start(location: tuple[int | str, ...], names: Collection[str]) -> tuple[str, tuple[int | str, ...]]:
+    """Return the name with which a location begins, and the parts after it."""
+    prefixes = (".".join(map(str, location[:depth])) for depth in range(1, len(location) + 1))
+    name = next((prefix for prefix in prefixes if prefix in names), "")
+    return name, location[name.count(".") + 1 :]
 
 
 def _wrong_table(name: str, key: str, number: int, column: str, tables: list[Any]) -> Fault:
-    """What is wrong in one of a list of tables: an option that is not known there, is missing, or has a wrong value."""
-    place, option = f"{key}[{number}].{column}", columns(key).get(column)
-    given: Any = tables[number]
+    """Return the fault in one of a list of tables: an unknown or missing option, or a wrong value."""
+    location, option = f"{key}[{number}].{column}", columns(key).get(column)
+    value: Any = tables[number]
     for part in column.split("."):
-        given = given.get(part) if isinstance(given, dict) else given
+        value = value.get(part) if isinstance(value, dict) else value
     if option is None:
         remedy = hint(column, columns(key)) or f"there are {', '.join(columns(key))}"
-        return Fault(name, place, show(given), f"a known option of [[{key}]]", remedy)
-    remedy = f"every [[{key}]] needs it" if given is None else _remedy(option, given)
-    return Fault(name, place, show(given), describe(option.annotation), remedy)
+        return Fault(name, location, show(value), f"a known option of [[{key}]]", remedy)
+    remedy = f"every [[{key}]] needs it" if value is None else _remedy(option, value)
+    return Fault(name, location, show(value), describe(option.annotation), remedy)
 
 
-def _remedy(option: Option, given: Any, key: str = "") -> str:
+def _remedy(option: Option, value: Any, key: str = "") -> str:
     if key and columns(key):
         return f"write [[{key}]] for each in a file, or '[{{...}}, {{...}}]' on the command line"
-    if isinstance(given, float) and given.is_integer() and "whole number" in describe(option.annotation):
-        return f"write {int(given)}"
-    if members(option.annotation) == [bool] and str(given).lower() in YES_OR_NO:
-        return f"write {show(YES_OR_NO[str(given).lower()])}"
-    if isinstance(given, str):
-        if close := hint(given, choices(option.annotation), quote=True):
+    if isinstance(value, float) and value.is_integer() and "whole number" in describe(option.annotation):
+        return f"write {int(value)}"
+    if members(option.annotation) == [bool] and str(value).lower() in YES_OR_NO:
+        return f"write {show(YES_OR_NO[str(value).lower()])}"
+    if isinstance(value, str):
+        if close := hint(value, choices(option.annotation), quote=True):
             return close
-        parsed = parse_value(int | float | bool, given)
+        parsed = parse_value(int | float | bool, value)
         if not isinstance(parsed, str) and fits(option.annotation, parsed):
             return f"write {show(parsed)}, without quotes"
     return f"help: {' '.join(option.help.split())}"

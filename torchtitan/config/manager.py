@@ -1,10 +1,9 @@
-"""TOML files and the command line -> JobConfig, and back to TOML. Needs no torch.
+"""Load a JobConfig from TOML files and the command line, and write it back to TOML. Imports no torch.
 
-Precedence: environment (memory.limit alone) > command line > later file > earlier file or `extends` > defaults. An
-option's value is replaced as a whole, lists and tables included; but entries of a free table that the command line
-names one by one (`--optimizer.options.rank=64`) replace these alone. Each file, and the command line, is checked by
-itself, so all faults of all of them come out at once and each names its place; a wrong value is a fault even where
-something later overrides it.
+Precedence: environment (only memory.limit) > command line > later file > earlier file or `extends` > defaults. A later
+value replaces an earlier one completely, also lists and tables. Only entries of a free table that the command line sets
+one by one (`--optimizer.options.rank=64`) leave the other entries. Each file and the command line are checked
+separately, so all faults are reported at once with their source; a wrong value is a fault even if it is overridden.
 """
 
 from os.path import expanduser
@@ -33,7 +32,7 @@ NOT_KEPT = {("job", "config_file"), ("job", "print_config")}
 
 
 def load(argv: list[str]) -> JobConfig:
-    """The job that the arguments describe (`--job.config_file job.toml --section.key value ...`).
+    """Load the job that the arguments describe (`--job.config_file job.toml --section.key value ...`).
 
     Raises ConfigError with all faults. `--help` prints help and exits.
     """
@@ -45,28 +44,27 @@ def load(argv: list[str]) -> JobConfig:
     values = merged(layer.values for layer in layers)
     if not faults:
         return assemble(values, files)
-    wrong = {option_at(fault.key) for fault in faults}
-    old = any(layer.old for layer in layers)  # wants a translation first; what is left of it says little
+    faulty_options = {option_at(fault.key) for fault in faults}
+    old = any(layer.old for layer in layers)  # it has to be translated first
     unknown: set[str] = set()
     for layer, of_layer in of_layers:
         unknown = unknown - layer.values.keys() | layer.unknown(of_layer)
-    valid_part = None if old else assemble({k: v for k, v in values.items() if k not in wrong}, files)
+    valid_part = None if old else assemble({k: v for k, v in values.items() if k not in faulty_options}, files)
     raise ConfigError(faults, valid_part, frozenset(unknown))
 
 
 def said_by(argv: list[str]) -> dict[str, str]:
-    """Of each option that is said somewhere, the file that has the last word, or the command line; of a free table that
-    has entries of both, both."""
+    """Return the source of each option that is set: a file or the command line, or both for entries of a free table."""
     names: dict[str, str] = {}
     for layer in [*read_layers(argv)[1], *of_environment()]:
         for key, value in layer.values.items():
-            before = f"{names[key]} + " if isinstance(value, Entries) and key in names else ""
-            names[key] = before + layer.name
+            prefix = f"{names[key]} + " if isinstance(value, Entries) and key in names else ""
+            names[key] = prefix + layer.name
     return names
 
 
 def to_toml(config: JobConfig) -> str:
-    """The resolved job; loaded alone, it reproduces `config` (but for how it was loaded)."""
+    """Return the resolved job as TOML. Loading it gives `config` again, except for the options of loading."""
     sections = as_dict(config)
     for section, key in NOT_KEPT:
         sections[section].pop(key, None)
@@ -79,7 +77,7 @@ def to_toml(config: JobConfig) -> str:
 
 
 def read_layers(argv: list[str]) -> tuple[list[str], list[Layer]]:
-    """The files that `argv` names, and the layers in rising precedence: each file after what it extends, `argv`."""
+    """Return the files in `argv`, and the layers in rising precedence: each file after its bases, then `argv`."""
     files, command_line = parse_arguments(argv)
     files = [job_file(expanduser(file)) for file in files]
     read: list[str] = []
@@ -88,12 +86,14 @@ def read_layers(argv: list[str]) -> tuple[list[str], list[Layer]]:
 
 
 def _read_file(name: str, said_by: str, key: str, chain: tuple[Path, ...], read: list[str]) -> list[Layer]:
-    """The layers of a file: those of the files that it extends, then its own. `said_by` and `key` asked for it; `read`
-    grows by what is read."""
+    """Return the layers of the files that a file extends, then its own layer.
+
+    `said_by` and `key`: the file and option that name it. `read`: all files read so far; the file is appended.
+    """
     read.append(name)
     if len(read) > MOST_FILES:  # eight tiny files that each extend the next one eight times would be two million
         fault = Fault(said_by, key, show(name), f"at most {MOST_FILES} files in all", "merge some")
-        return [Layer(name, {}, [fault], {})] if len(read) == MOST_FILES + 1 else []  # which is said once
+        return [Layer(name, {}, [fault], {})] if len(read) == MOST_FILES + 1 else []  # reported once
     if len(chain) > LONGEST_CHAIN:
         allowed = f"at most {LONGEST_CHAIN} files in a chain of extends"
         return [Layer(name, {}, [Fault(said_by, key, show(name), allowed, "merge some")], {})]
@@ -118,50 +118,50 @@ def _read_file(name: str, said_by: str, key: str, chain: tuple[Path, ...], read:
         layers.append(Layer(name, {}, [Fault(name, "extends", show(bases), "a file name or a list of them", "")], {}))
         bases = []
     for base in map(expanduser, bases):
-        beside = str(Path(name).parent / base) if base.strip() else base  # relative to the file that says it
-        layers += _read_file(job_file(base, beside), name, "extends", (*chain, path), read)
+        path_from_file = str(Path(name).parent / base) if base.strip() else base
+        layers += _read_file(job_file(base, path_from_file), name, "extends", (*chain, path), read)
     layers.append(layer_of(name, walk(table)))
     if not chain and not any(layer.values or layer.old or layer.faults for layer in layers):
-        # a file that a refused command was to write, more likely than a job of defaults
+        # more likely the output of a command that failed than a job of defaults
         remedy = 'write them, or extends = "debug_model" for the job of a first run'
         layers[-1] = Layer(name, {}, [Fault(name, "", "no option at all", "a job's options", remedy)], {})
     return layers
 
 
 def _not_a_job(name: str, path: Path, said_by: str, key: str, chain: tuple[Path, ...]) -> Fault | None:
-    """What can be said against a file before it is read."""
+    """Return the fault of a file that can be detected before it is read."""
     allowed = "the path of a TOML file"
     if not name.strip():
         return Fault(said_by, key, f"{show(name)} (an empty name)", allowed, "")
     if path.is_dir():
         return Fault(said_by, key, f"{show(name)} (a folder)", allowed, "")
     if not path.exists():
-        beside = path.parent.glob("*.toml") if path.parent.is_dir() else []
-        near = hint(path.name, [*(file.name for file in beside), *jobs()]) or f"looked for it as {path}"
+        neighbours = path.parent.glob("*.toml") if path.parent.is_dir() else []
+        near = hint(path.name, [*(file.name for file in neighbours), *jobs()]) or f"looked for it as {path}"
         return Fault(said_by, key, f"{show(name)} (no such file)", allowed, near)
     if path in chain:
         cycle = " -> ".join(p.name for p in (*chain[chain.index(path) :], path))
         return Fault(said_by, key, show(name), "a file that does not extend this one", f"the cycle is {cycle}")
     if said_by != COMMAND_LINE and path.suffix != ".toml":
-        # whose lines, as they are no TOML, would be quoted: a stranger's job must not show this machine's files
+        # errors quote lines of the file: a stranger's job must not reveal other files of this machine
         return Fault(said_by, key, show(name), "a file whose name, links followed, ends in .toml", "name it so")
     return None
 
 
 def _parse_toml(name: str, content: bytes) -> dict[str, Any] | Fault:
-    """A file's table, or its one fault: TOML cannot be read past the first error."""
+    """Parse a file. Returns its first fault if it is not TOML."""
     try:
         text = content.decode().removeprefix("\ufeff")  # Windows editors begin a file with a byte order mark
         return tomli.loads(text)
     except UnicodeDecodeError as error:
-        given = f"byte 0x{content[error.start]:02x} at offset {error.start}, which is not UTF-8"
-        return Fault(name, "", given, "TOML in UTF-8", "save the file as UTF-8")
+        text_at_fault = f"byte 0x{content[error.start]:02x} at offset {error.start}, which is not UTF-8"
+        return Fault(name, "", text_at_fault, "TOML in UTF-8", "save the file as UTF-8")
     except tomli.TOMLDecodeError as error:
         lines = [*text.split("\n"), ""]
-        given = f"{show(lines[error.lineno - 1].strip())} in line {error.lineno}, column {error.colno}"
+        text_at_fault = f"{show(lines[error.lineno - 1].strip())} in line {error.lineno}, column {error.colno}"
         twice = "the same key or table twice" if error.msg.startswith("Cannot") else "not TOML"
-        return Fault(name, "", given, "valid TOML", f"{twice}: {error.msg}")
+        return Fault(name, "", text_at_fault, "valid TOML", f"{twice}: {error.msg}")
     except RecursionError:
         return Fault(name, "", "brackets in hundreds of brackets", "valid TOML of a job's size", "")
-    except ValueError:  # Python's own limit, which TOML has not
+    except ValueError:  # Python's limit on digits
         return Fault(name, "", "a number of thousands of digits", "valid TOML of a job's size", "")

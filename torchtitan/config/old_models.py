@@ -1,8 +1,8 @@
-"""Models of torchtitan's TOML era in today's names and sizes: what a flavor meant in each era.
+"""Translate names and flavors of models in torchtitan's older dialects to today's.
 
-A name that stayed is not a model that stayed: `llama3` of v0.2 scales rotary positions as Llama 3.1 does, the large
-DeepSeeks mask documents, and constants of the routers are others. What is another number here is written out as
-model.overrides; what can be said neither by name nor by number is a note, or the reason why there is no translation.
+The same name may mean another model: `llama3` of v0.2 scales rotary positions as Llama 3.1 does, the large
+DeepSeeks mask documents, and constants of the routers differ. Different numbers become model.overrides. What names and
+numbers cannot express becomes a note, or the reason why there is no translation.
 """
 
 from dataclasses import dataclass, field
@@ -74,33 +74,31 @@ _DENSE_QWEN3 = {
 
 
 def today(era: str, name: str, flavor: str, seq_len: int) -> Today | None:
-    """The model that an era had under this name; None for a name that it did not have. Raises JobError with the
-    reason where the model is not in this version.
-    """
+    """Return the model that an era had under this name, or None. Raises JobError if it is not supported any more."""
     for prefix in EXPERIMENTS:
         name = name.removeprefix(prefix)
     base = next((flavor.removesuffix(end) for end in MASKED if flavor.endswith(end)), flavor)
     if name in NOT_HERE:
         raise JobError(NOT_HERE[name])
     if name in _LLAMA3:
-        found = _llama3(era, base)
+        model = _llama3(era, base)
     elif name == "llama2" and era == JULY_2024:
         overrides = _LLAMA2_SIZES.get(base, {"n_layers": 8} if base == "debugmodel" else {})
-        found = Today("llama2", "7B" if base in _LLAMA2_SIZES else base, overrides)
+        model = Today("llama2", "7B" if base in _LLAMA2_SIZES else base, overrides)
     elif name == "deepseek_v3":
-        found = _deepseek(base, seq_len)
+        model = _deepseek(base, seq_len)
     elif name == "qwen3":
-        found = _qwen3(base)
+        model = _qwen3(base)
     else:
         return None
-    found.document_mask |= base != flavor
+    model.document_mask |= base != flavor
     if base == "debugmodel" and era != V0_2_2:
-        found.notes.append("not the same: the vocabulary was as large as the tokenizer's; see vocab_size, dim = 256")
-    return found
+        model.notes.append("not the same: the vocabulary was as large as the tokenizer's; see vocab_size, dim = 256")
+    return model
 
 
 def advice(name: str) -> str:
-    """What to do about a name of that era in a job of today; empty for a name that it did not have."""
+    """Return advice on a name of an older dialect in a current job; empty for other names."""
     for prefix in EXPERIMENTS:
         name = name.removeprefix(prefix)
     ours = {"deepseek_v3": "deepseek"}
@@ -118,15 +116,15 @@ def _llama3(era: str, flavor: str) -> Today:
 
 
 def _deepseek(flavor: str, seq_len: int) -> Today:
-    found = Today("deepseek", flavor, document_mask=flavor in _DEEPSEEK and flavor != "debugmodel")
+    model = Today("deepseek", flavor, document_mask=flavor in _DEEPSEEK and flavor != "debugmodel")
     if flavor in _DEEPSEEK:
         scale = _MSCALE[flavor]
         yarn = {"mscale": scale, "mscale_all_dim": scale} if seq_len > _YARN_FROM else False
-        found.overrides = {**_DEEPSEEK[flavor], "rope_scaling": yarn, "norm_eps": 1e-5, **_ROUTED}
+        model.overrides = {**_DEEPSEEK[flavor], "rope_scaling": yarn, "norm_eps": 1e-5, **_ROUTED}
         if yarn is False:
-            found.notes.append(f"written out, as YaRN began above {_YARN_FROM} tokens: model.overrides, rope_scaling")
-        found.notes.append("not the same: norms of the latents had eps 1e-5; here it is 1e-6, as published")
-    return found
+            model.notes.append(f"written out, as YaRN began above {_YARN_FROM} tokens: model.overrides, rope_scaling")
+        model.notes.append("not the same: norms of the latents had eps 1e-5; here it is 1e-6, as published")
+    return model
 
 
 def _qwen3(flavor: str) -> Today:

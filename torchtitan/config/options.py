@@ -1,4 +1,4 @@
-"""The options of a job by dotted name: their types in words, their help, and what is said when one is wrong.
+"""The options of a job by dotted name: descriptions of their types, their help, and faults of wrong values.
 
 All of it is read off the dataclasses of config/sections/, so a new option needs nothing here. Needs no torch.
 """
@@ -35,15 +35,17 @@ class Fault:
     """The option or section closest to `key`, if `key` is not an option."""
 
     def __str__(self) -> str:
-        said = [f"given {self.given}" * bool(self.given), f"allowed: {self.allowed}" * bool(self.allowed), self.remedy]
-        line = ": ".join(filter(None, (self.file, self.key, "; ".join(filter(None, said)))))
-        # whatever is in a file, one fault is one line, and a terminal is sent no control characters
+        parts = [f"given {self.given}" * bool(self.given), f"allowed: {self.allowed}" * bool(self.allowed), self.remedy]
+        line = ": ".join(filter(None, (self.file, self.key, "; ".join(filter(None, parts)))))
+        # one fault is one line, and control characters of a file never reach a terminal
         return line if line.isprintable() else line.encode("unicode_escape").decode()
 
 
 class ConfigError(JobError):
-    """Everything that is wrong with a job, one line each; `rest` is the job without these values, if that is one;
-    `unknown` are the options that have no valid value."""
+    """All faults of a job, one line each.
+
+    `rest`: the job without the faulty values, if that is a valid job. `unknown`: options that have no valid value.
+    """
 
     def __init__(
         self, faults: Iterable[Fault], rest: JobConfig | None = None, unknown: Collection[str] = frozenset()
@@ -63,43 +65,43 @@ class Option:
 
 @cache
 def options() -> dict[str, Option]:
-    """Every option of the job by its dotted name, in the order of the sections in job.py."""
+    """Return every option of the job by its dotted name, in the order of the sections in job.py."""
     return dict(options_of(JobConfig, ""))
 
 
 @cache
 def columns(option: str) -> dict[str, Option]:
-    """The options of each table of an option that is a list of tables; none for any other option."""
+    """Return the options of each table of an option that is a list of tables; none for any other option."""
     kinds = [get_args(kind)[0] for kind in members(options()[option].annotation) if get_origin(kind) is list]
     return {key: column for kind in kinds if is_dataclass(kind) for key, column in options_of(kind, "")}
 
 
 @cache
 def free_tables() -> dict[str, Any]:
-    """Options that are tables with entries of any name, and the type of these entries' values."""
+    """Return the options that are tables with entries of any name, and the type of their values."""
     tables = {key: kind for key, option in options().items() for kind in members(option.annotation)}
     return {key: get_args(kind)[1] for key, kind in tables.items() if get_origin(kind) is dict}
 
 
 def free_table(key: str) -> str:
-    """The free table that a dotted name is an entry of ("optimizer.options" of "optimizer.options.rank"), if any."""
+    """Return the free table of an entry ("optimizer.options" for "optimizer.options.rank"), or an empty text."""
     return next((table for table in free_tables() if key.startswith(f"{table}.")), "")
 
 
 def option_at(place: str) -> str:
-    """The option of a fault's place: "training.sources" of "training.sources[0].weight"."""
+    """Return the option of a fault's key: "training.sources" for "training.sources[0].weight"."""
     return place.partition("[")[0]
 
 
 @cache
 def sections() -> frozenset[str]:
-    """Dotted names of the tables that hold options."""
+    """Return the dotted names of the tables that hold options."""
     names = (key.rpartition(".")[0] for key in options())
     return frozenset(".".join(name.split(".")[:depth]) for name in names for depth in (1, 2))
 
 
 def options_of(section: Any, prefix: str) -> Iterator[tuple[str, Option]]:
-    """The options of a dataclass and of those in it, each name after the prefix."""
+    """Yield the options of a dataclass and of nested ones, each name with the prefix."""
     nested = []
     for name, info in section.__pydantic_fields__.items():
         if is_dataclass(info.annotation):
@@ -113,7 +115,7 @@ def options_of(section: Any, prefix: str) -> Iterator[tuple[str, Option]]:
 
 
 def members(annotation: Any) -> list[Any]:
-    """The types that an annotation joins, without None and without the ranges around them."""
+    """Return the types in an annotation, without None and without ranges."""
     if get_origin(annotation) is Annotated:
         return members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -139,7 +141,7 @@ def _registries(annotation: Any) -> Iterator[NameIn]:
 
 
 def describe(annotation: Any) -> str:
-    """What an option takes, in words: "a whole number >= 1", 'one of "a", "b"'."""
+    """Describe the values of an option: "a whole number >= 1", 'one of "a", "b"'."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         if form := next((extra for extra in args[1:] if isinstance(extra, Form)), None):
@@ -165,7 +167,7 @@ def _limit(limit: Any) -> str:
 
 
 def fits(annotation: Any, value: Any) -> bool:
-    """Whether an option of this type can have this value."""
+    """Return True if an option of this type can have this value."""
     try:
         TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
     except ValidationError:
@@ -174,7 +176,7 @@ def fits(annotation: Any, value: Any) -> bool:
 
 
 def parse_value(annotation: Any, text: str) -> Any:
-    """What the text of an argument means for an option of this type. What does not fit stays text: a fault later."""
+    """Parse the text of an argument for an option of this type. Text that does not fit is returned: a fault later."""
     kinds = {get_origin(a) or a for a in members(annotation)}
     if kinds <= {str, Literal}:
         return text
@@ -192,8 +194,9 @@ def parse_value(annotation: Any, text: str) -> Any:
 
 
 def parse_entry(key: str, text: str) -> Any:
-    """What the text of an argument means as an entry of a free table: text where these hold nothing else, else a value
-    of TOML, and text again where it is none. Whoever reads the table knows which type it has to be."""
+    """Parse the text of an argument as an entry of a free table: as TOML, or unchanged if it is none or the table holds
+    text. Readers of the table check the type.
+    """
     if members(free_tables()[free_table(key)]) == [str]:
         return text
     parsed = parse_value(int | float | bool, text)
@@ -201,7 +204,7 @@ def parse_entry(key: str, text: str) -> Any:
 
 
 def _from_toml(text: str) -> Any:
-    """The value that a text is in TOML, or the text itself."""
+    """Parse a text as a TOML value, or return it unchanged."""
     try:
         parsed = tomli.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -209,9 +212,9 @@ def _from_toml(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text
 
 
-def hint(given: str, known: Iterable[str], cutoff: float = 0.6, quote: bool = False) -> str:
-    """'did you mean X?', or nothing when no known name is near."""
-    near = nearest(given, known, cutoff)
+def hint(name: str, candidates: Iterable[str], cutoff: float = 0.6, quote: bool = False) -> str:
+    """Return 'did you mean X?', or an empty text if no candidate is close."""
+    near = nearest(name, candidates, cutoff)
     return f"did you mean {show(near) if quote else near}?" if near else ""
 
 

@@ -1,7 +1,6 @@
-"""Options of torchtitan's TOML era that are elsewhere here or have no meaning here.
+"""Options of torchtitan's older TOML dialects that have moved or no longer exist.
 
-Covers all dialects from the flat one of July 2024 to the last (v0.2.2, February 2026): see upgrade.py, which translates
-whole jobs. What is in neither table below and in no old dialect is simply unknown.
+Covers all dialects from the flat one of July 2024 to v0.2.2 (February 2026). upgrade.py translates whole jobs.
 """
 
 from collections.abc import Callable
@@ -28,16 +27,16 @@ class Gone:
 
 
 def _not(value: Any) -> Any:
-    return not value if isinstance(value, bool) else value  # what is no flag is refused at its new place
+    return not value if isinstance(value, bool) else value  # other values are refused at the new option
 
 
 def _fused(value: Any) -> Any:
     return {True: "fused", False: "foreach"}[value] if isinstance(value, bool) else value
 
 
-def _words(**words: str | None) -> Callable[[Any], Any]:
-    """Values that were renamed; others stay, to be judged at their new place."""
-    return lambda value: words.get(value, value) if isinstance(value, str) else value
+def _words(**new_names: str | None) -> Callable[[Any], Any]:
+    """Return a function that renames values and leaves others, to be checked at the new option."""
+    return lambda value: new_names.get(value, value) if isinstance(value, str) else value
 
 
 def _by_hand(advice: str) -> Callable[[Any], Any]:
@@ -55,7 +54,7 @@ def _split_points(value: Any) -> None:
 _masks = {"causal": None, "block_causal": True}
 _schedule = _words(
     **{"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B"},
-    # what was to run the schedule of a file; None: left out, since the file is enough
+    # classes that ran the schedule of a file; None: left out, since the file is enough
     **{"PipelineScheduleSingle": None, "PipelineScheduleMulti": None, "_PipelineScheduleRuntime": None},
 )
 _fp8 = "training in float8 is not in this version"
@@ -123,10 +122,10 @@ GONE: dict[str, Gone] = {
     "model.print_after_conversion": Gone("there are no model converters", None),
     "training.enable_float8_linear": Gone(_fp8, (False,)),
     "float8.enable_float8_linear": Gone(_fp8, (False,)),
-    # settings of what the switches above turn on
+    # settings of the features that the switches above turn on
     **{
-        f"{section}.{key}": Gone(why, None)
-        for section, why, keys in (
+        f"{section}.{key}": Gone(reason, None)
+        for section, reason, keys in (
             ("training", _fp8, "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp"),
             ("training", _fp8, "float8_scaling_type_input float8_scaling_type_weight float8_scaling_type_grad_output"),
             ("float8", _fp8, "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp recipe_name"),
@@ -162,8 +161,8 @@ GONE: dict[str, Gone] = {
     "training.debug_moe_force_load_balance": Gone(_balance, (False,)),
     # options of torchtitan's experiments, which have no meaning for a language model trained here
     **{
-        f"{section}.{key}": Gone(why)
-        for section, why, keys in (
+        f"{section}.{key}": Gone(reason)
+        for section, reason, keys in (
             ("training", _image, "classifer_free_guidance_prob classifier_free_guidance_prob img_size test_mode"),
             ("encoder", _image, "t5_encoder clip_encoder autoencoder_path max_t5_encoding_len test_mode"),
             ("encoder", _image, "autoencoder_shift autoencoder_scale context_in_dim empty_encodings_path"),
@@ -213,5 +212,5 @@ def renamed(key: str) -> Moved | Gone | None:
 
 
 def old_section(name: str) -> bool:
-    """Whether old dialects had options under this name that are not at home there."""
+    """Return True if older dialects had options in this section that are no longer there."""
     return any(key.startswith(f"{name}.") for key in (*MOVED, *GONE))

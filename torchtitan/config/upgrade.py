@@ -1,7 +1,7 @@
-"""The translation of a job of torchtitan's TOML era: options that moved, defaults and models that meant something else.
+"""Translate a job of torchtitan's older dialects: options that moved, and defaults and models that have changed.
 
-Promised are the files of three eras: the flat dialect of July 2024; v0.1.0 to August 2025; v0.2.0 to v0.2.2 (February
-2026). An era is told by options that only it had; a job that has none of them is read as v0.2.2.
+Three eras are supported: the flat dialect of July 2024; v0.1.0 to August 2025; v0.2.0 to v0.2.2 (February 2026). An
+era is recognized by options that only it had; a job with none of them is read as v0.2.2.
 """
 
 from dataclasses import dataclass, field
@@ -83,7 +83,7 @@ class Upgrade:
 
 
 def era_of(old: Values, values: Values) -> str:
-    """July 2024 where an option has July's place and none has a later one; TODAY where options are ours alone."""
+    """Recognize the era: July 2024 if it has only options up to then; TODAY if it has only current ones."""
     later = any(key.split(".")[0] in ("lr_scheduler", "parallelism", "compile") for key in (*old, *values))
     if not old and set(_OURS) & set(values):
         return TODAY
@@ -94,9 +94,7 @@ def era_of(old: Values, values: Values) -> str:
 
 
 def upgrade(old: Values, values: Values, era: str | None = None) -> Upgrade:
-    """Translate a job: `old` are its options of older dialects, `values` those that are at home here. The era is told
-    by them unless it is given.
-    """
+    """Translate a job from `old`, options of older dialects, and `values`, options that still exist."""
     result = Upgrade(era or era_of(old, values))
     if result.era == TODAY:
         result.values = values
@@ -134,14 +132,14 @@ def upgrade(old: Values, values: Values, era: str | None = None) -> Upgrade:
 
 
 def _combined(old: Values, values: Values, result: Upgrade) -> Values:
-    """Settle what means something only together with other options; returns what is left of `old`."""
+    """Translate options that depend on each other. Returns the other entries of `old`."""
     kind = old.pop("training.data_parallel_type", "fsdp")
     if kind == "ddp":
         degree = old.pop("training.data_parallel_degree", -1)
         values["parallelism.data_parallel_shard_degree"] = 1
         if degree == -1:
-            why = "it replicated over all ranks: give data_parallel_degree as their number"
-            result.stuck.append(("training.data_parallel_type", kind, why))
+            reason = "it replicated over all ranks: give data_parallel_degree as their number"
+            result.stuck.append(("training.data_parallel_type", kind, reason))
         else:
             values["parallelism.data_parallel_replicate_degree"] = degree
             result.notes.append("moved: training.data_parallel_type -> parallelism.data_parallel_replicate_degree")
@@ -149,18 +147,18 @@ def _combined(old: Values, values: Values, result: Upgrade) -> Values:
         result.stuck.append(("training.data_parallel_type", kind, 'known are "fsdp" and "ddp"'))
     loads = values.get("checkpoint.enable", old.get("checkpoint.enable_checkpoint"))
     for key in [] if loads else [key for key in values if key.startswith("checkpoint.initial_load")]:
-        del values[key]  # which is read today, whether anything is saved or not
+        del values[key]  # today it is read even if checkpoints are off
         result.notes.append(f"left out, changed nothing: {key} (allowed: nothing where checkpoints are off)")
     if loads and values.get("checkpoint.initial_load_in_hf") and not values.get("checkpoint.initial_load_path"):
-        # weights were looked for beside the tokenizer, of whose two options the older one went first
-        default = DEFAULTS[V0_2_2]["model.tokenizer_path"]  # of the one dialect that knew these options
+        # weights were read from the tokenizer's folder; the older of its two options took precedence
+        default = DEFAULTS[V0_2_2]["model.tokenizer_path"]  # only this dialect had these options
         folder = values.get("model.tokenizer_path") or old.get("model.hf_assets_path", default)
         values["checkpoint.initial_load_path"] = folder
         result.notes.append("written out, as weights lay beside the tokenizer: checkpoint.initial_load_path")
     validates = values.get("validation.enable", old.get("validation.enabled"))
     if validates and values.get("validation.steps", -1) == -1:
-        why = "-1, the default then, was to the data's end; give the number of batches, or validation.samples"
-        result.stuck.append(("validation.steps", values.pop("validation.steps", None), why))
+        reason = "-1, the default then, was to the data's end; give the number of batches, or validation.samples"
+        result.stuck.append(("validation.steps", values.pop("validation.steps", None), reason))
     elif values.get("validation.steps") == -1:
         del values["validation.steps"]
         result.notes.append("left out, changed nothing: validation.steps (validation is off)")
@@ -179,7 +177,7 @@ def _with_old_defaults(values: Values, result: Upgrade) -> Values:
 
 
 def _warmup(values: Values, result: Upgrade) -> None:
-    """One that was longer than the job was cut to it, and nothing decayed."""
+    """Translate a warmup longer than the job: it was cut to the job, without decay."""
     warmup, total = "lr_scheduler.warmup_steps", "lr_scheduler.total_steps"
     steps = values.get(total, values.get("training.steps", 10000))
     if isinstance(steps, int) and isinstance(values[warmup], int) and values[warmup] >= steps > 0:
@@ -188,7 +186,7 @@ def _warmup(values: Values, result: Upgrade) -> None:
 
 
 def _overlap(values: Values, result: Upgrade) -> None:
-    """It was on by default and did something under DualPipeV alone, which is another option here."""
+    """Translate the overlap of all-to-alls, which was on by default but only had an effect with DualPipeV."""
     key = "parallelism.pipeline_parallel_expert_parallel_overlap"
     degrees = ("parallelism.pipeline_parallel_degree", "parallelism.expert_parallel_degree")
     schedule = str(values.get("parallelism.pipeline_parallel_schedule", "1F1B")).lower()
@@ -202,11 +200,11 @@ def _overlap(values: Values, result: Upgrade) -> None:
 
 
 def _with_old_model(values: Values, result: Upgrade) -> Values:
-    """What the model's name and flavor meant then."""
+    """Replace the model's name and flavor by today's names of the same model."""
     name, flavor = values.get("model.name", "llama3"), values.get("model.flavor", "debugmodel")
     length = values.get("training.seq_len", 2048)
     if not (isinstance(name, str) and isinstance(flavor, str) and isinstance(length, int)):
-        return values  # each is a fault of its own
+        return values  # reported as faults
     try:
         model = today(result.era, name, flavor, length)
     except JobError as error:
@@ -214,12 +212,12 @@ def _with_old_model(values: Values, result: Upgrade) -> Values:
         return values
     if model is None:
         return values
-    meant: dict[str, Any] = {"model.name": model.name, "model.flavor": model.flavor}
-    meant |= {"training.document_mask": True} if model.document_mask else {}
-    meant |= {"model.overrides": model.overrides | values.get("model.overrides", {})} if model.overrides else {}
-    said = {"model.name": name, "model.flavor": flavor, **values}
-    changed = [key for key, value in meant.items() if said.get(key) != value]
+    current: dict[str, Any] = {"model.name": model.name, "model.flavor": model.flavor}
+    current |= {"training.document_mask": True} if model.document_mask else {}
+    current |= {"model.overrides": model.overrides | values.get("model.overrides", {})} if model.overrides else {}
+    previous = {"model.name": name, "model.flavor": flavor, **values}
+    changed = [key for key, value in current.items() if previous.get(key) != value]
     if changed:
         result.notes.append(f"written out, as {name} {flavor} of {result.era} meant it: {', '.join(changed)}")
     result.notes += model.notes
-    return values | {key: meant[key] for key in changed}
+    return values | {key: current[key] for key in changed}

@@ -1,1 +1,1 @@
-"""The trainer and what it needs around a step: batches, restore, validation, exports."""
+"""The trainer, and its parts around a step: batches, restore, validation, exports."""

@@ -1,4 +1,4 @@
-"""What the model reads: a step's microbatches, agreed on by all ranks, on the device."""
+"""Prepare a step's microbatches: agree on them with all ranks and move them to the device."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class References(Protocol):
 
 
 class PeerStopped(RuntimeError):
-    """Another rank cannot go on and has logged why; this rank stops with it."""
+    """Another rank cannot continue and has logged the reason; this rank stops with it."""
 
 
 def batch_keys(objective: Objective, document_mask: bool, extra_keys: Sequence[str] = ()) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ def batch_keys(objective: Objective, document_mask: bool, extra_keys: Sequence[s
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What a job's batches contain in addition to tokens and targets."""
+    """The contents of a job's batches in addition to tokens and targets."""
 
     document_mask: bool = False
     """Attention stays within documents."""
@@ -116,7 +116,7 @@ class BatchPreparer:
         return fetched, None
 
     def task_metrics(self, parts: Iterable[nn.Module]) -> Mapping[str, float]:
-        """Return the classification metrics of what these model parts have evaluated, over all ranks.
+        """Return the classification metrics of the batches that these model parts have evaluated, over all ranks.
 
         All ranks call it. Other tasks have no metrics besides the loss.
         """
@@ -180,7 +180,7 @@ class PendingBatches:
     def wait(self) -> int:
         """Return the valid tokens of all ranks and note this rank's share of them.
 
-        Raises this rank's failure, or PeerStopped, naming what is missing, if another rank has one.
+        Raises this rank's failure, or PeerStopped, naming the missing data, if another rank has a failure.
         """
         valid_tokens, tokens, failed_ranks, _ = self.sums
         if failed_ranks:

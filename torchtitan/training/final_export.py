@@ -1,4 +1,4 @@
-"""What a run leaves for other programs at its end, beside its last checkpoint."""
+"""Export a finished run's weights and adapter for other programs."""
 
 import logging
 from collections.abc import Callable
@@ -26,14 +26,14 @@ TIMEOUT_SECONDS = 1800
 
 
 class Exports:
-    """The weights alone, and the adapter in peft's layout, as far as the job asks for them."""
+    """The exports of a job: its weights without optimizer state, and its adapter in peft's layout."""
 
     def __init__(self, config: JobConfig, ranks: Ranks, vocabulary: Tokenizer):
         self.config, self.ranks = config, ranks
         self.folder = Path(config.job.dump_folder)
-        self.weights: Path | None = None  # where they are, once written
+        self.weights: Path | None = None  # the path, after they are written
         self.beside: dict[str, bytes] = {}
-        if config.checkpoint.last_save_in_hf:  # whether the format has all this is better known before the run
+        if config.checkpoint.last_save_in_hf:  # fails before the run if the format cannot represent the model
             self.beside = parts.beside_hf_weights(config, vocabulary)
 
     def write(
@@ -43,8 +43,9 @@ class Exports:
         step: int,
         validate: Callable[[], None] | None = None,
     ) -> None:
-        """Write the exports of the job. Every rank calls it after the last step is saved. Raises ExportError. Before
-        them it calls `validate`, if the last step lacks its validation, whose failure is no reason not to export.
+        """Write the exports of the job. Every rank calls it after the last step is saved. Raises ExportError.
+
+        `validate`: the missing validation of the last step, called first. Its failure does not prevent the exports.
         """
         distributed.set_timeout(max(TIMEOUT_SECONDS, self.config.comm.init_timeout_seconds))  # while one rank writes
         try:
@@ -52,7 +53,7 @@ class Exports:
                 self._try(validate)
             self._write_all(model, checkpointer, step)
         except Exception as error:
-            if kind_of(error) == "peer":  # the rank that failed has said why
+            if kind_of(error) == "peer":  # the rank that failed has logged the reason
                 raise
             by_user = isinstance(error, JobError | OSError)
             reason = str(error) if by_user else f"{type(error).__name__}: {error}"
@@ -61,7 +62,7 @@ class Exports:
             raise ExportError(message) from error
 
     def _try(self, validate: Callable[[], None]) -> None:
-        """Raises where this rank alone has failed, as the others are still in the validation."""
+        """Call `validate`. Only log a failure of all ranks; raise others, as other ranks are still validating."""
         try:
             validate()
         except Exception as error:
@@ -83,9 +84,9 @@ class Exports:
             self._write_weights(model, checkpointer, step)
 
     def _take_best(self, model: ParallelModel, checkpointer: Checkpointer) -> int:
-        """The weights of the run's best checkpoint instead of the last step's. Its step."""
+        """Load the weights of the run's best checkpoint and return its step."""
         root, metric = checkpointer.folder, checkpointer.best_metric
-        assert metric is not None  # the rules ask for it
+        assert metric is not None  # the rules require it
         checkpointer.finish()
         best = checkpointer.main_peers.decide(
             lambda: best_in(root, metric),
@@ -118,14 +119,14 @@ class Exports:
 
     def _write_adapter(self, model: ParallelModel) -> None:
         adapter: Adapter = model.adapter
-        whole = distributed.gather_tensors(adapter.full_tensors(model.parts))  # of a pipeline a rank has its layers'
+        tensors = distributed.gather_tensors(adapter.full_tensors(model.parts))  # a pipeline rank has only its layers
         if self.ranks.is_main:
             try:
-                parts.save_peft(self.config, self.folder / "adapter", adapter, whole)
+                parts.save_peft(self.config, self.folder / "adapter", adapter, tensors)
             except OSError as error:
                 raise CheckpointError(f"the adapter was not written: {error}") from error
 
 
 def plain_tensors(model: ParallelModel) -> dict[str, Value]:
-    """The plain model's, by name: what an adapter has learned is folded into them."""
+    """Return the plain model's tensors by name, with the adapter merged."""
     return dict(model.named_tensors()) if model.adapter is None else model.adapter.merged_tensors(model.parts)

@@ -1,4 +1,4 @@
-"""The job's model with what a checkpoint has, on one device or over several: for export and generation."""
+"""Load a job's model with the weights of a checkpoint, on one or several devices, for export and generation."""
 
 import dataclasses
 import math
@@ -36,9 +36,10 @@ from torchtitan.process.ranks import Ranks
 
 
 def filled_model(config: JobConfig, step_folder: Path, device: torch.device) -> tuple[nn.Module, Adapter | None]:
-    """The job's model on one device, with its adapter and the weights of a checkpoint, or of a folder of Hugging Face
-    with the adapter of `adapter.initial_path` beside it; in evaluation. CheckpointError where these do not fit, or
-    where an adapter's base is not the one it was made for.
+    """Load the job's model on one device, in evaluation mode, and its adapter.
+
+    `step_folder`: a checkpoint, or a Hugging Face folder; the latter is combined with the adapter of
+    `adapter.initial_path`. Raises CheckpointError if these do not fit, or if the adapter belongs to another base.
     """
     built, _, installed = adapted_model(config)
     built.to_empty(device=device)
@@ -48,25 +49,26 @@ def filled_model(config: JobConfig, step_folder: Path, device: torch.device) -> 
 
 def _fill(built: nn.Module, config: JobConfig, step_folder: Path, installed: Adapter | None) -> None:
     if find_weights(step_folder)[0] != "ours":
-        beside = None if config.adapter.initial_path is None else installed
-        fresh = beside.added_parameters if beside else ()
+        extra_adapter = None if config.adapter.initial_path is None else installed
+        fresh = extra_adapter.added_parameters if extra_adapter else ()
         load_foreign(step_folder, [built], config.model.name, model_args(config, step_folder), fresh)
-        if beside is not None:
-            beside.load_tensors([built], peft_tensors(config, beside))
+        if extra_adapter is not None:
+            extra_adapter.load_tensors([built], peft_tensors(config, extra_adapter))
         return
-    alone = saves_adapter_alone(config)
-    if config.adapter.kind != NONE and config.adapter.save is None:  # a job that says nothing, beside a checkpoint
-        alone = base_weights.KEY in read_state(step_folder)["trainer"]
-    if alone:
+    adapter_only = saves_adapter_alone(config)
+    if config.adapter.kind != NONE and config.adapter.save is None:  # the job does not say; the checkpoint does
+        adapter_only = base_weights.KEY in read_state(step_folder)["trainer"]
+    if adapter_only:
         base_weights.refuse_another(read_state(step_folder)["trainer"], base_reference(config))
         fill_base(config, built, installed)
-    load_model_for_inference(step_folder, built, installed.frozen_parameters if alone else ())
+    load_model_for_inference(step_folder, built, installed.frozen_parameters if adapter_only else ())
 
 
 def model_over_ranks(config: JobConfig, step_folder: Path, ranks: Ranks) -> nn.Module:
-    """The same on all devices of the world together, for tokens that are the same on all ranks, as logits are that come
-    out: split by tensor parallel, and a model with experts by these and FSDP. JobError for a number of ranks that does
-    not divide it.
+    """Load the job's model over all ranks, in evaluation mode. All ranks get the same tokens and the same logits.
+
+    Tensor parallelism splits a dense model; expert parallelism and FSDP split a model with experts. Raises JobError if
+    the number of ranks does not divide it.
     """
     device = distributed.init(ranks, config.comm.init_timeout_seconds)
     config = _split_over(config, ranks.world_size)
@@ -75,9 +77,9 @@ def model_over_ranks(config: JobConfig, step_folder: Path, ranks: Ranks) -> nn.M
         built = model(config, plan.build_mesh(device.type), plan, device)
     except LimitError as error:
         raise JobError(f"--ranks: given {error.given}; allowed: {error.allowed}; {error.remedy}") from None
-    (whole,) = built.parts
-    _fill(whole, config, step_folder, built.adapter)
-    return whole.eval()
+    (full_model,) = built.parts
+    _fill(full_model, config, step_folder, built.adapter)
+    return full_model.eval()
 
 
 def _split_over(config: JobConfig, world_size: int) -> JobConfig:
@@ -101,7 +103,7 @@ def _split_over(config: JobConfig, world_size: int) -> JobConfig:
 
 
 def first_ranks(choice: torch.Tensor) -> torch.Tensor:
-    """The first rank's, of any shape, on all: sums of reductions may differ in their last bits between ranks."""
+    """Broadcast rank 0's tensor, of any shape: sums of reductions may differ in their last bits between ranks."""
     dist.broadcast(choice, 0)
     return choice
 
@@ -110,9 +112,10 @@ def first_ranks(choice: torch.Tensor) -> torch.Tensor:
 def plain_state(
     config: JobConfig, filled: nn.Module, installed: Adapter | None, into_unpacked: bool = False
 ) -> Iterator[tuple[dict[str, Value], str]]:
-    """The plain model's tensors, which are made when they are asked for, with what its adapter has learned folded in;
-    and into what: "original", the weights that a packed base was made of, "unpacked", what it computes with, or
-    "weights". JobError where the job's base is none, or by now another.
+    """Yield the plain model's tensors, created on access, with the adapter merged, and the name of the merge's base.
+
+    The base is "original", the weights before quantization, "unpacked", the dequantized weights, or "weights", if the
+    base is not quantized. Raises JobError if the job's base cannot be read or has changed.
     """
     path = config.checkpoint.initial_load_path
     packed = dict(stores(filled))
@@ -139,7 +142,7 @@ UNPACKED = "or fold into what the run computed with: --merge-base unpacked"
 
 
 def _original(weights: Weights, name: str, store: Store, path: str) -> torch.Tensor:
-    """A matrix of the base, in float32 at least."""
+    """Return a matrix of the original base, in float32 or a wider type."""
     matrix = weights.whole(name)
     if not store.holds(matrix):
         raise JobError(
@@ -149,12 +152,12 @@ def _original(weights: Weights, name: str, store: Store, path: str) -> torch.Ten
 
 
 def fill_base(config: JobConfig, built: nn.Module, installed: Adapter | None) -> None:
-    """Of a model on one device: the weights that the job starts from."""
+    """Load the weights that the job starts from into a model on one device."""
     path = config.checkpoint.initial_load_path
-    assert path is not None  # the rules ask for it where an adapter is saved alone
-    kind, place = find_weights(Path(path))
+    assert path is not None  # the rules require it if an adapter is saved alone
+    kind, location = find_weights(Path(path))
     fresh = installed.added_parameters if installed else ()
     if kind == "ours":
-        load_model_for_inference(place, built, fresh)
+        load_model_for_inference(location, built, fresh)
     else:
-        load_foreign(place, [built], config.model.name, model_args(config, place), fresh)
+        load_foreign(location, [built], config.model.name, model_args(config, location), fresh)

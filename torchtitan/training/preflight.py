@@ -1,8 +1,8 @@
-"""Before training, with several machines: does every rank answer, do all run the same thing, and who is slow?
+"""Check before a run on several machines that all ranks respond, agree and are equally fast.
 
-What would make the run wrong, or end it late, is refused in one message, of rank 0: other code, another torch, job,
-tokenizer or other data on some ranks, a folder that is not the same one, sums that are wrong, no space for two
-checkpoints. What is only strange (clocks apart, slow ranks or axes) is a warning. It takes some hundred small messages.
+Rank 0 refuses in one message whatever would make the run wrong or end it late: ranks with different code, torch, job,
+tokenizer or data, a dump folder that is not shared, wrong all-reduce results, or no space for two checkpoints. Clock
+differences and slow ranks or axes are only warnings. The checks send a few hundred small messages.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ FOLDER_SECONDS, FOLDER_SAID_SECONDS = 75.0, 5.0
 
 @dataclass
 class Facts:
-    """What one rank knows of itself."""
+    """One rank's measurements and fingerprints."""
 
     host: str
     same: dict[str, str]
@@ -70,16 +70,20 @@ def wanted(config: JobConfig, ranks: Ranks) -> bool:
 
 
 def check(config: JobConfig, ranks: Ranks, tokenizer: str, model: ParallelModel) -> None:
-    """All ranks call this together, before anything is loaded. `tokenizer` is its fingerprint. Raises `JobError` on
-    rank 0 and `PeerStopped` on the others."""
+    """Check the ranks before anything is loaded; all ranks call it together. `tokenizer`: its fingerprint.
+
+    Raises `JobError` on rank 0 and `PeerStopped` on the others.
+    """
     if not wanted(config, ranks):
         return
     job = {key: value for key, value in _flat(as_dict(config)).items() if key != "job.config_file"}
     python = f"{torch.__version__}, Python {platform.python_version()}"
     same = {"code": _code(), "torch": python, "job": _digest(job), "tokenizer": tokenizer[:16]}
     parameters = [parameter for _, parameter in model.named_parameters()]
-    held = sum(local_part(parameter)[0].nbytes * (1 + 2 * parameter.requires_grad) for parameter in parameters)
-    facts = Facts(socket.gethostname(), same, bytes=held)  # two moments of each that is trained
+    checkpoint_bytes = sum(
+        local_part(parameter)[0].nbytes * (1 + 2 * parameter.requires_grad) for parameter in parameters
+    )
+    facts = Facts(socket.gethostname(), same, bytes=checkpoint_bytes)  # with two moments of each trained parameter
     _talk(facts, model.mesh, model.device)
     _compute(facts, model.device)
     folder = Path(config.job.dump_folder)
@@ -87,40 +91,42 @@ def check(config: JobConfig, ranks: Ranks, tokenizer: str, model: ParallelModel)
     if saves:
         # the launcher would take a longer wait for a hang
         facts.sees_folder = _sees(folder, ranks, min(FOLDER_SECONDS, config.comm.init_timeout_seconds / 2))
-    found = _collect(facts)
-    faults, warnings = judge(found) if found else ([], [])
-    if saves and found and folder.is_dir():
+    all_facts = _collect(facts)
+    faults, warnings = judge(all_facts) if all_facts else ([], [])
+    if saves and all_facts and folder.is_dir():
         replicas = max(1, config.parallelism.data_parallel_replicate_degree)
         fresh = not any((folder / config.checkpoint.folder).glob("step-*"))
-        # of a run that goes on the older ones are deleted in time, so that it is not kept from going on
+        # a resumed run deletes older checkpoints in time, so it is only warned
         (faults if fresh else warnings).extend(
-            space(shutil.disk_usage(folder).free, sum(each.bytes for each in found) // replicas)
+            space(shutil.disk_usage(folder).free, sum(rank_facts.bytes for rank_facts in all_facts) // replicas)
         )
-    (other_jobs,) = distributed.sum_over_ranks(bool(found) and len({each.same["job"] for each in found}) > 1)
+    (other_jobs,) = distributed.sum_over_ranks(
+        bool(all_facts) and len({rank_facts.same["job"] for rank_facts in all_facts}) > 1
+    )
     if other_jobs:
-        faults += differences(distributed.gather_json(job) or [], [each.host for each in found])
+        faults += differences(distributed.gather_json(job) or [], [rank_facts.host for rank_facts in all_facts])
     _refuse(faults, ranks)
     for warning in warnings:
         logger.warning("preflight: %s", warning)
-    took = ", ".join(f"{what} {1e3 * seconds:.1f} ms" for what, seconds in facts.seconds.items())
-    hosts = len({each.host for each in found})
-    where = f"{hosts} host{'s' if hosts > 1 else ''}"
-    logger.info("preflight  %d ranks on %s agree; %s", ranks.world_size, where, took)
+    took = ", ".join(f"{measurement} {1e3 * seconds:.1f} ms" for measurement, seconds in facts.seconds.items())
+    hosts = len({rank_facts.host for rank_facts in all_facts})
+    host_count = f"{hosts} host{'s' if hosts > 1 else ''}"
+    logger.info("preflight  %d ranks on %s agree; %s", ranks.world_size, host_count, took)
 
 
 def check_data(config: JobConfig, ranks: Ranks, fingerprint: Mapping[str, Any]) -> None:
-    """All ranks call this together, once they have found their data."""
+    """Check that all ranks read the same data; all ranks call it together once their data is open."""
     if not wanted(config, ranks):
         return
-    found = _collect(Facts(socket.gethostname(), {"data": _digest(dict(fingerprint))}))
-    _refuse(judge(found)[0] if found else [], ranks)
+    all_facts = _collect(Facts(socket.gethostname(), {"data": _digest(dict(fingerprint))}))
+    _refuse(judge(all_facts)[0] if all_facts else [], ranks)
 
 
-# What each rank finds out
+# Measurements of each rank
 
 
 def _talk(facts: Facts, mesh: DeviceMesh, device: torch.device) -> None:
-    """A sum along each axis of the mesh, whose result is known and whose time is taken."""
+    """Time an all-reduce along each axis of the mesh and check its result."""
     for axis in mesh.mesh_dim_names or ():
         group, size = mesh[axis].get_group(), mesh[axis].size()
         if size == 1:
@@ -141,7 +147,7 @@ def _talk(facts: Facts, mesh: DeviceMesh, device: torch.device) -> None:
 
 
 def _compute(facts: Facts, device: torch.device) -> None:
-    """The same product on every rank."""
+    """Time the same matrix product on every rank."""
     matrix = torch.ones(512 if device.type == "cpu" else 4096, 512, device=device)
     took = []
     for _ in range(1 + REPEATS):
@@ -159,40 +165,40 @@ def _wait(device: torch.device) -> None:
 
 
 def _sees(folder: Path, ranks: Ranks, patience: float) -> bool:
-    """Whether a file that rank 0 makes in the folder is there for this rank too, after `patience` seconds at most."""
+    """Return True if this rank sees a file that rank 0 creates in the folder, after `patience` seconds at most."""
     name = ""
     if ranks.is_main:
-        with suppress(OSError):  # where it cannot write is told by whoever saves
+        with suppress(OSError):  # the first save reports a folder that cannot be written
             folder.mkdir(parents=True, exist_ok=True)
-            made = f".preflight-{uuid.uuid4().hex}"
-            (folder / made).touch()
-            name = made
+            file_name = f".preflight-{uuid.uuid4().hex}"
+            (folder / file_name).touch()
+            name = file_name
     name = distributed.broadcast_json(name)
-    began, said = time.monotonic(), False
+    began, logged = time.monotonic(), False
     while True:
-        seen = not name or (folder / name).exists()
+        visible = not name or (folder / name).exists()
         waited = time.monotonic() - began
-        blind, over = distributed.sum_over_ranks(not seen, ranks.is_main and waited > patience)
+        blind, over = distributed.sum_over_ranks(not visible, ranks.is_main and waited > patience)
         if not blind or over:
             break
-        if not said and waited > FOLDER_SAID_SECONDS:
-            said = True
-            told = "preflight  %d of %d ranks do not see yet what rank 0 has made in %s; NFS may take %.0f s to show it"
-            logger.info(told, blind, ranks.world_size, folder, patience)
+        if not logged and waited > FOLDER_SAID_SECONDS:
+            logged = True
+            text = "preflight  %d of %d ranks do not see yet what rank 0 has made in %s; NFS may take %.0f s to show it"
+            logger.info(text, blind, ranks.world_size, folder, patience)
         time.sleep(0.1)
     if ranks.is_main and name:
         with suppress(OSError):
             (folder / name).unlink()
-    return seen
+    return visible
 
 
 def _collect(facts: Facts) -> list[Facts]:
-    """Of all ranks, on rank 0; nothing on the others."""
-    return [Facts(**each) for each in distributed.gather_json(vars(facts)) or ()]
+    """Gather the facts of all ranks on rank 0; return an empty list on the others."""
+    return [Facts(**fields) for fields in distributed.gather_json(vars(facts)) or ()]
 
 
 def _code() -> str:
-    """Of this package's sources, as they lie on this machine."""
+    """Return a digest of this package's sources on this machine."""
     root, digest = Path(__file__).parent.parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -204,50 +210,52 @@ def _digest(value: dict[str, Any]) -> str:
 
 
 def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """Option -> value in words."""
-    found: dict[str, str] = {}
+    """Flatten nested tables to {dotted name: value as text}."""
+    flattened: dict[str, str] = {}
     for name, value in tree.items():
-        found |= _flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {before + name: show(value)}
-    return found
+        flattened |= _flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {before + name: show(value)}
+    return flattened
 
 
-# What rank 0 makes of it
+# Comparison on rank 0
 
 
-def judge(found: Sequence[Facts]) -> tuple[list[str], list[str]]:
-    """What has to be refused, and what is only strange: lines."""
-    hosts = [each.host for each in found]
+def judge(all_facts: Sequence[Facts]) -> tuple[list[str], list[str]]:
+    """Compare the facts of all ranks. Return lines of faults and lines of warnings."""
+    hosts = [facts.host for facts in all_facts]
     faults: list[str] = [
         line
-        for name in found[0].same
-        if name != "job"  # whose options are compared one by one
-        for line in _table(name, [each.same[name] for each in found], hosts)
+        for name in all_facts[0].same
+        if name != "job"  # its options are compared one by one
+        for line in _table(name, [facts.same[name] for facts in all_facts], hosts)
     ]
-    for axis in sorted({each.wrong for each in found} - {""}):
-        wrong = [rank for rank, each in enumerate(found) if each.wrong == axis]
+    for axis in sorted({facts.wrong for facts in all_facts} - {""}):
+        wrong = [rank for rank, facts in enumerate(all_facts) if facts.wrong == axis]
         faults.append(f"a sum along {axis} is wrong on {_named(wrong, hosts)}: a broken device, cable or library")
-    blind = [rank for rank, each in enumerate(found) if not each.sees_folder]
+    blind = [rank for rank, facts in enumerate(all_facts) if not facts.sees_folder]
     if blind:
         faults.append(f"job.dump_folder is not the folder of rank 0 on {_named(blind, hosts)}: all have to share it")
     strange = []
-    clocks = [each.clock - found[0].clock for each in found]
-    apart = [rank for rank, offset in enumerate(clocks) if abs(offset) > APART_SECONDS]
-    if apart:
-        strange.append(f"the clocks of {_named(apart, hosts)} are apart from rank 0's by {clocks[apart[0]]:+.1f} s")
-    for what in sorted({what for each in found for what in each.seconds}):
-        took = {rank: each.seconds[what] for rank, each in enumerate(found) if what in each.seconds}
+    clocks = [facts.clock - all_facts[0].clock for facts in all_facts]
+    off = [rank for rank, offset in enumerate(clocks) if abs(offset) > APART_SECONDS]
+    if off:
+        strange.append(f"the clocks of {_named(off, hosts)} are apart from rank 0's by {clocks[off[0]]:+.1f} s")
+    for measurement in sorted({measurement for facts in all_facts for measurement in facts.seconds}):
+        took = {
+            rank: facts.seconds[measurement] for rank, facts in enumerate(all_facts) if measurement in facts.seconds
+        }
         usual = statistics.median_low(took.values())
         slow = [rank for rank, seconds in took.items() if seconds > max(SLOW * usual, usual + SLOW_SECONDS)]
         if slow:
             longest = 1e3 * max(took[rank] for rank in slow)
             strange.append(
-                f"slow: {what} takes {longest:.1f} ms on {_named(slow, hosts)}, {1e3 * usual:.1f} ms usually"
+                f"slow: {measurement} takes {longest:.1f} ms on {_named(slow, hosts)}, {1e3 * usual:.1f} ms usually"
             )
     return faults, strange
 
 
 def differences(jobs: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> list[str]:
-    """Options that are not the same everywhere. Given on rank 0 only."""
+    """Return lines on the options that differ between the ranks' jobs."""
     keys = sorted({key for job in jobs for key in job})
     return [line for key in keys for line in _table(key, [job.get(key, "not known") for job in jobs], hosts)]
 
@@ -255,40 +263,40 @@ def differences(jobs: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> list
 def space(free: int, needed: int) -> list[str]:
     if free >= 2 * needed:
         return []
-    told = f"{in_units(free)} are free in job.dump_folder and two checkpoints take {in_units(2 * needed)}"
-    return [f"{told}: make room or give another folder"]
+    message = f"{in_units(free)} are free in job.dump_folder and two checkpoints take {in_units(2 * needed)}"
+    return [f"{message}: make room or give another folder"]
 
 
 def _table(name: str, values: Sequence[str], hosts: Sequence[str]) -> list[str]:
-    """A line for each of several values: what is called `name`, the value, who has it."""
-    who: dict[str, list[int]] = {}
+    """Return a line per value with the ranks that have it; none if all values are equal."""
+    ranks_by_value: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
-        who.setdefault(value, []).append(rank)
-    if len(who) < 2:
+        ranks_by_value.setdefault(value, []).append(rank)
+    if len(ranks_by_value) < 2:
         return []
-    width = max(map(len, who))
-    return [f"{name:24} {value:{width}}  {_named(ranks, hosts)}" for value, ranks in who.items()]
+    width = max(map(len, ranks_by_value))
+    return [f"{name:24} {value:{width}}  {_named(ranks, hosts)}" for value, ranks in ranks_by_value.items()]
 
 
 def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Ranks with their hosts, neighbours together."""
+    """Format ranks with their hosts, consecutive ranks as spans: "ranks 0-3, 6 (a, b)"."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][-1] + 1:
             spans[-1].append(rank)
         else:
             spans.append([rank])
-    told = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
-    where = ", ".join(sorted({hosts[rank] for rank in ranks}))
-    return f"rank{'s' if len(ranks) > 1 else ''} {told} ({where})"
+    numbers = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
+    host_names = ", ".join(sorted({hosts[rank] for rank in ranks}))
+    return f"rank{'s' if len(ranks) > 1 else ''} {numbers} ({host_names})"
 
 
 def _refuse(faults: Sequence[str], ranks: Ranks) -> None:
-    """On all ranks, if rank 0 has found any."""
+    """Raise on all ranks if rank 0 has faults: JobError there, PeerStopped on the others."""
     (refused,) = distributed.sum_over_ranks(len(faults))
     if not refused:
         return
     if not ranks.is_main:
         raise PeerStopped("the preflight has found what cannot work")
-    told = "preflight: not all ranks fit together, and nothing was started; mend it, or set job.preflight = false"
-    raise JobError("\n".join([told, *(f"  {line}" for line in faults)]))
+    headline = "preflight: not all ranks fit together, and nothing was started; mend it, or set job.preflight = false"
+    raise JobError("\n".join([headline, *(f"  {line}" for line in faults)]))

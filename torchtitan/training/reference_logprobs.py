@@ -1,9 +1,9 @@
-"""Log-probabilities of answers under a run's reference, the model that it began from or another one.
+"""Log-probabilities of answers under a run's reference: the model that it began from, or another one.
 
-They are computed before the first step, for the pairs that the steps and validations of the job will read, and kept
-with the run: an answer's log-probability under the reference never changes, so no second model is in memory while the
-run trains. Values are found by the content of a row, so neither order nor plan matters to them. What has been computed
-is written every few seconds, and a start that was stopped or killed goes on from there.
+They are computed before the first step, for all pairs that the steps and validations of the job will read, and saved
+with the run. They never change, so no second model is in memory during training. Values are looked up by a digest of a
+row, so they do not depend on the order of the data or the parallel plan. They are saved every few seconds, and a start
+that was stopped or killed continues from there.
 """
 
 import gc
@@ -54,15 +54,16 @@ SAVE_SECONDS = 5
 
 
 class References:
-    """Values by row, of `digests` [n, DIGEST_BYTES] uint8 and `values` [n] float32."""
+    """Log-probabilities by row: `digests` [n, DIGEST_BYTES] uint8 and `values` [n] float32."""
 
     def __init__(self, digests: np.ndarray, values: np.ndarray) -> None:
         rows = (digest.tobytes() for digest in digests)
         self.known = dict(zip(rows, values.tolist(), strict=True))
 
     def add(self, batch: Batch) -> Batch:
-        """Add `reference` [B]: 0 for rows without labels, which fill up a step or a batch. DataError for rows without a
-        value.
+        """Add `reference` [B]: 0 for rows without labels, which pad a step or a batch.
+
+        Raises DataError for rows without a value.
         """
         has_labels = (batch["labels"] != IGNORE_INDEX).any(-1).tolist()
         rows = zip(digests_of(batch), has_labels, strict=True)
@@ -76,7 +77,7 @@ class References:
         return batch | {"reference": torch.tensor(values, dtype=torch.float32)}
 
     def missing(self, batch: Batch) -> torch.Tensor:
-        """[P] True for pairs with a labelled answer that has no value yet."""
+        """Return a mask [P] of the pairs with a labelled answer without a value."""
         has_labels = (batch["labels"] != IGNORE_INDEX).any(-1)
         unknown = torch.tensor([digest.tobytes() not in self.known for digest in digests_of(batch)])
         return (has_labels & unknown).view(-1, 2).any(1)
@@ -95,7 +96,7 @@ class References:
 
 
 def digests_of(batch: Batch) -> np.ndarray:
-    """[B, DIGEST_BYTES] uint8, of what each row reads and learns, whatever padding stands behind it."""
+    """Return digests [B, DIGEST_BYTES] uint8 of the tokens and labels of each row, without padding at its end."""
     rows = zip(batch["tokens"].cpu().numpy(), batch["labels"].cpu().numpy(), strict=True)
     ends = (1 + np.flatnonzero(labels != IGNORE_INDEX).max(initial=-1) for labels in batch["labels"].cpu().numpy())
     read = [(tokens[:end], labels[:end]) for (tokens, labels), end in zip(rows, ends, strict=True)]
@@ -112,16 +113,17 @@ def references(
     progress: Progress,
     state: dict[str, Any] | None = None,
 ) -> References | None:
-    """Load and compute the values that the steps after `step` and all validations need; None for an objective without
-    a reference. Every rank calls it. `state`: the data position of a resumed run. JobError if a resumed run has lost
-    its values, or needs further ones that cannot be computed any more.
+    """Load and compute the values for the steps after `step` and all validations. Every rank calls it.
+
+    `state`: the data position of a resumed run. Returns None for an objective without a reference. Raises JobError if a
+    resumed run has lost its values, or needs further ones that can no longer be computed.
     """
     if not isinstance(preparer.objective, Preference) or "reference" not in preparer.objective.targets:
         return None
     path = Path(config.job.dump_folder, FILE)
     saved, metadata = _load(path, _name_of(config.dpo.reference), step)
     if step and ROWS not in metadata:
-        return saved  # by a version that computed the values of all pairs
+        return saved  # an earlier version has computed the values of all pairs
     readings = Readings(config, preparer, step, state)
     if step and state is not None and readings.rows <= int(metadata[ROWS]):
         readings.steps = 0  # an earlier start has computed the pairs of all steps
@@ -130,7 +132,7 @@ def references(
         logger.info("reference  %s was computed by another model; all pairs are computed again", path)
         saved, metadata = References(np.zeros((0, DIGEST_BYTES), np.uint8), np.zeros(0, np.float32)), {}
     covered = int(metadata.get(ROWS, 0))
-    # a resumed run keeps the identity of the model that its values are of
+    # a resumed run keeps the identity of the model that computed its values
     about = {MODEL: _name_of(config.dpo.reference), IDENTITY: metadata.get(IDENTITY, identity), ROWS: str(covered)}
     work = _Pass(config, preparer, saved, progress, path if ranks.is_main else None, about)
     if not step or metadata[IDENTITY] == identity:
@@ -147,8 +149,9 @@ def references(
 
 
 def _load(path: Path, model_name: str, step: int) -> tuple[References, dict[str, str]]:
-    """Read the values of earlier starts and the file's metadata. JobError if a resumed run has lost the file, or names
-    another reference.
+    """Read the values of earlier starts and the file's metadata.
+
+    Raises JobError if a resumed run has lost the file, or names another reference.
     """
     try:
         require_file(path, missing_ok=True)
@@ -168,23 +171,24 @@ def _load(path: Path, model_name: str, step: int) -> tuple[References, dict[str,
 
 
 def _name_of(path: str | None) -> str:
-    """Of the model at a path, the same however it is spelt; empty for the run's own."""
+    """Return the absolute path of a reference model; empty for the run's own model."""
     return "" if path is None else str(Path(path).absolute())
 
 
 def _must_be_the_model_of_before(path: Path, before: str, today: str) -> None:
-    """JobError where a run that goes on names another model than the one that it has asked, once and for all."""
+    """Raise JobError if a resumed run names another reference than before."""
     if before != today:
-        kept = show(before) if before else "unset"
+        used = show(before) if before else "unset"
         raise JobError(
-            f"dpo.reference: given {show(today or None)}; allowed: {kept}, as when {path} was made of the run's pairs; "
+            f"dpo.reference: given {show(today or None)}; allowed: {used}, as when {path} was made of the run's pairs; "
             "bring it back, or start anew in another job.dump_folder"
         )
 
 
 def _identity(config: JobConfig) -> str:
-    """Digest everything that log-probabilities depend on: sizes, adapter and precision of the model, and the path and
-    size of its weights.
+    """Return a digest of all that log-probabilities depend on.
+
+    These are the sizes, adapter and precision of the model, and the path and size of its weights.
     """
     training = config.training
     start = config.dpo.reference or config.checkpoint.initial_load_path
@@ -198,12 +202,12 @@ def _identity(config: JobConfig) -> str:
 def _path_and_size(path: str) -> tuple[str, int]:
     try:
         return str(find_weights(Path(path))[1].resolve()), base_weights.size(path)
-    except JobError:  # not weights of a whole model: an adapter's folder, or none, which its reader reports
+    except JobError:  # an adapter's folder, or no weights at all, which their reader reports
         return str(Path(path).resolve()), sum(file.stat().st_size for file in Path(path).glob("*") if file.is_file())
 
 
 def _other_model(config: JobConfig, path: str, model: ParallelModel) -> ParallelModel:
-    """The weights at a path, spread as those of the run are. JobError where they are of another model."""
+    """Build a model from the weights at a path, sharded as the run's. JobError if they are of another model."""
     _, place = find_weights(Path(path))
     built = build.model(build.as_reference(config), model.mesh, model.dims, model.device, drawn=False)
     with opened(place, config.model.name, build.model_args(config, place)) as weights:
@@ -240,7 +244,10 @@ def _model_at_the_start(config: JobConfig, model: ParallelModel) -> ParallelMode
 
 
 class _Pass:
-    """Compute what is missing in `known`, in chunks of which all ranks have as many batches, and keep it at `path`."""
+    """Compute the values missing in `known`, chunk by chunk, and save them at `path`.
+
+    All ranks compute the same number of batches of a chunk.
+    """
 
     def __init__(
         self,
@@ -259,7 +266,7 @@ class _Pass:
         return any(_most_of_ranks(int(self.known.missing(chunk).sum())) for _, chunk in readings.chunks())
 
     def compute(self, readings: Readings, reference: ParallelModel | None, model: ParallelModel) -> None:
-        """`reference`: None if it has to be built next to `model`, which happens once a pair is missing."""
+        """Compute all missing values. `reference`: if None, it is built next to `model` once a pair is missing."""
         with Report(readings.pairs, len(self.known.known) // 2, self.path is not None) as report:
             try:
                 for rows, chunk in readings.chunks():
@@ -276,7 +283,7 @@ class _Pass:
                 raise
         if reference is not None and reference is not model:
             del reference
-            gc.collect()  # what FSDP wraps knows itself, and training collects young objects only
+            gc.collect()  # FSDP modules have reference cycles, and training collects only young objects
 
     def _build(self, model: ParallelModel) -> ParallelModel:
         other = self.config.dpo.reference
@@ -284,7 +291,7 @@ class _Pass:
 
     @torch.no_grad()
     def _ask(self, model: ParallelModel, pairs: Batch, rows: int, report: Report) -> None:
-        """Compute `pairs` in batches of `rows` rows, which divide them."""
+        """Compute the values of `pairs` in batches of `rows` rows; `rows` divides their number."""
         objectives = [part.loss for part in model.parts]
         model.train(False)
         try:
@@ -294,7 +301,9 @@ class _Pass:
                 for objective in objectives:
                     objective.asked = []
                 model.loss_sum(self.preparer.to_device(batch | {"reference": torch.zeros(rows)}))
-                logs = [log.float().flatten().cpu().numpy() for each in objectives for log in each.asked]
+                logs = [
+                    log.float().flatten().cpu().numpy() for part_objective in objectives for log in part_objective.asked
+                ]
                 values = np.concatenate(logs) if logs else np.full(rows, np.nan, dtype=np.float32)
                 self.known.update(*_over_ranks(digests_of(batch), values))
                 self.progress.enter("load")
@@ -320,8 +329,9 @@ def _most_of_ranks(count: int) -> int:
 
 
 def _filled_up(chunk: Batch, missing: torch.Tensor, most: int, per_batch: int) -> Batch:
-    """Return the missing pairs of a chunk, longest first, filled up with other pairs to whole batches: the same number
-    of batches on each rank.
+    """Return the missing pairs of a chunk, longest first, padded with other pairs to full batches.
+
+    All ranks get the same number of batches.
     """
     documents = chunk["document_ids"]
     lengths = (documents == documents[:, :1]).sum(1).view(-1, 2).amax(1)
@@ -333,12 +343,12 @@ def _filled_up(chunk: Batch, missing: torch.Tensor, most: int, per_batch: int) -
 
 
 def _over_ranks(digests: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Gather rows and values of all ranks, and drop the NaN of pipeline ranks without the last stage."""
+    """Gather the digests and values of all ranks. Drop the NaN of pipeline ranks without the last stage."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        own = torch.from_numpy(digests.copy()), torch.from_numpy(values)
-        everyone = [[torch.empty_like(each) for _ in range(dist.get_world_size())] for each in own]
-        for gathered, each in zip(everyone, own, strict=True):
-            dist.all_gather(gathered, each)
-        digests, values = (torch.cat(gathered).numpy() for gathered in everyone)
+        local = torch.from_numpy(digests.copy()), torch.from_numpy(values)
+        per_rank = [[torch.empty_like(tensor) for _ in range(dist.get_world_size())] for tensor in local]
+        for gathered, tensor in zip(per_rank, local, strict=True):
+            dist.all_gather(gathered, tensor)
+        digests, values = (torch.cat(gathered).numpy() for gathered in per_rank)
     has_value = ~np.isnan(values)
     return digests[has_value], values[has_value]

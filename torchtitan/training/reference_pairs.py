@@ -1,4 +1,4 @@
-"""The pairs that a run will read, ahead of it, for its reference; and lines on how far the reference has come."""
+"""Read the pairs of a run before it starts, for its reference, and report the progress of the reference."""
 
 import dataclasses
 import logging
@@ -27,7 +27,7 @@ SECONDS_OF_A_LINE = 30
 
 
 class Readings:
-    """Of a rank, what the steps after `step` read, from the data position `state` on, and what validations read."""
+    """One rank's data for the steps after `step`, from the data position `state`, and for validations."""
 
     def __init__(self, config: JobConfig, preparer: BatchPreparer, step: int, state: dict[str, Any] | None) -> None:
         data = dataclasses.replace(config.data, pad_to="seq_len")
@@ -43,12 +43,12 @@ class Readings:
 
     @property
     def pairs(self) -> int:
-        """How many are different, at most."""
+        """The number of different pairs, at most."""
         read = self.steps * parts.global_batch_size(self.config, self.preparer.dims)
         return min(read, pairs_in_a_pass(self.config)) + self.validation // rows_per_sample(self.config)
 
     def chunks(self) -> Iterator[tuple[int, Batch]]:
-        """Rows of a batch, and some batches together [n, S]; of all ranks as many."""
+        """Yield (rows of a batch, chunk of several batches [n, S]); the number of chunks is the same on all ranks."""
         loader = training_loader(self.config, self.vocabulary, self.preparer.dp_rank, self.preparer.dims, self.state)
         batches = islice(loader, self.steps * batches_of_a_step(self.config, self.preparer.dims))
         try:
@@ -70,7 +70,7 @@ def _joined(batches: Iterator[Batch], rows: int) -> Iterator[tuple[int, Batch]]:
 
 
 class Report:
-    """A bar on a terminal, and a line every half a minute, with the time that is left. `shown`: on this rank."""
+    """A progress bar on a terminal, and a line with the remaining time every 30 s. `shown`: on this rank."""
 
     def __init__(self, total: int, done: int, shown: bool) -> None:
         self.total, self.first, self.shown = max(total, done), done, shown
@@ -92,8 +92,8 @@ class Report:
 
     def _line(self, done: int) -> None:
         self.told = time.monotonic()
-        left = (self.told - self.began) * max(0, self.total - done) / max(1, done - self.first)
-        logger.info("reference  %d of %d pairs, %s left", done, max(self.total, done), duration(left))
+        remaining = (self.told - self.began) * max(0, self.total - done) / max(1, done - self.first)
+        logger.info("reference  %d of %d pairs, %s left", done, max(self.total, done), duration(remaining))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -1,4 +1,4 @@
-"""What a run goes on from or begins with: a checkpoint of its own, weights of other jobs and programs, an adapter."""
+"""Restore a run: from its checkpoint, from weights of other jobs or programs, with or without an adapter."""
 
 import logging
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TrainState:
-    """What a step changes besides the model, the optimizers and the schedules."""
+    """The state that a step changes in addition to the model, the optimizers and the schedules."""
 
     step: int = 0
     tokens: int = 0
@@ -66,8 +66,9 @@ class Restorer:
         return base_weights.schedule_start(self.config.job.dump_folder, self.config.checkpoint)
 
     def check_job(self, trainer: dict[str, Any], model_only: bool) -> None:
-        """Compare the job with that of a checkpoint before it is loaded. Raises CheckpointError for changes that would
-        make the loss curve another, except for those that the job allows.
+        """Compare the job with the job of a checkpoint before it is loaded.
+
+        Raises CheckpointError for changes that alter the loss curve, except for those that the job allows.
         """
         if self.base is not None and not model_only:
             base_weights.refuse_another(trainer, self.base)
@@ -79,8 +80,10 @@ class Restorer:
             logger.info("changed since the checkpoint: %s", ", ".join(map(str, changed)))
 
     def restore(self, checkpointer: Checkpointer | None) -> int | None:
-        """Resume the job of this folder, else start from `initial_load_path`, else from initial weights, drawn only
-        then. The step resumed from, if any."""
+        """Resume this folder's run, else start from `initial_load_path`, else draw initial weights.
+
+        Returns the step resumed from, if any.
+        """
         if checkpointer is None:
             self.model.initialize()
             self.adapter_is_fresh = self.model.adapter is not None
@@ -92,24 +95,24 @@ class Restorer:
             checkpointer.adapter_state = AdapterState(
                 partial(adapter.state_tensors, self.model.parts), self._state_to_restore, mark_restored
             )
-        if alone := options.enable and parts.saves_adapter_alone(self.config):  # what checkpoints only refer to
-            assert path is not None  # the rules ask for it
+        if adapter_only := options.enable and parts.saves_adapter_alone(self.config):
+            assert path is not None  # the rules require it: checkpoints only refer to the base
             self.base = checkpointer.main_peers.decide(partial(parts.base_reference, self.config))
             self._start_from(path, checkpointer)
         self.resumed_step = resumed = checkpointer.load() if options.enable else None
         if resumed is not None:
             logger.info("resumed from step %d in %s", resumed, checkpointer.folder)
-            if path and not alone:
+            if path and not adapter_only:
                 logger.info("checkpoint.initial_load_path = %s is not used: this folder's own checkpoints win", path)
         elif not path:
             self.model.initialize()
-        elif not alone:
+        elif not adapter_only:
             self._start_from(path, checkpointer)
         if resumed is None and self.config.adapter.initial_path:
             self.model.adapter.load_tensors(self.model.parts, parts.peft_tensors(self.config, self.model.adapter))
             logger.info("adapter started from %s", self.config.adapter.initial_path)
-        known = resumed is not None or checkpointer.loaded_adapter or self.config.adapter.initial_path
-        self.adapter_is_fresh = self.model.adapter is not None and not known
+        is_trained = resumed is not None or checkpointer.loaded_adapter or self.config.adapter.initial_path
+        self.adapter_is_fresh = self.model.adapter is not None and not is_trained
         return resumed
 
     def _state_to_restore(self, trainer: dict[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, Any] | None:
@@ -120,24 +123,24 @@ class Restorer:
         )
 
     def _start_from(self, path: str, checkpointer: Checkpointer) -> None:
-        """Take the weights of another job or program; an adapter's own stay as they were drawn."""
+        """Load the weights of another job or program. Parameters of an adapter keep their initial values."""
         options, adapter = self.config.checkpoint, self.model.adapter
         head = parts.own_head(self.config)
         self.model.initialize(head | adapter.added_parameters if adapter else head)
-        kind, place = find_weights(Path(path))
+        kind, location = find_weights(Path(path))
         if kind == "ours":
-            base_weights.refuse_adapter_alone(place)
-            checkpointer.initial_load(place, options.initial_load_model_only, options.initial_load_counters)
+            base_weights.refuse_adapter_alone(location)
+            checkpointer.initial_load(location, options.initial_load_model_only, options.initial_load_counters)
             logger.info("started from %s", path)
         else:
-            args, fresh = parts.model_args(self.config, place), adapter.added_parameters if adapter else ()
-            lacking = load_foreign(place, self.model.parts, self.config.model.name, args, fresh, head)
-            if lacking:
-                logger.info("%s has no %s: the head begins anew", place, ", ".join(sorted(lacking)))
+            args, fresh = parts.model_args(self.config, location), adapter.added_parameters if adapter else ()
+            missing = load_foreign(location, self.model.parts, self.config.model.name, args, fresh, head)
+            if missing:
+                logger.info("%s has no %s: the head begins anew", location, ", ".join(sorted(missing)))
             checkpointer.refuse_not_finite(Path(path))
-            whose = {"hf": "Hugging Face's", "torchtitan": "torchtitan's own"}[kind]
-            logger.info("started from %s weights in %s", whose, place)
-            if options.initial_load_counters and (counted := counters_of(kind, place)):
-                checkpointer.hooks.load_state(counted._asdict() | {SCHEDULE_START: counted.step}, [])
+            owner = {"hf": "Hugging Face's", "torchtitan": "torchtitan's own"}[kind]
+            logger.info("started from %s weights in %s", owner, location)
+            if options.initial_load_counters and (counters := counters_of(kind, location)):
+                checkpointer.hooks.load_state(counters._asdict() | {SCHEDULE_START: counters.step}, [])
         if adapter is not None and not checkpointer.loaded_adapter:
             adapter.init_from_base(self.model.parts)

@@ -1,6 +1,4 @@
-"""The lines at the start of a run: what runs, on what, on which data, and how the learning rate goes; and those at its
-end: how it went and where things are.
-"""
+"""Log the plan of a run at its start, and its results and their paths at its end."""
 
 import logging
 import math
@@ -34,8 +32,9 @@ def introduce(
     limited: str = "",
     end: str = "",
 ) -> None:
-    """Log them. `sizes`: the model's, in words; `limited`: how much memory there is for it, where that is; `end`: the
-    text of `describe_end`.
+    """Log the model, plan, data, schedule and folder of a run.
+
+    `sizes`: the model's sizes as text. `limited`: the memory limit as text, if any. `end`: the text of `describe_end`.
     """
     dims, device, training = model.dims, model.device, config.training
     samples = parts.global_batch_size(config, dims)
@@ -53,8 +52,8 @@ def introduce(
         training.seq_len,
         f" (accumulated over {passes} passes)" if passes > 1 else "",
     )
-    if said := notice(config):
-        logger.info("pairs      %s", said)
+    if note := notice(config):
+        logger.info("pairs      %s", note)
     if model.adapter is not None:
         logger.info("adapter    %s", model.adapter.describe())
         if config.checkpoint.enable and not config.checkpoint.load_only:
@@ -71,8 +70,8 @@ def introduce(
         logger.warning("the learning rate jumps from %.3g, as the checkpoint's job had it, to %.3g", before, now)
     if limited:
         logger.info("memory     %s", limited)
-    if said := heeded():
-        logger.info("variables  %s, of the environment", said)
+    if note := heeded():
+        logger.info("variables  %s, of the environment", note)
     logger.info("folder     %s", Path(config.job.dump_folder).resolve())
     if not config.checkpoint.enable or config.checkpoint.load_only:
         off = "checkpoint.load_only is set" if config.checkpoint.enable else "checkpoint.enable is off"
@@ -82,8 +81,8 @@ def introduce(
 def describe_adapter_save(config: JobConfig) -> str:
     if not parts.saves_adapter_alone(config):
         return "checkpoints hold the whole model (adapter.save = whole)"
-    place = config.checkpoint.initial_load_path
-    return f"checkpoints hold the adapter alone (adapter.save = alone); the model in {place} has to stay there"
+    path = config.checkpoint.initial_load_path
+    return f"checkpoints hold the adapter alone (adapter.save = alone); the model in {path} has to stay there"
 
 
 def describe_precision(config: JobConfig) -> str:
@@ -139,26 +138,28 @@ def conclude(
     `folders`: the checkpoints and exported weights that exist, by label. `early_stop`: why the run is done before its
     last step.
     """
-    places = {"metrics": metrics.path, "job": Path(config.job.dump_folder, "config.toml")}
-    places |= {label: folder for label, folder in folders.items() if folder is not None}
+    paths = {"metrics": metrics.path, "job": Path(config.job.dump_folder, "config.toml")}
+    paths |= {label: folder for label, folder in folders.items() if folder is not None}
     if config.metrics.plot and metrics.path.exists():
         picture = Path(config.job.dump_folder) / PICTURE
         data = " + ".join(source.dataset for source in sources_of(config, "training").values())
         try:
             if ranks.is_main:
                 draw_training_curve(metrics.path, picture, f"{config.model.name} {config.model.flavor} on {data}")
-            places = places | {"picture": picture}
-        except (OSError, FileError) as error:  # a full disk; all else is written by now
+            paths = paths | {"picture": picture}
+        except (OSError, FileError) as error:  # a full disk; all other outputs are written by now
             logger.warning("%s cannot be drawn: %s", picture, error)
-    logger.info("\n%s", metrics.summary(places))
+    logger.info("\n%s", metrics.summary(paths))
     logger.info("time        %s", goodput.summary())
     best = goodput.best_interval(ranks.world_size)
     if best is not None and config.checkpoint.interval_type == "steps" and step:
         steps = max(1, round(best * step / max(goodput.seconds["train"] + goodput.seconds["data"], 1e-9)))
-        known = "its own failures" if goodput.failures else "as many failures as others report"
-        logger.info("saves       best every %s, or %d steps, by %s (Young and Daly)", duration(best), steps, known)
+        basis = "its own failures" if goodput.failures else "as many failures as others report"
+        logger.info("saves       best every %s, or %d steps, by %s (Young and Daly)", duration(best), steps, basis)
     if early_stop:
         logger.info("ended after step %d of %d: %s", step, config.training.steps, early_stop)
     elif step < config.training.steps:
-        how = "; start it again to go on" if "checkpoints" in places else " (checkpoint.enable is off: not saved)"
-        logger.info("stopped as asked after step %d%s", step, how)
+        continuation = (
+            "; start it again to go on" if "checkpoints" in paths else " (checkpoint.enable is off: not saved)"
+        )
+        logger.info("stopped as asked after step %d%s", step, continuation)

@@ -1,7 +1,7 @@
-"""How far a long step is: on a terminal a bar that rewrites itself, elsewhere a line at least every 30 seconds.
+"""Show the progress of a long step: a bar on a terminal, elsewhere a line at least every 30 seconds.
 
-A thread reads a clock once a second and prints only after the run has said nothing for a while, so short steps print
-nothing more than without it. The training loop itself only counts its passes.
+A thread reads a clock once a second and prints only after the run has been silent for a while, so it prints nothing
+during short steps. The training loop itself only counts its passes.
 """
 
 import logging
@@ -31,9 +31,10 @@ PHASE_TEXTS = {
 
 
 class StepProgress:
-    """Use it as a context manager around the training loop. `shown`: False on ranks that print nothing. `run` returns
-    the run's current step, its last step and the tokens that it has trained on. `dp`: how many ranks read as many
-    tokens as this one.
+    """A context manager around the training loop that shows the progress of long steps.
+
+    `shown`: False on ranks that print nothing. `run` returns the run's current step, its last step and the tokens
+    trained on. `dp`: the number of ranks that each read as many tokens as this one.
     """
 
     def __init__(

@@ -52,14 +52,14 @@ class Trainer:
         restart = ranks.launcher.restart if ranks.launcher else None
         if restart and restart.saved:
             config = parts.as_restarted(config)
-        self.job = config = parts.with_adapter_save(config)  # as written, before its end is known
+        self.job = config = parts.with_adapter_save(config)  # the job as written, before its last step is computed
         # before any process group exists, because tokenizing may take long
         self.last_data_step = data.last_step_of_data(config, self.dims)
         config = with_end(config, self.last_data_step)
         self.validate_every = parts.cadence(config).validate
         self.config, self.ranks = config, ranks
         self.progress = Progress(ranks.launcher.progress if ranks.launcher else None, ranks.local_rank)
-        # the time of the failure is by the clock of rank 0's machine
+        # the failure's time is from the clock of rank 0's machine, so only rank 0 uses it
         self.goodput = Goodput(restart.ended if restart and ranks.is_main else None)
         # the launcher's watchdog reports first: it knows which rank is late, a collective only knows that it waited
         self.timeout_margin = WATCHDOG_SECONDS if ranks.launcher else 0
@@ -142,7 +142,7 @@ class Trainer:
     def step(self) -> int:
         return self.state.step
 
-    # What a checkpoint holds besides tensors
+    # A checkpoint's state besides tensors
 
     def trainer_state(self) -> dict[str, Any]:
         state = {"step": self.step, "tokens": self.state.tokens, "lr_scheduler": self.schedulers.state_dict()}
@@ -218,7 +218,7 @@ class Trainer:
         if self.done:
             self.enter("export", self.step)
             lacks_validation = self.validator.held_out is not None and self.findings.step != self.step
-            validate = partial(self.validate, False, "export") if lacks_validation else None  # after a stop in it
+            validate = partial(self.validate, False, "export") if lacks_validation else None  # a stop prevented it
             self.exports.write(self.model, self.checkpointer, self.step, validate)
         self.enter("end", self.step)
         return self.done
@@ -266,7 +266,7 @@ class Trainer:
         self.stopping = self.prefetcher.stopping  # begun in fetch(), so all ranks had the whole step to answer
 
     def run_step_hooks(self, step: int, updated: bool) -> None:
-        """Run the model's hooks after a step, which clear what it has counted. `updated`: the step was applied."""
+        """Run the model's hooks after a step, which reset its counters. `updated`: the step was applied."""
         self.model.after_step(step - self.state.schedule_start, self.optimizers.optimizers, updated=updated)
 
     def fetch(self, batches: Iterator[Batch]) -> tuple[list[Batch], int, float]:
@@ -369,7 +369,7 @@ class Trainer:
             logger.error("step %d could not be saved before the end: %s", self.step, error)
 
     def memory(self) -> str:
-        """Describe what occupies this rank's memory, for a run that ran out of it."""
+        """Describe the use of this rank's memory, for a run that ran out of it."""
         return describe_memory(
             self.model.device, [tensor for _, tensor in self.model.named_parameters()], self.optimizers
         )

@@ -1,9 +1,7 @@
-"""The measure of a run on its held-out data.
+"""Evaluate a run on its held-out data, and generate continuations of a few validation prompts.
 
-What the model makes of a few prompts of the validation data at each validation, kept beside its metrics.
-
-All ranks read all of the prompts together, so that it is the same under every plan. Nothing that was read is kept, as
-the model under training has no place for it: a word costs a forward pass of all prompts.
+All ranks generate all continuations together, so these do not depend on the parallel plan. There is no KV cache, as the
+model under training has none: each token costs a forward pass over all prompts.
 """
 
 import dataclasses
@@ -38,7 +36,7 @@ NextWords = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Prompt(NamedTuple):
-    """Ids that a record begins with, and those that it goes on with."""
+    """The token ids of a prompt, and its continuation in the data."""
 
     ids: list[int]
     wanted: list[int]
@@ -101,7 +99,7 @@ class Validator:
 
 
 class Generations:
-    """Of a run, where it is asked for. `resumed`: the step that it goes on from. `writes`: whether this rank does."""
+    """Continuations of a run's prompts, in generated.jsonl. `resumed`: the step resumed from, if any."""
 
     def __init__(self, config: JobConfig, vocabulary: Tokenizer, writes: bool, resumed: int | None) -> None:
         self.vocabulary, self.ends = vocabulary, end_of_turn_ids(vocabulary)
@@ -113,7 +111,7 @@ class Generations:
         self.file = JsonLines(self.path, resumed) if writes and (self.prompts or self.path.exists()) else None
 
     def write(self, model: ParallelModel, step: int, progress: Progress, phase: str = "validate") -> None:
-        """At the state after `step`. Every rank calls it."""
+        """Generate and write the continuations after `step`. Every rank calls it."""
         if not self.prompts:
             return
 
@@ -134,14 +132,14 @@ class Generations:
         model.train()
         decode = self.vocabulary.decode
         for number, (prompt, answer) in enumerate(zip(self.prompts, answers, strict=True)):
-            told = {"prompt": decode(prompt.ids), "wanted": decode(prompt.wanted), "generated": decode(answer)}
+            texts = {"prompt": decode(prompt.ids), "wanted": decode(prompt.wanted), "generated": decode(answer)}
             if self.file is not None:
-                self.file.write({"step": step, "number": number, **told})
-            if number < SHOWN:  # what a young model writes must not reach the terminal as commands
-                logger.info("generated  %r -> %r", told["prompt"][-60:], told["generated"])
+                self.file.write({"step": step, "number": number, **texts})
+            if number < SHOWN:  # %r: generated control characters must not reach the terminal
+                logger.info("generated  %r -> %r", texts["prompt"][-60:], texts["generated"])
 
     def go_back(self, step: int) -> None:
-        """What was made of later states is kept beside."""
+        """Move the continuations of later steps to another file."""
         if self.file is not None:
             self.file.close()
             self.file = JsonLines(self.path, step)
@@ -152,23 +150,24 @@ class Generations:
 
 
 def prompts_of(config: JobConfig, vocabulary: Tokenizer) -> list[Prompt]:
-    """Of the first samples that are validated on, or of pairs, whatever the plan. Fewer where there are fewer."""
+    """Return the prompts of the first validation samples or pairs under any plan; fewer if the data has fewer."""
     training = dataclasses.replace(config.training, dataloader=DataLoader(pin_memory=False))  # a few, read once, here
     part = dataclasses.replace(config.validation, local_batch_size=1)
-    alone = parts.on_one_rank(dataclasses.replace(config, training=training, validation=part))
-    loader = validation_loader(alone, vocabulary, 0, parts.dims(alone, 1))
-    found = [prompt_of(batch, end_of_turn_ids(vocabulary)) for batch in islice(loader, config.validation.generated)]
+    one_rank_config = parts.on_one_rank(dataclasses.replace(config, training=training, validation=part))
+    loader = validation_loader(one_rank_config, vocabulary, 0, parts.dims(one_rank_config, 1))
+    prompts = [prompt_of(batch, end_of_turn_ids(vocabulary)) for batch in islice(loader, config.validation.generated)]
     loader.close()
-    return found
+    return prompts
 
 
 def prompt_of(batch: Batch, ends: Collection[int]) -> Prompt:
-    """tokens, labels, document_ids [B, S]: of the first record of the first sample, what stands before its first
-    answer; of one that is learned from its beginning, the first half.
+    """Return the prompt of the first record in a batch of tokens, labels and document_ids [B, S].
+
+    It is the text before the first answer, or the first half of a record that is trained on from its start.
     """
     documents = batch["document_ids"][0]
-    own = documents == documents[(batch["labels"][0] != IGNORE_INDEX).int().argmax()]  # padding may stand before it
-    ids, labels = (batch[name][0][own].tolist() for name in ("tokens", "labels"))
+    in_record = documents == documents[(batch["labels"][0] != IGNORE_INDEX).int().argmax()]  # padding may precede it
+    ids, labels = (batch[name][0][in_record].tolist() for name in ("tokens", "labels"))
     first = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), 0)
     first = first or max(0, len(ids) // 2 - 1)
     stop = next((i for i in range(first, len(ids)) if labels[i] == IGNORE_INDEX or labels[i] in ends), len(ids))
@@ -185,9 +184,12 @@ def continued(
     vocab_size: int,
     ends: Collection[int],
 ) -> list[list[int]]:
-    """The likeliest ids behind each prompt, at most so many, up to one of `ends` or until there are `context` with the
-    prompt's. `next_words`: tokens [B, S] and last [B] -> logits [B, V]; S is a multiple of
-    `multiple`, as the context is. All ranks take the first one's choice, whose sums may differ in their last bits.
+    """Return the greedy continuations of the prompts.
+
+    Each ends before one of `ends`, after `most` tokens, or with `context` tokens including the prompt.
+
+    `next_words`: tokens [B, S] and last [B] -> logits [B, V]; S and `context` are multiples of `multiple`. All ranks
+    take rank 0's choices, because sums of reductions may differ in their last bits.
     """
     rows = [list(prompt) for prompt in prompts]
     longest = min(context, max(map(len, rows)) + most)

@@ -1,4 +1,4 @@
-"""What is saved, and what a run begins from."""
+"""Checkpoints, exports and initial weights."""
 
 from dataclasses import field
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""What the sections' fields are made of: strictness, ranges and words that several share."""
+"""Types shared by the fields of several sections, with their ranges and allowed words."""
 
 import os
 from dataclasses import dataclass

@@ -1,9 +1,4 @@
-"""What is learned.
-
-How records become samples, where a task learns them one by one (task.kind = "sft").
-
-How pairs of answers are learned (task.kind = "dpo", "ipo", "orpo").
-"""
+"""The task, the conversion of records to samples, and the losses on pairs of answers."""
 
 from dataclasses import field
 from typing import Annotated, Literal
