@@ -1,4 +1,4 @@
-"""Config -> data: sources, loaders, what the model reads of them, and the number of steps that epochs take."""
+"""Build data sources and loaders from the config, and compute the number of steps of epochs."""
 
 import logging
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def fields(config: JobConfig) -> LabelledFields | None:
-    """Where records have their classes, for a task that learns these."""
+    """Return the fields that hold a record's class; None if the task learns no classes."""
     if task_of(config).labels != "classes":
         return None
     args = model_args(config)
@@ -46,25 +46,25 @@ def fields(config: JobConfig) -> LabelledFields | None:
 
 
 def documents_apart(config: JobConfig) -> bool:
-    """Whether attention and positions keep to a document."""
+    """Return True if attention and positions are confined to a document."""
     return config.training.document_mask or task_of(config).whole_records
 
 
 def labels(config: JobConfig) -> Labels:
-    """A class is told from the first token where it sees all others, else from the last."""
-    learned = task_of(config).labels
-    if learned != "classes":
-        return learned
+    """Return the kind of labels. A bidirectional model classifies by its first token, a causal one by its last."""
+    label_kind = task_of(config).labels
+    if label_kind != "classes":
+        return label_kind
     return "last" if model_args(config).causal else "first"
 
 
 def packing(config: JobConfig, section: Section, pad_id: int) -> Packing | None:
-    """How the task's samples are made of whole records; None where they are cut from all text."""
+    """Return the sample packing of a task on whole records; None if samples are cut from continuous text."""
     if not task_of(config).whole_records:
         return None
-    together = rows_per_sample(config)
+    rows = rows_per_sample(config)
     window = config.data.packing_window if is_packed(config) else 1
-    held_out, left = section == "validation", config.data.padding == "left"
+    held_out, pad_left = section == "validation", config.data.padding == "left"
     step = config.training.global_batch_size  # the rules require it on several ranks
     step = step if step > 0 else config.training.local_batch_size
     shard, shards = map(int, config.data.shards.split("/"))
@@ -73,37 +73,38 @@ def packing(config: JobConfig, section: Section, pad_id: int) -> Packing | None:
         pad_id,
         config.validation.split,
         held_out,
-        left,
-        together,
+        pad_left,
+        rows,
         multiple=multiple_of(config),
-        group=step * together if config.data.group_by_length and not held_out else 0,
+        group=step * rows if config.data.group_by_length and not held_out else 0,
         shard=(1, 1) if held_out else (shard, shards),
     )
 
 
 def multiple_of(config: JobConfig) -> int:
-    """What the lengths of batches are multiples of, where they are not all of one length; else 0."""
+    """Return the multiple that batch lengths are rounded up to; 0 if all batches have one length."""
     return padding_multiple(config, device_type(), has_experts(config))
 
 
 def recipe(config: JobConfig, section: Section) -> PrepareOptions:
-    """What becomes of the records of a section."""
+    """Return the options for tokenizing the records of a section."""
     data = config.data
     if not task_of(config).whole_records:
         return PrepareOptions()
-    together = task_of(config).rows_per_sample
-    train_on = TrainOn(data.train_on if together == 1 else "last_turn", data.train_on_eos)
-    return PrepareOptions(train_on, seq_len_of(config, section) + 1, data.too_long, data.max_empty_ratio, together)
+    rows = task_of(config).rows_per_sample
+    train_on = TrainOn(data.train_on if rows == 1 else "last_turn", data.train_on_eos)
+    return PrepareOptions(train_on, seq_len_of(config, section) + 1, data.too_long, data.max_empty_ratio, rows)
 
 
 def seq_len_of(config: JobConfig, section: Section) -> int:
-    own = config.validation.seq_len if section == "validation" else None
-    return own or config.training.seq_len
+    override = config.validation.seq_len if section == "validation" else None
+    return override or config.training.seq_len
 
 
 def last_step_of_data(config: JobConfig, plan: ParallelDims, taken: int = 0, step: int = 0) -> int | None:
-    """Return the step with which training.epochs or training.tokens end, when at `step` so many samples have been
-    taken; None if neither is set. Text is tokenized for epochs, and for a task of whole records, unless it has been.
+    """Return the last step of training.epochs or training.tokens; None if neither is set.
+
+    `taken` samples have been read before `step`. For epochs or whole records the text is tokenized first if needed.
     """
     training, packs = config.training, task_of(config).whole_records
     if training.epochs is None and training.tokens is None and not packs:
@@ -111,18 +112,20 @@ def last_step_of_data(config: JobConfig, plan: ParallelDims, taken: int = 0, ste
     sources: list[TokenShards] = []
     if packs or training.epochs is not None:
         opened = [weighted.source for weighted in data_sources(config, "training")]
-        sources = [source for source in opened if isinstance(source, TokenShards)]  # all of them are
+        sources = [source for source in opened if isinstance(source, TokenShards)]  # all are TokenShards
     if packs and not step:
         if config.validation.enable:
             data_sources(config, "validation")
-        _tell(config, sources)
-    how, seed = packing(config, "training", pad_id=0), config.debug.seed
-    end = total_samples(sources, training.seq_len, training.epochs, training.tokens, seed, training.shuffle, how)
+        _log_records(config, sources)
+    pack_options, seed = packing(config, "training", pad_id=0), config.debug.seed
+    end = total_samples(
+        sources, training.seq_len, training.epochs, training.tokens, seed, training.shuffle, pack_options
+    )
     return None if end is None else step + steps_for(max(0, end - taken), global_rows(config, plan))
 
 
 def with_steps(config: JobConfig, plan: ParallelDims, taken: int = 0, step: int = 0) -> JobConfig:
-    """Return the job with the number of steps that its run has; arguments as for `last_step_of_data`."""
+    """Return the job with its number of steps set; arguments as for `last_step_of_data`."""
     return with_end(config, last_step_of_data(config, plan, taken, step))
 
 
@@ -133,8 +136,8 @@ def _samples_in(config: JobConfig, section: Section, sources: Sequence[TokenShar
     )
 
 
-def _tell(config: JobConfig, sources: Sequence[TokenShards]) -> None:
-    """What the records are, and how well they fill their samples."""
+def _log_records(config: JobConfig, sources: Sequence[TokenShards]) -> None:
+    """Log the records of each source and how well they fill the samples."""
     training = config.training
     for source in sources:
         header = source.header
@@ -145,26 +148,27 @@ def _tell(config: JobConfig, sources: Sequence[TokenShards]) -> None:
 
 
 def filled(config: JobConfig, sources: Sequence[TokenShards]) -> str:
-    """How many samples a pass over the training data has, in words; of packs how full they are, else what of their
-    tokens is padding, and what would spare it.
+    """Describe the samples of a pass over the training data: their number and, for whole records, the padding.
+
+    For packed samples the text has the fill ratio, for the others the share of padding and options that avoid it.
     """
-    training, how = config.training, packing(config, "training", pad_id=0)
-    if how is None:
+    training, pack_options = config.training, packing(config, "training", pad_id=0)
+    if pack_options is None:
         return f"{_samples_in(config, 'training', sources, epochs=1):,} in a pass"
-    packs = PackReader(sources, training.seq_len, config.debug.seed, training.shuffle, how)
+    packs = PackReader(sources, training.seq_len, config.debug.seed, training.shuffle, pack_options)
     samples, has_pairs = packs.samples(1) // rows_per_sample(config), rows_per_sample(config) > 1
     count = (sample_count(config, samples) if has_pairs else f"{samples:,}") + " in a pass"
     if is_packed(config):
         return f"{count}, {100 * packs.efficiency:.1f} % full"
-    if how.multiple:
-        rounded = f", rounded up to a multiple of {how.multiple}" if how.multiple > 1 else ""
+    if pack_options.multiple:
+        rounded = f", rounded up to a multiple of {pack_options.multiple}" if pack_options.multiple > 1 else ""
         return f"{count}, each batch padded to its longest sample{rounded}"
     longest = int(packs.lengths[packs.numbers].max()) - 1
     return f"{count}; {padding_in_words(config, 1 - packs.efficiency, longest, has_experts(config))}"
 
 
 def batches_of_a_step(config: JobConfig, plan: ParallelDims) -> int:
-    """Of each rank."""
+    """Return the number of batches that each rank reads in an optimizer step."""
     return global_batch_size(config, plan) // (config.training.local_batch_size * plan.dp)
 
 
@@ -172,7 +176,7 @@ def training_loader(
     config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims, state: dict[str, Any] | None = None
 ) -> Loader | SegmentLoader:
     loader = _training_loader(config, vocabulary, dp_rank, plan, state)
-    if read_ranks().local_rank == 0:  # one rank of each machine, whose disk may be another
+    if read_ranks().local_rank == 0:  # one rank of each machine: disks may differ
         opened = [weighted.source for weighted in data_sources(config, "training")]
         loader.verification = start_verification([source for source in opened if isinstance(source, TokenShards)])
     return loader
@@ -198,86 +202,88 @@ def _training_loader(
 
 
 def validation_loader(config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims) -> Loader:
-    """Always the same batches: its own data set, from the start."""
+    """Build the loader of the validation data; it always starts from the beginning and yields the same batches."""
     batch = batch_rows(config, "validation") * plan.dp
     seq_len = seq_len_of(config, "validation")
     return _loader(config, "validation", vocabulary, dp_rank, plan, batch, seq_len, None)
 
 
 def pairs_in_a_pass(config: JobConfig) -> int:
-    """Of whole records, how many samples a pass over the training data has."""
-    sources = [each.source for each in data_sources(config, "training")]
-    read = _samples_in(config, "training", [each for each in sources if isinstance(each, TokenShards)], epochs=1)
-    return read // rows_per_sample(config)
+    """Return the number of samples (or pairs) in a pass over training data of whole records."""
+    sources = [entry.source for entry in data_sources(config, "training")]
+    rows = _samples_in(config, "training", [entry for entry in sources if isinstance(entry, TokenShards)], epochs=1)
+    return rows // rows_per_sample(config)
 
 
 def held_out(
     config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims, objective: Objective
 ) -> HeldOutBatches | HeldOutSegments | None:
-    """What a job that validates does so on; every iteration over it begins again."""
+    """Return the validation batches, which restart with every iteration; None without validation."""
     part = config.validation
     if not part.enable:
         return None
     in_a_batch = batch_rows(config, "validation") * plan.dp
     samples = part.samples * rows_per_sample(config) if part.steps is None else part.steps * in_a_batch
     if task_of(config).streams_documents:
-        how = dict(
+        segment_options = dict(
             seq_len=seq_len_of(config, "validation"),
             rows=batch_rows(config, "validation"),
             rank=dp_rank,
             ranks=plan.dp,
         )
-        return HeldOutSegments(documents(config, "validation"), samples, **how)
+        return HeldOutSegments(documents(config, "validation"), samples, **segment_options)
     if task_of(config).whole_records:
         opened = [weighted.source for weighted in data_sources(config, "validation")]
-        whole = _samples_in(config, "validation", [s for s in opened if isinstance(s, TokenShards)], epochs=1)
-        samples = min(samples or whole, whole)
+        available = _samples_in(config, "validation", [s for s in opened if isinstance(s, TokenShards)], epochs=1)
+        samples = min(samples or available, available)
     loader = validation_loader(config, vocabulary, dp_rank, plan)
     return HeldOutBatches(loader, samples, objective.first)
 
 
 def documents(config: JobConfig, section: Section) -> Documents:
-    """Of a task that reads them from beginning to end, or of whole records: of a section's, each by itself."""
+    """Return the documents of a section's sources; for a task on whole records, those that packing selects."""
     opened = [weighted.source for weighted in data_sources(config, section)]
     sources = [source for source in opened if isinstance(source, TokenShards)]
-    how = packing(config, section, pad_id=0)
-    if how is None:
+    pack_options = packing(config, section, pad_id=0)
+    if pack_options is None:
         return Documents(sources)
-    return Documents(sources, PackReader(sources, seq_len_of(config, section), config.debug.seed, False, how).numbers)
+    return Documents(
+        sources, PackReader(sources, seq_len_of(config, section), config.debug.seed, False, pack_options).numbers
+    )
 
 
 def documents_fingerprint(config: JobConfig, vocabulary: Tokenizer) -> dict[str, Any]:
-    """What the order of documents depends on."""
+    """Return all that the order of documents depends on, for the loader's state."""
     training = config.training
-    told = {"seed": config.debug.seed, "shuffle": training.shuffle, "seq_len": training.seq_len, "order": "documents"}
+    order = {"seed": config.debug.seed, "shuffle": training.shuffle, "seq_len": training.seq_len, "order": "documents"}
     sources = [weighted.source.fingerprint for weighted in data_sources(config, "training")]
-    return told | {"tokenizer": vocabulary.fingerprint, "sources": {str(n): each for n, each in enumerate(sources)}}
+    return order | {"tokenizer": vocabulary.fingerprint, "sources": {str(n): item for n, item in enumerate(sources)}}
 
 
 def tokenized_before(config: JobConfig, section: Section) -> bool:
-    """Whether a section's text is tokenized before the run."""
+    """Return True if a section's text is tokenized before the run."""
     task = task_of(config)
     joined = joins_sources(config) and (config.training.epochs is not None or len(config.training.sources) > 1)
     return task.whole_records or task.streams_documents or (section == "training" and joined)
 
 
 def cache_of(config: JobConfig) -> Path:
-    """Where what was tokenized is kept."""
+    """Return the folder of the token cache."""
     return Path(config.data.cache_dir or Path(config.job.dump_folder, "data"))
 
 
 def data_sources(config: JobConfig, section: Section) -> list[Weighted]:
-    """Opened; what has an end, or is read in whole records, is tokenized before, so that all its lengths are known."""
-    training, found, first = config.training, [], tokenized_before(config, section)
+    """Open a section's sources, tokenizing them first if `tokenized_before`, so that all lengths are known."""
+    training, weighted_sources, tokenize_first = config.training, [], tokenized_before(config, section)
     task = task_of(config)
     folder = cache_of(config)
-    for wanted in sources_of(config, section).values():
-        reading = record_reader(wanted, config.data.default_system, task.whole_records, task.rows_per_sample > 1)
-        source = open_source(wanted.dataset, wanted.dataset_path, reading, fields(config))
-        if first and not isinstance(source, TokenShards):
+    for source_config in sources_of(config, section).values():
+        reading = record_reader(source_config, config.data.default_system, task.whole_records, task.rows_per_sample > 1)
+        source = open_source(source_config.dataset, source_config.dataset_path, reading, fields(config))
+        if tokenize_first and not isinstance(source, TokenShards):
             source = prepared(
                 source,
-                wanted.dataset_path,
+                source_config.dataset_path,
                 config.model.tokenizer_path,
                 folder,
                 workers=config.data.num_proc or max(1, training.dataloader.num_workers),
@@ -285,8 +291,8 @@ def data_sources(config: JobConfig, section: Section) -> list[Weighted]:
                 recipe=recipe(config, section),
                 chat_template=config.data.chat_template,
             )
-        found.append(Weighted(wanted.dataset, source, wanted.weight))
-    return found
+        weighted_sources.append(Weighted(source_config.dataset, source, source_config.weight))
+    return weighted_sources
 
 
 def _loader(
@@ -300,7 +306,7 @@ def _loader(
     state: dict[str, Any] | None,
 ) -> Loader:
     workers, epochs = config.training.dataloader, config.training.epochs
-    if section == "validation":  # whole records are all met, whatever the weights
+    if section == "validation":  # whole records are all read, whatever the weights
         epochs = 1 if task_of(config).whole_records else None
     pin_memory = device_type() == "cuda" if workers.pin_memory is None else workers.pin_memory
     options = LoaderOptions(

@@ -1,4 +1,4 @@
-"""Config -> what watches a run: its guards, its metrics and trackers, the profiler, the end of its time."""
+"""Build the observers of a run: guards, metrics and trackers, profiler, time limit."""
 
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,12 @@ from torchtitan.process.ranks import Ranks, slurm_seconds_left
 
 
 def time_limit(config: JobConfig) -> TimeLimit:
-    asked = config.job.time_limit
-    return TimeLimit(shortest(None if asked is None else seconds_of(asked), slurm_seconds_left()))
+    limit = config.job.time_limit
+    return TimeLimit(shortest(None if limit is None else seconds_of(limit), slurm_seconds_left()))
 
 
 def trackers(config: JobConfig, ranks: Ranks, resumed_from: int | None) -> list[PatientTracker]:
-    """Those of this rank, each beside the run."""
+    """Return the trackers of this rank, each in a separate thread so that it cannot delay the run."""
     options, folder = config.metrics, Path(config.job.dump_folder)
     events = folder / options.save_tb_folder
     events = events / f"rank_{ranks.rank}" if options.save_for_all_ranks else events

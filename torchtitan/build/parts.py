@@ -1,4 +1,4 @@
-"""Config -> parts. Parts are made of a job here and in the files beside it alone; programs and tests build by them."""
+"""Build the parts of a job: model, adapter, optimizers, schedulers, checkpointer. Only this package builds parts."""
 
 import dataclasses
 from collections.abc import Callable, Collection
@@ -46,10 +46,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def taken(section: Any, part: Callable[..., Any], prefix: str = "") -> dict[str, Any]:
-    """Those options of a section that a part takes: they have the names of its arguments, after the prefix."""
-    wanted = signature(part).parameters
-    named = {field.name.removeprefix(prefix): getattr(section, field.name) for field in dataclasses.fields(section)}
-    return {name: value for name, value in named.items() if name in wanted}
+    """Return the options of a section that are arguments of `part`, with `prefix` removed from their names."""
+    argument_names = signature(part).parameters
+    values = {field.name.removeprefix(prefix): getattr(section, field.name) for field in dataclasses.fields(section)}
+    return {name: value for name, value in values.items() if name in argument_names}
 
 
 def dims(config: JobConfig, world_size: int) -> ParallelDims:
@@ -70,30 +70,30 @@ def tokenizer(config: JobConfig) -> Tokenizer:
 
 
 def model_args(config: JobConfig, weights: str | Path | None = None) -> Any:
-    """The family's frozen dataclass of sizes, with the job's overrides; or as weights that are not ours are read by."""
+    """Return the model's sizes with the job's overrides; with `weights`, the sizes to read foreign weights with."""
     model = config.model
     args = sizes_of(model.name, model.flavor, model.hf_folder, model.overrides)
     return args if weights is None else CONFIGS[model.name].of_weights(weights, args, model.overrides)
 
 
 def movable(config: JobConfig) -> JobConfig:
-    """The job as it is kept with a run: its tokenizer and its model's sizes are found from any folder."""
+    """Return the job as saved with a run: absolute paths and the text of its chat template."""
     paths = {name: getattr(config.model, name) for name in ("tokenizer_path", "hf_folder")}
-    found: dict[str, Any] = {n: str(Path(p).resolve()) for n, p in paths.items() if p and Path(p).exists()}
-    template = config.data.chat_template and resolve_template(config.data.chat_template)  # as the file says it now
+    absolute: dict[str, Any] = {n: str(Path(p).resolve()) for n, p in paths.items() if p and Path(p).exists()}
+    template = config.data.chat_template and resolve_template(config.data.chat_template)
     data = dataclasses.replace(config.data, chat_template=template)
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, **found), data=data)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **absolute), data=data)
 
 
 def job_of_checkpoint(config: JobConfig, plan: ParallelDims) -> dict[str, Any]:
-    """What a checkpoint keeps of the job, and a resume compares."""
+    """Return the part of the job that a checkpoint stores and a resume compares."""
     return kept_job(movable(config), dataclasses.asdict(model_args(config)), global_batch_size(config, plan))
 
 
 def beside_hf_weights(config: JobConfig, vocabulary: Tokenizer) -> dict[str, bytes]:
-    """Name -> content of what makes an export a folder that other programs open. JobError for what they do not have."""
+    """Return config and tokenizer files of a Hugging Face export, name -> content. JobError if it has no such model."""
     sources = (config.model.hf_folder, config.checkpoint.initial_load_path)
-    folder = next((each for each in sources if each and Path(each, "config.json").is_file()), None)
+    folder = next((path for path in sources if path and Path(path, "config.json").is_file()), None)
     return beside_weights(
         CONFIGS[config.model.name],
         model_args(config),
@@ -107,7 +107,7 @@ def beside_hf_weights(config: JobConfig, vocabulary: Tokenizer) -> dict[str, byt
 
 
 def own_head(config: JobConfig) -> frozenset[str]:
-    """Names of what belongs to the model's use, which weights of one for another use lack."""
+    """Return the names of the task head's parameters, which weights trained for another task lack."""
     return model_spec(config).hf.form(model_args(config)).head
 
 
@@ -120,16 +120,17 @@ def model_spec(config: JobConfig) -> ModelSpec:
 
 
 def reshards(options: Parallelism) -> bool:
-    """Whether blocks free their gathered parameters after forward. In a pipeline they would be gathered again for every
-    microbatch, so there it has to be asked for.
+    """Return True if blocks free their gathered parameters after forward.
+
+    By default not in a pipeline, which would gather them again for every microbatch.
     """
-    asked = options.fsdp_reshard_after_forward
-    return options.pipeline_parallel_degree == 1 if asked == "default" else asked == "always"
+    policy = options.fsdp_reshard_after_forward
+    return options.pipeline_parallel_degree == 1 if policy == "default" else policy == "always"
 
 
 def parallel_options(config: JobConfig) -> ParallelOptions:
     recompute, compile_ = config.activation_checkpoint, config.compile
-    # under a dtype of bfloat16 there is nothing to mix
+    # weights in bfloat16 are always computed with in bfloat16
     compute = "bfloat16" if config.training.dtype == "bfloat16" else config.training.mixed_precision_param
     return ParallelOptions(
         param_dtype=DTYPES[compute],
@@ -154,12 +155,12 @@ def parallel_options(config: JobConfig) -> ParallelOptions:
 
 
 def loss_chunks(config: JobConfig) -> int:
-    """As many as keep the logits small that a rank makes at once, of its tokens and its share of the vocabulary."""
+    """Return the number of loss chunks that limits the logits a rank computes at once."""
     training, held_out, degrees = config.training, config.validation, config.parallelism
 
-    def tokens(of_batch: int, seq_len: int) -> int:
-        at_once = microbatch_rows(config) if degrees.pipeline_parallel_degree > 1 else of_batch
-        return at_once * seq_len // degrees.context_parallel_degree
+    def tokens(rows: int, seq_len: int) -> int:
+        rows_at_once = microbatch_rows(config) if degrees.pipeline_parallel_degree > 1 else rows
+        return rows_at_once * seq_len // degrees.context_parallel_degree
 
     most = tokens(batch_rows(config), training.seq_len)
     if held_out.enable:
@@ -169,7 +170,7 @@ def loss_chunks(config: JobConfig) -> int:
 
 
 def adapter(config: JobConfig) -> Adapter | None:
-    """What the job trains instead of the model's own parameters; not yet installed."""
+    """Return the job's adapter, not yet installed; None without one."""
     options = config.adapter
     if config.training.unfrozen:
         return Unfrozen(config.training.unfrozen)
@@ -177,7 +178,7 @@ def adapter(config: JobConfig) -> Adapter | None:
 
 
 def adapted_model(config: JobConfig) -> tuple[nn.Module, ParallelPlan, Adapter | None]:
-    """The job's model without values, in the type it is kept in, with its noise and adapter; the plan that fits it."""
+    """Return the model on the meta device in training.dtype, with NEFTune and adapter, its plan and the adapter."""
     built = meta_model(config).to(DTYPES[config.training.dtype])
     plan = add_noise(built, model_spec(config).plan, config.training.neftune_alpha)
     if (installed := adapter(config)) is not None:
@@ -186,9 +187,9 @@ def adapted_model(config: JobConfig) -> tuple[nn.Module, ParallelPlan, Adapter |
 
 
 def peft_tensors(config: JobConfig, installed: Adapter) -> dict[str, torch.Tensor]:
-    """Of the job's adapter.initial_path: whole tensors by our names."""
+    """Read the full tensors of adapter.initial_path by their names in this project."""
     path = config.adapter.initial_path
-    assert path is not None  # who asks has looked
+    assert path is not None  # the caller has checked
     return installed.read_folder(Path(path), model_spec(config).hf.form(model_args(config)))
 
 
@@ -198,14 +199,16 @@ def save_peft(config: JobConfig, folder: Path, installed: Adapter, whole: dict[s
 
 
 def objective(config: JobConfig) -> Objective:
-    """What is learned, and how it is counted."""
+    """Build the task's objective: its loss and the normalizer."""
     task, chunks = task_of(config), config.training.loss_chunks or loss_chunks(config)
-    made = resolve_name(task.objective)
-    return made(chunks, **taken(getattr(config, task.options_section), made) if task.options_section else {})
+    objective_class = resolve_name(task.objective)
+    return objective_class(
+        chunks, **taken(getattr(config, task.options_section), objective_class) if task.options_section else {}
+    )
 
 
 def meta_model(config: JobConfig) -> nn.Module:
-    """The plain model of the job, without values, its loss attached."""
+    """Build the plain model of the job on the meta device, with its loss."""
     with torch.device("meta"):
         built = model_spec(config).build(model_args(config))
     built.loss = objective(config)
@@ -227,9 +230,13 @@ def pipeline_options(config: JobConfig) -> PipelineOptions:
     )
 
 
-def model(config: JobConfig, mesh: DeviceMesh, plan: ParallelDims, device: torch.device, **how: Any) -> ParallelModel:
-    """The job's model, parallel and with its initial weights, a function of seed and parameter name; see there, also
-    for `how` (drawn, storage)."""
+def model(
+    config: JobConfig, mesh: DeviceMesh, plan: ParallelDims, device: torch.device, **kwargs: Any
+) -> ParallelModel:
+    """Return the parallelized model with its initial weights, which depend on the seed and the parameter names only.
+
+    `kwargs` (drawn, storage): see `ParallelModel`.
+    """
     built, patterns, installed = adapted_model(config)
     return ParallelModel(
         built,
@@ -242,7 +249,7 @@ def model(config: JobConfig, mesh: DeviceMesh, plan: ParallelDims, device: torch
         pipeline=pipeline_options(config),
         balance=model_spec(config).balance,
         adapter=installed,
-        **how,
+        **kwargs,
     )
 
 
@@ -258,15 +265,15 @@ def optimizers(config: JobConfig, built: ParallelModel) -> Optimizers:
 
 
 def cadence(config: JobConfig) -> Cadence:
-    """Of a job whose number of steps is known. LimitError where saves ought to fall on validations and do not."""
-    found = cadence_of(config, config.training.steps)
+    """Return the intervals of a job with known steps. LimitError if best_metric is set and a save has no validation."""
+    intervals = cadence_of(config, config.training.steps)
     if config.checkpoint.best_metric is not None:
-        check_measured_saves(found.save, found.validate)
-    return found
+        check_measured_saves(intervals.save, intervals.validate)
+    return intervals
 
 
 def lr_schedule(config: JobConfig, start: int = 0) -> LRSchedule:
-    """From the step `start` of the run on."""
+    """Return the learning-rate schedule that begins at step `start` of the run."""
     return schedule_of(config.lr_scheduler, config.training, config.training.steps, config.adapter.relora, start)
 
 
@@ -277,8 +284,8 @@ def lr_schedulers(config: JobConfig, built: Optimizers, start: int) -> LRSchedul
 
 def global_batch_size(config: JobConfig, plan: ParallelDims) -> int:
     """Samples (or pairs) of one optimizer step over all ranks."""
-    asked = config.training.global_batch_size
-    return asked if asked > 0 else config.training.local_batch_size * plan.dp
+    size = config.training.global_batch_size
+    return size if size > 0 else config.training.local_batch_size * plan.dp
 
 
 def global_rows(config: JobConfig, plan: ParallelDims) -> int:
@@ -287,7 +294,7 @@ def global_rows(config: JobConfig, plan: ParallelDims) -> int:
 
 
 def as_reference(config: JobConfig) -> JobConfig:
-    """The job of the other model that is asked of pairs: no adapter, and nothing drawn."""
+    """Return the job of the reference model of preference pairs: no adapter and no noise."""
     return dataclasses.replace(without_noise(config), adapter=type(config.adapter)())
 
 
@@ -296,8 +303,10 @@ def without_noise(config: JobConfig) -> JobConfig:
 
 
 def as_restarted(config: JobConfig) -> JobConfig:
-    """The job that goes on from what it has saved itself: what it was told to go back to, or to begin without, has been
-    done, and would be done again after every crash."""
+    """Return the job for a restart after a crash, which resumes its newest checkpoint.
+
+    The first start has already applied load_step and exclude_from_loading.
+    """
     return dataclasses.replace(
         config, checkpoint=dataclasses.replace(config.checkpoint, load_step=-1, exclude_from_loading=[])
     )
@@ -322,14 +331,14 @@ def checkpointer(
 
 
 def on_one_rank(config: JobConfig) -> JobConfig:
-    """The job without its plan, samples of a step as many as of a pass: for commands that look at its data or model."""
+    """Return the job without parallelism and gradient accumulation, for commands that inspect its data or model."""
     return dataclasses.replace(
         config, parallelism=Parallelism(), training=dataclasses.replace(config.training, global_batch_size=-1)
     )
 
 
 def best_metric(config: JobConfig) -> Metric | None:
-    """By which the job tells its best checkpoint."""
+    """Return the metric that selects the best checkpoint; None without one."""
     name = config.checkpoint.best_metric
     return None if name is None else Metric.of(name, config.checkpoint.best_mode)
 
@@ -339,18 +348,18 @@ def saves_adapter_alone(config: JobConfig) -> bool:
 
 
 def with_adapter_save(config: JobConfig) -> JobConfig:
-    """Return the job with adapter.save set, which it may leave open."""
+    """Return the job with adapter.save resolved."""
     save = base_weights.adapter_save(config.adapter, config.checkpoint, config.job.dump_folder)
     return dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, save=save))
 
 
 def left_out_of_checkpoints(config: JobConfig, built: ParallelModel) -> Collection[str]:
-    """Parameters that they only refer to."""
+    """Return the frozen parameters that an adapter-only checkpoint omits."""
     return built.adapter.frozen_parameters if built.adapter and saves_adapter_alone(config) else ()
 
 
 def base_reference(config: JobConfig) -> dict[str, str]:
-    """To what an adapter job starts from."""
+    """Return the reference to the base weights of an adapter job."""
     path = config.checkpoint.initial_load_path
-    assert path is not None  # the rules ask for it
+    assert path is not None  # the rules require it
     return base_weights.reference(path)

@@ -1,4 +1,4 @@
-"""What makes a job impossible or pointless, as far as that can be known without starting it. Needs no torch.
+"""Rules that find impossible or pointless jobs before they start. Needs no torch.
 
 A rule is a function (Facts) -> faults. Each module of this package lists its rules at its end. All of them always run,
 so that a user sees all faults at once. Checks of a single option's type are in config/sections/.
@@ -54,7 +54,7 @@ def check(
     said_by: Mapping[str, str] | None = None,
     unknown: Collection[str] = (),
 ) -> list[Fault]:
-    """Return all faults of a job that is to run on `world_size` ranks of this kind of device; none: it can start.
+    """Return all faults of a job on `world_size` ranks of this kind of device. Without faults it can start.
 
     Names are checked first. A rule stops when it reads an unknown name or an option of `unknown`.
     """
@@ -68,7 +68,7 @@ def check(
 def with_faults_of_the_rest(
     error: ConfigError, world_size: int, devices: Device, said_by: Mapping[str, str] | None = None
 ) -> list[Fault]:
-    """Return the faults of a job's text, and the faults of the options that could be read in spite of them."""
+    """Return the faults of a job's text, and the faults of the options that could still be read."""
     if error.rest is None:
         return error.faults
     return error.faults + check(error.rest, world_size, devices, said_by, error.unknown)

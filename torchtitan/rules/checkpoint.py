@@ -1,4 +1,4 @@
-"""Rules on what a job would go on from: a checkpoint of another job is refused before anything starts."""
+"""Rules on resuming and on initial weights: the checkpoint of another job is refused before anything starts."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -29,83 +29,90 @@ from torchtitan.rules.optimization import options_of_the_optimizer, sharded_side
 from torchtitan.rules.task import PAIRS
 
 QUICKLY_READ = 2**28
-"""Bytes."""
+"""Size in bytes up to which a base model is read to check it before the run."""
 
 
 def changes_that_can_be_allowed(facts: Facts) -> Iterator[Fault]:
-    key, known = "checkpoint.allow_config_change", refusable()
+    key, allowed_names = "checkpoint.allow_config_change", refusable()
     for name in facts.config.checkpoint.allow_config_change:
-        if name not in known:
-            why = "a resume takes any value of it" if name in options() else hint(name, known) or "no such option"
-            yield facts.fault(key, "options that a resume does not let change by itself", why, given=show(name))
+        if name not in allowed_names:
+            reason = (
+                "a resume takes any value of it" if name in options() else hint(name, allowed_names) or "no such option"
+            )
+            yield facts.fault(key, "options that a resume does not let change by itself", reason, given=show(name))
 
 
 def same_job_as_the_checkpoint(facts: Facts) -> Iterator[Fault]:
-    """What the newest checkpoint, or that of load_step, was made by. Where it cannot be read, loading says why."""
+    """Require the job that wrote the checkpoint to resume from. If it cannot be read, loading reports the reason."""
     options = facts.config.checkpoint
-    if facts.args is None or facts.samples is None or (found := _wanted(facts)) is None:
+    if facts.args is None or facts.samples is None or (resume_point := _checkpoint_to_resume(facts)) is None:
         return
-    folder, kept = found
+    folder, saved_job = resume_point
     samples = facts.config.training.global_batch_size
-    # as a run has it, which an old checkpoint may say although the job leaves it open
+    # the resolved value: an old checkpoint may hold one although the job leaves it open
     adapter = replace(facts.config.adapter, save=facts.adapter_save)
     now = kept_job(
         replace(facts.config, adapter=adapter), asdict(facts.args), samples if samples > 0 else facts.samples
     )
-    changed = changes(kept, now)
+    changed = changes(saved_job, now)
     for change in refused(changed, options.allow_config_change):
         yield facts.fault(change.key, f"{change.before}, as in {folder.name}", remedy(change), given=change.now)
-    others = [each.key for each in changed if each.key in TRAINED and each.key in options.allow_config_change]
-    if others and "optimizer" not in options.exclude_from_loading:
-        why = f"{folder.name} has the optimizer of what was trained then: it begins anew"
-        yield facts.fault("checkpoint.exclude_from_loading", f'"optimizer" among them, with another {others[0]}', why)
+    changed_keys = [entry.key for entry in changed if entry.key in TRAINED and entry.key in options.allow_config_change]
+    if changed_keys and "optimizer" not in options.exclude_from_loading:
+        reason = f"{folder.name} has the optimizer of what was trained then: it begins anew"
+        yield facts.fault(
+            "checkpoint.exclude_from_loading", f'"optimizer" among them, with another {changed_keys[0]}', reason
+        )
 
 
-def _wanted(facts: Facts) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint that the job would go on from, the newest or that of load_step, and what it keeps of its job."""
+def _checkpoint_to_resume(facts: Facts) -> tuple[Path, dict[str, Any]] | None:
+    """Return the checkpoint to resume from (the newest, or checkpoint.load_step) and the job that it holds."""
     options = facts.config.checkpoint
     if not options.enable or facts.begins_anew:
         return None
     try:
         complete, _ = complete_steps(Path(facts.config.job.dump_folder, options.folder))
-        wanted = next((path for path in complete if options.load_step in (-1, step_of(path.name))), None)
-        return None if wanted is None else (wanted, read_state(wanted)["trainer"])
-    except (OSError, ValueError):  # CheckpointError, and names that no folder can have
+        selected = next((path for path in complete if options.load_step in (-1, step_of(path.name))), None)
+        return None if selected is None else (selected, read_state(selected)["trainer"])
+    except (OSError, ValueError):  # CheckpointError, or an invalid folder name
         return None
 
 
 def moments_are_of_this_plan(facts: Facts) -> Iterator[Fault]:
-    """With on_conflict = "flip" GaLore's are of the sides that the plan leaves whole: another may leave others."""
+    """Require a plan that gives GaLore's saved moments the same sides.
+
+    With on_conflict = "flip" GaLore projects the side that the plan does not shard, which may differ in another plan.
+    """
     options, exclude = options_of_the_optimizer(facts), facts.config.checkpoint.exclude_from_loading
     if not options or options.get("on_conflict") != "flip" or "optimizer" in exclude or facts.fsdp_shards is None:
         return
-    if (found := _wanted(facts)) is None:
+    if (resume_point := _checkpoint_to_resume(facts)) is None:
         return
-    folder, kept = found
-    degrees = kept.get("degrees")
-    named = degrees.items() if isinstance(degrees, dict) else ()
-    saved = {axis: degree for axis, degree in named if isinstance(degree, int)}
+    folder, saved_job = resume_point
+    degrees = saved_job.get("degrees")
+    axis_degrees = degrees.items() if isinstance(degrees, dict) else ()
+    saved = {axis: degree for axis, degree in axis_degrees if isinstance(degree, int)}
     if not {"dp_shard", "cp", "tp"} <= saved.keys():
         return
     shard, cp, tp = (saved[axis] for axis in ("dp_shard", "cp", "tp"))
-    turned = []
+    flipped = []
     for name, shape in trained_matrices(facts).items():
-        own = sides(name, shape, options)
+        projected = sides(name, shape, options)
         cut = sharded_sides(name, facts.fsdp_shards, facts.tp), sharded_sides(name, shard * cp, tp)
-        now, then = (under_plan(own, each, "flip") for each in cut)
-        turned += [name] if now != then else []
-    if turned:
+        now, then = (under_plan(projected, sharded, "flip") for sharded in cut)
+        flipped += [name] if now != then else []
+    if flipped:
         plan = f"dp_shard {shard}, cp {cp}, tp {tp}"
-        allowed = f"a plan that shards {', '.join(with_wildcards(turned))} by the sides of {folder.name} ({plan})"
+        allowed = f"a plan that shards {', '.join(with_wildcards(flipped))} by the sides of {folder.name} ({plan})"
         remedy = 'take that plan, or begin the moments anew by checkpoint.exclude_from_loading = ["optimizer"]'
         yield facts.fault("optimizer.options", allowed, remedy, given='on_conflict = "flip"')
 
 
 def adapter_is_of_this_model(facts: Facts) -> Iterator[Fault]:
-    """The newest checkpoint, where it holds an adapter alone; of a base that takes long to read, loading says it."""
+    """Require the base model of the newest adapter-only checkpoint. For a large base, loading makes this check."""
     options, adapter = facts.config.checkpoint, facts.config.adapter
-    anew = facts.begins_anew or not options.enable
-    if anew or options.initial_load_path is None or adapter.kind == NONE or facts.adapter_save != "alone":
+    fresh_start = facts.begins_anew or not options.enable
+    if fresh_start or options.initial_load_path is None or adapter.kind == NONE or facts.adapter_save != "alone":
         return
     try:
         newest, _ = newest_complete(Path(facts.config.job.dump_folder, options.folder))
@@ -115,7 +122,7 @@ def adapter_is_of_this_model(facts: Facts) -> Iterator[Fault]:
         if base_weights.size(options.initial_load_path) <= QUICKLY_READ:
             base_weights.refuse_another(state, base_weights.reference(options.initial_load_path))
     except NothingLoadable:
-        return  # the rule on initial_load_path says it
+        return  # the rule on initial_load_path reports it
     except CheckpointError as error:
         yield facts.fault("checkpoint.initial_load_path", "the model of the adapter in this folder", str(error))
     except (OSError, ValueError):
@@ -123,40 +130,40 @@ def adapter_is_of_this_model(facts: Facts) -> Iterator[Fault]:
 
 
 def checkpoints_are_still_there(facts: Facts) -> Iterator[Fault]:
-    """A used folder without them is no fresh start: its disk is not mounted, or somebody has moved them."""
+    """Refuse a used folder without its checkpoints: its disk is not mounted, or they have been moved."""
     options, dump = facts.config.checkpoint, facts.config.job.dump_folder
     if not options.enable or facts.begins_anew or "\0" in dump + options.folder:
         return
     folder = Path(dump, options.folder)
     try:
         before = missing_checkpoints(Path(dump), folder)
-    except OSError:  # which the rule on folders names
+    except OSError:  # the rule on folders reports it
         return
     if before is not None:
         given = f"{show(options.folder)}: no checkpoint in {folder}"
         allowed = f"the folder that this run has saved to ({before})"
-        why = "mount its disk or bring it back; to begin anew, give another job.dump_folder"
-        yield facts.fault("checkpoint.folder", allowed, why, given=given)
+        reason = "mount its disk or bring it back; to begin anew, give another job.dump_folder"
+        yield facts.fault("checkpoint.folder", allowed, reason, given=given)
 
 
 def checkpoint_rules(facts: Facts) -> Iterator[Fault]:
     options, key = facts.config.checkpoint, "checkpoint."
     if options.keep_latest_k == 1:
-        why = "the only checkpoint would be deleted for one that nobody has read yet"
-        yield facts.fault(key + "keep_latest_k", "0 (all) or at least 2", why)
+        reason = "the only checkpoint would be deleted for one that nobody has read yet"
+        yield facts.fault(key + "keep_latest_k", "0 (all) or at least 2", reason)
     if options.load_only and (options.last_save_model_only or options.enable_first_step_checkpoint):
         name = "last_save_model_only" if options.last_save_model_only else "enable_first_step_checkpoint"
         yield facts.fault(key + name, "false with checkpoint.load_only, which never saves", "drop one of the two")
     if options.enable and options.initial_load_in_hf and options.initial_load_path is None:
         yield facts.fault(key + "initial_load_in_hf", "true only with initial_load_path", "set the path")
     if options.initial_load_in_hf and not options.initial_load_model_only:
-        why = "safetensors of Hugging Face hold no optimizer state"
-        yield facts.fault(key + "initial_load_model_only", "true with initial_load_in_hf", why)
+        reason = "safetensors of Hugging Face hold no optimizer state"
+        yield facts.fault(key + "initial_load_model_only", "true with initial_load_in_hf", reason)
     if options.initial_load_counters and options.enable and options.initial_load_path is None:
         yield facts.fault(key + "initial_load_counters", "true only with initial_load_path", "set the path")
     if options.initial_load_counters and not options.initial_load_model_only:
-        why = "without it all is taken, the counters too"
-        yield facts.fault(key + "initial_load_counters", "false with initial_load_model_only = false", why)
+        reason = "without it all is taken, the counters too"
+        yield facts.fault(key + "initial_load_counters", "false with initial_load_model_only = false", reason)
     if options.initial_load_path is not None:
         yield from _initial_load(facts, Path(options.initial_load_path))
 
@@ -164,22 +171,22 @@ def checkpoint_rules(facts: Facts) -> Iterator[Fault]:
 def _initial_load(facts: Facts, path: Path) -> Iterator[Fault]:
     key, options = "checkpoint.initial_load_path", facts.config.checkpoint
     try:
-        own = newest_complete(Path(facts.config.job.dump_folder, options.folder))[0] if options.enable else None
-        if own is not None and facts.adapter_save == "whole":
-            return  # this run goes on from its own checkpoint and needs the first one no more
+        newest = newest_complete(Path(facts.config.job.dump_folder, options.folder))[0] if options.enable else None
+        if newest is not None and facts.adapter_save == "whole":
+            return  # this run resumes its own checkpoint and no longer needs the initial weights
         kind, place = find_weights(path)
     except (OSError, NothingLoadable) as error:
         yield facts.fault(key, "weights", str(error))
         return
     if kind != "hf" and options.initial_load_in_hf:
-        why = f"{place} is a checkpoint of {'this project' if kind == 'ours' else 'torchtitan'}; leave it out"
-        yield facts.fault("checkpoint.initial_load_in_hf", "true with a folder or file of Hugging Face only", why)
+        reason = f"{place} is a checkpoint of {'this project' if kind == 'ours' else 'torchtitan'}; leave it out"
+        yield facts.fault("checkpoint.initial_load_in_hf", "true with a folder or file of Hugging Face only", reason)
     if kind == "torchtitan" and not options.initial_load_model_only:
-        why = "of torchtitan's checkpoints the weights alone are read"
-        yield facts.fault("checkpoint.initial_load_model_only", "true with this initial_load_path", why)
+        reason = "of torchtitan's checkpoints the weights alone are read"
+        yield facts.fault("checkpoint.initial_load_model_only", "true with this initial_load_path", reason)
     if kind == "hf" and not options.initial_load_model_only and not options.initial_load_in_hf:
-        why = "safetensors of Hugging Face hold no optimizer state"
-        yield facts.fault("checkpoint.initial_load_model_only", "true with this initial_load_path", why)
+        reason = "safetensors of Hugging Face hold no optimizer state"
+        yield facts.fault("checkpoint.initial_load_model_only", "true with this initial_load_path", reason)
     if options.initial_load_counters:
         yield from _counters(facts, kind, place)
     if kind == "hf" and (place / CONFIG).is_file() and facts.args is not None:
@@ -187,8 +194,9 @@ def _initial_load(facts: Facts, path: Path) -> Iterator[Fault]:
 
 
 def reference_is_of_this_model(facts: Facts) -> Iterator[Fault]:
-    """As far as a folder says it ahead of its tensors. A run that goes on has kept what its reference says; one that
-    was stopped ahead of its first checkpoint asks it again.
+    """Require a DPO reference with the job's model sizes, as far as its folder states them apart from its tensors.
+
+    A resumed run has saved the reference log-probabilities, so it needs the reference only before the first checkpoint.
     """
     key, path, options = "dpo.reference", facts.config.dpo.reference, facts.config.checkpoint
     if path is None or facts.config.task.kind not in PAIRS:
@@ -209,28 +217,30 @@ def reference_is_of_this_model(facts: Facts) -> Iterator[Fault]:
 
 
 def _sizes_of_another_run(facts: Facts, place: Path, key: str) -> Iterator[Fault]:
-    assert facts.args is not None  # who asks has looked
+    assert facts.args is not None  # the caller has checked
     try:
-        kept = read_state(place)["trainer"]
-    except (OSError, ValueError, KeyError):  # of an export; loading says what is wrong
+        saved_job = read_state(place)["trainer"]
+    except (OSError, ValueError, KeyError):  # an export; loading reports the error
         return
-    for change in changes(kept, kept_job(facts.config, asdict(facts.args), 0), model_only=True):
+    for change in changes(saved_job, kept_job(facts.config, asdict(facts.args), 0), model_only=True):
         allowed = f"a model of {change.now}"
         yield facts.fault(key, allowed, f"{place} has {change.before}; give a model of the job's sizes")
 
 
 def _counters(facts: Facts, kind: Kind, place: Path) -> Iterator[Fault]:
-    found, key = counters_of(kind, place), "checkpoint.initial_load_counters"
-    if found is None:
-        why = f"{place} does not say how far they were trained; leave it out"
-        yield facts.fault(key, "true with a checkpoint of this project, or weights beside a training_state.json", why)
-    elif facts.steps is not None and facts.steps <= found.step:
-        why = f"{place} has counted {found.step}, and this run counts on"
-        yield facts.fault("training.steps", f"more than {found.step}", why, given=str(facts.steps))
+    counters, key = counters_of(kind, place), "checkpoint.initial_load_counters"
+    if counters is None:
+        reason = f"{place} does not say how far they were trained; leave it out"
+        yield facts.fault(
+            key, "true with a checkpoint of this project, or weights beside a training_state.json", reason
+        )
+    elif facts.steps is not None and facts.steps <= counters.step:
+        reason = f"{place} has counted {counters.step}, and this run counts on"
+        yield facts.fault("training.steps", f"more than {counters.step}", reason, given=str(facts.steps))
 
 
 def _other_sizes(facts: Facts, folder: Path, key: str) -> Iterator[Fault]:
-    """What a folder's config.json says otherwise than the job; what its tensors say shows when they are loaded."""
+    """Yield a fault if a folder's config.json differs from the job; its tensors are checked when they are loaded."""
     allowed = f"weights of {facts.config.model.name} {facts.config.model.flavor}"
     try:
         form = CONFIGS[facts.config.model.name]
@@ -244,7 +254,7 @@ def _other_sizes(facts: Facts, folder: Path, key: str) -> Iterator[Fault]:
 
 
 def export_has_a_form(facts: Facts) -> Iterator[Fault]:
-    """transformers has not all sizes that the models can have."""
+    """Require a model that transformers can represent, for an export."""
     if facts.config.checkpoint.last_save_in_hf and facts.args is not None:
         try:
             CONFIGS[facts.config.model.name].to_hf(facts.args)
@@ -253,8 +263,7 @@ def export_has_a_form(facts: Facts) -> Iterator[Fault]:
 
 
 def needs_checkpoints(facts: Facts) -> Iterator[Fault]:
-    """Options of checkpoints that are set and would do nothing, as there are none. A run can begin from other weights
-    all the same."""
+    """Report checkpoint options without effect if checkpoints are off. Initial weights work all the same."""
     options = facts.config.checkpoint
     names: tuple[str, ...] = ("load_only", "last_save_model_only", "enable_first_step_checkpoint", "best_metric")
     if options.initial_load_path is None:

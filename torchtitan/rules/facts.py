@@ -55,20 +55,20 @@ class Facts:
     def refused(self, error: LimitError) -> Fault:
         return self.fault(error.option, error.allowed, error.remedy, error.given)
 
-    def judged(self, check: Callable[..., object], *given: object, **named: object) -> Iterator[Fault]:
+    def judged(self, check: Callable[..., object], *args: object, **kwargs: object) -> Iterator[Fault]:
         """Yield the fault for the `LimitError` that `check` (core/constraints.py or degrees.py) raises, if any."""
         try:
-            check(*given, **named)
+            check(*args, **kwargs)
         except LimitError as error:
             yield self.refused(error)
 
     @cached_property
     def shard_or_error(self) -> int | LimitError:
         """Data-parallel shards, with -1 resolved, or the error if the degrees do not fit the ranks."""
-        asked = self.config.parallelism.data_parallel_shard_degree
+        degree = self.config.parallelism.data_parallel_shard_degree
         try:
             return shards_of_ranks(
-                self.world_size, asked, dp_replicate=self.replicas, cp=self.cp, tp=self.tp, pp=self.pp
+                self.world_size, degree, dp_replicate=self.replicas, cp=self.cp, tp=self.tp, pp=self.pp
             )
         except LimitError as error:
             return error
@@ -118,7 +118,7 @@ class Facts:
         return {"training.seq_len": training} | validation_length
 
     def needs_of_a_sequence(self, split: bool) -> dict[str, int]:
-        """Describe the multiples that a sequence length must be of. `split`: sequence parallel also splits it."""
+        """Return the divisors of a sequence length by reason. `split`: sequence parallel also splits it."""
         return sequence_needs(self.config, split)
 
     @cached_property
@@ -129,7 +129,7 @@ class Facts:
 
     @cached_property
     def schedule_table(self) -> Table | ScheduleTableError | None:
-        """The job's own schedule, or what is wrong with it; None where there is none, or nothing to judge it by."""
+        """The schedule of the job's CSV file, or its error; None without one, or without a number of microbatches."""
         degrees = self.config.parallelism
         if self.pp == 1 or degrees.pipeline_parallel_schedule_csv is None or self.microbatches is None:
             return None
@@ -157,12 +157,12 @@ class Facts:
     @property
     def step_samples(self) -> int | None:
         """Samples (or pairs) of an optimizer step over all ranks."""
-        asked = self.config.training.global_batch_size
-        return asked if asked > 0 else self.samples
+        batch_size = self.config.training.global_batch_size
+        return batch_size if batch_size > 0 else self.samples
 
     @cached_property
     def sizes_or_error(self) -> Any | JobError | None:
-        """The flavor's sizes, before overrides; why a folder has none; None where there is no such family or flavor."""
+        """The flavor's sizes before overrides, or the error of its folder; None if the family or flavor is unknown."""
         model = self.config.model
         try:
             return sizes_of(model.name, model.flavor, model.hf_folder, {})
@@ -184,7 +184,7 @@ class Facts:
 
     @cached_property
     def args_or_error(self) -> Any | JobError | None:
-        """The model's sizes, or why they do not fit together; None where what they come from is wrong by itself."""
+        """The model's sizes, or the error if they do not fit together; None if their source or an override is wrong."""
         if self.sizes is None or self.wrong_overrides:
             return None
         try:
@@ -192,7 +192,7 @@ class Facts:
             return args if args.num_parameters else None
         except JobError as error:
             return error
-        except OverflowError:  # a width that is no finite number
+        except OverflowError:  # an infinite width
             return None
 
     @property
@@ -202,13 +202,13 @@ class Facts:
 
     @cached_property
     def untrained_tokens(self) -> list[int]:
-        """Tokens of the weights that the job starts from that nothing has been learned of yet."""
+        """Ids of tokens that have no trained rows in the initial weights yet."""
         options = self.config.checkpoint
         if options.initial_load_path is None:
             return []
         try:
             return untrained(config_beside(Path(options.initial_load_path)) or {})
-        except (OSError, JobError):  # which weights_are_met names
+        except (OSError, JobError):  # _initial_load in rules/checkpoint.py reports it
             return []
 
     @property
@@ -243,7 +243,7 @@ class Facts:
 
     @property
     def fields(self) -> LabelledFields | None:
-        """Where records have their classes; None where no task learns these, or the model is wrong."""
+        """The fields that hold a record's class; None if the task learns no classes, or the model is wrong."""
         classes = getattr(self.args, "n_classes", 0)
         if not self.tells_classes or classes < 2:
             return None
@@ -252,11 +252,13 @@ class Facts:
     @cached_property
     def sources(self) -> dict[str, DataSource]:
         """All data sources that the job reads, by their place in the config."""
-        own = self.config.validation.enable and self.config.validation.split is None
-        return sources_of(self.config, "training") | (sources_of(self.config, "validation") if own else {})
+        validation_has_sources = self.config.validation.enable and self.config.validation.split is None
+        return sources_of(self.config, "training") | (
+            sources_of(self.config, "validation") if validation_has_sources else {}
+        )
 
     def reading(self, source: DataSource) -> RecordReader:
-        """LimitError."""
+        """Return the reader of a source's records. LimitError for a wrong format, field or template."""
         pairs = self.task is not None and self.task.rows_per_sample > 1
         return record_reader(source, self.config.data.default_system, self.packs, pairs)
 
@@ -269,7 +271,7 @@ class Facts:
 
     @cached_property
     def steps(self) -> int | None:
-        """Optimizer steps; None where the data that end them are not tokenized yet, or wrong."""
+        """Number of optimizer steps; None if it depends on data that are not tokenized yet, or wrong."""
         training = self.config.training
         if training.epochs is None and training.tokens is None:
             return training.steps
@@ -277,21 +279,23 @@ class Facts:
 
     @property
     def config_with_end(self) -> JobConfig:
-        """The job as its run has it, see `with_end`; the job itself where the number of steps is not known."""
+        """The job with its number of steps set (see `with_end`); unchanged if that number is not known."""
         return with_end(self.config, self.last_step_of_data)
 
     @cached_property
     def last_step_of_data(self) -> int | None:
-        """The step with which training.epochs or training.tokens end; None where that is not known, or without them."""
+        """The last step of training.epochs or training.tokens; None if it is not known, or if neither is set."""
         training, batch = self.config.training, self.step_samples
         batch = batch and batch * rows_per_sample(self.config)
         if self.packs or (training.epochs is None and training.tokens is None):
-            return None  # which takes the lengths of all records
+            return None  # packing needs the lengths of all records
         if training.tokens is not None:
             return batch and steps_for(samples_in_budget(training.tokens, training.seq_len), batch)
-        wanted = sources_of(self.config, "training").values()
+        source_configs = sources_of(self.config, "training").values()
         try:
-            sources = [open_source(source.dataset, source.dataset_path, self.reading(source)) for source in wanted]
+            sources = [
+                open_source(source.dataset, source.dataset_path, self.reading(source)) for source in source_configs
+            ]
             if batch is None or not all(isinstance(source, TokenShards) for source in sources):
                 return None
             return steps_for(samples_in_epochs(sources, training.seq_len, training.epochs or 1), batch)
@@ -300,22 +304,22 @@ class Facts:
 
     @cached_property
     def adapter_save(self) -> Literal["whole", "alone"]:
-        """What checkpoints hold; see there."""
+        """The contents of checkpoints, see `base_weights.adapter_save`."""
         return adapter_save(self.config.adapter, self.config.checkpoint, self.config.job.dump_folder)
 
     @property
     def begins_anew(self) -> bool:
-        """Whether what is in the folder is deleted before the run."""
+        """True if the run folder is emptied before the run."""
         return self.config.job.clean_start == "always"
 
     @cached_property
     def schedule_start(self) -> int:
-        """The step at which the schedule begins or began: not 0 where the run goes on counting from other weights."""
+        """The first step of the schedule: not 0 if the run continues the step count of its initial weights."""
         return schedule_start(self.config.job.dump_folder, self.config.checkpoint)
 
     @cached_property
     def schedule(self) -> LRSchedule | None:
-        """None where the number of steps is not known. Raises ScheduleError."""
+        """The learning-rate schedule; None if the number of steps is not known. Raises ScheduleError."""
         shape, training = self.config_with_end.lr_scheduler, self.config.training
         of_itself = shape.total_steps is not None or (shape.t_max is not None and shape.t_max_unit == "step")
         if isinstance(shape.warmup_steps, str) and (self.steps is None or training.epochs is None):
@@ -329,33 +333,33 @@ class Facts:
 
 
 def wrong_overrides(name: str, sizes: Any, overrides: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """(allowed, remedy, given) of each override that is no size of family `name`, or of another type or range."""
+    """Yield (allowed, remedy, given) for each override that is unknown to family `name` or of a wrong type or range."""
     hints, zero = typing.get_type_hints(type(sizes)), getattr(sizes, "may_be_zero", ())
     types = {field.name: hints[field.name] for field in dataclasses.fields(sizes)}
     for field, value in overrides.items():
-        given = f"{field} = {show(value)}"
+        setting = f"{field} = {show(value)}"
         if field not in types:
             yield f"sizes of {name}: {', '.join(types)}", hint(field, types), field
         elif table := table_of(type(sizes), field):
             yield from _wrong_parts(field, table, value)
         elif not fits(types[field], value):
-            yield f"{field} = {describe(types[field])}", "", given
+            yield f"{field} = {describe(types[field])}", "", setting
         elif isinstance(value, str):
             continue
         elif value < 0 or value == 0 and value is not False and field not in zero:
-            yield (f"{field} >= 0" if field in zero else f"{field} > 0"), "", given
+            yield (f"{field} >= 0" if field in zero else f"{field} > 0"), "", setting
 
 
 def _wrong_parts(name: str, table: type, value: Any) -> Iterator[tuple[str, str, str]]:
-    """Of a size that is a table of positive numbers, or false."""
+    """Yield the errors of an override that must be a table of positive numbers, or false."""
     hints = typing.get_type_hints(table)
-    known = [field.name for field in dataclasses.fields(table)]
+    part_names = [field.name for field in dataclasses.fields(table)]
     parts = value if isinstance(value, dict) else {}
     if value is not False and not isinstance(value, dict):
-        yield f"{name} = false, or a table of {', '.join(known)}", "", f"{name} = {show(value)}"
+        yield f"{name} = false, or a table of {', '.join(part_names)}", "", f"{name} = {show(value)}"
     for part, number in parts.items():
-        if part not in known:
-            yield f"parts of {name}: {', '.join(known)}", hint(part, known), f"{name} = {{{part}}}"
+        if part not in part_names:
+            yield f"parts of {name}: {', '.join(part_names)}", hint(part, part_names), f"{name} = {{{part}}}"
         elif not fits(hints[part], number):
             allowed = f"{name} = {{{part} = {describe(hints[part])}}}"
             yield allowed, "", f"{name} = {{{part} = {show(number)}}}"

@@ -1,4 +1,4 @@
-"""Rules on names, the model's sizes, its tokenizer, the data and how its records are read."""
+"""Rules on the model's sizes, its tokenizer, the data and the format of its records."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -21,21 +21,21 @@ from torchtitan.rules.facts import Facts, Rule
 
 
 def _sources(facts: Facts) -> Iterator[tuple[str, DataSource, int]]:
-    """The place of each source of data that the job reads, the source, and the length of its samples."""
+    """Yield the config path of each data source of the job, the source, and its sample length."""
     training, validation = facts.config.training, facts.config.validation
     for place, source in facts.sources.items():
-        own = place.startswith("validation")
-        yield place, source, (validation.seq_len if own else None) or training.seq_len
+        is_validation = place.startswith("validation")
+        yield place, source, (validation.seq_len if is_validation else None) or training.seq_len
 
 
 MOST_PARAMETERS = 10**14
-"""A hundred times the largest models that are known of; more fits no machine there is."""
+"""A hundred times the largest known models: no machine could hold more."""
 
 
 def model_sizes(facts: Facts) -> Iterator[Fault]:
-    """Each override by itself; then whether all sizes together make a model."""
+    """Check each override by itself, then all sizes together."""
     key = "model.overrides"
-    yield from (facts.fault(key, *wrong) for wrong in facts.wrong_overrides)
+    yield from (facts.fault(key, *override_error) for override_error in facts.wrong_overrides)
     if isinstance(facts.args_or_error, JobError):
         yield facts.fault(key, f"sizes that fit together: {facts.args_or_error}", "")
     elif facts.sizes and not facts.wrong_overrides and facts.args is None:
@@ -46,12 +46,12 @@ def model_sizes(facts: Facts) -> Iterator[Fault]:
 
 
 def positions_are_learned(facts: Facts) -> Iterator[Fault]:
-    """Where positions are weights, a sequence is not longer than there are."""
-    known = getattr(facts.args, "learned_positions", 0)
+    """Limit sequences to the number of learned position embeddings."""
+    positions = getattr(facts.args, "learned_positions", 0)
     for key, length in facts.lengths.items():
-        if 0 < known < length:
-            remedy = f"write {known}, or model.overrides = {{max_seq_len = {length}}}, where nothing is loaded"
-            yield facts.fault(key, f"at most the {known} positions that the model learns", remedy)
+        if 0 < positions < length:
+            remedy = f"write {positions}, or model.overrides = {{max_seq_len = {length}}}, where nothing is loaded"
+            yield facts.fault(key, f"at most the {positions} positions that the model learns", remedy)
 
 
 def folder_has_sizes(facts: Facts) -> Iterator[Fault]:
@@ -73,7 +73,7 @@ def folder_has_sizes(facts: Facts) -> Iterator[Fault]:
 
 
 def _other_family(name: str, folder: str) -> str:
-    """A remedy, where the folder holds a model of another family."""
+    """Return a remedy if the folder holds a model of another family, else ""."""
     try:
         model_type = read_json(Path(folder) / CONFIG).get("model_type")
     except JobError:
@@ -103,20 +103,20 @@ def tokenizer_fits(facts: Facts) -> Iterator[Fault]:
 
 
 READ_AT_ONCE = 2**25
-"""Bytes of records with classes, which are read to look at the last one."""
+"""Size in bytes up to which labelled records are read to the last one before the run."""
 
 
 def data_is_there(facts: Facts) -> Iterator[Fault]:
-    """Every source by itself."""
-    for place, wanted, seq_len in _sources(facts):
-        if wanted.dataset not in DATASETS or (facts.tells_classes and facts.fields is None):
+    """Require that every source can be opened and suits the tokenizer and the sample length."""
+    for place, source_config, seq_len in _sources(facts):
+        if source_config.dataset not in DATASETS or (facts.tells_classes and facts.fields is None):
             continue
         try:
-            reading = facts.reading(wanted)
-        except LimitError:  # which records_are_read_as_said names
+            reading = facts.reading(source_config)
+        except LimitError:  # records_are_read_as_said reports it
             continue
         try:
-            source = open_source(wanted.dataset, wanted.dataset_path, reading, facts.fields)
+            source = open_source(source_config.dataset, source_config.dataset_path, reading, facts.fields)
             if facts.fields is not None and sum(file.size for file in source.files) <= READ_AT_ONCE:
                 source.probe()
             for package in source.packages:
@@ -130,11 +130,11 @@ def data_is_there(facts: Facts) -> Iterator[Fault]:
             elif isinstance(source, Blocks) and not isinstance(facts.tokenizer, Exception):
                 source.check(seq_len, facts.tokenizer, facts.config.model.tokenizer_path)
         except (OSError, DataError) as error:
-            yield facts.fault(f"{place}.dataset_path", f"data for dataset {show(wanted.dataset)}", str(error))
+            yield facts.fault(f"{place}.dataset_path", f"data for dataset {show(source_config.dataset)}", str(error))
 
 
 def sources_are_said_once(facts: Facts) -> Iterator[Fault]:
-    """Either as a list or in the short form; what is left at its default is not said."""
+    """Refuse data that are set both as a list of sources and in the short form. Defaults do not count."""
     for section in ("training", "validation"):
         part = getattr(facts.config, section)
         for name in ("dataset", "dataset_path"):
@@ -144,7 +144,7 @@ def sources_are_said_once(facts: Facts) -> Iterator[Fault]:
 
 
 def epochs_take_all(facts: Facts) -> Iterator[Fault]:
-    """In a pass every source is gone through once, so there is nothing to weigh."""
+    """Refuse weights if every source is read exactly once per pass."""
     training, validation = facts.config.training, facts.config.validation
     end = "training.epochs" if training.epochs is not None else "training.tokens" * facts.packs
     in_passes = training.epochs is not None or (facts.packs and training.tokens is not None)
@@ -192,7 +192,7 @@ def loader_workers(facts: Facts) -> Iterator[Fault]:
 
 
 def epochs_are_counted(facts: Facts) -> Iterator[Fault]:
-    """What is said in epochs has a meaning where the run is as long as these."""
+    """Refuse intervals in epochs without training.epochs."""
     for key in SPEAKERS if facts.config.training.epochs is None else ():
         section, _, name = key.partition(".")
         if isinstance(getattr(getattr(facts.config, section), name), str):
@@ -204,23 +204,26 @@ HOW = ("format", "fields", "template")
 
 
 def records_are_read_as_said(facts: Facts) -> Iterator[Fault]:
-    """Every format, field and part of a prompt is known, and there are records that it is of."""
+    """Require that every format, field and template is valid and that a source with records uses it."""
     for place, source in facts.sources.items():
         try:
             facts.reading(source)
         except LimitError as error:
             name = error.option.rpartition(".")[2]
-            key = f"{place}.{name}" if "[" in place and _said(facts, place, name) else f"training.{name}"
+            key = f"{place}.{name}" if "[" in place and _source_option(facts, place, name) else f"training.{name}"
             yield facts.fault(key, error.allowed, error.remedy, error.given)
-    read = {place: not facts.tells_classes and has_records(each.dataset) for place, each in facts.sources.items()}
+    read = {
+        place: not facts.tells_classes and has_records(data_source.dataset)
+        for place, data_source in facts.sources.items()
+    }
     for place, source in facts.sources.items():
         for name in HOW if "[" in place and not read[place] else ():
-            if _said(facts, place, name):
+            if _source_option(facts, place, name):
                 yield facts.fault(f"{place}.{name}", _unset(facts, show(source.dataset)), "drop it")
     readers = [source for place, source in facts.sources.items() if read[place]]
     for name in HOW:
-        said = getattr(facts.config.training, name)
-        if said and not any(getattr(source, name) == said for source in readers):
+        value = getattr(facts.config.training, name)
+        if value and not any(getattr(source, name) == value for source in readers):
             remedy = "drop it, or read text or huggingface"
             yield facts.fault(f"training.{name}", _unset(facts), remedy)
     if facts.config.data.default_system is not None and not readers:
@@ -228,30 +231,33 @@ def records_are_read_as_said(facts: Facts) -> Iterator[Fault]:
 
 
 def prompts_are_text(facts: Facts) -> Iterator[Fault]:
-    """A special token in a prompt of one's own is read as the text that it is: in pieces, beside the one that begins
-    every record."""
+    """Refuse special tokens in prompt templates, which are tokenized as plain text."""
     if isinstance(facts.tokenizer, Exception):
         return
     for place, source in facts.sources.items():
         for text in source.template.values():
-            if named := next((name for name in facts.tokenizer.special_tokens if name in text), None):
-                key = f"{place}.template" if "[" in place and _said(facts, place, "template") else "training.template"
-                allowed = f"text without {named}, which a prompt would have in pieces, as it is a special token"
+            if special_token := next((name for name in facts.tokenizer.special_tokens if name in text), None):
+                key = (
+                    f"{place}.template"
+                    if "[" in place and _source_option(facts, place, "template")
+                    else "training.template"
+                )
+                allowed = f"text without {special_token}, which a prompt would have in pieces, as it is a special token"
                 remedy = "records begin and end by themselves; for turns write messages, with data.chat_template"
                 yield facts.fault(key, allowed, remedy)
                 break
 
 
 def fields_are_said_once(facts: Facts) -> Iterator[Fault]:
-    """A format says which fields are read."""
+    """Refuse text_field with a format or template, which select the fields themselves."""
     training = facts.config.training
     remedy = "drop it, and name the fields in fields where they are called otherwise"
-    own = training.text_field != options()["training.text_field"].default and not training.sources
-    if own and (training.format or training.template):
+    applies = training.text_field != options()["training.text_field"].default and not training.sources
+    if applies and (training.format or training.template):
         yield facts.fault("training.text_field", "unset with training.format", remedy)
     for place in facts.sources:
-        own = "[" in place and (_said(facts, place, "format") or _said(facts, place, "template"))
-        if own and _said(facts, place, "text_field"):
+        applies = "[" in place and (_source_option(facts, place, "format") or _source_option(facts, place, "template"))
+        if applies and _source_option(facts, place, "text_field"):
             yield facts.fault(f"{place}.text_field", "unset beside format", remedy)
 
 
@@ -263,8 +269,8 @@ def _unset(facts: Facts, dataset: str = "") -> str:
     return f"unset with dataset {dataset}, which has no records of several fields"
 
 
-def _said(facts: Facts, place: str, name: str) -> object:
-    """Of one of a list of sources, what it says itself."""
+def _source_option(facts: Facts, place: str, name: str) -> object:
+    """Return the option `name` of the source at `place`, an entry of a list of sources."""
     section, _, number = place.rstrip("]").partition(".sources[")
     return getattr(getattr(facts.config, section).sources[int(number)], name)
 

@@ -54,8 +54,8 @@ def folders(facts: Facts) -> Iterator[Fault]:
         "profiling.save_memory_snapshot_folder": config.profiling.save_memory_snapshot_folder,
     }.items():
         if folder.strip() and os.path.normpath(folder).split(os.sep)[0] in USED_BY_THE_RUN:
-            others = ", ".join(map(show, sorted(USED_BY_THE_RUN)))
-            yield facts.fault(key, f"a name that the run does not use itself ({others})", "give another")
+            reserved = ", ".join(map(show, sorted(USED_BY_THE_RUN)))
+            yield facts.fault(key, f"a name that the run does not use itself ({reserved})", "give another")
         elif not folder.strip() or Path(folder).is_absolute() or ".." in Path(folder).parts:
             yield facts.fault(key, "a folder inside job.dump_folder", "give its name alone")
     key, dump = "job.dump_folder", config.job.dump_folder
@@ -63,23 +63,23 @@ def folders(facts: Facts) -> Iterator[Fault]:
         yield facts.fault(key, "a folder", 'write "./outputs"')
         return
     if fault := unwritable(Path(dump)):
-        allowed, why = fault
-        yield facts.fault(key, allowed, f"{why}; name another folder")
+        allowed, reason = fault
+        yield facts.fault(key, allowed, f"{reason}; name another folder")
         return
     if in_the_way := out_of_place(Path(dump)):
         remedy = f"{in_the_way}; move it away, or name another folder"
         yield facts.fault(key, "a run's folder, or a new one", remedy)
     folder = config.checkpoint.folder
     if config.checkpoint.enable and "\0" not in folder and (fault := unwritable(Path(dump, folder))):
-        allowed, why = fault
-        yield facts.fault("checkpoint.folder", allowed, f"{why}; bring it back, or name another folder")
+        allowed, reason = fault
+        yield facts.fault("checkpoint.folder", allowed, f"{reason}; bring it back, or name another folder")
     if config.data.cache_dir is not None and (fault := unwritable(Path(config.data.cache_dir))):
-        allowed, why = fault
-        yield facts.fault("data.cache_dir", allowed, f"{why}; name another folder")
+        allowed, reason = fault
+        yield facts.fault("data.cache_dir", allowed, f"{reason}; name another folder")
 
 
 def unwritable(folder: Path) -> tuple[str, str] | None:
-    """Of a folder that nothing can be written into, what is allowed and why this is not; it may have yet to be made."""
+    """Return (allowed, reason) for a folder that cannot be written to, else None. It need not exist yet."""
     try:
         existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if _is_there(p))
         if not existing.exists():
@@ -94,13 +94,15 @@ def unwritable(folder: Path) -> tuple[str, str] | None:
 
 
 def _cannot_be_filled(folder: Path) -> tuple[str, str] | None:
-    """Create and remove a folder in it, since permissions do not show that /proc or a full disk takes nothing. Its name
-    is one that a run's own cleanup removes."""
+    """Create and remove a folder in it, since permissions do not show a full disk or a file system such as /proc.
+
+    A run's cleanup would remove a leftover folder of this name.
+    """
     trial = folder / f".{LOGS}.tmp"
     try:
         trial.mkdir()
         trial.rmdir()
-    except FileExistsError:  # another check is at it
+    except FileExistsError:  # another check made it
         return None
     except OSError as error:
         reason = f"nothing can be made in {folder.resolve()} ({error.strerror or error})"
@@ -109,7 +111,7 @@ def _cannot_be_filled(folder: Path) -> tuple[str, str] | None:
 
 
 def _is_there(path: Path) -> bool:
-    """Also a link that leads nowhere. Raises OSError for names that nothing can have."""
+    """Return True if the path exists, also as a dangling link. Raises OSError for invalid names."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -125,7 +127,7 @@ def profiler_window(facts: Facts) -> Iterator[Fault]:
 
 
 def without_effect(facts: Facts) -> Iterator[Fault]:
-    """Options that are set and would do nothing."""
+    """Report options of debug, metrics and checkpoint that are set and have no effect."""
     config = facts.config
     if config.debug.deterministic_warn_only and not config.debug.deterministic:
         yield facts.fault("debug.deterministic_warn_only", "false without debug.deterministic", "set both or neither")
@@ -148,15 +150,15 @@ def policies_can_be_followed(facts: Facts) -> Iterator[Fault]:
     for name in POLICIES:
         policy, key = getattr(guard, name), f"guard.{name}"
         if policy == "skip" and facts.config.optimizer.early_step_in_backward:
-            why = "each update is made in backward, before the loss or the norm is known"
-            yield facts.fault(key, '"stop" or "rollback" with optimizer.early_step_in_backward', why)
+            reason = "each update is made in backward, before the loss or the norm is known"
+            yield facts.fault(key, '"stop" or "rollback" with optimizer.early_step_in_backward', reason)
         if policy == "rollback" and (not saves.enable or saves.load_only):
-            why = "there is nothing to go back to without; set it, or write skip"
+            reason = "there is nothing to go back to without; set it, or write skip"
             allowed = '"rollback" only with checkpoint.enable' + (" and without load_only" if saves.load_only else "")
-            yield facts.fault(key, allowed, why)
+            yield facts.fault(key, allowed, reason)
     if guard.shard_checksums and facts.config.optimizer.early_step_in_backward:
-        why = "each update is made in backward, before the checksums can be compared"
-        yield facts.fault("guard.shard_checksums", "false with optimizer.early_step_in_backward", why)
+        reason = "each update is made in backward, before the checksums can be compared"
+        yield facts.fault("guard.shard_checksums", "false with optimizer.early_step_in_backward", reason)
 
 
 def guards_without_effect(facts: Facts) -> Iterator[Fault]:
@@ -181,13 +183,13 @@ OF_CLASSES = ("validation_accuracy", "validation_f1")
 
 
 def _measured(facts: Facts, key: str, name: str) -> Iterator[Fault]:
-    """Of an option that names what a validation measures."""
-    known = (LOSS, *(OF_CLASSES if facts.tells_classes else ()))
+    """Require that validation measures the metric `name`, the value of option `key`."""
+    metrics = (LOSS, *(OF_CLASSES if facts.tells_classes else ()))
     if not facts.config.validation.enable:
         yield facts.fault(key, "nothing without validation.enable", "set both, or leave it out")
-    elif name not in known:
-        remedy = hint(name, known, 0.8, quote=True) or "these are measured in a validation of this task"
-        yield facts.fault(key, ", ".join(map(show, known)), remedy)
+    elif name not in metrics:
+        remedy = hint(name, metrics, 0.8, quote=True) or "these are measured in a validation of this task"
+        yield facts.fault(key, ", ".join(map(show, metrics)), remedy)
 
 
 def best_is_measured(facts: Facts) -> Iterator[Fault]:
@@ -201,25 +203,28 @@ def best_is_measured(facts: Facts) -> Iterator[Fault]:
     if options.load_only:
         yield facts.fault(key, "nothing with checkpoint.load_only, which never saves", "drop one of the two")
     if options.export_best and not (options.last_save_model_only or facts.config.adapter.last_save_in_peft):
-        why = "they say what is exported"
+        reason = "they say what is exported"
         needed = "checkpoint.last_save_model_only or adapter.last_save_in_peft"
-        yield facts.fault("checkpoint.export_best", f"false without {needed}", f"{why}; set one of them")
+        yield facts.fault("checkpoint.export_best", f"false without {needed}", f"{reason}; set one of them")
 
 
 def saves_are_measured(facts: Facts) -> Iterator[Fault]:
-    """Of shares of steps that are known only with the data, the run says it before it starts."""
+    """Require that each checkpoint falls on a validation.
+
+    If the intervals depend on the length of the data, the run itself checks them before it starts.
+    """
     config = facts.config
     if config.checkpoint.best_metric is None or not config.validation.enable:
         return
     if config.checkpoint.interval_type == "seconds":
-        why = "each checkpoint falls on a validation, and these are counted in steps"
-        yield facts.fault("checkpoint.interval_type", '"steps" with checkpoint.best_metric', why)
+        reason = "each checkpoint falls on a validation, and these are counted in steps"
+        yield facts.fault("checkpoint.interval_type", '"steps" with checkpoint.best_metric', reason)
         return
-    said = config.checkpoint.interval, config.validation.freq
-    if all(isinstance(each, int) for each in said):
-        yield from facts.judged(check_measured_saves, *said)
+    intervals = config.checkpoint.interval, config.validation.freq
+    if all(isinstance(value, int) for value in intervals):
+        yield from facts.judged(check_measured_saves, *intervals)
     elif facts.steps is not None:
-        with suppress(CadenceError):  # which another rule says
+        with suppress(CadenceError):  # another rule reports it
             cadence = cadence_of(facts.config_with_end, facts.steps)
             yield from facts.judged(check_measured_saves, cadence.save, cadence.validate)
 

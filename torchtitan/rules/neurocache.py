@@ -1,4 +1,4 @@
-"""Rules on a cache of past states, and on the documents that it is filled from."""
+"""Rules on Neurocache and on the documents that fill its cache."""
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -31,23 +31,23 @@ def cache_fits_the_model(facts: Facts) -> Iterator[Fault]:
         )
         return
     longest = max(facts.lengths.values())
-    wrong = list(misfits_of(options, args.n_layers, args.dim, longest))
-    for size in filter(None, options.eval_cache_sizes if not wrong else ()):
+    misfits = list(misfits_of(options, args.n_layers, args.dim, longest))
+    for size in filter(None, options.eval_cache_sizes if not misfits else ()):
         if size < 0:
-            wrong.append(Misfit(KEY + "eval_cache_sizes", "sizes from 0 on", f"drop {size}"))
+            misfits.append(Misfit(KEY + "eval_cache_sizes", "sizes from 0 on", f"drop {size}"))
             continue
-        for each in misfits_of(replace(options, cache_size=size), args.n_layers, args.dim, longest):
-            wrong.append(each._replace(key=KEY + "eval_cache_sizes"))
-    yield from (facts.fault(*each) for each in wrong)
+        for misfit in misfits_of(replace(options, cache_size=size), args.n_layers, args.dim, longest):
+            misfits.append(misfit._replace(key=KEY + "eval_cache_sizes"))
+    yield from (facts.fault(*misfit) for misfit in misfits)
     if options.compat_head_layout and facts.tp > 1:
         remedy = "each rank has some of the heads, and this layout mixes the numbers of all: use another parallelism"
         yield facts.fault(KEY + "compat_head_layout", "false with tensor parallel", remedy)
-    if wrong or facts.pp == 1:
+    if misfits or facts.pp == 1:
         return
     layers, first = layers_of(options, args.n_layers), 0
     try:
         stages = layers_by_stage(facts)
-    except (JobError, AssertionError):  # which is told already
+    except (JobError, AssertionError):  # another rule reports it
         return
     for count in stages:
         if first <= layers.first < first + count <= layers.last:
@@ -60,7 +60,7 @@ def released_cache_is_the_jobs(facts: Facts) -> Iterator[Fault]:
     if options.kind != KIND or options.initial_path is None or facts.args is None:
         return
     try:
-        wrong = list(
+        mismatches = list(
             authors_format.differences(
                 authors_format.read(Path(options.initial_path)), options.neurocache, facts.args.n_layers
             )
@@ -69,7 +69,8 @@ def released_cache_is_the_jobs(facts: Facts) -> Iterator[Fault]:
         yield facts.fault(key, f"a folder with {authors_format.CONFIG}", str(error))
         return
     yield from (
-        facts.fault(key, "an adapter of the job's kind", f"its {authors_format.CONFIG} has {each}") for each in wrong
+        facts.fault(key, "an adapter of the job's kind", f"its {authors_format.CONFIG} has {mismatch}")
+        for mismatch in mismatches
     )
 
 
@@ -99,8 +100,8 @@ def cache_is_shared(facts: Facts) -> Iterator[Fault]:
     if facts.tp == 1:
         remedy = "leave it out, or set parallelism.tensor_parallel_degree"
         yield facts.fault(KEY + "cache_shard", '"none" without tensor parallel', remedy)
-    elif left := options.cache_size % facts.tp:
-        below = options.cache_size - left
+    elif remainder := options.cache_size % facts.tp:
+        below = options.cache_size - remainder
         remedy = f"write {below} or {below + facts.tp}"
         yield facts.fault(KEY + "cache_size", f'a multiple of {facts.tp} ranks with cache_shard = "tp"', remedy)
     elif any(size % facts.tp for size in options.eval_cache_sizes):
@@ -112,22 +113,22 @@ def cache_is_shared(facts: Facts) -> Iterator[Fault]:
 
 
 def cache_options_have_a_cache(facts: Facts) -> Iterator[Fault]:
-    """Options of a cache, or of what stands beside it, that would do nothing."""
-    given, default = facts.config.adapter, Adapter()
-    if given.kind == "none":
+    """Report options of Neurocache, or of the adapter combined with it, that have no effect."""
+    adapter_options, default = facts.config.adapter, Adapter()
+    if adapter_options.kind == "none":
         return
-    if given.kind != KIND:
-        for each in fields(Neurocache):
-            if getattr(given.neurocache, each.name) != getattr(default.neurocache, each.name):
+    if adapter_options.kind != KIND:
+        for field in fields(Neurocache):
+            if getattr(adapter_options.neurocache, field.name) != getattr(default.neurocache, field.name):
                 remedy = 'write kind = "neurocache", or leave it out'
-                yield facts.fault(KEY + each.name, f'nothing with adapter.kind = "{given.kind}"', remedy)
+                yield facts.fault(KEY + field.name, f'nothing with adapter.kind = "{adapter_options.kind}"', remedy)
         return
-    beside = given.neurocache.beside
+    beside = adapter_options.neurocache.beside
     if beside not in BESIDE:
         yield facts.fault(KEY + "beside", f"one of {', '.join(BESIDE)}", "")
-    if linear_adapter_options(given) is None:
+    if linear_adapter_options(adapter_options) is None:
         for name in LOW_RANK_OPTIONS:
-            if getattr(given, name) != getattr(default, name):
+            if getattr(adapter_options, name) != getattr(default, name):
                 remedy = 'write adapter.neurocache.beside = "lora", or leave it out'
                 yield facts.fault(f"adapter.{name}", 'nothing with adapter.neurocache.beside = "none"', remedy)
 

@@ -1,7 +1,4 @@
-"""Rules on the optimizer, its schedule, precision, recompute and compile.
-
-Rules on what an optimizer asks of the model, of precision and of where parameters are.
-"""
+"""Rules on the optimizer and its needs, its schedule, precision, recompute and compile."""
 
 import shutil
 from collections.abc import Iterable, Iterator
@@ -44,8 +41,8 @@ def schedule_fits(facts: Facts) -> Iterator[Fault]:
     if shape.decay_ratio is not None and restarts:
         yield facts.fault("lr_scheduler.decay_ratio", f'unset with decay_type = "{shape.decay_type}"', "drop it")
     if shape.warmup_type != "linear" and (restarts or shape.warmup_steps == 0):
-        said = f'decay_type = "{shape.decay_type}"' if restarts else "lr_scheduler.warmup_steps = 0"
-        yield facts.fault("lr_scheduler.warmup_type", f'"linear" with {said}', "leave it out")
+        setting = f'decay_type = "{shape.decay_type}"' if restarts else "lr_scheduler.warmup_steps = 0"
+        yield facts.fault("lr_scheduler.warmup_type", f'"linear" with {setting}', "leave it out")
     if shape.cycle_length is not None and not restarts:
         allowed = f'unset, except with decay_type = "{JAGGED}" or "{CYCLICAL}"'
         yield facts.fault("lr_scheduler.cycle_length", allowed, "drop it")
@@ -57,7 +54,7 @@ def schedule_fits(facts: Facts) -> Iterator[Fault]:
 
 
 def optimizer_options(facts: Facts) -> Iterator[Fault]:
-    """What the optimizer would refuse, or never look at."""
+    """Refuse options that the optimizer rejects or does not read."""
     given, default = facts.config.optimizer, Optimizer()
     spec = OPTIMIZERS.get(given.name)
     if spec is None:
@@ -67,8 +64,10 @@ def optimizer_options(facts: Facts) -> Iterator[Fault]:
     for key, value, allowed, remedy in spec.wrong(given.name, shared, given.options):
         yield facts.fault(key, allowed, remedy, given=value)
     if given.implementation is not None and given.implementation not in spec.implementations:
-        known = ", ".join(map(show, spec.implementations))
-        yield facts.fault("optimizer.implementation", f'{known} with optimizer.name = "{given.name}"', "leave it out")
+        allowed_names = ", ".join(map(show, spec.implementations))
+        yield facts.fault(
+            "optimizer.implementation", f'{allowed_names} with optimizer.name = "{given.name}"', "leave it out"
+        )
 
 
 def step_in_backward(facts: Facts) -> Iterator[Fault]:
@@ -76,32 +75,32 @@ def step_in_backward(facts: Facts) -> Iterator[Fault]:
     if not config.optimizer.early_step_in_backward:
         return
     if config.training.max_norm > 0:
-        why = "clipping needs all gradients at once, and here each is gone before the next is there"
-        yield facts.fault("training.max_norm", f"0 with {key}", why)
+        reason = "clipping needs all gradients at once, and here each is gone before the next is there"
+        yield facts.fault("training.max_norm", f"0 with {key}", reason)
     if facts.samples and config.training.global_batch_size > facts.samples:
-        why = "accumulation keeps gradients from one forward pass to the next"
-        yield facts.fault("training.global_batch_size", f"-1 or {facts.samples} with {key}", why)
+        reason = "accumulation keeps gradients from one forward pass to the next"
+        yield facts.fault("training.global_batch_size", f"-1 or {facts.samples} with {key}", reason)
     if facts.tp > 1 or facts.cp > 1:
-        why = "norms' gradients are summed over tensor-parallel ranks after backward"
-        why = why if facts.tp > 1 else "it has been shown equal to one device with data parallel alone"
-        yield facts.fault(key, "false with tensor or context parallel", why)
+        reason = "norms' gradients are summed over tensor-parallel ranks after backward"
+        reason = reason if facts.tp > 1 else "it has been shown equal to one device with data parallel alone"
+        yield facts.fault(key, "false with tensor or context parallel", reason)
     if config.training.enable_cpu_offload and facts.device == "cuda":
-        why = "before torch 2.13, FSDP2 hands over gradients whose copy to the host has not ended (pytorch #180666)"
-        yield facts.fault(key, "false with training.enable_cpu_offload on a GPU", why)
+        reason = "before torch 2.13, FSDP2 hands over gradients whose copy to the host has not ended (pytorch #180666)"
+        yield facts.fault(key, "false with training.enable_cpu_offload on a GPU", reason)
 
 
 def precision(facts: Facts) -> Iterator[Fault]:
     training = facts.config.training
     if training.dtype == "bfloat16" and training.mixed_precision_param == "float32":
-        why = "computing in float32 adds nothing to weights kept in bfloat16"
-        yield facts.fault("training.mixed_precision_param", '"bfloat16" with training.dtype = "bfloat16"', why)
+        reason = "computing in float32 adds nothing to weights kept in bfloat16"
+        yield facts.fault("training.mixed_precision_param", '"bfloat16" with training.dtype = "bfloat16"', reason)
 
 
 def recompute_and_compile(facts: Facts) -> Iterator[Fault]:
     config, compiled = facts.config, facts.config.compile
     if config.activation_checkpoint.mode == "memory_budget" and facts.tp > 1:
-        why = "the compiler cannot tell how large the meshes of split weights are (torch 2.13)"
-        remedy = f'{why}; write "full" or "selective"'
+        reason = "the compiler cannot tell how large the meshes of split weights are (torch 2.13)"
+        remedy = f'{reason}; write "full" or "selective"'
         yield facts.fault("activation_checkpoint.mode", "another mode with tensor parallel", remedy)
     elif config.activation_checkpoint.mode == "memory_budget" and facts.ep > 1:
         remedy = 'experts that travel are not compiled, so no budget is theirs; write "full" or "selective"'
@@ -113,8 +112,8 @@ def recompute_and_compile(facts: Facts) -> Iterator[Fault]:
     if compiled.enable and not compiled.components:
         yield facts.fault("compile.components", '"model", "loss" or both', "or set compile.enable = false")
     if compiled.enable and compiled.scope == "model" and set(compiled.components) != {"model", "loss"}:
-        why = "the whole model has its loss in it"
-        yield facts.fault("compile.components", '["model", "loss"] with compile.scope = "model"', why)
+        reason = "the whole model has its loss in it"
+        yield facts.fault("compile.components", '["model", "loss"] with compile.scope = "model"', reason)
     if compiled.enable and compiled.scope == "model" and (facts.shard or 1) > 1:
         allowed = f'"block" where parameters are sharded (here over {facts.shard} ranks)'
         remedy = 'write "block", or parallelism.data_parallel_shard_degree = 1 with replicas'
@@ -130,7 +129,7 @@ def recompute_and_compile(facts: Facts) -> Iterator[Fault]:
 
 
 def has_cpp_compiler() -> bool:
-    """As inductor looks for one, the environment's CXX aside."""
+    """Return True if inductor would find a C++ compiler on the PATH; ignores the variable CXX."""
     return any(map(shutil.which, ("g++", "clang++", "c++")))
 
 
@@ -138,13 +137,13 @@ OPTIONS = "optimizer.options"
 
 
 def options_of_the_optimizer(facts: Facts) -> dict[str, Any] | None:
-    """With defaults; None where the optimizer or what it is given is wrong by itself."""
-    given = facts.config.optimizer
-    spec = OPTIMIZERS.get(given.name)
-    shared = {key: getattr(given, key) for key in SHARED}
-    if spec is None or any(spec.wrong(given.name, {key: shared[key] for key in spec.shared}, given.options)):
+    """Return the optimizer's arguments with defaults; None if its name or an option is wrong."""
+    section = facts.config.optimizer
+    spec = OPTIMIZERS.get(section.name)
+    shared = {key: getattr(section, key) for key in SHARED}
+    if spec is None or any(spec.wrong(section.name, {key: shared[key] for key in spec.shared}, section.options)):
         return None
-    return spec.arguments(shared, given.options)
+    return spec.arguments(shared, section.options)
 
 
 def trained_matrices(facts: Facts) -> dict[str, tuple[int, int]]:
@@ -191,13 +190,13 @@ def optimizer_has_matrices(facts: Facts) -> Iterator[Fault]:
     options = options_of_the_optimizer(facts)
     if not options or "targets" not in options or not trained_matrices(facts):
         return
-    known = ", ".join(with_wildcards(trained_matrices(facts)))
-    written = options["targets"] != HIDDEN  # the default has names of several families
-    patterns = [[pattern] for pattern in options["targets"]] if written else [options["targets"]]
+    matrices = ", ".join(with_wildcards(trained_matrices(facts)))
+    explicit = options["targets"] != HIDDEN  # the default has names of several families
+    patterns = [[pattern] for pattern in options["targets"]] if explicit else [options["targets"]]
     for some in patterns or [[]]:
         if not any(taken(name, shape, some) for name, shape in trained_matrices(facts).items()):
             remedy = "correct or drop it" if some else 'or write optimizer.name = "AdamW"'
-            yield facts.fault(OPTIONS, f"targets that fit one of {known}", remedy, given=f"targets = {show(some)}")
+            yield facts.fault(OPTIONS, f"targets that fit one of {matrices}", remedy, given=f"targets = {show(some)}")
 
 
 def optimizer_projects_something(facts: Facts) -> Iterator[Fault]:
@@ -214,7 +213,11 @@ def optimizer_projects_something(facts: Facts) -> Iterator[Fault]:
     if options.get("on_conflict") != "error":
         return
     shards, tp = facts.fsdp_shards or 1, facts.tp
-    cut = [name for name, found in projected.items() if sharded_sides(name, shards, tp).intersection(found)]
+    cut = [
+        name
+        for name, projected_sides in projected.items()
+        if sharded_sides(name, shards, tp).intersection(projected_sides)
+    ]
     if cut:
         given, names = 'on_conflict = "error"', ", ".join(with_wildcards(cut))
         remedy = 'as FSDP shards rows; write side = "right" too'
@@ -235,8 +238,8 @@ def optimizer_reaches_the_other_ranks(facts: Facts) -> Iterator[Fault]:
     name, offloaded = facts.config.optimizer.name, facts.config.training.enable_cpu_offload
     between_gpus = facts.device == "cuda" and facts.world_size > 1
     if name in OPTIMIZERS and OPTIMIZERS[name].sums and offloaded and between_gpus:
-        why = "its step sums over ranks, and between GPUs that goes for what is on them"
-        yield facts.fault("training.enable_cpu_offload", f'false with optimizer.name = "{name}"', why)
+        reason = "its step sums over ranks, and between GPUs that goes for what is on them"
+        yield facts.fault("training.enable_cpu_offload", f'false with optimizer.name = "{name}"', reason)
 
 
 RULES: tuple[Rule, ...] = (

@@ -1,4 +1,4 @@
-"""Rules on the degrees of parallelism, the ranks and batches, and on what tensor, context and expert parallel split."""
+"""Rules on the degrees of parallelism, on batches, and on the sizes that tensor, context and expert parallel split."""
 
 import math
 import os
@@ -39,16 +39,16 @@ def degrees_fit_the_ranks(facts: Facts) -> Iterator[Fault]:
 
 
 def model_allows_the_plan(facts: Facts) -> Iterator[Fault]:
-    """What a family alone asks for is said by its sizes."""
+    """Apply the limits of the model family itself."""
     if hasattr(facts.args, "limits"):
         limits = facts.args.limits(facts.config.model.overrides, tp=facts.tp, cp=facts.cp, pp=facts.pp)
         yield from map(facts.refused, limits)
 
 
 def batch_divides(facts: Facts) -> Iterator[Fault]:
-    asked, local = facts.config.training.global_batch_size, facts.config.training.local_batch_size
-    if asked == 0 or facts.samples:
-        yield from facts.judged(check_global_batch, asked, local, (facts.samples or local) // local)
+    global_batch, local = facts.config.training.global_batch_size, facts.config.training.local_batch_size
+    if global_batch == 0 or facts.samples:
+        yield from facts.judged(check_global_batch, global_batch, local, (facts.samples or local) // local)
 
 
 def needs_its_degree(facts: Facts) -> Iterator[Fault]:
@@ -63,7 +63,10 @@ def needs_its_degree(facts: Facts) -> Iterator[Fault]:
 
 
 def needs_shards(facts: Facts) -> Iterator[Fault]:
-    """Beside a pipeline, which excludes prefetch and "always" on any number of shards (excluded_by_a_pipeline)."""
+    """Refuse FSDP options on a single shard.
+
+    `excluded_by_a_pipeline` refuses prefetch and "always" in a pipeline on any number of shards.
+    """
     degrees = facts.config.parallelism
     if facts.fsdp_shards != 1 or facts.config.training.enable_cpu_offload:
         return
@@ -78,7 +81,7 @@ def needs_shards(facts: Facts) -> Iterator[Fault]:
 
 
 def batch_fits_the_memory(facts: Facts) -> Iterator[Fault]:
-    """Of what is far beyond it: the ids of a batch alone, their labels, positions and documents."""
+    """Refuse a batch with more token ids, labels, positions and document ids than the host memory holds."""
     training = facts.config.training
     bytes_of_a_sample = 4 * 8 * training.seq_len * rows_per_sample(facts.config)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
@@ -90,18 +93,18 @@ def batch_fits_the_memory(facts: Facts) -> Iterator[Fault]:
 
 
 RINGS = ("ring", "alltoall")
-"""Ways of context parallel that pass keys and values on from rank to rank."""
+"""Context-parallel methods that pass keys and values from rank to rank."""
 
 
 def _split_sizes(facts: Facts) -> dict[str, int]:
-    """What tensor parallel deals out; nothing where that is not known."""
+    """Return the model sizes that tensor parallel splits; empty without it, or if the model is wrong."""
     args = facts.args
     if facts.tp == 1 or args is None:
         return {}
     sizes = {
         "n_heads": args.n_heads,
         "n_kv_heads": args.num_kv_heads,
-        "feed-forward width": getattr(args, "ffn_dim", 0),  # where every layer has experts there is none
+        "feed-forward width": getattr(args, "ffn_dim", 0),  # 0 if every layer has experts
         "vocab_size": args.vocab_size,
         "n_classes": getattr(args, "n_classes", 0),
     }
@@ -109,7 +112,7 @@ def _split_sizes(facts: Facts) -> dict[str, int]:
 
 
 def uneven(facts: Facts) -> list[str]:
-    """Sizes that keep the model from being split so: what else depends on the degree can be judged when it is right."""
+    """Return the sizes that the tensor-parallel degree does not divide. Other rules on that degree wait for these."""
     return degrees.uneven(facts.tp, _split_sizes(facts))
 
 
@@ -118,7 +121,7 @@ def sizes_divide_over_tensor_parallel(facts: Facts) -> Iterator[Fault]:
 
 
 def sequence_divides(facts: Facts) -> Iterator[Fault]:
-    """A degree that the model does not allow asks for nothing: the sequence would only be fitted to it in vain."""
+    """Require that sequence lengths suit the degrees. Degrees that do not suit the model are left to other rules."""
     if _heads_limit(facts):
         return
     needs = facts.needs_of_a_sequence(split=facts.sequence_parallel and not uneven(facts))
@@ -127,13 +130,13 @@ def sequence_divides(facts: Facts) -> Iterator[Fault]:
 
 
 def _heads_limit(facts: Facts) -> LimitError | None:
-    """Of the heads that ulysses deals out, where it cannot."""
+    """Return the error if ulysses cannot distribute the heads over the context-parallel ranks."""
     args, method = facts.args, facts.config.parallelism.context_parallel_rotate_method
     if facts.cp == 1 or method != "ulysses" or args is None or args.n_heads % facts.tp:
         return None
-    of = f" (n_heads {args.n_heads} / tensor_parallel {facts.tp})" * (facts.tp > 1)
+    detail = f" (n_heads {args.n_heads} / tensor_parallel {facts.tp})" * (facts.tp > 1)
     try:
-        degrees.check_dealt_heads(facts.cp, args.n_heads // facts.tp, of)
+        degrees.check_dealt_heads(facts.cp, args.n_heads // facts.tp, detail)
     except LimitError as error:
         return error
     return None
@@ -165,7 +168,7 @@ def rings_have_their_own_attention(facts: Facts) -> Iterator[Fault]:
 
 
 def rings_carry_no_window(facts: Facts) -> Iterator[Fault]:
-    """What travels round is attended to piece by piece, and a window would cut through the pieces."""
+    """Refuse a sliding window with ring attention, which attends to one chunk of keys at a time."""
     method, window = facts.config.parallelism.context_parallel_rotate_method, getattr(facts.args, "sliding_window", 0)
     if facts.cp > 1 and method in RINGS and window:
         allowed = f'"allgather" or "ulysses" with a sliding window (of {window} tokens)'
@@ -191,15 +194,15 @@ def groups_are_parts_of_a_sequence(facts: Facts) -> Iterator[Fault]:
 
 
 def groups_fit_the_model(facts: Facts) -> Iterator[Fault]:
-    """Groups hide of plainly causal attention what lies in others."""
+    """Refuse S2 groups in a model without plain causal attention, or with an odd number of heads."""
     args, name = facts.args, facts.config.model.name
     if not facts.config.model.s2_group_size or args is None:
         return
-    others = {"sliding_window": "a sliding window", "attention_dropout": "attention_dropout"}
-    others = {key: what for key, what in others.items() if getattr(args, key, 0)}
-    for key, what in others.items():
+    obstacles = {"sliding_window": "a sliding window", "attention_dropout": "attention_dropout"}
+    obstacles = {key: description for key, description in obstacles.items() if getattr(args, key, 0)}
+    for key, description in obstacles.items():
         remedy = f"write 0, or model.overrides = {{{key} = 0}}"
-        yield facts.fault(S2_KEY, f"0 for a model with {what} ({getattr(args, key)})", remedy)
+        yield facts.fault(S2_KEY, f"0 for a model with {description} ({getattr(args, key)})", remedy)
     if not getattr(args, "causal", True):
         yield facts.fault(S2_KEY, f"0 for {name}, whose tokens see those behind them", "write 0, or train a decoder")
     if args.n_heads % 2:
@@ -208,13 +211,15 @@ def groups_fit_the_model(facts: Facts) -> Iterator[Fault]:
 
 
 def groups_are_of_training_alone(facts: Facts) -> Iterator[Fault]:
-    """What evaluation says of the model, seeing everything, is not to be set beside what training does."""
+    """Refuse S2 groups in tasks that reuse values from evaluation mode, which has full attention."""
     kind = facts.config.task.kind
     if not facts.config.model.s2_group_size or facts.task is None:
         return
     if facts.task.streams_documents or facts.task.rows_per_sample > 1:
-        why = "reads again what a cache has kept" if facts.task.streams_documents else "sets answers beside a reference"
-        yield facts.fault(S2_KEY, f'0 with task.kind = "{kind}", which {why} as evaluation sees them', "write 0")
+        reason = (
+            "reads again what a cache has kept" if facts.task.streams_documents else "sets answers beside a reference"
+        )
+        yield facts.fault(S2_KEY, f'0 with task.kind = "{kind}", which {reason} as evaluation sees them', "write 0")
 
 
 def groups_have_all_keys(facts: Facts) -> Iterator[Fault]:
@@ -245,23 +250,25 @@ def expert_parallel_borrows(facts: Facts) -> Iterator[Fault]:
     if facts.experts % facts.ep == 0 and not uneven(facts):
         yield from facts.judged(check_borrowing, facts.ep, facts.shard, facts.cp, facts.tp, facts.experts)
     if facts.tp > 1 and not facts.sequence_parallel:
-        why = "tensor-parallel ranks would all send the same tokens"
+        reason = "tensor-parallel ranks would all send the same tokens"
         yield facts.fault(
-            "parallelism.disable_sequence_parallel", f"false with {EXPERT_DEGREE} and tensor parallel", why
+            "parallelism.disable_sequence_parallel", f"false with {EXPERT_DEGREE} and tensor parallel", reason
         )
 
 
 def experts_divide_over_what_is_left(facts: Facts) -> Iterator[Fault]:
-    """FSDP shards a rank's experts evenly: whole ones, or a part of each."""
+    """Require that FSDP can shard a rank's experts evenly: by experts, or within each expert."""
     if facts.ep == 1 or facts.shard is None or not facts.experts or uneven(facts):
         return
     args, lenders = facts.args, facts.lenders
-    assert lenders is not None  # as there are shards
+    assert lenders is not None  # facts.shard is set
     if lenders % facts.ep or args.n_experts % facts.ep:
         return
-    left, here = lenders // facts.ep, args.n_experts // facts.ep
-    if here % left and (args.dim % left or args.expert_dim % left):
-        allowed = f"a degree that leaves {lenders} / {facts.ep} = {left} ranks, which divide the {here} experts of "
+    ranks, local_experts = lenders // facts.ep, args.n_experts // facts.ep
+    if local_experts % ranks and (args.dim % ranks or args.expert_dim % ranks):
+        allowed = (
+            f"a degree that leaves {lenders} / {facts.ep} = {ranks} ranks, which divide the {local_experts} experts of "
+        )
         allowed += f"each, or dim {args.dim} and expert_dim {args.expert_dim}"
         fits = [ep for ep in range(1, lenders + 1) if _fits(ep, lenders, args)]
         yield facts.fault(EXPERT_DEGREE, allowed, f"write {_one_of(', '.join(map(str, fits)))}")
@@ -274,8 +281,8 @@ def _one_of(numbers: str) -> str:
 def _fits(ep: int, lenders: int, args: Any) -> bool:
     if lenders % ep or args.n_experts % ep:
         return False
-    left, here = lenders // ep, args.n_experts // ep
-    return ep == 1 or here % left == 0 or (args.dim % left == 0 and args.expert_dim % left == 0)
+    ranks, local_experts = lenders // ep, args.n_experts // ep
+    return ep == 1 or local_experts % ranks == 0 or (args.dim % ranks == 0 and args.expert_dim % ranks == 0)
 
 
 def overlap_needs_a_pipeline_and_experts(facts: Facts) -> Iterator[Fault]:
@@ -292,17 +299,17 @@ def communication_is_kept_with_overlap(facts: Facts) -> Iterator[Fault]:
 
 
 def experts_that_travel_are_compiled_in_parts(facts: Facts) -> Iterator[Fault]:
-    """The host reads how many tokens go where, so nothing that spans a block goes with it."""
+    """Refuse features that span a compiled block: the host reads the token counts of the all-to-all in its middle."""
     if facts.ep == 1 or not facts.compiles_model:
         return
     recompute = facts.config.activation_checkpoint
     if facts.config.parallelism.pipeline_parallel_expert_parallel_overlap:
-        why = "it takes gradients of inputs and of weights apart, which a compiled part hands back at once"
-        yield facts.fault(OVERLAP, "false with a compiled model", f"{why}; set compile.enable = false")
+        reason = "it takes gradients of inputs and of weights apart, which a compiled part hands back at once"
+        yield facts.fault(OVERLAP, "false with a compiled model", f"{reason}; set compile.enable = false")
     if recompute.mode == "selective" and recompute.selective_ac_option == "op":
-        why = "the operators of what is compiled cannot be chosen from outside"
+        reason = "the operators of what is compiled cannot be chosen from outside"
         allowed = f"every how many layers, with a compiled model and {EXPERT_DEGREE}"
-        yield facts.fault("activation_checkpoint.selective_ac_option", allowed, f'{why}; write "2", or another mode')
+        yield facts.fault("activation_checkpoint.selective_ac_option", allowed, f'{reason}; write "2", or another mode')
 
 
 RULES: tuple[Rule, ...] = (

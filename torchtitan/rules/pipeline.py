@@ -1,4 +1,4 @@
-"""Rules on pipeline parallel: the schedule, the cut into stages, microbatches, and what does not go with it."""
+"""Rules on pipeline parallel: its schedule, stages, microbatches, and the options that it excludes."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,7 @@ WHOLE_BACKWARD = ("Interleaved1F1B", "LoopedBFS", "1F1B", "GPipe")
 
 
 def traits_of(facts: Facts) -> ScheduleTraits | None:
-    """Of the job's schedule; None without a pipeline, with a schedule from a file, and with one that is not known."""
+    """Return the traits of the job's schedule; None without a pipeline, with a CSV schedule or an unknown name."""
     try:
         degrees = facts.config.parallelism
         by_name = facts.pp > 1 and degrees.pipeline_parallel_schedule_csv is None
@@ -37,7 +37,7 @@ def traits_of(facts: Facts) -> ScheduleTraits | None:
 
 
 def num_stages(facts: Facts, schedule: str) -> int:
-    """Stages of the whole pipeline. JobError where the model cannot be cut that way for the schedule."""
+    """Return the number of stages over all ranks. JobError if the model cannot be cut so for the schedule."""
     degrees, parts = facts.config.parallelism, facts.config.parallelism.module_fqns_per_model_part
     if parts is not None:
         check_stages(schedule, facts.pp, len(parts))
@@ -53,7 +53,7 @@ def num_stages(facts: Facts, schedule: str) -> int:
 
 
 def layers_by_stage(facts: Facts) -> list[int]:
-    """How many layers each stage of a job without faults has."""
+    """Return the number of layers of each stage. The job must have no faults."""
     degrees, table = facts.config.parallelism, facts.schedule_table
     if degrees.module_fqns_per_model_part is not None:
         return [sum(name.startswith("layers.") for name in part) for part in degrees.module_fqns_per_model_part]
@@ -66,8 +66,8 @@ def layers_by_stage(facts: Facts) -> list[int]:
 def known_schedule(facts: Facts) -> Iterator[Fault]:
     degrees = facts.config.parallelism
     if facts.pp > 1 and degrees.pipeline_parallel_schedule_csv is None and traits_of(facts) is None:
-        given = degrees.pipeline_parallel_schedule
-        yield facts.fault(SCHEDULE, f"one of {', '.join(map(show, SCHEDULES))}", hint(given, SCHEDULES, quote=True))
+        schedule = degrees.pipeline_parallel_schedule
+        yield facts.fault(SCHEDULE, f"one of {', '.join(map(show, SCHEDULES))}", hint(schedule, SCHEDULES, quote=True))
 
 
 def named_parts_are_the_model(facts: Facts) -> Iterator[Fault]:
@@ -80,7 +80,7 @@ def named_parts_are_the_model(facts: Facts) -> Iterator[Fault]:
 
 
 def stages_suit_the_schedule(facts: Facts) -> Iterator[Fault]:
-    """Enough layers for the stages, and stages as the schedule and the ranks need them."""
+    """Require enough layers for the stages, and a number of stages that suits the schedule and the ranks."""
     degrees, traits = facts.config.parallelism, traits_of(facts)
     if traits is None or facts.args is None:
         return
@@ -97,7 +97,7 @@ def stages_suit_the_schedule(facts: Facts) -> Iterator[Fault]:
 
 
 def schedule_of_a_file(facts: Facts) -> Iterator[Fault]:
-    """Every action is there once and can run, and nothing else says how many stages there are."""
+    """Require a valid CSV schedule, which alone sets the number of stages."""
     degrees, table = facts.config.parallelism, facts.schedule_table
     if facts.pp == 1 or degrees.pipeline_parallel_schedule_csv is None:
         return
@@ -115,7 +115,7 @@ def schedule_of_a_file(facts: Facts) -> Iterator[Fault]:
 
 
 def named_parts_alone(facts: Facts) -> Iterator[Fault]:
-    """Where the stages are named, nothing else decides the cut."""
+    """Refuse other options on the cut if the modules of each stage are listed."""
     degrees, defaults = facts.config.parallelism, Parallelism()
     if facts.pp > 1 and degrees.module_fqns_per_model_part is not None:
         for option in ("layers_per_stage", "first_stage_less_layers", "last_stage_less_layers"):
@@ -139,12 +139,12 @@ def microbatches_divide(facts: Facts) -> Iterator[Fault]:
 def schedule_has_its_microbatches(facts: Facts) -> Iterator[Fault]:
     traits = traits_of(facts)
     if traits and (fault := _microbatch_fault(facts, traits.name)):
-        given = f"{facts.config.training.local_batch_size}, {facts.microbatches} microbatches"
-        yield facts.fault("training.local_batch_size", f"microbatches that suit {traits.name}", fault, given)
+        batch = f"{facts.config.training.local_batch_size}, {facts.microbatches} microbatches"
+        yield facts.fault("training.local_batch_size", f"microbatches that suit {traits.name}", fault, batch)
 
 
 def _microbatch_fault(facts: Facts, schedule: str) -> str:
-    """Why the schedule cannot run this job's microbatches; nothing where it can, or where other rules speak."""
+    """Return the reason why the schedule cannot run the microbatches; "" if it can, or if another rule reports it."""
     if facts.args is None or facts.microbatches is None:
         return ""
     try:
@@ -159,7 +159,7 @@ def _microbatch_fault(facts: Facts, schedule: str) -> str:
 
 
 def split_backward_is_not_compiled(facts: Facts) -> Iterator[Fault]:
-    """What a compiled block hands back, it hands back at once: gradients of its input and of its weights."""
+    """Refuse split backward with compile: a compiled block returns input and weight gradients together."""
     table, traits = facts.schedule_table, traits_of(facts)
     if not facts.config.compile.enable:
         return
@@ -184,14 +184,14 @@ def excluded_by_a_pipeline(facts: Facts) -> Iterator[Fault]:
     if facts.pp == 1:
         return
     if config.optimizer.early_step_in_backward:
-        why = "each microbatch adds to the gradients, and a step is due after the last"
-        yield facts.fault("optimizer.early_step_in_backward", "false with a pipeline", why)
+        reason = "each microbatch adds to the gradients, and a step is due after the last"
+        yield facts.fault("optimizer.early_step_in_backward", "false with a pipeline", reason)
     if config.parallelism.fsdp_prefetch:
-        why = "stages keep what they gather until the last microbatch"
-        yield facts.fault("parallelism.fsdp_prefetch", "0 with a pipeline", why)
+        reason = "stages keep what they gather until the last microbatch"
+        yield facts.fault("parallelism.fsdp_prefetch", "0 with a pipeline", reason)
     if config.parallelism.fsdp_reshard_after_forward == "always":
-        why = "parameters would be gathered again for each microbatch"
-        yield facts.fault("parallelism.fsdp_reshard_after_forward", '"default" or "never" with a pipeline', why)
+        reason = "parameters would be gathered again for each microbatch"
+        yield facts.fault("parallelism.fsdp_reshard_after_forward", '"default" or "never" with a pipeline', reason)
 
 
 RULES: tuple[Rule, ...] = (

@@ -1,4 +1,4 @@
-"""Rules on what is learned, and on the batches and plans that it needs."""
+"""Rules on the training task, and on the model, data and parallelism that it needs."""
 
 import math
 from collections.abc import Iterator
@@ -23,9 +23,7 @@ def sequence_is_whole(facts: Facts) -> Iterator[Fault]:
 
 
 def model_can_learn_it(facts: Facts) -> Iterator[Fault]:
-    """The next token is a secret only to a model whose tokens do not see it, a hidden one is found by what stands on
-    both sides, and a head tells words apart or classes.
-    """
+    """Require causal attention for next tokens, bidirectional attention for masked ones, and the head of the task."""
     kind, name, args = facts.config.task.kind, facts.config.model.name, facts.args
     if facts.task is None or args is None:
         return
@@ -37,19 +35,22 @@ def model_can_learn_it(facts: Facts) -> Iterator[Fault]:
         allowed = f"pretrain for model {name}, whose tokens do not see those behind them"
         yield facts.fault("task.kind", allowed, "write that, or train an encoder, such as roberta")
     if labels != "classes" and classes:
-        given, allowed = f"n_classes = {classes}", f'n_classes = 0 with task.kind = "{kind}"'
-        yield facts.fault("model.overrides", allowed, 'leave it out, or write task.kind = "seq_cls"', given)
+        setting, allowed = f"n_classes = {classes}", f'n_classes = 0 with task.kind = "{kind}"'
+        yield facts.fault("model.overrides", allowed, 'leave it out, or write task.kind = "seq_cls"', setting)
     if labels == "classes" and not hasattr(args, "n_classes"):
         allowed = f'another one for model {name}, which has no head of classes; "sft" can teach it their names'
         yield facts.fault("task.kind", allowed, "train gpt2, opt or roberta")
     elif labels == "classes" and classes < 2:
-        given, allowed = f"n_classes = {classes}", f'n_classes of at least 2 with task.kind = "{kind}"'
+        setting, allowed = f"n_classes = {classes}", f'n_classes of at least 2 with task.kind = "{kind}"'
         number = max(len(facts.config.task.labels), 2)
-        yield facts.fault("model.overrides", allowed, f"write model.overrides = {{n_classes = {number}}}", given)
+        yield facts.fault("model.overrides", allowed, f"write model.overrides = {{n_classes = {number}}}", setting)
 
 
 def noise_is_the_same_again(facts: Facts) -> Iterator[Fault]:
-    """Noise is on what the first block reads in training, and what is kept of that is not to be met without it."""
+    """Refuse NEFTune where embeddings are read again without its noise.
+
+    A resumed run on documents replays cached data without noise, and MTP layers read the embeddings themselves.
+    """
     key, kind = "training.neftune_alpha", facts.config.task.kind
     if not facts.config.training.neftune_alpha:
         return
@@ -84,14 +85,16 @@ OF_LABELS |= {"mask_share": "same", "mask_token": "same"}
 
 
 def options_are_of_the_task(facts: Facts) -> Iterator[Fault]:
-    """What is said of another task would do nothing; of records that have classes, nothing else is learned."""
+    """Refuse options of other tasks, and for classification the options that select trained tokens."""
     task, data = facts.config.task, facts.config.data
     if facts.task is None:
         return
     for name, labels in OF_LABELS.items():
         if getattr(task, name) != getattr(Task(), name) and labels != facts.task.labels:
-            wanted = next(kind for kind, each in TASKS.items() if each.labels == labels)
-            yield facts.fault(f"task.{name}", f"unset with task.kind = {task.kind}", f'drop it, or write "{wanted}"')
+            other_kind = next(kind for kind, spec in TASKS.items() if spec.labels == labels)
+            yield facts.fault(
+                f"task.{name}", f"unset with task.kind = {task.kind}", f'drop it, or write "{other_kind}"'
+            )
     if facts.task.labels != "classes":
         return
     for name in ("train_on", "train_on_eos"):
@@ -106,11 +109,11 @@ def options_are_of_the_task(facts: Facts) -> Iterator[Fault]:
 OF_ANY_TASK = ("data.chat_template", "data.default_system", "data.num_proc", "data.cache_dir")
 
 FORMER_DEFAULTS = {"data.packing": "best_fit", "data.pad_to": "seq_len"}
-"""Jobs kept by earlier runs have them written out."""
+"""Earlier runs saved these defaults in their jobs."""
 
 
 def whole_records_are_asked_for(facts: Facts) -> Iterator[Fault]:
-    """What says how records become samples, in a job whose samples are cut from all text."""
+    """Refuse options on whole records in a task that cuts its samples from continuous text."""
     if facts.packs or facts.task is None:
         return
     config, remedy = facts.config, 'set task.kind = "sft", or drop it'
@@ -126,7 +129,7 @@ def whole_records_are_asked_for(facts: Facts) -> Iterator[Fault]:
 
 
 def split_is_possible(facts: Facts) -> Iterator[Fault]:
-    """A part of the training data is held out, so nothing else is validated on, and all of it is of the same form."""
+    """Refuse separate validation data with validation.split, which holds out part of the training data."""
     part, key = facts.config.validation, "validation.split"
     if part.split is None or not facts.packs:
         return
@@ -145,7 +148,7 @@ def split_is_possible(facts: Facts) -> Iterator[Fault]:
 
 
 def prompts_can_be_continued(facts: Facts) -> Iterator[Fault]:
-    """At validations, by the model under training as it is spread over its ranks."""
+    """Require validation, a task that generates text, and a parallelism without pipeline or context parallel."""
     part, task, key = facts.config.validation, facts.task, "validation.generated"
     if not part.generated:
         if part.generated_tokens != Validation().generated_tokens:
@@ -154,7 +157,7 @@ def prompts_can_be_continued(facts: Facts) -> Iterator[Fault]:
     if not part.enable:
         yield facts.fault(key, "0 without validation.enable", "turn it on, or leave it out")
     if task is not None and (task.labels != "next" or task.streams_documents):
-        kinds = ", ".join(name for name, each in TASKS.items() if each.labels == "next" and not each.streams_documents)
+        kinds = ", ".join(name for name, spec in TASKS.items() if spec.labels == "next" and not spec.streams_documents)
         yield facts.fault(key, f"0 with task.kind = {facts.config.task.kind}, or one of {kinds}", "leave it out")
     for degree, name in ((facts.pp, "pipeline"), (facts.cp, "context")):
         if degree > 1:
@@ -163,9 +166,9 @@ def prompts_can_be_continued(facts: Facts) -> Iterator[Fault]:
 
 
 def template_is_there(facts: Facts) -> Iterator[Fault]:
-    given = facts.config.data.chat_template
+    template = facts.config.data.chat_template
     try:
-        resolve_template(given or NAMED["chatml"])
+        resolve_template(template or NAMED["chatml"])
     except JobError as error:
         yield facts.fault("data.chat_template", "a chat template", str(error))
 
@@ -174,7 +177,7 @@ PAIRS = ("dpo", "ipo", "orpo")
 
 
 def pairs_are_learned_as_asked(facts: Facts) -> Iterator[Fault]:
-    """Of a pair the last answers are learned, whole; and what says how is of pairs."""
+    """Refuse options of preference tasks in other tasks, and options that do not suit pairs."""
     config, kind = facts.config, facts.config.task.kind
     if kind not in PAIRS:
         for key, option in options().items():
@@ -198,14 +201,13 @@ def pairs_are_learned_as_asked(facts: Facts) -> Iterator[Fault]:
 
 
 def samples_may_differ_in_length(facts: Facts) -> Iterator[Fault]:
-    """Without padding up to training.seq_len, each sample is one record, and nothing has the shapes of one batch for
-    those of all."""
+    """Check grouping by length and padding below training.seq_len, which give batches of different lengths."""
     config, data = facts.config, facts.config.data
     if not facts.packs:
         return
     uneven = data.pad_to not in (None, "seq_len")
-    for key, said in (("data.pad_to", uneven), ("data.group_by_length", data.group_by_length)):
-        if said and is_packed(config):
+    for key, is_set in (("data.pad_to", uneven), ("data.group_by_length", data.group_by_length)):
+        if is_set and is_packed(config):
             yield facts.fault(key, "unset with data.packing = best_fit", 'set data.packing = "off"')
     if data.group_by_length and not config.training.shuffle:
         allowed = "unset with training.shuffle = false, which keeps the stored order"
