@@ -120,14 +120,14 @@ def new_rows_are_trained(facts: Facts) -> Iterator[Fault]:
     key, chosen, other = trained
     adapted = [] if options.kind == NONE else target_linears(linears(facts.args), options)
     tied = facts.args.tied_embeddings
-    ends = [] if tied else [HEAD] * (HEAD not in adapted)
-    ends = [f"{name}.weight" for name in ("tok_embeddings", *ends)]
-    fitted = [*ends, f"{HEAD}.weight"] if tied else ends  # either name of tied weights will do
-    fits = {name for name in fitted if any(fnmatchcase(name, pattern) for pattern in chosen)}
-    if frozen := [name for name in ends if name not in fits and not (tied and fits)]:
+    required = [] if tied else [HEAD] * (HEAD not in adapted)
+    required = [f"{name}.weight" for name in ("tok_embeddings", *required)]
+    accepted = [*required, f"{HEAD}.weight"] if tied else required  # either name of tied weights will do
+    matched = {name for name in accepted if any(fnmatchcase(name, pattern) for pattern in chosen)}
+    if frozen := [name for name in required if name not in matched and not (tied and matched)]:
         new = len(facts.untrained_tokens)
         allowed = f"what fits {' and '.join(frozen)}, with rows of {new} new token{'s' if new > 1 else ''}"
-        patterns = ", ".join(f'"{name}"' for name in dict.fromkeys([*chosen, *ends]))
+        patterns = ", ".join(f'"{name}"' for name in dict.fromkeys([*chosen, *required]))
         yield facts.fault(key, allowed, f"write [{patterns}], or {other}")
 
 
@@ -282,15 +282,15 @@ def options_of_adapters_are_read(facts: Facts) -> Iterator[Fault]:
     """Report options that are set although the job has no adapter, or one that does not read them."""
     adapter_options, default = facts.config.adapter, Adapter()
     if adapter_options.kind == NONE:
-        read: tuple[str, ...] = ("kind",)
+        read_options: tuple[str, ...] = ("kind",)
         remedy = "set a kind, or leave it out"
     elif adapter_options.kind in ADAPTERS:
-        read = (*COMMON_OPTIONS, *RULE_CHECKED_OPTIONS, *ADAPTERS[adapter_options.kind].options)
+        read_options = (*COMMON_OPTIONS, *RULE_CHECKED_OPTIONS, *ADAPTERS[adapter_options.kind].options)
         remedy = "leave it out"
     else:
         return
     for name in (field.name for field in fields(Adapter)):
-        if name not in read and getattr(adapter_options, name) != getattr(default, name):
+        if name not in read_options and getattr(adapter_options, name) != getattr(default, name):
             yield facts.fault(f"adapter.{name}", f'nothing with adapter.kind = "{adapter_options.kind}"', remedy)
 
 

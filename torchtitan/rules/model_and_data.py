@@ -212,15 +212,15 @@ def records_are_read_as_said(facts: Facts) -> Iterator[Fault]:
             name = error.option.rpartition(".")[2]
             key = f"{place}.{name}" if "[" in place and _source_option(facts, place, name) else f"training.{name}"
             yield facts.fault(key, error.allowed, error.remedy, error.given)
-    read = {
+    reads_records = {
         place: not facts.tells_classes and has_records(data_source.dataset)
         for place, data_source in facts.sources.items()
     }
     for place, source in facts.sources.items():
-        for name in HOW if "[" in place and not read[place] else ():
+        for name in HOW if "[" in place and not reads_records[place] else ():
             if _source_option(facts, place, name):
                 yield facts.fault(f"{place}.{name}", _unset(facts, show(source.dataset)), "drop it")
-    readers = [source for place, source in facts.sources.items() if read[place]]
+    readers = [source for place, source in facts.sources.items() if reads_records[place]]
     for name in HOW:
         value = getattr(facts.config.training, name)
         if value and not any(getattr(source, name) == value for source in readers):

@@ -66,8 +66,8 @@ def folders(facts: Facts) -> Iterator[Fault]:
         allowed, reason = fault
         yield facts.fault(key, allowed, f"{reason}; name another folder")
         return
-    if in_the_way := out_of_place(Path(dump)):
-        remedy = f"{in_the_way}; move it away, or name another folder"
+    if conflict := out_of_place(Path(dump)):
+        remedy = f"{conflict}; move it away, or name another folder"
         yield facts.fault(key, "a run's folder, or a new one", remedy)
     folder = config.checkpoint.folder
     if config.checkpoint.enable and "\0" not in folder and (fault := unwritable(Path(dump, folder))):

@@ -193,10 +193,12 @@ def optimizer_has_matrices(facts: Facts) -> Iterator[Fault]:
     matrices = ", ".join(with_wildcards(trained_matrices(facts)))
     explicit = options["targets"] != HIDDEN  # the default has names of several families
     patterns = [[pattern] for pattern in options["targets"]] if explicit else [options["targets"]]
-    for some in patterns or [[]]:
-        if not any(taken(name, shape, some) for name, shape in trained_matrices(facts).items()):
-            remedy = "correct or drop it" if some else 'or write optimizer.name = "AdamW"'
-            yield facts.fault(OPTIONS, f"targets that fit one of {matrices}", remedy, given=f"targets = {show(some)}")
+    for target_patterns in patterns or [[]]:
+        if not any(taken(name, shape, target_patterns) for name, shape in trained_matrices(facts).items()):
+            remedy = "correct or drop it" if target_patterns else 'or write optimizer.name = "AdamW"'
+            yield facts.fault(
+                OPTIONS, f"targets that fit one of {matrices}", remedy, given=f"targets = {show(target_patterns)}"
+            )
 
 
 def optimizer_projects_something(facts: Facts) -> Iterator[Fault]:
