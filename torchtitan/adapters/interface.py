@@ -9,7 +9,7 @@ directly, whatever wraps, splits or copies them in between. A converted module m
     merged_weight(name, value)  the plain parameter `name` of this value with the adapter merged in, laid out over the
                                 ranks like `value`: see `merge_shards`
     tensor_placements(role, default)    placements of its parameters, see parallelisms/tensor_parallel.py
-    init_from_base()            called once the plain parameters have values: initializes what is derived from them
+    init_from_base()            called once the plain parameters have values: initializes tensors derived from them
 
 The adapter itself only lists the names that it added and those that it froze. `Unfrozen` adds nothing: it trains some
 of the model's parameters and freezes all others.
@@ -128,7 +128,7 @@ class Adapter:
         raise NotImplementedError
 
     def base_parameters_to_train(self, names: Sequence[str]) -> frozenset[str]:
-        """Return those of the plain model's parameters that are trained in addition to the added ones."""
+        """Return the plain model's parameters that are trained in addition to the added ones."""
         if self.options.train_dense_rest:
             return frozenset(names) - self.replaced_parameters
         return frozenset(matching_names(names, self.options.train_fully, "adapter.train_fully"))
@@ -226,8 +226,8 @@ class Adapter:
     def flops_per_token(self, plain: FlopsPerToken, weights: int, seq_len: int) -> FlopsPerToken:
         """Return the floating-point operations per token of training with the adapter.
 
-        `plain`: those of training the model itself, which multiplies a token of a sequence of `seq_len` with `weights`
-        weights.
+        `plain`: operations to train the model itself. It multiplies each token of a sequence of `seq_len` tokens with
+        `weights` weights.
         """
         num_frozen = weights - self.trained_weights_per_token
         num_removed = sum(map(math.prod, self.removed_shapes.values()))
@@ -260,7 +260,7 @@ def _merge_lazily(module: Any, attribute: str, plain: Value) -> Deferred:
 
 
 def matching_names(names: Iterable[str], patterns: Iterable[str], key: str) -> list[str]:
-    """Return the names that match one of the patterns, in which `*` matches anything, dots too.
+    """Return the names that match one of the patterns; `*` matches anything, dots too.
 
     Raises JobError for a pattern that matches none.
     """
@@ -346,7 +346,7 @@ KEY = "training.unfrozen"
 
 
 class Unfrozen(Adapter):
-    """Trains the model's parameters whose names match `patterns`, adds nothing and freezes all others."""
+    """Trains the model's parameters with names that match `patterns`, adds nothing and freezes all others."""
 
     name = "unfrozen"
 

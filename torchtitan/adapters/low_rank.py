@@ -71,7 +71,7 @@ def add_low_rank_output(linear: Any, x: torch.Tensor, y: torch.Tensor) -> torch.
 
 
 def drop_inputs(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """Apply dropout to x [B, S, in], of which a tensor-parallel rank may have a shard of the tokens or features."""
+    """Apply dropout to x [B, S, in], or to a tensor-parallel rank's shard of its tokens or features."""
     notes = running_notes()
     keys = None if notes is None else notes.shared.keys
     if linear.role == "sequence":
@@ -118,7 +118,7 @@ class LowRankLinear(nn.Linear):
         """Return the placements of the parameters under tensor parallel, see tensor_parallel.py."""
         self.role = role
         partial_grad = (Replicate(), Partial())
-        if role in ("column", "head"):  # a rank has some outputs, whose gradients give a partial sum for A
+        if role in ("column", "head"):  # the gradients of a rank's outputs give a partial sum for A
             return {"lora_A": partial_grad, "lora_B": (Shard(0), Shard(0)), "lora_scaling": partial_grad}
         if role == "row":  # a rank has some inputs, and B gets a partial sum
             return {"lora_A": (Shard(1), Shard(1)), "lora_B": partial_grad, "lora_scaling": partial_grad}
@@ -158,8 +158,8 @@ class LowRankExperts(Experts):
 
     def merged_weight(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return `value`, the matrices [experts, in, out], with the learned products added."""
-        left, right = getattr(self, f"lora_A_{name}"), getattr(self, f"lora_B_{name}")
-        return add_product(value, left, right, self.settings.scale)
+        down, up = getattr(self, f"lora_A_{name}"), getattr(self, f"lora_B_{name}")
+        return add_product(value, down, up, self.settings.scale)
 
 
 class LowRank(Adapter):
@@ -259,7 +259,7 @@ def lora_scale(options: Options) -> float:
 def add_product(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
     """Return weight [..., m, n] + scale left [..., m, r] right [..., r, n], laid out like `weight`.
 
-    Every rank calls it. Leading dimensions are those of a stack of experts.
+    Every rank calls it. Leading dimensions enumerate a stack of experts.
     """
     *experts, rows, columns = range(weight.dim())
     factors = (left, (*experts, rows, None)), (right, (*experts, None, columns))

@@ -1,10 +1,10 @@
 """Low-rank adapters in the layout of the library peft: adapter_config.json and adapter_model.safetensors.
 
-Names are those of the Hugging Face model. If that orders the rows of a matrix differently, the rows of B follow. A
-stack of experts becomes one pair of matrices per expert.
+Names are from the Hugging Face model. If it orders the rows of a matrix differently, the rows of B follow. A stack
+of experts becomes one pair of matrices per expert.
 
 Several of our matrices can be one matrix in Hugging Face, as queries, keys and values of GPT-2 are. Here each has its
-own pair A, B. They are saved as one pair whose rank is the sum of theirs: the A stacked, the B in blocks on a diagonal.
+own pair A, B. They are saved as one pair with the sum of their ranks: the A stacked, the B as diagonal blocks.
 A pair that was trained on the joint matrix is read as several pairs with the same A.
 """
 
@@ -23,13 +23,13 @@ from torchtitan.models.hf.names import Form
 
 
 def adapted_modules(weights: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return those modules of these weights that have a low-rank pair among the names."""
+    """Return the modules of these weights that have a low-rank pair among the names."""
     modules = [weight.removesuffix(".weight") for weight in weights]
     return [module for module in modules if f"{module}.lora_A" in names]
 
 
 def join_tensors(state: Mapping[str, torch.Tensor], kind: str, weights: Sequence[str]) -> torch.Tensor:
-    """Join one kind of tensor over the modules of these n weights, k of which have an adapter.
+    """Join one kind of tensor over the modules of these n weights; k of them have an adapter.
 
     lora_A: [k rank, in], lora_B: [n out, k rank], lora_magnitude: [n out]. Raises JobError if only some of the modules
     have magnitudes, as the missing ones would have to be computed.
@@ -67,8 +67,8 @@ def extract_tensor(
     )  # else another module's A reaches these outputs
 
 
-def _cut(whole: torch.Tensor, dim: int, parts: int, index: int) -> torch.Tensor:
-    return whole.chunk(parts, dim)[index] if whole.shape[dim] % parts == 0 else whole
+def _cut(tensor: torch.Tensor, dim: int, parts: int, index: int) -> torch.Tensor:
+    return tensor.chunk(parts, dim)[index] if tensor.shape[dim] % parts == 0 else tensor
 
 
 PREFIX = "base_model.model."

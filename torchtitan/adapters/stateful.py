@@ -1,4 +1,4 @@
-"""Adapters whose modules hold state between batches, for example a cache of the documents being read (neurocache/)."""
+"""Adapters with state that lives across batches, for example a cache of the documents being read (neurocache/)."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 

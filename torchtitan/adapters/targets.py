@@ -36,7 +36,7 @@ class Misfit(NamedTuple):
 
 
 def linear_adapter_options(options: Options) -> Options | None:
-    """Return the options of the adapter on linears: for Neurocache those of its extra adapter, None if it has none."""
+    """Return the options of the adapter on linears: for Neurocache its extra adapter's, or None without one."""
     if options.kind != "neurocache":
         return options
     return None if options.neurocache.beside == "none" else replace(options, kind=options.neurocache.beside)
@@ -119,7 +119,7 @@ def with_wildcards(names: Iterable[str]) -> list[str]:
 
 
 def is_expert_stack(name: str) -> bool:
-    """Return True if the name is that of a stack of experts."""
+    """Return True if the name belongs to a stack of experts."""
     return name.rpartition(".")[2] == EXPERTS
 
 

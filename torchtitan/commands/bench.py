@@ -1,13 +1,11 @@
-"""The picture of a sweep: a bar for each combination's speed and memory; those that failed say so.
-
-`torchtitan bench JOB --sweep KEY=VALUE,VALUE ...`: how fast a job's steps are and what memory they take, measured
-for every combination of the values, each in processes of its own, so that one that fails leaves the others.
+"""`torchtitan bench JOB --sweep KEY=VALUE,VALUE ...`: measure the speed and memory of a job's training steps.
 
     torchtitan bench sft_qlora.toml --sweep training.seq_len=2048,4096 --sweep adapter.rank=16,64
 
-KEY is an option of a job, or `model`, whose values are family/flavor. A combination trains a step that is not counted
-and as many as --steps says, on the job's data, from initial weights, without saving or validating. All combinations are
-judged before the first one starts.
+KEY is an option of a job, or `model` with values FAMILY/FLAVOR. Every combination of the values runs in separate
+processes, so a failure does not affect the others. It trains one warm-up step and --steps measured steps on the job's
+data, from initial weights, without saving or validating. All combinations are checked before the first one starts.
+--plot draws a bar for each combination's speed and memory, or names its failure.
 """
 
 import argparse
@@ -46,7 +44,7 @@ BAR = 0.32
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """`rows` as `torchtitan bench` writes them. OSError where it cannot be written."""
+    """Plot the result rows of `torchtitan bench` to `path`. Raises OSError if the file cannot be written."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -58,14 +56,14 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             ("tokens_per_second", "tokens per second", SPEED, ",.0f"),
             ("memory_gib", "GiB of the first rank", LOSS, ".2f"),
         )
-        for panel, (key, title, color, form) in zip(axes, panels, strict=True):
+        for panel, (key, title, color, number_format) in zip(axes, panels, strict=True):
             panel.barh(range(len(rows)), [row.get(key, 0) for row in rows], color=color, height=0.7)
             panel.set_title(title, loc="left", fontweight="bold")
             panel.grid(visible=False, axis="y")
-            for place, row in enumerate(rows):
-                told, ink = (format(row[key], form), INK) if key in row else (row["result"], HELD_OUT)
+            for index, row in enumerate(rows):
+                label, ink = (format(row[key], number_format), INK) if key in row else (row["result"], HELD_OUT)
                 panel.annotate(
-                    told, (row.get(key, 0), place), (4, 0), textcoords="offset points", va="center", color=ink
+                    label, (row.get(key, 0), index), (4, 0), textcoords="offset points", va="center", color=ink
                 )
             panel.margins(x=0.18)
         axes[0].set_yticks(range(len(rows)), [name or "the job" for name in names], color=GREY)
@@ -84,11 +82,11 @@ Row = dict[str, Any]
 
 
 def main(argv: list[str]) -> int:
-    options, words = parse_command("bench", argv)
+    options, job_args = parse_command("bench", argv)
     if options.plot:
         check_format(Path(options.plot))
     cases = list(combinations(options.sweep))
-    configs = judged(cases, words, options)
+    configs = judged(cases, job_args, options)
     try:
         with Path(options.out).open("a") as file:
             rows = [file_row(file, row) for row in measured(cases, configs, options)]
@@ -100,7 +98,10 @@ def main(argv: list[str]) -> int:
 
 
 def combinations(sweeps: list[str]) -> Iterator[dict[str, str]]:
-    """Of the values of each --sweep: option -> value. JobError for what is no option with values."""
+    """Yield the combinations of the values of all --sweep options, as option -> value.
+
+    Raises JobError for a --sweep that is not an option with values.
+    """
     axes: dict[str, list[str]] = {}
     for sweep in sweeps:
         key, equals, text = sweep.partition("=")
@@ -110,9 +111,9 @@ def combinations(sweeps: list[str]) -> Iterator[dict[str, str]]:
             raise JobError(f"--sweep: given {sweep!r}; allowed: {allowed}")
         if key in axes or len(set(values)) < len(values):
             raise JobError(f"--sweep: given {sweep!r}; allowed: each option once, with values that differ")
-        if key == MODEL and (wrong := [value for value in values if value.count("/") != 1]):
+        if key == MODEL and (malformed := [value for value in values if value.count("/") != 1]):
             raise JobError(
-                f"--sweep: given {MODEL}={wrong[0]}; allowed: FAMILY/FLAVOR, as `torchtitan list models` says"
+                f"--sweep: given {MODEL}={malformed[0]}; allowed: FAMILY/FLAVOR, as `torchtitan list models` says"
             )
         axes[key] = values
     for number, chosen in enumerate(itertools.product(*axes.values())):
@@ -122,18 +123,21 @@ def combinations(sweeps: list[str]) -> Iterator[dict[str, str]]:
 
 
 def judged(cases: list[dict[str, str]], words: list[str], options: argparse.Namespace) -> list[JobConfig]:
-    """The job of each combination. JobError with all that is wrong with any of them."""
+    """Return the job of each combination. Raises one JobError with the faults of all combinations."""
     configs, faults = [], dict[str, str]()
     for case in cases:
-        said = [*words, *words_of(case)]
+        case_args = [*words, *words_of(case)]
         try:
-            job = load(said)
+            job = load(case_args)
             config = only_steps(job, options.steps)
-            wrong = [*left_out(case, job, config), *check(config, options.ranks, likely_device(), said_by(said))]
+            case_faults = [
+                *left_out(case, job, config),
+                *check(config, options.ranks, likely_device(), said_by(case_args)),
+            ]
             configs.append(config)
         except ConfigError as error:
-            wrong = error.faults
-        faults |= {str(fault): named(case) for fault in reversed(wrong) if str(fault) not in faults}
+            case_faults = error.faults
+        faults |= {str(fault): named(case) for fault in reversed(case_faults) if str(fault) not in faults}
     if faults:
         lines = [f"{fault}" + f"  ({name})" * bool(name) for fault, name in faults.items()]
         raise JobError("\n".join([*lines, "nothing was measured"]))
@@ -141,15 +145,15 @@ def judged(cases: list[dict[str, str]], words: list[str], options: argparse.Name
 
 
 def words_of(case: dict[str, str]) -> list[str]:
-    words = []
+    job_args = []
     for key, value in case.items():
         family, _, flavor = value.partition("/")
-        words += [f"--model.name={family}", f"--model.flavor={flavor}"] if key == MODEL else [f"--{key}={value}"]
-    return words
+        job_args += [f"--model.name={family}", f"--model.flavor={flavor}"] if key == MODEL else [f"--{key}={value}"]
+    return job_args
 
 
 def left_out(case: dict[str, str], job: JobConfig, config: JobConfig) -> Iterator[Fault]:
-    """Options that are swept though the measured job has another value of them, or its steps do not ask them."""
+    """Yield a fault for each swept option that bench overrides or that does not affect a step."""
     for key, value in case.items():
         option = attrgetter(free_table(key) or key)
         if key.startswith(OF_THE_RUN) or (key != MODEL and option(job) != option(config)):
@@ -162,12 +166,11 @@ def named(case: dict[str, str]) -> str:
 
 
 def only_steps(config: JobConfig, steps: int) -> JobConfig:
-    """The job as it is measured: what is computed in a step is the job's, what is read, written and shown beside it is
-    left out."""
+    """Return the job that is measured: the same computation per step, without saving, validation and plots."""
     save: Literal["whole"] | None = None if config.adapter.kind == NONE else "whole"
     adapter = dataclasses.replace(config.adapter, save=save, initial_path=None, last_save_in_peft=False)
     training = dataclasses.replace(config.training, steps=steps + 1, epochs=None, tokens=None)
-    job = dataclasses.replace(config.job, clean_start="never")  # in a folder of its own
+    job = dataclasses.replace(config.job, clean_start="never")  # the folder is new
     return dataclasses.replace(
         config,
         job=job,
@@ -184,18 +187,20 @@ def only_steps(config: JobConfig, steps: int) -> JobConfig:
 
 
 def schedule_of(config: JobConfig) -> LRScheduler:
-    """The usual one, whose shape costs nothing; where an adapter begins anew, the job's, which comes back with it. That
-    is as long as the job's steps, or the few that are measured would have no room for its restarts."""
-    given = config.lr_scheduler
+    """Return the default LR schedule, or the job's if its adapter restarts (ReLoRA), as the schedule restarts with it.
+
+    The job's schedule keeps its full length, because the few measured steps have no room for its restarts.
+    """
+    job_schedule = config.lr_scheduler
     if config.adapter.relora.every is None:
         return LRScheduler()
-    warmup = None if isinstance(given.warmup_steps, str) else given.warmup_steps  # no epoch is measured
-    length = given.total_steps or min(config.training.steps, Training().steps)
-    return dataclasses.replace(given, total_steps=length, t_max=None, t_max_unit="epoch", warmup_steps=warmup)
+    warmup = None if isinstance(job_schedule.warmup_steps, str) else job_schedule.warmup_steps  # no epoch is measured
+    length = job_schedule.total_steps or min(config.training.steps, Training().steps)
+    return dataclasses.replace(job_schedule, total_steps=length, t_max=None, t_max_unit="epoch", warmup_steps=warmup)
 
 
 def measured(cases: list[dict[str, str]], configs: list[JobConfig], options: argparse.Namespace) -> Iterator[Row]:
-    """A row for each, which is shown as soon as it is there."""
+    """Measure each combination; print and yield its result row."""
     widths = {key: max(len(key), *(len(case[key]) for case in cases)) for key in cases[0]}
     heads = [f"{key:>{width}}" for key, width in widths.items()]
     print("  ".join([*heads, f"{'tokens/s':>10}", f"{'s/step':>8}", f"{'GiB':>7}", "result"]), flush=True)
@@ -211,31 +216,31 @@ def measured(cases: list[dict[str, str]], configs: list[JobConfig], options: arg
 def figures(row: Row) -> str:
     if row["result"] == "ok":
         return f"{row['tokens_per_second']:>10,.0f}  {row['step_seconds']:>8.3f}  {row['memory_gib']:>7.2f}  ok"
-    told = row["result"] + (f": {row['reason']}" if "reason" in row else "")
-    return f"{'-':>10}  {'-':>8}  {'-':>7}  {told}"
+    result = row["result"] + (f": {row['reason']}" if "reason" in row else "")
+    return f"{'-':>10}  {'-':>8}  {'-':>7}  {result}"
 
 
 def result_of(config: JobConfig, home: Path, number: int, options: argparse.Namespace) -> Row:
-    """Trains it, in a folder of its own; what has been tokenized is used again."""
+    """Train one combination in a new folder and return its result row. Combinations share tokenized data."""
     folder = home / str(number)
     data = dataclasses.replace(config.data, cache_dir=config.data.cache_dir or str(home / "data"))
     job = dataclasses.replace(config.job, dump_folder=str(folder))
     folder.mkdir()
     file, log = folder / "job.toml", folder / "log"
     file.write_text(to_toml(dataclasses.replace(config, job=job, data=data)))
-    words = [sys.executable, "-m", "torchtitan.launch", str(options.ranks), "--job.config_file", str(file)]
-    with log.open("wb") as said:
-        code = code_of(words, said, options.timeout)
-    told = told_by(code, folder, options.steps)
-    if told["result"] == "failed":
-        last = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        told["reason"] = folded(last[-1] if last else f"exit code {code}")
+    command = [sys.executable, "-m", "torchtitan.launch", str(options.ranks), "--job.config_file", str(file)]
+    with log.open("wb") as log_file:
+        code = code_of(command, log_file, options.timeout)
+    result = told_by(code, folder, options.steps)
+    if result["result"] == "failed":
+        log_lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        result["reason"] = folded(log_lines[-1] if log_lines else f"exit code {code}")
     model = {"model": f"{config.model.name}/{config.model.flavor}", "seq_len": config.training.seq_len}
-    return model | {"local_batch_size": config.training.local_batch_size, "exit_code": code, **told}
+    return model | {"local_batch_size": config.training.local_batch_size, "exit_code": code, **result}
 
 
 def code_of(words: list[str], log: Any, seconds: float) -> int | None:
-    """The exit code of the job's launcher, with which its ranks end however it ends; None after `seconds`."""
+    """Run the job's launcher and return its exit code, or None after `seconds`. Its ranks end with it."""
     process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
     try:
         return process.wait(seconds)
@@ -247,7 +252,7 @@ def code_of(words: list[str], log: Any, seconds: float) -> int | None:
 
 
 def told_by(code: int | None, folder: Path, steps: int) -> Row:
-    """The median of the steps behind the first, and the most memory that the first rank had."""
+    """Return the run's result: the medians after the first step and the first rank's peak memory, or the failure."""
     if code is None:
         return {"result": "too slow", "reason": "stopped by --timeout"}
     if code == OUT_OF_MEMORY or code in KILLED:
@@ -255,8 +260,8 @@ def told_by(code: int | None, folder: Path, steps: int) -> Row:
     rows = [row for row in read_records(folder / "metrics.jsonl") if "loss" in row] if code == 0 else []
     if len(rows) != steps + 1:
         return {"result": "refused" if code == REFUSED else "failed"}
-    found = {key: statistics.median(row[key] for row in rows[1:]) for key in ("tokens_per_second", "step_seconds")}
-    return {"result": "ok", **found, "memory_gib": max(row["memory_gib"] for row in rows)}
+    medians = {key: statistics.median(row[key] for row in rows[1:]) for key in ("tokens_per_second", "step_seconds")}
+    return {"result": "ok", **medians, "memory_gib": max(row["memory_gib"] for row in rows)}
 
 
 def file_row(file: Any, row: Row) -> Row:

@@ -1,9 +1,9 @@
-"""`torchtitan chat FOLDER`: talk with what a run has learned, in the form of its records.
+"""`torchtitan chat FOLDER`: chat with a run's model, with prompts formatted as in training.
 
-Questions come line by line, typed or through a pipe, and answers appear as they are made. FOLDER is as for `torchtitan
-generate`. The model reads ids such as it was trained on: a job whose records have a prompt of their own is asked in
-the form of the first (alpaca, prompt_completion), each question by itself, any other by its chat template. An answer
-ends where the template, or the document, ends. Keys and values of the conversation are kept.
+Questions are read line by line, typed or through a pipe, and answers are streamed. FOLDER is as for `torchtitan
+generate`. If the training records have a prompt format (alpaca, prompt_completion), each question is formatted like the
+first record, without history. All other jobs use their chat template. An answer ends with the template's turn or the
+document. The KV cache is kept during a conversation.
 """
 
 import argparse
@@ -44,11 +44,11 @@ HELP = f"{NEW} begins another conversation; an empty line or the end of the inpu
 
 
 def main(argv: list[str]) -> int:
-    options, words = parse_command("chat", argv)
+    options, job_args = parse_command("chat", argv)
     if options.system is not None and options.format not in (None, CHAT):
         raise JobError(f"--system: format {options.format} has no place for it")
-    sys.stdout.reconfigure(errors="replace")  # what the terminal has no character for
-    config, place = find_checkpoint(Path(options.folder), options.config, words, options.best)
+    sys.stdout.reconfigure(errors="replace")  # for characters that the terminal cannot show
+    config, step_folder = find_checkpoint(Path(options.folder), options.config, job_args, options.best)
     refuse_without_next_words(config)
     tokenizer = parts.tokenizer(config)
     form = options.format or form_of(config, tokenizer)
@@ -58,9 +58,9 @@ def main(argv: list[str]) -> int:
             "--data.chat_template"
         )
     model: Any
-    model, _ = inference_model.filled_model(config, place, torch.device(device_type()))
+    model, _ = inference_model.filled_model(config, step_folder, torch.device(device_type()))
     typed = sys.stdin.isatty()
-    print(f"{config.model.name} {config.model.flavor}, {place.name}, asked as {form}", file=sys.stderr)
+    print(f"{config.model.name} {config.model.flavor}, {step_folder.name}, asked as {form}", file=sys.stderr)
     if typed:
         print(HELP, file=sys.stderr)
     reader, context = reader_of(model, config.training.seq_len)
@@ -78,15 +78,16 @@ def main(argv: list[str]) -> int:
 
 
 def form_of(config: JobConfig, tokenizer: Tokenizer) -> str:
-    """In which form the job's model is asked: that of the records it has learned, whose prompt is their own even beside
-    a chat template. JobError where it has not learned answers, as far as can be seen.
+    """Return the prompt format of the job: the format of its first training record, else its chat template.
+
+    Raises JobError if there is neither, or if the data to tell it are missing.
     """
     templated = tokenizer.chat_template is not None
     remedy = f"give --format {' or '.join(QUESTION_FORMATS[1:])}, or --data.chat_template"
     source, reading = next(iter(sources_of(config, "training").values())), first_reading(config)
     if reading.format_name in QUESTION_FORMATS[1:]:
         return reading.format_name
-    if templated and not glob(source.dataset_path or ""):  # gone, or not on this machine: nothing is fetched to ask
+    if templated and not glob(source.dataset_path or ""):  # no local data, and nothing is downloaded for this
         return CHAT
     try:
         first = next(iter(open_source(source.dataset, source.dataset_path, reading).documents()), None)
@@ -103,14 +104,14 @@ def form_of(config: JobConfig, tokenizer: Tokenizer) -> str:
 
 
 def first_reading(config: JobConfig) -> RecordReader:
-    """Of the job's first source, whose prompt questions are put in."""
+    """Return the record reader of the job's first source, which formats the questions."""
     first = next(iter(sources_of(config, "training").values()))
     task = task_of(config)
     return record_reader(first, config.data.default_system, task.whole_records, task.rows_per_sample > 1)
 
 
 def lines(typed: bool) -> Iterator[str]:
-    """What is asked: typed lines up to an empty one, or all of the input that are not empty."""
+    """Yield the questions: typed lines up to an empty one, or all lines of piped input that are not empty."""
     while True:
         if typed:
             print("> ", end="", file=sys.stderr, flush=True)
@@ -140,12 +141,12 @@ class Talk:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was said."""
+        """Start a new conversation."""
         system = self.options.system
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     def answer(self, text: str) -> Iterator[str]:
-        """The pieces of an answer, as they come."""
+        """Yield the pieces of an answer as they are generated."""
         self.messages.append({"role": "user", "content": text})
         prompt = self._prompt(text)
         tokens = sample(
@@ -159,14 +160,14 @@ class Talk:
             seed=self.options.seed,
             ends=self.ends,
         )
-        said = ""
+        answer_text = ""
         for piece in text_of(tokens, prompt, self.tokenizer):
-            said += piece
+            answer_text += piece
             yield piece
-        self.messages.append({"role": "assistant", "content": said})
+        self.messages.append({"role": "assistant", "content": answer_text})
 
     def _prompt(self, text: str) -> list[int]:
-        """The ids of what was said; if the context has no room for them, without the oldest questions and answers."""
+        """Return the conversation's token ids, without the oldest questions and answers if the context is full."""
         if self.form != CHAT:
             return encode(self.tokenizer, self.reading.question_document(self.form, text)).ids.tolist()[
                 :-1

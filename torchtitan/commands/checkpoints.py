@@ -1,7 +1,7 @@
-"""`torchtitan checkpoints FOLDER [--verify]`: what a run has saved, in what state it is, what a resume would take.
+"""`torchtitan checkpoints FOLDER [--verify]`: list a run's checkpoints, their state, and the one a resume would load.
 
-Where the job says by what (checkpoint.best_metric), also which is the best. Looks at names, sizes and manifests, and
-with --verify at the content of every file. Needs no torch.
+If the job sets checkpoint.best_metric, also name the best one. Reads names, sizes and manifests, and with --verify the
+content of every file. Needs no torch.
 """
 
 from collections.abc import Iterable
@@ -26,16 +26,16 @@ def main(argv: list[str]) -> int:
     leftovers = sorted(path.name for path in folder.iterdir() if path.name.startswith((".tmp-", ".aside-")))
     for name in leftovers:
         print(f"{name}: {'left by a save that did not finish' if name.startswith('.tmp-') else 'moved aside'}")
-    whole = [step for good, step, *_ in rows if good]
+    usable_steps = [step for good, step, *_ in rows if good]
     if (best := best_told(folder)) is not None:
         print(f"the best is {best}")
-    how = "looked at whole" if options.verify else "by names, sizes and manifest; --verify reads the content"
-    print(f"a resume takes {f'step {whole[0]}' if whole else 'none of them'} ({how})")
-    return 0 if whole else NOTHING_TO_TAKE
+    extent = "looked at whole" if options.verify else "by names, sizes and manifest; --verify reads the content"
+    print(f"a resume takes {f'step {usable_steps[0]}' if usable_steps else 'none of them'} ({extent})")
+    return 0 if usable_steps else NOTHING_TO_TAKE
 
 
 def best_told(folder: Path) -> str | None:
-    """By what the job of the newest one tells it, in words; None where it tells none."""
+    """Describe the best checkpoint by the newest checkpoint's metric, or return None if its job sets no metric."""
     complete, _ = layout.complete_steps(folder)
     with suppress(CheckpointError):
         metric = metric_of(layout.read_state(complete[0])["trainer"]) if complete else None
@@ -45,18 +45,18 @@ def best_told(folder: Path) -> str | None:
 
 
 def find(folder: Path) -> Path:
-    """The folder that holds the steps: the one given, or the one in it. Raises `JobError`."""
+    """Return the folder with the step folders: `folder` or one directly inside. Raises JobError if there is none."""
     if not folder.is_dir():
         raise JobError(f"{folder}: no such folder; give a run's dump_folder, or the folder of its checkpoints")
     inside = [folder, *sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())]
-    found = next((path for path in inside if layout.step_folders(path)), None)
-    if found is None:
+    match = next((path for path in inside if layout.step_folders(path)), None)
+    if match is None:
         raise JobError(f"{folder}: no step-* folders in it or one below; has the run saved, and is its disk mounted?")
-    return found
+    return match
 
 
 def _row(step: int, folder: Path, verify: bool) -> tuple[bool, str, str, str, str]:
-    """Whether a resume could take it; step, size, state and plan in words."""
+    """Return True if a resume can load the checkpoint; then its step, size, state and parallelism as text."""
     try:
         manifest = layout.check_complete(folder)
         if manifest.step != step:

@@ -30,12 +30,12 @@ FORMS = {"hf": "a Hugging Face folder", "file": "one safetensors file", "ours": 
 
 
 def parse_command(command: str, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of a command, and the arguments of a job. Raises JobError for wrong arguments."""
+    """Return the options of a command, and the job's arguments. Raises JobError for invalid arguments."""
     return parser_of(command).parse(argv)
 
 
 def parser_of(command: str) -> CommandParser:
-    """Return the parser of a command other than train, whose options are those of a job."""
+    """Return the parser of a command. `train` has none: it takes a job's options."""
     return PARSERS[command]()
 
 

@@ -19,7 +19,7 @@ JOB_HELP = "--section.key value  options of a job; torchtitan train --help lists
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Help whose lines do not break within the name of an option."""
+    """A help formatter that does not break lines within the name of an option."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
@@ -31,8 +31,8 @@ class HelpFormatter(argparse.HelpFormatter):
 class CommandParser(argparse.ArgumentParser):
     """The parser of one command.
 
-    `takes`: the arguments of a job that may stand among those of the command. "job": options of a job (--section.key)
-    and names of jobs. "options": options of a job. "": none. `details` follows the summary of the command in its help.
+    `takes`: which arguments of a job the command accepts. "job": options of a job (--section.key) and names of jobs.
+    "options": options of a job. "": none. `details` follows the summary of the command in its help.
     """
 
     def __init__(self, command: str, details: str = "", takes: str = "") -> None:
@@ -50,7 +50,7 @@ class CommandParser(argparse.ArgumentParser):
             self.add_argument("--config", "--config-file", action="append", default=[], metavar="JOB", help="the same")
 
     def parse(self, argv: Iterable[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Return the options of the command, and the arguments of a job. Raises JobError for wrong arguments."""
+        """Return the options of the command, and the job's arguments. Raises JobError for invalid arguments."""
         job_options, arguments = split_job_options(argv) if self.takes else ([], list(argv))
         arguments = [self._with_dashes(argument) for argument in arguments]
         ends_in_remainder = any(action.nargs == argparse.REMAINDER for action in self._actions)
@@ -61,7 +61,7 @@ class CommandParser(argparse.ArgumentParser):
             near = hint(name, self._option_string_actions)
             self.error(f"no option {name}; {near}" if name.startswith("-") else f"one argument too many: {name}")
         files = [*options.config, *options.job] if self.takes == "job" else []
-        return options, [*(word for file in files for word in ("--job.config_file", file)), *job_options]
+        return options, [*(job_arg for file in files for job_arg in ("--job.config_file", file)), *job_options]
 
     def _with_dashes(self, argument: str) -> str:
         """Return an argument with the dashes of its option, which may be spelled with underscores."""

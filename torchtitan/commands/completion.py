@@ -1,10 +1,10 @@
-"""`torchtitan completion bash|zsh|fish`: a script with which a shell completes commands, options and their words.
+"""`torchtitan completion bash|zsh|fish`: print a shell script that completes commands, options and their values.
 
     torchtitan completion bash > ~/.local/share/bash-completion/completions/torchtitan
     torchtitan completion zsh > "${fpath[1]}/_torchtitan"
     torchtitan completion fish > ~/.config/fish/completions/torchtitan.fish
 
-The script holds all words, so that completing starts no Python; write it again after an update.
+The script holds all candidates, so completion does not start Python; write it again after an update.
 """
 
 from torchtitan.cli import COMMANDS
@@ -23,12 +23,12 @@ def main(argv: list[str]) -> int:
 
 
 def job_options() -> dict[str, list[str]]:
-    """Return the options of a job, and the values of each that takes only some."""
+    """Return the options of a job with their allowed values; [] if any value is allowed."""
     return {f"--{key}": choices(option.annotation) for key, option in options().items()}
 
 
 def command_options(command: str) -> dict[str, list[str]]:
-    """Return the own options of a command, and the values of each that takes only some."""
+    """Return the options of a command, without the job's, with their allowed values; [] if any value is allowed."""
     actions = parser_of(command)._option_string_actions if command in PARSERS else {}
     return {
         name: action.type.names if isinstance(action.type, OneOf) else []
@@ -38,7 +38,7 @@ def command_options(command: str) -> dict[str, list[str]]:
 
 
 def arguments_of(command: str) -> list[str]:
-    """Return the words that a command takes as arguments: names of jobs, kinds, actions."""
+    """Return the allowed values of a command's positional arguments: names of jobs, kinds, actions."""
     parser = parser_of(command) if command in PARSERS else None
     names = [
         name
@@ -50,14 +50,16 @@ def arguments_of(command: str) -> list[str]:
 
 
 def bash() -> str:
-    values = {f"*' {name}'": words for name, words in job_options().items()}
+    values = {f"*' {name}'": candidates for name, candidates in job_options().items()}
     for command in PARSERS:
-        values |= {f"'{command} {name}'": words for name, words in command_options(command).items()}
+        values |= {f"'{command} {name}'": candidates for name, candidates in command_options(command).items()}
     value_cases = "".join(
-        f"    {pattern}) words='{' '.join(words)}' ;;\n" for pattern, words in values.items() if words
+        f"    {pattern}) words='{' '.join(candidates)}' ;;\n" for pattern, candidates in values.items() if candidates
     )
     arguments = {command: " ".join(arguments_of(command)) for command in COMMANDS}
-    argument_cases = "".join(f"    {command}) words='{words}' ;;\n" for command, words in arguments.items() if words)
+    argument_cases = "".join(
+        f"    {command}) words='{candidates}' ;;\n" for command, candidates in arguments.items() if candidates
+    )
     option_cases = "".join(f"      {command}) words='{' '.join(command_options(command))}' ;;\n" for command in PARSERS)
     return f"""\
 _torchtitan() {{
@@ -93,16 +95,18 @@ def fish() -> str:
     ]
     for command in COMMANDS:
         condition = f"complete -c torchtitan -n '__fish_seen_subcommand_from {command}'"
-        if words := arguments_of(command):
-            lines.append(f"{condition} -a '{' '.join(words)}'")
-        lines += [f"{condition} -l {name[2:]}{_values(words)}" for name, words in command_options(command).items()]
+        if candidates := arguments_of(command):
+            lines.append(f"{condition} -a '{' '.join(candidates)}'")
+        lines += [
+            f"{condition} -l {name[2:]}{_values(candidates)}" for name, candidates in command_options(command).items()
+        ]
     takes_job = f"complete -c torchtitan -n '__fish_seen_subcommand_from {' '.join(JOB_COMMANDS)}'"
-    lines += [f"{takes_job} -l {name[2:]}{_values(words)}" for name, words in job_options().items()]
+    lines += [f"{takes_job} -l {name[2:]}{_values(candidates)}" for name, candidates in job_options().items()]
     return "\n".join(lines) + "\n"
 
 
-def _values(words: list[str]) -> str:
-    return f" -x -a '{' '.join(words)}'" if words else ""
+def _values(candidates: list[str]) -> str:
+    return f" -x -a '{' '.join(candidates)}'" if candidates else ""
 
 
 def quoted(text: str) -> str:

@@ -85,8 +85,8 @@ def _beside(place: Path, config: JobConfig, args: Any, dtype: torch.dtype, to: R
     """
     vocabulary = to.vocabulary if to else _tokenizer(config, args)
     form, folder = CONFIGS[config.model.name], config.model.hf_folder
-    learned = config_beside(place) is None
-    source = source_of(folder, trained=learned) if folder and Path(folder, CONFIG).is_file() else None
+    is_trained = config_beside(place) is None
+    source = source_of(folder, trained=is_trained) if folder and Path(folder, CONFIG).is_file() else None
     if vocabulary is None:
         print("no tokenizer goes along: --model.tokenizer_path says which is its own", file=sys.stderr)
         config_files = beside_weights(form, args, dtype, source=source, tokenizer_files={}, bos_id=None, end_ids=[])
@@ -114,7 +114,7 @@ def _tokenizer(config: JobConfig, args: Any) -> Tokenizer | None:
 
 
 def _unread(config: JobConfig, args: Any, weights: Weights) -> dict[str, Deferred]:
-    """Return every tensor once, unread, by our names. A tied head is the embedding and left out."""
+    """Return every tensor, unread, by our names. A tied output head is left out."""
     shapes = parts.model_spec(config).hf.shapes(args)
     tied = {"output.weight"} if args.tied_embeddings else set()
     return {name: weights.unread(name, shape) for name, shape in shapes.items() if name not in tied}
@@ -136,11 +136,11 @@ def _write_ours(
     A model that transformers does not support gets the job instead of a config.json.
     """
     try:
-        beside = _beside(place, config, args, dtype, to)
+        extra_files = _beside(place, config, args, dtype, to)
     except JobError:
         if to is not None:
             raise
-        beside = {JOB: to_toml(parts.movable(config)).encode()}
+        extra_files = {JOB: to_toml(parts.movable(config)).encode()}
     unread = _unread(config, args, weights)
     narrow = {name for name in unread if weights.dtype(name).is_floating_point and not name.endswith("expert_bias")}
     types = {name: dtype if name in narrow else weights.dtype(name) for name in unread}
@@ -151,12 +151,12 @@ def _write_ours(
         snapshot = Snapshot("model", weights.step, shells, staged=_Read(unread, types, progress))
         with published(target.resolve(), write=True) as folder:
             save(snapshot, folder, None, Peers("convert"), Care())
-            for name, content in beside.items():
+            for name, content in extra_files.items():
                 (folder / name).write_bytes(content)
 
 
 class _Read(Mapping):
-    """The values of the empty tensors, each read when it is written."""
+    """Supplies the values of the empty tensors, each read when it is written."""
 
     def __init__(self, unread: dict[str, Deferred], types: dict[str, torch.dtype], progress: Any):
         self.unread, self.types, self.progress = unread, types, progress

@@ -79,7 +79,7 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def allowed(config: JobConfig, device: str) -> float | None:
-    """Return the bytes that a rank may use; None if neither the job nor a GPU of this machine gives a limit."""
+    """Return the memory limit of a rank in bytes; None if neither the job nor a local GPU sets one."""
     amount = None if config.memory.limit is None else amount_of(config.memory.limit)
     if device != "cuda" or amount is not None:
         return amount
@@ -105,7 +105,7 @@ def table(predictions: list[Prediction]) -> list[str]:
 def traffic(of_rank: Prediction, flops: float, speeds: argparse.Namespace) -> list[str]:
     """Format the messages that a rank sends in a step, by mesh axis and kind, with the time of each in isolation.
 
-    The last lines compare the slowest axis with the time in which the rank computes `flops`.
+    The last lines compare the slowest axis with the time to compute `flops`.
     """
     seconds: Counter[str] = Counter()
     lines = [

@@ -1,9 +1,9 @@
 """`torchtitan evaluate FOLDER`: loss, perplexity and bits per byte of held-out documents, also by token position.
 
-FOLDER is as for `torchtitan generate`. The documents are those of the job's validation, the held-out documents of a
-split, or those of the given options (--validation.dataset=text --validation.dataset_path=books). Each document is read
-from beginning to end in segments of validation.seq_len (or training.seq_len) tokens. Losses and bytes count only
-predicted tokens: for records of which only the answers are trained, the answers. A model with a cache
+FOLDER is as for `torchtitan generate`. The documents come from the job's validation data, the held-out split, or the
+given options (--validation.dataset=text --validation.dataset_path=books). Each document is read from beginning to end
+in segments of validation.seq_len (or training.seq_len) tokens. Losses and bytes count only tokens that the loss mask
+includes, for example only the answers of records. A model with a cache
 (adapter.kind = "neurocache") is measured for several cache sizes. --out writes the results as JSON. --plot draws the
 loss by token position, one line per cache size.
 

@@ -123,7 +123,7 @@ class Answers:
         bare = context.rstrip()
         context_ids = self.tokenizer.encode(bare)
         full_ids = self.tokenizer.encode(bare + context[len(bare) :] + continuation)
-        if continuation and len(full_ids) <= len(context_ids):  # without a token of its own it has probability 1
+        if continuation and len(full_ids) <= len(context_ids):  # with no new token its probability is 1
             raise JobError(
                 f"an answer, {continuation!r}, given behind {bare[-20:]!r}, which together have no token of the "
                 "answer's own; allowed: answers that begin a word; see target_delimiter"

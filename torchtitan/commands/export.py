@@ -1,13 +1,14 @@
-"""`torchtitan export FOLDER --to DIRECTORY --merge`: a run's weights in the form of Hugging Face, by one process.
+"""`torchtitan export FOLDER --to DIRECTORY --merge`: write a run's weights in the Hugging Face layout, in one process.
 
-FOLDER is the job's dump_folder (newest complete checkpoint) or one of its step folders. --merge folds an adapter into
-the model that it was trained beside: a matrix at a time, added up in float32, rounded once; beside a packed base into
-the weights that were packed, which have to be those that the run has. Weights keep the type that the run has them in:
-a default of bfloat16 would round them, and lose updates of an adapter that are smaller than the last of 8 bits. What
-was written is read again and compared with what the run has, its loss on held-out samples and the tokens that it would
-go on with; if they differ, the directory is called DIRECTORY.unverified and the exit code is 1. The run's model is gone
-when the other is read, so that one is in memory. Without --merge the adapter is written alone, in the layout in which
-such are passed on (most of them peft's), and refused where that is not all that was trained.
+FOLDER is the job's dump_folder (newest complete checkpoint) or one of its step folders. --merge merges the adapter into
+its base model one matrix at a time: the sum is computed in float32 and rounded once. If the base is quantized, the
+adapter is merged into the original weights, which must be the ones that the run quantized. By default weights keep the
+run's dtype: bfloat16 would round them and lose adapter updates below its 8 significant bits.
+
+The export is then loaded and compared with the run: the loss on held-out samples and a greedy continuation. If they
+differ, the directory is named DIRECTORY.unverified and the exit code is 1. Only one of the two models is in memory at a
+time. Without --merge only the adapter is written, in the usual layout for adapters of its kind (mostly peft's). That is
+refused if the run trained other parameters too.
 """
 
 import dataclasses
@@ -84,7 +85,7 @@ Samples = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Answer:
-    """Of a model to held-out samples: its loss, and the logits [V] of each token that it would go on with."""
+    """A model's loss on held-out samples, and the logits [V] at each step of a greedy continuation."""
 
     loss: float
     logits: list[torch.Tensor]
@@ -92,23 +93,23 @@ class Answer:
 
 @torch.no_grad()
 def export(config: JobConfig, step_folder: Path, target: Path, dtype: str, into_unpacked: bool) -> int:
-    written = target.with_name(target.name + ".unverified")
-    if written.exists():
-        raise JobError(f"{written}: it is there, from an export that failed; remove it")
+    unverified = target.with_name(target.name + ".unverified")
+    if unverified.exists():
+        raise JobError(f"{unverified}: it is there, from an export that failed; remove it")
     samples = held_out(config)
-    before, into = write(config, step_folder, written, dtype, into_unpacked, samples)
-    again = parts.meta_model(config).to(parts.DTYPES[config.training.dtype]).to_empty(device="cpu").eval()
-    parts.model_spec(config).hf.load_hf(written, again, parts.model_args(config))
-    verdict = compared(config, before, answer(config, again, samples), dtype, into)
+    before, into = write(config, step_folder, unverified, dtype, into_unpacked, samples)
+    reloaded = parts.meta_model(config).to(parts.DTYPES[config.training.dtype]).to_empty(device="cpu").eval()
+    parts.model_spec(config).hf.load_hf(unverified, reloaded, parts.model_args(config))
+    verdict = compared(config, before, answer(config, reloaded, samples), dtype, into)
     manifest = {"of": str(step_folder), "step": read_manifest(step_folder).step, "dtype": dtype, "merged_into": into}
     manifest |= verdict | {"samples": len(samples), "base": config.checkpoint.initial_load_path}
-    (written / "export.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    told = f"loss {verdict['loss_of_the_run']:.5f}, read again {verdict['loss_of_the_export']:.5f}"
+    (unverified / "export.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    losses = f"loss {verdict['loss_of_the_run']:.5f}, read again {verdict['loss_of_the_export']:.5f}"
     if not verdict["verified"]:
-        print(f"{written}: NOT what the run has: {told}, same tokens: {verdict['same_tokens']}", file=sys.stderr)
+        print(f"{unverified}: NOT what the run has: {losses}, same tokens: {verdict['same_tokens']}", file=sys.stderr)
         return UNVERIFIED
-    written.rename(target)
-    print(f"{target}: {step_folder.name} in {dtype}; {told} on {len(samples)} samples")
+    unverified.rename(target)
+    print(f"{target}: {step_folder.name} in {dtype}; {losses} on {len(samples)} samples")
     return 0
 
 
@@ -120,12 +121,12 @@ def write(
     into_unpacked: bool,
     samples: Samples,
 ) -> tuple[Answer, str]:
-    """What the run's model says of the samples, and what its adapter was folded into."""
+    """Write the weights. Return the run's answer to the samples, and the base that its adapter was merged into."""
     as_asked = dataclasses.replace(config.checkpoint, export_dtype=dtype)
     beside = parts.beside_hf_weights(dataclasses.replace(config, checkpoint=as_asked), parts.tokenizer(config))
     hf, args = parts.model_spec(config).hf, parts.model_args(config)
     model, adapter = inference_model.filled_model(config, step_folder, torch.device("cpu"))
-    said = answer(config, model, samples)
+    run_answer = answer(config, model, samples)
     try:
         with (
             inference_model.plain_state(config, model, adapter, into_unpacked) as (state, into),
@@ -134,28 +135,31 @@ def write(
             hf.save_hf(place, state, args, dtype=parts.DTYPES[dtype], beside=beside)
     except OSError as error:
         raise JobError(f"{folder}: the weights were not written: {error}; the run is untouched") from error
-    return said, into
+    return run_answer, into
 
 
 def answer(config: JobConfig, model: nn.Module, samples: Samples) -> Answer:
-    """Compute the loss of the samples one by one, and continue the beginning of the first greedily. The loss is of
-    tokens, also where the run's is of pairs."""
+    """Compute the loss of the samples one by one, and continue the beginning of the first greedily.
+
+    The loss is per token, also if the run was trained on preference pairs.
+    """
     if task_of(config).rows_per_sample > 1:
         model.loss = SummedCrossEntropy()
     loss = sum(model(tokens, labels=labels).item() for tokens, labels in samples)
     count = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in samples)
     vocabulary, logits = parts.tokenizer(config), []
     last = (0, -1, slice(vocabulary.vocab_size))
-    watched = model.register_forward_hook(lambda _, given, made: logits.append(made[last].clone()))  # not all of them
-    how = dict(max_new_tokens=NEW_TOKENS, context=config.training.seq_len, temperature=0, top_k=0, seed=0)
-    for _ in sample(model, samples[0][0][0, :PROMPT_TOKENS].tolist(), vocabulary, **how):
+    # keep only the last position of each forward
+    hook = model.register_forward_hook(lambda _, inputs, outputs: logits.append(outputs[last].clone()))
+    kwargs = dict(max_new_tokens=NEW_TOKENS, context=config.training.seq_len, temperature=0, top_k=0, seed=0)
+    for _ in sample(model, samples[0][0][0, :PROMPT_TOKENS].tolist(), vocabulary, **kwargs):
         pass
-    watched.remove()
+    hook.remove()
     return Answer(loss / max(count, 1), logits)
 
 
 def compared(config: JobConfig, run: Answer, export: Answer, dtype: str, into: str) -> dict[str, Any]:
-    """Rounding is that of the file's type or of the run's, whichever is coarser."""
+    """Compare the answers of run and export, with the tolerance of the coarser of the two dtypes."""
     tolerance = max(TOLERANCE[dtype], TOLERANCE.get(config.training.dtype, 0.0))
     packed = into == "original"
     close = abs(run.loss - export.loss) <= (PACKED_TOLERANCE if packed else tolerance) * abs(run.loss)
@@ -169,12 +173,10 @@ def compared(config: JobConfig, run: Answer, export: Answer, dtype: str, into: s
 
 
 def go_on_alike(run: Answer, export: Answer, tolerance: float) -> bool:
-    """Whether both choose the same tokens, up to the first where the run's logits of the two choices lie as close as
-    rounding moves them.
-    """
-    for mine, theirs in zip(run.logits, export.logits, strict=False):  # who ends a text is shorter
-        if (chosen := theirs.argmax()) != mine.argmax():
-            return bool(mine.max() - mine[chosen] <= tolerance * mine.abs().max())
+    """Return True if both choose the same tokens, or first differ where the run's logits are within the tolerance."""
+    for run_logits, export_logits in zip(run.logits, export.logits, strict=False):  # one may end the text earlier
+        if (chosen := export_logits.argmax()) != run_logits.argmax():
+            return bool(run_logits.max() - run_logits[chosen] <= tolerance * run_logits.abs().max())
     return True
 
 

@@ -1,8 +1,8 @@
-"""`torchtitan generate FOLDER --prompt "..."`: continue a text from a checkpoint, to see what was learned.
+"""`torchtitan generate FOLDER --prompt "..."`: continue a text with the model of a checkpoint.
 
 FOLDER is the job's dump_folder (newest complete checkpoint), one of its step folders, an export or a folder of Hugging
 Face. The model and the tokenizer come from the config.toml that the run wrote or from the files next to the weights.
-Keys and values are cached until the context is full and moves on.
+Keys and values are cached until the context is full; then the context window slides.
 
 A model that does not fit on one device runs with `--ranks N` over that many devices of this machine: split by tensor
 parallel, or, if it has experts, by expert parallel and FSDP.
@@ -153,8 +153,8 @@ def find_checkpoint(
 ) -> tuple[JobConfig, Path]:
     """Return the job and the path of the weights: `folder` itself, or its newest complete (or `best`) checkpoint.
 
-    `words` are further options of the job. Raises JobError if the job or the weights are missing, and for a job whose
-    model or tokenizer cannot be built.
+    `words` are further options of the job. Raises JobError if the job or the weights are missing, or if the model or
+    tokenizer cannot be built.
     """
     config = job_of(folder, (["--job.config_file", config_path] if config_path else []) + (words or []))
     checkpoints = folder.resolve() / config.checkpoint.folder

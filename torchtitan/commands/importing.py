@@ -30,13 +30,13 @@ EVALUATE = "torchtitan.commands.evaluate:main"
 
 def main(argv: list[str]) -> int:
     options, _ = parse_command("import", argv)
-    words = options.line
-    if words and " " in words[0]:  # a line that is quoted as one word may stand before the options
-        later, _ = parse_command("import", [*_given_options(argv, words), *words[1:]])
+    line_args = options.line
+    if line_args and " " in line_args[0]:  # a line that is quoted as one word may stand before the options
+        later, _ = parse_command("import", [*_given_options(argv, line_args), *line_args[1:]])
         if later.line:
             raise JobError(f"torchtitan import: one argument too many: {later.line[0]}")
-        options, words = later, words[:1]
-    line = parse(split(words))
+        options, line_args = later, line_args[:1]
+    line = parse(split(line_args))
     if options.world_size:
         line = replace(line, ranks=options.world_size)
     text, config, measures = translate(line, options.source)
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def _given_options(argv: list[str], line: list[str]) -> list[str]:
-    """Return the arguments before the line."""
+    """Return the arguments of `torchtitan import` that precede the line."""
     return argv[: len(argv) - len(line)]
 
 

@@ -1,4 +1,4 @@
-"""`torchtitan init [FILE]`: write a job to begin with, which runs as it is and says what to change."""
+"""`torchtitan init [FILE]`: write a commented job that runs unchanged, as a starting point."""
 
 from pathlib import Path
 

@@ -26,8 +26,7 @@ def job_of(path: Path, arguments: list[str], with_tokenizer: bool = True) -> Job
     """Return the job of the weights at `path`.
 
     `arguments` are options of a job, as on the command line. They take precedence, and if they name a job or a model,
-    nothing else is read. Raises JobError if the model is unknown, and for a job whose model, or tokenizer, cannot be
-    built.
+    nothing else is read. Raises JobError if the model is unknown, or if the model or tokenizer cannot be built.
     """
     path = path.resolve()
     if not path.exists():

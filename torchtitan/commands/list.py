@@ -1,4 +1,4 @@
-"""`torchtitan list`: everything that a job can name, ours and that of installed packages. Needs no torch of its own."""
+"""`torchtitan list`: print all names for a job's options, built in or from installed packages. Needs no torch."""
 
 import sys
 from typing import Any

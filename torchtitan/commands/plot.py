@@ -1,5 +1,6 @@
-"""`torchtitan plot FOLDER [--to run.html]`: the loss of a run so far, from its metrics.jsonl, drawn in the terminal and
-into a page that needs no other file, or a picture. Needs neither torch nor a service.
+"""`torchtitan plot FOLDER [--to run.html]`: plot a run's loss from its metrics.jsonl.
+
+The plot is drawn in the terminal, and with --to also written to a self-contained page or a picture. Needs no torch.
 """
 
 import html
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 
 def read(path: Path) -> tuple[Points, Points]:
-    """Steps with their loss, and with that of their validation, of those that are finite. JobError for no run's."""
+    """Return the finite training and validation losses with their steps. Raises JobError if there are none."""
     try:
         records = read_records(path)
     except (OSError, FileError) as error:
@@ -55,7 +56,7 @@ def read(path: Path) -> tuple[Points, Points]:
 
 
 def drawn(losses: Points, held_out: Points, width: int) -> str:
-    """So many characters wide."""
+    """Return the text plot, `width` characters wide."""
     columns = max(width - LABEL, 20)
     values = [value for _, value in [*losses, *held_out]]
     low, high, first, last = min(values), max(values), losses[0][0], losses[-1][0]
@@ -76,13 +77,13 @@ def drawn(losses: Points, held_out: Points, width: int) -> str:
 
 
 def _number(value: float) -> str:
-    """In the width that a label has."""
+    """Format a number to fit an axis label."""
     text = f"{value:.3f}"
     return text if len(text) <= LABEL - 2 else f"{value:.2g}"
 
 
 def write(metrics: Path, target: Path, title: str) -> None:
-    """OSError where it cannot be written."""
+    """Write the plot as a page or a picture. Raises OSError if it cannot be written."""
     if target.suffix.lower() != PAGE:
         draw_training_curve(metrics, target, title)
         return

@@ -1,16 +1,14 @@
-"""`torchtitan prepare job.toml`: what a job tokenizes before it starts, ahead of it and without its ranks.
-
-The run then begins on what is there. Shown is what became of the records of each source, how long they are, and how
-many samples and steps they make.
-
-`torchtitan prepare`: tokenize a dataset once, into memory-mapped shards that training reads at full speed.
+"""`torchtitan prepare`: tokenize a dataset once, into memory-mapped shards that training reads at full speed.
 
     torchtitan prepare --dataset text --dataset_path stories/ --tokenizer_path tokenizer.model --output shards/
-    torchtitan prepare job.toml       # what a job tokenizes before it starts: prepare.py
+    torchtitan prepare job.toml
 
-Documents keep the order in which they are stored; training shuffles. Everything is written beside the output and
-renamed at the end, so a folder of that name is complete. `--verify shards/` reads a folder again and compares the
-checksums.
+With a job, fill its token cache before the run and without its ranks, so that the run starts training at once. The
+output lists for each source how many records were kept, cut or dropped and their lengths, then the number of samples
+and steps.
+
+Documents keep their stored order; training shuffles. Shards are written to a temporary folder next to the output and
+renamed at the end, so a folder of that name is complete. `--verify shards/` reads a folder and compares the checksums.
 """
 
 import re
@@ -43,7 +41,7 @@ WIDTH = 32
 def prepare_job(job_args: list[str]) -> int:
     config = manager.load(job_args)
     ranks = fewest_ranks(config)
-    # what is tokenized here may be trained elsewhere, so that only what no device would run is a fault
+    # training may run on another machine, so only faults on every kind of device count
     elsewhere = check(config, ranks, "cuda")
     if faults := [fault for fault in check(config, ranks, "cpu") if fault in elsewhere]:
         raise ConfigError(faults)
@@ -52,10 +50,13 @@ def prepare_job(job_args: list[str]) -> int:
 
 
 def prepared(config: JobConfig, ranks: int) -> list[str]:
-    """Tokenize what is not there; lines of what is. JobError for a job that tokenizes nothing before its start."""
+    """Tokenize the sources that are not cached, and return a summary of all, as lines.
+
+    Raises JobError for a job that tokenizes nothing before its start.
+    """
     validation = config.validation.enable and config.validation.split is None
-    asked: list[Section] = ["training", "validation"] if validation else ["training"]
-    sections = [section for section in asked if tokenized_before(config, section)]
+    candidates: list[Section] = ["training", "validation"] if validation else ["training"]
+    sections = [section for section in candidates if tokenized_before(config, section)]
     if not sections:
         raise JobError(
             f"task.kind = {config.task.kind} without training.epochs reads its text as it trains, so that nothing is "
@@ -67,24 +68,27 @@ def prepared(config: JobConfig, ranks: int) -> list[str]:
         for weighted in data_sources(config, section):
             assert isinstance(weighted.source, TokenShards)
             header = weighted.source.header
-            told_by = header.get("source", {}).get("name", weighted.source.name)
-            name = f"{section}: {told_by[len(section) + 2 - WIDTH :]}"
+            source_name = header.get("source", {}).get("name", weighted.source.name)
+            name = f"{section}: {source_name[len(section) + 2 - WIDTH :]}"
             lines.append(f"{name:{WIDTH}} " + " ".join(f"{cell:>9}" for cell in row(header)))
-            if told := advice(header["records"], config.training.seq_len) if "records" in header else "":
-                advices[name] = told
-    lines += [f"{name}: {told}" for name, told in advices.items()]
+            if hint := advice(header["records"], config.training.seq_len) if "records" in header else "":
+                advices[name] = hint
+    lines += [f"{name}: {hint}" for name, hint in advices.items()]
     if "training" in sections and not task_of(config).streams_documents:
-        sources = [each.source for each in data_sources(config, "training")]
-        made = filled(config, [source for source in sources if isinstance(source, TokenShards)])
+        sources = [weighted_source.source for weighted_source in data_sources(config, "training")]
+        sample_total = filled(config, [source for source in sources if isinstance(source, TokenShards)])
         steps = with_steps(config, parts.dims(config, ranks)).training.steps
         batch = parts.global_batch_size(config, parts.dims(config, ranks))
         of_ranks = f"on {ranks} rank{'s' if ranks > 1 else ''}"
-        lines.append(f"samples {made}; {steps:,} steps of {sample_count(config, batch)}, {of_ranks}")
+        lines.append(f"samples {sample_total}; {steps:,} steps of {sample_count(config, batch)}, {of_ranks}")
     return [*lines, f"kept in {cache_of(config)}"]
 
 
 def row(header: dict[str, Any]) -> list[str]:
-    """Of a source, in COLUMNS; without records, of what is read end to end, its documents alone."""
+    """Format the header of a source's shards, one cell per column of COLUMNS.
+
+    A source of streamed documents has no records: these columns are empty, except for the number of documents.
+    """
     trained = f"{header.get('trained_tokens', header['tokens']) / header['tokens']:.1%}"
     tokens = f"{header['tokens']:,}"
     if "records" not in header:
@@ -131,7 +135,7 @@ def main(argv: list[str]) -> int:
 
 
 def _of_this_command(message: str) -> str:
-    """A message about a job's data, with the options of this command instead of the job's."""
+    """Replace the job's options in a message about data by the options of this command."""
     return re.sub(
         r'(?:training|model)\.(\w+)(?: = "([^"]*)")?',
         lambda m: f"--{m[1].replace('_', '-')}" + f" {m[2]}" * bool(m[2]),

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Head:
-    """The first comment of a job: a sentence on what it does, and the hardware it is for."""
+    """The first comment of a preset, split into its summary sentence and its hardware."""
 
     what: str
     hardware: str

@@ -1,9 +1,8 @@
-"""`torchtitan preview --job.config_file job.toml`: what the model will see first.
+"""`torchtitan preview --job.config_file job.toml`: print the first training samples.
 
-Decoded samples with the borders of their documents, the positions that each document gets, and which tokens the model
-learns to predict: the others, which it only reads, are faint on a terminal and stand between [- and -] elsewhere.
-Padding is said to be so, and is no document.
-Takes the job's options as well, so a change can be looked at before it is trained on.
+Samples are decoded, with document borders, the positions of each document, and the loss mask: tokens without a loss are
+faint on a terminal and enclosed in [- and -] elsewhere. Padding is labelled and does not count as a document.
+The job's options can be given too, to see their effect on the data before training.
 """
 
 import dataclasses
@@ -57,17 +56,18 @@ def main(argv: list[str]) -> int:
 
 
 def first_batch(config: JobConfig, tokenizer: Tokenizer, samples: int) -> Batch:
-    """Return the first global samples. They are the same for any number of ranks, so one rank is asked for all of them.
+    """Return the first global samples, read by one rank: they are the same for any number of ranks.
 
-    Raises DataError for data that the trainer would refuse, with the same message."""
+    Raises DataError for data that the trainer would refuse, with the same message.
+    """
     size, step = samples, max(config.training.global_batch_size, config.training.local_batch_size)
     if config.data.group_by_length:  # samples are sorted within the steps of the job
         size = -(-samples // step) * step
     training = dataclasses.replace(config.training, local_batch_size=size, dataloader=DataLoader(pin_memory=False))
-    alone = parts.on_one_rank(dataclasses.replace(config, training=training))
-    batches = iter(training_loader(alone, tokenizer, 0, parts.dims(alone, 1)))
+    one_rank_config = parts.on_one_rank(dataclasses.replace(config, training=training))
+    batches = iter(training_loader(one_rank_config, tokenizer, 0, parts.dims(one_rank_config, 1)))
     device = torch.device("cpu")
-    preparer = batch_preparer(alone, tokenizer, parts.dims(alone, 1), 0, device, draws=False)
+    preparer = batch_preparer(one_rank_config, tokenizer, parts.dims(one_rank_config, 1), 0, device, draws=False)
     fetched, error = preparer.fetch(batches, 1, step=0)
     if error is not None:
         raise error
@@ -84,8 +84,11 @@ def about(config: JobConfig) -> str:
 
 
 class View:
-    """`labels`: what those of a batch are, as a Task says it; `classes`: names, if these are classes;
-    `packs`: whether samples are of whole records, with padding where these do not fill them."""
+    """Formats samples for the terminal.
+
+    `labels`: kind of labels of the task (Task.labels). `classes`: class names for classification. `packs`: True if
+    samples consist of whole records plus padding.
+    """
 
     def __init__(
         self,
@@ -101,7 +104,7 @@ class View:
         self.labels, self.classes, self.packs = labels, classes, packs
 
     def sample(self, number: int, sample: dict[str, list[int]]) -> list[str]:
-        """The lines of one sample."""
+        """Return the lines of one sample."""
         tokens, labels, documents = sample["tokens"], sample["labels"], sample["document_ids"]
         padding = self._padding(tokens, labels, documents)
         count = documents[-1] + 1 - (padding is not None)
@@ -109,7 +112,7 @@ class View:
         trained = [label != IGNORE for label in labels]
         lines = ["", self._paint(HEAD, f"{head}, {sum(trained)} of {len(labels)} labels trained")]
         # a token is the label of the position before, and the first one is only read; or its own; or all make a class
-        learned = {"next": [False, *trained[:-1]], "same": trained, "classes": [True] * len(tokens)}[self.labels]
+        has_loss = {"next": [False, *trained[:-1]], "same": trained, "classes": [True] * len(tokens)}[self.labels]
         start = 0
         for document, group in groupby(documents):
             stop = start + len(list(group))
@@ -119,58 +122,64 @@ class View:
                 start = stop
                 continue
             positions = f"positions {sample['positions'][start]}-{sample['positions'][stop - 1]}"
-            own = self.packs or self.tokenizer.bos_id in (tokens[start], None)  # a template may begin without a token
-            begun = "" if own else ", begun in an earlier sample"
-            told = self._class(labels[start:stop])
-            begun = told if self.labels == "classes" else begun
+            starts_here = self.packs or self.tokenizer.bos_id in (
+                tokens[start],
+                None,
+            )  # a template may begin without a token
+            begun = "" if starts_here else ", begun in an earlier sample"
+            class_text = self._class(labels[start:stop])
+            begun = class_text if self.labels == "classes" else begun
             border = f"--- document {document}: tokens {start}-{stop - 1}, {positions}{begun} "
             lines.append(self._paint(HEAD, border.ljust(100, "-")))
             limit = max(self.tokens // count, 8)
-            lines.append(self._piece(tokens[start:stop], learned[start:stop], limit))
+            lines.append(self._piece(tokens[start:stop], has_loss[start:stop], limit))
             if self.ids:
                 lines.append(self._paint(FAINT, " ".join(["ids", *map(str, tokens[start : min(stop, start + limit)])])))
             start = stop
         return lines
 
     def _padding(self, tokens: list[int], labels: list[int], documents: list[int]) -> int | None:
-        """The document that is padding: at one end of a sample of whole records, of a token that ends texts alone,
-        none of whose labels counts. A record has more than that, or it would not have been taken."""
+        """Return the document that is padding, or None.
+
+        Padding is at one end of a packed sample and has only end-of-text tokens, without a loss. A record always has
+        other tokens too.
+        """
         if not self.packs:
             return None
         for document in (documents[0], documents[-1]):
-            own = [i for i, other in enumerate(documents) if other == document]
-            if all(tokens[i] == self.tokenizer.eos_id and labels[i] == IGNORE for i in own):
+            indices = [i for i, other in enumerate(documents) if other == document]
+            if all(tokens[i] == self.tokenizer.eos_id and labels[i] == IGNORE for i in indices):
                 return document
         return None
 
     def _class(self, labels: list[int]) -> str:
-        """Of a record, by the one label that counts."""
+        """Describe the class of a record by its only label with a loss."""
         number = next((label for label in labels if label != IGNORE), None)
         if number is None:
             return ", padding"
         return f", class {number}" + (f" ({self.classes[number].translate(CONTROLS)})" if self.classes else "")
 
-    def _piece(self, tokens: list[int], learned: list[bool], limit: int) -> str:
-        """Text of a document. If it is too long its middle is left out: the borders are what one wants to see."""
+    def _piece(self, tokens: list[int], has_loss: list[bool], limit: int) -> str:
+        """Return the text of a document; above `limit` tokens without its middle, as the borders matter most."""
         if len(tokens) <= limit:
-            return self._text(tokens, learned)
+            return self._text(tokens, has_loss)
         tail = limit // 4
         head = limit - tail
         left_out = self._paint(FAINT, f"\n... {_count(len(tokens) - limit, 'more token')} ...\n")
-        return self._text(tokens[:head], learned[:head]) + left_out + self._text(tokens[-tail:], learned[-tail:])
+        return self._text(tokens[:head], has_loss[:head]) + left_out + self._text(tokens[-tail:], has_loss[-tail:])
 
-    def _text(self, tokens: list[int], learned: list[bool]) -> str:
-        """Decoded, with signs for tokens that are no text, and marks around those that are only read."""
+    def _text(self, tokens: list[int], has_loss: list[bool]) -> str:
+        """Decode tokens, with names for special tokens and marks around tokens without a loss."""
         signs: dict[int | None, str] = {number: name for name, number in self.tokenizer.special_tokens.items()}
         signs |= {self.tokenizer.bos_id: "<begin>", self.tokenizer.eos_id: "<end>"}
         text = ""
-        for is_learned, run in groupby(zip(tokens, learned, strict=True), key=itemgetter(1)):
+        for in_loss, run in groupby(zip(tokens, has_loss, strict=True), key=itemgetter(1)):
             shown = ""
             for sign, same in groupby((token for token, _ in run), key=signs.get):
                 ids = list(same)
                 part = self._decode(ids) if sign is None else sign * len(ids)
-                shown += self._paint(SPECIAL if sign else "" if is_learned else MASKED, part)
-            text += shown if is_learned or self.colour else f"[-{shown}-]"
+                shown += self._paint(SPECIAL if sign else "" if in_loss else MASKED, part)
+            text += shown if in_loss or self.colour else f"[-{shown}-]"
         return text
 
     def _decode(self, tokens: list[int]) -> str:
@@ -180,5 +189,5 @@ class View:
         return f"{colour}{text}\033[0m" if self.colour and colour else text
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,7 +1,7 @@
-"""`torchtitan schedule --pp 4 --microbatches 16 --schedule ZBVZeroBubble`: what a schedule costs, and a picture of it.
+"""`torchtitan schedule --pp 4 --microbatches 16 --schedule ZBVZeroBubble`: simulate and plot a pipeline schedule.
 
-Bubble, makespan and peak activations come from a simulation with given costs of forward and backward; nothing is run.
-With --job.config_file (and options of a job after it) the numbers are those of the job.
+Bubble, makespan and peak activations are simulated from the given costs of forward and backward; no model is run.
+With --job.config_file (and options of a job after it) ranks, microbatches and schedule are taken from the job.
 """
 
 import argparse
@@ -43,7 +43,7 @@ MOST_WORK = 50_000
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be simulated."""
+    """A pipeline schedule and the costs to simulate it with."""
 
     pp: int
     microbatches: int
@@ -88,9 +88,9 @@ def main(argv: list[str]) -> int:
         check_file(option, getattr(options, option))
     work = question.pp * question.microbatches * (question.stages_per_rank or 1)
     if work > MOST_WORK:
-        each = question.stages_per_rank or 1
-        given = f"{question.pp} ranks x {question.microbatches} microbatches x {each} stages"
-        raise JobError(f"given {given} = {work:,}; allowed: {MOST_WORK:,}; ask for fewer microbatches")
+        stage_count = question.stages_per_rank or 1
+        size_text = f"{question.pp} ranks x {question.microbatches} microbatches x {stage_count} stages"
+        raise JobError(f"given {size_text} = {work:,}; allowed: {MOST_WORK:,}; ask for fewer microbatches")
     table = question.table()
     simulation = question.simulated(table)
     print("\n".join([*report(question, table, simulation), *comparison(question, simulation)]))
@@ -109,12 +109,12 @@ def main(argv: list[str]) -> int:
 
 
 def check_file(option: str, path: Path | None) -> None:
-    """JobError, before anything is simulated, where the file cannot be written. Its folder is made if need be."""
+    """Raise JobError if the file cannot be written. A missing folder is no error: it is created later."""
     if path is None:
         return
     if fault := unwritable(path.parent) or _no_file(path):
-        allowed, why = fault
-        raise JobError(f"--{option.replace('_', '-')}: given {str(path)!r}; allowed: {allowed}; {why}; name another")
+        allowed, reason = fault
+        raise JobError(f"--{option.replace('_', '-')}: given {str(path)!r}; allowed: {allowed}; {reason}; name another")
 
 
 def _no_file(path: Path) -> tuple[str, str] | None:
@@ -125,7 +125,7 @@ def _no_file(path: Path) -> tuple[str, str] | None:
 
 
 def ask(options: argparse.Namespace, job: list[str]) -> Question:
-    """What the options ask, and the job where they say nothing. ConfigError where the job has no such pipeline."""
+    """Combine the options with the job's values for missing ones. Raises ConfigError for an invalid pipeline."""
     pp, microbatches, schedule, stages_per_rank = (
         options.pp,
         options.microbatches,
@@ -156,7 +156,7 @@ def ask(options: argparse.Namespace, job: list[str]) -> Question:
 
 
 def unequal_layers(facts: Facts) -> tuple[int, ...]:
-    """Layers of the job's stages; none where they cost the same, as the cut counts embedding and head."""
+    """Return the layers per stage, or () if all stages cost the same, counting embedding and head as the cut does."""
     degrees, layers = facts.config.parallelism, layers_by_stage(facts)
     costs = list(layers)
     costs[0] += degrees.pipeline_parallel_first_stage_less_layers
@@ -165,7 +165,7 @@ def unequal_layers(facts: Facts) -> tuple[int, ...]:
 
 
 def facts_of(options: argparse.Namespace, job: list[str]) -> Facts:
-    """The job, with what the options say instead. ConfigError where its pipeline cannot be."""
+    """Load the job and override it by the options. Raises ConfigError if its pipeline is invalid."""
     config = manager.load(job)
     degrees = config.parallelism
     if options.pp:
@@ -192,7 +192,7 @@ def facts_of(options: argparse.Namespace, job: list[str]) -> Facts:
 
 
 def cut_suits(config: JobConfig) -> bool:
-    """Whether the job's schedule can have the stages into which the job cuts its model."""
+    """Return True if the job's schedule allows the number of stages that the job cuts its model into."""
     facts = Facts(config, 1, "cpu")
     try:
         return facts.args is None or num_stages(facts, config.parallelism.pipeline_parallel_schedule) > 0
@@ -200,7 +200,7 @@ def cut_suits(config: JobConfig) -> bool:
         return False
 
 
-# The answer
+# Report
 
 
 def report(question: Question, table: Table, simulation: Simulation) -> list[str]:
@@ -215,27 +215,27 @@ def report(question: Question, table: Table, simulation: Simulation) -> list[str
     if question.layers:
         layers = ", ".join(map(str, question.layers))
         lines.append(f"stages                 taken as equal; the job's have {layers} layers")
-    apart = dataclasses.replace(question, merge_backward=False)
-    if question.merge_backward and (split := apart.table()) != table:
-        share = apart.simulated(split).bubble_share
+    unmerged = dataclasses.replace(question, merge_backward=False)
+    if question.merge_backward and (split := unmerged.table()) != table:
+        share = unmerged.simulated(split).bubble_share
         lines.append(f"merged backward        with input and weight gradients apart the bubble would be {share:.1%}")
     return lines
 
 
 def about(question: Question, table: Table) -> str:
     stages = num_stages_of(table)
-    each = f" x {stages // question.pp}" if stages % question.pp == 0 else f", {stages}"
-    each += " stage" if stages == question.pp else " stages"
+    stages_text = f" x {stages // question.pp}" if stages % question.pp == 0 else f", {stages}"
+    stages_text += " stage" if stages == question.pp else " stages"
     extra = f", messages {_short(question.p2p)}" if question.p2p else ""
     if question.overlap is not None and any(action.parts for row in table for action in row):
         extra += f", overlapping pairs {_short(question.overlap)} (F + B)"
     if question.merge_backward:
         extra += ", merged backward"
-    return f"{question.pp} ranks{each}, {question.microbatches} microbatches, F:I:W = {question.costs}{extra}"
+    return f"{question.pp} ranks{stages_text}, {question.microbatches} microbatches, F:I:W = {question.costs}{extra}"
 
 
 def comparison(question: Question, simulation: Simulation) -> list[str]:
-    """All schedules at the same costs, the quickest first; then those that these numbers do not allow."""
+    """List all schedules at the same costs, the fastest first, then the ones that these numbers do not allow."""
     rows, impossible = [(simulation.makespan, question.name, simulation)] if question.csv else [], []
     for traits in SCHEDULES.values():
         stages_per_rank = None if traits.exact or question.stages_per_rank == 1 else question.stages_per_rank

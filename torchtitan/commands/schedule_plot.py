@@ -1,4 +1,4 @@
-"""The picture of a pipeline schedule: a row for each rank, what it does in time, and what that costs."""
+"""Plot a pipeline schedule: each rank's actions over time, with its idle share and peak activations."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ LARGEST_FONT, SMALLEST_FONT, DIGIT = 9.0, 4.5, 0.7
 
 
 def draw_schedule(simulation: Simulation, path: Path, title: str, subtitle: str) -> None:
-    """Draw a PNG or SVG, as the name ends. OSError if it cannot be written."""
+    """Draw a PNG or SVG, by the suffix of `path`. Raises OSError if it cannot be written."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -45,7 +45,7 @@ def draw_schedule(simulation: Simulation, path: Path, title: str, subtitle: str)
 
 
 def _draw_row(axes: Any, rank: int, spans: list[Span], points_per_unit: float, height: float) -> None:
-    """Cells of one rank. `height` of a row in points."""
+    """Draw the actions of one rank. `height`: of a row, in points."""
     stages = sorted({span.action.stage for span in spans})
     digits = len(str(max(span.action.microbatch for span in spans)))
     alike: dict[tuple[str, int, float, float], list[Span]] = {}
@@ -65,14 +65,14 @@ def _draw_row(axes: Any, rank: int, spans: list[Span], points_per_unit: float, h
 
 
 def _band(span: Span) -> tuple[float, float]:
-    """Top and height within the row: all of it, or of two that overlap the forward above."""
+    """Return top and height within the row. Of two overlapping actions, the forward gets the upper half."""
     if not span.overlapped:
         return 0.1, 0.8
     return (0.1, 0.4) if span.action.kind == FORWARD else (0.5, 0.4)
 
 
 def shade(kind: str, chunk: int, stages_per_rank: int) -> tuple[tuple[float, float, float], str]:
-    """The color of an action of a rank's `chunk`-th stage, paler for later ones, and one that is legible on it."""
+    """Return the color of an action of a rank's stage number `chunk`, paler for later stages, and the text color."""
     from matplotlib.colors import to_rgb
 
     white = 0.55 * chunk / max(1, stages_per_rank - 1)
@@ -109,7 +109,7 @@ def _label_ranks(axes: Any, simulation: Simulation) -> None:
 
 
 def _legend(figure: Any, simulation: Simulation) -> None:
-    """What the colors say: only of what is there."""
+    """Add a legend for the kinds of actions in the schedule."""
     from matplotlib.patches import Patch
 
     spans = [span for row in simulation.spans for span in row]

@@ -5,7 +5,7 @@ metrics. Filters and metrics are checked here because lm-eval reports an unknown
 silently ignores options that it does not use.
 
 Task files are read as data: YAML tags, such as the one that names a Python function, are refused, and so is every key
-by which lm-eval would import or fetch something. Data files are on this machine, in the YAML's folder or below it.
+that makes lm-eval import or download something. Data files must be in the YAML's folder or below it.
 """
 
 import os

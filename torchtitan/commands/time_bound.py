@@ -1,4 +1,4 @@
-"""Time limits for patterns and templates read from files, of which a short one can run for years."""
+"""Time limits for regular expressions and templates from files. Even a short one can run for years."""
 
 import signal
 import threading

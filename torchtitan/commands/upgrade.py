@@ -80,7 +80,7 @@ class Comments:
         self.above[""] = self.above.get("", []) + pending
 
     def homeless(self, kept: set[str]) -> list[str]:
-        """Return the comments of options that the translation lacks, each followed by the option's name."""
+        """Return the comments of options that were not translated, each followed by the option's name."""
         lines = [
             f"{line}  [{name}]" for name, lines in self.above.items() if name not in kept for line in lines if name
         ]

@@ -1,6 +1,6 @@
 """Translate Axolotl configs, and the flags that may follow one on a command line, to jobs.
 
-The table in axolotl_options.py translates options that stand for themselves. The others are read here by subject.
+The table in axolotl_options.py translates options that are independent of others. The rest is read here by subject.
 """
 
 import os.path

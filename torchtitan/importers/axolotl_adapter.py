@@ -1,7 +1,7 @@
 """Translate which parameters an Axolotl file trains: an adapter, or the parameters that match unfrozen_parameters.
 
 unfrozen_parameters holds regexes of Hugging Face's parameter names. They are tried on the names of the folder's model,
-and become patterns of the names here. Axolotl's regexes have two peculiarities: a dot stands for itself, and a regex
+and become patterns of the names here. Axolotl's regexes have two peculiarities: a dot matches only a dot, and a regex
 only has to match the beginning of a name.
 
 A regex of a file is untrusted and must not take long, so none is passed to `re`. Instead, the parts of a regex are
@@ -33,7 +33,7 @@ NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "load_in
 
 
 class Adapter:
-    """The adapter of one file. `new_tokens`: added tokens, whose rows have to be trained."""
+    """The adapter of one file. `new_tokens`: added tokens; their rows have to be trained."""
 
     def __init__(self, options: Options, draft: JobDraft, new_tokens: Sequence[str]) -> None:
         self.options, self.draft, self.new_tokens = options, draft, new_tokens

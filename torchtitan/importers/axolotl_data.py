@@ -291,7 +291,7 @@ def entry_of(raw_entry: Any, label: str, draft: JobDraft) -> Mapping[str, Any] |
 
 
 class Tokens:
-    """The tokens that a file adds to the vocabulary. `new`: tokens whose rows have to be trained.
+    """The tokens that a file adds to the vocabulary. `new`: tokens with rows that have to be trained.
 
     Their rows are in a model folder that `torchtitan convert` writes before the job starts.
     """
@@ -335,7 +335,7 @@ class Tokens:
     def _special_tokens(self, path: Path) -> str | None:
         """Return the end-of-sequence token to add, or None.
 
-        Additional special tokens are added too. All other special tokens stay those of the tokenizer; a file that
+        Additional special tokens are added too. All other special tokens stay as in the tokenizer; a file that
         asks for different ones is refused.
         """
         special_tokens = dict(self.options["special_tokens"] or {})

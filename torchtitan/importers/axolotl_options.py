@@ -1,6 +1,6 @@
-"""The options of Axolotl files: of its revision of February 2024, a few of later ones, and those of launch scripts.
+"""The options of Axolotl files: revision of February 2024, a few later ones, and options of launch scripts.
 
-The table says what becomes of each. Those that need other options to be understood are read by axolotl.py and
+The table defines the translation of each. Those that need other options to be understood are read by axolotl.py and
 axolotl_data.py.
 """
 
@@ -220,7 +220,7 @@ OPTIONS = MODEL | DATA | ADAPTER | PRECISION | OPTIMIZATION | OUTPUT | PREFERENC
 
 
 def read_options(line: CommandLine, draft: JobDraft) -> Options:
-    """Read a file's options, overridden by flags. Record in `draft` what the table says of them."""
+    """Read a file's options, overridden by flags. Record their translations by the table in `draft`."""
     options = Options(OPTIONS, draft)
     raw_values = yaml_file.read(line.config or "")
     # a flag without a value is true

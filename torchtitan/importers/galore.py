@@ -2,7 +2,7 @@
 
 A note records behavior of the script that a job does not reproduce. Some flags did not do what they said: its GaLore
 left out norms and biases, the learning rate went up and down with the batches, weight decay did not apply to LoRA, and
-tokens were counted as documents. Jobs do what the flags say.
+tokens were counted as documents. Jobs implement the flags as documented.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Translate command lines of train_neurocache.py, by Neurocache's authors, to jobs.
 
-The script trains a cache of past states, LoRA, or both, with a frozen model. Its flags are those of August 2024, with
-their defaults, and earlier ones. A note records behavior of the script that a job does not reproduce. The script
+The script trains a cache of past states, LoRA, or both, with a frozen model. Supported are the flags of August 2024,
+with their defaults, and earlier ones. A note records behavior of the script that a job does not reproduce. The script
 executed its map of layers as Python; here it is parsed.
 """
 

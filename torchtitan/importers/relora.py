@@ -74,7 +74,7 @@ class _ReLoRA(Script):
             arguments = read_json(folder / "args.json")
             name = arguments["tokenizer"]
         except (JobError, KeyError):
-            name = None  # `torchtitan check` reports what is wrong with the folder
+            name = None  # `torchtitan check` reports problems of the folder
         tokenizer: str = self.options["tokenizer"]
         if not isinstance(name, str):
             return tokenizer
@@ -300,7 +300,7 @@ class _ReLoRA(Script):
         """Return how many validation blocks are read before any repeats; None if the data are not on this machine."""
         try:
             blocks = len(Blocks(self.options["dataset_path"], "validation"))
-        except (OSError, JobError):  # `torchtitan check` reports what is wrong with the data
+        except (OSError, JobError):  # `torchtitan check` reports problems of the data
             return None
         return blocks - blocks % stream_count(blocks)
 

@@ -155,7 +155,7 @@ def _projection(script: Script, name: str) -> dict[str, Any]:
 
 
 def _step_per_layer(script: Script) -> None:
-    """Translate a step per layer, in which a gradient is freed as soon as its weights are updated."""
+    """Translate per-layer optimizer steps, which free a gradient as soon as its weights are updated."""
     options, batch = script.options, script.values.get("training.global_batch_size")
     if options["grad_clipping"]:
         script.values["training.max_norm"] = 0.0

@@ -1,7 +1,7 @@
 """The options of other programs, and the draft of a job that they are translated to.
 
-A program has a table of `Option`s. Each entry gives the type of an option and what becomes of it: an option of the job,
-a note, or a refusal. What takes several options together is code of the program's reader.
+A program has a table of `Option`s. Each entry gives the type of an option and its translation: an option of the job,
+a note, or a refusal. Translations of several options together are code of the program's reader.
 
 Also the names of linear layers in other libraries, and the options of a job that starts from a Hugging Face folder.
 """
@@ -46,7 +46,7 @@ class CommandLine:
 
 @dataclass(frozen=True)
 class Option:
-    """An option of another program, and what becomes of it in a job.
+    """An option of another program, and its translation to a job.
 
     `kind`: a key of KINDS. `default`: the program's own default, written into the job if `to` is set. `to`: the options
     of the job that take its value, separated by blanks. `choices`: accepted values, or a mapping from them to the
@@ -102,7 +102,7 @@ class JobDraft:
         self.faults.append(Fault(self.source, f"{self.prefix}{name}", show(value), allowed, remedy))
 
     def apply(self, name: str, option: Option, value: Any) -> None:
-        """Record what the table says of a valid value that was set or is the program's default."""
+        """Record the translation, by the table, of a valid value that was set or is the program's default."""
         if option.reason and not option.choices and value:
             self.refuse(name, value, "nothing", option.reason)
         elif option.note and value not in (None, False):
@@ -251,7 +251,7 @@ class Script(ABC):
 
     @abstractmethod
     def read(self) -> None:
-        """Translate what the table of flags does not."""
+        """Translate the flags that the table does not cover."""
 
 
 def _unabbreviated(name: str, flags: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ LARGEST = 2**20
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys, and aliases, by which a short file can expand without end."""
+    """A YAML loader that refuses duplicate keys, and aliases, which let a short file expand without limit."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):

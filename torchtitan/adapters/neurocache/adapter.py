@@ -256,8 +256,8 @@ class Neurocache(StatefulAdapter):
 def principal(moments: torch.Tensor, width: int) -> torch.Tensor:
     """Return the principal directions [D, width] of second moments [D, D], as columns, largest first.
 
-    Among all projections to this width, theirs has the least squared error. The sign makes each direction's largest
-    component positive.
+    The projection on them has the least squared error of all projections to this width. Signs are chosen so that the
+    largest component of each direction is positive.
     """
     directions = torch.linalg.eigh(moments).eigenvectors.flip(-1)[:, :width]
     largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))

@@ -5,7 +5,7 @@ matrix is applied to the query and the value matrix to the weighted sum of entri
 sum p W_v r = W_v sum p r. Per token and layer that is 2 D C + 2 c H N C products instead of 2 N C D and more.
 
 Shapes: B lanes, S tokens, D width, H query heads, K key/value heads, E width of a head, N entries retrieved by a token,
-C their width, c tokens whose entries are read.
+C their width, c tokens of the context.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class Retrieved(NamedTuple):
 def of_earlier_token(x: torch.Tensor, by: int, repeat: bool = False) -> torch.Tensor:
     """Shift x [B, S, ...] by `by` tokens, so that each token has the value of an earlier one.
 
-    Without such a token the value is zero or False; with `repeat` it is that of the first token.
+    Without such a token the value is zero or False; with `repeat`, the first token's value.
     """
     if not by:
         return x
@@ -45,7 +45,7 @@ class Reading(nn.Module):
 
     Each token reads the entries retrieved by itself and by the `context` - 1 tokens before it.
 
-    `scrambled`: compute what the authors' program computes, for adapters that were trained with it. It reads the keys
+    `scrambled`: compute the same as the authors' program, for adapters that were trained with it. It reads the keys
     [N, K, E] of a token's entries as [K, N, E] without a transpose, and likewise the values, and joins the `context`
     tokens after that. The first token of a segment replaces the ones before it. Missing entries are not masked: they
     have the row that the memory gives them.
@@ -62,9 +62,9 @@ class Reading(nn.Module):
         if self.scrambled:
             return self.scrambled_heads(q, found)
         context = 1 if found.joined else self.context
-        reads = [of_earlier_token(found.rows, by) for by in range(context)]
+        read_rows = [of_earlier_token(found.rows, by) for by in range(context)]
         there = torch.cat([of_earlier_token(found.there, by) for by in range(context)], dim=-1)  # [B, S, c N]
-        return self.absorbed(q, reads, there[..., None, :])
+        return self.absorbed(q, read_rows, there[..., None, :])
 
     def absorbed(self, q: torch.Tensor, reads: list[torch.Tensor], there: torch.Tensor) -> torch.Tensor:
         """Attend with q [B, S, H, E] to the entries of c tokens, [B, S, N, C] each: [B, S, H, E].
@@ -80,7 +80,7 @@ class Reading(nn.Module):
         return torch.einsum("bskgc,kec->bskge", read.unflatten(2, (len(wv), -1)), wv).flatten(2, 3)
 
     def written_out(self, q: torch.Tensor, reads: list[torch.Tensor], there: torch.Tensor) -> torch.Tensor:
-        """Compute what `absorbed` does, [B, S, H, E], by keys and values of each entry, for tests and benchmarks."""
+        """Return the result of `absorbed`, [B, S, H, E], from keys and values per entry, for tests and benchmarks."""
         rows = torch.cat(reads, dim=2).to(q.dtype)  # [B, S, c N, C]
         split = (F.linear(rows, w.to(q.dtype)).unflatten(-1, (-1, self.head_dim)) for w in (self.wk, self.wv))
         return self._attend(q, *(heads.transpose(2, 3) for heads in split), there)
@@ -109,12 +109,12 @@ class Reading(nn.Module):
         weights = self._weights((k @ q[..., None]).squeeze(-1), mask)
         return (weights.to(v.dtype)[..., None, :] @ v).squeeze(-2)
 
-    def _weights(self, scores: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
+    def _weights(self, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Return the softmax of scores [B, S, H, n] over existing entries [B, S, 1, n] (None: all), 0 without any."""
         scaled = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.head_dim**-0.5
-        if there is None:
+        if mask is None:
             return scaled.softmax(-1)
-        return scaled.masked_fill(~there, torch.finfo(scaled.dtype).min).softmax(-1).masked_fill(~there, 0.0)
+        return scaled.masked_fill(~mask, torch.finfo(scaled.dtype).min).softmax(-1).masked_fill(~mask, 0.0)
 
     def parameter_init(self, name: str) -> Init:
         return Normal(self.wk.shape[1] ** -0.5)
@@ -172,17 +172,17 @@ class CachedAttention(GroupedQueryAttention):
         return y + read
 
     @torch.no_grad()
-    def _measure(self, read: torch.Tensor, own: torch.Tensor) -> None:
+    def _measure(self, read: torch.Tensor, layer_output: torch.Tensor) -> None:
         # A list and no running sum: with a sum, a recompute would run different operations from the forward.
-        self.squares.append(torch.stack([output.float().square().sum() for output in (read, own)]))
+        self.squares.append(torch.stack([output.float().square().sum() for output in (read, layer_output)]))
 
     def take_squares(self) -> list[torch.Tensor]:
         """Return and clear the recorded sums of squares [2] of the cache attention's and the layer's own output.
 
         There is one tensor for each forward since the last call.
         """
-        taken, self.squares = self.squares, []
-        return taken
+        recorded, self.squares = self.squares, []
+        return recorded
 
     @torch.no_grad()
     def init_from_base(self) -> None:
@@ -200,7 +200,7 @@ class CachedAttention(GroupedQueryAttention):
             target.copy_(source @ directions.to(source))
 
     def _of_entries(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield this rank's rows of the cache's key and value matrices, each with those of the layer's own matrix."""
+        """Yield this rank's rows of the cache's key and value matrices, each with the layer's rows of it."""
         for name, target in (("wk", self.cache.reading.wk), ("wv", self.cache.reading.wv)):
             yield local_part(target)[0], local_part(_weight(getattr(self, name)))[0]
 

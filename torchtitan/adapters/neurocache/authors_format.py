@@ -36,7 +36,7 @@ OF_THE_WEIGHTS = ("compression_factor", "neighborhood_size", "context_size", "si
 def config_of(options: Options, n_layers: int, base: str) -> dict[str, Any]:
     """Return the authors' config for a job's adapter; `base`: path of its model."""
     layers = layers_of(options, n_layers)
-    return {theirs: getattr(options, ours) for ours, theirs in NAMES.items()} | {
+    return {authors_name: getattr(options, ours) for ours, authors_name in NAMES.items()} | {
         "cache_type": options.ordering.upper(),
         "global_cache": options.scope == "global",
         "retrieval_map": {str(reader): storing for reader, storing in layers.readers.items()},
@@ -49,7 +49,7 @@ def config_of(options: Options, n_layers: int, base: str) -> dict[str, Any]:
 
 def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the job's options that the config contains, by name; values are not validated."""
-    options = {ours: config[theirs] for ours, theirs in NAMES.items() if theirs in config}
+    options = {ours: config[authors_name] for ours, authors_name in NAMES.items() if authors_name in config}
     if "cache_type" in config:
         options["ordering"] = str(config["cache_type"]).lower()
     if config.get("global_cache"):
@@ -106,8 +106,8 @@ def names(options: Options, n_layers: int) -> dict[str, str]:
     mapping = dict(MEMORY) if options.compression > 1 else {}
     for number, layer in enumerate(layers_of(options, n_layers).attending):
         mapping |= {
-            f"layers.{layer}.attention.cache.{ours}": f"cache_attns.{number}.{theirs}"
-            for ours, theirs in ATTENTION.items()
+            f"layers.{layer}.attention.cache.{ours}": f"cache_attns.{number}.{authors_name}"
+            for ours, authors_name in ATTENTION.items()
         }
     return mapping
 

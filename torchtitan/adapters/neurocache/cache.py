@@ -3,9 +3,9 @@
 Entries are identified by their age: 0 for the one that was stored last, 1 for the one before. Neighbours in the
 document have adjacent ages, wherever the ring buffer wraps.
 
-A cache can be sharded over the ranks of tensor parallel: each has every n-th place, and so every n-th entry of a
-document. All ranks have the same queries. Each finds the best of its local entries, and the best of these are the best
-of all. The rows are then combined by a sum, to which a rank contributes its local entries and zeros otherwise.
+A cache can be sharded over the ranks of tensor parallel: each rank has every n-th place, and so every n-th entry
+of a document. All ranks have the same queries. Each finds the best of its local entries, and the best of these are the
+best of all. The rows are then combined by a sum, to which a rank contributes its local entries and zeros otherwise.
 
 Shapes: B lanes, S tokens, M places of a cache, C width of a key, k hits, N entries of a token, W their width.
 """
@@ -21,7 +21,7 @@ from torchtitan.models.layers import autocast_off
 
 
 class Share:
-    """One rank's share of a cache. `border`: that of tensor parallel; None if each rank has the full cache."""
+    """One rank's share of a cache. `border`: the tensor-parallel border; None if each rank has the full cache."""
 
     def __init__(self, border: Any = None):
         self.border = border
@@ -53,7 +53,7 @@ class Share:
         return self.border.gathered(ranked.mT).mT.topk(ranked.shape[-1], dim=-1).values
 
     def whole(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Combine rows [B, S, N, W] of entries at places [B, S, N], of which each rank has valid values for its own.
+        """Combine rows [B, S, N, W] of entries at places [B, S, N]. Each rank has valid values for its places only.
 
         In backward, a rank gets the gradients of its rows from all ranks.
         """
@@ -87,8 +87,8 @@ def nearest(
 ) -> Found:
     """Return the `topk` best entries for queries [B, S, C] among keys [B or 1, M, C], best first.
 
-    `counts` [B]: number of entries ever stored; entry n lies at place n mod M. In a sharded cache, keys are those of
-    this rank's `share`, and the result covers all ranks.
+    `counts` [B]: number of entries ever stored; entry n is stored at place n mod M. In a sharded cache, `keys` holds
+    only this rank's `share`, and the result covers all ranks.
 
     Scores are 2 q k' - |k|^2 ("l2") or q k' ("dot"), in float32 (or float64). Of equal scores the later entry wins.
     `bucketed`: place i is in bucket i mod 512, and a bucket yields only its best entry. `block_bytes` limits the
@@ -96,7 +96,7 @@ def nearest(
     """
     dtype = torch.promote_types(queries.dtype, torch.float32)
     size = keys.shape[1]
-    ages, there = ages_of(size * share.ranks, counts, share)  # [B, M]
+    ages, exists = ages_of(size * share.ranks, counts, share)  # [B, M]
     rows = max(1, block_bytes // (4 * size))
     parts = []
     with torch.no_grad(), autocast_off(queries.device.type):
@@ -106,7 +106,7 @@ def nearest(
             for part in lane_queries.to(dtype).split(rows):
                 scores = part @ lane_keys.t()
                 scores = scores if squares is None else scores.mul_(2).sub_(squares)
-                parts.append(_best(scores, ages[lane], there[lane], topk, bucketed))
+                parts.append(_best(scores, ages[lane], exists[lane], topk, bucketed))
     best = share.best(torch.cat(parts).view(*queries.shape[:2], topk))
     return Found(_ages(best), best != _NOTHING)
 
@@ -136,10 +136,10 @@ def places_of(found: Found, size: int, counts: torch.Tensor) -> torch.Tensor:
     return places.where(found.there, 0)
 
 
-def _best(scores: torch.Tensor, ages: torch.Tensor, there: torch.Tensor, topk: int, bucketed: bool) -> torch.Tensor:
-    """Return the best [S, topk] of scores [S, M], ages and there [M], as numbers that order by score, then age."""
+def _best(scores: torch.Tensor, ages: torch.Tensor, exists: torch.Tensor, topk: int, bucketed: bool) -> torch.Tensor:
+    """Return the best [S, topk] of scores [S, M], as numbers that order by score, then age. `exists` masks ages [M]."""
     ranked = _ordered(scores) - ages
-    ranked.masked_fill_(~there, _NOTHING)
+    ranked.masked_fill_(~exists, _NOTHING)
     if bucketed:
         ranked = ranked.unflatten(-1, (-1, BUCKETS)).amax(-2)
     best = ranked.topk(min(topk, ranked.shape[-1]), dim=-1).values
@@ -298,19 +298,19 @@ class Followed(NamedTuple):
 
 
 def pairs(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Pack tokens and labels [B, S] to int32 [B, S, 2]. Labels are negative where there is no loss."""
+    """Pack tokens and labels [B, S] to int32 [B, S, 2]. Labels are negative for tokens without a loss."""
     return torch.stack((tokens, labels.clamp(min=UNKNOWN)), dim=-1).int()
 
 
 def followed(token_pairs: torch.Tensor, entry_pairs: torch.Tensor, there: torch.Tensor) -> Followed:
-    """Compare pairs [B, S, 2] with those of each token's entries [B, S, k, 2], which exist where `there` [B, S, k]."""
+    """Compare pairs [B, S, 2] with the pairs of each token's entries, [B, S, k, 2], masked by `there` [B, S, k]."""
     tokens, labels = token_pairs[..., None, 0], token_pairs[..., None, 1]
     hit = (there & (entry_pairs[..., 1] == labels)).any(-1)
     return Followed((labels[..., 0] != UNKNOWN) & there.any(-1), hit, there & (entry_pairs[..., 0] == tokens), there)
 
 
 class Hits:
-    """The statistics of one memory, summed since they were last taken."""
+    """The statistics of one memory, summed since the last `take`."""
 
     names = ("cache_hits", "cache_same_token", "cache_filled")
 
@@ -324,7 +324,7 @@ class Hits:
         self._add(1, (comparison.same & counted[..., None]).sum(), (comparison.there & counted[..., None]).sum())
 
     def note_filled(self, counts: torch.Tensor, size: int) -> None:
-        """Count the entries [B] stored of each lane's document, in a cache of that size."""
+        """Add the fill level of the lanes' caches of `size` places. `counts` [B]: entries stored per document."""
         self._add(2, counts.clamp(max=size).sum(), torch.full((), size * len(counts)))
 
     def _add(self, row: int, count: torch.Tensor, total: torch.Tensor) -> None:
@@ -334,5 +334,5 @@ class Hits:
 
     def take(self) -> torch.Tensor:
         """Return the sums [3, 2], on the model's device, and reset them."""
-        taken, self.sums = self.sums, None
-        return torch.zeros(len(self.names), 2, dtype=torch.float64) if taken is None else taken
+        previous, self.sums = self.sums, None
+        return torch.zeros(len(self.names), 2, dtype=torch.float64) if previous is None else previous

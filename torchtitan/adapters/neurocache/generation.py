@@ -17,7 +17,7 @@ ENDLESS = 2**31
 
 
 class ReadingOn(Remembering):
-    """Calls a decoder that has a memory with growing sequences; a segment has `seq_len` tokens."""
+    """Calls a decoder that has a memory with growing sequences, in segments of `seq_len` tokens."""
 
     def __init__(self, model: Decoder, seq_len: int):
         assert model.memory is not None

@@ -2,8 +2,8 @@
 
 All of this runs between the blocks. There, a block's recompute does not repeat the lookup with a changed cache, the
 compiler does not trace it, and blocks get the retrieved entries in the same way as their rotary angles. Nothing is
-stored until `commit`, after the microbatch's backward. So a token never finds entries of its own segment, whichever
-layer stores, and retrieved states are read in place.
+stored until `commit`, after the microbatch's backward. So a token never retrieves entries of its segment,
+whichever layer stores them, and retrieved states are read in place.
 
 Shapes: B lanes, S tokens, D width of the model, C = D / compression, M entries, N entries retrieved by a token.
 """
@@ -41,7 +41,7 @@ NORM_EPS = 1e-5
 
 @dataclass
 class Microbatch:
-    """A microbatch whose forward has begun and whose states are not stored yet."""
+    """A microbatch from the start of its forward until its states are stored."""
 
     store: Store
     lanes: slice
@@ -89,12 +89,12 @@ class Memory(nn.Module):
         self.pending: list[Microbatch] = []
         self.hits = Hits() if options.track_hits else None
         self.moments: torch.Tensor | None = None  # float64 [D, D], second moments of states, while collected
-        self.decodes = False  # True if a batch continues a segment, whose last tokens are `tail`
+        self.decodes = False  # True if a batch continues a segment; `tail` has its last entries
         self.tail: dict[int, Found] = {}
         self.clocks: dict[tuple[bool, int], torch.Tensor] = {}
 
     def train(self, mode: bool = True) -> "Memory":
-        """Set the mode. A switch to training drops the evaluation caches; those of training documents stay."""
+        """Set the mode. A switch to training drops the evaluation caches but not the training caches."""
         if mode:
             self.clear_evaluation()
         return super().train(mode)
@@ -109,7 +109,7 @@ class Memory(nn.Module):
     def tensors_to_restore(
         self, shapes: Mapping[str, list[int]], rows: int, device: torch.device
     ) -> dict[str, torch.Tensor] | None:
-        """Return tensors on the device, to be filled with what `state_tensors` returned, which had these shapes.
+        """Return tensors on the device, to be filled from a checkpoint of `state_tensors` with these shapes.
 
         Returns None if `rows` rows need other shapes.
         """
@@ -180,7 +180,7 @@ class Memory(nn.Module):
 
     @torch.compiler.disable
     def ahead_of(self, layer: int, block: nn.Module, x: torch.Tensor, shared: Shared, kernel: nn.Module) -> Shared:
-        """Run before a block gets its input x [B, S, D], of which a rank may have a shard.
+        """Run before a block gets its input x [B, S, D], or a rank's shard of it.
 
         Collects the states that the layer stores, and returns `shared` with the entries that its tokens retrieve.
         """
@@ -270,7 +270,7 @@ class Memory(nn.Module):
         return Retrieved(rows, entries.there, joined)
 
     def _empty_row(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the row, [C] or [], that the authors' program reads where there is no entry.
+        """Return the row, [C] or [], that the authors' program reads for a missing entry.
 
         In training it compresses zeros.
         """
@@ -308,7 +308,7 @@ class Memory(nn.Module):
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Store the states of the pending microbatches, which need nothing more of the old cache."""
+        """Store the states of the pending microbatches, which do not read the old cache any more."""
         for microbatch in [_of_pieces(self.pending)] if self.decodes and self.pending else self.pending:
             if not microbatch.states:  # a pipeline stage without storing layers, or no cache
                 continue
@@ -328,7 +328,7 @@ class Memory(nn.Module):
 
 
 def _of_pieces(pieces: list[Microbatch]) -> Microbatch:
-    """Join the pieces of one segment, which was read piece by piece."""
+    """Join the pieces of one segment."""
     first = pieces[0]
     states = {key: torch.cat([piece.states[key] for piece in pieces], dim=1) for key in first.states}
     used = {

@@ -46,7 +46,7 @@ def layers_of(options: Options, n_layers: int) -> Layers:
 
 
 def widths(options: Options, dim: int, training: bool) -> dict[str, int]:
-    """Return the widths of what is stored per token: its key, and in training the state that it was computed from."""
+    """Return the widths of the tensors stored per token: its key, and in training also the state before compression."""
     key_width = {"key": dim // options.compression}
     return key_width | ({"state": dim} if training and options.compression > 1 else {})
 
@@ -77,12 +77,12 @@ def cache_flops(options: Options, n_layers: int, dim: int, heads: int, head_dim:
     count in forward only. States that are compressed again also count the gradient of the weights.
     """
     layers, width, entries = layers_of(options, n_layers), dim // options.compression, options.topk * options.window
-    learned, compressed = options.compression > 1, dim * width
+    compresses, compressed = options.compression > 1, dim * width
     matrices = 2 * heads * head_dim * (dim + width)
     attention = 2 * heads * options.context * entries * width
-    total = len(layers.attending) * (6 * matrices + (6 if learned else 4) * attention)
+    total = len(layers.attending) * (6 * matrices + (6 if compresses else 4) * attention)
     total += len(layers.readers) * 2 * options.cache_size * width
-    if learned:
+    if compresses:
         recompressed = min(options.cache_size // seq_len, entries)
         total += 2 * compressed * len({*layers.storing, *layers.readers}) + 4 * compressed * recompressed * len(
             layers.readers
