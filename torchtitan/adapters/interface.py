@@ -11,7 +11,7 @@ directly, whatever wraps, splits or copies them in between. A converted module m
     tensor_placements(role, default)    placements of its parameters, see parallelisms/tensor_parallel.py
     init_from_base()            called once the plain parameters have values: initializes tensors derived from them
 
-The adapter itself only lists the names that it added and those that it froze. `Unfrozen` adds nothing: it trains some
+The adapter itself only lists the names of added and frozen parameters. `Unfrozen` adds nothing: it trains some
 of the model's parameters and freezes all others.
 
 Floating-point operations of a partly trained model follow the convention of models/flops.py. A trained weight costs 6
@@ -71,7 +71,7 @@ class Adapter:
     After `install`, by names in the full plain model:
 
     `added_parameters`: parameters that a base checkpoint lacks, and `added_shapes`, their shapes. `frozen_parameters`:
-    those without gradient, reduction and optimizer state. `trained_base_parameters`: parameters of the base that are
+    parameters without gradient, reduction and optimizer state. `trained_base_parameters`: base parameters that are
     trained in addition. `removed_shapes`: shapes of matrices of the base that the adapted model has in no form.
     `num_trained`, `num_parameters`: number of trained elements, and of all. `trained_weights_per_token`,
     `added_weights_per_token`: number of trained base weights, and of added ones, that a token is multiplied with.
@@ -134,7 +134,7 @@ class Adapter:
         return frozenset(matching_names(names, self.options.train_fully, "adapter.train_fully"))
 
     def init_from_base(self, parts: Iterable[nn.Module]) -> None:
-        """Update what derives from base weights: after initialization and after loading a base checkpoint."""
+        """Update tensors derived from base weights, after initialization and after loading a base checkpoint."""
         for _, module in _modules_with(parts, "init_from_base"):
             module.init_from_base()
 
@@ -160,7 +160,7 @@ class Adapter:
     def write_folder(self, folder: Path, form: Form, tensors: Mapping[str, torch.Tensor], base: str) -> None:
         """Write `full_tensors` to a folder, the inverse of `read_folder`; `base`: path of the model.
 
-        Raises OSError, and JobError if the format cannot hold all that was trained, or if there is no such format.
+        Raises OSError, and JobError if the format cannot hold all trained parameters, or if there is no such format.
         """
         self.require_complete_format()
         raise JobError(f"adapter.kind = {self.options.kind!r} has no folder format; {self.alternative}")
@@ -221,7 +221,7 @@ class Adapter:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state from `state_dict`."""
 
     def flops_per_token(self, plain: FlopsPerToken, weights: int, seq_len: int) -> FlopsPerToken:
         """Return the floating-point operations per token of training with the adapter.

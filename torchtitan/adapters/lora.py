@@ -128,8 +128,8 @@ def is_due(step: int, period: int | None) -> bool:
 def largest_mask(values: torch.Tensor, prune_ratio: float) -> torch.Tensor:
     """Return a mask of the same shape: 0 at the floor(prune_ratio n) smallest magnitudes, 1 elsewhere.
 
-    It goes by count, and of equal values it retains the first. (A threshold would retain none of equal values, and
-    torch.quantile is limited to 2^24 elements.)
+    The number of zeros is exact, and of equal values the first are retained. (A threshold would retain none of equal
+    values, and torch.quantile is limited to 2^24 elements.)
     """
     count = values.numel() - math.floor(prune_ratio * values.numel())
     order = values.float().abs().flatten().argsort(descending=True, stable=True)

@@ -97,7 +97,7 @@ def to_peft(state: Mapping[str, torch.Tensor], form: Form) -> Tensors:
 
 
 def from_peft(theirs: Mapping[str, torch.Tensor], form: Form, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-    """Convert peft's tensors to ours, which have these names and shapes. Raises JobError listing what does not fit."""
+    """Convert peft's tensors to ours, which have these names and shapes. Raises JobError listing all misfits."""
     ours, peft_names, faults = {}, {}, []
     for name in shapes:
         module, kind, matrix = _split(name)

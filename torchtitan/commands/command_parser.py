@@ -1,6 +1,6 @@
 """The parser of all commands: dashes in options, choices by name, options of a job among a command's own.
 
-Needs no torch, and imports a registry only when its names are asked for.
+Needs no torch, and imports a registry only when its names are needed.
 """
 
 import argparse

@@ -80,8 +80,7 @@ def main(argv: list[str]) -> int:
 def _beside(place: Path, config: JobConfig, args: Any, dtype: torch.dtype, to: Resizing | None) -> dict[str, bytes]:
     """Return the files to write next to the weights: config.json and, if there is a tokenizer, its files.
 
-    A missing tokenizer is reported. The weights of a checkpoint count as trained, unlike those in the folder that its
-    run started from.
+    A missing tokenizer is reported. Weights count as trained unless there is a config.json next to them.
     """
     vocabulary = to.vocabulary if to else _tokenizer(config, args)
     form, folder = CONFIGS[config.model.name], config.model.hf_folder

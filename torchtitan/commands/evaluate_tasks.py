@@ -175,7 +175,7 @@ def _opened(tasks: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
         try:
             with at_most(OPENING):
                 opened |= manager.load([{"num_fewshot": 0} | task | data_kwargs])["tasks"]
-        except Exception as error:  # what lm-eval and its readers of data raise has no common base
+        except Exception as error:  # exceptions of lm-eval and its data readers have no common base
             error_text = f"{type(error).__name__}: {error}"
             raise JobError(f"{name}: lm-eval does not open it: {error_text}; mend its YAML or its data") from None
         opened[name].set_fewshot_seed(SEED)
@@ -213,7 +213,7 @@ def _counted(answers: Answers, tasks: dict[str, Any], limit: int) -> dict[str, d
         documents = sum(min(limit or len(task.eval_docs), len(task.eval_docs)) for task in tasks.values())
         with at_most(COUNTING + OF_DOCUMENT * documents):
             results = evaluate(Model(), {"tasks": tasks}, **kwargs)
-    except Exception as error:  # what lm-eval, templates, filters and metrics raise has no common base
+    except Exception as error:  # exceptions of lm-eval, templates and metrics have no common base
         # an error of the model
         if isinstance(error, (JobError, RuntimeError)) and not isinstance(error, RecursionError):
             raise

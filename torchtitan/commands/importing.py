@@ -31,7 +31,7 @@ EVALUATE = "torchtitan.commands.evaluate:main"
 def main(argv: list[str]) -> int:
     options, _ = parse_command("import", argv)
     line_args = options.line
-    if line_args and " " in line_args[0]:  # a line that is quoted as one word may stand before the options
+    if line_args and " " in line_args[0]:  # a line quoted as one word may precede the options
         later, _ = parse_command("import", [*_given_options(argv, line_args), *line_args[1:]])
         if later.line:
             raise JobError(f"torchtitan import: one argument too many: {later.line[0]}")

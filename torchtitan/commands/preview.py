@@ -111,7 +111,7 @@ class View:
         head = f"sample {number}: {len(tokens)} tokens, {_count(count, 'document')}"
         trained = [label != IGNORE for label in labels]
         lines = ["", self._paint(HEAD, f"{head}, {sum(trained)} of {len(labels)} labels trained")]
-        # a token is the label of the position before, and the first one is only read; or its own; or all make a class
+        # a token is the label of the previous position, or of its own, or the whole sample has one label
         has_loss = {"next": [False, *trained[:-1]], "same": trained, "classes": [True] * len(tokens)}[self.labels]
         start = 0
         for document, group in groupby(documents):

@@ -1,6 +1,6 @@
 """Resize a model's vocabulary for `torchtitan convert`: add rows for new tokens, and pad to a multiple.
 
-New rows are the mean of the existing ones. Padding rows are those without a token in the tokenizer. They are never
+New rows are the mean of the existing ones. Padding rows have no token in the tokenizer. They are never
 generated here, and generation_config.json suppresses them for other programs. config.json lists the new tokens until a
 run has trained them.
 """

@@ -4,7 +4,7 @@ A YAML file describes the prompts made from each record of the data, the filters
 metrics. Filters and metrics are checked here because lm-eval reports an unknown metric only after the last answer and
 silently ignores options that it does not use.
 
-Task files are read as data: YAML tags, such as the one that names a Python function, are refused, and so is every key
+Task files are read as data: YAML tags, for example for a Python function, are refused, and so is every key
 that makes lm-eval import or download something. Data files must be in the YAML's folder or below it.
 """
 

@@ -135,7 +135,7 @@ ROWS = re.compile(r"\[(\d*:[^]\[]*|\d+)\]\Z")
 
 
 def unfrozen(regexes: Sequence[str], folder: str, draft: JobDraft) -> list[str]:
-    """Return training.unfrozen for the regexes. Refuses in `draft` those that cannot be translated."""
+    """Return training.unfrozen for the regexes. Refuses in `draft` the ones that cannot be translated."""
     matchers = []
     for regex in regexes[:MAX_REGEXES]:
         if rows := ROWS.search(regex[-50:]):
@@ -211,7 +211,7 @@ Part = Callable[[str, Positions], Positions]
 
 
 class RegexError(Exception):
-    """Names what in a regex is not supported."""
+    """An unsupported part of a regex, named by the message."""
 
 
 def prefix_matcher(regex: str) -> Callable[[str], bool]:

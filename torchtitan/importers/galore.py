@@ -1,8 +1,8 @@
 """Translate the script that compares LoRA, GaLore and 8-bit GaLore on one model (--mode, --optimizer, --model) to jobs.
 
-A note records behavior of the script that a job does not reproduce. Some flags did not do what they said: its GaLore
+A note records behavior of the script that a job does not reproduce. Some flags did not work as documented: its GaLore
 left out norms and biases, the learning rate went up and down with the batches, weight decay did not apply to LoRA, and
-tokens were counted as documents. Jobs implement the flags as documented.
+tokens were counted as documents. Jobs implement them as documented.
 """
 
 import json

@@ -76,7 +76,7 @@ FLAGS: dict[str, Option] = {
     "similarity_fn": Option("text", "l2", choices=("l2", "dot")),
     "global_cache": Option("bool", False),
     "retrieval_map": Option("text"),
-    "cache_layers": Option("text"),  # older name, for layers that look up what they store
+    "cache_layers": Option("text"),  # older name, for layers that look up their stored entries
     "attention_layers": Option("text"),
 }
 CONSTANTS = {

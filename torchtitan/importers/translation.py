@@ -85,8 +85,8 @@ class JobDraft:
     """A job that is being translated from a command line or file.
 
     `values`: options by dotted name. `notes`: remarks for readers of the job, one line each. `faults`: options that
-    cannot be translated or are invalid; with any of them there is no job. `source`: the line, or a file. `prefix`: what
-    precedes the options' names in it. `evaluate_args`: for a line that only evaluates, the arguments with which
+    cannot be translated or are invalid; with any of them there is no job. `source`: the line, or a file. `prefix`: text
+    before the options' names in it. `evaluate_args`: for a line that only evaluates, the arguments with which
     `torchtitan evaluate` does the same with the job. `launched`: launcher options that the reader has handled itself.
     """
 

@@ -112,7 +112,7 @@ def nearest(
 
 
 def ages_of(size: int, counts: torch.Tensor, share: Share = WHOLE) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ages of a rank's places, [B, M], and a mask of those that hold an entry."""
+    """Return the ages of a rank's places, [B, M], and a mask of places that hold an entry."""
     places = share.places(size, counts.device)
     ages = (counts[:, None] - 1 - places) % size
     return ages, ages < counts[:, None]
@@ -180,8 +180,8 @@ class Segment(NamedTuple):
 class Store:
     """Entries of `lanes` documents, `size` each, with tensors of these `widths` by name for every storing layer.
 
-    `order`: "fifo" retains the entries that were stored last, as a ring buffer; "lru" those that were retrieved or
-    stored last. With "lru", entries are in the document's order from place 0 on, so ages are computed alike.
+    `order`: "fifo" retains the entries that were stored last, as a ring buffer; "lru" the entries that were retrieved
+    or stored last. With "lru", entries are in the document's order from place 0 on, so ages are computed alike.
     `pairs`: also store tokens and labels, for `Hits`. `share`: the part of the entries that this rank has.
     """
 
