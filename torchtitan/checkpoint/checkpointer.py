@@ -102,7 +102,7 @@ class Checkpointer:
         self.place: folders.Place | None = None
         self.saved_step: int | None = None
         self.published_step: int | None = None
-        """The same as `saved_step`, but without a save that is under way or has failed."""
+        """Step of the last complete save. Unlike `saved_step`, it ignores saves that are in progress or have failed."""
         self.needed_bytes = 0
         """Size of a checkpoint, as far as it is known."""
         self.longest_save_seconds = 0.0

@@ -9,9 +9,9 @@ from torchtitan.core.errors import JobError
 
 Said = int | float | str
 SPEAKERS = ("metrics.log_freq", "validation.freq", "checkpoint.interval", "lr_scheduler.warmup_steps")
-"""The options that say it."""
+"""The options that accept a cadence."""
 NO_LIMIT = 2**62
-"""The value of training.steps in a job that training.epochs or training.tokens alone end."""
+"""The value of training.steps in a job that ends by training.epochs or training.tokens alone."""
 
 
 class CadenceError(JobError):
@@ -57,7 +57,7 @@ class Cadence(NamedTuple):
     log: int
     validate: int
     save: int
-    """In seconds, where the job says so."""
+    """Steps between checkpoints, or seconds if checkpoint.interval_type says so."""
 
     def describe(self, config: Any) -> str:
         """Describe the cadence in words, with the job's setting in brackets if that is not a number of steps."""

@@ -6,7 +6,7 @@ Every other exception is a bug: it ends with exit code 1 and keeps its traceback
 import textwrap
 
 LONGEST_LINE = 200
-"""Characters, of what is said to a user."""
+"""Maximum number of characters in a line of a message."""
 
 
 class JobError(ValueError):

@@ -7,10 +7,10 @@ _INSTALLED = (_PACKAGE / "train_configs").exists()  # a wheel has copies; a chec
 
 JOBS = (_PACKAGE if _INSTALLED else _PACKAGE.parent) / "train_configs"
 TOKENIZER = (_PACKAGE if _INSTALLED else _PACKAGE.parent / "tests") / "assets/tokenizer/tiktoken.model"
-"""2,048 tokens of Python's library; `model.tokenizer_path = "debug"`."""
+"""A tokenizer with 2,048 tokens, trained on Python's library; `model.tokenizer_path = "debug"`."""
 
 MODEL, RECORDS = "./base_model", "./records.jsonl"
-"""What stands in fine-tuning jobs for the folder of a model and for records, which are the user's."""
+"""Placeholders in fine-tuning jobs for the user's model folder and records."""
 
 
 def jobs() -> dict[str, Path]:

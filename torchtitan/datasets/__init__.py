@@ -18,11 +18,11 @@ class Dataset(NamedTuple):
     """The functions that open a dataset. They read only names and sizes; an entry point may provide only the first."""
 
     open_text: Callable[[str | None, str], Source]
-    """(dataset_path, text_field) -> a source of documents with one text field, or without fields."""
+    """Map (dataset_path, text_field) to a source of documents that have one text field or no fields."""
     open_records: Callable[[str | None, RecordReader], Source] | None = None
-    """(dataset_path, reading) -> a source of records with several fields, read as training.format says."""
+    """Map (dataset_path, record reader) to a source of records with several fields, in the format training.format."""
     open_labelled: Callable[[str | None, LabelledFields], Source] | None = None
-    """(dataset_path, fields) -> a source of labelled records from local files."""
+    """Map (dataset_path, fields) to a source of labelled records in local files."""
 
     def __call__(self, path: str | None, text_field: str) -> Source:
         return self.open_text(path, text_field)

@@ -32,10 +32,10 @@ from torchtitan.datasets.template_worker import BEGIN, END, MAX_TEXT, SYNTAX, TO
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError
 
 CHAT_TOKENIZATION_VERSION = 2
-"""Another number whenever the same conversations become other tokens. In version 1 they were tokenized in pieces, an
-answer apart from its header."""
+"""Version of the tokenization of conversations. Raise it whenever the same conversations give other tokens. Version 1
+tokenized an answer and its header separately."""
 SAMPLED_RECORDS = 16
-"""Records by which it is told whether a source has conversations."""
+"""Number of records that are read to find out whether a source has conversations."""
 
 
 class TrainOn(NamedTuple):
@@ -194,7 +194,7 @@ def _pieces(tokenizer: Tokenizer, document: Document) -> Iterator[tuple[Sequence
 
 
 NAME_BREAK = "\ue0f2"
-"""Inserted into names of special tokens in messages. Like BEGIN and END a private use character."""
+"""Inserted into names of special tokens in messages, to break them up. A private use character, like BEGIN and END."""
 Message = dict[str, Any]
 
 

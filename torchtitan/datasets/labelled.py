@@ -34,7 +34,7 @@ from torchtitan.datasets.sources_tables import SAVE_TO_DISK_FILES, saved_split
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 LARGEST = 2**31
-"""Largest decompressed file in bytes: it is held in memory, and a hostile file can expand to gigabytes."""
+"""Largest decompressed file in bytes. It is held in memory, and a malicious file could expand to gigabytes."""
 
 
 def saved(path: str | None, fields: LabelledFields, split: str) -> IndexedSource:

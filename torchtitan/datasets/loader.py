@@ -90,7 +90,7 @@ class Loader:
     begins at the same position, and state_dict describes the latest one."""
 
     verification: Verification | None = None
-    """Checksum comparison of the prepared shards that are read."""
+    """Background check of the prepared shards."""
 
     def __init__(
         self, pieces: StreamPieces | ShardPieces, start: Position, num_workers: int, pin_memory: bool, **options: Any
@@ -209,17 +209,17 @@ class LoaderOptions:
     document_mask: bool = False
     on_bad_data: str = "stop"
     epochs: int | None = None
-    """End after this many passes; all ranks end after the same step (epochs.py)."""
+    """End after this many passes over the data. All ranks end after the same step."""
     tokens: int | None = None
     """End after the samples that hold this many tokens."""
     joined: bool = False
-    """Read all sources as one, each record or block once in a pass."""
+    """Read all sources as one: each record or block is read once per pass."""
     group_size: int = 1
     """Number of adjacent samples that stay in one batch of one rank."""
     packing: Packing | None = None
     """Build samples from whole documents."""
     labels: Labels = "next"
-    """See packing.py."""
+    """The labels to train on (samples.py)."""
 
     @property
     def reads_in_passes(self) -> bool:

@@ -23,11 +23,11 @@ from torchtitan.core.errors import JobError
 from torchtitan.datasets.shuffle import key, permute
 
 LARGEST_PERIOD = 10_000
-"""Longest period; weights that would need a longer one are rounded to one sample in this many."""
+"""Longest period in samples. Weights that would need a longer one are rounded to multiples of 1 / LARGEST_PERIOD."""
 MIXED = 4
-"""Number of lanes in a group that is permuted. Up to as many ranks as groups, no lane is read by two ranks."""
+"""Number of streams in a permuted group. With at most as many ranks as groups, no two ranks read the same stream."""
 MIXING, PLACES = 0x6D6978, 0x706C6163
-"""Salts: the orders of sources and lanes are independent of the document order of the same seed."""
+"""Salts: the orders of sources and streams are independent of the document order of the same seed."""
 
 
 class Mixture:
@@ -38,7 +38,7 @@ class Mixture:
         self.first_streams = np.array([0, *accumulate(lanes)])
         self.period, self.width = int(self.counts.sum()), math.lcm(*lanes)
         self.block = self.period * self.width
-        """Number of samples after which all lanes of a source have been used equally often."""
+        """Number of samples after which all streams of a source have been used equally often."""
         self._per_block = np.repeat(self.counts * self.width // self.lanes, self.lanes)
         self.mixed = np.gcd(self.lanes, MIXED)
         """Streams per group, for each source. Groups are numbered consecutively over all sources."""
@@ -52,20 +52,20 @@ class Mixture:
             numbers, turn_index = np.divmod(samples, self.width)
             member, group = np.divmod(turn_index, self.groups[0])
             return self._mixed(self.mixed[0], numbers, member, group) * self.groups[0] + group, numbers
-        lanes, numbers = np.empty_like(samples), np.empty_like(samples)
+        streams, numbers = np.empty_like(samples), np.empty_like(samples)
         blocks, places = np.divmod(samples, self.block)
         for block in np.unique(blocks).tolist():
             in_block = blocks == block
-            lanes[in_block], within = (column[places[in_block]] for column in self._table(block))
-            numbers[in_block] = block * self._per_block[lanes[in_block]] + within
-        return lanes, numbers
+            streams[in_block], within = (column[places[in_block]] for column in self._table(block))
+            numbers[in_block] = block * self._per_block[streams[in_block]] + within
+        return streams, numbers
 
     def own(self, first: int, stride: int) -> list[int]:
         """Return the streams that the samples first, first + stride, ... come from."""
         result = []
-        for lanes, groups, mixed in zip(self.first_streams, self.groups.tolist(), self.mixed.tolist(), strict=False):
+        for offset, groups, mixed in zip(self.first_streams, self.groups.tolist(), self.mixed.tolist(), strict=False):
             reached_groups = dict.fromkeys((first + i * stride) % groups for i in range(groups))
-            result += [int(lanes) + member * groups + group for group in reached_groups for member in range(mixed)]
+            result += [int(offset) + member * groups + group for group in reached_groups for member in range(mixed)]
         return result
 
     def taken(self, samples: int) -> np.ndarray:
@@ -86,14 +86,14 @@ class Mixture:
         places = np.arange(self.block)
         slots = permute(np.arange(self.period), self.period, key(self.seed, MIXING, block))
         order = np.arange(len(self.counts)).repeat(self.counts)[slots]
-        # Without the shift a stream would meet only every n-th slot, n being what period and width have in common.
+        # Without the shift a stream would meet only every n-th slot, where n = gcd(period, width).
         sources = order[(places + places // math.lcm(self.period, self.width)) % self.period]
-        lanes = self.first_streams[sources] + self._streams_of(block, places, sources)
-        by_lane = np.argsort(lanes, kind="stable")
-        begins = lanes[by_lane].searchsorted(np.arange(len(self._per_block)))
+        streams = self.first_streams[sources] + self._streams_of(block, places, sources)
+        by_stream = np.argsort(streams, kind="stable")
+        begins = streams[by_stream].searchsorted(np.arange(len(self._per_block)))
         numbers = np.empty_like(places)
-        numbers[by_lane] = places - begins[lanes[by_lane]]
-        return lanes, numbers
+        numbers[by_stream] = places - begins[streams[by_stream]]
+        return streams, numbers
 
     def _streams_of(self, block: int, places: np.ndarray, sources: np.ndarray) -> np.ndarray:
         """Return the stream of each sample of a block, numbered within its source."""

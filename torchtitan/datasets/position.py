@@ -13,7 +13,8 @@ from torchtitan.datasets.sources import CONTENTS, CONVERSATIONS
 from torchtitan.datasets.streams import Cursor
 
 VERSION = 2
-"""In version 1 lanes took turns in a fixed order. Prepared shards have no such lanes, so their order is unchanged."""
+"""Version of the order of streams. In version 1 they took turns in a fixed order. Prepared shards have no such streams,
+so their order is unchanged."""
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,11 @@ from torchtitan.datasets.tokenizer import build_tokenizer
 
 PERCENTILES = (50, 90, 99, 100)
 ADVISED_FRACTION = 0.99
-"""Fraction of records that the suggested seq_len keeps uncut."""
+"""Fraction of records that fit into the suggested seq_len without truncation."""
 
 
 Pieces = list[tuple[np.ndarray, np.ndarray | None]]
-"""A document's parts: token ids and their loss mask (None: all trained)."""
+"""A document's pieces: token ids and their loss mask (None if all tokens are trained)."""
 Fate = Literal["whole", "truncated", "split", "dropped", "empty"]
 
 

@@ -106,7 +106,7 @@ def held_out_counts(sizes: Sequence[int], split: Split) -> list[int]:
 
 class _Epoch(NamedTuple):
     documents: np.ndarray
-    """Document numbers, pack after pack."""
+    """Document numbers, in the order of the packs."""
     begins: np.ndarray
     """[packs + 1] Start of each pack in `documents`."""
 

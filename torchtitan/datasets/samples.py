@@ -26,7 +26,7 @@ from torchtitan.datasets.token_shards import BlockReader, JoinedBlockReader, Tok
 from torchtitan.datasets.tokenizer import Tokenizer
 
 IGNORE = -100
-"""Label without a loss (PyTorch's default ignore_index of cross-entropy)."""
+"""Label of a position without a loss (the default ignore_index of PyTorch's cross-entropy)."""
 
 
 def next_token_arrays(

@@ -22,13 +22,13 @@ from torchtitan.core.files import FileError, open_file, require_file
 
 REMEDY = 'repair the file, or set training.on_bad_data = "skip" to count and leave out what cannot be read'
 MAX_RECORD_BYTES = 2**25
-"""Longest line, field or element, in bytes. A longer one counts as damage, so that it cannot exhaust the memory."""
+"""Largest line, field or element, in bytes. A larger one counts as damage, so that it cannot exhaust the memory."""
 # A fingerprint lists up to this many files, so that an error can name the difference; more go into one checksum.
 MAX_LISTED_FILES = 256
 CONTENTS = "samples of the contents"
-"""Key in a fingerprint; fingerprints of older checkpoints lack it."""
+"""Key in a fingerprint. Fingerprints of older checkpoints lack it."""
 CONVERSATIONS = "conversations"
-"""In the fingerprint of data with conversations: the version of their tokenization. Version 1 was not noted."""
+"""Key in the fingerprint of data with conversations: the version of their tokenization. Version 1 was not recorded."""
 SAMPLE_BYTES = 4096
 
 
@@ -86,7 +86,7 @@ class Document(NamedTuple):
     content: "str | Sequence[Span] | Chat | LabelledTexts | Pair"
     """A fully trained text, spans, a conversation, labelled texts, or a pair. Empty documents are skipped."""
     location: str
-    """The document's origin, for messages."""
+    """Origin of the document, as messages name it."""
     has_begin_end: bool = False
     """True if it already contains its begin and end tokens; otherwise they are added."""
     format_name: str = ""

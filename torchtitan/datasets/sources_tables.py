@@ -29,9 +29,9 @@ from torchtitan.datasets.sources import (
 )
 
 SAVE_TO_DISK_FILES = ("state.json", "dataset_info.json", "dataset_dict.json")
-"""What Dataset.save_to_disk writes beside the data. None of it is needed to read them."""
+"""Files that Dataset.save_to_disk writes next to the data. They contain no records."""
 MAX_JSON_BYTES = 2**20
-"""Bytes of the JSON that stands beside the data."""
+"""Largest JSON file next to the data, in bytes."""
 DELIMITERS = {".csv": ",;\t", ".tsv": "\t"}
 
 

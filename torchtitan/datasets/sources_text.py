@@ -48,9 +48,9 @@ KINDS: dict[str, Callable[[Path, str, RecordReader], list[Part]]] = {
     ".csv": lambda *of: [CsvFile(*of)],
     ".tsv": lambda *of: [CsvFile(*of)],
 }
-"""File name ending -> function (file, its name in messages, reading) that returns the parts."""
+"""File name ending -> function that returns the parts. Arguments: file, its name in messages, record reader."""
 PIECE = 256 * 1024
-"""A text file longer than this is cut into documents of about this many bytes."""
+"""Approximate size in bytes of the documents into which a larger text file is cut."""
 LINE_END_SEARCH_BYTES = 64 * 1024
 
 

@@ -44,11 +44,11 @@ MAX_LOGGED_ERRORS = 10
 
 MAX_STREAMS = 64
 MIN_DOCUMENTS = 8
-"""Least number of documents per lane; a small source has fewer lanes instead. The fewer documents a lane has, the more
-the lanes differ in length, and the sooner a short one repeats."""
+"""Minimum number of documents per stream; a small source has fewer streams instead. The fewer documents streams have,
+the more they differ in length, and the sooner a short one repeats."""
 BLOCK = 1024
 MAX_EMPTY_EPOCHS = 8
-"""A lane raises an error after this many epochs without text."""
+"""A stream raises an error after this many epochs without text."""
 
 
 class Place(NamedTuple):
@@ -86,19 +86,19 @@ class IndexedStreamReader:
         self.lanes, self.places = lanes, places
         self._ahead: dict[int, tuple[int, int, list[int]]] = {}
 
-    def next(self, lane: int) -> tuple[Place, DocumentOrError]:
-        epoch, _, ordinal = self.places[lane]
-        if lane + ordinal * self.lanes.count >= len(self.lanes.source):
+    def next(self, stream: int) -> tuple[Place, DocumentOrError]:
+        epoch, _, ordinal = self.places[stream]
+        if stream + ordinal * self.lanes.count >= len(self.lanes.source):
             epoch, ordinal = epoch + 1, 0
-        self.places[lane] = Place(epoch, 0, ordinal + 1)
-        return Place(epoch, 0, ordinal), document_or_error(self.lanes.source.get, self._index(lane, epoch, ordinal))
+        self.places[stream] = Place(epoch, 0, ordinal + 1)
+        return Place(epoch, 0, ordinal), document_or_error(self.lanes.source.get, self._index(stream, epoch, ordinal))
 
-    def _index(self, lane: int, epoch: int, ordinal: int) -> int:
-        cached_epoch, first, indices = self._ahead.get(lane, (-1, 0, []))
+    def _index(self, stream: int, epoch: int, ordinal: int) -> int:
+        cached_epoch, first, indices = self._ahead.get(stream, (-1, 0, []))
         if epoch != cached_epoch or not first <= ordinal < first + len(indices):
-            positions = lane + np.arange(ordinal, ordinal + self.AHEAD) * self.lanes.count
+            positions = stream + np.arange(ordinal, ordinal + self.AHEAD) * self.lanes.count
             first, indices = ordinal, self.lanes.order(epoch, positions[positions < len(self.lanes.source)]).tolist()
-            self._ahead[lane] = (epoch, first, indices)
+            self._ahead[stream] = (epoch, first, indices)
         return indices[ordinal - first]
 
 
@@ -115,9 +115,9 @@ class SequentialStreams:
         return SequentialStreamReader(self, dict(places))
 
     def first_epoch(self) -> Iterator[tuple[int, DocumentOrError]]:
-        for lane in range(self.count) if self.parts_per_stream else [0]:
-            for place, item in self.read(lane, Place()):
-                yield lane if self.parts_per_stream else self.stream_of(place), item
+        for stream in range(self.count) if self.parts_per_stream else [0]:
+            for place, item in self.read(stream, Place()):
+                yield stream if self.parts_per_stream else self.stream_of(place), item
 
     def stream_of(self, place: Place) -> int:
         # The assignment changes with every round and part. With a fixed one, alternating data (question, answer) would
@@ -175,58 +175,58 @@ class SequentialStreamReader:
         self._streams: dict[tuple[int, int], Iterator[tuple[Place, DocumentOrError]]] = {}
         self._waiting: dict[tuple[int, int], deque[tuple[Place, DocumentOrError]]] = {}
 
-    def next(self, lane: int) -> tuple[Place, DocumentOrError]:
-        epoch = self.places[lane].epoch
+    def next(self, stream: int) -> tuple[Place, DocumentOrError]:
+        epoch = self.places[stream].epoch
         for later in range(epoch, epoch + MAX_EMPTY_EPOCHS):
-            result = self._next_of_epoch(lane, later)
+            result = self._next_of_epoch(stream, later)
             if result is not None:
                 place = result[0]
-                self.places[lane] = place._replace(ordinal=place.ordinal + 1)
+                self.places[stream] = place._replace(ordinal=place.ordinal + 1)
                 return result
-        raise no_text(self.lanes.source.name, lane, self.lanes.count)
+        raise no_text(self.lanes.source.name, stream, self.lanes.count)
 
-    def _next_of_epoch(self, lane: int, epoch: int) -> tuple[Place, DocumentOrError] | None:
-        group = lane if self.lanes.parts_per_stream else 0
+    def _next_of_epoch(self, stream: int, epoch: int) -> tuple[Place, DocumentOrError] | None:
+        group = stream if self.lanes.parts_per_stream else 0
         if (group, epoch) not in self._streams:
             self._open(group, epoch)
-        queue = self._waiting[lane, epoch]
+        queue = self._waiting[stream, epoch]
         for place, item in () if queue else self._streams[group, epoch]:
-            owner = lane if self.lanes.parts_per_stream else self.lanes.stream_of(place)
+            owner = stream if self.lanes.parts_per_stream else self.lanes.stream_of(place)
             if owner in self.places and place >= self._start(owner, epoch):
                 self._waiting[owner, epoch].append((place, item))
-                if owner == lane:
+                if owner == stream:
                     break
         if queue:
             return queue.popleft()
-        self.places[lane] = Place(epoch + 1)
+        self.places[stream] = Place(epoch + 1)
         self._close_finished(group)
         return None
 
     def _group(self, group: int) -> list[int]:
         return [group] if self.lanes.parts_per_stream else list(self.places)
 
-    def _start(self, lane: int, epoch: int) -> Place:
+    def _start(self, stream: int, epoch: int) -> Place:
         """Return the earliest place of a stream's next document in an epoch; in a later epoch if this one is over."""
-        return max(self.places[lane], Place(epoch))
+        return max(self.places[stream], Place(epoch))
 
     def _open(self, group: int, epoch: int) -> None:
-        starts = [self._start(lane, epoch) for lane in self._group(group)]
+        starts = [self._start(stream, epoch) for stream in self._group(group)]
         self._streams[group, epoch] = self.lanes.read(group, min(starts))
-        for lane in self._group(group):
-            self._waiting[lane, epoch] = deque()
+        for stream in self._group(group):
+            self._waiting[stream, epoch] = deque()
 
     def _close_finished(self, group: int) -> None:
-        oldest = min(self.places[lane].epoch for lane in self._group(group))
+        oldest = min(self.places[stream].epoch for stream in self._group(group))
         for epoch in [e for g, e in self._streams if g == group and e < oldest]:
             del self._streams[group, epoch]
-            for lane in self._group(group):
-                del self._waiting[lane, epoch]
+            for stream in self._group(group):
+                del self._waiting[stream, epoch]
 
 
 @lru_cache(maxsize=256)
-def _deal(seed: int, part: int, turn: int, lanes: int) -> list[int]:
+def _deal(seed: int, part: int, turn: int, streams: int) -> list[int]:
     """Return the stream of each of a round's documents."""
-    return permute(np.arange(lanes), lanes, key(seed, part, turn)).tolist()
+    return permute(np.arange(streams), streams, key(seed, part, turn)).tolist()
 
 
 Streams = IndexedStreams | SequentialStreams
@@ -250,8 +250,8 @@ def _even(parts: list[Part]) -> bool:
     if len(parts) < MAX_STREAMS or len({type(part) for part in parts}) > 1:
         return False
     sizes = sorted((part.size for part in parts), reverse=True)
-    lanes = [sum(sizes[lane::MAX_STREAMS]) for lane in range(MAX_STREAMS)]
-    return max(lanes) <= 1.1 * min(lanes)
+    stream_sizes = [sum(sizes[stream::MAX_STREAMS]) for stream in range(MAX_STREAMS)]
+    return max(stream_sizes) <= 1.1 * min(stream_sizes)
 
 
 @dataclass(frozen=True)

@@ -33,13 +33,14 @@ from torchtitan.datasets.template_worker import (
 from torchtitan.datasets.tokenizer.chat_templates import NAMED
 
 ENVIRONMENT = ("LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "LANG")
-"""All that the child gets of it."""
+"""The only environment variables that the child inherits."""
 MAX_TEMPLATES = 64
-"""That one child keeps."""
+"""Maximum number of templates in one child."""
 WAIT = 10
-"""How many times a request's processor time it is waited for: on a busy machine the child gets a part of one core."""
+"""Factor between a request's processor time and the longest wait for its answer. On a busy machine the child gets only
+part of a core."""
 OUT_OF_TIME, CRASH = "time", "crash"
-"""Kinds of failure beside the worker's own: it was ended for its SECONDS, or by something else."""
+"""Kinds of failure in addition to the worker's own: it exceeded SECONDS, or it ended for another reason."""
 
 
 class RenderingFailed(Exception):
@@ -110,7 +111,7 @@ class _Child:
 
 _lock = threading.Lock()
 _children: list[_Child] = []
-"""One at most."""
+"""The running child, at most one."""
 
 
 def render(

@@ -28,16 +28,16 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 BEGIN, END = "\ue0f0", "\ue0f1"
-"""Around what a template marks as generated."""
+"""Marks around text that a template declares as generated."""
 SECONDS, MEMORY = 10, 2**29
-"""Of one request, which renders a conversation a few times; published templates take a millisecond and a megabyte."""
+"""Limits of a request, which renders a conversation a few times. Published templates need 1 ms and 1 MB."""
 SECONDS_PER_RENDERING = 0.01
-"""For each rendering of a request: long conversations have one for each answer."""
+"""Additional time for each rendering of a request. Long conversations have one for each answer."""
 MAX_TEXT = 2**22
-"""Characters."""
+"""Maximum number of characters that a rendering may have."""
 HEAD = struct.Struct("<Q")
 REFUSED, SYNTAX, TOO_LONG, TOO_MUCH_MEMORY = "refused", "syntax", "too long", "memory"
-"""Kinds of failure: the template raised an error, is no Jinja, wrote too much text, needed more than MEMORY."""
+"""Kinds of failure: the template raised an error, is not valid Jinja, wrote too much text, or exceeded MEMORY."""
 
 
 class TooLong(Exception):

@@ -16,7 +16,7 @@ from torchtitan.datasets.token_shards import TokenShards
 logger = logging.getLogger(__name__)
 
 FOREGROUND_BYTES = 2**30
-"""Bytes: a second or two of reading."""
+"""Largest data in bytes that is verified before training. Reading it takes a second or two."""
 
 
 class Verification:

@@ -79,7 +79,7 @@ class StepGuard:
         # not reset by a rollback:
         self.rolled_back = 0
         self.again: set[int] = set()
-        """Steps that the run has rolled back for; if bad again, they are skipped."""
+        """Steps that the run has rolled back for. A step that is bad again is skipped."""
         self.target, self.tries = -1, 0
         """The checkpoint of the last rollback, and the number of rollbacks to it in a row."""
 

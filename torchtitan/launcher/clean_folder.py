@@ -25,7 +25,7 @@ from torchtitan.metrics.trackers import left_by
 
 KEY = "job.clean_start"
 NO_PLACES = ("job.dump_folder", "job.description", "job.tags", "data.cache_dir")
-"""String options that are not paths, or are only paths that the run itself creates."""
+"""String options that are not paths, or are paths that only the run itself creates."""
 _TOKENIZED = re.compile(r"\.lock|[0-9a-f]{16}")
 """Names of the entries in a folder of tokenized data."""
 

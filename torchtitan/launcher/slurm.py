@@ -19,12 +19,12 @@ from torchtitan.process.exit import STOPPED
 from torchtitan.process.ranks import likely_device, number, set_default
 
 _SPECIAL_STEPS = 0xFFFFFFF0
-"""Step numbers from here on were not made by srun: the batch script's and that of salloc's shell."""
+"""Lowest step number that SLURM reserves for steps that srun did not create: the batch script and salloc's shell."""
 _SHAPE_OF_TASKS = (
     *("NTASKS", "NPROCS", "NTASKS_PER_NODE", "NTASKS_PER_CORE", "NTASKS_PER_SOCKET", "NTASKS_PER_GPU"),
     *("TASKS_PER_NODE", "CPUS_PER_TASK", "CPUS_PER_GPU", "GPUS_PER_TASK", "TRES_PER_TASK", "DISTRIBUTION"),
 )
-"""Variables of the allocation's request that srun would apply to its step."""
+"""Variables from the allocation's request that srun would apply to its step."""
 FIRST_PORT, PORTS = 20000, 10000
 """Below the ports that Linux assigns by itself, so that one per job and step is usually free."""
 ASK_SECONDS = 30

@@ -13,11 +13,11 @@ from torchtitan.metrics.trackers.interface import Histogram, Tracker
 logger = logging.getLogger(__name__)
 
 LONGEST_QUEUE = 1000
-"""Records that wait for a tracker; what comes on top is dropped and counted."""
+"""Maximum number of records that wait for a tracker. Further records are dropped and counted."""
 CLOSE_SECONDS = 30.0
-"""Longest wait at the end of the run for a tracker that is behind."""
+"""Longest wait at the end of the run for a tracker that still has records to send."""
 PAUSES = (1.0, 5.0, 30.0, 60.0)
-"""Seconds before the next try, the last for all further ones."""
+"""Seconds before each retry. The last value applies to all further ones."""
 
 
 class PatientTracker:

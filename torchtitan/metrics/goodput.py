@@ -15,9 +15,9 @@ CAUSES = {
     "redone": "steps that were lost",
     "end": "ending",
 }
-"""By name, what each is called. compile: the first step of a start, which compiles, if anything does; start: until that
-step; restart: the same after a failure, from its being noticed; redone: what had been trained since the checkpoint;
-end: the wait for the last save, exports, the picture."""
+"""Cause -> its description. compile: the first step of a start, including any compilation; start: the time before it;
+restart: the same after a failure, from when the failure was noticed; redone: training since the checkpoint, which has
+to be repeated; end: the wait for the last save, exports and the plot."""
 CAUSE_OF = {
     "first": "compile",
     "data": "data",
@@ -27,12 +27,12 @@ CAUSE_OF = {
     "export": "end",
     "end": "end",
 }
-"""By the phase that a rank tells (process/heartbeat.py)."""
+"""A rank's phase (process/heartbeat.py) -> the cause that its time counts for."""
 GPU_HOURS_PER_FAILURE = 50_000.0
-"""Of the Llama 3 paper: 419 unplanned interruptions of 16,384 GPUs in 54 days are one in 50,700."""
+"""From the Llama 3 paper: 419 unplanned interruptions of 16,384 GPUs in 54 days, one per 50,700 GPU hours."""
 
 SHORTEST_ADVISED_SECONDS = 3600.0
-"""Length of a run from which on it is advised how often to save."""
+"""Minimum length of a run for advice on the checkpoint interval."""
 
 
 class Goodput:
@@ -49,7 +49,7 @@ class Goodput:
     ) -> None:
         self._clock, self._wall = clock, wall
         self.loaded_at: float | None = None
-        """When the state that was loaded had been that of its run, by the wall's clock; None if that is not known."""
+        """Wall-clock time at which the loaded state was recorded; None if unknown."""
         self.seconds = dict.fromkeys(CAUSES, 0.0)
         self.failures = self.saves = 0
         self._cause = "start" if failed_at is None else "restart"

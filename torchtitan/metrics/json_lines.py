@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 LONGEST_LINE = 2**20
-"""Bytes; what is longer is no record, and is not held in memory."""
+"""Longest line in bytes. A longer one is not a record, and is not held in memory."""
 
 
 class JsonLines:

@@ -28,7 +28,7 @@ from torchtitan.process import distributed
 
 logger = logging.getLogger(__name__)
 LONGEST = 700.0
-"""Of a loss, whose power is a number."""
+"""Largest loss in the perplexity: math.exp overflows above 709."""
 
 
 @dataclass

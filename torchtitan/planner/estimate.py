@@ -36,16 +36,16 @@ from torchtitan.planner.traffic import Group
 from torchtitan.rules import Device, check
 
 AT_ONCE = 24
-"""Layers x batches of a rank up to which a job is rehearsed whole; a layer takes some 30 ms."""
+"""Maximum layers x batches of a rank for a rehearsal of all its layers. A layer takes about 30 ms."""
 TOGETHER = 200
-"""Layers x batches from which on rehearsals have processes of their own, of which each begins with less than that."""
+"""Minimum layers x batches for rehearsals in separate processes, because starting a process also takes time."""
 FIRST = 3
-"""Layers of a whole model that are rehearsed at least: the first, the last and one between them gather unlike."""
+"""Minimum number of layers to rehearse without a pipeline: the first, the last and inner layers gather differently."""
 BESIDE = {"cpu": 0.0, "cuda": 0.18}
-"""What an allocator's gaps, libraries and communicators take beside tensors, of these. torchtitan's published runs of
-8B with 2 samples a GPU took 77 to 82 GiB, for which 69.3 of tensors are foretold."""
+"""Memory for the allocator's gaps, libraries and communicators, as a fraction of the tensors' memory. torchtitan's
+published 8B runs with 2 samples per GPU took 77 to 82 GiB; the prediction for their tensors is 69.3 GiB."""
 ON_THE_HOST = (PARAMETERS, FROZEN, GRADIENTS, OPTIMIZER, REFERENCE)
-"""With enable_cpu_offload."""
+"""Kinds of memory that are on the host with enable_cpu_offload."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Prediction:
     pipeline_rank: int
     moment: str
     kinds: dict[str, int]
-    """Bytes at the moment when they are the most together."""
+    """Bytes by kind at the peak of their sum."""
     sent: Sent = field(default_factory=Counter)
     groups: dict[str, Group] = field(default_factory=dict)
 
@@ -119,11 +119,11 @@ class _Share:
     rank: int
     dims: ParallelDims
     layers: dict[int, int]
-    """By stage of the rank."""
+    """Stage of the rank -> its number of layers."""
     kept: list[dict[int, int]]
-    """Layers that are rehearsed: of all stages the fewest, and for each one that has more, some more of it."""
+    """Layers per stage in each rehearsal: first the fewest of all stages, then more of each stage that has more."""
     passes: int
-    """Forward passes, each with so many layers."""
+    """Number of forward passes through these layers in a rehearsal."""
 
     @classmethod
     def of(cls, config: JobConfig, place: int, dims: ParallelDims, stages: list[list[str]]) -> "_Share":
@@ -292,7 +292,7 @@ def _with_samples(config: JobConfig, dims: ParallelDims, samples: int) -> JobCon
 # What would make it fit
 
 Remedy = tuple[dict[str, Any], float]
-"""Options with their new values, and what the job then needs."""
+"""Options with their new values, and the bytes that the changed job needs."""
 MOST_HALVES = 4
 
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 _DEVICE = torch.ops.prim.device.default
-"""What autograd asks a tensor without values before most operators: more than half of all that is seen."""
+"""Query of a fake tensor's device, which autograd makes before most operators: more than half of all calls."""
 
 
 class Watching(TorchDispatchMode):
@@ -42,7 +42,7 @@ class Watching(TorchDispatchMode):
 
 ACTIVATIONS, BACKWARD, GATHERED = "activations", "work of backward", "gathered parameters"
 Bytes = Counter[str]
-"""By kind."""
+"""Bytes by kind of memory."""
 
 
 class Live(Watching):

@@ -44,14 +44,14 @@ PARAMETERS, FROZEN, BUFFERS = "parameters", "frozen parameters", "buffers and ca
 GRADIENTS, OPTIMIZER, LOSS = "gradients", "optimizer state", "logits and loss"
 REFERENCE = "parameters of the reference"
 Moments = dict[str, Bytes]
-"""The most that lives in each part of a step, by kind."""
+"""Part of a step -> peak memory by kind."""
 Sent = Counter[tuple[str, str, str]]
-"""By axis of the mesh, kind of message, and what is counted: "calls" or "bytes"."""
+"""Totals by (axis of the mesh, kind of message, "calls" or "bytes")."""
 ANY_COUNT = 1000
-"""Of valid tokens, by which losses are divided."""
+"""An arbitrary number of valid tokens, by which losses are divided."""
 WITHOUT_VALUES = FakeTensorMode(allow_non_fake_inputs=True)
-"""One for all rehearsals of a process: what is made once and kept, such as the tables of 8-bit moments, is of one mode.
-Nothing is trained in that process any more.
+"""The fake mode that all rehearsals in a process share, because cached tensors, such as the tables of 8-bit moments,
+belong to the mode in which they were created. The process must not train afterwards.
 """
 
 
@@ -73,7 +73,7 @@ class Rehearsed:
     moments: Moments
     sent: Sent
     groups: dict[str, Group]
-    """Of the axes along which something is sent, this rank's."""
+    """Axis along which something is sent -> this rank's group."""
 
     def extended_by(self, times: float, few: "Rehearsed", more: "Rehearsed") -> "Rehearsed":
         """Return this rehearsal plus `times` the difference between `more` and `few`."""
@@ -273,7 +273,7 @@ def _quiet() -> Iterator[None]:
 # Several rehearsals at once, each in its own process
 
 MAX_PROCESSES = 8
-"""Each process takes about a GB."""
+"""Maximum number of processes. Each takes about a GB."""
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ KINDS = {
 }
 SILENT = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "c10d::barrier")
 Group = tuple[int, ...]
-"""Ranks."""
+"""Global ranks of a process group."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Exchange:
     kind: str
     group: Group
     sent: Fraction
-    """Bytes, by this rank."""
+    """Bytes that this rank sends."""
     dtype: torch.dtype
 
 

@@ -22,7 +22,7 @@ from torchtitan.process.machine import in_words, share_of
 from torchtitan.process.ranks import Launcher, Ranks, set_default
 
 MEETING_SHARE = 0.8
-"""Of all patience, for the first of several machines to be there."""
+"""Fraction of the start's timeout for which a rank waits for the first of several machines."""
 
 
 def device_type() -> str:

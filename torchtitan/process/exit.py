@@ -22,13 +22,13 @@ NOT_EXPORTED = 10
 """Training is complete and saved, but the export after the last step failed."""
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Ctrl-C, a scheduler, a terminal that is closed, a scheduler's notice: each asks to stop, saved, and ends in 128 + its
-number."""
+"""Sent by Ctrl-C, a scheduler, a closed terminal, and a scheduler's advance notice. The run saves, stops and exits with
+128 + the signal's number."""
 STOPPED = {128 + number for number in STOP_SIGNALS}
 EXPLAINED = {REFUSED, NOT_LOADED, NON_FINITE, NOT_SAVED, NOT_EXPORTED} | STOPPED
-"""Exit codes of a rank that has said what there is to say, and that would come again if it was started again."""
+"""Exit codes of requested stops and of deterministic failures. The rank has logged the reason and is not restarted."""
 SAID_BY_THE_FIRST = {NOT_LOADED, NON_FINITE, NOT_SAVED}
-"""Those that all ranks end with, of which a machine's first alone has said why."""
+"""Exit codes that all ranks share. Only the first rank of a machine has logged the reason."""
 
 _PR_SET_PDEATHSIG = 1
 

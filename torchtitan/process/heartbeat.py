@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 PHASES = ("start", "load", "first", "data", "train", "validate", "save", "export", "end")
-"""In the order in which a step goes through them. start: nothing told yet (imports, process group, model); first: what
-is done for the first time and may compile, the first step and the first validation; data: waiting for them; export:
-training is complete and saved, and its result is written for other programs; end: all that matters is done and saved.
+"""Phases of a run, in order. start: no heartbeat yet (imports, process group, model); first: the first step and the
+first validation, which may compile; data: waiting for data; export: training is complete and saved, and the result is
+written for other programs; end: all results are saved.
 """
 TRAINED = ("export", "end")
-"""Phases in which no training is left to do."""
+"""Phases after all training."""
 WITHOUT_STATE = ("start", "load")
-"""Phases in which there is nothing to save."""
+"""Phases in which there is no state to save."""
 _ROW = struct.Struct("=qqd")
 _ROW_BYTES = 64
 
@@ -34,7 +34,7 @@ class Doing:
     phase: str
     step: int
     since: float
-    """Seconds of the machine's monotonic clock; 0 if nothing has been told."""
+    """Start of the phase on the machine's monotonic clock; 0 without a heartbeat."""
 
     def __str__(self) -> str:
         return {"start": "in its start", "load": "loading"}.get(self.phase, f"in step {self.step} ({self.phase})")

@@ -14,7 +14,7 @@ from torchtitan.core.constraints import LimitError
 
 UNITS = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
 SMALLEST = 256 * UNITS["MiB"]
-"""No context of CUDA is smaller, so that less is a slip: of a share, or of a unit."""
+"""Smallest limit in bytes. A CUDA context needs more, so a smaller value is a mistaken share or unit."""
 KEY = "memory.limit"
 
 Said = int | float | str

@@ -21,7 +21,7 @@ HEEDED = (
     *("HF_HOME", "HF_HUB_OFFLINE", "DISABLE_MLFLOW_INTEGRATION", "MLFLOW_EXPERIMENT_NAME"),
     *("WANDB_MODE", "WANDB_PROJECT"),
 )
-"""Of the environment, what changes how a run goes; none of it is a secret, as addresses and keys of services are."""
+"""Environment variables that affect a run and are logged. None is secret, as addresses and keys of services are."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class Restart:
     number: int
     cause: str
     rank: int
-    """Whose fault it was, as far as is known."""
+    """The rank that caused the failure, as far as is known."""
     step: int
-    """In which it happened."""
+    """The last step that any rank had completed."""
     since: float
-    """When the ranks before had been started, on the machine's monotonic clock."""
+    """Start time of the previous ranks, on the machine's monotonic clock."""
     saved: bool = False
-    """Whether the run has saved since its launch, so that there is a checkpoint that has all of the job behind it."""
+    """True if the run has saved a checkpoint since its launch. The restart then loads the newest one."""
     ended: float = 0.0
-    """When it was noticed, on the same clock."""
+    """Time at which the failure was noticed, on the same clock."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,18 @@ class Launcher:
 
     pid: int
     store: str
-    """By which the ranks find each other."""
+    """Path of the file store for the rendezvous of the ranks of one machine."""
     progress: str
-    """Where the launcher looks for what this rank does."""
+    """Path of the heartbeats that the launcher reads."""
     stacks: str
-    """Where this rank's stacks go when the launcher asks for them by a signal."""
+    """Path to which this rank writes its stacks when the launcher requests them with a signal."""
     collectives: str
-    """Where the log of its collectives goes when the launcher asks for that by a byte in a pipe."""
+    """Path to which this rank writes the log of its collectives when the launcher requests it with a byte in a pipe."""
     ask: int
-    """That pipe."""
+    """File descriptor of that pipe."""
     listen: int | None = None
-    """With several machines, the socket on which the first rank has the store by which all find each other, instead of
-    the file: at MASTER_ADDR and MASTER_PORT, for the others."""
+    """File descriptor of the socket on which the first rank of several machines serves the rendezvous store, at
+    MASTER_ADDR and MASTER_PORT. It replaces the file store."""
     restart: Restart | None = None
 
 
@@ -70,11 +70,11 @@ class Ranks:
     world_size: int = 1
     local_world_size: int = 1
     logs: bool = True
-    """Whether this rank writes to the console (LOG_RANK: local ranks separated by commas; default 0)."""
+    """True if this rank writes to the console (LOG_RANK: local ranks separated by commas; default 0)."""
     launcher: Launcher | None = None
-    """None under torchrun and in tests."""
+    """The connection to our launcher; None under torchrun and in tests."""
     head: tuple[str, int] = ("", 0)
-    """Where the store of several machines is."""
+    """Address and port of the rendezvous store of several machines."""
 
     @property
     def is_main(self) -> bool:

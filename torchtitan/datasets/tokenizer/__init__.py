@@ -22,7 +22,7 @@ TOKENIZERS: Registry[Callable[[str], Tokenizer]] = Registry(
     },
     Callable,
 )
-"""Tokenizers by word; each function receives the text after "word:" (empty without a colon)."""
+"""Tokenizers by name. Each function receives the text after "name:", which is empty without a colon."""
 
 # File names that are searched in a folder, in this order.
 FILE_NAMES = ["tokenizer.json", "tokenizer.model", "*.tiktoken", "*.model", "vocab.json"]

@@ -20,7 +20,7 @@ from torchtitan.core.files import FileError, read_file
 MAX_BYTES = 128 * 2**20
 Range = tuple[int, int]
 GUARD = "\n"
-"""A prefix that receives the blank some tokenizers add, and whose tokens never merge with the text after it."""
+"""A prefix whose tokens never merge with the text after it. A blank that the tokenizer adds comes before the prefix."""
 
 
 class TokenizerError(JobError):
@@ -38,18 +38,18 @@ class Tokenizer(ABC):
     """
 
     vocab_size: int
-    """The largest id plus one: the least number of embedding rows a model needs."""
+    """The largest id plus one, which is the minimum number of embedding rows of a model."""
     bos_id: int | None
-    """None if documents have no begin token, as for T5."""
+    """Id of the begin token. None if documents have none, as for T5."""
     eos_id: int
     special_tokens: Mapping[str, int] = MappingProxyType({})
-    """Name -> id of the tokens that ordinary text is never encoded to."""
+    """Special tokens (name -> id). Ordinary text is never encoded to them."""
     chat_template: str | None = None
-    """Jinja template that renders conversations as text, see templates.py."""
+    """Jinja template that renders conversations as text (chat_templates.py)."""
     template_name = "the chat template"
     """Name of the template in messages."""
     fingerprint: str
-    """sha256 in hexadecimal over what decides the ids; data tokenized with another fingerprint is not compatible."""
+    """SHA-256 of everything that determines the ids. Data tokenized with another fingerprint is incompatible."""
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
         """Return the ids of the text, with the document's begin and end ids if requested; none for an empty text."""
@@ -159,7 +159,7 @@ def _without_lone_surrogates(text: str) -> str:
 PENDING = "\ufffd"
 """Replacement character for bytes that are not, or not yet, a complete character."""
 MAX_PENDING = 3
-"""Most bytes of an incomplete character; some tokenizers decode each to PENDING."""
+"""Maximum number of bytes of an incomplete character. Some tokenizers decode each of them to PENDING."""
 WINDOW_TOKENS = 8
 """Number of earlier tokens that are decoded together with a new one. Its text may depend on them: a blank at the
 beginning of a text is dropped, for example, and the bytes of a character may be spread over several tokens."""

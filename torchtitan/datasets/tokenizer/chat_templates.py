@@ -63,7 +63,7 @@ ALPACA = """\
 {%- if add_generation_prompt %}{{ '### Response:\\n' }}{% endif %}
 """
 LARGEST_TEMPLATE = 2**20
-"""Bytes of a template's file; published ones have some thousands."""
+"""Largest template file in bytes. Published templates have a few thousand."""
 NAMED = {"chatml": CHATML, "llama3": LLAMA3, "llama2": LLAMA2, "alpaca": ALPACA}
 
 

@@ -27,7 +27,7 @@ from torchtitan.datasets.tokenizer.chat_templates import (
 )
 
 MANY = 10
-"""Longest repetition that counts as bounded."""
+"""Largest number of repetitions in a regular expression that counts as bounded."""
 RUN, SECONDS = 64, 30
 _TRIAL = """
 import json, sys, tokenizers
@@ -286,7 +286,7 @@ def template_file(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 SHORTEST = 2
-"""Least number of letters of a special token: single letters occur in ordinary text."""
+"""Minimum number of letters of a special token. Single letters occur in ordinary text."""
 
 
 def lacking(vocabulary: Tokenizer, tokens: Sequence[str]) -> list[str]:

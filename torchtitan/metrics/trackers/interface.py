@@ -11,18 +11,18 @@ from torchtitan.core.files import read_file
 
 ID_FILE = "{}_run_id"
 LONGEST_ID = 1000
-"""Bytes."""
+"""Largest id file in bytes."""
 Scalar = bool | int | float | str
 
 
 @dataclass(frozen=True)
 class Run:
     folder: Path
-    """The job's."""
+    """The job's folder."""
     events: Path
-    """For event files of this rank."""
+    """Folder for this rank's event files."""
     resume_step: int | None
-    """The step that it resumes at, of a run that was tracked before."""
+    """The step at which a run resumes; None for a new run."""
     name: str
     job: Mapping[str, Any]
 
@@ -66,7 +66,7 @@ class Histogram:
     sum: float
     sum_of_squares: float
     limits: Sequence[float]
-    """The upper end of each bucket."""
+    """Upper end of each bucket."""
     counts: Sequence[int]
 
 
@@ -76,13 +76,13 @@ class Tracker(ABC):
     Methods may raise and block, because they run in a separate thread (metrics/async_tracker.py)."""
 
     name: ClassVar[str]
-    """As people call it."""
+    """The product's name, for messages."""
     package: ClassVar[str]
-    """What it needs to have installed."""
+    """The Python package that it needs."""
     leaves: ClassVar[tuple[str, ...]] = ()
-    """What it puts at the top of the job's folder, beside the id that `keep_id` keeps for its package."""
+    """Names that it creates at the top of the job's folder, in addition to the id file that `keep_id` writes."""
     of_every_rank: ClassVar[bool] = False
-    """Whether metrics.save_for_all_ranks means it too."""
+    """True if metrics.save_for_all_ranks also applies to this tracker."""
 
     @abstractmethod
     def __init__(self, run: Run) -> None: ...

@@ -9,9 +9,9 @@ from torchtitan.metrics.trackers.interface import Run, Tracker
 
 EXPERIMENT = "torchtitan"
 MOST_AT_ONCE = 100
-"""Parameters that MLflow takes in a call."""
+"""Maximum number of parameters that MLflow accepts in one call."""
 LONGEST = 500
-"""Characters of a parameter's value that every store of MLflow takes."""
+"""Maximum number of characters of a parameter's value that every MLflow store accepts."""
 
 
 class MLflow(Tracker):
@@ -63,7 +63,7 @@ class MLflow(Tracker):
 
 
 OFF = "DISABLE_MLFLOW_INTEGRATION"
-"""Says to programs that know MLflow that they are not to use it."""
+"""Environment variable that disables MLflow in programs that integrate it."""
 
 
 def allowed_name(tag: str) -> str:
