@@ -134,5 +134,5 @@ def _truncated_normal(values: torch.Tensor, std: float, generator: torch.Generat
     """Fill `values` (any shape) by inverting the normal distribution function between -3 and 3 standard deviations."""
     edge = math.erf(TRUNCATE_AT / math.sqrt(2))
     values.uniform_(-edge, edge, generator=generator)
-    limit = TRUNCATE_AT * std  # erfinv's rounding at the edge
+    limit = TRUNCATE_AT * std  # erfinv may round beyond the edge
     return values.erfinv_().mul_(std * math.sqrt(2)).clamp_(-limit, limit)

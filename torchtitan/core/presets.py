@@ -7,7 +7,7 @@ _INSTALLED = (_PACKAGE / "train_configs").exists()  # a wheel has copies; a chec
 
 JOBS = (_PACKAGE if _INSTALLED else _PACKAGE.parent) / "train_configs"
 TOKENIZER = (_PACKAGE if _INSTALLED else _PACKAGE.parent / "tests") / "assets/tokenizer/tiktoken.model"
-"""A tokenizer with 2,048 tokens, trained on Python's library; `model.tokenizer_path = "debug"`."""
+"""A small tokenizer with 2,048 tokens, for `model.tokenizer_path = "debug"`."""
 
 MODEL, RECORDS = "./base_model", "./records.jsonl"
 """Placeholders in fine-tuning jobs for the user's model folder and records."""

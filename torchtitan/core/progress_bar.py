@@ -54,7 +54,7 @@ def waiting(label: str) -> Iterator[None]:
 @contextmanager
 def set_aside() -> Iterator[None]:
     """Hide visible bars while the block writes a line of text."""
-    if not getattr(tqdm, "_instances", None):  # no bar was ever made
+    if not getattr(tqdm, "_instances", None):  # no bar exists
         yield
         return
     with tqdm.external_write_mode():

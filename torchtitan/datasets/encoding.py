@@ -194,7 +194,7 @@ def _pieces(tokenizer: Tokenizer, document: Document) -> Iterator[tuple[Sequence
 
 
 NAME_BREAK = "\ue0f2"
-"""Inserted into names of special tokens in messages, to break them up. A private use character, like BEGIN and END."""
+"""Splits the names of special tokens that occur in messages. A private use character, like BEGIN and END."""
 Message = dict[str, Any]
 
 

@@ -50,7 +50,7 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
         for lane, cursor in state["cursors"].items():
             cursors[lane] = max(cursor, cursors.get(lane, cursor))
     joined = {**first, "cursors": dict(sorted(cursors.items(), key=lambda item: int(item[0])))}
-    if "read" in first:  # of each rank's rows, see segments.py
+    if "read" in first:  # what each rank's rows have read, see segments.py
         joined["read"] = {rank: rows for state in states for rank, rows in state["read"].items()}
     return joined
 

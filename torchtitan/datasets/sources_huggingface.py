@@ -99,5 +99,5 @@ class HubShard(Part):
                     row += 1
                     if problem:
                         return
-        except Exception as error:  # as in open
+        except Exception as error:  # a wide family of errors, as in open
             yield UnreachableData(f"{self.name}, row {row}: cannot be read: {type(error).__name__}: {error}; {REMEDY}")

@@ -38,7 +38,7 @@ def parse_line(line: bytes, place: str, short_place: str, offset: int, reading: 
     except json.JSONDecodeError as error:
         byte = offset + len(content[: error.pos].encode())
         raise DataError(f"{place}: no valid JSON at byte {byte}: {error.msg}; {REMEDY}") from None
-    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, thousands of brackets
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits, or thousands of brackets
         raise DataError(f"{place}: no usable JSON at byte {offset}: {error}; {REMEDY}") from None
     if not isinstance(record, dict):
         kind = type(record).__name__

@@ -71,7 +71,7 @@ class Blocks(IndexedSource):
             same = build_tokenizer(self.tokenizer).fingerprint == tokenizer.fingerprint
         except (OSError, TokenizerError):
             name = self.tokenizer.rstrip("/").rpartition("/")[2].lower()
-            parts = Path(path).absolute().parts  # of a cache: models--google--t5-base/snapshots/...
+            parts = Path(path).absolute().parts  # a path in a cache contains models--google--t5-base/snapshots/...
             same = any(name in (part.lower(), part.lower().rpartition("--")[2]) for part in parts)
         if not same:
             raise DataError(

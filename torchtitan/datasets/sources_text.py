@@ -108,7 +108,7 @@ class TextFile(IndexedFile):
         if index == 0 or target >= self.size:
             return min(target, self.size)
         if target + LINE_END_SEARCH_BYTES >= self.size:
-            return self.size  # no tail of a few words
+            return self.size  # avoid a last piece of only a few words
         around = self.bytes(target, target + LINE_END_SEARCH_BYTES)
         line_end = around.find(b"\n")
         if line_end >= 0:

@@ -302,7 +302,7 @@ def _read_header(folder: Path) -> dict[str, Any]:
     def is_file(entry: Any, item_bytes: int, items: str) -> bool:
         return bool(
             isinstance(entry, dict)
-            and re.fullmatch(r"[\w-]+\.bin", str(entry.get("name")))  # a plain name: no way out of the folder
+            and re.fullmatch(r"[\w-]+\.bin", str(entry.get("name")))  # a plain name cannot lead out of the folder
             and isinstance(entry.get("sha256"), str)
             and isinstance(entry.get(items), int)
             and entry.get("bytes") == entry[items] * item_bytes

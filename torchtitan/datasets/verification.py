@@ -40,7 +40,7 @@ class Verification:
             self.error = error
         except OSError as error:
             self.error = DataError(f"{error}; the data must stay where and as they are while a job runs")
-        except Exception as error:  # the thread must not end as if all were well
+        except Exception as error:  # otherwise a crash of the thread would look like success
             cause = f"{type(error).__name__}: {error}"
             names = ", ".join(str(folder.folder) for folder in self.shards)
             self.error = DataError(f"{names}: cannot be compared with its sums: {cause}; make the folder again")

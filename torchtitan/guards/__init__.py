@@ -70,7 +70,7 @@ class Guards:
         """
         self.refuse_changed_shards(step - 1)
         if not self.steps.looks:
-            if norm is not None and norm.device.type == "cpu":  # looking and agreeing cost next to nothing there
+            if norm is not None and norm.device.type == "cpu":  # on a CPU the check costs almost nothing
                 (ranks,) = distributed.sum_over_ranks(not_finite(norm))
                 self.refuse_non_finite("gradient norm", norm, ranks, step - 1)
             return ""

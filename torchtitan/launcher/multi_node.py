@@ -70,7 +70,7 @@ class First:
         """Machines with a launcher that is not reachable any more."""
         return [f"machine {index} ({self.hosts[index]})" for index in sorted(self._lost)]
 
-    # All machines come together
+    # Connecting all machines
 
     def meet(self, queue: SignalQueue, seconds: float, secret_file: Path) -> int | None:
         """Wait for all launchers; return the number of a signal, here or there, that ended the wait. `secret_file`, in
@@ -118,7 +118,7 @@ class First:
         if not isinstance(index, int) or not 0 < index < self.nodes.count:
             line.close()
             return ""
-        if not self.attempt and message.get("attempt"):  # no rank has been started: it is of an earlier launch
+        if not self.attempt and message.get("attempt"):  # no rank runs yet: it is of an earlier launch
             send_away(line, STARTED_AGAIN)
             return ""
         fault = ""
@@ -176,13 +176,13 @@ class First:
             self._door.close()
             self._door = None
 
-    # While ranks are at work
+    # While ranks run
 
     def begin(self, restart: Restart | None) -> tuple[Nodes, socket.socket | None]:
         """Start the ranks on all machines. Their store gets a new socket each time, so that no start waits for
         leftovers of the one before."""
         self._orders, self._standing, self._collected = [], {}, False
-        self._ends, self._ended = [], set()  # drop those from between two starts
+        self._ends, self._ended = [], set()  # drop those received between two starts
         self.attempt += 1
         if self.nodes.count == 1:
             return self.nodes, None
@@ -382,7 +382,7 @@ class Other:
             for index, order in enumerate(orders):
                 if order["kind"] in ("start", "leave"):
                     assert self.line is not None
-                    stop = [{"kind": "stop", "number": stop_signal}] if stop_signal else []  # it crossed this order
+                    stop = [{"kind": "stop", "number": stop_signal}] if stop_signal else []  # sent before it arrived
                     self.line.put_back(stop + orders[index + 1 :])
                     self.attempt = order.get("attempt", self.attempt)
                     return order

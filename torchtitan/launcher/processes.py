@@ -118,7 +118,7 @@ class Processes:
             if code is not None:
                 newly_ended.append(Ended(self.first + rank, code, self.progress[rank], time.monotonic()))
                 del self.running[rank]
-        newly_ended.sort(key=lambda ended: ended.code >= 0)  # a killed rank ended before those that lost it
+        newly_ended.sort(key=lambda ended: ended.code >= 0)  # killed ranks first: others fail because they lost one
         self.ended += newly_ended
         return newly_ended
 

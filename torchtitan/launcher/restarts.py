@@ -60,7 +60,7 @@ def supervise(
         if (code := _reunite(queue, company, rejoin_seconds)) is not None:
             return code
         step = newest()
-        if step != saved:  # it may be lower, if the run rolled back and moved newer ones aside
+        if step != saved:  # lower if the run rolled back and moved newer checkpoints aside
             saved, attempts, faults = step, 0, []
         cause, ended = end.cause.partition("; stacks")[0], time.monotonic()
         faults.append(f"step {end.reached}: {cause}")

@@ -26,7 +26,7 @@ _SHAPE_OF_TASKS = (
 )
 """Variables from the allocation's request that srun would apply to its step."""
 FIRST_PORT, PORTS = 20000, 10000
-"""Below the ports that Linux assigns by itself, so that one per job and step is usually free."""
+"""Range of ports below those that Linux assigns by itself, so that the one of a job and step is usually free."""
 ASK_SECONDS = 30
 LOOK_SECONDS = 0.5
 

@@ -78,7 +78,7 @@ class MetricsLogger:
         self._first: Record | None = None
         self._last: Record | None = None
         self._validation_loss: float | None = None
-        # from windows without a mark:
+        # of unmarked windows:
         self._speeds: list[float] = []
         self._recent_step_seconds: deque[float] = deque(maxlen=20)
         self.start()

@@ -38,7 +38,7 @@ from torchtitan.rules import Device, check
 AT_ONCE = 24
 """Maximum layers x batches of a rank for a rehearsal of all its layers. A layer takes about 30 ms."""
 TOGETHER = 200
-"""Minimum layers x batches for rehearsals in separate processes, because starting a process also takes time."""
+"""Minimum layers x batches for rehearsals in separate processes. Starting a process takes less time than these."""
 FIRST = 3
 """Minimum number of layers to rehearse without a pipeline: the first, the last and inner layers gather differently."""
 BESIDE = {"cpu": 0.0, "cuda": 0.18}
@@ -77,7 +77,7 @@ def predict(config: JobConfig, world_size: int, device: Device, traffic: bool = 
     stages = _stages(config, dims)
     base = _with_few_microbatches(config, dims, len(stages))
     jobs, rounds = [base], 0.0
-    if traffic and base is not config:  # all further rounds of microbatches send the same
+    if traffic and base is not config:  # each further round of microbatches sends the same amount
         samples, extra = base.training.local_batch_size, dims.pp * config.parallelism.pipeline_parallel_microbatch_size
         jobs.append(_with_samples(config, dims, samples + extra))
         rounds = (config.training.local_batch_size - samples) / extra
@@ -289,7 +289,7 @@ def _with_samples(config: JobConfig, dims: ParallelDims, samples: int) -> JobCon
     return dataclasses.replace(config, training=training)
 
 
-# What would make it fit
+# Changes that make a job fit
 
 Remedy = tuple[dict[str, Any], float]
 """Options with their new values, and the bytes that the changed job needs."""

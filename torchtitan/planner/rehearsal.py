@@ -61,7 +61,8 @@ class Flash(AttentionKernel):
     def prepare(self, queries: Tokens, keys: Tokens | None = None) -> None:
         """Do nothing: the kernel has no mask of any shape."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None) -> torch.Tensor:  # type: ignore[override]
+    # type: ignore[override]
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None) -> torch.Tensor:
         width = v.shape[-1]  # the result is as wide as the values, even if keys are wider
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[..., :width], k[..., :width], v)[0]
 
@@ -126,7 +127,8 @@ class Rehearsal:
     passes: int
 
     def __post_init__(self) -> None:
-        self.groups = self._groups()  # now: a mesh needs values for them, which a rehearsed step lacks
+        # computed now, because a mesh needs tensors with values, which a rehearsed step lacks
+        self.groups = self._groups()
 
     def step(self, live: Live) -> Rehearsed:
         """Run a step as the trainer does.

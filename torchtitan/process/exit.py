@@ -28,7 +28,7 @@ STOPPED = {128 + number for number in STOP_SIGNALS}
 EXPLAINED = {REFUSED, NOT_LOADED, NON_FINITE, NOT_SAVED, NOT_EXPORTED} | STOPPED
 """Exit codes of requested stops and of deterministic failures. The rank has logged the reason and is not restarted."""
 SAID_BY_THE_FIRST = {NOT_LOADED, NON_FINITE, NOT_SAVED}
-"""Exit codes that all ranks share. Only the first rank of a machine has logged the reason."""
+"""Exit codes with which all ranks end together. Only the first rank of each machine logs the reason."""
 
 _PR_SET_PDEATHSIG = 1
 

@@ -84,7 +84,7 @@ def _bound(allowed: set[int], near: set[int]) -> bool:
     forbids it."""
     try:
         os.sched_setaffinity(0, near)
-        threads = os.listdir("/proc/self/task")  # also those that libraries have started
+        threads = os.listdir("/proc/self/task")  # including threads that libraries have started
     except OSError as error:
         logger.info("processors: all %d, as the system does not let a process be bound (%s)", len(allowed), error)
         return False

@@ -28,7 +28,7 @@ class Pieces:
 
     kind: int
     ids: dict[str, int]
-    scores: dict[str, float]  # only of pieces that text can be encoded to
+    scores: dict[str, float]  # only pieces that text can be encoded to
     unknown: str
     byte_fallback: bool
     prefixed: bool  # a blank is prepended to the text

@@ -15,7 +15,7 @@ class SentencePieceTokenizer(Tokenizer):
 
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-        except (RuntimeError, UnicodeDecodeError):  # the second from quoting a damaged piece
+        except (RuntimeError, UnicodeDecodeError):  # UnicodeDecodeError if it quotes a damaged piece
             cause = "not a sentencepiece model, or a truncated or damaged one"
             raise TokenizerError(path, cause, "fetch it again") from None
         self._path = path

@@ -54,7 +54,7 @@ class TensorBoard(Tracker):
         # hides events from this step on, as purge_step does at the beginning of a file
         started = SessionLog(status=SessionLog.START)
         self._writer.file_writer.add_event(Event(session_log=started), step + 1)
-        self._tell_job(step + 1)  # again: it is hidden if the run began at this step
+        self._tell_job(step + 1)  # once more, because the event above hides it if the run began at this step
 
     def close(self) -> None:
         self._writer.close()
