@@ -88,7 +88,7 @@ def _trained_runs(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
 
 class Tokens(NamedTuple):
     ids: np.ndarray
-    """[n] integers."""
+    """[n] token ids."""
     loss_mask: np.ndarray
     """[n] bool: the loss mask."""
 

@@ -25,7 +25,7 @@ from torchtitan.process.exit import CRASHED, TERMINATED
 from torchtitan.process.ranks import Restart
 
 LATE_SECONDS = 5.0
-"""Time that the first machine waits for others only to tell them that nothing was started."""
+"""Time that the first machine waits for others only to inform them that nothing was started."""
 QUIET_SECONDS = 360.0
 """Longest wait of machines for each other at the end of a start: longer than any machine waits for its own ranks."""
 FRESH_SECONDS = 10.0

@@ -1,8 +1,8 @@
 """The secret that the launchers of a run share: a file in the run's folder that only its owner may read.
 
-Whoever can read the file belongs to the run. The secret is never sent. Both ends of a connection prove that they know
-it, each by an HMAC over its role and a random number (nonce) of either end. A recorded exchange proves nothing on
-another connection.
+A launcher that can read the file belongs to the run. The secret is never sent. Both ends of a connection prove that
+they know it, each by an HMAC over its role and a random number (nonce) of either end. A recorded exchange proves
+nothing on another connection.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Start a launcher on every machine of a SLURM allocation, and tell each which machine it is.
+"""Start a launcher on every machine of a SLURM allocation, and derive each machine's index.
 
 Outside of a step (in a batch script or salloc's shell) the launcher runs one task per machine with `srun` and waits for
 it. Inside a step it reads SLURM's environment variables. If several tasks share a machine, each is one rank, as with

@@ -63,7 +63,7 @@ class Prediction:
         return sum(self.kinds.values())
 
     def needed(self, device: Device) -> float:
-        """Return the bytes needed: the peak, and the share BESIDE for memory in addition to tensors."""
+        """Return the bytes needed: the peak of the tensors, plus the fraction BESIDE for other memory."""
         return self.peak * (1 + BESIDE[device])
 
 

@@ -34,7 +34,7 @@ def build_tokenizer(path: str | Path, chat_template: str | None = None) -> Token
     """Build a tokenizer. Raises TokenizerError.
 
     `path`: a file (tiktoken ranks, a sentencepiece model, a tokenizer.json, a vocab.json next to its merges.txt), a
-    folder with one, a word of TOKENIZERS, or such a word, a colon and a path. `chat_template`: replaces its own chat
+    folder with one, a name from TOKENIZERS, or such a name, a colon and a path. `chat_template`: replaces its own chat
     template, see chat_templates.py."""
     tokenizer = _build(path)
     tokenizer.template_name = f"the chat template of the tokenizer {path}"

@@ -1,4 +1,4 @@
-"""Aim."""
+"""The tracker for Aim."""
 
 import os
 from collections.abc import Mapping

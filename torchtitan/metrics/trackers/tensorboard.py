@@ -1,4 +1,4 @@
-"""TensorBoard."""
+"""The tracker for TensorBoard."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""The tracker for Weights & Biases."""
 
 import os
 from collections.abc import Mapping
