@@ -45,7 +45,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "lr_schedules": (1, 0),
     "metrics": (11, 0),
     "models": (15, 0),
-    "optimizers": (18, 0),
+    "optimizers": (13, 0),
     "parallelisms": (18, 0),
     "planner": (5, 0),
     "process": (1, 0),

@@ -15,7 +15,7 @@ from torchtitan.optimizers.spec import SHARED, TORCHS, OptimizerSpec
 from torchtitan.optimizers.state_sizes import HIDDEN
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
-_UNFUSED = {words: flags for words, flags in TORCHS.items() if words != "fused"}
+_UNFUSED = {implementation: flags for implementation, flags in TORCHS.items() if implementation != "fused"}
 """Implementations of an optimizer without a fused form for DTensor."""
 
 

@@ -1,7 +1,7 @@
 """Adafactor (arXiv:1804.04235): the second moment of a matrix [m, n] in m + n numbers.
 
-The rate is the schedule's, as for every optimizer here; torch.optim.Adafactor derives one from the step and the
-weights' size.
+The learning rate comes from the schedule, as for every optimizer here. torch.optim.Adafactor instead derives a rate
+from the step and the size of the weights.
 """
 
 from typing import Any

@@ -1,10 +1,10 @@
 """AdamW for weights in bfloat16, which has 8 bits of precision: plain addition loses changes below 1/512 of a weight.
 
-There are two ways to preserve them.
+There are two ways to preserve them (both: arXiv:2010.06192).
 
-kahan: the rounding error is stored with the weight, in bfloat16 too, and added with the next change (W. Kahan, "Further
-remarks on reducing truncation errors", 1965). 8 bytes per weight with both moments.
-stochastic: weights are rounded up or down at random, so that the mean is right (arXiv:2010.06192). 6 bytes per weight.
+kahan: the rounding error is stored next to the weight, also in bfloat16, and added with the next change (W. Kahan,
+"Further remarks on reducing truncation errors", 1965). 8 bytes per weight with both moments.
+stochastic: weights are rounded up or down at random, so that the expected value is exact. 6 bytes per weight.
 The random bits are a function of the parameter's name, the step and the index in the full tensor, so they are the same
 under every plan.
 """

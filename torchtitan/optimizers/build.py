@@ -107,8 +107,8 @@ def build_optimizers(
         available = ", ".join(spec.implementations)
         raise JobError(f"optimizer implementation {implementation!r}: {name} has {available}; choose one of these")
     read = {key: shared[key] for key in spec.shared}
-    for option, given, allowed, remedy in spec.wrong(name, read, options):
-        raise JobError(f"{option}: given {given}; allowed: {allowed}; {remedy}")
+    for option, setting, allowed, remedy in spec.wrong(name, read, options):
+        raise JobError(f"{option}: given {setting}; allowed: {allowed}; {remedy}")
     make = resolve_name(spec.make)
     arguments = {"lr": lr, **spec.arguments(read, options), **spec.implementations[implementation]}
     groups = [_groups(part, spec, weight_decay, decay_norms_and_biases, rate_of) for part in model_parts]

@@ -1,12 +1,13 @@
 """GaLore (arXiv:2403.03507): keep the moments of a matrix in the low-rank subspace where its gradient is largest.
 
-The basis of the subspace is refreshed periodically. All weights are trained; the state of a matrix is rank x (m + n)
-numbers and one more. Weight decay acts on the full weight with the full learning rate, the projected update with
-rate x scale. Embeddings, head, norms, biases and stacks of experts use plain moments. So do matrices whose short side
-is no longer than the rank: projecting them would save nothing.
+The basis of the subspace is refreshed periodically, from the current gradient. Between refreshes, a step projects the
+gradient, updates the moments in the subspace, and maps the result back to the full matrix. All weights are trained.
+Weight decay acts on the full weight with the full learning rate; the projected update uses rate x scale. Embeddings,
+head, norms, biases and stacks of experts use plain moments. So do matrices with a short side no longer than the rank,
+as projecting them would save nothing.
 
-Fira (arXiv:2410.01623), as `residual`: the part of the gradient outside the subspace is applied too, scaled by the
-factors by which the moments scaled the projected part.
+`residual = "fira"` (arXiv:2410.01623) also applies the part of the gradient outside the subspace. Each row or column of
+it is scaled by the same factor by which the moments scaled the projected part.
 """
 
 import logging
@@ -40,7 +41,7 @@ ALIKE, TIMES = 0.4, 5
 
 
 class Task(NamedTuple):
-    """A matrix whose basis is due for a refresh."""
+    """A matrix that is due for a new basis."""
 
     name: str
     parameter: torch.Tensor
@@ -130,12 +131,12 @@ class GaLore(ByParameter):
             size = sum(task.state[side].numel() for side in self.sides[task.parameter]) + 1
             return torch.full((size,), torch.nan, dtype=task.parameter.dtype, device=task.parameter.device)
 
-        def work(task: Task, whole: torch.Tensor) -> torch.Tensor:
-            if not whole.isfinite().all() or not whole.any():
+        def work(task: Task, full_gradient: torch.Tensor) -> torch.Tensor:
+            if not full_gradient.isfinite().all() or not full_gradient.any():
                 return result(task)
-            new_bases = {side: self.fitted(task, side, whole) for side in self.sides[task.parameter]}
-            projected = Projection(Layout.of(whole), **new_bases).down(whole)
-            energy = torch.linalg.vector_norm(projected) / torch.linalg.vector_norm(whole)
+            new_bases = {side: self.fitted(task, side, full_gradient) for side in self.sides[task.parameter]}
+            projected = Projection(Layout.of(full_gradient), **new_bases).down(full_gradient)
+            energy = torch.linalg.vector_norm(projected) / torch.linalg.vector_norm(full_gradient)
             return torch.cat([*(basis.flatten() for basis in new_bases.values()), energy.square().view(1)]).to(
                 task.parameter.dtype
             )

@@ -112,7 +112,7 @@ class Layout:
     def _shares(self, dim: int, crossed: "Layout") -> list[tuple[int, int, int, int]]:
         """Return the splits of the other dimension in `crossed`, one for each mesh axis that shards it.
 
-        Each is the axis, this rank's length before the split, the length of the longest shard and of its own.
+        Each is (axis, this rank's length before the split, length of the longest shard, length of this rank's shard).
         """
         splits, length = [], self.local_shape[1 - dim]
         for axis in self._axes([dim]):
@@ -176,7 +176,7 @@ class Layout:
         return whole[tuple(self.span(dim) for dim in range(whole.dim()))]
 
     def zeros(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return zeros of `shape`, of which this rank holds `local_shape`."""
+        """Return zeros of `shape`. This rank allocates only its shard, of `local_shape`."""
         return self.placed(torch.zeros(self.local_shape, dtype=dtype, device=device))
 
 
@@ -192,10 +192,11 @@ def by_owners(
     work: Callable[[T, torch.Tensor], torch.Tensor],
     result: Callable[[T], torch.Tensor],
 ) -> Iterator[tuple[T, torch.Tensor]]:
-    """Yield each task with work(task, gather(task)), computed by one rank and broadcast to those that share the tensor.
+    """Yield each task with work(task, gather(task)), computed by one rank and broadcast to all ranks of its mesh.
 
-    All of them take part in the gather. In each batch of one task per rank, a rank retains and works on one full
-    tensor, so that ranks work in parallel. `result(task)`: an empty tensor of the shape that `work` returns.
+    Tasks are processed in batches of one task per rank. All ranks take part in every gather, but each retains only the
+    full tensor of its own task. Then all ranks work in parallel, and broadcast their results. `result(task)`: an empty
+    tensor of the shape that `work` returns, to receive into.
     """
     by_mesh: dict[DeviceMesh | None, list[T]] = {}
     for task in tasks:
@@ -227,9 +228,9 @@ def _number(mesh: DeviceMesh) -> int:
 
 
 def _handed_out(tensor: torch.Tensor, mesh: DeviceMesh, owner: int) -> None:
-    """Broadcast from the owner, one mesh axis after the other.
+    """Broadcast a tensor of any shape from the mesh's `owner`-th rank, one mesh axis after the other.
 
-    Later broadcasts overwrite what other ranks than the owner's line sent first.
+    The first broadcasts also run on lines without the owner, with meaningless values; later ones overwrite these.
     """
     for axis in reversed(range(mesh.ndim)):
         owner, coordinate = divmod(owner, mesh.size(axis))

@@ -12,7 +12,9 @@ from torchtitan.optimizers.moments import Options, State
 
 
 class Lion(ByParameter):
-    """Algorithm 2 of the paper. `beta1` mixes the mean with the gradient into the update, `beta2` into the next mean;
+    """The Lion optimizer, algorithm 2 of the paper.
+
+    The update is the sign of beta1 * mean + (1 - beta1) * gradient; the next mean uses `beta2` in the same way.
     `weight_decay` of a group is decoupled, as in AdamW.
     """
 

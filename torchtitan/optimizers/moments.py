@@ -4,8 +4,8 @@ The tensor may be a parameter, or a gradient's projection, which is smaller. The
 with a way to apply the update.
 
 Moments can be stored in 8 bits (arXiv:2110.02861): blocks of 256 with a scale each, and 256 levels between -1 and 1, or
-0 and 1, which are denser near 0. A block lies within a row of its tensor (the last block of a row may be shorter), so
-sharding does not change it. If columns are sharded, the largest value of a block may be on another rank.
+0 and 1, which are denser near 0. A block never crosses rows of its tensor (the last block of a row may be shorter), so
+sharding does not change it. If columns are sharded, ranks that share a block take the maximum of their scales.
 """
 
 from collections.abc import Mapping
@@ -113,7 +113,7 @@ Options = Mapping[str, Any]
 
 class Moments(Protocol):
     def begin(self, state: State, layout: Layout, group: Options, dtype: torch.dtype, device: torch.device) -> None:
-        """Initialize the state of a tensor before its first gradient. `dtype`: that of the parameter."""
+        """Initialize the state of a tensor before its first gradient. `dtype`: the parameter's."""
         ...
 
     def change(self, gradient: torch.Tensor, layout: Layout, state: State, group: Options, rate: float) -> torch.Tensor:
@@ -124,7 +124,7 @@ class Moments(Protocol):
 class Adam:
     """Two moments in the dtype of the parameter, or `packed` in 8 bits for large tensors.
 
-    The operations are those of torch.optim.AdamW after its weight decay, so that float32 results are bitwise equal.
+    It computes the same operations as torch.optim.AdamW after weight decay, so float32 results are bitwise equal.
     `eps_first`: add eps to the root of the second moment before its bias correction, as GaLore's library and the former
     AdamW of transformers do. Early steps are then shorter where gradients are small.
     """

@@ -1,11 +1,13 @@
-"""Muon (kellerjordan.github.io/posts/muon): the update is a matrix's mean gradient with singular values of about 1.
+"""Muon (kellerjordan.github.io/posts/muon): momentum with orthogonalized updates for matrices.
 
-It applies to the matrices of the layers. Embeddings, head, norms and biases step as in AdamW at the same rate. With the
-default `adjust` updates of both have about the same size (arXiv:2502.16982), so that one rate and one decay serve both.
+The update of a matrix is the running mean of its gradients, with all singular values set to about 1 by Newton-Schulz
+iterations. This applies to the matrices of the layers; embeddings, head, norms and biases use AdamW at the same rate.
+With the default `adjust`, both kinds of updates have about the same size (arXiv:2502.16982), so they can share one rate
+and one weight decay.
 
-On one device a matrix steps bit for bit like torch.optim.Muon. That supports matrices alone, and for sharded ones
-DTensor would gather the factors of each product again and add partial sums in bfloat16, so that the result would depend
-on the plan. Here ranks take turns: each gathers full means, orthogonalizes its own matrix and broadcasts it.
+On one device, matrices are updated bit for bit like in torch.optim.Muon, which supports only matrices. For sharded ones
+its DTensor products would gather their factors in every iteration and add partial sums in bfloat16, so results would
+depend on the sharding. Here each rank orthogonalizes some of the full matrices and broadcasts them (layout.by_owners).
 """
 
 import math
@@ -61,15 +63,15 @@ class Muon(ByParameter):
         def gathered(task: Task) -> torch.Tensor:
             return layout_of(task).gathered(task[2])
 
-        def work(task: Task, whole: torch.Tensor) -> torch.Tensor:
-            return orthogonalized(whole, self.precision)
+        def work(task: Task, matrix: torch.Tensor) -> torch.Tensor:
+            return orthogonalized(matrix, self.precision)
 
         def result(task: Task) -> torch.Tensor:
             return torch.empty(task[0].shape, dtype=self.precision, device=task[2].device)
 
-        for (parameter, group, mean), whole in by_owners(waiting, layout_of, gathered, work, result):
+        for (parameter, group, mean), matrix in by_owners(waiting, layout_of, gathered, work, result):
             rate = adjusted(group["lr"], self.adjust, parameter.shape)
-            direction = layout_of((parameter, group, mean)).part(whole).to(mean.dtype)
+            direction = layout_of((parameter, group, mean)).part(matrix).to(mean.dtype)
             add(parameter, direction, 1 - group["lr"] * group["weight_decay"], -rate)
 
     def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
@@ -87,7 +89,10 @@ class Muon(ByParameter):
 
 
 def orthogonalized(matrix: torch.Tensor, precision: torch.dtype) -> torch.Tensor:
-    """Return the matrix [m, n] with singular values between about 0.7 and 1.2, by five fifth-order iterations."""
+    """Return the matrix [m, n] with all singular values moved to about 0.7 to 1.2, by Newton-Schulz iterations.
+
+    Five iterations of x <- a x + b (x x^T) x + c (x x^T)^2 x, on the transposed matrix if it is tall.
+    """
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if tall else matrix).to(precision, copy=True)

@@ -1,13 +1,13 @@
-"""Low-rank projections of a sharded gradient [m, n], and the orthonormal bases that they use.
+"""Low-rank projections of a sharded gradient G [m, n], and the orthonormal bases that they use.
 
-A basis spans the directions in which the gradient is largest: rows [rank, n] for its right side, columns [m, rank] for
-its left. Singular vectors are determined up to sign; here the largest component is positive, so that runs can be
-compared. One rank fits a basis and broadcasts it, so ranks need not agree numerically.
+A basis spans the leading singular directions of G: rows V [rank, n] for the right side, columns U [m, rank] for the
+left. Singular vectors are determined up to sign; here the largest component is positive, so that runs can be compared.
+One rank fits a basis and broadcasts it, so ranks need not agree numerically.
 
-right: R = G V^T [m, rank] with rows V [rank, n], left: R = U^T G [rank, n] with columns U [m, rank], full: both. Every
-rank has the full basis. If the projected side is sharded, each rank has a partial sum of rank x the other side, never
-of the full matrix. These are reduce-scattered along the other side, so that the state for R is sharded too, and updates
-are gathered. Otherwise nothing is communicated, and R is laid out like G, with the shortened side not sharded.
+The projected gradient R is G V^T [m, rank] for side "right", U^T G [rank, n] for "left", and U^T G V^T for "full".
+Every rank has the full basis. If the projected side is sharded, each rank computes a partial sum of R. These are
+reduce-scattered along the other side, so that the moments of R are sharded too, and updates are gathered. If it is not
+sharded, nothing is communicated, and R is sharded like the other side of G. ("full" all-reduces R instead.)
 """
 
 from collections.abc import Callable
@@ -96,7 +96,7 @@ METHODS: dict[str, Callable[..., torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Projection:
-    """A projection by one or two bases. `layout`: that of the gradient."""
+    """A projection by one or two bases. `layout`: the gradient's."""
 
     layout: Layout
     left: torch.Tensor | None = None

@@ -15,7 +15,7 @@ HIDDEN = ["*attn*", "*attention*", "*mlp*", "*feed_forward*"]
 
 
 def taken(name: str, shape: Iterable[int], patterns: Iterable[str]) -> bool:
-    """Return True for a matrix whose name matches a pattern; `*` matches anything, dots too."""
+    """Return True for a matrix with a name that matches a pattern; `*` matches anything, dots too."""
     return len(tuple(shape)) == 2 and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -36,9 +36,9 @@ def sides(name: str, shape: tuple[int, ...], options: Mapping[str, Any]) -> tupl
 
 
 def under_plan(found: tuple[str, ...], cut: Collection[str], on_conflict: str) -> tuple[str, ...]:
-    """Return the sides to project, out of those of `sides`, if the sides `cut` are sharded.
+    """Return the sides to project, given the result of `sides` and the sharded sides `cut`.
 
-    With "flip" it is the other side, if every rank has that in full.
+    With `on_conflict` = "flip", a sharded single side is replaced by the other side if that is not sharded.
     """
     if on_conflict != "flip" or len(found) != 1 or found[0] not in cut:
         return found

@@ -1,4 +1,4 @@
-"""Optimizers of torch whose arguments have different names in a job."""
+"""Constructors of torch's optimizers that take the job's option names."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which blocks, or which operators, are computed again in backward instead of kept."""
+"""Activation checkpointing (torch.utils.checkpoint): recompute full blocks, or selected operators, in backward."""
 
 from functools import partial
 
@@ -11,11 +11,11 @@ from torchtitan.parallelisms.pipeline.overlap.segments import Policy
 from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
 from torchtitan.parallelisms.steps import same_notes
 
-# Dear to recompute: matrix products, attention kernels, and anything that would communicate a second time.
+# Expensive to recompute: matrix products, attention kernels and collectives.
 SAVED_OPS = {
     op.default
     for op in (
-        torch.ops.aten.topk,  # a router's choice, which must not fall otherwise the second time
+        torch.ops.aten.topk,  # a router's choice, which must not change in the recomputation
         torch.ops.aten._grouped_mm,
         torch.ops.aten.mm,
         torch.ops.aten.addmm,
@@ -31,8 +31,8 @@ SAVED_OPS = {
     )
 } | {torch.ops.higher_order.flex_attention}
 
-# Marks of the profiler compute nothing. FSDP sets one more where a module inside a block is the first to run, which it
-# is when the block is recomputed.
+# Profiler markers compute nothing. FSDP adds one if a module inside a block is the first FSDP module to run, as in
+# recomputation.
 SAC_IGNORED_OPS |= {
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
@@ -44,7 +44,7 @@ def _keep_dear_ops(context, op, *args, **kwargs) -> CheckpointPolicy:
 
 
 def segment_policy(mode: str, selective_option: str, preserve_rng_state: bool) -> Policy:
-    """The same choice for parts that run by segments, which recompute by themselves."""
+    """Return the equivalent policy for parts that run by segments, which do not use torch's checkpoint."""
     if mode != "selective":
         return Policy(mode, preserve_rng_state=preserve_rng_state)
     if selective_option == "op":
@@ -63,8 +63,9 @@ def apply_activation_checkpoint(
     early_stop: bool = False,
     same_sizes: bool = False,
 ) -> None:
-    """Wrap the plan's blocks in place. `memory_budget` is the compiler's business (see parallelize) and wraps none.
-    `same_sizes`: what blocks have noted, how many tokens travel among it, is not found out a second time.
+    """Wrap the plan's blocks in place. Mode `memory_budget` wraps none, as the compiler implements it (parallelize).
+
+    `same_sizes`: a recomputed block reuses the notes of its forward, such as the split sizes of expert parallel.
     """
     if mode in ("none", "memory_budget"):
         return

@@ -31,10 +31,11 @@ def apply_data_parallel(
     cpu_offload: bool = False,
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
-    """Shard each block by itself, last norm and head together, and the rest (the embedding) with the root, in place.
-    Experts that are split by expert parallel are sharded over the remaining ranks, `expert_mesh`. `prefetch`: number of
-    blocks to prefetch, with their experts; at least one if there are such experts. FSDP prefetches only as far as the
-    host has got, and the host waits in each block to learn which tokens go where.
+    """Apply fully_shard in place. FSDP units: each block, last norm and head together, and the root with the rest.
+
+    Experts under expert parallel are further units, sharded over the remaining ranks (`expert_mesh`). `prefetch`: the
+    number of blocks to prefetch, with their experts. It is at least 1 if there are such experts, as FSDP's implicit
+    prefetch cannot run ahead of the host, which waits for the split sizes in each block.
 
     The head stays gathered between forward and backward, because backward needs its parameters first.
     """
@@ -64,9 +65,9 @@ def apply_data_parallel(
         _until_the_loss(head, model.loss)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
     for module in fsdp_modules(model):
-        if (expert_mesh if module in travelling else mesh).size() > 1:  # over one rank torch would divide into a copy
+        if (expert_mesh if module in travelling else mesh).size() > 1:  # on one rank torch would make a divided copy
             module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, which a factor would use otherwise
+        module.set_force_sum_reduction_for_comms(True)  # a divide factor would need PREMUL_SUM, which gloo lacks
     if travelling and reshard_after_forward:
         prefetch = max(prefetch, 1)
     if prefetch:
@@ -74,9 +75,11 @@ def apply_data_parallel(
 
 
 def _head(model: nn.Module, plan: ParallelPlan) -> list[nn.Module]:
-    """The last norm and the head, whose gradients are summed while blocks go backward, as those of a block are: in the
-    root's unit it would be at the very end of the step, with nothing beside it. Empty where the embedding has the same
-    matrix, which cannot be in two units, and in a pipeline, which gathers and sums all of a part at once.
+    """Return the last norm and the head, for a separate FSDP unit.
+
+    Their gradients are then reduced during the backward of the blocks. In the root's unit the reduction would come at
+    the end of the step, with nothing to overlap. The result is empty with tied embeddings, as one matrix cannot be in
+    two units, and for a pipeline part, which reduces all its gradients at once anyway.
     """
     if is_part(model, plan):
         return []
@@ -86,27 +89,26 @@ def _head(model: nn.Module, plan: ParallelPlan) -> list[nn.Module]:
 
 
 def _until_the_loss(head: list[nn.Module], loss: nn.Module | None) -> None:
-    """Run the unit of these modules as one from the first's forward to that of the loss, which calls the head, in
-    pieces several times. torch's own hooks of several modules wait until each has run once, and take one call more as
-    the beginning of the next forward.
+    """Let the forward of the unit of `head` begin with its first module and end with the loss.
+
+    The loss calls the output matrix several times, once per chunk. torch's hooks for a unit of several modules end the
+    forward after one call of each, and take a further call for the next forward.
     """
     state = head[0]._get_fsdp_state()
-    state._pre_forward_hook_handle.remove()  # of all
+    state._pre_forward_hook_handle.remove()  # the hooks of all modules of the unit
     state._pre_forward_hook_handle = head[0].register_forward_pre_hook(
         state._pre_forward, prepend=True, with_kwargs=True
     )
 
     def leave(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
-        # a model's further losses find it left, and gathered until backward
+        # further losses of a model run after this; the unit has ended its forward and stays gathered until backward
         return state._post_forward(module, inputs, output) if state._training_state == TrainingState.FORWARD else output
 
     state._post_forward_hook_handle = (loss or head[-1]).register_forward_hook(leave)
 
 
 def _gather_ahead(blocks: list[nn.Module], head: list[nn.Module], prefetch: int, travelling: set[nn.Module]) -> None:
-    """Set which FSDP units each block prefetches. `head`: the modules of the head's unit, if it is one; the first
-    stands for it.
-    """
+    """Set the FSDP units that each block prefetches. `head`: the first module of the head's unit, if that exists."""
 
     def units(near: list[nn.Module]) -> list[nn.Module]:
         return [unit for block in near for unit in (block, *(m for m in block.modules() if m in travelling))]
@@ -114,7 +116,7 @@ def _gather_ahead(blocks: list[nn.Module], head: list[nn.Module], prefetch: int,
     last = next((block for block in reversed(blocks) if not _in_training_only(block)), None)
     for index, block in enumerate(blocks):
         prefetched = blocks[index + 1 : index + 1 + prefetch]
-        if not _in_training_only(block):  # in evaluation nothing would run, and so free, what is gathered
+        if not _in_training_only(block):  # evaluation would gather such a block but neither run nor reshard it
             prefetched = [candidate for candidate in prefetched if not _in_training_only(candidate)]
         block.set_modules_to_forward_prefetch([*units(prefetched), *(head if block is last else ())])
         block.set_modules_to_backward_prefetch(units(blocks[max(0, index - prefetch) : index][::-1]))
@@ -128,14 +130,19 @@ def _in_training_only(block: nn.Module) -> bool:
 
 
 def _shard_experts(shards: int, parameter: nn.Parameter) -> Shard:
-    """Return the placement of experts: full experts per rank or, with too few of them, a part of every expert."""
+    """Return the placement of experts: shard a dimension divisible by `shards`, the first one if possible.
+
+    The first dimension counts experts, so ranks get full experts if these divide, and otherwise a part of every expert.
+    """
     shape = parameter.to_local().shape
     return Shard(next((dim for dim, size in enumerate(shape) if size % shards == 0), 0))
 
 
 def _hide_from_selective_recompute(module: FSDPModule) -> None:
-    """Hide the gathers of FSDP from selective recompute, which counts the operators inside a block and expects the same
-    ones the second time. FSDP gathers the parameters of a module inside the block there, but not always both times.
+    """Hide FSDP's operators for a module inside a block from selective recompute.
+
+    Selective recompute expects the same operators in the recomputation as in the forward, but FSDP may gather the
+    module's parameters in only one of the two.
     """
     group = module._get_fsdp_state()._fsdp_param_group
     for name in ("pre_forward", "post_forward"):
@@ -143,8 +150,9 @@ def _hide_from_selective_recompute(module: FSDPModule) -> None:
 
 
 def _without_recompute(function: Callable) -> Callable:
-    """Return `function` without the recompute modes. All other modes stay: otherwise a rehearsal would gather FSDP's
-    parameters with values and would not count them.
+    """Return `function` wrapped to run without the dispatch modes of selective recompute.
+
+    All other modes stay active, such as the fake tensors of a dry run, which must not gather real parameters.
     """
 
     def run(*args: object, **kwargs: object) -> object:
@@ -162,8 +170,6 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def set_last_microbatch(model: nn.Module, is_last: bool, replicas: bool) -> None:
-    """Let replicas exchange gradients once per step, not once per microbatch. Call it before each backward
-    of a step.
-    """
+    """Let HSDP replicas all-reduce gradients once per step, in the last microbatch. Call it before each backward."""
     if isinstance(model, FSDPModule) and replicas:
         model.set_requires_all_reduce(is_last)

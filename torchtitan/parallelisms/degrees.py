@@ -1,7 +1,7 @@
-"""Limits of the degrees of parallelism: what has to divide what, each said once. No torch, so that a job is judged by
-the same functions as a model that is made parallel.
+"""Divisibility rules for the degrees of parallelism. They do not import torch, so that checking a job and parallelizing
+a model share them.
 
-Each function returns what follows from degrees that fit, or raises a LimitError with the words of a fault.
+A check returns derived values, if there are any, and raises a LimitError with the message otherwise.
 """
 
 import math
@@ -13,7 +13,7 @@ DEGREES, SEQ_LEN = "parallelism.", "training.seq_len (or validation.seq_len)"
 
 
 def shards_of_ranks(world_size: int, dp_shard: int, *, dp_replicate: int, cp: int, tp: int, pp: int) -> int:
-    """Data-parallel shards, with -1 worked out: what the other degrees leave of the ranks."""
+    """Return the number of data-parallel shards; -1 means all ranks that the other degrees leave."""
     key, ranks = DEGREES + "data_parallel_shard_degree", f"{world_size} rank{'s' * (world_size > 1)}"
     other_degrees = {"data_parallel_replicate": dp_replicate, "context_parallel": cp}
     other_degrees |= {"tensor_parallel": tp, "pipeline_parallel": pp}
@@ -31,12 +31,12 @@ def shards_of_ranks(world_size: int, dp_shard: int, *, dp_replicate: int, cp: in
 
 
 def lenders(dp_shard: int, cp: int, tp: int) -> int:
-    """The ranks with different tokens of one replica and stage, from which expert parallel borrows."""
+    """Return the number of ranks with different tokens in one replica and stage, which expert parallel can use."""
     return dp_shard * cp * tp
 
 
 def check_experts(ep: int, experts: int, lending: int | None = None) -> None:
-    """Every rank gets as many whole experts. `lending`: the ranks that can be borrowed, where they are known."""
+    """Check that the experts divide evenly over ep ranks. `lending`: the number of usable ranks, if known."""
     if experts % ep:
         allowed = f"what divides the {experts} experts and the ranks that it borrows"
         fits = math.gcd(experts, lending or experts)
@@ -46,7 +46,7 @@ def check_experts(ep: int, experts: int, lending: int | None = None) -> None:
 
 
 def check_borrowing(ep: int, dp_shard: int, cp: int, tp: int, experts: int = 0) -> None:
-    """The ranks of expert parallel are some of the lenders. `experts`: of a layer, where they are known."""
+    """Check that ep divides the number of usable ranks. `experts`: their number in a layer, if known."""
     lending = lenders(dp_shard, cp, tp)
     if lending % ep:
         product = f"data_parallel_shard {dp_shard} x context_parallel {cp} x tensor_parallel {tp}"
@@ -58,30 +58,30 @@ def check_borrowing(ep: int, dp_shard: int, cp: int, tp: int, experts: int = 0) 
 
 
 def check_split(tp: int, sizes: Mapping[str, int]) -> None:
-    """Each tensor-parallel rank has whole heads, and as many columns and rows as any other, where DTensor would deal
-    unevenly.
+    """Check that all sizes are divisible by tp: full heads, and equal shards on all ranks (DTensor would allow uneven
+    ones).
     """
-    if wrong := uneven(tp, sizes):
-        other_sizes = ", ".join(f"{name} {size}" for name, size in sizes.items() if name not in wrong)
-        divided = ("these" if len(wrong) > 1 else "it") + f" and {other_sizes}" * bool(other_sizes)
+    if indivisible := uneven(tp, sizes):
+        other_sizes = ", ".join(f"{name} {size}" for name, size in sizes.items() if name not in indivisible)
+        divided = ("these" if len(indivisible) > 1 else "it") + f" and {other_sizes}" * bool(other_sizes)
         remedy = "write one of these"
-        if wrong == ["vocab_size"]:
+        if indivisible == ["vocab_size"]:
             remedy += f", or fill it up: model.overrides = {{vocab_size = {-(-sizes['vocab_size'] // tp) * tp}}}"
         raise LimitError(
             DEGREES + "tensor_parallel_degree",
-            f"{tp}, which does not divide {' and '.join(f'{name} {sizes[name]}' for name in wrong)}",
+            f"{tp}, which does not divide {' and '.join(f'{name} {sizes[name]}' for name in indivisible)}",
             f"what divides {divided}: {divisors(math.gcd(*sizes.values()))}",
             remedy,
         )
 
 
 def uneven(tp: int, sizes: Mapping[str, int]) -> list[str]:
-    """Names of the sizes that do not divide."""
+    """Return the names of the sizes that are not divisible by tp."""
     return [name for name, size in sizes.items() if size % tp]
 
 
 def is_levelled(method: str, load_balance: bool) -> bool:
-    """Ulysses keeps the order of the sequence: with it all ranks have the same work anyway."""
+    """Return True if the head-tail layout balances the load. Ulysses needs no balancing: all ranks have equal work."""
     return load_balance and method != "ulysses"
 
 
@@ -99,7 +99,7 @@ def needs_of_a_sequence(cp: int, tp: int, *, levelled: bool, sequence_parallel: 
 
 
 def check_sequence(option: str, length: int, needs: Mapping[str, int]) -> None:
-    """`option`: the one that says how long a sequence is; `needs`: as of needs_of_a_sequence."""
+    """Check that a sequence's length is a multiple of all `needs` (needs_of_a_sequence). `option`: for the message."""
     multiple = math.lcm(*needs.values())
     if length % multiple:
         allowed = f"a multiple of {' and of '.join(needs)}" + f", so of {multiple}" * (len(needs) > 1)
@@ -108,7 +108,10 @@ def check_sequence(option: str, length: int, needs: Mapping[str, int]) -> None:
 
 
 def check_dealt_heads(cp: int, heads: int, whole: str = "") -> None:
-    """Ulysses deals out the `heads` query heads that tensor parallel has left on a rank; `whole` says of how many."""
+    """Check that cp divides the query heads of a tensor-parallel rank, which Ulysses distributes.
+
+    `whole`: text for the message that gives the total number of heads.
+    """
     if heads % cp:
         allowed = f'with "ulysses" what divides the {heads} query heads of a rank{whole}: {divisors(heads)}'
         remedy = f'write one of these, or {DEGREES}context_parallel_rotate_method = "allgather"'
@@ -116,8 +119,10 @@ def check_dealt_heads(cp: int, heads: int, whole: str = "") -> None:
 
 
 def check_dropped(method: str) -> None:
-    """Probabilities of attention are dropped by head, query and key; the other ways have parts of rows, or deal out
-    heads.
+    """Check the context-parallel method of a model with attention dropout.
+
+    Dropout depends on head, query and key, so it needs full rows of probabilities under the original heads. The ring
+    methods have parts of rows, and Ulysses redistributes heads.
     """
     if method != "allgather":
         allowed = '"allgather" for a model with attention_dropout, which needs whole rows of probabilities'
@@ -126,7 +131,11 @@ def check_dropped(method: str) -> None:
 
 
 def check_shifted(method: str) -> None:
-    """Heads attend in groups by their numbers; the other ways attend by themselves, or deal out heads."""
+    """Check the context-parallel method of shifted sparse attention (S2).
+
+    The head's index decides which tokens it sees. The ring methods replace the model's kernel, and Ulysses
+    redistributes heads.
+    """
     if method != "allgather":
         allowed = '"allgather" with model.s2_group_size, under which heads attend in groups by their numbers'
         key, remedy = DEGREES + "context_parallel_rotate_method", 'write "allgather", or model.s2_group_size = 0'
@@ -134,7 +143,10 @@ def check_shifted(method: str) -> None:
 
 
 def check_async(device: str, compiled: bool, sequence_parallel: bool) -> None:
-    """The compiler fuses the collectives of sequence parallel into matrix products, by memory that GPUs share."""
+    """Check the requirements of async tensor parallel.
+
+    The compiler overlaps the collectives of sequence parallel with matrix products, through memory shared by the GPUs.
+    """
     needs = {
         "GPUs": device == "cuda",
         "a compiled model (compile.enable)": compiled,

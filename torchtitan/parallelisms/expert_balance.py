@@ -1,8 +1,7 @@
-"""The load of experts over all ranks: what each step's bias update and the metrics need.
+"""The load of experts over all ranks, for the bias update of each step (arXiv:2408.15664) and for metrics.
 
-What a model keeps and does with it is its own business (models/moe/balance.py); here its numbers are added up over the
-ranks that have other tokens of the same layers, and its metrics gathered from the stages that have other layers. The
-same goes for what a model's extra loss reports of itself.
+The model counts tokens and moves the biases (models/moe/balance.py). This module sums its counts and extra losses over
+the ranks with other tokens of the same layers, and combines its metrics over pipeline stages.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,30 +21,31 @@ class Balance(Protocol):
     """The load balancing of a model family with experts. Each function takes a model or a pipeline part of it."""
 
     def set_sequence_sum(self, model: nn.Module, sum_over_sequence: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Set the function that adds up counts [B, E] of ranks with parts of the same sequences. Called once."""
+        """Set the function that sums counts [B, E] over ranks with parts of the same sequences. Called once."""
 
     def set_aux_loss_scale(self, model: nn.Module, scale: float) -> None:
         """Set the factor of the sum of the tokens' losses, before a step's first forward."""
 
     def take_load(self, model: nn.Module) -> tuple[list[str], torch.Tensor]:
-        """Layers, and the tokens that went to each of their experts since the last call, [layers, E] int64."""
+        """Return the layers' names, and the tokens of each expert since the last call, [layers, E] int64."""
 
     def take_aux_loss(self, model: nn.Module) -> torch.Tensor | None:
-        """The sum of the auxiliary losses since the last call, a scalar; None without them."""
+        """Return the sum of the auxiliary losses since the last call, a scalar, or None without them."""
 
     def update_biases(self, model: nn.Module, load: torch.Tensor) -> None:
         """Move the biases by the load of all ranks, [layers, E]."""
 
     def metrics(self, model: nn.Module, load: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Scalars: load_max, load_max_mean, entropy and, with biases, bias_range."""
+        """Return scalars: load_max, load_max_mean, entropy and, with biases, bias_range."""
 
     def not_finite(self, model: nn.Module) -> list[str]:
-        """Layers whose scores have not been finite since the last call."""
+        """Return the layers with scores that were not finite since the last call."""
 
 
 class ExpertBalance:
-    """A step hook (parallelisms/parallel_model.py). `copies`: the number of ranks with the same tokens (tensor parallel
-    without sequence parallel).
+    """The step hook that sums the load of experts and moves their biases.
+
+    `copies`: the number of ranks with the same tokens (tp without sequence parallel, otherwise 1).
     """
 
     name = "expert_balance"
@@ -61,7 +61,7 @@ class ExpertBalance:
         self.aux_loss: torch.Tensor | None = None  # of the last step and this stage, the mean over tokens
         self.extra_losses: dict[str, torch.Tensor] = {}  # of the last step, sums / valid tokens
         self.valid_tokens = 1
-        self.moves_biases = True  # not for a step whose update is left out
+        self.moves_biases = True  # False for a step with a skipped update
         axes = tuple(axis for axis in ("cp", "tp") if dims.degrees[axis] > 1)
         if axes:
             shared = mesh[axes]._flatten("sequence") if len(axes) > 1 else mesh[axes[0]]
@@ -74,7 +74,7 @@ class ExpertBalance:
             self.rules.set_aux_loss_scale(part, 1 / valid_tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the biases are the model's."""
+        """Return an empty state: the biases belong to the model."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -101,15 +101,13 @@ class ExpertBalance:
                 self.extra_losses[name] = total / self.valid_tokens
 
     def _sum(self, local_counts: torch.Tensor) -> None:
-        """Add up a tensor of any shape in place, over the ranks with other tokens of the same layers."""
+        """All-reduce a tensor of any shape in place, over the ranks with other tokens of the same layers."""
         for group in self.stage_groups:
             dist.all_reduce(local_counts, group=group)
 
     @torch.no_grad()
     def metrics(self, device: torch.device) -> dict[str, float]:
-        """Return metrics of all layers of the model, the same on all ranks. Every rank calls it, and waits for the
-        device.
-        """
+        """Return metrics over all layers, the same on all ranks. All ranks call it; it synchronizes with the device."""
         most, sums, layers = torch.zeros(2), torch.zeros(2), 0
         for part, load in zip(self.parts, self.loads, strict=True):
             values = {name: value.item() for name, value in self.rules.metrics(part, load).items()} if len(load) else {}
@@ -133,13 +131,13 @@ class ExpertBalance:
         return {f"expert_{name}": value for name, value in metrics_by_name.items()} | extra_losses
 
     def not_finite(self) -> list[str]:
-        """Layers whose routers have seen scores that are not finite, on any rank. All ranks call it."""
+        """Return the layers with router scores that were not finite on any rank. All ranks call it."""
         local_layers = [layer for part in self.parts for layer in self.rules.not_finite(part)]
         return sorted({layer for layers in distributed.all_gather_json(local_layers) for layer in layers}, key=_number)
 
 
 class _Sum:
-    """Counts of a rank's tokens -> those of all ranks that have tokens of the same sequences."""
+    """A function that sums counts over the ranks with tokens of the same sequences."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group

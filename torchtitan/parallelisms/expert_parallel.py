@@ -1,9 +1,10 @@
-"""Expert parallel: each rank of the axis ep has some of the experts of every layer, and tokens travel to them and back.
+"""Expert parallel (GShard, arXiv:2006.16668): each rank of the ep axis holds some of every layer's experts, and tokens
+travel to them and back by all-to-all.
 
-The axis borrows ranks that have different tokens: those of dp_shard, cp and, under sequence parallel, tp. What is left
-of them, efsdp = dp_shard * cp * tp / ep, shards the experts as FSDP does the rest. Nothing is dropped: ranks tell each
-other how many tokens come, which the host has to know, so it waits once per layer. A layer that is computed again keeps
-to what was told the first time, as to what its router chose (steps.same_notes).
+The axis consists of ranks with different tokens: dp_shard, cp and, under sequence parallel, tp. FSDP shards the experts
+over the remaining degree, efsdp = dp_shard * cp * tp / ep. No tokens are dropped: ranks first exchange the numbers of
+tokens, which the host needs as split sizes, so it waits once per layer. A recomputed layer reuses these sizes and the
+router's choice (steps.same_notes).
 """
 
 from collections.abc import Sequence
@@ -22,20 +23,24 @@ from torchtitan.parallelisms.tensor_parallel import LocalWeights
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
-    """Split the experts of `model`, whole or a pipeline part, in place over `mesh`, the axis ep. JobError where their
-    number does not divide.
+    """Shard the experts of `model`, full or a pipeline part, in place over `mesh`, the axis ep.
+
+    Raises JobError if their number is not divisible by ep.
     """
     for _, module in match_blocks(model, plan, plan.experts):
         for parameter_name, parameter in module.named_parameters():
             check_experts(mesh.size(), parameter.shape[0])
-            # every rank takes its part of its own values: they are the same everywhere, or have yet to come
+            # without a broadcast: values are the same on all ranks, or not yet initialized
             part = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(parameter_name, nn.Parameter(part, parameter.requires_grad))
         module.forward = partial(run_experts, mesh.size(), mesh.get_group().group_name, module)
 
 
 def run_experts(ep: int, group: str, module: nn.Module, xs: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """xs [R, D], this rank's tokens sorted by expert, sizes [E], how many each of all experts gets -> [R, D]."""
+    """Run this rank's tokens xs [R, D], sorted by expert, through the experts of all ranks -> [R, D].
+
+    sizes [E]: the number of rows for each of all E experts.
+    """
     exchange_sizes, notes = partial(_tell, ep, group, sizes), running_notes()
     counts, send, receive = exchange_sizes() if notes is None else notes.once("sizes", exchange_sizes)
     ys = run_received(module, _Exchange.apply(xs, send, receive, group), counts)
@@ -43,15 +48,16 @@ def run_experts(ep: int, group: str, module: nn.Module, xs: torch.Tensor, sizes:
 
 
 def _tell(ep: int, group: str, sizes: torch.Tensor) -> Sizes:
-    """sizes [E], how many rows each of all experts gets from this rank."""
+    """Exchange the numbers of rows. sizes [E]: rows that this rank sends to each of all E experts."""
     splits = [sizes.numel() // ep] * ep
-    counts = _all_to_all(sizes, splits, splits, group).view(ep, -1)  # [ep, experts here], tokens from each rank
-    return Sizes(counts, *torch.stack((sizes.view(ep, -1).sum(1), counts.sum(1))).tolist())  # here the host waits
+    counts = _all_to_all(sizes, splits, splits, group).view(ep, -1)  # [ep, local experts], tokens from each rank
+    return Sizes(counts, *torch.stack((sizes.view(ep, -1).sum(1), counts.sum(1))).tolist())  # the host waits here
 
 
 def run_received(module: nn.Module, received: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The experts of this rank on the rows that came, [R, D], of which `counts` [ep, experts here] tell from which rank
-    for which expert they are, in that order -> [R, D] in the same order.
+    """Run the local experts on received rows [R, D] -> [R, D] in the same order.
+
+    The rows are sorted by source rank, then by expert; counts [ep, local experts] has the number of each.
     """
     rows = by_expert(counts, len(received))
     is_split = any(hasattr(parameter, "to_local") for parameter in module.parameters())
@@ -60,8 +66,10 @@ def run_received(module: nn.Module, received: torch.Tensor, counts: torch.Tensor
 
 
 def by_expert(counts: torch.Tensor, total: int) -> torch.Tensor:
-    """counts [ep, experts here] of `total` rows that came in the order of ranks and experts -> which of them stands in
-    each row when they are sorted by expert, int64 [total].
+    """Return the permutation, int64 [total], that sorts received rows by expert.
+
+    The rows are sorted by source rank, then by expert; counts [ep, local experts] has the number of each, `total` rows
+    in all.
     """
     experts = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
     return experts.repeat_interleave(counts.flatten(), output_size=total).argsort(stable=True)
@@ -73,18 +81,23 @@ def inverse(rows: torch.Tensor) -> torch.Tensor:
 
 
 def permute(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """x[rows], where `rows` names every row of x [R, D] once."""
+    """Return x[rows] for a permutation `rows` of the rows of x [R, D]."""
     return _Permute.apply(x, rows)
 
 
 def _all_to_all(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: str) -> torch.Tensor:
-    """[sum(send), ...] -> [sum(receive), ...]. A functional collective, whose result recompute by operator can keep."""
+    """All-to-all of rows [sum(send), ...] -> [sum(receive), ...].
+
+    It is a functional collective, so that selective recompute can save its result.
+    """
     received = torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), receive, send, group)
     return torch.ops._c10d_functional.wait_tensor(received)
 
 
 class _Permute(torch.autograd.Function):
-    """torch's backward of an index would add rows one after the other; knowing that each comes once, it is an index."""
+    """x[rows] for a permutation. Its backward indexes too, which is faster than the accumulating backward of torch's
+    indexing.
+    """
 
     @staticmethod
     def forward(ctx, x, rows):
@@ -98,7 +111,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows; backward sends gradients the way back."""
+    """All-to-all of rows. Backward sends the gradients in the reverse direction."""
 
     @staticmethod
     def forward(ctx, rows, send, receive, group):

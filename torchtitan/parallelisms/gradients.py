@@ -1,4 +1,4 @@
-"""The gradient's global 2-norm over every axis of the mesh, and clipping by it, without waiting for the device."""
+"""Gradient clipping by the global 2-norm over all mesh axes, without synchronizing with the device."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
@@ -20,14 +20,14 @@ def clip_gradients(
     pp_group: dist.ProcessGroup | None = None,
     copies: Collection[nn.Parameter] = (),
 ) -> torch.Tensor:
-    """Scale gradients in place so that their joint 2-norm is at most `max_norm` (0: only measure). Returns the norm
-    before clipping, a scalar, float32 or wider, that is the same on all ranks.
+    """Scale gradients in place so that their joint 2-norm is at most `max_norm` (0: only measure).
 
-    The ranks of `pp_group` hold different parameters of the same model. `copies` are scaled like the rest and left out
-    of the norm: tied weights that a pipeline holds twice.
+    Returns the norm before clipping, a scalar in float32 or wider, the same on all ranks. `pp_group`: the ranks with
+    other parameters of the same model. `copies`: tied weights that a pipeline holds twice; they are scaled but do not
+    count in the norm.
 
-    torch.nn.utils.clip_grad_norm_ stacks per-parameter norms and so fails where parameters live on different meshes;
-    here squares are summed over just those axes that a gradient is sharded on, all gradients of the same axes at once.
+    torch.nn.utils.clip_grad_norm_ stacks per-parameter norms, which fails for parameters on different meshes. This
+    function sums squares over the axes that a gradient is sharded on, with one reduction for all gradients on these.
     """
     parameters = list(parameters)
     sum_partial_gradients(parameters)
@@ -46,14 +46,14 @@ def clip_gradients(
         squares.append(square)
     if squares:
         total = torch.stack(squares).sum()
-    else:  # nothing here has a gradient, but other pipeline ranks add theirs, on the same kind of device and as wide
+    else:  # no gradients here, but the sum with other pipeline ranks needs the same device type and dtype
         like = parameters[0] if parameters else torch.zeros(())
         total = torch.zeros((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
     if pp_group is not None:
         dist.all_reduce(total, group=pp_group)
     total = total.sqrt()
     if max_norm > 0:
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # the constant is that of torch's clip_grad_norm_
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # the constant of torch's clip_grad_norm_
         local = [_local(grad) for grad, _ in grads]
         if local:
             torch._foreach_mul_(local, factor.to(local[0].device))
@@ -61,8 +61,10 @@ def clip_gradients(
 
 
 def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The 2-norm of each. torch's on a CPU adds up a whole tensor in one type, with an error of 4e-6 in float32 for 5
-    million elements, which clipping hands on to every weight. By rows it is 1e-9.
+    """Return the 2-norm of each tensor, on a CPU by rows of ROW elements.
+
+    torch's CPU norm accumulates in the tensor's dtype: in float32 the error is 4e-6 for 5 million elements, and
+    clipping applies it to every weight. By rows it is 1e-9.
     """
     if tensors[0].device.type != "cpu":
         return torch._foreach_norm(tensors)
@@ -77,8 +79,10 @@ def _norm_by_rows(flat: torch.Tensor) -> torch.Tensor:
 
 
 def sum_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Finish gradients of which each tensor-parallel rank has only its own tokens' part: those of norms under sequence
-    parallel, which DTensor leaves at that and FSDP, where it is there, has already summed. One reduction for all.
+    """All-reduce gradients with a Partial placement, all of the same ranks and dtype in one reduction.
+
+    These are the gradients of norms under sequence parallel, to which each tensor-parallel rank contributes its tokens.
+    With FSDP they have been summed already.
     """
     waiting: dict[tuple[Ranks, torch.dtype], list[nn.Parameter]] = defaultdict(list)
     groups = _Groups()
@@ -99,8 +103,10 @@ def sum_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 class _Groups:
-    """Groups by their ranks. Equal meshes of one process have groups of their own, and DTensor's caches may hand a
-    tensor the other mesh, on some ranks and not on others; all have to agree on how many sums there are.
+    """Process groups identified by their ranks.
+
+    Two equal meshes have different groups, and DTensor's caches may assign either mesh to a tensor, differently on each
+    rank. Merging groups of equal ranks ensures that all ranks run the same reductions.
     """
 
     def __init__(self) -> None:
@@ -115,12 +121,12 @@ class _Groups:
         return self._ranks[groups]
 
     def groups(self, ranks: Ranks) -> tuple[dist.ProcessGroup, ...]:
-        """The first that were seen with these ranks."""
+        """Return the first groups registered with these ranks."""
         return self._first[ranks]
 
 
 def _groups_sharing(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups whose ranks hold different pieces of this gradient."""
+    """Return the groups of the mesh axes over which this gradient is sharded."""
     if not isinstance(grad, DTensor):
         return ()
     mesh = grad.device_mesh

@@ -1,7 +1,7 @@
-"""Degrees of parallelism, validated, and the one DeviceMesh that they name.
+"""The validated degrees of parallelism and their DeviceMesh.
 
-Axes, outermost first: pp, dp_replicate, dp_shard, cp, tp. Neighbouring ranks talk most, so tensor parallel is
-innermost (inside a node) and pipeline outermost. Only axes longer than 1 are on the mesh, and dp_shard always.
+Axes, outermost first: pp, dp_replicate, dp_shard, cp, tp. Tensor parallel communicates most, so it is innermost (ranks
+of one node); the pipeline is outermost. The mesh has the axes longer than 1, and always dp_shard.
 """
 
 from dataclasses import dataclass
@@ -36,29 +36,27 @@ class ParallelDims:
 
     @property
     def all_degrees(self) -> dict[str, int]:
-        """Return the degrees of the mesh's axes, and that of expert parallel, which borrows from these."""
+        """Return the degrees of the mesh's axes and of expert parallel, which uses ranks of these axes."""
         return self.degrees | {"ep": self.ep}
 
     @property
     def dp(self) -> int:
-        """Data-parallel degree: how many ranks read different samples."""
+        """Return the data-parallel degree: the number of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def fsdp(self) -> int:
-        """Ranks that share parameters and sum gradients inside a replica: those of dp_shard, and those of cp, which see
-        other tokens of the same samples.
-        """
+        """Return the number of ranks over which FSDP shards parameters and reduces gradients: dp_shard x cp."""
         return self.dp_shard * self.cp
 
     @property
     def lenders(self) -> int:
-        """The ranks with different tokens of one replica and stage, from which expert parallel borrows."""
+        """Return the number of ranks in one replica and stage that expert parallel can use (see degrees.lenders)."""
         return lenders(self.dp_shard, self.cp, self.tp)
 
     @property
     def readers(self) -> int:
-        """Number of ranks that read the same samples and share the work on them."""
+        """Return the number of ranks that read the same samples and share the work on them."""
         return self.pp * self.cp * self.tp
 
     def build_mesh(self, device_type: str) -> DeviceMesh:
@@ -67,8 +65,9 @@ class ParallelDims:
         return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def build_expert_mesh(self, device_type: str) -> DeviceMesh | None:
-        """The same ranks as experts see them: pp, dp_replicate, efsdp, ep, the last two instead of dp_shard, cp and tp.
-        None without expert parallel. All ranks call this together.
+        """Return the mesh for experts: the same ranks with axes pp, dp_replicate, efsdp and ep.
+
+        efsdp and ep replace dp_shard, cp and tp. Returns None without expert parallel. It is a collective call.
         """
         if self.ep == 1:
             return None
@@ -76,20 +75,22 @@ class ParallelDims:
         return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def expert_dp_mesh(self, expert_mesh: DeviceMesh) -> DeviceMesh:
-        """The mesh for fully_shard of the experts."""
+        """Return the mesh for fully_shard of the experts."""
         return expert_mesh["dp_replicate", "efsdp"] if self.dp_replicate > 1 else expert_mesh["efsdp"]
 
     def counts_group(self, expert_mesh: DeviceMesh) -> dist.ProcessGroup:
-        """The ranks of this rank's axis ep in a second group, for messages that shall not queue behind the first one's
-        tokens. All ranks call this together.
+        """Create a second process group of this rank's ep axis, so that counts do not queue after the tokens of the
+        first group. It is a collective call.
         """
         backend = dist.get_default_backend_for_device(expert_mesh.device_type)
         ranks = expert_mesh.mesh.view(-1, self.ep).tolist()
         return dist.new_subgroups_by_enumeration(ranks, backend=backend, group_desc="expert_counts")[0]
 
     def stage_groups(self, mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-        """Sums over these groups, one after the other, are over all ranks that have the same layers and, with sequence
-        parallel, different tokens. They are those in which FSDP and tensor parallel talk, so nothing is set up for it.
+        """Return groups to all-reduce over, one after the other, to sum over all ranks with the same layers.
+
+        With sequence parallel these ranks have different tokens. FSDP and tensor parallel use the same groups, so no
+        new communicators are created.
         """
         dp_mesh = self.dp_mesh(mesh)
         groups = [dp_mesh.get_group(axis) for axis in range(dp_mesh.ndim)]
@@ -97,16 +98,16 @@ class ParallelDims:
         return [group for group in groups if group.size() > 1]
 
     def dp_rank(self, mesh: DeviceMesh) -> int:
-        """This rank's place among those that read different samples."""
+        """Return this rank's index among the ranks that read different samples."""
         return self.rank_in(mesh, "dp_replicate") * self.dp_shard + self.rank_in(mesh, "dp_shard")
 
     def rank_in(self, mesh: DeviceMesh, axis: str) -> int:
-        """This rank's place along an axis; 0 where the axis has one place."""
+        """Return this rank's index along an axis; 0 if the degree is 1."""
         return mesh[axis].get_local_rank() if self.degrees[axis] > 1 else 0
 
     def dp_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The mesh for fully_shard: dp_shard and cp as one axis, after dp_replicate where there are replicas."""
-        # flattening again gives the same mesh; slicing a flattened axis out of the root is deprecated
+        """Return the mesh for fully_shard: dp_shard and cp as one axis, after dp_replicate if that is above 1."""
+        # flattening repeatedly gives the same mesh; slicing a flattened axis out of the root is deprecated
         shard = mesh["dp_shard", "cp"]._flatten("fsdp") if self.cp > 1 else mesh["dp_shard"]
         return DeviceMesh._concatenate([mesh["dp_replicate"], shard]) if self.dp_replicate > 1 else shard
 

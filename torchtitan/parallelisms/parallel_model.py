@@ -1,9 +1,9 @@
-"""A model under a parallel plan: assembled on this rank, and run forward and backward whatever the plan.
+"""ParallelModel: this rank's share of a model under any combination of parallelisms, with one interface to run it.
 
-This is the one place where the parts of parallelism meet. Trainer, tests and benchmarks assemble and run a model by it.
+The trainer, tests and benchmarks build and run models through it.
 
-Step hooks run once per optimizer step, after the optimizer: biases of experts move, an adapter is restarted. The state
-of a hook is saved with the trainer's state under the hook's name.
+Step hooks run once per optimizer step, after the optimizer, e.g. to update the biases of experts or restart an adapter.
+The state of a hook is saved with the trainer's state under the hook's name.
 """
 
 import math
@@ -80,7 +80,7 @@ class StatefulAdapter(Protocol):
 
 
 class StepHooks(list[StepHook]):
-    """The step hooks, in the order in which they run."""
+    """The step hooks, in execution order."""
 
     def append(self, hook: StepHook) -> None:
         assert hook.name not in {other.name for other in self}, f"a second hook called {hook.name}"
@@ -111,8 +111,8 @@ def parallel_parts(
     pipeline: PipelineOptions | None = None,
     expert_mesh: DeviceMesh | None = None,
 ) -> tuple[list[nn.Module], list[int], int]:
-    """Return this rank's parts of the model, parallel and still without values; their stage numbers; and the number
-    of all stages.
+    """Return this rank's parts of the model, parallelized and still on the meta device, their stage indices, and the
+    total number of stages.
     """
     parts, stages, local_stages = [model], [[]], [0]
     if dims.pp > 1:
@@ -122,7 +122,7 @@ def parallel_parts(
         parts = cut_model(model, stages, local_stages, plan)
     if runs_by_segments(dims, options):
         require_steps(model, plan)
-        options = replace(options, recompute="none")  # which the segments do themselves
+        options = replace(options, recompute="none")  # the segments recompute by themselves
     for part in parts:
         parallelize(part, mesh, dims, plan, options, expert_mesh)
     return parts, local_stages, len(stages)
@@ -133,7 +133,7 @@ def runs_by_segments(dims: ParallelDims, options: ParallelOptions) -> bool:
 
 
 def fill(part: nn.Module, device: torch.device, offloaded: bool) -> None:
-    """Storage for what is on the meta device: in host memory, if its parameters are offloaded."""
+    """Allocate storage for a part on the meta device; for parameters in host memory, if they are offloaded."""
     part.to_empty(device="cpu" if offloaded else device)
     for module in part.modules():  # buffers are not offloaded: nothing would bring them to the device
         for name, buffer in module.named_buffers(recurse=False):
@@ -141,12 +141,12 @@ def fill(part: nn.Module, device: torch.device, offloaded: bool) -> None:
 
 
 class ParallelModel:
-    """This rank's share of a model. Without a pipeline `parts` holds the one model, else a part for each stage here.
+    """This rank's share of a model. `parts` holds the full model or, in a pipeline, one part for each local stage.
 
-    `model` comes on the meta device, in the type its parameters are kept in, its loss attached. `balance`: of a model
-    with experts. `adapter`: what has been installed in the model (adapters/interface.py). `drawn`: with its initial
-    weights, a function of `seed` and the parameters' names; else they are NaN until `initialize` or a load fills them.
-    `storage`: entered where parameters get theirs, such as FakeTensorMode.
+    `model`: on the meta device, in the dtype of the stored parameters, with its loss attached. `balance`: for a model
+    with experts. `adapter`: the one installed in the model (adapters/interface.py). `drawn`: draw the initial weights
+    from `seed` and the parameters' names; otherwise they are NaN until `initialize` or a load fills them. `storage`: a
+    context for the allocation of parameters, such as FakeTensorMode.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class ParallelModel:
         storage: AbstractContextManager = nullcontext(),  # noqa: B008
     ):
         self.mesh, self.dims, self.options, self.device = mesh, dims, options, device
-        self.cp_rank = dims.rank_in(mesh, "cp")  # once: cutting an axis out of a mesh of thousands takes milliseconds
+        self.cp_rank = dims.rank_in(mesh, "cp")  # cached: slicing a mesh of thousands of ranks takes milliseconds
         self.pp_group = mesh["pp"].get_group() if dims.pp > 1 else None
         dtype = dtype_of(model)
         mixed = dtype != options.param_dtype and not uses_fully_shard(dims, options, dtype)
@@ -179,7 +179,7 @@ class ParallelModel:
         if self.stateful_adapter is not None:
             self.stateful_adapter.check_parts(self.parts)
         for part in self.parts:
-            part.tied_names = tied  # checkpoints save what is held twice once
+            part.tied_names = tied  # checkpoints save a parameter with two names once
             with storage:
                 fill(part, device, options.cpu_offload)
         self.adapter, self.seed = adapter, seed
@@ -200,7 +200,7 @@ class ParallelModel:
     def _pipelined(
         self, pipeline: PipelineOptions | None, stages: list[int], num_stages: int, tied: dict[str, str]
     ) -> Pipeline:
-        """Return the pipeline over this rank's parts, which are these `stages` of `num_stages`."""
+        """Return the pipeline over this rank's parts. `stages`: their indices, out of `num_stages`."""
         options = self.options
         segments = self._segments() if runs_by_segments(self.dims, options) else None
         full_backward = options.recompute != "none" or options.compile_model
@@ -220,24 +220,24 @@ class ParallelModel:
         )
 
     def _segments(self) -> Segmented:
-        """Return how stages run in a pipeline that hides the all-to-alls of experts."""
+        """Return the settings of a pipeline that hides the all-to-alls of experts."""
         options = self.options
         policy = segment_policy(options.recompute, options.selective_option, options.preserve_rng_state)
-        # gloo works its messages off at once; a communicator of NCCL does one after the other
+        # an NCCL communicator runs collectives one after the other; gloo needs no second group
         counts = None if self.device.type == "cpu" else self.dims.counts_group(self.expert_mesh)
         return Segmented(policy, AllToAll(self.expert_mesh["ep"].get_group(), counts))
 
     def initialize(self, names: Collection[str] | None = None) -> None:
-        """Draw the initial weights, or those of these names (of the plain model, with its adapter)."""
+        """Draw the initial weights of all parameters, or only of `names` (in the unwrapped model with its adapter)."""
         for part in self.parts:
             initialize(part, self.seed, part.init_rule, drawn_as=part.tied_names, names=names)
             draw_stores(part, self.seed, part.init_rule, names)
-        if self.adapter is not None and names is None:  # else there is no base yet: who loads it calls init_from_base
+        if self.adapter is not None and names is None:  # otherwise the base is loaded later; the loader does this then
             self.adapter.init_from_base(self.parts)
 
     @torch.no_grad()
     def _forget(self) -> None:
-        """Fill with NaN, so that a load, which looks for NaN, notices values that were never filled."""
+        """Fill the parameters with NaN, so that a load can detect values that it did not fill."""
         for _, parameter in self.named_parameters():
             if parameter.is_floating_point():
                 parameter.fill_(math.nan)
@@ -247,7 +247,7 @@ class ParallelModel:
             part.train(mode)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's, by their names in the plain model."""
+        """Yield this rank's parameters with their names in the unwrapped model."""
         for part in self.parts:
             yield from ((clean_name(name), parameter) for name, parameter in part.named_parameters())
 
@@ -257,13 +257,13 @@ class ParallelModel:
             yield from ((clean_name(name), tensor) for name, tensor in part.state_dict(keep_vars=True).items())
 
     def forward_backward(self, batch: Batch, valid_tokens: int, is_last: bool = True) -> torch.Tensor:
-        """Add the gradients of sum of losses / `valid_tokens`, the global number. Returns this rank's share of that
-        loss: over dp and cp the shares add up, over tp they are the same, and in a pipeline one rank has it all.
+        """Accumulate the gradients of sum of losses / `valid_tokens` (the global number), and return this rank's share
+        of that loss, a scalar. Shares are summed over dp and cp, equal over tp, and 0 on all but one pipeline rank.
 
-        batch: [B, S] tensors of a data-parallel rank, the same on its tp, cp and pp ranks: tokens, labels, to keep
-        attention inside documents positions and document_ids, for dropout the tokens' keys, for noise lengths too.
-        Positions that are the same in all samples may be [1, S], and are 0..S-1 unless given. `is_last`: of the batches
-        accumulated in this step.
+        `batch`: [B, S] tensors, the same on the tp, cp and pp ranks of a data-parallel rank: tokens and labels;
+        positions and document_ids for attention within documents; random keys of the tokens for dropout; lengths for
+        noise. Positions may be [1, S] and default to 0..S-1. `is_last`: True for the last batch of gradient
+        accumulation in a step.
         """
         batch = self._share(batch)
         if self.balance is not None:
@@ -280,7 +280,9 @@ class ParallelModel:
 
     @torch.no_grad()
     def loss_sum(self, batch: Batch) -> torch.Tensor:
-        """This rank's share of the sum of losses, a scalar, without gradients; the batch as for `forward_backward`."""
+        """Return this rank's share of the sum of losses, a scalar, without gradients; `batch` as in
+        `forward_backward`.
+        """
         batch = self._share(batch)
         if self.pipeline is not None:
             loss = self.pipeline.eval_step(batch)
@@ -291,8 +293,9 @@ class ParallelModel:
         return loss
 
     def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> dict[str, torch.Tensor]:
-        """This rank's share of the sum of losses of all batches, a scalar, in evaluation; by the name of each way in
-        which an adapter has the model evaluated, which for the model itself is "".
+        """Evaluate all batches and return this rank's share of the sum of losses, a scalar, for each variant.
+
+        An adapter may define several variants, by name. The only variant of a model without them is "".
         """
         adapter = self.stateful_adapter
         variants = iter(("",)) if adapter is None else adapter.evaluation_variants(self.parts)
@@ -303,16 +306,19 @@ class ParallelModel:
 
     @torch.no_grad()
     def logits_behind(self, tokens: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """tokens [B, S], the same on all ranks, and positions in them, last [B] -> the logits [B, V] of the tokens
-        after these positions. The model must not be cut into stages or along the sequence. Every rank calls it.
+        """Return the logits [B, V] that follow position last [B] of each sample of tokens [B, S].
+
+        Arguments are the same on all ranks, and all ranks call it. It supports neither pipeline nor context parallel.
         """
         assert self.dims.pp == self.dims.cp == 1
         with self.autocast:
             return self.parts[0](tokens=tokens, positions=counted(tokens), last=last)
 
     def whole(self, shares: torch.Tensor) -> torch.Tensor:
-        """Sum losses of any shape over all ranks; those of a tp group are the same and count once. The sum runs over
-        gloo: the caller reads the values, and NCCL would create a communicator of all ranks for this alone.
+        """Sum losses of any shape over all ranks. Those of a tp group are equal and count once.
+
+        The sum runs on the CPU with gloo: the caller needs the values there, and NCCL would create a communicator of
+        all ranks only for this.
         """
         shares = shares.cpu()
         if self.dims.world_size > 1:
@@ -345,23 +351,23 @@ class ParallelModel:
         return clip_gradients(parameters, max_norm, self.pp_group, self.pipeline.duplicated)
 
     def after_step(self, step: int = 0, optimizers: Sequence[Optimizer] = (), updated: bool = True) -> None:
-        """Run the hooks after the `step`-th optimizer step of the schedule. With `updated=False` the update was
-        skipped, so the biases of experts stay as they are too, and the counts for them are dropped.
+        """Run the hooks after the `step`-th optimizer step of the schedule.
+
+        With `updated=False` the update was skipped: the biases of experts do not move either, and their counts are
+        dropped.
         """
         if self.balance is not None:
             self.balance.moves_biases = updated
         self.hooks.after_step(step, self.parts, optimizers)
 
     def extra_metrics(self) -> dict[str, float]:
-        """Return metrics of the last step, the same on all ranks. Every rank calls it, and waits for the device."""
+        """Return metrics of the last step, equal on all ranks. All ranks call it; it synchronizes with the device."""
         of_adapter = self.adapter.metrics(self.parts) if self.adapter is not None else {}
         of_adapter |= self._measured_by_the_loss()
         return of_adapter | (self.balance.metrics(self.device) if self.balance is not None else {})
 
     def _measured_by_the_loss(self) -> dict[str, float]:
-        """Return means over what all ranks have trained since the last call, for an objective that measures more than
-        its loss.
-        """
+        """Return the additional measurements of the objective, averaged over all ranks since the last call."""
         names = self.parts[0].loss.measured
         if not names:
             return {}
@@ -373,7 +379,7 @@ class ParallelModel:
         return {name: value / max(count, 1) for name, value in zip(names, totals, strict=True)}
 
     def not_finite_layers(self) -> list[str]:
-        """Return the layers that have met NaN or infinity, in order, if the model tracks it. Every rank calls it."""
+        """Return the layers with NaN or infinity, in order, if the model tracks them. All ranks call it."""
         return self.balance.not_finite() if self.balance is not None else []
 
     def _share(self, batch: Batch) -> Batch:

@@ -1,8 +1,8 @@
-"""The one order in which a model is made parallel: expert, tensor, context, recompute, compile, data parallel.
+"""Apply all parallelisms but the pipeline, in this order: expert, tensor, context, recompute, compile, data parallel.
 
-The model, or a pipeline part of it, comes on the meta device and leaves with its parameters sharded but still without
-values. Recompute wraps what is already tensor parallel, so that it repeats (or keeps) the collectives too; the compiler
-sees both; FSDP comes last, because its parameters are then those shards.
+The model (or pipeline part) is on the meta device; its parameters become sharded and stay without storage. Recompute
+wraps tensor-parallel modules, so that it repeats or saves their collectives. Compile follows, so that the compiler sees
+both. FSDP comes last and shards the local shards again.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from torchtitan.parallelisms.tensor_parallel import apply_tensor_parallel, enabl
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
-    """Everything but the mesh and the model. Defaults are those of a plain float32 run."""
+    """The options of `parallelize`. The defaults describe a plain float32 run."""
 
     param_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
@@ -58,7 +58,7 @@ def parallelize(
     options: ParallelOptions,
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
-    """Apply `options` to `model`, whole or a pipeline part, in place. `expert_mesh`: of dims, with expert parallel."""
+    """Apply `options` in place to `model`, full or a pipeline part. `expert_mesh`: given with expert parallel."""
     dtype = dtype_of(model)
     if expert_mesh is not None:
         apply_expert_parallel(model, expert_mesh["ep"], plan)
@@ -104,9 +104,10 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def uses_fully_shard(dims: ParallelDims, options: ParallelOptions, dtype: torch.dtype = torch.float32) -> bool:
-    """Return True if fully_shard is needed: for gradients to sum over data, sequence or copies of experts, parameters
-    on the host, or, on several ranks, parameters of a `dtype` other than the compute dtype. (One rank has autocast for
-    that, which a pipeline could not use.)
+    """Return True if fully_shard is needed.
+
+    Reasons: gradients to sum over dp, cp or replicas of experts; CPU offload; or, on several ranks, parameters of a
+    `dtype` that differs from the compute dtype. (A single rank uses autocast for this; a pipeline cannot.)
     """
     mixed = dims.world_size > 1 and options.param_dtype != dtype
     several_copies_of_experts = 1 < dims.ep < dims.lenders
@@ -116,19 +117,22 @@ def uses_fully_shard(dims: ParallelDims, options: ParallelOptions, dtype: torch.
 def apply_compile(
     model: nn.Module, plan: ParallelPlan, options: ParallelOptions, tensor_parallel: bool, experts_travel: bool = False
 ) -> None:
-    """Compile in place, which keeps parameter names. All blocks share one graph, so compile time is flat in depth.
-    Where `experts_travel` the host has to know how many tokens go where, in the middle of the block: so its parts are
-    compiled, and what runs between them, recompute among it, is not.
+    """Compile in place, which keeps parameter names.
 
-    The compiler plans recompute itself, except for whole blocks under tensor parallel: there it puts a random state
-    (attention may have dropout) behind the DTensors' mesh among what backward needs, and takes one for the other (torch
-    2.13: "expected all tensors_saved_with_vc_check to be Tensors"). So then the recompute is outside what is compiled.
+    All blocks share one graph, so compile time does not grow with depth. With `experts_travel` (expert parallel), the
+    host needs the split sizes in the middle of a block. So only the block's submodules are compiled; the code between
+    them, with the recompute wrapper, is not.
+
+    The recompute wrapper is compiled together with its block, except with full-block recompute under tensor parallel.
+    There the compiler confuses a random state (attention may have dropout) with the DTensors' mesh among the tensors
+    saved for backward (torch 2.13: "expected all tensors_saved_with_vc_check to be Tensors"). So the wrapper stays
+    outside.
     """
-    # a process-wide setting of torch's; 1.0 is its default and keeps everything
+    # a process-wide setting of torch; the default 1.0 recomputes nothing
     budget = options.memory_budget if options.recompute == "memory_budget" else 1.0
     torch._functorch.config.activation_memory_budget = budget
-    # the compiler else refuses a recompute inside what it compiles that sets anything outside, as steps.running() does,
-    # which puts it back before the step ends
+    # otherwise the compiler rejects a compiled recompute with side effects; steps.running() has one, which it reverts
+    # before the step ends
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     if options.compile_model and options.compile_scope == "model":
         model.compile(backend=options.compile_backend)
@@ -147,9 +151,11 @@ def apply_compile(
 
 
 def _compiled_parts(module: nn.Module, travelling: set[nn.Module]) -> list[nn.Module]:
-    """The module, or where it holds experts whose tokens travel, its largest parts that do not: attention, shared
-    experts. Of the experts what stands between their products; no lone norm, which is one kernel as it is, and nothing
-    whose class says that it is not `compiled_apart`.
+    """Return the modules to compile: `module` itself or, if it contains `travelling` experts, its largest submodules
+    without them (attention, shared experts).
+
+    Of the experts themselves, it returns the children (the activation between their matrix products). It omits modules
+    without children, such as norms, which are a single kernel anyway, and classes with `compiled_apart` = False.
     """
     if module in travelling:
         return list(module.children())
@@ -164,8 +170,10 @@ def _compiled_parts(module: nn.Module, travelling: set[nn.Module]) -> list[nn.Mo
 
 
 def _refuse_unfinished(compiled: Callable) -> Callable:
-    """A compiled block that is handed a tensor still on its way waits for it and forgets that it requires a gradient:
-    none comes back (pytorch #179849). So whoever makes the block's input has to wait for it.
+    """Wrap a compiled block so that it raises if an input is an AsyncCollectiveTensor.
+
+    The compiled block would wait for it but drop its requires_grad, so the input would get no gradient
+    (pytorch #179849). The module that produces the input has to wait instead.
     """
 
     def call(*args: object, **kwargs: object) -> object:

@@ -1,4 +1,4 @@
-"""The plan of a model's parallelism: patterns of the module names that each kind of parallelism applies to."""
+"""The parallel plan of a model: patterns of module names for each kind of parallelism."""
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,35 +10,36 @@ from torchtitan.core.initialization import clean_name
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
-    """Module names; `*` stands for anything within one component, so "layers.*" means the blocks, not their parts.
+    """Patterns of module names. `*` matches within one component: "layers.*" matches the blocks, not their submodules.
 
-    The ends, which are None in a pipeline part that lacks them: `embedding`, and as `head` the last norm and the matrix
-    that makes logits. Embedding and matrix are split by vocabulary under tensor parallel.
+    `embedding` and `head` (the last norm and the output matrix) are None in a pipeline part without them. Tensor
+    parallel shards the embedding and the output matrix by vocabulary.
 
-    The others but the last are tensor parallelism's, with names as they are inside a block. A region begins at a
-    `gathered` module, whose first input comes with all tokens, and ends at `row`, where the ranks' partial sums are
-    added up.
+    The fields from `gathered` to `indexed` are names inside a block, for tensor parallel. A region of sharded matrices
+    begins at a `gathered` module, which gets all tokens as its first input, and ends at a `row` module, after which the
+    ranks' partial sums are reduced.
     """
 
     blocks: str = "layers.*"
     embedding: str = "tok_embeddings"
-    with_embedding: tuple[str, ...] = ()  # modules that a pipeline cuts off with it: learned positions, noise
+    with_embedding: tuple[str, ...] = ()  # modules on the embedding's pipeline stage: learned positions, noise
     head: tuple[str, str] = ("norm", "output")
     gathered: tuple[str, ...] = ()  # modules at which a region begins
-    column: tuple[str, ...] = ()  # linears split by output; below a module with `head_dim` in whole heads of that width
-    row: tuple[str, ...] = ()  # linears split by input
-    replicated: tuple[str, ...] = ()  # inside a region, but whole on every rank, as its output is for all heads
-    across: tuple[str, ...] = ()  # inside a region, RMS norms of split features, such as of all heads at once
-    sequence: tuple[str, ...] = ()  # outside the regions, on the tokens of this rank: norms
-    indexed: tuple[str, ...] = ()  # outside too, with a further input of integers for all tokens: dropout and its keys
-    with_block: tuple[tuple[str, str], ...] = ()  # a module of the model, and the block that a pipeline keeps it with
-    may_lack: tuple[str, ...] = ()  # which of these patterns some sizes of the model have no module for
-    experts: str = ""  # expert parallelism's: the module inside a block whose parameters are stacked by expert
+    column: tuple[str, ...] = ()  # linears sharded by output; in full heads if their parent module has a `head_dim`
+    row: tuple[str, ...] = ()  # linears sharded by input
+    replicated: tuple[str, ...] = ()  # inside a region, full on every rank, as all heads read the output
+    across: tuple[str, ...] = ()  # inside a region, RMS norms over sharded features, e.g. over all heads at once
+    sequence: tuple[str, ...] = ()  # outside the regions, applied to this rank's tokens: norms
+    indexed: tuple[str, ...] = ()  # the same, with a further input of integers for all tokens: dropout and its keys
+    with_block: tuple[tuple[str, str], ...] = ()  # (module outside the blocks, block that shares its pipeline stage)
+    may_lack: tuple[str, ...] = ()  # patterns above that match nothing in some sizes of the model
+    experts: str = ""  # for expert parallel: the module inside a block that holds the stacked parameters of all experts
 
 
 def match(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
-    """The modules whose names fit, in the model's order. Names come without the components that wrappers add, and of a
-    wrapped module the outermost wrapper is returned. ValueError when nothing fits.
+    """Return (name, module) of all modules that match, in the model's order, or raise ValueError if there is none.
+
+    Names omit the components that wrappers add. For a wrapped module the outermost wrapper is returned.
     """
     components = pattern.split(".")
     matches: dict[str, nn.Module] = {}
@@ -57,15 +58,16 @@ def match(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
 
 
 def match_end(model: nn.Module, name: str) -> nn.Module | None:
-    """The embedding, last norm or head of that name; None in a pipeline part that lacks it. ValueError where the model
-    has no such module at all.
+    """Return the embedding, last norm or head of that name; None in a pipeline part without it.
+
+    Raises ValueError if the model has no such attribute at all.
     """
     parent, _, child = name.rpartition(".")
     owner = match(model, parent)[0][1] if parent else model
     end = getattr(owner, child, NotImplemented)
     if end is None or isinstance(end, nn.Module):
         return end
-    return match(model, name)[0][1]  # which says what there is
+    return match(model, name)[0][1]  # raises an error that lists the modules
 
 
 def is_part(model: nn.Module, plan: ParallelPlan) -> bool:
@@ -74,9 +76,10 @@ def is_part(model: nn.Module, plan: ParallelPlan) -> bool:
 
 
 def match_blocks(model: nn.Module, plan: ParallelPlan, inside: str = "") -> list[tuple[str, nn.Module]]:
-    """The plan's blocks, or what a pattern names inside them. A pipeline part may have none of them: a first one with
-    the embedding alone, or one whose few layers are all of the other kind (dense, experts). And what the plan says that
-    a model may lack, some sizes have not.
+    """Return the plan's blocks, or the modules that the pattern `inside` matches within them.
+
+    The result may be empty for a pipeline part (only the embedding, or only dense layers where experts are requested)
+    and for patterns of `plan.may_lack`. Otherwise no match raises ValueError.
     """
     try:
         return match(model, f"{plan.blocks}.{inside}" if inside else plan.blocks)
@@ -89,8 +92,8 @@ def match_blocks(model: nn.Module, plan: ParallelPlan, inside: str = "") -> list
 def declaration_holds(obj: object, attribute: str, *methods: str) -> bool:
     """Return True if the class that defines `attribute` also defines each of `methods` as `obj` runs them.
 
-    A class declares with an attribute what a parallelism may assume of its methods ("this is plain attention"). A
-    subclass that overrides such a method inherits the attribute, so it has to repeat the declaration for its method.
+    With an attribute a class declares a property of its methods that a parallelism relies on ("this is plain
+    attention"). A subclass that overrides such a method has to repeat the declaration.
     """
     classes = type(obj).__mro__
 

@@ -1,9 +1,9 @@
-"""A block's forward as named steps: one source of its arithmetic, for whoever runs it.
+"""A block's forward as a list of named steps, which a pipeline may schedule separately.
 
-A step computes named tensors of others. The block's forward runs the steps one after the other in one graph, under
-whatever wraps the block. A pipeline that hides the all-to-alls of experts runs the same steps cut apart, among those of
-another microbatch (pipeline/overlap/). So a model says what is computed and never how it is scheduled, and a block is
-changed in one place: its steps, or the methods that they call.
+A step computes named tensors from other named tensors. A block's forward runs its steps in order, in one autograd
+graph. A pipeline that hides the all-to-alls of experts (DualPipe) runs the same steps as separate graphs, interleaved
+with the steps of another microbatch (pipeline/overlap/). So the model defines the computation once and knows nothing of
+its schedule.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,9 +19,9 @@ from torchtitan.parallelisms.plan import ParallelPlan, declaration_holds, match_
 
 
 class Notes:
-    """The data of a microbatch that a block's steps share, apart from tensors with gradients.
+    """Data without gradients that a block's steps share for one microbatch.
 
-    shared: what the model computed from the microbatch's positions and documents, the same for all blocks.
+    `shared`: the model's context for the microbatch (from its positions and documents), the same for all blocks.
     """
 
     def __init__(self, shared: Any):
@@ -29,8 +29,10 @@ class Notes:
         self._saved: dict[str, Any] = {}
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return make() the first time, and the same result when the step is run again. For choices that a second run
-        might not repeat (routed experts) and for counting (their load). No tensors that need gradients.
+        """Return make(), and the same result again when the step is recomputed.
+
+        It is for results that a recomputation might change (the choice of experts) and for side effects (counting their
+        load). The result must not contain tensors that require gradients.
         """
         if name not in self._saved:
             self[name] = make()
@@ -51,8 +53,10 @@ class Notes:
 
 @contextmanager
 def running(notes: Notes) -> Iterator[None]:
-    """Make `notes` those of the running step, for modules that steps call with tensors alone and that need to know the
-    microbatch. A step may run at any time and again, so notes that a module had stored earlier would be wrong.
+    """Let `running_notes` return `notes` inside this context.
+
+    It serves modules that need the microbatch's notes but are called with tensors only. They must not store notes: the
+    steps of several microbatches may alternate, and a step may run twice.
     """
     before, _now.notes = _now.notes, notes
     try:
@@ -75,8 +79,8 @@ _now = _Now()
 
 
 def same_notes() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of a block's first run and of its recomputation, which reuses the notes of the first. For
-    torch's checkpoint, as its `context_fn`.
+    """Return two contexts, as the `context_fn` of torch.utils.checkpoint: the recomputation of a block reuses the notes
+    of its forward.
     """
     noted: list[Notes] = []
 
@@ -92,7 +96,7 @@ def _next(noted: Iterator[Notes], shared: Any) -> Notes:
 
 
 class _Beginning(AbstractContextManager):
-    """A context, which may be entered several times, inside which blocks begin with notes from what `make` returns."""
+    """A reusable context. Inside it, a Stepwise forward gets its notes from the function that `make` returns."""
 
     def __init__(self, make: Callable[[], Callable[[Any], Notes]]):
         self.make = make
@@ -105,10 +109,10 @@ class _Beginning(AbstractContextManager):
 
 
 class Segment(NamedTuple):
-    """Local compute: run(notes, *inputs) -> a tensor, or a tuple of them in the order of `outputs` and then `losses`.
+    """A step of local compute: run(notes, *inputs) -> a tensor, or a tuple in the order of `outputs`, then `losses`.
 
-    Its parameters are those that it uses, and need not be named. `losses`: scalars that are added to the objective.
-    `light`: too short to hide an all-to-all behind it, or to be worth a backward in two halves.
+    `losses`: scalars that are added to the objective. `light`: too short to hide an all-to-all, or to be worth a
+    backward that is split into input and weight gradients.
     """
 
     name: str
@@ -120,8 +124,9 @@ class Segment(NamedTuple):
 
 
 class RoutedExperts(NamedTuple):
-    """The one step of a block that other ranks may have a part in: module(rows sorted by expert [R, D], counts [E]) ->
-    [R, D]. The counts, how many rows each expert gets, are notes["counts"].
+    """The step that expert parallel distributes over ranks: module(rows sorted by expert [R, D], counts [E]) -> [R, D].
+
+    notes["counts"] holds the number of rows for each expert. A block has at most one step of this kind.
     """
 
     name: str
@@ -131,8 +136,10 @@ class RoutedExperts(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """Steps from `x` to `out`, of one block or of an end of the model. `own`: what its steps find as notes.shared, made
-    of the model's context. `recompute`: whether it is a block's, which may be computed again in backward.
+    """The steps from `x` to `out` of one block, of the embedding or of the head.
+
+    `own`: a function from the model's context to notes.shared of these steps; None: the context itself. `recompute`:
+    True for a block, which activation checkpointing may recompute in backward.
     """
 
     name: str
@@ -142,15 +149,15 @@ class Chain(NamedTuple):
 
 
 class Stepwise(nn.Module):
-    """A module whose forward is its steps."""
+    """A module with a forward that runs its `steps` in order."""
 
     def steps(self) -> tuple[Segment | RoutedExperts, ...]:
-        """Return the steps from the tensor called x to the one called out; each name is made once."""
+        """Return the steps from the tensor called "x" to the one called "out"; each name is assigned once."""
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor, shared: Any = None) -> torch.Tensor:
-        """x [B, S, D] -> [B, S, D]. `shared`: what the steps find as notes.shared."""
-        # a block that is compiled whole has nothing to tell its second run
+        """Run the steps: x [B, S, D] -> [B, S, D]. `shared`: the model's context, as notes.shared."""
+        # a fully compiled block has no dynamic choices to pass to its recomputation
         fresh = torch.compiler.is_compiling() or _now.begin is None
         notes, values = Notes(shared) if fresh else _now.begin(shared), {"x": x}
         for step in self.steps():
@@ -164,22 +171,24 @@ class Stepwise(nn.Module):
 
 
 class StepwiseModel(Protocol):
-    """The interface of a pipeline part that is run by its steps: its forward runs its chains one after the other."""
+    """The interface of a pipeline part that is run step by step. Its forward runs its chains in order."""
 
     def chains(self) -> list[Chain]:
-        """Return the chains of the embedding, if there is one, the blocks and the head."""
+        """Return the chains of the part's embedding, blocks and head, as far as it has them."""
         ...
 
     def context(self, x: torch.Tensor, **batch: torch.Tensor) -> Any:
-        """Return notes.shared for the steps, from the part's input, tokens [B, S] or hidden states [B, S, D], and the
-        other arguments of its forward.
+        """Return notes.shared for one microbatch.
+
+        x: the part's input, tokens [B, S] or hidden states [B, S, D]. `batch`: the other arguments of its forward.
         """
         ...
 
 
 def require_steps(model: nn.Module, plan: ParallelPlan) -> None:
-    """Raise a JobError that names the first module whose forward does something else than its steps, which is what
-    would run: it overrides forward, or has hooks around it. Call it on the plain model: parallelisms add hooks too.
+    """Raise a JobError that names the first module with an overridden forward or forward hooks.
+
+    Only steps would run, so these would be skipped. Call it before parallelisms are applied, as they add hooks too.
     """
     if not declaration_holds(model, "chains", "forward"):
         _refuse("the model", model, "a forward of its own", "give it `chains` beside it that do the same")

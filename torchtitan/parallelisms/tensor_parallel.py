@@ -1,21 +1,23 @@
-"""Tensor parallel: each matrix split over the ranks of one axis, and with sequence parallel (arXiv:2205.05198) also the
-tokens between the split matrices, so that norms and the residual stream are computed once and not by every rank.
+"""Tensor parallel (Megatron-LM, arXiv:1909.08053), by default with sequence parallel (arXiv:2205.05198).
 
-Parameters become DTensors, activations stay plain tensors, with one invariant. Outside a region (see ParallelPlan) a
-rank has its tokens, [B, S / tp, D] (all of them without sequence parallel), and the gradient is theirs. Inside, a
-tensor is either split, by heads, features or words, or whole on all ranks, and then its gradient is a *partial sum*. So
-only the border of a region communicates: an all-gather on entering and a reduce-scatter on leaving, each the backward
-of the other (without sequence parallel: an all-reduce on leaving, and one on entering in backward).
+Each weight matrix is sharded over the ranks of the tp axis. Sequence parallel also shards the tokens between these
+matrices, so that ranks do not all compute the same norms and residual stream.
 
-Why not the styles of torch.distributed.tensor.parallel, which make DTensors of the activations too (torch 2.13):
+Parameters become DTensors; activations stay plain tensors and keep one invariant. Outside a region (see ParallelPlan) a
+rank holds its tokens, [B, S / tp, D] (all tokens without sequence parallel), and their complete gradient. Inside, a
+tensor is either sharded, by heads, features or vocabulary, or replicated. The gradient of a replicated tensor is a
+*partial sum*. So only the border of a region communicates: an all-gather on entry and a reduce-scatter on exit, each
+the backward of the other (without sequence parallel: an all-reduce on exit, and in backward one on entry).
 
-- ColwiseParallel adds up the gradient of a plain input over the ranks, once for each of wq, wk and wv, and for the head
-  once per piece of the loss. With a DTensor as input it need not, but a latent attention's own arithmetic has to.
-- RowwiseParallel of an embedding hands an AsyncCollectiveTensor to the first block, which must not be when that is
-  compiled (see parallelize.py), and its backward makes the gradient of the whole embedding on every rank.
-- SequenceParallel forgets that a weight is frozen.
-- Where the compiler traces a backward, a DTensor's gradient claims the placement of the forward, partial sum or not; so
-  what turns DTensors into plain tensors has to be told how the gradient will lie, and here all of it is.
+The styles of torch.distributed.tensor.parallel make the activations DTensors too, which has drawbacks (torch 2.13):
+
+- ColwiseParallel sums the gradient of a plain input over the ranks once each for wq, wk and wv, and for the head once
+  per chunk of the loss. A DTensor input avoids this, but then the arithmetic inside latent attention sums it instead.
+- RowwiseParallel of an embedding passes an AsyncCollectiveTensor to the first block, which breaks a compiled block
+  (see parallelize.py). Its backward materializes the gradient of the full embedding on every rank.
+- SequenceParallel ignores that a weight is frozen.
+- When the compiler traces a backward, it assumes that a DTensor's gradient has the forward's placement, even where it
+  is a partial sum. So every to_local for which the two differ needs grad_placements, as it has here.
 """
 
 from collections import defaultdict
@@ -45,9 +47,9 @@ def apply_tensor_parallel(
     sequence_parallel: bool = True,
     loss_parallel: bool = True,
 ) -> None:
-    """Shard `model`, a full model or a pipeline part, in place over `mesh`, the axis tp. With `loss_parallel` the
-    logits [.., V] are a DTensor sharded by vocabulary, for losses/objective.py; otherwise a plain full tensor. Raises
-    JobError for sizes that do not divide, and ValueError for a parameter that no pattern of the plan matches.
+    """Shard `model`, full or a pipeline part, in place over `mesh`, the axis tp. With `loss_parallel` the logits
+    [.., V] are a DTensor sharded by vocabulary (losses/objective.py), otherwise a plain full tensor. Raises JobError
+    for sizes not divisible by tp, and ValueError for a parameter that no pattern of the plan matches.
     """
     embedding, norm, head = (match_end(model, name) for name in (plan.embedding, *plan.head))
     if (norm is None) != (head is None):
@@ -83,11 +85,11 @@ def apply_tensor_parallel(
         _split(plan.embedding, embedding, mesh, "embedding", _Embedding, BY_OUTPUT, border=border)
     if head is not None:
         _split(plan.head[1], head, mesh, "head", _Head, BY_OUTPUT, loss_parallel=loss_parallel)
-        # once, before the loss: its pieces then need no communication for the hidden states
+        # gather once, before the loss, so that its chunks need no communication for the hidden states
         norm.register_forward_hook(lambda _, inputs, output: border.enter(output))
     if tied:
         head.weight = embedding.weight
-    hook = partial(_enter_first, border)  # one for all: the compiler knows it by its identity
+    hook = partial(_enter_first, border)  # one object for all modules: the compiler guards on its identity
     for _, module in _matching(model, plan, plan.gathered):
         module.register_forward_pre_hook(hook)
 
@@ -100,7 +102,7 @@ def apply_tensor_parallel(
 
 
 def _split_across(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, border: "Border") -> None:
-    """Norms of features of which each rank has some."""
+    """Shard the RMS norms over features that are themselves sharded."""
     for name, module in _matching(model, plan, plan.across):
         if not isinstance(module, nn.RMSNorm):
             raise ValueError(f"{name}: a {type(module).__name__} in across, which is for RMS norms; correct the plan")
@@ -108,7 +110,9 @@ def _split_across(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, border
 
 
 def _split_beside(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, border: "Border") -> None:
-    """Split the modules outside the blocks: they read all tokens, and each rank's heads take a part of their output."""
+    """Replicate the modules of `plan.with_block`. They read all tokens, and each rank's heads use part of the output,
+    so the gradients of their parameters are partial sums.
+    """
     for name, _ in plan.with_block:
         if (module := match_end(model, name)) is not None:
             module.border = border
@@ -117,7 +121,7 @@ def _split_beside(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, border
 
 
 def require_even_split(model: nn.Module, tp: int, plan: ParallelPlan) -> None:
-    """JobError that names the first module whose heads, width or vocabulary do not divide by `tp`."""
+    """Raise a JobError that names the first module with heads, width or vocabulary not divisible by `tp`."""
 
     for patterns, side in ((plan.column, "out_features"), (plan.row, "in_features")):
         for pattern in patterns:
@@ -145,24 +149,25 @@ def _matching(model: nn.Module, plan: ParallelPlan, patterns: tuple[str, ...]) -
 
 
 def _leaves(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
-    """The innermost modules of the one called `name`."""
+    """Return the modules without children inside the module called `name`, with their names."""
     inside = match(model, name)[0][1].named_modules(prefix=name)
     return [(inner, module) for inner, module in inside if not list(module.children())]
 
 
-# The border of a region. The compiler sees functional collectives that name their group by a string.
+# The border of a region. These are functional collectives, which take the group's name, so that the compiler can trace
+# them.
 
 
 def _all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """[B, S / tp, D] -> [B, S, D]."""
+    """Gather the tokens: [B, S / tp, D] -> [B, S, D]."""
     gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group)
     gathered = torch.ops._c10d_functional.wait_tensor(gathered)
     return torch.cat(gathered.chunk(size), dim=1)
 
 
 def _reduce_scatter(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """[B, S, D] -> [B, S / tp, D], summed over the ranks."""
-    pieces = torch.cat(x.chunk(size, dim=1))  # a rank's tokens of all samples together
+    """Sum over the ranks and keep this rank's tokens: [B, S, D] -> [B, S / tp, D]."""
+    pieces = torch.cat(x.chunk(size, dim=1))  # make each rank's tokens, of all samples, contiguous
     return torch.ops._c10d_functional.wait_tensor(
         torch.ops._c10d_functional.reduce_scatter_tensor(pieces, "sum", size, group)
     )
@@ -208,46 +213,52 @@ class _Sum(torch.autograd.Function):
 
 
 class Border:
-    """The border between the tokens of a rank and a region of split matrices."""
+    """The collectives on entry to and exit from a region of sharded matrices.
+
+    `sequence`: True under sequence parallel; otherwise every rank has all tokens outside a region too.
+    """
 
     def __init__(self, mesh: DeviceMesh, sequence: bool):
         self.sequence, self.size, self.group = sequence, mesh.size(), mesh.get_group().group_name
         self.rank = mesh.get_local_rank()
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, S / tp, D], a rank's tokens, -> [B, S, D], all of them, with partial sums as gradient."""
+        """Gather a rank's tokens [B, S / tp, D] to all tokens [B, S, D]. Backward reduce-scatters partial sums."""
         return _Enter.apply(x, self.sequence, self.size, self.group)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, S, D], a rank's share of a sum, -> [B, S / tp, D], the sum."""
+        """Reduce-scatter partial sums [B, S, D] to the sum for this rank's tokens, [B, S / tp, D]."""
         return _Leave.apply(x, self.sequence, self.size, self.group)
 
     def summed(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, S, 1] -> [B, S, 1], the sum over the ranks, whole on each, with partial sums as gradient."""
+        """All-reduce [B, S, 1]. The gradient is a partial sum on each rank, so backward all-reduces it too."""
         return _Sum.apply(x, self.group)
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, n, ...] of each rank -> [B, tp n, ...] of all, one rank's behind the other's; without gradients."""
+        """Concatenate [B, n, ...] of all ranks, in rank order, to [B, tp n, ...]; not differentiable."""
         return _all_gather(x, self.size, self.group)
 
     def here(self, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Integers for all tokens, [B or 1, S], -> those for the tokens of this rank; activations are that already."""
+        """Return this rank's part of integers for all tokens, [B or 1, S]. Activations are sharded already and are
+        returned unchanged.
+        """
         if x is None or x.is_floating_point() or not self.sequence:
             return x
         return x.chunk(self.size, dim=1)[self.rank]
 
 
-# How each kind of module runs: its own forward, with this rank's weights. Modules change their class, as fully_shard's
-# do, and not their `forward`: blocks whose modules have objects of their own there cannot share a compiled graph.
+# Each kind of module runs its original forward on this rank's weights. As in fully_shard, a module's class is replaced
+# and not its `forward`: blocks could not share a compiled graph if each had a different object there.
 
 
 class LocalWeights:
-    """A module as its forward sees it, with plain tensors for DTensors: this rank's part of each weight. `other`: what
-    is to be seen in place of some, of the same shape or None.
+    """A stand-in for `self` in a module's forward, with this rank's plain shard in place of each DTensor parameter.
+
+    `other`: replacements for some parameters, of the same shape or None.
     """
 
     def __init__(self, module: nn.Module, **other: torch.Tensor | None):
-        gradients = getattr(module, "gradient_placements", {})  # else they come as the parameters lie
+        gradients = getattr(module, "gradient_placements", {})  # default: a gradient is placed like its parameter
         for name, parameter in module._parameters.items():
             if name not in other:
                 other[name] = None if parameter is None else parameter.to_local(grad_placements=gradients.get(name))
@@ -277,10 +288,10 @@ class _Whole:
 
 
 class _Across:
-    """An RMS norm of whose features a rank has some: the ranks' squares are added up."""
+    """An RMS norm over sharded features: the sum of squares is all-reduced."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, S, N / tp] -> [B, S, N / tp]"""
+        """Normalize over all N features: [B, S, N / tp] -> [B, S, N / tp]."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = self.border.summed(wide.square().sum(-1, keepdim=True))  # [..., 1]
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
@@ -301,7 +312,9 @@ class _Head(_Column):
 
 class _Embedding:
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [B, S] -> [B, S / tp, D], or [B, S, D] without sequence parallel: a rank looks up the words it has."""
+        """Look up tokens [B, S] in this rank's shard of the vocabulary and sum over the ranks: [B, S / tp, D], or
+        [B, S, D] without sequence parallel.
+        """
         if self.border.sequence:
             needs = needs_of_a_sequence(1, self.border.size, levelled=False, sequence_parallel=True)
             check_sequence(SEQ_LEN, tokens.shape[1], needs)
@@ -326,11 +339,11 @@ def _split(
     whole: Placement = Partial(),  # noqa: B008
     **settings: object,
 ) -> None:
-    """Make DTensors of the parameters of `module`, called `name`, and of the module one of that kind.
+    """Turn the parameters of `module`, called `name`, into DTensors, and its class into a subclass of `kind`.
 
-    A module whose class has `tensor_placements(role, whole)` says of its own parameters {name: Laid}; `role` is the
-    plan's word for it, and `whole` how the gradient of a parameter comes there that all ranks have whole. The others
-    lie as `laid` has it.
+    `laid` has the placements of a parameter and of its gradient, by the parameter's name. A class overrides it with a
+    method `tensor_placements(role, whole)` that returns {name: Laid}; `role` is the field of the plan that matched, and
+    `whole` the placement of the gradient of a replicated parameter.
     """
     assert all("." not in leaf for leaf, _ in module.named_parameters()), "a module with weights of its own only"
     placements = module.tensor_placements(role, whole) if hasattr(type(module), "tensor_placements") else {}
@@ -345,7 +358,7 @@ def _split(
             ) from None
         if isinstance(placement, Shard):
             check_split(mesh.size(), {f"dimension {placement.dim} of {name}.{leaf}": parameter.shape[placement.dim]})
-        # every rank takes its part of its own values: they are the same everywhere, or have yet to come
+        # without a broadcast: values are the same on all ranks, or not yet initialized
         part = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
         module.register_parameter(leaf, nn.Parameter(part, parameter.requires_grad))
         gradients[leaf] = (_ONE_FOR_EACH.setdefault(gradient, gradient),)
@@ -369,7 +382,9 @@ def _enter_first(border: Border, module: nn.Module, inputs: tuple[Any, ...]) -> 
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh, compiled: bool, sequence_parallel: bool = True) -> None:
-    """Let the compiler cut gathers and the matrix products beside them into pieces that overlap (symmetric memory)."""
+    """Let the compiler split collectives and adjacent matrix products into chunks that overlap (async TP with symmetric
+    memory).
+    """
     check_async(mesh.device_type, compiled, sequence_parallel)
     torch._inductor.config._micro_pipeline_tp = True
     enable_symm_mem_for_group(mesh.get_group().group_name)

@@ -1,15 +1,16 @@
-"""Context parallel: every rank holds a part of each sequence, and attention reaches the rest of it.
+"""Context parallel: every rank holds a part of each sequence, and attention communicates to see all of it.
 
-Three ways, all exact and all with documents and grouped heads, swapped in for the model's attention kernel, which says
-which of them it can stand (kernel.py):
+There are three implementations, all exact, with documents and grouped heads. One of them replaces the model's attention
+kernel, which declares the ones that it supports (kernel.py):
 
-* allgather: every rank gathers all keys and values (arXiv:2407.21783, 3.3.2). One exchange a layer; memory of a whole
-  sequence of keys and values.
-* ring, alltoall: keys and values travel round (ring_attention). Least memory; ranks - 1 exchanges, behind computation.
-* ulysses: heads are dealt out instead of tokens (arXiv:2309.14509), so each rank runs the model's own kernel on whole
-  sequences. Two exchanges a layer; heads must divide.
+* allgather: every rank gathers all keys and values (arXiv:2407.21783, 3.3.2). One exchange per layer; memory for keys
+  and values of the full sequence.
+* ring, alltoall: keys and values travel around the ranks (ring_attention.py). Least memory; ranks - 1 exchanges per
+  layer, overlapped with computation.
+* ulysses: attention is sharded by heads instead of tokens (arXiv:2309.14509), so each rank runs the model's kernel on
+  full sequences. Two exchanges per layer; the number of query heads must be divisible by cp.
 
-Everything else in a decoder works on single tokens and needs no more than their positions.
+All other modules of a decoder work on single tokens and need only their positions.
 """
 
 import math
@@ -33,8 +34,9 @@ Mask = Any
 
 
 def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, method: str, load_balance: bool) -> None:
-    """Swap the attention kernel of `model` in place. It then takes what `shard_sequence` gives, positions included.
-    ValueError where the kernel cannot be split that way.
+    """Replace the attention kernel of `model` in place. The model then takes batches from `shard_sequence`.
+
+    Raises JobError if the kernel does not support the method.
     """
     require_part(model.kernel, method)
     layout = sequence_layout(cp_mesh.size(), method, load_balance)
@@ -51,8 +53,9 @@ def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, method: str, l
 def shard_sequence(
     batch: dict[str, torch.Tensor], cp_rank: int, cp_size: int, method: str, load_balance: bool
 ) -> dict[str, torch.Tensor]:
-    """This rank's tokens of tensors [B, S]: [B, S / cp_size] each; what is of whole samples, [B], stays. JobError where
-    S does not divide.
+    """Return this rank's shards [B, S / cp_size] of tensors [B, S]. Tensors [B] of one value per sample stay unchanged.
+
+    Raises JobError if S is not divisible.
     """
     layout = sequence_layout(cp_size, method, load_balance)
     needs = needs_of_a_sequence(cp_size, 1, levelled=layout.headtail, sequence_parallel=False)
@@ -69,9 +72,9 @@ def sequence_layout(ranks: int, method: str, load_balance: bool) -> SequenceLayo
 
 
 class ContextParallelAttention(nn.Module):
-    """A rank's place in its group, and the model's own kernel.
+    """Base class of context-parallel attention around the model's kernel, `inner`.
 
-    `forward` takes and gives this rank's tokens: q [B, H, s, E], k [B, K, s, E], v [B, K, s, V] -> [B, H, s, V].
+    `forward` maps this rank's tokens: q [B, H, s, E], k [B, K, s, E], v [B, K, s, V] -> [B, H, s, V].
     """
 
     def __init__(self, inner: nn.Module, group: dist.ProcessGroup, layout: SequenceLayout):
@@ -80,24 +83,26 @@ class ContextParallelAttention(nn.Module):
         self.rank, self.group_name = group.rank(), group.group_name
 
     def gather_documents(self, document_ids: torch.Tensor) -> torch.Tensor:
-        """[B, s] of each rank -> [ranks, B, s]"""
+        """Gather the document ids [B, s] of all ranks -> [ranks, B, s]."""
         return _all_gather(document_ids.contiguous()[None], self.layout.ranks, self.group_name)
 
     def in_sequence(self, shares: torch.Tensor) -> torch.Tensor:
-        """[ranks, B, s] -> [B, S]"""
+        """Reorder shards [ranks, B, s] to full sequences [B, S]."""
         pieces = shares.unflatten(2, (self.layout.pieces_per_rank, -1)).transpose(1, 2).flatten(0, 1)
         return torch.cat([pieces[index] for index in self.layout.sequence_order], dim=1)
 
 
 class OwnMask(NamedTuple):
-    """A mask of the model's own kernel, which then attends itself."""
+    """A mask prepared by the model's kernel, so that this kernel computes attention itself."""
 
     mask: Mask
 
 
 class GatheredAttention(ContextParallelAttention):
-    """This rank's queries, all keys and values. Plain attention is computed by rectangles, which needs no mask of all
-    pairs; any other is the kernel's own.
+    """Attention of this rank's queries to gathered keys and values.
+
+    Plain attention is computed by regions (RegionAttention), without a mask over all pairs. Other attention uses the
+    model's kernel.
     """
 
     def prepare(self, tokens: Tokens) -> Mask:
@@ -113,7 +118,7 @@ class GatheredAttention(ContextParallelAttention):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *draws: torch.Tensor
     ) -> torch.Tensor:
-        """Attend like the other methods; `draws`: this rank's keys [B, s], for a kernel that drops."""
+        """Attend: q [B, H, s, E] -> [B, H, s, V]. `draws`: this rank's random keys [B, s], for attention dropout."""
         widths = (k.shape[-1], v.shape[-1])
         both = GatherSequence.apply(torch.cat((k, v), dim=-1), self.layout, self.group_name)
         k, v = both.split(widths, dim=-1)  # [B, K, S, E] and [B, K, S, V]
@@ -124,7 +129,7 @@ class GatheredAttention(ContextParallelAttention):
 
 
 class TravellingAttention(ContextParallelAttention):
-    """Keys and values go round the ranks."""
+    """Ring attention: keys and values travel around the ranks."""
 
     def __init__(self, inner: nn.Module, group: dist.ProcessGroup, layout: SequenceLayout, ring: Ring):
         super().__init__(inner, group, layout)
@@ -138,7 +143,7 @@ class TravellingAttention(ContextParallelAttention):
 
 
 class HeadwiseAttention(ContextParallelAttention):
-    """All tokens, a share of the heads."""
+    """Ulysses: attention over all tokens for a share of the heads."""
 
     def prepare(self, tokens: Tokens) -> Mask:
         places = torch.arange(len(tokens.places) * self.layout.ranks, device=tokens.places.device)
@@ -150,7 +155,7 @@ class HeadwiseAttention(ContextParallelAttention):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
         ranks, heads, key_heads = self.layout.ranks, q.shape[1], k.shape[1]
         check_dealt_heads(ranks, heads)
-        # too few key/value heads are repeated until they divide; the query heads divide by both, so by their multiple
+        # repeat key/value heads until `ranks` divides them; the query heads are divisible by both, so by the lcm too
         repeats = math.lcm(key_heads, ranks) // key_heads
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
@@ -167,10 +172,10 @@ class HeadwiseAttention(ContextParallelAttention):
 
 
 class GatherSequence(torch.autograd.Function):
-    """x [..., s, E] of each rank -> [..., S, E] in the sequence's order. Backward sends each rank its gradients.
+    """Gather x [..., s, E] of all ranks -> [..., S, E] in the sequence's order.
 
-    They are added up there, in float32 or wider: half of what a reduce-scatter in float32 would send of bfloat16, and
-    always in the ranks' order.
+    Backward sends each rank the gradients of its tokens by all-to-all, and sums them there in float32 or wider. For
+    bfloat16 this sends half the bytes of a float32 reduce-scatter, and always sums in rank order.
     """
 
     @staticmethod
@@ -191,7 +196,7 @@ class GatherSequence(torch.autograd.Function):
 
 
 class Swap(torch.autograd.Function):
-    """x [ranks, ...]: rank r's x[p] becomes rank p's x[r]. Its own inverse, and so its own backward."""
+    """All-to-all of x [ranks, ...]: rank r's x[p] becomes rank p's x[r]. It is its own inverse and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
@@ -203,15 +208,15 @@ class Swap(torch.autograd.Function):
         return _all_to_all(grad, grad.shape[0], ctx.group_name), None
 
 
-# The functional collectives below autograd: the compiler traces them, and selective recompute keeps their results.
+# Functional collectives without autograd: the compiler can trace them, and selective recompute can save their results.
 
 
 def _all_gather(x: torch.Tensor, ranks: int, group_name: str) -> torch.Tensor:
-    """[n, ...] -> [ranks * n, ...]"""
+    """Gather the rows of all ranks: [n, ...] -> [ranks * n, ...]."""
     return collectives.wait_tensor(collectives.all_gather_into_tensor(x.contiguous(), ranks, group_name))
 
 
 def _all_to_all(x: torch.Tensor, ranks: int, group_name: str) -> torch.Tensor:
-    """[ranks * n, ...], of which each rank gets n rows -> [ranks * n, ...], n rows of each rank"""
+    """Send n rows to each rank and receive n from each: [ranks * n, ...] -> [ranks * n, ...]."""
     rows = [x.shape[0] // ranks] * ranks
     return collectives.wait_tensor(collectives.all_to_all_single(x.contiguous(), rows, rows, group_name))

@@ -1,15 +1,16 @@
 """The interface between context parallel and a model's attention kernel.
 
-A kernel has `prepare`, once per forward, and `forward`, once per layer. What may be done with it where a rank has a
-part of the sequence, two attributes of its class say. They hold for the two methods of that class: a subclass with
-others has to say them again (plan.declaration_holds), or is refused by its name.
+A kernel has `prepare`, called once per forward, and `forward`, called once per layer. Two class attributes declare the
+context-parallel methods that it supports. They refer to the two methods of that class: a subclass that overrides these
+has to repeat the declaration (plan.declaration_holds), or it is rejected.
 
-* `takes_parts`: `prepare` and `forward` do right where the queries are a part of the sequence and the keys all of it.
-* `plain_attention`: it is softmax(q k' / sqrt(E)) v over the tokens of the query's document, earlier ones where
-  `causal`. Then its result can be computed piece by piece (block_attention), without asking it.
+* `takes_parts`: `prepare` and `forward` are correct if the queries are a part of the sequence and the keys all of it.
+* `plain_attention`: it computes softmax(q k' / sqrt(E)) v over the tokens of the query's document, up to the query if
+  `causal`. Then ring_attention.py can compute the result by regions, without the kernel.
 
-A kernel that says neither runs under ulysses, which gives it whole sequences and some of the heads. One that `drops`
-probabilities also takes the keys of its queries' draws, and has to see all keys and values under their own heads.
+A kernel without declarations runs under ulysses, which passes full sequences and some of the heads. A kernel with
+attention dropout (`drops`) also takes random keys of its queries, and needs all keys and values under their original
+heads.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -24,12 +25,12 @@ from torchtitan.parallelisms.plan import declaration_holds
 class Tokens(NamedTuple):
     """The tokens of queries or of keys."""
 
-    places: torch.Tensor  # [S], which of the sequence's tokens they are
+    places: torch.Tensor  # [S], indices in the full sequence
     documents: torch.Tensor | None  # [B, S]; None: one document
 
 
 def counted(tokens: torch.Tensor) -> torch.Tensor:
-    """tokens [B, S] -> their positions where nothing else is said, 0..S-1 in every sample: [1, S]"""
+    """Return the default positions of tokens [B, S]: 0..S-1 for every sample, [1, S]."""
     return torch.arange(tokens.shape[1], device=tokens.device)[None]
 
 
@@ -38,11 +39,11 @@ class Kernel(Protocol):
     drops: bool  # False unless said
 
     def prepare(self, queries: Tokens, keys: Tokens | None = None) -> Any:
-        """The mask that `forward` takes. keys None: those are the queries' own."""
+        """Return the mask for `forward`. `keys`: None if they are the same tokens as the queries."""
         ...
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> torch.Tensor:
-        """q [B, H, Q, E], k [B, K, S, E], v [B, K, S, V] -> [B, H, Q, V]"""
+        """Attend: q [B, H, Q, E], k [B, K, S, E], v [B, K, S, V] -> [B, H, Q, V]."""
         ...
 
 
@@ -56,14 +57,14 @@ def drops(kernel: Any) -> bool:
 
 
 def knows_heads(kernel: Any) -> bool:
-    """Return True if the kernel treats heads differently by their numbers. `share` then tells it which of as many equal
-    shares of them as tensor parallel has made is here.
+    """Return True if the kernel treats heads differently by index. Its `share` is then set to the tensor-parallel rank,
+    i.e. the index of this rank's equal share of the heads.
     """
     return hasattr(kernel, "share")
 
 
 def require_part(kernel: Kernel, method: str) -> None:
-    """JobError where the kernel does not say that it can be used by this method of context parallel."""
+    """Raise a JobError if the kernel does not declare support for this context-parallel method."""
     if drops(kernel):
         check_dropped(method)
     elif knows_heads(kernel):

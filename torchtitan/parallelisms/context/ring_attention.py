@@ -1,21 +1,20 @@
-"""Attention over rectangles of queries x keys, joined as if it had been one: the arithmetic of context parallel.
+"""Blockwise attention, and ring attention (arXiv:2310.01889) built on it: the arithmetic of context parallel.
 
-Softmax over a row that is seen in parts: each part gives its output and the logarithm of its sum of exponentials, which
-tell how much the part weighs in the whole (arXiv:1805.02867). Backward needs no joining: given the row's output and
-logarithm, a part's gradients are what it adds to the whole's. So both ways are torch's kernels, called below autograd.
+Blockwise: attention over several regions of queries x keys is merged to the exact result by online softmax
+(arXiv:1805.02867). Each region gives its output and the logsumexp of its scores, which determines its weight in the
+merge. Backward needs no merge: from the full row's output and logsumexp, the kernel computes the region's contribution
+to the gradients, and these are added. Both directions call torch's attention kernels directly, below autograd.
 
-Parts are joined, and gradients added up, in float32 or wider. On a CPU, narrower types are also computed in float32:
-its kernel for bfloat16 is slow for narrow heads (models/attention.py), and it would round a part before it is joined.
+Outputs are merged and gradients accumulated in float32 or wider. On a CPU, narrower types are also computed in float32:
+its bfloat16 kernel is slow for narrow heads (models/attention.py) and would round a region before the merge.
 
-Letters of the shapes: B samples, H query heads, K key/value heads, Q and S tokens of queries and of keys, E width of
-a head's query and key, V that of its value, at most E.
+Ring: keys and values travel from rank to rank, so no rank ever holds all of them. Each of `ranks` steps attends to the
+current shard while the next one arrives. Backward sends keys and values around again. A shard's gradient follows it,
+and every rank adds to it: from the first rank that it visits, ranks - 1 messages return it to its owner, in float32 or
+wider. A shard that causality hides completely is passed on without computation.
 
-Ring attention (arXiv:2310.01889): keys and values travel from rank to rank, and no rank ever holds them all.
-
-Each of `ranks` steps attends to the share that is here while the next one arrives; the parts are joined (see
-block_attention). Backward sends keys and values round again, and behind each share its gradient, to which every rank
-adds: from the first rank it visits, ranks - 1 messages until it is home. Gradients travel in float32 or wider. A share
-of which causality hides all is passed on unread.
+Letters of the shapes: B samples, H query heads, K key/value heads, Q and S tokens of queries and of keys, E width of a
+head's query and key, V width of its value, at most E; s tokens of one rank.
 """
 
 import math
@@ -36,7 +35,10 @@ then some average, with a weight of exp(-1e30) = 0."""
 
 
 class RegionAttention(torch.autograd.Function):
-    """q [B, H, Q, E], k [B, K, S, E], v [B, K, S, V] -> [B, H, Q, V]. Each query must see a key in some region."""
+    """Attention over a list of regions: q [B, H, Q, E], k [B, K, S, E], v [B, K, S, V] -> [B, H, Q, V].
+
+    Each query must see at least one key in some region.
+    """
 
     @staticmethod
     def forward(
@@ -74,7 +76,7 @@ def accumulation_type(dtype: torch.dtype) -> torch.dtype:
 
 
 class JoinedAttention:
-    """The output [B, H, Q, width] of queries q [B, H, Q, E] over the regions that are added one by one."""
+    """An accumulator for the output [B, H, Q, width] of queries q [B, H, Q, E], one region at a time."""
 
     def __init__(self, q: torch.Tensor, width: int):
         wide = accumulation_type(q.dtype)
@@ -84,7 +86,7 @@ class JoinedAttention:
         self.extras: tuple[torch.Tensor, ...] = ()
 
     def add(self, k: torch.Tensor, v: torch.Tensor, region: Region, documents: Documents | None) -> None:
-        """Keys [B, K, S, E] and values [B, K, S, width], of which the queries see the region's."""
+        """Merge in the region of keys k [B, K, S, E] and values v [B, K, S, width], by online softmax."""
         q, k, v, bias = _cut(self.q, k, v, region, documents)
         part, part_logsumexp, self.extras = block_forward(q, k, v, region.causal, bias)
         rows = slice(region.first_query, region.last_query)
@@ -96,15 +98,17 @@ class JoinedAttention:
         logsumexp.copy_(total)
 
     def results(self) -> tuple[torch.Tensor, ...]:
-        """Return what backward needs: output [B, H, Q, V] in q's type, logarithm [B, H, Q], and what
-        kernels want back.
+        """Return the tensors for backward: the output [B, H, Q, V] in q's dtype, the logsumexp [B, H, Q], and the
+        kernel's extra results (random state).
         """
         return (self.out.to(self.dtype), self.logsumexp, *self.extras)
 
 
 class JoinedGradients:
-    """Gradients by the regions that are added one by one, of queries q [B, H, Q, E] by `grad` [B, H, Q, V]. `results`
-    are those of JoinedAttention over all of them.
+    """An accumulator for gradients, one region at a time: `grad_q` for queries q [B, H, Q, E], from the output's
+    gradient `grad` [B, H, Q, V].
+
+    `results`: from JoinedAttention.results, after all regions.
     """
 
     def __init__(self, q: torch.Tensor, grad: torch.Tensor, results: list[torch.Tensor]):
@@ -122,7 +126,7 @@ class JoinedGradients:
         grad_k: torch.Tensor,
         grad_v: torch.Tensor,
     ) -> None:
-        """Adds to `grad_k` and `grad_v`, which have the shape of k and v."""
+        """Add the region's gradients to `grad_q`, and to `grad_k` and `grad_v`, of the shapes of k and v."""
         q, k, v, bias = _cut(self.q, k, v, region, documents)
         rows, columns = slice(region.first_query, region.last_query), slice(region.first_key, region.last_key)
         of_row = (x[:, :, rows].contiguous() for x in (self.grad, self.out, self.logsumexp))
@@ -136,7 +140,7 @@ class JoinedGradients:
 def _cut(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, region: Region, documents: Documents | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The region's q, k, v, and its mask as what is added to scores [B, 1, Q, S]."""
+    """Return q, k and v of the region, and its mask as a bias [B, 1, Q, S], or None if no documents are given."""
     rows, columns = slice(region.first_query, region.last_query), slice(region.first_key, region.last_key)
     q, k, v = q[:, :, rows], k[:, :, columns].to(q.dtype), v[:, :, columns].to(q.dtype)
     if documents is None:
@@ -150,20 +154,21 @@ def _cut(
 
 
 def kernel_type(q: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which the kernels compute, for q of any shape."""
+    """Return the compute dtype of the kernels, for q of any shape."""
     return accumulation_type(q.dtype) if q.device.type == "cpu" else q.dtype
 
 
-# --- kernels: q, k, v, causal, bias -> output, logarithm of the sum of exponentials, and what backward wants back.
-# A bias holds causality too. Flash kernels want values as wide as keys, CUDA's takes no bias, and its efficient one no
-# grouped heads.
+# --- kernels: q, k, v, causal, bias -> output, logsumexp, and extra results for backward. A bias includes the causal
+# mask. Flash kernels need values as wide as keys. CUDA's flash kernel takes no bias, its efficient one no grouped
+# heads.
 
 
 def block_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-    """q [B, H, Q, E], k [B, K, S, E], v [B, K, S, V], bias [B, 1, Q, S] -> out [B, H, Q, V], the logarithms [B, H, Q],
-    and what backward wants back.
+    """Attend within one region: q [B, H, Q, E], k [B, K, S, E], v [B, K, S, V], bias [B, 1, Q, S].
+
+    Returns the output [B, H, Q, V], the logsumexp [B, H, Q], and extra results for `block_backward`.
     """
     kernel, width = kernel_for(q, bias), v.shape[-1]
     if kernel == "cpu":
@@ -181,7 +186,7 @@ def block_forward(
         out, logsumexp, *random_state = aten._scaled_dot_product_efficient_attention(
             q, k, v, _aligned(q, bias), True, 0.0, causal and bias is None
         )
-        return out, logsumexp[..., : q.shape[2]], tuple(random_state)  # it comes filled up to a multiple of 32
+        return out, logsumexp[..., : q.shape[2]], tuple(random_state)  # the kernel pads it to a multiple of 32
     scores = _scores(q, k, causal, bias)
     logsumexp = scores.logsumexp(-1)
     return (scores - logsumexp[..., None]).exp() @ v, logsumexp, ()
@@ -198,8 +203,10 @@ def block_backward(
     logsumexp: torch.Tensor,
     extras: tuple[torch.Tensor, ...],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v, of their shapes and those of block_forward, by `grad`, `out` and `logsumexp` of whole rows;
-    `extras` from a forward of this kernel.
+    """Return one region's contribution to the gradients of q, k and v, of their shapes (as in block_forward).
+
+    `grad`, `out` [B, H, Q, V] and `logsumexp` [B, H, Q] belong to the merged result over all regions. `extras`: from
+    any forward of this kernel.
     """
     kernel, width = kernel_for(q, bias), v.shape[-1]
     if kernel in ("cpu", "flash"):
@@ -210,7 +217,7 @@ def block_backward(
         )
         return grad_q, grad_k, grad_v[..., :width]
     if kernel == "flash":
-        lengths = (None, None, q.shape[2], k.shape[2])  # None: all samples are as long as the tensor
+        lengths = (None, None, q.shape[2], k.shape[2])  # None: samples of equal length
         grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, logsumexp, *lengths, 0.0, causal, *extras
         )
@@ -218,7 +225,7 @@ def block_backward(
     heads = k.shape[1]
     k, v = _repeat_heads(q, k, v)
     if kernel == "efficient":
-        # infinite where it is filled up to a multiple of 32: rows without weight
+        # padded to a multiple of 32 with infinity, so that these rows get no weight
         filled = F.pad(logsumexp, (0, -q.shape[2] % 32), value=math.inf)
         grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
             grad, q, k, v, _aligned(q, bias), out, filled, *extras, 0.0, [True, True, True, False],
@@ -232,8 +239,9 @@ def block_backward(
 
 
 def kernel_for(q: torch.Tensor, bias: torch.Tensor | None) -> str:
-    """Return the name of the kernel for these inputs, shaped as in block_forward: cpu, flash, efficient, or written
-    out, which takes all and keeps all scores.
+    """Return the kernel for these inputs, shaped as in block_forward: "cpu", "flash", "efficient" or "written out".
+
+    The last one supports all inputs but materializes the scores.
     """
     if q.device.type == "cpu":
         return "cpu"
@@ -244,7 +252,7 @@ def kernel_for(q: torch.Tensor, bias: torch.Tensor | None) -> str:
 
 
 def _as_wide(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Zeros in the missing columns of a value, or of what has its width: they add nothing."""
+    """Pad a tensor of the values' width [B, K, S, V] with zeros to the keys' width [B, K, S, E]."""
     missing = k.shape[-1] - x.shape[-1]
     assert missing >= 0, "values must not be wider than keys"
     return F.pad(x, (0, missing)) if missing else x
@@ -270,9 +278,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, bias: torch.Tensor |
 
 
 def _aligned(q: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """Expand the mask to all heads, with rows beginning at multiples of 16 elements, as the efficient kernel wants
-    them.
-    """
+    """Expand the bias to all heads, with rows aligned to 16 elements, as the efficient kernel requires."""
     if bias is None:
         return None
     length = bias.shape[-1]
@@ -280,9 +286,10 @@ def _aligned(q: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class Ring:
-    """Messages to the next rank of a group and from the one before, all ranks at the same time.
+    """A ring over the ranks of a group: each sends to the next rank and receives from the previous one.
 
-    With `by_all_to_all` as a collective, which the compiler and selective recompute know; else point to point.
+    `by_all_to_all`: use a functional collective, which the compiler and selective recompute can handle; otherwise
+    point-to-point messages.
     """
 
     def __init__(self, group: dist.ProcessGroup, by_all_to_all: bool):
@@ -291,7 +298,7 @@ class Ring:
         self.next, self.previous = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
 
     def start(self, x: torch.Tensor) -> tuple[Any, ...]:
-        """Send x, contiguous and the same shape on all ranks; what it returns goes to `finish`."""
+        """Start sending x, which is contiguous and has the same shape on all ranks. Pass the result to `finish`."""
         if self.by_all_to_all:
             sent, received = [0] * self.ranks, [0] * self.ranks
             sent[self.next] = received[self.previous] = x.shape[0]
@@ -305,7 +312,7 @@ class Ring:
         return arriving, dist.batch_isend_irecv(messages), x  # x must live until it is sent
 
     def finish(self, started: tuple[Any, ...]) -> torch.Tensor:
-        """Wait for the tensor that the previous rank has sent; it has the shape of the tensor sent from here."""
+        """Wait for the previous rank's tensor and return it, of the same shape as the tensor sent."""
         arriving, messages, _ = started
         for message in messages:
             message.wait()
@@ -313,7 +320,10 @@ class Ring:
 
 
 class RingAttention(torch.autograd.Function):
-    """q [B, H, s, E], k [B, K, s, E], v [B, K, s, V], this rank's shares -> [B, H, s, V]. documents: [ranks, B, s]."""
+    """Ring attention on this rank's shards: q [B, H, s, E], k [B, K, s, E], v [B, K, s, V] -> [B, H, s, V].
+
+    `documents`: the document ids of all ranks' tokens, [ranks, B, s], or None.
+    """
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
 """The layout of a sequence over context-parallel ranks: the tokens of each rank, and which of them attend to which.
 
-A sequence is cut into equal pieces. In order, rank r holds piece r. Under causal attention the last rank then has all
-the work and the first almost none, so "headtail" cuts twice as many pieces and gives rank r the pieces r and
-2 ranks - 1 - r: an early and a late one, whose work adds up to the same on every rank.
+A sequence is cut into equal pieces. In the plain layout, rank r holds piece r. Causal attention then gives the last
+rank most of the work and the first rank almost none. So "headtail" cuts twice as many pieces and gives rank r the
+pieces r and 2 ranks - 1 - r: an early and a late piece, together the same amount of work on every rank.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ import torch
 
 
 class Region(NamedTuple):
-    """A rectangle of queries x keys, where every query sees every key, or those up to its own if `causal`.
+    """A rectangle of queries x keys. Every query sees every key in it or, if `causal`, keys up to the diagonal.
 
-    Numbers count tokens in the tensors that are attended with, not in the whole sequence.
+    The indices refer to the tensors passed to attention, not to the full sequence.
     """
 
     first_query: int
@@ -38,44 +38,43 @@ class SequenceLayout:
         return self.ranks * self.pieces_per_rank
 
     def pieces_of(self, rank: int) -> list[int]:
-        """Numbers of its pieces in the order in which the rank holds them, which is that of the sequence."""
+        """Return the indices of the rank's pieces, in the sequence's order."""
         return [rank, self.pieces - 1 - rank] if self.headtail else [rank]
 
     @property
     def rank_order(self) -> list[int]:
-        """Numbers of all pieces as they stand one behind the other when the ranks' shares are joined."""
+        """Return the indices of all pieces in the order of the concatenated shards of all ranks."""
         return [piece for rank in range(self.ranks) for piece in self.pieces_of(rank)]
 
     @property
     def sequence_order(self) -> list[int]:
-        """Return where in the joined shares each piece of the sequence is: the inverse of `rank_order`."""
+        """Return the position of each piece in the concatenated shards: the inverse of `rank_order`."""
         order = self.rank_order
         return [order.index(piece) for piece in range(self.pieces)]
 
     def share(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
-        """Return the share of `rank` of a full sequence that runs along `dim` of x: [.., S, ..] -> [.., S /
-        ranks, ..]
-        """
+        """Return the shard of `rank` of the sequence in dimension `dim`: x [.., S, ..] -> [.., S / ranks, ..]."""
         every = x.unflatten(dim, (self.pieces, -1)).unbind(dim)
         return torch.cat([every[piece] for piece in self.pieces_of(rank)], dim)
 
     def seen_in_share(self, rank: int, source: int, length: int, causal: bool = True) -> Region | None:
-        """Return what the queries of `rank` see of the keys of rank `source`; both have `length` tokens.
-        None: nothing.
+        """Return the region of the keys of rank `source` that the queries of `rank` see, or None if they see none.
+
+        Both ranks have `length` tokens.
         """
         if not causal:
             return Region(0, length, 0, length, False)
-        if source == rank:  # pieces in order, so causal in the whole
+        if source == rank:  # the pieces are in order, so the whole shard is causal
             return Region(0, length, 0, length, True)
         if not self.headtail:
             return Region(0, length, 0, length, False) if source < rank else None
         half = length // 2
-        if source < rank:  # its head is before both of ours, its tail behind both
+        if source < rank:  # its head precedes both of our pieces, its tail follows both
             return Region(0, length, 0, half, False)
         return Region(half, length, 0, length, False)  # both of its pieces are between our head and our tail
 
     def seen_in_sequence(self, rank: int, length: int, causal: bool = True) -> list[Region]:
-        """Return what the `length` queries of `rank` see of the keys of the full sequence, which are in its order."""
+        """Return the regions that the `length` queries of `rank` see of the keys of the full, ordered sequence."""
         if not causal:
             return [Region(0, length, 0, length * self.ranks, False)]
         size = length // self.pieces_per_rank
@@ -88,5 +87,5 @@ class SequenceLayout:
         return regions
 
     def positions(self, rank: int, length: int, device: torch.device) -> torch.Tensor:
-        """Place in the whole sequence of each of the `length` tokens that `rank` holds, [length]."""
+        """Return the positions in the full sequence of the `length` tokens of `rank`, [length]."""
         return self.share(torch.arange(length * self.ranks, device=device), rank, dim=0)

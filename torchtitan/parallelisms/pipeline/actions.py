@@ -1,9 +1,9 @@
-"""The actions of a pipeline schedule, reading a schedule from a CSV file, and checking it. No torch, so that a job's
-own schedule can be checked before anything starts.
+"""Tables of pipeline actions: read one from a CSV file, check it, write it. It does not import torch, so that a job's
+schedule can be checked before anything starts.
 
-A table has one row per rank: the actions of the rank in the order in which it runs them. When they run follows from
-their inputs, so a table is right if every action is in it once and some order of all ranks together gives every action
-its inputs before it is due; else the ranks wait for one another for ever. Notation is torch's: stage, kind, microbatch.
+A table has one row per rank, the rank's actions in execution order. An action starts as soon as its inputs arrive. So a
+table is valid if it has every action once and no cycle makes ranks wait for one another (a deadlock). Actions are
+written as in torch.distributed.pipelining: stage, kind, microbatch, e.g. 3F0.
 """
 
 import csv
@@ -28,9 +28,9 @@ MOST_NAMED = 6
 
 
 class Action(NamedTuple):
-    """F forward, I gradient of the input, W gradients of the weights, B both of these at once; or a pair that overlaps.
+    """One action: F forward, I input gradient, W weight gradients, B full backward (I and W), or an overlapping pair.
 
-    A pair has stage and microbatch -1 and its F and B in `parts`.
+    A pair has stage and microbatch -1, and its F and B in `parts`.
     """
 
     stage: int
@@ -64,7 +64,7 @@ class ScheduleFault(NamedTuple):
 
 
 class ScheduleTableError(JobError):
-    """All that is wrong with a table, one line each."""
+    """An error that lists all faults of a table, one per line."""
 
     def __init__(self, faults: Sequence[ScheduleFault]) -> None:
         self.faults = list(faults)
@@ -84,7 +84,7 @@ def rank_of_stages(table: Table) -> dict[int, int]:
 
 
 def merged(table: Table) -> Table:
-    """The same table with I and W as one B in the place of I, as recompute needs it."""
+    """Return the table with I and W merged to one B in the position of I, as recompute needs it."""
 
     def merge(action: Action) -> Action:
         if action.parts:
@@ -95,8 +95,10 @@ def merged(table: Table) -> Table:
 
 
 def apart(table: Table) -> Table:
-    """The same table with pairs as two actions. Where nothing overlaps them that is never slower: the forward's result
-    leaves the rank before the backward, which in a pair it does not."""
+    """Return the table with each pair as two actions, for a runtime that does not overlap pairs.
+
+    This is never slower there: the rank sends the forward's result before the backward, and not after it.
+    """
     return [[single for action in row for single in action.singles] for row in table]
 
 
@@ -104,7 +106,7 @@ def apart(table: Table) -> Table:
 
 
 def needs(action: Action, num_stages: int) -> list[Key]:
-    """The inputs of a single action or of all parts of a pair, which begin together."""
+    """Return the inputs of an action. The parts of a pair begin together, so a pair needs all of their inputs."""
     keys: list[Key] = []
     for stage, kind, microbatch, _ in action.singles:
         if kind == FORWARD:
@@ -131,7 +133,7 @@ def _in_table(rank: int, step: int) -> str:
 
 
 def running_order(table: Table, place: Place = _in_table) -> Iterator[tuple[int, Action]]:
-    """(rank, action) of all actions, each after its inputs. ScheduleTableError where the ranks cannot go on."""
+    """Yield (rank, action) for all actions, each after its inputs. Raise ScheduleTableError on a deadlock."""
     num_stages = num_stages_of(table)
     waiting = [[(action, needs(action, num_stages)) for action in row] for row in table]
     at, done = [0] * len(table), set()
@@ -150,11 +152,11 @@ def running_order(table: Table, place: Place = _in_table) -> Iterator[tuple[int,
 
 
 def _stuck(table: Table, at: list[int], done: set[Key], place: Place) -> ScheduleFault:
-    """The first input that nobody makes, or the ring of actions that wait for one another."""
+    """Return the fault of a deadlock: an input that no action produces, or a cycle of waiting actions."""
     num_stages = num_stages_of(table)
     makers = {key: (rank, i) for rank, row in enumerate(table) for i, action in enumerate(row) for key in makes(action)}
     rank = next(rank for rank, row in enumerate(table) if at[rank] < len(row))
-    chain: list[tuple[int, int, int]] = []  # a rank, and the rank and step of what it waits for
+    chain: list[tuple[int, int, int]] = []  # a waiting rank, and the rank and step that produce its input
     while rank not in [waiting for waiting, _, _ in chain]:
         action = table[rank][at[rank]]
         missing = next(key for key in needs(action, num_stages) if key not in done)
@@ -190,7 +192,11 @@ def _named(key: Key) -> str:
 def faults_of(
     table: Table, ranks: int, num_stages: int, microbatches: int, place: Place = _in_table
 ) -> list[ScheduleFault]:
-    """Return the faults of a table: rows, numbers, places, duplicates; if these are right, gaps; and then its order."""
+    """Return the faults of a table.
+
+    Later checks run only if the earlier ones pass: first rows, numbers, ranks of stages and duplicates; then missing
+    actions; then the order.
+    """
     faults = []
     if len(table) != ranks:
         allowed = f"{ranks}, one for each rank of the pipeline"
@@ -211,14 +217,14 @@ def faults_of(
 
 
 def _located(table: Table, place: Place) -> Iterator[tuple[int, str, Action]]:
-    """(rank, where, action) of all single actions."""
+    """Yield (rank, location for messages, action) for all single actions."""
     for rank, row in enumerate(table):
         for step, action in enumerate(row):
             yield from ((rank, f"{place(rank, step)}, action {single}", single) for single in action.singles)
 
 
 def _out_of_range(table: Table, num_stages: int, microbatches: int, place: Place) -> list[ScheduleFault]:
-    """Return the first fault of each kind, with the number of the others."""
+    """Return the first stage and microbatch number that are too large, with the count of the others."""
     faults = []
     for name, limit, numbers in (
         ("stage", num_stages, [(where, single.stage) for _, where, single in _located(table, place)]),
@@ -233,7 +239,7 @@ def _out_of_range(table: Table, num_stages: int, microbatches: int, place: Place
 
 
 def _misplaced(table: Table, place: Place) -> list[ScheduleFault]:
-    """Stages on two ranks, actions that are there twice."""
+    """Return the faults of stages on two ranks and of duplicate actions."""
     faults = []
     owner: dict[int, int] = {}
     first: dict[Key, str] = {}
@@ -256,7 +262,7 @@ def _work(single: Action) -> list[Key]:
 
 
 def _missing(table: Table, num_stages: int, microbatches: int) -> list[ScheduleFault]:
-    """One fault for each stage of which something is missing, or for the whole table if it ends too early."""
+    """Return a fault for each stage with missing actions, or for the table if it has too few stages or microbatches."""
     singles = [single for row in table for action in row for single in action.singles]
     present = {key for single in singles for key in _work(single)}
     most, stages = 1 + max(single.microbatch for single in singles), rank_of_stages(table)
@@ -281,12 +287,15 @@ def _missing(table: Table, num_stages: int, microbatches: int) -> list[ScheduleF
     return faults
 
 
-# CSV, as torch writes it
+# CSV, in torch's format
 
 
 def load_schedule_csv(path: str | Path, ranks: int, num_stages: int | None, microbatches: int) -> Table:
-    """A table of compute actions. ScheduleTableError with all that is wrong with it; `num_stages` None: as many as it
-    has. A step in an error is the cell of the row, from 0, empty ones included."""
+    """Read and check a table of compute actions. Raises ScheduleTableError with all of its faults.
+
+    `num_stages`: the expected number of stages; None accepts the table's. A step in an error is the cell's index in its
+    row, from 0, with empty cells counted.
+    """
     table, cells, faults = _read(Path(path))
     if not faults:
         num_stages = len(rank_of_stages(table)) if num_stages is None else num_stages
@@ -297,7 +306,7 @@ def load_schedule_csv(path: str | Path, ranks: int, num_stages: int | None, micr
 
 
 def _read(path: Path) -> tuple[Table, list[list[int]], list[ScheduleFault]]:
-    """Actions, the cells in which they stand, and what is no action."""
+    """Return the actions, the cell index of each in its row, and the faults of cells that cannot be parsed."""
     allowed = "a CSV file with a row for each rank, its actions in order"
     try:
         content = read_file(path, LARGEST_FILE).decode("utf-8-sig")
@@ -327,7 +336,7 @@ def _read(path: Path) -> tuple[Table, list[list[int]], list[ScheduleFault]]:
 
 
 def parse_action(text: str) -> Action | None:
-    """`3F0` or `(0F4;3B1)OVERLAP_F_B`; None for an empty cell. ScheduleTableError for what is neither."""
+    """Parse `3F0` or `(0F4;3B1)OVERLAP_F_B`, or return None for an empty cell. Raises ScheduleTableError otherwise."""
     text = text.strip()
     if not text:
         return None

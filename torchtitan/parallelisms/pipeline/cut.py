@@ -1,9 +1,9 @@
-"""The cut of a model into pipeline stages, their ranks, and the requirements of each schedule. Numbers and names only:
-no torch, so that a job can be checked at once.
+"""The cut of a model into pipeline stages, their ranks, and the requirements of each schedule. It does not import
+torch, so that a job can be checked quickly.
 
-A stage is a list of module names in the model's order. Layers are handed out by cost: every stage gets one, then each
-further one goes to the stage that has the least, where the embedding counts as `first_less` layers and norm and head
-together as `last_less`. Where it comes out even this is torchtitan's cut.
+A stage is a list of module names in the model's order. Layers are distributed by cost: every stage gets one, then each
+further layer goes to the stage with the lowest cost. The embedding costs `first_less` layers, norm and head together
+`last_less`. If the cost divides evenly, pytorch/torchtitan cuts the same way.
 """
 
 from collections import Counter
@@ -15,16 +15,17 @@ from torchtitan.core.errors import JobError
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleTraits:
-    """The requirements of torch's class of that name. In a loop, stage s is on rank s % pp; in a V the second half goes
-    back.
+    """The requirements of a schedule, named as in torch.distributed.pipelining.
+
+    Style "loop": stage s is on rank s % pp. Style "v": the second half of the stages runs over the ranks in reverse.
     """
 
     name: str
     style: str = "loop"  # loop or v
-    stages_per_rank: int = 2  # where nothing else is said
-    exact: bool = True  # no other number of stages per rank
+    stages_per_rank: int = 2  # default
+    exact: bool = True  # only this number of stages per rank
     split_backward: bool = False  # gradients of inputs and of weights are separate actions
-    at_least_stages: bool = False  # not fewer microbatches than stages
+    at_least_stages: bool = False  # at least as many microbatches as stages
     whole_rounds: bool = False  # microbatches are divisible by max(1, microbatches // pp)
 
 
@@ -53,9 +54,9 @@ def schedule_traits(name: str) -> ScheduleTraits:
 def num_stages_for(
     schedule: str, pp: int, num_layers: int, layers_per_stage: int | None, first_less: int = 1, last_less: int = 1
 ) -> int:
-    """Stages over all ranks: as many as the schedule is used to, or as `layers_per_stage` makes.
+    """Return the total number of stages: the schedule's default, or as given by `layers_per_stage`.
 
-    JobError where that does not divide over the ranks, does not suit the schedule or leaves a stage without layers.
+    Raises JobError if it does not divide over the ranks, does not fit the schedule or leaves a stage without layers.
     """
     traits = schedule_traits(schedule)
     if layers_per_stage is None:
@@ -80,7 +81,7 @@ def num_stages_for(
 
 
 def check_stages(schedule: str, pp: int, num_stages: int) -> None:
-    """JobError where the schedule cannot have so many stages over `pp` ranks."""
+    """Raise a JobError if the schedule does not support this number of stages on `pp` ranks."""
     fault = _stages_fault(schedule_traits(schedule), pp, num_stages)
     if fault:
         raise JobError(f"{num_stages} pipeline stages: {fault}")
@@ -107,7 +108,7 @@ def _check_enough_layers(num_layers: int, num_stages: int, pp: int) -> None:
 
 
 def stages_of_rank(rank: int, pp: int, num_stages: int, style: str) -> list[int]:
-    """The indices of a pipeline rank's stages, ascending. style: loop or v (there, the last stage is on rank 0)."""
+    """Return the indices of a pipeline rank's stages, ascending. `style`: as in ScheduleTraits."""
     assert num_stages % pp == 0 and style in ("loop", "v")
     rounds = range(num_stages // pp)
     turned = [style == "v" and turn % 2 == 1 for turn in rounds]
@@ -115,11 +116,10 @@ def stages_of_rank(rank: int, pp: int, num_stages: int, style: str) -> list[int]
 
 
 def forward_order(ranks: Sequence[int], microbatches: int) -> list[tuple[int, int]]:
-    """(stage, microbatch) of a pass without backward, over all ranks in one order; `ranks` is that of each stage.
+    """Return a global order of (stage, microbatch) for a forward-only pass. `ranks`: the rank of each stage.
 
-    A tick is one stage of one microbatch on every rank that has something ready, the furthest first. Ranks that send
-    and receive in this order cannot wait for one another in a ring, for of any two messages both ends agree on which
-    comes first.
+    In each tick, every rank with ready inputs runs one microbatch, in its latest ready stage. Ranks that send and
+    receive in this order cannot deadlock, as both ends of any two messages agree on which comes first.
     """
     order: list[tuple[int, int]] = []
     at = [0] * len(ranks)  # microbatches done, by stage
@@ -133,7 +133,7 @@ def forward_order(ranks: Sequence[int], microbatches: int) -> list[tuple[int, in
 
 
 def layers_of_stages(num_layers: int, num_stages: int, first_less: int, last_less: int) -> list[int]:
-    """The number of layers of each stage; their sum is `num_layers`, none is 0."""
+    """Return the number of layers of each stage: at least 1 each, `num_layers` in all."""
     _check_enough_layers(num_layers, num_stages, num_stages)
     layers = [1] * num_stages
     extra = [0] * num_stages
@@ -151,14 +151,16 @@ def model_modules(
     embedding: str = "tok_embeddings",
     head: Sequence[str] = ("norm", "output"),
 ) -> list[str]:
-    """The names that a cut deals out, in the model's order. The last three arguments are ParallelPlan's fields."""
+    """Return the module names that a cut distributes, in the model's order. The last three arguments are as in
+    ParallelPlan.
+    """
     return [embedding, *(blocks.replace("*", str(layer)) for layer in range(num_layers)), *head]
 
 
 def stage_modules(
     num_layers: int, num_stages: int, first_less: int = 1, last_less: int = 1, **names: str | Sequence[str]
 ) -> list[list[str]]:
-    """Module names of each stage, cut by cost. `names` as in model_modules."""
+    """Return the module names of each stage, cut by cost. `names`: as in model_modules."""
     modules = model_modules(num_layers, **names)
     counts = layers_of_stages(num_layers, num_stages, first_less, last_less)
     stages, start = [], 1
@@ -171,7 +173,7 @@ def stage_modules(
 
 
 def check_modules(stages: Sequence[Sequence[str]], modules: Sequence[str], blocks: str = "layers.*") -> None:
-    """JobError unless `stages` deals out all of `modules` once each, in order, with a layer in every stage."""
+    """Raise a JobError unless `stages` contain all of `modules` once each, in order, with a layer in every stage."""
     prefix = blocks.removesuffix("*")
     dealt = [name for stage in stages for name in stage]
     unknown = [name for name in dealt if name not in modules]
@@ -200,7 +202,7 @@ def check_modules(stages: Sequence[Sequence[str]], modules: Sequence[str], block
 
 
 def num_microbatches(local_batch_size: int, microbatch_size: int) -> int:
-    """JobError where the local batch does not divide."""
+    """Return the number of microbatches in a local batch. Raises JobError if it is not an integer."""
     if local_batch_size % microbatch_size:
         sizes = [size for size in range(1, local_batch_size + 1) if local_batch_size % size == 0]
         below = local_batch_size - local_batch_size % microbatch_size
@@ -214,7 +216,7 @@ def num_microbatches(local_batch_size: int, microbatch_size: int) -> int:
 
 
 def check_microbatches(schedule: str, count: int, pp: int, num_stages: int) -> None:
-    """JobError where the schedule does not run with `count` microbatches in a local batch; names the nearest."""
+    """Raise a JobError, with the nearest valid numbers, if the schedule cannot run `count` microbatches."""
     traits = schedule_traits(schedule)
     if traits.at_least_stages and count < num_stages:
         raise JobError(
@@ -234,7 +236,7 @@ def _whole_rounds(count: int, pp: int) -> bool:
 
 
 def _nearest(count: int, legal: Callable[[int], bool]) -> list[int]:
-    """The closest legal number on either side; 1 and multiples of anything are legal, so both exist."""
+    """Return the nearest valid number below and above `count`. Both exist, as 1 and 2 * count are valid."""
     below = next(other for other in range(count - 1, 0, -1) if legal(other))
     above = next(other for other in range(count + 1, 2 * count + 1) if legal(other))
     return [below, above]

@@ -1,11 +1,11 @@
-"""Pipeline parallelism: the model cut into parts, and a local batch run through them in microbatches.
+"""Pipeline parallelism: the model is cut into parts, and a local batch runs through them in microbatches.
 
-A part is the model without the modules of the other stages, so parameters keep their names. Every pipeline rank reads
-the same batch: positions, document numbers and labels need no messages, only hidden states and their gradients do.
-Shapes of messages are known beforehand, so nothing is run to find them out.
+A part is a copy of the model without the modules of other stages, so parameters keep their names. All pipeline ranks
+read the same batch. So only hidden states and their gradients are sent, not positions, document ids or labels. Message
+shapes are computed in advance, without the shape inference of torch.distributed.pipelining.
 
-Whatever the schedule, it is a table of actions for one runtime (runtime.py). With recompute, gradients of input
-and weights are taken together: a split backward would compute every layer again once for each of its weights.
+Every schedule is a table of actions for one runtime (runtime.py). With recompute, input and weight gradients are
+computed together, as a split backward would recompute every layer once per weight.
 """
 
 import copy
@@ -56,24 +56,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """The job's wishes. Each of the methods raises ValueError where they cannot be had."""
+    """The pipeline options of a job. The methods raise ValueError if the options are infeasible."""
 
     hidden_dim: int
     local_batch_size: int
     microbatch_size: int = 1
     schedule: str = "1F1B"
-    csv: str | Path | None = None  # a table of one's own; `schedule` is not read then
+    csv: str | Path | None = None  # file with a custom table; it replaces `schedule`
     layers_per_stage: int | None = None
     first_less: int = 1
     last_less: int = 1
-    modules: Sequence[Sequence[str]] | None = None  # names of each stage instead of a cut by cost
+    modules: Sequence[Sequence[str]] | None = None  # module names of each stage; None: cut by cost
 
     @property
     def microbatches(self) -> int:
         return num_microbatches(self.local_batch_size, self.microbatch_size)
 
     def stages(self, model: nn.Module, plan: ParallelPlan, pp: int) -> list[list[str]]:
-        """Module names of every stage, of the whole model."""
+        """Return the module names of every stage of the model."""
         num_layers = len(match(model, plan.blocks))
         if self.modules is not None:
             names = model_modules(num_layers, plan.blocks, plan.embedding, plan.head)
@@ -99,7 +99,7 @@ class PipelineOptions:
         )
 
     def table(self, pp: int, num_stages: int | None, pairs: bool = False) -> Table:
-        """`pairs`: a forward and a backward that may overlap stay one action, where the schedule has such."""
+        """Return the schedule's table. `pairs`: keep forward-backward pairs that may overlap as one action."""
         if self.csv is not None:
             return load_schedule_csv(self.csv, pp, num_stages, self.microbatches)
         return build_table(self.schedule, pp, self.microbatches, num_stages // pp, overlap=pairs)
@@ -113,15 +113,15 @@ class PipelineOptions:
 
 @dataclass(frozen=True)
 class Segmented:
-    """Parts run segment by segment, all-to-alls of experts behind other computation (docs/dualpipev.md)."""
+    """Settings to run parts segment by segment, with the all-to-alls of experts overlapped (docs/dualpipev.md)."""
 
-    policy: Policy  # of recompute, which is the segments' own business then
+    policy: Policy  # of recompute, done by the segments
     transport: Transport
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Map each further name of a parameter with several names to its first. Call it on the full model,
-    before the cut.
+    """Map the second and further names of each shared parameter to its first. Call it on the full model, before the
+    cut.
     """
     first: dict[nn.Parameter, str] = {}
     named_parameters = list(model.named_parameters(remove_duplicate=False))
@@ -133,9 +133,11 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def cut_model(
     model: nn.Module, stages: Sequence[Sequence[str]], local_stages: Sequence[int], plan: ParallelPlan | None = None
 ) -> list[nn.Module]:
-    """Copies of `model`, on the meta device, with the modules of `local_stages`; those of other stages are None or, in
-    a container, gone. What no stage names (rotary angles, loss) every part has, but what the plan has beside the
-    embedding or a block goes with it."""
+    """Return a copy of `model`, on the meta device, for each of `local_stages`.
+
+    Modules of other stages are None, or deleted from a ModuleDict. Modules of no stage (rotary angles, loss) are in
+    every part, except those that the plan attaches to the embedding or to a block.
+    """
     attached: dict[str, tuple[str, ...]] = {} if plan is None else {plan.embedding: plan.with_embedding}
     for module, block in () if plan is None else plan.with_block:
         attached[block] = (*attached.get(block, ()), module)
@@ -144,7 +146,7 @@ def cut_model(
     parts = []
     for index in local_stages:
         removed = everything.difference(stages[index])
-        # what is "copied" already stays what it is said to be: None. A large model's other stages take a while to copy.
+        # the memo maps removed modules to None, as copying a large model's other stages would take long
         part = copy.deepcopy(model, {id(model.get_submodule(name)): None for name in removed})
         for name in removed:
             parent_name, _, child = name.rpartition(".")
@@ -158,12 +160,12 @@ def cut_model(
 
 
 class Pipeline:
-    """This rank's parts under a schedule.
+    """This rank's parts and the schedule that runs them.
 
-    `parts` are finished: parallel, with storage and initial weights. `hidden_dtype`: of what passes between stages;
-    `sequence_shards`: into how many pieces sequence parallel splits it (1: not). `forward_context`: entered around
-    forwards, for autocast. `merge_backward`: take gradients of input and weights together, as recompute and compiled
-    blocks need it. `tied`: of tied_names. `segments`: run the parts by segments.
+    `parts`: parallelized, with storage and initial weights. `hidden_dtype`: of the hidden states sent between stages;
+    `sequence_shards`: number of shards of their sequence (1 without sequence parallel). `forward_context`: entered
+    around forwards, for autocast. `merge_backward`: compute input and weight gradients together, as recompute and
+    compiled blocks need it. `tied`: from tied_names. `segments`: run the parts by segments.
     """
 
     def __init__(
@@ -201,11 +203,11 @@ class Pipeline:
     # Training
 
     def train_step(self, batch: Mapping[str, torch.Tensor], valid_tokens: int, is_last: bool = True) -> torch.Tensor:
-        """Forward and backward of one local batch, [B, S] each: tokens, labels, positions, which may be [1, S], and, if
-        wanted, document_ids; the same on all pipeline ranks. Gradients add up until they are zeroed.
+        """Run forward and backward of one local batch and accumulate its gradients.
 
-        Returns sum of losses / valid_tokens where the last stage is, else 0. `is_last`: of the step's local batches;
-        replicas exchange gradients there only.
+        `batch`: tensors [B, S], the same on all pipeline ranks: tokens, labels, positions, which may be [1, S], and
+        optionally document_ids. Returns sum of losses / valid_tokens on the rank of the last stage, 0 on others.
+        `is_last`: True for the last local batch of a step, after which replicas all-reduce gradients.
         """
         tokens, extra_inputs = self._inputs(batch)
         if len(tokens) != self.options.local_batch_size:
@@ -227,7 +229,7 @@ class Pipeline:
         if seq_len not in self.schedules:
             size = self.options.microbatch_size
             tokens = torch.empty((size, seq_len), dtype=torch.long, device="meta")
-            # requires_grad says that gradients are to be sent back; without it earlier stages silently get none
+            # torch sends gradients back only if this requires them; earlier stages would silently get none
             hidden = self._hidden(size, seq_len, "meta").requires_grad_()
             loss = self._no_loss("meta").requires_grad_()
             stages = [
@@ -262,12 +264,14 @@ class Pipeline:
         )
 
     def _hidden(self, samples: int, seq_len: int, device: torch.device | str) -> torch.Tensor:
-        """Return what passes between stages: [B, S, D], under sequence parallel this rank's [B, S / shards, D]."""
+        """Return empty hidden states as sent between stages: [B, S, D], or [B, S / shards, D] under sequence
+        parallel.
+        """
         shape = (samples, seq_len // self.sequence_shards, self.options.hidden_dim)
         return torch.empty(shape, dtype=self.hidden_dtype, device=device)
 
     def _no_loss(self, device: torch.device | str) -> torch.Tensor:
-        """Return an empty loss in the dtype of losses (see losses/objective.py)."""
+        """Return a zero loss in the dtype of losses (see losses/objective.py)."""
         return torch.zeros((), dtype=torch.promote_types(self.hidden_dtype, torch.float32), device=device)
 
     def _merged(self, table: Table) -> Table:
@@ -286,9 +290,10 @@ class Pipeline:
 
     @torch.no_grad()
     def eval_step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The sum of losses, 0 where the last stage is not. A batch as train_step takes it, but of any size and length.
+        """Return the sum of losses, 0 on ranks without the last stage. `batch` is as in train_step, of any size [B, S].
 
-        A pass of its own: torch's takes the shapes of training only, and fails where neighbouring stages share a rank.
+        It does not use torch's eval, which supports only the shapes of training and fails if adjacent stages share a
+        rank.
         """
         tokens, extra_inputs = self._inputs(batch)
         pieces = tokens.split(self.options.microbatch_size)
@@ -320,22 +325,22 @@ class Pipeline:
                 receiving[stage + 1, index] = dist.irecv(buffer, group=self.group, group_src=sender)
         for work, _ in sending:
             work.wait()
-        for part in self.parts:  # they stay gathered after a forward, and who asks for parameters next wants shards
+        for part in self.parts:  # they stay gathered after a forward, but later readers of parameters expect shards
             for module in fsdp_modules(part):
                 module.reshard()
         return self._no_loss(self.device) if total is None else total
 
-    # Tied weights: the first part has the embedding, the last one its copy as head
+    # Tied weights: the first part has the embedding, the last part a copy of it as its head
 
     @property
     def duplicated(self) -> set[nn.Parameter]:
-        """This rank's copies. Norm and checkpoint skip them: the first part has the same values."""
+        """Return this rank's copies of tied weights. Norm and checkpoint skip them: the first part has the values."""
         return {parameter for name, parameter in self._parameters().items() if name in self.tied}
 
     @torch.no_grad()
     def sum_tied_gradients(self) -> None:
-        """Give both copies the sum of the two gradients, bit-identical. Call it once per step, after the
-        last backward.
+        """Set the gradients of both copies to their sum, bit-identical. Call it once per step, after the last
+        backward.
         """
         first, last = self.ranks[0], self.ranks[-1]
         if self.rank not in (first, last):
@@ -353,8 +358,8 @@ class Pipeline:
                 peer = last if self.rank == first else first
                 local_grad = grad.to(self.device).contiguous()
                 other = torch.empty_like(local_grad)
-                # one after the other and not as a batch, which NCCL carries in the communicator of all pipeline ranks:
-                # the others are not here to make it
+                # not batch_isend_irecv: NCCL would use the communicator of all pipeline ranks, and creating that needs
+                # the other ranks, which are not here
                 send = partial(dist.isend, local_grad, group=self.group, group_dst=peer)
                 receive = partial(dist.irecv, other, group=self.group, group_src=peer)
                 for message in (send, receive) if self.rank == first else (receive, send):
@@ -366,7 +371,7 @@ class Pipeline:
 
 
 def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """This rank's piece, to be changed in place. Both copies are sharded alike, so pieces match."""
+    """Return this rank's shard of the gradient, to be changed in place. Both copies have the same placements."""
     grad = parameter.grad
     assert grad is not None, "sum_tied_gradients comes after backward"
     if not isinstance(grad, DTensor):

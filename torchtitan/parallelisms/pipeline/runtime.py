@@ -1,14 +1,14 @@
-"""The pipeline runtime on torch's: one class for every schedule, driven by a table of actions.
+"""The pipeline runtime: a subclass of torch's _PipelineScheduleRuntime that runs every schedule from its table.
 
-Everything of torch's that is private or may move is in this file. What ours does otherwise:
-* The loss is computed inside the last stage's forward and kept by microbatch, in whatever order they come.
-* Recompute's full backward, or a split one: under FSDP's mixed precision, gradients of a split backward would add up in
-  the parameters' type, and here they are handed to FSDP's float32 sum after every microbatch.
-* Gradients of a split backward are laid out as their parameters are.
-* Gradients of replicas are summed in the last local batch of a step only.
-* Buffers of received activations and gradients live from the receive to their use. torch's live as long as the stage,
-  one for each microbatch: 8 GiB in the 405B job.
-* An exception keeps its type and says which stage and microbatch it comes from.
+This file contains the uses of private torch names. Differences from torch's runtime:
+* The loss is computed inside the last stage's forward and stored by microbatch, in any order of microbatches.
+* After a split backward, each microbatch's weight gradients are added to FSDP's accumulator in the reduction dtype
+  (float32). torch would accumulate them in the dtype of the parameters.
+* Gradients of a split backward get the memory layout of their parameters.
+* HSDP replicas all-reduce gradients only in the last local batch of a step.
+* Buffers for received activations and gradients live from the receive to their use. torch keeps one for each
+  microbatch as long as the stage: 8 GiB in the 405B job.
+* An exception keeps its type and gets a note with its stage and microbatch.
 """
 
 import logging
@@ -25,7 +25,7 @@ from torchtitan.parallelisms.data_parallel import fsdp_modules
 from torchtitan.parallelisms.pipeline.actions import Table
 from torchtitan.process.exit import add_note
 
-# Before it raises, the runtime prints the whole table, a line for each action; the exception says where it was.
+# Before it raises, the runtime logs the whole table, one line per action. The exception's note is enough.
 logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)
 
 
@@ -43,7 +43,7 @@ STAGE_ATTRIBUTES = ("args_recv_info", "grad_recv_info", "buffer", "tensor_meta",
 
 @contextmanager
 def named(stage: int, microbatch: int, direction: str) -> Iterator[None]:
-    """Whatever is raised inside, without torch's wrapping and with the place in its notes."""
+    """Re-raise exceptions without torch's RuntimeError wrapper, and with a note of stage, microbatch and direction."""
     try:
         yield
     except Exception as error:
@@ -54,16 +54,14 @@ def named(stage: int, microbatch: int, direction: str) -> Iterator[None]:
 
 
 def targets_of(part: nn.Module) -> tuple[str, ...]:
-    """The tensors of a batch that only the loss reads."""
+    """Return the names of the batch's tensors that only the loss reads."""
     return getattr(getattr(part, "loss", None), "targets", ("labels",))
 
 
 def microbatches_of(
     extra_inputs: Mapping[str, torch.Tensor], tokens: Sequence[torch.Tensor]
 ) -> list[dict[str, torch.Tensor]]:
-    """Split tensors [B, ...] to match the microbatches of tokens [b, S]. A tensor with one row belongs to
-    all samples.
-    """
+    """Split tensors [B, ...] like the microbatches of tokens [b, S]. A tensor with one row applies to all samples."""
     sizes = [len(piece) for piece in tokens]
     pieces_of = {
         name: [tensor] * len(sizes) if len(tensor) == 1 else tensor.split(sizes)
@@ -73,10 +71,10 @@ def microbatches_of(
 
 
 class Stage(PipelineStage):
-    """`part`: a piece of the model that takes (tokens or hidden states, **kwargs). Only the last one is given what the
-    loss reads.
+    """A pipeline stage around `part`, which is called with (tokens or hidden states, **kwargs).
 
-    `forward_context`: entered around every forward (autocast), but not around backward.
+    Only the last stage gets the tensors for the loss. `forward_context`: entered around every forward (autocast), but
+    not around backward.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class Stage(PipelineStage):
         self.sums_over_replicas = True
         self.targets = targets_of(part)
 
-    # Buffers of what is received
+    # Receive buffers
 
     def _setup_forward_recv_info(self, *args):
         super()._setup_forward_recv_info(*args)
@@ -140,12 +138,10 @@ class Stage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         lay_out_gradients(self.submod.parameters())
         for group in self._fsdp_groups():
-            group.post_backward()  # with synchronisation off it only adds to the sum, in the type of the reduction
+            group.post_backward()  # with gradient sync off it only accumulates, in the reduction dtype
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Sum gradients over ranks and free what was gathered, once per local batch, after this stage's
-        last backward.
-        """
+        """Reduce gradients over ranks and reshard, once per local batch, after this stage's last backward."""
         assert grad_scale_factor == 1
         if not isinstance(self.submod, FSDPModule):
             return
@@ -163,9 +159,10 @@ class Stage(PipelineStage):
 
 
 def lay_out_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Give gradients the memory layout of their parameters, as autograd does. torch's split backward keeps gradients as
-    they come out of their products, perhaps transposed, and fused optimizers read both in the order of memory: on a CPU
-    without a word, so that entries get one another's steps.
+    """Give gradients the memory layout of their parameters, as autograd does.
+
+    torch's split backward stores gradients as matrix products return them, sometimes transposed. Fused optimizers read
+    gradient and parameter in memory order, so entries would get the wrong updates, on a CPU without an error.
     """
     for parameter in parameters:
         grad = parameter.grad
@@ -180,9 +177,9 @@ def _forget_buffers(infos) -> None:
 
 
 class TableSchedule(_PipelineScheduleRuntime):
-    """Runs `table`, the actions of all ranks. A stage that is last gives the sum of a microbatch's losses.
+    """The runtime of `table`, the actions of all ranks. The last stage returns the sum of a microbatch's losses.
 
-    Attributes of the next step: `valid_tokens`, by which losses are divided; `loss`, of this rank after the step.
+    `valid_tokens`: the divisor of the losses in this step. `loss`: this rank's loss after the step.
     """
 
     def __init__(self, stages: list[Stage], table: Table, microbatches: int):
@@ -196,8 +193,9 @@ class TableSchedule(_PipelineScheduleRuntime):
         self._prepare_schedule_with_comms(self.pipeline_order)
 
     def run(self, tokens: torch.Tensor, kwargs: dict[str, torch.Tensor], valid_tokens: int) -> torch.Tensor | None:
-        """Forward and backward of a local batch, tokens [B, S] and what else the model takes; the share of the loss, a
-        scalar, None where the last stage is not.
+        """Run forward and backward of a local batch: tokens [B, S], and the model's further inputs as `kwargs`.
+
+        Returns this rank's share of the loss, a scalar, or None on ranks without the last stage.
         """
         self.valid_tokens, self.loss = valid_tokens, None
         self._shares.clear()
@@ -212,7 +210,7 @@ class TableSchedule(_PipelineScheduleRuntime):
     def _share_of_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss / self.valid_tokens
 
-    # torch's three take the microbatches of the last stage to come in order, which a table need not do
+    # these replace three methods of torch that require the last stage's microbatches to run in order
 
     def _maybe_compute_loss(self, stage, output, target_mbs, mb_index, *args) -> None:
         if stage.is_last:

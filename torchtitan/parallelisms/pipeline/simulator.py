@@ -1,10 +1,10 @@
-"""The time and the activation memory of a schedule, from its table and the costs of forward and backward. No torch.
+"""A simulation of a schedule's time and activation memory, from its table and costs. It does not import torch.
 
-The definitions hold everywhere. F, I and W are the times of forward, input gradient and weight gradient of one rank's
-whole share of the layers for one microbatch; all stages cost the same, so with v stages a rank an action takes a v-th.
-A rank's bubble is makespan - its busy time, where all ranks end at a common barrier: gradient clipping and the
-optimizer's step need all of them. Activations count in one rank's share of the layers x one microbatch; they live from
-the start of their forward to the end of their weight gradient. Arithmetic is exact (fractions).
+F, I and W are the times of forward, input gradient and weight gradient of all layers of one rank, for one microbatch.
+All stages cost the same: with v stages per rank, an action takes 1/v of that. A rank's bubble is the makespan minus its
+busy time, as all ranks wait for each other at the end of a step (gradient clipping, optimizer). The unit of activation
+memory is the layers of one rank x one microbatch. Activations live from the start of their forward to the end of their
+weight gradient. Times are exact (fractions).
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ Time = Fraction | int | float
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of one rank's share of the layers for one microbatch, in any unit."""
+    """The times of all layers of one rank for one microbatch, in any unit."""
 
     forward: Time = 1
     input_grad: Time = 1
@@ -72,17 +72,16 @@ class Simulation:
 
     @property
     def bubble_share(self) -> float:
-        """Idle time of all ranks over their whole time."""
+        """Return the fraction of the ranks' total time that is idle."""
         return float(sum(self.bubbles) / (self.makespan * len(self.busy)))
 
 
 def simulate(table: Table, costs: Costs = EVEN, p2p: Time = 0, overlap: Time | None = None) -> Simulation:
-    """Every rank runs its row in order, each action as soon as its inputs are there.
+    """Simulate a table. Every rank runs its row in order, each action as soon as its inputs have arrived.
 
-    p2p: time from the end of an action to its result on another rank, which costs neither rank anything.
-    overlap: the two of an OVERLAP_F_B pair begin together and end together after this part of F + B. None: F, then B,
-    as torch runs pairs by itself; the results of both leave the rank after B. ScheduleTableError where the ranks wait
-    for one another for ever.
+    p2p: latency from the end of an action to its result on another rank; neither rank is busy meanwhile.
+    overlap: the two actions of an OVERLAP_F_B pair start and end together, in this fraction of F + B. None: F, then B,
+    as torch runs pairs; both results leave the rank after B. Raises ScheduleTableError on a deadlock.
     """
     num_stages = num_stages_of(table)
     share = Fraction(len(table), num_stages)
@@ -112,10 +111,10 @@ def simulate(table: Table, costs: Costs = EVEN, p2p: Time = 0, overlap: Time | N
 
 
 def _peak(row: Sequence[Action]) -> int:
-    """Most stages x microbatches that a rank holds at once."""
-    held = peak = 0
+    """Return the maximum number of (stage, microbatch) activations that a rank stores at once."""
+    alive = peak = 0
     for single in (single for action in row for single in action.singles):
-        held += single.kind == FORWARD
-        peak = max(peak, held)
-        held -= single.kind in (BACKWARD, WEIGHT_GRAD)
+        alive += single.kind == FORWARD
+        peak = max(peak, alive)
+        alive -= single.kind in (BACKWARD, WEIGHT_GRAD)
     return peak

@@ -1,9 +1,9 @@
-"""Backward of one graph in two halves: gradients of its inputs now, those of its weights later.
+"""Split the backward of one graph (zero bubble, arXiv:2401.10241): input gradients now, weight gradients later.
 
-The first half walks only nodes between outputs and inputs. Where the paths of the weights leave them (at a matrix
-product, say) it notes the gradient that arrived; the second half starts there, so nothing is computed twice. Only
-public names of torch's autograd are used. Weights need not be named: they are the leaves of the graph that are no
-inputs.
+The first half visits only nodes between the outputs and the inputs. At nodes where a path to a weight branches off (a
+matrix product, for example), it records the incoming gradient. The second half starts from these, so nothing is
+computed twice. Weights are the leaves of the graph that are not inputs, so they need not be listed. Unlike torch's
+split backward, this uses only public names of autograd.
 """
 
 from collections import defaultdict
@@ -18,21 +18,22 @@ Grads = tuple[torch.Tensor | None, ...]
 
 
 class WeightGradients:
-    """The weight gradients that are left of a backward. It holds the graph's saved tensors until it is run, once.
-    `free`: outputs that depend on weights alone, with gradients of their shapes.
+    """The second half of a backward. It holds the graph's saved tensors until `run`, which is called once.
+
+    `free`: outputs that depend on weights but no input, with gradients of their shapes.
     """
 
     def __init__(self, free: list[tuple[GradientEdge, torch.Tensor]], groups: list["Group"]):
         self._free = free
-        # Groups of several starts first: their paths may lead through the start of another group, which, run by itself,
-        # frees what it saved.
+        # Groups with several starts run first: their paths may pass through the start of another group, and a group
+        # with one start frees the saved tensors.
         self._groups = sorted(groups, key=lambda group: -len(group.arrived))
 
     def __bool__(self) -> bool:
         return bool(self._groups)
 
     def run(self) -> None:
-        """Add the gradients to the weights' `grad`."""
+        """Accumulate the gradients in the weights' `grad`."""
         free, groups = self._free, self._groups
         self._free, self._groups = [], []
         if free and groups:
@@ -44,7 +45,7 @@ class WeightGradients:
 
 @dataclass
 class Group:
-    """Weights that have a start in common, and the gradients that arrived at their starts."""
+    """Weights that share start nodes, and the gradients recorded at these nodes."""
 
     weights: list[torch.Tensor]
     starts: set[Node]
@@ -55,7 +56,7 @@ class Group:
         edges = [(edge, grad) for edge, grad in edges if grad is not None]
         several = len(self.arrived) > 1
         hooks = []
-        if several:  # a path from one start may lead through another, which has its whole gradient already
+        if several:  # a path from one start may pass through another, which already has its complete gradient
             hooks = [node.register_prehook(lambda _, grads=grads: grads) for node, grads in self.arrived.items()]
         try:
             if edges:
@@ -69,16 +70,16 @@ class Group:
 def backward_inputs(
     outputs: Sequence[GradientEdge], grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> WeightGradients:
-    """Add the gradients of the leaves `inputs` to their `grad`; what is returned does the same for the weights.
+    """Accumulate gradients in the `grad` of the leaves `inputs`, and return an object that does so for the weights.
 
-    outputs: of one graph (get_gradient_edge of a tensor, which need not live any more); grads: theirs, of the
+    outputs: edges of one graph, from get_gradient_edge; the tensors may have been freed. grads: their gradients, of the
     outputs' shapes.
     """
     inputs = [tensor for tensor in inputs if tensor.requires_grad]
     leaf_nodes = {get_gradient_edge(tensor).node for tensor in inputs}
     roots = [output.node for output in outputs]
     users, weights = _walk(roots, leaf_nodes)
-    between, _ = _ancestors(leaf_nodes, users, set())  # every node above an input
+    between, _ = _ancestors(leaf_nodes, users, set())  # all nodes between outputs and inputs
     groups: list[Group] = []
     for leaf, weight in weights.items():
         group = Group([weight], _ancestors({leaf}, users, between)[1])
@@ -91,7 +92,7 @@ def backward_inputs(
     for group in groups:
         for node in group.starts:
             hooks.append(node.register_prehook(partial(group.arrived.__setitem__, node)))
-    bound, free = [], []  # outputs that depend on an input, and those on weights alone
+    bound, free = [], []  # outputs that depend on an input; outputs that depend on weights only
     for root, output, grad in zip(roots, outputs, grads, strict=True):
         (bound if root in between else free).append((output, grad))
     try:
@@ -104,7 +105,7 @@ def backward_inputs(
 
 
 def _walk(roots: list[Node], leaf_nodes: set[Node]) -> tuple[dict[Node, list[Node]], dict[Node, torch.Tensor]]:
-    """The graph below `roots`: of every node those that use it, and the weights by their leaf nodes."""
+    """Walk the graph from `roots`. Return the users of each node, and the weights by leaf node."""
     users: dict[Node, list[Node]] = defaultdict(list)
     weights: dict[Node, torch.Tensor] = {}
     visited, waiting = set(roots), list(dict.fromkeys(roots))
@@ -122,7 +123,9 @@ def _walk(roots: list[Node], leaf_nodes: set[Node]) -> tuple[dict[Node, list[Nod
 
 
 def _ancestors(nodes: set[Node], users: dict[Node, list[Node]], stop: set[Node]) -> tuple[set[Node], set[Node]]:
-    """(all nodes from which one of `nodes` is reached, and these; those of `stop` at which the way up ended)."""
+    """Return (`nodes` and all nodes that lead to them, nodes of `stop` that were reached). The search from `nodes`
+    towards the outputs does not go beyond `stop`.
+    """
     reached, ends, waiting = set(), set(), list(nodes)
     while waiting:
         node = waiting.pop()

@@ -1,5 +1,7 @@
-"""The tables of all schedules by name: torch's own where torch shows them, ours where it does not (GPipe) or shows a
-wrong one (1F1B: torch 2.13 lists its last rank's forwards from microbatch 1, though it runs them from 0).
+"""The tables of all schedules by name.
+
+Most come from torch. Tables of ours replace those that torch does not offer (GPipe) or lists incorrectly (1F1B: torch
+2.13 lists the last rank's forwards from microbatch 1 but runs them from 0).
 """
 
 from types import SimpleNamespace
@@ -29,9 +31,11 @@ def build_table(
     merge_backward: bool = False,
     overlap: bool = False,
 ) -> Table:
-    """One row of actions per rank. `stages_per_rank`: None for the schedule's usual number; `merge_backward` joins I
-    and W to B, as recompute needs it; `overlap` keeps DualPipeV's pairs, for a runtime that overlaps them. JobError
-    where the schedule cannot have such numbers.
+    """Return the table of a schedule, one row of actions per rank.
+
+    `stages_per_rank`: None for the schedule's default. `merge_backward`: merge I and W to B, as recompute needs it.
+    `overlap`: keep DualPipeV's pairs, for a runtime that overlaps them. Raises JobError if the schedule does not
+    support these numbers.
     """
     traits = schedule_traits(schedule)
     stages_per_rank = traits.stages_per_rank if stages_per_rank is None else stages_per_rank
@@ -50,7 +54,7 @@ def _gpipe(rank: int, pp: int, microbatches: int) -> list[Action]:
 
 
 def _1f1b(rank: int, pp: int, microbatches: int) -> list[Action]:
-    """Forwards until the first gradient can be back, then one of each in turn."""
+    """Return the row of 1F1B: warm-up forwards until the first gradient can arrive, then B and F in turn."""
     warmup = min(pp - rank, microbatches)
     row = [Action(rank, FORWARD, m) for m in range(warmup)]
     for m in range(microbatches):
@@ -63,8 +67,8 @@ OWN = {"GPipe": _gpipe, "1F1B": _1f1b}
 
 
 def _table_of_torch(schedule: str, pp: int, microbatches: int, stages_per_rank: int) -> Table:
-    """Return torch's table of a schedule of several stages per rank. Its constructor works out the rows of all ranks
-    from these numbers.
+    """Return torch's table of a schedule with several stages per rank. Its constructor computes the rows of all ranks
+    from the sizes in these stand-ins for stages.
     """
     stages = [
         SimpleNamespace(num_stages=pp * stages_per_rank, group_size=pp, group_rank=0, submod=None)
@@ -75,7 +79,7 @@ def _table_of_torch(schedule: str, pp: int, microbatches: int, stages_per_rank: 
 
 
 def _computes(action) -> bool:
-    """Idle slots are None, and REDUCE_GRAD is an action of the runtime's."""
+    """Return True for compute actions. Idle slots are None, and REDUCE_GRAD is added by the runtime."""
     return action is not None and action.computation_type.value in (FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD, OVERLAP)
 
 

@@ -1,4 +1,4 @@
-"""One microbatch in one stage: what its segments have made so far, and how each node of segments.NodeLists is run."""
+"""The state of one microbatch in one stage, and the execution of its nodes (segments.NodeLists)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,14 +31,14 @@ from torchtitan.parallelisms.steps import Notes, Segment, running
 
 
 class _Block:
-    """One block's share of a chunk."""
+    """The state of one block in a chunk: tensors, gradients, graphs and transfers in flight."""
 
     def __init__(self, program: Program, keeps_graphs: bool, saved_names: set[str], shared: Any):
         self.program, self.keeps_graphs, self.kept = program, keeps_graphs, saved_names
         self.notes = Notes(shared if program.own is None else program.own(shared))
-        self.values: dict[str, torch.Tensor] = {}  # leaves
-        self.grads: dict[str, torch.Tensor] = {}  # that came by an all-to-all or from another stage
-        self.graphs: dict[int, list[GradientEdge | None]] = {}  # of a segment's outputs and losses
+        self.values: dict[str, torch.Tensor] = {}  # detached leaves
+        self.grads: dict[str, torch.Tensor] = {}  # received by an all-to-all or from another stage
+        self.graphs: dict[int, list[GradientEdge | None]] = {}  # edges of a segment's outputs and losses
         self.loss_grads: dict[int, list[torch.Tensor]] = {}
         self.weights: dict[int, WeightGradients] = {}
         self.random: dict[int, list[torch.Tensor]] = {}
@@ -46,7 +46,7 @@ class _Block:
         self.flying: dict[tuple[str, int], Transfer | SizesTransfer] = {}
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """All that has come for `name`; its users are through."""
+        """Remove and return the accumulated gradient of tensor `name`. Call it after the backward of all its users."""
         grad, leaf = self.grads.pop(name, None), self.values.get(name)
         if leaf is not None and leaf.grad is not None:
             grad = leaf.grad if grad is None else grad + leaf.grad
@@ -55,11 +55,14 @@ class _Block:
 
 
 class Chunk:
-    """`x`: the stage's input, tokens [B, S] or hidden states [B, S, D]; where its gradient is wanted, a leaf that
-    requires it. `place`: for error messages. `loss_gradient`: of the segments' own losses. `forward_context`: entered
-    around every forward and recomputation, but not around backward (autocast). `await_gradient`: called before the
-    first node that needs the output's gradient, to start_backward. `on_output`, `on_input_gradient`: called as soon as
-    these are there.
+    """One microbatch in one stage.
+
+    `x`: the stage's input, tokens [B, S] or hidden states [B, S, D]; a leaf that requires its gradient, if that is
+    needed. `place`: for error messages. `loss_gradient`: the gradient of the segments' own losses. `forward_context`:
+    entered around every forward and recomputation (autocast), but not around backward.
+
+    Callbacks: `await_gradient` runs before the first node that needs the output's gradient, and has to call
+    start_backward. `on_output` and `on_input_gradient` run as soon as the tensor is ready.
     """
 
     def __init__(
@@ -79,9 +82,9 @@ class Chunk:
         self.device = x.device
         self.blocks = []
         for index, program in enumerate(lists.programs):
-            keeps = torch.is_grad_enabled() and self.policy.keeps_graphs(lists.programs, index)
+            with_graphs = torch.is_grad_enabled() and self.policy.keeps_graphs(lists.programs, index)
             saved_names = self.policy.kept(program) if torch.is_grad_enabled() else set()
-            self.blocks.append(_Block(program, keeps, saved_names, shared))
+            self.blocks.append(_Block(program, with_graphs, saved_names, shared))
         self.blocks[0].values[lists.programs[0].input] = x
         self.input = x if torch.is_grad_enabled() else None
         self.output: torch.Tensor | None = None
@@ -92,8 +95,8 @@ class Chunk:
         self.on_input_gradient: Callable[[], None] | None = None
 
     def start_backward(self, output_gradient: torch.Tensor | None) -> None:
-        """Start from the output's gradient [B, S, D]. None: the output, a leaf, has it by a backward of its own (a
-        loss).
+        """Start from the output's gradient [B, S, D]. None: the loss's backward has already accumulated it in the
+        output, a leaf.
         """
         last = self.blocks[-1]
         if output_gradient is not None:
@@ -141,8 +144,8 @@ class Chunk:
                 block.random[index] = _random_state(self.device)
             if self.policy.mode == "selective" and self.policy.save_op is not None:
                 context, block.saved_ops[index] = create_selective_checkpoint_contexts(self._choose)
-        # Not under no_grad where the graph is dropped at once: whether an output needs a gradient is to be seen, and
-        # autocast would remember weights that it cast without one.
+        # Not under no_grad, even if the graph is dropped: requires_grad of the outputs is needed, and autocast would
+        # cache cast weights that do not require gradients.
         with self.forward_context, context:
             outputs = _run(step, block)
         for name, output in zip(step.outputs, outputs, strict=False):
@@ -161,13 +164,13 @@ class Chunk:
         with _restored(self.device, random), self.forward_context, block.saved_ops.pop(index, nullcontext()):
             outputs = _run(step, block)
         for name, output in zip(step.outputs, outputs, strict=False):
-            # what is there may have its gradient already, and a block's output is the leaf of the next one
+            # an existing leaf may already have its gradient, and a block's output is the next block's leaf
             if name not in block.values and name != block.program.output:
                 block.values[name] = output.detach().requires_grad_(output.requires_grad)
         self._keep_graph(block, index, outputs)
 
     def _keep_graph(self, block: _Block, index: int, outputs: tuple[torch.Tensor, ...]) -> None:
-        """The graph without the values, which may be gone by the time of the backward."""
+        """Store the gradient edges of the outputs, not the outputs, which may be freed before the backward."""
         block.graphs[index] = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
         losses = outputs[len(block.program.steps[index].outputs) :]
         block.loss_grads[index] = [torch.ones_like(loss) * self.loss_gradient for loss in map(torch.detach, losses)]
@@ -236,8 +239,10 @@ class Chunk:
             block.values[name] = leaf
 
     def _forget(self, block: _Block, index: int) -> None:
-        """Drop what no later step reads and no backward needs. Where graphs are kept, a leaf must live to get its
-        gradient; an all-to-all's gradient needs none.
+        """Drop tensors that neither later steps nor the backward need.
+
+        If graphs are kept, a leaf that a segment reads must live to accumulate its gradient. The gradient of an
+        all-to-all's input needs no leaf.
         """
         steps = block.program.steps
         step = steps[index]
@@ -274,7 +279,7 @@ def _set_random_state(device: torch.device, state: list[torch.Tensor]) -> None:
 
 @contextmanager
 def _restored(device: torch.device, state: list[torch.Tensor] | None) -> Iterator[None]:
-    """Inside, the random numbers of `state`; behind it, those that would have come."""
+    """Use the random state `state` inside this context, and restore the current one afterwards."""
     if state is None:
         yield
         return

@@ -1,12 +1,12 @@
-"""All-to-alls of an expert-parallel group: issued now, waited for later, so that something can be computed meanwhile.
+"""Asynchronous all-to-alls of an expert-parallel group: computation overlaps with them between `issue` and `wait`.
 
-One thread issues them, in the order of its program, so the ranks of a group agree on the order by construction.
+A single thread issues them in program order, so all ranks of a group issue them in the same order.
 
-On a GPU, torch runs a collective on the communicator's own stream: it begins behind what the current stream holds at
-the issue, and `wait` puts the current stream, not the host, behind it. Both buffers are kept until then, so their
-memory is free for others only behind the transfer; nothing has to be marked with record_stream. Split sizes are needed
-on the host. They travel on a stream of their own, so that the host waits for the router and not for everything that was
-launched since; with a group of their own (`counts_group`) they do not queue behind the other direction's tokens either.
+On a GPU, torch runs a collective on the communicator's stream. It starts after the work that the current stream has at
+`issue`, and `wait` makes the current stream, not the host, wait for it. Both buffers are referenced until `wait`, so
+their memory is not reused before the transfer ends, without record_stream. The host needs the split sizes. These use a
+separate stream, so that the host waits only for the router and not for later kernels. With a separate process group
+(`counts_group`), they do not wait for the tokens of the other direction either.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ import torch.distributed as dist
 
 
 class Sizes(NamedTuple):
-    """The sizes that ranks exchange before the tokens."""
+    """The numbers of tokens in an all-to-all, exchanged in advance."""
 
-    received_counts: torch.Tensor  # [ep, experts here], tokens that come from each rank for each expert of this one
+    received_counts: torch.Tensor  # [ep, local experts], tokens from each rank for each expert of this rank
     send: list[int]  # tokens to each rank
     receive: list[int]  # tokens from each rank
 
 
 class Transfer(Protocol):
     def wait(self) -> torch.Tensor:
-        """Wait for the received tensor, which has the shape given to `issue`."""
+        """Wait for the received rows [sum(receive), ...], `receive` as in `issue`."""
         ...
 
 
@@ -35,16 +35,16 @@ class SizesTransfer(Protocol):
 
 
 class Transport(Protocol):
-    """The interface of a group for the segments; tests and benchmarks have others than AllToAll."""
+    """The interface through which segments communicate. Tests and benchmarks replace AllToAll by other classes."""
 
     size: int
 
     def issue(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> Transfer:
-        """rows [sum(send), ...], in the order of the ranks that they go to -> [sum(receive), ...]."""
+        """Start an all-to-all of rows [sum(send), ...], sorted by destination rank -> [sum(receive), ...]."""
         ...
 
     def issue_counts(self, counts: torch.Tensor) -> SizesTransfer:
-        """counts [experts of the group], int64: this rank's tokens for each, in the order of ranks and experts."""
+        """Start the exchange of counts [experts of the group], int64: this rank's tokens for each expert, by rank."""
         ...
 
 
@@ -78,7 +78,7 @@ class AllToAll:
             on_host.copy_(both, non_blocking=True)
             done = device.Event()
             done.record(self._side)
-        for tensor in (counts, received):  # of the main stream's memory, used by the other
+        for tensor in (counts, received):  # allocated on the main stream, used on the side stream
             tensor.record_stream(self._side)
         return _CountsOnSide(done, device, received, on_host, self.size)
 
@@ -114,10 +114,10 @@ class _CountsOnSide(NamedTuple):
 
     def wait(self) -> Sizes:
         self.device.current_stream().wait_event(self.done)
-        self.done.synchronize()  # the host: once per layer and microbatch
+        self.done.synchronize()  # blocks the host, once per layer and microbatch
         return _sizes(*self.on_host, self.received, self.size)
 
 
 def _sizes(sent: torch.Tensor, received: torch.Tensor, on_device: torch.Tensor, size: int) -> Sizes:
-    """`sent` and `received` are on the host."""
+    """Return the sizes from counts [ep x local experts]; `sent` and `received` are on the host."""
     return Sizes(on_device.view(size, -1), *(counts.view(size, -1).sum(1).tolist() for counts in (sent, received)))

@@ -1,9 +1,9 @@
-"""The order in which the nodes of microbatches run, and the loop that runs them.
+"""The execution order of the nodes of one or two microbatches, and the loop that runs them.
 
-While an all-to-all is in flight, something else is computed: the other direction of a pair, or gradients of weights,
-which nobody waits for. Both are decided by the lists of nodes and nothing else (no clocks, no arrivals), so all ranks
-of an expert-parallel group issue the same collectives in the same order, and sums come out the same in every run: no
-barriers, no locks, no second thread.
+While an all-to-all is in flight, the loop computes something else: the other direction of a forward-backward pair, or
+deferred weight gradients. The order depends on the lists of nodes alone, never on timing. So all ranks of an
+expert-parallel group issue the same collectives in the same order, and sums are reproducible, without barriers, locks
+or a second thread.
 """
 
 from collections import deque
@@ -38,28 +38,28 @@ help."""
 
 
 class Turn(NamedTuple):
-    """`node` of the microbatch that is number `of` among those that run together."""
+    """A node, and the index `of` of its microbatch among those that run together."""
 
     of: int
     node: Node
 
 
 def slots(nodes: Iterable[Node]) -> list[list[Node]]:
-    """Cut behind every issue: what follows may have to wait, so there the other direction takes over."""
-    cut: list[list[Node]] = [[]]
+    """Split the nodes after every issue. The next node may have to wait, so the other direction runs there."""
+    pieces: list[list[Node]] = [[]]
     for node in nodes:
-        cut[-1].append(node)
+        pieces[-1].append(node)
         if node.kind == ISSUE:
-            cut.append([])
-    return [slot for slot in cut if slot]
+            pieces.append([])
+    return [slot for slot in pieces if slot]
 
 
 def merge(forward: Iterable[Node], backward: Iterable[Node]) -> list[Turn]:
-    """Slots in turn, in proportion to how many there are of each; on ties the backward (1) before the forward (0), for
-    its first all-to-all can go before anything is computed.
+    """Interleave the slots of a forward (microbatch 0) and a backward (microbatch 1), in proportion to their numbers.
 
-    Where the forward issues one and the backward is about to, with next to nothing to compute before, the backward's
-    goes first: it is waited for sooner, and all-to-alls travel one after the other.
+    On ties the backward goes first, as its first all-to-all needs no computation. All-to-alls run one after the other:
+    if the forward has just issued one and the backward would issue one after light steps only, the order of the two is
+    reversed, because the backward waits for its own sooner.
     """
     forward_slots, backward_slots = slots(forward), slots(backward)
     order: list[Turn] = []
@@ -69,8 +69,8 @@ def merge(forward: Iterable[Node], backward: Iterable[Node]) -> list[Turn]:
             steps_back = (
                 bool(order) and order[-1].of == 0 and order[-1].node.kind == ISSUE and _hastens(backward_slots[b])
             )
-            held = [order.pop()] if steps_back else []
-            order += [*(Turn(1, node) for node in backward_slots[b]), *held]
+            postponed = [order.pop()] if steps_back else []
+            order += [*(Turn(1, node) for node in backward_slots[b]), *postponed]
             b += 1
         else:
             order += [Turn(0, node) for node in forward_slots[f]]
@@ -79,7 +79,7 @@ def merge(forward: Iterable[Node], backward: Iterable[Node]) -> list[Turn]:
 
 
 def _hastens(slot: list[Node]) -> bool:
-    """Return True if it ends in an all-to-all with only light steps before that."""
+    """Return True if the slot ends in an all-to-all and computes only light steps before it."""
     return slot[-1].kind == ISSUE and all(node.light for node in slot if node.kind == COMPUTE)
 
 
@@ -88,10 +88,10 @@ def alone(nodes: Iterable[Node]) -> list[Turn]:
 
 
 class Loop:
-    """Runs everything of a rank, on the thread that calls it.
+    """The loop that runs all nodes of a rank, on the calling thread.
 
-    Without `overlap`, an all-to-all is waited for where it is issued, and weight gradients come where the table has
-    them. With it, they fill the gaps: where nothing else is computed between an issue and its wait.
+    Without `overlap`, it waits for each all-to-all right after the issue, and computes weight gradients where the table
+    has them. With `overlap`, weight gradients fill the gaps where nothing else runs between an issue and its wait.
     """
 
     def __init__(self, overlap: bool = True, carried: int = CARRIED):
@@ -99,11 +99,12 @@ class Loop:
         self.weights: deque[tuple[Chunk, Node]] = deque()  # oldest first
 
     def run(self, order: Sequence[Turn], *begin: Callable[[], Chunk]) -> None:
-        """The turns of several microbatches; each begins at its first one. What is raised says in which segment, stage
-        and microbatch.
+        """Run the turns. `begin[i]` creates the chunk of microbatch i at its first turn.
+
+        Exceptions get a note with the segment, stage and microbatch.
         """
         chunks: dict[int, Chunk] = {}
-        uncovered: set[tuple] = set()  # all-to-alls in flight that nothing was computed beside yet
+        uncovered: set[tuple] = set()  # all-to-alls in flight that no computation has overlapped yet
         waited: set[tuple] = set()
         for of, node in order:
             if of not in chunks:
@@ -128,7 +129,10 @@ class Loop:
                 self.weights.append((chunk, node._replace(phase=WEIGHT)))
 
     def catch_up(self, chunk: Chunk) -> None:
-        """Run what may not be carried further, where the table has the weight gradients of `chunk`."""
+        """Run overdue weight gradients. Call it where the table has the weight gradients of `chunk`.
+
+        With overlap, up to `carried` of them stay deferred; without it, all of `chunk` run.
+        """
         if not self.overlap:
             self.finish(lambda other: other is chunk)
         while len(self.weights) > self.carried and self.overlap:

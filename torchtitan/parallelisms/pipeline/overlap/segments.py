@@ -1,19 +1,18 @@
-"""A block as a chain of segments with detached ends, so that its forward, its backward and its recomputation can be run
-piece by piece, among those of another microbatch.
+"""Blocks cut into segments with separate autograd graphs, so that the forward, backward and recomputation of two
+microbatches can be interleaved (as in DualPipe, arXiv:2412.19437).
 
-A block offers a Program: local computations (Segment), each with a graph of its own, and all-to-alls between them
-(CountExchange, Exchange). A name stands for one tensor: a leaf that its users read and in whose gradient their
-backwards add up. Which nodes a forward and a backward of a stage consist of follows from the programs and the policy
-alone, so it is known before anything runs, and is the same on all ranks of an expert-parallel group.
+A Program lists the steps of a block: local computations (Segment) and the all-to-alls between them (CountExchange,
+Exchange). A name in it denotes one tensor. Each tensor between segments is a detached leaf: the segments that read it
+accumulate their gradients in it. The programs and the recompute policy alone determine the nodes of a stage's forward
+and backward (NodeLists). So the nodes are known in advance and equal on all ranks of an expert-parallel group.
 
-A policy says what stays after the forward. What does not is computed again before it is needed in the backward, each
-segment once, with the random numbers of the first time. What a router chose is always kept (Notes.once), and so
-are split sizes: they are never exchanged twice.
+The policy selects the tensors that stay after the forward. Each segment with dropped tensors is recomputed once, before
+backward needs them, with the random state of its forward. Routing decisions (Notes.once) and split sizes always stay,
+so the sizes are never exchanged twice.
 
-The programs of a pipeline part, made of the chains of steps that its model offers.
-
-The step of routed experts becomes an all-to-all, the experts of this rank, and the all-to-all back. What stands behind
-it and needs nothing of it (shared experts) is moved in between, to run while tokens travel:
+`programs_of` builds the programs from the chains of a model. It expands a RoutedExperts step to an all-to-all
+(dispatch), the local experts, and the all-to-all back (combine). Later steps that do not need the result (shared
+experts) move in between, to run during the dispatch:
 
     attention | route and sort | (counts, dispatch) | shared experts | experts | (combine) | rest
 """
@@ -32,8 +31,10 @@ POLICIES = ("none", "selective", "full_keep_comm", "full")
 
 @dataclass(frozen=True)
 class CountExchange:
-    """Tells every rank how many rows come to it: reads `counts` of the block's notes (int64 [experts], over all experts
-    of the group, set by a segment before) and writes `sizes` (exchange.Sizes).
+    """The exchange that tells every rank how many rows it will receive.
+
+    It reads notes["counts"] (int64 [experts], for all experts of the group, set by an earlier segment) and writes
+    notes["sizes"] (exchange.Sizes).
     """
 
     name: str = "counts"
@@ -41,7 +42,7 @@ class CountExchange:
 
 @dataclass(frozen=True)
 class Exchange:
-    """An all-to-all of rows: `source` -> `target` by `sizes`, or, where `back`, the way they came."""
+    """An all-to-all of rows from `source` to `target` by notes["sizes"]; with `back`, in the reverse direction."""
 
     name: str
     source: str
@@ -54,10 +55,10 @@ Step = Segment | CountExchange | Exchange
 
 @dataclass(frozen=True)
 class Program:
-    """The steps of a block (the embedding, the head), in order. `recompute`: whether the policy is for it. `own`:
-    Chain's.
+    """The steps of a block, the embedding or the head, in order.
 
-    ValueError if a name is used before it is made, or made twice.
+    `recompute`: False if the policy does not apply. `own`: as in Chain. Raises ValueError if a name is read before it
+    is assigned, or assigned twice.
     """
 
     name: str
@@ -103,11 +104,11 @@ def makes(step: Step) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Policy:
-    """The policy of what is kept after the forward.
+    """The recompute policy: the tensors that stay after the forward.
 
-    none: everything, with its graph. full_keep_comm: the block's input and what all-to-alls brought. full: the input
-    alone. selective: as full_keep_comm, and the results of the operators that `save_op` names; or, with `every` above
-    1, every so many blocks as full_keep_comm and the others as none.
+    none: everything, with its graph. full: only the block's input. full_keep_comm: the input and the results of
+    all-to-alls. selective: the same and the results of operators for which `save_op` is True; or, with `every` = n > 1,
+    full_keep_comm for every n-th block and none for the others.
     """
 
     mode: str = "none"
@@ -128,7 +129,7 @@ class Policy:
         return number % self.every != 0
 
     def kept(self, program: Program) -> set[str]:
-        """Names that stay where graphs do not."""
+        """Return the names of the tensors that stay if the graphs are dropped."""
         exchanged = {step.target for step in program.steps if isinstance(step, Exchange)}
         return {program.input} | (set() if self.mode == "full" else exchanged)
 
@@ -152,8 +153,10 @@ class Node(NamedTuple):
 
 
 class NodeLists:
-    """The nodes of a stage's forward, full backward and backward of the inputs, under one policy. An `INPUT` node
-    leaves gradients of weights to be computed any time later."""
+    """The nodes of a stage's forward, full backward and input-gradient backward, under one policy.
+
+    After an `INPUT` node, the weight gradients of its segment can be computed at any later time.
+    """
 
     def __init__(self, programs: Sequence[Program], policy: Policy):
         self.programs, self.policy = tuple(programs), policy
@@ -168,21 +171,24 @@ class NodeLists:
 
     def _forward(self) -> Iterator[Node]:
         for block, program in enumerate(self.programs):
-            flying: list[int] = []
+            in_flight: list[int] = []
             for index, step in enumerate(program.steps):
-                for issued in [i for i in flying if _needs(step, program.steps[i])]:
-                    flying.remove(issued)
+                for issued in [i for i in in_flight if _needs(step, program.steps[i])]:
+                    in_flight.remove(issued)
                     yield self.node(WAIT, FORWARD, block, issued)
                 if isinstance(step, Segment):
                     yield self.node(COMPUTE, FORWARD, block, index)
                 else:
                     yield self.node(ISSUE if isinstance(step, Exchange) else POST, FORWARD, block, index)
-                    flying.append(index)
-            yield from (self.node(WAIT, FORWARD, block, i) for i in flying)
+                    in_flight.append(index)
+            yield from (self.node(WAIT, FORWARD, block, i) for i in in_flight)
         yield Node(DONE, FORWARD, len(self.programs) - 1, -1, "output")
 
     def _backward(self, split: bool) -> list[Node]:
-        """Split: gradients of weights apart for all segments; else only where those of the inputs are waited for."""
+        """Return the nodes of the backward.
+
+        `split`: defer the weight gradients of all segments; otherwise only of segments with an awaited input gradient.
+        """
         nodes: list[Node] = []
         for block in reversed(range(len(self.programs))):
             nodes += _BlockBackward(self, block, split).build()
@@ -197,9 +203,10 @@ def _needs(step: Step, issued: Step) -> bool:
 
 
 class _BlockBackward:
-    """Builds the backward of one block, recomputation included.
+    """A builder of the backward of one block, with its recomputation.
 
-    A segment is recomputed as late as can be, but before the wait for the gradient that its backward needs.
+    A segment is recomputed as late as possible, but before the wait for the gradient of its output, so that the
+    recomputation overlaps with that all-to-all.
     """
 
     def __init__(self, lists: NodeLists, block: int, split: bool):
@@ -212,23 +219,23 @@ class _BlockBackward:
 
     def build(self) -> list[Node]:
         steps = self.program.steps
-        flying: list[int] = []
+        in_flight: list[int] = []
         for index in reversed(range(len(steps))):
             step = steps[index]
             if isinstance(step, Segment):
                 self.recompute(index)
-                for issued in [i for i in flying if steps[i].source in step.outputs]:
-                    flying.remove(issued)
+                for issued in [i for i in in_flight if steps[i].source in step.outputs]:
+                    in_flight.remove(issued)
                     self.add(WAIT, BACKWARD, issued)
                 self.backward_of(index)
             elif isinstance(step, Exchange):
-                for issued in [i for i in flying if steps[i].source == step.target]:
-                    flying.remove(issued)
+                for issued in [i for i in in_flight if steps[i].source == step.target]:
+                    in_flight.remove(issued)
                     self.add(WAIT, BACKWARD, issued)
-                self.make(step.target)  # its gradient has the shape of it
+                self.make(step.target)  # its shape is needed if no gradient has come for it
                 self.add(ISSUE, BACKWARD, index)
-                flying.append(index)
-        for issued in flying:
+                in_flight.append(index)
+        for issued in in_flight:
             self.add(WAIT, BACKWARD, issued)
         return self.nodes
 

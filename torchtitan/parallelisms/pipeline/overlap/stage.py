@@ -1,12 +1,13 @@
-"""A pipeline stage that runs its part segment by segment, and pairs of forward and backward interleaved.
+"""A pipeline stage that runs its part segment by segment, with forward-backward pairs interleaved.
 
-What is private in torch's pipelining and needed beyond runtime.py is named below, and a test says so when torch
-moves it.
+It uses torch's pipeline runtime for receives and FSDP actions, with these differences:
+* Segments bypass module hooks, so the runtime's actions gather FSDP's parameters and reduce their gradients. FSDP's
+  lazy initialization is forced, and its post-backward runs after every microbatch.
+* Tensors to send are referenced until the send ends, not until the step ends. A pair sends each half's result without
+  waiting for the other half.
 
-torch's runtime keeps sends, receives and FSDP's actions. What ours does otherwise:
-* Segments do not pass through the hooks of modules, so gathering and reducing FSDP's parameters is left to the actions
-  of the runtime; FSDP's lazy initialisation is forced, and its post-backward is run after every microbatch.
-* Sends are held until they are through, not until the step ends; those of a pair go as soon as their half is done.
+The constants below list the private names of torch.distributed.pipelining that are needed in addition to runtime.py; a
+test checks that torch still has them.
 """
 
 from collections import deque
@@ -53,9 +54,10 @@ receive stands in the table beside its send, and so before whatever is sent late
 
 
 class SegmentedStage(Stage):
-    """`programs`: of `part`. `context`: (input, **kwargs of the microbatch) -> what segments find as `meta.shared`.
+    """A stage that runs the programs of its part.
 
-    `loss_gradient`: of the segments' own losses, to be set before a step. `own_losses`: their values in the step.
+    `context`: a function (input, **kwargs of the microbatch) -> notes.shared of the segments. `loss_gradient`: the
+    gradient of the segments' own losses, to be set before a step. `own_losses`: their values in the step.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class SegmentedStage(Stage):
         self.sending: dict[str, deque[tuple[dist.Work, torch.Tensor]]] = {FORWARD: deque(), BACKWARD: deque()}
         self.keeps_gradients_here = False
         if isinstance(part, FSDPModule):
-            part._get_fsdp_state()._lazy_init()  # which the hooks of a forward would do
+            part._get_fsdp_state()._lazy_init()  # usually done by forward hooks
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
@@ -106,32 +108,32 @@ class SegmentedStage(Stage):
         return chunk
 
     def end_forward(self, microbatch: int) -> torch.Tensor:
-        """Hidden states [B, S, D] for the next stage; of the last one the sum of losses, a scalar."""
+        """Return hidden states [B, S, D] for the next stage or, in the last stage, the sum of losses, a scalar."""
         chunk = self.underway[microbatch]
         self.own_losses += chunk.losses
         output = chunk.output
         if not self.is_last:
-            chunk.output = None  # its gradient comes from elsewhere, so nothing here needs it any more
+            chunk.output = None  # no longer needed: its gradient comes from another stage
         return output
 
     def take_gradient(self, microbatch: int, loss: torch.Tensor | None) -> None:
         """Take the gradient of the output: from the loss, a scalar, or as received, [B, S, D]."""
         chunk = self.underway[microbatch]
         if self.is_last:
-            loss.backward()  # as far as the output, which is a leaf
+            loss.backward()  # stops at the output, which is a leaf
             chunk.start_backward(None)
             return
         (gradient,) = self._retrieve_recv_grads(microbatch)
         chunk.start_backward(gradient)
 
     def end_backward(self, microbatch: int) -> torch.Tensor | None:
-        """The gradient [B, S, D] of the input, None of tokens. Some of the weights' may still be due."""
+        """Return the gradient [B, S, D] of the input, or None for tokens. Some weight gradients may still be due."""
         chunk = self.underway[microbatch]
         gradient, chunk.input_gradient = chunk.input_gradient, None
         self.add_up_gradients()
         return gradient
 
-    # Messages to other ranks: sent where the result is, so the runtime's actions find nothing to do
+    # Results are sent as soon as they are ready, so the runtime's send actions have nothing left to do
 
     def send_output(self, microbatch: int) -> None:
         if not self.is_last:
@@ -180,12 +182,15 @@ class SegmentedStage(Stage):
 
 
 class SegmentedSchedule(TableSchedule):
-    """Runs a table of SegmentedStages. `overlap`: the two of a pair interleaved, and weight gradients where an
-    all-to-all would be waited for; without it everything comes one after the other."""
+    """The schedule that runs a table of SegmentedStages.
+
+    `overlap`: interleave the two actions of a pair, and defer weight gradients to fill waits for all-to-alls.
+    Otherwise everything runs one after the other.
+    """
 
     def __init__(self, stages: list[SegmentedStage], table: Table, microbatches: int, overlap: bool = True):
         super().__init__(stages, table, microbatches)
-        # the runtime frees parameters of stages that are not among the next three, and gradients would come too late
+        # with more than three stages, the runtime frees parameters that deferred weight gradients would still need
         freed = any(isinstance(stage.submod, FSDPModule) for stage in stages) and len(stages) > 3
         self.loop = Loop(overlap, carried=0 if freed else CARRIED)
         self.of_index = {stage.stage_index: stage for stage in stages}
@@ -208,8 +213,11 @@ class SegmentedSchedule(TableSchedule):
                 self._run([part], context)
 
     def _run(self, actions: Sequence[Any], context: Any) -> None:
-        """One action, or the forward and the backward of a pair at once. They send as soon as they can, the forward
-        first: receives are posted in the order of the table."""
+        """Run one action, or the forward and backward of a pair interleaved.
+
+        Each sends its result as soon as possible, but the forward before the backward: receives are posted in the
+        table's order.
+        """
         sends = _InOrder()
         begins = [self._begin(action, context, partial(sends.call, turn)) for turn, action in enumerate(actions)]
         self.loop.run(self._order(actions), *begins)
@@ -277,7 +285,7 @@ def _wait(works: list[dist.Work]) -> None:
 
 
 class _InOrder:
-    """Numbered calls, each made as soon as it may be: not before those with lower numbers."""
+    """A queue of numbered calls. A call runs once it has been submitted and all lower numbers have run."""
 
     def __init__(self):
         self._next, self._early = 0, {}
