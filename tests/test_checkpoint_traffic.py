@@ -158,7 +158,7 @@ def test_a_rank_keeps_its_generators_in_a_file_of_its_own(tmp_path):
     run_ranks(2, saved, tmp_path)
     (folder,) = tmp_path.iterdir()
     state = json.loads((folder / "state.json").read_text())
-    assert [set(of_rank) for of_rank in state["ranks"]] == [{"position"}] * 2
+    assert [set(of_rank) for of_rank in state["ranks"]] == [{"dataloader"}] * 2
     assert {"rank_0.json", "rank_1.json"} <= layout.read_manifest(folder).files.keys()
     answers = run_ranks(2, resumed, tmp_path)
     assert [has for has, _ in answers] == [True, True]
