@@ -6,6 +6,7 @@ in a formula depends on them.
 
 from collections import Counter
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -146,18 +147,20 @@ def clipping(row):
 
 FSDP2, FSDP4, HSDP = dict(ranks=2, dp_shard=2), dict(ranks=4, dp_shard=4), dict(ranks=4, dp_replicate=2, dp_shard=2)
 DDP2, TP2, FSDP2_TP2 = dict(ranks=2, dp_replicate=2), dict(ranks=2, tp=2), dict(ranks=4, dp_shard=2, tp=2)
+row_of = partial(Combination, precision="float32")
+"""A row in the precision whose bytes the formulas count."""
 ROWS = [
-    *(Combination(**plan) for plan in (FSDP2, FSDP4, HSDP, DDP2, TP2, FSDP2_TP2)),
-    *(Combination(**plan, precision="bfloat16", accumulation=2) for plan in (FSDP2, HSDP, TP2, FSDP2_TP2)),
-    *(Combination(**TP2, recompute=mode) for mode in ("full", "op", "2")),
-    *(Combination(**TP2, sequence_parallel=False, recompute=mode) for mode in ("full", "op")),
-    Combination(**FSDP2_TP2, recompute="full"),
-    Combination(**FSDP2_TP2, sequence_parallel=False, recompute="op"),
-    *(Combination(**plan, loss_chunks=3, model="llama3.2") for plan in (FSDP2, TP2, FSDP2_TP2)),
-    Combination(**FSDP2, reshard=False),
-    Combination(**FSDP2_TP2, loss_chunks=3, loss_parallel=False),
-    Combination(ranks=4, tp=4, model="llama2"),
-    Combination(ranks=4, dp_replicate=2, tp=2),
+    *(row_of(**plan) for plan in (FSDP2, FSDP4, HSDP, DDP2, TP2, FSDP2_TP2)),
+    *(row_of(**plan, precision="bfloat16", accumulation=2) for plan in (FSDP2, HSDP, TP2, FSDP2_TP2)),
+    *(row_of(**TP2, recompute=mode) for mode in ("full", "op", "2")),
+    *(row_of(**TP2, sequence_parallel=False, recompute=mode) for mode in ("full", "op")),
+    row_of(**FSDP2_TP2, recompute="full"),
+    row_of(**FSDP2_TP2, sequence_parallel=False, recompute="op"),
+    *(row_of(**plan, loss_chunks=3, model="llama3.2") for plan in (FSDP2, TP2, FSDP2_TP2)),
+    row_of(**FSDP2, reshard=False),
+    row_of(**FSDP2_TP2, loss_chunks=3, loss_parallel=False),
+    row_of(ranks=4, tp=4, model="llama2"),
+    row_of(ranks=4, dp_replicate=2, tp=2),
 ]
 
 
@@ -171,7 +174,7 @@ def test_no_byte_and_no_call_too_many(row):
         assert clipped == add(clipping(row), in_clipping)
 
 
-@pytest.mark.parametrize("row", [Combination(**plan, adapter="lora") for plan in (FSDP2, DDP2)], ids=str)
+@pytest.mark.parametrize("row", [row_of(**plan, adapter="lora") for plan in (FSDP2, DDP2)], ids=str)
 def test_what_is_frozen_is_not_reduced(row):
     """An adapter's gradients alone are, in as few calls; parameters are gathered as ever."""
     model, _, adapter = test_combinations.build_adapted(row)
