@@ -16,7 +16,7 @@ class ByParameter(Optimizer):
         super().__init__(groups, {"weight_decay": 0.0} | options)
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]  # closures have no use here
+    def step(self) -> None:  # type: ignore[override]  # closures are not supported
         for group in self.param_groups:
             names = group.get("param_names") or [""] * len(group["params"])
             for name, parameter in zip(names, group["params"], strict=True):

@@ -6,8 +6,8 @@ Weight decay acts on the full weight with the full learning rate; the projected 
 head, norms, biases and stacks of experts use plain moments. So do matrices with a short side no longer than the rank,
 as projecting them would save nothing.
 
-`residual = "fira"` (arXiv:2410.01623) also applies the part of the gradient outside the subspace. Each row or column of
-it is scaled by the same factor by which the moments scaled the projected part.
+`residual = "fira"` (arXiv:2410.01623) also applies the part of the gradient outside the subspace. Each of its rows or
+columns is scaled by the ratio of update to gradient norm that the moments gave the projected row or column.
 """
 
 import logging
@@ -193,6 +193,10 @@ class GaLore(ByParameter):
         return updates + gap - (updates + begun) % gap
 
     def see_to_moments(self, state: State, old: Projection, new: Projection) -> None:
+        """Keep, rotate or reset the moments after a refresh, as `state_on_refresh` selects.
+
+        rotate: map Adam's moments from the old basis to the new one (Projection.onto).
+        """
         policy = self.options["state_on_refresh"]
         if policy == "keep":
             return

@@ -104,7 +104,7 @@ class Layout:
             pieces = prod(self.mesh.size(mesh_axis) for mesh_axis in self._axes([dim, other]))
             if not inner_axes:
                 placements[axis] = Shard(other)
-            elif self.shape[other] % pieces == 0:  # else shards would not be where torch expects them
+            elif self.shape[other] % pieces == 0:  # torch places uneven strided shards differently
                 split = prod(self.mesh.size(mesh_axis) for mesh_axis in inner_axes)
                 placements[axis] = _StridedShard(other, split_factor=split)
         return replace(self.resized(dim, size), placements=tuple(placements))
@@ -194,9 +194,9 @@ def by_owners(
 ) -> Iterator[tuple[T, torch.Tensor]]:
     """Yield each task with work(task, gather(task)), computed by one rank and broadcast to all ranks of its mesh.
 
-    Tasks are processed in batches of one task per rank. All ranks take part in every gather, but each retains only the
-    full tensor of its own task. Then all ranks work in parallel, and broadcast their results. `result(task)`: an empty
-    tensor of the shape that `work` returns, to receive into.
+    Tasks are processed in batches of one task per rank. All ranks take part in every gather, but each retains only its
+    task's full tensor. Then all ranks work in parallel, and broadcast their results. `result(task)`: an empty tensor of
+    the shape that `work` returns, to receive into.
     """
     by_mesh: dict[DeviceMesh | None, list[T]] = {}
     for task in tasks:

@@ -22,7 +22,7 @@ class Lion(ByParameter):
         super().__init__(groups, lr=lr, beta1=beta1, beta2=beta2)
 
     def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
-        if not state:  # and not setdefault, which would make zeros in every step
+        if not state:  # setdefault would allocate zeros in every step
             state["mean"] = torch.zeros_like(parameter)
         mean = state["mean"]
         update = mean.lerp(parameter.grad, 1 - group["beta1"]).sign_()

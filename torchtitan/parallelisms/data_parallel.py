@@ -41,7 +41,7 @@ def apply_data_parallel(
     """
     # pinned memory needs an accelerator; without one, torch raises on the default
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
-    # inputs stay as they are: rotary angles must reach the blocks in float32, and activations have the right type
+    # do not cast inputs: blocks need rotary angles in float32, and activations already have the compute dtype
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     blocks = [block for _, block in match_blocks(model, plan)]
     travelling = [experts for _, experts in match_blocks(model, plan, plan.experts)] if expert_mesh is not None else []
@@ -157,7 +157,7 @@ def _without_recompute(function: Callable) -> Callable:
 
     def run(*args: object, **kwargs: object) -> object:
         with _disable_current_modes() as modes, ExitStack() as other_modes:
-            for mode in reversed(modes):  # the innermost comes first among them
+            for mode in reversed(modes):  # `modes` begins with the innermost
                 if not isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)):
                     other_modes.enter_context(mode)
             return function(*args, **kwargs)

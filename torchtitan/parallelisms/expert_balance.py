@@ -57,9 +57,9 @@ class ExpertBalance:
         self.parts, self.rules, self.dims = parts, rules, dims
         self.stage_groups = dims.stage_groups(mesh)
         self.pp_group = mesh["pp"].get_group() if dims.pp > 1 else None
-        self.loads: list[torch.Tensor] = []  # of the last step, by part
-        self.aux_loss: torch.Tensor | None = None  # of the last step and this stage, the mean over tokens
-        self.extra_losses: dict[str, torch.Tensor] = {}  # of the last step, sums / valid tokens
+        self.loads: list[torch.Tensor] = []  # tokens by expert in the last step, for each part
+        self.aux_loss: torch.Tensor | None = None  # mean over tokens, in the last step, of this rank's parts
+        self.extra_losses: dict[str, torch.Tensor] = {}  # sums / valid tokens, in the last step
         self.valid_tokens = 1
         self.moves_biases = True  # False for a step with a skipped update
         axes = tuple(axis for axis in ("cp", "tp") if dims.degrees[axis] > 1)
@@ -96,7 +96,7 @@ class ExpertBalance:
                 self._sum(aux_loss)
                 aux_loss /= self.copies * self.valid_tokens
                 self.aux_loss = aux_loss if self.aux_loss is None else self.aux_loss + aux_loss
-            for name, total in part.take_extra_losses().items():  # no pipeline then, so there is one part
+            for name, total in part.take_extra_losses().items():  # not supported in a pipeline, so there is one part
                 self._sum(total)
                 self.extra_losses[name] = total / self.valid_tokens
 

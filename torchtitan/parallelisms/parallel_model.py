@@ -129,13 +129,14 @@ def parallel_parts(
 
 
 def runs_by_segments(dims: ParallelDims, options: ParallelOptions) -> bool:
+    """Return True if the pipeline overlaps the all-to-alls of experts, so that parts run segment by segment."""
     return options.overlap and dims.ep > 1 and dims.pp > 1
 
 
 def fill(part: nn.Module, device: torch.device, offloaded: bool) -> None:
     """Allocate storage for a part on the meta device; for parameters in host memory, if they are offloaded."""
     part.to_empty(device="cpu" if offloaded else device)
-    for module in part.modules():  # buffers are not offloaded: nothing would bring them to the device
+    for module in part.modules():  # buffers are not offloaded: nothing would copy them to the device
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
 
@@ -172,7 +173,7 @@ class ParallelModel:
         mixed = dtype != options.param_dtype and not uses_fully_shard(dims, options, dtype)
         self.autocast = torch.autocast(device.type, options.param_dtype, enabled=mixed)
         tied = tied_names(model)
-        self.draws: bool = getattr(model, "draws", False)  # whether training needs the keys of the tokens
+        self.draws: bool = getattr(model, "draws", False)  # True if training needs the tokens' random keys
         self.expert_mesh = dims.build_expert_mesh(mesh.device_type)
         self.parts, stages, num_stages = parallel_parts(model, mesh, dims, plan, options, pipeline, self.expert_mesh)
         self.stateful_adapter = adapter if isinstance(adapter, StatefulAdapter) else None

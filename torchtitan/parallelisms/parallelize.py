@@ -38,7 +38,7 @@ class ParallelOptions:
     async_tp: bool = False
     cp_method: str = "allgather"
     cp_load_balance: bool = True
-    overlap: bool = False  # of expert parallelism's all-to-alls, in a pipeline
+    overlap: bool = False  # overlap the all-to-alls of expert parallel, in a pipeline
     recompute: str = "none"
     selective_option: str = "2"
     memory_budget: float = 1.0

@@ -68,18 +68,18 @@ def apply_tensor_parallel(
         _split(name, module, mesh, "column", _Column, BY_OUTPUT)
     _split_across(model, mesh, plan, border)
     for name, module in _matching(model, plan, plan.row):
-        laid = {"weight": (Shard(1), Shard(1)), "bias": (Replicate(), tokens_gradient)}
-        _split(name, module, mesh, "row", _Row, laid, border=border)
+        placements = {"weight": (Shard(1), Shard(1)), "bias": (Replicate(), tokens_gradient)}
+        _split(name, module, mesh, "row", _Row, placements, border=border)
     for name, module in _matching(model, plan, plan.replicated):
         _split(name, module, mesh, "replicated", _Whole, defaultdict(lambda: (Replicate(), Partial())))
     norms = [(name, m) for name, m in _matching(model, plan, plan.sequence) if not _is_split(m)]  # by expert parallel
     for name, module in norms if norm is None else [*norms, *_leaves(model, plan.head[0])]:
-        laid = defaultdict(lambda: (Replicate(), tokens_gradient))
-        _split(name, module, mesh, "sequence", _Whole, laid, whole=tokens_gradient, border=border)
+        placements = defaultdict(lambda: (Replicate(), tokens_gradient))
+        _split(name, module, mesh, "sequence", _Whole, placements, whole=tokens_gradient, border=border)
     end_leaves = [leaf for name in plan.with_embedding if embedding is not None for leaf in _leaves(model, name)]
     for name, module in [*_matching(model, plan, plan.indexed), *end_leaves]:
-        laid = defaultdict(lambda: (Replicate(), tokens_gradient))
-        _split(name, module, mesh, "indexed", _Indexed, laid, whole=tokens_gradient, border=border)
+        placements = defaultdict(lambda: (Replicate(), tokens_gradient))
+        _split(name, module, mesh, "indexed", _Indexed, placements, whole=tokens_gradient, border=border)
     _split_beside(model, mesh, plan, border)
     if embedding is not None:
         _split(plan.embedding, embedding, mesh, "embedding", _Embedding, BY_OUTPUT, border=border)
@@ -335,22 +335,22 @@ def _split(
     mesh: DeviceMesh,
     role: str,
     kind: type,
-    laid: Mapping[str, Laid],
+    defaults: Mapping[str, Laid],
     whole: Placement = Partial(),  # noqa: B008
     **settings: object,
 ) -> None:
     """Turn the parameters of `module`, called `name`, into DTensors, and its class into a subclass of `kind`.
 
-    `laid` has the placements of a parameter and of its gradient, by the parameter's name. A class overrides it with a
-    method `tensor_placements(role, whole)` that returns {name: Laid}; `role` is the field of the plan that matched, and
-    `whole` the placement of the gradient of a replicated parameter.
+    `defaults`: the placements of a parameter and of its gradient, by the parameter's name. A class overrides these with
+    a method `tensor_placements(role, whole)` that returns {name: Laid}; `role` is the field of the plan that matched,
+    and `whole` the placement of the gradient of a replicated parameter.
     """
     assert all("." not in leaf for leaf, _ in module.named_parameters()), "a module with weights of its own only"
     placements = module.tensor_placements(role, whole) if hasattr(type(module), "tensor_placements") else {}
     gradients = {}
     for leaf, parameter in module.named_parameters():
         try:
-            placement, gradient = placements[leaf] if leaf in placements else laid[leaf]
+            placement, gradient = placements[leaf] if leaf in placements else defaults[leaf]
         except KeyError:
             raise ValueError(
                 f"{name}.{leaf}: tensor parallel knows weight and bias of a {role} module; say in tensor_placements of "

@@ -36,7 +36,7 @@ def counted(tokens: torch.Tensor) -> torch.Tensor:
 
 class Kernel(Protocol):
     causal: bool
-    drops: bool  # False unless said
+    drops: bool  # optional, default False
 
     def prepare(self, queries: Tokens, keys: Tokens | None = None) -> Any:
         """Return the mask for `forward`. `keys`: None if they are the same tokens as the queries."""
@@ -48,6 +48,7 @@ class Kernel(Protocol):
 
 
 def says(kernel: Kernel, statement: str) -> bool:
+    """Return True if the kernel's class declares this attribute for the methods that it runs."""
     return getattr(kernel, statement, False) is True and declaration_holds(kernel, statement, "prepare", "forward")
 
 

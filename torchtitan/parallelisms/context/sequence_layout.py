@@ -18,7 +18,7 @@ class Region(NamedTuple):
     """
 
     first_query: int
-    last_query: int  # exclusive, as in slices
+    last_query: int  # exclusive, like last_key
     first_key: int
     last_key: int
     causal: bool

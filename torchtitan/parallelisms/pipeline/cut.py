@@ -122,7 +122,7 @@ def forward_order(ranks: Sequence[int], microbatches: int) -> list[tuple[int, in
     receive in this order cannot deadlock, as both ends of any two messages agree on which comes first.
     """
     order: list[tuple[int, int]] = []
-    at = [0] * len(ranks)  # microbatches done, by stage
+    at = [0] * len(ranks)  # number of finished microbatches, by stage
     while at[-1] < microbatches:
         ready = [done < microbatches and (not stage or done < at[stage - 1]) for stage, done in enumerate(at)]
         tick = {rank: stage for stage, rank in enumerate(ranks) if ready[stage]}
@@ -140,7 +140,7 @@ def layers_of_stages(num_layers: int, num_stages: int, first_less: int, last_les
     extra[0] += first_less
     extra[-1] += last_less
     for _ in range(num_layers - num_stages):
-        least = min(range(num_stages), key=lambda stage: layers[stage] + extra[stage])  # the earliest of them
+        least = min(range(num_stages), key=lambda stage: layers[stage] + extra[stage])  # the earliest, on ties
         layers[least] += 1
     return layers
 

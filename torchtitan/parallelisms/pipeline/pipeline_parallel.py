@@ -115,7 +115,7 @@ class PipelineOptions:
 class Segmented:
     """Settings to run parts segment by segment, with the all-to-alls of experts overlapped (docs/dualpipev.md)."""
 
-    policy: Policy  # of recompute, done by the segments
+    policy: Policy  # recompute policy of the segments
     transport: Transport
 
 
@@ -198,7 +198,7 @@ class Pipeline:
         owners = rank_of_stages(self.table)
         self.ranks = [owners[stage] for stage in range(num_stages)]
         assert self.stage_indices == [stage for stage, rank in enumerate(self.ranks) if rank == self.rank]
-        self.schedules: dict[int, TableSchedule] = {}  # by the length of the sequence
+        self.schedules: dict[int, TableSchedule] = {}  # by sequence length
 
     # Training
 

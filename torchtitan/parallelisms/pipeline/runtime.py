@@ -155,7 +155,7 @@ class Stage(PipelineStage):
 
     def _fsdp_groups(self) -> list:
         groups = [module._get_fsdp_state()._fsdp_param_group for module in fsdp_modules(self.submod)]
-        return [group for group in groups if group is not None]  # a middle part has no parameters beside its blocks'
+        return [group for group in groups if group is not None]  # a middle part has parameters only in its blocks
 
 
 def lay_out_gradients(parameters: Iterable[nn.Parameter]) -> None:

@@ -123,6 +123,7 @@ class Policy:
             raise ValueError("selective recompute needs the operators to save, or every how many blocks it is for")
 
     def keeps_graphs(self, programs: Sequence[Program], block: int) -> bool:
+        """Return True if the forward of this block keeps its autograd graphs, so that nothing is recomputed."""
         if self.mode == "none" or not programs[block].recompute:
             return True
         number = sum(program.recompute for program in programs[:block])
@@ -285,6 +286,7 @@ def programs_of(part: StepwiseModel) -> list[Program]:
 
 
 def with_exchanges(steps: Sequence[Segment | RoutedExperts]) -> list[Step]:
+    """Return the steps with RoutedExperts expanded to dispatch, local experts and combine (see the module)."""
     at = next((index for index, step in enumerate(steps) if isinstance(step, RoutedExperts)), None)
     if at is None:
         return list(steps)

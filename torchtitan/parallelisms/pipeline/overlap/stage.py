@@ -178,7 +178,7 @@ class SegmentedStage(Stage):
 
     def add_up_gradients(self) -> None:
         for group in self._fsdp_groups():
-            group.post_backward()  # with synchronisation off it only adds to the sum, in the type of the reduction
+            group.post_backward()  # with gradient sync off it only accumulates, in the reduction dtype
 
 
 class SegmentedSchedule(TableSchedule):
