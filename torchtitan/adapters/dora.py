@@ -1,5 +1,7 @@
-"""DoRA (arXiv:2402.09353): the adapted matrix W + scale B A gives the directions of its rows; their norms are trained
-as a separate magnitude. It starts as the row norms of W, so the model starts unchanged.
+"""DoRA (arXiv:2402.09353): LoRA for the directions of a matrix's rows, with a separately trained magnitude.
+
+The adapted matrix W + scale B A gives the directions of the rows. The magnitude is the norm of each row. It starts as
+the row norms of W, so the model starts unchanged.
 
 The row norms of the adapted matrix are recomputed in each forward and count as constant in backward (section 4.3).
 """
@@ -33,7 +35,7 @@ def adapted_row_norms(linear: Any) -> torch.Tensor:
 class DoRALinear(LowRankLinear):
     """A LowRankLinear with a trained row magnitude, `lora_magnitude` [out]."""
 
-    rows_are_sharded = False  # as each rank of the group of `border` does
+    rows_are_sharded = False  # True if each rank of the group of `border` has a part of every row
 
     def add_low_rank_parameters(self, settings: LoRASettings) -> None:
         super().add_low_rank_parameters(settings)

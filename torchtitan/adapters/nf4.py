@@ -39,8 +39,10 @@ class NF4:
     parameter_names = ("weight_codes", "weight_scales", "weight_rows")
 
     def empty_parameters(self, outputs: int, inputs: int) -> tuple[torch.Tensor, ...]:
-        """Return codes uint8 [out, in / 2], the first of two in the high bits; scales uint8 [out, blocks]; the bits of
-        the float32 row scales, int32 [out]. (Mixed precision would round floats.)
+        """Return codes uint8 [out, in / 2], scales uint8 [out, blocks] and row scales int32 [out].
+
+        A byte of codes has the first weight in the high bits. Row scales are the bits of float32 values, because mixed
+        precision would round floats.
         """
         codes = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device="meta")
         scales = torch.empty(outputs, inputs // quantization_block(inputs), dtype=torch.uint8, device="meta")

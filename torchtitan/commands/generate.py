@@ -191,7 +191,7 @@ def sample(
         else:
             if 0 < top_k < len(logits):
                 logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
-            # in double precision and from the largest down, so that no temperature, however low, divides 0 by 0
+            # in double precision and relative to the largest, so that no temperature, however low, divides 0 by 0
             scaled = (logits - logits.max()).double() / temperature
             choice = torch.multinomial(torch.softmax(scaled, 0), 1, generator=generator)
         choice = agree(choice)

@@ -223,7 +223,7 @@ def _data_of(task: Mapping[str, Any], file: Path) -> object:
         if not isinstance(name, str) or PATTERNS.search(name):
             message = "allowed: names of files, without * ? [ ] and ::, which would stand for others"
             raise JobError(f"{file}: data_files: given {name!r}; {message}")
-        # realpath does not fail on a loop of links
+        # realpath does not fail on a cycle of links
         folder, target = file.parent.resolve(), Path(os.path.realpath(file.parent / name))
         if folder not in target.parents:
             raise JobError(f"{file}: data_files: given {name!r}, which is {target}; allowed: files in {folder}")

@@ -1,5 +1,6 @@
-"""Translate the options of accelerate launch, torchrun and deepspeed: each becomes an option of the job, a note in its
-head, or a refusal.
+"""Translate the options of accelerate launch, torchrun and deepspeed.
+
+Each becomes an option of the job, a note in its head, or a refusal.
 
 accelerate launch sets up mixed precision, sharding and compilation for a script that asks it to, as the Trainer of
 transformers does. The script's own options take precedence over it.

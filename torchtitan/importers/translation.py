@@ -312,5 +312,5 @@ def from_folder(family: str, folder: str) -> dict[str, Any]:
 
 
 def replicated(ranks: int) -> dict[str, int]:
-    """Return the options that keep a whole copy of the model on each rank."""
+    """Return the options that replicate the model on each rank."""
     return {"parallelism.data_parallel_replicate_degree": ranks, "parallelism.data_parallel_shard_degree": 1}

@@ -207,7 +207,7 @@ class Memory(nn.Module):
     def _states(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return the input of the block's attention, under tensor parallel gathered over all tokens."""
         if not self.reads_stream:
-            if hasattr(block, "unshard"):  # FSDP; the block then finds its weights gathered
+            if hasattr(block, "unshard"):  # FSDP; its weights are then gathered for the block too
                 block.unshard()
             x = block.attention_norm(x)
         return x if self.border is None else self.border.enter(x)
