@@ -244,7 +244,7 @@ BAD_FILES = {
             'FILE: model.overrides: given {n_layers = "4", dim = []}; allowed: a table, each value a whole number or a '
             "number or true or false or text or a table, each value a whole number or a number or text; help: Sizes to "
             "change in the flavor, by the field names of the family's arguments, e.g. {n_layers = 4} or {rope_scaling "
-            '= {kind = "yarn", factor = 4.0}}; rope_scaling = false leaves the scaling out.'
+            '= {kind = "yarn", factor = 4.0}}; rope_scaling = false turns the scaling off.'
         ],
     ),
     "table for a value": (

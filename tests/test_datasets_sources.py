@@ -82,7 +82,7 @@ def test_plain_files_are_indexed_and_others_are_streams(tmp_path):
     source = text(str(tmp_path), "text")
     assert isinstance(source, IndexedSource) and len(source) == 1 + len(TEXTS)
     assert [source.get(i).text for i in range(len(source))] == ["some text", *TEXTS]
-    assert source.get(2).place == "deeper/a.jsonl:2"
+    assert source.get(2).location == "deeper/a.jsonl:2"
     WRITERS["b.jsonl.gz"](tmp_path / "b.jsonl.gz")
     assert isinstance(text(str(tmp_path), "text"), SequentialSource)
     assert documents(tmp_path) == ["some text", *TEXTS, *TEXTS]

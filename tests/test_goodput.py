@@ -85,7 +85,9 @@ def test_the_save_that_a_run_goes_on_from_is_counted(background, failed, clock, 
     restart = Restart(1, "", 0, 1, 0.0, ended=clock.now) if failed else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_summary, "time", SimpleNamespace(monotonic=clock, time=clock))
-        run_summary.look_back(restart, background, Mock(), second, 1, tmp_path)
+        mode = "async" if background else "disabled"
+        config = SimpleNamespace(job=SimpleNamespace(tags=[]), checkpoint=SimpleNamespace(async_mode=mode))
+        run_summary.record_start(config, restart, Mock(), second, 1, tmp_path)
     in_vain = background and failed
     assert second.seconds["save"] == (0 if in_vain else 4) and second.saves == (not in_vain)
     assert second.seconds["redone"] == (10 if in_vain else 6 if failed else 0)
@@ -170,4 +172,4 @@ def test_a_picture_that_cannot_be_drawn_ends_nothing(tmp_path, monkeypatch, capl
     metrics = Mock(path=tmp_path / "metrics.jsonl")
     run_summary.conclude(load(words), Mock(is_main=True), metrics, Mock(best_interval=lambda ranks: None), {}, 1)
     assert "training.png cannot be drawn: [Errno 28]" in caplog.text
-    metrics.summary.assert_called_once_with({})
+    metrics.summary.assert_called_once_with({"metrics": metrics.path, "job": tmp_path / "config.toml"})
