@@ -61,8 +61,7 @@ class Flash(AttentionKernel):
     def prepare(self, queries: Tokens, keys: Tokens | None = None) -> None:
         """Do nothing: the kernel has no mask of any shape."""
 
-    # type: ignore[override]
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object) -> torch.Tensor:
         width = v.shape[-1]  # the result is as wide as the values, even if keys are wider
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[..., :width], k[..., :width], v)[0]
 
