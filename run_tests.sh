@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The test command. Arguments go to pytest: ./run_tests.sh tests/test_llama.py -k gradients
 #
-# ./run_tests.sh        the suite with a pairwise cover of the table of combinations, in about ten minutes on two cores
+# ./run_tests.sh        the suite with a pairwise cover of the table of combinations, in less than half an hour on two cores
 # ./run_tests.sh quick  without what takes long: an answer in under three minutes
 # ./run_tests.sh full   every row of the table, in about half an hour: what CI runs. Writes tests/durations.json, from
 #                       which `quick` computes what to leave out
