@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.jobs import ROOT
 from tests.test_datasets_tokens import make as make_shards
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
@@ -297,7 +298,7 @@ def test_a_rank_tokenizes_only_its_own_lanes(data, monkeypatch):
         (dict(seed=1), "seed: 0 in the checkpoint, 1 now"),
         (dict(seq_len=8), "seq_len: 16 in the checkpoint, 8 now"),
         (dict(shuffle=False), "shuffle: True in the checkpoint, False now"),
-        (dict(tokenizer=build_tokenizer("tests/assets/tokenizer/tiktoken.model")), "tokenizer: "),
+        (dict(tokenizer=build_tokenizer(str(ROOT / "tests/assets/tokenizer/tiktoken.model"))), "tokenizer: "),
     ],
 )
 def test_a_state_of_other_settings_is_refused(data, options, message):
@@ -412,7 +413,7 @@ def test_settings_that_do_not_fit(data, options, message, monkeypatch):
 
 def test_shards_of_another_tokenizer(data):
     with pytest.raises(DataError, match="prepared with the tokenizer bytes"):
-        loader(**data["prepared"], tokenizer=build_tokenizer("tests/assets/tokenizer/tiktoken.model"))
+        loader(**data["prepared"], tokenizer=build_tokenizer(str(ROOT / "tests/assets/tokenizer/tiktoken.model")))
 
 
 def bad_documents(path, bad=7):
