@@ -404,7 +404,7 @@ def logits_of(options):
 @pytest.mark.parametrize("loss_parallel", [True, False])
 def test_logits(loss_parallel):
     with torch.no_grad():
-        expected = initialized(plain())(test_combinations.batch()["tokens"])
+        expected = initialized(plain(precision="float32"))(test_combinations.batch()["tokens"])
     for is_split, logits in run_ranks(2, logits_of, dict(loss_parallel=loss_parallel)):
         assert is_split == loss_parallel
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
