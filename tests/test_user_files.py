@@ -9,6 +9,7 @@ import json
 import os
 from contextlib import ExitStack
 from functools import partial
+from os.path import expanduser
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.support.hostile_paths import KINDS, in_child, make, outcomes
 from tests.test_layering import FILES, PACKAGE
 from torchtitan.adapters import peft_config
 from torchtitan.checkpoint import layout
+from torchtitan.commands.command_lines import PARSERS
 from torchtitan.commands.task_files import tasks_in
 from torchtitan.config.options import columns, options
 from torchtitan.datasets import sources_pretokenized
@@ -183,11 +185,13 @@ def test_a_file_of_a_folder_that_is_no_file(tmp_path, name):
 
 # (command, argument) -> what else the command needs to read it: FOLDER is a model's, TARGET is not there
 READ_ARGUMENTS = {
-    ("check", "JOB"): [],
-    ("import", "FILE"): [],
+    ("check", "job"): [],
+    ("import", "line"): [],
     ("generate", "folder"): ["--prompt=a"],
     ("generate", "--prompt-file"): ["FOLDER"],
     ("generate", "--config"): ["FOLDER"],
+    ("chat", "folder"): [],
+    ("chat", "--config"): ["FOLDER"],
     ("evaluate", "folder"): [],
     ("evaluate", "--config"): ["FOLDER"],
     ("convert", "source"): ["TARGET"],
@@ -196,52 +200,49 @@ READ_ARGUMENTS = {
     ("checkpoints", "folder"): [],
     ("plot", "folder"): [],
     ("presets", "--model"): ["cp", "sft_lora", "TARGET"],
-    ("prepare", "--dataset_path"): ["--tokenizer_path=bytes", "--output=TARGET"],
-    ("prepare", "--tokenizer_path"): ["--output=TARGET", "--dataset=python_stdlib"],
+    ("prepare", "--dataset-path"): ["--tokenizer_path=bytes", "--output=TARGET"],
+    ("prepare", "--tokenizer-path"): ["--output=TARGET", "--dataset=python_stdlib"],
     ("prepare", "--verify"): [],
     ("schedule", "--csv"): ["--pp=2"],
 }
 NO_FILES_TO_READ = {
     *(("bench", "--out"), ("bench", "--plot"), ("evaluate", "--out"), ("evaluate", "--plot"), ("plot", "--to")),
     *(("export", "--to"), ("convert", "target"), ("schedule", "--out"), ("prepare", "--output")),
-    *(("bench", "--sweep"), ("chat", "--system"), ("convert", "--add-tokens"), ("estimate", "--world_size")),
-    *(("estimate", "--memory"), ("evaluate", "--cache-sizes"), ("generate", "--prompt"), ("presets", "words")),
-    *(("prepare", "--text_field"), ("schedule", "--schedule"), ("schedule", "--p2p"), ("schedule", "--overlap")),
-    *(("convert", "--eos-token"), ("schedule", "--chunks"), ("schedule", "--costs")),
-    *(("presets", "--data"), ("schedule", "--pp"), ("schedule", "--microbatches"), ("schedule", "--write_csv")),
+    *(("bench", "--sweep"), ("chat", "--system"), ("convert", "--add-tokens"), ("convert", "--eos-token")),
+    *(("generate", "--prompt"), ("init", "file"), ("prepare", "--text-field"), ("presets", "arguments")),
+    *(("presets", "--data"), ("schedule", "--schedule"), ("schedule", "--write-csv")),
 }
-"""Files that are written, which may be pipes, and words."""
+"""Files that are written, which may be pipes, and text that is no path."""
 
 
-def arguments_with_words() -> set[tuple[str, str]]:
-    """(command, argument) of all in commands/ that take words: no numbers, flags or choices."""
-    found = set()
-    for path in (PACKAGE / "commands").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument")):
-                continue
-            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            no_words = keywords.get("type") in ("int", "float") or keywords.keys() & {"choices"}
-            if not no_words and keywords.get("action") in (None, "'append'") and isinstance(node.args[0], ast.Constant):
-                found.add((path.stem, node.args[0].value))
-    return found
+def text_arguments() -> set[tuple[str, str]]:
+    """Return (command, argument) of all that take any text: no number, flag or choice. Jobs stand under `check`."""
+    arguments = {("check", "job")}
+    for command, parser in ((command, make_parser()) for command, make_parser in PARSERS.items()):
+        jobs = ("job", "--config") if parser.takes == "job" else ()
+        for action in parser._actions:
+            name = (action.option_strings or [action.dest])[0]
+            if action.nargs != 0 and action.type in (None, Path, expanduser) and name not in jobs:
+                arguments.add((command, name))
+    return arguments
 
 
 def test_every_argument_that_names_a_file_to_read_refuses_what_is_none(tmp_path):
-    other = {("check", "JOB"), ("import", "FILE")}  # whose commands read their words themselves
-    elsewhere = {("evaluate", "--tasks")}  # which needs lm-eval; its reader is among those above
-    assert arguments_with_words() == (READ_ARGUMENTS.keys() - other) | NO_FILES_TO_READ | elsewhere
+    other_tests = {("evaluate", "--tasks")}  # needs lm-eval; its reader is tested above
+    assert text_arguments() == READ_ARGUMENTS.keys() | NO_FILES_TO_READ | other_tests
     folder, cases, commands = hf_folder(tmp_path / "model"), [], []
     for (command, argument), more in READ_ARGUMENTS.items():
         for kind in KINDS:
-            if argument.startswith("--") or kind != "folder" or argument in ("JOB", "FILE"):
+            if argument.startswith("--") or kind != "folder" or argument in ("job", "line"):
                 path = make(kind, tmp_path / f"{command}{argument}-{kind}")
                 given = [f"{argument}={path}"] if argument.startswith("--") else [str(path)]
                 words = {"FOLDER": str(folder), "--to=TARGET": f"--to={tmp_path}/new"}
                 words |= {"TARGET": f"{tmp_path}/new", "--output=TARGET": f"--output={tmp_path}/new"}
                 cases.append((command, argument, kind, path.name))
                 commands.append([command, *given, *(words.get(each, each) for each in more)])
-    modules = [f"torchtitan.commands.{command}" for command in ("generate", "evaluate", "convert", "export", "plot")]
+    modules = [
+        f"torchtitan.commands.{command}" for command in ("generate", "evaluate", "chat", "convert", "export", "plot")
+    ]
     problems = [(*case, got.problem(case[-1])) for case, got in
                 zip(cases, outcomes(commands, tmp_path, *modules), strict=True)]  # fmt: skip
     wrong = [each for each in problems if each[-1] is not None]
