@@ -1,4 +1,4 @@
-"""Our 4 bits (adapters/nf4.py) and those of torchao: how many codes are the same, and what each loses of the weights.
+"""Our 4 bits (adapters/quantized.py) and those of torchao: how many codes are the same, and how much precision is lost.
 
 torchao is no dependency: give it an environment of its own, or a folder (pip install --no-deps --target there torchao,
 then PYTHONPATH=there). `--write` keeps its codes in tests/fixtures/nf4_torchao.json, which tests/test_qlora.py reads.
@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan.adapters.nf4 import NF4
+from torchtitan.adapters.quantized import NF4
 
 FIXTURE = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "nf4_torchao.json"
 ROWS, COLUMNS = 32, 512

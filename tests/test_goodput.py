@@ -16,7 +16,7 @@ from torchtitan.metrics.goodput import CAUSE_OF, CAUSES, GPU_HOURS_PER_FAILURE, 
 from torchtitan.metrics.plot import draw_training_curve
 from torchtitan.process.heartbeat import PHASES
 from torchtitan.process.ranks import Restart
-from torchtitan.training import run_summary
+from torchtitan.training import reporting
 
 
 class Clock:
@@ -84,10 +84,10 @@ def test_the_save_that_a_run_goes_on_from_is_counted(background, failed, clock, 
     second.load_state_dict(saved)
     restart = Restart(1, "", 0, 1, 0.0, ended=clock.now) if failed else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_summary, "time", SimpleNamespace(monotonic=clock, time=clock))
+        patch.setattr(reporting, "time", SimpleNamespace(monotonic=clock, time=clock))
         mode = "async" if background else "disabled"
         config = SimpleNamespace(job=SimpleNamespace(tags=[]), checkpoint=SimpleNamespace(async_mode=mode))
-        run_summary.record_start(config, restart, Mock(), second, 1, tmp_path)
+        reporting.record_start(config, restart, Mock(), second, 1, tmp_path)
     in_vain = background and failed
     assert second.seconds["save"] == (0 if in_vain else 4) and second.saves == (not in_vain)
     assert second.seconds["redone"] == (10 if in_vain else 6 if failed else 0)
@@ -128,7 +128,7 @@ def test_only_a_run_of_an_hour_or_more_is_advised_how_often_to_save(train_second
     words = [f"--job.dump_folder={tmp_path}", "--model.tokenizer_path=bytes", "--training.steps=100"]
     with caplog.at_level("INFO"):
         ranks = Mock(is_main=True, world_size=5000)
-        run_summary.conclude(load(words), ranks, Mock(path=tmp_path / "metrics.jsonl"), goodput, {}, 100)
+        reporting.conclude(load(words), ranks, Mock(path=tmp_path / "metrics.jsonl"), goodput, {}, 100)
     assert ("Young" in caplog.text) == advised
     if advised:  # sqrt(2 x 36000 s x 2 s) = 379 s, at 36 s a step
         assert "saves       best every 6:19, or 11 steps, by as many failures as others report" in caplog.text
@@ -167,9 +167,9 @@ def test_a_picture_that_cannot_be_drawn_ends_nothing(tmp_path, monkeypatch, capl
         raise OSError(28, "No space left on device")
 
     (tmp_path / "metrics.jsonl").write_text("")
-    monkeypatch.setattr(run_summary, "draw_training_curve", full)
+    monkeypatch.setattr(reporting, "draw_training_curve", full)
     words = [f"--job.dump_folder={tmp_path}", "--model.tokenizer_path=bytes"]
     metrics = Mock(path=tmp_path / "metrics.jsonl")
-    run_summary.conclude(load(words), Mock(is_main=True), metrics, Mock(best_interval=lambda ranks: None), {}, 1)
+    reporting.conclude(load(words), Mock(is_main=True), metrics, Mock(best_interval=lambda ranks: None), {}, 1)
     assert "training.png cannot be drawn: [Errno 28]" in caplog.text
     metrics.summary.assert_called_once_with({"metrics": metrics.path, "job": tmp_path / "config.toml"})

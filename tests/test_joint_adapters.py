@@ -13,8 +13,7 @@ from tests.support.hf_parity import build, tokens_for, twin
 from tests.support.tiny_decoders import GPT2 as TINY
 from tests.test_low_rank import fresh_tensors
 from torchtitan.adapters import peft_folder
-from torchtitan.adapters.dora import DoRA
-from torchtitan.adapters.lora import LoRA
+from torchtitan.adapters.lora import DoRA, LoRA
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize

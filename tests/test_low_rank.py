@@ -22,8 +22,7 @@ from tests.support.jobs import full
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from torchtitan.adapters import ADAPTERS, peft_config, peft_folder
-from torchtitan.adapters.dora import DoRA
-from torchtitan.adapters.lora import LoRA
+from torchtitan.adapters.lora import DoRA, LoRA
 from torchtitan.adapters.low_rank import adaptable_modules, add_product, linear_shape
 from torchtitan.adapters.targets import LINEAR_ONLY_KINDS
 from torchtitan.config.sections.adapter import Adapter as Options

@@ -313,7 +313,7 @@ OTHERS = {  # ranks, options, the form of what is another model
 def train_beside(argv):
     """As jobs.train, and how many parameters of the other model live when all pairs have been asked."""
     refs, living = [], []
-    built, asked = reference_logprobs._other_model, trainer.references
+    built, asked = reference_logprobs.load_reference_model, trainer.references
 
     def build_other(*args):
         model = built(*args)
@@ -328,11 +328,11 @@ def train_beside(argv):
             living.append(sum(ref() is not None for ref in refs))
             gc.enable()
 
-    reference_logprobs._other_model, trainer.references = build_other, ask
+    reference_logprobs.load_reference_model, trainer.references = build_other, ask
     try:
         return jobs.train(argv)[0], len(refs), *living
     finally:
-        reference_logprobs._other_model, trainer.references = built, asked
+        reference_logprobs.load_reference_model, trainer.references = built, asked
 
 
 @pytest.mark.parametrize("name", OTHERS)

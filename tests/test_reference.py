@@ -16,7 +16,7 @@ from tests.test_preferences import BYTES, words, write_pairs
 from torchtitan.build import data, parts
 from torchtitan.config.manager import load
 from torchtitan.parallelisms.parallel_model import ParallelModel
-from torchtitan.training import reference_logprobs, reference_pairs
+from torchtitan.training import reference_logprobs, reporting
 from torchtitan.training.reference_logprobs import FILE, digests_of
 
 NOT_VALIDATED = dict(validation__enable=False, validation__split=0.2)
@@ -164,10 +164,10 @@ def test_a_longer_run_is_refused_where_its_first_model_is_gone(whole, tmp_path):
 
 def test_it_says_how_far_it_is(whole, tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
-    report = reference_pairs.Report(400, 100, True)
+    report = reporting.ReferenceProgress(400, 100, True)
     clock = iter([10.0, 10.0, 40.0, 41.0, 41.0])
-    monkeypatch.setattr(reference_pairs.time, "monotonic", lambda: next(clock))
-    report.began = report.told = 0.0
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: next(clock))
+    report.began_at = report.last_line_at = 0.0
     with report:
         report.show(150)
         report.show(200)

@@ -12,8 +12,8 @@ from tests.support.pool import run_ranks
 from torchtitan.config import manager
 from torchtitan.process.heartbeat import Progress
 from torchtitan.process.ranks import read_ranks
-from torchtitan.training import step_progress
-from torchtitan.training.step_progress import StepProgress
+from torchtitan.training import reporting
+from torchtitan.training.reporting import StepProgress
 from torchtitan.training.trainer import Trainer
 
 BATCH = {"tokens": torch.zeros(2, 100, dtype=torch.int64)}
@@ -91,8 +91,8 @@ def lines_of(argv, seconds):
     logger = logging.getLogger("torchtitan")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    before = step_progress.LINE_SECONDS, step_progress.LOOK_SECONDS
-    step_progress.LINE_SECONDS, step_progress.LOOK_SECONDS = 0.2, 0.05
+    before = reporting.LINE_SECONDS, reporting.LOOK_SECONDS
+    reporting.LINE_SECONDS, reporting.LOOK_SECONDS = 0.2, 0.05
     try:
         trainer = Trainer(manager.load(argv), read_ranks())
         forward = trainer.model.forward_backward
@@ -105,7 +105,7 @@ def lines_of(argv, seconds):
         trainer.train()
         trainer.metrics.close()
     finally:
-        step_progress.LINE_SECONDS, step_progress.LOOK_SECONDS = before
+        reporting.LINE_SECONDS, reporting.LOOK_SECONDS = before
         logger.removeHandler(handler)
     return lines
 

@@ -233,7 +233,7 @@ def test_no_decision_looks_at_the_walls_clock():
     # clocks of machines agree
     assert asks == {
         "commands/bench.py",
-        "training/run_summary.py",
+        "training/reporting.py",
         "metrics/goodput.py",
         "process/ranks.py",
         "training/preflight.py",

@@ -7,12 +7,10 @@ from torch import nn
 
 from tests.support.documented_adapter import IA3
 from tests.support.scale_adapter import ScaleAdapter
-from torchtitan.adapters.dora import DoRA
-from torchtitan.adapters.int8 import Int8LoRA
 from torchtitan.adapters.interface import Adapter, Unfrozen
-from torchtitan.adapters.lora import LoRA
+from torchtitan.adapters.lora import DoRA, LoRA
 from torchtitan.adapters.neurocache.adapter import Neurocache
-from torchtitan.adapters.nf4 import QLoRA
+from torchtitan.adapters.quantized import Int8LoRA, QLoRA
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.config.sections.adapter import Neurocache as Cache
 from torchtitan.core.initialization import Normal, draw

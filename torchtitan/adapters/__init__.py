@@ -34,9 +34,9 @@ def _low_rank(make: str) -> AdapterSpec:
 
 _own = {
     "lora": _low_rank("torchtitan.adapters.lora:LoRA"),
-    "dora": _low_rank("torchtitan.adapters.dora:DoRA"),
-    "qlora": _low_rank("torchtitan.adapters.nf4:QLoRA"),
+    "dora": _low_rank("torchtitan.adapters.lora:DoRA"),
+    "qlora": _low_rank("torchtitan.adapters.quantized:QLoRA"),
     "neurocache": _low_rank("torchtitan.adapters.neurocache.adapter:Neurocache"),
-    "lora_int8": _low_rank("torchtitan.adapters.int8:Int8LoRA"),
+    "lora_int8": _low_rank("torchtitan.adapters.quantized:Int8LoRA"),
 }
 ADAPTERS: Registry[AdapterSpec] = Registry("torchtitan.adapters", _own, AdapterSpec)

@@ -1,4 +1,4 @@
-"""LoRA (arXiv:2106.09685), rsLoRA by its scale (arXiv:2312.03732), and with restarts ReLoRA (arXiv:2307.05695).
+"""LoRA (arXiv:2106.09685), rsLoRA by its scale (arXiv:2312.03732), with restarts ReLoRA (arXiv:2307.05695), and DoRA.
 
 ReLoRA merges the product of A and B into the frozen matrix at regular steps and starts again with a new A and B = 0, so
 that many low-rank updates add up to a change of any rank. At the same time the optimizer state of A and B is reset, or
@@ -8,6 +8,13 @@ With a period of k steps both happen after steps k + 1, 2 k + 1, ... The learnin
 (lr_schedules.py), so they move no weight, and the first step with new matrices has a small rate. All random
 values are a function of (seed, restart, name), and the retained optimizer state is chosen over full tensors, so the
 result does not depend on the parallel plan.
+
+DoRA (arXiv:2402.09353): LoRA for the directions of a matrix's rows, with a separately trained magnitude.
+
+The adapted matrix W + scale B A gives the directions of the rows. The magnitude is the norm of each row. It starts as
+the row norms of W, so the model starts unchanged.
+
+The row norms of the adapted matrix are recomputed in each forward and count as constant in backward (section 4.3).
 """
 
 import logging
@@ -17,14 +24,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
-from torchtitan.adapters.low_rank import LowRank, LowRankExperts, LowRankLinear
+from torchtitan.adapters.interface import merge_shards
+from torchtitan.adapters.low_rank import LoRASettings, LowRank, LowRankExperts, LowRankLinear, add_low_rank_output
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.config.sections.adapter import Relora
-from torchtitan.core.initialization import Constant, Uniform, clean_name, draw, local_part
+from torchtitan.core.initialization import Constant, Init, Uniform, clean_name, draw, local_part
+from torchtitan.models.layers import autocast_off
+
+logger = logging.getLogger(__name__)
+
+MATRIX_NAMES = re.compile(r"\blora_[AB]")
+"""Matches the names of A and B, but not the names of learned scales."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LoRA(LowRank):
@@ -47,13 +64,6 @@ class LoRA(LowRank):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.restarts is not None:
             self.restarts.merges, self.restarts.resets = state.get("merges", 0), state.get("resets", 0)
-
-
-logger = logging.getLogger(__name__)
-
-MATRIX_NAMES = re.compile(r"\blora_[AB]")
-"""Matches the names of A and B, and not those of learned scales."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Restarts:
@@ -157,3 +167,70 @@ def restart_matrices(module: LowRankLinear | LowRankExperts, key: str) -> None:
             init = module.parameter_init(name)
             assert isinstance(init, Uniform | Constant)
             draw(parameter, init, f"{key}.{name}")
+
+
+@torch.no_grad()
+def adapted_row_norms(linear: Any) -> torch.Tensor:
+    """Return the row norms [out] of the adapted matrix; `linear` may be a stand-in with a rank's weights."""
+    with autocast_off(linear.weight.device.type):
+        matrix = linear.weight + linear.settings.scale * (linear.lora_B @ linear.lora_A)
+        squares = matrix.to(torch.promote_types(matrix.dtype, torch.float32)).square().sum(1)
+    if linear.rows_are_sharded:
+        squares = torch.ops._c10d_functional.all_reduce(squares, "sum", linear.border.group)
+        squares = torch.ops._c10d_functional.wait_tensor(squares)
+    return squares.sqrt()
+
+
+class DoRALinear(LowRankLinear):
+    """A LowRankLinear with a trained row magnitude, `lora_magnitude` [out]."""
+
+    rows_are_sharded = False  # True if each rank of the group of `border` has a part of every row
+
+    def add_low_rank_parameters(self, settings: LoRASettings) -> None:
+        super().add_low_rank_parameters(settings)
+        self.lora_magnitude = nn.Parameter(self.weight.detach().new_empty(self.out_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = add_low_rank_output(self, x, F.linear(x.flatten(0, -2), self.weight))
+        y = y * (self.lora_magnitude / adapted_row_norms(self)).to(y.dtype)
+        return y if self.bias is None else y + self.bias
+
+    def parameter_init(self, name: str) -> Init | None:
+        return Constant(1.0) if name == "lora_magnitude" else super().parameter_init(name)
+
+    def tensor_placements(self, role: str, default: Placement) -> dict[str, tuple[Placement, Placement]]:
+        placements = super().tensor_placements(role, default)
+        if role in ("column", "head"):
+            placements["lora_magnitude"] = (Shard(0), Shard(0))
+        elif role == "row":  # each rank scales its partial sum by it
+            placements["lora_magnitude"] = (Replicate(), Partial())
+            self.rows_are_sharded = True
+        return placements
+
+    @torch.no_grad()
+    def init_from_base(self) -> None:
+        """Initialize the trained magnitudes to the row norms of W."""
+        local, _, offset = local_part(self.lora_magnitude)
+        local.copy_(row_norms(self.weight).narrow(0, offset[0], local.shape[0]))
+
+    def merged_weight(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        matrix = super().merged_weight(name, value.to(torch.promote_types(value.dtype, torch.float32)))
+        rows = (self.lora_magnitude, (0,)), (row_norms(matrix), (0,))
+        merged = merge_shards(matrix, lambda shard, magnitude, norm: shard * (magnitude / norm)[:, None], *rows)
+        return merged.to(value.dtype)  # rounded once
+
+
+class DoRA(LowRank):
+    linear_class = DoRALinear
+
+
+def row_norms(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the row norms [out] of a matrix [out, in], in full on every rank. Every rank calls it."""
+    local, shape, offset = local_part(matrix)
+    squares = torch.zeros(shape[0], dtype=torch.promote_types(matrix.dtype, torch.float32), device=local.device)
+    squares.narrow(0, offset[0], local.shape[0]).add_(local.to(squares.dtype).square().sum(1))
+    if isinstance(matrix, DTensor):
+        for axis, placement in enumerate(matrix.placements):
+            if not placement.is_replicate():
+                dist.all_reduce(squares, group=matrix.device_mesh.get_group(axis))
+    return squares.sqrt()

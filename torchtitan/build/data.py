@@ -5,13 +5,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.build.parts import global_batch_size, global_rows, has_experts, model_args, taken
+from torchtitan.build.parts import (
+    documents_apart,
+    global_batch_size,
+    global_rows,
+    has_experts,
+    model_args,
+    multiple_of,
+    taken,
+)
 from torchtitan.config.batch_shape import (
     Section,
     batch_rows,
     is_packed,
     padding_in_words,
-    padding_multiple,
     rows_per_sample,
     sample_count,
 )
@@ -45,11 +52,6 @@ def fields(config: JobConfig) -> LabelledFields | None:
     return LabelledFields.from_task(config.task, args.n_classes, ended=not args.causal)
 
 
-def documents_apart(config: JobConfig) -> bool:
-    """Return True if attention and positions are confined to a document."""
-    return config.training.document_mask or task_of(config).whole_records
-
-
 def labels(config: JobConfig) -> Labels:
     """Return the kind of labels. A bidirectional model classifies by its first token, a causal one by its last."""
     label_kind = task_of(config).labels
@@ -79,11 +81,6 @@ def packing(config: JobConfig, section: Section, pad_id: int) -> Packing | None:
         group=step * rows if config.data.group_by_length and not held_out else 0,
         shard=(1, 1) if held_out else (shard, shards),
     )
-
-
-def multiple_of(config: JobConfig) -> int:
-    """Return the multiple that batch lengths are rounded up to; 0 if all batches have one length."""
-    return padding_multiple(config, device_type(), has_experts(config))
 
 
 def recipe(config: JobConfig, section: Section) -> PrepareOptions:
@@ -249,6 +246,18 @@ def documents(config: JobConfig, section: Section) -> Documents:
         return Documents(sources)
     return Documents(
         sources, PackReader(sources, seq_len_of(config, section), config.debug.seed, False, pack_options).numbers
+    )
+
+
+def first_segments(config: JobConfig, dp_rank: int, plan: ParallelDims, count: int) -> HeldOutSegments:
+    """Return the first `count` segments of the training data in the stored order, the same for any number of ranks."""
+    return HeldOutSegments(
+        documents(config, "training"),
+        count,
+        seq_len=config.training.seq_len,
+        rows=batch_rows(config),
+        rank=dp_rank,
+        ranks=plan.dp,
     )
 
 

@@ -15,7 +15,7 @@ from torchtitan.adapters import ADAPTERS, NONE
 from torchtitan.adapters.interface import Adapter, Unfrozen
 from torchtitan.checkpoint import Checkpointer, TrainerHooks, base_weights
 from torchtitan.checkpoint.best_metric import Metric
-from torchtitan.config.batch_shape import batch_rows, microbatch_rows, rows_per_sample
+from torchtitan.config.batch_shape import batch_rows, microbatch_rows, padding_multiple, rows_per_sample
 from torchtitan.config.changes import kept_job
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.parallelism import Parallelism
@@ -41,6 +41,7 @@ from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.parallelisms.parallelize import ParallelOptions
 from torchtitan.parallelisms.pipeline.pipeline_parallel import PipelineOptions
 from torchtitan.parallelisms.plan import ParallelPlan
+from torchtitan.process.distributed import device_type
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -113,6 +114,16 @@ def own_head(config: JobConfig) -> frozenset[str]:
 
 def has_experts(config: JobConfig) -> bool:
     return getattr(model_args(config), "expert_layers", 0) > 0
+
+
+def documents_apart(config: JobConfig) -> bool:
+    """Return True if attention and positions are confined to a document."""
+    return config.training.document_mask or task_of(config).whole_records
+
+
+def multiple_of(config: JobConfig) -> int:
+    """Return the multiple that batch lengths are rounded up to; 0 if all batches have one length."""
+    return padding_multiple(config, device_type(), has_experts(config))
 
 
 def model_spec(config: JobConfig) -> ModelSpec:

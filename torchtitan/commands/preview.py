@@ -14,7 +14,8 @@ from operator import itemgetter
 import torch
 
 from torchtitan.build import parts
-from torchtitan.build.data import documents_apart, training_loader
+from torchtitan.build.data import training_loader
+from torchtitan.build.parts import documents_apart
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.config import manager
 from torchtitan.config.batch_shape import rows_per_sample

@@ -9,14 +9,13 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from torchtitan.build.data import documents, documents_apart, multiple_of
-from torchtitan.build.parts import model_args, objective
+from torchtitan.build.parts import documents_apart, model_args, multiple_of, objective
 from torchtitan.config.batch_shape import batch_rows
 from torchtitan.config.job import JobConfig
 from torchtitan.datasets.loader import Loader
 from torchtitan.datasets.position import Position
 from torchtitan.datasets.samples import global_sample_numbers
-from torchtitan.datasets.segments import HeldOutSegments, SegmentLoader, SegmentPosition
+from torchtitan.datasets.segments import SegmentLoader, SegmentPosition
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.losses.classification import ClassCrossEntropy, measures
@@ -285,31 +284,23 @@ def masking(config: JobConfig, tokenizer: Tokenizer) -> Masking:
 
 
 def prepare_adapter(
-    config: JobConfig,
     loader: Loader | SegmentLoader,
     model: ParallelModel,
     preparer: BatchPreparer,
-    is_fresh: bool = False,
+    first_segments: Callable[[int], Iterable[Batch]] | None,
 ) -> None:
     """Let an adapter with state read training data before the next step.
 
-    After a resume or a rollback these are the documents that the rows are in. If the adapter `is_fresh`, they are also
-    the first segments of the training data, the same for any number of ranks.
+    After a resume or a rollback these are the documents that the rows are in. An adapter that is not trained yet also
+    reads `first_segments`, which maps a number of segments to the batches that hold them; None for a trained one.
     """
 
     def replay(tokens: int) -> Iterator[Batch]:
         if isinstance(loader, SegmentLoader) and loader.resumed:
             yield from map(preparer.to_device, loader.again(tokens))
 
-    def first_segments(count: int) -> Iterator[Batch]:
-        segments = HeldOutSegments(
-            documents(config, "training"),
-            count,
-            seq_len=config.training.seq_len,
-            rows=batch_rows(config),
-            rank=preparer.dp_rank,
-            ranks=preparer.dims.dp,
-        )
-        yield from map(preparer.to_device, segments)
+    def calibration(count: int) -> Iterator[Batch]:
+        assert first_segments is not None
+        yield from map(preparer.to_device, first_segments(count))
 
-    model.prepare_adapter(replay, first_segments if is_fresh else None)
+    model.prepare_adapter(replay, None if first_segments is None else calibration)

@@ -1,6 +1,8 @@
-"""Load a job's model with the weights of a checkpoint, on one or several devices, for export and generation."""
+"""Build models next to the one that is trained: with the weights of a checkpoint, for export and generation, and the
+reference model of preference pairs."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,26 +15,21 @@ from torch import nn
 
 from torchtitan.adapters import NONE
 from torchtitan.adapters.interface import Adapter
-from torchtitan.build.parts import (
-    adapted_model,
-    base_reference,
-    dims,
-    model,
-    model_args,
-    peft_tensors,
-    saves_adapter_alone,
-)
+from torchtitan.build import parts
 from torchtitan.checkpoint import base_weights, load_model_for_inference, read_state
 from torchtitan.checkpoint.base_weights import find_weights
-from torchtitan.checkpoint.weight_sources import Weights, load_foreign, opened
+from torchtitan.checkpoint.weight_sources import Weights, fill, load_foreign, opened
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.model import ActivationCheckpoint, Compile
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.core.errors import JobError
 from torchtitan.core.tensor_storage import Deferred, Store, Value, stores
 from torchtitan.parallelisms.degrees import LimitError
+from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed
 from torchtitan.process.ranks import Ranks
+
+logger = logging.getLogger(__name__)
 
 
 def filled_model(config: JobConfig, step_folder: Path, device: torch.device) -> tuple[nn.Module, Adapter | None]:
@@ -41,7 +38,7 @@ def filled_model(config: JobConfig, step_folder: Path, device: torch.device) -> 
     `step_folder`: a checkpoint, or a Hugging Face folder; the latter is combined with the adapter of
     `adapter.initial_path`. Raises CheckpointError if these do not fit, or if the adapter belongs to another base.
     """
-    built, _, installed = adapted_model(config)
+    built, _, installed = parts.adapted_model(config)
     built.to_empty(device=device)
     _fill(built, config, step_folder, installed)
     return built.eval(), installed
@@ -51,15 +48,15 @@ def _fill(built: nn.Module, config: JobConfig, step_folder: Path, installed: Ada
     if find_weights(step_folder)[0] != "ours":
         extra_adapter = None if config.adapter.initial_path is None else installed
         fresh = extra_adapter.added_parameters if extra_adapter else ()
-        load_foreign(step_folder, [built], config.model.name, model_args(config, step_folder), fresh)
+        load_foreign(step_folder, [built], config.model.name, parts.model_args(config, step_folder), fresh)
         if extra_adapter is not None:
-            extra_adapter.load_tensors([built], peft_tensors(config, extra_adapter))
+            extra_adapter.load_tensors([built], parts.peft_tensors(config, extra_adapter))
         return
-    adapter_only = saves_adapter_alone(config)
+    adapter_only = parts.saves_adapter_alone(config)
     if config.adapter.kind != NONE and config.adapter.save is None:  # the job does not say; the checkpoint does
         adapter_only = base_weights.KEY in read_state(step_folder)["trainer"]
     if adapter_only:
-        base_weights.refuse_another(read_state(step_folder)["trainer"], base_reference(config))
+        base_weights.refuse_another(read_state(step_folder)["trainer"], parts.base_reference(config))
         fill_base(config, built, installed)
     load_model_for_inference(step_folder, built, installed.frozen_parameters if adapter_only else ())
 
@@ -72,9 +69,9 @@ def model_over_ranks(config: JobConfig, step_folder: Path, ranks: Ranks) -> nn.M
     """
     device = distributed.init(ranks, config.comm.init_timeout_seconds)
     config = _split_over(config, ranks.world_size)
-    plan = dims(config, ranks.world_size)
+    plan = parts.dims(config, ranks.world_size)
     try:
-        built = model(config, plan.build_mesh(device.type), plan, device)
+        built = parts.model(config, plan.build_mesh(device.type), plan, device)
     except LimitError as error:
         raise JobError(f"--ranks: given {error.given}; allowed: {error.allowed}; {error.remedy}") from None
     (full_model,) = built.parts
@@ -83,7 +80,7 @@ def model_over_ranks(config: JobConfig, step_folder: Path, ranks: Ranks) -> nn.M
 
 
 def _split_over(config: JobConfig, world_size: int) -> JobConfig:
-    experts = getattr(model_args(config), "n_experts", 0)
+    experts = getattr(parts.model_args(config), "n_experts", 0)
     if experts:
         degrees = Parallelism(expert_parallel_degree=math.gcd(experts, world_size))
     else:
@@ -128,7 +125,7 @@ def plain_state(
     else:
         with ExitStack() as stack:
             try:
-                weights = stack.enter_context(opened(path, config.model.name, model_args(config, path)))
+                weights = stack.enter_context(opened(path, config.model.name, parts.model_args(config, path)))
             except JobError as error:
                 raise JobError(f"{error}; {UNPACKED}") from error
             original = {
@@ -160,4 +157,41 @@ def fill_base(config: JobConfig, built: nn.Module, installed: Adapter | None) ->
     if kind == "ours":
         load_model_for_inference(location, built, fresh)
     else:
-        load_foreign(location, [built], config.model.name, model_args(config, location), fresh)
+        load_foreign(location, [built], config.model.name, parts.model_args(config, location), fresh)
+
+
+def load_reference_model(config: JobConfig, path: str, model: ParallelModel) -> ParallelModel:
+    """Build a model from the weights at a path, sharded as the run's. JobError if they are of another model."""
+    _, location = find_weights(Path(path))
+    built = parts.model(parts.as_reference(config), model.mesh, model.dims, model.device, drawn=False)
+    with opened(location, config.model.name, parts.model_args(config, location)) as weights:
+        for part in built.parts:
+            fill(part, weights, parts.model_args(config).tied_embeddings)
+    logger.info("the reference of the pairs is %s", location)
+    return built
+
+
+def rebuild_initial_model(config: JobConfig, model: ParallelModel) -> ParallelModel:
+    """Rebuild the model as it was before the first step, under the run's plan."""
+    quiet = parts.without_noise(config)
+    built = parts.model(quiet, model.mesh, model.dims, model.device, drawn=False)
+    adapter, path = built.adapter, config.checkpoint.initial_load_path
+    if path is None:
+        built.initialize()
+    else:
+        head, (kind, location) = parts.own_head(config), find_weights(Path(path))
+        if kind == "ours" and adapter is not None:  # the checkpoint may hold a trained adapter
+            raise JobError(
+                f"training.steps: given {config.training.steps}; allowed: as many as the run began with, because the "
+                "reference of further pairs cannot be rebuilt from a checkpoint and an adapter; start with more steps "
+                "in another job.dump_folder"
+            )
+        fresh = adapter.added_parameters if adapter else frozenset()
+        built.initialize(head | fresh)
+        load_foreign(location, built.parts, config.model.name, parts.model_args(config, location), fresh, head)
+        if adapter is not None:
+            adapter.init_from_base(built.parts)
+    if config.adapter.initial_path:
+        adapter.load_tensors(built.parts, parts.peft_tensors(config, adapter))
+    logger.info("reference  the run reads further pairs: the model is rebuilt as it was before the first step")
+    return built

@@ -11,7 +11,9 @@ import hashlib
 import json
 import logging
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,16 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from torchtitan.build import parts as build
-from torchtitan.build.data import multiple_of
+from torchtitan.build import parts
+from torchtitan.build.data import batches_of_a_step, held_out, pairs_in_a_pass, training_loader
 from torchtitan.checkpoint import base_weights
 from torchtitan.checkpoint.base_weights import find_weights
-from torchtitan.checkpoint.weight_sources import fill, load_foreign, opened
+from torchtitan.config.batch_shape import batch_rows, rows_per_sample
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import show
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import require_file
-from torchtitan.datasets.loader import trim_to_longest
+from torchtitan.datasets.loader import HeldOutBatches, trim_to_longest
 from torchtitan.datasets.sources import DataError
 from torchtitan.launcher.run_folder import REFERENCE
 from torchtitan.losses.objective import IGNORE_INDEX
@@ -39,7 +41,8 @@ from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process.heartbeat import Progress
 from torchtitan.process.ranks import Ranks
 from torchtitan.training.batches import Batch, BatchPreparer
-from torchtitan.training.reference_pairs import Readings, Report
+from torchtitan.training.inference_model import load_reference_model, rebuild_initial_model
+from torchtitan.training.reporting import ReferenceProgress
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,8 @@ MODEL, IDENTITY, ROWS = "model", "identity", "rows"
 covers from the first one on. A file of an earlier version has the first alone, and covers all data of its run."""
 DIGEST_BYTES = 16
 SAVE_SECONDS = 5
+PAIRS_OF_A_CHUNK = 16
+"""Number of pairs of a rank, after which ranks exchange their values and rank 0 saves them."""
 
 
 class References:
@@ -194,9 +199,9 @@ def _identity(config: JobConfig) -> str:
     start = config.dpo.reference or config.checkpoint.initial_load_path
     weights = [path for path in (start, config.adapter.initial_path) if path]
     adapter = {name: value for name, value in asdict(config.adapter).items() if name not in LATER_OPTIONS}
-    parts: list[Any] = [asdict(build.model_args(config)), adapter, config.debug.seed]
-    parts += [training.dtype, training.mixed_precision_param, *map(_path_and_size, weights)]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    values: list[Any] = [asdict(parts.model_args(config)), adapter, config.debug.seed]
+    values += [training.dtype, training.mixed_precision_param, *map(_path_and_size, weights)]
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _path_and_size(path: str) -> tuple[str, int]:
@@ -206,41 +211,47 @@ def _path_and_size(path: str) -> tuple[str, int]:
         return str(Path(path).resolve()), sum(file.stat().st_size for file in Path(path).glob("*") if file.is_file())
 
 
-def _other_model(config: JobConfig, path: str, model: ParallelModel) -> ParallelModel:
-    """Build a model from the weights at a path, sharded as the run's. JobError if they are of another model."""
-    _, place = find_weights(Path(path))
-    built = build.model(build.as_reference(config), model.mesh, model.dims, model.device, drawn=False)
-    with opened(place, config.model.name, build.model_args(config, place)) as weights:
-        for part in built.parts:
-            fill(part, weights, build.model_args(config).tied_embeddings)
-    logger.info("the reference of the pairs is %s", place)
-    return built
+class Readings:
+    """One rank's data for the steps after `step`, from the data position `state`, and for validations."""
+
+    def __init__(self, config: JobConfig, preparer: BatchPreparer, step: int, state: dict[str, Any] | None) -> None:
+        data = replace(config.data, pad_to="seq_len")
+        self.config, self.preparer, self.state = replace(config, data=data), preparer, state
+        self.vocabulary = parts.tokenizer(config)
+        self.steps = config.training.steps - step
+        self.held_out = held_out(self.config, self.vocabulary, preparer.dp_rank, preparer.dims, preparer.objective)
+        before = 0 if state is None else state["samples"]
+        self.rows = before + self.steps * parts.global_rows(config, preparer.dims)
+        """Of the training data, up to the last step."""
+        self.validation = self.held_out.samples if isinstance(self.held_out, HeldOutBatches) else 0
+        """Rows that validations read."""
+
+    @property
+    def pairs(self) -> int:
+        """The number of different pairs, at most."""
+        read = self.steps * parts.global_batch_size(self.config, self.preparer.dims)
+        return min(read, pairs_in_a_pass(self.config)) + self.validation // rows_per_sample(self.config)
+
+    def chunks(self) -> Iterator[tuple[int, Batch]]:
+        """Yield (rows of a batch, chunk of several batches [n, S]); the number of chunks is the same on all ranks."""
+        loader = training_loader(self.config, self.vocabulary, self.preparer.dp_rank, self.preparer.dims, self.state)
+        batches = islice(loader, self.steps * batches_of_a_step(self.config, self.preparer.dims))
+        try:
+            yield from _joined(batches, batch_rows(self.config))
+        finally:
+            loader.close()
+        if self.held_out is not None:
+            try:
+                yield from _joined(iter(self.held_out), batch_rows(self.config, "validation"))
+            finally:
+                self.held_out.close()
 
 
-def _model_at_the_start(config: JobConfig, model: ParallelModel) -> ParallelModel:
-    """Rebuild the model as it was before the first step, under the run's plan."""
-    quiet = build.without_noise(config)
-    built = build.model(quiet, model.mesh, model.dims, model.device, drawn=False)
-    adapter, path = built.adapter, config.checkpoint.initial_load_path
-    if path is None:
-        built.initialize()
-    else:
-        head, (kind, place) = build.own_head(config), find_weights(Path(path))
-        if kind == "ours" and adapter is not None:  # the checkpoint may hold a trained adapter
-            raise JobError(
-                f"training.steps: given {config.training.steps}; allowed: as many as the run began with, because the "
-                "reference of further pairs cannot be rebuilt from a checkpoint and an adapter; start with more steps "
-                "in another job.dump_folder"
-            )
-        fresh = adapter.added_parameters if adapter else frozenset()
-        built.initialize(head | fresh)
-        load_foreign(place, built.parts, config.model.name, build.model_args(config, place), fresh, head)
-        if adapter is not None:
-            adapter.init_from_base(built.parts)
-    if config.adapter.initial_path:
-        adapter.load_tensors(built.parts, build.peft_tensors(config, adapter))
-    logger.info("reference  the run reads further pairs: the model is rebuilt as it was before the first step")
-    return built
+def _joined(batches: Iterator[Batch], rows: int) -> Iterator[tuple[int, Batch]]:
+    size = max(1, 2 * PAIRS_OF_A_CHUNK // rows)
+    for first in batches:
+        chunk = list(chain([first], islice(batches, size - 1)))
+        yield rows, {name: torch.cat([batch[name] for batch in chunk]) for name in first}
 
 
 class _Pass:
@@ -259,7 +270,7 @@ class _Pass:
         metadata: dict[str, str],
     ) -> None:
         self.config, self.preparer, self.known, self.progress = config, preparer, known, progress
-        self.path, self.metadata, self.multiple = path, metadata, multiple_of(config)
+        self.path, self.metadata, self.multiple = path, metadata, parts.multiple_of(config)
         self.saved_at, self.computed = time.monotonic(), False
 
     def lacks_any(self, readings: Readings) -> bool:
@@ -267,7 +278,7 @@ class _Pass:
 
     def compute(self, readings: Readings, reference: ParallelModel | None, model: ParallelModel) -> None:
         """Compute all missing values. `reference`: if None, it is built next to `model` once a pair is missing."""
-        with Report(readings.pairs, len(self.known.known) // 2, self.path is not None) as report:
+        with ReferenceProgress(readings.pairs, len(self.known.known) // 2, self.path is not None) as report:
             try:
                 for rows, chunk in readings.chunks():
                     self.progress.enter("load")
@@ -287,10 +298,14 @@ class _Pass:
 
     def _build(self, model: ParallelModel) -> ParallelModel:
         other = self.config.dpo.reference
-        return _model_at_the_start(self.config, model) if other is None else _other_model(self.config, other, model)
+        return (
+            rebuild_initial_model(self.config, model)
+            if other is None
+            else load_reference_model(self.config, other, model)
+        )
 
     @torch.no_grad()
-    def _ask(self, model: ParallelModel, pairs: Batch, rows: int, report: Report) -> None:
+    def _ask(self, model: ParallelModel, pairs: Batch, rows: int, report: ReferenceProgress) -> None:
         """Compute the values of `pairs` in batches of `rows` rows; `rows` divides their number."""
         objectives = [part.loss for part in model.parts]
         model.train(False)

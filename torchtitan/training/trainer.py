@@ -34,9 +34,8 @@ from torchtitan.training import preflight
 from torchtitan.training.batches import Batch, PeerStopped, Prefetcher, batch_preparer, prepare_adapter
 from torchtitan.training.final_export import Exports
 from torchtitan.training.reference_logprobs import references
+from torchtitan.training.reporting import StepProgress, conclude, introduce, record_start
 from torchtitan.training.restore import Restorer, TrainState
-from torchtitan.training.run_summary import conclude, introduce, record_start
-from torchtitan.training.step_progress import StepProgress
 from torchtitan.training.validation import Validator
 
 logger = logging.getLogger(__name__)
@@ -135,7 +134,8 @@ class Trainer:
         """Open the loader at the position of the checkpoint, or at the start of the data."""
         loader_state = self.state.loader_state
         self.loader = data.training_loader(self.config, self.tokenizer, self.dp_rank, self.dims, loader_state)
-        prepare_adapter(self.config, self.loader, self.model, self.preparer, adapter_is_fresh)
+        first_segments = partial(data.first_segments, self.config, self.dp_rank, self.dims)
+        prepare_adapter(self.loader, self.model, self.preparer, first_segments if adapter_is_fresh else None)
         self.state.position, self.state.random, self.state.is_complete = self.loader.position(), None, True
 
     @property

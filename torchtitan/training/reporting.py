@@ -1,15 +1,22 @@
-"""Log the plan of a run at its start, and its results and their paths at its end."""
+"""Report a run to its user: its plan at the start, the progress of long steps, and its results at the end."""
 
 import logging
 import math
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from tqdm import tqdm
 
 from torchtitan.build import parts
 from torchtitan.config.batch_shape import notice, padding_multiple, sample_count
 from torchtitan.config.job import JobConfig, describe_sources, sources_of
 from torchtitan.core.files import FileError
+from torchtitan.core.progress_bar import DELAY_SECONDS, is_watched, progress_bar
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.launcher.run_folder import PICTURE
 from torchtitan.lr_scheduling import LRSchedulers
@@ -18,9 +25,20 @@ from torchtitan.metrics.goodput import Goodput
 from torchtitan.metrics.logger import MetricsLogger
 from torchtitan.metrics.plot import draw_training_curve
 from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.process.heartbeat import Progress
 from torchtitan.process.ranks import Ranks, Restart, heeded
 
 logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+LINE_SECONDS = 30.0
+"""Longest silence of a run that does not write to a terminal."""
+PHASE_TEXTS = {
+    "first": "step {step}/{total}, which may compile",
+    "validate": "validation at step {step}/{total}",
+    "save": "saving step {step}/{total}",
+}
+"""How a phase is described; the others are described by their step."""
 
 
 def introduce(
@@ -163,3 +181,134 @@ def conclude(
             "; start it again to go on" if "checkpoints" in paths else " (checkpoint.enable is off: not saved)"
         )
         logger.info("stopped as asked after step %d%s", step, continuation)
+
+
+class StepProgress:
+    """A context manager around the training loop that shows the progress of long steps.
+
+    `shown`: False on ranks that print nothing. `run` returns the run's current step, its last step and the tokens
+    trained on. `dp`: the number of ranks that each read as many tokens as this one.
+    """
+
+    def __init__(
+        self,
+        shown: bool,
+        progress: Progress,
+        dp: int,
+        run: Callable[[], tuple[int, int, int]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.shown, self.progress, self.dp, self.run, self.clock = shown, progress, dp, run, clock
+        self.step, self.passes, self.passes_done, self.tokens = 0, 1, 0, 0  # of the step under way
+        self.all_passes_done, self.began_at = 0, clock()
+        self.last_line_at = clock()
+        self._bar: tqdm | None = None
+        self._stop = threading.Event()
+        self._listener = _Listener(self)
+
+    def through(self, microbatches: Sequence[dict[str, torch.Tensor]]) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Yield the microbatches of the next step with their numbers, and count them."""
+        self.step, self.passes, self.passes_done, self.tokens = self.run()[0] + 1, len(microbatches), 0, 0
+        for number, batch in enumerate(microbatches):
+            yield number, batch
+            self.passes_done += 1
+            self.all_passes_done += 1
+            self.tokens += batch["tokens"].numel() * self.dp
+
+    def describe(self) -> str:
+        """Say where the run is, in one line."""
+        doing, (step, total, tokens) = self.progress.doing, self.run()
+        now, started = self.clock(), doing.since
+        text = PHASE_TEXTS.get(doing.phase, "step {step}/{total}").format(step=doing.step, total=total)
+        if doing.step == self.step == step + 1:
+            tokens += self.tokens
+            text += f": pass {min(self.passes_done + 1, self.passes)} of {self.passes}"
+        parts = [text, f"{duration(now - started)} so far", f"{tokens:,} tokens"]
+        if self.all_passes_done:
+            remaining = (total - step) * self.passes - (self.passes_done if self.step == step + 1 else 0)
+            parts.append(f"about {duration(remaining * (now - self.began_at) / self.all_passes_done)} left")
+        return ", ".join(parts)
+
+    def refresh(self, on_terminal: bool) -> None:
+        """Show where the run is, if it has been silent for long enough."""
+        silent = self.clock() - self.last_line_at
+        if not on_terminal:
+            if silent >= LINE_SECONDS:
+                logger.info("%s", self.describe())
+        elif silent < DELAY_SECONDS:
+            self._close_bar()
+        else:
+            if self._bar is None:
+                self._bar = tqdm(bar_format="{desc} |{bar:10}|", leave=False, dynamic_ncols=True, total=self.passes)
+            self._bar.total, self._bar.n = self.passes, self.passes_done
+            self._bar.set_description_str(self.describe())
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def __enter__(self) -> "StepProgress":
+        self.began_at = self.last_line_at = self.clock()
+        if self.shown:
+            logging.getLogger("torchtitan").addHandler(self._listener)
+            self._thread = threading.Thread(target=self._watch, name="step progress", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.shown:
+            self._stop.set()
+            self._thread.join()
+            logging.getLogger("torchtitan").removeHandler(self._listener)
+
+    def _watch(self) -> None:
+        on_terminal = is_watched()
+        while not self._stop.wait(LOOK_SECONDS):
+            self.refresh(on_terminal)
+        self._close_bar()
+
+
+class _Listener(logging.Handler):
+    """Notes when the run has printed a line."""
+
+    def __init__(self, owner: StepProgress) -> None:
+        super().__init__(logging.INFO)
+        self.owner = owner
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.owner.last_line_at = self.owner.clock()
+
+
+class ReferenceProgress:
+    """A progress bar on a terminal, and a line with the remaining time every 30 s. `shown`: on this rank."""
+
+    def __init__(self, total: int, done: int, shown: bool) -> None:
+        self.total, self.first, self.shown = max(total, done), done, shown
+        self.began_at = self.last_line_at = time.monotonic()
+        self.bar = progress_bar("reference", self.total, unit=" pairs", shown=shown)
+        self.bar.update(done)
+        self.done = done
+
+    def __enter__(self) -> "ReferenceProgress":
+        return self
+
+    def show(self, done: int) -> None:
+        if self.done == self.first and done > self.first and self.shown:
+            self._line(done)
+        self.bar.update(done - self.done)
+        self.done, now = done, time.monotonic()
+        if self.shown and now - self.last_line_at >= LINE_SECONDS:
+            self._line(done)
+
+    def _line(self, done: int) -> None:
+        self.last_line_at = time.monotonic()
+        remaining = (self.last_line_at - self.began_at) * max(0, self.total - done) / max(1, done - self.first)
+        logger.info("reference  %d of %d pairs, %s left", done, max(self.total, done), duration(remaining))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.bar.close()
+        if self.shown and kind is None and self.done > self.first:
+            logger.info("reference  %d pairs in %s", self.done - self.first, duration(time.monotonic() - self.began_at))
