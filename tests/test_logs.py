@@ -13,7 +13,7 @@ from torchtitan.process.ranks import Ranks
 from torchtitan.process.run_log import LogFile, set_up_logging
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
-logger = logging.getLogger("torchtitan.test")
+logger = logging.getLogger("torchtitan").getChild("test")
 
 
 @pytest.fixture(autouse=True)
