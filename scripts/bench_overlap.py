@@ -23,7 +23,7 @@ from torchtitan.parallelisms.pipeline.actions import rank_of_stages
 from torchtitan.parallelisms.pipeline.overlap.exchange import Sizes
 from torchtitan.parallelisms.pipeline.overlap.segments import CountExchange, Exchange, Policy, Program, Segment
 from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedSchedule, SegmentedStage
-from torchtitan.parallelisms.pipeline.tables import build_table
+from torchtitan.parallelisms.pipeline.runtime import build_table
 
 RUNS = {
     "ZBV": ("ZBVZeroBubble", False),

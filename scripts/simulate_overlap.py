@@ -29,9 +29,9 @@ from torchtitan.parallelisms.pipeline.actions import (
     running_order,
 )
 from torchtitan.parallelisms.pipeline.overlap import segments
-from torchtitan.parallelisms.pipeline.overlap.merging import Loop, Turn, alone, merge
-from torchtitan.parallelisms.pipeline.overlap.segments import Node, NodeLists, Policy
-from torchtitan.parallelisms.pipeline.tables import build_table
+from torchtitan.parallelisms.pipeline.overlap.chunk import Loop
+from torchtitan.parallelisms.pipeline.overlap.segments import Node, NodeLists, Policy, Turn, alone, merge
+from torchtitan.parallelisms.pipeline.runtime import build_table
 
 UNIT = 1.0  # of attention and of experts, for each of F, I and W
 

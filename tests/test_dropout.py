@@ -19,10 +19,11 @@ from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models import FAMILIES
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.dropout import Dropout, DroppingKernel, head_keys, layer_keys, token_keys
-from torchtitan.parallelisms.context.kernel import Tokens, require_part
-from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
-from torchtitan.parallelisms.pipeline.overlap.merging import Loop, alone
-from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists, Policy, programs_of
+from torchtitan.parallelisms.attention_kernel import Tokens
+from torchtitan.parallelisms.context_parallel import require_part
+from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, Loop
+from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists, Policy, alone
+from torchtitan.parallelisms.pipeline.overlap.stage import programs_of
 from torchtitan.rules import check
 
 SAMPLES, LENGTH, WIDTH = 64, 32, 128

@@ -21,7 +21,8 @@ from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import Mistral
 from torchtitan.models.opt.model import OPT as OPTModel
 from torchtitan.models.s2_attention import ShiftedGroups, attend_in_groups
-from torchtitan.parallelisms.context.kernel import Tokens, require_part
+from torchtitan.parallelisms.attention_kernel import Tokens
+from torchtitan.parallelisms.context_parallel import require_part
 from torchtitan.rules import check
 
 LENGTH, SIZE = 24, 8

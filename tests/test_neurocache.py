@@ -13,7 +13,7 @@ from torchtitan.adapters.neurocache.sizes import added_parameters, cache_bytes
 from torchtitan.config.sections.adapter import Neurocache as Cache
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import clean_name
-from torchtitan.parallelisms.activation_checkpoint import apply_activation_checkpoint
+from torchtitan.parallelisms.parallelize import apply_activation_checkpoint
 
 
 @pytest.fixture(autouse=True)

@@ -33,10 +33,10 @@ from tests.test_segments import POLICIES
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.pipeline import runtime
 from torchtitan.parallelisms.pipeline.overlap import stage as segmented_stage
-from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
+from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, Loop
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll
-from torchtitan.parallelisms.pipeline.overlap.merging import Loop, Turn, alone, merge
-from torchtitan.parallelisms.pipeline.tables import build_table
+from torchtitan.parallelisms.pipeline.overlap.segments import Turn, alone, merge
+from torchtitan.parallelisms.pipeline.runtime import build_table
 
 # The order of collectives
 

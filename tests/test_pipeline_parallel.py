@@ -21,7 +21,7 @@ from tests.test_combinations import DTYPE, TOLERANCE, batch, build_plain, plain_
 from torchtitan.core.initialization import clean_name, initialize
 from torchtitan.losses.objective import IGNORE_INDEX
 from torchtitan.models.spec import MODELS
-from torchtitan.parallelisms.context.kernel import counted
+from torchtitan.parallelisms.attention_kernel import counted
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES

@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import toy_moe
 from tests.support.no_exchange import NoExchange
-from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
-from torchtitan.parallelisms.pipeline.overlap.merging import Loop, alone, merge, slots
+from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, Loop
 from torchtitan.parallelisms.pipeline.overlap.segments import (
     COMPUTE,
     ISSUE,
@@ -20,6 +19,9 @@ from torchtitan.parallelisms.pipeline.overlap.segments import (
     Policy,
     Program,
     Segment,
+    alone,
+    merge,
+    slots,
 )
 from torchtitan.parallelisms.pipeline.split_backward import backward_inputs
 

@@ -29,12 +29,12 @@ from torchtitan.models.moe import balance
 from torchtitan.models.moe.layer import MoE, MoEBlock
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 from torchtitan.models.spec import MODELS
-from torchtitan.parallelisms.context.kernel import counted
+from torchtitan.parallelisms.attention_kernel import counted
 from torchtitan.parallelisms.expert_parallel import apply_expert_parallel
-from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
+from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, Loop
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll
-from torchtitan.parallelisms.pipeline.overlap.merging import Loop, alone
-from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists, programs_of
+from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists, alone
+from torchtitan.parallelisms.pipeline.overlap.stage import programs_of
 from torchtitan.parallelisms.steps import Segment, Stepwise, require_steps
 
 DEEPSEEK = DeepseekArgs(

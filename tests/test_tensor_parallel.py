@@ -24,7 +24,7 @@ from torchtitan.models.layers import RMSNorm
 from torchtitan.models.llama.model import PLAN
 from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms import tensor_parallel
-from torchtitan.parallelisms.context.kernel import counted
+from torchtitan.parallelisms.attention_kernel import counted
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize, uses_fully_shard
 from torchtitan.parallelisms.plan import ParallelPlan

@@ -21,8 +21,8 @@ from torchtitan.core.errors import JobError
 from torchtitan.metrics.plot import check_format
 from torchtitan.parallelisms.pipeline.actions import Table, load_schedule_csv, merged, num_stages_of, to_csv
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES, schedule_traits
+from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, Simulation, simulate
-from torchtitan.parallelisms.pipeline.tables import build_table
 from torchtitan.process.ranks import likely_device
 from torchtitan.rules import Facts, check
 from torchtitan.rules.monitoring import unwritable

@@ -18,7 +18,7 @@ from torchtitan.core.initialization import Constant, Init, Normal
 from torchtitan.models.attention import AttentionKernel, Shared
 from torchtitan.models.dropout import Dropout, DroppingKernel, EmbeddingNoise, layer_keys
 from torchtitan.models.layers import RMSNorm, SwiGLU, autocast_dtype
-from torchtitan.parallelisms.context.kernel import Tokens, counted
+from torchtitan.parallelisms.attention_kernel import Tokens, counted
 from torchtitan.parallelisms.steps import Chain, Notes, Segment, Stepwise
 
 LANES = ("lanes", "begins", "filled")

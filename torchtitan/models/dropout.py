@@ -20,7 +20,7 @@ from torch import nn
 from torchtitan.core.errors import JobError
 from torchtitan.core.keyed_rng import STRIDES, of_tokens, scrambled
 from torchtitan.models.attention import AttentionKernel
-from torchtitan.parallelisms.context.kernel import Tokens
+from torchtitan.parallelisms.attention_kernel import Tokens
 from torchtitan.parallelisms.plan import ParallelPlan
 
 

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from torchtitan.core.errors import JobError
 from torchtitan.models.attention import AttentionKernel
-from torchtitan.parallelisms.context.kernel import Tokens
+from torchtitan.parallelisms.attention_kernel import Tokens
 
 
 class GroupKernel(AttentionKernel):

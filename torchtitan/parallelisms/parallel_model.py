@@ -20,14 +20,13 @@ from torch.optim import Optimizer
 
 from torchtitan.core.initialization import clean_name, initialize
 from torchtitan.core.tensor_storage import draw_stores
-from torchtitan.parallelisms.activation_checkpoint import segment_policy
-from torchtitan.parallelisms.context.context_parallel import shard_sequence
-from torchtitan.parallelisms.context.kernel import counted
+from torchtitan.parallelisms.attention_kernel import counted
+from torchtitan.parallelisms.context_parallel import shard_sequence
 from torchtitan.parallelisms.data_parallel import set_last_microbatch
 from torchtitan.parallelisms.expert_balance import Balance, ExpertBalance
 from torchtitan.parallelisms.gradients import clip_gradients
 from torchtitan.parallelisms.parallel_dims import ParallelDims
-from torchtitan.parallelisms.parallelize import ParallelOptions, dtype_of, parallelize, uses_fully_shard
+from torchtitan.parallelisms.parallelize import ParallelOptions, dtype_of, parallelize, segment_policy, uses_fully_shard
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll
 from torchtitan.parallelisms.pipeline.pipeline_parallel import (
     Pipeline,

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from torchtitan.core.errors import JobError
-from torchtitan.parallelisms.context.kernel import knows_heads
+from torchtitan.parallelisms.attention_kernel import knows_heads
 from torchtitan.parallelisms.degrees import SEQ_LEN, check_async, check_sequence, check_split, needs_of_a_sequence
 from torchtitan.parallelisms.plan import ParallelPlan, match, match_blocks, match_end
 

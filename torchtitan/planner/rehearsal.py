@@ -33,7 +33,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.optimizers.build import Optimizers
-from torchtitan.parallelisms.context.kernel import Tokens
+from torchtitan.parallelisms.attention_kernel import Tokens
 from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
 from torchtitan.planner.live_tensors import ACTIVATIONS, BACKWARD, Answers, Bytes, Live
 from torchtitan.planner.traffic import Group, Traffic, axes_of

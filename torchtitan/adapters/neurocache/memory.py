@@ -33,7 +33,7 @@ from torchtitan.adapters.neurocache.sizes import BUCKETS, Layers, widths
 from torchtitan.config.sections.adapter import Neurocache as Options
 from torchtitan.core.initialization import Constant, Init, Normal
 from torchtitan.models.attention import Shared
-from torchtitan.parallelisms.context.context_parallel import ContextParallelAttention, GatherSequence
+from torchtitan.parallelisms.context_parallel import ContextParallelAttention, GatherSequence
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NORM_EPS = 1e-5

@@ -44,11 +44,17 @@ from torchtitan.parallelisms.pipeline.cut import (
     stages_of_rank,
 )
 from torchtitan.parallelisms.pipeline.overlap.exchange import Transport
-from torchtitan.parallelisms.pipeline.overlap.segments import Policy, programs_of
-from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedSchedule, SegmentedStage
-from torchtitan.parallelisms.pipeline.runtime import Stage, TableSchedule, microbatches_of, named, targets_of
+from torchtitan.parallelisms.pipeline.overlap.segments import Policy
+from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedSchedule, SegmentedStage, programs_of
+from torchtitan.parallelisms.pipeline.runtime import (
+    Stage,
+    TableSchedule,
+    build_table,
+    microbatches_of,
+    named,
+    targets_of,
+)
 from torchtitan.parallelisms.pipeline.simulator import simulate
-from torchtitan.parallelisms.pipeline.tables import build_table
 from torchtitan.parallelisms.plan import ParallelPlan, match
 
 logger = logging.getLogger(__name__)

@@ -10,21 +10,17 @@ The policy selects the tensors that stay after the forward. Each segment with dr
 backward needs them, with the random state of its forward. Routing decisions (Notes.once) and split sizes always stay,
 so the sizes are never exchanged twice.
 
-`programs_of` builds the programs from the chains of a model. It expands a RoutedExperts step to an all-to-all
-(dispatch), the local experts, and the all-to-all back (combine). Later steps that do not need the result (shared
-experts) move in between, to run during the dispatch:
-
-    attention | route and sort | (counts, dispatch) | shared experts | experts | (combine) | rest
+While an all-to-all is in flight, a rank computes something else: the other direction of a forward-backward pair, or
+deferred weight gradients. The order of the nodes (`merge`) depends on their lists alone, never on timing. So all ranks
+of an expert-parallel group issue the same collectives in the same order, and sums are reproducible, without barriers,
+locks or a second thread.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-
-from torchtitan.parallelisms.expert_parallel import run_received
-from torchtitan.parallelisms.steps import Notes, RoutedExperts, Segment, StepwiseModel
+from torchtitan.parallelisms.steps import Segment
 
 POLICIES = ("none", "selective", "full_keep_comm", "full")
 
@@ -275,40 +271,54 @@ class _BlockBackward:
             self.recompute(self.program.maker[name])
 
 
-ARRIVED, RETURNED = "rows that arrived", "rows that go back"
+# Execution order of one or two microbatches
 
 
-def programs_of(part: StepwiseModel) -> list[Program]:
-    """Return the programs of a model or a pipeline part of it that `require_steps` has checked."""
-    return [
-        Program(chain.name, tuple(with_exchanges(chain.steps)), chain.recompute, chain.own) for chain in part.chains()
-    ]
+class Turn(NamedTuple):
+    """A node, and the index `of` of its microbatch among those that run together."""
+
+    of: int
+    node: Node
 
 
-def with_exchanges(steps: Sequence[Segment | RoutedExperts]) -> list[Step]:
-    """Return the steps with RoutedExperts expanded to dispatch, local experts and combine (see the module)."""
-    at = next((index for index, step in enumerate(steps) if isinstance(step, RoutedExperts)), None)
-    if at is None:
-        return list(steps)
-    experts, later_steps = steps[at], steps[at + 1 :]
-    waits = {experts.target}
-    concurrent = []
-    for step in later_steps:
-        assert isinstance(step, Segment), "a block has one step of routed experts"
-        if waits.isdisjoint(step.inputs):
-            concurrent.append(step)
+def slots(nodes: Iterable[Node]) -> list[list[Node]]:
+    """Split the nodes after every issue. The next node may have to wait, so the other direction runs there."""
+    pieces: list[list[Node]] = [[]]
+    for node in nodes:
+        pieces[-1].append(node)
+        if node.kind == ISSUE:
+            pieces.append([])
+    return [slot for slot in pieces if slot]
+
+
+def merge(forward: Iterable[Node], backward: Iterable[Node]) -> list[Turn]:
+    """Interleave the slots of a forward (microbatch 0) and a backward (microbatch 1), in proportion to their numbers.
+
+    On ties the backward goes first, as its first all-to-all needs no computation. All-to-alls run one after the other:
+    if the forward has just issued one and the backward would issue one after light steps only, the order of the two is
+    reversed, because the backward waits for its own sooner.
+    """
+    forward_slots, backward_slots = slots(forward), slots(backward)
+    order: list[Turn] = []
+    f = b = 0
+    while f < len(forward_slots) or b < len(backward_slots):
+        if b < len(backward_slots) and b * len(forward_slots) <= f * len(backward_slots):
+            steps_back = (
+                bool(order) and order[-1].of == 0 and order[-1].node.kind == ISSUE and _hastens(backward_slots[b])
+            )
+            postponed = [order.pop()] if steps_back else []
+            order += [*(Turn(1, node) for node in backward_slots[b]), *postponed]
+            b += 1
         else:
-            waits.update(step.outputs)
+            order += [Turn(0, node) for node in forward_slots[f]]
+            f += 1
+    return order
 
-    def compute(notes: Notes, rows: torch.Tensor) -> torch.Tensor:
-        return run_received(experts.module, rows, notes["sizes"].received_counts)
 
-    return [
-        *steps[:at],
-        CountExchange(),
-        Exchange("dispatch", experts.source, ARRIVED),
-        *concurrent,
-        Segment(experts.name, compute, (ARRIVED,), (RETURNED,)),
-        Exchange("combine", RETURNED, experts.target, back=True),
-        *(step for step in later_steps if step not in concurrent),
-    ]
+def _hastens(slot: list[Node]) -> bool:
+    """Return True if the slot ends in an all-to-all and computes only light steps before it."""
+    return slot[-1].kind == ISSUE and all(node.light for node in slot if node.kind == COMPUTE)
+
+
+def alone(nodes: Iterable[Node]) -> list[Turn]:
+    return [Turn(0, node) for node in nodes]

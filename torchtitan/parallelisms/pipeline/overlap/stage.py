@@ -28,12 +28,25 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.schedules import FORWARD as FORWARD_ACTION
 
+from torchtitan.parallelisms.expert_parallel import run_received
 from torchtitan.parallelisms.pipeline.actions import Table
-from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
+from torchtitan.parallelisms.pipeline.overlap.chunk import CARRIED, Chunk, Loop
 from torchtitan.parallelisms.pipeline.overlap.exchange import Transport
-from torchtitan.parallelisms.pipeline.overlap.merging import CARRIED, Loop, Turn, alone, merge
-from torchtitan.parallelisms.pipeline.overlap.segments import BACKWARD, FORWARD, NodeLists, Policy, Program
+from torchtitan.parallelisms.pipeline.overlap.segments import (
+    BACKWARD,
+    FORWARD,
+    CountExchange,
+    Exchange,
+    NodeLists,
+    Policy,
+    Program,
+    Step,
+    Turn,
+    alone,
+    merge,
+)
 from torchtitan.parallelisms.pipeline.runtime import Stage, TableSchedule
+from torchtitan.parallelisms.steps import Notes, RoutedExperts, Segment, StepwiseModel
 
 STAGE_METHODS = (
     "_retrieve_recv_activations",
@@ -51,6 +64,49 @@ RUNTIME_ATTRIBUTES = ("fwd_recv_ops", "bwd_recv_ops")
 SENDS_IN_FLIGHT = 2
 """Per stage and direction, where a send says that it is through only to who waits for it (gloo). To wait is safe: the
 receive stands in the table beside its send, and so before whatever is sent later."""
+
+ARRIVED, RETURNED = "rows that arrived", "rows that go back"
+
+
+def programs_of(part: StepwiseModel) -> list[Program]:
+    """Return the programs of a model or a pipeline part of it that `require_steps` has checked."""
+    return [
+        Program(chain.name, tuple(with_exchanges(chain.steps)), chain.recompute, chain.own) for chain in part.chains()
+    ]
+
+
+def with_exchanges(steps: Sequence[Segment | RoutedExperts]) -> list[Step]:
+    """Expand a RoutedExperts step to an all-to-all (dispatch), the local experts, and the all-to-all back (combine).
+
+    Later steps that do not need the result (shared experts) move in between, to run during the dispatch:
+
+        attention | route and sort | (counts, dispatch) | shared experts | experts | (combine) | rest
+    """
+    at = next((index for index, step in enumerate(steps) if isinstance(step, RoutedExperts)), None)
+    if at is None:
+        return list(steps)
+    experts, later_steps = steps[at], steps[at + 1 :]
+    waits = {experts.target}
+    concurrent = []
+    for step in later_steps:
+        assert isinstance(step, Segment), "a block has one step of routed experts"
+        if waits.isdisjoint(step.inputs):
+            concurrent.append(step)
+        else:
+            waits.update(step.outputs)
+
+    def compute(notes: Notes, rows: torch.Tensor) -> torch.Tensor:
+        return run_received(experts.module, rows, notes["sizes"].received_counts)
+
+    return [
+        *steps[:at],
+        CountExchange(),
+        Exchange("dispatch", experts.source, ARRIVED),
+        *concurrent,
+        Segment(experts.name, compute, (ARRIVED,), (RETURNED,)),
+        Exchange("combine", RETURNED, experts.target, back=True),
+        *(step for step in later_steps if step not in concurrent),
+    ]
 
 
 class SegmentedStage(Stage):

@@ -1,7 +1,7 @@
 """Context parallel: every rank holds a part of each sequence, and attention communicates to see all of it.
 
 There are three implementations, all exact, with documents and grouped heads. One of them replaces the model's attention
-kernel, which declares the ones that it supports (kernel.py):
+kernel, which declares the ones that it supports (attention_kernel.py):
 
 * allgather: every rank gathers all keys and values (arXiv:2407.21783, 3.3.2). One exchange per layer; memory for keys
   and values of the full sequence.
@@ -22,10 +22,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.core.errors import JobError
-from torchtitan.parallelisms.context.kernel import Tokens, drops, require_part, says
-from torchtitan.parallelisms.context.ring_attention import RegionAttention, Ring, RingAttention, accumulation_type
-from torchtitan.parallelisms.context.sequence_layout import SequenceLayout
-from torchtitan.parallelisms.degrees import SEQ_LEN, check_dealt_heads, check_sequence, is_levelled, needs_of_a_sequence
+from torchtitan.parallelisms.attention_kernel import Kernel, Tokens, drops, knows_heads, says
+from torchtitan.parallelisms.degrees import (
+    SEQ_LEN,
+    check_dealt_heads,
+    check_dropped,
+    check_sequence,
+    check_shifted,
+    is_levelled,
+    needs_of_a_sequence,
+)
+from torchtitan.parallelisms.ring_attention import RegionAttention, Ring, RingAttention, accumulation_type
+from torchtitan.parallelisms.sequence_layout import SequenceLayout
 
 collectives = torch.ops._c10d_functional
 METHODS = ("allgather", "ring", "alltoall", "ulysses")
@@ -48,6 +56,21 @@ def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, method: str, l
     else:
         ring = Ring(group, by_all_to_all=method == "alltoall")
         model.set_attention_kernel(TravellingAttention(model.kernel, group, layout, ring))
+
+
+def require_part(kernel: Kernel, method: str) -> None:
+    """Raise a JobError if the kernel does not declare support for this context-parallel method."""
+    if drops(kernel):
+        check_dropped(method)
+    elif knows_heads(kernel):
+        check_shifted(method)
+    needs = {"ulysses": (), "allgather": ("takes_parts", "plain_attention")}.get(method, ("plain_attention",))
+    if needs and not any(says(kernel, statement) for statement in needs):
+        raise JobError(
+            f"context_parallel_rotate_method {method!r} with the attention kernel {type(kernel).__name__}, whose class "
+            f"does not say {' or '.join(needs)}; allowed: what it says, or ulysses. Choose one, or say so "
+            "(parallelisms/attention_kernel.py)"
+        )
 
 
 def shard_sequence(

@@ -2,7 +2,7 @@
 
 A kernel has `prepare`, called once per forward, and `forward`, called once per layer. Two class attributes declare the
 context-parallel methods that it supports. They refer to the two methods of that class: a subclass that overrides these
-has to repeat the declaration (plan.declaration_holds), or it is rejected.
+has to repeat the declaration (plan.declaration_holds), or `apply_context_parallel` rejects it.
 
 * `takes_parts`: `prepare` and `forward` are correct if the queries are a part of the sequence and the keys all of it.
 * `plain_attention`: it computes softmax(q k' / sqrt(E)) v over the tokens of the query's document, up to the query if
@@ -17,8 +17,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from torchtitan.core.errors import JobError
-from torchtitan.parallelisms.degrees import check_dropped, check_shifted
 from torchtitan.parallelisms.plan import declaration_holds
 
 
@@ -62,18 +60,3 @@ def knows_heads(kernel: Any) -> bool:
     i.e. the index of this rank's equal share of the heads.
     """
     return hasattr(kernel, "share")
-
-
-def require_part(kernel: Kernel, method: str) -> None:
-    """Raise a JobError if the kernel does not declare support for this context-parallel method."""
-    if drops(kernel):
-        check_dropped(method)
-    elif knows_heads(kernel):
-        check_shifted(method)
-    needs = {"ulysses": (), "allgather": ("takes_parts", "plain_attention")}.get(method, ("plain_attention",))
-    if needs and not any(says(kernel, statement) for statement in needs):
-        raise JobError(
-            f"context_parallel_rotate_method {method!r} with the attention kernel {type(kernel).__name__}, whose class "
-            f"does not say {' or '.join(needs)}; allowed: what it says, or ulysses. Choose one, or say so "
-            "(parallelisms/context/kernel.py)"
-        )

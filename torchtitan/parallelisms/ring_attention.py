@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from torchtitan.parallelisms.context.sequence_layout import Region, SequenceLayout
+from torchtitan.parallelisms.sequence_layout import Region, SequenceLayout
 
 aten = torch.ops.aten
 Documents = tuple[torch.Tensor, torch.Tensor]
