@@ -1,5 +1,5 @@
-"""`torchtitan convert` and jobs that start from weights of others: ours, Hugging Face's, one file, and a checkpoint
-that torchtitan v0.2.2 wrote, with the logits that it has to give (tests/assets/torchtitan_v022).
+"""`torchtitan convert`, and jobs that start from weights in any format: our checkpoints, Hugging Face folders, single
+files, and a checkpoint of torchtitan v0.2.2 with its recorded logits (tests/assets/torchtitan_v022).
 """
 
 import json
@@ -36,81 +36,83 @@ from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-THEIRS = jobs.ROOT / "tests/assets/torchtitan_v022"
+TORCHTITAN_RUN = jobs.ROOT / "tests/assets/torchtitan_v022"
 SIZES = dict(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, multiple_of=16, vocab_size=2048)
 # torchtitan v0.2.2 scales its rotary angles in every llama3
 ARGS = LlamaArgs(**SIZES, rope_theta=500000.0, rope_scaling=RopeScaling(), max_seq_len=131072)
-WORDS = ["--model.name=llama3.1", f"--model.overrides={{{', '.join(f'{k} = {v}' for k, v in SIZES.items())}}}"]
+MODEL_OPTIONS = ["--model.name=llama3.1", f"--model.overrides={{{', '.join(f'{k} = {v}' for k, v in SIZES.items())}}}"]
 
 
-def convert(capsys, *words: object) -> str:
-    """What it says of itself."""
-    code = cli.main(["convert", *map(str, words)])
-    said = capsys.readouterr()
-    assert code == 0, said.err
-    return said.out + said.err
+def run_convert(capsys, *options: object) -> str:
+    """Run `torchtitan convert`, which must succeed, and return its output."""
+    code = cli.main(["convert", *map(str, options)])
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    return output.out + output.err
 
 
-def refusal(capsys, *words: object) -> str:
-    assert cli.main(["convert", *map(str, words)]) == 2
+def errors_of_convert(capsys, *options: object) -> str:
+    assert cli.main(["convert", *map(str, options)]) == 2
     return capsys.readouterr().err
 
 
-# What torchtitan wrote
+# Checkpoints of torchtitan
 
 
 def expected() -> dict:
-    return json.loads((THEIRS / "expected.json").read_text())
+    return json.loads((TORCHTITAN_RUN / "expected.json").read_text())
 
 
 def assert_logits(logits: torch.Tensor) -> None:
-    """Written with seven digits; sums of float32 in another order differ in the last."""
-    wanted = torch.tensor(expected()["logits"])
-    assert (logits[..., : wanted.shape[-1]] - wanted).abs().max() < 2e-6
+    """Compare with the recorded logits: seven digits, and float32 sums in another order differ in the last."""
+    reference = torch.tensor(expected()["logits"])
+    assert (logits[..., : reference.shape[-1]] - reference).abs().max() < 2e-6
     assert abs(logits.double().sum().item() - expected()["logits_sum"]) < 1e-3
 
 
 @torch.no_grad()
-def test_a_checkpoint_of_torchtitan_gives_its_logits():
-    assert find_weights(THEIRS) == ("torchtitan", THEIRS / "step-4")
+def test_a_torchtitan_checkpoint_gives_its_recorded_logits():
+    assert find_weights(TORCHTITAN_RUN) == ("torchtitan", TORCHTITAN_RUN / "step-4")
     assert sizes_of("llama3.1", "debugmodel", None, SIZES) == ARGS
     model = build(Llama, ARGS, seed=1)
-    load_foreign(THEIRS / "step-4", [model], "llama3.1", ARGS)
+    load_foreign(TORCHTITAN_RUN / "step-4", [model], "llama3.1", ARGS)
     assert_logits(model(torch.tensor(expected()["tokens"])))
 
 
 @torch.no_grad()
-def test_all_forms_and_back(tmp_path, capsys):
-    said = convert(capsys, THEIRS, tmp_path / "hf", *WORDS)
-    assert f"{THEIRS}/step-4 -> {tmp_path}/hf: llama3.1, 168,160 parameters, a Hugging Face folder" in said
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
-    assert_logits(theirs(torch.tensor(expected()["tokens"])).logits)
-    convert(capsys, tmp_path / "hf", tmp_path / "ours")
-    convert(capsys, tmp_path / "ours", tmp_path / "a.safetensors")
-    said = convert(capsys, tmp_path / "a.safetensors", tmp_path / "again", "--to", "hf")
-    assert "no tokenizer goes along: --model.tokenizer_path says which is its own" in said
+def test_every_format_converts_to_every_other_and_back(tmp_path, capsys):
+    output = run_convert(capsys, TORCHTITAN_RUN, tmp_path / "hf", *MODEL_OPTIONS)
+    assert f"{TORCHTITAN_RUN}/step-4 -> {tmp_path}/hf: llama3.1, 168,160 parameters, a Hugging Face folder" in output
+    hf_model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert_logits(hf_model(torch.tensor(expected()["tokens"])).logits)
+    run_convert(capsys, tmp_path / "hf", tmp_path / "ours")
+    run_convert(capsys, tmp_path / "ours", tmp_path / "a.safetensors")
+    output = run_convert(capsys, tmp_path / "a.safetensors", tmp_path / "again", "--to", "hf")
+    assert "no tokenizer goes along: --model.tokenizer_path says which is its own" in output
     (before,), (after,) = ((tmp_path / name).glob("*.safetensors") for name in ("hf", "again"))
     assert before.read_bytes() == after.read_bytes()
-    convert(capsys, tmp_path / "a.safetensors", tmp_path / "narrow", "--to", "ours", "--dtype", "bfloat16")
-    with opened(tmp_path / "narrow", "llama3.1", ARGS) as narrow, opened(THEIRS, "llama3.1", ARGS) as wide:
+    run_convert(capsys, tmp_path / "a.safetensors", tmp_path / "narrow", "--to", "ours", "--dtype", "bfloat16")
+    with opened(tmp_path / "narrow", "llama3.1", ARGS) as narrow, opened(TORCHTITAN_RUN, "llama3.1", ARGS) as wide:
         assert torch.equal(narrow.whole("norm.weight"), wide.whole("norm.weight").bfloat16())
-    text = {generated(capsys, tmp_path / name) for name in ("hf", "ours")}
-    text |= {generated(capsys, tmp_path / "a.safetensors", f"--model.tokenizer_path={tmp_path / 'hf'}")}
-    text |= {generated(capsys, THEIRS, *WORDS)}
+    text = {generate(capsys, tmp_path / name) for name in ("hf", "ours")}
+    text |= {generate(capsys, tmp_path / "a.safetensors", f"--model.tokenizer_path={tmp_path / 'hf'}")}
+    text |= {generate(capsys, TORCHTITAN_RUN, *MODEL_OPTIONS)}
     assert len(text) == 1
 
 
-def generated(capsys, folder: Path, *words: str) -> str:
-    words = [str(folder), "--prompt", "def", "--temperature", "0", "--max_new_tokens", "8", *words]
-    assert cli.main(["generate", *words]) == 0
+def generate(capsys, folder: Path, *options: str) -> str:
+    options = [str(folder), "--prompt", "def", "--temperature", "0", "--max_new_tokens", "8", *options]
+    assert cli.main(["generate", *options]) == 0
     return capsys.readouterr().out
 
 
-def in_their_form(state: dict, family: str, args) -> dict:
-    """By hand: experts transposed, their bias beside the router, the second of two query matrices by its own name, and
-    in Qwen the rows of a head's first features before those of its second.
+def to_torchtitan_form(state: dict, family: str, args) -> dict:
+    """Convert a state dict to torchtitan's form by hand.
+
+    Experts are transposed, their bias is a sibling of the router, the second query matrix is `wq_b`, and a Qwen head
+    has the rows of all first features of rotary pairs, then all second ones.
     """
-    theirs = {}
+    converted = {}
     for name, value in state.items():
         if ".moe.experts." in name:
             value = torch.einsum("eio->eoi", value)
@@ -120,8 +122,8 @@ def in_their_form(state: dict, family: str, args) -> dict:
         name = name.replace("moe.router.expert_bias", "moe.expert_bias")
         if family == "deepseek" and args.q_lora_rank:
             name = name.replace("attention.wq.weight", "attention.wq_b.weight")
-        theirs[name] = value.contiguous()
-    return theirs
+        converted[name] = value.contiguous()
+    return converted
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
@@ -137,39 +139,48 @@ def in_their_form(state: dict, family: str, args) -> dict:
 )
 def test_experts_and_rows_of_torchtitan(family, args, prefix, tmp_path):
     model, other = (build(MODELS[family].build, args, seed) for seed in (0, 1))
-    state = {prefix + name: value for name, value in in_their_form(model.state_dict(), family, args).items()}
-    beside = {"train_state": {"step": 3}, f"{prefix}freqs_cis": torch.ones(3), "optimizer.state.x.step": torch.ones(())}
-    dcp.save(state | beside, checkpoint_id=tmp_path / "step-3", no_dist=True)
+    state = {prefix + name: value for name, value in to_torchtitan_form(model.state_dict(), family, args).items()}
+    other_entries = {
+        "train_state": {"step": 3},
+        f"{prefix}freqs_cis": torch.ones(3),
+        "optimizer.state.x.step": torch.ones(()),
+    }
+    dcp.save(state | other_entries, checkpoint_id=tmp_path / "step-3", no_dist=True)
     load_foreign(tmp_path / "step-3", [other], family, args)
     assert same(other.state_dict(), model.state_dict())
     with opened(tmp_path, family, args) as weights:
         assert weights.step == 3
 
 
-def test_every_family_of_torchtitan_is_one_of_ours():
+def test_every_torchtitan_form_belongs_to_a_known_family():
     assert FORMS.keys() <= MODELS.keys()
 
 
-def started(folder: str, path: str, words: list[str]) -> str:
-    """The sha256 of the weights with which a job of these ranks starts."""
+def initial_state_hash(folder: str, path: str, options: list[str]) -> str:
+    """Return the sha256 of the weights with which a job on these ranks starts."""
     texts = jobs.write_texts(Path(folder) / "data")
     job = dict(model__tokenizer_path="bytes", checkpoint__enable=True, checkpoint__initial_load_path=path)
     argv = jobs.arguments(Path(folder) / "run", texts, **job, training__local_batch_size=4)
-    argv = [word for word in argv if not word.startswith(("--model.name", "--model.overrides"))]
-    return jobs.state_hash(Trainer(load([*argv, *words]), read_ranks()))
+    argv = [argument for argument in argv if not argument.startswith(("--model.name", "--model.overrides"))]
+    return jobs.state_hash(Trainer(load([*argv, *options]), read_ranks()))
 
 
-def test_a_job_starts_from_each_of_them_on_any_number_of_ranks(tmp_path, capsys):
-    convert(capsys, THEIRS, tmp_path / "hf", *WORDS)
-    convert(capsys, tmp_path / "hf", tmp_path / "ours")
-    convert(capsys, tmp_path / "hf", tmp_path / "a.safetensors")
-    paths = [THEIRS, tmp_path / "hf", tmp_path / "ours", tmp_path / "a.safetensors"]
-    words = [*WORDS, "--model.flavor=debugmodel"]
-    found = {digest for path in paths for digest in run_ranks(2, started, str(tmp_path), str(path), words)}
-    assert found == set(run_ranks(1, started, str(tmp_path), str(THEIRS), words)) and len(found) == 1
+def test_a_job_starts_with_the_same_weights_from_every_format_and_number_of_ranks(tmp_path, capsys):
+    run_convert(capsys, TORCHTITAN_RUN, tmp_path / "hf", *MODEL_OPTIONS)
+    run_convert(capsys, tmp_path / "hf", tmp_path / "ours")
+    run_convert(capsys, tmp_path / "hf", tmp_path / "a.safetensors")
+    paths = [TORCHTITAN_RUN, tmp_path / "hf", tmp_path / "ours", tmp_path / "a.safetensors"]
+    options = [*MODEL_OPTIONS, "--model.flavor=debugmodel"]
+    digests = {
+        digest for path in paths for digest in run_ranks(2, initial_state_hash, str(tmp_path), str(path), options)
+    }
+    assert (
+        digests == set(run_ranks(1, initial_state_hash, str(tmp_path), str(TORCHTITAN_RUN), options))
+        and len(digests) == 1
+    )
 
 
-# Nothing in it is executed, no other file is opened
+# Unsafe and damaged checkpoints: no code in them is executed, no other file is opened
 
 
 class Payload:
@@ -182,12 +193,12 @@ class Payload:
 
 @pytest.fixture
 def copy(tmp_path) -> Path:
-    shutil.copytree(THEIRS / "step-4", tmp_path / "step-4")
+    shutil.copytree(TORCHTITAN_RUN / "step-4", tmp_path / "step-4")
     return tmp_path / "step-4"
 
 
-def spoil(folder: Path, change) -> None:
-    metadata = FileSystemReader(THEIRS / "step-4").read_metadata()
+def change_metadata(folder: Path, change) -> None:
+    metadata = FileSystemReader(TORCHTITAN_RUN / "step-4").read_metadata()
     change(metadata)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
@@ -206,7 +217,7 @@ def test_a_payload_is_refused_and_not_run(copy, tmp_path):
         lambda m: setattr(m, "planner_data", Payload(planted)),
         lambda m: m.state_dict_metadata.update(x=Payload(planted)),
     ):
-        spoil(copy, change)
+        change_metadata(copy, change)
         with pytest.raises(CheckpointError, match="asks for posix.mkdir, which no checkpoint needs: not opened"):
             TorchtitanCheckpoint(copy)
     assert not planted.exists()
@@ -215,13 +226,13 @@ def test_a_payload_is_refused_and_not_run(copy, tmp_path):
 
 
 @pytest.mark.parametrize("path", ["../secret.distcp", "/etc/passwd", "a/b.distcp", "x.txt"])
-def test_it_points_to_its_own_files_only(copy, path):
-    spoil(copy, set_path(path))
+def test_metadata_that_point_outside_the_folder_are_refused(copy, path):
+    change_metadata(copy, set_path(path))
     with pytest.raises(CheckpointError, match="metadata points to .* not opened"):
         TorchtitanCheckpoint(copy)
 
 
-def test_files_that_are_missing_or_links(copy, tmp_path):
+def test_missing_files_and_links_are_refused(copy, tmp_path):
     (copy / "__1_0.distcp").rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="__1_0.distcp cannot be read .No such file"):
         TorchtitanCheckpoint(copy)
@@ -235,13 +246,13 @@ def transform(metadata):
         place.transform_descriptors = ["zstd"]
 
 
-def lose(metadata):
-    gone = [index for index in metadata.storage_data if index.fqn == "norm.weight"]
-    del metadata.storage_data[gone[0]]
+def drop_norm_entry(metadata):
+    norm_entries = [index for index in metadata.storage_data if index.fqn == "norm.weight"]
+    del metadata.storage_data[norm_entries[0]]
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
         (lambda m: m.state_dict_metadata.clear(), "holds no weights"),
         (lambda m: m.state_dict_metadata.update(x=7), "is damaged .TypeError: a int in the place of"),
@@ -249,16 +260,16 @@ def lose(metadata):
         (lambda m: setattr(m, "storage_data", {1: 2}), "is damaged .TypeError: a int"),
         (set_path(7), "is damaged .TypeError: a int"),
         (transform, "is stored in a transformed way: not opened"),
-        (lose, "norm.weight has no place in the files for its piece at"),
+        (drop_norm_entry, "norm.weight has no place in the files for its piece at"),
     ],
 )
-def test_metadata_that_are_no_index_of_weights(copy, change, said):
-    spoil(copy, change)
-    with pytest.raises(CheckpointError, match=said):
+def test_malformed_metadata_are_refused(copy, change, message):
+    change_metadata(copy, change)
+    with pytest.raises(CheckpointError, match=message):
         TorchtitanCheckpoint(copy)
 
 
-def test_a_file_that_is_cut_off(copy):
+def test_truncated_files_are_refused(copy):
     for file in copy.glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="distcp is cut off: .* is not all there"):
@@ -268,26 +279,26 @@ def test_a_file_that_is_cut_off(copy):
         TorchtitanCheckpoint(copy)
 
 
-# Which is which, and what is wrong
+# Formats, and errors
 
 
-def test_kinds(tmp_path, capsys):
-    convert(capsys, THEIRS, tmp_path / "hf", *WORDS)
-    convert(capsys, tmp_path / "hf", tmp_path / "ours")
+def test_find_weights_recognizes_every_format(tmp_path, capsys):
+    run_convert(capsys, TORCHTITAN_RUN, tmp_path / "hf", *MODEL_OPTIONS)
+    run_convert(capsys, tmp_path / "hf", tmp_path / "ours")
     assert find_weights(tmp_path / "hf") == ("hf", tmp_path / "hf")
     assert find_weights(tmp_path / "ours") == ("ours", tmp_path / "ours")
-    shutil.copytree(THEIRS / "step-4", tmp_path / "run/checkpoint/step-20")
-    shutil.copytree(THEIRS / "step-4", tmp_path / "run/checkpoint/step-3")
+    shutil.copytree(TORCHTITAN_RUN / "step-4", tmp_path / "run/checkpoint/step-20")
+    shutil.copytree(TORCHTITAN_RUN / "step-4", tmp_path / "run/checkpoint/step-3")
     assert find_weights(tmp_path / "run") == ("torchtitan", tmp_path / "run/checkpoint/step-20")
-    (tmp_path / "run/checkpoint/step-20/.metadata").unlink()  # which is written last
+    (tmp_path / "run/checkpoint/step-20/.metadata").unlink()  # written last: without it the checkpoint is incomplete
     assert find_weights(tmp_path / "run/checkpoint") == ("torchtitan", tmp_path / "run/checkpoint/step-3")
     (tmp_path / "a.bin").write_bytes(b"x")
-    for path, said in (
+    for path, message in (
         ("nowhere", "no such file or folder"),
         (".", "no weights in it"),
         ("a.bin", "of another kind"),
     ):
-        with pytest.raises(NothingLoadable, match=f"{said}.*; give a checkpoint, a folder of them"):
+        with pytest.raises(NothingLoadable, match=f"{message}.*; give a checkpoint, a folder of them"):
             find_weights(tmp_path / path)
 
 
@@ -295,76 +306,82 @@ JOB = ["--checkpoint.enable"]
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "options, message",
     [
         (["--checkpoint.initial_load_in_hf"], "true with a folder or file of Hugging Face only"),
         (["--checkpoint.no-initial_load_model_only"], "of torchtitan's checkpoints the weights alone are read"),
     ],
 )
-def test_check_of_a_checkpoint_of_torchtitan(words, said, tmp_path, monkeypatch):
+def test_check_of_a_checkpoint_of_torchtitan(options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (fault,) = lines(*JOB, f"--checkpoint.initial_load_path={THEIRS}", *WORDS, *words)
-    assert said in fault
+    (fault,) = lines(*JOB, f"--checkpoint.initial_load_path={TORCHTITAN_RUN}", *MODEL_OPTIONS, *options)
+    assert message in fault
 
 
 def test_check_of_a_folder_of_other_sizes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    convert(capsys, THEIRS, tmp_path / "hf", *WORDS)
-    words = [*JOB, f"--checkpoint.initial_load_path={tmp_path / 'hf'}"]
-    assert lines(*words, *WORDS) == []
-    (fault,) = lines(*words)
+    run_convert(capsys, TORCHTITAN_RUN, tmp_path / "hf", *MODEL_OPTIONS)
+    options = [*JOB, f"--checkpoint.initial_load_path={tmp_path / 'hf'}"]
+    assert lines(*options, *MODEL_OPTIONS) == []
+    (fault,) = lines(*options)
     assert "allowed: weights of llama3 debugmodel; dim is 32, the job's is 256; " in fault
     assert 'set model.flavor = "from_hf" and model.hf_folder = ' in fault
-    (fault,) = lines(*words, *WORDS, "--checkpoint.no-initial_load_model_only")
+    (fault,) = lines(*options, *MODEL_OPTIONS, "--checkpoint.no-initial_load_model_only")
     assert "safetensors of Hugging Face hold no optimizer state" in fault
-    (fault,) = lines(*words, "--model.name=qwen3_moe")
+    (fault,) = lines(*options, "--model.name=qwen3_moe")
     assert "model_type = 'llama', but this model is a qwen3_moe" in fault
 
 
-def test_what_is_refused(tmp_path, capsys):
+def test_refused_conversions(tmp_path, capsys):
     (tmp_path / "there").mkdir()
-    assert f"{tmp_path}/there: exists; give another target" in refusal(capsys, THEIRS, tmp_path / "there")
-    assert "no job found" in refusal(capsys, THEIRS, tmp_path / "out")
-    assert 'did you mean "8B"?' in refusal(capsys, THEIRS, tmp_path / "out", *WORDS, "--model.flavor=8b")
-    words = ["--model.name=llama3", "--model.flavor=debugmodel", "--model.overrides={n_layers = 3}"]
-    said = refusal(capsys, THEIRS, tmp_path / "out", *words)
-    assert "tok_embeddings.weight has shape (2048, 32), the model's is (2048, 256)" in said
-    assert "Give the sizes that it was trained with" in said and "; and " in said
-    said = refusal(capsys, THEIRS, tmp_path / "out", "--model.name=qwen3_moe")
-    assert "layers.0.attention.q_norm.weight is missing" in said and not (tmp_path / "out").exists()
-    assert "no such file or folder" in refusal(capsys, tmp_path / "no", tmp_path / "out")
+    assert f"{tmp_path}/there: exists; give another target" in errors_of_convert(
+        capsys, TORCHTITAN_RUN, tmp_path / "there"
+    )
+    assert "no job found" in errors_of_convert(capsys, TORCHTITAN_RUN, tmp_path / "out")
+    assert 'did you mean "8B"?' in errors_of_convert(
+        capsys, TORCHTITAN_RUN, tmp_path / "out", *MODEL_OPTIONS, "--model.flavor=8b"
+    )
+    options = ["--model.name=llama3", "--model.flavor=debugmodel", "--model.overrides={n_layers = 3}"]
+    errors = errors_of_convert(capsys, TORCHTITAN_RUN, tmp_path / "out", *options)
+    assert "tok_embeddings.weight has shape (2048, 32), the model's is (2048, 256)" in errors
+    assert "Give the sizes that it was trained with" in errors and "; and " in errors
+    errors = errors_of_convert(capsys, TORCHTITAN_RUN, tmp_path / "out", "--model.name=qwen3_moe")
+    assert "layers.0.attention.q_norm.weight is missing" in errors and not (tmp_path / "out").exists()
+    assert "no such file or folder" in errors_of_convert(capsys, tmp_path / "no", tmp_path / "out")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/config.json").write_text('{"model_type": "flux"}')
     (tmp_path / "bad/model.safetensors").write_bytes(b"x" * 20)
-    known = ", ".join(sorted({name for config in CONFIGS.values() for name in config.model_types}))
-    assert f"model_type = 'flux'; allowed: {known}\n" in refusal(capsys, tmp_path / "bad", tmp_path / "out")
-    assert "bad/model.safetensors is no safetensors file" in refusal(
+    model_types = ", ".join(sorted({name for config in CONFIGS.values() for name in config.model_types}))
+    assert f"model_type = 'flux'; allowed: {model_types}\n" in errors_of_convert(
+        capsys, tmp_path / "bad", tmp_path / "out"
+    )
+    assert "bad/model.safetensors is no safetensors file" in errors_of_convert(
         capsys, tmp_path / "bad/model.safetensors", tmp_path / "out"
     )
     assert cli.main(["convert", "a", "b", "--dtpye", "x"]) == 2
     assert "no option --dtpye; did you mean --dtype?" in capsys.readouterr().err
 
 
-def test_a_target_that_cannot_be_written(tmp_path, capsys):
+def test_an_unwritable_target_is_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     for target in ("file/x", "file/x.safetensors"):
-        said = refusal(capsys, THEIRS, tmp_path / target, *WORDS)
-        assert f"{tmp_path}/{target}: not written: " in said
+        errors = errors_of_convert(capsys, TORCHTITAN_RUN, tmp_path / target, *MODEL_OPTIONS)
+        assert f"{tmp_path}/{target}: not written: " in errors
 
 
 @pytest.mark.parametrize("to", ["hf", "ours", "file"])
-def test_a_conversion_that_breaks_off_leaves_nothing(to, tmp_path, capsys, monkeypatch):
-    """In the middle of the weights, or behind them, where the small files are written."""
+def test_a_conversion_that_fails_leaves_nothing(to, tmp_path, capsys, monkeypatch):
+    """The disk is full while the weights are written, or after them, for the small files."""
 
     def full_disk(*args, **options):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr("pathlib.Path.write_bytes" if to == "ours" else "os.fsync", full_disk)
-        said = refusal(capsys, THEIRS, tmp_path / "out", "--to", to, *WORDS)
-    assert "out: not written: " in said and "No space left on device" in said
+        errors = errors_of_convert(capsys, TORCHTITAN_RUN, tmp_path / "out", "--to", to, *MODEL_OPTIONS)
+    assert "out: not written: " in errors and "No space left on device" in errors
     assert list(tmp_path.iterdir()) == []
-    convert(capsys, THEIRS, tmp_path / "out", "--to", to, *WORDS)
+    run_convert(capsys, TORCHTITAN_RUN, tmp_path / "out", "--to", to, *MODEL_OPTIONS)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -374,13 +391,13 @@ def test_one_tensor_at_a_time_is_in_memory(to, tmp_path, capsys, monkeypatch):
     peaks = []
     plain = Weights.__subclasses__()[1].whole
 
-    def whole(self, name):
+    def tracked_whole(self, name):
         value = plain(self, name)
         live.add(id(value))
         weakref.finalize(value, live.discard, id(value))
         peaks.append(len(live))
         return value
 
-    monkeypatch.setattr(Weights.__subclasses__()[1], "whole", whole)
-    convert(capsys, THEIRS, tmp_path / "out", "--to", to, *WORDS)
+    monkeypatch.setattr(Weights.__subclasses__()[1], "whole", tracked_whole)
+    run_convert(capsys, TORCHTITAN_RUN, tmp_path / "out", "--to", to, *MODEL_OPTIONS)
     assert len(peaks) == 30 and max(peaks) <= 1 + (to == "ours")

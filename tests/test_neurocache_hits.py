@@ -1,4 +1,4 @@
-"""How much a cache is of use, as a run counts it: against what a few lines of plain Python count."""
+"""Neurocache's hit metrics, the probe, FLOPs by formula and the comparison script, each against plain counting."""
 
 import dataclasses
 import json
@@ -29,94 +29,95 @@ def seeded():
 
 
 def documents(count, lanes, length, vocab):
-    """Tokens [count, lanes, length] of documents that go on, and what comes behind each."""
+    """Return tokens and next-token labels, both [count, lanes, length], of documents that span all segments."""
     ids = torch.randint(0, vocab, (lanes, count * length + 1))
     cut = [ids[:, first : first + count * length].unflatten(1, (count, length)).transpose(0, 1) for first in (0, 1)]
     return cut[0].contiguous(), cut[1].contiguous()
 
 
-def test_what_followed_is_told_by_the_token_that_was_kept_with_it():
-    kept = pairs(torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, IGNORE_INDEX]]))
-    assert kept.tolist() == [[[1, 2], [2, 3], [3, UNKNOWN]]] and kept.dtype == torch.int32
-    found = torch.tensor([[[[1, 9], [5, 2]], [[2, 9], [2, 9]], [[3, UNKNOWN], [3, UNKNOWN]]]])
-    there = torch.tensor([[[True, True], [True, False], [True, True]]])
-    told = followed(kept, found, there)
-    assert told.counted.tolist() == [[True, True, False]]  # nothing is to be told behind the last
-    assert told.hit[0, :2].tolist() == [True, False]
-    assert told.same.tolist() == [[[True, False], [True, False], [True, True]]]
+def test_followed_compares_the_stored_next_tokens_with_the_label():
+    stored = pairs(torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, IGNORE_INDEX]]))
+    assert stored.tolist() == [[[1, 2], [2, 3], [3, UNKNOWN]]] and stored.dtype == torch.int32
+    retrieved = torch.tensor([[[[1, 9], [5, 2]], [[2, 9], [2, 9]], [[3, UNKNOWN], [3, UNKNOWN]]]])
+    is_entry = torch.tensor([[[True, True], [True, False], [True, True]]])
+    outcome = followed(stored, retrieved, is_entry)
+    assert outcome.counted.tolist() == [[True, True, False]]  # the last token has no label
+    assert outcome.hit[0, :2].tolist() == [True, False]
+    assert outcome.same.tolist() == [[[True, False], [True, False], [True, True]]]
 
 
-def latest(tokens, labels, length, topk):
-    """Of entries in segments before, by plain Python: for each token of a document the latest ones of the same token,
-    then the latest of others; hits, how many are the same, and of how many.
+def count_hits(tokens, labels, length, topk):
+    """Count hits in plain Python: (hits, lookups, entries of the same token, entries).
+
+    Each token retrieves `topk` entries of earlier segments: the latest ones of the same token, then the latest others.
     """
-    hits = same = entries = asked = 0
+    hits = same = entries = lookups = 0
     for place, token in enumerate(tokens):
         before = range(place // length * length - 1, -1, -1)
-        found = sorted(before, key=lambda n: tokens[n] != token)[:topk]
-        if found:
-            asked += 1
-            entries += len(found)
-            same += sum(tokens[n] == token for n in found)
-            hits += any(labels[n] == labels[place] for n in found)
-    return hits, asked, same, entries
+        candidates = sorted(before, key=lambda n: tokens[n] != token)[:topk]
+        if candidates:
+            lookups += 1
+            entries += len(candidates)
+            same += sum(tokens[n] == token for n in candidates)
+            hits += any(labels[n] == labels[place] for n in candidates)
+    return hits, lookups, same, entries
 
 
 def one_hot(model, vocab):
-    """Words that have nothing in common: of two tokens the states before the first layer are the same, or at right
-    angles.
-    """
+    """Make embeddings one-hot: the states of two tokens before the first layer are equal or orthogonal."""
     with torch.no_grad():
         model.tok_embeddings.weight.copy_(torch.eye(vocab))
 
 
 @pytest.mark.parametrize("topk", [1, 3])
-def test_hits_are_those_of_a_count_by_hand(topk):
+def test_hits_equal_a_count_in_plain_python(topk):
     vocab, length, sizes = 64, 8, dict(dim=64, n_heads=4, n_kv_heads=2)
     model, installed = remembering(sizes=sizes, topk=topk, compression=1, cache_size=64, track_hits=True, layers=1)
     one_hot(model, vocab)
     model.loss = SummedCrossEntropy(1)
     model.train()
     tokens, labels = documents(6, 2, length, 6)
-    for batch, told in zip(tokens, labels, strict=True):
-        model(batch, labels=told).backward()
+    for batch, batch_labels in zip(tokens, labels, strict=True):
+        model(batch, labels=batch_labels).backward()
         installed.after_batch([model])
     counts = [
-        latest(row.flatten().tolist(), told.flatten().tolist(), length, topk)
-        for row, told in zip(tokens.transpose(0, 1), labels.transpose(0, 1), strict=True)
+        count_hits(row.flatten().tolist(), batch_labels.flatten().tolist(), length, topk)
+        for row, batch_labels in zip(tokens.transpose(0, 1), labels.transpose(0, 1), strict=True)
     ]
-    hits, asked, same, entries = (sum(each) for each in zip(*counts, strict=True))
-    found = installed.metrics([model])
-    assert 0 < hits < asked and same > 0
-    assert found["cache_hits"] == pytest.approx(hits / asked) and found["cache_same_token"] == same / entries
-    assert found["cache_filled"] == pytest.approx(sum(range(6)) * length / (6 * 64))
-    assert installed.metrics([model]) == {}  # since then nothing was read
+    hits, lookups, same, entries = (sum(column) for column in zip(*counts, strict=True))
+    metrics = installed.metrics([model])
+    assert 0 < hits < lookups and same > 0
+    assert metrics["cache_hits"] == pytest.approx(hits / lookups) and metrics["cache_same_token"] == same / entries
+    assert metrics["cache_filled"] == pytest.approx(sum(range(6)) * length / (6 * 64))
+    assert installed.metrics([model]) == {}  # metrics reset the counts
 
 
-def test_how_much_a_cache_adds_is_measured():
+def test_cache_norm_is_the_ratio_of_cache_and_attention_outputs():
     model, installed = remembering(track_hits=True, layers=2)
-    model.loss, seen = SummedCrossEntropy(1), {"cache": 0.0, "own": 0.0}
+    model.loss, squares = SummedCrossEntropy(1), {"cache": 0.0, "own": 0.0}
     model.train()
 
     def watch(attention):
-        def saw(module, inputs, out):
+        def add_squares(module, inputs, out):
             read = module.cache(*inputs[:1], inputs[1].retrieved)
-            seen["cache"] += read.square().sum().item()
-            seen["own"] += (out - read).square().sum().item()
+            squares["cache"] += read.square().sum().item()
+            squares["own"] += (out - read).square().sum().item()
 
-        attention.register_forward_hook(saw)
+        attention.register_forward_hook(add_squares)
 
     for block in model.layers.values():
         watch(block.attention)
     tokens, labels = documents(3, 2, 8, 64)
-    for batch, told in zip(tokens, labels, strict=True):
+    for batch, batch_labels in zip(tokens, labels, strict=True):
         with torch.no_grad():
-            model(batch, labels=told)
+            model(batch, labels=batch_labels)
         installed.after_batch([model])
-    assert installed.metrics([model])["cache_norm"] == pytest.approx((seen["cache"] / seen["own"]) ** 0.5, rel=1e-5)
+    assert installed.metrics([model])["cache_norm"] == pytest.approx(
+        (squares["cache"] / squares["own"]) ** 0.5, rel=1e-5
+    )
 
 
-def test_what_is_not_counted_costs_nothing():
+def test_without_track_hits_nothing_is_counted():
     for counts in (True, False):
         model, installed = remembering(track_hits=counts)
         model.loss = SummedCrossEntropy(1)
@@ -135,7 +136,7 @@ def test_what_is_not_counted_costs_nothing():
 
 
 def read_in_segments(texts, length):
-    """Tokens [texts, letters], what comes behind each, and both in segments of documents that go on."""
+    """Return tokens and labels [texts, letters], and the same cut into batches of one segment each."""
     ids = torch.tensor([[LETTERS.index(letter) for letter in text] for text in texts])
     rows = len(texts)
     labels = torch.cat((ids[:, 1:], torch.full((rows, 1), IGNORE_INDEX)), dim=1)
@@ -152,29 +153,33 @@ def read_in_segments(texts, length):
     return ids, labels, batches
 
 
-def test_the_probe_finds_what_a_count_by_hand_does():
-    """Before the first layer of a model whose words have nothing in common, on documents of motifs."""
+def test_the_probe_equals_a_count_in_plain_python():
+    """Probe the states before the first layer of a model with one-hot embeddings, on documents of motifs."""
     length, topk, texts = 96, 4, [motifs(seed, 768) for seed in range(2)]
     model = plain(dim=64, n_heads=4, n_kv_heads=2, n_layers=1).eval()
     one_hot(model, 64)
     ids, labels, batches = read_in_segments(texts, length)
     (row,) = hit_rates(model, MODELS["llama3"].plan, batches, topk, 1)
-    counts = [latest(own.tolist(), told.tolist(), length, topk) for own, told in zip(ids, labels, strict=True)]
-    hits, asked, same, entries = (sum(each) for each in zip(*counts, strict=True))
-    # behind each document's last token nothing is to be told: it is not asked, and its entries are not counted
-    assert row["hit"] == pytest.approx(hits / (asked - 2), abs=2 / asked)
+    counts = [
+        count_hits(text_ids.tolist(), text_labels.tolist(), length, topk)
+        for text_ids, text_labels in zip(ids, labels, strict=True)
+    ]
+    hits, lookups, same, entries = (sum(column) for column in zip(*counts, strict=True))
+    # the last token of a document has no label: the probe skips its lookup, and so its entries
+    assert row["hit"] == pytest.approx(hits / (lookups - 2), abs=2 / lookups)
     assert row["same"] == pytest.approx(same / entries, abs=2 * topk / entries)
-    assert row["hit"] == pytest.approx(row["hit_hard"], abs=0.1)  # of a model that knows nothing most tokens are hard
-    # a quarter of the numbers finds about as much, far more than entries taken by chance
+    assert row["hit"] == pytest.approx(row["hit_hard"], abs=0.1)  # most tokens are hard for an untrained model
+    # states compressed to a quarter find about as much, far more than entries drawn at random
     (squeezed,) = hit_rates(model, MODELS["llama3"].plan, batches, topk, 4)
     assert squeezed["hit"] == pytest.approx(row["hit"], abs=0.05)
     assert squeezed["hit"] > 3 * (1 - (1 - 1 / len(LETTERS)) ** topk)
 
 
-def test_states_that_know_the_token_before_find_what_comes():
-    """Of a model that says nothing for certain, whose first layer adds to each state the token before, as that of a
-    trained one does: before the second layer half of all tokens find what comes, in a quarter of the numbers, too. The
-    figures of a trained model are those of scripts/probe_neurocache.py.
+def test_states_that_know_the_previous_token_predict_the_next():
+    """Lookups before the second layer predict half of all tokens, also with states compressed to a quarter.
+
+    The model's logits are uniform, and its first layer adds the previous token to each state, as an induction head of a
+    trained model does. scripts/probe_neurocache.py gives the figures of a trained model.
     """
     model = plain(dim=128, n_heads=4, n_kv_heads=2, n_layers=2).eval()
 
@@ -194,7 +199,7 @@ def test_states_that_know_the_token_before_find_what_comes():
         assert second["hit_hard"] >= 0.5 and second["hit_hard"] > first["hit_hard"] + 0.03
 
 
-def test_motifs_come_again_beyond_a_segment():
+def test_motifs_repeat_farther_apart_than_a_segment():
     text = motifs(0)
     pieces = [text[start : start + 8] for start in range(0, len(text), 8)]
     assert len(text) == 3072 and motifs(0) == text != motifs(1)
@@ -203,15 +208,15 @@ def test_motifs_come_again_beyond_a_segment():
     assert 0.4 < near < 0.65
 
 
-# --- how much work it is
+# --- FLOPs
 
 
-@pytest.mark.parametrize("how", [{}, dict(compression=1), dict(context=1, window=4), dict(topk=1)])
-def test_work_by_formula_is_what_torch_counts(how):
-    """A model of one layer, whose frozen parts are multiplied once forward, and behind the cache once backward."""
+@pytest.mark.parametrize("overrides", [{}, dict(compression=1), dict(context=1, window=4), dict(topk=1)])
+def test_flops_by_formula_are_those_that_torch_counts(overrides):
+    """Count a one-layer model: frozen matrices are multiplied once forward, and once backward after the cache."""
     lanes, length, vocab = 2, 16, 64
     sizes = dict(dim=64, n_heads=4, n_kv_heads=2)
-    model, installed = remembering(layers=1, sizes=sizes, **dict(cache_size=64) | how)
+    model, installed = remembering(layers=1, sizes=sizes, **dict(cache_size=64) | overrides)
     args, options = model.args, installed.options.neurocache
     tokens = torch.randint(0, vocab, (5, lanes, length))
     for batch in tokens[:4]:
@@ -224,71 +229,71 @@ def test_work_by_formula_is_what_torch_counts(how):
     frozen = counter.get_total_flops() / (lanes * length)
     with FlopCounterMode(display=False) as counter:
         model(tokens[4]).sum().backward()
-    counted = counter.get_total_flops() / (lanes * length)
-    behind = 2 * (args.vocab_size * args.dim + 3 * args.dim * args.ffn_dim)  # gradients of states, which flow back
-    no_gradient = 2 * args.dim * args.n_heads * args.head_dim  # of the state that the first query is made of
-    told = cache_flops(options, 1, args.dim, args.n_heads, args.head_dim, length)
-    assert counted - frozen - behind + no_gradient == pytest.approx(told, rel=0.02)
+    flops = counter.get_total_flops() / (lanes * length)
+    backward = 2 * (args.vocab_size * args.dim + 3 * args.dim * args.ffn_dim)  # gradients with respect to activations
+    no_gradient = 2 * args.dim * args.n_heads * args.head_dim  # the input of the first query needs no gradient
+    expected = cache_flops(options, 1, args.dim, args.n_heads, args.head_dim, length)
+    assert flops - frozen - backward + no_gradient == pytest.approx(expected, rel=0.02)
     zero = FlopsPerToken(1e9, 1e9)
-    whole = installed.flops_per_token(zero, args.num_matmul_parameters, length)
-    assert whole.full == whole.causal == 1e9 - 2 * args.num_matmul_parameters + told
+    total = installed.flops_per_token(zero, args.num_matmul_parameters, length)
+    assert total.full == total.causal == 1e9 - 2 * args.num_matmul_parameters + expected
 
 
-def test_a_single_pass_and_two_layers_are_warned_of():
+def test_warnings_of_a_single_pass_and_of_reading_another_layer():
     _, installed = remembering(layers=4, retrieval_map={"2": 1})
-    assert not any("one pass" in told for told in installed.warnings(2))
-    told = list(installed.warnings(1))
-    assert "a step makes one pass" in told[0] and "raise training.global_batch_size" in told[0]
-    assert told[1] == "layer 2 looks up by its own states what layer 1 stored of others"
+    assert not any("one pass" in warnings for warnings in installed.warnings(2))
+    warnings = list(installed.warnings(1))
+    assert "a step makes one pass" in warnings[0] and "raise training.global_batch_size" in warnings[0]
+    assert warnings[1] == "layer 2 looks up by its own states what layer 1 stored of others"
     assert list(dataclasses.replace(installed.options).neurocache.retrieval_map) == ["2"]
 
 
-# --- what is compared
+# --- scripts/compare_neurocache.py
 
 
-def test_the_comparison_asks_for_jobs_that_can_run(tmp_path):
-    """All of them on the same data, for the same steps."""
+def test_the_jobs_of_the_comparison_are_valid(tmp_path):
+    """All jobs use the same data and number of steps."""
     texts = tmp_path / "train"
     texts.mkdir()
     (texts / "a.txt").write_text("a text")
     begun = {"checkpoint.initial_load_path": tmp_path}
     for name, options in {"base": {}, **compare_neurocache.adapters(1, 20)}.items():
-        words = compare_neurocache.words(tmp_path, name, 20, options | (begun if options else {}))
-        config = manager.load(words)
-        faults = {fault.key for fault in check(config, 1, "cpu")}  # of what has yet to be made
+        options_of_run = compare_neurocache.words(tmp_path, name, 20, options | (begun if options else {}))
+        config = manager.load(options_of_run)
+        faults = {fault.key for fault in check(config, 1, "cpu")}  # only files that earlier jobs will write
         assert faults <= {"checkpoint.initial_load_path", "validation.dataset_path"}, name
         assert (config.training.steps, config.training.global_batch_size, config.optimizer.lr) == (20, 8, 3e-3)
     run = {"loss": 2.0, "perplexity": 7.389, "by_position": {"0-128": {"loss": 2.5}, "2,048-": {"loss": 1.9}}}
     other = {"loss": 2.2, "perplexity": 9.025, "by_position": {"0-128": {"loss": 2.5}, "2,048-": {"loss": 1.8}}}
-    repeats = [[each | {"cache_size": 0}, each | {"cache_size": 4096}] for each in (run, other)]
-    found = {"base": [[run]], "cache": repeats}
-    assert compare_neurocache.table(found).splitlines() == [
+    repeats = [[row | {"cache_size": 0}, row | {"cache_size": 4096}] for row in (run, other)]
+    results = {"base": [[run]], "cache": repeats}
+    assert compare_neurocache.table(results).splitlines() == [
         "| | entries | 0-128 | 2,048- | all | perplexity |",
         "|---|---|---|---|---|---|",
         "| base |  | 2.500 | 1.900 | 2.000 | 7.39 |",
         "| cache | 0 | 2.500 ± 0.000 | 1.850 ± 0.050 | 2.100 ± 0.100 | 8.21 ± 0.82 |",
         "| cache | 4,096 | 2.500 ± 0.000 | 1.850 ± 0.050 | 2.100 ± 0.100 | 8.21 ± 0.82 |",
     ]
-    compare_neurocache.draw(found, tmp_path / "places.png")
+    compare_neurocache.draw(results, tmp_path / "places.png")
     assert (tmp_path / "places.png").stat().st_size > 1000
 
 
 def test_documents_are_folders_of_packages():
-    told = dict(compare_neurocache.documents(("peft",), 70_000))
-    assert told and all(name.startswith("peft") and len(text) == 70_000 for name, text in told.items())
+    documents = dict(compare_neurocache.documents(("peft",), 70_000))
+    assert documents and all(name.startswith("peft") and len(text) == 70_000 for name, text in documents.items())
 
 
-def test_documents_that_were_half_written_are_written_anew(tmp_path, monkeypatch):
-    def stopped(packages, most):
+def test_half_written_documents_are_written_again(tmp_path, monkeypatch):
+    def interrupted(packages, most):
         yield "first", "text"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compare_neurocache, "documents", stopped)
+    monkeypatch.setattr(compare_neurocache, "documents", interrupted)
     with pytest.raises(KeyboardInterrupt):
         compare_neurocache.write_documents(tmp_path)
-    whole = [(str(n), "text") for n in range(6)]
-    monkeypatch.setattr(compare_neurocache, "documents", lambda packages, most: iter(whole))
-    for _ in range(2):  # and then are left alone
+    documents = [(str(n), "text") for n in range(6)]
+    monkeypatch.setattr(compare_neurocache, "documents", lambda packages, most: iter(documents))
+    for _ in range(2):  # the second call leaves complete folders alone
         compare_neurocache.write_documents(tmp_path)
         assert {file.stem for file in (tmp_path / "train").iterdir()} >= {"0", "2", "4"}
         assert {file.stem for file in (tmp_path / "held_out").iterdir()} == {"0", "3"}
@@ -300,11 +305,11 @@ def test_the_base_reads_pieces_of_all_documents(tmp_path):
     (texts / "a.txt").write_text("a" * 4500)
     (texts / "b.txt").write_text("b")
     compare_neurocache.write_pieces(texts, tmp_path / "pieces.jsonl")
-    told = [json.loads(line)["text"] for line in (tmp_path / "pieces.jsonl").read_text().splitlines()]
-    assert told == ["a" * 2000, "a" * 2000, "a" * 500, "b"]
+    pieces = [json.loads(line)["text"] for line in (tmp_path / "pieces.jsonl").read_text().splitlines()]
+    assert pieces == ["a" * 2000, "a" * 2000, "a" * 500, "b"]
 
 
-def test_seconds_of_all_starts_are_counted(tmp_path):
+def test_seconds_of_interrupted_starts_are_added_up(tmp_path):
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt), compare_neurocache.timed(tmp_path, "base"):
             time.sleep(0.01)
@@ -321,17 +326,17 @@ def test_a_run_is_measured_again_only_with_a_newer_step(tmp_path, monkeypatch):
         argv[-1].write_text('{"runs": [{"loss": 2.0}]}')
         os.utime(argv[-1], (200, 200))
 
-    def made(step, at):
+    def make_checkpoint(step, at):
         (tmp_path / "checkpoint" / f"step-{step:08d}").mkdir(parents=True)
         os.utime(tmp_path / "checkpoint" / f"step-{step:08d}", (at, at))
 
     monkeypatch.setattr(compare_neurocache, "torchtitan", evaluate)
-    made(1, at=100)
-    for _ in range(2):  # the folder of the checkpoints is of now, as a start leaves it
+    make_checkpoint(1, at=100)
+    for _ in range(2):  # the folder's own mtime is later, as after a restart
         assert compare_neurocache.evaluated(tmp_path, (0, 8), 4) == [{"loss": 2.0}]
     assert measured == [
         ("evaluate", tmp_path, "--samples", 4, "--cache-sizes", "0,8", "--out", tmp_path / "places.json")
     ]
-    made(2, at=300)
+    make_checkpoint(2, at=300)
     compare_neurocache.evaluated(tmp_path, (), 4)
     assert len(measured) == 2 and "--cache-sizes" not in measured[1]

@@ -1,4 +1,4 @@
-"""Documents that are read from beginning to end: each in a row of its own, segment by segment."""
+"""Task "documents": every row of the batch reads one document after another, segment by segment."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ SEQ_LEN = 8
 
 
 def write(folder, lengths=LENGTHS):
-    """Token n of document d is 100 d + n."""
+    """Write token shards; token n of document d is 100 d + n."""
     folder.mkdir()
     writer = ShardWriter(folder, 2000)
     for document, length in enumerate(lengths):
@@ -38,13 +38,13 @@ def documents(tmp_path_factory):
     return Documents([write(tmp_path_factory.mktemp("data") / "tokens")])
 
 
-def loader(documents, rows=3, rank=0, ranks=1, **how):
-    told = dict(seed=1, shuffle=True, stagger=False, fingerprint={"data": "these"}) | how
-    return SegmentLoader(documents, seq_len=SEQ_LEN, rows=rows, rank=rank, ranks=ranks, **told)
+def loader(documents, rows=3, rank=0, ranks=1, **options):
+    arguments = dict(seed=1, shuffle=True, stagger=False, fingerprint={"data": "these"}) | options
+    return SegmentLoader(documents, seq_len=SEQ_LEN, rows=rows, rank=rank, ranks=ranks, **arguments)
 
 
 def read(batches):
-    """What each row read: (document, tokens, labels that count) of each of its documents."""
+    """Return for each row the (tokens, labels) of the documents that it read, without padding."""
     rows: dict[int, list] = {}
     for batch in batches:
         for row in range(len(batch["tokens"])):
@@ -63,37 +63,41 @@ def read(batches):
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_row_reads_whole_documents_one_after_the_other(documents, shuffle):
-    met = []
+    order = []
     for tokens, labels in (
-        each for row in read(itertools.islice(loader(documents, shuffle=shuffle), 40)).values() for each in row[:-1]
+        reading
+        for row in read(itertools.islice(loader(documents, shuffle=shuffle), 40)).values()
+        for reading in row[:-1]
     ):
         document = tokens[0] // 100
         assert tokens == [100 * document + n for n in range(LENGTHS[document] - 1)]
         assert labels == [token + 1 for token in tokens]
-        met.append(document)
-    assert set(met) == {0, 2, 3, 4, 5, 6, 7}  # one token says nothing of the next
-    assert max(map(met.count, met)) - min(map(met.count, met)) <= 2
+        order.append(document)
+    assert set(order) == {0, 2, 3, 4, 5, 6, 7}  # document 1 has one token, so no label
+    assert max(map(order.count, order)) - min(map(order.count, order)) <= 2
 
 
 @pytest.mark.parametrize("state_of", [0, 1, 2, 4])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_four_rows_read_the_same_on_any_ranks(documents, ranks, state_of):
-    """Step by step, from the beginning (0) and from a checkpoint of so many ranks."""
-    told = dict(stagger=True)
-    whole = loader(documents, rows=4, **told)
+def test_four_rows_read_the_same_on_any_number_of_ranks(documents, ranks, state_of):
+    """Compare every step, from the beginning (`state_of` 0) and from a checkpoint of `state_of` ranks."""
+    options = dict(stagger=True)
+    reference = loader(documents, rows=4, **options)
     if state_of:
-        list(itertools.islice(whole, 5))
-        saved = [loader(documents, rows=4 // state_of, rank=rank, ranks=state_of, **told) for rank in range(state_of)]
-        for each in saved:
-            list(itertools.islice(each, 5))
-        told["state"] = json.loads(json.dumps(merge_states([each.state_dict() for each in saved])))
-    spread = [loader(documents, rows=4 // ranks, rank=rank, ranks=ranks, **told) for rank in range(ranks)]
-    for expected, *parts in itertools.islice(zip(whole, *spread, strict=True), 20):
+        list(itertools.islice(reference, 5))
+        saved = [
+            loader(documents, rows=4 // state_of, rank=rank, ranks=state_of, **options) for rank in range(state_of)
+        ]
+        for part_loader in saved:
+            list(itertools.islice(part_loader, 5))
+        options["state"] = json.loads(json.dumps(merge_states([part_loader.state_dict() for part_loader in saved])))
+    spread = [loader(documents, rows=4 // ranks, rank=rank, ranks=ranks, **options) for rank in range(ranks)]
+    for expected, *parts in itertools.islice(zip(reference, *spread, strict=True), 20):
         for name in expected.keys() - {"lanes"}:  # which each rank numbers for itself
-            own = torch.arange(4 // ranks)
-            order = torch.cat([global_sample_numbers(own, rank, ranks, 1) for rank in range(ranks)])
+            local_rows = torch.arange(4 // ranks)
+            order = torch.cat([global_sample_numbers(local_rows, rank, ranks, 1) for rank in range(ranks)])
             assert torch.equal(torch.cat([part[name] for part in parts]), expected[name][order]), name
-    assert {each.samples for each in spread} == {whole.samples}
+    assert {part_loader.samples for part_loader in spread} == {reference.samples}
 
 
 def test_rows_begin_inside_their_first_document(documents):
@@ -106,13 +110,13 @@ def test_rows_begin_inside_their_first_document(documents):
 
 
 @pytest.mark.parametrize("steps", [1, 5, 12])
-def test_a_reading_goes_on_where_it_was_left(documents, steps):
+def test_a_resumed_loader_continues_where_it_stopped(documents, steps):
     ranks = [loader(documents, rank=rank, ranks=2, stagger=True) for rank in (0, 1)]
-    batches = [list(itertools.islice(each, steps + 6)) for each in ranks]
-    again = [loader(documents, rank=rank, ranks=2, stagger=True) for rank in (0, 1)]
-    for each in again:
-        list(itertools.islice(each, steps))
-    state = json.loads(json.dumps(merge_states([each.state_dict() for each in again])))
+    batches = [list(itertools.islice(rank_loader, steps + 6)) for rank_loader in ranks]
+    interrupted = [loader(documents, rank=rank, ranks=2, stagger=True) for rank in (0, 1)]
+    for rank_loader in interrupted:
+        list(itertools.islice(rank_loader, steps))
+    state = json.loads(json.dumps(merge_states([rank_loader.state_dict() for rank_loader in interrupted])))
     assert state["samples"] == steps * 6
     for rank in (0, 1):
         resumed = loader(documents, rank=rank, ranks=2, state=state)
@@ -120,7 +124,7 @@ def test_a_reading_goes_on_where_it_was_left(documents, steps):
             assert all(torch.equal(expected[name], batch[name]) for name in expected)
 
 
-def test_other_rows_begin_new_documents_and_say_so(documents, caplog):
+def test_a_changed_number_of_rows_begins_new_documents_and_logs_it(documents, caplog):
     first = loader(documents)
     list(itertools.islice(first, 6))
     resumed = loader(documents, rows=2, state=first.state_dict())
@@ -132,18 +136,18 @@ def test_other_rows_begin_new_documents_and_say_so(documents, caplog):
         loader(documents, fingerprint={"data": "others"}, state=first.state_dict())
 
 
-def test_what_was_read_last_is_read_again(documents):
+def test_the_last_segments_are_replayed_after_a_resume(documents):
     first = loader(documents, rows=4, stagger=True)
     batches = list(itertools.islice(first, 5))
     resumed = loader(documents, rows=4, state=first.state_dict())
-    again = list(resumed.again(2 * SEQ_LEN))
-    assert len(again) == 2
+    replayed = list(resumed.again(2 * SEQ_LEN))
+    assert len(replayed) == 2
     for row, reading in enumerate(resumed.rows):
-        behind = 0 if reading is None else min(2, (reading.offset - reading.start) // SEQ_LEN)
+        num_segments = 0 if reading is None else min(2, (reading.offset - reading.start) // SEQ_LEN)
         for ago in (2, 1):
-            batch = again[2 - ago]
-            assert batch["begins"][row].item() == (behind == ago)
-            if behind >= ago:
+            batch = replayed[2 - ago]
+            assert batch["begins"][row].item() == (num_segments == ago)
+            if num_segments >= ago:
                 assert torch.equal(batch["tokens"][row], batches[-ago]["tokens"][row])
             else:
                 assert batch["filled"][row] == 0
@@ -153,15 +157,15 @@ def test_what_was_read_last_is_read_again(documents):
 @pytest.mark.parametrize("rows, ranks", [(1, 1), (3, 1), (2, 2), (1, 3), (9, 1)])
 @pytest.mark.parametrize("samples", [0, 4, 5])
 def test_held_out_documents_are_the_same_for_any_rows_and_ranks(documents, samples, rows, ranks):
-    found, counts = [], set()
+    numbers, counts = [], set()
     for rank in range(ranks):
         held_out = HeldOutSegments(documents, samples, seq_len=SEQ_LEN, rows=rows, rank=rank, ranks=ranks)
         batches = list(held_out)
         counts.add(len(batches))
-        found += [tokens[0] // 100 for row in read(batches).values() for tokens, _ in row]
+        numbers += [tokens[0] // 100 for row in read(batches).values() for tokens, _ in row]
     assert len(counts) == 1
     # of 8 tokens: 4 segments of the first document, none of the second, 1 of the third
-    assert sorted(found) == {0: [0, 2, 3, 4, 5, 6, 7], 4: [0], 5: [0, 2]}[samples]
+    assert sorted(numbers) == {0: [0, 2, 3, 4, 5, 6, 7], 4: [0], 5: [0, 2]}[samples]
 
 
 def test_documents_of_several_folders_are_one_list(tmp_path):
@@ -170,7 +174,7 @@ def test_documents_of_several_folders_are_one_list(tmp_path):
     assert len(read(HeldOutSegments(joined, 0, seq_len=SEQ_LEN, rows=1, rank=0, ranks=1))[0]) == 3
 
 
-def test_without_a_document_to_learn_from(tmp_path):
+def test_documents_of_one_token_only_are_refused(tmp_path):
     with pytest.raises(DataError, match="no document has two tokens"):
         loader(Documents([write(tmp_path / "short", [1, 1])]))
 
@@ -209,20 +213,21 @@ def home(tmp_path_factory):
     return folder
 
 
-def test_a_resumed_run_remembers_what_it_read(home):
-    """Below the layers that read nothing learns, and entries are kept uncompressed, so what is read again is what was
-    kept; with empty caches it is not.
+def test_a_resume_with_replay_equals_an_uninterrupted_run(home):
+    """A replay rebuilds the same entries here, and empty caches give other losses.
+
+    No layer below those with a cache is trained, and entries are stored uncompressed.
     """
     exact = dict(adapter__neurocache__compression=1)
-    (whole,) = run_ranks(1, losses, job(home, "whole", **exact))
+    (uninterrupted,) = run_ranks(1, losses, job(home, "whole", **exact))
     for name, warmup in (("replayed", "replay"), ("cold", "cold")):
-        how = exact | dict(adapter__neurocache__resume_warmup=warmup)
-        run_ranks(1, losses, job(home, name, training__steps=3, **how))
-        (resumed,) = run_ranks(1, losses, job(home, name, **how))
-        assert resumed[:3] == whole[:3] and (resumed == whole) == (warmup == "replay")
+        options = exact | dict(adapter__neurocache__resume_warmup=warmup)
+        run_ranks(1, losses, job(home, name, training__steps=3, **options))
+        (resumed,) = run_ranks(1, losses, job(home, name, **options))
+        assert resumed[:3] == uninterrupted[:3] and (resumed == uninterrupted) == (warmup == "replay")
 
 
-def trained(argv):
+def losses_and_state(argv):
     rows, state = train(argv)
     return [row["loss"] for row in rows], state
 
@@ -234,66 +239,66 @@ SAVED = [
 ]
 
 
-@pytest.mark.parametrize("ranks, how", SAVED, ids=["lru", "FSDP 2", "PP 2"])
-def test_saved_caches_make_a_resume_that_of_one_run(home, tmp_path, ranks, how):
-    """Bit for bit, with entries that were compressed by the weights of their time."""
-    how = dict(adapter__neurocache__resume_warmup="saved", training__steps=6) | how
-    whole = run_ranks(ranks, trained, job(home, tmp_path / "whole", **how))
-    run_ranks(ranks, trained, job(home, tmp_path / "stopped", **how | dict(training__steps=3)))
-    assert run_ranks(ranks, trained, job(home, tmp_path / "stopped", **how)) == whole
+@pytest.mark.parametrize("ranks, options", SAVED, ids=["lru", "FSDP 2", "PP 2"])
+def test_a_resume_with_saved_caches_equals_an_uninterrupted_run(home, tmp_path, ranks, options):
+    """Bit for bit, though earlier weights compressed the entries; a replay would compress them with new weights."""
+    options = dict(adapter__neurocache__resume_warmup="saved", training__steps=6) | options
+    uninterrupted = run_ranks(ranks, losses_and_state, job(home, tmp_path / "whole", **options))
+    run_ranks(ranks, losses_and_state, job(home, tmp_path / "stopped", **options | dict(training__steps=3)))
+    assert run_ranks(ranks, losses_and_state, job(home, tmp_path / "stopped", **options)) == uninterrupted
     if ranks == 1:
-        replayed = how | dict(adapter__neurocache__resume_warmup="replay")
-        run_ranks(ranks, trained, job(home, tmp_path / "replayed", **replayed | dict(training__steps=3)))
-        assert run_ranks(ranks, trained, job(home, tmp_path / "replayed", **replayed)) != whole
+        replayed = options | dict(adapter__neurocache__resume_warmup="replay")
+        run_ranks(ranks, losses_and_state, job(home, tmp_path / "replayed", **replayed | dict(training__steps=3)))
+        assert run_ranks(ranks, losses_and_state, job(home, tmp_path / "replayed", **replayed)) != uninterrupted
 
 
-def test_saved_caches_of_another_plan_are_read_again(home, tmp_path):
-    """So that the resume is that of one which replays."""
-    found = {}
+def test_saved_caches_of_another_plan_are_rebuilt_by_replay(home, tmp_path):
+    """The resume equals one with `resume_warmup = replay`."""
+    losses_by_warmup = {}
     for warmup in ("saved", "replay"):
-        how = dict(adapter__neurocache__resume_warmup=warmup, training__steps=3)
-        run_ranks(1, losses, job(home, tmp_path / warmup, **how))
-        how |= dict(training__steps=6, training__local_batch_size=1, parallelism__data_parallel_shard_degree=2)
-        found[warmup], _ = run_ranks(2, losses, job(home, tmp_path / warmup, **how))
-    assert found["saved"] == found["replay"] and len(found["saved"]) == 6
+        options = dict(adapter__neurocache__resume_warmup=warmup, training__steps=3)
+        run_ranks(1, losses, job(home, tmp_path / warmup, **options))
+        options |= dict(training__steps=6, training__local_batch_size=1, parallelism__data_parallel_shard_degree=2)
+        losses_by_warmup[warmup], _ = run_ranks(2, losses, job(home, tmp_path / warmup, **options))
+    assert losses_by_warmup["saved"] == losses_by_warmup["replay"] and len(losses_by_warmup["saved"]) == 6
 
 
-def test_saved_caches_are_left_where_the_data_begin_anew(home, tmp_path):
-    """Nothing is found of documents that the run does not go on with: it is a resume with empty caches."""
-    found = {}
+def test_saved_caches_are_dropped_where_the_data_start_over(home, tmp_path):
+    """The run begins other documents, so the resume equals one with empty caches."""
+    losses_by_warmup = {}
     for warmup in ("saved", "cold"):
-        how = dict(adapter__neurocache__resume_warmup=warmup, adapter__neurocache__scope="global")
-        run_ranks(1, losses, job(home, tmp_path / warmup, **how | dict(training__steps=3)))
-        how |= dict(training__steps=6, checkpoint__exclude_from_loading='["dataloader"]')
-        (found[warmup],) = run_ranks(1, losses, job(home, tmp_path / warmup, **how))
-    assert found["saved"] == found["cold"] and len(found["saved"]) == 6
+        options = dict(adapter__neurocache__resume_warmup=warmup, adapter__neurocache__scope="global")
+        run_ranks(1, losses, job(home, tmp_path / warmup, **options | dict(training__steps=3)))
+        options |= dict(training__steps=6, checkpoint__exclude_from_loading='["dataloader"]')
+        (losses_by_warmup[warmup],) = run_ranks(1, losses, job(home, tmp_path / warmup, **options))
+    assert losses_by_warmup["saved"] == losses_by_warmup["cold"] and len(losses_by_warmup["saved"]) == 6
 
 
-def validated(argv):
-    """Losses with and without validations in between, of rows of another number."""
+def training_and_validation_losses(argv):
+    """Train, and return the training and the validation losses."""
     trained = losses(argv)
-    folder = Path(next(word for word in argv if "dump_folder" in word).partition("=")[2])
+    folder = Path(next(argument for argument in argv if "dump_folder" in argument).partition("=")[2])
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return trained, [row["validation_loss"] for row in rows if "validation_loss" in row]
 
 
-def test_validation_has_caches_of_its_own(home):
-    """It changes nothing of the training, and what it finds does not depend on its rows."""
+def test_validation_uses_separate_caches(home):
+    """Validation leaves training losses unchanged, and its own do not depend on its batch size."""
     (plain,) = run_ranks(1, losses, job(home, "plain"))
-    found = {}
+    validation_losses = {}
     held_out = dict(validation__enable=True, validation__freq=2, validation__samples=20, validation__dataset="text")
     held_out["validation__dataset_path"] = home / "data/texts.jsonl"
     for rows in (1, 3):
         name = f"validated{rows}"
-        ((trained, found[rows]),) = run_ranks(
-            1, validated, job(home, name, validation__local_batch_size=rows, **held_out)
+        ((trained, validation_losses[rows]),) = run_ranks(
+            1, training_and_validation_losses, job(home, name, validation__local_batch_size=rows, **held_out)
         )
         assert trained == plain
-    assert found[1] == pytest.approx(found[3], rel=1e-6) and len(found[1]) == 3
+    assert validation_losses[1] == pytest.approx(validation_losses[3], rel=1e-6) and len(validation_losses[1]) == 3
 
 
 def test_validation_with_caches_of_several_sizes(home, tmp_path, capsys):
-    """As `torchtitan evaluate` finds of the last checkpoint, and nothing of it is left behind."""
+    """The losses equal what `torchtitan evaluate` prints for the last checkpoint; training is unchanged."""
     (plain,) = run_ranks(1, losses, job(home, tmp_path / "plain"))
     data = dict(validation__dataset="text", validation__dataset_path=home / "data/texts.jsonl")
     several = dict(
@@ -306,8 +311,8 @@ def test_validation_with_caches_of_several_sizes(home, tmp_path, capsys):
     assert trained == plain
     rows = map(json.loads, (tmp_path / "several" / "metrics.jsonl").read_text().splitlines())
     row = [row for row in rows if "validation_loss" in row][-1]
-    told = ["--cache-sizes", "64,0,16", "--out", str(tmp_path / "found.json")]
-    assert cli.main(["evaluate", str(tmp_path / "several"), *told]) == 0, capsys.readouterr().err
+    arguments = ["--cache-sizes", "64,0,16", "--out", str(tmp_path / "found.json")]
+    assert cli.main(["evaluate", str(tmp_path / "several"), *arguments]) == 0, capsys.readouterr().err
     expected = [run["loss"] for run in json.loads((tmp_path / "found.json").read_text())["runs"]]
     names = ("", "_cache_0", "_cache_16")
     assert [row[f"validation_loss{name}"] for name in names] == pytest.approx(expected, rel=1e-6)
@@ -315,7 +320,7 @@ def test_validation_with_caches_of_several_sizes(home, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "words, message",
+    "options, message",
     [
         (["--task.kind=pretrain"], '"documents" with adapter.kind = "neurocache"'),
         (["--training.document_mask"], "training.document_mask: given true; allowed: false with task.kind = documents"),
@@ -389,11 +394,13 @@ def test_validation_with_caches_of_several_sizes(home, tmp_path, capsys):
         ),
     ],
 )
-def test_what_a_job_cannot_ask_for(words, message):
+def test_faults_of_jobs_of_documents(options, message):
     usual = {"task.kind": "documents", "adapter.kind": "neurocache"}
-    usual = {key: value for key, value in usual.items() if not any(word.startswith(f"--{key}=") for word in words)}
-    told = lines(*(f"--{key}={value}" for key, value in usual.items()), *words)
-    assert any(message in line for line in told), told
+    usual = {
+        key: value for key, value in usual.items() if not any(argument.startswith(f"--{key}=") for argument in options)
+    }
+    faults = lines(*(f"--{key}={value}" for key, value in usual.items()), *options)
+    assert any(message in line for line in faults), faults
 
 
 def test_a_job_with_a_cache_is_legal():
