@@ -1,15 +1,16 @@
-"""How time and memory grow with the size of what is trained, saved, read and written, beside what bounds them.
+"""Measure how time and memory grow with sizes of model, sequence, checkpoint and data, next to lower bounds.
 
     python scripts/bench_scaling.py [--only NAME ...] [--rounds 2] [--write] [--quick]
 
-seq_len, documents (the same with document_mask), layers, vocabulary: CPU time of a step, each size in a process of its
-own, beside the operations by the formula, the speed of plain matrix products and the memory that `torchtitan estimate`
-foretells | saves: beside plain writing and reading of as many bytes | data: `prepare` beside the tokenizer alone, the
-loader beside a memory map | generate: a prompt read and words written, beside matrix products and
-products of all matrices with a vector | start: by phase.
+  seq_len, documents (with document_mask), layers, vocabulary: CPU time of a step, each size in a new process. Bounds:
+      FLOPs by formula at the speed of plain matrix products, and the memory that `torchtitan estimate` predicts.
+  saves: checkpoints. Bound: plain writes and reads of as many bytes.
+  data: `prepare` (bound: the tokenizer alone), and the loader (bound: a memory map).
+  generate: prompt and new tokens. Bounds: matrix products, and products of all matrices with a vector.
+  start: seconds of each phase.
 
-One thread, float32. What was measured is kept in --folder, so that parts can be measured one after the other; --write
-puts all of it into docs/: a table and a picture.
+One thread, float32. --folder keeps the results, so that parts can be measured in several calls; --write puts them into
+docs/ as tables and a picture.
 """
 
 import argparse
@@ -53,7 +54,7 @@ from torchtitan.process.exit import exit_with
 
 
 def best(call: Callable[[], object], times: int) -> float:
-    """Seconds of the fastest: others can only slow it down."""
+    """Return the seconds of the fastest call; other processes can only slow it down."""
     seconds = []
     for _ in range(times):
         started = time.perf_counter()
@@ -70,40 +71,44 @@ def spread(key: str, values: list[float]) -> dict[str, float]:
 
 
 def steps(key: str, cases: dict[Any, dict[str, object]], folder: Path, options: argparse.Namespace) -> Rows:
-    """A row for each size, `key` its column, with the job's options. Every round measures all of them, each second one
-    backwards, each in a process of its own."""
+    """Measure the steps of jobs and return one row for each size, in column `key`.
+
+    Every round measures all sizes, each in a new process; every second round goes in reverse order.
+    """
     jobs = {}
     for number, (size, case) in enumerate(cases.items()):
-        given = {"job__dump_folder": folder / f"{number}", "training__steps": 3 if options.quick else 4}
-        jobs[size] = arguments(folder, **given, **case)
-    found: dict[Any, list[dict]] = {size: [] for size in cases}
+        settings = {"job__dump_folder": folder / f"{number}", "training__steps": 3 if options.quick else 4}
+        jobs[size] = arguments(folder, **settings, **case)
+    measurements: dict[Any, list[dict]] = {size: [] for size in cases}
     for number in range(options.rounds):
         for size in cases if number % 2 == 0 else reversed(cases):
-            found[size].append(measured(folder, jobs[size]))
-    made = []
+            measurements[size].append(measured(folder, jobs[size]))
+    table = []
     for size, job in jobs.items():
-        config, rounds = manager.load(job), found[size]
-        flops, seconds = flops_of_a_rank(config, 1), [median(each["steps"]) for each in rounds]
+        config, rounds = manager.load(job), measurements[size]
+        flops, seconds = flops_of_a_rank(config, 1), [median(value["steps"]) for value in rounds]
         row = {key: size, "tokens": config.training.local_batch_size * config.training.seq_len, "gflop": flops / 1e9}
         row["estimated"] = worst(predict(config, 1, "cpu")).peak / GIB
-        shares = [flops / 1e9 / each / one["peak"] for each, one in zip(seconds, rounds, strict=True)]
-        made.append(row | spread("seconds", seconds) | spread("share", shares) | {"gib": max(r["gib"] for r in rounds)})
-    return made
+        shares = [flops / 1e9 / value / one["peak"] for value, one in zip(seconds, rounds, strict=True)]
+        table.append(
+            row | spread("seconds", seconds) | spread("share", shares) | {"gib": max(r["gib"] for r in rounds)}
+        )
+    return table
 
 
 def measured(folder: Path, job: list[str]) -> dict[str, Any]:
-    """What bench_rank.py tells of a job."""
-    told = folder / "told.json"
+    """Run a job with bench_rank.py and return its report."""
+    report = folder / "told.json"
     os.environ["STARTED"] = str(time.time())
-    command = [sys.executable, str(ROOT / "scripts/bench_rank.py"), str(told), *job]
+    command = [sys.executable, str(ROOT / "scripts/bench_rank.py"), str(report), *job]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    return json.loads(told.read_text())
+    return json.loads(report.read_text())
 
 
 def by_seq_len(mask: bool, folder: Path, options: argparse.Namespace) -> Rows:
     lengths, tokens = ((256, 512, 1024, 2048, 4096), 4096) if not options.quick else ((16, 32), 32)
-    given = {"model__overrides": overrides(options), "training__document_mask": str(mask).lower()}
-    cases = {n: given | {"training__seq_len": n, "training__local_batch_size": tokens // n} for n in lengths}
+    common = {"model__overrides": overrides(options), "training__document_mask": str(mask).lower()}
+    cases = {n: common | {"training__seq_len": n, "training__local_batch_size": tokens // n} for n in lengths}
     return steps("seq_len", cases, folder, options)
 
 
@@ -114,8 +119,8 @@ def by_layers(folder: Path, options: argparse.Namespace) -> Rows:
 
 
 def by_vocabulary(folder: Path, options: argparse.Namespace) -> Rows:
-    words = (512, 1024) if options.quick else (2048, 8192, 32000, 128000)
-    cases = {n: batch(options) | {"model__overrides": overrides(options, vocab_size=n)} for n in words}
+    sizes = (512, 1024) if options.quick else (2048, 8192, 32000, 128000)
+    cases = {n: batch(options) | {"model__overrides": overrides(options, vocab_size=n)} for n in sizes}
     return steps("vocabulary", cases, folder, options)
 
 
@@ -134,7 +139,7 @@ def batch(options: argparse.Namespace) -> dict[str, object]:
 
 def by_size(folder: Path, options: argparse.Namespace) -> Rows:
     sizes = ((256, 4), (512, 8), (768, 12)) if not options.quick else ((32, 1),)
-    made = []
+    table = []
     for dim, layers in sizes:
         shape, place = f"{{dim={dim}, n_layers={layers}, n_heads=4, n_kv_heads=4}}", folder / f"{dim}"
         place.mkdir()
@@ -143,18 +148,18 @@ def by_size(folder: Path, options: argparse.Namespace) -> Rows:
         megabytes = megabytes_of_state(trainers[0])
         saved = [path for path in sorted((place / "saves-0/checkpoint").rglob("*.distcp"))][-1]
         plain, content = place / "plain", os.urandom(2**20) * max(1, round(megabytes))
-        written = len(content) / 1e6 / best(partial(write, plain, content), options.times)
-        loads, reads = [], []
+        write_speed = len(content) / 1e6 / best(partial(write, plain, content), options.times)
+        loads, read_speeds = [], []
         for _ in range(options.times):
             loads.append(megabytes / unread(trainers[0].checkpointer.load, saved))
-            reads.append(len(content) / 1e6 / unread(plain.read_bytes, plain))
-        made.append(
-            {"megabytes": megabytes, "plain_write": written, "plain_read": max(reads)}
+            read_speeds.append(len(content) / 1e6 / unread(plain.read_bytes, plain))
+        table.append(
+            {"megabytes": megabytes, "plain_write": write_speed, "plain_read": max(read_speeds)}
             | spread("save", [megabytes / seconds for seconds in waits])
             | spread("load", loads)
             | spread("stall", stalls)
         )
-    return made
+    return table
 
 
 def write(path: Path, content: bytes) -> None:
@@ -164,7 +169,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def unread(read: Callable[[], object], path: Path) -> float:
-    """Of what reads a file that the system has forgotten."""
+    """Return the seconds of `read` on a file that is not in the page cache."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return best(read, 1)
@@ -178,12 +183,12 @@ def data(folder: Path, options: argparse.Namespace) -> Rows:
     texts.mkdir()
     library = open_source("python_stdlib", None, RecordReader()).documents()
     content = [document.content for document in islice(library, 20 if options.quick else 600)]
-    copies = 1 if options.quick else 6  # so that the start of processes weighs as little as with real data
+    copies = 1 if options.quick else 6  # enough data to make the start of processes negligible
     for number, text in enumerate(content * copies):
         (texts / f"{number}.txt").write_text(text)
-    tokenizer, made = build_tokenizer(str(TOKENIZER)), []
+    tokenizer, table = build_tokenizer(str(TOKENIZER)), []
     tokens = sum(len(tokenizer.encode(text)) for text in content)
-    alone = tokens / best(lambda: [tokenizer.encode(text) for text in content], options.times)
+    tokenizer_speed = tokens / best(lambda: [tokenizer.encode(text) for text in content], options.times)
     for workers in (1, 2):
         speeds = []
         for number in range(options.times):
@@ -191,17 +196,20 @@ def data(folder: Path, options: argparse.Namespace) -> Rows:
             started = time.perf_counter()
             prepare(source, str(TOKENIZER), output, workers, stop=True)
             speeds.append(copies * tokens / (time.perf_counter() - started))
-        what = {"what": f"prepare, {workers} processes" if workers > 1 else "prepare, one process", "bound": alone}
-        made.append(what | {"by": "by the tokenizer alone"} | spread("speed", speeds))
+        labels = {
+            "what": f"prepare, {workers} processes" if workers > 1 else "prepare, one process",
+            "bound": tokenizer_speed,
+        }
+        table.append(labels | {"by": "by the tokenizer alone"} | spread("speed", speeds))
     many, batch, seq_len = 16 if options.quick else 256, 8, 2048
-    take = lambda batches: lambda: [None for _ in islice(batches, many)]  # noqa: E731
-    floor = batch * seq_len * many / best(take(iter(MemoryMap(folder / "shards", batch, seq_len))), options.times)
+    consume = lambda batches: lambda: [None for _ in islice(batches, many)]  # noqa: E731
+    floor = batch * seq_len * many / best(consume(iter(MemoryMap(folder / "shards", batch, seq_len))), options.times)
     for name, mask in (("prepared shards", False), ("prepared shards, document mask", True)):
-        batches = take(iter(shuffled(folder / "shards", batch, seq_len, mask)))
+        batches = consume(iter(shuffled(folder / "shards", batch, seq_len, mask)))
         speeds = [batch * seq_len * many / best(batches, 1) for _ in range(options.times)]
-        what = {"what": f"loader, {name}", "bound": floor, "by": "by slices of a memory map"}
-        made.append(what | spread("speed", speeds))
-    return made
+        labels = {"what": f"loader, {name}", "bound": floor, "by": "by slices of a memory map"}
+        table.append(labels | spread("speed", speeds))
+    return table
 
 
 # Generation
@@ -213,30 +221,30 @@ def generation(folder: Path, options: argparse.Namespace) -> Rows:
     trainer = trainer_of(folder, model__overrides=shape)
     model, args = trainer.model.parts[0].eval(), parts.model_args(trainer.config)
     tokenizer, reader = build_tokenizer("bytes"), Remembering(model)
-    peak, speed, made = products(), reading_speed(model), []
+    peak, speed, table = products(), reading_speed(model), []
     for length in lengths:
-        prompt, read, written = torch.randint(256, (length,)).tolist(), [], []
+        prompt, prompt_speeds, decode_speeds = torch.randint(256, (length,)).tolist(), [], []
         for _ in range(options.times):
-            how = {"max_new_tokens": more, "context": 2 * length, "temperature": 0, "top_k": 0, "seed": 0}
-            tokens = sample(reader, prompt, tokenizer, **how)
+            sampling = {"max_new_tokens": more, "context": 2 * length, "temperature": 0, "top_k": 0, "seed": 0}
+            tokens = sample(reader, prompt, tokenizer, **sampling)
             started = time.perf_counter()
             next(tokens)
             first = time.perf_counter()
             count = sum(1 for _ in tokens)
-            read.append(length / (first - started))
-            written.append(count / (time.perf_counter() - first))
+            prompt_speeds.append(length / (first - started))
+            decode_speeds.append(count / (time.perf_counter() - first))
         forward = parts.model_spec(trainer.config).flops_per_token(args, length).causal / 3
-        kept = 4 * (args.num_matmul_parameters + 2 * args.n_layers * args.dim * (length + more / 2))
-        made.append(
-            {"prompt": length, "read_bound": peak * 1e9 / forward, "written_bound": speed / kept}
-            | spread("read", read)
-            | spread("written", written)
+        bytes_per_token = 4 * (args.num_matmul_parameters + 2 * args.n_layers * args.dim * (length + more / 2))
+        table.append(
+            {"prompt": length, "read_bound": peak * 1e9 / forward, "written_bound": speed / bytes_per_token}
+            | spread("read", prompt_speeds)
+            | spread("written", decode_speeds)
         )
-    return made
+    return table
 
 
 def reading_speed(model: torch.nn.Module) -> float:
-    """Bytes a second at which the matrices of a model's blocks are read by one that multiplies a vector with each."""
+    """Return the bytes per second read while a vector is multiplied with each matrix of the model's blocks."""
     matrices = [p.detach() for p in model.layers.parameters() if p.dim() == 2]
     vectors = [torch.ones(matrix.shape[1]) for matrix in matrices]
     seconds = best(lambda: [m @ v for m, v in zip(matrices, vectors, strict=True)], 10)
@@ -248,12 +256,12 @@ def reading_speed(model: torch.nn.Module) -> float:
 
 def starts(folder: Path, options: argparse.Namespace) -> Rows:
     shapes = {6: "{}", 88: "{dim = 768, n_layers = 12, n_heads = 12}"} if not options.quick else {6: "{n_layers = 1}"}
-    made = []
+    table = []
     for (millions, shape), ranks in product(shapes.items(), (1, 2)):
         rounds: list[dict[str, float]] = []
         for number in range(options.times):
-            told = folder / f"{millions}-{ranks}-{number}.json"
-            job = arguments(folder, job__dump_folder=told.with_suffix(""), model__overrides=shape, training__steps=2)
+            report = folder / f"{millions}-{ranks}-{number}.json"
+            job = arguments(folder, job__dump_folder=report.with_suffix(""), model__overrides=shape, training__steps=2)
             os.environ["STARTED"] = str(time.time())
             subprocess.run(
                 [sys.executable, "-m", "torchtitan", "check", "--no-memory", *job],
@@ -262,14 +270,14 @@ def starts(folder: Path, options: argparse.Namespace) -> Rows:
             )
             checked = time.time() - float(os.environ["STARTED"])
             os.environ["STARTED"] = str(time.time())
-            config, program = manager.load(job), (sys.executable, str(ROOT / "scripts/bench_rank.py"), str(told))
+            config, program = manager.load(job), (sys.executable, str(ROOT / "scripts/bench_rank.py"), str(report))
             with held(Path(config.job.dump_folder), this_process()):
                 assert launch.run(config, job, ranks, options.queue, First(), program) == 0
-            rounds.append({"check": checked} | json.loads(told.read_text())["phases"])
-        made.append({"millions": millions, "ranks": ranks} | {key: median(r[key] for r in rounds) for key in PHASES})
-        whole = [sum(r.values()) - r["later steps"] for r in rounds]
-        made[-1] |= spread("whole", whole)
-    return made
+            rounds.append({"check": checked} | json.loads(report.read_text())["phases"])
+        table.append({"millions": millions, "ranks": ranks} | {key: median(r[key] for r in rounds) for key in PHASES})
+        totals = [sum(r.values()) - r["later steps"] for r in rounds]
+        table[-1] |= spread("whole", totals)
+    return table
 
 
 PARTS: dict[str, Callable[[Path, argparse.Namespace], Rows]] = {
@@ -286,14 +294,16 @@ PARTS: dict[str, Callable[[Path, argparse.Namespace], Rows]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    told = f"of {', '.join(PARTS)} (default: all); without a NAME nothing is measured"
-    parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS), metavar="NAME", help=told)
-    parser.add_argument("--rounds", type=int, default=2, help="of the steps of each size (default: 2)")
-    parser.add_argument("--times", type=int, default=5, help="repeats of all that are no steps (default: 5)")
+    help_text = f"parts to measure, of {', '.join(PARTS)} (default: all; none without a NAME)"
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS), metavar="NAME", help=help_text)
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of training steps for each size (default: 2)")
+    parser.add_argument("--times", type=int, default=5, help="repeats of all other measurements (default: 5)")
     parser.add_argument(
-        "--write", action="store_true", help="put all that is kept into docs/; with --only alone, without measuring"
+        "--write",
+        action="store_true",
+        help="write all stored results into docs/; with an empty --only, without measuring",
     )
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, only to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that the script runs")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs/bench_scaling")
     options = parser.parse_args()
     if options.quick:
@@ -304,21 +314,21 @@ def main() -> None:
     options.queue = SignalQueue()
     options.folder.mkdir(parents=True, exist_ok=True)
     file = options.folder / "measured.json"
-    kept = json.loads(file.read_text()) if file.exists() else {}
+    results = json.loads(file.read_text()) if file.exists() else {}
     print(heading(threads=1).rpartition("\n")[0], flush=True)
     for name in options.only:
         when = f"{date.today():%-d %B %Y}, load average {os.getloadavg()[0]:.1f}"
         with tempfile.TemporaryDirectory() as place:
             write_shards(Path(place, "shards"), 100_000 if options.quick else 20_000_000)
-            kept[name] = {"when": when, "rows": PARTS[name](Path(place), options)}
-        if dist.is_initialized():  # by a trainer of this process, which no rehearsal may find
+            results[name] = {"when": when, "rows": PARTS[name](Path(place), options)}
+        if dist.is_initialized():  # of this process's trainer; the estimate must not see it
             dist.destroy_process_group()
-        file.write_text(json.dumps(kept, indent=1))
-        print(shown(name, kept[name]), flush=True)
-    if set(kept) == set(PARTS):
-        draw(kept, PICTURE if options.write else options.folder / PICTURE.name)
+        file.write_text(json.dumps(results, indent=1))
+        print(shown(name, results[name]), flush=True)
+    if set(results) == set(PARTS):
+        draw(results, PICTURE if options.write else options.folder / PICTURE.name)
         if options.write:
-            write_page(kept)
+            write_page(results)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""`torchtitan export`: what it writes is what the run has, opened by other programs; what is not, is not called so; and
-no more than one model is in memory.
+"""`torchtitan export`: transformers and peft compute the same as the run, an export that fails verification keeps a
+temporary name, and memory holds one model at most.
 """
 
 import json
@@ -35,7 +35,7 @@ def texts(tmp_path_factory):
 
 
 def base_of(folder, name, layers=2):
-    """A folder of Hugging Face with initial weights, and the options of a job that starts from it."""
+    """Write a Hugging Face folder with initial weights; return the options of a job that starts from it."""
     options = dict(model__name=name, model__overrides=f"{{{SIZES.format(layers)}}}")
     config = manager.load(arguments(folder, folder, **options))
     model = parts.meta_model(config).to_empty(device="cpu")
@@ -50,15 +50,15 @@ def bases(tmp_path_factory):
 
 
 def trained(folder, texts, base, ranks=1, **options):
-    """A run that has changed its adapter enough to be seen."""
+    """Train a run long enough to change the adapter noticeably; return its folder."""
     shared = dict(adapter__rank=4, checkpoint__enable=True, training__steps=3, optimizer__lr=3e-2)
     shared |= dict(training__local_batch_size=8 // ranks)
     run_ranks(ranks, train, arguments(folder, texts, **base | shared | options))
     return folder
 
 
-def export(run, to, *words):
-    return cli.main(["export", str(run), "--to", str(to), *words])
+def export(run, to, *options):
+    return cli.main(["export", str(run), "--to", str(to), *options])
 
 
 def record_of(folder):
@@ -66,7 +66,7 @@ def record_of(folder):
 
 
 def logits_of(folder, adapter=None):
-    """Of transformers, with peft's adapter beside it."""
+    """Return the logits of transformers, with peft's adapter if given."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -85,21 +85,22 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, ranks, options, into", CASES, ids=str)
-def test_the_command_folds_in_and_verifies(tmp_path, texts, bases, name, ranks, options, into, capsys):
-    """transformers computes with what was written what peft does with the base as it was published and the adapter
-    alone: what was packed is not what is written.
+def test_the_command_merges_and_verifies(tmp_path, texts, bases, name, ranks, options, into, capsys):
+    """The exported model has the logits of the published base with peft's adapter.
+
+    So the original base is merged, not its quantized form.
     """
     run = trained(tmp_path / "run", texts, bases[name], ranks, **options)
     assert export(run, tmp_path / "whole", "--merge", "--dtype=float32") == 0
     assert export(run, tmp_path / "adapter") == 0
-    told = capsys.readouterr().out
-    assert "step-00000003 in float32; loss" in told and "on 8 samples" in told
+    output = capsys.readouterr().out
+    assert "step-00000003 in float32; loss" in output and "on 8 samples" in output
     record = record_of(tmp_path / "whole")
     assert record["verified"] and record["step"] == 3 and record["merged_into"] == into
     assert record["same_tokens"] is (None if into == "original" else True)
     published = bases[name]["checkpoint__initial_load_path"]
-    merged, beside = logits_of(tmp_path / "whole"), logits_of(published, tmp_path / "adapter")
-    torch.testing.assert_close(merged, beside, rtol=1e-5, atol=1e-5)
+    merged, with_adapter = logits_of(tmp_path / "whole"), logits_of(published, tmp_path / "adapter")
+    torch.testing.assert_close(merged, with_adapter, rtol=1e-5, atol=1e-5)
     assert (merged - logits_of(published)).abs().max() > 1e-2, "the adapter has learned something"
     config, step_folder = find_checkpoint(run, None)
     model, _ = inference_model.filled_model(config, step_folder, torch.device("cpu"))
@@ -109,7 +110,7 @@ def test_the_command_folds_in_and_verifies(tmp_path, texts, bases, name, ranks, 
 
 @pytest.mark.parametrize("kind", ["dpo", "orpo"])
 def test_a_run_of_pairs_is_verified_by_the_loss_of_its_answers(tmp_path, bases, kind):
-    """As transformers counts it on the same samples."""
+    """The recorded loss equals the loss of transformers on the same samples."""
     rows = write_pairs(tmp_path / "rows.jsonl")
     run = trained(tmp_path / "run", rows, bases["llama3"], adapter__kind="lora", task__kind=kind, training__seq_len=24)
     assert export(run, tmp_path / "whole", "--merge", "--dtype=float32") == 0
@@ -118,7 +119,7 @@ def test_a_run_of_pairs_is_verified_by_the_loss_of_its_answers(tmp_path, bases, 
 
 
 def transformers_loss(run, folder):
-    """The mean over all labels of the run's held-out samples, each computed by itself."""
+    """Return the mean loss over all labels of the run's held-out samples, in batches of one sample."""
     from transformers import AutoModelForCausalLM
 
     model, losses, count = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), 0.0, 0
@@ -130,8 +131,8 @@ def transformers_loss(run, folder):
 
 
 @pytest.mark.parametrize("section", ["training", "validation"])
-def test_batches_of_different_lengths_are_verified_sample_by_sample(tmp_path, bases, section):
-    """As many programs pad: each batch to its own longest sample (`pad_to_sequence_len: false` of Axolotl)."""
+def test_batches_of_different_lengths_are_verified_per_sample(tmp_path, bases, section):
+    """Each batch is padded to its longest sample, as with `pad_to_sequence_len: false` of Axolotl."""
     rows = write_rows(tmp_path)
     options = dict(adapter__kind="lora", task__kind="sft", data__packing="off", data__pad_to="batch")
     options |= dict(training__seq_len=384, training__local_batch_size=2, training__global_batch_size=2)
@@ -145,8 +146,8 @@ def test_batches_of_different_lengths_are_verified_sample_by_sample(tmp_path, ba
     assert record["loss_of_the_run"] == pytest.approx(transformers_loss(run, tmp_path / "whole"), rel=1e-5)
 
 
-def test_what_else_was_trained_goes_along_and_what_is_unpacked_if_asked(tmp_path, texts, bases):
-    """Ends of the model beside an adapter, and matrices in 4 bits, whose original is another one by now."""
+def test_fully_trained_weights_are_exported_and_bases_unpacked_on_request(tmp_path, texts, bases):
+    """Train embedding and head fully next to a QLoRA adapter, and export into the original and the unpacked base."""
     ends = dict(adapter__kind="qlora", adapter__train_fully='["tok_embeddings.weight", "output.weight"]')
     base = base_of(tmp_path / "base", "llama3")
     run = trained(tmp_path / "run", texts, base, **ends)
@@ -160,21 +161,21 @@ def test_what_else_was_trained_goes_along_and_what_is_unpacked_if_asked(tmp_path
     assert record_of(tmp_path / "narrow")["dtype"] == "bfloat16" and record_of(tmp_path / "narrow")["same_tokens"]
 
 
-def test_matrices_that_are_a_and_b_alone(tmp_path, texts):
-    """From scratch, resumed to the bit; as a plain model, its matrices have the rank of A and B."""
+def test_lora_only_models_are_exported_as_plain_ones(tmp_path, texts):
+    """The run trains from scratch and resumes exactly; exported matrices have the rank of A and B."""
     options = dict(adapter__kind="lora", adapter__lora_only=True, adapter__train_dense_rest=True, adapter__rank=4)
     options |= dict(model__overrides=f"{{{SIZES.format(2)}}}", checkpoint__enable=True, checkpoint__interval=2)
     options |= dict(training__steps=4, training__local_batch_size=4)
     argv = arguments(tmp_path / "run", texts, **options)
-    whole = run_ranks(2, train, argv)[0][1]
-    assert run_ranks(2, train, [*argv, "--checkpoint.load_step=2"])[0][1] == whole
+    uninterrupted = run_ranks(2, train, argv)[0][1]
+    assert run_ranks(2, train, [*argv, "--checkpoint.load_step=2"])[0][1] == uninterrupted
     assert export(tmp_path / "run", tmp_path / "whole", "--merge", "--dtype=float32") == 0
     config, step_folder = find_checkpoint(tmp_path / "run", None)
     model, _ = inference_model.filled_model(config, step_folder, torch.device("cpu"))
     torch.testing.assert_close(logits_of(tmp_path / "whole"), model(TOKENS), rtol=1e-5, atol=1e-5)
-    again = parts.meta_model(config).to_empty(device="cpu")
-    MODELS["llama3"].hf.load_hf(tmp_path / "whole", again, parts.model_args(config))
-    assert torch.linalg.matrix_rank(again.layers["1"].feed_forward.w1.weight.detach().double(), rtol=1e-5) == 4
+    loaded = parts.meta_model(config).to_empty(device="cpu")
+    MODELS["llama3"].hf.load_hf(tmp_path / "whole", loaded, parts.model_args(config))
+    assert torch.linalg.matrix_rank(loaded.layers["1"].feed_forward.w1.weight.detach().double(), rtol=1e-5) == 4
 
 
 def test_another_base_is_refused(tmp_path, texts, capsys):
@@ -185,17 +186,20 @@ def test_another_base_is_refused(tmp_path, texts, capsys):
     initialize(other, 1, other.init_rule)
     MODELS["llama3"].hf.save_hf(tmp_path / "base", other.state_dict(), other.args)
     assert export(run, tmp_path / "out", "--merge") == 2
-    said = capsys.readouterr().err
-    assert "is not the matrix that the run has packed; put the run's base there again, or fold into what" in said
+    errors = capsys.readouterr().err
+    assert "is not the matrix that the run has packed; put the run's base there again, or fold into what" in errors
     (tmp_path / "base").rename(tmp_path / "moved")
     assert export(run, tmp_path / "out", "--merge") == 2
-    said = capsys.readouterr().err
-    assert "base: no such file or folder; give" in said and "or fold into what the run computed with: --merge-b" in said
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["moved", "run"], "nothing is left of either"
+    errors = capsys.readouterr().err
+    assert (
+        "base: no such file or folder; give" in errors
+        and "or fold into what the run computed with: --merge-b" in errors
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["moved", "run"], "both failed exports leave nothing"
     assert export(run, tmp_path / "out", "--merge", "--merge-base=unpacked") == 0
 
 
-def test_what_is_not_the_runs_keeps_another_name(tmp_path, texts, bases, capsys, monkeypatch):
+def test_an_export_that_fails_verification_keeps_its_temporary_name(tmp_path, texts, bases, capsys, monkeypatch):
     run = trained(tmp_path / "run", texts, bases["llama3"], adapter__kind="lora")
     assert export(run, tmp_path / "whole", "--merge") == 0
     monkeypatch.setattr(LowRankLinear, "merged_weight", lambda self, name, value: value)
@@ -203,21 +207,23 @@ def test_what_is_not_the_runs_keeps_another_name(tmp_path, texts, bases, capsys,
     assert "NOT what the run has" in capsys.readouterr().err
     assert not (tmp_path / "wrong").exists() and (tmp_path / "wrong.unverified" / "config.json").exists()
     refused = [["--to", str(tmp_path / "whole")], ["--to", str(tmp_path / "wrong"), "--merge"]]
-    for words, said in zip(refused, ("it is there already", "it is there, from an export that failed"), strict=True):
-        assert cli.main(["export", str(run), *words]) == 2
-        assert said in capsys.readouterr().err
+    for options, message in zip(
+        refused, ("it is there already", "it is there, from an export that failed"), strict=True
+    ):
+        assert cli.main(["export", str(run), *options]) == 2
+        assert message in capsys.readouterr().err
     base = trained(tmp_path / "plain", texts, bases["llama3"], adapter__kind="none", adapter__rank=128)
     assert export(base, tmp_path / "none") == 2
     assert "its job has no adapter; write --merge" in capsys.readouterr().err
 
 
-def test_what_lies_as_close_as_rounding_is_as_good():
+def test_verification_accepts_differences_of_rounding():
     def answer(*logits, loss=2.0):
-        return Answer(loss, [torch.as_tensor(each) for each in logits])
+        return Answer(loss, [torch.as_tensor(row) for row in logits])
 
     run = answer([1.0, 8.0, 7.99], [4.0, 1.0, 0.0])
     assert go_on_alike(run, run, 0.0)
-    tie = answer([1.0, 7.99, 8.0], [0.0, 1.0, 4.0])  # behind another token, another text
+    tie = answer([1.0, 7.99, 8.0], [0.0, 1.0, 4.0])  # after another token the text differs
     assert go_on_alike(run, tie, 1e-2) and not go_on_alike(run, tie, 1e-5)
     assert not go_on_alike(run, answer([1.0, 8.0, 7.99], [0.0, 4.0, 1.0]), 1e-2)
     for loss, dtype, into, verified in (
@@ -227,48 +233,50 @@ def test_what_lies_as_close_as_rounding_is_as_good():
         (2.03, "float32", "original", True),
         (2.07, "float32", "original", False),
     ):
-        told = compared(JobConfig(), run, answer(*run.logits, loss=loss), dtype, into)
-        assert told["verified"] == verified, (loss, dtype, into)
+        verdict = compared(JobConfig(), run, answer(*run.logits, loss=loss), dtype, into)
+        assert verdict["verified"] == verified, (loss, dtype, into)
     other = compared(JobConfig(), run, answer([9.0, 8.0, 7.0]), "float32", "weights")
     assert not other["verified"] and other["same_tokens"] is False
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "qlora"])
-def test_writing_needs_one_matrix_beside_the_model(tmp_path, kind):
-    """However many layers there are: the original, what is added, their sum, and what it is written as; where bits are
-    compared, five copies of 4 bytes, one of 8 and the original.
+def test_peak_memory_of_merging_does_not_grow_with_depth(tmp_path, kind):
+    """Peak memory is a few copies of the largest matrix, whatever the number of layers.
+
+    These are the original, the product, their sum and the written form; to compare packed bits, five copies of 4 bytes,
+    one of 8, and the original.
     """
-    beside = []
+    extra_bytes = []
     for layers in (2, 6):
         base = base_of(tmp_path / f"base {layers}", "llama3", layers)
-        words = arguments(tmp_path, tmp_path, **base, adapter__kind=kind, adapter__rank=4)
-        config = manager.load(words)
+        argv = arguments(tmp_path, tmp_path, **base, adapter__kind=kind, adapter__rank=4)
+        config = manager.load(argv)
         model, _, adapter = parts.adapted_model(config)
         model.to_empty(device="cpu")
         initialize(model, 0, model.init_rule)
         inference_model.fill_base(config, model, adapter)
         with Peak(model) as peak, inference_model.plain_state(config, model, adapter) as (state, _):
             MODELS["llama3"].hf.save_hf(tmp_path / f"{layers}", state, parts.model_args(config), dtype=torch.bfloat16)
-        beside.append(peak.bytes)
+        extra_bytes.append(peak.bytes)
     largest = max(math.prod(value.shape) for name, value in state.items() if name.startswith("layers"))
-    ends = 2 * 260 * 64  # as they are in the model, they are narrowed alone
-    assert beside[0] == beside[1] <= max(ends, ((4 if kind != "qlora" else 8) * 4) * largest)
+    ends = 2 * 260 * 64  # embedding and head are only cast
+    assert extra_bytes[0] == extra_bytes[1] <= max(ends, ((4 if kind != "qlora" else 8) * 4) * largest)
 
 
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
-def test_the_command_has_one_model_in_memory(tmp_path, texts, kind, monkeypatch):
+def test_the_command_holds_one_model_in_memory(tmp_path, texts, kind, monkeypatch):
     monkeypatch.setattr("torchtitan.commands.export.NEW_TOKENS", 4)
     base = base_of(tmp_path / "base", "llama3", layers=6)
     run = trained(tmp_path / "run", texts, base, adapter__kind=kind, adapter__save="alone")
     with Peak() as peak:
         assert export(run, tmp_path / "out", "--merge") == 0
     config, _ = find_checkpoint(run, None)
-    whole = 4 * parts.model_args(config).num_parameters
-    assert whole < peak.bytes < 1.4 * whole
+    model_bytes = 4 * parts.model_args(config).num_parameters
+    assert model_bytes < peak.bytes < 1.4 * model_bytes
 
 
-def test_the_first_line_says_the_type_and_what_it_costs(tmp_path, texts, bases, capsys):
-    """Weights keep the type of the run: an update smaller than the last bit of bfloat16 is still there."""
+def test_the_first_line_names_the_dtype_and_its_loss_of_precision(tmp_path, texts, bases, capsys):
+    """By default weights keep the dtype of the run; bfloat16 would drop updates smaller than its last bit."""
     run = trained(tmp_path / "run", texts, bases["llama3"], adapter__kind="lora")
     config, _ = find_checkpoint(run, None)
     number = parts.model_args(config).num_parameters
@@ -285,10 +293,13 @@ def test_the_first_line_says_the_type_and_what_it_costs(tmp_path, texts, bases, 
         f"writing {number:,} parameters in bfloat16, though the run has float32: {2 * number / 2**20:.1f} MiB; "
         "each weight is rounded to 8 significant bits, by up to 0.4 %"
     )
-    whole, narrow = (
+    full_precision, narrow = (
         safetensors.torch.load_file(next((tmp_path / name).glob("*.safetensors"))) for name in ("whole", "narrow")
     )
-    off = max(((narrow[name].float() - whole[name]).abs() / whole[name].abs()).max().item() for name in whole)
+    off = max(
+        ((narrow[name].float() - full_precision[name]).abs() / full_precision[name].abs()).max().item()
+        for name in full_precision
+    )
     assert 2**-9 < off <= 2**-8, "half of the last of 8 significant bits"
     assert export(run, tmp_path / "adapter", "--dtype=bfloat16") == 2
     assert "--dtype: given bfloat16; allowed: with --merge only" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Guards of the step: what is bad is left out, gone back for or stopped at, on all ranks alike, and nothing else is."""
+"""Step guards: all ranks skip, roll back or stop at the same bad steps, and at no others."""
 
 import json
 import math
@@ -21,37 +21,37 @@ from torchtitan.training.trainer import Trainer
 
 anywhere = judged.anywhere
 
-# The judgement
+# Verdicts of StepGuard
 
 
 def ordinary(steps, seed=0):
-    """Loss and norm of steps as they come: falling, noisy, the norm with a long tail."""
+    """Return (loss, gradient norm) of normal steps: a falling, noisy loss, and norms with a long tail."""
     draw = random.Random(seed)
     for step in range(1, steps + 1):
         yield step, 2 + 8 / math.sqrt(step) + draw.gauss(0, 0.05), math.exp(draw.gauss(0, 0.15))
 
 
-def test_two_thousand_ordinary_steps_are_all_taken():
+def test_two_thousand_ordinary_steps_are_all_applied():
     guard = StepGuard(spike="skip", non_finite="skip")
     assert all(guard.judge(*step).action == "go on" for step in ordinary(2000))
     assert guard.counts() == {"steps_skipped": 0, "rolled_back": 0}
 
 
-@pytest.mark.parametrize("what", ["loss", "norm"])
-def test_a_spike_is_one_and_does_not_widen_what_is_usual(what):
+@pytest.mark.parametrize("quantity", ["loss", "norm"])
+def test_a_spike_is_skipped_and_not_added_to_the_window(quantity):
     guard = StepGuard(spike="skip", spike_window=32, patience=10)
     for step in ordinary(300):
         guard.judge(*step)
-    kept = guard.state_dict()["seen"]
-    loss, norm = kept["loss"][-1], kept["norm"][-1]
-    far = (loss + 20 * 0.05, norm) if what == "loss" else (loss, norm * 8)
+    window = guard.state_dict()["seen"]
+    loss, norm = window["loss"][-1], window["norm"][-1]
+    far = (loss + 20 * 0.05, norm) if quantity == "loss" else (loss, norm * 8)
     verdict = guard.judge(301, *far)
-    assert verdict.action == "skip" and ("loss" if what == "loss" else "gradient norm") in verdict.why
+    assert verdict.action == "skip" and ("loss" if quantity == "loss" else "gradient norm") in verdict.why
     assert "of the 32 steps before" in verdict.why
-    assert guard.state_dict()["seen"] == kept and guard.judge(302, loss, norm).action == "go on"
+    assert guard.state_dict()["seen"] == window and guard.judge(302, loss, norm).action == "go on"
 
 
-def test_nothing_is_a_spike_before_half_a_window_or_below_its_floor():
+def test_no_spike_is_seen_before_half_a_window_or_below_the_floor():
     guard = StepGuard(spike="skip", spike_window=8)
     for step in range(1, 4):
         assert guard.judge(step, 1.0, 1.0).action == "go on"
@@ -62,7 +62,7 @@ def test_nothing_is_a_spike_before_half_a_window_or_below_its_floor():
     assert even.judge(9, 1.05, 1.0).action == "go on" and even.judge(10, 1.2, 1.0).action == "skip"
 
 
-def test_a_resumed_guard_decides_as_one_that_was_never_stopped():
+def test_a_resumed_guard_decides_as_an_uninterrupted_one():
     series = [(step, loss * (3 if step % 97 == 0 else 1), norm) for step, loss, norm in ordinary(600)]
     straight, first = (StepGuard(spike="skip", loss_rise=50.0) for _ in range(2))
     decided = [straight.judge(*step).action for step in series]
@@ -72,7 +72,7 @@ def test_a_resumed_guard_decides_as_one_that_was_never_stopped():
     second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
     assert [second.judge(*step).action for step in series[250:]] == decided[250:]
     assert "skip" in decided[250:] and second.state_dict() == straight.state_dict()
-    forgetful = StepGuard(spike="skip", loss_rise=50.0)  # the control: a window that is not restored
+    forgetful = StepGuard(spike="skip", loss_rise=50.0)  # the control: its window is not restored
     assert [forgetful.judge(*step).action for step in series[250:]] != decided[250:]
 
 
@@ -83,10 +83,10 @@ def test_too_many_bad_steps_in_a_row_end_the_run():
     assert [guard.judge(step, 1.0, math.inf).action for step in (4, 5, 6)] == ["skip", "skip", "stop"]
 
 
-def test_what_the_run_has_gone_back_for_is_left_out_when_it_comes_again():
+def test_a_step_that_is_bad_again_after_a_rollback_is_skipped():
     guard = StepGuard(non_finite="rollback")
     assert guard.judge(7, math.nan, 1.0).action == "roll back"
-    guard.load_state_dict({})  # of the checkpoint, from before
+    guard.load_state_dict({})  # the checkpoint is older than the rollback
     guard.went_back_to(4)
     assert guard.judge(7, math.nan, 1.0).action == "skip"
     assert guard.counts() == {"steps_skipped": 1, "rolled_back": 1}
@@ -96,17 +96,17 @@ def test_what_the_run_has_gone_back_for_is_left_out_when_it_comes_again():
     assert guard.judge(9, math.nan, None, can_skip=False).action == "stop"
 
 
-def test_ways_back_to_one_checkpoint_have_an_end():
+def test_rollbacks_to_one_checkpoint_are_limited():
     guard = StepGuard(non_finite="rollback", patience=3)
-    for bad in (5, 6, 7):
-        assert guard.judge(bad, math.nan, 1.0).action == "roll back"
+    for step in (5, 6, 7):
+        assert guard.judge(step, math.nan, 1.0).action == "roll back"
         guard.load_state_dict({})
         guard.went_back_to(4)
     verdict = guard.judge(8, math.nan, 1.0)
     assert verdict.action == "stop" and "3 times back to step 4 (guard.patience)" in verdict.why
 
 
-def test_a_loss_that_rises_for_long_stops_the_run():
+def test_a_loss_that_keeps_rising_stops_the_run():
     guard = StepGuard(loss_rise=0.5, spike_window=4)
     for step in range(1, 40):
         assert guard.judge(step, 2.0 - step / 100, 1.0).action == "go on"
@@ -115,8 +115,8 @@ def test_a_loss_that_rises_for_long_stops_the_run():
     assert "the mean loss of the last 4 steps is " in stopped.why and rising[0].action == "go on"
 
 
-def test_a_loss_above_the_threshold_counts_once_a_step_and_begins_anew_below_it():
-    losses = [9, 9, 1, 9, 9, 9, 9, 1, 9, 5.0]  # which is not above 5
+def test_loss_threshold_counts_steps_in_a_row():
+    losses = [9, 9, 1, 9, 9, 9, 9, 1, 9, 5.0]  # the last one is not above 5
     for policy, action in (("stop", "stop"), ("skip", "skip"), ("rollback", "roll back")):
         guard = StepGuard(loss_threshold=5.0, loss_patience=3, loss_policy=policy)
         decided = [guard.judge(step, loss, 1.0) for step, loss in enumerate(losses, 1)]
@@ -130,56 +130,58 @@ def test_a_loss_above_the_threshold_counts_once_a_step_and_begins_anew_below_it(
     assert StepGuard(loss_threshold=5.0, loss_patience=1, non_finite="skip").judge(1, math.nan, 1.0).action == "skip"
 
 
-def test_a_guard_that_looks_at_nothing_keeps_nothing():
+def test_a_guard_without_options_has_no_state():
     guard = StepGuard()
     assert not guard.looks and guard.state_dict() == {} and guard.counts() == {}
 
 
-# In a run
+# Guards in a run
 
 BAD = 5
 
 
-class Errs(Trainer):
-    """In its fifth step the last rank alone sees a bad gradient norm or loss: once, or whenever the run comes there."""
+class FaultyTrainer(Trainer):
+    """In step `BAD` only the last rank gets a bad gradient norm or loss: once, or each time the step is repeated."""
 
-    what, once, erred, stops = "", False, False, False
+    error_kind, once, has_failed, stops = "", False, False, False
 
     def fetch(self, batches):
         self.stop_requested |= self.stops and self.step == BAD - 1
         fetched = super().fetch(batches)
-        here = self.step == BAD - 1 and self.ranks.rank == self.ranks.world_size - 1
-        self.model.errs = here and self.what if not (self.once and self.erred) else ""
-        self.erred |= here
+        is_bad_rank = self.step == BAD - 1 and self.ranks.rank == self.ranks.world_size - 1
+        self.model.fault = is_bad_rank and self.error_kind if not (self.once and self.has_failed) else ""
+        self.has_failed |= is_bad_rank
         return fetched
 
 
-class Unsound(ParallelModel):
-    errs = ""
+class FaultyModel(ParallelModel):
+    fault = ""
 
     def forward_backward(self, *args, **kwargs):
         loss = super().forward_backward(*args, **kwargs)
-        return loss + 1e3 if self.errs == "spike" else loss * math.nan if self.errs == "loss" else loss
+        return loss + 1e3 if self.fault == "spike" else loss * math.nan if self.fault == "loss" else loss
 
     def clip_gradients(self, max_norm):
         norm = super().clip_gradients(max_norm)
-        return norm * float(self.errs) if self.errs in ("nan", "inf") else norm
+        return norm * float(self.fault) if self.fault in ("nan", "inf") else norm
 
 
-def erring(argv, what, once=False, stops=False):
-    """What was raised; the last step; loss and state of each step; what the guard has counted. `stops`: it is asked to
-    stop before the fifth step.
+def train_with_fault(argv, error_kind, once=False, stops=False):
+    """Train with a fault of `error_kind` in step `BAD`; `stops` requests a stop before that step.
+
+    Returns the name of the error raised, the last step, the state hash after each step, the guard's counts, and the
+    number of samples read.
     """
-    trainer = Errs(manager.load(argv), read_ranks())
-    trainer.what, trainer.once, trainer.stops = what, once, stops
-    trainer.model.__class__ = Unsound
+    trainer = FaultyTrainer(manager.load(argv), read_ranks())
+    trainer.error_kind, trainer.once, trainer.stops = error_kind, once, stops
+    trainer.model.__class__ = FaultyModel
     states, step = {}, trainer.train_step
 
-    def noting(batches):
+    def record_state(batches):
         step(batches)
         states[trainer.step] = jobs.state_hash(trainer)
 
-    trainer.train_step, raised = noting, None
+    trainer.train_step, raised = record_state, None
     try:
         trainer.train()
     except (BadStep, PeerStopped) as error:
@@ -208,27 +210,31 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_step_that_one_rank_finds_bad_is_left_out_by_all(plan, texts, tmp_path):
+def test_a_step_that_one_rank_finds_bad_is_skipped_by_all(plan, texts, tmp_path):
     argv = jobs.arguments(tmp_path, texts, **options(guard__non_finite="skip", **PLANS[plan]))
-    one, two = run_ranks(2, erring, argv, "nan")
+    one, two = run_ranks(2, train_with_fault, argv, "nan")
     raised, last, states, counts, _ = one
     assert (raised, last, counts) == (None, 8, {"steps_skipped": 1, "rolled_back": 0})
-    assert (two[1], two[3]) == (last, counts) and two[2][BAD] == two[2][BAD - 1]  # of a pipeline other layers
+    assert (two[1], two[3]) == (last, counts) and two[2][BAD] == two[2][
+        BAD - 1
+    ]  # states differ: a pipeline rank has other layers
     assert states[BAD] == states[BAD - 1] and len(set(states.values())) == 7
     rows = jobs.logged_steps(tmp_path)
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert [row["steps_skipped"] for row in rows] == [0] * 4 + [1] * 4 and "skipped" in rows[BAD - 1]["marked"]
-    straight = run_ranks(2, erring, jobs.arguments(tmp_path / "straight", texts, **options(**PLANS[plan])), "")[0]
-    assert straight[2][BAD - 1] == states[BAD - 1] and straight[4] == one[4]  # the data went on all the same
+    straight = run_ranks(
+        2, train_with_fault, jobs.arguments(tmp_path / "straight", texts, **options(**PLANS[plan])), ""
+    )[0]
+    assert straight[2][BAD - 1] == states[BAD - 1] and straight[4] == one[4]  # a skipped step consumes its data
 
 
 @pytest.mark.parametrize("plan", ["FSDP", "PP", "EP"])
-def test_an_error_of_the_machine_is_gone_after_a_way_back(plan, texts, tmp_path):
-    """And the run is the one that had none, bit for bit; what comes again is left out."""
+def test_a_transient_error_leaves_no_trace_after_a_rollback(plan, texts, tmp_path):
+    """The run equals one without the error, bit for bit. An error that comes again is skipped."""
     job = options(guard__non_finite="rollback", **PLANS[plan])
-    straight = run_ranks(2, erring, jobs.arguments(tmp_path / "straight", texts, **job), "")[0]
-    once = run_ranks(2, erring, jobs.arguments(tmp_path / "once", texts, **job), "inf", True)
-    assert [each[3] for each in once] == [{"steps_skipped": 0, "rolled_back": 1}] * 2
+    straight = run_ranks(2, train_with_fault, jobs.arguments(tmp_path / "straight", texts, **job), "")[0]
+    once = run_ranks(2, train_with_fault, jobs.arguments(tmp_path / "once", texts, **job), "inf", True)
+    assert [answer[3] for answer in once] == [{"steps_skipped": 0, "rolled_back": 1}] * 2
     assert once[0][2] == straight[2] and once[0][4] == straight[4]
     rows = [json.loads(line) for line in (tmp_path / "once/metrics.jsonl").read_text().splitlines()]
     (event,) = [row for row in rows if row.get("event") == "rollback"]
@@ -236,65 +242,74 @@ def test_an_error_of_the_machine_is_gone_after_a_way_back(plan, texts, tmp_path)
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9))
     assert '"step": 4' in (tmp_path / "once/metrics.redone.jsonl").read_text()
     if plan == "FSDP":
-        again = run_ranks(2, erring, jobs.arguments(tmp_path / "again", texts, **job), "inf")
-        assert [each[3] for each in again] == [{"steps_skipped": 1, "rolled_back": 1}] * 2
-        assert again[0][2][BAD] == straight[2][BAD - 1]
+        repeated = run_ranks(2, train_with_fault, jobs.arguments(tmp_path / "again", texts, **job), "inf")
+        assert [answer[3] for answer in repeated] == [{"steps_skipped": 1, "rolled_back": 1}] * 2
+        assert repeated[0][2][BAD] == straight[2][BAD - 1]
 
 
-def test_a_stop_is_heeded_where_the_step_goes_back(texts, tmp_path):
-    """What it goes back to is saved."""
+def test_a_stop_request_is_obeyed_after_a_rollback(texts, tmp_path):
+    """The state to which it rolled back is saved."""
     job = options(guard__non_finite="rollback")
-    raised, last, states, *_ = run_ranks(1, erring, jobs.arguments(tmp_path, texts, **job), "nan", True, True)[0]
+    raised, last, states, *_ = run_ranks(
+        1, train_with_fault, jobs.arguments(tmp_path, texts, **job), "nan", True, True
+    )[0]
     assert (raised, last, max(states)) == (None, 3, BAD - 1)
 
 
-def test_before_the_first_checkpoint_there_is_no_way_back(texts, tmp_path):
+def test_before_the_first_checkpoint_a_rollback_becomes_a_skip(texts, tmp_path):
     job = options(guard__non_finite="rollback", checkpoint__interval=100)
-    (raised, last, states, counts, _) = run_ranks(2, erring, jobs.arguments(tmp_path, texts, **job), "nan")[0]
+    (raised, last, states, counts, _) = run_ranks(2, train_with_fault, jobs.arguments(tmp_path, texts, **job), "nan")[0]
     assert (raised, last, counts) == (None, 8, {"steps_skipped": 1, "rolled_back": 0})
 
 
 SPIKES = dict(guard__spike="skip", guard__spike_window=4)
 
 
-def test_a_spike_is_left_out_and_without_the_guard_trains_on(texts, tmp_path):
-    one, two = run_ranks(2, erring, jobs.arguments(tmp_path / "on", texts, **options(**SPIKES)), "spike")
+def test_a_spike_is_skipped_and_applied_without_the_guard(texts, tmp_path):
+    one, two = run_ranks(2, train_with_fault, jobs.arguments(tmp_path / "on", texts, **options(**SPIKES)), "spike")
     assert one[3] == two[3] == {"steps_skipped": 1, "rolled_back": 0} and one[2][BAD] == one[2][BAD - 1]
-    off = run_ranks(2, erring, jobs.arguments(tmp_path / "off", texts, **options()), "spike")[0]
+    off = run_ranks(2, train_with_fault, jobs.arguments(tmp_path / "off", texts, **options()), "spike")[0]
     assert off[2][BAD] != off[2][BAD - 1]
 
 
-def test_a_loss_that_stays_above_stops_the_run_however_seldom_it_is_logged(texts, tmp_path):
+def test_loss_threshold_stops_the_run_also_between_logged_steps(texts, tmp_path):
     above = options(guard__loss_threshold=0.5, guard__loss_patience=BAD, metrics__log_freq=100)
-    found = run_ranks(2, erring, jobs.arguments(tmp_path, texts, **above), "")
-    assert {each[:2] for each in found} == {("BadStep", BAD - 1)}
+    answers = run_ranks(2, train_with_fault, jobs.arguments(tmp_path, texts, **above), "")
+    assert {answer[:2] for answer in answers} == {("BadStep", BAD - 1)}
     assert (tmp_path / "checkpoint" / f"step-{BAD - 1:08d}" / "manifest.json").exists()
 
 
-def test_a_policy_of_stop_saves_the_step_before(texts, tmp_path):
-    for what, job, raised in (("spike", SPIKES | dict(guard__spike="stop"), "BadStep"), ("nan", {}, "NonFiniteError")):
-        argv = jobs.arguments(tmp_path / what, texts, **options(**job))
-        found = run_ranks(2, erring, argv, what) if what == "spike" else run_ranks(1, erring, argv, what)
-        assert {each[:2] for each in found} == {(raised, BAD - 1)}
-        assert (tmp_path / what / "checkpoint" / f"step-{BAD - 1:08d}" / "manifest.json").exists()
+def test_policy_stop_saves_the_last_good_step(texts, tmp_path):
+    for error_kind, job, raised in (
+        ("spike", SPIKES | dict(guard__spike="stop"), "BadStep"),
+        ("nan", {}, "NonFiniteError"),
+    ):
+        argv = jobs.arguments(tmp_path / error_kind, texts, **options(**job))
+        answers = (
+            run_ranks(2, train_with_fault, argv, error_kind)
+            if error_kind == "spike"
+            else run_ranks(1, train_with_fault, argv, error_kind)
+        )
+        assert {answer[:2] for answer in answers} == {(raised, BAD - 1)}
+        assert (tmp_path / error_kind / "checkpoint" / f"step-{BAD - 1:08d}" / "manifest.json").exists()
 
 
-def test_the_guard_goes_on_with_a_resumed_run(texts, tmp_path):
+def test_the_guard_state_is_restored_on_resume(texts, tmp_path):
     job = options(guard__non_finite="skip", guard__patience=2, **SPIKES)
-    straight = run_ranks(1, erring, jobs.arguments(tmp_path / "a", texts, **job), "nan")[0]
+    straight = run_ranks(1, train_with_fault, jobs.arguments(tmp_path / "a", texts, **job), "nan")[0]
     for steps in (6, 8):
         argv = jobs.arguments(tmp_path / "b", texts, **job | dict(training__steps=steps, lr_scheduler__total_steps=8))
-        resumed = run_ranks(1, erring, argv, "nan")[0]
+        resumed = run_ranks(1, train_with_fault, argv, "nan")[0]
     assert resumed[3] == straight[3] == {"steps_skipped": 1, "rolled_back": 0}
     assert resumed[2][8] == straight[2][8]
 
 
-def test_steps_in_backward_can_go_back_and_not_be_left_out(texts, tmp_path):
+def test_steps_in_backward_are_rolled_back_and_never_skipped(texts, tmp_path):
     job = options(guard__non_finite="rollback", optimizer__early_step_in_backward=True, training__max_norm=0)
     job |= dict(training__local_batch_size=8)
 
-    def run(folder, what, once=False):
-        return run_ranks(1, erring, jobs.arguments(tmp_path / folder, texts, **job), what, once)[0]
+    def run(folder, error_kind, once=False):
+        return run_ranks(1, train_with_fault, jobs.arguments(tmp_path / folder, texts, **job), error_kind, once)[0]
 
     straight = run("straight", "")
     lost = run("once", "loss", True)
@@ -303,11 +318,11 @@ def test_steps_in_backward_can_go_back_and_not_be_left_out(texts, tmp_path):
     assert not (tmp_path / "again/checkpoint" / f"step-{BAD - 1:08d}").exists()
 
 
-# What cannot be
+# Faults of jobs
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("options", "message"),
     [
         (
             ["--guard.spike=skip", "--optimizer.early_step_in_backward", "--training.max_norm=0"],
@@ -339,5 +354,5 @@ def test_steps_in_backward_can_go_back_and_not_be_left_out(texts, tmp_path):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_could_not_be_done_is_refused(words, told, anywhere):
-    assert lines(*words) == [told]
+def test_impossible_guard_options_are_refused(options, message, anywhere):
+    assert lines(*options) == [message]

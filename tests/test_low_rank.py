@@ -1,6 +1,6 @@
-"""Low-rank adapters equal to the library peft: logits, every gradient, folders in both directions; folded into the
-model; what of a model they can be put beside. That every plan gives one device's gradients is in the table of
-combinations.
+"""Low-rank adapters: logits, gradients and folders equal to peft's, merging, and which modules can be adapted.
+
+test_combinations.py compares the gradients under every plan with one device.
 """
 
 import json
@@ -41,8 +41,8 @@ SHARED = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 KINDS = {"lora": LoRA, "dora": DoRA}
 
 
-def learned(family, args, options, seed=0):
-    """A model that has been adapted and then moved: every adapter tensor is away from where it begins."""
+def moved_model(family, args, options, seed=0):
+    """Return an adapted model and its adapter, with every adapter tensor changed from its initial value."""
     model = build(MODELS[family].build, args)
     adapter = KINDS[options.kind](options)
     adapter.install(model, MODELS[family].plan)
@@ -72,67 +72,67 @@ CASES = [
     ("llama3", "llama3", dict(kind="dora"), LlamaForCausalLM, LlamaConfig),
     ("llama3.2", "llama3.2", dict(target=["all-linear", "output"], layers=[]), LlamaForCausalLM, LlamaConfig),
     ("llama2", "llama2", dict(layers=[1]), LlamaForCausalLM, LlamaConfig),
-    # of a model with experts, peft 0.21 takes targets below mlp for their stacks, whatever is named
+    # in a model with experts, peft 0.21 adapts the expert stacks for any target below mlp
     ("deepseek", "v3", dict(target=["*attention*", "output"]), DeepseekV3ForCausalLM, DeepseekV3Config),
 ]
 
 
 @pytest.mark.parametrize("family, args, options, theirs_class, config_class", CASES)
 def test_logits_and_gradients_are_those_of_peft(tmp_path, family, args, options, theirs_class, config_class):
-    """Where the model is its twin to 1e-6; the folder that peft reads is the one that is written here."""
+    """The plain model equals the one of transformers to 1e-6, and peft reads the folder that we write."""
     from peft import PeftModel
 
     args = (tiny_decoders.LLAMA | tiny_decoders.DEEPSEEK)[args]
     options = Options(**{"kind": "lora", "rank": 4, "alpha": 6.0} | options)
-    model, adapter = learned(family, args, options)
+    model, adapter = moved_model(family, args, options)
     hf = MODELS[family].hf
     peft_folder.save(tmp_path, fresh_tensors(model, adapter), options, hf.form(args), "base")
-    theirs = twin(theirs_class, config_class, plain_copy(model, adapter, family).eval(), hf)
-    theirs = PeftModel.from_pretrained(theirs, tmp_path, is_trainable=True).eval()
-    logits, expected = model(TOKENS), theirs(TOKENS).logits
+    peft_model = twin(theirs_class, config_class, plain_copy(model, adapter, family).eval(), hf)
+    peft_model = PeftModel.from_pretrained(peft_model, tmp_path, is_trainable=True).eval()
+    logits, expected = model(TOKENS), peft_model(TOKENS).logits
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2)) / logits.numel()
     (logits * weights).sum().backward()
     (expected * weights).sum().backward()
     ours = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     ours = peft_folder.to_peft(ours, hf.form(args))
-    found = {
+    peft_gradients = {
         name.replace(".default", "").replace("vector.weight", "vector"): p.grad
-        for name, p in theirs.named_parameters()
+        for name, p in peft_model.named_parameters()
         if p.requires_grad
     }
-    assert ours.keys() == found.keys()
+    assert ours.keys() == peft_gradients.keys()
     for name, grad in ours.items():
-        assert (grad - found[name]).abs().max() <= 1e-5 * found[name].abs().max(), name
+        assert (grad - peft_gradients[name]).abs().max() <= 1e-5 * peft_gradients[name].abs().max(), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_peft_wrote_is_read(tmp_path, kind):
+def test_a_folder_written_by_peft_is_read(tmp_path, kind):
     from peft import LoraConfig, get_peft_model
 
     args, options = tiny_decoders.LLAMA["llama3"], Options(kind=kind, rank=3, alpha=5.0, target=["*wq", "*w2"])
-    model, adapter = learned("llama3", args, options)
-    theirs = twin(LlamaForCausalLM, LlamaConfig, plain_copy(model, adapter, "llama3").eval(), MODELS["llama3"].hf)
+    model, adapter = moved_model("llama3", args, options)
+    peft_model = twin(LlamaForCausalLM, LlamaConfig, plain_copy(model, adapter, "llama3").eval(), MODELS["llama3"].hf)
     config = LoraConfig(r=3, lora_alpha=5.0, target_modules=["q_proj", "down_proj"], use_dora=kind == "dora")
-    theirs = get_peft_model(theirs, config)
+    peft_model = get_peft_model(peft_model, config)
     with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
+        for name, parameter in peft_model.named_parameters():
             if "lora_" in name:
                 parameter += 0.1 * torch.randn(parameter.shape)
-    theirs.save_pretrained(tmp_path)
+    peft_model.save_pretrained(tmp_path)
     shapes = {name: tuple(tensor.shape) for name, tensor in fresh_tensors(model, adapter).items()}
     state = peft_folder.load(tmp_path, options, MODELS["llama3"].hf.form(args), shapes)
     model.load_state_dict(state, strict=False)
-    torch.testing.assert_close(model(TOKENS), theirs.eval()(TOKENS).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model(TOKENS), peft_model.eval()(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_experts_cross_one_by_one(tmp_path):
+def test_adapters_of_experts_are_stored_one_by_one(tmp_path):
     args, options = tiny_decoders.DEEPSEEK["v3"], Options(kind="lora", rank=4, target=["*experts*"])
-    model, adapter = learned("deepseek", args, options)
+    model, adapter = moved_model("deepseek", args, options)
     state, form = fresh_tensors(model, adapter), MODELS["deepseek"].hf.form(args)
     peft_folder.save(tmp_path, state, options, form)
-    again = peft_folder.load(tmp_path, options, form, {name: tuple(tensor.shape) for name, tensor in state.items()})
-    assert again.keys() == state.keys() and all(torch.equal(again[name], state[name]) for name in state)
+    loaded = peft_folder.load(tmp_path, options, form, {name: tuple(tensor.shape) for name, tensor in state.items()})
+    assert loaded.keys() == state.keys() and all(torch.equal(loaded[name], state[name]) for name in state)
 
 
 @pytest.mark.parametrize(
@@ -146,43 +146,48 @@ def test_experts_cross_one_by_one(tmp_path):
 )
 def test_another_adapter_is_refused(tmp_path, change, message):
     args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, target=["*wq"])
-    model, adapter = learned("llama3", args, options)
+    model, adapter = moved_model("llama3", args, options)
     form = MODELS["llama3"].hf.form(args)
     peft_folder.save(tmp_path, fresh_tensors(model, adapter), options, form)
-    model, adapter = learned("llama3", args, replace(options, **change))
+    model, adapter = moved_model("llama3", args, replace(options, **change))
     shapes = {name: tuple(tensor.shape) for name, tensor in fresh_tensors(model, adapter).items()}
     with pytest.raises(JobError, match=message):
         peft_folder.load(tmp_path, replace(options, **change), form, shapes)
 
 
 def test_another_adapter_is_refused_before_a_job_starts(tmp_path):
-    """All that its config says otherwise, at once."""
+    """All differing settings of its config are reported together."""
     args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, target=["*wq"])
-    model, adapter = learned("llama3", args, options)
+    model, adapter = moved_model("llama3", args, options)
     peft_folder.save(tmp_path, fresh_tensors(model, adapter), options, MODELS["llama3"].hf.form(args))
-    words = ["--adapter.kind=dora", "--adapter.rank=4", "--checkpoint.enable", f"--adapter.initial_path={tmp_path}"]
+    options_of_job = [
+        "--adapter.kind=dora",
+        "--adapter.rank=4",
+        "--checkpoint.enable",
+        f"--adapter.initial_path={tmp_path}",
+    ]
     config = json.loads((tmp_path / peft_folder.CONFIG).read_text())
     (tmp_path / peft_folder.CONFIG).write_text(json.dumps(config | {"r": 8, "init_lora_weights": "pissa"}))
-    first, second = lines(*words)
+    first, second = lines(*options_of_job)
     assert "adapter_config.json has r = 8, the job's is 4; use_dora = False, the job's is True: give the job" in first
     assert "has init_lora_weights = 'pissa', which changes the matrices" in second
     (tmp_path / peft_folder.CONFIG).write_text("{")
-    (fault,) = lines(*words)
+    (fault,) = lines(*options_of_job)
     assert fault.startswith("adapter.initial_path: given") and "no adapter in peft's layout" in fault
 
 
 def saved(folder):
-    """An adapter in peft's layout: the family's form, its options, shapes, and what its config says."""
+    """Save an adapter in peft's layout; return the family's form, the options, the shapes and the config."""
     args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, target=["*wq"])
-    model, adapter = learned("llama3", args, options)
+    model, adapter = moved_model("llama3", args, options)
     state, form = fresh_tensors(model, adapter), MODELS["llama3"].hf.form(args)
     peft_folder.save(folder, state, options, form)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     return form, options, shapes, json.loads((folder / peft_folder.CONFIG).read_text())
 
 
-def test_what_a_config_of_peft_says_of_single_modules_is_no_secret(tmp_path):
-    """Tensors do not show an alpha: with one of its own, a module would be as strong as the others, in silence."""
+def test_per_module_settings_of_a_peft_config_are_refused(tmp_path):
+    """Tensors do not show alpha: a module with another one would silently get the scale of the others."""
     form, options, shapes, config = saved(tmp_path)
     old = {key: value for key, value in config.items() if key not in ("use_rslora", "use_dora")}
     (tmp_path / peft_folder.CONFIG).write_text(json.dumps(old | {"alpha_pattern": {}, "rank_pattern": None}))
@@ -197,8 +202,8 @@ def test_what_a_config_of_peft_says_of_single_modules_is_no_secret(tmp_path):
 
 
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga"])
-def test_what_was_drawn_off_the_base_is_refused_by_name(tmp_path, init):
-    """Beside the published matrices such an adapter would compute something else, and nothing would look wrong."""
+def test_inits_that_change_the_base_are_refused_by_name(tmp_path, init):
+    """With the published base such an adapter would silently compute something else."""
     form, options, shapes, config = saved(tmp_path)
     (tmp_path / peft_folder.CONFIG).write_text(json.dumps(config | {"init_lora_weights": init}))
     with pytest.raises(JobError, match=f"init_lora_weights = '{init}', which changes the matrices"):
@@ -207,14 +212,14 @@ def test_what_was_drawn_off_the_base_is_refused_by_name(tmp_path, init):
     assert peft_folder.load(tmp_path, options, form, shapes).keys() == shapes.keys()
 
 
-def test_what_is_computed_in_another_way_is_refused_by_name(tmp_path):
+def test_layer_replication_is_refused_by_name(tmp_path):
     form, options, shapes, config = saved(tmp_path)
     (tmp_path / peft_folder.CONFIG).write_text(json.dumps(config | {"layer_replication": [[0, 2], [1, 2]]}))
     with pytest.raises(JobError, match=r"layer_replication = \[\[0, 2\], \[1, 2\]\], which is not computed here"):
         peft_folder.load(tmp_path, options, form, shapes)
 
 
-def test_no_adapter_is_refused(tmp_path):
+def test_a_folder_without_an_adapter_is_refused(tmp_path):
     form, options = MODELS["llama3"].hf.form(tiny_decoders.LLAMA["llama3"]), Options(kind="lora")
     with pytest.raises(JobError, match="no adapter in peft's layout"):
         peft_folder.load(tmp_path, options, form, {})
@@ -225,7 +230,7 @@ def test_no_adapter_is_refused(tmp_path):
     with pytest.raises(JobError, match="holds no JSON object"):
         peft_folder.load(tmp_path, options, form, {})
     (tmp_path / peft_folder.CONFIG).write_text(json.dumps(peft_config.config_entries(options)))
-    for name in (peft_folder.WEIGHTS, peft_folder.CONFIG):  # a pipe would be waited for
+    for name in (peft_folder.WEIGHTS, peft_folder.CONFIG):  # opening a pipe would block
         (tmp_path / name).unlink()
         os.mkfifo(tmp_path / name)
         with pytest.raises(JobError, match=f"{name} is not a regular file"):
@@ -236,17 +241,17 @@ MERGED = [("llama3", "llama3", "lora"), ("llama3", "llama3", "dora"), ("deepseek
 
 
 @pytest.mark.parametrize("family, args, kind", MERGED)
-def test_folding_in_does_not_change_the_function(family, args, kind):
+def test_merging_does_not_change_the_logits(family, args, kind):
     args = (tiny_decoders.LLAMA | tiny_decoders.DEEPSEEK)[args]
     options = Options(kind=kind, rank=4, target=["*attention*"] if kind == "dora" else ["all-linear", "output"])
-    model, adapter = learned(family, args, options)
+    model, adapter = moved_model(family, args, options)
     model, plain = model.double(), MODELS[family].build(args).double()
     plain.load_state_dict({name: value.detach() for name, value in adapter.merged_tensors([model]).items()})
     torch.testing.assert_close(plain.eval()(TOKENS), model(TOKENS), rtol=1e-10, atol=1e-10)
 
 
-def folded_on_ranks(kind, degrees):
-    """Of an adapted model under a plan, what it mergeable into, whole."""
+def merged_on_ranks(kind, degrees):
+    """Return the full merged tensors of an adapted model under a plan."""
     from tests.combinations import Combination
     from tests.test_combinations import assembled
 
@@ -268,17 +273,17 @@ PLANS = [
 
 
 @pytest.mark.parametrize("kind, degrees", PLANS, ids=str)
-def test_every_plan_folds_in_the_same(kind, degrees):
-    found = {}
-    for state in run_ranks(degrees["ranks"], folded_on_ranks, kind, degrees):
-        found |= state
-    expected = reference_folded(kind, degrees)
-    assert found.keys() == expected.keys()
+def test_every_plan_merges_to_the_same_tensors(kind, degrees):
+    merged = {}
+    for state in run_ranks(degrees["ranks"], merged_on_ranks, kind, degrees):
+        merged |= state
+    expected = reference_merged(kind, degrees)
+    assert merged.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(torch.from_numpy(found[name]), tensor, rtol=1e-12, atol=1e-12, msg=name)
+        torch.testing.assert_close(torch.from_numpy(merged[name]), tensor, rtol=1e-12, atol=1e-12, msg=name)
 
 
-def reference_folded(kind, degrees):
+def reference_merged(kind, degrees):
     from tests.combinations import Combination
     from tests.support.adapted import learn_something
     from tests.test_combinations import build_adapted
@@ -291,10 +296,10 @@ def reference_folded(kind, degrees):
     return {name: value.detach() for name, value in adapter.merged_tensors([model]).items()}
 
 
-def test_what_is_added_up_in_bfloat16_is_rounded_once():
-    weight, left, right = (torch.randn(shape).bfloat16() for shape in ((32, 24), (32, 4), (4, 24)))
-    exact = weight.double() + 0.5 * (left.double() @ right.double())
-    assert torch.equal(add_product(weight, left, right, 0.5), exact.float().bfloat16())
+def test_a_merge_in_bfloat16_rounds_once():
+    weight, first, second = (torch.randn(shape).bfloat16() for shape in ((32, 24), (32, 4), (4, 24)))
+    exact = weight.double() + 0.5 * (first.double() @ second.double())
+    assert torch.equal(add_product(weight, first, second, 0.5), exact.float().bfloat16())
 
 
 @pytest.mark.parametrize("family", SIZES)
@@ -309,21 +314,21 @@ def test_names_and_sizes_are_known_without_the_model(family):
 
 
 @pytest.mark.parametrize("family", SIZES)
-def test_what_tensor_parallel_splits_is_known_without_the_model(family):
+def test_split_dimensions_are_known_without_the_model(family):
     args, plan = SIZES[family]["debugmodel"], MODELS[family].plan
 
     def side(name: str) -> int | None:
         inside = re.sub(r"^layers\.\d+\.", "", name)
-        if name in (plan.embedding, plan.head[1]) or any(fnmatchcase(inside, each) for each in plan.column):
+        if name in (plan.embedding, plan.head[1]) or any(fnmatchcase(inside, pattern) for pattern in plan.column):
             return 0
-        return 1 if any(fnmatchcase(inside, each) for each in plan.row) else None
+        return 1 if any(fnmatchcase(inside, pattern) for pattern in plan.row) else None
 
     names = [*linears(args), "tok_embeddings"]
     assert {name: split_side(name) for name in names} == {name: side(name) for name in names}
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "roberta", "deepseek"])
-def test_names_are_known_of_heads_of_classes_and_further_depths(family):
+def test_names_of_heads_and_multi_token_depths_are_known_without_the_model(family):
     small = SIZES[family]["debugmodel"]
     changes = {"n_mtp_layers": 2, "q_lora_rank": 32, "n_dense_layers": 0} if family == "deepseek" else {"n_classes": 3}
     args = replace(small, **changes)
@@ -332,8 +337,8 @@ def test_names_are_known_of_heads_of_classes_and_further_depths(family):
     assert sorted(name for name, _ in model.named_parameters(remove_duplicate=False)) == sorted(parameters(args))
 
 
-def test_published_sizes_have_the_published_number_of_trained_parameters():
-    """fine-tuning's specification, section 7: rank 32 beside all linears of Llama 2's 7B has 79.95 million."""
+def test_llama2_7b_has_the_published_number_of_trained_parameters():
+    """Rank 32 at all linears of Llama 2 7B has 79.95 million (fine-tuning specification, section 7)."""
     with torch.device("meta"):
         model = MODELS["llama2"].build(SIZES["llama2"]["7B"])
     adapter = LoRA(Options(kind="lora", rank=32))
@@ -342,7 +347,7 @@ def test_published_sizes_have_the_published_number_of_trained_parameters():
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "options, message",
     [
         (["--adapter.rank=0"], "adapter.rank: given 0; allowed: a whole number >= 1"),
         (["--adapter.rank=257"], "adapter.rank: given 257; allowed: at most 256, the smaller side of layers.0"),
@@ -353,18 +358,18 @@ def test_published_sizes_have_the_published_number_of_trained_parameters():
     ],
     ids=str,
 )
-def test_faults(words, said):
-    if "rank=0" in words[0]:
+def test_faults(options, message):
+    if "rank=0" in options[0]:
         with pytest.raises(JobError, match="rank: given 0"):
-            lines("--adapter.kind=lora", *words)
+            lines("--adapter.kind=lora", *options)
         return
-    (fault,) = lines("--adapter.kind=lora", *words)
-    assert said in fault
+    (fault,) = lines("--adapter.kind=lora", *options)
+    assert message in fault
 
 
 @pytest.mark.parametrize("kind", LINEAR_ONLY_KINDS)
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek"])
-def test_stacks_of_experts_are_refused_by_name(kind, model):
+def test_stacked_experts_are_refused_by_name(kind, model):
     (fault,) = lines(
         f"--adapter.kind={kind}", "--adapter.rank=4", f"--model.name={model}", '--adapter.target=["layers.*"]'
     )
@@ -375,7 +380,7 @@ def test_stacks_of_experts_are_refused_by_name(kind, model):
     assert "layers.*.moe.experts" in fault
 
 
-def test_what_check_cannot_know_is_refused_by_the_adapter():
+def test_the_adapter_refuses_unsupported_experts_and_too_large_ranks():
     with torch.device("meta"):
         model = MODELS["qwen3_moe"].build(SIZES["qwen3_moe"]["debugmodel"])
     with pytest.raises(JobError, match=r"adapter.kind = 'mine' has no form for layers.0.moe.experts"):
@@ -384,9 +389,9 @@ def test_what_check_cannot_know_is_refused_by_the_adapter():
         LoRA(Options(kind="lora", rank=200)).install(model, MODELS["qwen3_moe"].plan)
 
 
-def test_folder_of_peft_says_what_it_is(tmp_path):
+def test_a_written_peft_config_names_modules_and_base(tmp_path):
     args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, rslora=True, target=["*wq"])
-    model, adapter = learned("llama3", args, options)
+    model, adapter = moved_model("llama3", args, options)
     peft_folder.save(tmp_path, fresh_tensors(model, adapter), options, MODELS["llama3"].hf.form(args), "where/it/is")
     config = json.loads((tmp_path / peft_folder.CONFIG).read_text())
     assert config["target_modules"] == ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]
@@ -410,17 +415,17 @@ def test_folder_of_peft_says_what_it_is(tmp_path):
     ],
     ids=str,
 )
-def test_a_folder_that_would_lack_what_was_trained_is_refused(options, message, tmp_path):
+def test_a_peft_folder_without_all_trained_weights_is_refused(options, message, tmp_path):
     args = tiny_decoders.LLAMA["llama3"]
-    model, adapter = learned("llama3", args, Options(kind="lora", rank=4, **options))
+    model, adapter = moved_model("llama3", args, Options(kind="lora", rank=4, **options))
     with pytest.raises(JobError, match=message):
         adapter.write_folder(tmp_path / "adapter", MODELS["llama3"].hf.form(args), adapter.full_tensors([model]), "")
     assert not (tmp_path / "adapter").exists()
 
 
-def test_b_has_a_rate_of_its_own():
-    """LoRA+: the schedule multiplies both rates, and the one that is logged is A's."""
-    model, adapter = learned("llama3", tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, lr_ratio_b=16.0))
+def test_lora_plus_gives_b_a_higher_learning_rate():
+    """The schedule multiplies both rates; the logged one is A's."""
+    model, adapter = moved_model("llama3", tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, lr_ratio_b=16.0))
     built = build_optimizers(
         [model], name="AdamW", lr=1e-3, weight_decay=0.1, shared=SHARED, rate_of=adapter.lr_multiplier
     )
@@ -430,10 +435,10 @@ def test_b_has_a_rate_of_its_own():
     assert rates == {"A": 0.25e-3, "B": 4e-3} and schedulers.last_lr == 0.25e-3
 
 
-def test_a_and_b_alone():
-    """Without the matrix that they stand beside: a model of low rank, which mergeable into a plain one."""
+def test_lora_only_replaces_the_base_matrix():
+    """A model with A and B in place of its matrices has low rank, and merges into a plain model."""
     args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, alpha=8.0, lora_only=True)
-    model, adapter = learned("llama3", args, options)
+    model, adapter = moved_model("llama3", args, options)
     model, plain = model.double(), MODELS["llama3"].build(args).double()
     plain.load_state_dict({name: value.detach() for name, value in adapter.merged_tensors([model]).items()})
     torch.testing.assert_close(plain.eval()(TOKENS), model(TOKENS), rtol=1e-10, atol=1e-10)
@@ -445,13 +450,13 @@ def test_a_and_b_alone():
         p.numel() for p in model.parameters() if p.requires_grad
     )
     spec, added = MODELS["llama3"], sum(math.prod(shape) for shape in adapter.added_shapes.values())
-    told = adapter.flops_per_token(spec.flops_per_token(args, 16), args.num_matmul_parameters, 16)
+    flops = adapter.flops_per_token(spec.flops_per_token(args, 16), args.num_matmul_parameters, 16)
     attention = spec.flops_per_token(args, 16).full - 6 * args.num_matmul_parameters
-    assert told.full == 6 * added + 4 * args.dim * args.vocab_size + attention, "the head is frozen"
+    assert flops.full == 6 * added + 4 * args.dim * args.vocab_size + attention, "the head is frozen"
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "options, message",
     [
         (["--adapter.kind=qlora"], "adapter.lora_only: given true; allowed: false with adapter.kind"),
         (
@@ -473,5 +478,5 @@ def test_a_and_b_alone():
     ],
     ids=str,
 )
-def test_faults_of_a_and_b_alone(words, said):
-    assert any(said in line for line in lines("--adapter.lora_only", *words))
+def test_faults_of_lora_only(options, message):
+    assert any(message in line for line in lines("--adapter.lora_only", *options))

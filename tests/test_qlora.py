@@ -1,4 +1,4 @@
-"""Matrices in 4 bits: the codes of the paper, bytes, the same bits on every rank, the same model by every way in."""
+"""QLoRA: the levels of the paper, sizes in bytes, and the same packed bits on all ranks and from all weight sources."""
 
 import json
 import math
@@ -30,8 +30,9 @@ def packed(weight, block=64):
 
 
 def test_levels_are_the_quantiles_of_the_paper():
-    """Section 3: for each half the mean quantiles of 2^3 and 2^3 + 1 levels, 0 shared, the largest at 1 (appendix E has
-    them to float32).
+    """Compute the levels as section 3 of the paper does; appendix E lists them in float32.
+
+    Each half has the mean quantiles of 2^3 and 2^3 + 1 levels; 0 is shared, and the largest is 1.
     """
     offset = 0.9677083
     positive = torch.special.ndtri(torch.linspace(offset, 0.5, 9, dtype=torch.float64)[:-1])
@@ -44,41 +45,45 @@ def test_each_weight_becomes_the_nearest_level_of_its_block():
     weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(0))
     codes, scales, rows = packed(weight)
     assert (codes.dtype, scales.dtype, rows.dtype) == (torch.uint8, torch.uint8, torch.int32)
-    again = NF4().dequantize(codes, scales, rows, dtype=torch.float32)
+    unpacked = NF4().dequantize(codes, scales, rows, dtype=torch.float32)
     of_block = (scales.float() * rows.view(torch.float32)[:, None] / 255).repeat_interleave(64, 1)
     nearest = (weight / of_block)[..., None].sub(torch.tensor(LEVELS)).abs().argmin(-1)
-    torch.testing.assert_close(torch.tensor(LEVELS)[nearest] * of_block, again, rtol=1e-6, atol=0)
-    # the largest scale is off by half a step of 255 at most, so the error is nearly that of 16 levels alone
+    torch.testing.assert_close(torch.tensor(LEVELS)[nearest] * of_block, unpacked, rtol=1e-6, atol=0)
+    # 8-bit scales are off by half a step of 255 at most, so the error is nearly that with exact scales
     exact = weight.unflatten(1, (-1, 64)).abs().amax(-1).repeat_interleave(64, 1)
-    alone = torch.tensor(LEVELS)[(weight / exact)[..., None].sub(torch.tensor(LEVELS)).abs().argmin(-1)] * exact
-    assert (again - weight).norm() <= 1.01 * (alone - weight).norm()
-    assert (again - weight).norm() / weight.norm() < 0.1
+    with_exact_scales = (
+        torch.tensor(LEVELS)[(weight / exact)[..., None].sub(torch.tensor(LEVELS)).abs().argmin(-1)] * exact
+    )
+    assert (unpacked - weight).norm() <= 1.01 * (with_exact_scales - weight).norm()
+    assert (unpacked - weight).norm() / weight.norm() < 0.1
 
 
-def test_codes_are_torchaos_but_for_a_few():
-    """Of torchao 0.18 (scripts/compare_nf4.py): the scales are in 8 bits in another way, so that a weight between two
-    levels may become the other; more is not lost here than there. Its levels have four digits.
+def test_codes_differ_from_torchaos_in_few_places():
+    """Compare with codes that torchao 0.18 wrote (scripts/compare_nf4.py).
+
+    It quantizes the scales in another way, so a weight between two levels may get the other one; our error is not
+    larger. Its levels have four digits.
     """
-    kept = json.loads(compare_nf4.FIXTURE.read_text())
-    assert torch.tensor(kept["levels"]).allclose(torch.tensor(LEVELS), rtol=0, atol=5.1e-5)
+    recorded = json.loads(compare_nf4.FIXTURE.read_text())
+    assert torch.tensor(recorded["levels"]).allclose(torch.tensor(LEVELS), rtol=0, atol=5.1e-5)
     weight = compare_nf4.weights()
-    mine, again = compare_nf4.ours(weight)
-    theirs = compare_nf4.codes_of(torch.tensor(list(bytes.fromhex(kept["codes"])), dtype=torch.uint8))
-    apart = (mine - theirs).abs()
-    assert apart.max() == 1 and (apart > 0).float().mean() < 0.004
-    assert (again - weight).norm() / weight.norm() < kept["lost"]
+    our_codes, unpacked = compare_nf4.ours(weight)
+    torchao_codes = compare_nf4.codes_of(torch.tensor(list(bytes.fromhex(recorded["codes"])), dtype=torch.uint8))
+    distance = (our_codes - torchao_codes).abs()
+    assert distance.max() == 1 and (distance > 0).float().mean() < 0.004
+    assert (unpacked - weight).norm() / weight.norm() < recorded["lost"]
 
 
 @pytest.mark.parametrize(
     "weight", [torch.zeros(2, 64), torch.full((2, 64), 3.0), torch.tensor([[0.0] * 64 + [1.0] * 64])]
 )
-def test_plain_blocks_are_exact(weight):
+def test_constant_blocks_are_exact(weight):
     assert torch.equal(NF4().dequantize(*packed(weight), dtype=torch.float32), weight)
     eight = Int8().quantize(weight[:, None], weight.abs().amax(1))
     torch.testing.assert_close(Int8().dequantize(*eight, dtype=torch.float32), weight, rtol=1e-6, atol=0)
 
 
-def test_eight_bits_are_off_by_half_a_step_at_most():
+def test_int8_errors_are_at_most_half_a_step():
     weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(0))
     codes, rows = Int8().quantize(weight[:, None], weight.abs().amax(1))
     assert (codes.dtype, rows.dtype) == (torch.int8, torch.int32) and codes.min() >= -127
@@ -119,15 +124,15 @@ def base(tmp_path_factory, texts):
     return folder
 
 
-def bits(argv):
-    """Of a trainer that has loaded: the packed parameters, whole, and after training the adapters', and the losses."""
+def packed_adapters_and_losses(argv):
+    """Train a job; return the full packed parameters after loading, the adapters after training, and the losses."""
     trainer = Trainer(manager.load(argv), read_ranks())
     names = dict(trainer.model.named_parameters())
     before = {name: full(p.detach()).clone().numpy() for name, p in names.items() if name.endswith(NF4.parameter_names)}
     trainer.train()
     after = {name: full(p.detach()).clone().numpy() for name, p in names.items() if "lora" in name}
     optimized = sum(len(optimizer.state) for optimizer in trainer.optimizers)
-    assert optimized == len(after), "what is packed has no optimizer state"
+    assert optimized == len(after), "packed weights must have no optimizer state"
     trainer.metrics.close()
     return before, after, [row["loss"] for row in _rows(trainer)]
 
@@ -148,21 +153,21 @@ WAYS = [
 ]
 
 
-def test_every_way_in_packs_the_same_bits(tmp_path, texts, base):
-    """Checkpoint, export and Hugging Face, on one rank, FSDP, DDP, TP and PP; then three steps with the same losses."""
+def test_every_source_of_weights_is_packed_to_the_same_bits(tmp_path, texts, base):
+    """Load a checkpoint, an export and a Hugging Face folder on one rank, FSDP, DDP, TP and PP; losses agree."""
     first = None
     for index, (form, ranks, degrees) in enumerate(WAYS):
         options = QLORA | degrees | dict(checkpoint__initial_load_path=base / form)
         options |= dict(checkpoint__initial_load_in_hf=form == "model_hf")
-        alone = ranks == 1 or "tensor" in str(degrees) or "pipeline" in str(degrees)
-        options |= dict(training__local_batch_size=8 if alone else 4)
-        answers = run_ranks(ranks, bits, arguments(tmp_path / str(index), texts, **options))
+        one_batch = ranks == 1 or "tensor" in str(degrees) or "pipeline" in str(degrees)
+        options |= dict(training__local_batch_size=8 if one_batch else 4)
+        answers = run_ranks(ranks, packed_adapters_and_losses, arguments(tmp_path / str(index), texts, **options))
         packed_bits = {name: value for answer in answers for name, value in answer[0].items()}
-        learned = {name: value for answer in answers for name, value in answer[1].items()}
+        adapters = {name: value for answer in answers for name, value in answer[1].items()}
         losses = answers[0][2]
         if first is None:
-            first = packed_bits, learned, losses
-        assert packed_bits.keys() == first[0].keys() and learned.keys() == first[1].keys()
+            first = packed_bits, adapters, losses
+        assert packed_bits.keys() == first[0].keys() and adapters.keys() == first[1].keys()
         for name, value in first[0].items():
             assert (packed_bits[name] == value).all(), (form, degrees, name)
         assert losses == pytest.approx(first[2], rel=1e-5)
@@ -170,29 +175,29 @@ def test_every_way_in_packs_the_same_bits(tmp_path, texts, base):
 
 
 @pytest.mark.parametrize("save", ["whole", "alone"])
-def test_resumes_to_the_bit(tmp_path, texts, base, save):
+def test_resume_is_exact(tmp_path, texts, base, save):
     options = QLORA | dict(adapter__save=save, checkpoint__interval=2, training__local_batch_size=4)
     options |= dict(checkpoint__initial_load_path=base / "model_hf", checkpoint__initial_load_in_hf=True)
-    whole = run_ranks(2, train, arguments(tmp_path, texts, **options))[0][1]
-    assert run_ranks(2, train, arguments(tmp_path, texts, **options, checkpoint__load_step=2))[0][1] == whole
-    held = json.loads((tmp_path / "checkpoint" / "step-00000003" / "manifest.json").read_text())["tensors"]
-    assert any(name.endswith("weight_codes") for name in held) == (save == "whole")
-    assert not any(name.endswith("attention.wq.weight") for name in held)
+    uninterrupted = run_ranks(2, train, arguments(tmp_path, texts, **options))[0][1]
+    assert run_ranks(2, train, arguments(tmp_path, texts, **options, checkpoint__load_step=2))[0][1] == uninterrupted
+    saved = json.loads((tmp_path / "checkpoint" / "step-00000003" / "manifest.json").read_text())["tensors"]
+    assert any(name.endswith("weight_codes") for name in saved) == (save == "whole")
+    assert not any(name.endswith("attention.wq.weight") for name in saved)
     if save == "alone":
-        frozen = [name for name in held if name.startswith("model.") and "lora" not in name]
+        frozen = [name for name in saved if name.startswith("model.") and "lora" not in name]
         assert not frozen
 
 
-def test_the_state_of_a_model():
-    """Bytes of the packed linears of a model of some width: 0.53 a weight at most."""
+def test_packed_weights_take_little_more_than_half_a_byte():
+    """The packed linears of a wide model take at most 0.53 bytes a weight."""
     argv = [
         "--adapter.kind=qlora",
         "--model.tokenizer_path=bytes",
         "--model.overrides={dim=1024,n_layers=1,n_heads=16}",
     ]
     model, _, adapter = build.adapted_model(manager.load(argv))
-    kept = [p for name, p in model.named_parameters() if name.endswith(NF4.parameter_names)]
-    size = sum(p.numel() * p.element_size() for p in kept)
+    packed_parameters = [p for name, p in model.named_parameters() if name.endswith(NF4.parameter_names)]
+    size = sum(p.numel() * p.element_size() for p in packed_parameters)
     weights = sum(math.prod(store.empty().shape) for _, store in stores(model))
     assert weights == sum(m for m in [4 * 1024**2 + 3 * 1024 * 2816]) and size <= 0.53 * weights
     assert (
@@ -201,35 +206,35 @@ def test_the_state_of_a_model():
     )
 
 
-def test_backward_keeps_no_unpacked_matrix():
+def test_backward_saves_no_unpacked_matrix():
     from torchtitan.adapters.quantized import _QuantizedMatmul
 
     weight, x = torch.randn(32, 64), torch.randn(5, 64, requires_grad=True)
     parts = packed(weight)
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = _QuantizedMatmul.apply(x, NF4(), *parts)
-    assert sum(t.numel() * t.element_size() for t in kept) == sum(t.numel() * t.element_size() for t in parts)
+    assert sum(t.numel() * t.element_size() for t in saved) == sum(t.numel() * t.element_size() for t in parts)
     y.square().sum().backward()
-    mine, x.grad = x.grad, None
+    gradient, x.grad = x.grad, None
     F.linear(x, NF4().dequantize(*parts, dtype=torch.float32)).square().sum().backward()
-    assert torch.equal(mine, x.grad)
+    assert torch.equal(gradient, x.grad)
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "options, message",
     [
         (['--adapter.target=["output"]'], "leave out output, or write kind"),
         (["--model.overrides={multiple_of=3}"], "leave out layers.*.feed_forward.w2, or write kind"),
     ],
 )
-def test_faults(words, said):
-    (fault,) = lines("--adapter.kind=qlora", *words)
-    assert said in fault and "adapter.target" in fault
+def test_faults(options, message):
+    (fault,) = lines("--adapter.kind=qlora", *options)
+    assert message in fault and "adapter.target" in fault
 
 
-def test_ranks_that_cut_blocks_are_refused():
-    """Of 11008 inputs, 172 blocks; eight bits are by row and have none."""
+def test_tensor_parallel_that_cuts_blocks_is_refused():
+    """11008 inputs are 172 blocks, which not every degree divides; 8-bit scales are by row and have no blocks."""
     llama = ["--model.name=llama2", "--model.flavor=7B", "--adapter.rank=8"]
     eight, four = ("--parallelism.tensor_parallel_degree=" + degree for degree in "84")
     (fault,) = lines("--adapter.kind=qlora", *llama, eight)
@@ -242,11 +247,12 @@ def test_ranks_that_cut_blocks_are_refused():
 
 
 @pytest.mark.parametrize("kind", ["qlora", "lora_int8"])
-def test_loading_needs_little_more_than_what_is_kept(kind, tmp_path):
-    """However many layers there are, the matrices pass by one after the other: beside what the model keeps there is
-    never more than the largest of them, as it is read and while it is packed (five copies of 4 bytes, one of 8).
+def test_peak_memory_of_loading_does_not_grow_with_depth(kind, tmp_path):
+    """Matrices are loaded and packed one at a time, whatever the number of layers.
+
+    Packing the largest matrix takes five copies of 4 bytes and one of 8; nothing else is held besides the model.
     """
-    hf, beside = MODELS["llama3"].hf, []
+    hf, extra_bytes = MODELS["llama3"].hf, []
     for layers in (2, 6):
         sizes = f"--model.overrides={{dim=64,n_layers={layers},n_heads=4,n_kv_heads=2,vocab_size=260,multiple_of=64}}"
         plain = build.meta_model(manager.load(["--model.tokenizer_path=bytes", sizes])).to_empty(device="cpu")
@@ -256,9 +262,11 @@ def test_loading_needs_little_more_than_what_is_kept(kind, tmp_path):
         model.to_empty(device="cpu")
         with Peak(model) as peak:
             hf.load_hf(tmp_path / f"{layers}", model, plain.args, adapter.added_parameters)
-        beside.append(peak.bytes)
+        extra_bytes.append(peak.bytes)
     shapes = [store.empty().shape for _, store in stores(model)]
-    assert beside[0] == beside[1] <= (5 * 4 + 8) * max(map(math.prod, shapes))
-    packed = {f"{name.rpartition('.')[0]}.{own}" for name, store in stores(model) for own in store.packed}
-    kept = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if name in packed)
-    assert kept + beside[1] < 4 * sum(map(math.prod, shapes)), "less than the plain matrices alone"
+    assert extra_bytes[0] == extra_bytes[1] <= (5 * 4 + 8) * max(map(math.prod, shapes))
+    packed = {f"{name.rpartition('.')[0]}.{suffix}" for name, store in stores(model) for suffix in store.packed}
+    num_bytes = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if name in packed)
+    assert num_bytes + extra_bytes[1] < 4 * sum(map(math.prod, shapes)), (
+        "the peak must be below the size of the unpacked matrices"
+    )

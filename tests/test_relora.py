@@ -1,5 +1,6 @@
-"""Restarts of low-rank adapters: the schedule's published values, merges that change nothing, what is forgotten, when;
-a run resumed and on several ranks. The toy is LT(32, 2, 600) of the specification, section 10.
+"""ReLoRA: published values of its schedules, merges that keep the outputs, resets of optimizer state, faults of jobs.
+
+The toy problem is LT(32, 2, 600) of the specification, section 10. Runs are in test_relora_jobs.py.
 """
 
 import pytest
@@ -21,7 +22,7 @@ from torchtitan.models.spec import MODELS
 
 anywhere = judged.anywhere
 JAGGED = dict(warmup_steps=10, decay_type="relora_cosine", cycle_length=20, restart_warmup_steps=5)
-# (measured by the specification, section 2.4)
+# measured in section 2.4 of the specification
 PUBLISHED = {0: 0, 5: 0.5, 10: 1, 19: 0.9780, 20: 0, 21: 0.1879, 25: 0.9397, 30: 0.8947, 40: 0, 45: 0.7039, 99: 0.1003}
 
 
@@ -30,7 +31,7 @@ def test_the_jagged_schedule_has_the_published_values():
     for step, value in PUBLISHED.items():
         assert schedule.multiplier(step) == pytest.approx(value, abs=5e-5), step
     assert [step for step in range(100) if schedule.multiplier(step) == 0] == [0, 20, 40, 60, 80]
-    for cut in (20, 40, 60, 80):  # the line ends where the curve goes on
+    for cut in (20, 40, 60, 80):  # the linear ramp ends on the cosine
         before, after = jagged(cut + 4, 100, 10, 20, 5, 0.1), jagged(cut + 5, 100, 10, 20, 5, 0.1)
         assert after - before == pytest.approx(after / 5)
     assert schedule.describe(1e-3) == (
@@ -50,8 +51,8 @@ def test_the_cyclical_schedule():
     assert LRSchedule(40, 4, decay_type="relora_cyclical", cycle_length=20).multiplier(24) == 1.0
 
 
-def test_ramps_on_another_curve():
-    """Axolotl's: down to a thousandth at each restart, up over 5 steps, and with anneal over 4 ahead of it."""
+def test_axolotls_ramps_multiply_any_schedule():
+    """At each restart the rate drops to a thousandth and rises over 5 steps; `anneal_steps` lowers it over 4 before."""
     plain = LRSchedule(100, 10, decay_type="cosine")
     for anneal in (1, 4):
         ramps = Ramps(20, 5, anneal)
@@ -62,16 +63,16 @@ def test_ramps_on_another_curve():
             assert share[cut : cut + 6] == pytest.approx([0.001, 0.2008, 0.4006, 0.6004, 0.8002, 1.0])
         assert share[36:40] == pytest.approx([1.0] * 4 if anneal == 1 else [1.0, 0.75025, 0.5005, 0.25075])
     assert "floor 0.0001, ramps of 5 every 20; total 100" in ramped.describe(1e-3)
-    given = ["--adapter.kind=lora", "--adapter.relora.every=10", "--training.steps=40", "--adapter.rank=4"]
-    assert lines(*given, "--adapter.relora.warmup_steps=3") == []
-    for words, said in (
+    options = ["--adapter.kind=lora", "--adapter.relora.every=10", "--training.steps=40", "--adapter.rank=4"]
+    assert lines(*options, "--adapter.relora.warmup_steps=3") == []
+    for suffixes, message in (
         (["warmup_steps=10"], "given 10; allowed: with anneal_steps 1 at most the 10 steps between; shorten one"),
         (["anneal_steps=2", "reset_step"], "anneal_steps: given 2; allowed: 1 without adapter.relora.warmup_steps"),
     ):
-        assert any(said in line for line in lines(*given, *(f"--adapter.relora.{word}" for word in words)))
+        assert any(message in line for line in lines(*options, *(f"--adapter.relora.{suffix}" for suffix in suffixes)))
     (both,) = lines(*SOUND, "--adapter.relora.warmup_steps=3")
     assert 'allowed: 0 with decay_type = "relora_cosine", which comes back by itself' in both
-    config = manager.load([*given, "--adapter.relora.warmup_steps=3", "--lr_scheduler.warmup_steps=4"])
+    config = manager.load([*options, "--adapter.relora.warmup_steps=3", "--lr_scheduler.warmup_steps=4"])
     assert parts.lr_schedule(config).ramps == Ramps(10, 3)
 
 
@@ -91,19 +92,19 @@ def test_a_merge_changes_no_output(dtype, tolerance):
         module.lora_B.normal_(generator=torch.Generator().manual_seed(0))
     x = torch.randn(5, 8, dtype=dtype)
     before, old = module(x), {name: p.detach().clone() for name, p in module.named_parameters()}
-    held = {name: id(p) for name, p in module.named_parameters()}
+    parameter_ids = {name: id(p) for name, p in module.named_parameters()}
     with torch.no_grad():
         merge_product(module)
         restart_matrices(module, "second")
     assert (module(x) - before).abs().max() < tolerance
-    assert {name: id(p) for name, p in module.named_parameters()} == held, "optimizers hold the parameters"
+    assert {name: id(p) for name, p in module.named_parameters()} == parameter_ids, "optimizers hold the parameters"
     assert not module.lora_B.any() and not torch.equal(module.lora_A, old["lora_A"])
     change = 0.5 * old["lora_B"] @ old["lora_A"]
     torch.testing.assert_close(module.weight - old["weight"], change, rtol=tolerance, atol=tolerance)
 
 
-def test_a_fresh_adapter_learns_from_the_first_step():
-    """B first, and A from the second step on: both at zero would never move."""
+def test_a_new_adapter_gets_gradients_from_the_first_step():
+    """B first, and A from the second step on. If both were zero, neither would ever get a gradient."""
     module, x = linear(), torch.randn(6, 8, dtype=torch.float64)
     torch.testing.assert_close(module(x), x @ module.weight.T, rtol=1e-14, atol=1e-14)  # as it was
     optimizer = torch.optim.AdamW([module.lora_A, module.lora_B], lr=1e-2)
@@ -115,8 +116,8 @@ def test_a_fresh_adapter_learns_from_the_first_step():
 
 
 @pytest.mark.parametrize("merges", [0, 1])
-def test_a_trained_scale_learns_before_and_behind_a_merge(merges):
-    """Set to 0 by a merge, as one of the scripts had it, none of the three would get a gradient again."""
+def test_a_trained_scale_gets_gradients_before_and_after_a_merge(merges):
+    """If a merge set the scale to 0, as one of the original scripts did, A, B and scale would never get a gradient."""
     module, x = linear(scale=1.0, learns=True), torch.randn(6, 8, dtype=torch.float64)
     with torch.no_grad():
         for number in range(merges):
@@ -138,25 +139,25 @@ def test_a_trained_scale_learns_before_and_behind_a_merge(merges):
     torch.testing.assert_close(x @ module.merged_weight("weight", module.weight).T, expected)
 
 
-def test_a_merge_compiles_nothing_anew():
-    """Values change where they lie, so what is compiled stays, and so do recorded graphs."""
+def test_a_merge_does_not_recompile():
+    """Values change in place, so compiled code and recorded CUDA graphs stay valid."""
     module, x = linear(dtype=torch.float32, scale=1.0, learns=True), torch.randn(6, 8)
     torch._dynamo.reset()
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
-    whole = nn.ModuleDict({"m": module})
+    model = nn.ModuleDict({"m": module})
     restarts = Restarts(Relora(every=2), 0)
     for step in range(1, 7):
         with torch.compiler.set_stance("fail_on_recompile" if step > 2 else "default"):
             compiled(x).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        restarts.after_step(step, [whole], [optimizer])
+        restarts.after_step(step, [model], [optimizer])
     assert restarts.merges == 2
     torch.testing.assert_close(compiled(x), module(x))
 
 
-def test_what_is_kept_is_counted():
+def test_largest_mask_keeps_an_exact_count():
     for values in (torch.randn(1000), torch.full((1000,), 2.0), torch.zeros(1000)):
         assert largest_mask(values, 0.9).sum() == 100
     assert largest_mask(torch.full((10,), 3.0), 0.7).tolist() == [1.0] * 3 + [0.0] * 7
@@ -165,29 +166,29 @@ def test_what_is_kept_is_counted():
 
 
 @pytest.mark.parametrize("reset, share", [("zero", 1.0), ("magnitude", 0.9), ("random", 0.9)])
-def test_a_reset_touches_the_moments_of_adapters_alone(reset, share):
-    module, beside = linear(64, 64, 16), nn.Linear(64, 64, dtype=torch.float64)
-    whole = nn.ModuleDict({"lora": module, "rest": beside})
-    optimizer = torch.optim.AdamW([p for p in whole.parameters() if p.requires_grad], lr=1e-3)
+def test_a_reset_changes_only_the_moments_of_adapters(reset, share):
+    module, other_layer = linear(64, 64, 16), nn.Linear(64, 64, dtype=torch.float64)
+    model = nn.ModuleDict({"lora": module, "rest": other_layer})
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     for _ in range(3):
-        beside(module(torch.randn(4, 64, dtype=torch.float64))).square().sum().backward()
+        other_layer(module(torch.randn(4, 64, dtype=torch.float64))).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    untouched = [{key: value.clone() for key, value in optimizer.state[p].items()} for p in beside.parameters()]
+    untouched = [{key: value.clone() for key, value in optimizer.state[p].items()} for p in other_layer.parameters()]
     restarts = Restarts(Relora(every=2, reset=reset), seed=0)
     with torch.no_grad():
-        restarts.reset_moments([whole], [optimizer])
+        restarts.reset_moments([model], [optimizer])
     for parameter in (module.lora_A, module.lora_B):
         first, second = (optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq"))
         assert (second == 0).double().mean().item() == pytest.approx(share, abs=0.03 if reset == "random" else 1e-3)
         assert not (first != 0)[second == 0].any(), "no first moment without its second"
         assert optimizer.state[parameter]["step"] == 3
-    for parameter, before in zip(beside.parameters(), untouched, strict=True):
+    for parameter, before in zip(other_layer.parameters(), untouched, strict=True):
         assert all(torch.equal(value, before[key]) for key, value in optimizer.state[parameter].items())
 
 
 @pytest.mark.parametrize("reset_step, first", [(False, (1 - 0.9) / (1 - 0.999) ** 0.5), (True, 1.0)])
-def test_moments_of_zero_beside_an_old_count_make_a_long_step(reset_step, first):
+def test_the_first_step_after_zeroed_moments_depends_on_reset_step(reset_step, first):
     module = linear()
     optimizer = torch.optim.Adam([module.lora_A, module.lora_B], lr=1e-3)
     for _ in range(4000):
@@ -201,11 +202,14 @@ def test_moments_of_zero_beside_an_old_count_make_a_long_step(reset_step, first)
     assert moved == pytest.approx(first, rel=0.02)
 
 
-# The toy: a target of full rank, learned in few directions at a time
+# The toy problem: a target of full rank, learned by matrices of low rank
 
 
 def toy(relora, steps=600, n=32, rank=2, rate=1e-2, warmup=10, stop=None):
-    """The squared distance to the target at the end, or behind the step `stop`, and the rank of what has been added."""
+    """Train, by default to the end, or for `stop` steps.
+
+    Returns the squared distance to the target and the rank of the change of the matrix.
+    """
     torch.manual_seed(0)
     sigma = torch.linspace(1, 0.2, n, dtype=torch.float64)
     u, v = (torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0] for _ in range(2))
@@ -214,14 +218,14 @@ def toy(relora, steps=600, n=32, rank=2, rate=1e-2, warmup=10, stop=None):
     inputs = torch.randn(4096, n, dtype=torch.float64)
     module = linear(n, n, rank, scale=1.0)
     module.weight.data.copy_(start)
-    whole, restarts = nn.ModuleDict({"m": module}), None if relora is None else Restarts(relora, 0)
+    model, restarts = nn.ModuleDict({"m": module}), None if relora is None else Restarts(relora, 0)
     optimizer = torch.optim.Adam([module.lora_A, module.lora_B], lr=rate)
-    how = (
+    schedule_options = (
         dict(decay_type="cosine")
         if relora is None
         else dict(decay_type="relora_cosine", cycle_length=relora.every, restart_warmup_steps=warmup)
     )
-    schedule, order = LRSchedule(steps, warmup, **how), torch.Generator().manual_seed(1)
+    schedule, order = LRSchedule(steps, warmup, **schedule_options), torch.Generator().manual_seed(1)
     for step in range(steps if stop is None else stop):
         x = inputs[torch.randint(4096, (64,), generator=order)]
         (module(x) - x @ target.T).square().sum(1).mean().backward()
@@ -229,12 +233,12 @@ def toy(relora, steps=600, n=32, rank=2, rate=1e-2, warmup=10, stop=None):
         optimizer.step()
         optimizer.zero_grad()
         if restarts is not None:
-            restarts.after_step(step + 1, [whole], [optimizer])
-    learned = module.merged_weight("weight", module.weight)
-    return (learned - target).square().sum().item(), torch.linalg.matrix_rank(learned - start, atol=1e-6).item()
+            restarts.after_step(step + 1, [model], [optimizer])
+    merged = module.merged_weight("weight", module.weight)
+    return (merged - target).square().sum().item(), torch.linalg.matrix_rank(merged - start, atol=1e-6).item()
 
 
-def test_restarts_learn_what_a_low_rank_cannot():
+def test_restarts_get_below_the_best_of_their_rank():
     floor = torch.linspace(1, 0.2, 32, dtype=torch.float64)[2:].square().sum().item()  # the best of rank 2
     lora, rank = toy(None)
     assert lora >= floor and rank <= 2
@@ -257,26 +261,26 @@ def test_each_restart_adds_its_rank():
     assert toy(None, stop=152)[1] == 2
 
 
-def test_all_that_is_wrong_with_a_job_is_said_at_once(capsys):
-    """The list of those who bring such jobs: each line names an option, what it may be, and what to do."""
-    words = [*SOUND, "--adapter.rank=0", '--adapter.target=["*nothing*"]', "--adapter.save=alone"]
-    words[words.index("--adapter.kind=lora")] = "--adapter.kind=qlora"
-    words[words.index("--training.steps=40")] = "--training.steps=45"
-    words.remove("--lr_scheduler.restart_warmup_steps=5")
-    words += ["--checkpoint.enable", "--checkpoint.initial_load_path=nowhere", "--training.global_batch_size=9"]
-    assert cli.main(["check", *words, "--model.tokenizer_path=bytes"]) == 2
-    said = capsys.readouterr().err
+def test_all_faults_of_a_job_are_reported_together(capsys):
+    """Each line names an option, its allowed values and the remedy."""
+    options = [*SOUND, "--adapter.rank=0", '--adapter.target=["*nothing*"]', "--adapter.save=alone"]
+    options[options.index("--adapter.kind=lora")] = "--adapter.kind=qlora"
+    options[options.index("--training.steps=40")] = "--training.steps=45"
+    options.remove("--lr_scheduler.restart_warmup_steps=5")
+    options += ["--checkpoint.enable", "--checkpoint.initial_load_path=nowhere", "--training.global_batch_size=9"]
+    assert cli.main(["check", *options, "--model.tokenizer_path=bytes"]) == 2
+    errors = capsys.readouterr().err
     for part in (
         "adapter.rank: given 0; allowed: a whole number >= 1",
         "lr_scheduler.cycle_length: given nothing; allowed: what divides the 45 steps in all",
         "training.global_batch_size: given 9",
         'checkpoint.initial_load_path: given "nowhere"; allowed: weights; nowhere: no such file or folder',
     ):
-        assert part in said, said
-    words.remove("--adapter.rank=0")
-    words[words.index("--training.steps=45")] = "--training.steps=40"
-    assert cli.main(["check", *words, "--model.tokenizer_path=bytes"]) == 2
-    said = capsys.readouterr().err
+        assert part in errors, errors
+    options.remove("--adapter.rank=0")
+    options[options.index("--training.steps=45")] = "--training.steps=40"
+    assert cli.main(["check", *options, "--model.tokenizer_path=bytes"]) == 2
+    errors = capsys.readouterr().err
     for part in (
         'adapter.target: given ["*nothing*"]; allowed: patterns that fit one of layers.*.attention.wq',
         'adapter.relora.every: given 10; allowed: unset, except with adapter.kind = "lora"; each restart would round',
@@ -285,11 +289,11 @@ def test_all_that_is_wrong_with_a_job_is_said_at_once(capsys):
         "training.global_batch_size: given 9",
         "checkpoint.initial_load_path",
     ):
-        assert part in said, said
+        assert part in errors, errors
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "options, message",
     [
         (["--adapter.kind=dora"], "false with adapter.kind"),
         (["--adapter.alpha=16.0"], "adapter.alpha: given 16.0; allowed: unset with adapter.train_scaling"),
@@ -309,17 +313,17 @@ def test_all_that_is_wrong_with_a_job_is_said_at_once(capsys):
     ],
     ids=str,
 )
-def test_faults_of_a_trained_scale(words, said):
-    kind = [] if any("kind" in word for word in words) else ["--adapter.kind=lora"]
-    assert any(said in line for line in lines("--adapter.train_scaling", *kind, *words))
+def test_faults_of_a_trained_scale(options, message):
+    kind = [] if any("kind" in option for option in options) else ["--adapter.kind=lora"]
+    assert any(message in line for line in lines("--adapter.train_scaling", *kind, *options))
 
 
-def test_due():
+def test_is_due_after_every_interval():
     assert [step for step in range(1, 35) if is_due(step, 10)] == [11, 21, 31]
     assert not any(is_due(step, None) for step in range(5)) and [s for s in range(1, 8) if is_due(s, 2)] == [3, 5, 7]
 
 
-COUNTS = {  # parameters, and of those trained with rank 128, of section 7
+COUNTS = {  # parameters, and trained parameters at rank 128: section 7 of the specification
     "9m": (8_995_968, None),
     "20m": (19_548_416, None),
     "35m": (35_197_824, None),
@@ -354,7 +358,7 @@ SOUND += ["--lr_scheduler.warmup_steps=5", "--lr_scheduler.restart_warmup_steps=
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "options, message",
     [
         (
             ["--training.steps=45"],
@@ -379,21 +383,21 @@ SOUND += ["--lr_scheduler.warmup_steps=5", "--lr_scheduler.restart_warmup_steps=
     ],
     ids=str,
 )
-def test_faults(words, said):
+def test_faults(options, message):
     assert lines(*SOUND) == []
-    changed = {word.partition("=")[0] for word in words}
-    kept = [word for word in SOUND if word.partition("=")[0] not in changed]
-    assert any(said in line for line in lines(*kept, *words))
+    changed = {option.partition("=")[0] for option in options}
+    unchanged = [option for option in SOUND if option.partition("=")[0] not in changed]
+    assert any(message in line for line in lines(*unchanged, *options))
 
 
-@pytest.mark.parametrize("words", [["--lr_scheduler.cycle_length=5"], ["--adapter.relora.reset_every=20"]], ids=str)
-def test_resets_at_some_of_the_cuts_or_with_a_new_count_are_no_faults(words):
-    assert lines(*SOUND, *words) == []
+@pytest.mark.parametrize("options", [["--lr_scheduler.cycle_length=5"], ["--adapter.relora.reset_every=20"]], ids=str)
+def test_resets_at_some_restarts_or_with_reset_step_are_allowed(options):
+    assert lines(*SOUND, *options) == []
     assert lines(*SOUND, "--lr_scheduler.cycle_length=20", "--adapter.relora.reset_step=true") == []
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "options, message",
     [
         (["--adapter.relora.every=10"], 'set lr_scheduler.decay_type = "relora_cosine", or adapter.relora.reset_step'),
         (["--adapter.relora.reset=magnitude"], "nothing without adapter.relora.every"),
@@ -405,5 +409,5 @@ def test_resets_at_some_of_the_cuts_or_with_a_new_count_are_no_faults(words):
     ],
     ids=str,
 )
-def test_faults_of_a_job_that_has_less(words, said):
-    assert any(said in line for line in lines("--adapter.kind=lora", *words))
+def test_faults_of_incomplete_relora_jobs(options, message):
+    assert any(message in line for line in lines("--adapter.kind=lora", *options))
