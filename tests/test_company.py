@@ -71,7 +71,7 @@ sys.exit(code)
 """
 
 
-def machines(
+def start_machines(
     program: str,
     folder,
     budget: int = 3,
@@ -87,28 +87,28 @@ def machines(
     launcher = MACHINE.format(budget=budget, pause=pause, follow=follow, limit=limit, rejoin=rejoin)
     ports = ports or (free_port(),) * 2
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=jobs.ROOT, start_new_session=True)
-    found = []
+    processes = []
     for index in range(2):
         command = [sys.executable, "-c", launcher, program, str(folder), str(index), str(ports[index])]
-        found.append(subprocess.Popen(command, **pipes))
-    started.extend(found)
-    return found
+        processes.append(subprocess.Popen(command, **pipes))
+    started.extend(processes)
+    return processes
 
 
-def ready(process: subprocess.Popen) -> int:
+def wait_until_ready(process: subprocess.Popen) -> int:
     """The process id of the machine's rank, once it says so."""
     return int(process.stdout.readline().split()[2])
 
 
-def ends(found: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
-    return [end(process) for process in found]
+def wait_for_all(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
+    return [end(process) for process in processes]
 
 
-def test_a_crash_on_any_machine_is_a_restart_of_all_from_what_is_saved(tmp_path):
+def test_a_crash_on_any_machine_restarts_all_from_the_last_save(tmp_path):
     program = (
         f"tell('train', 8)\nif number == 0:\n  save(5)\n  {CRASH}\nsay(ranks.launcher.restart.cause); tell('end', 9)"
     )
-    (code_0, out_0, err_0), (code_1, out_1, err_1) = ends(machines(program, tmp_path))
+    (code_0, out_0, err_0), (code_1, out_1, err_1) = wait_for_all(start_machines(program, tmp_path))
     assert (code_0, code_1) == (0, 0)
     assert out_0 == out_1 == "rank 1 was ended by SIGKILL\n" and err_1 == out_1
     assert err_0 == (
@@ -117,25 +117,25 @@ def test_a_crash_on_any_machine_is_a_restart_of_all_from_what_is_saved(tmp_path)
     )
 
 
-def test_a_crash_that_comes_again_is_given_up_on_all_machines(tmp_path):
-    first, other = ends(machines(f"ready('train'); {CRASH}", tmp_path, budget=1))
+def test_repeated_crashes_end_the_run_on_all_machines(tmp_path):
+    first, other = wait_for_all(start_machines(f"ready('train'); {CRASH}", tmp_path, budget=1))
     assert (first[0], other[0]) == (5, 5) and other[1].count("ready") == 2
     assert "crashed 2 times without saving anything in between; given up" in first[2]
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_hang_is_explained_by_what_is_seen_on_all_machines(late, tmp_path):
+def test_a_hang_is_explained_by_evidence_of_all_machines(late, tmp_path):
     program = (
         f"answer(ranks.launcher); ready('train'); "
         f"os.kill(os.getpid(), signal.SIGSTOP) if ranks.rank == {late} else wait()"
     )
-    found = machines(program, tmp_path, budget=0, limit=1)
-    pids = [ready(process) for process in found]
-    first, other = ends(found)
+    machines = start_machines(program, tmp_path, budget=0, limit=1)
+    pids = [wait_until_ready(process) for process in machines]
+    first, other = wait_for_all(machines)
     assert (first[0], other[0]) == (6, 6) and other[2] == ""
     assert f"rank {late} is stopped by a signal, in step 3 (train)" in first[2]
-    written = in_the_folder(tmp_path)
-    assert {f"rank-{rank}.stacks.txt" for rank in range(2)} < set(written) and "rank 1: " in written["summary.txt"]
+    evidence = in_the_folder(tmp_path)
+    assert {f"rank-{rank}.stacks.txt" for rank in range(2)} < set(evidence) and "rank 1: " in evidence["summary.txt"]
     assert all(map(gone, pids))
 
 
@@ -148,7 +148,7 @@ def test_a_machine_that_waits_while_another_works_does_not_hang(busy, tmp_path):
         "else:\n  while not left.exists(): time.sleep(0.1); tell('train', 3)\n"
         "tell('end', 9); left.touch()"
     )
-    first, other = ends(machines(program, tmp_path, budget=0, limit=2))
+    first, other = wait_for_all(start_machines(program, tmp_path, budget=0, limit=2))
     assert (first[0], other[0]) == (0, 0), first[2]
 
 
@@ -160,7 +160,7 @@ def test_a_machine_whose_ranks_have_just_ended_collects_nothing():
     assert watch.hung is None
 
 
-def test_collected_is_once_when_all_machines_that_are_at_work_have_just_said_that_they_stand(monkeypatch):
+def test_evidence_is_collected_once_all_working_machines_report_no_progress(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(multi_node.time, "monotonic", lambda: now[0])
     first = First()
@@ -177,62 +177,62 @@ def test_collected_is_once_when_all_machines_that_are_at_work_have_just_said_tha
     assert [orders(2), orders(1), orders(2)] == [["collect"], [], []]
 
 
-@pytest.mark.parametrize("asked", [0, 1])
-def test_a_stop_on_one_machine_is_one_on_all(asked, tmp_path):
-    found = machines("ready('train'); wait_to_be_asked(); tell('end', 4); sys.exit(143)", tmp_path)
-    for process in found:
-        ready(process)
-    found[asked].send_signal(signal.SIGUSR1)
-    first, other = ends(found)
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_stop_on_one_machine_stops_all(index, tmp_path):
+    machines = start_machines("ready('train'); wait_to_be_asked(); tell('end', 4); sys.exit(143)", tmp_path)
+    for process in machines:
+        wait_until_ready(process)
+    machines[index].send_signal(signal.SIGUSR1)
+    first, other = wait_for_all(machines)
     assert (first[0], other[0]) == (138, 138) and "got 0 15" in first[1] and "got 1 15" in other[1]
 
 
-@pytest.mark.parametrize("asked", [0, 1])
-def test_a_stop_in_the_pause_ends_the_run_on_all_machines(asked, tmp_path):
-    found = machines(f"ready('train'); {CRASH}", tmp_path, pause=100)
-    assert "restart 1" in found[0].stderr.readline()
-    found[asked].send_signal(signal.SIGTERM)
-    assert [code for code, _, _ in ends(found)] == [143, 143]
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_stop_in_the_pause_ends_the_run_on_all_machines(index, tmp_path):
+    machines = start_machines(f"ready('train'); {CRASH}", tmp_path, pause=100)
+    assert "restart 1" in machines[0].stderr.readline()
+    machines[index].send_signal(signal.SIGTERM)
+    assert [code for code, _, _ in wait_for_all(machines)] == [143, 143]
 
 
-@pytest.mark.parametrize("here", [True, False])
-def test_a_stop_while_the_ends_come_in_ends_the_run(here, queue, monkeypatch, tmp_path):
+@pytest.mark.parametrize("on_coordinator", [True, False])
+def test_a_stop_while_exit_reports_are_gathered_ends_the_run(on_coordinator, queue, monkeypatch, tmp_path):
     """Asked for when this machine's ranks have crashed and the other's are not known to have ended."""
     monkeypatch.setattr(restarts, "FIRST_PAUSE_SECONDS", 0.01)
-    first, other = met(queue, tmp_path)
+    first, other = connected_pair(queue, tmp_path)
 
     def crashed(code: int) -> End:
-        os.kill(os.getpid(), signal.SIGUSR1) if here else other.tell("stop", number=signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1) if on_coordinator else other.tell("stop", number=signal.SIGUSR1)
         threading.Timer(0.2, lambda: other.tell("end", **End(CRASHED, "b", followed=True).plain())).start()
         return End(code, "a")
 
     watches = [SimpleNamespace(until_the_end=lambda: CRASHED, end=crashed)]
     assert supervise(lambda restart: watches.pop(), queue, 3, lambda: -1, first) == 128 + signal.SIGUSR1
-    assert [order["kind"] for order in heard(other, 1 + here)] == ["follow"] + ["stop"] * here
+    assert [order["kind"] for order in receive(other, 1 + on_coordinator)] == ["follow"] + ["stop"] * on_coordinator
     first.dismiss(0)
 
 
-def test_a_code_that_explains_itself_is_that_of_all_machines(tmp_path):
+def test_a_deterministic_failure_gives_all_machines_its_exit_code(tmp_path):
     program = "ready('train'); sys.exit(3) if ranks.rank else sys.exit(1)"
-    first, other = ends(machines(program, tmp_path, follow=100))
+    first, other = wait_for_all(start_machines(program, tmp_path, follow=100))
     assert (first[0], other[0]) == (3, 3) and "restart" not in first[2]
 
 
 def test_a_machine_that_is_gone_ends_the_run(tmp_path):
-    found = machines("ready('train'); wait()", tmp_path)
-    pids = [ready(process) for process in found]
-    found[1].kill()
-    code, _, err = end(found[0])
+    machines = start_machines("ready('train'); wait()", tmp_path)
+    pids = [wait_until_ready(process) for process in machines]
+    machines[1].kill()
+    code, _, err = end(machines[0])
     host = socket.gethostname()
     assert err == f"machine 1 ({host}) gone; {restarts._THE_END}\n"
     assert code == 1 and all(map(gone, pids))
 
 
 def test_without_the_first_machine_the_others_end(tmp_path):
-    found = machines("ready('train'); wait()", tmp_path)
-    pids = [ready(process) for process in found]
-    found[0].kill()
-    code, _, err = end(found[1])
+    machines = start_machines("ready('train'); wait()", tmp_path)
+    pids = [wait_until_ready(process) for process in machines]
+    machines[0].kill()
+    code, _, err = end(machines[1])
     assert code == 1 and err == "the first machine (127.0.0.1) is gone\n"
     assert all(map(gone, pids))
 
@@ -240,27 +240,27 @@ def test_without_the_first_machine_the_others_end(tmp_path):
 # Coming together
 
 
-def heard(company: First | Other, count: int = 1) -> list[dict]:
+def receive(company: First | Other, count: int = 1) -> list[dict]:
     """What has come, once that many messages have: on a busy machine they take a moment, also over loopback."""
-    found = []
-    while len(found) < count and select.select(company.sockets, [], [], 60)[0]:
-        found += company.look()
-    return found
+    messages = []
+    while len(messages) < count and select.select(company.sockets, [], [], 60)[0]:
+        messages += company.look()
+    return messages
 
 
 @pytest.fixture
 def queue(monkeypatch):
     monkeypatch.setattr(multi_node, "LATE_SECONDS", 0.1)
-    made = SignalQueue()
-    yield made
-    made.close()
+    signal_queue = SignalQueue()
+    yield signal_queue
+    signal_queue.close()
 
 
 NO_SIGNALS = SimpleNamespace(wait=lambda seconds, also=(): select.select(also, [], [], seconds) and [])
 """The queue of a launcher that is a thread of the test."""
 
 
-def both(first: Callable, *others: Callable) -> list:
+def run_concurrently(foreground: Callable, *background: Callable) -> list:
     """What they return or raise: the first in this thread, which gets the signals, the others beside it."""
 
     def outcome(action: Callable):
@@ -269,12 +269,12 @@ def both(first: Callable, *others: Callable) -> list:
         except Exception as error:
             return error
 
-    with ThreadPoolExecutor(max(1, len(others))) as pool:
-        waiting = [pool.submit(outcome, other) for other in others]
-        return [outcome(first), *(future.result(60) for future in waiting)]
+    with ThreadPoolExecutor(max(1, len(background))) as pool:
+        waiting = [pool.submit(outcome, other) for other in background]
+        return [outcome(foreground), *(future.result(60) for future in waiting)]
 
 
-def greeted(first: First, path: Path, hello: dict) -> Line:
+def connect_and_greet(first: First, path: Path, hello: dict) -> Line:
     """The connection of a machine that knows the secret, once that has been proved, and its greeting."""
     while not path.exists():
         time.sleep(0.01)
@@ -284,7 +284,7 @@ def greeted(first: First, path: Path, hello: dict) -> Line:
 
 
 @pytest.mark.parametrize(
-    ("hello", "told"),
+    ("hello", "message"),
     [
         (dict(ranks=4), "NGPU, NNODES: given 4, 2 on machine 1 (b) and 2, 2 on the first"),
         (dict(count=3), "NGPU, NNODES: given 2, 3 on machine 1 (b) and 2, 2 on the first"),
@@ -294,23 +294,25 @@ def greeted(first: First, path: Path, hello: dict) -> Line:
     ],
     ids=str,
 )
-def test_who_cannot_take_part_is_told_by_name(hello, told, queue, tmp_path):
+def test_a_machine_that_cannot_join_is_named(hello, message, queue, tmp_path):
     first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 2), tmp_path / "launch.secret"
-    seconds = 1 if "did not come" in told else 20
-    error, line = both(lambda: first.meet(queue, seconds, path), lambda: greeted(first, path, hello))
-    assert isinstance(error, JobError) and str(error).startswith(told), error
+    seconds = 1 if "did not come" in message else 20
+    error, line = run_concurrently(
+        lambda: first.meet(queue, seconds, path), lambda: connect_and_greet(first, path, hello)
+    )
+    assert isinstance(error, JobError) and str(error).startswith(message), error
     first.dismiss(2)
     assert line.receive() in ([{"kind": "leave", "code": 2}], []) and not path.exists()
 
 
 def test_one_node_rank_on_two_machines_is_refused(queue, tmp_path):
     first, path = First(Nodes(3, 0, "127.0.0.1", free_port()), 2), tmp_path / "launch.secret"
-    others = [Other(Nodes(3, 1, "127.0.0.1", first.nodes.port), 2, path) for _ in range(2)]
-    meetings = [lambda other=other: other.meet(NO_SIGNALS, 20) for other in others]
-    error, *met = both(lambda: first.meet(queue, 20, path), *meetings)
+    workers = [Other(Nodes(3, 1, "127.0.0.1", first.nodes.port), 2, path) for _ in range(2)]
+    meetings = [lambda other=other: other.meet(NO_SIGNALS, 20) for other in workers]
+    error, *outcomes = run_concurrently(lambda: first.meet(queue, 20, path), *meetings)
     assert re.match("NODE_RANK: given 1 on both .* and .*; allowed: on each machine another", str(error))
     first.dismiss(2)
-    assert met == [None, None] and [other.next_order(queue, print)["code"] for other in others] == [2, 2]
+    assert outcomes == [None, None] and [other.next_order(queue, print)["code"] for other in workers] == [2, 2]
 
 
 def test_a_launcher_of_an_earlier_start_is_sent_away_and_not_counted(queue, tmp_path):
@@ -318,39 +320,39 @@ def test_a_launcher_of_an_earlier_start_is_sent_away_and_not_counted(queue, tmp_
     old, new = (Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, path) for _ in range(2))
     old.attempt = 3
 
-    def come():
+    def join():
         assert old.meet(NO_SIGNALS, 20) is None
         order = old.next_order(NO_SIGNALS, print)
         return order, new.meet(NO_SIGNALS, 20)
 
-    none, (order, met) = both(lambda: first.meet(queue, 20, path), come)
-    assert none is None and met is None and first.hosts[1] and not first.gone
+    first_outcome, (order, new_outcome) = run_concurrently(lambda: first.meet(queue, 20, path), join)
+    assert first_outcome is None and new_outcome is None and first.hosts[1] and not first.gone
     assert order["kind"] == "leave" and "the run was started again" in order["text"]
     first.dismiss(0)
 
 
-def met(queue, folder: Path, port: int = 0) -> tuple[First, Other]:
+def connected_pair(queue, folder: Path, port: int = 0) -> tuple[First, Other]:
     """The launchers of two machines, in one process. `port`: where the other looks for the first."""
     first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 1), folder / "launch.secret"
     other = Other(Nodes(2, 1, "127.0.0.1", port or first.nodes.port), 1, path)
-    assert both(lambda: first.meet(queue, 20, path), lambda: other.meet(NO_SIGNALS, 20)) == [None, None]
+    assert run_concurrently(lambda: first.meet(queue, 20, path), lambda: other.meet(NO_SIGNALS, 20)) == [None, None]
     return first, other
 
 
-@pytest.mark.parametrize("told", ["stop", "nothing"])
-def test_who_has_come_is_heard_while_others_are_waited_for(told, queue, tmp_path):
+@pytest.mark.parametrize("event", ["stop", "nothing"])
+def test_machines_that_joined_are_heard_while_others_are_awaited(event, queue, tmp_path):
     """A stop, also in one breath with the greeting; and that it is gone."""
     first, path = First(Nodes(3, 0, "127.0.0.1", free_port()), 2), tmp_path / "launch.secret"
 
-    def come() -> None:
-        line = greeted(first, path, {"count": 3})
-        line.send({"kind": "stop", "number": 2}) if told == "stop" else line.close()
+    def join() -> None:
+        line = connect_and_greet(first, path, {"count": 3})
+        line.send({"kind": "stop", "number": 2}) if event == "stop" else line.close()
 
-    met, _ = both(lambda: first.meet(queue, 20, path), come)
-    if told == "stop":
-        assert met == 2
+    outcome, _ = run_concurrently(lambda: first.meet(queue, 20, path), join)
+    if event == "stop":
+        assert outcome == 2
     else:
-        assert str(met) == "machine 1 (b) gone before all had come; start all machines again"
+        assert str(outcome) == "machine 1 (b) gone before all had come; start all machines again"
     first.dismiss(2)
 
 
@@ -359,18 +361,18 @@ def test_a_first_machine_that_refuses_its_job_sends_the_others_home(queue, tmp_p
     monkeypatch.setattr(multi_node, "LATE_SECONDS", 20)
     first = First(Nodes(2, 0, "127.0.0.1", free_port()), 1)
     other = Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, tmp_path / "launch.secret")
-    assert both(lambda: first.dismiss(2), lambda: other.meet(NO_SIGNALS, 20)) == [None, None]
+    assert run_concurrently(lambda: first.dismiss(2), lambda: other.meet(NO_SIGNALS, 20)) == [None, None]
     assert other.next_order(queue, print)["code"] == 2
 
 
 # Strangers
 
 
-def challenge(connection: socket.socket) -> dict:
+def receive_message(connection: socket.socket) -> dict:
     return json.loads(connection.makefile().readline())
 
 
-def ended(connection: socket.socket) -> bool:
+def is_closed(connection: socket.socket) -> bool:
     """Whether the first machine has closed the connection."""
     connection.settimeout(30)
     try:
@@ -383,7 +385,7 @@ def ended(connection: socket.socket) -> bool:
     return True
 
 
-SENT = {
+STRANGE_MESSAGES = {
     "nested": b"[" * 200_000 + b"\n",
     "endless": b"x" * 200_000,
     "tls": b"\x16\x03\x01\n[1, 2]\n",
@@ -394,22 +396,22 @@ SENT = {
 }
 
 
-@pytest.mark.parametrize("sent", SENT.values(), ids=SENT)
-def test_a_stranger_is_sent_away_and_the_others_come_in(sent, queue, tmp_path):
+@pytest.mark.parametrize("sent", STRANGE_MESSAGES.values(), ids=STRANGE_MESSAGES)
+def test_a_stranger_is_refused_and_machines_are_admitted(sent, queue, tmp_path):
     """Whatever it sends. It is not admitted as a machine, which would learn the store's port."""
     first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
     other = Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, path)
     stranger = socket.create_connection(("127.0.0.1", first.nodes.port))
 
-    def come() -> tuple:
+    def join() -> tuple:
         refused = False
         try:
             stranger.sendall(sent)
         except OSError:
             refused = True
-        return ended(stranger) or refused, other.meet(NO_SIGNALS, 20)
+        return is_closed(stranger) or refused, other.meet(NO_SIGNALS, 20)
 
-    assert both(lambda: first.meet(queue, 60, path), come) == [None, (True, None)]
+    assert run_concurrently(lambda: first.meet(queue, 60, path), join) == [None, (True, None)]
     assert set(first.hosts) == {0, 1} and first.hosts[1] == socket.gethostname()
     first.dismiss(0)
 
@@ -431,14 +433,14 @@ def test_a_recorded_conversation_proves_nothing(queue, tmp_path):
     def answer(nonce: str) -> socket.socket:
         peer = socket.create_connection(("127.0.0.1", first.nodes.port))
         first._door.greet()
-        nonces.append(challenge(peer)["nonce"])
+        nonces.append(receive_message(peer)["nonce"])
         proof = secret.proof(path.read_bytes(), "other machine", nonces[0], nonce)
         peer.sendall(json.dumps({"kind": "proof", "nonce": nonce, "proof": proof}).encode() + b"\n")
         first._door.greet()
         return peer
 
     genuine, replayed = answer("1" * 64), answer("1" * 64)
-    assert challenge(genuine)["kind"] == "welcome" and challenge(replayed)["kind"] == "stranger"
+    assert receive_message(genuine)["kind"] == "welcome" and receive_message(replayed)["kind"] == "stranger"
     assert nonces[0] != nonces[1] and first._door.strangers == 1
     # its own proof sent back to it proves nothing either: the role is in it
     mirrored = secret.proof(path.read_bytes(), "first machine", nonces[1], "2" * 64)
@@ -446,7 +448,7 @@ def test_a_recorded_conversation_proves_nothing(queue, tmp_path):
     first.dismiss(0)
 
 
-def test_who_pretends_to_be_the_first_machine_is_not_followed(tmp_path, monkeypatch):
+def test_an_impostor_of_the_coordinator_is_not_followed(tmp_path, monkeypatch):
     monkeypatch.setattr(multi_node, "FOLDER_SECONDS", 0.5)
     path = tmp_path / "launch.secret"
     secret.create(path)
@@ -463,29 +465,29 @@ def test_who_pretends_to_be_the_first_machine_is_not_followed(tmp_path, monkeypa
             return
 
     other = Other(Nodes(2, 1, "127.0.0.1", listener.getsockname()[1]), 1, path)
-    _, error = both(pretend, lambda: other.meet(NO_SIGNALS, 20))
+    _, error = run_concurrently(pretend, lambda: other.meet(NO_SIGNALS, 20))
     assert re.match("job.dump_folder: not the folder of the first machine .127.0.0.1.: it does not know", str(error))
     assert other.line is None
 
 
-def test_strangers_are_few_and_have_little_time(queue, tmp_path, monkeypatch):
+def test_strangers_are_limited_in_number_and_time(queue, tmp_path, monkeypatch):
     """A hundred silent connections keep no machine out."""
     monkeypatch.setattr(admission, "MOST_VISITORS", 8)
     monkeypatch.setattr(admission, "GREETING_SECONDS", 2)
     first, path = First(Nodes(3, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
     strangers = [socket.create_connection(("127.0.0.1", first.nodes.port)) for _ in range(100)]
     other = Other(Nodes(3, 1, "127.0.0.1", first.nodes.port), 1, path)
-    most = []
+    socket_counts = []
 
     def wait(seconds, also=()):
-        most.append(len(also))
+        socket_counts.append(len(also))
         return NO_SIGNALS.wait(seconds, also)
 
     watched = SimpleNamespace(wait=wait)
-    error, met = both(lambda: first.meet(watched, 6, path), lambda: other.meet(NO_SIGNALS, 20))
-    assert met is None and "of which 2 did not come" in str(error)
-    assert max(most) <= 8 + 2 and most[-1] == 2  # the listener and the machine
-    assert all(map(ended, strangers))
+    error, outcome = run_concurrently(lambda: first.meet(watched, 6, path), lambda: other.meet(NO_SIGNALS, 20))
+    assert outcome is None and "of which 2 did not come" in str(error)
+    assert max(socket_counts) <= 8 + 2 and socket_counts[-1] == 2  # the listener and the machine
+    assert all(map(is_closed, strangers))
     first.dismiss(2)
 
 
@@ -517,14 +519,14 @@ def test_a_file_system_without_permissions_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", ["nothing", "another"])
-def test_a_folder_that_is_not_shared_is_told_on_both_machines(content, queue, tmp_path, monkeypatch):
+def test_a_folder_that_is_not_shared_is_reported_on_both_machines(content, queue, tmp_path, monkeypatch):
     monkeypatch.setattr(multi_node, "FOLDER_SECONDS", 0.5)
     first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 1), tmp_path / "b" / "launch.secret"
     path.parent.mkdir()
     if content == "another":
         secret.create(path)
     other = Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, path)
-    at_first, at_other = both(
+    at_first, at_other = run_concurrently(
         lambda: first.meet(queue, 5, tmp_path / "launch.secret"), lambda: other.meet(NO_SIGNALS, 60)
     )
     problem = "it does not know" if content == "another" else ""
@@ -538,8 +540,8 @@ def test_a_folder_that_is_not_shared_is_told_on_both_machines(content, queue, tm
 # Orders
 
 
-def test_what_comes_in_one_breath_with_an_order_is_heard_later(queue, tmp_path):
-    first, other = met(queue, tmp_path)
+def test_messages_sent_together_with_an_order_are_not_lost(queue, tmp_path):
+    first, other = connected_pair(queue, tmp_path)
     stop = {"kind": "stop", "number": 2}
     orders = [{"kind": "start", "attempt": 1, "port": 5, "restart": None}, stop]
     first.lines[1].connection.sendall(b"".join(json.dumps(order).encode() + b"\n" for order in orders))
@@ -548,16 +550,16 @@ def test_what_comes_in_one_breath_with_an_order_is_heard_later(queue, tmp_path):
 
 
 def test_a_stop_that_crosses_a_start_stops_what_was_started(queue, tmp_path):
-    first, other = met(queue, tmp_path)
+    first, other = connected_pair(queue, tmp_path)
     first.lines[1].send({"kind": "start", "attempt": 1, "port": 5, "restart": None})
     os.kill(os.getpid(), signal.SIGTERM)
     assert other.next_order(queue, print)["kind"] == "start"
     stop = {"kind": "stop", "number": signal.SIGTERM}
-    assert other.look() == [stop] and heard(first) == [stop | {"attempt": 0}]
+    assert other.look() == [stop] and receive(first) == [stop | {"attempt": 0}]
     first.dismiss(0)
 
 
-def test_a_first_machine_that_does_not_come_is_told(queue, tmp_path):
+def test_a_missing_coordinator_is_reported(queue, tmp_path):
     other = Other(Nodes(2, 1, "127.0.0.1", port := free_port()), 1, tmp_path / "launch.secret")
     with pytest.raises(JobError, match=f"HEAD_ADDR, HEAD_PORT: given 127.0.0.1, {port}, where no launcher answers"):
         other.meet(queue, 0.1)
@@ -566,26 +568,26 @@ def test_a_first_machine_that_does_not_come_is_told(queue, tmp_path):
 # A network that is cut
 
 
-def networked(folder: Path, program: str, **options) -> tuple[Proxy, list[subprocess.Popen]]:
+def start_machines_with_proxy(folder: Path, program: str, **options) -> tuple[Proxy, list[subprocess.Popen]]:
     """Two launchers, and what is between them."""
     proxy = Proxy(free_port(), free_port())
-    return proxy, machines(program, folder, ports=(proxy.target_port, proxy.port), **options)
+    return proxy, start_machines(program, folder, ports=(proxy.target_port, proxy.port), **options)
 
 
-TWICE = (
+FINISH_AFTER_RESTART = (
     "tell('train', 8)\nif number == 0:\n  save(5)\n  say('ready', ranks.rank, os.getpid()); wait()\n"
     "say('again', number)\ntell('end', 9)"
 )
 
 
 @pytest.mark.parametrize("noticed_by", ["both", "the other"])
-def test_a_network_that_comes_back_is_a_restart_from_what_is_saved(noticed_by, tmp_path):
+def test_a_restored_network_restarts_the_run_from_the_last_save(noticed_by, tmp_path):
     """Also where one machine knows of the cut seconds before the first one does."""
-    proxy, found = networked(tmp_path, TWICE, rejoin=100)
+    proxy, machines = start_machines_with_proxy(tmp_path, FINISH_AFTER_RESTART, rejoin=100)
     try:
-        pids = [ready(process) for process in found]
+        pids = [wait_until_ready(process) for process in machines]
         proxy.cut(only_caller_sees=noticed_by == "the other")
-        assert "is gone; trying for up to 100 s to reach it again (job.rejoin_seconds)" in found[1].stderr.readline()
+        assert "is gone; trying for up to 100 s to reach it again (job.rejoin_seconds)" in machines[1].stderr.readline()
         assert gone(pids[1])  # its ranks have ended before it looks for the first machine
         assert gone(pids[0]) or noticed_by == "the other"
         proxy.heal()
@@ -594,7 +596,7 @@ def test_a_network_that_comes_back_is_a_restart_from_what_is_saved(noticed_by, t
             time.sleep(0.05)  # it comes again and again to a launcher that knows of nothing and has its ranks at work
         assert noticed_by == "both" or not gone(pids[0], 0.1)
         proxy.reset_held()
-        first, other = ends(found)
+        first, other = wait_for_all(machines)
     finally:
         proxy.close()
     host = socket.gethostname()
@@ -610,11 +612,11 @@ def test_a_network_that_comes_back_is_a_restart_from_what_is_saved(noticed_by, t
 
 
 def test_a_network_that_does_not_come_back_ends_the_run_on_both_machines(tmp_path):
-    proxy, found = networked(tmp_path, TWICE, rejoin=2)
+    proxy, machines = start_machines_with_proxy(tmp_path, FINISH_AFTER_RESTART, rejoin=2)
     try:
-        pids = [ready(process) for process in found]
+        pids = [wait_until_ready(process) for process in machines]
         proxy.cut()
-        first, other = ends(found)
+        first, other = wait_for_all(machines)
     finally:
         proxy.close()
     assert (first[0], other[0]) == (1, 1) and all(map(gone, pids))
@@ -628,31 +630,31 @@ def test_a_network_that_does_not_come_back_ends_the_run_on_both_machines(tmp_pat
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_while_the_network_is_cut_is_served_at_once(number, tmp_path):
-    proxy, found = networked(tmp_path, TWICE, rejoin=1000)
+    proxy, machines = start_machines_with_proxy(tmp_path, FINISH_AFTER_RESTART, rejoin=1000)
     try:
-        for process in found:
-            ready(process)
+        for process in machines:
+            wait_until_ready(process)
         proxy.cut()
-        for process in found:
+        for process in machines:
             assert "job.rejoin_seconds" in process.stderr.readline()
             process.send_signal(number)
-        assert [code for code, _, _ in ends(found)] == [128 + number] * 2
+        assert [code for code, _, _ in wait_for_all(machines)] == [128 + number] * 2
     finally:
         proxy.close()
 
 
 def test_a_launcher_that_is_started_again_joins_the_run(tmp_path):
-    proxy, found = networked(tmp_path, TWICE, rejoin=100)
+    proxy, machines = start_machines_with_proxy(tmp_path, FINISH_AFTER_RESTART, rejoin=100)
     try:
-        for process in found:
-            ready(process)
-        found[1].kill()
-        assert "gone; waiting" in found[0].stderr.readline()
+        for process in machines:
+            wait_until_ready(process)
+        machines[1].kill()
+        assert "gone; waiting" in machines[0].stderr.readline()
         restarted = subprocess.Popen(
-            found[1].args, cwd=jobs.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            machines[1].args, cwd=jobs.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         started.append(restarted)
-        first, other = ends([found[0], restarted])
+        first, other = wait_for_all([machines[0], restarted])
     finally:
         proxy.close()
     assert (first[0], other[0]) == (0, 0) and other[1] == "again 1\n", (first, other)
@@ -661,34 +663,34 @@ def test_a_launcher_that_is_started_again_joins_the_run(tmp_path):
 def test_a_machine_that_knows_of_the_cut_before_the_first_takes_its_old_place(queue, tmp_path):
     """Of three machines one is gone for all to see; another connects again while its old connection seems sound."""
     first, path = First(Nodes(3, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
-    others = [Other(Nodes(3, index, "127.0.0.1", first.nodes.port), 1, path) for index in (1, 2)]
-    meetings = [lambda other=other: other.meet(NO_SIGNALS, 20) for other in others]
-    assert both(lambda: first.meet(queue, 20, path), *meetings) == [None] * 3
+    workers = [Other(Nodes(3, index, "127.0.0.1", first.nodes.port), 1, path) for index in (1, 2)]
+    meetings = [lambda other=other: other.meet(NO_SIGNALS, 20) for other in workers]
+    assert run_concurrently(lambda: first.meet(queue, 20, path), *meetings) == [None] * 3
     first.begin(None)[1].close()
-    for other in others:
+    for other in workers:
         assert other.next_order(queue, print)["attempt"] == 1
-    old = others[1].line
-    others[0].line.close()
-    assert select.select(first.sockets, [], [], 60)[0] and [each["kind"] for each in first.look()] == ["follow"]
+    old = workers[1].line
+    workers[0].line.close()
+    assert select.select(first.sockets, [], [], 60)[0] and [message["kind"] for message in first.look()] == ["follow"]
     texts = []
-    back = [lambda other=other: other.rejoin(NO_SIGNALS, 60, texts.append) for other in others]
-    assert both(lambda: first.rejoin(queue, 60, texts.append), *back[::-1]) == [None] * 3
+    back = [lambda other=other: other.rejoin(NO_SIGNALS, 60, texts.append) for other in workers]
+    assert run_concurrently(lambda: first.rejoin(queue, 60, texts.append), *back[::-1]) == [None] * 3
     assert first.gone == [] and set(first.lines) == {1, 2} and old.open
     # a late message about the old start is not taken as one about the new start
     first.begin(None)[1].close()
-    others[0].tell("end", **End(CRASHED, "of the first start").plain())
-    assert others[0].next_order(queue, print)["attempt"] == 2
-    others[0].tell("end", **End(0, "of the second", done=True).plain())
-    others[1].line.close()
+    workers[0].tell("end", **End(CRASHED, "of the first start").plain())
+    assert workers[0].next_order(queue, print)["attempt"] == 2
+    workers[0].tell("end", **End(0, "of the second", done=True).plain())
+    workers[1].line.close()
     outcomes = first.gather(End(0, done=True), queue)
     assert sorted(end.cause for end in outcomes if end.code == 0) == ["", "of the second"]
     assert [end.cause for end in outcomes if end.code] == [f"machine 2 ({socket.gethostname()}) is gone"]
     first.dismiss(0)
 
 
-def test_machines_that_are_there_hear_who_is_waited_for(queue, tmp_path, monkeypatch):
+def test_joined_machines_are_told_who_is_awaited(queue, tmp_path, monkeypatch):
     """And go on waiting, however long that takes."""
-    first, other = met(queue, tmp_path)
+    first, other = connected_pair(queue, tmp_path)
     for text in ("waiting for machine 2", "still"):
         first.lines[1].send({"kind": "waiting", "text": text})
     threading.Timer(1.5, first.lines[1].send, [{"kind": "leave", "code": 3}]).start()
@@ -700,9 +702,9 @@ def test_machines_that_are_there_hear_who_is_waited_for(queue, tmp_path, monkeyp
     first.dismiss(0)
 
 
-def test_progress_is_said_while_a_machine_is_waited_for(queue, tmp_path, monkeypatch):
+def test_progress_is_reported_while_a_machine_is_awaited(queue, tmp_path, monkeypatch):
     monkeypatch.setattr(multi_node, "REPORT_SECONDS", 0.4)
-    first, other = met(queue, tmp_path)
+    first, other = connected_pair(queue, tmp_path)
     first.attempt = other.attempt = 1
     other.line.close()
     assert select.select(first.sockets, [], [], 60)[0] and first.look()
@@ -726,16 +728,16 @@ def test_a_connection_whose_other_end_is_silent_is_closed_by_the_kernel():
 # What an end is
 
 
-def test_ends_come_over_the_wire_as_they_are():
+def test_exit_reports_survive_serialization():
     evidence = Evidence(3.0, "place", "", {1: ("train", 3, 1.5)}, {1: "S"}, {1: {"entries": []}})
-    for told in (End(0, done=True), End(HUNG, evidence=evidence)):
-        received = read_end(json.loads(json.dumps(told.plain())))
+    for report in (End(0, done=True), End(HUNG, evidence=evidence)):
+        received = read_end(json.loads(json.dumps(report.plain())))
         assert received.evidence is None or received.evidence.states == {1: "S"}
-        assert json.dumps(received.plain()) == json.dumps(told.plain())
+        assert json.dumps(received.plain()) == json.dumps(report.plain())
 
 
 @pytest.mark.parametrize(
-    ("found", "code", "cause"),
+    ("reports", "code", "cause"),
     [
         ([End(0, done=True), End(0, done=True)], 0, ""),
         ([End(1, "a"), End(137, "b", by_signal=True)], 137, "b"),
@@ -746,15 +748,15 @@ def test_ends_come_over_the_wire_as_they_are():
     ],
     ids=str,
 )
-def test_of_several_ends_the_one_that_explains_most_counts(found, code, cause):
-    end = together(found)
+def test_the_most_informative_exit_report_wins(reports, code, cause):
+    end = together(reports)
     assert (end.code, end.cause) == (code, cause)
-    assert together(found[::-1]).code == code
+    assert together(reports[::-1]).code == code
 
 
 def test_a_silent_machine_is_not_waited_for_for_ever(queue, monkeypatch, tmp_path):
     monkeypatch.setattr(multi_node, "QUIET_SECONDS", 0.1)
-    first, other = met(queue, tmp_path)
+    first, other = connected_pair(queue, tmp_path)
     end = together(first.gather(End(0, done=True), queue))
     assert end.code == 1 and first.gone == [f"machine 1 ({socket.gethostname()})"]
-    assert heard(other)[-1] == {"kind": "follow"}
+    assert receive(other)[-1] == {"kind": "follow"}

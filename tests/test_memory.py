@@ -41,7 +41,7 @@ SMALL = {
     "training.loss_chunks": 2,
     "compile.enable": "false",
 }
-LEARNED = {
+TRAINING = {
     "AdamW": {},
     "bfloat16": {"optimizer.name": "AdamWBF16", "training.dtype": "bfloat16"},
     "8 bits": {"optimizer.name": "AdamW8bit"},
@@ -49,12 +49,12 @@ LEARNED = {
     "LoRA": {"adapter.kind": "lora", "adapter.rank": 8},
     "QLoRA": {"adapter.kind": "qlora", "adapter.rank": 8},
 }
-SENT = 4 * 128 * 128 * 4
+HIDDEN_STATE_BYTES = 4 * 128 * 128 * 4
 """Bytes of the hidden states of a batch [4, 128, 128]: what a pipeline rank sends, gloo holds until the step ends."""
 # gloo copies what it reduces, which is to be little beside the model
 WIDE = {"training.seq_len": 64, "model.overrides": SMALL["model.overrides"].replace("dim=128", "dim=256")}
 PLANS = {  # ranks, options, what is learned under it
-    "one rank": (1, {}, list(LEARNED)),
+    "one rank": (1, {}, list(TRAINING)),
     "FSDP 2": (2, {}, ["GaLore", "AdamW", "QLoRA"]),
     "TP 2": (2, {"parallelism.tensor_parallel_degree": 2} | WIDE, ["8 bits", "LoRA", "AdamW"]),
     "PP 2": (2, {"parallelism.pipeline_parallel_degree": 2}, ["AdamW", "bfloat16", "QLoRA"]),
@@ -71,13 +71,13 @@ def argv(*options):
     return [f"--{name}={value}" for name, value in joined.items()]
 
 
-def measured(jobs):
+def measured_peaks(jobs):
     """Of each job's second step on this rank, or a later one, the most bytes of all allocations on the CPU that live at
     once. The least of some steps: gloo's threads hold what they send for as long as they please.
     """
-    found = []
-    for words in jobs:
-        config = manager.load(words)
+    peaks = []
+    for arguments in jobs:
+        config = manager.load(arguments)
         world = torch.distributed.get_world_size()
         dims, device = parts.dims(config, world), torch.device(device_type())
         model = parts.model(config, dims.build_mesh(device.type), dims, device)
@@ -94,12 +94,12 @@ def measured(jobs):
             optimizers.zero_grad()
 
         step()
-        states = [value for each in optimizers for state in each.state.values() for value in state.values()]
-        held = [*(p for _, p in model.named_tensors()), *filter(torch.is_tensor, states)]
-        storages = {local_part(tensor)[0].untyped_storage() for tensor in held}
-        before = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-        found.append(before + min(most_allocated(step) for _ in range(3)))
-    return found
+        states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+        tensors = [*(p for _, p in model.named_tensors()), *filter(torch.is_tensor, states)]
+        storages = {local_part(tensor)[0].untyped_storage() for tensor in tensors}
+        persistent_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        peaks.append(persistent_bytes + min(most_allocated(step) for _ in range(3)))
+    return peaks
 
 
 def most_allocated(step):
@@ -109,53 +109,55 @@ def most_allocated(step):
     return max(accumulate(sizes))
 
 
-def foretold(jobs, ranks):
+def estimated_peaks(jobs, ranks):
     """By job, of each of these ranks of 2."""
-    found = []
+    peaks = []
     for config in map(manager.load, jobs):
-        moments = [rehearse(config, rank, max(1, len(ranks)), "cpu") for rank in ranks]
-        found.append([max(map(Counter.total, of_rank.moments.values())) for of_rank in moments])
-    return found
+        estimates = [rehearse(config, rank, max(1, len(ranks)), "cpu") for rank in ranks]
+        peaks.append([max(map(Counter.total, estimate.moments.values())) for estimate in estimates])
+    return peaks
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_step_needs_what_was_foretold(plan):
+def test_estimated_peak_memory_is_within_5_percent(plan):
     """All optimizers and adapters on one rank, and by turns under the others; each with one way of recompute, by turns.
     5 %: kernels need some room of their own, which the profiler sees too.
     """
-    ranks, degrees, learned = PLANS[plan]
+    ranks, degrees, names = PLANS[plan]
     turns = list(RECOMPUTE.values())
-    jobs = [argv(degrees, LEARNED[name], turns[i % 3]) for i, name in enumerate(learned)]
-    real = list(zip(*run_ranks(ranks, measured, jobs), strict=True))
-    told = run_alone(foretold, jobs, list(range(ranks)))
-    for name, were, will in zip(learned, real, told, strict=True):
+    jobs = [argv(degrees, TRAINING[name], turns[i % 3]) for i, name in enumerate(names)]
+    measurements = list(zip(*run_ranks(ranks, measured_peaks, jobs), strict=True))
+    estimates = run_alone(estimated_peaks, jobs, list(range(ranks)))
+    for name, measured, estimated in zip(names, measurements, estimates, strict=True):
         if plan != "PP 2":  # ranks are alike, and the one of which gloo's threads hold less is nearer to the truth
-            were, will = [min(were)], [min(will)]
-        for taken, expected in zip(were, will, strict=True):
-            assert expected <= 1.05 * taken and taken <= 1.05 * (expected + SENT * (plan == "PP 2")), name
+            measured, estimated = [min(measured)], [min(estimated)]
+        for actual, expected in zip(measured, estimated, strict=True):
+            assert expected <= 1.05 * actual and actual <= 1.05 * (expected + HIDDEN_STATE_BYTES * (plan == "PP 2")), (
+                name
+            )
 
 
 # What is sent
 
 
-def sends(jobs):
+def actual_traffic(jobs):
     """What this rank sends in a step of each job."""
-    found = []
+    traffic = []
     for config in map(manager.load, jobs):
         dims, device = parts.dims(config, 2), torch.device(device_type())
         model = parts.model(config, dims.build_mesh(device.type), dims, device)
         batch, passes = zero_batch(config, dims, model.draws), batches_of_a_step(config, dims)
         rehearsal = Rehearsal(config, model, parts.optimizers(config, model), batch, passes)
-        found.append(dict(rehearsal.step(Live()).sent))
-    return found
+        traffic.append(dict(rehearsal.step(Live()).sent))
+    return traffic
 
 
-def would_send(jobs, rank):
-    return [dict(rehearse(manager.load(words), rank, 2, "cpu").sent) for words in jobs]
+def estimated_traffic(jobs, rank):
+    return [dict(rehearse(manager.load(arguments), rank, 2, "cpu").sent) for arguments in jobs]
 
 
 THREE_PASSES = {"training.global_batch_size": 24}
-SENDING = {
+COMMUNICATING = {
     "FSDP 2": THREE_PASSES | RECOMPUTE["full"],
     "TP 2": {"parallelism.tensor_parallel_degree": 2} | RECOMPUTE["full"],
     "PP 2": {"parallelism.pipeline_parallel_degree": 2},
@@ -165,21 +167,23 @@ SENDING = {
 }
 
 
-def test_a_rank_sends_what_was_foretold():
+def test_estimated_traffic_is_exact():
     """To the byte; where experts get tokens, in as many calls."""
-    jobs = list(map(argv, SENDING.values()))
-    really, told = run_ranks(2, sends, jobs)[1], run_alone(would_send, jobs, 1)
-    for plan, were, will in zip(SENDING, really, told, strict=True):
-        counted = {"calls"} if plan == "EP 2" else {"calls", "bytes"}
-        here, there = ({key: sent[key] for key in sent if key[2] in counted} for sent in (were, will))
-        assert there and here == there, plan
+    jobs = list(map(argv, COMMUNICATING.values()))
+    measurements, estimates = run_ranks(2, actual_traffic, jobs)[1], run_alone(estimated_traffic, jobs, 1)
+    for plan, measured_traffic, will in zip(COMMUNICATING, measurements, estimates, strict=True):
+        quantities = {"calls"} if plan == "EP 2" else {"calls", "bytes"}
+        measured, estimated = (
+            {key: sent[key] for key in sent if key[2] in quantities} for sent in (measured_traffic, will)
+        )
+        assert estimated and measured == estimated, plan
     numbers = parts.model_args(manager.load(jobs[0])).num_parameters
-    assert told[0]["dp_shard", "reduce_scatter", "bytes"] == 3 * 4 * numbers / 2  # in float32, half to the other
+    assert estimates[0]["dp_shard", "reduce_scatter", "bytes"] == 3 * 4 * numbers / 2  # in float32, half to the other
 
 
-def test_replicas_of_shards_add_up_what_each_shard_has():
+def test_hsdp_reduces_each_shard_over_its_replicas():
     replicas = {f"parallelism.data_parallel_{way}_degree": 2 for way in ("replicate", "shard")}
-    (_, (sent,)), _ = run_alone(both_ways, argv(replicas), 4)
+    (_, (sent,)), _ = run_alone(full_and_partial_estimates, argv(replicas), 4)
     size = sent["dp_replicate", "all_reduce", "bytes"]
     assert size == sent["dp_shard", "reduce_scatter", "bytes"] > 0  # half of all gradients, once to one other
 
@@ -187,17 +191,17 @@ def test_replicas_of_shards_add_up_what_each_shard_has():
 # Less than the whole step
 
 
-def both_ways(words, world_size):
+def full_and_partial_estimates(arguments, world_size):
     """By pipeline rank peaks and what is sent: of the whole job, and of what is rehearsed of it where little may be
     rehearsed whole, by processes of their own.
     """
-    config = manager.load(words)
-    found = []
-    for at_once, together in ((10**6, 10**6), (0, 0)):
-        prediction.AT_ONCE, prediction.TOGETHER = at_once, together
-        told = prediction.predict(config, world_size, "cuda", traffic=True)
-        found.append(([each.peak for each in told], [dict(each.sent) for each in told]))
-    return found
+    config = manager.load(arguments)
+    results = []
+    for layers, microbatches in ((10**6, 10**6), (0, 0)):
+        prediction.AT_ONCE, prediction.TOGETHER = layers, microbatches
+        estimates = prediction.predict(config, world_size, "cuda", traffic=True)
+        results.append(([estimate.peak for estimate in estimates], [dict(estimate.sent) for estimate in estimates]))
+    return results
 
 
 DEEP = {
@@ -218,44 +222,44 @@ DEEP = {
 
 
 @pytest.mark.parametrize("case", DEEP)
-def test_a_part_of_a_deep_job_tells_what_the_whole_takes(case):
+def test_a_partial_rehearsal_agrees_with_the_full_one(case):
     world_size, options = DEEP[case]
-    whole, part = run_alone(both_ways, argv(options, RECOMPUTE["full"]), world_size)
-    assert part[0] == pytest.approx(whole[0], rel=0.01)
-    assert part[1] == [pytest.approx(sent) for sent in whole[1]]
-    assert all(part[1])
+    full, partial = run_alone(full_and_partial_estimates, argv(options, RECOMPUTE["full"]), world_size)
+    assert partial[0] == pytest.approx(full[0], rel=0.01)
+    assert partial[1] == [pytest.approx(sent) for sent in full[1]]
+    assert all(partial[1])
 
 
-def of_a_task(number, place):
+def product_and_process(number, factor):
     if number < 0:
         raise JobError(f"given {number}")
-    return number * place, os.getpid(), torch.get_num_threads()
+    return number * factor, os.getpid(), torch.get_num_threads()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
 def test_rehearsals_have_as_many_processes_as_there_are_processors(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     tasks = [(number, 10) for number in range(4)]
-    for processors, daemon, elsewhere in ((2, False, True), (1, False, False), (2, True, False)):
+    for processors, daemon, forked in ((2, False, True), (1, False, False), (2, True, False)):
         monkeypatch.setattr(rehearsal, "_processors", lambda number=processors: number)
         monkeypatch.setattr(type(multiprocessing.current_process()), "daemon", daemon)
-        found = rehearsal.run_in_processes(of_a_task, tasks)
-        assert [number for number, _, _ in found] == [0, 10, 20, 30]
-        assert all((pid != os.getpid()) == elsewhere for _, pid, _ in found)
-        assert not elsewhere or {threads for *_, threads in found} == {1}
+        results = rehearsal.run_in_processes(product_and_process, tasks)
+        assert [number for number, _, _ in results] == [0, 10, 20, 30]
+        assert all((pid != os.getpid()) == forked for _, pid, _ in results)
+        assert not forked or {threads for *_, threads in results} == {1}
         with pytest.raises(JobError, match="given -1"):
-            rehearsal.run_in_processes(of_a_task, [*tasks, (-1, 1)])
+            rehearsal.run_in_processes(product_and_process, [*tasks, (-1, 1)])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
-def test_a_rehearsal_that_is_ended_is_said(monkeypatch):
+def test_a_killed_rehearsal_is_reported(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(rehearsal, "_processors", lambda: 2)
     with pytest.raises(JobError, match="a rehearsal was ended, as where memory runs out"):
         rehearsal.run_in_processes(os._exit, [(9,), (9,)])
 
 
-def note(folder, number):
+def fail_first_or_touch(folder, number):
     """The first one fails, and as many as there are processes end a little later."""
     if number == 0:
         raise JobError("the first")
@@ -264,37 +268,37 @@ def note(folder, number):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
-def test_after_a_failure_no_rehearsal_is_begun(tmp_path, monkeypatch):
+def test_no_rehearsal_starts_after_a_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(rehearsal, "_processors", lambda: 2)
     with pytest.raises(JobError, match="the first"):
-        rehearsal.run_in_processes(note, [(tmp_path, number) for number in range(40)])
+        rehearsal.run_in_processes(fail_first_or_touch, [(tmp_path, number) for number in range(40)])
     assert len(list(tmp_path.iterdir())) < 39
 
 
-def stay(folder):
+def touch_and_wait(folder):
     (folder / str(os.getpid())).touch()
     signal.pause()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
-def test_rehearsals_end_with_whoever_asked_for_them(tmp_path, monkeypatch):
+def test_rehearsals_end_when_their_parent_dies(tmp_path, monkeypatch):
     """As where Ctrl-C ends `torchtitan check`, which kills the estimate that it has begun."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(rehearsal, "_processors", lambda: 2)
-    asking = multiprocessing.get_context("fork").Process(
-        target=rehearsal.run_in_processes, args=(stay, [(tmp_path,)] * 2)
+    parent = multiprocessing.get_context("fork").Process(
+        target=rehearsal.run_in_processes, args=(touch_and_wait, [(tmp_path,)] * 2)
     )
-    asking.start()
+    parent.start()
     try:
         deadline = time.monotonic() + 60
-        while len(begun := list(tmp_path.iterdir())) < 2:
+        while len(marker_files := list(tmp_path.iterdir())) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        asking.kill()
-        assert all(gone(int(path.name)) for path in begun)
+        parent.kill()
+        assert all(gone(int(path.name)) for path in marker_files)
     finally:
-        asking.kill()
+        parent.kill()
         for path in tmp_path.iterdir():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(path.name), signal.SIGKILL)
@@ -302,7 +306,7 @@ def test_rehearsals_end_with_whoever_asked_for_them(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
 @pytest.mark.parametrize("gpu", [False, True])
-def test_beside_a_gpu_processes_are_forked_from_one_that_has_done_nothing(gpu, monkeypatch):
+def test_with_a_gpu_processes_are_forked_from_a_fresh_one(gpu, monkeypatch):
     """autograd has threads there after its first backward, and works in no fork of this process any more."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpu)
     monkeypatch.setattr(rehearsal, "_processors", lambda: 2)
@@ -313,7 +317,7 @@ def test_beside_a_gpu_processes_are_forked_from_one_that_has_done_nothing(gpu, m
     assert rehearsal.run_in_processes(torch.get_num_threads, [(), ()]) == [1, 1]
 
 
-CHOSEN = {  # patterns -> whether it takes every layer of the model to tell
+PATTERNS = {  # patterns -> whether it takes every layer of the model to tell
     ("*norm*", "output.weight"): False,
     ("layers.*.attention.w[qk].weight",): False,
     ("layers.*",): False,
@@ -323,71 +327,76 @@ CHOSEN = {  # patterns -> whether it takes every layer of the model to tell
 }
 
 
-@pytest.mark.parametrize("patterns", CHOSEN)
+@pytest.mark.parametrize("patterns", PATTERNS)
 @pytest.mark.parametrize("option", ["training.unfrozen", "adapter.train_fully"])
 def test_layers_that_learn_alike_are_not_all_rehearsed(option, patterns):
-    adapter = LEARNED["LoRA"] if option.startswith("adapter") else {}
+    adapter = TRAINING["LoRA"] if option.startswith("adapter") else {}
     config = manager.load(argv(adapter, {option: list(patterns)}))
-    assert prediction._layers_differ(config) == CHOSEN[patterns]
+    assert prediction._layers_differ(config) == PATTERNS[patterns]
 
 
-def with_reference(words):
+def peaks_with_reference(arguments):
     """The highest moment without another reference and with one, and this job's moments on one of two ranks."""
-    jobs = [manager.load(words), manager.load([*words, "--dpo.reference=elsewhere"])]
-    told = [prediction.predict(job, 1, "cpu")[0] for job in jobs]
-    return [(each.moment, each.kinds) for each in told], rehearse(jobs[1], 0, 2, "cpu").moments
+    jobs = [manager.load(arguments), manager.load([*arguments, "--dpo.reference=elsewhere"])]
+    estimates = [prediction.predict(job, 1, "cpu")[0] for job in jobs]
+    return [(estimate.moment, estimate.kinds) for estimate in estimates], rehearse(jobs[1], 0, 2, "cpu").moments
 
 
-def test_the_reference_is_counted_beside_an_adapter_in_4_bits():
+def test_the_reference_is_counted_in_addition_to_a_qlora_model():
     """Its weights are whole and in float32, while nothing of the optimizer is there yet."""
     small = {"training.seq_len": 16, "training.local_batch_size": 2, "training.loss_chunks": 0}
-    words = argv(LEARNED["QLoRA"], {"task.kind": "dpo"} | small)
-    ((before, kinds), (moment, more)), of_two = run_alone(with_reference, words)
-    assert before == "forward and backward" and moment == "asking the reference"
+    arguments = argv(TRAINING["QLoRA"], {"task.kind": "dpo"} | small)
+    ((own_moment, kinds), (moment, kinds_with_reference)), moments_of_two_ranks = run_alone(
+        peaks_with_reference, arguments
+    )
+    assert own_moment == "forward and backward" and moment == "asking the reference"
     layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384 + 2 * 128
-    assert more["parameters of the reference"] == 4 * (2 * 512 * 128 + 128 + 3 * layer)
+    assert kinds_with_reference["parameters of the reference"] == 4 * (2 * 512 * 128 + 128 + 3 * layer)
     for kind in ("parameters", "frozen parameters"):
-        assert more[kind] == kinds[kind]
-    assert "optimizer state" not in more and "gradients" not in more
-    assert of_two[moment]["parameters of the reference"] == more["parameters of the reference"] / 2
-    assert not of_two["optimizer"]["parameters of the reference"]  # it is gone by then
+        assert kinds_with_reference[kind] == kinds[kind]
+    assert "optimizer state" not in kinds_with_reference and "gradients" not in kinds_with_reference
+    assert (
+        moments_of_two_ranks[moment]["parameters of the reference"]
+        == kinds_with_reference["parameters of the reference"] / 2
+    )
+    assert not moments_of_two_ranks["optimizer"]["parameters of the reference"]  # it is gone by then
 
 
-def gathered(words):
+def gathered_devices_and_calls(arguments):
     """Devices of the storages that FSDP fills in a rehearsal of the first of four ranks, and all-gathers of experts."""
     devices, resize = set(), torch.UntypedStorage.resize_
 
-    def seen(storage, size):
+    def recording_resize(storage, size):
         devices.add(storage.device.type)
         return resize(storage, size)
 
-    torch.UntypedStorage.resize_ = seen
-    return devices, rehearse(manager.load(words), 0, 4, "cpu").sent["efsdp", "all_gather", "calls"]
+    torch.UntypedStorage.resize_ = recording_resize
+    return devices, rehearse(manager.load(arguments), 0, 4, "cpu").sent["efsdp", "all_gather", "calls"]
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_experts_are_gathered_without_values(recompute):
     """A layer's of a large model are half a GiB, and what FSDP does with them is to be counted as the rest is."""
-    devices, calls = run_alone(gathered, argv(SENDING["EP 2"], RECOMPUTE[recompute]))
+    devices, calls = run_alone(gathered_devices_and_calls, argv(COMMUNICATING["EP 2"], RECOMPUTE[recompute]))
     assert devices == {"meta"}
     assert calls == 2, "one layer has experts, whose shards are gathered ahead of forward and again ahead of backward"
 
 
-class Noted(TorchDispatchMode):
-    def __init__(self, name, seen):
+class LoggingMode(TorchDispatchMode):
+    def __init__(self, name, log):
         super().__init__()
-        self.name, self.seen = name, seen
+        self.name, self.seen = name, log
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen.append(self.name)
         return func(*args, **kwargs or {})
 
 
-def test_what_counts_a_rehearsal_stays_in_its_order_where_fsdp_gathers():
-    seen = []
-    with Noted("outer", seen), Noted("inner", seen):
+def test_dispatch_modes_keep_their_order_where_fsdp_gathers():
+    log = []
+    with LoggingMode("outer", log), LoggingMode("inner", log):
         data_parallel._without_recompute(torch.ones)(1)
-    assert seen == ["inner", "outer"]
+    assert log == ["inner", "outer"]
 
 
 def test_a_thinned_pipeline_keeps_its_cut():
@@ -403,17 +412,17 @@ def test_a_thinned_pipeline_keeps_its_cut():
 # What check says of it
 
 
-def answers(words):
+def check_and_estimate_output(arguments):
     """Of `torchtitan check` and of `torchtitan estimate`."""
-    outs = [io.StringIO(), io.StringIO()]
-    for command, out in zip((check, estimate), outs, strict=True):
-        with contextlib.redirect_stdout(out):
-            assert command.main(words) == 0
-    return [out.getvalue().splitlines() for out in outs]
+    streams = [io.StringIO(), io.StringIO()]
+    for command, stream in zip((check, estimate), streams, strict=True):
+        with contextlib.redirect_stdout(stream):
+            assert command.main(arguments) == 0
+    return [stream.getvalue().splitlines() for stream in streams]
 
 
-def test_checks_memory_is_what_estimate_foretells():
-    words = ["--model.tokenizer_path=bytes", "--model.overrides={n_layers=1}", "--world-size=2", "--device=cuda"]
-    checked, told = run_alone(answers, words)
-    assert checked[0] == "the default job: OK" and checked[-len(told) :] == told
-    assert told[0].startswith("the default job on 2 ranks (cuda): ") and "together" in told[-1]
+def test_check_reports_the_memory_that_estimate_does():
+    arguments = ["--model.tokenizer_path=bytes", "--model.overrides={n_layers=1}", "--world-size=2", "--device=cuda"]
+    checked, estimated = run_alone(check_and_estimate_output, arguments)
+    assert checked[0] == "the default job: OK" and checked[-len(estimated) :] == estimated
+    assert estimated[0].startswith("the default job on 2 ranks (cuda): ") and "together" in estimated[-1]
