@@ -1,4 +1,4 @@
-"""The launchers of several machines decide together: two on this machine, with a rank each of a few lines."""
+"""Launchers of several machines act together: here two on this machine, each with one rank of a few lines."""
 
 import json
 import os
@@ -81,8 +81,10 @@ def start_machines(
     rejoin: float = 0,
     ports: tuple[int, int] | None = None,
 ) -> list[subprocess.Popen]:
-    """A launcher over a rank that runs `program`, twice. `ports`: where the first listens, and the other looks for
-    it."""
+    """Start two launchers, each with one rank that runs `program`.
+
+    `ports`: the port on which the first listens, and the port to which the other connects.
+    """
     program = RANK + ATTEMPT.format(folder=str(folder)) + program
     launcher = MACHINE.format(budget=budget, pause=pause, follow=follow, limit=limit, rejoin=rejoin)
     ports = ports or (free_port(),) * 2
@@ -96,7 +98,7 @@ def start_machines(
 
 
 def wait_until_ready(process: subprocess.Popen) -> int:
-    """The process id of the machine's rank, once it says so."""
+    """Wait until the machine's rank reports that it is ready, and return its process id."""
     return int(process.stdout.readline().split()[2])
 
 
@@ -141,8 +143,8 @@ def test_a_hang_is_explained_by_evidence_of_all_machines(late, tmp_path):
 
 @pytest.mark.parametrize("busy", [0, 1])
 def test_a_machine_that_waits_while_another_works_does_not_hang(busy, tmp_path):
-    """However long: as all ranks wait for one that exports, or compiles for longer than others. Who works goes on until
-    the other is at its end, as that would have been freed before."""
+    """All ranks may wait for one that exports or compiles, however long. The working rank ends after the waiting one,
+    because a rank that ends would free the other from its wait."""
     program = (
         f"ready('train')\nleft = folder / 'left'\nif ranks.rank != {busy}: time.sleep(3)\n"
         "else:\n  while not left.exists(): time.sleep(0.1); tell('train', 3)\n"
@@ -153,7 +155,7 @@ def test_a_machine_that_waits_while_another_works_does_not_hang(busy, tmp_path):
 
 
 def test_a_machine_whose_ranks_have_just_ended_collects_nothing():
-    """The others have: an order that comes that late would make a hang of a run that ended well."""
+    """An order to collect evidence that arrives this late would report a successful run as a hang."""
     watch = Watch.__new__(Watch)
     watch.hung, watch.processes = None, SimpleNamespace(running={})
     watch.hear({"kind": "collect", "name": "now", "seconds": 5.0})
@@ -171,7 +173,7 @@ def test_evidence_is_collected_once_all_working_machines_report_no_progress(monk
         return [order["kind"] for order in first.look()]
 
     assert [orders(1), orders(0)] == [[], []]
-    now[0] += multi_node.FRESH_SECONDS + 1  # and since then the others have got on
+    now[0] += multi_node.FRESH_SECONDS + 1  # the report is stale: the others have made progress since
     assert [orders(2), orders(1)] == [[], []]
     first._end_of(0, End(0, done=True))
     assert [orders(2), orders(1), orders(2)] == [["collect"], [], []]
@@ -197,7 +199,7 @@ def test_a_stop_in_the_pause_ends_the_run_on_all_machines(index, tmp_path):
 
 @pytest.mark.parametrize("on_coordinator", [True, False])
 def test_a_stop_while_exit_reports_are_gathered_ends_the_run(on_coordinator, queue, monkeypatch, tmp_path):
-    """Asked for when this machine's ranks have crashed and the other's are not known to have ended."""
+    """The stop comes after this machine's ranks crashed, while it is unknown whether the other's have ended."""
     monkeypatch.setattr(restarts, "FIRST_PAUSE_SECONDS", 0.01)
     first, other = connected_pair(queue, tmp_path)
 
@@ -237,11 +239,11 @@ def test_without_the_first_machine_the_others_end(tmp_path):
     assert all(map(gone, pids))
 
 
-# Coming together
+# Connecting
 
 
 def receive(company: First | Other, count: int = 1) -> list[dict]:
-    """What has come, once that many messages have: on a busy machine they take a moment, also over loopback."""
+    """Receive messages until there are `count`. On a busy machine they take a moment even over loopback."""
     messages = []
     while len(messages) < count and select.select(company.sockets, [], [], 60)[0]:
         messages += company.look()
@@ -261,7 +263,7 @@ NO_SIGNALS = SimpleNamespace(wait=lambda seconds, also=(): select.select(also, [
 
 
 def run_concurrently(foreground: Callable, *background: Callable) -> list:
-    """What they return or raise: the first in this thread, which gets the signals, the others beside it."""
+    """Run `foreground` in this thread, which gets the signals, and `background` in others; return results or errors."""
 
     def outcome(action: Callable):
         try:
@@ -275,7 +277,7 @@ def run_concurrently(foreground: Callable, *background: Callable) -> list:
 
 
 def connect_and_greet(first: First, path: Path, hello: dict) -> Line:
-    """The connection of a machine that knows the secret, once that has been proved, and its greeting."""
+    """Connect as a machine that knows the secret, send its greeting, and return the connection."""
     while not path.exists():
         time.sleep(0.01)
     line = admission.connect(Nodes(2, 1, "127.0.0.1", first.nodes.port), path, NO_SIGNALS, may_refuse=False)
@@ -341,7 +343,7 @@ def connected_pair(queue, folder: Path, port: int = 0) -> tuple[First, Other]:
 
 @pytest.mark.parametrize("event", ["stop", "nothing"])
 def test_machines_that_joined_are_heard_while_others_are_awaited(event, queue, tmp_path):
-    """A stop, also in one breath with the greeting; and that it is gone."""
+    """A stop is heard even if it arrives together with the greeting; so is a lost connection."""
     first, path = First(Nodes(3, 0, "127.0.0.1", free_port()), 2), tmp_path / "launch.secret"
 
     def join() -> None:
@@ -357,7 +359,7 @@ def test_machines_that_joined_are_heard_while_others_are_awaited(event, queue, t
 
 
 def test_a_first_machine_that_refuses_its_job_sends_the_others_home(queue, tmp_path, monkeypatch):
-    """It has no secret then, as it leaves no folder behind."""
+    """There is no secret then, because a refused job leaves no folder."""
     monkeypatch.setattr(multi_node, "LATE_SECONDS", 20)
     first = First(Nodes(2, 0, "127.0.0.1", free_port()), 1)
     other = Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, tmp_path / "launch.secret")
@@ -373,7 +375,7 @@ def receive_message(connection: socket.socket) -> dict:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the first machine has closed the connection."""
+    """Return True if the first machine has closed the connection."""
     connection.settimeout(30)
     try:
         while connection.recv(4096):
@@ -398,7 +400,7 @@ STRANGE_MESSAGES = {
 
 @pytest.mark.parametrize("sent", STRANGE_MESSAGES.values(), ids=STRANGE_MESSAGES)
 def test_a_stranger_is_refused_and_machines_are_admitted(sent, queue, tmp_path):
-    """Whatever it sends. It is not admitted as a machine, which would learn the store's port."""
+    """Whatever it sends, a stranger is not admitted: a machine would learn the store's port."""
     first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
     other = Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, path)
     stranger = socket.create_connection(("127.0.0.1", first.nodes.port))
@@ -424,7 +426,7 @@ def test_a_deeply_nested_message_ends_its_connection_and_nothing_else():
 
 
 def test_a_recorded_conversation_proves_nothing(queue, tmp_path):
-    """Neither of another machine, nor of the first one."""
+    """A replayed proof of another machine is refused, and so is the coordinator's own proof sent back."""
     first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
     path.write_bytes(secret.create(path))
     first._door.key = path.read_bytes()
@@ -442,7 +444,7 @@ def test_a_recorded_conversation_proves_nothing(queue, tmp_path):
     genuine, replayed = answer("1" * 64), answer("1" * 64)
     assert receive_message(genuine)["kind"] == "welcome" and receive_message(replayed)["kind"] == "stranger"
     assert nonces[0] != nonces[1] and first._door.strangers == 1
-    # its own proof sent back to it proves nothing either: the role is in it
+    # the proof contains the role, so the coordinator's own proof sent back is no proof
     mirrored = secret.proof(path.read_bytes(), "first machine", nonces[1], "2" * 64)
     assert not secret.is_proof(mirrored, path.read_bytes(), "other machine", nonces[1], "2" * 64)
     first.dismiss(0)
@@ -506,13 +508,13 @@ def test_the_secret_is_in_a_file_of_its_owner_alone_and_new_at_every_launch(tmp_
     assert secret.create(path) and not path.is_symlink()  # the link is replaced and not followed
     path.unlink()
     os.mkfifo(path, 0o600)
-    assert secret.read(path) is None  # and is not waited for
+    assert secret.read(path) is None  # does not wait for a writer
     with pytest.raises(JobError, match=r"job.dump_folder: .* cannot be written \(No such file or directory\)"):
         secret.create(tmp_path / "none" / "launch.secret")
 
 
 def test_a_file_system_without_permissions_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(secret, "_OTHERS", 0o777)  # as if its files were open to all
+    monkeypatch.setattr(secret, "_OTHERS", 0o777)  # as if its files were open to everybody
     with pytest.raises(JobError, match="would be open to other users .* keeps the permissions of files"):
         secret.create(tmp_path / "launch.secret")
     assert not (tmp_path / "launch.secret").exists()
@@ -569,7 +571,7 @@ def test_a_missing_coordinator_is_reported(queue, tmp_path):
 
 
 def start_machines_with_proxy(folder: Path, program: str, **options) -> tuple[Proxy, list[subprocess.Popen]]:
-    """Two launchers, and what is between them."""
+    """Start two launchers that are connected through a proxy."""
     proxy = Proxy(free_port(), free_port())
     return proxy, start_machines(program, folder, ports=(proxy.target_port, proxy.port), **options)
 
@@ -582,7 +584,7 @@ FINISH_AFTER_RESTART = (
 
 @pytest.mark.parametrize("noticed_by", ["both", "the other"])
 def test_a_restored_network_restarts_the_run_from_the_last_save(noticed_by, tmp_path):
-    """Also where one machine knows of the cut seconds before the first one does."""
+    """This holds too when one machine notices the cut seconds before the first one does."""
     proxy, machines = start_machines_with_proxy(tmp_path, FINISH_AFTER_RESTART, rejoin=100)
     try:
         pids = [wait_until_ready(process) for process in machines]
@@ -593,7 +595,7 @@ def test_a_restored_network_restarts_the_run_from_the_last_save(noticed_by, tmp_
         proxy.heal()
         deadline = time.monotonic() + 60
         while noticed_by == "the other" and proxy.accepted < 4 and time.monotonic() < deadline:
-            time.sleep(0.05)  # it comes again and again to a launcher that knows of nothing and has its ranks at work
+            time.sleep(0.05)  # it reconnects to a launcher that has not noticed yet; its ranks still work
         assert noticed_by == "both" or not gone(pids[0], 0.1)
         proxy.reset_held()
         first, other = wait_for_all(machines)
@@ -661,7 +663,7 @@ def test_a_launcher_that_is_started_again_joins_the_run(tmp_path):
 
 
 def test_a_machine_that_knows_of_the_cut_before_the_first_takes_its_old_place(queue, tmp_path):
-    """Of three machines one is gone for all to see; another connects again while its old connection seems sound."""
+    """Machine 1's connection is closed on both ends; machine 2 reconnects while its old connection still seems open."""
     first, path = First(Nodes(3, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
     workers = [Other(Nodes(3, index, "127.0.0.1", first.nodes.port), 1, path) for index in (1, 2)]
     meetings = [lambda other=other: other.meet(NO_SIGNALS, 20) for other in workers]
@@ -689,7 +691,7 @@ def test_a_machine_that_knows_of_the_cut_before_the_first_takes_its_old_place(qu
 
 
 def test_joined_machines_are_told_who_is_awaited(queue, tmp_path, monkeypatch):
-    """And go on waiting, however long that takes."""
+    """Each message extends their patience."""
     first, other = connected_pair(queue, tmp_path)
     for text in ("waiting for machine 2", "still"):
         first.lines[1].send({"kind": "waiting", "text": text})
@@ -717,7 +719,7 @@ def test_progress_is_reported_while_a_machine_is_awaited(queue, tmp_path, monkey
 
 
 def test_a_connection_whose_other_end_is_silent_is_closed_by_the_kernel():
-    """Also while data wait to be acknowledged, which keepalive alone does not end."""
+    """TCP_USER_TIMEOUT covers unacknowledged data, for which keepalive alone does not end the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         line = Line(socket.create_connection(listener.getsockname()))
         options = (socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE)
@@ -725,7 +727,7 @@ def test_a_connection_whose_other_end_is_silent_is_closed_by_the_kernel():
         line.close()
 
 
-# What an end is
+# Exit reports
 
 
 def test_exit_reports_survive_serialization():

@@ -1,5 +1,6 @@
-"""`torchtitan import` of Axolotl's files, DeepSpeed's and the notes' launch script: what becomes of each of the 181
-options, by a file that has it.
+"""`torchtitan import` of Axolotl's files, DeepSpeed's and the notes' launch script.
+
+Each of Axolotl's 181 options is translated, noted or refused in at least one test.
 """
 
 import itertools
@@ -23,7 +24,7 @@ from torchtitan.importers.axolotl_options import ENTRY_KEYS
 from torchtitan.importers.axolotl_options import OPTIONS as TABLE
 from torchtitan.importers.command_line import parse, split
 
-MUST = """
+ESSENTIAL = """
     adam_beta1 adam_beta2 adam_epsilon adapter auto_resume_from_checkpoints axolotl_config_path base_model
     batch_size bf16 bfloat16 bnb_config_kwargs chat_template conversation cosine_min_lr_ratio dataloader_drop_last
     dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor dataset_prepared_path dataset_processes
@@ -44,30 +45,30 @@ MUST = """
     total_supervised_tokens train_on_inputs type use_wandb val_set_size wandb_name wandb_project wandb_run_id
     warmup_ratio warmup_steps weight_decay xformers_attention zero_optimization
 """
-NICE = """
+OPTIONAL = """
     base_model_config bench_dataset dataset_keep_in_memory dataset_shard_idx dataset_shard_num do_bench_eval
     dpo_label_smoothing eval_table_max_new_tokens eval_table_size float16 fp16 group_by_length hub_model_id
     hub_strategy load_in_8bit lora_on_cpu lr_quadratic_warmup mlflow_experiment_name model_revision
     neftune_noise_alpha noisy_embedding_alpha peft precompute_ref_log_probs push_to_hub_model_id relora_cpu_offload
     s2_attention tf32 unfrozen_parameters use_mlflow
 """
-NOWHERE = """
+UNSUPPORTED = """
     device device_map flash_attn_fuse_mlp flash_attn_fuse_qkv flash_attn_rms_norm gptq gptq_disable_exllama
     hf_use_auth_token is_falcon_derived_model is_file is_llama_derived_model is_mistral_derived_model
     is_qwen_derived_model local_rank lora_fan_in_fan_out model_kwargs push_dataset_to_hub read_text
     remove_unused_columns tokenizer_legacy tokenizer_type tokenizer_use_fast torchdistx_path trust_remote_code
     world_size
 """
-OPTIONS = (MUST + NICE + NOWHERE).split()
-"""Of the revision of February 2024."""
+OPTIONS = (ESSENTIAL + OPTIONAL + UNSUPPORTED).split()
+"""Axolotl's options at its revision of February 2024."""
 
 FULL = {"base_model": "llama", "datasets": [{"path": "a.jsonl"}], "learning_rate": 1e-4, "max_steps": 100}
 LORA = FULL | {"adapter": "lora", "lora_target_linear": True}
-HELD = FULL | {"val_set_size": 0.1}
+HELD_OUT = FULL | {"val_set_size": 0.1}
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory):
+def folder_with_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("axolotl")
     (folder / "llama").mkdir()
     (folder / "llama/config.json").write_text('{"model_type": "llama"}')
@@ -81,22 +82,22 @@ def here(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def inside(here, monkeypatch):
-    monkeypatch.chdir(here)
+def in_folder_with_model(folder_with_model, monkeypatch):
+    monkeypatch.chdir(folder_with_model)
 
 
-def meaning(said, words="", launched="accelerate launch --num_processes 2 -m axolotl.cli.train"):
-    text = said if isinstance(said, str) else yaml.safe_dump(said)
+def import_config(config, flags="", launcher="accelerate launch --num_processes 2 -m axolotl.cli.train"):
+    text = config if isinstance(config, str) else yaml.safe_dump(config)
     with open("job.yml", "w") as file:
         file.write(text)
-    return axolotl.read(parse(split([f"{launched} job.yml {words}"])))
+    return axolotl.read(parse(split([f"{launcher} job.yml {flags}"])))
 
 
-def changed(added, before):
-    return difference(meaning(before), meaning(before | added))
+def changes_by(added, before):
+    return difference(import_config(before), import_config(before | added))
 
 
-HERE = [  # what is given, beside what, and all that it changes
+TRANSLATED = [  # added options, the job they are added to, and the options of the result that change
     ({"base_model": "my/Mistral-7B"}, FULL, {"model.name": "mistral", "model.hf_folder": "my/Mistral-7B"}),
     ({"base_model_config": "llama"}, FULL, {}),
     ({"model_config": {"rope_theta": 5e5}}, FULL, {"model.overrides": {"rope_theta": 5e5}}),
@@ -139,7 +140,7 @@ HERE = [  # what is given, beside what, and all that it changes
     ({"chat_template": "jinja", "chat_template_jinja": "{{ x }}"}, FULL, {"data.chat_template": "{{ x }}"}),
     ({"chat_template_jinja": "mine.jinja"}, FULL, {"data.chat_template": "mine.jinja"}),
     ({"use_tensorboard": True}, FULL, {"metrics.enable_tensorboard": True}),
-    ({"eval_strategy": "no"}, HELD, {"validation.enable": None}),
+    ({"eval_strategy": "no"}, HELD_OUT, {"validation.enable": None}),
     ({"rl_beta": 0.3}, FULL | {"rl": "ipo"}, {"dpo.beta": 0.3}),
     ({"sequence_len": 512}, FULL, {"training.seq_len": 512}),
     ({"sample_packing": True}, FULL, {"data.packing": "best_fit"}),
@@ -200,33 +201,33 @@ HERE = [  # what is given, beside what, and all that it changes
     ({"micro_batch_size": 4}, FULL, {"training.local_batch_size": 4, "training.global_batch_size": 8}),
     ({"gradient_accumulation_steps": 4}, FULL, {"training.global_batch_size": 8}),
     ({"batch_size": 4}, FULL, {"training.global_batch_size": 8}),
-    ({"eval_batch_size": 3}, HELD, {"validation.local_batch_size": 3}),
+    ({"eval_batch_size": 3}, HELD_OUT, {"validation.local_batch_size": 3}),
     ({"max_steps": -1, "num_epochs": 3}, FULL, {"training.epochs": 3, "training.steps": None}),
     ({"max_steps": 0}, FULL, {"training.epochs": 1, "training.steps": None}),
     ({"num_epochs": 3}, FULL, {}),
     ({"seed": 1}, FULL, {"debug.seed": 1}),
-    ({"eval_steps": 0.05}, HELD, {"validation.freq": 0.05}),
+    ({"eval_steps": 0.05}, HELD_OUT, {"validation.freq": 0.05}),
     ({"save_steps": 0.07}, FULL, {"checkpoint.interval": 0.07}),
     ({"save_steps": 500}, FULL, {"checkpoint.interval": 500}),
     ({"saves_per_epoch": 2, "max_steps": 0}, FULL, {"checkpoint.interval": "2/epoch"}),
-    ({"evaluation_strategy": "epoch", "max_steps": 0}, HELD, {"validation.freq": "epoch"}),
+    ({"evaluation_strategy": "epoch", "max_steps": 0}, HELD_OUT, {"validation.freq": "epoch"}),
     (
         {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False},
-        HELD,
+        HELD_OUT,
         {"checkpoint.best_metric": "validation_loss", "checkpoint.export_best": True},
     ),
     (
         {"load_best_model_at_end": True},
-        HELD | LORA | {"peft_use_dora": True},
+        HELD_OUT | LORA | {"peft_use_dora": True},
         {"checkpoint.export_best": True, "checkpoint.last_save_model_only": True},
     ),
     ({"load_best_model_at_end": True}, FULL, {}),
-    ({"eval_table_size": 5}, HELD, {"validation.generated": 5, "validation.generated_tokens": 128}),
-    ({"eval_table_size": 5, "eval_table_max_new_tokens": 32}, HELD, {"validation.generated_tokens": 32}),
-    ({"eval_table_size": 0}, HELD, {}),
-    ({"eval_table_max_new_tokens": 32}, HELD, {}),
+    ({"eval_table_size": 5}, HELD_OUT, {"validation.generated": 5, "validation.generated_tokens": 128}),
+    ({"eval_table_size": 5, "eval_table_max_new_tokens": 32}, HELD_OUT, {"validation.generated_tokens": 32}),
+    ({"eval_table_size": 0}, HELD_OUT, {}),
+    ({"eval_table_max_new_tokens": 32}, HELD_OUT, {}),
     ({"eval_table_size": 5, "eval_table_max_new_tokens": 32}, FULL, {}),
-    ({"early_stopping_patience": 3}, HELD, {"early_stop.patience": 3}),
+    ({"early_stopping_patience": 3}, HELD_OUT, {"early_stop.patience": 3}),
     ({"early_stopping_patience": 3}, FULL, {}),
     ({"loss_watchdog_threshold": 5.0, "loss_watchdog_patience": 4}, FULL, {"guard.loss_threshold": 5.0}),
     ({"loss_watchdog_patience": 4}, FULL, {"guard.loss_patience": 4}),
@@ -240,10 +241,10 @@ HERE = [  # what is given, beside what, and all that it changes
     ({"gpu_memory_limit": 20}, FULL, {"memory.limit": "20GiB"}),
     ({"max_memory": {0: "20GB", 1: "20GB", "cpu": "64GB"}}, FULL, {"memory.limit": "20GB"}),
     ({"logging_steps": 5}, FULL, {"metrics.log_freq": 5}),
-    ({"evaluation_strategy": "no"}, HELD, {"validation.enable": None, "validation.split": None}),
+    ({"evaluation_strategy": "no"}, HELD_OUT, {"validation.enable": None, "validation.split": None}),
     ({"save_strategy": "no"}, FULL, {"checkpoint.interval": 100}),
     ({"save_strategy": "epoch", "num_epochs": 3}, FULL, {"checkpoint.interval": 34}),
-    ({"evals_per_epoch": 2, "num_epochs": 2}, HELD, {"validation.freq": 25}),
+    ({"evals_per_epoch": 2, "num_epochs": 2}, HELD_OUT, {"validation.freq": 25}),
     ({"saves_per_epoch": 1}, FULL, {"checkpoint.interval": 100}),
     ({"save_total_limit": 3}, FULL, {"checkpoint.keep_latest_k": 3}),
     ({"output_dir": "out"}, FULL, {"job.dump_folder": "out"}),
@@ -270,7 +271,7 @@ HERE = [  # what is given, beside what, and all that it changes
         {"task.kind": None, "training.dataset": "huggingface", "training.dataset_path": "owner/text"},
     ),
     ({"rl": "dpo"}, FULL, {"task.kind": "dpo"}),
-    (  # which counts pairs there, too
+    (  # Axolotl counts pairs too
         {"rl": "dpo", "micro_batch_size": 3, "gradient_accumulation_steps": 4},
         FULL,
         {"training.local_batch_size": 3, "training.global_batch_size": 24},
@@ -291,23 +292,23 @@ HERE = [  # what is given, beside what, and all that it changes
 ]
 
 
-@pytest.mark.parametrize("added, before, expected", HERE, ids=[str(added) for added, *_ in HERE])
-def test_what_is_here(added, before, expected):
-    values, _ = changed(added, before)
+@pytest.mark.parametrize("added, before, expected", TRANSLATED, ids=[str(added) for added, *_ in TRANSLATED])
+def test_supported_options_are_translated(added, before, expected):
+    values, _ = changes_by(added, before)
     assert {key: values.get(key) for key in expected} == expected
     assert expected or not values
 
 
 def _nested(name, value):
-    """A file with an option where it belongs: in an entry of datasets, or beside them."""
+    """Return a config with the option where it belongs: in an entry of `datasets`, or at the top level."""
     if name in ENTRY_KEYS:
         kind = {name: value} if name == "type" else {"type": {name: value}}
         return FULL | {"datasets": [{"path": "a.jsonl"} | kind]}
     return (LORA if name == "peft" else FULL) | {name: value}
 
 
-def test_a_target_that_all_linear_has_is_told():
-    note = changed({"lora_target_modules": ["q_proj"]}, LORA)[1]
+def test_a_target_that_lora_target_linear_includes_is_noted():
+    note = changes_by({"lora_target_modules": ["q_proj"]}, LORA)[1]
     assert note == "lora_target_linear includes q_proj"
 
 
@@ -317,70 +318,73 @@ REFUSED = sorted(name for name, fate in TABLE.items() if fate.reason and not fat
 
 
 @pytest.mark.parametrize("name", NOTED)
-def test_what_is_noted(name):
-    values, note = changed({name: VALUES[TABLE[name].kind]}, FULL)
+def test_options_without_effect_are_noted(name):
+    values, note = changes_by({name: VALUES[TABLE[name].kind]}, FULL)
     assert values == {} and f"{name}: {TABLE[name].note}" in note
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_unless_it_is_off(name):
-    faults = meaning(_nested(name, VALUES[TABLE[name].kind])).faults
+def test_unsupported_options_are_refused_unless_off(name):
+    faults = import_config(_nested(name, VALUES[TABLE[name].kind])).faults
     assert [(fault.key, fault.remedy, fault.file) for fault in faults] == [(name, TABLE[name].reason, "job.yml")]
     off = {"bool": False, "int": 0, "float": 0.0, "list": [], "table": {}}.get(TABLE[name].kind)
-    assert changed({name: off}, FULL) == ({}, "")
+    assert changes_by({name: off}, FULL) == ({}, "")
 
 
-LARGER = {"model.hf_folder": "llama-resized", "model.tokenizer_path": "llama-resized"}
-LARGER |= {"checkpoint.initial_load_path": "llama-resized"}
-BOTH = {"adapter.train_fully": ["tok_embeddings.weight", "output.weight"], "adapter.last_save_in_peft": None}
-FURTHER = {"additional_special_tokens": ["<b>"], "eos_token": "<end>", "bos_token": "<s>"}
-ADDED = [  # what is given, beside what, what it changes, the options of `torchtitan convert llama llama-resized`
-    ({"tokens": ["<a>", "<b c>"]}, FULL, LARGER, "--add-tokens '<a>' '<b c>'"),
-    ({"resize_token_embeddings_to_32x": True}, FULL, LARGER, "--vocab-multiple 32"),
-    ({"resize_token_embeddings_to_32x": True}, LORA, LARGER, "--vocab-multiple 32"),
+RESIZED = {"model.hf_folder": "llama-resized", "model.tokenizer_path": "llama-resized"}
+RESIZED |= {"checkpoint.initial_load_path": "llama-resized"}
+TRAINED_EMBEDDINGS = {
+    "adapter.train_fully": ["tok_embeddings.weight", "output.weight"],
+    "adapter.last_save_in_peft": None,
+}
+SPECIAL_TOKENS = {"additional_special_tokens": ["<b>"], "eos_token": "<end>", "bos_token": "<s>"}
+ADDED = [  # added options, the job, the changed options, and arguments of `torchtitan convert llama llama-resized`
+    ({"tokens": ["<a>", "<b c>"]}, FULL, RESIZED, "--add-tokens '<a>' '<b c>'"),
+    ({"resize_token_embeddings_to_32x": True}, FULL, RESIZED, "--vocab-multiple 32"),
+    ({"resize_token_embeddings_to_32x": True}, LORA, RESIZED, "--vocab-multiple 32"),
     (
-        {"tokens": ["<a>"], "special_tokens": FURTHER, "resize_token_embeddings_to_32x": True},
+        {"tokens": ["<a>"], "special_tokens": SPECIAL_TOKENS, "resize_token_embeddings_to_32x": True},
         LORA,
-        LARGER | BOTH,
+        RESIZED | TRAINED_EMBEDDINGS,
         "--add-tokens '<a>' '<b>' '<end>' --eos-token '<end>' --vocab-multiple 32",
     ),
     (
         {"tokens": ["<a>"]},
         LORA | {"lora_modules_to_save": ["norm"], "tokenizer_config": "other"},
-        LARGER | {"adapter.train_fully": ["norm.weight", *BOTH["adapter.train_fully"]]},
+        RESIZED | {"adapter.train_fully": ["norm.weight", *TRAINED_EMBEDDINGS["adapter.train_fully"]]},
         "--add-tokens '<a>' --model.tokenizer_path=other",
     ),
 ]
 
 
-@pytest.mark.parametrize("added, before, expected, words", ADDED, ids=[str(added) for added, *_ in ADDED])
-def test_tokens_are_added_to_the_folder_first(added, before, expected, words):
-    values, notes = changed(added, before)
+@pytest.mark.parametrize("added, before, expected, arguments", ADDED, ids=[str(added) for added, *_ in ADDED])
+def test_tokens_are_added_to_the_folder_first(added, before, expected, arguments):
+    values, notes = changes_by(added, before)
     assert values == expected
     first = notes.partition(" rows of new tokens")[0]
-    assert first == f"llama-resized has to be made first: torchtitan convert llama llama-resized {words}"
+    assert first == f"llama-resized has to be made first: torchtitan convert llama llama-resized {arguments}"
     assert ("rows of new tokens are trained, so embed_tokens and lm_head are trained with the adapter" in notes) == (
         "adapter.train_fully" in expected
     )
 
 
-def test_a_folder_that_is_larger_already_is_looked_at(here):
-    made = FULL | {"tokens": ["<a>", "<b>"]}
-    (here / "llama-resized").mkdir()
-    (here / "llama-resized/config.json").write_text('{"model_type": "llama"}')
-    tokens = here / "llama-resized/tokenizer.json"
+def test_an_existing_resized_folder_is_checked(folder_with_model):
+    config = FULL | {"tokens": ["<a>", "<b>"]}
+    (folder_with_model / "llama-resized").mkdir()
+    (folder_with_model / "llama-resized/config.json").write_text('{"model_type": "llama"}')
+    tokens = folder_with_model / "llama-resized/tokenizer.json"
     command = "torchtitan convert llama llama-resized --add-tokens '<a>' '<b>'"
     try:
-        assert f"llama-resized exists and is used, as made by: {command}" in changed(made, FULL)[1]
+        assert f"llama-resized exists and is used, as made by: {command}" in changes_by(config, FULL)[1]
         tokens.write_text('{"added_tokens": [{"content": "<a>"}]}')
-        assert f"llama-resized exists without <b>: make it again: {command}" in changed(made, FULL)[1]
+        assert f"llama-resized exists without <b>: make it again: {command}" in changes_by(config, FULL)[1]
         tokens.write_text('{"added_tokens": 3}')
-        assert "exists without <a> <b>" in changed(made, FULL)[1]
+        assert "exists without <a> <b>" in changes_by(config, FULL)[1]
     finally:
-        shutil.rmtree(here / "llama-resized")
+        shutil.rmtree(folder_with_model / "llama-resized")
 
 
-WRONG = [  # what is given, beside what, of which option what is said
+WRONG = [  # an option, its value, the job it is added to, and a part of the error
     ("rope_scaling", {"type": "dynamic", "factor": 2.0}, FULL, "depends on the length of a text"),
     ("rope_scaling", {"type": "linear", "fctor": 2.0}, FULL, "linear, ntk, yarn or llama3"),
     ("special_tokens", {"bos_token": "<end>"}, FULL, "the tokenizer's own"),
@@ -423,17 +427,17 @@ WRONG = [  # what is given, beside what, of which option what is said
     ("micro_batch_size", 0, FULL, "at least 1"),
     ("batch_size", 3, FULL | {"micro_batch_size": 2}, "a multiple of micro_batch_size 2"),
     ("num_epochs", 0.5, FULL | {"max_steps": 0}, "a whole number"),
-    ("eval_steps", -0.1, HELD, "a number above 0"),
-    ("evals_per_epoch", 2, HELD | {"eval_steps": 5}, "nothing with eval_steps"),
+    ("eval_steps", -0.1, HELD_OUT, "a number above 0"),
+    ("evals_per_epoch", 2, HELD_OUT | {"eval_steps": 5}, "nothing with eval_steps"),
     ("saves_per_epoch", -2, FULL, "a number above 0"),
-    ("metric_for_best_model", "eval_f1", HELD, "loss or eval_loss"),
-    ("greater_is_better", True, HELD | {"load_best_model_at_end": True}, "the lowest loss is the best"),
+    ("metric_for_best_model", "eval_f1", HELD_OUT, "loss or eval_loss"),
+    ("greater_is_better", True, HELD_OUT | {"load_best_model_at_end": True}, "the lowest loss is the best"),
     ("max_memory", {0: "20GB", 1: "10GB"}, FULL, "all ranks have one limit"),
     ("max_memory", "20GB", FULL, "give gpu_memory_limit"),
     ("save_steps", 2.5, FULL, "a share below 1"),
     ("save_strategy", "best", FULL, "one of no, steps, epoch"),
-    ("evaluation_strategy", "often", HELD, "one of no, steps, epoch"),
-    ("eval_strategy", "often", HELD, "one of no, steps, epoch"),
+    ("evaluation_strategy", "often", HELD_OUT, "one of no, steps, epoch"),
+    ("eval_strategy", "often", HELD_OUT, "one of no, steps, epoch"),
     ("save_safetensors", False, FULL, "never pickled"),
     ("resume_from_checkpoint", "checkpoint-100", FULL, "checkpoints of other trainers"),
     ("fsdp", ["hybrid"], FULL, "full_shard"),
@@ -463,34 +467,34 @@ WRONG = [  # what is given, beside what, of which option what is said
 ]
 
 
-@pytest.mark.parametrize("name, value, before, said", WRONG, ids=[f"{name}-{value}" for name, value, *_ in WRONG])
-def test_what_cannot_be_meant(name, value, before, said):
-    faults = [fault for fault in meaning(before | {name: value}).faults if fault.key.startswith(name)]
-    assert faults and said in str(faults[0])
+@pytest.mark.parametrize("name, value, before, message", WRONG, ids=[f"{name}-{value}" for name, value, *_ in WRONG])
+def test_invalid_values_are_refused(name, value, before, message):
+    faults = [fault for fault in import_config(before | {name: value}).faults if fault.key.startswith(name)]
+    assert faults and message in str(faults[0])
 
 
-ODD = ("fast", -3, [None])
+ODD_VALUES = ("fast", -3, [None])
 
 
-def test_nothing_is_dropped_in_silence():
-    """Of an odd value: an option, a note or a fault, whatever it is of."""
-    before, dropped = HELD | LORA, []
-    plain = meaning(before)
-    for name, odd in itertools.product(TABLE, ODD):
+def test_no_option_is_ignored_silently():
+    """Each odd value of each option changes the job, adds a note or is refused."""
+    before, dropped = HELD_OUT | LORA, []
+    plain = import_config(before)
+    for name, value in itertools.product(TABLE, ODD_VALUES):
         try:
-            found = meaning(before | {name: odd})
+            job = import_config(before | {name: value})
         except JobError as error:
             assert name == "deepspeed" and "cannot be read" in str(error)
             continue
-        if not found.faults and found.notes == plain.notes and found.values == plain.values:
-            dropped.append((name, odd))
+        if not job.faults and job.notes == plain.notes and job.values == plain.values:
+            dropped.append((name, value))
     assert not dropped
 
 
 @pytest.mark.parametrize("name", ["base_model", "tokenizer_config", "deepspeed", "output_dir", "lora_model_dir"])
-def test_a_name_that_no_file_can_have(name):
+def test_a_path_that_is_too_long_does_not_crash(name):
     try:
-        assert meaning(LORA | {name: "x" * 5000}) is not None
+        assert import_config(LORA | {name: "x" * 5000}) is not None
     except JobError as error:
         assert "File name too long" in str(error)
 
@@ -514,66 +518,80 @@ ENTRY = {
 
 
 @pytest.mark.parametrize("key", ENTRY)
-def test_what_an_entry_of_datasets_cannot_say(key):
-    value, said = ENTRY[key]
+def test_invalid_entries_of_datasets_are_refused(key):
+    value, message = ENTRY[key]
     entry = {"path": "a.jsonl", key: value}
-    assert any(said in str(fault) for fault in meaning(FULL | {"datasets": [entry]}).faults)
+    assert any(message in str(fault) for fault in import_config(FULL | {"datasets": [entry]}).faults)
     if key not in ("path", "type", "conversation", "split", "data_files", "feild"):
-        assert any(said in str(fault) for fault in meaning(FULL | {"datasets": [{"path": "a", "type": entry}]}).faults)
+        assert any(
+            message in str(fault) for fault in import_config(FULL | {"datasets": [{"path": "a", "type": entry}]}).faults
+        )
 
 
 @pytest.mark.parametrize("kind", ["sharegpt", "completion", "input_output", "chat_template"])
-def test_fields_of_instructions_are_not_of_other_types(kind):
+def test_instruction_fields_are_refused_for_other_types(kind):
     entry = {"path": "a.jsonl", "type": kind, "field_output": "reply"}
-    (fault,) = meaning(FULL | {"datasets": [entry]}).faults
+    (fault,) = import_config(FULL | {"datasets": [entry]}).faults
     assert fault.key == "datasets[0].field_output" and f"nothing with type: {kind}" in fault.allowed
 
 
-ITS_OWN = {"format": "{instruction} {input} ", "no_input_format": "{instruction} ", "system_format": "{system}"}
-ITS_OWN |= {"system_prompt": ""}
-"""What a table as type means where it says no more."""
+DEFAULT_TEMPLATE = {
+    "format": "{instruction} {input} ",
+    "no_input_format": "{instruction} ",
+    "system_format": "{system}",
+}
+DEFAULT_TEMPLATE |= {"system_prompt": ""}
+"""The template of an entry with a table as `type`, where the table has no templates."""
 
 
-def test_what_an_entry_of_datasets_may_say(here):
-    usual = {"field_instruction": "instruction", "field_input": "input", "field_output": "output", "format": None}
+def test_entries_of_datasets_become_sources(folder_with_model):
+    default_fields = {
+        "field_instruction": "instruction",
+        "field_input": "input",
+        "field_output": "output",
+        "format": None,
+    }
     entries = [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "ds_type": "json", "split": "train"}]
-    entries += [{"path": "c.jsonl", "field": "content", "type": "completion"}, {"path": "d.jsonl", "type": usual}]
-    job = meaning(FULL | {"datasets": entries})
+    entries += [
+        {"path": "c.jsonl", "field": "content", "type": "completion"},
+        {"path": "d.jsonl", "type": default_fields},
+    ]
+    job = import_config(FULL | {"datasets": entries})
     assert job.faults == [] and job.values["training.sources"] == [
         {"dataset": "text", "dataset_path": "a.jsonl"},
         {"dataset": "text", "dataset_path": "b.jsonl"},
         {"dataset": "text", "dataset_path": "c.jsonl", "format": "completion", "fields": {"text": "content"}},
-        {"dataset": "text", "dataset_path": "d.jsonl", "format": "alpaca", "template": ITS_OWN},
+        {"dataset": "text", "dataset_path": "d.jsonl", "format": "alpaca", "template": DEFAULT_TEMPLATE},
     ]
     for sources in (job.values["training.sources"], job.values["training.sources"][:3]):  # with a table inside, without
-        (here / "job.toml").write_text(as_file([], job.values | {"training.sources": sources}))
-        read = load(["--job.config_file", str(here / "job.toml")]).training
+        (folder_with_model / "job.toml").write_text(as_file([], job.values | {"training.sources": sources}))
+        read = load(["--job.config_file", str(folder_with_model / "job.toml")]).training
         assert read.sources == [DataSource(**source) for source in sources]
-    pairs = meaning(FULL | {"rl": "dpo", "datasets": [{"path": "a.jsonl", "type": "chatml.intel"}]})
+    pairs = import_config(FULL | {"rl": "dpo", "datasets": [{"path": "a.jsonl", "type": "chatml.intel"}]})
     assert "nothing with rl, as the fields of a record tell; write the records with chosen" in str(pairs.faults[0])
-    texts = meaning(HELD | {"datasets": [{"path": "a.jsonl", "type": "completion"}]})
+    texts = import_config(HELD_OUT | {"datasets": [{"path": "a.jsonl", "type": "completion"}]})
     assert texts.values["data.too_long"] == "drop" and any("Axolotl cuts them" in note for note in texts.notes)
     two = [{"path": "a.jsonl", "conversation": "chatml"}, {"path": "b.jsonl", "conversation": "llama-3"}]
-    assert "one for all datasets" in str(meaning(FULL | {"datasets": two}).faults[0])
-    assert "tables that have a path" in str(meaning(FULL | {"datasets": [3]}).faults[0])
-    roles = meaning(FULL | {"datasets": [{"path": "a.jsonl", "type": "alpaca.load_role"}]})
+    assert "one for all datasets" in str(import_config(FULL | {"datasets": two}).faults[0])
+    assert "tables that have a path" in str(import_config(FULL | {"datasets": [3]}).faults[0])
+    roles = import_config(FULL | {"datasets": [{"path": "a.jsonl", "type": "alpaca.load_role"}]})
     assert 'given "alpaca.load_role"' in str(roles.faults[0])
-    idle = meaning(FULL | {"datasets": [{"path": "a.jsonl", "type": "alpaca", "field": "content"}]})
+    idle = import_config(FULL | {"datasets": [{"path": "a.jsonl", "type": "alpaca", "field": "content"}]})
     assert any("datasets[0]: 'content' is not read" in note for note in idle.notes)
 
 
-PROMPTS = [  # what an entry says, and how its records are read
+PROMPTS = [  # keys of an entry of `datasets`, and the source that it becomes
     (
         {"type": {"format": "Q: {instruction} {input}\nA:", "system_prompt": "Be kind.", "field_output": "reply"}},
         {
             "format": "alpaca",
             "fields": {"output": "reply"},
-            "template": ITS_OWN | {"format": "Q: {instruction} {input}\nA:", "system_prompt": "Be kind."},
+            "template": DEFAULT_TEMPLATE | {"format": "Q: {instruction} {input}\nA:", "system_prompt": "Be kind."},
         },
     ),
     (
         {"type": {"field_instruction": "question", "field_output": "output", "field_system": "role"}},
-        {"format": "alpaca", "fields": {"instruction": "question", "system": "role"}, "template": ITS_OWN},
+        {"format": "alpaca", "fields": {"instruction": "question", "system": "role"}, "template": DEFAULT_TEMPLATE},
     ),
     ({"type": "alpaca", "field_instruction": "question"}, {"format": "alpaca", "fields": {"instruction": "question"}}),
     (
@@ -590,61 +608,65 @@ PROMPTS = [  # what an entry says, and how its records are read
 ]
 
 
-@pytest.mark.parametrize("said, wanted", PROMPTS, ids=range(len(PROMPTS)))
-def test_prompts_of_ones_own(said, wanted, here):
-    """As the job that is printed has them, too."""
-    job = meaning(FULL | {"datasets": [{"path": "a.jsonl"} | said], "default_system_message": "Be kind."})
+@pytest.mark.parametrize("entry, expected", PROMPTS, ids=range(len(PROMPTS)))
+def test_custom_prompts_and_fields(entry, expected, folder_with_model):
+    """The prompts survive when the job is written as TOML and loaded."""
+    job = import_config(FULL | {"datasets": [{"path": "a.jsonl"} | entry], "default_system_message": "Be kind."})
     assert job.faults == [] and job.values["data.default_system"] == "Be kind."
-    assert job.values["training.sources"] == [{"dataset": "text", "dataset_path": "a.jsonl"} | wanted]
-    (here / "job.toml").write_text(as_file([], job.values))
-    source = load(["--job.config_file", str(here / "job.toml")]).training.sources[0]
-    assert {name: getattr(source, name) for name in wanted} == wanted
+    assert job.values["training.sources"] == [{"dataset": "text", "dataset_path": "a.jsonl"} | expected]
+    (folder_with_model / "job.toml").write_text(as_file([], job.values))
+    source = load(["--job.config_file", str(folder_with_model / "job.toml")]).training.sources[0]
+    assert {name: getattr(source, name) for name in expected} == expected
 
 
 def test_several_datasets_are_joined_as_axolotl_concatenates_them():
-    """With a number of steps too, and the note says so; one dataset needs neither."""
+    """They are joined also if a number of steps is given, and a note says so. One dataset needs neither."""
     several = {"datasets": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}
-    job = meaning(FULL | several)
+    job = import_config(FULL | several)
     assert job.values["training.mixing"] == "sizes" and job.values["training.steps"] == 100
     assert [note for note in job.notes if "every record equally often" in note] == [
         "training: the 2 sources are read as one, every record equally often, as Axolotl joins them"
     ]
-    assert "training.mixing" not in meaning(FULL).values
-    assert any("every record equally often" in note for note in meaning(FULL | {"max_steps": None} | several).notes)
-    held_out = meaning(FULL | {"test_datasets": several["datasets"]})
+    assert "training.mixing" not in import_config(FULL).values
+    assert any(
+        "every record equally often" in note for note in import_config(FULL | {"max_steps": None} | several).notes
+    )
+    held_out = import_config(FULL | {"test_datasets": several["datasets"]})
     assert "training.mixing" not in held_out.values
     assert any("validation: the 2 sources are read as one" in note for note in held_out.notes)
     texts = {"datasets": None, "pretraining_dataset": [{"path": "json", "data_files": ["a.txt", "b.txt"]}]}
-    assert any("equal shares of the samples" in note for note in meaning(FULL | texts).notes)
-    (fault,) = meaning(FULL | texts | {"pretraining_dataset": ["a.txt", "b.txt"]}).faults
+    assert any("equal shares of the samples" in note for note in import_config(FULL | texts).notes)
+    (fault,) = import_config(FULL | texts | {"pretraining_dataset": ["a.txt", "b.txt"]}).faults
     assert fault.key == "pretraining_dataset" and "only reads the first" in str(fault)
 
 
-def test_each_of_the_181_options_is_tried():
-    assert [len(part.split()) for part in (MUST, NICE, NOWHERE)] == [127, 29, 25] and len(set(OPTIONS)) == 181
-    tried = (
-        {name for added, *_ in HERE + ADDED for name in added}
+def test_each_of_the_181_options_is_tested():
+    assert [len(part.split()) for part in (ESSENTIAL, OPTIONAL, UNSUPPORTED)] == [127, 29, 25] and len(
+        set(OPTIONS)
+    ) == 181
+    tested = (
+        {name for added, *_ in TRANSLATED + ADDED for name in added}
         | {*NOTED, *REFUSED, *ENTRY}
         | {name for name, *_ in WRONG}
     )
-    assert set(OPTIONS) <= tried and set(TABLE) <= tried
-    mapped = {name for added, *_ in HERE + ADDED for name in added}
+    assert set(OPTIONS) <= tested and set(TABLE) <= tested
+    mapped = {name for added, *_ in TRANSLATED + ADDED for name in added}
     only_refused = {name for name, fate in TABLE.items() if not fate.note and not fate.reason} - mapped
     assert not only_refused
 
 
-def test_flags_come_after_the_file_and_are_read_as_it_is():
-    job = meaning(FULL | {"lora_r": 4, "val_set_size": 0.2}, "--lora_r 8 --val_set_size None --bf16 --seed=7")
+def test_flags_override_the_file_and_are_parsed_as_yaml():
+    job = import_config(FULL | {"lora_r": 4, "val_set_size": 0.2}, "--lora_r 8 --val_set_size None --bf16 --seed=7")
     assert job.values["debug.seed"] == 7 and "validation.split" not in job.values
     assert job.values["training.mixed_precision_param"] == "bfloat16"
     assert any("no adapter, so no effect: adapter.rank = 8" in note for note in job.notes)
-    for word, given in {"false": "completion", "False": "completion", "yes": "all", "1": "all"}.items():
-        assert meaning(FULL, f"--train_on_inputs {word}").values["data.train_on"] == given
-    assert "true or false" in str(meaning(FULL, "--train_on_inputs maybe").faults[0])
+    for text, expected in {"false": "completion", "False": "completion", "yes": "all", "1": "all"}.items():
+        assert import_config(FULL, f"--train_on_inputs {text}").values["data.train_on"] == expected
+    assert "true or false" in str(import_config(FULL, "--train_on_inputs maybe").faults[0])
     assert "gradient_accumulation_steps" in str(
-        meaning(FULL, "--gradient_accumulation_steps 2", "accelerate launch -m axolotl.cli.train").faults[0]
+        import_config(FULL, "--gradient_accumulation_steps 2", "accelerate launch -m axolotl.cli.train").faults[0]
     )
-    assert "not a YAML value" in str(pytest.raises(JobError, meaning, FULL, "--seed '[1'").value)
+    assert "not a YAML value" in str(pytest.raises(JobError, import_config, FULL, "--seed '[1'").value)
 
 
 HOSTILE = {
@@ -661,15 +683,15 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=[text[:20] for text in HOSTILE])
-def test_a_file_is_data(text):
-    assert HOSTILE[text] in str(pytest.raises(JobError, meaning, text).value)
+def test_hostile_files_are_refused(text):
+    assert HOSTILE[text] in str(pytest.raises(JobError, import_config, text).value)
     assert "cannot be read" in str(pytest.raises(JobError, yaml_file.read, "nowhere.yml").value)
 
 
-def zero(said, words="", ranks="torchrun --nproc_per_node 2 -m x"):
+def import_deepspeed(config, flags="", launcher="torchrun --nproc_per_node 2 -m x"):
     with open("ds.json", "w") as file:
-        json.dump(said, file)
-    return deepspeed.read(parse(split([f"{ranks} ds.json {words}"])))
+        json.dump(config, file)
+    return deepspeed.read(parse(split([f"{launcher} ds.json {flags}"])))
 
 
 STAGES = [
@@ -682,16 +704,16 @@ STAGES = [
 
 @pytest.mark.parametrize("table, expected", STAGES)
 def test_stages_of_zero(table, expected):
-    job = zero({"zero_optimization": table})
+    job = import_deepspeed({"zero_optimization": table})
     assert job.faults == [] and job.values == {f"parallelism.{key}": value for key, value in expected.items()}
 
 
 def test_the_rest_of_a_deepspeed_file():
     offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}
-    said = {"zero_optimization": offload, "bf16": {"enabled": True}, "fp16": {"enabled": "auto"}}
-    said |= {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 0.5}
-    said |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": "auto"}}}
-    job = zero(said | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}})
+    config = {"zero_optimization": offload, "bf16": {"enabled": True}, "fp16": {"enabled": "auto"}}
+    config |= {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 0.5}
+    config |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": "auto"}}}
+    job = import_deepspeed(config | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}})
     assert job.faults == [] and "kept on the host together" in " ".join(job.notes)
     expected = {"training.enable_cpu_offload": True, "training.mixed_precision_param": "bfloat16"}
     expected |= {"training.local_batch_size": 2, "training.global_batch_size": 16, "training.max_norm": 0.5}
@@ -720,10 +742,10 @@ DEEPSPEED_WRONG = [
 ]
 
 
-@pytest.mark.parametrize("said, words", DEEPSPEED_WRONG, ids=str)
-def test_what_a_deepspeed_file_cannot_mean(said, words):
-    faults = zero(said).faults
-    assert words in str(faults[0]) and str(faults[0]).startswith("ds.json: ")
+@pytest.mark.parametrize("config, message", DEEPSPEED_WRONG, ids=str)
+def test_invalid_deepspeed_files_are_refused(config, message):
+    faults = import_deepspeed(config).faults
+    assert message in str(faults[0]) and str(faults[0]).startswith("ds.json: ")
 
 
 def test_a_deepspeed_file_may_not_contradict_the_job():
@@ -732,12 +754,12 @@ def test_a_deepspeed_file_may_not_contradict_the_job():
     for key, value in contradictions.items():
         with open("other.json", "w") as file:
             json.dump({key: value}, file)
-        job = meaning(FULL | {"deepspeed": "other.json", "max_grad_norm": 1.0})
+        job = import_config(FULL | {"deepspeed": "other.json", "max_grad_norm": 1.0})
         assert len(job.faults) == 1 and job.faults[0].key.startswith(key) and job.faults[0].file == "other.json"
     adam = FULL | {"deepspeed": "other.json", "optimizer": "sgd"}
-    assert "SGD, as in the job" in str(meaning(adam).faults[0])
-    assert "no flags after a DeepSpeed file" in str(zero({}, "--lr 1").faults[0])
-    assert "--world-size N" in str(zero({}, ranks="accelerate launch -m x").faults[0])
+    assert "SGD, as in the job" in str(import_config(adam).faults[0])
+    assert "no flags after a DeepSpeed file" in str(import_deepspeed({}, "--lr 1").faults[0])
+    assert "--world-size N" in str(import_deepspeed({}, launcher="accelerate launch -m x").faults[0])
 
 
 BASE = """
@@ -774,7 +796,7 @@ SCRIPT = """accelerate launch --mixed_precision bf16 --use_deepspeed train.py co
 def test_the_notes_script_is_a_job_that_can_start(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     base(tmp_path / "base")
-    capsys.readouterr()  # what transformers says of its writing
+    capsys.readouterr()  # discards transformers' progress output
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "rows.jsonl")
     (tmp_path / "config-base.yaml").write_text(BASE)
@@ -790,7 +812,7 @@ def test_the_notes_script_is_a_job_that_can_start(tmp_path, monkeypatch, capsys)
     assert (config.lr_scheduler.warmup_steps, config.validation.split) == (0.1, 0.1)
     assert config.data.chat_template == "chatml"
     assert config.parallelism.fsdp_reshard_after_forward == "never" and config.checkpoint.keep_latest_k == 2
-    # a file alone is for one rank, and DeepSpeed's alone a job to go on from
+    # without a launcher a file is for one rank; a DeepSpeed file alone gives an incomplete job
     assert cli.main(["import", "config-base.yaml", "--base_model", "base", "--train_data_uri", "rows.jsonl"]) == 0
     assert capsys.readouterr().out.startswith("# Translated from config-base.yaml (axolotl).")
     assert cli.main(["import", "--world-size", "2", "z2.json"]) == 0

@@ -1,4 +1,4 @@
-"""The script with --mode, --optimizer and --model: its flags, its JSON configs, and every cell of its matrix."""
+"""Import of the GaLore script (--mode, --optimizer, --model): flags, JSON configs, and each combination of these."""
 
 import copy
 import json
@@ -28,17 +28,17 @@ from torchtitan.training.trainer import Trainer
 LINE = "python main.py --mode pretraining --optimizer galore --model llama_60m"
 
 
-def meaning(words="", line=LINE):
-    return read(parse(split([f"{line} {words}"])))
+def import_line(flags="", line=LINE):
+    return read(parse(split([f"{line} {flags}"])))
 
 
-def changed(words):
-    values, _ = difference(meaning(), then := meaning(words))
-    return values, " ".join(then.notes)
+def changes_by(flags):
+    values, _ = difference(import_line(), job := import_line(flags))
+    return values, " ".join(job.notes)
 
 
 def test_the_defaults():
-    job = meaning()
+    job = import_line()
     assert job.faults == []
     assert job.values == {
         "job.dump_folder": "llama_60m_galore_pretrained",
@@ -118,9 +118,9 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("words, expected, note", CHANGES, ids=[words for words, *_ in CHANGES])
-def test_flags(words, expected, note):
-    values, notes = changed(words)
+@pytest.mark.parametrize("flags, expected, note", CHANGES, ids=[flags for flags, *_ in CHANGES])
+def test_flags(flags, expected, note):
+    values, notes = changes_by(flags)
     assert {key: values.get(key) for key in expected} == expected and note in notes
     assert values or not expected
 
@@ -146,65 +146,67 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("words, flag, said", REFUSED, ids=[words for words, *_ in REFUSED])
-def test_refused_flags(words, flag, said):
-    (fault,) = meaning(words).faults
-    assert fault.key == f"--{flag}" and said in str(fault)
+@pytest.mark.parametrize("flags, flag, message", REFUSED, ids=[flags for flags, *_ in REFUSED])
+def test_refused_flags(flags, flag, message):
+    (fault,) = import_line(flags).faults
+    assert fault.key == f"--{flag}" and message in str(fault)
 
 
-def test_every_flag_is_looked_at():
-    tried = {word[2:] for words, *_ in CHANGES + REFUSED for word in words.split() if word.startswith("--")}
-    assert set(FLAGS) <= tried
+def test_every_flag_is_tested():
+    tested = {
+        argument[2:] for flags, *_ in CHANGES + REFUSED for argument in flags.split() if argument.startswith("--")
+    }
+    assert set(FLAGS) <= tested
 
 
-def test_what_is_needed_is_said_at_once():
-    faults = meaning(line="python main.py --mode pretraining").faults
+def test_missing_flags_are_all_reported():
+    faults = import_line(line="python main.py --mode pretraining").faults
     assert [fault.key for fault in faults] == ["--optimizer", "--model"]
 
 
 def test_a_config_in_a_file(tmp_path):
     (tmp_path / "galore.json").write_text(json.dumps({"rank": 32}))
-    assert changed(f"--galore_config {tmp_path}/galore.json")[0]["optimizer.options"]["rank"] == 32
+    assert changes_by(f"--galore_config {tmp_path}/galore.json")[0]["optimizer.options"]["rank"] == 32
 
 
-OF_THE_SCRIPT = {
+SCRIPT_LORA_CONFIG = {
     "r": 4,
     "lora_alpha": 16,
     "lora_dropout": 0.2,
     "target_modules_finetuning": ["query"],
     "target_modules_pretraining": ["k_proj", "v_proj"],
 }
-"""A config/lora_config.json with the keys of the script's own."""
+"""A config/lora_config.json with the keys that the script's own file has."""
 
 
 def test_default_files_are_read_where_the_script_reads_them(tmp_path, monkeypatch):
-    """In config/ of the current folder; the head of the job says so."""
+    """They are read from config/ in the current folder, and a comment in the job says so."""
     monkeypatch.chdir(tmp_path)
     galore, lora = LINE, LINE.replace("galore", "lora")
-    job = meaning()
+    job = import_line()
     assert job.values["optimizer.options"]["rank"] == 128
     missing = "no --galore_config, and its default config/galore_config.json is not here: the published values"
     assert missing in " ".join(job.notes) and "lora_config" not in " ".join(job.notes)
     (tmp_path / "config").mkdir()
     (tmp_path / "config/galore_config.json").write_text(json.dumps({"rank": 32, "update_proj_gap": 50}))
-    (tmp_path / "config/lora_config.json").write_text(json.dumps(OF_THE_SCRIPT))
-    job = meaning(line=galore)
+    (tmp_path / "config/lora_config.json").write_text(json.dumps(SCRIPT_LORA_CONFIG))
+    job = import_line(line=galore)
     assert (job.values["optimizer.options"]["rank"], job.values["optimizer.options"]["update_gap"]) == (32, 50)
     assert "no --galore_config: config/galore_config.json is read, which is the script's default" in job.notes
-    assert "no --lora_config" not in " ".join(job.notes), "which is not looked at"
-    job = meaning(line=lora)
+    assert "no --lora_config" not in " ".join(job.notes), "GaLore does not read it"
+    job = import_line(line=lora)
     assert job.faults == [] and job.values["adapter.rank"] == 4 and job.values["adapter.alpha"] == 16.0
     assert job.values["adapter.dropout"] == 0.2
     assert job.values["adapter.target"] == ["*attention.wk", "*attention.wv"]
     assert "no --lora_config: config/lora_config.json is read, which is the script's default" in job.notes
-    tuned = meaning(line=lora.replace("pretraining", "finetuning").replace("llama_60m", "roberta"))
+    tuned = import_line(line=lora.replace("pretraining", "finetuning").replace("llama_60m", "roberta"))
     assert tuned.values["adapter.target"] == ["*attention.wq"] and tuned.faults == []
-    both = meaning(line=LINE.replace("galore", "lora+galore8bit"))
+    both = import_line(line=LINE.replace("galore", "lora+galore8bit"))
     assert (both.values["adapter.rank"], "NO GALORE HERE: its rank 32" in " ".join(both.notes)) == (4, True)
-    explicit = meaning("--galore_config '{\"rank\": 8}'")
+    explicit = import_line("--galore_config '{\"rank\": 8}'")
     assert explicit.values["optimizer.options"]["rank"] == 8 and "is read" not in " ".join(explicit.notes)
     (tmp_path / "config/galore_config.json").write_text("{")
-    (fault,) = meaning().faults
+    (fault,) = import_line().faults
     assert fault.key == "--galore_config" and "config/galore_config.json" in str(fault)
 
 
@@ -215,9 +217,9 @@ def test_roberta_learns_masked_words(capsys, tmp_path, monkeypatch):
     assert config.training.dataset_path == "allenai/c4:realnewslike" and "masked words are learned" in text
 
 
-def test_the_command_knows_it_by_its_flags(capsys, tmp_path, monkeypatch):
+def test_the_command_recognizes_the_script_by_its_flags(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["import", LINE]) == 2  # as there is no tokenizer
+    assert cli.main(["import", LINE]) == 2  # the tokenizer is missing
     shown = capsys.readouterr()
     assert "Translated from a command line of main.py (galore)." in shown.out and "t5-base" in shown.err
     (tmp_path / "job.toml").write_text(shown.out)
@@ -228,53 +230,53 @@ def test_the_command_knows_it_by_its_flags(capsys, tmp_path, monkeypatch):
 
 
 PUBLISHED = {"llama_60m": 58_073_600, "llama_1b": 1_339_082_752, "llama_7b": 6_738_415_616, "gpt2": 124_439_808}
-PUBLISHED["roberta"] = 124_697_433  # with a head of words, as transformers counts it
+PUBLISHED["roberta"] = 124_697_433  # with the masked-word head, as transformers counts parameters
 CLASSES = {"gpt2": 124_439_808 + 2 * 768, "roberta": 124_647_170}
-"""With a head of two classes, as transformers counts them."""
+"""Parameters with a head of two classes, as transformers counts them."""
 
 
 SMALL = dict.fromkeys(MODELS, "{dim = 32, n_layers = 2, n_heads = 4, vocab_size = 260, multiple_of = 16}")
 CLASSIC = "{dim = 32, n_layers = 2, n_heads = 4, vocab_size = 260, ffn_dim = 64, max_seq_len = 256}"
 SMALL |= dict.fromkeys(("gpt2", "roberta"), CLASSIC)
-SHORT = {"pretraining": "--test true --batch_size 2 --max_length 250"}
-SHORT["finetuning"] = "--test true --batch_size 20 --max_length 250"
-"""1000 tokens in two steps: of two samples, and of twenty sentences."""
-LOW = """--galore_config '{"rank": 4}'"""
-"""Below the reduced width, and below LoRA's rank."""
+SHORT_RUN = {"pretraining": "--test true --batch_size 2 --max_length 250"}
+SHORT_RUN["finetuning"] = "--test true --batch_size 20 --max_length 250"
+"""Flags for 1000 tokens in two steps: of two samples each, or of twenty sentences each."""
+LOW_RANK = """--galore_config '{"rank": 4}'"""
+"""A rank below the reduced width and below LoRA's rank."""
 MASK = "<|reserved_special_token_0|>"
-"""Of the tokenizer "debug", with which words are masked; "bytes" has no such token."""
+"""A mask token of the tokenizer "debug"; "bytes" has no such token."""
 
 
-def two_steps(argv):
-    """Losses; of each parameter whether it has moved, and the shapes of its state."""
+def train_two_steps(argv):
+    """Train for two steps; return losses, whether each parameter changed, and the shapes of its optimizer state."""
     trainer = Trainer(load(argv), read_ranks())
-    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    initial = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     trainer.train()
     trainer.metrics.close()
     states = {p: state for optimizer in trainer.optimizers for p, state in optimizer.state.items()}
-    moved, kept = {}, {}
+    is_changed, state_shapes = {}, {}
     for name, parameter in trainer.model.named_parameters():
-        moved[clean_name(name)] = not torch.equal(parameter.detach(), before[name])
+        is_changed[clean_name(name)] = not torch.equal(parameter.detach(), initial[name])
         state = states.get(parameter, {})
-        kept[clean_name(name)] = {key: tuple(v.shape) for key, v in state.items() if torch.is_tensor(v)}
-    return [row["loss"] for row in jobs.logged_steps(trainer.folder)], moved, kept
+        state_shapes[clean_name(name)] = {key: tuple(v.shape) for key, v in state.items() if torch.is_tensor(v)}
+    return [row["loss"] for row in jobs.logged_steps(trainer.folder)], is_changed, state_shapes
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "lora+galore8bit, projected"])
 @pytest.mark.parametrize("mode", FLAGS["mode"].choices)
-def test_every_cell_trains(mode, optimizer, model, tmp_path, monkeypatch):
-    """Two steps of test mode, at reduced width and on text that is here; the presets' own sizes by their counts."""
+def test_every_combination_trains(mode, optimizer, model, tmp_path, monkeypatch):
+    """Train for two steps at reduced width on local text. The parameter count checks the preset's full size."""
     name, _, projected = optimizer.partition(", ")
-    flags = f"{SHORT[mode]} {LOW if projected or 'lora' not in name else ''}"
+    flags = f"{SHORT_RUN[mode]} {LOW_RANK if projected or 'lora' not in name else ''}"
     line = parse(split([f"python main.py --mode {mode} --optimizer {name} --model {model} {flags}"]))
     text, config, _ = translate(line, None)
     classes, masked = mode == "finetuning" and model in CLASSES, (mode, model) == ("pretraining", "roberta")
     assert config.task.kind == ("seq_cls" if classes else "masked_lm" if masked else config.task.kind)
     assert Facts(config, 1, "cpu").args.num_parameters == (CLASSES if classes else PUBLISHED)[model]
     (tmp_path / "job.toml").write_text(re.sub("(?m)^(dataset_path|text_field) = .*$", "", text))
-    said = [{"prompt": f"{'not ' * (i % 2)}so bad, number {i}: ", "completion": "good"} for i in range(40)]
-    (tmp_path / "sst2.jsonl").write_text("".join(json.dumps(each) + "\n" for each in said))
+    records = [{"prompt": f"{'not ' * (i % 2)}so bad, number {i}: ", "completion": "good"} for i in range(40)]
+    (tmp_path / "sst2.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     sizes = SMALL[model].replace("}", ", n_classes = 2}") if classes else SMALL[model]
     argv = [f"--job.config_file={tmp_path}/job.toml", f"--job.dump_folder={tmp_path}/run", "--metrics.plot=false"]
     if masked:
@@ -287,29 +289,33 @@ def test_every_cell_trains(mode, optimizer, model, tmp_path, monkeypatch):
         argv += ["--training.dataset=python_stdlib"]
     else:
         argv += ["--training.dataset=sentiment"] if classes else [f"--training.dataset_path={tmp_path}/sst2.jsonl"]
-    ((losses, moved, kept),) = run_ranks(1, two_steps, argv)
+    ((losses, is_changed, state_shapes),) = run_ranks(1, train_two_steps, argv)
     assert len(losses) == 2 and all(map(math.isfinite, losses))
-    frozen = [each for each, has in moved.items() if not has]
+    frozen = [key for key, changed in is_changed.items() if not changed]
     if "lora" in name:
-        targets = [each for each in frozen if each.endswith(("wq.weight", "wv.weight"))]
+        targets = [key for key in frozen if key.endswith(("wq.weight", "wv.weight"))]
         assert len(targets) == 2 * 2 and (frozen == targets or mode == "finetuning")
-        assert not classes or all(moved[each] for each in moved if each.startswith("output")), "the head learns"
-        assert not any(kept[each] for each in frozen)
+        assert not classes or all(is_changed[key] for key in is_changed if key.startswith("output")), "the head learns"
+        assert not any(state_shapes[key] for key in frozen)
     else:
-        assert not frozen, "norms and biases too, which the script left out"
-    seen = [each for each, state in kept.items() if {"left", "right"} & state.keys()]
+        assert not frozen, "norms and biases are trained too, unlike in the script"
+    projected_names = [key for key, state in state_shapes.items() if {"left", "right"} & state.keys()]
     if projected:
-        assert all("attention" in each for each in seen) and {each[-6:] for each in seen} == {"lora_A", "lora_B"}
+        assert all("attention" in key for key in projected_names) and {key[-6:] for key in projected_names} == {
+            "lora_A",
+            "lora_B",
+        }
     elif "galore" in name and "lora" not in name:
-        assert len(seen) == 2 * (7 if model.startswith("llama") else 6)
-        assert not any(each.startswith(("output", "tok_embeddings")) for each in seen)
+        assert len(projected_names) == 2 * (7 if model.startswith("llama") else 6)
+        assert not any(key.startswith(("output", "tok_embeddings")) for key in projected_names)
     else:
-        assert not seen
+        assert not projected_names
 
 
-def test_norms_and_biases_step_as_in_adamw_and_head_and_embedding_too(tmp_path):
-    """Of its GaLore the script left out the former, and projected the latter: with a rate that leaves the projected
-    matrices where they are, all else is AdamW's.
+def test_unprojected_parameters_step_as_in_adamw(tmp_path):
+    """The script's GaLore did not train the former and projected the latter.
+
+    With scale 0, which freezes projected matrices, all other parameters must step as in AdamW.
     """
     _, config, _ = translate(parse(split([f'{LINE} --galore_config \'{{"rank": 4, "scale": 0.0}}\''])), None)
     model = torch.nn.ModuleDict(
@@ -320,29 +326,29 @@ def test_norms_and_biases_step_as_in_adamw_and_head_and_embedding_too(tmp_path):
             "output": torch.nn.Linear(16, 40),
         }
     )
-    plain = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     settings = dict(lr=1e-2, weight_decay=0.0, shared=dict(beta1=0.9, beta2=0.999, eps=1e-8))
     options = config.optimizer.options | {"formula": "torch"}
-    ours = build_optimizers([model], name="GaLore", options=options, **settings)
-    theirs = build_optimizers([plain], name="AdamW", implementation="for-loop", **settings)
+    galore = build_optimizers([model], name="GaLore", options=options, **settings)
+    adamw = build_optimizers([reference], name="AdamW", implementation="for-loop", **settings)
     for step in range(3):
-        for optimizers, each in ((ours, model), (theirs, plain)):
-            for seed, parameter in enumerate(each.parameters()):
+        for optimizers, module in ((galore, model), (adamw, reference)):
+            for seed, parameter in enumerate(module.parameters()):
                 parameter.grad = random(*parameter.shape, seed=10 * step + seed)
             optimizers.step()
-    begun = dict(plain.named_parameters())
+    reference_parameters = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, begun[name]) != (name == "attention.weight"), name
+        assert torch.equal(parameter, reference_parameters[name]) != (name == "attention.weight"), name
 
 
 def test_weight_decay_reaches_adapters(tmp_path):
-    """Which the script's LoRA did not pass on."""
+    """The script did not pass weight decay to LoRA."""
     text, config, _ = translate(parse(split([f"{LINE} --optimizer lora --weight_decay 0.5"])), None)
     assert config.optimizer.weight_decay == 0.5 and config.optimizer.name == "AdamW"
-    low = torch.nn.ParameterDict({"lora_A": torch.ones(8, 16)})
+    parameters = torch.nn.ParameterDict({"lora_A": torch.ones(8, 16)})
     (optimizer,) = build_optimizers(
-        [low], name="AdamW", lr=0.1, weight_decay=config.optimizer.weight_decay, shared=ADAM
+        [parameters], name="AdamW", lr=0.1, weight_decay=config.optimizer.weight_decay, shared=ADAM
     )
-    low["lora_A"].grad = torch.zeros(8, 16)
+    parameters["lora_A"].grad = torch.zeros(8, 16)
     optimizer.step()
-    assert torch.allclose(low["lora_A"], torch.full((8, 16), 1 - 0.1 * 0.5))
+    assert torch.allclose(parameters["lora_A"], torch.full((8, 16), 1 - 0.1 * 0.5))

@@ -1,5 +1,6 @@
-"""Axolotl's unfrozen_parameters: what its regexes choose of a model of transformers is what the patterns of the job
-choose here, and none of them can take long.
+"""Import of Axolotl's unfrozen_parameters.
+
+Its regexes match the same parameters of a transformers model as the job's patterns match here, and no regex is slow.
 """
 
 import random
@@ -27,14 +28,14 @@ GPT2 = GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=3, n_head=4)
 EXPERTS = Qwen3MoeConfig(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, **SIZES)
 
 
-def read(config, folder, *regexes, **others):
+def import_regexes(config, folder, *regexes, **options):
     config.save_pretrained(folder / "model")
-    said = {"base_model": str(folder / "model"), "datasets": [{"path": "a.jsonl"}], "learning_rate": 1e-4}
-    (folder / "job.yml").write_text(yaml.safe_dump(said | {"unfrozen_parameters": list(regexes)} | others))
+    settings = {"base_model": str(folder / "model"), "datasets": [{"path": "a.jsonl"}], "learning_rate": 1e-4}
+    (folder / "job.yml").write_text(yaml.safe_dump(settings | {"unfrozen_parameters": list(regexes)} | options))
     return axolotl.read(parse([str(folder / "job.yml")]))
 
 
-CHOSEN = [  # of which model, the regexes, and the patterns that they become
+TRANSLATED = [  # a model's config, the regexes, and the patterns that they become
     (LLAMA, ["^lm_head.weight$"], ["output.weight"]),
     (LLAMA, ["model.layers.4[4-9]+.*"], [*(f"layers.{layer}.*" for layer in range(44, 50))]),
     (LLAMA, ["model.layers.\\d+.mlp", "model.norm"],
@@ -49,22 +50,26 @@ CHOSEN = [  # of which model, the regexes, and the patterns that they become
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("config, regexes, expected", CHOSEN, ids=[" ".join(regexes) for _, regexes, _ in CHOSEN])
+@pytest.mark.parametrize(
+    "config, regexes, expected", TRANSLATED, ids=[" ".join(regexes) for _, regexes, _ in TRANSLATED]
+)
 def test_the_same_parameters_are_chosen(config, regexes, expected, tmp_path):
-    patterns = read(config, tmp_path, *regexes).values["training.unfrozen"]
+    patterns = import_regexes(config, tmp_path, *regexes).values["training.unfrozen"]
     assert sorted(patterns) == sorted(expected)
     with torch.device("meta"):
-        theirs = [name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]
-    wanted = {name for name in theirs if any(re.match(each.replace(".", "\\."), name) for each in regexes)}
+        hf_names = [name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]
+    expected_names = {
+        name for name in hf_names if any(re.match(pattern.replace(".", "\\."), name) for pattern in regexes)
+    }
     family = family_of(config.model_type)
     args = CONFIGS[family].args_of(tmp_path / "model")
-    chosen = [name for name in parameters(args) if any(fnmatchcase(name, each) for each in patterns)]
-    found = {each for name in chosen for each in MODELS[family].hf.form(args).hf_names(name)}
-    if config is not EXPERTS:  # whose are stacked in this transformers, and were one by one when Axolotl was
-        assert found == wanted
+    chosen = [name for name in parameters(args) if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    chosen_names = {pattern for name in chosen for pattern in MODELS[family].hf.form(args).hf_names(name)}
+    if config is not EXPERTS:  # this transformers stacks experts; the one that Axolotl used did not
+        assert chosen_names == expected_names
 
 
-WRONG = [  # the regexes, and what is said of them
+WRONG = [  # regexes, and a part of the error
     (["^model.embed_tokens.weight$[:32000]"], "all rows of a matrix are trained, or none: drop [:32000]"),
     (["model.layers.[1]"], "all rows of a matrix are trained, or none: drop [1]"),
     (["model.layers.9."], "regexes of how some of these begin: model.embed_tokens.weight, model.layers.*."),
@@ -84,47 +89,47 @@ WRONG = [  # the regexes, and what is said of them
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("regexes, said", WRONG, ids=[regexes[-1][:30] for regexes, _ in WRONG])
-def test_what_is_refused(regexes, said, tmp_path):
-    faults = read(TIED, tmp_path, *regexes).faults
-    assert len(faults) == 1 and faults[0].key == "unfrozen_parameters" and said in str(faults[0])
+@pytest.mark.parametrize("regexes, message", WRONG, ids=[regexes[-1][:30] for regexes, _ in WRONG])
+def test_unsupported_regexes_are_refused(regexes, message, tmp_path):
+    faults = import_regexes(TIED, tmp_path, *regexes).faults
+    assert len(faults) == 1 and faults[0].key == "unfrozen_parameters" and message in str(faults[0])
 
 
-def test_what_is_refused_of_a_model_or_beside_an_adapter(tmp_path):
-    (fault,) = read(EXPERTS, tmp_path, "model.layers.0.mlp.experts.1.up_proj").faults
+def test_regexes_are_refused_for_some_models_and_with_adapters(tmp_path):
+    (fault,) = import_regexes(EXPERTS, tmp_path, "model.layers.0.mlp.experts.1.up_proj").faults
     assert "none, or all, of layers.0.moe.experts.w3; its experts are one parameter" in str(fault)
-    (fault,) = read(TIED, tmp_path, "lm_head").faults
-    assert "model.embed_tokens.weight" in str(fault), "a tied head has no name of its own"
-    (fault,) = read(TIED, tmp_path, "model.norm", base_model="llama-7b").faults
+    (fault,) = import_regexes(TIED, tmp_path, "lm_head").faults
+    assert "model.embed_tokens.weight" in str(fault), "a tied head is not a parameter"
+    (fault,) = import_regexes(TIED, tmp_path, "model.norm", base_model="llama-7b").faults
     assert "whose config.json is in llama-7b; download the model" in str(fault)
-    (fault,) = read(TIED, tmp_path, "model.norm", adapter="lora", lora_target_linear=True).faults
+    (fault,) = import_regexes(TIED, tmp_path, "model.norm", adapter="lora", lora_target_linear=True).faults
     assert "nothing with an adapter; use lora_modules_to_save" in str(fault)
 
 
-def test_a_regex_fits_what_it_fits_in_python_and_none_takes_long():
-    draw, told = random.Random(0), 0
+def test_regexes_match_as_in_python_and_in_bounded_time():
+    draw, num_valid = random.Random(0), 0
     parts = ["a", "b", ".", "(", ")", "|", "*", "+", "?", "[ab]", "[^a]", "[a-c]", "^", "$", "{2}", "{1,2}", "\\d", "1"]
     for _ in range(3000):
         regex = "".join(draw.choices(parts, k=draw.randrange(1, 8)))
         try:
-            begins = prefix_matcher(regex)
+            matches = prefix_matcher(regex)
         except RegexError:
             continue
-        theirs = re.compile(regex.replace(".", "\\."))
-        told += 1
+        reference = re.compile(regex.replace(".", "\\."))
+        num_valid += 1
         for name in ("", "a", "ab", "aab", "a.b", "1ab", "bc1", "aaaa"):
-            assert begins(name) == bool(theirs.match(name)), (regex, name)
-    assert told > 500
-    assert not prefix_matcher("a*" * 99 + "$")("a" * 60 + "b"), "re would take longer than anybody waits"
+            assert matches(name) == bool(reference.match(name)), (regex, name)
+    assert num_valid > 500
+    assert not prefix_matcher("a*" * 99 + "$")("a" * 60 + "b"), "Python's re would take exponential time"
     assert not prefix_matcher("(a*)*" * 20 + "b")("a" * 60)
     start = time.process_time()
     for slow in ("(" + "x{99}" * 38 + "){99}", "(" + "|".join(["a{99}"] * 30) + "){99}"):
         assert not any(map(prefix_matcher(slow), ["model.layers.0.mlp.gate.weight"] * 100))
-    assert time.process_time() - start < 2, "a millisecond for a name; where what fits nothing goes on, 90 of them"
+    assert time.process_time() - start < 2, "about 1 ms per name; 90 ms if dead states were not dropped"
 
 
-def test_the_job_is_one_that_check_takes(tmp_path):
-    made = read(TIED, tmp_path, "model.layers.1.", "model.norm")
-    assert made.values["training.unfrozen"] == ["layers.1.*", "norm.weight"]
+def test_check_accepts_the_translated_job(tmp_path):
+    job = import_regexes(TIED, tmp_path, "model.layers.1.", "model.norm")
+    assert job.values["training.unfrozen"] == ["layers.1.*", "norm.weight"]
     sizes = "--model.overrides={n_layers=2, tied_embeddings=true}"
     assert lines(sizes, '--training.unfrozen=["layers.1.*", "norm.weight"]') == []

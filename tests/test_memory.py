@@ -1,4 +1,4 @@
-"""What a step is foretold to need is what it needs: real steps of small jobs, weighed by torch's profiler."""
+"""Estimated memory and communication of a step against real steps of small jobs, measured by torch's profiler."""
 
 import contextlib
 import io
@@ -50,10 +50,10 @@ TRAINING = {
     "QLoRA": {"adapter.kind": "qlora", "adapter.rank": 8},
 }
 HIDDEN_STATE_BYTES = 4 * 128 * 128 * 4
-"""Bytes of the hidden states of a batch [4, 128, 128]: what a pipeline rank sends, gloo holds until the step ends."""
-# gloo copies what it reduces, which is to be little beside the model
+"""Bytes of hidden states [4, 128, 128], which gloo may hold from a send between pipeline ranks to the step's end."""
+# gloo copies tensors before it reduces them; the model has to be large in comparison
 WIDE = {"training.seq_len": 64, "model.overrides": SMALL["model.overrides"].replace("dim=128", "dim=256")}
-PLANS = {  # ranks, options, what is learned under it
+PLANS = {  # name -> number of ranks, options, names in TRAINING to combine with
     "one rank": (1, {}, list(TRAINING)),
     "FSDP 2": (2, {}, ["GaLore", "AdamW", "QLoRA"]),
     "TP 2": (2, {"parallelism.tensor_parallel_degree": 2} | WIDE, ["8 bits", "LoRA", "AdamW"]),
@@ -72,8 +72,9 @@ def argv(*options):
 
 
 def measured_peaks(jobs):
-    """Of each job's second step on this rank, or a later one, the most bytes of all allocations on the CPU that live at
-    once. The least of some steps: gloo's threads hold what they send for as long as they please.
+    """Return each job's peak of allocated CPU bytes on this rank, in its second or a later step.
+
+    The lowest of three steps counts, because gloo's threads hold what they send for an unknown time.
     """
     peaks = []
     for arguments in jobs:
@@ -110,7 +111,7 @@ def most_allocated(step):
 
 
 def estimated_peaks(jobs, ranks):
-    """By job, of each of these ranks of 2."""
+    """Return for each job the estimated peak of each of `ranks`, in bytes."""
     peaks = []
     for config in map(manager.load, jobs):
         estimates = [rehearse(config, rank, max(1, len(ranks)), "cpu") for rank in ranks]
@@ -120,8 +121,9 @@ def estimated_peaks(jobs, ranks):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_estimated_peak_memory_is_within_5_percent(plan):
-    """All optimizers and adapters on one rank, and by turns under the others; each with one way of recompute, by turns.
-    5 %: kernels need some room of their own, which the profiler sees too.
+    """Run all optimizers and adapters on one rank and some under each other plan, the recompute modes in rotation.
+
+    The tolerance of 5 % is for temporary buffers of kernels, which the profiler counts too.
     """
     ranks, degrees, names = PLANS[plan]
     turns = list(RECOMPUTE.values())
@@ -129,7 +131,7 @@ def test_estimated_peak_memory_is_within_5_percent(plan):
     measurements = list(zip(*run_ranks(ranks, measured_peaks, jobs), strict=True))
     estimates = run_alone(estimated_peaks, jobs, list(range(ranks)))
     for name, measured, estimated in zip(names, measurements, estimates, strict=True):
-        if plan != "PP 2":  # ranks are alike, and the one of which gloo's threads hold less is nearer to the truth
+        if plan != "PP 2":  # ranks are alike, and gloo's threads hold least in the lower figure
             measured, estimated = [min(measured)], [min(estimated)]
         for actual, expected in zip(measured, estimated, strict=True):
             assert expected <= 1.05 * actual and actual <= 1.05 * (expected + HIDDEN_STATE_BYTES * (plan == "PP 2")), (
@@ -137,11 +139,11 @@ def test_estimated_peak_memory_is_within_5_percent(plan):
             )
 
 
-# What is sent
+# Communication
 
 
 def actual_traffic(jobs):
-    """What this rank sends in a step of each job."""
+    """Return what this rank sends in a real step of each job, by axis, operation and quantity."""
     traffic = []
     for config in map(manager.load, jobs):
         dims, device = parts.dims(config, 2), torch.device(device_type())
@@ -168,32 +170,35 @@ COMMUNICATING = {
 
 
 def test_estimated_traffic_is_exact():
-    """To the byte; where experts get tokens, in as many calls."""
+    """Compare calls and bytes; with expert parallelism only calls, because bytes depend on the routing."""
     jobs = list(map(argv, COMMUNICATING.values()))
     measurements, estimates = run_ranks(2, actual_traffic, jobs)[1], run_alone(estimated_traffic, jobs, 1)
-    for plan, measured_traffic, will in zip(COMMUNICATING, measurements, estimates, strict=True):
+    for plan, measured_traffic, estimated_sent in zip(COMMUNICATING, measurements, estimates, strict=True):
         quantities = {"calls"} if plan == "EP 2" else {"calls", "bytes"}
         measured, estimated = (
-            {key: sent[key] for key in sent if key[2] in quantities} for sent in (measured_traffic, will)
+            {key: sent[key] for key in sent if key[2] in quantities} for sent in (measured_traffic, estimated_sent)
         )
         assert estimated and measured == estimated, plan
     numbers = parts.model_args(manager.load(jobs[0])).num_parameters
-    assert estimates[0]["dp_shard", "reduce_scatter", "bytes"] == 3 * 4 * numbers / 2  # in float32, half to the other
+    assert (
+        estimates[0]["dp_shard", "reduce_scatter", "bytes"] == 3 * 4 * numbers / 2
+    )  # float32; half goes to the other rank
 
 
 def test_hsdp_reduces_each_shard_over_its_replicas():
     replicas = {f"parallelism.data_parallel_{way}_degree": 2 for way in ("replicate", "shard")}
     (_, (sent,)), _ = run_alone(full_and_partial_estimates, argv(replicas), 4)
     size = sent["dp_replicate", "all_reduce", "bytes"]
-    assert size == sent["dp_shard", "reduce_scatter", "bytes"] > 0  # half of all gradients, once to one other
+    assert size == sent["dp_shard", "reduce_scatter", "bytes"] > 0  # half of all gradients, sent once to one other rank
 
 
-# Less than the whole step
+# Rehearsals of some layers and microbatches
 
 
 def full_and_partial_estimates(arguments, world_size):
-    """By pipeline rank peaks and what is sent: of the whole job, and of what is rehearsed of it where little may be
-    rehearsed whole, by processes of their own.
+    """Estimate a job twice: with all its layers, and extrapolated from a few layers in separate processes.
+
+    Returns for each estimate the peaks and the traffic, by pipeline rank.
     """
     config = manager.load(arguments)
     results = []
@@ -260,7 +265,7 @@ def test_a_killed_rehearsal_is_reported(monkeypatch):
 
 
 def fail_first_or_touch(folder, number):
-    """The first one fails, and as many as there are processes end a little later."""
+    """Fail for number 0; else wait for 0.1 s and create a file, so that some calls are running during the failure."""
     if number == 0:
         raise JobError("the first")
     time.sleep(0.1)
@@ -283,7 +288,7 @@ def touch_and_wait(folder):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
 def test_rehearsals_end_when_their_parent_dies(tmp_path, monkeypatch):
-    """As where Ctrl-C ends `torchtitan check`, which kills the estimate that it has begun."""
+    """As when Ctrl-C ends `torchtitan check`, which kills the process of its estimate."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(rehearsal, "_processors", lambda: 2)
     parent = multiprocessing.get_context("fork").Process(
@@ -307,7 +312,7 @@ def test_rehearsals_end_when_their_parent_dies(tmp_path, monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
 @pytest.mark.parametrize("gpu", [False, True])
 def test_with_a_gpu_processes_are_forked_from_a_fresh_one(gpu, monkeypatch):
-    """autograd has threads there after its first backward, and works in no fork of this process any more."""
+    """With a GPU, autograd starts threads in its first backward; a fork of that process cannot run backward."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpu)
     monkeypatch.setattr(rehearsal, "_processors", lambda: 2)
     torch.ones((), requires_grad=True).backward()
@@ -317,7 +322,7 @@ def test_with_a_gpu_processes_are_forked_from_a_fresh_one(gpu, monkeypatch):
     assert rehearsal.run_in_processes(torch.get_num_threads, [(), ()]) == [1, 1]
 
 
-PATTERNS = {  # patterns -> whether it takes every layer of the model to tell
+PATTERNS = {  # patterns -> True if they treat layers differently, so that all must be rehearsed
     ("*norm*", "output.weight"): False,
     ("layers.*.attention.w[qk].weight",): False,
     ("layers.*",): False,
@@ -336,14 +341,14 @@ def test_layers_that_learn_alike_are_not_all_rehearsed(option, patterns):
 
 
 def peaks_with_reference(arguments):
-    """The highest moment without another reference and with one, and this job's moments on one of two ranks."""
+    """Return peaks without and with a separate reference model, and the latter's moments on one of two ranks."""
     jobs = [manager.load(arguments), manager.load([*arguments, "--dpo.reference=elsewhere"])]
     estimates = [prediction.predict(job, 1, "cpu")[0] for job in jobs]
     return [(estimate.moment, estimate.kinds) for estimate in estimates], rehearse(jobs[1], 0, 2, "cpu").moments
 
 
 def test_the_reference_is_counted_in_addition_to_a_qlora_model():
-    """Its weights are whole and in float32, while nothing of the optimizer is there yet."""
+    """The reference's weights are in float32 and not quantized; no optimizer state exists yet when it is evaluated."""
     small = {"training.seq_len": 16, "training.local_batch_size": 2, "training.loss_chunks": 0}
     arguments = argv(TRAINING["QLoRA"], {"task.kind": "dpo"} | small)
     ((own_moment, kinds), (moment, kinds_with_reference)), moments_of_two_ranks = run_alone(
@@ -359,11 +364,13 @@ def test_the_reference_is_counted_in_addition_to_a_qlora_model():
         moments_of_two_ranks[moment]["parameters of the reference"]
         == kinds_with_reference["parameters of the reference"] / 2
     )
-    assert not moments_of_two_ranks["optimizer"]["parameters of the reference"]  # it is gone by then
+    assert not moments_of_two_ranks["optimizer"][
+        "parameters of the reference"
+    ]  # the reference is freed before the first step
 
 
 def gathered_devices_and_calls(arguments):
-    """Devices of the storages that FSDP fills in a rehearsal of the first of four ranks, and all-gathers of experts."""
+    """Rehearse rank 0 of 4; return the devices of storages that FSDP resizes and the number of expert all-gathers."""
     devices, resize = set(), torch.UntypedStorage.resize_
 
     def recording_resize(storage, size):
@@ -376,10 +383,10 @@ def gathered_devices_and_calls(arguments):
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_experts_are_gathered_without_values(recompute):
-    """A layer's of a large model are half a GiB, and what FSDP does with them is to be counted as the rest is."""
+    """Experts of one layer of a large model take half a GiB, so gathering real ones would exhaust the host."""
     devices, calls = run_alone(gathered_devices_and_calls, argv(COMMUNICATING["EP 2"], RECOMPUTE[recompute]))
     assert devices == {"meta"}
-    assert calls == 2, "one layer has experts, whose shards are gathered ahead of forward and again ahead of backward"
+    assert calls == 2, "the one layer with experts gathers their shards before forward and again before backward"
 
 
 class LoggingMode(TorchDispatchMode):
@@ -400,7 +407,7 @@ def test_dispatch_modes_keep_their_order_where_fsdp_gathers():
 
 
 def test_a_thinned_pipeline_keeps_its_cut():
-    """Stages that are rehearsed keep their ends and first layers, numbered anew; the others one layer each."""
+    """Rehearsed stages keep embeddings, head and first layers, renumbered; each other stage keeps one layer."""
     stages = [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "layers.3", "layers.4"], ["layers.5", "norm"]]
     config = manager.load(argv({"parallelism.pipeline_parallel_degree": 3}))
     thin = prediction._thinned(config, stages, {1: 2}, parts.dims(config, 3))
@@ -409,11 +416,11 @@ def test_a_thinned_pipeline_keeps_its_cut():
     assert parts.model_args(thin).n_layers == 4
 
 
-# What check says of it
+# Output of the commands
 
 
 def check_and_estimate_output(arguments):
-    """Of `torchtitan check` and of `torchtitan estimate`."""
+    """Return the lines that `torchtitan check` and `torchtitan estimate` print."""
     streams = [io.StringIO(), io.StringIO()]
     for command, stream in zip((check, estimate), streams, strict=True):
         with contextlib.redirect_stdout(stream):

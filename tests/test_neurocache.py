@@ -1,4 +1,4 @@
-"""A cache of past states beside a decoder: what is found, kept and read, each against a few lines of plain Python."""
+"""Neurocache: lookup, replacement and attention, each against a few lines of plain Python."""
 
 import itertools
 
@@ -21,11 +21,11 @@ def seeded():
     torch.manual_seed(0)
 
 
-# --- what is found
+# --- lookup
 
 
 def expected_ages(query, keys, count, topk, similarity, bucketed=False):
-    """Ages of the best entries, the later one of equals; `keys` [M, C] lie at number mod M."""
+    """Return ages of the best entries, the newer first among equals. Entry n of `keys` [M, C] is at n mod M."""
     size = len(keys)
     scored = []
     for number in range(max(0, count - size), count):
@@ -48,7 +48,7 @@ def expected_ages(query, keys, count, topk, similarity, bucketed=False):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block_bytes", [1, 2**20])
 def test_nearest_agrees_with_scores_computed_one_by_one(dtype, similarity, block_bytes):
-    """Small whole numbers: scores are exact, and many are equal. Empty, partly filled, full and wrapped caches."""
+    """Keys are small integers: scores are exact and many are equal. Caches are empty, partly filled, full, wrapped."""
     size, counts = 12, [0, 2, 7, 12, 17, 40]
     keys = torch.randint(-2, 3, (len(counts), size, 4)).to(dtype)
     queries = torch.randint(-2, 3, (len(counts), 5, 4)).to(dtype)
@@ -80,7 +80,7 @@ def test_negative_zero_is_zero_and_infinities_keep_their_order():
 @pytest.mark.parametrize("window, offsets", [(1, [0]), (2, [0, 1]), (4, [-1, 0, 1, 2])])
 @pytest.mark.parametrize("count", [3, 8, 10, 16, 21])
 def test_a_window_adds_the_neighbours_of_a_hit(window, offsets, count):
-    """In a ring of 8 the newest and the oldest entry lie side by side, and are none."""
+    """In a ring of 8 the newest and the oldest entry are adjacent, but not neighbours in the document."""
     size = 8
     numbers = torch.arange(max(0, count - size), count)
     hits = Found((count - 1 - numbers)[None, None], torch.ones(1, 1, len(numbers), dtype=torch.bool))
@@ -95,11 +95,11 @@ def test_a_window_adds_the_neighbours_of_a_hit(window, offsets, count):
                 assert places[0, 0, entry].item() == (number + offset) % size
 
 
-# --- what is kept
+# --- replacement
 
 
 def test_lru_retains_the_entries_used_last():
-    """Against a dictionary: number of the entry -> when it was last stored or found."""
+    """The reference is a dictionary per lane: number of the entry -> time of its last store or hit."""
     lanes, size, length, layer = 2, 12, 4, 5
     store = Store(lanes, size, [layer], {"key": 1}, torch.float32, torch.device("cpu"), "lru")
     last_used: list[dict[int, int]] = [{} for _ in range(lanes)]
@@ -143,12 +143,12 @@ def test_a_reset_lane_and_padding_change_no_other_entry():
         read(model, installed, batches[3:], begins=[[True, False]], filled=[[8, 3]])
     assert store.counts.tolist() == [8, 27]
     for key, entries in store.kept.items():
-        # the second lane's third segment lies at 16 to 23, so the three come to 0 to 2
+        # the second lane's third segment is at 16 to 23, so the next three entries go to 0 to 2
         assert torch.equal(entries[1, 3:], before[key][1, 3:]) and not torch.equal(entries[1, :3], before[key][1, :3])
         assert torch.equal(entries[0, 8:], before[key][0, 8:])
 
 
-# --- what is read
+# --- attention
 
 
 def test_before_the_first_token_are_zeros():
@@ -165,7 +165,7 @@ def test_absorbed_attention_equals_the_explicit_one(heads, kv_heads, context):
     torch.nn.init.normal_(reading.wk), torch.nn.init.normal_(reading.wv)
     q, rows = torch.randn(2, 7, heads, 3).double(), torch.randn(2, 7, 4, 5).double()
     is_valid = torch.rand(2, 7, 4) < 0.6
-    is_valid[0] = False  # a lane without anything
+    is_valid[0] = False  # a lane without entries
     absorbed = reading(q, Retrieved(rows, is_valid))
     shifted_rows = [of_earlier_token(rows, shift) for shift in range(context)]
     mask = torch.cat([of_earlier_token(is_valid, shift) for shift in range(context)], -1)
@@ -173,7 +173,7 @@ def test_absorbed_attention_equals_the_explicit_one(heads, kv_heads, context):
         absorbed, reading.written_out(q, shifted_rows, mask[..., None, :]), rtol=1e-12, atol=1e-12
     )
     assert not absorbed[0].any()
-    for token in range(7):  # and one token, one head by a softmax over a list
+    for token in range(7):  # also one head of each token, by a softmax over a list of entries
         entries = [(t, n) for t in range(max(0, token - context + 1), token + 1) for n in range(4) if is_valid[1, t, n]]
         if entries:
             token_rows = torch.stack([rows[1, t, n] for t, n in entries])
@@ -183,7 +183,7 @@ def test_absorbed_attention_equals_the_explicit_one(heads, kv_heads, context):
 
 
 def test_the_head_layout_of_the_original_code_is_supported():
-    """[N, H E] of projected entries, read as [H, N, E]."""
+    """The original code views projected entries [N, H E] as [H, N, E], without a transpose."""
     reading = Reading(3, 2, 2, 1, scrambled=True).double()
     torch.nn.init.normal_(reading.wk), torch.nn.init.normal_(reading.wv)
     q, rows, is_valid = torch.randn(1, 1, 2, 2).double(), torch.randn(1, 1, 3, 3).double(), torch.ones(1, 1, 3).bool()
@@ -235,7 +235,7 @@ def test_a_later_token_changes_nothing_before_it(name, training, ordering):
 
 
 def test_output_depends_on_earlier_segments_of_the_same_lane():
-    """And only there: another lane does not."""
+    """A change in one lane leaves the other lane's output as it was."""
     batches = segments(3)
     changed = batches.clone()
     changed[0, 0] = (changed[0, 0] + 1) % 64
@@ -255,7 +255,7 @@ def test_one_cache_for_all_rows():
 
 
 def test_training_compresses_retrieved_states_again():
-    """While the weights stay, that is what is stored; and it is how they learn."""
+    """With unchanged weights the result equals the stored states; compressing again lets the weights get gradients."""
     batches = segments(3)
     model, installed = remembering(dtype=torch.float64)
     trained = read(model.train(), installed, batches)
@@ -268,7 +268,7 @@ def test_training_compresses_retrieved_states_again():
 
 
 def test_compressing_the_cache_or_the_hits_gives_the_same():
-    """Whichever is less: of 24 entries, 16 that were found or 48."""
+    """The cheaper way is taken: of 24 entries compress 16 hits, or the cache if there are 48 hits."""
     model, _ = remembering(dtype=torch.float64)
     memory, states, widths = model.memory, torch.randn(2, 24, 32).double(), []
     memory.h_norm.register_forward_hook(lambda _, inputs, out: widths.append(out.shape[1:-1]))
@@ -308,7 +308,7 @@ def test_no_backward_below_the_first_trained_layer():
 
 @pytest.mark.parametrize("ordering", ["fifo", "lru"])
 def test_recompute_neither_retrieves_nor_stores_again(ordering):
-    """Gradients and caches are those without recompute, bit for bit; a microbatch is stored once."""
+    """Gradients and caches equal those without recompute, bit for bit; each microbatch is stored once."""
     results = []
     for mode, selective_option in (("none", "2"), ("full", "2"), ("selective", "op"), ("selective", "2")):
         options = dict(retrieval_map={"1": 1}, ordering=ordering, cache_size=40, track_hits=True, layers=4)
@@ -352,7 +352,7 @@ def test_invalid_options_are_refused(options, message):
 
 
 def test_a_segment_that_is_longer_than_the_cache_is_refused():
-    """Two of its tokens would have one place, and which of them is kept would be chance."""
+    """Two of its tokens would share one entry, and which of them is stored would be undefined."""
     store = Store(1, 4, [0], {"key": 1}, torch.float32, torch.device("cpu"))
     segment = Segment(slice(0, 1), store.counts.clone(), torch.tensor([5]), {(0, "key"): torch.ones(1, 5, 1)}, {})
     with pytest.raises(AssertionError, match="two tokens of a segment"):
@@ -361,8 +361,9 @@ def test_a_segment_that_is_longer_than_the_cache_is_refused():
 
 @torch.no_grad()
 def test_a_cache_set_by_hand_copies_repeated_tokens():
-    """A model of one layer that says each token again, and a reading that is set by hand: of the entry like the token
-    and the one behind it, it reads the second. Random tokens that come again are foretold, but for a segment's last.
+    """Set the weights so that the model without cache repeats its input, and the cache reads the entry after a match.
+
+    A repeated random sequence is then predicted, except for the last token of each segment.
     """
     model, installed = remembering(
         layers=1,
@@ -391,7 +392,7 @@ def test_a_cache_set_by_hand_copies_repeated_tokens():
 )
 @torch.no_grad()
 def test_generation_in_pieces_equals_reading_in_segments(family, ordering):
-    """What the tokens before found is carried on within a segment, and a full one is stored."""
+    """The reader carries earlier tokens' hits within a segment, and stores the segment when it is full."""
     options = dict(dtype=torch.float64, cache_size=20, ordering=ordering, context=3)
     model, installed = remembering(family, **options)
     tokens = segments(5, lanes=1)
@@ -403,11 +404,11 @@ def test_generation_in_pieces_equals_reading_in_segments(family, ordering):
         logits = reader(ids[:, -context:][:, :end])[0]
         torch.testing.assert_close(logits, expected[end - len(logits) : end], rtol=1e-6, atol=1e-7)
     assert model.memory.stores[False, 0].counts.tolist() == ([20] if ordering == "lru" else [40])
-    restarted = reader(ids[:, :5])[0]  # another beginning
+    restarted = reader(ids[:, :5])[0]  # another text
     torch.testing.assert_close(restarted, expected[:5], rtol=1e-6, atol=1e-7)
 
 
-# --- how much it is
+# --- sizes
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -471,7 +472,7 @@ def test_a_cache_is_initialized_from_the_attention_of_its_layer():
 
 
 def test_bucketed_lookup_has_high_recall():
-    """Recall at 16 of 16384 normed keys; each bucket of 32 entries gives one."""
+    """Recall at 16 of 16384 normalized keys is at least 0.97; each bucket of 32 entries yields at most one hit."""
     keys = torch.nn.functional.layer_norm(torch.randn(1, 16384, 64), (64,))
     queries = torch.nn.functional.layer_norm(torch.randn(1, 64, 64), (64,))
     exact, bucketed = (nearest(queries, keys, torch.tensor([20000]), 16, bucketed=b).ages[0] for b in (False, True))
@@ -480,7 +481,7 @@ def test_bucketed_lookup_has_high_recall():
 
 
 def test_compiled_blocks_are_compiled_once():
-    """The lookup is outside of them, and what it gives has one shape from the first batch on."""
+    """The lookup is outside the compiled blocks, and its result has the same shape from the first batch on."""
     torch._dynamo.reset()
     model, installed = remembering()
     compiled_graphs = []

@@ -1,8 +1,8 @@
-"""README and docs hold what they promise: commands run or at least parse, names exist, links resolve.
+"""README and docs are correct: commands run or at least parse, names exist, links resolve.
 
-Commands of one page run one after another, in a folder of their own that has what the pages speak of; training there
-is cut down to a model of a few thousand parameters. What would take long, install or need GPUs is only looked at:
-its files and options have to exist.
+The commands of one page run one after another in a temporary folder that contains the files that the pages mention.
+Training there is cut down to a model of a few thousand parameters. Commands that take long, install something or need
+GPUs do not run: the test checks that their files and options exist.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ NO_OPTIONS = {
     "json",
     "previous",
     "redone",
-}  # metrics.jsonl, training.png, ...: files, not options
+}  # second parts of file names such as metrics.jsonl and training.png, which look like options
 SMALL = {
     "model.overrides": "{dim = 32, n_layers = 2, n_heads = 4, multiple_of = 16}",
     "training.seq_len": "32",
@@ -58,22 +58,22 @@ MOST_STEPS = 6
 class Command(NamedTuple):
     page: str
     line: str
-    words: list[str]
-    """Without the environment's settings before the program and the redirection after it."""
+    arguments: list[str]
+    """The program and its arguments, without leading environment variables and trailing redirection."""
     environment: dict[str, str]
     output: str | None
 
     @property
     def program(self) -> str:
-        return Path(self.words[0]).name
+        return Path(self.arguments[0]).name
 
     @property
     def argv(self) -> list[str]:
-        """The arguments of `torchtitan` that do this on one rank; none for another program."""
+        """The arguments of `torchtitan` that do the same on one rank; [] for another program."""
         if self.program == "run_llama_train.sh":
             config = self.environment.get("CONFIG_FILE", "train_configs/debug_model.toml")
-            return ["train", "--job.config_file", config, *self.words[1:]]
-        return self.words[1:] if self.program == "torchtitan" else []
+            return ["train", "--job.config_file", config, *self.arguments[1:]]
+        return self.arguments[1:] if self.program == "torchtitan" else []
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -81,34 +81,36 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def parse(page: str, line: str) -> Command:
-    words, environment = shlex.split(line, comments=True), {}
-    while "=" in words[0] and not words[0].startswith("-"):
-        name, _, environment[name] = words.pop(0).partition("=")
-    output = words[words.index(">") + 1] if ">" in words else None
-    return Command(page, line, words[: words.index(">")] if output else words, environment, output)
+    arguments, environment = shlex.split(line, comments=True), {}
+    while "=" in arguments[0] and not arguments[0].startswith("-"):
+        name, _, environment[name] = arguments.pop(0).partition("=")
+    output = arguments[arguments.index(">") + 1] if ">" in arguments else None
+    return Command(page, line, arguments[: arguments.index(">")] if output else arguments, environment, output)
 
 
 @cache
 def commands() -> list[Command]:
-    found = []
+    parsed = []
     for page in PAGES:
         lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
-        found += [parse(page.name, line) for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    return found
+        parsed += [parse(page.name, line) for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    return parsed
 
 
-# A folder in which the pages' commands work
+# A folder for the pages' commands
 
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
     (tmp_path / "tests/assets/c4_test").mkdir(parents=True)
-    (tmp_path / "tests/assets/c4_test/data.json").write_text('{"text": "a document"}\n')  # of torchtitan's repository
+    (tmp_path / "tests/assets/c4_test/data.json").write_text(
+        '{"text": "a document"}\n'
+    )  # a file of the original torchtitan repository
     for name in ("tests/assets/tokenizer", "train_configs"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "tests/assets/tokenizer/tokenizer.json", tmp_path)
-    licensed = tmp_path / "assets/tokenizer/original/tokenizer.model"  # where Llama's own would be
+    licensed = tmp_path / "assets/tokenizer/original/tokenizer.model"  # in place of Llama's licensed tokenizer
     licensed.parent.mkdir(parents=True)
     shutil.copy(ROOT / "tests/assets/tokenizer/tiktoken.model", licensed)
     shutil.copy(ROOT / "tests/fixtures/old_tomls/v0_2_2_debug_model.toml", tmp_path / "old.toml")
@@ -121,29 +123,35 @@ def workplace(tmp_path: Path) -> Path:
 
 
 def cut_down(argv: list[str]) -> list[str]:
-    """The arguments of a training run, with small sizes instead of its own."""
-    kept, words = [], list(argv)
-    while words:
-        word = words.pop(0)
-        given = [word] if "=" in word or not words or words[0].startswith("--") else [word, words.pop(0)]
-        if word.partition("=")[0].removeprefix("--") not in (*SMALL, "training.steps"):
-            kept += given
+    """Return the arguments of a training run with its sizes replaced by small ones."""
+    retained, remaining = [], list(argv)
+    while remaining:
+        argument = remaining.pop(0)
+        option = (
+            [argument]
+            if "=" in argument or not remaining or remaining[0].startswith("--")
+            else [argument, remaining.pop(0)]
+        )
+        if argument.partition("=")[0].removeprefix("--") not in (*SMALL, "training.steps"):
+            retained += option
     steps = min(manager.load(argv).training.steps, MOST_STEPS)
-    return [*kept, f"--training.steps={steps}", *(f"--{name}={value}" for name, value in SMALL.items())]
+    return [*retained, f"--training.steps={steps}", *(f"--{name}={value}" for name, value in SMALL.items())]
 
 
 def as_tested(argv: list[str]) -> list[str]:
     if argv[0] == "train":
         return [argv[0], *cut_down(argv[1:])]
-    # the job itself is meant, not a resume of what its cut-down form has left; test_check.py looks at its memory
+    # the page means a new run, not a resume of the cut-down one; the memory estimate has its own tests
     plain = argv[0] == "check" and "--upgrade" not in argv
     return [*argv, "--job.dump_folder=unused", "--no-memory"] if plain else argv
 
 
 def run_all(folder: str, lines: list[list[str]]) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of each command line of `torchtitan`, one after another in this process."""
+    """Run command lines of `torchtitan` one after another in this process; return codes, output, errors."""
     os.chdir(folder)
-    multiprocessing.set_start_method(None, force=True)  # the platform's, as for a user; here it is inherited
+    multiprocessing.set_start_method(
+        None, force=True
+    )  # the platform's default, as for a user; the test pool's is inherited
     fork_ranks()
     answers = []
     for argv in lines:
@@ -159,9 +167,9 @@ def run_all(folder: str, lines: list[list[str]]) -> list[tuple[int, str, str]]:
 
 @pytest.mark.parametrize("page", sorted({command.page for command in commands() if command.argv}))
 def test_the_commands_of_a_page_run(page, workplace):
-    own = [command for command in commands() if command.page == page and command.argv]
-    answers = run_alone(run_all, str(workplace), [command.argv for command in own])
-    for command, (code, out, err) in zip(own, answers, strict=True):
+    page_commands = [command for command in commands() if command.page == page and command.argv]
+    answers = run_alone(run_all, str(workplace), [command.argv for command in page_commands])
+    for command, (code, out, err) in zip(page_commands, answers, strict=True):
         assert code == 0, f"{command.line}\n{out}\n{err}"
         assert "Traceback" not in err
         if command.output:
@@ -169,7 +177,7 @@ def test_the_commands_of_a_page_run(page, workplace):
 
 
 def test_the_first_check_of_the_readme_passes_in_a_fresh_clone(tmp_path):
-    """Where nothing has been downloaded: no tokenizer with a licence, no data, no earlier run."""
+    """It passes without any download: no licensed tokenizer, no data, no earlier run."""
     shutil.copytree(ROOT / "train_configs", tmp_path / "train_configs")
     first = next(command for command in commands() if command.page == "README.md" and command.argv[:1] == ["check"])
     ((code, out, err),) = run_alone(run_all, str(tmp_path), [first.argv])
@@ -181,10 +189,10 @@ def test_the_first_page_lists_the_files_of_the_debug_run(workplace):
     ((code, _, err),) = run_alone(run_all, str(workplace), [train])
     assert code == 0, err
     folder = workplace / "outputs/debug"
-    left = {path.name for path in folder.iterdir()}
+    written_files = {path.name for path in folder.iterdir()}
     page = (ROOT / "docs/getting_started.md").read_text()
-    named = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
-    assert left - {"checkpoint"} <= set(named) and {"metrics.jsonl", "config.toml"} <= left
+    documented = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert written_files - {"checkpoint"} <= set(documented) and {"metrics.jsonl", "config.toml"} <= written_files
     (keys,) = re.findall(r"one object a logged step: (.*?) where the device", page, re.DOTALL)
     record = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
     assert set(re.findall(r"`(\w+)`", keys)) - {"mfu"} == record.keys() - {"mfu", "mfu_full", "marked"}
@@ -204,48 +212,48 @@ def test_the_index_links_every_page():
     assert [page.name for page in (ROOT / "docs").glob("*.md") if f"]({page.name})" not in index] == ["README.md"]
 
 
-# What is only looked at
+# Checks of commands that do not run
 
 
 ENVIRONMENT = {"NGPU", "CONFIG_FILE", "LOG_RANK", "NNODES", "NODE_RANK", "HEAD_ADDR"}
 
 
-def argument_of(words: list[str], name: str) -> str | None:
-    return words[words.index(name) + 1] if name in words else None
+def argument_of(arguments: list[str], name: str) -> str | None:
+    return arguments[arguments.index(name) + 1] if name in arguments else None
 
 
-def look_at(command: Command) -> None:
-    """Fails unless the program, its files and its options exist."""
-    words, program = command.words, command.program
+def check_without_running(command: Command) -> None:
+    """Fail unless the program, its files and its options exist."""
+    arguments, program = command.arguments, command.program
     if program == "torchtitan":
-        assert words[1] in cli.COMMANDS
+        assert arguments[1] in cli.COMMANDS
     elif program == "run_llama_train.sh":
         assert command.environment.keys() <= ENVIRONMENT and os.access(ROOT / program, os.X_OK)
         manager.load(command.argv[1:])
     elif program == "torchrun":
-        module = argument_of(words, "-m")
+        module = argument_of(arguments, "-m")
         assert module == "torchtitan.train"
-        manager.load(words[words.index(module) + 1 :])
+        manager.load(arguments[arguments.index(module) + 1 :])
     elif program == "sbatch":
-        script = next(word for word in words[1:] if not word.startswith("-"))
+        script = next(argument for argument in arguments[1:] if not argument.startswith("-"))
         assert os.access(ROOT / script, os.X_OK)
-        manager.load(words[words.index(script) + 1 :])
+        manager.load(arguments[arguments.index(script) + 1 :])
     elif program == "pip":
-        assert argument_of(words, "-c") == "constraints.txt"
-        (extras,) = re.findall(r"^\.(?:\[(\w+)\])?$", argument_of(words, "-e"))
-        known = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-        assert not extras or extras in known
+        assert argument_of(arguments, "-c") == "constraints.txt"
+        (extras,) = re.findall(r"^\.(?:\[(\w+)\])?$", argument_of(arguments, "-e"))
+        defined_extras = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert not extras or extras in defined_extras
     elif program == "run_tests.sh" or program.startswith("python"):
         assert program != "run_tests.sh" or os.access(ROOT / program, os.X_OK)
-        assert all((ROOT / word).exists() for word in words[1:] if word.endswith((".py", ".sh")))
+        assert all((ROOT / argument).exists() for argument in arguments[1:] if argument.endswith((".py", ".sh")))
     else:
         assert program in ("ruff", "mypy"), f"a command that this test does not know: {command.line}"
 
 
 @pytest.mark.parametrize("command", commands(), ids=lambda command: f"{command.page}: {command.line}"[:70])
-def test_commands_name_what_exists(command, monkeypatch):
+def test_commands_name_existing_files_and_options(command, monkeypatch):
     monkeypatch.chdir(ROOT)
-    look_at(command)
+    check_without_running(command)
 
 
 @pytest.mark.parametrize(
@@ -265,12 +273,12 @@ def test_commands_name_what_exists(command, monkeypatch):
 def test_a_wrong_command_would_be_noticed(line, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises((AssertionError, ValueError)):
-        look_at(parse("page", line))
+        check_without_running(parse("page", line))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_jobs_on_the_page_load(page, workplace):
-    of_packages = "[project"  # what goes into another package's pyproject.toml
+    of_packages = "[project"  # tables for another package's pyproject.toml
     for number, text in enumerate(text for text in blocks(page, "toml") if not text.startswith(of_packages)):
         job = workplace / f"job{number}.toml"
         job.write_text(text)
@@ -278,11 +286,11 @@ def test_jobs_on_the_page_load(page, workplace):
 
 
 def named_options(text: str) -> Iterator[str]:
-    """What stands in back quotes like an option: `training.steps`, `training.steps = 3`, `--training.steps 3`."""
-    known = {section.split(".")[0] for section in sections()}
+    """Yield options in back quotes: `training.steps`, `training.steps = 3`, `--training.steps 3`."""
+    section_names = {section.split(".")[0] for section in sections()}
     for name in re.findall(r"`(?:--)?([a-z_]+(?:\.[a-z_0-9]+)+)(?=[` =])", text):
-        section, _, rest = name.partition(".")
-        if section in known and rest.split(".")[0] not in NO_OPTIONS:
+        section, _, option = name.partition(".")
+        if section in section_names and option.split(".")[0] not in NO_OPTIONS:
             yield name
 
 
@@ -303,7 +311,7 @@ def broken_links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub makes from the headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -311,8 +319,8 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_names_and_links(page):
     text = page.read_text()
-    known = options().keys() | sections()
-    assert [name for name in named_options(text) if name not in known and not free_table(name)] == []
+    valid_names = options().keys() | sections()
+    assert [name for name in named_options(text) if name not in valid_names and not free_table(name)] == []
     assert [name for name in named_files(text) if not (ROOT / name).exists()] == []
     assert broken_links(page) == []
 
@@ -331,22 +339,24 @@ def test_exit_codes():
         for row in re.findall(r"^\| ([\d, ]+) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
         for code in row.split(",")
     }
-    others = {exit.CRASH_LOOP, exit.HUNG, exit.OUT_OF_MEMORY, exit.DIFFERING}
-    assert codes == {0, 1} | others | exit.EXPLAINED
+    unexplained = {exit.CRASH_LOOP, exit.HUNG, exit.OUT_OF_MEMORY, exit.DIFFERING}
+    assert codes == {0, 1} | unexplained | exit.EXPLAINED
 
 
-# The matrix
+# The feature matrix
 
 
 @pytest.mark.parametrize(
-    ("page", "made"), [(feature_matrix.PAGE, feature_matrix.matrix), (feature_matrix.FEATURES, feature_matrix.pairs)]
+    ("page", "render"), [(feature_matrix.PAGE, feature_matrix.matrix), (feature_matrix.FEATURES, feature_matrix.pairs)]
 )
-def test_the_tables_are_those_of_the_rows(page, made):
+def test_the_tables_are_up_to_date(page, render):
     text = page.read_text()
-    assert text == feature_matrix.written_into(text, made(feature_matrix.ROWS)), "run scripts/feature_matrix.py --write"
+    assert text == feature_matrix.written_into(text, render(feature_matrix.ROWS)), (
+        "run scripts/feature_matrix.py --write"
+    )
 
 
-def test_a_matrix():
+def test_the_matrix_of_a_few_combinations():
     rows = [
         Combination(recompute="2"),
         Combination(ranks=2, dp_shard=2, recompute="full", prefetch=1),
@@ -365,7 +375,7 @@ def test_a_matrix():
     assert shown["DDP (2 ranks)"]["compile"] == "block"
 
 
-def test_the_matrix_needs_its_place():
+def test_the_matrix_needs_its_markers():
     assert feature_matrix.written_into("a <!-- matrix -->\nold\n<!-- /matrix -->\nb", "new") == (
         "a <!-- matrix -->\nnew\n<!-- /matrix -->\nb"
     )
@@ -374,7 +384,7 @@ def test_the_matrix_needs_its_place():
             feature_matrix.written_into(text, "new")
 
 
-def test_the_changelog_says_a_change_once():
-    """Also where it was wrapped in two widths: two changes that meet leave both."""
+def test_the_changelog_has_no_repeated_entry():
+    """Find repeated entries also if they are wrapped differently, as a merge may leave both."""
     entries = [" ".join(entry.split()) for entry in re.split(r"^\* ", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)]
     assert sorted(entries) == sorted(set(entries))

@@ -1,5 +1,7 @@
-"""`torchtitan convert` to a vocabulary of another size: what transformers opens has the answers that it had, new rows
-are the mean of the others, and what no token has is written by nobody.
+"""`torchtitan convert` to a vocabulary of another size.
+
+transformers opens the result and computes the same logits, new rows are the mean of the others, and no generator writes
+a row without a token.
 """
 
 import io
@@ -32,13 +34,13 @@ from torchtitan.training import inference_model
 NEW = ["<|im_start|>", "<|im_end|>", "<tool>"]
 BYTES = ByteTokenizer()
 ROWS = 260
-"""Of the models: two more than there are tokens."""
+"""Rows of the models' embeddings: two more than there are tokens."""
 TOKENS = torch.arange(250).view(5, 50)
 TOKENIZER = jobs.ROOT / "tests/assets/tokenizer/tokenizer.json"
 
 
-def folder_of(folder, family, args):
-    """A model in the form of Hugging Face, with the bytes as tokens."""
+def save_base_model(folder, family, args):
+    """Write a random model in Hugging Face's format, with the byte tokenizer, and return its folder."""
     folder.mkdir()
     hf, args = MODELS[family].hf, type(args)(**vars(args) | {"vocab_size": ROWS})
     hf.save_hf(folder, build(MODELS[family].build, args).state_dict(), args)
@@ -58,15 +60,15 @@ FAMILIES = {
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     home = tmp_path_factory.mktemp("bases")
-    return {name: folder_of(home / name.replace(" ", "_"), *FAMILIES[name]) for name in FAMILIES}
+    return {name: save_base_model(home / name.replace(" ", "_"), *FAMILIES[name]) for name in FAMILIES}
 
 
-def convert(*words):
-    return cli.main(["convert", *map(str, words)])
+def convert(*arguments):
+    return cli.main(["convert", *map(str, arguments)])
 
 
-def refusal(capsys, *words):
-    assert convert(*words) == 2
+def refusal(capsys, *arguments):
+    assert convert(*arguments) == 2
     return capsys.readouterr().err
 
 
@@ -75,45 +77,47 @@ def logits_of(folder, tokens=TOKENS):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(tokens).logits
 
 
-def assert_close(logits, wanted):
-    """Sums in another order, as matrices of another width have it, beside the largest logit: small ones are what is
-    left of large terms."""
-    assert (logits - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+def assert_close(logits, expected):
+    """Compare to 1e-5 of the largest logit: matrices of another width sum in another order, and small logits are
+    differences of large terms."""
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def rows_of(model):
+def embedding_and_head(model):
     return [model.get_input_embeddings().weight.data, model.get_output_embeddings().weight.data]
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_old_answers_stay_and_new_rows_are_the_mean(kind, bases, tmp_path):
-    """Rows 258 and 259 had no token: new ones take them before there are more."""
+def test_logits_stay_and_new_rows_are_the_mean(kind, bases, tmp_path):
+    """Rows 258 and 259 have no token; new tokens take these before rows are added."""
     assert convert(bases[kind], tmp_path / "new", "--add-tokens", *NEW, "--vocab-multiple", 8) == 0
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (bases[kind], tmp_path / "new"))
-    known = BYTES.vocab_size
-    assert after.config.vocab_size == 264 == len(rows_of(after)[0])
-    for old, new in zip(rows_of(before), rows_of(after), strict=True):
-        assert torch.equal(new[:known], old[:known])
-        mean = old[:known].double().mean(0).float()
-        torch.testing.assert_close(new[known:], mean.expand(264 - known, -1), rtol=1e-6, atol=1e-9)
-    assert_close(logits_of(tmp_path / "new")[..., :known], logits_of(bases[kind])[..., :known])
+    num_tokens = BYTES.vocab_size
+    assert after.config.vocab_size == 264 == len(embedding_and_head(after)[0])
+    for old, new in zip(embedding_and_head(before), embedding_and_head(after), strict=True):
+        assert torch.equal(new[:num_tokens], old[:num_tokens])
+        mean = old[:num_tokens].double().mean(0).float()
+        torch.testing.assert_close(new[num_tokens:], mean.expand(264 - num_tokens, -1), rtol=1e-6, atol=1e-9)
+    assert_close(logits_of(tmp_path / "new")[..., :num_tokens], logits_of(bases[kind])[..., :num_tokens])
     assert untrained(config_beside(tmp_path / "new")) == [258, 259, 260]
     assert after.generation_config.suppress_tokens == [261, 262, 263]
-    theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "new"), build_tokenizer(tmp_path / "new")
-    assert theirs.convert_tokens_to_ids(NEW) == [258, 259, 260] == [ours.special_tokens[name] for name in NEW]
-    assert theirs.encode("a<tool>b", add_special_tokens=False) == [97, 260, 98]
-    assert theirs.decode([97, 260, 98], skip_special_tokens=True) == "ab"
-    assert ours.encode("a <tool>") == BYTES.encode("a <tool>"), "what people write is never a special token"
+    hf_tokenizer, tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new"), build_tokenizer(tmp_path / "new")
+    assert (
+        hf_tokenizer.convert_tokens_to_ids(NEW) == [258, 259, 260] == [tokenizer.special_tokens[name] for name in NEW]
+    )
+    assert hf_tokenizer.encode("a<tool>b", add_special_tokens=False) == [97, 260, 98]
+    assert hf_tokenizer.decode([97, 260, 98], skip_special_tokens=True) == "ab"
+    assert tokenizer.encode("a <tool>") == BYTES.encode("a <tool>"), "text of users never becomes a special token"
 
 
-def test_rows_without_a_token_go_and_come(bases, tmp_path, capsys):
-    """Spare rows stay as they are where they stay; what is new stays so through further conversions."""
+def test_spare_rows_are_removed_and_added(bases, tmp_path, capsys):
+    """Spare rows that remain keep their values; new rows stay marked as untrained through further conversions."""
     more, fewer, plain, narrow = (tmp_path / name for name in ("more", "fewer", "plain", "narrow"))
     assert convert(bases["untied"], more, "--vocab-multiple", 7) == 0
     assert "258 tokens, 0 of them new, in 259 rows" in capsys.readouterr().out
-    old, new = (rows_of(AutoModelForCausalLM.from_pretrained(folder)) for folder in (bases["untied"], more))
+    old, new = (embedding_and_head(AutoModelForCausalLM.from_pretrained(folder)) for folder in (bases["untied"], more))
     assert all(torch.equal(after, before[:259]) for before, after in zip(old, new, strict=True))
-    assert convert(more, plain, "--add-tokens", NEW[0], NEW[0], "--eos-token", NEW[0]) == 0  # where a row is free
+    assert convert(more, plain, "--add-tokens", NEW[0], NEW[0], "--eos-token", NEW[0]) == 0  # takes a spare row
     assert convert(plain, fewer, "--vocab-multiple", 1, "--add-tokens", NEW[0]) == 0
     assert f"{NEW[0]!r} is there already, as number 258" in capsys.readouterr().err
     for folder in (plain, fewer):
@@ -129,8 +133,8 @@ def test_rows_without_a_token_go_and_come(bases, tmp_path, capsys):
     assert find_weights(tmp_path / "ours")[0] == "ours" and config_beside(tmp_path / "ours")["vocab_size"] == 320
 
 
-def test_rows_that_no_token_has_are_written_by_nobody(bases, tmp_path):
-    """Though they were the likeliest. Nothing is written without a tokenizer here, which knows its tokens."""
+def test_rows_without_a_token_are_never_sampled(bases, tmp_path):
+    """They are not sampled even with the largest logits. Our generator takes the tokens from its tokenizer."""
 
     class Ours(torch.nn.Module):
         def forward(self, ids):
@@ -140,35 +144,38 @@ def test_rows_that_no_token_has_are_written_by_nobody(bases, tmp_path):
     assert convert(bases["untied"], folder, "--add-tokens", *NEW, "--vocab-multiple", 64) == 0
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
-        model.lm_head.weight[261:] = 1e3 * model.lm_head.weight[:59]  # far above or far below all others
+        model.lm_head.weight[261:] = 1e3 * model.lm_head.weight[:59]  # by far the largest or smallest logits
     prompt = torch.tensor([[256, 100, 101, 102]])
-    how = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
-    assert model.generate(prompt, **how).max() < 261
-    assert model.generate(prompt, **how, suppress_tokens=None).max() >= 261, "the control"
+    options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert model.generate(prompt, **options).max() < 261
+    assert model.generate(prompt, **options, suppress_tokens=None).max() >= 261, (
+        "without suppression such a row is the likeliest"
+    )
     ours = Ours()
     ours.model = model
-    how = dict(max_new_tokens=12, context=64, top_k=0, seed=0)
+    options = dict(max_new_tokens=12, context=64, top_k=0, seed=0)
     for temperature in (0.0, 5.0):
-        written = sample(ours, prompt[0].tolist(), build_tokenizer(folder), temperature=temperature, **how)
-        assert max(written) < 261
+        generated = sample(ours, prompt[0].tolist(), build_tokenizer(folder), temperature=temperature, **options)
+        assert max(generated) < 261
 
 
-def chats(folder):
-    """One answer to all questions, which is over where the template says so."""
+def write_chats(folder):
+    """Write conversations that all have the same answer, ended by the template's end of turn."""
     path = folder / "chats.jsonl"
-    asked = [
-        {"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": "yx"}]} for word in "abc"
+    records = [
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "yx"}]}
+        for question in "abc"
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in asked * 20))
+    path.write_text("".join(json.dumps(row) + "\n" for row in records * 20))
     return path
 
 
 @pytest.mark.parametrize("kind, ranks", [("untied", 2), ("tied", 1)])
-def test_new_tokens_are_learned_beside_an_adapter_and_exported(kind, ranks, bases, tmp_path, capsys, monkeypatch):
-    """Over tensor-parallel ranks, which divide the rows once they are a multiple; transformers opens the result."""
-    base, run, whole = (tmp_path / name for name in ("base", "run", "whole"))
-    words = ["--add-tokens", *NEW[:2], "--vocab-multiple", 8, "--data.chat_template", "chatml"]
-    assert convert(bases[kind], base, *words) == 0
+def test_new_tokens_are_trained_with_an_adapter_and_exported(kind, ranks, bases, tmp_path, capsys, monkeypatch):
+    """Train on tensor-parallel ranks, which can divide the rows after padding; transformers opens the result."""
+    base, run, merged = (tmp_path / name for name in ("base", "run", "whole"))
+    arguments = ["--add-tokens", *NEW[:2], "--vocab-multiple", 8, "--data.chat_template", "chatml"]
+    assert convert(bases[kind], base, *arguments) == 0
     job = dict(
         task__kind="sft", training__seq_len=96, training__steps=8, model__flavor="from_hf", model__overrides="{}"
     )
@@ -176,7 +183,7 @@ def test_new_tokens_are_learned_beside_an_adapter_and_exported(kind, ranks, base
     job |= dict(checkpoint__enable=True, checkpoint__initial_load_path=base, checkpoint__initial_load_in_hf=True)
     job |= dict(adapter__kind="lora", adapter__rank=4, adapter__save="alone", parallelism__tensor_parallel_degree=ranks)
     job |= dict(training__local_batch_size=4, training__global_batch_size=4, optimizer__lr=3e-2)
-    argv = jobs.arguments(run, chats(tmp_path), **job)
+    argv = jobs.arguments(run, write_chats(tmp_path), **job)
     (fault,) = map(str, check(load(argv), ranks, "cpu"))
     ends = ["tok_embeddings.weight"] + ["output.weight"] * (kind == "untied")
     assert "adapter.train_fully: given []; allowed: what fits " + " and ".join(ends) in fault
@@ -185,71 +192,76 @@ def test_new_tokens_are_learned_beside_an_adapter_and_exported(kind, ranks, base
     assert check(load(argv), ranks, "cpu") == []
     steps = run_ranks(ranks, jobs.train, argv)[0][0]
     assert steps[-1]["loss"] < steps[0]["loss"] / 2
-    assert cli.main(["export", str(run), "--to", str(whole), "--merge", "--dtype", "float32"]) == 0
+    assert cli.main(["export", str(run), "--to", str(merged), "--merge", "--dtype", "float32"]) == 0
     model, _ = inference_model.filled_model(*find_checkpoint(run, None), torch.device("cpu"))
     with torch.no_grad():
-        assert_close(logits_of(whole), model(TOKENS))
-    theirs = AutoModelForCausalLM.from_pretrained(whole)
-    for rows, old in zip(rows_of(theirs), rows_of(AutoModelForCausalLM.from_pretrained(base)), strict=True):
-        assert (rows[258:260] - old[258:260]).abs().amax(1).min() > 1e-2, "both have learned"
+        assert_close(logits_of(merged), model(TOKENS))
+    hf_model = AutoModelForCausalLM.from_pretrained(merged)
+    for rows, old in zip(
+        embedding_and_head(hf_model), embedding_and_head(AutoModelForCausalLM.from_pretrained(base)), strict=True
+    ):
+        assert (rows[258:260] - old[258:260]).abs().amax(1).min() > 1e-2, "both rows have learned"
         assert not torch.equal(rows[258], rows[259])
-    assert UNTRAINED not in config_beside(whole) and theirs.generation_config.suppress_tokens == [*range(260, 264)]
-    assert theirs.generation_config.eos_token_id == sorted(end_of_turn_ids(build_tokenizer(whole))) == [257, 259]
-    assert convert(whole, tmp_path / "small", "--vocab-multiple", 1) == 0
-    assert_close(logits_of(tmp_path / "small"), logits_of(whole)[..., :260])
-    if kind == "untied":  # in so few steps
+    assert UNTRAINED not in config_beside(merged) and hf_model.generation_config.suppress_tokens == [*range(260, 264)]
+    assert hf_model.generation_config.eos_token_id == sorted(end_of_turn_ids(build_tokenizer(merged))) == [257, 259]
+    assert convert(merged, tmp_path / "small", "--vocab-multiple", 1) == 0
+    assert_close(logits_of(tmp_path / "small"), logits_of(merged)[..., :260])
+    if kind == "untied":  # the tied model does not learn the answer in so few steps
         capsys.readouterr()
         monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\n"))
-        assert cli.main(["chat", str(whole), "--apart", "--temperature", "0"]) == 0
-        assert capsys.readouterr().out.split() == ["yx", "yx"], "and answers end by the new token"
+        assert cli.main(["chat", str(merged), "--apart", "--temperature", "0"]) == 0
+        assert capsys.readouterr().out.split() == ["yx", "yx"], "answers end with the new token"
 
 
-def test_what_a_run_has_learned_is_new_no_more(bases, tmp_path):
-    """Its checkpoint is converted as it is exported; a form of the folder that it began from says it further."""
-    base, run, ours, theirs = (tmp_path / name for name in ("base", "run", "ours", "theirs"))
+def test_training_removes_the_mark_of_untrained_rows(bases, tmp_path):
+    """A trained checkpoint loses the mark of untrained rows; a conversion of its base model keeps it."""
+    base, run, ours, hf_folder = (tmp_path / name for name in ("base", "run", "ours", "theirs"))
     assert convert(bases["tied"], base, "--add-tokens", *NEW[:2]) == 0
     job = dict(training__steps=1, model__name="llama3.2", model__flavor="from_hf", model__overrides="{}")
     job |= dict(model__hf_folder=base, model__tokenizer_path=base, checkpoint__enable=True)
     job |= dict(checkpoint__initial_load_path=base, checkpoint__initial_load_in_hf=True)
     run_ranks(1, jobs.train, jobs.arguments(run, jobs.write_texts(tmp_path / "texts"), **job))
-    assert convert(run, theirs) == 0 and UNTRAINED not in config_beside(theirs)
+    assert convert(run, hf_folder) == 0 and UNTRAINED not in config_beside(hf_folder)
     assert convert(base, ours, "--to", "ours") == 0 and config_beside(ours)[UNTRAINED] == [258, 259]
 
 
-def test_a_tokenizer_of_another_form_keeps_what_stands_beside_it(tmp_path):
-    """Text has the ids that it had; each file that tells of tokens tells of the new ones."""
+def test_other_files_of_a_tokenizer_are_extended_too(tmp_path):
+    """Text keeps its ids, and each of the tokenizer's files lists the new tokens."""
     (tmp_path / "tokenizer.json").write_bytes(TOKENIZER.read_bytes())
-    beside = {"tokenizer_config": {"eos_token": "<|end_of_text|>", "added_tokens_decoder": {}}, "added_tokens": {}}
-    beside["special_tokens_map"] = {"eos_token": "<|end_of_text|>", "pad_token": "<|end_of_text|>"}
-    for name, content in beside.items():
+    extra_files = {"tokenizer_config": {"eos_token": "<|end_of_text|>", "added_tokens_decoder": {}}, "added_tokens": {}}
+    extra_files["special_tokens_map"] = {"eos_token": "<|end_of_text|>", "pad_token": "<|end_of_text|>"}
+    for name, content in extra_files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     before = build_tokenizer(tmp_path, chat_template="chatml")
     files = extended(before, NEW, NEW[1])
     (tmp_path / "new").mkdir()
     for name, content in files.items():
         (tmp_path / "new" / name).write_bytes(content)
-    after, said = build_tokenizer(tmp_path / "new"), {name: json.loads(files[f"{name}.json"]) for name in beside}
+    after, contents = (
+        build_tokenizer(tmp_path / "new"),
+        {name: json.loads(files[f"{name}.json"]) for name in extra_files},
+    )
     text = "def f(x):\n    return x <tool>"
     assert after.encode(text) == before.encode(text) and after.chat_template == CHATML
     assert (after.vocab_size, after.eos_id, after.bos_id) == (2051, 2049, 0)
-    assert said["added_tokens"] == dict(zip(NEW, range(2048, 2051), strict=True))
-    assert said["special_tokens_map"] == {"eos_token": NEW[1], "pad_token": "<|end_of_text|>"}
-    assert [*said["tokenizer_config"]["added_tokens_decoder"]] == ["0", "1", "2048", "2049", "2050"]
+    assert contents["added_tokens"] == dict(zip(NEW, range(2048, 2051), strict=True))
+    assert contents["special_tokens_map"] == {"eos_token": NEW[1], "pad_token": "<|end_of_text|>"}
+    assert [*contents["tokenizer_config"]["added_tokens_decoder"]] == ["0", "1", "2048", "2049", "2050"]
     assert AutoTokenizer.from_pretrained(tmp_path / "new").eos_token_id == 2049
 
 
 @pytest.mark.parametrize("name", ["tiktoken.model", "sentencepiece.model"])
-def test_a_tokenizer_without_a_form_of_its_own_gets_one(name, tmp_path):
+def test_a_tokenizer_without_tokenizer_json_gets_one(name, tmp_path):
     ours = build_tokenizer(TOKENIZER.with_name(name))
     for file, content in extended(ours, NEW, None).items():
         (tmp_path / file).write_bytes(content)
-    theirs, again = AutoTokenizer.from_pretrained(tmp_path), build_tokenizer(tmp_path)
+    hf_tokenizer, loaded = AutoTokenizer.from_pretrained(tmp_path), build_tokenizer(tmp_path)
     first, second = ("def f(x):", "return x")
-    wanted = [*ours.encode(first), ours.vocab_size + 2, *ours.encode_after(second)]
-    assert theirs.convert_tokens_to_ids(NEW[2]) == again.special_tokens[NEW[2]] == ours.vocab_size + 2
-    assert again.encode(first) == ours.encode(first) and again.eos_id == ours.eos_id
-    if name == "tiktoken.model":  # the other begins anew behind a token, with a blank of its own
-        assert theirs.encode(f"{first}{NEW[2]}{second}", add_special_tokens=False) == wanted
+    expected = [*ours.encode(first), ours.vocab_size + 2, *ours.encode_after(second)]
+    assert hf_tokenizer.convert_tokens_to_ids(NEW[2]) == loaded.special_tokens[NEW[2]] == ours.vocab_size + 2
+    assert loaded.encode(first) == ours.encode(first) and loaded.eos_id == ours.eos_id
+    if name == "tiktoken.model":  # sentencepiece adds a blank after a special token
+        assert hf_tokenizer.encode(f"{first}{NEW[2]}{second}", add_special_tokens=False) == expected
 
 
 def test_tokens_that_cannot_be_added(tmp_path, monkeypatch):
@@ -270,38 +282,43 @@ def test_tokens_that_cannot_be_added(tmp_path, monkeypatch):
     with pytest.raises(JobError, match="its own are 2048, up to number 2054; number them without gaps"):
         extended(build_tokenizer(tmp_path), ["<tool>"], None)
 
-    def formless(self):
+    def refuse(self):
         raise JobError("it has no such form")
 
-    monkeypatch.setattr(ByteTokenizer, "as_hf_files", formless)
+    monkeypatch.setattr(ByteTokenizer, "as_hf_files", refuse)
     with pytest.raises(JobError, match="cannot be given tokens: it has no such form; write its tokenizer.json first"):
         extended(BYTES, ["<tool>"], None)
 
 
-def test_what_is_refused(bases, tmp_path, capsys):
-    said = refusal(capsys, bases["tied"], tmp_path / "a.safetensors", "--vocab-multiple", 8)
-    assert "one file holds no tokenizer, which says what the rows are; give a folder" in said
+def test_invalid_arguments_are_refused(bases, tmp_path, capsys):
+    error = refusal(capsys, bases["tied"], tmp_path / "a.safetensors", "--vocab-multiple", 8)
+    assert "one file holds no tokenizer, which says what the rows are; give a folder" in error
     (tmp_path / "alone").mkdir()
     for name in ("config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"):
         (tmp_path / "alone" / name).write_bytes((bases["tied"] / name).read_bytes())
-    said = refusal(capsys, tmp_path / "alone", tmp_path / "x", "--add-tokens", "<tool>")
-    assert "the folder has no tokenizer" in said
-    words = ["--model.name=llama3.1", "--model.overrides={dim=32, n_layers=3, n_heads=4, n_kv_heads=2, multiple_of=16}"]
-    said = refusal(capsys, jobs.ROOT / "tests/assets/torchtitan_v022", tmp_path / "x", "--eos-token", "<t>", *words)
-    assert "which tokens the model has is not known: --model.tokenizer_path says which is its tokenizer" in said
+    error = refusal(capsys, tmp_path / "alone", tmp_path / "x", "--add-tokens", "<tool>")
+    assert "the folder has no tokenizer" in error
+    arguments = [
+        "--model.name=llama3.1",
+        "--model.overrides={dim=32, n_layers=3, n_heads=4, n_kv_heads=2, multiple_of=16}",
+    ]
+    error = refusal(
+        capsys, jobs.ROOT / "tests/assets/torchtitan_v022", tmp_path / "x", "--eos-token", "<t>", *arguments
+    )
+    assert "which tokens the model has is not known: --model.tokenizer_path says which is its tokenizer" in error
     for multiple in (0, 2**16 + 1):
         assert convert(bases["tied"], tmp_path / "x", "--vocab-multiple", multiple) == 2
         assert "a whole number from 1 to 65536" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 
-def test_a_config_that_tells_nothing_of_new_tokens():
+def test_a_malformed_mark_of_untrained_rows_is_ignored():
     assert untrained({}) == untrained({UNTRAINED: "all"}) == untrained({UNTRAINED: [True, "1", None]}) == []
 
 
-def test_one_tensor_at_a_time(bases, tmp_path, monkeypatch):
-    read = []
-    plain = Resized.whole
-    monkeypatch.setattr(Resized, "whole", lambda self, name: read.append(name) or plain(self, name))
+def test_each_tensor_is_read_once(bases, tmp_path, monkeypatch):
+    names = []
+    original = Resized.whole
+    monkeypatch.setattr(Resized, "whole", lambda self, name: names.append(name) or original(self, name))
     assert convert(bases["tied"], tmp_path / "new", "--add-tokens", "<tool>") == 0
-    assert len(read) == len(set(read)) and "output.weight" not in read and "tok_embeddings.weight" in read
+    assert len(names) == len(set(names)) and "output.weight" not in names and "tok_embeddings.weight" in names
