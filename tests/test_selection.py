@@ -8,7 +8,15 @@ import pytest
 
 from tests.combinations import Combination, other_models, table
 from tests.support import selection
-from tests.support.selection import DurationRecorder, left_out_items, pairwise_cover, settings, slow_modules
+from tests.support.selection import (
+    DurationRecorder,
+    expected_seconds,
+    left_out_items,
+    longest_items,
+    pairwise_cover,
+    settings,
+    slow_modules,
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +49,40 @@ def item(nodeid: str, **params: object) -> SimpleNamespace:
     return Item(nodeid=nodeid, callspec=SimpleNamespace(params=params))
 
 
-def test_the_ordinary_run_leaves_out_rows_of_the_table_alone(rows):
+def test_the_ordinary_run_takes_a_cover_of_the_table(rows, monkeypatch):
+    monkeypatch.setattr(selection, "ORDINARY_SECONDS", 10.0**6)
+    cover = pairwise_cover(rows)
     items = [item(f"tests/test_combinations.py::test_equal[{row}]", row=row) for row in rows]
     stepping = item("tests/test_optimizer_plans.py::test_x", row=Combination(optimizer="Lion"))
     other = item("tests/test_llama.py::test_y", row="a word")
     left_out = left_out_items([*items, stepping, other], quick=False)
-    assert left_out == {each for each in items if each.callspec.params["row"] not in pairwise_cover(rows)}
+    assert left_out == {each for each in items if each.callspec.params["row"] not in cover}
+
+
+def test_the_ordinary_run_leaves_out_the_longest_tests(tmp_path, monkeypatch):
+    durations = {
+        "modules": {"test_a": 50.0, "test_b": 10.0},
+        "tests": {"tests/test_a.py::x": 30.0, "tests/test_b.py::z": 4.0},
+    }
+    monkeypatch.setattr(selection, "DURATIONS", tmp_path / "durations.json")
+    selection.DURATIONS.write_text(json.dumps(durations))
+    items = [
+        item(f"tests/{name}")
+        for name in ("test_a.py::x", "test_a.py::y", "test_b.py::z", "test_b.py::w", "test_c.py::v")
+    ]
+    x, y, z, w, v = items
+    assert expected_seconds(items) == {x: 30.0, y: 20.0, z: 4.0, w: 6.0, v: 0.0}
+    for budget, longest in ((60.0, set()), (59.0, {x}), (29.0, {x, y}), (5.0, {x, y, w}), (0.0, {x, y, w, z})):
+        assert longest_items(items, set(), budget) == longest
+    assert longest_items(items, {x}, 29.0) == {y}
+    monkeypatch.setattr(selection, "ORDINARY_SECONDS", 59.0)
+    assert left_out_items(items, quick=False) == {x}
 
 
 def test_the_quick_run_leaves_out_the_longest_modules(tmp_path, monkeypatch):
     durations = tmp_path / "durations.json"
     monkeypatch.setattr(selection, "DURATIONS", durations)
-    durations.write_text(json.dumps({"test_a": 100.0, "test_b": 10.0, "test_c": 30.0, "test_d": 1.0}))
+    durations.write_text(json.dumps({"modules": {"test_a": 100.0, "test_b": 10.0, "test_c": 30.0, "test_d": 1.0}}))
     assert slow_modules(50) == {"test_a"}
     assert slow_modules(15) == {"test_a", "test_c"}
     monkeypatch.setattr(selection, "QUICK_SECONDS", 50.0)
@@ -61,16 +91,20 @@ def test_the_quick_run_leaves_out_the_longest_modules(tmp_path, monkeypatch):
     assert {each.nodeid for each in left_out} == {"tests/test_a.py::x", *(row.nodeid for row in rows[1:])}
 
 
-def test_a_run_adds_up_what_each_module_took(tmp_path, monkeypatch):
+def test_a_run_adds_up_the_time_of_tests_and_modules(tmp_path, monkeypatch):
     monkeypatch.setattr(selection, "DURATIONS", tmp_path / "durations.json")
     recorder = DurationRecorder()
     for nodeid, duration in (
         ("tests/test_a.py::x", 1.5),
         ("tests/test_a.py::y[a/b::c]", 0.25),
+        ("tests/test_a.py::x", 0.5),
         ("tests/test_b.py::z", 2.0),
     ):
         recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=nodeid, duration=duration))
     recorder.pytest_sessionfinish(pytest.ExitCode.INTERRUPTED)
     assert not selection.DURATIONS.exists()
     recorder.pytest_sessionfinish(pytest.ExitCode.OK)
-    assert json.loads(selection.DURATIONS.read_text()) == {"test_a": 1.8, "test_b": 2.0}
+    assert json.loads(selection.DURATIONS.read_text()) == {
+        "modules": {"test_a": 2.2, "test_b": 2.0},
+        "tests": {"tests/test_a.py::x": 2.0, "tests/test_b.py::z": 2.0},
+    }

@@ -1,7 +1,8 @@
 """Choose what an ordinary and a quick run of the suite leave out.
 
-`./run_tests.sh full` runs everything and writes down how long each module took. The ordinary run (`./run_tests.sh`)
-takes a pairwise cover of the table of combinations. The quick run leaves out the modules that took longest.
+`./run_tests.sh full` runs everything and writes DURATIONS. The ordinary run (`./run_tests.sh`) takes a pairwise cover
+of the table of combinations, and leaves out the longest tests until the others fit into ORDINARY_SECONDS. The quick
+run leaves out the modules that took longest.
 """
 
 import itertools
@@ -16,10 +17,12 @@ from tests.combinations import Combination
 from tests.support.jobs import ROOT
 
 DURATIONS = ROOT / "tests" / "durations.json"
-"""Module -> seconds that its tests took in the last full run, over both workers."""
+"""Seconds of the last full run over both workers: `modules`, and `tests` of at least RECORDED_SECONDS each."""
+RECORDED_SECONDS = 1.0
 LAYOUT = ("ranks", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+ORDINARY_SECONDS = 1080.0
 QUICK_SECONDS = 240.0
-"""Time of the modules that the quick run takes, over both workers, as the last full run measured it."""
+"""Time of the tests that the ordinary and the quick run take, over both workers, as the last full run measured it."""
 EVERY_NTH_ROW = 20
 PAIRED = ("recompute", "schedule", "method", "adapter")
 
@@ -53,7 +56,7 @@ def pairwise_cover(rows: Iterable[Combination]) -> set[Combination]:
 
 def slow_modules(budget: float) -> set[str]:
     """Return the modules to leave out so that the others took at most `budget` seconds together, longest first."""
-    seconds = json.loads(DURATIONS.read_text())
+    seconds = json.loads(DURATIONS.read_text())["modules"]
     total, slow = sum(seconds.values()), set()
     for module in sorted(seconds, key=seconds.__getitem__, reverse=True):
         if total <= budget:
@@ -76,7 +79,35 @@ def left_out_items(items: list[pytest.Item], quick: bool) -> set[pytest.Item]:
         return others | rows.keys() - set(cheap[::EVERY_NTH_ROW])
     table = {item: row for item, row in rows.items() if row.optimizer == "none"}
     cover = pairwise_cover(table.values())
-    return {item for item, row in table.items() if row not in cover}
+    uncovered = {item for item, row in table.items() if row not in cover}
+    return uncovered | longest_items(items, uncovered, ORDINARY_SECONDS)
+
+
+def longest_items(items: list[pytest.Item], left_out: set[pytest.Item], budget: float) -> set[pytest.Item]:
+    """Return the longest items not yet left out, as many as have to go for the rest to fit into `budget` seconds."""
+    seconds = expected_seconds(items)
+    total, longest = sum(seconds[item] for item in items if item not in left_out), set()
+    for item in sorted(items, key=seconds.__getitem__, reverse=True):
+        if total <= budget:
+            break
+        if item not in left_out:
+            longest.add(item)
+            total -= seconds[item]
+    return longest
+
+
+def expected_seconds(items: list[pytest.Item]) -> dict[pytest.Item, float]:
+    """Return the seconds that each item took in the last full run.
+
+    Items without a record share the rest of their module's time equally; items of new modules count as 0.
+    """
+    durations = json.loads(DURATIONS.read_text())
+    tests, rest = durations["tests"], Counter(durations["modules"])
+    unrecorded = Counter(module_of(item.nodeid) for item in items if item.nodeid not in tests)
+    for nodeid, seconds in tests.items():
+        rest[module_of(nodeid)] -= seconds
+    shares = {module: max(rest[module], 0.0) / number for module, number in unrecorded.items()}
+    return {item: tests.get(item.nodeid, shares.get(module_of(item.nodeid), 0.0)) for item in items}
 
 
 def parameters(item: pytest.Item) -> dict[str, Any]:
@@ -88,15 +119,20 @@ def module_of(nodeid: str) -> str:
 
 
 class DurationRecorder:
-    """A pytest plugin that adds up the time of each module's tests and writes DURATIONS."""
+    """A pytest plugin that adds up the time of each test and each module and writes DURATIONS."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[module_of(report.nodeid)] += report.duration
+        self.seconds[report.nodeid] += report.duration
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            rounded = {module: round(seconds, 1) for module, seconds in sorted(self.seconds.items())}
+            modules: Counter[str] = Counter()
+            for nodeid, seconds in self.seconds.items():
+                modules[module_of(nodeid)] += seconds
+            tests = {nodeid: seconds for nodeid, seconds in self.seconds.items() if seconds >= RECORDED_SECONDS}
+            tables = {"modules": modules, "tests": tests}
+            rounded = {name: {key: round(table[key], 1) for key in sorted(table)} for name, table in tables.items()}
             DURATIONS.write_text(json.dumps(rounded, indent=0) + "\n")
