@@ -11,7 +11,7 @@ import pytest
 from tests.support import jobs, judged
 from tests.support.judged import CP, EP, MOE, PP, TP, lines
 from tests.support.pool import run_ranks
-from tests.test_preferences import BYTES, measures, words, write_pairs
+from tests.test_preferences import BYTES, dpo_arguments, validation_losses, write_pairs
 from tests.test_seq_cls import DEEPER, ROBERTA, TWO, validations
 from tests.test_seq_cls import words as class_words
 from torchtitan.build import data, parts
@@ -62,7 +62,10 @@ def lengths(batches):
 @pytest.mark.parametrize("kind", ["dpo", "seq_cls"])
 def test_batches_are_as_long_as_their_longest_sample_needs(tmp_path, kind):
     if kind == "dpo":
-        config, vocabulary = load(words(tmp_path, write_pairs(tmp_path / "rows.jsonl"), training__seq_len=40)), BYTES
+        config, vocabulary = (
+            load(dpo_arguments(tmp_path, write_pairs(tmp_path / "rows.jsonl"), training__seq_len=40)),
+            BYTES,
+        )
         config = dataclasses.replace(config, training=dataclasses.replace(config.training, epochs=1))
     else:
         config, vocabulary = load(class_words(tmp_path, "gpt2", training__epochs=1)), build_tokenizer("debug")
@@ -88,10 +91,10 @@ def padded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("padded")
     rows = write_pairs(folder / "rows.jsonl")
     full = dict(data__pad_to="seq_len")
-    ((pairs, _),) = run_ranks(1, jobs.train, words(folder / "dpo", rows, **full))
+    ((pairs, _),) = run_ranks(1, jobs.train, dpo_arguments(folder / "dpo", rows, **full))
     class_job = class_words(folder / "classes", "roberta", **QUICK | full | FEW)
     ((classes, _),) = run_ranks(1, jobs.train, class_job)
-    return rows, pairs, measures(folder / "dpo"), classes, validations(folder / "classes")
+    return rows, pairs, validation_losses(folder / "dpo"), classes, validations(folder / "classes")
 
 
 FEW = dict(training__local_batch_size=4, training__global_batch_size=4)
@@ -101,10 +104,10 @@ FEW = dict(training__local_batch_size=4, training__global_batch_size=4)
 def test_pairs_learn_what_they_learn_padded_to_the_full_length(padded, plan, tmp_path):
     rows, steps, validated, _, _ = padded
     ranks, options = PLANS[plan]
-    got, _ = run_ranks(ranks, jobs.train, words(tmp_path, rows, **options))[0]
+    got, _ = run_ranks(ranks, jobs.train, dpo_arguments(tmp_path, rows, **options))[0]
     for name in ("loss", "reward_margin", "grad_norm"):
         assert [step[name] for step in got] == pytest.approx([step[name] for step in steps], rel=1e-3, abs=1e-4)
-    assert measures(tmp_path) == pytest.approx(validated, rel=1e-3)
+    assert validation_losses(tmp_path) == pytest.approx(validated, rel=1e-3)
     read = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert max(row.get("tokens", 0) for row in read) < 8 * 8 * 24  # 8 steps of 8 answers of up to 24 tokens
 
@@ -137,7 +140,7 @@ TOLD = {
 @pytest.mark.parametrize("options", TOLD, ids=str)
 def test_the_start_says_what_is_padding_and_what_spares_it(tmp_path, caplog, options):
     caplog.set_level(logging.INFO)
-    config = load([*words(tmp_path, write_pairs(tmp_path / "rows.jsonl"), training__seq_len=40), *options])
+    config = load([*dpo_arguments(tmp_path, write_pairs(tmp_path / "rows.jsonl"), training__seq_len=40), *options])
     data.with_steps(config, parts.dims(config, 2 if PP + "2" in options else 1))
     (line,) = (record.getMessage() for record in caplog.records if record.getMessage().startswith("samples"))
     assert TOLD[options] in line
@@ -145,7 +148,7 @@ def test_the_start_says_what_is_padding_and_what_spares_it(tmp_path, caplog, opt
 
 def test_the_share_of_padding_is_counted(tmp_path):
     """Of every row seq_len + 1 tokens are read, of which the last one is a label alone."""
-    config = load([*words(tmp_path, write_pairs(tmp_path / "rows.jsonl")), "--data.pad_to=seq_len"])
+    config = load([*dpo_arguments(tmp_path, write_pairs(tmp_path / "rows.jsonl")), "--data.pad_to=seq_len"])
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, epochs=1))
     sources = [each.source for each in data.data_sources(config, "training")]
     seen = list(data.training_loader(config, BYTES, 0, parts.dims(config, 1)))

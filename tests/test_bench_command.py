@@ -1,4 +1,4 @@
-"""`torchtitan bench`: what it measures of which combinations, what it says of those that fail, and what it refuses."""
+"""Tests of `torchtitan bench`: the combinations that it measures, results of failed ones, and refused arguments."""
 
 import argparse
 import json
@@ -17,14 +17,14 @@ from torchtitan.core.presets import jobs as shipped
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
-def tiny(here):
-    """The file of a tiny job that saves, validates and has an end in epochs, as a list of words."""
+def tiny(working_directory):
+    """Write the file of a tiny job that saves, validates and ends after 2 epochs; return it as a list of arguments."""
     options = dict(
         training__global_batch_size=-1,
         training__epochs=2,
@@ -32,20 +32,20 @@ def tiny(here):
         validation__enable=True,
         optimizer__lr=1e-3,
     )
-    config = load(jobs.arguments(here / "run", jobs.write_texts(here / "texts"), **options))
-    (here / "tiny.toml").write_text(to_toml(config))
+    config = load(jobs.arguments(working_directory / "run", jobs.write_texts(working_directory / "texts"), **options))
+    (working_directory / "tiny.toml").write_text(to_toml(config))
     return ["tiny.toml"]
 
 
-def written(path="bench.jsonl"):
+def read_rows(path="bench.jsonl"):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def test_a_combination_that_finds_no_memory_leaves_the_others(tiny, here, capfd):
-    sweep = "{vocab_size = 260},{vocab_size = 4000000000}"  # the last has a matrix of 4 TB, which no machine gives
-    words = ["bench", *tiny, f"--sweep=model.overrides={sweep}", "--steps=2", "--plot=picture.svg"]
-    assert cli.main(words) == 0
-    fits, too_large = written()
+def test_a_combination_out_of_memory_does_not_stop_the_others(tiny, working_directory, capfd):
+    sweep = "{vocab_size = 260},{vocab_size = 4000000000}"  # the last has a matrix of 4 TB, which fits no machine
+    arguments = ["bench", *tiny, f"--sweep=model.overrides={sweep}", "--steps=2", "--plot=picture.svg"]
+    assert cli.main(arguments) == 0
+    fits, too_large = read_rows()
     assert (
         fits["result"] == "ok"
         and fits["exit_code"] == 0
@@ -59,16 +59,16 @@ def test_a_combination_that_finds_no_memory_leaves_the_others(tiny, here, capfd)
     assert head.split() == ["model.overrides", "tokens/s", "s/step", "GiB", "result"]
     assert lines[0].endswith("  ok") and lines[1].endswith("-  out of memory") and len(lines) == 2
     assert "<svg" in Path("picture.svg").read_text()
-    assert not (here / "run").exists()
+    assert not (working_directory / "run").exists()
 
 
-def faked(monkeypatch, codes, rows=4):
-    """Instead of starting a job: its exit codes one after another, and what it would have logged."""
-    seen, codes = [], iter(codes)
+def fake_jobs(monkeypatch, codes, rows=4):
+    """Replace the start of a job: return the next exit code and write the metrics that a run would log."""
+    started, codes = [], iter(codes)
 
-    def run(words, log, seconds):
-        config = load(words[words.index("--job.config_file") :])
-        seen.append((words, config))
+    def run(command, log, seconds):
+        config = load(command[command.index("--job.config_file") :])
+        started.append((command, config))
         if (code := next(codes)) == 0:
             folder = Path(config.job.dump_folder)
             values = [
@@ -81,23 +81,25 @@ def faked(monkeypatch, codes, rows=4):
         return code
 
     monkeypatch.setattr(bench, "code_of", run)
-    return seen
+    return started
 
 
-def test_every_combination_is_measured_alike(tiny, monkeypatch, capsys):
-    seen = faked(monkeypatch, [0] * 4)
-    words = ["--sweep=training.seq_len=16,32", "--sweep", "model=llama2/debugmodel,llama3/debugmodel", "--ranks=2"]
-    assert cli.main(["bench", *tiny, *words, "--out=rows.jsonl"]) == 0
-    shapes = [(config.training.seq_len, config.model.name) for _, config in seen]
+def test_every_combination_is_measured_the_same_way(tiny, monkeypatch, capsys):
+    started = fake_jobs(monkeypatch, [0] * 4)
+    arguments = ["--sweep=training.seq_len=16,32", "--sweep", "model=llama2/debugmodel,llama3/debugmodel", "--ranks=2"]
+    assert cli.main(["bench", *tiny, *arguments, "--out=rows.jsonl"]) == 0
+    shapes = [(config.training.seq_len, config.model.name) for _, config in started]
     assert shapes == [(16, "llama2"), (16, "llama3"), (32, "llama2"), (32, "llama3")]
-    (first, config), *_ = seen
+    (first, config), *_ = started
     assert first[1:4] == ["-m", "torchtitan.launch", "2"] and (config.training.steps, config.training.epochs) == (
         4,
         None,
     )
     assert not config.checkpoint.enable and not config.validation.enable and config.optimizer.lr == 1e-3
-    assert len({config.job.dump_folder for _, config in seen}) == 4 and len({c.data.cache_dir for _, c in seen}) == 1
-    row = written("rows.jsonl")[1]
+    assert (
+        len({config.job.dump_folder for _, config in started}) == 4 and len({c.data.cache_dir for _, c in started}) == 1
+    )
+    row = read_rows("rows.jsonl")[1]
     assert row["options"] == {"training.seq_len": "16", "model": "llama3/debugmodel"} and row["ranks"] == 2
     assert (row["tokens_per_second"], row["step_seconds"], row["memory_gib"]) == (
         100.0,
@@ -108,7 +110,7 @@ def test_every_combination_is_measured_alike(tiny, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "result"),
     [
         (8, "out of memory"),
         (137, "out of memory: killed, as by the system"),
@@ -119,26 +121,26 @@ def test_every_combination_is_measured_alike(tiny, monkeypatch, capsys):
     ],
     ids=str,
 )
-def test_what_is_said_of_one_that_failed(code, told, tiny, monkeypatch, capsys):
-    faked(monkeypatch, [code])
+def test_results_of_failed_combinations(code, result, tiny, monkeypatch, capsys):
+    fake_jobs(monkeypatch, [code])
     assert cli.main(["bench", *tiny]) == 1
-    assert capsys.readouterr().out.splitlines()[1].split("-  ")[-1] == told
-    assert written()[0]["exit_code"] == code and written()[0]["options"] == {}
+    assert capsys.readouterr().out.splitlines()[1].split("-  ")[-1] == result
+    assert read_rows()[0]["exit_code"] == code and read_rows()[0]["options"] == {}
 
 
-def test_data_that_end_too_early_are_no_measure(tiny, monkeypatch):
-    faked(monkeypatch, [0], rows=2)
+def test_data_that_end_too_early_are_a_failure(tiny, monkeypatch):
+    fake_jobs(monkeypatch, [0], rows=2)
     assert cli.main(["bench", *tiny]) == 1
-    assert written()[0]["result"] == "failed"
+    assert read_rows()[0]["result"] == "failed"
 
 
-def test_one_that_takes_too_long_is_ended():
+def test_a_measurement_is_stopped_at_its_timeout():
     with open("log", "wb") as log:
         assert bench.code_of([sys.executable, "-c", "import time; time.sleep(60)"], log, 0.2) is None
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["--sweep=training.seq_len"], "--sweep: given 'training.seq_len'; allowed: section.key=VALUE,VALUE"),
         (["--sweep=training.seq_len=1,,2"], "given 'training.seq_len=1,,2'"),
@@ -164,49 +166,51 @@ def test_one_that_takes_too_long_is_ended():
     ],
     ids=lambda value: value if isinstance(value, str) else value[-1][:60],
 )
-def test_nonsense_is_refused_before_anything_starts(words, said, tiny, monkeypatch, capsys):
-    seen = faked(monkeypatch, [])
-    assert cli.main(["bench", *tiny, *words]) == 2
-    assert said in " ".join(capsys.readouterr().err.split("\n    ")) and seen == []
+def test_bad_arguments_are_refused_before_anything_starts(arguments, message, tiny, monkeypatch, capsys):
+    started = fake_jobs(monkeypatch, [])
+    assert cli.main(["bench", *tiny, *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split("\n    ")) and started == []
 
 
-@pytest.mark.parametrize("words", [["--steps=0"], ["--ranks=0"], ["--timeout=0"], ["--swep=a"], ["--steps=x"]], ids=str)
-def test_wrong_words_of_its_own(words):
+@pytest.mark.parametrize(
+    "arguments", [["--steps=0"], ["--ranks=0"], ["--timeout=0"], ["--swep=a"], ["--steps=x"]], ids=str
+)
+def test_bad_options_of_the_command(arguments):
     with pytest.raises(JobError, match="^torchtitan bench: "):
-        parse_command("bench", words)
+        parse_command("bench", arguments)
 
 
 @pytest.mark.parametrize("name", [name for name in shipped() if "debug" in name])
-def test_the_measured_part_of_a_sound_job_is_sound(name):
+def test_shipped_jobs_stay_valid_when_cut_to_the_measured_steps(name):
     options = parse_command("bench", [name])[0]
     (config,) = bench.judged([{}], [name], options)
     assert config.training.steps == options.steps + 1
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["--early_stop.patience=2", "--validation.enable"],
         ["--guard.non_finite=rollback", "--checkpoint.enable"],
         ["--job.clean_start=always"],
     ],
-    ids=lambda words: words[0],
+    ids=lambda arguments: arguments[0],
 )
-def test_what_is_left_out_takes_along_what_needs_it(words):
-    said = ["debug_model", *words]
-    (config,) = bench.judged([{}], said, parse_command("bench", said)[0])
+def test_options_that_need_a_disabled_section_are_reset(arguments):
+    job = ["debug_model", *arguments]
+    (config,) = bench.judged([{}], job, parse_command("bench", job)[0])
     assert config.job.clean_start == "never" and config.early_stop.patience is None
     assert config.guard.non_finite == "stop"
 
 
-def test_a_schedule_in_epochs_comes_back_with_its_adapter():
-    said = ["relora_debug", "--training.epochs=2", "--lr_scheduler.warmup_steps=epoch"]
-    config = bench.only_steps(load(said), 3)
+def test_a_relora_schedule_in_epochs_is_kept():
+    job = ["relora_debug", "--training.epochs=2", "--lr_scheduler.warmup_steps=epoch"]
+    config = bench.only_steps(load(job), 3)
     assert (config.lr_scheduler.decay_type, config.lr_scheduler.warmup_steps) == ("relora_cosine", None)
-    assert config.lr_scheduler.total_steps == load(said).training.steps
+    assert config.lr_scheduler.total_steps == load(job).training.steps
 
 
-def test_an_adapters_base_is_not_loaded(tiny):
+def test_the_base_of_an_adapter_is_not_loaded(tiny):
     loaded = [*tiny, "--adapter.kind=lora", "--adapter.save=alone", "--checkpoint.initial_load_path=none"]
     config = bench.only_steps(load(loaded), 3)
     assert config.checkpoint.initial_load_path is None and (config.adapter.kind, config.adapter.save) == (

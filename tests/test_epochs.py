@@ -1,4 +1,4 @@
-"""Data that end: exact steps, every sample once in a pass, and an end that all ranks reach together."""
+"""Tests of finite data: exact steps, every sample once in an epoch, and an end that all ranks reach together."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ from torchtitan.rules import check as judge
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Two sources as they come and as shards: 16 tokens a sample, 3 of the shards' tokens left over."""
+    """Write two sources as text and as shards, 16 tokens a sample; 3 tokens of the shards are left over."""
     folder = tmp_path_factory.mktemp("epochs")
     texts = write(folder / "a.jsonl", ["".join(map(chr, range(40, 40 + 7 + i % 19))) for i in range(60)])
     masked = write(folder / "b.jsonl", records(40))
@@ -46,7 +46,7 @@ def data(tmp_path_factory):
     return {"texts": texts, "masked": masked, "a": folder / "a", "b": folder / "b"}
 
 
-def blocks(folder, seq_len=16):
+def count_samples(folder, seq_len=16):
     return TokenShards(folder).blocks(seq_len)
 
 
@@ -55,19 +55,21 @@ SOURCES = {"one": ["a"], "one with flags": ["b"], "two": ["a", "b"]}
 
 @pytest.mark.parametrize("names", SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("epochs", [1, 3])
-def test_every_sample_once_in_every_pass(data, names, epochs):
-    """And then a last step that is filled up, on any number of ranks, with labels that do not count."""
+def test_every_epoch_has_every_sample_once(data, names, epochs):
+    """On any number of ranks, the last step is filled up with rows without loss."""
     sources = [("tokens", data[name], 1.0) for name in names]
-    alone = [
-        sample for source in sources for sample in global_samples(blocks(source[1]), sources=[source], shuffle=False)
+    one_pass = [
+        sample
+        for source in sources
+        for sample in global_samples(count_samples(source[1]), sources=[source], shuffle=False)
     ]
     options = dict(sources=sources, epochs=epochs)
-    whole = [row for batch in loader(**options, local_batch_size=1) for row in rows(batch)]
-    assert len(whole) == epochs * len(alone)
-    passes = [whole[i : i + len(alone)] for i in range(0, len(whole), len(alone))]
-    assert all(sorted(one) == sorted(alone) for one in passes)
+    all_rows = [row for batch in loader(**options, local_batch_size=1) for row in rows(batch)]
+    assert len(all_rows) == epochs * len(one_pass)
+    passes = [all_rows[i : i + len(one_pass)] for i in range(0, len(all_rows), len(one_pass))]
+    assert all(sorted(one) == sorted(one_pass) for one in passes)
     assert all(one != other for one, other in zip(passes, passes[1:], strict=False))
-    assert [row for b in loader(**options, local_batch_size=1, shuffle=False) for row in rows(b)] == alone * epochs
+    assert [row for b in loader(**options, local_batch_size=1, shuffle=False) for row in rows(b)] == one_pass * epochs
 
     for dp_size, accumulation, workers in ((1, 4, 2), (2, 1, 0), (3, 2, 1)):
         step = 2 * dp_size * accumulation
@@ -75,102 +77,102 @@ def test_every_sample_once_in_every_pass(data, names, epochs):
             loader(**options, dp_rank=r, dp_size=dp_size, global_batch_size=step, num_workers=workers)
             for r in range(dp_size)
         ]
-        taken = [[row for batch in rank for row in rows(batch)] for rank in ranks]
-        samples = in_turn(taken)
-        assert len(samples) == -(-len(whole) // step) * step  # whole steps, the same on every rank
-        assert samples[: len(whole)] == whole
-        assert all(set(labels) == {IGNORE} for _, labels, *_ in samples[len(whole) :])
-        assert {rank.state_dict()["samples"] for rank in ranks} == {len(whole)}
+        rows_of_ranks = [[row for batch in rank for row in rows(batch)] for rank in ranks]
+        samples = in_turn(rows_of_ranks)
+        assert len(samples) == -(-len(all_rows) // step) * step  # whole steps, the same on every rank
+        assert samples[: len(all_rows)] == all_rows
+        assert all(set(labels) == {IGNORE} for _, labels, *_ in samples[len(all_rows) :])
+        assert {rank.state_dict()["samples"] for rank in ranks} == {len(all_rows)}
         for rank in ranks:
             rank.close()
 
 
 @pytest.mark.parametrize("names", SOURCES.values(), ids=SOURCES)
-def test_a_resume_goes_on_to_the_same_end(data, names):
+def test_a_resume_reads_the_remaining_samples(data, names):
     options = dict(sources=[("tokens", data[name], 1.0) for name in names], epochs=2, document_mask=True)
-    whole = [row for batch in loader(**options, local_batch_size=1) for row in rows(batch)]
+    all_rows = [row for batch in loader(**options, local_batch_size=1) for row in rows(batch)]
     ranks = [loader(**options, dp_rank=r, dp_size=2) for r in range(2)]
-    taken = in_turn([[row for batch in islice(rank, 5) for row in rows(batch)] for rank in ranks])
+    rows_read = in_turn([[row for batch in islice(rank, 5) for row in rows(batch)] for rank in ranks])
     state = json.loads(json.dumps(merge_states([rank.state_dict() for rank in ranks])))
     ranks = [loader(**options, dp_rank=r, dp_size=3, local_batch_size=1, state=state) for r in range(3)]
-    taken += in_turn([[row for batch in rank for row in rows(batch)] for rank in ranks])
-    assert taken[: len(whole)] == whole and len(taken) < len(whole) + 3
-    # another pass begins at the sample after the last, whatever has filled up the step before it
+    rows_read += in_turn([[row for batch in rank for row in rows(batch)] for rank in ranks])
+    assert rows_read[: len(all_rows)] == all_rows and len(rows_read) < len(all_rows) + 3
+    # another epoch begins at the sample after the last, whatever filled up the previous step
     state = merge_states([rank.state_dict() for rank in ranks])
     longer = [
         row for batch in loader(**options | dict(epochs=3), local_batch_size=1, state=state) for row in rows(batch)
     ]
-    assert len(longer) == len(whole) // 2
+    assert len(longer) == len(all_rows) // 2
     assert list(loader(**options, state=state)) == []
 
 
-def test_passes_and_mixtures_are_not_one_order(data):
+def test_epochs_cannot_resume_a_weighted_mixture(data):
     sources = [("tokens", data[name], 1.0) for name in "ab"]
     state = merge_states([loader(sources=sources).state_dict()])
     with pytest.raises(JobError, match="sources: 0: weight: 1.0 in the checkpoint, in epochs now"):
         loader(sources=sources, epochs=1, state=state)
 
 
-# Text, tokenized before
+# Text that is tokenized before the first step
 
 
-def made(data, folder, name="texts", tokenizer="bytes", workers=1):
+def prepare_texts(data, folder, name="texts", tokenizer="bytes", workers=1):
     return prepared(
         open_source("text", str(data[name]), RecordReader()), str(data[name]), tokenizer, folder, workers, stop=True
     )
 
 
 def test_text_is_tokenized_once(data, tmp_path, monkeypatch):
-    """By the first of those that ask at the same time."""
-    calls, found = [], []
+    """Of several threads that need the tokens at the same time, one tokenizes."""
+    calls, results = [], []
     original = preparing.prepare
     monkeypatch.setattr(preparing, "prepare", lambda *args: calls.append(args) or original(*args))
-    threads = [threading.Thread(target=lambda: found.append(made(data, tmp_path))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: results.append(prepare_texts(data, tmp_path))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(calls) == 1 and len({shards.folder for shards in found}) == 1
-    assert [(shard["sha256"]) for shard in found[0].header["shards"]] == [
+    assert len(calls) == 1 and len({shards.folder for shards in results}) == 1
+    assert [(shard["sha256"]) for shard in results[0].header["shards"]] == [
         shard["sha256"] for shard in TokenShards(data["a"]).header["shards"]
     ]
-    assert found[0].fingerprint["dataset_path"] == str(data["texts"])
-    assert made(data, tmp_path, tokenizer="tests/assets/tokenizer/tiktoken.model").folder != found[0].folder
+    assert results[0].fingerprint["dataset_path"] == str(data["texts"])
+    assert prepare_texts(data, tmp_path, tokenizer="tests/assets/tokenizer/tiktoken.model").folder != results[0].folder
     assert len(calls) == 2
 
 
-def write_again(path: Path, content: bytes) -> None:
-    """A second later by its time of change, which some file systems keep in hundredths and others in seconds."""
-    written = path.stat().st_mtime_ns
+def rewrite(path: Path, content: bytes) -> None:
+    """Write a file and set its modification time one second later, as some file systems store whole seconds."""
+    modified = path.stat().st_mtime_ns
     path.write_bytes(content)
-    os.utime(path, ns=(written, written + 10**9))
+    os.utime(path, ns=(modified, modified + 10**9))
 
 
 def test_changed_text_is_tokenized_again(tmp_path):
     path = write(tmp_path / "a.jsonl", ["abc" * 9])
-    first = made({"texts": path}, tmp_path / "data")
+    first = prepare_texts({"texts": path}, tmp_path / "data")
     state = first.fingerprint
-    write_again(path, path.read_bytes())  # as it was: another folder, the same data
-    again = made({"texts": path}, tmp_path / "data")
-    assert again.folder != first.folder and again.fingerprint == state
-    write_again(path, path.read_bytes().replace(b"a", b"x"))  # of the same size
-    assert made({"texts": path}, tmp_path / "data").fingerprint != state
+    rewrite(path, path.read_bytes())  # unchanged content: another folder, the same data
+    rewritten = prepare_texts({"texts": path}, tmp_path / "data")
+    assert rewritten.folder != first.folder and rewritten.fingerprint == state
+    rewrite(path, path.read_bytes().replace(b"a", b"x"))  # of the same size
+    assert prepare_texts({"texts": path}, tmp_path / "data").fingerprint != state
 
 
-def test_a_folder_of_files_is_known_by_all_of_them(tmp_path):
+def test_a_change_of_any_file_in_a_folder_tokenizes_again(tmp_path):
     for name in "ab":
         write(tmp_path / f"{name}.jsonl", [name * 30])
     data = {"texts": tmp_path}
-    first = made(data, tmp_path / ".data")
-    assert made(data, tmp_path / ".data").folder == first.folder
-    write_again(tmp_path / "b.jsonl", (tmp_path / "b.jsonl").read_bytes())
-    assert made(data, tmp_path / ".data").folder != first.folder
+    first = prepare_texts(data, tmp_path / ".data")
+    assert prepare_texts(data, tmp_path / ".data").folder == first.folder
+    rewrite(tmp_path / "b.jsonl", (tmp_path / "b.jsonl").read_bytes())
+    assert prepare_texts(data, tmp_path / ".data").folder != first.folder
 
 
-def test_a_folder_that_cannot_hold_the_tokens(data, tmp_path):
+def test_a_folder_that_cannot_hold_the_tokens_is_refused(data, tmp_path):
     (tmp_path / "data").write_text("a file")
     with pytest.raises(JobError, match="data: cannot hold the tokenized data: .*; give a job.dump_folder that can"):
-        made(data, tmp_path / "data")
+        prepare_texts(data, tmp_path / "data")
 
 
 # Jobs
@@ -181,13 +183,13 @@ def arguments(folder, path, **options):
 
 
 def steps_by_the_text(path):
-    """Of two passes in samples of 32, eight in a step."""
+    """Compute the steps of two epochs in samples of 32 tokens, eight in a step."""
     tokens = sum(len(TOKENIZER.encode(json.loads(line)["text"], bos=True, eos=True)) for line in path.open())
     return -(-2 * ((tokens - 1) // 32) // 8)
 
 
 def test_a_job_ends_after_its_epochs_with_its_learning_rate(data, tmp_path):
-    """Text on one rank, on two, and cut in the midst to go on on another number of ranks."""
+    """Train text on one rank, on two, and resume in the middle on another number of ranks."""
     path, options = data["texts"], dict(checkpoint__enable=True, checkpoint__interval=4)
     straight = run_ranks(1, jobs.train, arguments(tmp_path / "a", path, **options))[0][0]
     steps = steps_by_the_text(path)
@@ -205,12 +207,12 @@ def test_a_job_ends_after_its_epochs_with_its_learning_rate(data, tmp_path):
     assert [row["lr"] for row in resumed] == pytest.approx([row["lr"] for row in straight], rel=1e-12)
 
 
-def test_check_and_preview_know_the_end(data, tmp_path, capsys):
+def test_check_and_preview_state_the_last_step(data, tmp_path, capsys):
     options = ["--model.tokenizer_path=bytes", "--training.seq_len=16", f"--job.dump_folder={tmp_path}/out"]
     options += ["--training.epochs=2", "--training.local_batch_size=4"]
     shards = [*options, "--training.dataset=tokens", f"--training.dataset_path={data['a']}"]
     assert check.main(shards) == 0
-    steps = -(-2 * blocks(data["a"]) // 4)
+    steps = -(-2 * count_samples(data["a"]) // 4)
     assert f"{steps * 64:,} in {steps} steps, 2 epochs" in capsys.readouterr().out
     text = [*options, "--training.dataset=text", f"--training.dataset_path={data['texts']}"]
     assert check.main(text) == 0
@@ -226,18 +228,18 @@ def test_check_and_preview_know_the_end(data, tmp_path, capsys):
     assert "lr_scheduler.warmup_steps" in capsys.readouterr().err
 
 
-def test_the_steps_that_are_left_follow_from_what_was_taken(data):
-    """Of a run whose steps became larger, or whose last step was filled up."""
+def test_remaining_steps_follow_from_the_samples_read(data):
+    """Cover a run with a larger global batch size than before, and one with padding rows in its last step."""
     options = ["--model.tokenizer_path=bytes", "--training.seq_len=16", "--training.epochs=2"]
     shards = ["--training.dataset=tokens", f"--training.dataset_path={data['a']}", "--training.local_batch_size=4"]
     config = manager.load([*options, *shards])
-    plan, total = parts.dims(config, 1), 2 * blocks(data["a"])
-    for taken, step in ((0, 0), (12, 3), (10, 5), (total - 1, 9), (total, 9)):
-        left = int(np.ceil((total - taken) / 4))
-        assert build_data.with_steps(config, plan, taken, step).training.steps == step + left
+    plan, total = parts.dims(config, 1), 2 * count_samples(data["a"])
+    for samples_read, step in ((0, 0), (12, 3), (10, 5), (total - 1, 9), (total, 9)):
+        remaining = int(np.ceil((total - samples_read) / 4))
+        assert build_data.with_steps(config, plan, samples_read, step).training.steps == step + remaining
 
 
-def test_what_does_not_go_with_epochs(data, tmp_path):
+def test_weights_and_too_few_tokens_are_refused_with_epochs(data, tmp_path):
     path = toml(tmp_path / "job.toml", "training", [("tokens", data["a"], 1), ("tokens", data["b"], 2)])
     config = manager.load(["--job.config_file", str(path), "--training.epochs=1", "--model.tokenizer_path=bytes"])
     (fault,) = [str(fault) for fault in judge(config, 1, "cpu") if "weight" in fault.key]
@@ -252,35 +254,35 @@ def test_what_does_not_go_with_epochs(data, tmp_path):
 
 
 @pytest.mark.parametrize("names", [["texts"], ["b"], ["texts", "a"]], ids=str)
-def test_a_budget_of_tokens_is_met_to_the_sample(data, names):
-    """On any number of ranks, with and without workers; all that is read counts, all that fills up a step does not."""
+def test_a_token_budget_is_met_to_the_sample(data, names):
+    """Count samples that are read, not padding rows, on any number of ranks, with and without workers."""
     sources = [("text" if name == "texts" else "tokens", data[name], 1.0) for name in names]
     endless = loader(sources=sources, local_batch_size=1)
     budget, options = 500, dict(sources=sources, tokens=500)
-    whole = [row for batch in loader(**options, local_batch_size=1) for row in rows(batch)]
-    assert len(whole) == 32 and whole == [row for batch in islice(endless, 32) for row in rows(batch)]
+    all_rows = [row for batch in loader(**options, local_batch_size=1) for row in rows(batch)]
+    assert len(all_rows) == 32 and all_rows == [row for batch in islice(endless, 32) for row in rows(batch)]
     if "b" not in names:
-        counted = sum(label != IGNORE for _, labels, *_ in whole for label in labels)
-        assert budget <= counted == 32 * 16 < budget + 16
+        loss_tokens = sum(label != IGNORE for _, labels, *_ in all_rows for label in labels)
+        assert budget <= loss_tokens == 32 * 16 < budget + 16
     for dp_size, workers in ((1, 2), (2, 0), (3, 1)):
         ranks = [
             loader(**options, dp_rank=r, dp_size=dp_size, global_batch_size=6 * dp_size, num_workers=workers)
             for r in range(dp_size)
         ]
         samples = in_turn([[row for batch in rank for row in rows(batch)] for rank in ranks])
-        assert len(samples) == -(-32 // (6 * dp_size)) * 6 * dp_size and samples[:32] == whole
+        assert len(samples) == -(-32 // (6 * dp_size)) * 6 * dp_size and samples[:32] == all_rows
         assert all(set(labels) == {IGNORE} for _, labels, *_ in samples[32:])
         state = merge_states([rank.state_dict() for rank in ranks])
         assert state["samples"] == 32
         for rank in ranks:
             rank.close()
         further = loader(**options | {"tokens": 600}, local_batch_size=1, state=state)
-        then = [row for batch in further for row in rows(batch)]
-        assert then == [row for batch in islice(endless, 32, 38) for row in rows(batch)]
+        rows_read = [row for batch in further for row in rows(batch)]
+        assert rows_read == [row for batch in islice(endless, 32, 38) for row in rows(batch)]
 
 
 def test_a_job_ends_with_its_tokens(data, tmp_path, capsys):
-    """Twenty samples of 32 tokens, the last of them begun, by eight in a step: the third step is half filled."""
+    """A budget that ends inside the 20th sample of 32 tokens makes three steps of eight, the third half filled."""
     budget = 19 * 32 + 1
     argv = jobs.arguments(tmp_path, data["texts"], training__tokens=budget, training__steps=99)
     two = jobs.arguments(tmp_path, data["texts"], training__tokens=budget, training__local_batch_size=4)
@@ -300,25 +302,27 @@ UNITS = [
 ]
 
 
-@pytest.mark.parametrize("words, length", UNITS, ids=lambda given: " ".join(given) if isinstance(given, list) else "")
-def test_the_length_of_a_schedule_has_its_unit(data, words, length):
-    """Its floor is reached with the last step of that length and kept, where torch's own curve would rise again."""
+@pytest.mark.parametrize(
+    "arguments, length", UNITS, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_t_max_is_converted_from_its_unit(data, arguments, length):
+    """The floor is reached at the last step of t_max and kept, where torch's own cosine would rise again."""
     options = ["--model.tokenizer_path=bytes", "--training.seq_len=16", "--training.local_batch_size=4"]
     options += ["--training.dataset=tokens", f"--training.dataset_path={data['a']}", "--lr_scheduler.decay_type=cosine"]
-    config = manager.load([*options, *words])
+    config = manager.load([*options, *arguments])
     plan = parts.dims(config, 1)
     config = build_data.with_steps(config, plan)
     schedule = parts.lr_schedule(config)
     total = int(np.ceil(length(config.training.steps)))
     assert schedule.total_steps == total == Facts(config, 1, "cpu").schedule.total_steps
     facts = Facts(config, 1, "cpu")
-    vars(facts)["schedule_start"] = 5  # of a run that goes on counting from other weights: an epoch stays as long
+    vars(facts)["schedule_start"] = 5  # a warm start counts its steps from 5; an epoch stays as long
     assert parts.lr_schedule(config, start=5).total_steps == total == facts.schedule.total_steps
     assert schedule.multiplier(total - 2) > schedule.multiplier(total - 1) == 0.1 == schedule.multiplier(2 * total)
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "arguments, message",
     [
         (
             ["t_max=3"],
@@ -331,16 +335,16 @@ def test_the_length_of_a_schedule_has_its_unit(data, words, length):
         (["t_max=3", "t_max_unit=step", "total_steps=9"], "lr_scheduler.t_max: given 3; allowed: unset with lr_sched"),
     ],
 )
-def test_lengths_that_mean_nothing(words, said):
-    config = manager.load(["--model.tokenizer_path=bytes", *(f"--lr_scheduler.{word}" for word in words)])
+def test_t_max_with_an_unusable_unit_is_refused(arguments, message):
+    config = manager.load(["--model.tokenizer_path=bytes", *(f"--lr_scheduler.{argument}" for argument in arguments)])
     (fault,) = judge(config, 1, "cpu")
-    assert str(fault).removeprefix("the job: ").startswith(said)
+    assert str(fault).removeprefix("the job: ").startswith(message)
 
 
-def test_steps_and_epochs_end_a_run_with_whichever_comes_first(texts_and_steps, tmp_path, caplog):
-    """`all_steps` of two epochs: one step of a smoke run, all where the epochs come first, both in one file."""
+def test_a_run_ends_at_the_first_of_steps_and_epochs(texts_and_steps, tmp_path, caplog):
+    """Set training.steps below and above the steps of two epochs, and not at all."""
     options, all_steps = texts_and_steps
-    for limit, steps, said in (
+    for limit, steps, description in (
         (1, 1, f"; training.steps = 1 ends the run, before epochs: 2, which take {all_steps} steps"),
         (1000, all_steps, f"; epochs: 2, which take {all_steps} steps and end the run before training.steps = 1000"),
         (None, all_steps, f"; epochs: 2, which take {all_steps} steps"),
@@ -348,18 +352,18 @@ def test_steps_and_epochs_end_a_run_with_whichever_comes_first(texts_and_steps, 
         job = tmp_path / f"{limit}.toml"
         job.write_text("[training]\nepochs = 2\n" + (f"steps = {limit}\n" if limit else ""))
         folder = tmp_path / f"run-{limit}"
-        rows, lines, kept = run_ranks(1, told_and_trained, [f"--job.config_file={job}", *options(folder)])[0]
+        rows, lines, config = run_ranks(1, train_and_collect_log, [f"--job.config_file={job}", *options(folder)])[0]
         assert [row["step"] for row in rows] == list(range(1, steps + 1))
         (line,) = [line for line in lines if line.startswith("data ")]
-        assert line.endswith(said)
+        assert line.endswith(description)
         assert rows[-1]["epoch"] == pytest.approx(2 * steps / all_steps)
         # linear from 0.01 to a tenth of it, over the steps that are made: at the end of the run the rate is the floor
         assert rows[-1]["lr"] == pytest.approx(1e-3)
-        assert (kept.training.epochs, kept.training.steps) == (2, NO_LIMIT if limit is None else limit)
+        assert (config.training.epochs, config.training.steps) == (2, NO_LIMIT if limit is None else limit)
 
 
-def told_and_trained(argv):
-    """Rows, lines at the start, and the job as it is kept with the run."""
+def train_and_collect_log(argv):
+    """Train and return the logged rows, the log's lines, and the job that is saved with the run."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -377,17 +381,17 @@ def texts_and_steps(tmp_path):
     path = jobs.write_texts(tmp_path / "texts", documents=24)
 
     def options(folder):
-        words = jobs.arguments(folder, path, model__overrides=jobs.SHALLOW, training__steps=1)
-        return [word for word in words if "training.steps" not in word]
+        arguments = jobs.arguments(folder, path, model__overrides=jobs.SHALLOW, training__steps=1)
+        return [argument for argument in arguments if "training.steps" not in argument]
 
     config = load([*options(tmp_path / "counted"), "--training.epochs=2"])
     return options, last_step_of_data(config, parts.dims(config, 1))
 
 
-def test_what_is_said_in_epochs_means_these_where_training_steps_ends_the_run():
-    words = ["--training.epochs=3", "--training.steps=4", "--validation.freq=epoch", "--lr_scheduler.t_max=2"]
-    config = with_end(load(words), of_data=30)
+def test_options_in_epochs_keep_their_length_where_training_steps_ends_the_run():
+    arguments = ["--training.epochs=3", "--training.steps=4", "--validation.freq=epoch", "--lr_scheduler.t_max=2"]
+    config = with_end(load(arguments), of_data=30)
     assert (config.training.steps, config.validation.freq, config.checkpoint.interval) == (4, 10, 500)
     assert (config.lr_scheduler.t_max, config.lr_scheduler.t_max_unit) == (20, "step")
-    whole = with_end(load(words), of_data=3)
-    assert (whole.training.steps, whole.validation.freq, whole.lr_scheduler.t_max) == (3, "epoch", 2)
+    short_data = with_end(load(arguments), of_data=3)
+    assert (short_data.training.steps, short_data.validation.freq, short_data.lr_scheduler.t_max) == (3, "epoch", 2)

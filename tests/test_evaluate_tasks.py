@@ -1,5 +1,5 @@
-"""Requests of lm-eval, answered: against losses taken one by one, `torchtitan evaluate` and `generate`, and, where
-lm-eval is installed, against its own class for models of transformers.
+"""Compare answers to lm-eval's requests with losses of single requests, with `torchtitan evaluate` and `generate`,
+and, where lm-eval is installed, with its own class for transformers models.
 """
 
 import importlib.util
@@ -43,35 +43,35 @@ PAIRS = [
 TEXTS = ["a document of some length, " * 12, "short", "", "no two places of this are alike: 0123456789 ZYXWV"]
 
 
-def asked(*args):
+def request(*args):
     return SimpleNamespace(args=args)
 
 
-def one_by_one(model, pairs, context=CONTEXT):
-    """By log_softmax, of each alone."""
-    found = []
-    for given, told in pairs:
-        ids = torch.tensor((given + told)[-context - 1 :])
-        logs = model(ids[None, :-1])[0, -len(told) :].double().log_softmax(-1)
-        log = logs.gather(1, ids[-len(told) :, None]).sum().item()
-        found.append((log, logs.argmax(-1).tolist() == told))
-    return found
+def reference_likelihoods(model, pairs, context=CONTEXT):
+    """Compute (log-likelihood, greedy) of each pair by log_softmax, one forward pass a pair."""
+    results = []
+    for prompt, continuation in pairs:
+        ids = torch.tensor((prompt + continuation)[-context - 1 :])
+        logs = model(ids[None, :-1])[0, -len(continuation) :].double().log_softmax(-1)
+        log = logs.gather(1, ids[-len(continuation) :, None]).sum().item()
+        results.append((log, logs.argmax(-1).tolist() == continuation))
+    return results
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @torch.no_grad()
-def test_likelihoods_are_those_of_each_request_by_itself(rows):
+def test_likelihoods_equal_those_of_single_requests(rows):
     model = build(Llama, ARGS)
     answers = Answers(model, BYTES, CONTEXT, rows)
     pairs = [
         (BYTES.encode(context.rstrip(), bos=True), BYTES.encode(context[len(context.rstrip()) :] + continuation))
         for context, continuation in PAIRS
     ]
-    expected = one_by_one(model, pairs)
-    found = answers.loglikelihood([asked(*pair) for pair in PAIRS])
-    for (log, greedy), (reference, likeliest) in zip(found, expected, strict=True):
+    expected = reference_likelihoods(model, pairs)
+    results = answers.loglikelihood([request(*pair) for pair in PAIRS])
+    for (log, greedy), (reference, likeliest) in zip(results, expected, strict=True):
         assert log == pytest.approx(reference, rel=1e-5) and greedy == likeliest
-    assert model.loss is None and answers.loglikelihood([asked("a", "")]) == [(0.0, True)]
+    assert model.loss is None and answers.loglikelihood([request("a", "")]) == [(0.0, True)]
 
 
 FAMILIES = {
@@ -87,123 +87,125 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_any_decoder_answers(family):
-    """In float64, what is told with much, little and too much before it."""
+def test_likelihoods_of_every_decoder_family(family):
+    """Compare in float64, with a short prompt, a long one and one longer than the context."""
     model = build(MODELS[family].build, FAMILIES[family], dtype=torch.float64)
     ids = torch.randint(0, 64, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     requests = [(ids[:5], ids[5:9]), (ids[:20], ids[20:24]), (ids[:30], ids[30:])]
-    found = dict(likelihoods(model, requests, seq_len=CONTEXT, context=CONTEXT, rows=3))
-    for number, (log, greedy) in enumerate(one_by_one(model, requests)):
-        assert found[number].log == pytest.approx(log, rel=1e-12) and found[number].greedy == greedy
+    results = dict(likelihoods(model, requests, seq_len=CONTEXT, context=CONTEXT, rows=3))
+    for number, (log, greedy) in enumerate(reference_likelihoods(model, requests)):
+        assert results[number].log == pytest.approx(log, rel=1e-12) and results[number].greedy == greedy
 
 
 @torch.no_grad()
-def test_what_the_model_would_write_is_greedy():
+def test_the_models_own_continuation_is_greedy():
     model = build(Llama, ARGS)
-    given = BYTES.encode("so", bos=True)
-    how = dict(max_new_tokens=4, context=CONTEXT, temperature=0, top_k=0, seed=0)
-    told = list(sample(model, given, BYTES, **how))
-    other = [*told[:-1], told[-1] ^ 1]
-    found = dict(likelihoods(model, [(given, told), (given, other)], seq_len=CONTEXT, context=CONTEXT, rows=2))
-    assert [found[0].greedy, found[1].greedy] == [True, False]
+    prompt = BYTES.encode("so", bos=True)
+    options = dict(max_new_tokens=4, context=CONTEXT, temperature=0, top_k=0, seed=0)
+    continuation = list(sample(model, prompt, BYTES, **options))
+    other = [*continuation[:-1], continuation[-1] ^ 1]
+    results = dict(
+        likelihoods(model, [(prompt, continuation), (prompt, other)], seq_len=CONTEXT, context=CONTEXT, rows=2)
+    )
+    assert [results[0].greedy, results[1].greedy] == [True, False]
 
 
 @pytest.mark.parametrize("length, context", product([0, 1, 3, 4, 5, 8, 10, 25], [1, 4, 24]))
-def test_windows_tell_each_token_once_with_as_much_before_it_as_there_is(length, context):
+def test_windows_score_each_token_once_with_the_longest_context(length, context):
     ids = list(range(length))
-    found = list(windows(ids, -1, context))
-    assert [token for _, told in found for token in told] == ids
-    for given, told in found:
-        whole = given + told
-        assert whole == [-1, *ids][whole[0] + 1 : whole[-1] + 2]  # in the text's order, without a gap
-        assert len(whole) == min(context, length) + 1
+    pairs = list(windows(ids, -1, context))
+    assert [token for _, continuation in pairs for token in continuation] == ids
+    for prefix, continuation in pairs:
+        window = prefix + continuation
+        assert window == [-1, *ids][window[0] + 1 : window[-1] + 2]  # in the text's order, without a gap
+        assert len(window) == min(context, length) + 1
 
 
 @torch.no_grad()
-def test_a_text_is_the_sum_of_its_windows():
+def test_log_likelihood_of_a_text_is_the_sum_over_its_windows():
     model = build(Llama, ARGS)
-    found = Answers(model, BYTES, CONTEXT, 3).loglikelihood_rolling([asked(text) for text in TEXTS])
-    for text, log in zip(TEXTS, found, strict=True):
-        pieces = one_by_one(model, windows(BYTES.encode(text), BYTES.bos_id, CONTEXT))
+    results = Answers(model, BYTES, CONTEXT, 3).loglikelihood_rolling([request(text) for text in TEXTS])
+    for text, log in zip(TEXTS, results, strict=True):
+        pieces = reference_likelihoods(model, windows(BYTES.encode(text), BYTES.bos_id, CONTEXT))
         assert log == pytest.approx(math.fsum(piece for piece, _ in pieces), rel=1e-5)
 
 
-def test_more_than_the_context_cannot_be_told():
+def test_a_continuation_longer_than_the_context_is_refused():
     answers = Answers(build(Llama, ARGS), BYTES, CONTEXT, 1)
     with pytest.raises(JobError, match="a continuation has 25 tokens; allowed: 24; use a longer context"):
-        answers.loglikelihood([asked("a", "b" * 25)])
+        answers.loglikelihood([request("a", "b" * 25)])
 
 
-# Texts that are written
+# Generated texts
 
 GREEDY = {"max_gen_toks": 12, "do_sample": False, "temperature": 0.0}
 
 
-def test_texts_end_with_what_ends_them_and_the_model_is_as_before():
+def test_generation_ends_at_stop_strings_and_leaves_the_model_unchanged():
     model = build(Llama, ARGS)
     answers = Answers(model, BYTES, CONTEXT, 2)
-    before = answers.loglikelihood([asked(*pair) for pair in PAIRS])
+    before = answers.loglikelihood([request(*pair) for pair in PAIRS])
     prompts = ["a", "", "what stands far before it has no place"]
-    whole = answers.generate_until([asked(prompt, GREEDY) for prompt in prompts])
-    for prompt, text in zip(prompts, whole, strict=True):
+    texts = answers.generate_until([request(prompt, GREEDY) for prompt in prompts])
+    for prompt, text in zip(prompts, texts, strict=True):
         ids = BYTES.encode(prompt, bos=True)[-(CONTEXT - 12) :]
-        how = dict(max_new_tokens=12, context=CONTEXT, temperature=0, top_k=0, seed=0)
-        assert BYTES.decode(sample(model, ids, BYTES, **how)).startswith(text) and text
-    ends = [text[2] for text in whole]
-    for text, end in zip(whole, ends, strict=True):
-        how = GREEDY | {"until": [end, "", "never"]}
-        prompt = prompts[whole.index(text)]
-        assert answers.generate_until([asked(prompt, how)]) == [text.split(end)[0]]
-    assert answers.loglikelihood([asked(*pair) for pair in PAIRS]) == before
+        options = dict(max_new_tokens=12, context=CONTEXT, temperature=0, top_k=0, seed=0)
+        assert BYTES.decode(sample(model, ids, BYTES, **options)).startswith(text) and text
+    ends = [text[2] for text in texts]
+    for text, end in zip(texts, ends, strict=True):
+        options = GREEDY | {"until": [end, "", "never"]}
+        prompt = prompts[texts.index(text)]
+        assert answers.generate_until([request(prompt, options)]) == [text.split(end)[0]]
+    assert answers.loglikelihood([request(*pair) for pair in PAIRS]) == before
 
 
-def test_more_than_the_context_cannot_be_written():
+def test_max_gen_toks_beyond_the_context_is_refused():
     answers = Answers(build(Llama, ARGS), BYTES, CONTEXT, 1)
     with pytest.raises(JobError, match="max_gen_toks: given 256; allowed: less than the context, 24"):
-        answers.generate_until([asked("a", {})])
+        answers.generate_until([request("a", {})])
 
 
-# A model with a memory
+# A model with a cache
 
 
-def with_cache(**options):
+def model_with_cache(**options):
     model, _ = remembering(sizes=dict(vocab_size=260), **options)
     return model.eval()
 
 
-def pieces(ids, length):
-    """Of one document, as datasets/segments.py makes batches of one row."""
+def segments(ids, length):
+    """Yield the segments of one document as batches of one row, as datasets/segments.py makes them."""
     for start in range(0, len(ids) - 1, length):
-        told = torch.tensor(ids[start : start + length + 1])
-        about = dict(begins=torch.tensor([start == 0]), filled=torch.tensor([len(told) - 1]))
-        yield dict(tokens=told[None, :-1], labels=told[None, 1:], offsets=torch.tensor([start])) | about
+        segment = torch.tensor(ids[start : start + length + 1])
+        state = dict(begins=torch.tensor([start == 0]), filled=torch.tensor([len(segment) - 1]))
+        yield dict(tokens=segment[None, :-1], labels=segment[None, 1:], offsets=torch.tensor([start])) | state
 
 
 @pytest.mark.parametrize("scope", ["lane", "global"])
 def test_a_model_with_a_cache_reads_texts_of_any_length(scope):
-    """As `torchtitan evaluate` reads documents, each from an empty cache."""
-    model, length = with_cache(scope=scope), 8
+    """Compare with `torchtitan evaluate`, which reads each document from an empty cache."""
+    model, length = model_with_cache(scope=scope), 8
     answers = Answers(model, BYTES, length, 3)
     texts = [text for text in TEXTS if text]
-    found = answers.loglikelihood_rolling([asked(text) for text in texts])
-    for text, log in zip(texts, found, strict=True):
+    results = answers.loglikelihood_rolling([request(text) for text in texts])
+    for text, log in zip(texts, results, strict=True):
         model.memory.clear()
-        nats = total(measure(model, pieces(BYTES.encode(text, bos=True), length), length, 1)).nats
+        nats = total(measure(model, segments(BYTES.encode(text, bos=True), length), length, 1)).nats
         assert log == pytest.approx(-nats, rel=1e-5)
-    # what stands far before what is told is read, too
-    given, told = TEXTS[0].rstrip(), " and its end"
-    both, alone = answers.loglikelihood_rolling([asked(given + told), asked(given)])
-    assert answers.loglikelihood([asked(given, told)])[0][0] == pytest.approx(both - alone, abs=1e-3)
+    # tokens far before the continuation are read, too
+    prompt, continuation = TEXTS[0].rstrip(), " and its end"
+    both, prompt_only = answers.loglikelihood_rolling([request(prompt + continuation), request(prompt)])
+    assert answers.loglikelihood([request(prompt, continuation)])[0][0] == pytest.approx(both - prompt_only, abs=1e-3)
 
 
-def test_a_model_with_a_cache_writes_and_reads_on():
-    model = with_cache()
+def test_requests_to_a_model_with_a_cache_leave_it_empty():
+    model = model_with_cache()
     answers = Answers(model, BYTES, 8, 2)
-    before = answers.loglikelihood_rolling([asked(text) for text in TEXTS])
-    texts = answers.generate_until([asked(TEXTS[0], GREEDY), asked("a", GREEDY)])
+    before = answers.loglikelihood_rolling([request(text) for text in TEXTS])
+    texts = answers.generate_until([request(TEXTS[0], GREEDY), request("a", GREEDY)])
     assert not model.memory.stores
-    assert texts == answers.generate_until([asked(TEXTS[0], GREEDY), asked("a", GREEDY)])
-    assert answers.loglikelihood_rolling([asked(text) for text in TEXTS]) == before
+    assert texts == answers.generate_until([request(TEXTS[0], GREEDY), request("a", GREEDY)])
+    assert answers.loglikelihood_rolling([request(text) for text in TEXTS]) == before
 
 
 # The command
@@ -226,18 +228,18 @@ def command(home, *argv):
     return ["evaluate", str(home / "model"), "--tasks", str(home / "tasks"), "--training.seq_len=64", *map(str, argv)]
 
 
-def test_templates_reach_nothing_but_their_document(monkeypatch):
-    """Without the package, too: a stand-in for its module that has the environment of its templates."""
-    theirs = jinja2.Environment(undefined=jinja2.StrictUndefined)
-    theirs.filters["twice"] = lambda text: 2 * text
-    utils = SimpleNamespace(env=theirs)
+def test_templates_are_sandboxed(monkeypatch):
+    """Replace lm-eval's module by a fake that has its template environment, so that the test needs no package."""
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
+    environment.filters["twice"] = lambda text: 2 * text
+    utils = SimpleNamespace(env=environment)
     monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(utils=utils))
     with evaluate_tasks._sandboxed():
         assert utils.env.from_string("{{ word | twice }}").render(word="ab") == "abab"
         for reaching in ("{{ word.__class__.__mro__ }}", "{{ words.append(1) }}"):
             with pytest.raises(jinja2.exceptions.SecurityError):
                 utils.env.from_string(reaching).render(word="ab", words=[])
-    assert utils.env is theirs
+    assert utils.env is environment
 
 
 def test_without_the_package_its_install_is_named(home, capsys, monkeypatch):
@@ -253,12 +255,12 @@ def test_a_model_of_classes_is_refused(home, capsys):
 
 
 @pytest.mark.parametrize("argv", [["--plot=p.svg"], ["--cache-sizes=0"]])
-def test_what_is_of_documents_alone(home, capsys, argv):
+def test_options_for_documents_are_refused_with_tasks(home, capsys, argv):
     assert cli.main(command(home, *argv)) == 2
     assert "leave these out" in capsys.readouterr().err
 
 
-def test_a_row_for_each_figure():
+def test_the_table_has_a_row_for_each_metric():
     figures = {"documents": 1200, "acc,none": 0.5, "acc_stderr,none": 0.01, "f1,cut": 0.25}
     head, *rows = tasks_table({"tasks": {"choice": figures}}).splitlines()
     assert [row.split() for row in rows] == [
@@ -267,63 +269,63 @@ def test_a_row_for_each_figure():
     ]
 
 
-def theirs(home, **options):
-    """lm-eval's own class on the same weights, by transformers."""
+def lm_eval_model(home, **options):
+    """Return lm-eval's own class, which runs the same weights through transformers."""
     from lm_eval.models.huggingface import HFLM
 
-    # Its cache of logits answers for windows that are alike in all but where what is told begins, as a text that
-    # repeats itself has them, by logits of the wrong places (0.4.13).
-    told = dict(pretrained=str(home / "model"), device="cpu", dtype="float32", batch_size=2, logits_cache=False)
-    return HFLM(**told | options)
+    # Its cache of logits confuses windows that differ only in where the continuation begins, as in a text that
+    # repeats itself, and returns logits of wrong positions (0.4.13).
+    defaults = dict(pretrained=str(home / "model"), device="cpu", dtype="float32", batch_size=2, logits_cache=False)
+    return HFLM(**defaults | options)
 
 
 def instances(kind, arguments):
     from lm_eval.api.instance import Instance
 
-    return [Instance(kind, {}, each, 0) for each in arguments]
+    return [Instance(kind, {}, args, 0) for args in arguments]
 
 
 @needs_lm_eval
 @pytest.mark.parametrize("context", [24, 40])
-def test_answers_are_those_of_lm_eval_for_transformers(home, context):
-    answers, reference = Answers(build(Llama, ARGS), BYTES, context, 3), theirs(home, max_length=context)
+def test_answers_equal_those_of_lm_eval_for_transformers(home, context):
+    answers, reference = Answers(build(Llama, ARGS), BYTES, context, 3), lm_eval_model(home, max_length=context)
     pairs = instances("loglikelihood", [pair for pair in PAIRS if len(pair[1]) <= context])
     for (log, greedy), (other, likeliest) in zip(
         answers.loglikelihood(pairs), reference.loglikelihood(pairs, disable_tqdm=True), strict=True
     ):
         assert log == pytest.approx(other, rel=1e-5) and greedy == likeliest
     texts = instances("loglikelihood_rolling", [(text,) for text in TEXTS if text])
-    # theirs otherwise asks for the token that begins a text, too, behind itself
-    plain = theirs(home, max_length=context, add_bos_token=False).loglikelihood_rolling(texts, disable_tqdm=True)
+    # otherwise lm-eval also scores the begin-of-text token, after itself
+    plain = lm_eval_model(home, max_length=context, add_bos_token=False).loglikelihood_rolling(texts, disable_tqdm=True)
     assert answers.loglikelihood_rolling(texts) == pytest.approx(plain, rel=1e-5)
-    written = instances("generate_until", [(prompt, GREEDY | {"until": [end]}) for prompt in TEXTS[:2] for end in "an"])
-    whole = [text.rstrip("\ufffd") for text in reference.generate_until(written, disable_tqdm=True)]
-    assert answers.generate_until(written) == whole and any(whole)
+    prompts = instances("generate_until", [(prompt, GREEDY | {"until": [end]}) for prompt in TEXTS[:2] for end in "an"])
+    expected = [text.rstrip("\ufffd") for text in reference.generate_until(prompts, disable_tqdm=True)]
+    assert answers.generate_until(prompts) == expected and any(expected)
 
 
 @needs_lm_eval
-def test_figures_are_those_of_lm_eval(home, tmp_path, capsys):
+def test_metrics_equal_those_of_lm_eval(home, tmp_path, capsys):
     from lm_eval.evaluator import evaluate
 
     from torchtitan.commands.evaluate_tasks import _opened
 
     assert cli.main(command(home, "--out", tmp_path / "found.json")) == 0, capsys.readouterr().err
-    found, said = json.loads((tmp_path / "found.json").read_text()), capsys.readouterr().out
+    results, output = json.loads((tmp_path / "found.json").read_text()), capsys.readouterr().out
     tasks = {"tasks": _opened(tasks_in(home / "tasks"), str(tmp_path))}
-    model = theirs(home, max_length=64, add_bos_token=False)
+    model = lm_eval_model(home, max_length=64, add_bos_token=False)
     rolling = evaluate(model, {"tasks": {"rolling": tasks["tasks"].pop("rolling")}}, bootstrap_iters=0)
-    expected = evaluate(theirs(home, max_length=64), tasks, bootstrap_iters=0)["results"] | rolling["results"]
-    for name, figures in found["tasks"].items():
+    expected = evaluate(lm_eval_model(home, max_length=64), tasks, bootstrap_iters=0)["results"] | rolling["results"]
+    for name, figures in results["tasks"].items():
         assert figures.pop("documents") == len(LINES)
         plain = {key: value for key, value in figures.items() if "_stderr" not in key}
         assert plain and plain == pytest.approx({key: expected[name][key] for key in plain}, rel=1e-5)
-        assert all(f"{value:.4f}" in said for value in plain.values())
-    assert found["tasks"]["choice"]["acc_stderr,none"] > 0
+        assert all(f"{value:.4f}" in output for value in plain.values())
+    assert results["tasks"]["choice"]["acc_stderr,none"] > 0
 
 
 @needs_lm_eval
-def test_a_document_that_lacks_a_field(home, tmp_path, capsys):
-    """Not the first, which lm-eval looks at when it opens a task."""
+def test_a_document_without_a_field_is_reported(home, tmp_path, capsys):
+    """Remove the field from a later document; lm-eval reads the first one when it opens a task."""
     write_tasks(tmp_path / "tasks", CHOICE | {"doc_to_text": "{{ question if answer else missing }}"})
     assert cli.main([*command(home, "--samples=2"), f"--tasks={tmp_path / 'tasks'}"]) == 2
     assert "a metric of choice fails: UndefinedError" in capsys.readouterr().err
@@ -358,9 +360,9 @@ RECURSIVE = "{% macro a() %}{{a()}}{% endmacro %}{% if not answer %}{{a()}}{% en
         "recursion",
         "memory",
         "long",
-    ],  # the first three as a task is opened
+    ],  # the first three fail when the task is opened
 )
-def test_what_lm_eval_cannot_use_is_said(home, tmp_path, capsys, task, change, message):
+def test_tasks_that_lm_eval_cannot_use_are_reported(home, tmp_path, capsys, task, change, message):
     write_tasks(tmp_path / "tasks", task | change)
     assert cli.main([*command(home), f"--tasks={tmp_path / 'tasks'}"]) == 2
     assert message in capsys.readouterr().err
@@ -385,8 +387,8 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
     ],
     ids=["pattern", "template", "first"],
 )
-def test_what_does_not_end_is_ended(home, tmp_path, capsys, monkeypatch, change, message):
-    opening = 3.0 if "after 3 s" in message else 60.0  # enough for what is not to be ended there
+def test_endless_templates_and_patterns_are_stopped(home, tmp_path, capsys, monkeypatch, change, message):
+    opening = 3.0 if "after 3 s" in message else 60.0  # long enough where opening the task should succeed
     for name, seconds in (("OPENING", opening), ("COUNTING", 1.0), ("OF_DOCUMENT", 0.0)):
         monkeypatch.setattr(evaluate_tasks, name, seconds)
     write_tasks(tmp_path / "tasks", WRITTEN | change)
@@ -395,54 +397,56 @@ def test_what_does_not_end_is_ended(home, tmp_path, capsys, monkeypatch, change,
 
 
 @needs_lm_eval
-def test_all_that_is_said_to_be_counted_is(home, tmp_path):
-    """Every figure and every filter of the table, by lm-eval itself."""
+def test_every_listed_metric_and_filter_is_computed(home, tmp_path):
+    """Let lm-eval itself compute every metric and filter of the tables FIGURES and FILTERS."""
     extra = {"regex_pattern": "(a)", "k": 1, "mapping_dict": {}, "default_value": "a", "group_select": 0}
     filters = []
     for name, keys in FILTERS.items():
         step = {"function": name} | {key: extra[key] for key in keys if key in extra}
         filters.append({"name": name, "filter": [step, {"function": "take_first"}]})
-    told = WRITTEN | {"task": "told", "output_type": "loglikelihood", "generation_kwargs": None}
-    for task in (CHOICE, ROLLING, WRITTEN, told):
+    scored = WRITTEN | {"task": "told", "output_type": "loglikelihood", "generation_kwargs": None}
+    for task in (CHOICE, ROLLING, WRITTEN, scored):
         figures = FIGURES[task["output_type"]]
-        counted = {"metric_list": [{"metric": name, "aggregation": how} for name, how in figures.items()]}
+        metrics = {
+            "metric_list": [{"metric": name, "aggregation": aggregation} for name, aggregation in figures.items()]
+        }
         if task is WRITTEN:
-            counted |= {"filter_list": [{"name": "none", "filter": [{"function": "take_first"}]}]}
-        write_tasks(tmp_path / "tasks", task | counted)
-    written = WRITTEN | {"task": "filtered", "filter_list": filters}
-    write_tasks(tmp_path / "tasks", written)
+            metrics |= {"filter_list": [{"name": "none", "filter": [{"function": "take_first"}]}]}
+        write_tasks(tmp_path / "tasks", task | metrics)
+    filtered = WRITTEN | {"task": "filtered", "filter_list": filters}
+    write_tasks(tmp_path / "tasks", filtered)
     out = tmp_path / "found.json"
     assert cli.main([*command(home), f"--tasks={tmp_path / 'tasks'}", f"--out={out}"]) == 0
-    found = json.loads(out.read_text())["tasks"]
+    results = json.loads(out.read_text())["tasks"]
     for name, kind in (("choice", "multiple_choice"), ("told", "loglikelihood"), ("rolling", "loglikelihood_rolling")):
-        assert {f"{figure},none" for figure in FIGURES[kind]} <= set(found[name])
-    assert {f"{figure},none" for figure in FIGURES["generate_until"]} <= set(found["written"])
-    assert {f"exact_match,{name}" for name in FILTERS} <= set(found["filtered"])
+        assert {f"{figure},none" for figure in FIGURES[kind]} <= set(results[name])
+    assert {f"{figure},none" for figure in FIGURES["generate_until"]} <= set(results["written"])
+    assert {f"exact_match,{name}" for name in FILTERS} <= set(results["filtered"])
 
 
 @needs_lm_eval
-def test_what_has_no_effect_here_is_told(home, tmp_path, capsys):
+def test_task_fields_without_effect_are_reported(home, tmp_path, capsys):
     write_tasks(tmp_path / "tasks", CHOICE | {"tag": "words", "repeats": 2})
     assert cli.main([*command(home, "--samples=1"), f"--tasks={tmp_path / 'tasks'}"]) == 0
     assert "choice: without effect here: tag, repeats" in capsys.readouterr().err
 
 
 @needs_lm_eval
-def test_an_answer_that_is_no_choice_is_told(home, tmp_path, caplog):
+def test_an_answer_outside_the_choices_is_reported(home, tmp_path, caplog):
     """lm-eval counts the document as wrong."""
     write_tasks(tmp_path / "tasks", CHOICE | {"doc_to_target": "nowhere"})
     assert cli.main([*command(home, "--samples=1"), f"--tasks={tmp_path / 'tasks'}"]) == 0
     assert "Label index was not in within range of available choices" in caplog.text
 
 
-class Pairs(ByteTokenizer):
-    """Of two letters a token, whatever they are."""
+class PairTokenizer(ByteTokenizer):
+    """A tokenizer that keeps every second byte, so that a text of one letter may have no token."""
 
-    def encode(self, text, **how):
-        return super().encode(text, **how)[::2]
+    def encode(self, text, **kwargs):
+        return super().encode(text, **kwargs)[::2]
 
 
-def test_an_answer_without_a_token_of_its_own_is_not_certain():
-    answers = Answers(build(Llama, ARGS), Pairs(), CONTEXT, 2)
+def test_a_continuation_without_tokens_is_refused():
+    answers = Answers(build(Llama, ARGS), PairTokenizer(), CONTEXT, 2)
     with pytest.raises(JobError, match="an answer, 'b', given behind 'a', .*target_delimiter"):
-        answers.loglikelihood([asked("a", "b")])
+        answers.loglikelihood([request("a", "b")])

@@ -1,4 +1,4 @@
-"""Jobs whose sizes stand in a folder's config.json, in every family, and what `check` says of it without torch."""
+"""Tests of model.flavor = from_hf, which takes a model's sizes from a folder's config.json, for every family."""
 
 import dataclasses
 import json
@@ -56,39 +56,39 @@ SHAPES = {
 NEVER_IN_A_CONFIG = ("multiple_of", "ffn_dim_multiplier", "n_kv_heads", "bias_rate", "mtp_loss_weight")
 
 
-def job(family: str, folder: Path, *words: str) -> list[str]:
-    return [f"--model.name={family}", "--model.flavor=from_hf", f"--model.hf_folder={folder}", *words]
+def job(family: str, folder: Path, *arguments: str) -> list[str]:
+    return [f"--model.name={family}", "--model.flavor=from_hf", f"--model.hf_folder={folder}", *arguments]
 
 
-def test_every_family_is_here():
+def test_every_family_is_covered():
     assert {shape.split()[0] for shape in SHAPES} == set(CONFIGS) == set(MODELS)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_sizes_and_constants_are_those_of_the_folder(shape, tmp_path):
-    """As transformers writes it; a mixture's depths of multi-token prediction are not in such a folder."""
+def test_sizes_and_constants_come_from_the_folder(shape, tmp_path):
+    """Read a config.json that transformers wrote; it has no depth of multi-token prediction."""
     args, config_class = SHAPES[shape]
     family = shape.split()[0]
     config_class(**MODELS[family].hf.config_to_hf(args)).save_pretrained(tmp_path)
-    found = assembly.model_args(load(job(family, tmp_path)))
-    for name in {each.name for each in dataclasses.fields(args)}.difference(NEVER_IN_A_CONFIG):
-        assert getattr(found, name) == getattr(args, name), name
-    assert found.num_parameters == args.num_parameters
+    from_folder = assembly.model_args(load(job(family, tmp_path)))
+    for name in {field.name for field in dataclasses.fields(args)}.difference(NEVER_IN_A_CONFIG):
+        assert getattr(from_folder, name) == getattr(args, name), name
+    assert from_folder.num_parameters == args.num_parameters
     assert assembly.model_args(load(job(family, tmp_path, "--model.overrides={vocab_size = 9}"))).vocab_size == 9
 
 
-def test_check_judges_by_them_without_torch(tmp_path):
+def test_check_judges_sizes_of_a_folder_without_torch(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODELS["llama3"].hf.config_to_hf(LLAMA["llama3"])))
-    words = [*job("llama3", tmp_path), "--model.tokenizer_path=bytes"]
+    arguments = [*job("llama3", tmp_path), "--model.tokenizer_path=bytes"]
     code = (
         "import sys; from torchtitan.cli import main; main(['check', *sys.argv[1:]]); sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, "torch was imported"
     assert "allowed: at most the 64 tokens of model from_hf" in done.stderr
 
 
-def refusal(tmp_path, config, family="llama3"):
+def faults_of_config(tmp_path, config, family="llama3"):
     (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
     return " ".join(lines(*job(family, tmp_path)))
 
@@ -97,7 +97,7 @@ LLAMA3 = MODELS["llama3"].hf.config_to_hf(LLAMA["llama3"])
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, expected",
     [
         (
             {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
@@ -116,10 +116,10 @@ LLAMA3 = MODELS["llama3"].hf.config_to_hf(LLAMA["llama3"])
         ({"rope_theta": [1]}, "rope_theta = [1]; allowed: a finite number"),
     ],
 )
-def test_what_the_model_cannot_do_is_named(tmp_path, change, said):
-    message = refusal(tmp_path, LLAMA3 | change)
+def test_configs_that_the_model_cannot_represent_are_refused(tmp_path, change, expected):
+    message = faults_of_config(tmp_path, LLAMA3 | change)
     assert f'model.hf_folder: given "{tmp_path}"; allowed: a folder whose config.json is a llama3\'s' in message
-    assert said in message
+    assert expected in message
 
 
 DECODER = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "rope_theta")
@@ -144,71 +144,78 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
 
 
 @pytest.mark.parametrize("shape", OPTIONAL)
-def test_a_number_that_may_be_left_out_is_one_where_it_is_there(shape):
+def test_optional_numbers_are_checked_where_present(shape):
     args, _ = SHAPES[shape]
     names, may_be_null = OPTIONAL[shape]
     hf = MODELS[shape.split()[0]].hf
-    classes = {"architectures": ["XForSequenceClassification"]}  # where their number is looked at
+    classes = {"architectures": ["XForSequenceClassification"]}  # num_labels is read with this only
     for name in names:
-        for given in ("3", True) if name in may_be_null else ("3", True, None):
-            change = classes | {name: given} if name == "num_labels" else {name: given}
-            refuse_config(args, hf, change, f"{name} = {given!r}; allowed: a (whole|finite) number.*leave it out for ")
+        for value in ("3", True) if name in may_be_null else ("3", True, None):
+            change = classes | {name: value} if name == "num_labels" else {name: value}
+            refuse_config(args, hf, change, f"{name} = {value!r}; allowed: a (whole|finite) number.*leave it out for ")
     for name in may_be_null:
-        two = {"num_experts_per_tok": 2}  # of experts, where there are any: one group has no more
+        two = {"num_experts_per_tok": 2}  # with null groups all experts are one group
         hf.config.args_from(hf.config_to_hf(args) | two | {name: None})
 
 
 @pytest.mark.parametrize("family", ["llama3", "mistral", "qwen3"])
-def test_heads_of_keys_that_are_null_are_those_of_queries(family):
-    """As in transformers, whatever they are where nothing is said."""
+def test_null_key_value_heads_equal_the_query_heads(family):
+    """Follow transformers: null means the number of query heads, an absent key has another default."""
     args, hf = SHAPES[family][0], MODELS[family].hf
-    found = hf.config.args_from(hf.config_to_hf(args) | {"num_key_value_heads": None})
-    assert found.num_kv_heads == args.n_heads != args.num_kv_heads
+    converted = hf.config.args_from(hf.config_to_hf(args) | {"num_key_value_heads": None})
+    assert converted.num_kv_heads == args.n_heads != args.num_kv_heads
 
 
-def test_folders_that_say_no_sizes(tmp_path):
+def test_folders_without_a_usable_config_are_refused(tmp_path):
     assert "config.json cannot be read (No such file or directory)" in " ".join(lines(*job("llama3", tmp_path)))
-    assert "config.json cannot be read as JSON" in refusal(tmp_path, "{")
-    assert "config.json holds no JSON object" in refusal(tmp_path, "[]")
+    assert "config.json cannot be read as JSON" in faults_of_config(tmp_path, "{")
+    assert "config.json holds no JSON object" in faults_of_config(tmp_path, "[]")
     with pytest.raises(JobError, match="model.hf_folder is not set"):
         sizes_of("llama3", "from_hf", None, {})
 
 
-def test_the_debug_tokenizer_is_not_taken_for_the_models_own(tmp_path):
+def test_the_debug_tokenizer_is_refused_with_a_folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA3 | {"vocab_size": 2048}))
     default = load([]).model.tokenizer_path
-    (said,) = lines(*job("llama3", tmp_path), tokenizer=default)
-    assert "allowed: the tokenizer of the model in model.hf_folder; write model.tokenizer_path" in said
+    (fault,) = lines(*job("llama3", tmp_path), tokenizer=default)
+    assert "allowed: the tokenizer of the model in model.hf_folder; write model.tokenizer_path" in fault
 
 
-def test_weights_are_read_otherwise_where_the_job_says_so(tmp_path):
-    """With wavelengths of the job's, which no tensor's shape depends on; what else it says against the folder is
-    refused, and so are other wavelengths of which it says nothing.
+def test_the_job_may_override_rope_of_the_folder_and_nothing_else(tmp_path):
+    """The rotary wavelengths affect no tensor's shape, so a job may set them.
+
+    Other sizes that contradict the folder are refused, and so is a folder with other wavelengths than the job's flavor.
     """
     args, hf = LLAMA["llama3"], MODELS["llama3"].hf
-    whole = build(MODELS["llama3"].build, args)
-    hf.save_hf(tmp_path, whole.state_dict(), args)
+    model = build(MODELS["llama3"].build, args)
+    hf.save_hf(tmp_path, model.state_dict(), args)
 
-    def of(*words):
-        start = [*job("llama3", tmp_path, *words), "--checkpoint.enable", f"--checkpoint.initial_load_path={tmp_path}"]
+    def judge_start(*arguments):
+        start = [
+            *job("llama3", tmp_path, *arguments),
+            "--checkpoint.enable",
+            f"--checkpoint.initial_load_path={tmp_path}",
+        ]
         return start, [line for line in lines(*start) if "initial_load_path" in line]
 
-    words, faults = of("--model.overrides={rope_scaling = {kind = 'linear', factor = 2.0}, rope_theta = 9e3}")
+    start_arguments, faults = judge_start(
+        "--model.overrides={rope_scaling = {kind = 'linear', factor = 2.0}, rope_theta = 9e3}"
+    )
     assert faults == []
-    found, _ = inference_model.filled_model(load(words), tmp_path, torch.device("cpu"))
+    loaded, _ = inference_model.filled_model(load(start_arguments), tmp_path, torch.device("cpu"))
     longer = dataclasses.replace(args, rope_scaling=RopeScaling(2.0, kind="linear"), rope_theta=9e3)
     stretched = build(MODELS["llama3"].build, longer)
-    stretched.load_state_dict(whole.state_dict())
+    stretched.load_state_dict(model.state_dict())
     tokens = tokens_for(args)
-    torch.testing.assert_close(found(tokens), stretched(tokens), rtol=0, atol=0)
-    assert (found(tokens) - whole(tokens)).abs().max() > 5e-5  # initial attention is nearly even
-    assert "norm_eps is" in of("--model.overrides={norm_eps = 1e-3}")[1][0]
+    torch.testing.assert_close(loaded(tokens), stretched(tokens), rtol=0, atol=0)
+    assert (loaded(tokens) - model(tokens)).abs().max() > 5e-5  # initial attention is nearly even
+    assert "norm_eps is" in judge_start("--model.overrides={norm_eps = 1e-3}")[1][0]
     (tmp_path / "config.json").write_text(json.dumps(hf.config_to_hf(longer)))
     silent = ["--model.flavor=debugmodel", "--checkpoint.enable", f"--checkpoint.initial_load_path={tmp_path}"]
     assert "rope_scaling is RopeScaling" in " ".join(lines(*silent))
 
 
-# Of DeepSeek
+# DeepSeek
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 20}
 
@@ -217,31 +224,35 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 20}
     "rope",
     [None, YARN, YARN | {"mscale": 0.7}, YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}, YARN | {"mscale_all_dim": 0}],
 )
-def test_deepseek_v3_with_and_without_yarn_and_its_factors_loads(rope, tmp_path):
-    """Written by transformers, which names a depth of multi-token prediction that it does not write."""
+def test_deepseek_v3_loads_with_every_form_of_yarn(rope, tmp_path):
+    """Load a folder that transformers wrote; its config names an MTP depth without tensors for it."""
     config = HF.config_to_hf(DEEPSEEK["v3"]) | {"rope_scaling": rope, "num_nextn_predict_layers": 1}
-    theirs = DeepseekV3ForCausalLM._from_config(DeepseekV3Config(**config), **eager(DEEPSEEK["v3"])).eval()
-    theirs.save_pretrained(tmp_path)
+    reference = DeepseekV3ForCausalLM._from_config(DeepseekV3Config(**config), **eager(DEEPSEEK["v3"])).eval()
+    reference.save_pretrained(tmp_path)
     args = sizes_of("deepseek", "from_hf", str(tmp_path), {})
     model = build(Deepseek, args)
     HF.load_hf(tmp_path, model, args)
     tokens = tokens_for(args)
-    assert close(model(tokens), theirs(tokens).logits, 2e-6)
-    again = DeepseekV3ForCausalLM._from_config(DeepseekV3Config(**HF.config_to_hf(args)), **eager(args)).eval()
-    again.load_state_dict(theirs.state_dict())
-    assert close(again(tokens).logits, theirs(tokens).logits, 1e-6)
+    assert close(model(tokens), reference(tokens).logits, 2e-6)
+    reference_of_args = DeepseekV3ForCausalLM._from_config(
+        DeepseekV3Config(**HF.config_to_hf(args)), **eager(args)
+    ).eval()
+    reference_of_args.load_state_dict(reference.state_dict())
+    assert close(reference_of_args(tokens).logits, reference(tokens).logits, 1e-6)
 
 
-def test_a_factor_that_the_model_cannot_have(tmp_path):
-    said = refusal(
+def test_yarn_factors_that_the_model_cannot_represent_are_refused(tmp_path):
+    message = faults_of_config(
         tmp_path, HF.config_to_hf(DEEPSEEK["v3"]) | {"rope_scaling": YARN | {"mscale_all_dim": 1}}, "deepseek"
     )
-    assert "with mscale_all_dim the model needs mscale" in said
-    said = refusal(tmp_path, HF.config_to_hf(DEEPSEEK["v3"]) | {"rope_scaling": YARN | {"truncate": False}}, "deepseek")
-    assert "truncate = False, but this model only has True" in said
+    assert "with mscale_all_dim the model needs mscale" in message
+    message = faults_of_config(
+        tmp_path, HF.config_to_hf(DEEPSEEK["v3"]) | {"rope_scaling": YARN | {"truncate": False}}, "deepseek"
+    )
+    assert "truncate = False, but this model only has True" in message
 
 
-def test_depths_are_those_that_the_folder_holds(tmp_path):
+def test_mtp_depth_comes_from_the_tensors_of_the_folder(tmp_path):
     HF.save_hf(tmp_path, build(Deepseek, MULTI_TOKEN).state_dict(), MULTI_TOKEN)
     assert sizes_of("deepseek", "from_hf", str(tmp_path), {}).n_mtp_layers == 2
     (tmp_path / "model.safetensors.index.json").unlink()
@@ -250,7 +261,7 @@ def test_depths_are_those_that_the_folder_holds(tmp_path):
     assert sizes_of("deepseek", "from_hf", str(tmp_path), {}).n_mtp_layers == 2
     (tmp_path / "model.safetensors").unlink()  # a config alone, to train from the start
     assert sizes_of("deepseek", "from_hf", str(tmp_path), {}).n_mtp_layers == 2
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)  # said where it is loaded
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)  # reported when it is loaded
     assert sizes_of("deepseek", "from_hf", str(tmp_path), {}).n_mtp_layers == 2
 
 
@@ -263,25 +274,25 @@ def test_headers_of_safetensors(tmp_path):
 
 
 @pytest.mark.parametrize("header", [b"[]", b"7", b"[" * 100_000, b"{"])
-def test_headers_that_are_none(tmp_path, header):
+def test_damaged_headers_are_refused(tmp_path, header):
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header)
-    assert tensor_files(tmp_path) == {}  # said where it is loaded
+    assert tensor_files(tmp_path) == {}  # reported when it is loaded
     with pytest.raises(JobError, match="model.safetensors is no safetensors file"):
         config_beside(file)
 
 
-@pytest.mark.parametrize("kept", ["[1]", "{", 3, "[" * 100_000])
-def test_a_config_in_a_file_that_is_none(tmp_path, kept):
-    header = json.dumps({"__metadata__": {"config.json": kept}}).encode()
+@pytest.mark.parametrize("text", ["[1]", "{", 3, "[" * 100_000])
+def test_a_damaged_config_inside_a_file_is_refused(tmp_path, text):
+    header = json.dumps({"__metadata__": {"config.json": text}}).encode()
     (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(JobError, match="x.safetensors is no safetensors file, or one that is cut off: "):
         config_beside(tmp_path / "x.safetensors")
 
 
-def test_a_folder_of_another_library_opens_here(tmp_path):
-    """AutoModel knows what this project wrote by its config alone."""
+def test_automodel_opens_an_exported_folder(tmp_path):
+    """AutoModel recognizes an exported folder by its config.json."""
     args = QWEN3_MOE["published"]
     MODELS["qwen3_moe"].hf.save_hf(tmp_path, build(MODELS["qwen3_moe"].build, args).state_dict(), args)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert theirs.config.model_type == "qwen3_moe"
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert reference.config.model_type == "qwen3_moe"

@@ -1,4 +1,4 @@
-"""GaLore and APOLLO: what they are equal to, what they keep, and when their bases change."""
+"""Tests of GaLore and APOLLO: reference optimizers, the size of the state, and when a basis is refreshed."""
 
 import math
 from itertools import pairwise
@@ -16,7 +16,7 @@ from torchtitan.core import keyed_rng
 from torchtitan.core.errors import JobError
 from torchtitan.optimizers import OPTIMIZERS, galore, moments, projection
 from torchtitan.optimizers.build import build_optimizers
-from torchtitan.optimizers.state_sizes import galore as held_by_galore
+from torchtitan.optimizers.state_sizes import galore as galore_state_size
 from torchtitan.process.ranks import read_ranks
 from torchtitan.rules import Facts
 from torchtitan.rules.optimization import trained_matrices
@@ -34,13 +34,13 @@ class Matrix(nn.Module):
             self.bias = nn.Parameter(random(bias, seed=5, dtype=torch.float64))
 
 
-def made(model, name="GaLore", lr=0.01, decay=0.1, **options):
-    unread = {"beta2": 0.95} if options.get("inner") == "adafactor" else {}
-    settings = dict(shared=ADAM | unread, weight_decay=decay, options=options)
+def build_galore(model, name="GaLore", lr=0.01, decay=0.1, **options):
+    adafactor_beta2 = {"beta2": 0.95} if options.get("inner") == "adafactor" else {}
+    settings = dict(shared=ADAM | adafactor_beta2, weight_decay=decay, options=options)
     return build_optimizers([model], name=name, lr=lr, **settings).optimizers[0]
 
 
-def stepped(model, optimizer, steps=5, gradient=lambda step, p: random(*p.shape, seed=step, dtype=p.dtype)):
+def take_steps(model, optimizer, steps=5, gradient=lambda step, p: random(*p.shape, seed=step, dtype=p.dtype)):
     for step in range(steps):
         for parameter in model.parameters():
             parameter.grad = gradient(step, parameter)
@@ -54,37 +54,39 @@ def orthogonal(n, seed=3):
 
 @pytest.fixture
 def basis(monkeypatch):
-    """Whatever the rank, matrices are projected on the right side, by the basis that is set here."""
-    held = {}
+    """Project all matrices on the right side, by the basis that a test sets in this dict."""
+    fixture = {}
     monkeypatch.setattr(galore, "sides", lambda name, shape, options: ("right",) if len(shape) == 2 else ())
-    monkeypatch.setattr(projection, "fit", lambda *args: held["basis"])
-    return held
+    monkeypatch.setattr(projection, "fit", lambda *args: fixture["basis"])
+    return fixture
 
 
 @pytest.mark.parametrize("inner", ["adamw", "adamw_8bit"])
-def test_with_the_identity_for_a_basis_it_is_adamw_bit_for_bit(basis, inner):
+def test_identity_basis_equals_adamw_bit_for_bit(basis, inner):
     basis["basis"] = torch.eye(6, dtype=torch.float64)
-    ours, theirs = Matrix(9, 6, bias=4), Matrix(9, 6, bias=4)
-    stepped(ours, made(ours, rank=6, inner=inner, **PLAIN))
-    stepped(theirs, torch.optim.AdamW(theirs.parameters(), 0.01, (0.9, 0.999), 1e-8, 0.1, foreach=False))
-    assert torch.equal(ours.weight, theirs.weight) and torch.equal(ours.bias, theirs.bias)
+    ours, reference = Matrix(9, 6, bias=4), Matrix(9, 6, bias=4)
+    take_steps(ours, build_galore(ours, rank=6, inner=inner, **PLAIN))
+    take_steps(reference, torch.optim.AdamW(reference.parameters(), 0.01, (0.9, 0.999), 1e-8, 0.1, foreach=False))
+    assert torch.equal(ours.weight, reference.weight) and torch.equal(ours.bias, reference.bias)
 
 
-def test_with_a_square_basis_it_is_adamw_of_the_turned_weight(basis):
+def test_square_basis_equals_adamw_of_the_rotated_weight(basis):
     basis["basis"] = turn = orthogonal(6)
     ours, turned, plain = Matrix(9, 6), Matrix(9, 6), Matrix(9, 6)
     turned.weight.data = turned.weight.data @ turn.T
-    stepped(ours, made(ours, rank=6, **PLAIN))
-    stepped(
-        turned, made(turned, name="AdamW"), gradient=lambda step, p: random(9, 6, seed=step, dtype=p.dtype) @ turn.T
+    take_steps(ours, build_galore(ours, rank=6, **PLAIN))
+    take_steps(
+        turned,
+        build_galore(turned, name="AdamW"),
+        gradient=lambda step, p: random(9, 6, seed=step, dtype=p.dtype) @ turn.T,
     )
-    stepped(plain, made(plain, name="AdamW"))
+    take_steps(plain, build_galore(plain, name="AdamW"))
     assert (ours.weight @ turn.T - turned.weight).abs().max() < 1e-14
     assert (ours.weight - plain.weight).abs().max() > 1e-3
 
 
 class Momentum(moments.Adam):
-    """SGD as the inner optimizer, which is linear: a square basis has to leave it as it is."""
+    """SGD with momentum as the inner optimizer. It is linear, so a square basis has to leave it unchanged."""
 
     KEYS = (("exp_avg", True),)
     decay = 0.0
@@ -97,70 +99,70 @@ class Momentum(moments.Adam):
         return -rate * mean
 
 
-@pytest.mark.parametrize("how, decay, same", [("keep", 0.0, True), ("keep", 0.9, False), ("rotate", 0.9, True)])
-def test_with_a_square_basis_sgd_is_sgd(basis, monkeypatch, how, decay, same):
-    """Across new bases too, and with momentum where that turns along."""
+@pytest.mark.parametrize("on_refresh, decay, same", [("keep", 0.0, True), ("keep", 0.9, False), ("rotate", 0.9, True)])
+def test_square_basis_leaves_sgd_unchanged(basis, monkeypatch, on_refresh, decay, same):
+    """Change the basis every two steps; with momentum the result is equal only if the moments are rotated."""
     inner = Momentum()
     inner.decay = decay
     monkeypatch.setitem(galore.INNER, "adamw", inner)
-    ours, theirs = Matrix(9, 6), Matrix(9, 6)
-    optimizer = made(ours, rank=6, decay=0.0, state_on_refresh=how, **PLAIN | dict(update_gap=2))
-    plain = torch.optim.SGD(theirs.parameters(), 0.01, momentum=decay)
+    ours, reference = Matrix(9, 6), Matrix(9, 6)
+    optimizer = build_galore(ours, rank=6, decay=0.0, state_on_refresh=on_refresh, **PLAIN | dict(update_gap=2))
+    plain = torch.optim.SGD(reference.parameters(), 0.01, momentum=decay)
     for step in range(6):
         basis["basis"] = orthogonal(6, seed=step // 2)
-        for model, its in ((ours, optimizer), (theirs, plain)):
+        for model, model_optimizer in ((ours, optimizer), (reference, plain)):
             model.weight.grad = random(9, 6, seed=step, dtype=torch.float64)
-            its.step()
-    difference = (ours.weight - theirs.weight).abs().max()
+            model_optimizer.step()
+    difference = (ours.weight - reference.weight).abs().max()
     assert difference < 1e-14 if same else difference > 1e-3
 
 
-def test_signs_of_a_basis_change_nothing_until_it_is_found_anew(basis):
+def test_signs_of_a_basis_matter_only_at_a_refresh(basis):
     fixed, signs = orthogonal(6)[:3], torch.tensor([1.0, -1.0, -1.0], dtype=torch.float64)[:, None]
-    found = []
+    weights = []
     for turn in (fixed, signs * fixed):
         basis["basis"] = turn
         model = Matrix(9, 6)
-        found.append(stepped(model, made(model, rank=3, **PLAIN)).weight)
-    assert torch.equal(*found)
+        weights.append(take_steps(model, build_galore(model, rank=3, **PLAIN)).weight)
+    assert torch.equal(*weights)
     options = PLAIN | dict(update_gap=2)
     model = Matrix(9, 6)
-    optimizer = made(model, rank=3, **options)
+    optimizer = build_galore(model, rank=3, **options)
     for step in range(4):
         basis["basis"] = fixed if step < 2 else signs * fixed
         model.weight.grad = random(9, 6, seed=step, dtype=torch.float64)
         optimizer.step()
     basis["basis"] = fixed
     other = Matrix(9, 6)
-    stepped(other, made(other, rank=3, **options), steps=4)
+    take_steps(other, build_galore(other, rank=3, **options), steps=4)
     assert not torch.equal(model.weight, other.weight)
 
 
-def test_moments_that_turn_with_the_basis_do_not_see_it_turn(basis):
-    """The second moment's rotation is one of squares: exact where directions only change places and signs."""
-    places = torch.eye(6, dtype=torch.float64)[[2, 0, 1, 5, 4, 3]] * torch.tensor([1.0, -1, 1, -1, -1, 1])[:, None]
-    found = []
-    for how in ("rotate", "keep", "reset"):
+def test_rotated_moments_make_a_refresh_invisible(basis):
+    """The second moment is rotated by squared entries, which is exact for a signed permutation of directions."""
+    permutation = torch.eye(6, dtype=torch.float64)[[2, 0, 1, 5, 4, 3]] * torch.tensor([1.0, -1, 1, -1, -1, 1])[:, None]
+    weights = []
+    for on_refresh in ("rotate", "keep", "reset"):
         model = Matrix(9, 6)
-        optimizer = made(model, rank=6, state_on_refresh=how, **PLAIN | dict(update_gap=2))
+        optimizer = build_galore(model, rank=6, state_on_refresh=on_refresh, **PLAIN | dict(update_gap=2))
         for step in range(4):
-            basis["basis"] = torch.eye(6, dtype=torch.float64) if step < 2 else places.double()
+            basis["basis"] = torch.eye(6, dtype=torch.float64) if step < 2 else permutation.double()
             model.weight.grad = random(9, 6, seed=step, dtype=torch.float64)
             optimizer.step()
-        found.append(model.weight)
+        weights.append(model.weight)
     model = Matrix(9, 6)
-    plain = stepped(model, made(model, name="AdamW"), steps=4).weight
-    torch.testing.assert_close(found[0], plain, rtol=1e-14, atol=1e-15)
-    assert all((other - plain).abs().max() > 1e-4 for other in found[1:])
+    plain = take_steps(model, build_galore(model, name="AdamW"), steps=4).weight
+    torch.testing.assert_close(weights[0], plain, rtol=1e-14, atol=1e-15)
+    assert all((other - plain).abs().max() > 1e-4 for other in weights[1:])
 
 
 @pytest.mark.parametrize("side, shape", [("std", (20, 12)), ("std", (12, 20)), ("left", (20, 12)), ("full", (12, 20))])
 def test_each_period_moves_a_weight_in_few_directions(side, shape):
     model = Matrix(*shape)
-    optimizer = made(model, rank=2, decay=0.0, targets=["*"], side=side, update_gap=4)
+    optimizer = build_galore(model, rank=2, decay=0.0, targets=["*"], side=side, update_gap=4)
     begun = model.weight.detach().clone()
     for period in range(1, 4):
-        stepped(
+        take_steps(
             model, optimizer, 4, lambda step, p, first=10 * period: random(*shape, seed=first + step, dtype=p.dtype)
         )
         change = model.weight.detach() - begun
@@ -169,161 +171,165 @@ def test_each_period_moves_a_weight_in_few_directions(side, shape):
     assert state["updates"] == state["refresh_at"] == 12
 
 
-def test_what_it_keeps_is_what_the_formula_says():
-    """rank x short + 2 x rank x long of a matrix, two of everything else; in 8 bits a 256th of the scales beside."""
+def test_state_size_equals_the_formula():
+    """Expect rank x short + 2 x rank x long elements for a matrix, 2 for any other; 8 bits add a scale per 256."""
     model = nn.ModuleDict({"attention": nn.Linear(1024, 512), "output": nn.Linear(32, 8)})
     for inner, size in (("adamw", 4), ("adamw_8bit", 1 + 4 / 256)):
         options = dict(rank=64, inner=inner)
-        optimizer = made(model, **options)
+        optimizer = build_galore(model, **options)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
         tensors, _ = optimizer_state([model], [optimizer])
-        found = sum(tensor.nbytes for tensor in tensors.values())
-        assert found == 4 * 64 * 512 + size * 2 * 64 * 1024 + 4 * 2 * (512 + 32 * 8 + 8)
+        state_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        assert state_bytes == 4 * 64 * 512 + size * 2 * 64 * 1024 + 4 * 2 * (512 + 32 * 8 + 8)
         full = dict(targets=["*attention*"], side="std", residual="none") | options
-        held = [held_by_galore(full, name, tuple(p.shape)) for name, p in model.named_parameters()]
-        assert found == sum(4 * each.values + each.bytes + 4 * each.everywhere for each in held)
+        expected_sizes = [galore_state_size(full, name, tuple(p.shape)) for name, p in model.named_parameters()]
+        assert state_bytes == sum(
+            4 * size_of.values + size_of.bytes + 4 * size_of.everywhere for size_of in expected_sizes
+        )
 
 
 @pytest.mark.parametrize("method", projection.METHODS)
 @pytest.mark.parametrize("shape", [(30, 20), (20, 30)])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_every_method_finds_the_directions_of_the_largest_singular_values(method, shape, side):
-    left, _, right = torch.linalg.svd(random(*shape, dtype=torch.float64), full_matrices=False)
+    u, _, vh = torch.linalg.svd(random(*shape, dtype=torch.float64), full_matrices=False)
     sizes = torch.cat([torch.linspace(10, 5, 4), torch.linspace(0.1, 0.01, 16)]).double()
-    matrix = left @ torch.diag(sizes) @ right
-    noise = lambda wanted: keyed_rng.normal("x", (0, 0), wanted, matrix.device)  # noqa: E731
-    found = projection.fit(method, matrix, side, 4, None, noise)
+    matrix = u @ torch.diag(sizes) @ vh
+    noise = lambda size: keyed_rng.normal("x", (0, 0), size, matrix.device)  # noqa: E731
+    basis = projection.fit(method, matrix, side, 4, None, noise)
     if method == "power":
-        found = projection.fit(method, matrix, side, 4, found, noise)
-    rows, wanted = (found, right[:4]) if side == "right" else (found.T, left.T[:4])
-    cosines = torch.linalg.svdvals(rows @ wanted.T)
+        basis = projection.fit(method, matrix, side, 4, basis, noise)
+    rows, directions = (basis, vh[:4]) if side == "right" else (basis.T, u.T[:4])
+    cosines = torch.linalg.svdvals(rows @ directions.T)
     assert math.sqrt(max(0.0, 1 - cosines.min().item() ** 2)) < 1e-5
     torch.testing.assert_close(rows @ rows.T, torch.eye(4, dtype=torch.float64), rtol=0, atol=1e-12)
     assert (rows.gather(1, rows.abs().argmax(1, keepdim=True)) > 0).all()
-    assert torch.linalg.vector_norm((rows * wanted).sum(1).abs() - 1) < 1e-5, "in the order of their sizes"
+    assert torch.linalg.vector_norm((rows * directions).sum(1).abs() - 1) < 1e-5, "in the order of their sizes"
 
 
 @pytest.mark.parametrize("options, due", [({}, [0, 5, 10]), ({"stagger": True}, None)])
-def test_bases_are_found_every_so_many_updates(monkeypatch, options, due):
+def test_bases_are_refreshed_every_update_gap_updates(monkeypatch, options, due):
     fitted, fit = [], projection.fit
     monkeypatch.setattr(
         projection, "fit", lambda *args: fitted.append(optimizer.state[model.weight]["updates"]) or fit(*args)
     )
     model = Matrix(9, 6)
-    optimizer = made(model, rank=2, targets=["*"], update_gap=5, **options)
-    stepped(model, optimizer, 12)
+    optimizer = build_galore(model, rank=2, targets=["*"], update_gap=5, **options)
+    take_steps(model, optimizer, 12)
     if due is None:
         assert fitted[0] == 0 and len(fitted) in (3, 4) and {b - a for a, b in pairwise(fitted[1:])} == {5}
     else:
         assert fitted == due and len(fitted) == math.ceil(12 / 5)
 
 
-def test_directions_that_stay_are_looked_for_less_often():
+def test_adaptive_gap_grows_while_the_directions_stay():
     model = Matrix(9, 6)
-    optimizer = made(model, rank=2, targets=["*"], update_gap=2, adaptive_gap=True)
+    optimizer = build_galore(model, rank=2, targets=["*"], update_gap=2, adaptive_gap=True)
     stays = random(9, 6, dtype=torch.float64)
-    stepped(model, optimizer, 12, lambda step, p: stays.clone())
+    take_steps(model, optimizer, 12, lambda step, p: stays.clone())
     assert optimizer.state[model.weight]["gap"] == 4
     other = Matrix(9, 6)
-    optimizer = made(other, rank=1, targets=["*"], update_gap=2, adaptive_gap=True)
+    optimizer = build_galore(other, rank=1, targets=["*"], update_gap=2, adaptive_gap=True)
     turning = [orthogonal(9, seed)[:, :6] for seed in range(12)]
-    stepped(
+    take_steps(
         other, optimizer, 12, lambda step, p: torch.outer(turning[step][:, 0], torch.eye(6).double()[step // 2 % 6])
     )
     assert optimizer.state[other.weight]["gap"] == 2
 
 
-@pytest.mark.parametrize("side, shape, kept", [("reverse_std", (20, 12), "left"), ("reverse_std", (12, 20), "right")])
-def test_the_long_side_can_be_projected_and_vectors_never_are(side, shape, kept):
+@pytest.mark.parametrize(
+    "side, shape, state_key", [("reverse_std", (20, 12), "left"), ("reverse_std", (12, 20), "right")]
+)
+def test_reverse_std_projects_the_long_side_and_no_vectors(side, shape, state_key):
     model = Matrix(*shape, bias=30)
-    optimizer = made(model, rank=11, targets=["*"], side=side)
+    optimizer = build_galore(model, rank=11, targets=["*"], side=side)
     gradients = {}
 
     def gradient(step, parameter):
         gradients[parameter] = random(*parameter.shape, seed=step, dtype=parameter.dtype)
         return gradients[parameter].clone()
 
-    stepped(model, optimizer, 3, gradient)
-    assert kept in optimizer.state[model.weight] and optimizer.state[model.weight]["exp_avg"].numel() == 11 * 12
+    take_steps(model, optimizer, 3, gradient)
+    assert state_key in optimizer.state[model.weight] and optimizer.state[model.weight]["exp_avg"].numel() == 11 * 12
     assert set(optimizer.state[model.bias]) == {"step", "exp_avg", "exp_avg_sq"}
     assert all(torch.equal(p.grad, gradients[p]) for p in model.parameters())
 
 
 @pytest.mark.parametrize("inner", galore.INNER)
-def test_what_is_kept_is_plain_and_counts_an_update_once(inner):
-    """The reference library keeps an object, which is pickled, and its 8-bit form counts each step twice."""
+def test_state_holds_plain_values_and_counts_each_update_once(inner):
+    """The reference library pickles an object, and its 8-bit form counts each step twice."""
     model = Matrix(9, 6, bias=4)
-    optimizer = made(model, rank=2, targets=["*"], inner=inner, update_gap=2)
-    stepped(model, optimizer, 5)
+    optimizer = build_galore(model, rank=2, targets=["*"], inner=inner, update_gap=2)
+    take_steps(model, optimizer, 5)
     kinds = {type(value) for state in optimizer.state.values() for value in state.values()}
     assert kinds <= {torch.Tensor, int, bool}
     state = optimizer.state[model.weight]
     assert state["step"] == state["updates"] == 5 == optimizer.state[model.bias]["step"]
 
 
-def test_a_rank_of_the_short_side_projects_nothing():
-    ours, theirs = Matrix(9, 6), Matrix(9, 6)
-    stepped(ours, made(ours, rank=6, targets=["*"]))
-    stepped(theirs, made(theirs, name="AdamW"))
-    torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-14, atol=0)
+def test_full_rank_equals_adamw():
+    ours, reference = Matrix(9, 6), Matrix(9, 6)
+    take_steps(ours, build_galore(ours, rank=6, targets=["*"]))
+    take_steps(reference, build_galore(reference, name="AdamW"))
+    torch.testing.assert_close(ours.weight, reference.weight, rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
-def test_gradients_without_directions_leave_the_basis(bad):
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+def test_zero_and_non_finite_gradients_keep_the_basis(value):
     model = Matrix(9, 6)
-    optimizer = made(model, rank=2, decay=0.0, targets=["*"], update_gap=2)
+    optimizer = build_galore(model, rank=2, decay=0.0, targets=["*"], update_gap=2)
     begun = model.weight.detach().clone()
-    stepped(model, optimizer, 1, lambda step, p: torch.full_like(p, bad))
+    take_steps(model, optimizer, 1, lambda step, p: torch.full_like(p, value))
     state = optimizer.state[model.weight]
     assert torch.equal(model.weight, begun) and not state["fitted"] and state["updates"] == state["step"] == 0
-    stepped(model, optimizer, 2)
+    take_steps(model, optimizer, 2)
     basis = state["right"].clone()
-    stepped(model, optimizer, 1, lambda step, p: torch.full_like(p, bad))
+    take_steps(model, optimizer, 1, lambda step, p: torch.full_like(p, value))
     assert torch.equal(state["right"], basis) and state["skipped"] == 1 and state["refresh_at"] == 4
 
 
-def test_without_a_scale_weights_only_decay():
+def test_scale_zero_leaves_only_weight_decay():
     model = Matrix(9, 6)
     begun = model.weight.detach().clone()
-    stepped(model, made(model, rank=2, targets=["*"], scale=0.0), 7)
+    take_steps(model, build_galore(model, rank=2, targets=["*"], scale=0.0), 7)
     torch.testing.assert_close(model.weight.detach(), begun * (1 - 0.01 * 0.1) ** 7, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(9, 6), (6, 9)])
-def test_fira_follows_the_rest_by_the_same_factors(shape):
-    """Against the paper's equations, with the limit on the growth of what is outside."""
+def test_fira_scales_the_residual_by_the_factors_of_the_paper(shape):
+    """Compare with the paper's equations, including the limit on the growth of the residual's norm."""
     model, (rows, columns) = Matrix(*shape), shape
-    optimizer = made(model, rank=2, residual="fira", decay=0.0, targets=["*"], scale=0.5)
+    optimizer = build_galore(model, rank=2, residual="fira", decay=0.0, targets=["*"], scale=0.5)
     weight, m, v, last = model.weight.detach().clone(), 0.0, 0.0, None
     for t in range(1, 6):
         gradient = t**2 * random(*shape, seed=t, dtype=torch.float64)
         model.weight.grad = gradient.clone()
         optimizer.step()
         if t == 1:
-            left, _, right = torch.linalg.svd(gradient)
-        p = left[:, :2] if rows < columns else right[:2].T
-        seen = p.T @ gradient if rows < columns else (gradient @ p).T  # [2, long]
-        m, v = 0.9 * m + 0.1 * seen, 0.999 * v + 0.001 * seen**2
+            u, _, vh = torch.linalg.svd(gradient)
+        p = u[:, :2] if rows < columns else vh[:2].T
+        projected = p.T @ gradient if rows < columns else (gradient @ p).T  # [2, long]
+        m, v = 0.9 * m + 0.1 * projected, 0.999 * v + 0.001 * projected**2
         n = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
         inside = gradient if rows < columns else gradient.T
-        rest = (inside - p @ seen) * n.norm(dim=0) / seen.norm(dim=0)
-        norm = rest.norm()
+        residual = (inside - p @ projected) * n.norm(dim=0) / projected.norm(dim=0)
+        norm = residual.norm()
         if last is not None and norm > 1.01 * last:
-            rest, norm = rest / norm * 1.01 * last, 1.01 * last
+            residual, norm = residual / norm * 1.01 * last, 1.01 * last
         last = norm
-        change = p @ n + rest
+        change = p @ n + residual
         weight -= 0.01 * 0.5 * (change if rows < columns else change.T)
         torch.testing.assert_close(model.weight.detach(), weight, rtol=1e-6, atol=1e-8)  # the norm is kept in float32
 
 
 @pytest.mark.parametrize("per", ["channel", "tensor"])
 @pytest.mark.parametrize("shape", [(9, 6), (6, 9)])
-def test_apollo_stretches_the_raw_gradient(shape, per):
-    """Algorithm 1 of the paper in float64."""
+def test_apollo_scales_the_raw_gradient(shape, per):
+    """Compare with Algorithm 1 of the paper in float64."""
     model, (rows, columns) = Matrix(*shape), shape
-    optimizer = made(model, name="APOLLO", rank=3, per=per, scale=2.0, update_gap=2, decay=0.0, targets=["*"])
+    optimizer = build_galore(model, name="APOLLO", rank=3, per=per, scale=2.0, update_gap=2, decay=0.0, targets=["*"])
     weight, m, v, last = model.weight.detach().clone(), 0.0, 0.0, None
     for t in range(1, 6):
         gradient = (1 + t) * random(*shape, seed=t, dtype=torch.float64)
@@ -331,12 +337,12 @@ def test_apollo_stretches_the_raw_gradient(shape, per):
         optimizer.step()
         size = (rows, 3) if rows < columns else (3, columns)
         p = keyed_rng.normal(f"weight/{(t - 1) // 2}", (0, 0), size, gradient.device).double() / 3**0.5
-        seen = p.T @ gradient if rows < columns else gradient @ p.T
-        m, v = 0.9 * m + 0.1 * seen, 0.999 * v + 0.001 * seen**2
+        projected = p.T @ gradient if rows < columns else gradient @ p.T
+        m, v = 0.9 * m + 0.1 * projected, 0.999 * v + 0.001 * projected**2
         n = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
         axis = 0 if rows < columns else 1
-        factor = n.norm(dim=axis, keepdim=True) / seen.norm(dim=axis, keepdim=True)
-        step = gradient * (factor if per == "channel" else n.norm() / seen.norm())
+        factor = n.norm(dim=axis, keepdim=True) / projected.norm(dim=axis, keepdim=True)
+        step = gradient * (factor if per == "channel" else n.norm() / projected.norm())
         norm = step.norm()
         if last is not None and norm > 1.01 * last:
             step, norm = step / norm * 1.01 * last, 1.01 * last
@@ -346,24 +352,27 @@ def test_apollo_stretches_the_raw_gradient(shape, per):
     assert set(optimizer.state[model.weight]) == {"step", "norm", "exp_avg", "exp_avg_sq"}
 
 
-def test_the_energy_of_a_basis_is_its_share_of_the_gradient_s_squares():
-    """By singular values; the next basis overlaps with one that is half the same."""
-    left, right = orthogonal(9)[:, :4], orthogonal(6, seed=4)[:4]
+def test_basis_energy_is_the_explained_share_of_the_squared_gradient_norm():
+    """Compare with the singular values; of two directions the next basis keeps one, an overlap of 0.5."""
+    u, vh = orthogonal(9)[:, :4], orthogonal(6, seed=4)[:4]
     model = Matrix(9, 6)
-    optimizer = made(model, rank=2, targets=["*"], update_gap=1)
-    stepped(model, optimizer, 1, lambda step, p: left @ torch.diag(torch.tensor([4.0, 3, 2, 1]).double()) @ right)
+    optimizer = build_galore(model, rank=2, targets=["*"], update_gap=1)
+    take_steps(model, optimizer, 1, lambda step, p: u @ torch.diag(torch.tensor([4.0, 3, 2, 1]).double()) @ vh)
     assert optimizer.measured() == {"basis_energy": [pytest.approx((16 + 9) / 30)], "basis_overlap": []}
-    stepped(model, optimizer, 1, lambda step, p: left @ torch.diag(torch.tensor([4.0, 1, 2, 3]).double()) @ right)
+    take_steps(model, optimizer, 1, lambda step, p: u @ torch.diag(torch.tensor([4.0, 1, 2, 3]).double()) @ vh)
     assert optimizer.measured() == {"basis_energy": [pytest.approx(25 / 30)], "basis_overlap": [pytest.approx(0.5)]}
-    both = made(Matrix(9, 6), rank=2, targets=["*"], side="full")
+    both = build_galore(Matrix(9, 6), rank=2, targets=["*"], side="full")
     (weight,) = both.param_groups[0]["params"]
-    weight.grad = left @ torch.diag(torch.tensor([4.0, 3, 2, 1]).double()) @ right
+    weight.grad = u @ torch.diag(torch.tensor([4.0, 3, 2, 1]).double()) @ vh
     both.step()
     assert both.measured()["basis_energy"] == [pytest.approx((16 + 9) / 30)]
 
 
-def distance_left(**options):
-    """LT(32, 2, 600) of the ReLoRA tests: how far from a target of full rank, from 13.3."""
+def remaining_distance(**options):
+    """Train the task LT(32, 2, 600) of the ReLoRA tests: (squared distance to a full-rank target, rank of the change).
+
+    The distance is 13.3 at the start.
+    """
     n, steps = 32, 600
     torch.manual_seed(0)
     u, v = (torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0] for _ in range(2))
@@ -373,7 +382,7 @@ def distance_left(**options):
     model.weight.data = start.clone()
     x = torch.randn(4096, n, dtype=torch.float64)
     batches = torch.Generator().manual_seed(1)
-    optimizer = made(model, lr=1e-2, decay=0.0, rank=2, targets=["*"], scale=1.0, **options)
+    optimizer = build_galore(model, lr=1e-2, decay=0.0, rank=2, targets=["*"], scale=1.0, **options)
     for step in range(steps):
         warm = min(1.0, (step + 1) / 10)
         optimizer.param_groups[0]["lr"] = 1e-2 * warm * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / steps)))
@@ -385,15 +394,15 @@ def distance_left(**options):
     return (model.weight.detach() - target).square().sum().item(), torch.linalg.matrix_rank(change, rtol=1e-9).item()
 
 
-def test_more_periods_reach_further_and_further_than_one():
-    never, rank = distance_left(update_gap=10**6)
-    seldom, of_six = distance_left(update_gap=100)
-    often, full = distance_left(update_gap=20)
+def test_more_refreshes_come_closer_to_a_full_rank_target():
+    never, rank = remaining_distance(update_gap=10**6)
+    seldom, of_six = remaining_distance(update_gap=100)
+    often, full = remaining_distance(update_gap=20)
     assert (rank, of_six, full) == (2, 12, 32)
     assert never > 11.39, "the best that rank 2 can do"
     assert seldom < 0.7 * never and often < 0.3 * never
-    for how in ("rotate", "reset"):
-        assert distance_left(update_gap=20, state_on_refresh=how)[0] < often
+    for on_refresh in ("rotate", "reset"):
+        assert remaining_distance(update_gap=20, state_on_refresh=on_refresh)[0] < often
 
 
 PUBLISHED = [("60m", 128, 0.232, 0.164), ("130m", 256, 0.536, 0.343), ("350m", 256, 1.472, 0.653)]
@@ -401,26 +410,27 @@ PUBLISHED += [("1b", 512, 5.356, 2.085), ("7b", 1024, 26.95, 9.41)]
 
 
 @pytest.mark.parametrize("flavor, rank, adam, expected", PUBLISHED)
-def test_the_state_of_the_presets(flavor, rank, adam, expected):
-    """In bfloat16, 10^9 bytes: the formula over the published shapes, with a vocabulary of 32000."""
-    words = ["--model.name=llama2", f"--model.flavor={flavor}", "--model.tokenizer_path=bytes"]
-    facts = Facts(load(words), 1, "cpu")
+def test_state_sizes_of_the_published_presets(flavor, rank, adam, expected):
+    """Compare with the paper's GB of state in bfloat16, for the published shapes with a vocabulary of 32000."""
+    arguments = ["--model.name=llama2", f"--model.flavor={flavor}", "--model.tokenizer_path=bytes"]
+    facts = Facts(load(arguments), 1, "cpu")
     options = OPTIMIZERS["GaLore"].arguments(ADAM, {"rank": rank})
-    rest = facts.args.num_parameters - sum(map(math.prod, trained_matrices(facts).values()))
-    held = [
-        held_by_galore(options, name, shape) for name, shape in [*trained_matrices(facts).items(), ("norms", (rest,))]
+    other_parameters = facts.args.num_parameters - sum(map(math.prod, trained_matrices(facts).values()))
+    sizes = [
+        galore_state_size(options, name, shape)
+        for name, shape in [*trained_matrices(facts).items(), ("norms", (other_parameters,))]
     ]
-    assert 2 * sum(each.values + each.everywhere for each in held) / 1e9 == pytest.approx(expected, abs=0.006)
+    assert 2 * sum(size.values + size.everywhere for size in sizes) / 1e9 == pytest.approx(expected, abs=0.006)
     assert 2 * 2 * facts.args.num_parameters / 1e9 == pytest.approx(adam, abs=0.006)
 
 
-def test_an_adapter_s_matrices_are_projected(tmp_path):
+def test_galore_projects_the_matrices_of_an_adapter(tmp_path):
     texts = jobs.write_texts(tmp_path / "data")
-    words = dict(optimizer__name="GaLore", optimizer__options="{rank = 2, update_gap = 2}", optimizer__lr=3e-2)
-    argv = jobs.arguments(tmp_path, texts, adapter__kind="lora", adapter__rank=8, training__steps=6, **words)
-    (kept,) = run_ranks(1, state_of, argv)
-    assert {name.rpartition(".")[2] for name in kept} == {"lora_A", "lora_B"}
-    for name, (shape, keys) in kept.items():
+    options = dict(optimizer__name="GaLore", optimizer__options="{rank = 2, update_gap = 2}", optimizer__lr=3e-2)
+    argv = jobs.arguments(tmp_path, texts, adapter__kind="lora", adapter__rank=8, training__steps=6, **options)
+    (shapes,) = run_ranks(1, state_of, argv)
+    assert {name.rpartition(".")[2] for name in shapes} == {"lora_A", "lora_B"}
+    for name, (shape, keys) in shapes.items():
         side = "left" if shape[0] < shape[1] else "right"
         assert keys[side] == ((shape[0], 2) if side == "left" else (2, shape[1])), name
         assert sorted(keys["exp_avg"]) == [2, max(shape)]
@@ -430,49 +440,51 @@ def state_of(argv):
     trainer = Trainer(load(argv), read_ranks())
     trainer.train()
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
-    state = {names[p]: (tuple(p.shape), kept) for o in trainer.optimizers for p, kept in o.state.items()}
+    state = {names[p]: (tuple(p.shape), tensors) for o in trainer.optimizers for p, tensors in o.state.items()}
     trainer.metrics.close()
     return {
-        name: (shape, {key: tuple(value.shape) for key, value in kept.items() if torch.is_tensor(value)})
-        for name, (shape, kept) in state.items()
+        name: (shape, {key: tuple(value.shape) for key, value in tensors.items() if torch.is_tensor(value)})
+        for name, (shape, tensors) in state.items()
     }
 
 
-def test_a_rank_of_nothing_is_an_error():
+def test_rank_zero_is_refused():
     with pytest.raises(JobError, match="rank = 0"):
-        made(Matrix(9, 6), rank=0)
+        build_galore(Matrix(9, 6), rank=0)
 
 
 @pytest.mark.parametrize("shape", recorded_optimizers.SHAPES)
 @pytest.mark.parametrize("side", recorded_optimizers.SIDES)
 @pytest.mark.parametrize("inner", recorded_optimizers.INNER)
-def test_steps_are_those_of_galore_torch(inner, side, shape):
-    """Over three bases, without weight decay, which it applies to the new weight."""
-    theirs = recorded_optimizers
+def test_steps_equal_those_of_galore_torch(inner, side, shape):
+    """Take steps over three bases, without weight decay, which galore_torch applies to the new weight."""
+    recorded = recorded_optimizers
     model = Matrix(*shape)
-    model.weight.data = theirs.normal(*shape, seed=0)
-    options = dict(rank=theirs.RANK, update_gap=theirs.GAP, scale=theirs.SCALE, side=side, basis="svd", inner=inner)
-    shared = ADAM | dict(eps=theirs.EPS) if inner == "adamw" else dict(beta1=0.0, beta2=0.95, eps=1e-8)
-    settings = dict(name="GaLore", lr=theirs.RATE, weight_decay=0.0, shared=shared)
+    model.weight.data = recorded.normal(*shape, seed=0)
+    options = dict(
+        rank=recorded.RANK, update_gap=recorded.GAP, scale=recorded.SCALE, side=side, basis="svd", inner=inner
+    )
+    shared = ADAM | dict(eps=recorded.EPS) if inner == "adamw" else dict(beta1=0.0, beta2=0.95, eps=1e-8)
+    settings = dict(name="GaLore", lr=recorded.RATE, weight_decay=0.0, shared=shared)
     (optimizer,) = build_optimizers([model], options=options | {"targets": ["*"]}, **settings)
-    stepped(model, optimizer, theirs.STEPS, lambda step, p: theirs.normal(*shape, seed=step + 1))
-    expected = theirs.recorded()[f"galore/{inner}/{side}/{shape[0]}x{shape[1]}"]
+    take_steps(model, optimizer, recorded.STEPS, lambda step, p: recorded.normal(*shape, seed=step + 1))
+    expected = recorded.recorded()[f"galore/{inner}/{side}/{shape[0]}x{shape[1]}"]
     assert (model.weight.detach() - expected).abs().max() < 1e-8
-    assert (expected - theirs.normal(*shape, seed=0)).abs().max() > 1e-3
+    assert (expected - recorded.normal(*shape, seed=0)).abs().max() > 1e-3
 
 
 def steps_of_galore_torch(weight, gradients, lr, eps, decay, basis=None, scale=1.0):
-    """AdamW of GaLore's library, a number after the other; of a matrix in the directions of the rows of `basis`."""
+    """Compute the steps of GaLore's library element by element; a matrix is projected on the rows of `basis`."""
     low = [gradient if basis is None else gradient @ basis.T for gradient in gradients]
     shape, weight = low[0].shape, weight.clone()
     first, second = [0.0] * low[0].numel(), [0.0] * low[0].numel()
     for step, gradient in enumerate(low, start=1):
         rate = lr * math.sqrt(1 - 0.999**step) / (1 - 0.9**step)
         direction = []
-        for place, number in enumerate(gradient.flatten().tolist()):
-            first[place] = 0.9 * first[place] + 0.1 * number
-            second[place] = 0.999 * second[place] + 0.001 * number * number
-            direction.append(first[place] / (math.sqrt(second[place]) + eps))
+        for index, number in enumerate(gradient.flatten().tolist()):
+            first[index] = 0.9 * first[index] + 0.1 * number
+            second[index] = 0.999 * second[index] + 0.001 * number * number
+            direction.append(first[index] / (math.sqrt(second[index]) + eps))
         change = torch.tensor(direction, dtype=torch.float64).view(shape)
         weight = weight - rate * (change if basis is None else scale * (change @ basis))
         weight = weight - lr * decay * weight
@@ -480,8 +492,8 @@ def steps_of_galore_torch(weight, gradients, lr, eps, decay, basis=None, scale=1
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-4, 1e-5, 1e-6])
-def test_the_formula_of_galore_torch_over_20_steps(size):
-    """Of gradients of that size, with the library's eps, for a projected and a plain parameter."""
+def test_formula_galore_torch_over_20_steps(size):
+    """Compare for gradients of that size, with the library's eps, a projected and a plain parameter."""
     model = Matrix(9, 6, bias=9)
     begun = [p.detach().clone() for p in (model.weight, model.bias)]
     options = dict(rank=3, update_gap=10**6, scale=0.25, targets=["*"], basis="svd", formula="galore_torch")
@@ -490,7 +502,7 @@ def test_the_formula_of_galore_torch_over_20_steps(size):
     gradients = {
         p: [size * random(*p.shape, seed=step, dtype=torch.float64) for step in range(20)] for p in model.parameters()
     }
-    stepped(model, optimizer, 20, lambda step, p: gradients[p][step])
+    take_steps(model, optimizer, 20, lambda step, p: gradients[p][step])
     basis = torch.linalg.svd(gradients[model.weight][0])[2][:3]
     expected = (
         steps_of_galore_torch(begun[0], gradients[model.weight], 0.01, 1e-6, 0.1, basis, 0.25),
@@ -500,8 +512,8 @@ def test_the_formula_of_galore_torch_over_20_steps(size):
         assert (parameter.detach() - weight).abs().max() < 1e-9 * (weight - start).abs().max()
 
 
-def test_eps_ahead_of_the_correction_shortens_early_steps_of_small_gradients():
-    """By 1 / sqrt(1 - 0.999) = 31.6 times eps beside the gradient instead of one, in the first step."""
+def test_eps_before_bias_correction_shortens_early_steps_of_small_gradients():
+    """The first step adds eps / sqrt(1 - 0.999) = 31.6 eps to the gradient's size instead of eps."""
     for size in (1e-4, 1e-5, 1e-6):
         moved = []
         for formula in ("torch", "galore_torch"):
@@ -510,6 +522,6 @@ def test_eps_ahead_of_the_correction_shortens_early_steps_of_small_gradients():
             settings = dict(lr=0.01, weight_decay=0.0, shared=ADAM | dict(eps=1e-6))
             options = dict(rank=8, formula=formula, targets=["*"], scale=1.0)
             (optimizer,) = build_optimizers([model], name="GaLore", options=options, **settings)
-            stepped(model, optimizer, 1, lambda step, p, size=size: torch.full(p.shape, size, dtype=torch.float64))
+            take_steps(model, optimizer, 1, lambda step, p, size=size: torch.full(p.shape, size, dtype=torch.float64))
             moved.append((start - model.weight.detach()).mean().item())
         assert moved[0] / moved[1] == pytest.approx((size + 1e-6 / 0.001**0.5) / (size + 1e-6), rel=1e-6)

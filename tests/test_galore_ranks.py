@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support import jobs
 from tests.support.pool import run_ranks
-from tests.test_galore import Matrix, made, stepped
+from tests.test_galore import Matrix, build_galore, take_steps
 from tests.test_own_optimizers import random
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.build import Optimizers
@@ -32,8 +32,8 @@ def sharded(options, how):
         def gradient(step, parameter):
             return distribute_tensor(random(*parameter.shape, seed=step, dtype=torch.float64), mesh, CUT[how])
 
-        optimizer = made(model, targets=["*"], rank=2, update_gap=2, **options)
-        stepped(model, optimizer, 5, gradient)
+        optimizer = build_galore(model, targets=["*"], rank=2, update_gap=2, **options)
+        take_steps(model, optimizer, 5, gradient)
         held = local(optimizer.state[model.weight].get("exp_avg", torch.empty(0))).nbytes
         measured = Optimizers([optimizer], OPTIMIZERS["GaLore"].measures).measured()
         found.append((model.weight.detach().full_tensor(), held, measured["basis_energy"]))
@@ -59,8 +59,8 @@ def test_shapes_that_do_not_divide_step_as_the_whole(ranks, options, how):
     by_rank = run_ranks(ranks, sharded, options, how)
     for shape, parts in zip(UNEVEN, zip(*by_rank, strict=True), strict=True):
         whole = Matrix(*shape)
-        optimizer = made(whole, targets=["*"], rank=2, update_gap=2, **options)
-        stepped(whole, optimizer, 5)
+        optimizer = build_galore(whole, targets=["*"], rank=2, update_gap=2, **options)
+        take_steps(whole, optimizer, 5)
         energy = statistics.mean(optimizer.seen["basis_energy"])
         for part, _, measured in parts:
             # sums in another order, behind a division by roots of small squares

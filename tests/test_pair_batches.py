@@ -12,7 +12,7 @@ import torch
 from tests.support import jobs
 from tests.support.judged import PP, lines
 from tests.support.pool import RankFailed, run_ranks
-from tests.test_preferences import BYTES, words, write_pairs
+from tests.test_preferences import BYTES, dpo_arguments, write_pairs
 from torchtitan import cli
 from torchtitan.build import data, parts
 from torchtitan.checkpoint import layout
@@ -26,7 +26,7 @@ KINDS = ("dpo", "ipo", "orpo")
 
 def job(folder, **options):
     settings = dict(training__local_batch_size=3, training__global_batch_size=6, validation__local_batch_size=3)
-    return load(words(folder, write_pairs(folder / "rows.jsonl"), **settings | options))
+    return load(dpo_arguments(folder, write_pairs(folder / "rows.jsonl"), **settings | options))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,7 +59,7 @@ def test_one_pair_is_a_batch_and_a_microbatch(tmp_path, monkeypatch):
 
 def test_check_and_preview_speak_of_pairs(tmp_path, capsys):
     rows = write_pairs(tmp_path / "rows.jsonl")
-    argv = words(tmp_path / "run", rows)
+    argv = dpo_arguments(tmp_path / "run", rows)
     assert cli.main(["check", *argv, "--no-memory"]) == 0
     said = capsys.readouterr().out
     assert "4 pairs (8 answers) of up to 24 tokens a step, in 2 forward passes" in said
@@ -92,16 +92,16 @@ def as_it_was(step_folder):
 def before(tmp_path):
     """A run of 4 of 8 steps, its checkpoint as of old; and the losses of an uninterrupted run."""
     rows = write_pairs(tmp_path / "rows.jsonl")
-    ((steps, _),) = run_ranks(1, jobs.train, words(tmp_path / "whole", rows))
+    ((steps, _),) = run_ranks(1, jobs.train, dpo_arguments(tmp_path / "whole", rows))
     half = dict(training__steps=4, lr_scheduler__total_steps=8)
-    run_ranks(1, jobs.train, words(tmp_path / "run", rows, **half))
+    run_ranks(1, jobs.train, dpo_arguments(tmp_path / "run", rows, **half))
     as_it_was(tmp_path / "run/checkpoint/step-00000004")
     return rows, steps, tmp_path / "run"
 
 
 def test_a_run_that_counted_answers_goes_on_with_half_of_the_sizes(before):
     rows, steps, folder = before
-    run_ranks(1, jobs.train, words(folder, rows, lr_scheduler__total_steps=8))
+    run_ranks(1, jobs.train, dpo_arguments(folder, rows, lr_scheduler__total_steps=8))
     assert [step["loss"] for step in jobs.logged_steps(folder)] == [step["loss"] for step in steps]
 
 
@@ -113,8 +113,8 @@ def test_a_run_that_counted_answers_does_not_go_on_with_twice_as_many(before, mo
         "bring it back"
     )
     with pytest.raises(RankFailed, match=told):
-        run_ranks(1, jobs.train, words(folder, rows, **old))
-    argv = [word for word in words(folder, rows, **old) if "tokenizer_path" not in word]
+        run_ranks(1, jobs.train, dpo_arguments(folder, rows, **old))
+    argv = [word for word in dpo_arguments(folder, rows, **old) if "tokenizer_path" not in word]
     (line,) = (line for line in lines(*argv) if "global_batch_size" in line)
     assert "training.global_batch_size: given 8; allowed: 4, as in step-00000004" in line and told in line
 

@@ -1,4 +1,4 @@
-"""Pairs of answers: losses by their closed forms, rows that stay together, and jobs that prefer what they are shown."""
+"""Tests of preference pairs: closed forms of the losses, pairs kept together in batches, and whole training jobs."""
 
 import gc
 import json
@@ -43,34 +43,34 @@ BYTES = build_tokenizer("bytes")
 
 
 def test_closed_forms():
-    own = torch.tensor([[-3.0, -5.0], [-6.0, -2.0]], dtype=torch.float64)
+    log_probabilities = torch.tensor([[-3.0, -5.0], [-6.0, -2.0]], dtype=torch.float64)
     reference = torch.tensor([[-4.0, -4.5], [-6.0, -2.5]], dtype=torch.float64)
     lengths = torch.tensor([[2, 5], [3, 1]])
     h = [(-3 + 4) - (-5 + 4.5), (-6 + 6) - (-2 + 2.5)]
     sigmoid = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
-    plain, gained = Preference(beta=0.3).losses(own, reference, lengths)
+    plain, rewards = Preference(beta=0.3).losses(log_probabilities, reference, lengths)
     assert plain.tolist() == pytest.approx([-math.log(sigmoid(0.3 * x)) for x in h], rel=1e-12)
-    assert gained.tolist() == [[1.0, -0.5], [0.0, 0.5]]
-    smooth, _ = Preference(beta=0.3, label_smoothing=0.2).losses(own, reference, lengths)
+    assert rewards.tolist() == [[1.0, -0.5], [0.0, 0.5]]
+    smooth, _ = Preference(beta=0.3, label_smoothing=0.2).losses(log_probabilities, reference, lengths)
     expected = [-0.8 * math.log(sigmoid(0.3 * x)) - 0.2 * math.log(sigmoid(-0.3 * x)) for x in h]
     assert smooth.tolist() == pytest.approx(expected, rel=1e-12)
     means = [(1 / 2) - (-0.5 / 5), 0 / 3 - 0.5 / 1]
-    ipo, _ = IPO(beta=0.3).losses(own, reference, lengths)
+    ipo, _ = IPO(beta=0.3).losses(log_probabilities, reference, lengths)
     assert ipo.tolist() == pytest.approx([(x - 1 / 0.6) ** 2 for x in means], rel=1e-12)
     odds = lambda mean: math.log(math.exp(mean) / (1 - math.exp(mean)))  # noqa: E731
-    orpo, _ = ORPO(beta=0.3).losses(own, reference, lengths)
+    orpo, _ = ORPO(beta=0.3).losses(log_probabilities, reference, lengths)
     expected = [
         -w / n - 0.3 * math.log(sigmoid(odds(w / n) - odds(x / m)))
-        for (w, x), (n, m) in zip(own.tolist(), lengths.tolist(), strict=True)
+        for (w, x), (n, m) in zip(log_probabilities.tolist(), lengths.tolist(), strict=True)
     ]
     assert orpo.tolist() == pytest.approx(expected, rel=1e-9)
 
 
-def test_what_is_counted_and_measured():
+def test_count_loss_and_measured_sums():
     torch.manual_seed(0)
     head, hidden = torch.nn.Linear(4, 7, bias=False), torch.randn(6, 5, 4)
     labels = torch.randint(0, 7, (6, 5))
-    labels[4:] = -100  # fills up a step
+    labels[4:] = -100  # padding rows, which fill up a step
     batch = {"labels": labels, "reference": torch.zeros(6)}
     objective = Preference(beta=0.5)
     logs = torch.log_softmax(head(hidden), -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0].sum(-1)
@@ -78,9 +78,9 @@ def test_what_is_counted_and_measured():
     assert objective.count(batch) == 2
     loss = objective(hidden, head, batch)
     assert loss.item() == pytest.approx(-torch.nn.functional.logsigmoid(margins).sum().item(), rel=1e-5)
-    rewards, others, right, far, pairs = objective.take_sums().tolist()
-    assert pairs == 2 and far == pytest.approx(margins.sum().item(), rel=1e-5) and right == (margins > 0).sum()
-    assert rewards - others == pytest.approx(far, rel=1e-5) and objective.take_sums() is None
+    chosen_rewards, rejected_rewards, correct, margin_sum, pairs = objective.take_sums().tolist()
+    assert pairs == 2 and margin_sum == pytest.approx(margins.sum().item(), rel=1e-5) and correct == (margins > 0).sum()
+    assert chosen_rewards - rejected_rewards == pytest.approx(margin_sum, rel=1e-5) and objective.take_sums() is None
     objective.num_chunks = 3
     assert objective(hidden, head, batch).item() == pytest.approx(loss.item(), rel=1e-5)
     assert objective.first(batch, 2)["labels"][2:].eq(-100).all() and objective.count(objective.first(batch, 2)) == 1
@@ -103,7 +103,7 @@ SYSTEM = {"role": "system", "content": "s"}
         {"chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
         {"prompt": "q", "messages": [*TURNS, GOOD], "chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
         {"messages": [*TURNS, GOOD], "chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
-        # behind what the system says, which the answers leave out
+        # after a system message, which the answers leave out
         {"messages": [SYSTEM, *TURNS, GOOD], "chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
         {"prompt": "", "chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
     ],
@@ -117,13 +117,15 @@ def test_forms_of_conversations(record):
         assert tokenizer.decode(ids[trained]) == answer
 
 
-def test_the_system_may_stand_ahead_of_a_repeated_prompt():
-    asked = [SYSTEM, {"role": "user", "content": "q"}]
-    pair = RecordReader().document({"prompt": "q", "chosen": [*asked, GOOD], "rejected": [*asked, BAD]}, "", "").content
-    assert pair.chosen.content == Chat([*asked, GOOD]) and pair.rejected.content == Chat([*asked, BAD])
+def test_a_system_message_may_precede_a_repeated_prompt():
+    prompt = [SYSTEM, {"role": "user", "content": "q"}]
+    pair = (
+        RecordReader().document({"prompt": "q", "chosen": [*prompt, GOOD], "rejected": [*prompt, BAD]}, "", "").content
+    )
+    assert pair.chosen.content == Chat([*prompt, GOOD]) and pair.rejected.content == Chat([*prompt, BAD])
 
 
-def test_forms_of_text_and_what_is_no_pair(tmp_path):
+def test_forms_of_text_and_records_that_are_no_pair(tmp_path):
     document = RecordReader().document({"prompt": "q", "chosen": "yes", "rejected": "no"}, "", "")
     assert document.content.chosen.content == [Span("q", False), Span("yes")] and document.format_name == "preference"
     assert document.text == "qyesqno"
@@ -137,7 +139,7 @@ def test_forms_of_text_and_what_is_no_pair(tmp_path):
         ({"prompt": "q", "chosen": None, "rejected": "no"}, "a:1: field 'chosen' holds nothing \\(null\\), beside str"),
         ({"prompt": 5, "chosen": "a", "rejected": "no"}, "holds str, beside int as prompt; allowed: text behind"),
         ({"prompt": "q", "chosen": [], "rejected": []}, "field 'chosen' holds list"),
-        # whole transcripts, and a question under another name: an answer to nothing would be learned
+        # full transcripts, and a question under another name: answers without a prompt would be learned
         ({"chosen": "Human: q Assistant: a", "rejected": "no"}, "field 'chosen' holds str, beside nothing as prompt"),
         ({"prompt": None, "chosen": "yes", "rejected": "no"}, "field 'chosen' holds str, beside nothing as prompt"),
         ({"prompt": "", "chosen": "yes", "rejected": "no"}, "field 'chosen' holds str, beside nothing as prompt"),
@@ -161,54 +163,54 @@ def shards_of(folder, rows, **options):
     )
 
 
-def test_pairs_stay_or_go_together(tmp_path):
+def test_pairs_are_kept_or_dropped_as_one(tmp_path):
     rows = [{"prompt": "q" * (1 + i % 3), "chosen": "+" * (1 + i), "rejected": "-" * 3} for i in range(20)]
     shards = shards_of(tmp_path, rows, too_long="drop")
-    kept = [i for i in range(20) if 1 + i % 3 + i + 1 + 2 <= 16]
-    assert shards.header["records"]["fates"] == {"whole": len(kept), "dropped": 20 - len(kept)}
-    assert len(TokenReader(shards).documents) == 2 * len(kept)
+    retained = [i for i in range(20) if 1 + i % 3 + i + 1 + 2 <= 16]
+    assert shards.header["records"]["fates"] == {"whole": len(retained), "dropped": 20 - len(retained)}
+    assert len(TokenReader(shards).documents) == 2 * len(retained)
     for split, held_out in ((None, False), (0.3, True), (0.3, False)):
         reader = PackReader([shards], 15, 0, True, Packing(1, 257, split, held_out, together=2))
         ids, _ = reader.read(np.arange(reader.samples(2)))
         signs = [["+" in BYTES.decode(row), "-" in BYTES.decode(row)] for row in ids]
         assert signs == [[True, False], [False, True]] * (len(ids) // 2)
         share = {None: 1, 0.3: 0.3 if held_out else 0.7}[split]
-        assert len(ids) == 2 * 2 * round(share * len(kept))
+        assert len(ids) == 2 * 2 * round(share * len(retained))
     with pytest.raises(DataError, match="24 documents, which are no groups of 5; give records of pairs as text"):
         PackReader([shards], 15, 0, True, Packing(1, 257, together=5))
 
 
-def test_pairs_that_an_earlier_program_read_otherwise_are_tokenized_anew(tmp_path, monkeypatch):
-    def folders(together):
-        recipe = PrepareOptions(TrainOn("last_turn"), together=together)
+def test_a_new_pair_tokenization_version_tokenizes_pairs_again(tmp_path, monkeypatch):
+    def folders(group_size):
+        recipe = PrepareOptions(TrainOn("last_turn"), together=group_size)
         source = open_source("text", str(path), RecordReader())
         return prepared(source, str(path), "bytes", tmp_path / "data", 1, True, recipe).folder
 
     path = tmp_path / "rows.jsonl"
-    for together, record in ((2, {"prompt": "q", "chosen": "yes", "rejected": "no"}), (1, {"text": "alone"})):
+    for group_size, record in ((2, {"prompt": "q", "chosen": "yes", "rejected": "no"}), (1, {"text": "alone"})):
         path.write_text(json.dumps(record))
-        before = folders(together)
-        assert folders(together) == before
+        before = folders(group_size)
+        assert folders(group_size) == before
         with monkeypatch.context() as patch:
             patch.setattr(preparing, "PAIR_TOKENIZATION_VERSION", 1)
-            assert (folders(together) == before) == (together == 1)
+            assert (folders(group_size) == before) == (group_size == 1)
 
 
 # Jobs
 
 
 def write_pairs(path):
-    """Which of two words is preferred, whatever is asked."""
+    """Write pairs that prefer "yes" to "no" for every random question."""
     rng = np.random.default_rng(0)
     rows = []
     for _ in range(40):
-        asked = "".join(map(chr, rng.integers(97, 123, rng.integers(1, 9))))
-        rows.append({"prompt": f"{asked}? ", "chosen": "yes" * int(rng.integers(1, 3)), "rejected": "no"})
+        question = "".join(map(chr, rng.integers(97, 123, rng.integers(1, 9))))
+        rows.append({"prompt": f"{question}? ", "chosen": "yes" * int(rng.integers(1, 3)), "rejected": "no"})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def words(folder, rows, **options):
+def dpo_arguments(folder, rows, **options):
     settings = dict(task__kind="dpo", training__seq_len=24, training__local_batch_size=2, training__global_batch_size=4)
     settings |= dict(training__steps=8)
     settings |= dict(validation__enable=True, validation__split=0.2, validation__samples=0, validation__freq=4)
@@ -217,27 +219,27 @@ def words(folder, rows, **options):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def one_rank_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dpo")
     rows = write_pairs(folder / "rows.jsonl")
-    ((steps, _),) = run_ranks(1, jobs.train, words(folder / "one", rows))
+    ((steps, _),) = run_ranks(1, jobs.train, dpo_arguments(folder / "one", rows))
     return rows, steps, folder / "one"
 
 
-def measures(folder):
+def validation_losses(folder):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row["validation_loss"] for row in rows if "validation_loss" in row]
 
 
-def test_it_starts_at_ln_2_and_the_margin_rises(alone):
-    _, steps, folder = alone
+def test_the_loss_starts_at_ln_2_and_the_margin_rises(one_rank_run):
+    _, steps, folder = one_rank_run
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert steps[0]["reward_margin"] == pytest.approx(0, abs=1e-6)
     assert steps[-1]["loss"] < 0.5 and steps[-1]["reward_accuracy"] == 1
     assert steps[-1]["reward_margin"] > steps[3]["reward_margin"] > 0.01
     gain = steps[-1]["reward_chosen"] - steps[-1]["reward_rejected"]
     assert gain == pytest.approx(steps[-1]["reward_margin"], rel=1e-4)
-    assert measures(folder)[-1] < 0.6
+    assert validation_losses(folder)[-1] < 0.6
 
 
 PLANS = {
@@ -249,60 +251,60 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_every_plan_prefers_alike(alone, plan, tmp_path):
-    rows, steps, folder = alone
+def test_every_plan_logs_the_same_losses_and_rewards(one_rank_run, plan, tmp_path):
+    rows, steps, folder = one_rank_run
     options = PLANS[plan] | (dict(validation__local_batch_size=2) if "PP" in plan else {})
-    got, _ = run_ranks(2, jobs.train, words(tmp_path, rows, **options))[0]
+    got, _ = run_ranks(2, jobs.train, dpo_arguments(tmp_path, rows, **options))[0]
     for name in ("loss", "reward_margin", "reward_chosen"):
-        # differences of log-probabilities of some ten, of which float32 keeps seven digits, through Adam's division
+        # differences of log-probabilities of about 10, in float32's seven digits, pass through Adam's division
         assert [step[name] for step in got] == pytest.approx([step[name] for step in steps], rel=1e-3, abs=1e-4)
-    assert measures(tmp_path) == pytest.approx(measures(folder), rel=1e-3)
+    assert validation_losses(tmp_path) == pytest.approx(validation_losses(folder), rel=1e-3)
 
 
-def test_the_reference_is_the_model_at_the_start_and_a_resume_keeps_it(alone, tmp_path):
-    """What the pass has kept is what the plain model says of each row, one by one."""
-    rows, steps, _ = alone
-    run_ranks(1, jobs.train, words(tmp_path, rows, training__steps=4, lr_scheduler__total_steps=8))
-    config = manager.load(words(tmp_path, rows))
+def test_the_reference_is_the_model_at_the_start_and_a_resume_keeps_it(one_rank_run, tmp_path):
+    """Compare the saved log-probabilities with the plain model's, row by row."""
+    rows, steps, _ = one_rank_run
+    run_ranks(1, jobs.train, dpo_arguments(tmp_path, rows, training__steps=4, lr_scheduler__total_steps=8))
+    config = manager.load(dpo_arguments(tmp_path, rows))
     plain = parts.meta_model(config).to_empty(device="cpu")
     initialize(plain, config.debug.seed, plain.init_rule)
-    kept = load_file(tmp_path / FILE)
-    known = References(kept["digests"], kept["values"])
-    seen = 0
+    saved = load_file(tmp_path / FILE)
+    references = References(saved["digests"], saved["values"])
+    rows_compared = 0
     plan = parts.dims(config, 1)
     part = data.held_out(config, BYTES, 0, plan, parts.objective(config))
     for batches in (islice(data.training_loader(config, BYTES, 0, plan), 8), part):
         for batch in batches:
             with torch.no_grad():
                 logits = plain(batch["tokens"], positions=batch["positions"], document_ids=batch["document_ids"])
-            told = known.add(batch)["reference"]
+            batch_references = references.add(batch)["reference"]
             for row, labels in enumerate(batch["labels"]):
-                here = labels != -100
-                logs = torch.log_softmax(logits[row, here], -1)
-                own = logs.gather(-1, labels[here][:, None]).sum()
-                assert told[row].item() == pytest.approx(own.item(), rel=1e-5)
-                seen += 1
-    assert seen == 4 * 8 + 16 and len(kept["values"]) <= seen  # of 4 steps, and of validation
-    run_ranks(1, jobs.train, words(tmp_path, rows, lr_scheduler__total_steps=8))
+                answer_mask = labels != -100
+                logs = torch.log_softmax(logits[row, answer_mask], -1)
+                expected = logs.gather(-1, labels[answer_mask][:, None]).sum()
+                assert batch_references[row].item() == pytest.approx(expected.item(), rel=1e-5)
+                rows_compared += 1
+    assert rows_compared == 4 * 8 + 16 and len(saved["values"]) <= rows_compared  # of 4 steps, and of validation
+    run_ranks(1, jobs.train, dpo_arguments(tmp_path, rows, lr_scheduler__total_steps=8))
     assert [step["loss"] for step in jobs.logged_steps(tmp_path)] == [step["loss"] for step in steps]
     other = {name: tensor + 1 for name, tensor in batch.items()}
     with pytest.raises(JobError, match="does not have all pairs: the data are others than when the run began"):
-        known.add(other)
+        references.add(other)
     assert digests_of(other).shape == (len(batch["tokens"]), 16)
 
 
-def answers(model, batch):
-    """[B], the log-probability of each row's answer, one by one."""
-    found = []
+def answer_log_probabilities(model, batch):
+    """Compute the log-probability of each row's answer, [B], row by row."""
+    log_probabilities = []
     for tokens, positions, labels in zip(batch["tokens"], batch["positions"], batch["labels"], strict=True):
-        here = labels != -100
+        answer_mask = labels != -100
         with torch.no_grad():
             logs = torch.log_softmax(model(tokens[None], positions=positions[None])[0, : len(labels)], -1)
-        found.append(logs[here].gather(-1, labels[here][:, None]).sum())
-    return torch.stack(found)
+        log_probabilities.append(logs[answer_mask].gather(-1, labels[answer_mask][:, None]).sum())
+    return torch.stack(log_probabilities)
 
 
-OTHERS = {  # ranks, options, the form of what is another model
+REFERENCE_MODELS = {  # ranks, options, form of the other model
     "a folder of Hugging Face": (1, {}, "hf"),
     "a run, beside an adapter": (1, dict(adapter__kind="lora", adapter__rank=2), "run"),
     "FSDP 2": (2, dict(parallelism__data_parallel_shard_degree=2), "hf"),
@@ -310,37 +312,37 @@ OTHERS = {  # ranks, options, the form of what is another model
 }
 
 
-def train_beside(argv):
-    """As jobs.train, and how many parameters of the other model live when all pairs have been asked."""
-    refs, living = [], []
-    built, asked = reference_logprobs.load_reference_model, trainer.references
+def train_and_count_reference_parameters(argv):
+    """Run jobs.train: the logged steps, how many parameters the reference had, how many live after its pass."""
+    weak_references, counts = [], []
+    original_build, original_references = reference_logprobs.load_reference_model, trainer.references
 
     def build_other(*args):
-        model = built(*args)
-        refs.extend(weakref.ref(parameter) for part in model.parts for parameter in part.parameters())
+        model = original_build(*args)
+        weak_references.extend(weakref.ref(parameter) for part in model.parts for parameter in part.parameters())
         return model
 
     def ask(*args):
-        gc.disable()  # that of Python would come some time, in the run's steps every 50 of them and not to all
+        gc.disable()  # a collection by Python would free them at some time and hide that nothing else did
         try:
-            return asked(*args)
+            return original_references(*args)
         finally:
-            living.append(sum(ref() is not None for ref in refs))
+            counts.append(sum(ref() is not None for ref in weak_references))
             gc.enable()
 
     reference_logprobs.load_reference_model, trainer.references = build_other, ask
     try:
-        return jobs.train(argv)[0], len(refs), *living
+        return jobs.train(argv)[0], len(weak_references), *counts
     finally:
-        reference_logprobs.load_reference_model, trainer.references = built, asked
+        reference_logprobs.load_reference_model, trainer.references = original_build, original_references
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_another_model_is_the_reference(alone, name, tmp_path):
-    """The loss of the first step is what the two plain models say of its pairs, of which one is gone by then."""
-    rows, _, folder = alone
-    ranks, options, form = OTHERS[name]
-    config = manager.load(words(tmp_path / "run", rows))
+@pytest.mark.parametrize("name", REFERENCE_MODELS)
+def test_the_first_loss_uses_the_other_reference_model(one_rank_run, name, tmp_path):
+    """Compare the first step's loss with two plain models; the run has freed the reference by then."""
+    rows, _, folder = one_rank_run
+    ranks, options, form = REFERENCE_MODELS[name]
+    config = manager.load(dpo_arguments(tmp_path / "run", rows))
     plain, other = (parts.meta_model(config).to_empty(device="cpu") for _ in range(2))
     initialize(plain, config.debug.seed, plain.init_rule)
     initialize(other, 7, other.init_rule)
@@ -349,27 +351,31 @@ def test_another_model_is_the_reference(alone, name, tmp_path):
         other, _ = filled_model(config, folder / "checkpoint/step-00000008", torch.device("cpu"))
     else:
         MODELS["llama3"].hf.save_hf(path := tmp_path / "other", other.state_dict(), other.args)
-    first, asked, living = run_ranks(
-        ranks, train_beside, words(tmp_path / "run", rows, dpo__reference=path, training__steps=1, **options)
+    first, parameters, alive = run_ranks(
+        ranks,
+        train_and_count_reference_parameters,
+        dpo_arguments(tmp_path / "run", rows, dpo__reference=path, training__steps=1, **options),
     )[0]
-    assert asked > 0 and living == 0
+    assert parameters > 0 and alive == 0
     loader = data.training_loader(config, BYTES, 0, parts.dims(config, 1))
-    gained = torch.cat([answers(plain, batch) - answers(other, batch) for batch in islice(loader, 2)]).view(-1, 2)
-    loss = -torch.nn.functional.logsigmoid(0.1 * (gained[:, 0] - gained[:, 1])).mean().item()
+    log_ratios = torch.cat(
+        [answer_log_probabilities(plain, batch) - answer_log_probabilities(other, batch) for batch in islice(loader, 2)]
+    ).view(-1, 2)
+    loss = -torch.nn.functional.logsigmoid(0.1 * (log_ratios[:, 0] - log_ratios[:, 1])).mean().item()
     assert abs(loss - math.log(2)) > 1e-3
     assert first[0]["loss"] == pytest.approx(loss, rel=1e-5)
 
 
-def test_rows_that_fill_up_a_step_or_validation_need_no_reference():
+def test_padding_rows_need_no_reference():
     batch = {"tokens": torch.arange(12).view(4, 3), "labels": torch.ones(4, 3, dtype=torch.int64)}
-    known = References(digests_of(batch), np.array([-1.0, -2.0, -3.0, -4.0], dtype=np.float32))
-    assert known.add(Preference().first(batch, 2))["reference"].tolist() == [-1, -2, 0, 0]
+    references = References(digests_of(batch), np.array([-1.0, -2.0, -3.0, -4.0], dtype=np.float32))
+    assert references.add(Preference().first(batch, 2))["reference"].tolist() == [-1, -2, 0, 0]
     batch["labels"][3, 1] = 2
     with pytest.raises(DataError, match="does not have all pairs"):
-        known.add(batch)
+        references.add(batch)
 
 
-def test_a_run_that_goes_on_needs_what_its_reference_said(tmp_path):
+def test_a_damaged_file_of_references_is_refused(tmp_path):
     (tmp_path / FILE).write_bytes(b"x" * 20)
     config, feed = manager.load([f"--job.dump_folder={tmp_path}"]), SimpleNamespace(objective=Preference())
     with pytest.raises(JobError, match=r"reference\.safetensors: .* cannot be read \(.*\); bring the file back, or"):
@@ -377,31 +383,33 @@ def test_a_run_that_goes_on_needs_what_its_reference_said(tmp_path):
 
 
 @pytest.mark.parametrize(("before", "today", "same"), [("m", "./m", True), ("m", "n", False), (None, "n", False)])
-def test_a_run_goes_on_with_the_reference_that_it_has_asked(tmp_path, monkeypatch, before, today, same):
-    """However its path is spelt: what it has said is kept, so that another one would not be asked."""
+def test_a_resume_keeps_the_reference_model_however_its_path_is_written(tmp_path, monkeypatch, before, today, same):
+    """Saved log-probabilities belong to one model: the same path in another spelling is accepted, others are not."""
     monkeypatch.chdir(tmp_path)
-    kept = {"digests": np.zeros((1, 16), np.uint8), "values": np.zeros(1, np.float32)}
-    save_file(kept, tmp_path / FILE, {MODEL: str(tmp_path / before) if before else ""})
+    saved = {"digests": np.zeros((1, 16), np.uint8), "values": np.zeros(1, np.float32)}
+    save_file(saved, tmp_path / FILE, {MODEL: str(tmp_path / before) if before else ""})
     argv = [f"--job.dump_folder={tmp_path}", "--task.kind=dpo", f"--dpo.reference={today}"]
-    asked = manager.load(argv), read_ranks(), None, SimpleNamespace(objective=Preference()), 1, Progress()
+    call = manager.load(argv), read_ranks(), None, SimpleNamespace(objective=Preference()), 1, Progress()
     if same:
-        assert len(references(*asked).known) == 1
+        assert len(references(*call).known) == 1
         return
     with pytest.raises(JobError, match='^dpo.reference: given .*/n"; allowed: (".*/m"|unset), as when .*bring it'):
-        references(*asked)
+        references(*call)
 
 
-def test_what_is_no_reference(alone, tmp_path):
-    rows, _, folder = alone
-    job = [word for word in words(tmp_path, rows) if "tokenizer_path" not in word]
+def test_references_that_cannot_be_used_are_refused(one_rank_run, tmp_path):
+    rows, _, folder = one_rank_run
+    job = [argument for argument in dpo_arguments(tmp_path, rows) if "tokenizer_path" not in argument]
     (line,) = lines(*job, f"--dpo.reference={tmp_path / 'none'}")
     assert line.startswith("dpo.reference: given ") and "no such file or folder; give a checkpoint, a folder" in line
-    (tmp_path / FILE).write_bytes(b"")  # of a start that was stopped ahead of its first checkpoint
+    (tmp_path / FILE).write_bytes(b"")  # of a start that was stopped before its first checkpoint
     assert lines(*job, f"--dpo.reference={tmp_path / 'none'}") == [line]
-    goes_on = [word.replace(str(tmp_path), str(folder)) for word in job]
-    assert not any("no such file" in each for each in lines(*goes_on, f"--dpo.reference={tmp_path / 'none'}"))
+    resumed = [argument.replace(str(tmp_path), str(folder)) for argument in job]
+    assert not any(
+        "no such file" in fault_line for fault_line in lines(*resumed, f"--dpo.reference={tmp_path / 'none'}")
+    )
     wide = "{dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=264, multiple_of=16}"
-    other = [f"--model.overrides={wide}" if "overrides" in word else word for word in job]
+    other = [f"--model.overrides={wide}" if "overrides" in argument else argument for argument in job]
     (line,) = lines(*other, f"--dpo.reference={folder}")
     assert (
         "allowed: a model of vocab_size = 264; " in line and "has vocab_size = 260; give a model of the job's" in line

@@ -1,4 +1,4 @@
-"""Records that are read as the job says: by a format of its choice, under their own names, in a prompt of its own."""
+"""Tests of the options that say how records are read: training.format, training.fields and training.template."""
 
 import json
 
@@ -20,52 +20,55 @@ from torchtitan.datasets.sources_text import open_text_files
 from torchtitan.datasets.tokenizer import build_tokenizer
 
 BYTES = build_tokenizer("bytes")
-QUESTIONS = {"instruction": "question", "input": "context", "output": "reply"}
-MINE = {"format": "Q: {instruction} ({input})\nA:", "no_input_format": "Q: {instruction}\nA:", "separator": " "}
-ASKED = {"question": "{input} or {instruction}?", "context": "{system}", "reply": "{0}"}
-"""Whose texts look like places."""
+FIELDS = {"instruction": "question", "input": "context", "output": "reply"}
+TEMPLATE = {"format": "Q: {instruction} ({input})\nA:", "no_input_format": "Q: {instruction}\nA:", "separator": " "}
+RECORD = {"question": "{input} or {instruction}?", "context": "{system}", "reply": "{0}"}
+"""A record with texts that look like placeholders of a template."""
 
 
-def halves(document):
-    """What is read, and what is learned."""
+def prompt_and_answer(document):
+    """Return the text of a document without loss, and its text with loss."""
     ids, trained = encode(BYTES, document)
     return BYTES.decode(ids[~trained]), BYTES.decode(ids[trained])
 
 
-def mine(record, template=MINE, fields=QUESTIONS):
-    return halves(
+def read_record(record, template=TEMPLATE, fields=FIELDS):
+    return prompt_and_answer(
         RecordReader(format_name="alpaca", fields=fields, template=template).document(record, "a.jsonl:3", "3")
     )
 
 
-def test_a_prompt_of_ones_own():
-    """Filled at once: what a record says is text, whatever it looks like."""
-    assert mine(ASKED) == ("Q: {input} or {instruction}? ({system})\nA: ", "{0}")
-    assert mine(ASKED | {"context": ""}) == ("Q: {input} or {instruction}?\nA: ", "{0}")
-    assert mine(ASKED | {"context": None}) == mine(ASKED | {"context": ""})
-    # a format alone is that of every record, and stands for the format
+def test_a_prompt_template_of_the_job():
+    """Placeholders are filled in one pass, so that a placeholder in a record's text stays text."""
+    assert read_record(RECORD) == ("Q: {input} or {instruction}? ({system})\nA: ", "{0}")
+    assert read_record(RECORD | {"context": ""}) == ("Q: {input} or {instruction}?\nA: ", "{0}")
+    assert read_record(RECORD | {"context": None}) == read_record(RECORD | {"context": ""})
+    # a template with nothing but a format selects the alpaca format, for records without an input too
     record = {"instruction": "a", "output": "b"}
-    assert halves(RecordReader(template={"format": "<{input}|{instruction}>"}).document(record, "", "")) == (
+    assert prompt_and_answer(RecordReader(template={"format": "<{input}|{instruction}>"}).document(record, "", "")) == (
         "<|a>",
         "b",
     )
 
 
-def test_what_the_system_says_stands_ahead_or_in_its_place():
-    record = ASKED | {"context": "", "system": "Be kind."}
-    assert mine(record, MINE | {"system_format": "[{system}] "})[0] == "[Be kind.] Q: {input} or {instruction}?\nA: "
-    assert mine(record)[0].startswith("Be kind.\n\nQ: ")
-    assert mine(record, {"format": "{system}: {instruction}"})[0] == "Be kind.: {input} or {instruction}?"
+def test_the_system_message_precedes_the_prompt_or_fills_its_placeholder():
+    record = RECORD | {"context": "", "system": "Be kind."}
+    assert (
+        read_record(record, TEMPLATE | {"system_format": "[{system}] "})[0]
+        == "[Be kind.] Q: {input} or {instruction}?\nA: "
+    )
+    assert read_record(record)[0].startswith("Be kind.\n\nQ: ")
+    assert read_record(record, {"format": "{system}: {instruction}"})[0] == "Be kind.: {input} or {instruction}?"
     del record["system"]
-    assert mine(record, MINE | {"system_prompt": "Hi."})[0].startswith("Hi.\n\nQ: ")
+    assert read_record(record, TEMPLATE | {"system_prompt": "Hi."})[0].startswith("Hi.\n\nQ: ")
     # a column of that name is no part of Stanford's prompt, unless it is named
     alpaca = {"instruction": "a", "output": "b", "system": "Be kind."}
-    assert "kind" not in halves(RecordReader().document(alpaca, "", ""))[0]
-    named = RecordReader(format_name="alpaca", fields={"system": "system"})
-    assert halves(named.document(alpaca, "", ""))[0].startswith("Be kind.\n\nBelow is")
+    assert "kind" not in prompt_and_answer(RecordReader().document(alpaca, "", ""))[0]
+    with_system_field = RecordReader(format_name="alpaca", fields={"system": "system"})
+    assert prompt_and_answer(with_system_field.document(alpaca, "", ""))[0].startswith("Be kind.\n\nBelow is")
 
 
-FORMS = {  # a format with names of its own, a record of it, and the one that it is read as
+FORMS = {  # field names of the job, a record with these names, the equal record with the usual names
     "prompt_completion": (
         {"prompt": "p", "completion": "c"},
         {"p": "a", "c": "b", "text": "no"},
@@ -96,35 +99,35 @@ FORMS = {  # a format with names of its own, a record of it, and the one that it
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_fields_have_the_names_that_the_job_gives_them(form):
+def test_fields_are_renamed_as_the_job_says(form):
     fields, record, usual = FORMS[form]
-    found = RecordReader(format_name=form, fields=fields).document(record, "a", "a")
-    wanted = RecordReader().document(usual, "a", "a")
-    if form == "preference":  # whose other form is of texts
-        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        assert found.content.chosen.content == Chat(said)
+    document = RecordReader(format_name=form, fields=fields).document(record, "a", "a")
+    expected = RecordReader().document(usual, "a", "a")
+    if form == "preference":  # the usual record has texts where this one has messages
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        assert document.content.chosen.content == Chat(messages)
     elif form == "sharegpt":
-        assert [m["content"] for m in found.content.messages] == [m["content"] for m in wanted.content.messages]
-        assert [m["role"] for m in wanted.content.messages] == ["user", "assistant"]
+        assert [m["content"] for m in document.content.messages] == [m["content"] for m in expected.content.messages]
+        assert [m["role"] for m in expected.content.messages] == ["user", "assistant"]
     else:
-        assert found.content == wanted.content
-    assert found.format_name == form
+        assert document.content == expected.content
+    assert document.format_name == form
 
 
 def test_a_separator_stands_between_prompt_and_completion():
-    reading = RecordReader(format_name="prompt_completion", template={"separator": "\n"})
-    assert halves(reading.document({"prompt": "a", "completion": "b"}, "", "")) == ("a\n", "b")
+    reader = RecordReader(format_name="prompt_completion", template={"separator": "\n"})
+    assert prompt_and_answer(reader.document({"prompt": "a", "completion": "b"}, "", "")) == ("a\n", "b")
 
 
-def test_a_default_for_what_the_system_says():
-    reading, said = RecordReader("messages", system="Be kind."), {"role": "user", "content": "a"}
-    own = {"role": "system", "content": "Be short."}
-    kind = {"role": "system", "content": "Be kind."}
-    assert reading.document({"messages": [said]}, "", "").content == Chat([kind, said])
-    assert reading.document({"messages": [own, said]}, "", "").content == Chat([own, said])
-    assert reading.document({"messages": "text"}, "", "").content == "text"
-    pair = reading.document({"prompt": [said], "chosen": "b", "rejected": "c"}, "", "").content
-    assert pair.chosen.content.messages[0] == pair.rejected.content.messages[0] == kind
+def test_a_default_system_message():
+    reader, question = RecordReader("messages", system="Be kind."), {"role": "user", "content": "a"}
+    system_message = {"role": "system", "content": "Be short."}
+    default_message = {"role": "system", "content": "Be kind."}
+    assert reader.document({"messages": [question]}, "", "").content == Chat([default_message, question])
+    assert reader.document({"messages": [system_message, question]}, "", "").content == Chat([system_message, question])
+    assert reader.document({"messages": "text"}, "", "").content == "text"
+    pair = reader.document({"prompt": [question], "chosen": "b", "rejected": "c"}, "", "").content
+    assert pair.chosen.content.messages[0] == pair.rejected.content.messages[0] == default_message
 
 
 MISSING = [
@@ -176,10 +179,10 @@ MISSING = [
 ]
 
 
-@pytest.mark.parametrize("how, record, message", MISSING, ids=range(len(MISSING)))
-def test_a_record_that_is_not_so_is_named_with_its_fields(how, record, message):
+@pytest.mark.parametrize("options, record, message", MISSING, ids=range(len(MISSING)))
+def test_a_record_of_another_format_is_reported_with_its_fields(options, record, message):
     with pytest.raises(DataError) as error:
-        RecordReader(**how).document(record, "a.jsonl:3", "3")
+        RecordReader(**options).document(record, "a.jsonl:3", "3")
     assert message in str(error.value)
 
 
@@ -191,11 +194,11 @@ WRONG = [
         "given 'inpt'; allowed: fields of format chat: messages, role, content",
     ),
     (
-        dict(format_name="chat", template=MINE),
+        dict(format_name="chat", template=TEMPLATE),
         "'format'; allowed: unset with format chat, which has no prompt of its own",
     ),
     (
-        dict(format_name="prompt_completion", template=MINE),
+        dict(format_name="prompt_completion", template=TEMPLATE),
         "'format'; allowed: separator alone with format prompt_completion",
     ),
     (
@@ -211,19 +214,19 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("how, message", WRONG, ids=range(len(WRONG)))
-def test_what_is_not_known_is_refused(how, message):
+@pytest.mark.parametrize("options, message", WRONG, ids=range(len(WRONG)))
+def test_unknown_formats_fields_and_template_parts_are_refused(options, message):
     with pytest.raises(LimitError) as error:
-        RecordReader(**how)
+        RecordReader(**options)
     assert message in str(error.value)
 
 
-ROWS = [ASKED, ASKED | {"context": "", "reply": "b"}]
-READING = RecordReader(format_name="alpaca", fields=QUESTIONS, template=MINE)
+ROWS = [RECORD, RECORD | {"context": "", "reply": "b"}]
+READER = RecordReader(format_name="alpaca", fields=FIELDS, template=TEMPLATE)
 
 
 def write(path, rows=ROWS):
-    """By what its name ends with."""
+    """Write rows in the format that the suffix of the path names."""
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     elif path.suffix == ".csv":
@@ -241,29 +244,29 @@ def write(path, rows=ROWS):
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet", "arrow"])
-def test_tables_have_formats_as_lines_have(tmp_path, suffix):
+def test_files_of_every_type_are_read_by_format(tmp_path, suffix):
     if suffix == "parquet":
         pytest.importorskip("pyarrow.parquet")
     path = write(tmp_path / f"rows.{suffix}")
-    wanted = [READING.document(row, "", "").content for row in ROWS]
-    assert [document.content for document in open_text_files(str(path), READING).documents()] == wanted
-    # and are told by their fields, where these have the usual names
-    told = write(tmp_path / f"told.{suffix}", [{"prompt": "a", "completion": "b", "more": "c"}])
-    (document,) = open_text_files(str(told), RecordReader()).documents()
+    expected = [READER.document(row, "", "").content for row in ROWS]
+    assert [document.content for document in open_text_files(str(path), READER).documents()] == expected
+    # usual field names select the format
+    usual_fields = write(tmp_path / f"told.{suffix}", [{"prompt": "a", "completion": "b", "more": "c"}])
+    (document,) = open_text_files(str(usual_fields), RecordReader()).documents()
     assert document.format_name == "prompt_completion"
-    other = RecordReader(format_name="alpaca", fields=QUESTIONS | {"output": "answer"})
+    other = RecordReader(format_name="alpaca", fields=FIELDS | {"output": "answer"})
     with pytest.raises(DataError, match=r"'answer', which format alpaca needs.*context.*set training.fields"):
         for item in open_text_files(str(path), other).documents():
             raise item
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
-def test_a_record_that_may_be_meant_in_two_ways_is_refused(tmp_path, suffix):
-    """As sets of instructions that have the whole text beside its parts; where all text is learned, that is meant."""
+def test_a_record_that_fits_two_formats_is_refused(tmp_path, suffix):
+    """Some instruction datasets hold the full text in addition to its parts; pretraining reads that text."""
     path = write(tmp_path / f"rows{suffix}", [{"instruction": "a", "output": "b", "text": "a: b"}])
 
-    def read(**how):
-        items = [item for item in open_text_files(str(path), RecordReader(**how)).documents()]
+    def read(**options):
+        items = [item for item in open_text_files(str(path), RecordReader(**options)).documents()]
         if isinstance(items[0], DataError):
             raise items[0]
         return items[0].text
@@ -278,41 +281,41 @@ def test_a_record_that_may_be_meant_in_two_ways_is_refused(tmp_path, suffix):
         read(refuse_ambiguous=True, pairs=True)
 
 
-UNCLEAR = [  # records of which one at a time is learned, and what is said of them
+UNCLEAR = [  # records with a column that the chosen format ignores, and the message
     ({"text": "a: b", "chosen": "b", "rejected": "c"}, "'chosen' and 'rejected'; learn it with task.kind dpo, ipo or"),
     ({"instruction": "a", "output": "b", "system": ""}, r"'system', which the .* to { system = \"system\" }$"),
 ]
 
 
 @pytest.mark.parametrize("record, message", UNCLEAR)
-def test_what_is_unclear_of_others(record, message):
+def test_records_with_unused_columns_are_refused(record, message):
     with pytest.raises(DataError, match=message):
         RecordReader(refuse_ambiguous=True).document(record, "", "")
 
 
-def test_pairs_are_pairs_whatever_else_they_have():
-    reading = RecordReader(refuse_ambiguous=True, pairs=True, fields={"chosen": "good"})
-    assert reading.document({"text": "a: b", "prompt": "a", "good": "b", "rejected": "c"}, "", "").text == "abac"
+def test_a_task_of_pairs_reads_pairs_from_ambiguous_records():
+    reader = RecordReader(refuse_ambiguous=True, pairs=True, fields={"chosen": "good"})
+    assert reader.document({"text": "a: b", "prompt": "a", "good": "b", "rejected": "c"}, "", "").text == "abac"
     with pytest.raises(LimitError, match="'alpaca'; allowed: preference, or unset, as pairs"):
         RecordReader(refuse_ambiguous=True, pairs=True, format_name="alpaca")
     with pytest.raises(LimitError, match="training.template: .* unset with format preference, which has no prompt"):
         RecordReader(refuse_ambiguous=True, pairs=True, template={"separator": " "})
 
 
-def test_sets_of_the_hub_are_read_so_too(tmp_path):
+def test_hub_datasets_are_read_by_format(tmp_path):
     pytest.importorskip("datasets")
     write(tmp_path / "train.jsonl")
-    wanted = [READING.document(row, "", "").content for row in ROWS]
+    expected = [READER.document(row, "", "").content for row in ROWS]
     assert [
-        item.content for item in open_hub_dataset("huggingface", "train", str(tmp_path), READING).documents()
-    ] == wanted
+        item.content for item in open_hub_dataset("huggingface", "train", str(tmp_path), READER).documents()
+    ] == expected
     (item,) = open_hub_dataset("huggingface", "train", str(tmp_path), RecordReader()).documents()
     assert "no field 'text'; the fields there are: 'question', 'context', 'reply'" in str(item)
 
 
-def words(folder, path, **options):
+def arguments(folder, path, **options):
     settings = dict(task__kind="sft", training__format="alpaca", training__seq_len=200, training__local_batch_size=2)
-    settings |= dict(training__global_batch_size=2, training__template=toml(MINE), training__fields=toml(QUESTIONS))
+    settings |= dict(training__global_batch_size=2, training__template=toml(TEMPLATE), training__fields=toml(FIELDS))
     return jobs.arguments(folder, path, **settings | options)
 
 
@@ -320,33 +323,33 @@ def toml(table):
     return "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in table.items()) + "}"
 
 
-def test_a_job_reads_shows_keeps_and_asks_so(tmp_path, capsys):
+def test_template_and_fields_of_a_job_reach_preview_saved_job_and_chat(tmp_path, capsys):
     path = write(tmp_path / "rows.jsonl")
-    argv = words(tmp_path / "run", path)
+    argv = arguments(tmp_path / "run", path)
     config = manager.load(argv)
-    other = manager.load(words(tmp_path / "run", path, training__template=toml(MINE | {"separator": ""})))
+    other = manager.load(arguments(tmp_path / "run", path, training__template=toml(TEMPLATE | {"separator": ""})))
     (source,), (changed,) = data_sources(config, "training"), data_sources(other, "training")
-    assert source.source.fingerprint["template"] == MINE  # a cache and a position of its own
+    assert source.source.fingerprint["template"] == TEMPLATE  # so another template has another cache and position
     assert changed.source.folder != source.source.folder
     assert preview.main([*argv, "--samples", "1"]) == 0
     shown = capsys.readouterr().out
     assert "Q: {input} or {instruction}?" in shown
     (tmp_path / "kept.toml").write_text(manager.to_toml(config))
-    kept = manager.load(["--job.config_file", str(tmp_path / "kept.toml")])
-    assert kept.training.template == MINE and kept.training.fields == QUESTIONS and kept.training.format == "alpaca"
+    saved = manager.load(["--job.config_file", str(tmp_path / "kept.toml")])
+    assert saved.training.template == TEMPLATE and saved.training.fields == FIELDS and saved.training.format == "alpaca"
     (tmp_path / "rows.jsonl").unlink()  # chat needs no data to know how to ask
-    assert chat.form_of(kept, parts.tokenizer(kept)) == "alpaca"
-    asked = chat.first_reading(kept).question_document("alpaca", "Why?")
-    assert encode(BYTES, asked).ids.tolist()[:-1] == [BYTES.bos_id, *b"Q: Why?\nA: "]
+    assert chat.form_of(saved, parts.tokenizer(saved)) == "alpaca"
+    question = chat.first_reading(saved).question_document("alpaca", "Why?")
+    assert encode(BYTES, question).ids.tolist()[:-1] == [BYTES.bos_id, *b"Q: Why?\nA: "]
 
 
-def test_sources_say_how_they_are_read_or_follow_the_job(tmp_path):
+def test_a_source_has_its_own_format_or_that_of_the_job(tmp_path):
     write(tmp_path / "rows.jsonl")
     write(tmp_path / "pairs.jsonl", [{"prompt": "a", "completion": "b"}])
     sources = [{"dataset": "text", "dataset_path": str(tmp_path / "rows.jsonl")}]
     sources += [{"dataset": "text", "dataset_path": str(tmp_path / "pairs.jsonl"), "format": "prompt_completion"}]
     shown = "[" + ", ".join(toml(source) for source in sources) + "]"
-    argv = [word for word in words(tmp_path, "x") if not word.startswith("--training.dataset")]
+    argv = [argument for argument in arguments(tmp_path, "x") if not argument.startswith("--training.dataset")]
     opened = data_sources(manager.load([*argv, f"--training.sources={shown}"]), "training")
     assert [weighted.source.header["documents"] for weighted in opened] == [2, 1]
 
@@ -375,27 +378,27 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("argv, message", REFUSED, ids=range(len(REFUSED)))
-def test_check_refuses_what_cannot_be_meant(argv, message, tmp_path):
+def test_check_refuses_reading_options_that_contradict(argv, message, tmp_path):
     path = str(write(tmp_path / "rows.jsonl"))
-    given = [word.replace("FILE", path) for word in argv]
-    if not any("sources" in word or "training.dataset=" in word for word in given):
-        given = ["--training.dataset=text", f"--training.dataset_path={path}", *given]
-    assert any(message in line for line in lines(*given)), lines(*given)
+    arguments = [argument.replace("FILE", path) for argument in argv]
+    if not any("sources" in argument or "training.dataset=" in argument for argument in arguments):
+        arguments = ["--training.dataset=text", f"--training.dataset_path={path}", *arguments]
+    assert any(message in line for line in lines(*arguments)), lines(*arguments)
 
 
-def test_a_command_refuses_it_too(tmp_path):
+def test_preview_refuses_an_unknown_format(tmp_path):
     path = write(tmp_path / "rows.jsonl")
     with pytest.raises(JobError, match="training.format: given 'chatt'; allowed: one of"):
-        preview.main(words(tmp_path, path, training__format="chatt"))
+        preview.main(arguments(tmp_path, path, training__format="chatt"))
 
 
 def test_a_special_token_in_a_prompt_is_refused():
-    """It would be read in pieces."""
+    """The tokenizer would split it into ordinary tokens."""
     from_text = ["--training.dataset=text", "--training.dataset_path=tests"]
-    given = toml({"format": "<|begin_of_text|>{instruction}", "no_input_format": "{instruction}"})
-    faults = lines(*from_text, f"--training.template={given}")
-    (fault,) = (each for each in faults if each.startswith("training.template: given {"))
+    template = toml({"format": "<|begin_of_text|>{instruction}", "no_input_format": "{instruction}"})
+    faults = lines(*from_text, f"--training.template={template}")
+    (fault,) = (fault_line for fault_line in faults if fault_line.startswith("training.template: given {"))
     assert "text without <|begin_of_text|>, which a prompt would have in pieces" in fault
     assert "for turns write messages, with data.chat_template" in fault
     plain = toml({"format": "<|im_start|>{instruction}", "no_input_format": "{instruction}"})
-    assert not any("template" in each for each in lines(*from_text, f"--training.template={plain}"))
+    assert not any("template" in fault_line for fault_line in lines(*from_text, f"--training.template={plain}"))

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from tests.support import jobs
 from tests.support.pool import RankFailed, run_ranks
-from tests.test_preferences import BYTES, words, write_pairs
+from tests.test_preferences import BYTES, dpo_arguments, write_pairs
 from torchtitan.build import data, parts
 from torchtitan.config.manager import load
 from torchtitan.parallelisms.parallel_model import ParallelModel
@@ -54,7 +54,7 @@ def asked_for(argv, failing_at=None, error=None, seconds=None):
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     rows = write_pairs(folder / "rows.jsonl")
-    ((steps, _),) = run_ranks(1, jobs.train, words(folder / "run", rows))
+    ((steps, _),) = run_ranks(1, jobs.train, dpo_arguments(folder / "run", rows))
     return rows, [step["loss"] for step in steps]
 
 
@@ -67,9 +67,9 @@ def test_only_pairs_that_the_steps_read_are_computed(whole, tmp_path, ranks, opt
     """Of 40 pairs 2 steps read 8, and validation another 8."""
     rows, _ = whole
     two = dict(training__steps=2, checkpoint__enable=False) | options
-    run_ranks(ranks, jobs.train, words(tmp_path / "alone", rows, validation__enable=False, **two)[:])
-    assert rows_of(tmp_path / "alone") == read_by(words(tmp_path / "alone", rows), 4)
-    run_ranks(ranks, jobs.train, words(tmp_path / "both", rows, **two))
+    run_ranks(ranks, jobs.train, dpo_arguments(tmp_path / "alone", rows, validation__enable=False, **two)[:])
+    assert rows_of(tmp_path / "alone") == read_by(dpo_arguments(tmp_path / "alone", rows), 4)
+    run_ranks(ranks, jobs.train, dpo_arguments(tmp_path / "both", rows, **two))
     assert rows_of(tmp_path / "both") <= 16 + 16
 
 
@@ -83,28 +83,30 @@ def read_by(argv, batches):
 def test_what_has_been_computed_is_not_computed_again(whole, tmp_path):
     rows, _ = whole
     two = dict(training__epochs=2, checkpoint__enable=False)
-    assert run_ranks(1, asked_for, words(tmp_path, rows, **two)) == [16 + 8]  # 32 pairs, two at once, 8 one by one
-    assert run_ranks(1, asked_for, words(tmp_path, rows, **two)) == [0]
+    assert run_ranks(1, asked_for, dpo_arguments(tmp_path, rows, **two)) == [
+        16 + 8
+    ]  # 32 pairs, two at once, 8 one by one
+    assert run_ranks(1, asked_for, dpo_arguments(tmp_path, rows, **two)) == [0]
 
 
 @pytest.mark.parametrize("ranks, options", [(1, {}), (2, FSDP)], ids=["one rank", "FSDP 2"])
 def test_a_killed_start_goes_on_where_it_was(whole, tmp_path, ranks, options):
     """Of the batches of 16 pairs all are kept, on any number of ranks."""
     rows, expected = whole
-    argv = words(tmp_path, rows, **options)
+    argv = dpo_arguments(tmp_path, rows, **options)
     asked = run_ranks(ranks, asked_for, argv, 13 if ranks == 1 else 9, RuntimeError, 0)
     done = rows_of(tmp_path)
     assert 0 < done < 80 and asked == [13 if ranks == 1 else 9] * ranks
-    (rest,) = run_ranks(1, asked_for, words(tmp_path, rows))
+    (rest,) = run_ranks(1, asked_for, dpo_arguments(tmp_path, rows))
     assert rest < 16 + 8 and rows_of(tmp_path) > done
     assert losses(tmp_path) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_stop_keeps_all_that_was_done(whole, tmp_path):
     rows, expected = whole
-    run_ranks(1, asked_for, words(tmp_path, rows), 4, KeyboardInterrupt)
+    run_ranks(1, asked_for, dpo_arguments(tmp_path, rows), 4, KeyboardInterrupt)
     assert rows_of(tmp_path) == 3 * 4
-    run_ranks(1, asked_for, words(tmp_path, rows))
+    run_ranks(1, asked_for, dpo_arguments(tmp_path, rows))
     assert losses(tmp_path) == pytest.approx(expected, rel=1e-5)
 
 
@@ -114,7 +116,7 @@ def test_a_signal_ends_it_with_its_own_code(tmp_path):
     pairs = ({"prompt": f"{number}? ", "chosen": "yes", "rejected": "no"} for number in range(3000))
     rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     one = dict(training__local_batch_size=1, training__steps=700, validation__enable=False)
-    process = jobs.start([word for word in words(tmp_path / "run", rows, **one) if "validation.s" not in word])
+    process = jobs.start([word for word in dpo_arguments(tmp_path / "run", rows, **one) if "validation.s" not in word])
     line = ""
     while "reference  " not in line:
         line = process.stdout.readline()
@@ -128,9 +130,9 @@ def test_a_signal_ends_it_with_its_own_code(tmp_path):
 def test_what_another_model_said_is_not_taken(whole, tmp_path):
     """The first start had other initial weights."""
     rows, expected = whole
-    run_ranks(1, asked_for, words(tmp_path, rows, optimizer__lr=1, debug__seed=0), 20, RuntimeError, 0)
+    run_ranks(1, asked_for, dpo_arguments(tmp_path, rows, optimizer__lr=1, debug__seed=0), 20, RuntimeError, 0)
     wide = "{dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16}"
-    assert run_ranks(1, asked_for, words(tmp_path, rows, model__overrides=wide)) == [24]
+    assert run_ranks(1, asked_for, dpo_arguments(tmp_path, rows, model__overrides=wide)) == [24]
     assert losses(tmp_path)[0] == pytest.approx(math.log(2), abs=1e-6)
     assert losses(tmp_path) != expected
 
@@ -141,25 +143,25 @@ def test_a_longer_run_asks_the_model_that_it_began_from(tmp_path, kind):
     rows, adapter = write_pairs(tmp_path / "rows.jsonl"), {}
     if kind != "none":
         adapter = dict(adapter__kind=kind, adapter__rank=2)
-    run_ranks(1, jobs.train, words(tmp_path / "long", rows, **adapter))
+    run_ranks(1, jobs.train, dpo_arguments(tmp_path / "long", rows, **adapter))
     short = dict(training__steps=3, lr_scheduler__total_steps=8, **adapter)
-    run_ranks(1, jobs.train, words(tmp_path / "short", rows, **short))
+    run_ranks(1, jobs.train, dpo_arguments(tmp_path / "short", rows, **short))
     before = rows_of(tmp_path / "short")
-    run_ranks(1, jobs.train, words(tmp_path / "short", rows, lr_scheduler__total_steps=8, **adapter))
+    run_ranks(1, jobs.train, dpo_arguments(tmp_path / "short", rows, lr_scheduler__total_steps=8, **adapter))
     assert losses(tmp_path / "short") == pytest.approx(losses(tmp_path / "long"), rel=1e-4)
     assert before < rows_of(tmp_path / "short") == rows_of(tmp_path / "long")
 
 
 def test_a_longer_run_is_refused_where_its_first_model_is_gone(whole, tmp_path):
     rows, _ = whole
-    run_ranks(1, jobs.train, words(tmp_path / "base", rows, training__steps=1))
+    run_ranks(1, jobs.train, dpo_arguments(tmp_path / "base", rows, training__steps=1))
     start = dict(checkpoint__initial_load_path=tmp_path / "base", lr_scheduler__total_steps=8)
-    run_ranks(1, jobs.train, words(tmp_path / "run", rows, training__steps=2, **start))
-    run_ranks(1, jobs.train, words(tmp_path / "run", rows, training__steps=3, **start))
+    run_ranks(1, jobs.train, dpo_arguments(tmp_path / "run", rows, training__steps=2, **start))
+    run_ranks(1, jobs.train, dpo_arguments(tmp_path / "run", rows, training__steps=3, **start))
     other = start | dict(checkpoint__initial_load_path=tmp_path / "elsewhere")
     (tmp_path / "elsewhere").symlink_to(tmp_path / "run")
     with pytest.raises(RankFailed, match="lacks pairs that the run will read, and the reference has changed since"):
-        run_ranks(1, jobs.train, words(tmp_path / "run", rows, **other))
+        run_ranks(1, jobs.train, dpo_arguments(tmp_path / "run", rows, **other))
 
 
 def test_it_says_how_far_it_is(whole, tmp_path, caplog, monkeypatch):
@@ -182,7 +184,9 @@ def test_values_belong_to_the_model_before_the_first_step(tmp_path):
     rows = write_pairs(tmp_path / "rows.jsonl")
 
     def identity(**options):
-        return reference_logprobs._identity(load(words(tmp_path / "run", rows, adapter__kind="lora", **options)))
+        return reference_logprobs._identity(
+            load(dpo_arguments(tmp_path / "run", rows, adapter__kind="lora", **options))
+        )
 
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
