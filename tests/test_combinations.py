@@ -21,8 +21,8 @@ from torchtitan.datasets.samples import global_sample_numbers
 from torchtitan.losses.objective import IGNORE_INDEX, Objective
 from torchtitan.losses.tasks import TASKS
 from torchtitan.models import SIZES
+from torchtitan.models.attention import attend_in_groups
 from torchtitan.models.dropout import add_noise, record_lengths, token_keys
-from torchtitan.models.s2_attention import attend_in_groups
 from torchtitan.models.sizes import RopeScaling
 from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms.parallel_dims import ParallelDims

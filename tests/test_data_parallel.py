@@ -9,7 +9,7 @@ from tests import test_combinations
 from tests.combinations import Combination
 from tests.support.pool import run_ranks
 from torchtitan.losses.objective import SummedCrossEntropy
-from torchtitan.models.llama.model import PLAN
+from torchtitan.models.decoder import DECODER_PLAN
 from torchtitan.parallelisms.data_parallel import apply_data_parallel
 
 MICROBATCHES, DISTINCT = 64, 4
@@ -70,7 +70,7 @@ def backward_over_one_rank(tied):
     model = test_combinations.build_plain(Combination(model="llama3.2" if tied else "llama3"))
     model.loss, batch = SummedCrossEntropy(num_chunks=2), test_combinations.batch()
     types = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    apply_data_parallel(model, init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",)), PLAN, **types)
+    apply_data_parallel(model, init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",)), DECODER_PLAN, **types)
     loss = model(batch["tokens"], labels=batch["labels"])
     with Divided() as divided:
         loss.backward()

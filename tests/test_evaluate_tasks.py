@@ -24,8 +24,7 @@ from torchtitan.commands.generate import sample
 from torchtitan.commands.task_files import FIGURES, FILTERS, tasks_in
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
-from torchtitan.losses.loglikelihood import likelihoods, windows
-from torchtitan.losses.position_loss import measure, total
+from torchtitan.losses.evaluation import likelihoods, measure, total, windows
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import HF, Llama
 from torchtitan.models.spec import MODELS

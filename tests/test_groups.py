@@ -15,12 +15,11 @@ from torchtitan.build import parts as jobs
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
 from torchtitan.models import attention
-from torchtitan.models.attention import AttentionKernel
+from torchtitan.models.attention import AttentionKernel, ShiftedGroups, attend_in_groups
 from torchtitan.models.kv_cache import Remembering
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import Mistral
 from torchtitan.models.opt.model import OPT as OPTModel
-from torchtitan.models.s2_attention import ShiftedGroups, attend_in_groups
 from torchtitan.parallelisms.attention_kernel import Tokens
 from torchtitan.parallelisms.context_parallel import require_part
 from torchtitan.rules import check

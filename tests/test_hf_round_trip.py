@@ -20,8 +20,8 @@ from torchtitan import cli
 from torchtitan.build import parts
 from torchtitan.config.manager import load
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.models.hf.extra_files import Source, beside_weights, source_of
-from torchtitan.models.llama.hf_config import CONFIG
+from torchtitan.models.hf.save import Source, beside_weights, source_of
+from torchtitan.models.llama import CONFIG
 from torchtitan.models.spec import MODELS
 
 TOKENIZER = jobs.ROOT / "tests/assets/tokenizer/tiktoken.model"

@@ -16,8 +16,9 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import Constant, Normal, initialize
 from torchtitan.models import SIZES, changed
 from torchtitan.models.attention import AttentionKernel
+from torchtitan.models.decoder import DECODER_PLAN
 from torchtitan.models.llama import LLAMA3, LLAMA31, LLAMA32, LlamaArgs
-from torchtitan.models.llama.model import PLAN, Llama
+from torchtitan.models.llama.model import Llama
 from torchtitan.models.sizes import RopeScaling
 from torchtitan.parallelisms.plan import ParallelPlan, match
 
@@ -182,13 +183,13 @@ def test_angles_stay_exact_under_fsdp_in_bfloat16():
 def test_patterns_find_modules_through_wrappers():
     model = build()
     model.layers["1"] = checkpoint_wrapper(model.layers["1"])
-    blocks = match(model, PLAN.blocks)
+    blocks = match(model, DECODER_PLAN.blocks)
     assert [name for name, _ in blocks] == ["layers.0", "layers.1"]
     assert blocks[1][1] is model.layers["1"]
     assert [name for name, _ in match(model, "layers.*.attention.w[qk]")] == [
         f"layers.{layer}.attention.{matrix}" for layer in (0, 1) for matrix in ("wq", "wk")
     ]
-    for pattern in (PLAN.embedding, *PLAN.head):
+    for pattern in (DECODER_PLAN.embedding, *DECODER_PLAN.head):
         assert match(model, pattern) == [(pattern, model.get_submodule(pattern))]
 
 

@@ -24,7 +24,7 @@ from torchtitan.datasets import DATASETS
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.models.family import Family
 from torchtitan.models.llama import LLAMA3
-from torchtitan.models.llama.hf_config import CONFIG
+from torchtitan.models.llama import CONFIG
 from torchtitan.optimizers.spec import OptimizerSpec
 from torchtitan.losses.tasks import TaskSpec
 

@@ -19,9 +19,8 @@ from torchtitan.datasets import open_source
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.losses.classification import ClassCrossEntropy, measures
-from torchtitan.models.hf.extra_files import Source, beside_weights
-from torchtitan.models.roberta import RobertaArgs
-from torchtitan.models.roberta.hf_config import CONFIG
+from torchtitan.models.hf.save import Source, beside_weights
+from torchtitan.models.roberta import CONFIG, RobertaArgs
 from torchtitan.training.inference_model import filled_model
 
 anywhere = judged.anywhere

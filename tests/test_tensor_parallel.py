@@ -20,8 +20,8 @@ from torchtitan.core.constraints import LimitError
 from torchtitan.core.initialization import Normal, initialize
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models import SIZES
+from torchtitan.models.decoder import DECODER_PLAN
 from torchtitan.models.layers import RMSNorm
-from torchtitan.models.llama.model import PLAN
 from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms import tensor_parallel
 from torchtitan.parallelisms.attention_kernel import counted
@@ -73,7 +73,7 @@ def split(mesh, dims, first=-1, last=4, options=None, **row):
     with torch.device("meta"):
         model = plain(first, last, **row)
     dtype = test_combinations.DTYPE[row.get("precision", "float32")]
-    parallelize(model, mesh, dims, PLAN, replace(ParallelOptions(param_dtype=dtype), **(options or {})))
+    parallelize(model, mesh, dims, DECODER_PLAN, replace(ParallelOptions(param_dtype=dtype), **(options or {})))
     return initialized(model.to_empty(device="cpu"))
 
 
@@ -512,17 +512,17 @@ REFUSALS = {
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals(name):
     changes, plan, message = REFUSALS[name]
-    for answer in run_ranks(2, refusal, changes, replace(PLAN, **plan), {}):
+    for answer in run_ranks(2, refusal, changes, replace(DECODER_PLAN, **plan), {}):
         assert re.search(message, answer), answer
 
 
 def test_a_sequence_that_does_not_divide_is_refused():
-    for answer in run_ranks(2, refusal, {}, PLAN, {}, 7):
+    for answer in run_ranks(2, refusal, {}, DECODER_PLAN, {}, 7):
         assert answer == (
             "training.seq_len (or validation.seq_len): given 7; allowed: a multiple of tensor_parallel 2 (sequence "
             "parallel); write 6 or 8"
         )
-    for answer in run_ranks(2, refusal, {}, PLAN, dict(sequence_parallel=False), 7):
+    for answer in run_ranks(2, refusal, {}, DECODER_PLAN, dict(sequence_parallel=False), 7):
         assert answer == "no error"
 
 

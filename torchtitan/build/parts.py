@@ -30,9 +30,9 @@ from torchtitan.losses.tasks import task_of
 from torchtitan.lr_schedules import LRSchedule, schedule_of
 from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
 from torchtitan.models import CONFIGS, sizes_of
+from torchtitan.models.attention import attend_in_groups
 from torchtitan.models.dropout import add_noise
-from torchtitan.models.hf.extra_files import beside_weights, source_of
-from torchtitan.models.s2_attention import attend_in_groups
+from torchtitan.models.hf.save import beside_weights, source_of
 from torchtitan.models.spec import MODELS, ModelSpec
 from torchtitan.optimizers.build import Optimizers, build_optimizers
 from torchtitan.optimizers.spec import SHARED

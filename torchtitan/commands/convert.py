@@ -38,7 +38,7 @@ from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.hf_json import template_file
 from torchtitan.models import CONFIGS
 from torchtitan.models.hf.config import CONFIG, config_beside
-from torchtitan.models.hf.extra_files import beside_weights, source_of
+from torchtitan.models.hf.save import beside_weights, source_of
 
 
 def main(argv: list[str]) -> int:

@@ -32,7 +32,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.datasets.segments import Documents, HeldOutSegments
 from torchtitan.datasets.sources import UnexpectedPair
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.losses.position_loss import Measured, measure, names_of, total
+from torchtitan.losses.evaluation import Measured, measure, names_of, total
 from torchtitan.losses.tasks import task_of
 from torchtitan.metrics.plot import HELD_OUT, INK, LOSS, RATE, SPEED, STYLE, check_format
 from torchtitan.models.decoder import Decoder

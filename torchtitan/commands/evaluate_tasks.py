@@ -27,7 +27,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.base import text_of
-from torchtitan.losses.loglikelihood import Likelihood, Request, likelihoods, windows
+from torchtitan.losses.evaluation import Likelihood, Request, likelihoods, windows
 from torchtitan.models.decoder import Decoder
 from torchtitan.process.distributed import device_type
 from torchtitan.training import inference_model

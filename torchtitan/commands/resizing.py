@@ -24,7 +24,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.datasets.tokenizer.hf_json import extended, lacking
 from torchtitan.models.hf.config import CONFIG, UNTRAINED, untrained
-from torchtitan.models.hf.extra_files import GENERATION, Source
+from torchtitan.models.hf.save import GENERATION, Source
 
 AT_ONCE = 2**14
 """Rows per chunk when summing in double precision."""

@@ -11,15 +11,15 @@ from typing import Any
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.registry import Registry
-from torchtitan.models.deepseek.hf_config import FAMILY as DEEPSEEK
+from torchtitan.models.deepseek import FAMILY as DEEPSEEK
 from torchtitan.models.family import ConfigForm, Family
-from torchtitan.models.gpt2.hf_config import FAMILY as GPT2
-from torchtitan.models.llama.hf_config import LLAMAS
-from torchtitan.models.mistral.hf_config import FAMILY as MISTRAL
-from torchtitan.models.opt.hf_config import FAMILY as OPT
-from torchtitan.models.qwen3.hf_config import FAMILY as QWEN3
-from torchtitan.models.qwen3_moe.hf_config import FAMILY as QWEN3_MOE
-from torchtitan.models.roberta.hf_config import FAMILY as ROBERTA
+from torchtitan.models.gpt2 import FAMILY as GPT2
+from torchtitan.models.llama import LLAMAS
+from torchtitan.models.mistral import FAMILY as MISTRAL
+from torchtitan.models.opt import FAMILY as OPT
+from torchtitan.models.qwen3 import FAMILY as QWEN3
+from torchtitan.models.qwen3_moe import FAMILY as QWEN3_MOE
+from torchtitan.models.roberta import FAMILY as ROBERTA
 
 FAMILIES: dict[str, Family] = {
     **LLAMAS,

@@ -19,11 +19,24 @@ from torchtitan.models.attention import AttentionKernel, Shared
 from torchtitan.models.dropout import Dropout, DroppingKernel, EmbeddingNoise, layer_keys
 from torchtitan.models.layers import RMSNorm, SwiGLU, autocast_dtype
 from torchtitan.parallelisms.attention_kernel import Tokens, counted
+from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.parallelisms.steps import Chain, Notes, Segment, Stepwise
 
 LANES = ("lanes", "begins", "filled")
 """Batch tensors [B] for a model with a memory: the number of each row's lane, needed if batches of several groups
 alternate; True if a document begins with the row; the number of its tokens that are filled."""
+
+
+DECODER_PLAN = ParallelPlan(
+    blocks="layers.*",
+    embedding="tok_embeddings",
+    head=("norm", "output"),
+    gathered=("attention", "feed_forward"),
+    column=("attention.w[qkv]", "feed_forward.w[13]"),
+    row=("attention.wo", "feed_forward.w2"),
+    sequence=("attention_norm", "ffn_norm"),
+)
+"""Parallel plan of decoders with grouped attention and a gated feed-forward, such as Llama."""
 
 
 class DecoderArgs(Protocol):

@@ -132,8 +132,42 @@ def gated(name: str, dim: int, width: int) -> Sizes:
     return {f"{name}.w1": (width, dim), f"{name}.w2": (dim, width), f"{name}.w3": (width, dim)}
 
 
+class GatedDecoderSizes:
+    """Layers and numbers of parameters of a decoder with grouped attention and a gated feed-forward.
+
+    They follow from dim, n_layers, n_heads, num_kv_heads, head_dim, ffn_dim, vocab_size and tied_embeddings, which a
+    subclass defines.
+    """
+
+    def block_linears(self, layer: int) -> Sizes:
+        attention = grouped_attention(self.dim, self.n_heads, self.num_kv_heads, self.head_dim)
+        return attention | gated("feed_forward", self.dim, self.ffn_dim)
+
+    def block_others(self, layer: int) -> Names:
+        return NORMS
+
+    @property
+    def end_others(self) -> Names:
+        return ENDS
+
+    @property
+    def num_matmul_parameters(self) -> int:
+        """Number of weights that a token is multiplied with: the layers' matrices and the output head (tied or not)."""
+        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.num_kv_heads)
+        return self.n_layers * (attention + 3 * self.dim * self.ffn_dim) + self.dim * self.vocab_size
+
+    @property
+    def _norm_parameters(self) -> int:
+        return (2 * self.n_layers + 1) * self.dim
+
+    @property
+    def num_parameters(self) -> int:
+        embedding = 0 if self.tied_embeddings else self.vocab_size * self.dim
+        return self.num_matmul_parameters + self._norm_parameters + embedding
+
+
 @dataclass(frozen=True, kw_only=True)
-class GatedArgs:
+class GatedArgs(GatedDecoderSizes):
     """Arguments of decoders with a gated feed-forward.
 
     A family sets its own defaults and counts its norms' weights (`_norm_parameters`).
@@ -162,29 +196,3 @@ class GatedArgs:
     @property
     def num_kv_heads(self) -> int:
         return self.n_kv_heads
-
-    def block_linears(self, layer: int) -> Sizes:
-        attention = grouped_attention(self.dim, self.n_heads, self.n_kv_heads, self.head_dim)
-        return attention | gated("feed_forward", self.dim, self.ffn_dim)
-
-    def block_others(self, layer: int) -> Names:
-        return NORMS
-
-    @property
-    def end_others(self) -> Names:
-        return ENDS
-
-    @property
-    def num_matmul_parameters(self) -> int:
-        """Number of weights that a token is multiplied with: the layers' matrices and the output head (tied or not)."""
-        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
-        return self.n_layers * (attention + 3 * self.dim * self.ffn_dim) + self.dim * self.vocab_size
-
-    @property
-    def _norm_parameters(self) -> int:
-        return (2 * self.n_layers + 1) * self.dim
-
-    @property
-    def num_parameters(self) -> int:
-        embedding = 0 if self.tied_embeddings else self.vocab_size * self.dim
-        return self.num_matmul_parameters + self._norm_parameters + embedding

@@ -62,7 +62,7 @@ class HuggingFace:
     ) -> None:
         """Write a folder, see hf/save.py save_folder. In a process group all ranks call it, one of them with `write`.
 
-        The state must hold persistent buffers too. `beside`: further files by name, see hf/extra_files.py; without it,
+        The state must hold persistent buffers too. `beside`: further files by name, see build_extra_files; without it,
         config.json alone.
         """
         if beside is None:

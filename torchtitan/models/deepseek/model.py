@@ -27,8 +27,7 @@ from torch import nn
 
 from torchtitan.models.attention import AttentionKernel, Shared, attended
 from torchtitan.models.decoder import Block, Decoder, of_layer
-from torchtitan.models.deepseek import DeepseekArgs
-from torchtitan.models.deepseek.hf_config import CONFIG
+from torchtitan.models.deepseek import CONFIG, DeepseekArgs
 from torchtitan.models.flops import latent_flops_per_token
 from torchtitan.models.hf.names import ATTENTION, EXPERTS, FEED_FORWARD, Form
 from torchtitan.models.layers import RMSNorm, Rotary, ZeroedBuffers, add_once, frequencies, rotate, yarn, yarn_magnitude

@@ -1,8 +1,16 @@
-"""GPT-2: the arguments and the published sizes. No torch here, so `torchtitan check` stays quick."""
+"""GPT-2: arguments, published sizes, and conversion from and to config.json (GPT2Config).
 
+No torch here, so `torchtitan check` stays quick.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from torchtitan.models.learned_positions import ClassicArgs
+from torchtitan.core.errors import JobError
+from torchtitan.models.family import ConfigForm, Family
+from torchtitan.models.hf.config import check_numbers, check_only, number_of
+from torchtitan.models.learned_positions import NOT_COMPARED, ClassicArgs, classes_of, labels_of, one_dropout
 from torchtitan.models.sizes import HEAD, Names, Sizes
 
 
@@ -35,3 +43,58 @@ GPT2 = {
     "774M": _sizes(1280, 36, 20),
     "1558M": _sizes(1600, 48, 25),
 }
+
+
+GELU = ("gelu_new", "gelu_pytorch_tanh")
+"""Two names of the same function."""
+
+
+def _to_hf(args: GPT2Args, dtype: Any = "float32") -> dict[str, Any]:
+    """Return the fields of transformers' GPT2Config."""
+    return {
+        "architectures": ["GPT2ForSequenceClassification" if args.n_classes else "GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": args.vocab_size,
+        "n_positions": args.max_seq_len,
+        "n_ctx": args.max_seq_len,
+        "n_embd": args.dim,
+        "n_layer": args.n_layers,
+        "n_head": args.n_heads,
+        "n_inner": args.ffn_dim,
+        "activation_function": GELU[0],
+        "layer_norm_epsilon": args.norm_eps,
+        "resid_pdrop": args.dropout,
+        "embd_pdrop": args.dropout,
+        "attn_pdrop": args.attention_dropout,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **labels_of(args),
+    }
+
+
+def _from_hf(config: Mapping[str, Any]) -> GPT2Args:
+    check_numbers(config, ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"))
+    check_only(config, {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False})
+    check_only(config, {"add_cross_attention": False, "tie_word_embeddings": True})
+    if config.get("activation_function", GELU[0]) not in GELU:
+        raise JobError(f"activation_function = {config['activation_function']!r}, but this model only has {GELU[0]!r}")
+    return GPT2Args(
+        dim=config["n_embd"],
+        n_layers=config["n_layer"],
+        n_heads=config["n_head"],
+        ffn_dim=number_of(config, "n_inner", 4 * config["n_embd"], null=4 * config["n_embd"]),
+        vocab_size=config["vocab_size"],
+        max_seq_len=config["n_positions"],
+        norm_eps=number_of(config, "layer_norm_epsilon", 1e-5),
+        dropout=one_dropout(config, {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+        attention_dropout=number_of(config, "attn_pdrop", 0.1),
+        n_classes=classes_of(config),
+    )
+
+
+CONFIG = ConfigForm(model_types=("gpt2",), to_hf=_to_hf, from_hf=_from_hf, not_compared=NOT_COMPARED)
+
+
+FAMILY = Family(sizes=GPT2, config=CONFIG, spec="torchtitan.models.gpt2.model:SPEC", home="openai-community")

@@ -14,8 +14,7 @@ from torch import nn
 
 from torchtitan.models.decoder import Entrance
 from torchtitan.models.flops import flops_per_token
-from torchtitan.models.gpt2 import GPT2Args
-from torchtitan.models.gpt2.hf_config import CONFIG
+from torchtitan.models.gpt2 import CONFIG, GPT2Args
 from torchtitan.models.hf.names import Form, with_biases
 from torchtitan.models.learned_positions.model import PLAN, Classic, block_of, headed_form, is_other_head, norm_of
 from torchtitan.models.spec import HuggingFace, ModelSpec

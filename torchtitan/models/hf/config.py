@@ -1,6 +1,6 @@
 """config.json: reading and checking it, fields that families share, and a folder's sizes and rotary scaling.
 
-A family converts its config in its file `hf_config.py` (`ConfigForm`). No torch, so that a job is checked quickly.
+A family converts its config in its `__init__.py` (`ConfigForm`). No torch, so that a job is checked quickly.
 """
 
 import json

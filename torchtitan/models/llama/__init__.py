@@ -1,23 +1,27 @@
-"""Llama 2, 3, 3.1 and 3.2: the arguments and the published sizes. No torch here, so `torchtitan check` stays quick."""
+"""Llama 2, 3, 3.1 and 3.2: arguments, published sizes, and conversion from and to config.json (LlamaConfig).
 
+No torch here, so `torchtitan check` stays quick.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torchtitan.core.errors import JobError
-from torchtitan.models.sizes import (
-    ENDS,
-    NORMS,
-    Names,
-    RopeScaling,
-    Sizes,
-    check_grouped_heads,
-    check_positive,
-    gated,
-    grouped_attention,
+from torchtitan.models.family import ConfigForm, Family
+from torchtitan.models.hf.config import (
+    check_only,
+    decoder_config,
+    decoder_sizes,
+    number_of,
+    rotary_config,
+    scaling_from_hf,
 )
+from torchtitan.models.sizes import GatedDecoderSizes, RopeScaling, check_grouped_heads, check_positive
 
 
 @dataclass(frozen=True)
-class LlamaArgs:
+class LlamaArgs(GatedDecoderSizes):
     """Arguments of Llama models."""
 
     dim: int = 4096
@@ -60,29 +64,6 @@ class LlamaArgs:
         if self.ffn_dim_multiplier is not None:
             width = int(self.ffn_dim_multiplier * width)
         return -(-width // self.multiple_of) * self.multiple_of
-
-    def block_linears(self, layer: int) -> Sizes:
-        attention = grouped_attention(self.dim, self.n_heads, self.num_kv_heads, self.head_dim)
-        return attention | gated("feed_forward", self.dim, self.ffn_dim)
-
-    def block_others(self, layer: int) -> Names:
-        return NORMS
-
-    @property
-    def end_others(self) -> Names:
-        return ENDS
-
-    @property
-    def num_matmul_parameters(self) -> int:
-        """Number of weights that a token is multiplied with: the layers' matrices and the output head (tied or not)."""
-        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.num_kv_heads)
-        return self.n_layers * (attention + 3 * self.dim * self.ffn_dim) + self.dim * self.vocab_size
-
-    @property
-    def num_parameters(self) -> int:
-        norms = (2 * self.n_layers + 1) * self.dim
-        embedding = 0 if self.tied_embeddings else self.vocab_size * self.dim
-        return self.num_matmul_parameters + norms + embedding
 
 
 def relora_sizes(
@@ -154,4 +135,42 @@ LLAMA32 = {
     "debugmodel": _llama32(**_DEBUG, n_kv_heads=8),
     "1B": _llama32(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.5),
     "3B": _llama32(dim=3072, n_layers=28, n_heads=24, n_kv_heads=8, ffn_dim_multiplier=1.0),
+}
+
+
+def _to_hf(args: LlamaArgs, dtype: Any = "float32") -> dict[str, Any]:
+    """Return the fields of transformers' LlamaConfig."""
+    llama_fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "intermediate_size": args.ffn_dim,
+        "head_dim": args.head_dim,
+        "mlp_bias": False,
+    }
+    return decoder_config(args, dtype) | rotary_config(args) | llama_fields
+
+
+def _from_hf(config: Mapping[str, Any]) -> LlamaArgs:
+    sizes = decoder_sizes(config, 2048, "intermediate_size")
+    dim, heads, ffn_dim = sizes["dim"], sizes["n_heads"], config["intermediate_size"]
+    check_only(config, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": dim // heads})
+    plain_width = int(2 * 4 * dim / 3)
+    return LlamaArgs(
+        **sizes,
+        n_kv_heads=number_of(config, "num_key_value_heads", heads, null=heads),
+        multiple_of=ffn_dim,  # rounding up yields exactly ffn_dim, because the width before it is not larger
+        ffn_dim_multiplier=None if plain_width <= ffn_dim else ffn_dim / plain_width,
+        rope_scaling=scaling_from_hf(config),
+    )
+
+
+COMPARED = ("dim", "n_layers", "n_heads", "num_kv_heads", "ffn_dim", "vocab_size", "norm_eps", "rope_theta")
+COMPARED += ("rope_scaling", "tied_embeddings")
+CONFIG = ConfigForm(model_types=("llama",), to_hf=_to_hf, from_hf=_from_hf, compared=COMPARED)
+
+
+# the first reads a Hugging Face folder without a job
+LLAMAS = {
+    name: Family(sizes=sizes, config=CONFIG, spec="torchtitan.models.llama.model:SPEC", home="meta-llama")
+    for name, sizes in (("llama3", LLAMA3), ("llama2", LLAMA2), ("llama3.1", LLAMA31), ("llama3.2", LLAMA32))
 }

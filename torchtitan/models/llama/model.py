@@ -8,14 +8,12 @@ rotates feature i with i + head_dim / 2, so the rows of wq and wk are in another
 """
 
 from torchtitan.models.attention import GroupedQueryAttention
-from torchtitan.models.decoder import Block, Decoder
+from torchtitan.models.decoder import DECODER_PLAN, Block, Decoder
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, TURNED, Form
 from torchtitan.models.layers import Rotary
-from torchtitan.models.llama import LlamaArgs
-from torchtitan.models.llama.hf_config import CONFIG
+from torchtitan.models.llama import CONFIG, LlamaArgs
 from torchtitan.models.spec import HuggingFace, ModelSpec
-from torchtitan.parallelisms.plan import ParallelPlan
 
 
 class Llama(Decoder):
@@ -28,17 +26,6 @@ class Llama(Decoder):
         )
 
 
-PLAN = ParallelPlan(
-    blocks="layers.*",
-    embedding="tok_embeddings",
-    head=("norm", "output"),
-    gathered=("attention", "feed_forward"),
-    column=("attention.w[qkv]", "feed_forward.w[13]"),
-    row=("attention.wo", "feed_forward.w2"),
-    sequence=("attention_norm", "ffn_norm"),
-)
-
-
 def form(args: LlamaArgs) -> Form:
     return Form(parts=ATTENTION | FEED_FORWARD, turned=TURNED, head_dim=args.head_dim, tied=args.tied_embeddings)
 
@@ -46,4 +33,4 @@ def form(args: LlamaArgs) -> Form:
 HF = HuggingFace(build=Llama, form=form, config=CONFIG)
 
 
-SPEC = ModelSpec(build=Llama, plan=PLAN, hf=HF, flops_per_token=flops_per_token)
+SPEC = ModelSpec(build=Llama, plan=DECODER_PLAN, hf=HF, flops_per_token=flops_per_token)

@@ -5,14 +5,12 @@ model's width. Names and order of rows are as in Llama.
 """
 
 from torchtitan.models.attention import GroupedQueryAttention
-from torchtitan.models.decoder import Block, Decoder
+from torchtitan.models.decoder import DECODER_PLAN, Block, Decoder
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, TURNED, Form
 from torchtitan.models.layers import Rotary
-from torchtitan.models.mistral import MistralArgs
-from torchtitan.models.mistral.hf_config import CONFIG
+from torchtitan.models.mistral import CONFIG, MistralArgs
 from torchtitan.models.spec import HuggingFace, ModelSpec
-from torchtitan.parallelisms.plan import ParallelPlan
 
 
 class Mistral(Decoder):
@@ -26,17 +24,6 @@ class Mistral(Decoder):
         )
 
 
-PLAN = ParallelPlan(
-    blocks="layers.*",
-    embedding="tok_embeddings",
-    head=("norm", "output"),
-    gathered=("attention", "feed_forward"),
-    column=("attention.w[qkv]", "feed_forward.w[13]"),
-    row=("attention.wo", "feed_forward.w2"),
-    sequence=("attention_norm", "ffn_norm"),
-)
-
-
 def form(args: MistralArgs) -> Form:
     return Form(parts=ATTENTION | FEED_FORWARD, turned=TURNED, head_dim=args.head_dim, tied=args.tied_embeddings)
 
@@ -44,4 +31,4 @@ def form(args: MistralArgs) -> Form:
 HF = HuggingFace(build=Mistral, form=form, config=CONFIG)
 
 
-SPEC = ModelSpec(build=Mistral, plan=PLAN, hf=HF, flops_per_token=flops_per_token)
+SPEC = ModelSpec(build=Mistral, plan=DECODER_PLAN, hf=HF, flops_per_token=flops_per_token)

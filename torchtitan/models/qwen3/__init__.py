@@ -1,8 +1,21 @@
-"""Qwen 3 without experts: the arguments and the published sizes. No torch here, so `torchtitan check` stays quick."""
+"""Qwen 3 without experts: arguments, published sizes, and conversion from and to config.json (Qwen3Config).
 
+No torch here, so `torchtitan check` stays quick.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan.models.family import ConfigForm, Family
+from torchtitan.models.hf.config import (
+    check_only,
+    decoder_config,
+    decoder_sizes,
+    number_of,
+    rotary_config,
+    scaling_from_hf,
+)
 from torchtitan.models.sizes import NORMS, QK_NORMS, GatedArgs, Names
 
 
@@ -31,3 +44,33 @@ QWEN3 = {
     "14B": Qwen3Args(dim=5120, n_layers=40, n_heads=40, n_kv_heads=8, ffn_dim=17408),
     "32B": Qwen3Args(dim=5120, n_layers=64, n_heads=64, n_kv_heads=8, ffn_dim=25600),
 }
+
+
+def _to_hf(args: Qwen3Args, dtype: Any = "float32") -> dict[str, Any]:
+    """Return the fields of transformers' Qwen3Config."""
+    qwen3_fields = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": args.head_dim,
+        "intermediate_size": args.ffn_dim,
+        "use_sliding_window": False,
+    }
+    return decoder_config(args, dtype) | rotary_config(args) | qwen3_fields
+
+
+def _from_hf(config: Mapping[str, Any]) -> Qwen3Args:
+    sizes = decoder_sizes(config, 32768, "intermediate_size")
+    check_only(config, {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False})
+    return Qwen3Args(
+        **sizes,
+        rope_scaling=scaling_from_hf(config),
+        n_kv_heads=number_of(config, "num_key_value_heads", 32, null=sizes["n_heads"]),
+        ffn_dim=config["intermediate_size"],
+        head_dim=number_of(config, "head_dim", 128, null=128),  # transformers' own default, whatever the width
+    )
+
+
+CONFIG = ConfigForm(model_types=("qwen3",), to_hf=_to_hf, from_hf=_from_hf)
+
+
+FAMILY = Family(sizes=QWEN3, config=CONFIG, spec="torchtitan.models.qwen3.model:SPEC", home="Qwen")

@@ -5,15 +5,15 @@ width; head and embedding may be tied. The one difference from transformers beyo
 features: the rows of wq and wk and the weights of their norms are in another order.
 """
 
+from dataclasses import replace
+
 from torchtitan.models.attention import GroupedQueryAttention
-from torchtitan.models.decoder import Block, Decoder
+from torchtitan.models.decoder import DECODER_PLAN, Block, Decoder
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, QK_NORMS, TURNED, Form
 from torchtitan.models.layers import Rotary
-from torchtitan.models.qwen3 import Qwen3Args
-from torchtitan.models.qwen3.hf_config import CONFIG
+from torchtitan.models.qwen3 import CONFIG, Qwen3Args
 from torchtitan.models.spec import HuggingFace, ModelSpec
-from torchtitan.parallelisms.plan import ParallelPlan
 
 
 class Qwen3(Decoder):
@@ -26,16 +26,7 @@ class Qwen3(Decoder):
         )
 
 
-PLAN = ParallelPlan(
-    blocks="layers.*",
-    embedding="tok_embeddings",
-    head=("norm", "output"),
-    gathered=("attention", "feed_forward"),
-    column=("attention.w[qkv]", "feed_forward.w[13]"),
-    row=("attention.wo", "feed_forward.w2"),
-    replicated=("attention.[qk]_norm",),  # each rank norms its own heads
-    sequence=("attention_norm", "ffn_norm"),
-)
+PLAN = replace(DECODER_PLAN, replicated=("attention.[qk]_norm",))  # each rank norms its own heads
 
 
 def form(args: Qwen3Args) -> Form:

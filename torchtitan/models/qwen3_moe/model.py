@@ -13,8 +13,7 @@ from torchtitan.models.hf.names import ATTENTION, EXPERTS, QK_NORMS, TURNED, For
 from torchtitan.models.layers import Rotary
 from torchtitan.models.moe import balance
 from torchtitan.models.moe.layer import MoEBlock
-from torchtitan.models.qwen3_moe import Qwen3MoEArgs
-from torchtitan.models.qwen3_moe.hf_config import CONFIG
+from torchtitan.models.qwen3_moe import CONFIG, Qwen3MoEArgs
 from torchtitan.models.spec import HuggingFace, ModelSpec
 from torchtitan.parallelisms.plan import ParallelPlan
 

@@ -1,9 +1,15 @@
-"""RoBERTa: the arguments and the published sizes. No torch here, so `torchtitan check` stays quick."""
+"""RoBERTa: arguments, published sizes, and conversion from and to config.json (RobertaConfig).
 
+No torch here, so `torchtitan check` stays quick.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torchtitan.models.learned_positions import ClassicArgs
+from torchtitan.models.family import ConfigForm, Family
+from torchtitan.models.hf.config import check_numbers, check_only, number_of
+from torchtitan.models.learned_positions import NOT_COMPARED, ClassicArgs, classes_of, labels_of, one_dropout
 from torchtitan.models.sizes import HEAD, Names, Sizes
 
 
@@ -50,3 +56,57 @@ ROBERTA = {
     "125M": _sizes(768, 12, 12),
     "355M": _sizes(1024, 24, 16),
 }
+
+
+def _to_hf(args: RobertaArgs, dtype: Any = "float32") -> dict[str, Any]:
+    """Return the fields of transformers' RobertaConfig."""
+    return {
+        "architectures": ["RobertaForSequenceClassification" if args.n_classes else "RobertaForMaskedLM"],
+        "model_type": "roberta",
+        "vocab_size": args.vocab_size,
+        "hidden_size": args.dim,
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "intermediate_size": args.ffn_dim,
+        "hidden_act": "gelu",
+        "max_position_embeddings": args.pad_id + 1 + args.max_seq_len,
+        "type_vocab_size": args.n_types,
+        "layer_norm_eps": args.norm_eps,
+        "hidden_dropout_prob": args.dropout,
+        "attention_probs_dropout_prob": args.attention_dropout,
+        "position_embedding_type": "absolute",
+        "tie_word_embeddings": True,
+        "pad_token_id": args.pad_id,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **labels_of(args),
+    }
+
+
+def _from_hf(config: Mapping[str, Any]) -> RobertaArgs:
+    numbers = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    check_numbers(config, (*numbers, "max_position_embeddings"))
+    check_only(config, {"hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False})
+    check_only(config, {"add_cross_attention": False, "tie_word_embeddings": True})
+    pad = number_of(config, "pad_token_id", 1)
+    return RobertaArgs(
+        dim=config["hidden_size"],
+        n_layers=config["num_hidden_layers"],
+        n_heads=config["num_attention_heads"],
+        ffn_dim=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        max_seq_len=config["max_position_embeddings"] - pad - 1,
+        norm_eps=number_of(config, "layer_norm_eps", 1e-12),
+        dropout=one_dropout(config, {"hidden_dropout_prob": 0.1}),
+        attention_dropout=number_of(config, "attention_probs_dropout_prob", 0.1),
+        n_classes=classes_of(config),
+        pad_id=pad,
+        n_types=number_of(config, "type_vocab_size", 2),
+    )
+
+
+CONFIG = ConfigForm(model_types=("roberta",), to_hf=_to_hf, from_hf=_from_hf, not_compared=NOT_COMPARED)
+
+
+FAMILY = Family(sizes=ROBERTA, config=CONFIG, spec="torchtitan.models.roberta.model:SPEC", home="FacebookAI")

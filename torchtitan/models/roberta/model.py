@@ -15,8 +15,7 @@ from torchtitan.models.decoder import Entrance
 from torchtitan.models.flops import bidirectional_flops_per_token
 from torchtitan.models.hf.names import Form, with_biases
 from torchtitan.models.learned_positions.model import PLAN, Classic, block_of, norm_of
-from torchtitan.models.roberta import RobertaArgs
-from torchtitan.models.roberta.hf_config import CONFIG
+from torchtitan.models.roberta import CONFIG, RobertaArgs
 from torchtitan.models.spec import HuggingFace, ModelSpec
 
 

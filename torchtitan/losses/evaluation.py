@@ -1,10 +1,16 @@
-"""Log-likelihood of continuations, as lm-eval requests them, in batches of similar length.
+"""Evaluation of language models by the loss of single tokens: log-likelihood of continuations, and loss by position.
 
-A request is a prompt and a continuation, both as token ids. A model with a memory reads requests of any length in
-segments, each from an empty cache. For other models a request that exceeds the context is truncated on the left.
+Continuations are scored as lm-eval requests them, in batches of similar length. A request is a prompt and a
+continuation, both as token ids. A model with a memory reads requests of any length in segments, each from an empty
+cache. For other models a request that exceeds the context is truncated on the left.
+
+The loss by position of the tokens in their documents, which are read in order, shows how much a model gains from
+distant context.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -111,3 +117,84 @@ def windows(ids: list[int], first: int, context: int) -> Iterator[Request]:
     for start in range(0, len(ids), context):
         end = min(start + context, len(ids))
         yield text[max(0, end - context) : start + 1], ids[start:end]
+
+
+BORDERS = (1, 4, 16)
+"""Upper bounds of the position classes, in segments; a last class holds all later positions."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Number of tokens with a loss, and the sum of their losses in nats, for one class of positions or for all."""
+
+    tokens: int
+    nats: float
+
+    @property
+    def loss(self) -> float:
+        return self.nats / self.tokens if self.tokens else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+class LossByPlace(Objective):
+    """Summed cross-entropy that also accumulates losses and token counts by class of position.
+
+    `nats` and `tokens` are float64 [classes]; the batch gives each token's class as `places` [B, S].
+    """
+
+    targets = ("labels", "places")
+
+    def __init__(self, num_chunks: int, num_classes: int, device: torch.device):
+        super().__init__(num_chunks)
+        self.nats = torch.zeros(num_classes, dtype=torch.float64, device=device)
+        self.tokens = torch.zeros_like(self.nats)
+
+    def count(self, batch: Mapping[str, torch.Tensor]) -> int:
+        return int((batch["labels"] != IGNORE_INDEX).sum())
+
+    def rows(self, hidden: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return hidden.flatten(0, 1), batch["labels"].flatten(), batch["places"].flatten()  # [B S, D], [B S], [B S]
+
+    def loss_of(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+        labels, places = targets
+        losses = cross_entropies(head(hidden), labels)
+        self.nats.index_add_(0, places, losses.double())
+        self.tokens.index_add_(0, places, (labels != IGNORE_INDEX).double())
+        return losses.sum()
+
+
+def names_of(seq_len: int) -> list[str]:
+    """Return the names of the position classes, as ranges of tokens."""
+    ends = [border * seq_len for border in BORDERS]
+    return [f"{first:,}-{last:,}" for first, last in zip([0, *ends], ends, strict=False)] + [f"{ends[-1]:,}-"]
+
+
+@torch.no_grad()
+def measure(
+    model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]], seq_len: int, num_chunks: int
+) -> list[Measured]:
+    """Measure each class of positions with a model in evaluation mode, on batches [B, S] of datasets/segments.py."""
+    device = next(model.parameters()).device
+    objective = LossByPlace(num_chunks, len(BORDERS) + 1, device)
+    before, model.loss = model.loss, objective
+    ends = torch.tensor([border * seq_len for border in BORDERS], device=device)
+    try:
+        for host_batch in batches:
+            batch = {name: tensor.to(device) for name, tensor in host_batch.items()}
+            positions = batch["offsets"][:, None] + torch.arange(batch["tokens"].shape[1], device=device)
+            inputs = {name: batch[name] for name in ("tokens", "labels", "begins", "filled")}
+            model(**inputs, places=torch.bucketize(positions, ends, right=True))
+            if model.memory is not None:
+                model.memory.commit()
+    finally:
+        model.loss = before
+    return [Measured(int(n), nats) for n, nats in zip(objective.tokens.tolist(), objective.nats.tolist(), strict=True)]
+
+
+def total(measured: Iterable[Measured]) -> Measured:
+    """Sum measurements over classes."""
+    parts = list(measured)
+    return Measured(sum(part.tokens for part in parts), math.fsum(part.nats for part in parts))
