@@ -115,7 +115,7 @@ def estimated_peaks(jobs, ranks):
     peaks = []
     for config in map(manager.load, jobs):
         estimates = [rehearse(config, rank, max(1, len(ranks)), "cpu") for rank in ranks]
-        peaks.append([max(map(Counter.total, estimate.moments.values())) for estimate in estimates])
+        peaks.append([max(map(Counter.total, rank_estimate.moments.values())) for rank_estimate in estimates])
     return peaks
 
 
@@ -205,7 +205,12 @@ def full_and_partial_estimates(arguments, world_size):
     for layers, microbatches in ((10**6, 10**6), (0, 0)):
         prediction.AT_ONCE, prediction.TOGETHER = layers, microbatches
         estimates = prediction.predict(config, world_size, "cuda", traffic=True)
-        results.append(([estimate.peak for estimate in estimates], [dict(estimate.sent) for estimate in estimates]))
+        results.append(
+            (
+                [rank_estimate.peak for rank_estimate in estimates],
+                [dict(rank_estimate.sent) for rank_estimate in estimates],
+            )
+        )
     return results
 
 
@@ -344,7 +349,9 @@ def peaks_with_reference(arguments):
     """Return peaks without and with a separate reference model, and the latter's moments on one of two ranks."""
     jobs = [manager.load(arguments), manager.load([*arguments, "--dpo.reference=elsewhere"])]
     estimates = [prediction.predict(job, 1, "cpu")[0] for job in jobs]
-    return [(estimate.moment, estimate.kinds) for estimate in estimates], rehearse(jobs[1], 0, 2, "cpu").moments
+    return [(rank_estimate.moment, rank_estimate.kinds) for rank_estimate in estimates], rehearse(
+        jobs[1], 0, 2, "cpu"
+    ).moments
 
 
 def test_the_reference_is_counted_in_addition_to_a_qlora_model():
