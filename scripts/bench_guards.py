@@ -36,7 +36,7 @@ from torchtitan.config import manager
 from torchtitan.core.initialization import local_part
 from torchtitan.launcher.lock import held, this_process
 from torchtitan.launcher.multi_node import First
-from torchtitan.launcher.signals import SignalQueue
+from torchtitan.launcher.processes import SignalQueue
 from torchtitan.process import distributed
 from torchtitan.process.exit import exit_with
 from torchtitan.process.ranks import read_ranks

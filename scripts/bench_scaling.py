@@ -39,14 +39,14 @@ from torchtitan import launch
 from torchtitan.build import parts
 from torchtitan.commands.generate import sample
 from torchtitan.config import manager
-from torchtitan.core.presets import TOKENIZER
+from torchtitan.core.files import TOKENIZER
 from torchtitan.datasets import open_source
 from torchtitan.datasets.preparing import prepare
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.launcher.lock import held, this_process
 from torchtitan.launcher.multi_node import First
-from torchtitan.launcher.signals import SignalQueue
+from torchtitan.launcher.processes import SignalQueue
 from torchtitan.metrics.device import GIB
 from torchtitan.models.kv_cache import Remembering
 from torchtitan.planner.estimate import flops_of_a_rank, predict, worst

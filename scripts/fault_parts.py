@@ -67,12 +67,12 @@ OF_EVERY_RANK = (
     "agreement:Peers.agree",
     "agreement:Peers.collect",
     "agreement:Peers.tell",
-    "retention:retain",
+    "saving:delete_old",
 )
 OF_THE_FIRST = (
     "folders:unpublish",
     "folders:delete",
-    "retention:_without_the_needed",
+    "saving:_without_needed",
     "saving:_open",
     "folders:remove_leftovers",
     "saving:_look_for_space",
@@ -84,8 +84,8 @@ OF_THE_FIRST = (
     "folders:replace_file",
 )
 RETENTION = (
-    "retention:retain",
-    "retention:_without_the_needed",
+    "saving:delete_old",
+    "saving:_without_needed",
     "folders:unpublish",
     "folders:delete",
     "shutil:rmtree",

@@ -38,7 +38,7 @@ from torchtitan import launch
 from torchtitan.checkpoint.layout import CheckpointError, check_complete, read_manifest
 from torchtitan.launcher.lock import start_of
 from torchtitan.launcher.multi_node import First
-from torchtitan.launcher.signals import SignalQueue
+from torchtitan.launcher.processes import SignalQueue
 from torchtitan.metrics.json_lines import read_records
 
 STEPS, INTERVAL, PER_JOB = 40, 4, 9

@@ -13,7 +13,7 @@ from torchtitan.commands import bench
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.config.manager import load, to_toml
 from torchtitan.core.errors import JobError
-from torchtitan.core.presets import jobs as shipped
+from torchtitan.core.files import shipped_jobs as shipped
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.checkpoint import NothingLoadable, folders, layout, retention
+from torchtitan.checkpoint import NothingLoadable, folders, layout, saving
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.checkpoint.layout import CheckpointError, FileEntry, Manifest, TensorEntry
 
@@ -44,7 +44,7 @@ def names(root: Path) -> list[str]:
 
 
 def retain(root: Path, keep: int, protected: set[Path]) -> None:
-    retention.retain(root, keep, protected, Peers("test"), set())
+    saving.delete_old(root, keep, protected, Peers("test"), set())
 
 
 def edit_manifest(folder: Path, reseal: bool = True, **changes) -> None:

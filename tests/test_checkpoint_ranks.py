@@ -18,7 +18,6 @@ from torchtitan.checkpoint import (
     folders,
     layout,
     load_model_for_inference,
-    retention,
     saving,
     storage,
     tensors,
@@ -316,7 +315,7 @@ KILLS = [
     (0, folders, "write_file"),
     (0, layout, "manifest_text"),
     (0, folders, "publish"),
-    (0, retention, "retain"),
+    (0, saving, "delete_old"),
 ]
 
 

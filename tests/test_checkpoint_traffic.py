@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from tests.support.checkpoint_job import Job, TinyModel, rank
 from tests.support.pool import run_ranks
-from torchtitan.checkpoint import CheckpointError, agreement, layout, plan_exchange
+from torchtitan.checkpoint import CheckpointError, agreement, layout, storage
 from torchtitan.process import distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -65,7 +65,7 @@ def told(folder: Path, layers: int) -> list[tuple[Counter, Counter]]:
         for action in (lambda: job.train(1), lambda: job.train(1), job.checkpointer.load):
             ours, theirs = Counted(), Counted()
             patch.setattr(agreement, "distributed", ours)
-            patch.setattr(plan_exchange, "distributed", theirs)
+            patch.setattr(storage, "distributed", theirs)
             action()
             found.append((ours.given, theirs.given))
     return found
@@ -116,24 +116,24 @@ def test_what_is_planned_arrives_as_it_was():
         *(None, [], SavePlan([write], _StoragePrefix("__1_")), SavePlan([], usable=False), LoadPlan([read])),
         [result, result],
     ):
-        arrived = plan_exchange.decode(json.loads(json.dumps(plan_exchange.encode(value))))
+        arrived = storage.decode_plan(json.loads(json.dumps(storage.encode_plan(value))))
         assert arrived == value
-    arrived = plan_exchange.decode(json.loads(json.dumps(plan_exchange.encode(SavePlan([write])))))
+    arrived = storage.decode_plan(json.loads(json.dumps(storage.encode_plan(SavePlan([write])))))
     assert isinstance(arrived.items[0].tensor_data.size, torch.Size) and arrived.items[0].index.index == 1
     entry = TensorStorageMetadata(tensor, size, [chunk])
-    arrived = plan_exchange.decode(json.loads(json.dumps(plan_exchange.encode(Metadata({"model.w": entry})))))
+    arrived = storage.decode_plan(json.loads(json.dumps(storage.encode_plan(Metadata({"model.w": entry})))))
     found = arrived.state_dict_metadata["model.w"]
     assert (found.size, found.properties.dtype) == (size, torch.bfloat16)
     failure = _wrap_exception(OSError(28, "No space left on device"))
     for value in (failure, CheckpointException("write", {1: failure})):
-        arrived = plan_exchange.decode(json.loads(json.dumps(plan_exchange.encode(value))))
+        arrived = storage.decode_plan(json.loads(json.dumps(storage.encode_plan(value))))
         error, trace = arrived if value is failure else arrived.failures[1]
         assert str(error) == "OSError: [Errno 28] No space left on device" and _is_wrapped_exception((error, trace))
     for value in (object(), BytesIO(), SavePlan([WriteItem(index, WriteItemType.BYTE_IO)])):
         with pytest.raises(TypeError):
-            plan_exchange.encode(value)
+            storage.encode_plan(value)
     with pytest.raises(CheckpointError, match='a rank has sent "torch.load" as the type of a tensor'):
-        plan_exchange._dtype("torch.load")
+        storage._dtype("torch.load")
 
 
 def test_a_plan_is_told_once(tmp_path):

@@ -13,7 +13,7 @@ from torchtitan import launch, train
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
 from torchtitan.launcher import run_folder
-from torchtitan.launcher.clean_folder import clean
+from torchtitan.launcher.run_folder import empty_folder
 from torchtitan.metrics.trackers import TRACKERS
 from torchtitan.metrics.trackers.interface import Tracker
 from torchtitan.rules import check
@@ -51,34 +51,34 @@ def test_a_runs_folder_is_emptied_but_for_the_lock(run):
     (run / "logs").symlink_to(outside)
     (run / "data" / TOKENIZED / "link").symlink_to(outside / "kept")
     (run / "training.png").symlink_to(run.parent / "absent")
-    assert clean(job(run)) == f"{run} is emptied of what an earlier run has left (job.clean_start), 6 entries"
+    assert empty_folder(job(run)) == f"{run} is emptied of what an earlier run has left (job.clean_start), 6 entries"
     assert entries(run) == ["run.lock.1"] and (outside / "kept").read_text() == "x"
-    assert clean(job(run)) == "" and clean(job(run.parent / "new")) == ""
+    assert empty_folder(job(run)) == "" and empty_folder(job(run.parent / "new")) == ""
 
 
 def test_the_folder_is_kept_by_default_and_when_slurm_restarts_the_job(run):
     before = entries(run)
-    assert clean(job(run, "never")) == ""
-    assert clean(job(run, "always"), started_before=1).endswith("SLURM has started this job before")
+    assert empty_folder(job(run, "never")) == ""
+    assert empty_folder(job(run, "always"), started_before=1).endswith("SLURM has started this job before")
     assert entries(run) == before
 
 
 def test_checkpoints_are_deleted_only_by_always(run, monkeypatch):
     checkpoint(run / "checkpoint", ["--checkpoint.enable"])
     with pytest.raises(JobError, match='step 60 is saved in it.*write "always"'):
-        clean(job(run))
+        empty_folder(job(run))
     other = ["--model.tokenizer_path=bytes", "--optimizer.lr=0.5"]  # which a resume would refuse
     assert any("optimizer.lr" in fault.key for fault in check(job(run, "unsaved", *other), 1, "cpu"))
     assert check(job(run, "always", *other), 1, "cpu") == []
     assert (run / "checkpoint").exists()
-    assert clean(job(run, "always")) and entries(run) == []
+    assert empty_folder(job(run, "always")) and entries(run) == []
 
 
 def refusal_remedy(config, folder):
     """Expect `clean` to refuse and to delete nothing; return the last part of the message."""
     before = entries(folder)
     with pytest.raises(JobError) as error:
-        clean(config)
+        empty_folder(config)
     assert entries(folder) == before
     message = str(error.value)
     assert message.startswith(
@@ -105,7 +105,7 @@ def test_exports_are_deleted_only_by_always(name, run):
     (run / name).mkdir()
     remedy = f'the weights of a run are in it, {name}: for these to go too write "always"'
     assert refusal_remedy(job(run), run) == remedy
-    assert clean(job(run, "always")) and entries(run) == []
+    assert empty_folder(job(run, "always")) and entries(run) == []
 
 
 @pytest.mark.parametrize("inside", ["tb/starts", "tb/child/run.lock.1"])
@@ -129,7 +129,7 @@ def test_folders_that_options_name_are_deleted(run):
         (run / name).mkdir(parents=True)
     for name in ("metrics.previous-2.jsonl", "metrics.redone.jsonl", ".config.toml.tmp", "wandb_run_id"):
         (run / name).write_text("x")
-    assert clean(job(run, "always", *(f"--{key}={name}" for key, name in names.items()))) and entries(run) == []
+    assert empty_folder(job(run, "always", *(f"--{key}={name}" for key, name in names.items()))) and entries(run) == []
 
 
 def test_files_of_trackers_are_deleted(run, monkeypatch):
@@ -139,7 +139,7 @@ def test_files_of_trackers_are_deleted(run, monkeypatch):
     arguments = ("always", "--metrics.trackers=ledger")
     assert f"{run / 'ledger.csv'} is nothing that a run of this job makes" in refusal_remedy(job(run, "always"), run)
     monkeypatch.setitem(TRACKERS, "ledger", ledger)
-    assert clean(job(run, *arguments)) and entries(run) == []
+    assert empty_folder(job(run, *arguments)) and entries(run) == []
 
 
 def test_a_mounted_disk_inside_is_refused(run, monkeypatch):
@@ -164,13 +164,13 @@ def test_errors_of_the_file_system_are_reported(call, run, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(call, failing_at(function, folder))
         with pytest.raises(JobError) as error:
-            clean(job(run, "always"))
+            empty_folder(job(run, "always"))
     assert str(error.value) == (
-        f"job.clean_start: given always with {run}, of which {folder} cannot be read or deleted (Permission denied); "
-        "mend that and start again, empty it yourself, or name another job.dump_folder"
+        f"job.clean_start: given always, but {folder} cannot be read or deleted (Permission denied); "
+        f"mend that and start again, empty {run} yourself, or name another job.dump_folder"
     )
     assert (folder / TOKENIZED / "tokens").exists() and (run / "starts").exists()
-    assert clean(job(run, "always")) and entries(run) == []
+    assert empty_folder(job(run, "always")) and entries(run) == []
 
 
 def test_a_folder_that_no_run_made_is_refused(tmp_path, run):
@@ -211,7 +211,7 @@ def test_home_and_working_directories_are_refused(run, monkeypatch):
 def test_the_root_is_refused(monkeypatch):
     monkeypatch.setattr("os.scandir", lambda folder: [type("", (), {"name": "etc"})])
     with pytest.raises(JobError, match="it is the root of all files"):
-        clean(job("/", "always"))
+        empty_folder(job("/", "always"))
 
 
 @pytest.mark.parametrize(
@@ -263,14 +263,14 @@ def test_an_imported_job_file_is_kept_at_its_own_start(run, tmp_path):
         folder.mkdir(exist_ok=True)
         path = folder / run_folder.IMPORTED
         path.write_text(text.replace(str(run), str(folder)))
-        clean(load([str(path)]))
+        empty_folder(load([str(path)]))
         assert entries(folder) == expected
     (tmp_path / "job.toml").write_text(text)
     run_folder.keep_job(run, "", 0)
-    assert "3 entries" in clean(load([str(tmp_path / "job.toml")])) and entries(run) == []
+    assert "3 entries" in empty_folder(load([str(tmp_path / "job.toml")])) and entries(run) == []
     run_folder.keep_job(run, "", 0)
     (run / run_folder.IMPORTED).symlink_to(tmp_path / "job.toml")
-    clean(load([str(run / run_folder.IMPORTED)]))
+    empty_folder(load([str(run / run_folder.IMPORTED)]))
     assert entries(run) == [run_folder.IMPORTED] and (tmp_path / "job.toml").is_file()
 
 

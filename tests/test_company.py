@@ -24,14 +24,13 @@ from tests.test_nodes import free_port
 from tests.test_restarts import ATTEMPT, CRASH, in_the_folder
 from torchtitan.core.errors import JobError
 from torchtitan.launcher import admission, multi_node, restarts, secret
-from torchtitan.launcher.connection import Line
 from torchtitan.launcher.exit_report import End, read_end, together
 from torchtitan.launcher.hangs import Evidence
 from torchtitan.launcher.monitor import Watch
 from torchtitan.launcher.multi_node import First, Other
-from torchtitan.launcher.nodes import Nodes
+from torchtitan.launcher.nodes import Line, Nodes
+from torchtitan.launcher.processes import SignalQueue
 from torchtitan.launcher.restarts import supervise
-from torchtitan.launcher.signals import SignalQueue
 from torchtitan.process.exit import CRASHED, HUNG, NON_FINITE, TERMINATED
 
 assert nothing_is_left  # a fixture, for all tests here too
@@ -46,7 +45,7 @@ from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.nodes import Nodes
 from torchtitan.launcher.processes import Processes
 from torchtitan.launcher.restarts import follow, supervise
-from torchtitan.launcher.signals import SignalQueue
+from torchtitan.launcher.processes import SignalQueue
 from torchtitan.launcher.monitor import Watch
 monitor.FOLLOW_SECONDS, monitor.LOOK_SECONDS = {follow}, 0.2
 restarts.FIRST_PAUSE_SECONDS, hangs.ANSWER_SECONDS = {pause}, 0.5

@@ -23,8 +23,7 @@ from tests.support.tiny_decoders import DEEPSEEK, LLAMA, QWEN3, QWEN3_MOE
 from torchtitan import cli
 from torchtitan.checkpoint import CheckpointError, NothingLoadable
 from torchtitan.checkpoint.base_weights import find_weights
-from torchtitan.checkpoint.torchtitan_dcp import TorchtitanCheckpoint
-from torchtitan.checkpoint.weight_sources import Weights, load_foreign, opened
+from torchtitan.checkpoint.weight_sources import TorchtitanCheckpoint, Weights, load_foreign, opened
 from torchtitan.config.manager import load
 from torchtitan.models import CONFIGS, sizes_of
 from torchtitan.models.hf.names import FORMS

@@ -14,20 +14,20 @@ from pathlib import Path
 import pytest
 
 from tests.support import jobs
-from torchtitan.launcher import signals
-from torchtitan.launcher.signals import Requests
+from torchtitan.launcher import processes
+from torchtitan.launcher.processes import Requests
 from torchtitan.process.exit import EXPLAINED, SAID_BY_THE_FIRST, STOP_SIGNALS
 
 LAUNCHER = """
 import sys
 from pathlib import Path
-from torchtitan.launcher import monitor, signals
+from torchtitan.launcher import monitor, processes
 from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.processes import Processes
-from torchtitan.launcher.signals import SignalQueue
+from torchtitan.launcher.processes import SignalQueue
 from torchtitan.launcher.monitor import Watch
 from torchtitan.process.exit import exit_with
-monitor.FOLLOW_SECONDS, monitor.SHUTDOWN_SECONDS, signals.ONE_REQUEST_SECONDS = {follow}, {shutdown}, 0
+monitor.FOLLOW_SECONDS, monitor.SHUTDOWN_SECONDS, processes.ONE_REQUEST_SECONDS = {follow}, {shutdown}, 0
 queue = SignalQueue()
 ranks = Processes([sys.executable, "-c", sys.argv[1]], 2)
 exit_with(Watch(ranks, queue, Limits(1000, 1000), Path("unused")).until_the_end)
@@ -261,7 +261,7 @@ def test_the_second_signal_is_harmless_and_the_third_ends_all():
 def test_one_request_that_arrives_several_times_is_one(monkeypatch):
     """As srun, slurmstepd and a launcher above send the same signal on."""
     clock = [0.0]
-    monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(processes.time, "monotonic", lambda: clock[0])
     requests, counted = Requests(), []
     for clock[0], number in [(9.0, 15), (9.1, 15), (9.4, 1), (9.6, 2), (9.7, 15), (11.0, 15)]:
         counted.append(requests.add(number))

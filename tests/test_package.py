@@ -10,7 +10,7 @@ from torchtitan import cli
 from torchtitan.commands import command_lines, completion, init
 from torchtitan.config.manager import load
 from torchtitan.config.options import ConfigError, options
-from torchtitan.core import presets
+from torchtitan.core.files import shipped_jobs
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.launch import launch
 from torchtitan.rules import check
@@ -23,7 +23,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def test_shipped_jobs_are_found_by_name():
-    assert {"debug_model", "deepseek_debug", "llama3_8b"} <= set(presets.jobs())
+    assert {"debug_model", "deepseek_debug", "llama3_8b"} <= set(shipped_jobs())
     for name in ("debug_model", "deepseek_debug", "qwen3_moe_debug"):  # the last two build on the first
         assert check(load([name]), 1, "cpu") == []
         assert load([name]) == load(["--job.config_file", name])

@@ -6,7 +6,7 @@ import tomli
 from tests.support.presets import write_model, write_records
 from torchtitan import cli
 from torchtitan.config import manager
-from torchtitan.core.presets import jobs
+from torchtitan.core.files import shipped_jobs
 from torchtitan.rules import check
 
 
@@ -23,7 +23,7 @@ def presets(*words):
 def test_all_are_listed_and_some_by_words_of_their_heads(capsys):
     assert presets("ls") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(jobs())
+    assert [line.split()[0] for line in lines] == list(shipped_jobs())
     (qlora,) = [line for line in lines if line.startswith("sft_qlora ")]
     assert "  1 GPU of 24 GB  " in qlora and qlora.endswith("beside its own weights in 4 bits")
     assert presets("ls", "LORA", "pairs") == 0
@@ -34,7 +34,7 @@ def test_all_are_listed_and_some_by_words_of_their_heads(capsys):
 
 def test_one_is_printed_as_it_is(capsys):
     assert presets("cat", "sft_lora") == 0
-    assert capsys.readouterr().out == jobs()["sft_lora"].read_text()
+    assert capsys.readouterr().out == shipped_jobs()["sft_lora"].read_text()
 
 
 def test_a_copy_has_the_users_model_and_records_and_can_start(here, capsys):
@@ -45,7 +45,7 @@ def test_a_copy_has_the_users_model_and_records_and_can_start(here, capsys):
     assert check(config, 8, "cuda") == []
     assert config.model.hf_folder == config.model.tokenizer_path == config.checkpoint.initial_load_path == str(model)
     assert (config.training.dataset_path, config.job.dump_folder) == (str(records["sft"]), "./outputs/mine")
-    text, given = (here / "mine.toml").read_text(), jobs()["sft_full"].read_text()
+    text, given = (here / "mine.toml").read_text(), shipped_jobs()["sft_full"].read_text()
     assert len(text.splitlines()) == len(given.splitlines()) and text.split("\n\n")[0] == given.split("\n\n")[0]
 
 
@@ -68,11 +68,12 @@ def test_the_family_is_that_of_the_folder(here, capsys):
     assert not (here / "no.toml").exists()
 
 
-@pytest.mark.parametrize("name", jobs())
+@pytest.mark.parametrize("name", shipped_jobs())
 def test_every_copy_says_what_the_job_says(name, here):
     """Also one that extends another, which is not beside the copy."""
     assert presets("cp", name) == 0
-    copied, shipped = (manager.load(["--job.config_file", file]) for file in (f"{name}.toml", str(jobs()[name])))
+    files = f"{name}.toml", str(shipped_jobs()[name])
+    copied, shipped = (manager.load(["--job.config_file", file]) for file in files)
     copied.job.config_file, copied.job.dump_folder = shipped.job.config_file, shipped.job.dump_folder
     assert copied == shipped
 

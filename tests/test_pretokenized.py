@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_a_fault(tmp_path, said, length, tokenizer, message
 
 @pytest.mark.parametrize("place", ["t5-base", "models--google--t5-base/snapshots/ab"])
 def test_a_tokenizer_of_the_hub_is_told_by_its_folder(tmp_path, place):
-    from torchtitan.core.presets import TOKENIZER
+    from torchtitan.core.files import TOKENIZER
 
     (tmp_path / place).mkdir(parents=True)
     (tmp_path / place / "tokenizer.model").write_bytes(TOKENIZER.read_bytes())

@@ -43,7 +43,7 @@ from torchtitan.launcher import hangs, monitor, restarts
 from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.processes import Processes
 from torchtitan.launcher.restarts import supervise
-from torchtitan.launcher.signals import SignalQueue
+from torchtitan.launcher.processes import SignalQueue
 from torchtitan.launcher.monitor import Watch
 monitor.FOLLOW_SECONDS, monitor.LOOK_SECONDS = {follow}, 0.1
 restarts.FIRST_PAUSE_SECONDS, hangs.ANSWER_SECONDS, hangs.BUSY = {pause}, {answer}, {busy}

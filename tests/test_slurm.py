@@ -207,7 +207,7 @@ time.sleep(600)
 FRONT = """
 import sys
 from torchtitan.launcher.slurm import start_on_all
-from torchtitan.launcher.signals import SignalQueue
+from torchtitan.launcher.processes import SignalQueue
 sys.exit(start_on_all([sys.executable, "-c", sys.argv[1]], SignalQueue()))
 """
 

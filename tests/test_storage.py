@@ -11,7 +11,7 @@ from tests.support import jobs
 from tests.support.checkpoint_job import Job, saved_steps
 from tests.support.pool import run_ranks
 from tests.test_checkpoint_layout import make_step, names
-from torchtitan.checkpoint import CheckpointError, layout, retention, saving, storage
+from torchtitan.checkpoint import CheckpointError, layout, saving, storage
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.config.manager import load
 from torchtitan.config.options import ConfigError
@@ -56,7 +56,7 @@ def test_a_disk_that_gives_back_something_else_is_noticed_before_publishing(tmp_
 
 
 def retain(root, keep, good=frozenset(), protected=()):
-    retention.retain(root, keep, set(protected), Peers("test"), None if good is None else set(good))
+    saving.delete_old(root, keep, set(protected), Peers("test"), None if good is None else set(good))
 
 
 def test_good_checkpoints_are_not_deleted_for_rotten_newer_ones(tmp_path, caplog):
@@ -73,8 +73,8 @@ def test_good_checkpoints_are_not_deleted_for_rotten_newer_ones(tmp_path, caplog
 
 def test_what_has_just_been_read_is_not_read_again(tmp_path, monkeypatch):
     made = [make_step(tmp_path, step) for step in range(1, 6)]
-    looked, look = [], retention.is_whole
-    monkeypatch.setattr(retention, "is_whole", lambda folder, peers: looked.append(folder) or look(folder, peers))
+    looked, look = [], saving.is_undamaged
+    monkeypatch.setattr(saving, "is_undamaged", lambda folder, peers: looked.append(folder) or look(folder, peers))
     retain(tmp_path, 3, good=[made[4]])
     assert looked == [made[3]]
     assert names(tmp_path) == [folder.name for folder in made[2:]]
@@ -88,7 +88,7 @@ def test_the_control_without_verify_deletes_by_age_alone(tmp_path):
         damage(folder / "__0_0.distcp")
     retain(tmp_path, 2, good=None)
     assert names(tmp_path) == [folder.name for folder in made[2:]]
-    assert not any(retention.is_whole(folder, Peers("test")) for folder in made[2:])
+    assert not any(saving.is_undamaged(folder, Peers("test")) for folder in made[2:])
 
 
 def rotting(folder):

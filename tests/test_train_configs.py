@@ -14,14 +14,14 @@ from tests.support.pool import run_alone, run_ranks
 from tests.support.presets import SEQ_LEN, filled_in
 from torchtitan.build import parts as build
 from torchtitan.config import manager
+from torchtitan.core.files import MODEL_PLACEHOLDER
 from torchtitan.core.initialization import clean_name
-from torchtitan.core.presets import MODEL
 from torchtitan.parallelisms.parallel_model import parallel_parts
 from torchtitan.planner.estimate import predict, worst
 from torchtitan.rules import check
 
 JOBS = sorted((ROOT / "train_configs").glob("*.toml"))
-FINE_TUNING = [path for path in JOBS if MODEL in path.read_text()]
+FINE_TUNING = [path for path in JOBS if MODEL_PLACEHOLDER in path.read_text()]
 
 
 @pytest.fixture(scope="module")

@@ -278,7 +278,7 @@ OWN_FILES = {
     "launcher/hangs.py": "writes",
     "launcher/lock.py": "/proc; writes",
     "launcher/nodes.py": "/proc",
-    "launcher/secret.py": "writes; reads its secret without following links, at most 65 bytes of a regular file",
+    "launcher/admission.py": "writes; reads its secret without following links, at most 65 bytes of a regular file",
     "launcher/processes.py": "/proc",
     "process/exit.py": "/dev/null",
     "metrics/json_lines.py": "writes",

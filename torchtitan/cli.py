@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from torchtitan.core.errors import JobError, folded
 from torchtitan.process.exit import exit_with
-from torchtitan.process.gc_freeze import lasting
+from torchtitan.process.machine import no_gc_during_imports
 
 COMMANDS = {
     "train": "train a job: train job.toml, with --section.key value to change it",
@@ -70,7 +70,7 @@ def _dispatch(argv: list[str]) -> int:
             importlib.import_module("torchtitan.config.help").print_help_if_requested(arguments)
         importlib.import_module("torchtitan.commands.command_lines").parser_of(command).print_help()
         return 0
-    with lasting():
+    with no_gc_during_imports():
         module = importlib.import_module(module_of(command))
     return module.main(arguments)
 

@@ -21,16 +21,14 @@ from torchtitan.config.options import ConfigError
 from torchtitan.config.sections.run import Job
 from torchtitan.core.errors import JobError, folded
 from torchtitan.launcher import slurm
-from torchtitan.launcher.clean_folder import clean
 from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.lock import held, this_process
 from torchtitan.launcher.monitor import Watch
 from torchtitan.launcher.multi_node import LATE_SECONDS, First, Other
 from torchtitan.launcher.nodes import Nodes, stay_on_the_way_to
-from torchtitan.launcher.processes import Processes
+from torchtitan.launcher.processes import Processes, SignalQueue
 from torchtitan.launcher.restarts import follow, supervise
-from torchtitan.launcher.run_folder import HANGS, SECRET, how_to_export
-from torchtitan.launcher.signals import SignalQueue
+from torchtitan.launcher.run_folder import HANGS, SECRET, empty_folder, how_to_export
 from torchtitan.process.exit import CRASHED, REFUSED, exit_with
 from torchtitan.process.ranks import Restart, count_ranks, likely_device, read_nodes, set_default, slurm_job
 from torchtitan.rules import check, with_faults_of_the_rest
@@ -103,7 +101,7 @@ def lead(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue)
         if nodes.count > 1:
             stay_on_the_way_to(nodes)
         with held(Path(config.job.dump_folder), this_process(*slurm_job())):
-            if message := clean(config, slurm_job()[1]):
+            if message := empty_folder(config, slurm_job()[1]):
                 print(message, flush=True)
             try:
                 secret_file = Path(config.job.dump_folder) / SECRET

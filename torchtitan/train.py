@@ -21,11 +21,10 @@ from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError, folded
 from torchtitan.launch import launch, load_job
-from torchtitan.launcher.clean_folder import clean
 from torchtitan.launcher.hangs import answer
 from torchtitan.launcher.lock import held, this_process
-from torchtitan.launcher.run_folder import LOGS
-from torchtitan.launcher.signals import Requests
+from torchtitan.launcher.processes import Requests
+from torchtitan.launcher.run_folder import LOGS, empty_folder
 from torchtitan.process.exit import (
     CRASHED,
     DIFFERING,
@@ -41,7 +40,7 @@ from torchtitan.process.exit import (
     kind_of,
     stop_signals,
 )
-from torchtitan.process.gc_freeze import lasting
+from torchtitan.process.machine import no_gc_during_imports
 from torchtitan.process.ranks import Ranks, read_ranks, slurm_job, started_as_rank
 from torchtitan.process.run_log import set_up_logging
 
@@ -73,7 +72,7 @@ def main(argv: list[str]) -> int:
     if ranks.launcher is not None or not ranks.is_main:  # the launcher holds the folder for all of its ranks
         return run(config, ranks)
     with held(Path(config.job.dump_folder), this_process(*slurm_job())):
-        if message := clean(config, slurm_job()[1]):
+        if message := empty_folder(config, slurm_job()[1]):
             logger.info("%s", message)
         return run(config, ranks)
 
@@ -103,7 +102,7 @@ def run(config: JobConfig, ranks: Ranks) -> int:
 
     for number in stop_signals():
         signal.signal(number, request_stop)
-    with lasting():
+    with no_gc_during_imports():
         from torchtitan.training import trainer as training
 
     try:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan.checkpoint import folders, layout, retention, saving, tensors
+from torchtitan.checkpoint import folders, layout, saving, tensors
 from torchtitan.checkpoint.agreement import Peers, describe
 from torchtitan.checkpoint.base_weights import SCHEDULE_START
 from torchtitan.checkpoint.best_metric import Metric
@@ -252,7 +252,7 @@ class Checkpointer:
             self.hooks.after_save(snapshot.step)
         keep, protected = self.options.keep_latest_k, {target, self.loaded_from}
         good = {target} if self.options.verify else None
-        retention.retain(self.folder, keep, protected, self.save_peers, good, self.best_metric)
+        saving.delete_old(self.folder, keep, protected, self.save_peers, good, self.best_metric)
         self.longest_save_seconds = max(self.longest_save_seconds, time.monotonic() - started)
         return size > 0
 

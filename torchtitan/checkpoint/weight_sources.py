@@ -1,8 +1,13 @@
 """Read model weights of any supported format by this project's names, one tensor at a time: its own checkpoints and
-exports, torchtitan's checkpoints, and folders and files of Hugging Face.
+exports, checkpoints that torchtitan itself wrote, and folders and files of Hugging Face.
+
+A torchtitan checkpoint has no manifest to verify it against. Its metadata are a pickle, which is read without executing
+it (safe_unpickle.py), and only files of the checkpoint are opened. Pickled values in it are never read.
 """
 
 import os
+import re
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,22 +16,89 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from torchtitan.checkpoint import CheckpointError
+from torchtitan.checkpoint import safe_unpickle
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.checkpoint.base_weights import find_weights
-from torchtitan.checkpoint.layout import MODEL
+from torchtitan.checkpoint.layout import METADATA, MODEL, CheckpointError, read_bytes
 from torchtitan.checkpoint.loading import Source, open_checkpoint
-from torchtitan.checkpoint.storage import read_tensors
+from torchtitan.checkpoint.storage import CheckedReader, read_tensors, translated_errors
 from torchtitan.checkpoint.tensors import differences, entries
-from torchtitan.checkpoint.torchtitan_dcp import TorchtitanCheckpoint
 from torchtitan.core.initialization import clean_name, local_part
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.core.tensor_storage import Deferred, packed_names, stores
 from torchtitan.models.hf.load import StoredWeights
 from torchtitan.models.hf.names import FORMS
 from torchtitan.models.spec import MODELS
+
+_FILE = re.compile(r"[A-Za-z0-9_]{1,128}\.distcp")
+NOT_WEIGHTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+COMPUTED = ("freqs_cis",)
+"""A table of rotary angles, which some versions of torchtitan saved."""
+
+
+class TorchtitanCheckpoint:
+    """The weights of a torchtitan checkpoint. `tensors`: torchtitan's name of a weight -> dtype and shape.
+
+    Raises `CheckpointError`.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        try:
+            self.index = safe_unpickle.read_foreign(read_bytes(folder / METADATA, safe_unpickle.LARGEST))
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder}: {error}") from None
+        entries = self.index.state_dict_metadata
+        # until 2024 the names of all weights had the prefix "model."
+        self.prefix = MODEL if any(name.startswith(MODEL) for name in entries) else ""
+        weights = {name.removeprefix(self.prefix): entry for name, entry in entries.items() if self._is_weight(name)}
+        self.tensors = {name: (entry.properties.dtype, tuple(entry.size)) for name, entry in weights.items()}
+        if not self.tensors:
+            raise CheckpointError(f"{folder}: holds no weights, only {', '.join(sorted(entries)[:5]) or 'values'}")
+        self._check_places()
+        for name in self.tensors:
+            if (fault := safe_unpickle.lack_of(self.prefix + name, self.index)) is not None:
+                raise CheckpointError(f"{folder / METADATA}: {name} {fault}")
+
+    def _is_weight(self, name: str) -> bool:
+        inner = name.removeprefix(self.prefix)
+        return name.startswith(self.prefix) and inner not in COMPUTED and inner.split(".")[0] not in NOT_WEIGHTS
+
+    def _check_places(self) -> None:
+        """Check that each tensor is stored in regular files of this folder."""
+        for index, place in self.index.storage_data.items():
+            if index.fqn.removeprefix(self.prefix) not in self.tensors:
+                continue
+            if not _FILE.fullmatch(place.relative_path):
+                raise CheckpointError(f"{self.folder / METADATA} points to {place.relative_path!r}: not opened")
+            if place.transform_descriptors is not None:
+                raise CheckpointError(
+                    f"{self.folder / METADATA}: {index.fqn} is stored in a transformed way: not opened"
+                )
+            try:
+                status = (self.folder / place.relative_path).lstat()
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.folder / place.relative_path} cannot be read ({error.strerror})"
+                ) from None
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{self.folder / place.relative_path} is not a regular file")
+            if place.offset + place.length > status.st_size:
+                raise CheckpointError(f"{self.folder / place.relative_path} is cut off: {index.fqn} is not all there")
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return the full tensor, of the shape in `tensors`, from any number of ranks' files."""
+        dtype, shape = self.tensors[name]
+        target = {self.prefix + name: torch.empty(shape, dtype=dtype)}
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        with translated_errors():
+            dcp.load(target, storage_reader=CheckedReader(self.folder, self.index), planner=planner, no_dist=True)
+        return target[self.prefix + name]
+
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from torchtitan.commands.command_parser import CommandParser, OneOf, number_above_0, whole_number
-from torchtitan.core.presets import jobs
+from torchtitan.core.files import shipped_jobs
 from torchtitan.process.ranks import likely_device
 
 FOLDER = "a run's dump_folder, a checkpoint, an export, or a Hugging Face folder"
@@ -315,7 +315,7 @@ def _presets() -> CommandParser:
     )
     actions = OneOf(("ls", "cat", "cp"))
     parser.add_argument("action", type=actions, metavar="{ls,cat,cp}", help="what to do")
-    parser.add_argument("arguments", nargs="*", metavar="NAME", help=f"of {', '.join(jobs())}")
+    parser.add_argument("arguments", nargs="*", metavar="NAME", help=f"of {', '.join(shipped_jobs())}")
     parser.add_argument("--model", metavar="FOLDER", help="cp: Hugging Face folder of the model to train")
     parser.add_argument("--data", metavar="FILES", help="cp: records to train on: a file, a folder or a glob")
     return parser

@@ -11,7 +11,7 @@ from torchtitan.cli import COMMANDS
 from torchtitan.commands.command_lines import PARSERS, parse_command, parser_of
 from torchtitan.commands.command_parser import OneOf
 from torchtitan.config.options import choices, options
-from torchtitan.core.presets import jobs
+from torchtitan.core.files import shipped_jobs
 
 JOB_COMMANDS = ("train", *(command for command in PARSERS if parser_of(command).takes))
 
@@ -46,7 +46,7 @@ def arguments_of(command: str) -> list[str]:
         if isinstance(action.type, OneOf)
         for name in action.type.names
     ]
-    return [*names, *(jobs() if command in ("train", "presets") or (parser and parser.takes == "job") else [])]
+    return [*names, *(shipped_jobs() if command in ("train", "presets") or (parser and parser.takes == "job") else [])]
 
 
 def bash() -> str:

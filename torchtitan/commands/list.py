@@ -6,7 +6,7 @@ from typing import Any
 from torchtitan.adapters import ADAPTERS
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.config.options import describe, show
-from torchtitan.core.presets import jobs
+from torchtitan.core.files import shipped_jobs
 from torchtitan.core.registry import Registry, added, faults_of_packages, package_of
 from torchtitan.datasets import DATASETS
 from torchtitan.datasets.tokenizer import TOKENIZERS
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     faults: list[str] = []
     for kind in options.kinds or KIND_NAMES:
         if kind == JOBS:
-            print(f"{JOBS}  (torchtitan train NAME, --job.config_file NAME)", *jobs(), sep="\n  ")
+            print(f"{JOBS}  (torchtitan train NAME, --job.config_file NAME)", *shipped_jobs(), sep="\n  ")
             continue
         where, registry = KINDS[kind]
         broken = faults_of_packages(registry)

@@ -11,7 +11,7 @@ from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.init import write_new_file
 from torchtitan.config.options import hint
 from torchtitan.core.errors import JobError
-from torchtitan.core.presets import MODEL, RECORDS, jobs
+from torchtitan.core.files import MODEL_PLACEHOLDER, RECORDS_PLACEHOLDER, shipped_jobs
 from torchtitan.importers.translation import family_in
 from torchtitan.models import SIZES
 from torchtitan.models.hf.config import CONFIG
@@ -50,7 +50,7 @@ def head_of(text: str) -> Head:
 
 
 def list_all(keywords: list[str]) -> int:
-    heads = {name: path.read_text().split("\n\n")[0] for name, path in jobs().items()}
+    heads = {name: path.read_text().split("\n\n")[0] for name, path in shipped_jobs().items()}
     matches = {name: head_of(text) for name, text in heads.items() if all(w.lower() in text.lower() for w in keywords)}
     if not matches:
         print(f"no job's head has {' and '.join(keywords)}; there are {', '.join(heads)}", file=sys.stderr)
@@ -61,7 +61,7 @@ def list_all(keywords: list[str]) -> int:
 
 
 def job_named(name: str) -> Path:
-    presets = jobs()
+    presets = shipped_jobs()
     if name not in presets:
         raise JobError(
             f"{name}: not a preset; allowed: {', '.join(presets)}; {hint(name, presets) or 'see presets ls'}"
@@ -74,7 +74,8 @@ def copy(name: str, text: str, path: Path, options: argparse.Namespace) -> int:
 
     Raises JobError if the preset has no placeholder for them, or if the file exists.
     """
-    for flag, value, placeholder in (("--model", options.model, MODEL), ("--data", options.data, RECORDS)):
+    replaced = ("--model", options.model, MODEL_PLACEHOLDER), ("--data", options.data, RECORDS_PLACEHOLDER)
+    for flag, value, placeholder in replaced:
         if value is not None and placeholder not in text:
             raise JobError(f"{flag}: the job {name} asks for none; drop it, or take one of the fine-tuning jobs")
     if options.model is not None:
@@ -85,10 +86,10 @@ def copy(name: str, text: str, path: Path, options: argparse.Namespace) -> int:
         family = family_in(folder)
         if family is None:
             raise JobError(f"{folder}: a model of another family; allowed: one of {', '.join(SIZES)}")
-        text = with_value(text.replace(json.dumps(MODEL), quoted(str(folder))), "name", family)
+        text = with_value(text.replace(json.dumps(MODEL_PLACEHOLDER), quoted(str(folder))), "name", family)
     if options.data is not None:
-        text = text.replace(json.dumps(RECORDS), quoted(options.data))
-    for base in jobs():
+        text = text.replace(json.dumps(RECORDS_PLACEHOLDER), quoted(options.data))
+    for base in shipped_jobs():
         # the base is not in the folder of the copy
         text = text.replace(f'extends = "{base}.toml"', f'extends = "{base}"')
     text = with_value(text, "dump_folder", f"./outputs/{path.stem}")

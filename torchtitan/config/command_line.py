@@ -17,13 +17,13 @@ from torchtitan.config.options import (
     show,
 )
 from torchtitan.config.renames import Moved, renamed
-from torchtitan.core.presets import jobs
+from torchtitan.core.files import shipped_jobs
 
 _ALIASES = dict.fromkeys(("config", "config_file", "config-file", "job.config"), "job.config_file")
 
 
 def _is_job(argument: str) -> bool:
-    return not argument.startswith("-") and (argument.endswith(".toml") or argument in jobs())
+    return not argument.startswith("-") and (argument.endswith(".toml") or argument in shipped_jobs())
 
 
 def split_job_options(argv: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -66,7 +66,7 @@ def parse_arguments(argv: list[str]) -> tuple[list[str], Layer]:
         if not argument.startswith("--") or argument == "--":
             remedy = "every option is named; jobs are .toml files, or names of `torchtitan list jobs`"
             faults.append(
-                Fault(COMMAND_LINE, "", show(argument), "--section.key value", hint(argument, jobs()) or remedy)
+                Fault(COMMAND_LINE, "", show(argument), "--section.key value", hint(argument, shipped_jobs()) or remedy)
             )
             continue
         key, equals, text = argument[2:].partition("=")

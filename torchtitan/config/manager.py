@@ -19,8 +19,7 @@ from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.layers import COMMAND_LINE, Entries, Layer, assemble, layer_of, merged, of_environment, walk
 from torchtitan.config.options import ConfigError, Fault, hint, option_at, show
 from torchtitan.core.cadence import NO_LIMIT
-from torchtitan.core.files import FileError, read_file
-from torchtitan.core.presets import job_file, jobs
+from torchtitan.core.files import FileError, find_job_file, read_file, shipped_jobs
 
 __all__ = ["ConfigError", "Fault", "load", "to_toml"]
 
@@ -79,7 +78,7 @@ def to_toml(config: JobConfig) -> str:
 def read_layers(argv: list[str]) -> tuple[list[str], list[Layer]]:
     """Return the files in `argv`, and the layers in rising precedence: each file after its bases, then `argv`."""
     files, command_line = parse_arguments(argv)
-    files = [job_file(expanduser(file)) for file in files]
+    files = [find_job_file(expanduser(file)) for file in files]
     read: list[str] = []
     layers = [layer for file in files for layer in _read_file(file, COMMAND_LINE, "job.config_file", (), read)]
     return files, [*layers, command_line]
@@ -119,7 +118,7 @@ def _read_file(name: str, said_by: str, key: str, chain: tuple[Path, ...], read:
         bases = []
     for base in map(expanduser, bases):
         path_from_file = str(Path(name).parent / base) if base.strip() else base
-        layers += _read_file(job_file(base, path_from_file), name, "extends", (*chain, path), read)
+        layers += _read_file(find_job_file(base, path_from_file), name, "extends", (*chain, path), read)
     layers.append(layer_of(name, walk(table)))
     if not chain and not any(layer.values or layer.old or layer.faults for layer in layers):
         # more likely the output of a command that failed than a job of defaults
@@ -137,7 +136,7 @@ def _not_a_job(name: str, path: Path, said_by: str, key: str, chain: tuple[Path,
         return Fault(said_by, key, f"{show(name)} (a folder)", allowed, "")
     if not path.exists():
         neighbours = path.parent.glob("*.toml") if path.parent.is_dir() else []
-        near = hint(path.name, [*(file.name for file in neighbours), *jobs()]) or f"looked for it as {path}"
+        near = hint(path.name, [*(file.name for file in neighbours), *shipped_jobs()]) or f"looked for it as {path}"
         return Fault(said_by, key, f"{show(name)} (no such file)", allowed, near)
     if path in chain:
         cycle = " -> ".join(p.name for p in (*chain[chain.index(path) :], path))

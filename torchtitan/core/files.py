@@ -3,6 +3,8 @@
 Such a path may lead to a pipe, where a reader would wait without end, to a device, which never ends, or to a file far
 larger than expected. Only regular files are opened, and each caller limits the size. tests/test_user_files.py refuses
 code that reads files in any other way.
+
+The package also comes with files: jobs that can be called by name, and a small tokenizer.
 """
 
 import os
@@ -92,3 +94,28 @@ def _refuse_special(path: str | os.PathLike[str], status: os.stat_result) -> Non
     if not stat.S_ISREG(status.st_mode):
         kind = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "a device")
         raise FileError(path, f"is not a regular file but {kind}")
+
+
+# Files that come with the package
+
+_PACKAGE = Path(__file__).parent.parent
+_INSTALLED = (_PACKAGE / "train_configs").exists()  # a wheel has copies; a checkout has them next to the package
+
+JOBS = (_PACKAGE if _INSTALLED else _PACKAGE.parent) / "train_configs"
+TOKENIZER = (_PACKAGE if _INSTALLED else _PACKAGE.parent / "tests") / "assets/tokenizer/tiktoken.model"
+"""A small tokenizer with 2,048 tokens, for `model.tokenizer_path = "debug"`."""
+
+MODEL_PLACEHOLDER, RECORDS_PLACEHOLDER = "./base_model", "./records.jsonl"
+"""Placeholders in fine-tuning jobs for the user's model folder and records."""
+
+
+def shipped_jobs() -> dict[str, Path]:
+    """Return the paths of the shipped jobs by name, sorted."""
+    return {path.stem: path for path in sorted(JOBS.glob("*.toml"))}
+
+
+def find_job_file(name: str, path: str | None = None) -> str:
+    """Return the file of the shipped job `name` if no file exists at `path` (default: `name`), else `path`."""
+    file = name if path is None else path
+    shipped = shipped_jobs().get(name)
+    return str(shipped) if shipped and not Path(file).exists() else file

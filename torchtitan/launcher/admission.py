@@ -7,21 +7,121 @@ first machine -> {"kind": "welcome", "proof"}, or {"kind": "stranger"} and the e
 other machine -> {"kind": "here", ...}: which machine it is
 
 Before its proof, a connection may send little, has little time, and is one of few.
+
+The launchers of a run share a secret: a file in the run's folder that only its owner may read. A launcher that can read
+the file belongs to the run. The secret is never sent. Both ends of a connection prove that they know it, each by an
+HMAC over its role and a random number (nonce) of either end. A recorded exchange proves nothing on another connection.
 """
 
 import errno
+import hashlib
+import hmac
 import os
+import re
+import secrets
 import select
 import socket
+import stat
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from torchtitan.launcher import secret
-from torchtitan.launcher.connection import LONGEST_GREETING, LONGEST_MESSAGE, Line, Message
-from torchtitan.launcher.nodes import Nodes, listen
-from torchtitan.launcher.signals import SignalQueue
+from torchtitan.core.errors import JobError
+from torchtitan.launcher.nodes import LONGEST_GREETING, LONGEST_MESSAGE, Line, Message, Nodes, listen
+from torchtitan.launcher.processes import SignalQueue
 from torchtitan.process.exit import CRASHED, REFUSED
+
+NONCE_BYTES = 32
+_HEX = re.compile(rb"[0-9a-f]{64}")
+_OTHER_USERS = stat.S_IRWXG | stat.S_IRWXO
+Role = Literal["first machine", "other machine"]
+
+
+def create_secret(path: Path) -> bytes:
+    """Write a new secret and return it. The caller holds the run's folder, so an existing file is left over from an
+    earlier launch. Raises `JobError` if the file cannot be written or cannot be hidden from other users.
+    """
+    secret = secrets.token_hex(32).encode()
+    try:
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        try:
+            mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+            if not mode & _OTHER_USERS:
+                os.write(descriptor, secret)
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise JobError(
+            f"job.dump_folder: {path}, the secret that machines know each other by, cannot be written "
+            f"({error.strerror}); allowed: a folder that this user may write to, with space on its disk"
+        ) from None
+    if mode & _OTHER_USERS:
+        remove_secret(path)
+        raise JobError(
+            f"job.dump_folder: {path}, the secret that machines know each other by, would be open to other users "
+            f"(mode {mode:04o}, not 0600); allowed: a folder on a file system that keeps the permissions of files"
+        )
+    return secret
+
+
+def read_secret(path: Path) -> bytes | None:
+    """Return the secret of the first machine; None if there is none (yet).
+
+    Raises `JobError` if this user may not read it, or others may.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except PermissionError:
+        raise JobError(
+            f"{path}: the first machine's secret, which this user may not read; allowed: the same user on all machines"
+        ) from None
+    except OSError:
+        return None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        if status.st_mode & _OTHER_USERS:
+            raise JobError(
+                f"{path}: the first machine's secret, with mode {stat.S_IMODE(status.st_mode):04o}, so that other "
+                "users may know it; allowed: 0600, on a file system that keeps the permissions of files"
+            )
+        content = os.read(descriptor, 65)
+    except OSError:  # a stale handle of a file that has just been replaced
+        return None
+    finally:
+        os.close(descriptor)
+    return content if _HEX.fullmatch(content) else None
+
+
+def remove_secret(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
+
+
+def new_nonce() -> str:
+    return secrets.token_hex(NONCE_BYTES)
+
+
+def make_proof(secret: bytes, role: Role, first_nonce: str, other_nonce: str) -> str:
+    """Return the text that the machine with this role sends to prove that it knows the secret."""
+    text = f"torchtitan launcher\0{role}\0{first_nonce}\0{other_nonce}"
+    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
+
+
+def is_proof(value: object, secret: bytes, role: Role, first_nonce: str, other_nonce: str) -> bool:
+    """Return True if `value` proves that its sender knows the secret. Takes equally long for every wrong value."""
+    expected = make_proof(secret, role, first_nonce, other_nonce)
+    return isinstance(value, str) and hmac.compare_digest(value.encode(errors="replace"), expected.encode())
+
+
+def is_nonce(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
+
 
 MOST_VISITORS = 64
 """Connections that have not introduced themselves; one more closes the oldest. An introduction takes milliseconds."""
@@ -85,7 +185,7 @@ class Door:
                 line = Line(self.listener.accept()[0], LONGEST_GREETING)
             except OSError:  # the peer has disconnected again
                 continue
-            visitor = _Visitor(line, secret.new_nonce(), time.monotonic() + GREETING_SECONDS)
+            visitor = _Visitor(line, new_nonce(), time.monotonic() + GREETING_SECONDS)
             if self.key is not None:
                 line.send({"kind": "challenge", "nonce": visitor.nonce})
             self.visitors.append(visitor)
@@ -112,11 +212,11 @@ class Door:
 
     def _is_proof(self, visitor: _Visitor, message: Message) -> bool:
         nonce, proof = str(message.get("nonce")), str(message.get("proof"))
-        if self.key is None or message["kind"] != "proof" or not secret.is_nonce(nonce):
+        if self.key is None or message["kind"] != "proof" or not is_nonce(nonce):
             return False
-        if not secret.is_proof(proof, self.key, "other machine", visitor.nonce, nonce):
+        if not is_proof(proof, self.key, "other machine", visitor.nonce, nonce):
             return False
-        visitor.line.send({"kind": "welcome", "proof": secret.proof(self.key, "first machine", visitor.nonce, nonce)})
+        visitor.line.send({"kind": "welcome", "proof": make_proof(self.key, "first machine", visitor.nonce, nonce)})
         return True
 
     def turn_away(self, code: int) -> int:
@@ -197,7 +297,7 @@ def _open(nodes: Nodes, queue: SignalQueue) -> socket.socket | int:
 
 def _introduce(line: Line, secret_file: Path, queue: SignalQueue, may_refuse: bool) -> int | None:
     """Do the other machine's part of the authentication; return the number of a signal that interrupted it."""
-    key, first_nonce, nonce = None, "", secret.new_nonce()
+    key, first_nonce, nonce = None, "", new_nonce()
     deadline = time.monotonic() + ANSWER_SECONDS
     while line.open and time.monotonic() < deadline:
         for number in queue.wait(_LOOK_SECONDS, [line.connection]):
@@ -205,14 +305,14 @@ def _introduce(line: Line, secret_file: Path, queue: SignalQueue, may_refuse: bo
         messages = line.receive()
         for index, message in enumerate(messages):
             kind = message["kind"]
-            if kind == "challenge" and key is None and secret.is_nonce(message.get("nonce")):
-                key, first_nonce = secret.read(secret_file), message["nonce"]
+            if kind == "challenge" and key is None and is_nonce(message.get("nonce")):
+                key, first_nonce = read_secret(secret_file), message["nonce"]
                 if key is None:
                     raise NoAnswer(f"{secret_file} is not there on this machine", foreign=True)
-                answer = secret.proof(key, "other machine", first_nonce, nonce)
+                answer = make_proof(key, "other machine", first_nonce, nonce)
                 line.send({"kind": "proof", "nonce": nonce, "proof": answer})
             elif kind == "welcome" and key is not None:
-                if not secret.is_proof(message.get("proof"), key, "first machine", first_nonce, nonce):
+                if not is_proof(message.get("proof"), key, "first machine", first_nonce, nonce):
                     raise NoAnswer(f"it does not know {secret_file} of this machine", foreign=True)
                 line.put_back(messages[index + 1 :])
                 return None

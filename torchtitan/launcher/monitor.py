@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import TextIO
 
 from torchtitan.launcher import hangs
-from torchtitan.launcher.connection import Message
 from torchtitan.launcher.exit_report import End
 from torchtitan.launcher.hangs import Evidence, Limits, Watchdog
 from torchtitan.launcher.multi_node import First, Other
-from torchtitan.launcher.processes import Ended, Processes
-from torchtitan.launcher.signals import Requests, SignalQueue
+from torchtitan.launcher.nodes import Message
+from torchtitan.launcher.processes import Ended, Processes, Requests, SignalQueue
 from torchtitan.process.exit import EXPLAINED, HUNG, NOT_EXPORTED, SAID_BY_THE_FIRST, STOPPED
 from torchtitan.process.heartbeat import TRAINED, WITHOUT_STATE
 

@@ -1,6 +1,6 @@
 """Coordinate the launchers of several machines: the first decides, the others report to it and follow its orders.
 
-Each of the others has one connection to the first (connection.py), on which both ends first prove that they belong to
+Each of the others has one connection to the first (nodes.py), on which both ends first prove that they belong to
 the run (admission.py). A machine takes part while it is connected. A closed connection means that the machine is lost,
 and it may reconnect. On a single machine there are no connections."""
 
@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.core.errors import JobError
-from torchtitan.launcher import secret
-from torchtitan.launcher.admission import STARTED_AGAIN, Door, NoAnswer, connect, send_away
-from torchtitan.launcher.connection import Line, Message
+from torchtitan.launcher import admission
+from torchtitan.launcher.admission import Door, NoAnswer, connect, send_away
 from torchtitan.launcher.exit_report import End, read_end
 from torchtitan.launcher.hangs import folder_name
-from torchtitan.launcher.nodes import Nodes, listen
-from torchtitan.launcher.signals import SignalQueue
+from torchtitan.launcher.nodes import Line, Message, Nodes, listen
+from torchtitan.launcher.processes import SignalQueue
 from torchtitan.process.exit import CRASHED, TERMINATED
 from torchtitan.process.ranks import Restart
 
@@ -77,7 +76,7 @@ class First:
         a shared folder, is written first. Raises `JobError` if some do not come, cannot take part or are gone again."""
         if self._door is None:
             return None
-        self._key = self._door.key = secret.create(secret_file)
+        self._key = self._door.key = admission.create_secret(secret_file)
         self._secret_file = secret_file
         deadline = time.monotonic() + seconds
         while len(self.hosts) < self.nodes.count:
@@ -119,7 +118,7 @@ class First:
             line.close()
             return ""
         if not self.attempt and message.get("attempt"):  # no rank runs yet: it is of an earlier launch
-            send_away(line, STARTED_AGAIN)
+            send_away(line, admission.STARTED_AGAIN)
             return ""
         fault = ""
         if index in self.hosts and not self.attempt:
@@ -284,7 +283,7 @@ class First:
             line.send({"kind": "leave", "code": code})
             line.close()
         if self._secret_file is not None:
-            secret.remove(self._secret_file)
+            admission.remove_secret(self._secret_file)
             self._secret_file = None
 
 

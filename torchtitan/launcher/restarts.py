@@ -9,11 +9,11 @@ import sys
 import time
 from collections.abc import Callable
 
-from torchtitan.launcher.connection import Message
 from torchtitan.launcher.exit_report import End, together
 from torchtitan.launcher.monitor import Watch, say
 from torchtitan.launcher.multi_node import QUIET_SECONDS, First, Other
-from torchtitan.launcher.signals import SignalQueue
+from torchtitan.launcher.nodes import Message
+from torchtitan.launcher.processes import SignalQueue
 from torchtitan.process.exit import CRASH_LOOP, CRASHED, HUNG, STOPPED
 from torchtitan.process.ranks import Restart
 

@@ -2,16 +2,30 @@
 
 They include the job of every start and the step of the last save, which distinguishes a folder that lost its
 checkpoints from a new one. Needs no torch.
+
+The folder is emptied before a new run begins in it if the job says so (job.clean_start). Only what certainly belongs to
+a run is deleted, and nothing that a user might miss. A folder belongs to a run if it contains the files of `keep_job`.
+It is refused if it has anything at its top level that no run of this job writes. Links are removed and never followed.
+A job that `torchtitan import --run` has written into the folder stays if the run is started from it. The file that
+marks the folder is deleted last, so that the next start can finish an interrupted deletion.
 """
 
+import dataclasses
+import glob
 import logging
 import os
 import re
 import shlex
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from torchtitan.checkpoint import folders, layout
-from torchtitan.config.job import JobConfig
+from torchtitan.config.job import JobConfig, as_dict, trackers_of
+from torchtitan.core.errors import JobError
+from torchtitan.launcher.lock import is_lock
+from torchtitan.metrics.trackers import left_by
 
 logger = logging.getLogger(__name__)
 
@@ -114,3 +128,144 @@ def how_to_export(config: JobConfig) -> str:
     command += ["--merge", "--dtype", options.export_dtype] if options.last_save_model_only else []
     command += ["--best"] if options.export_best else []
     return f"everything is saved: run `{shlex.join(command)}`, or start the same job again, which then only exports"
+
+
+# Emptying the folder (job.clean_start)
+
+CLEAN_START = "job.clean_start"
+NO_PLACES = ("job.dump_folder", "job.description", "job.tags", "data.cache_dir")
+"""String options that are not paths, or are paths that only the run itself creates."""
+_TOKENIZED = re.compile(r"\.lock|[0-9a-f]{16}")
+"""Names of the entries in a folder of tokenized data."""
+
+
+def empty_folder(config: JobConfig, started_before: int = 0) -> str:
+    """Empty job.dump_folder, except for this run's lock, if job.clean_start says so. Return a message for the log.
+
+    A job that SLURM has `started_before` resumes instead. Raises `JobError`, with nothing deleted, if the folder must
+    not be emptied; also on a system error, which may leave the folder partly emptied.
+    """
+    folder = Path(config.job.dump_folder)
+    if config.job.clean_start == "never" or not os.path.lexists(folder):
+        return ""
+    if started_before:
+        return f"{folder} is not emptied ({CLEAN_START}): SLURM has started this job before"
+    try:
+        return _empty(config, folder)
+    except OSError as error:
+        raise JobError(
+            f"{CLEAN_START}: given {config.job.clean_start}, but {error.filename or folder} cannot be read or deleted "
+            f"({error.strerror or error}); mend that and start again, empty {folder} yourself, or name another "
+            "job.dump_folder"
+        ) from None
+
+
+def _empty(config: JobConfig, folder: Path) -> str:
+    config, job_file = _beside_its_file(config, folder)
+    entries = [entry for entry in os.scandir(folder) if not is_lock(entry.name) and entry.name != job_file]
+    if not entries:
+        return ""
+    if reason := why_not(config, folder):
+        allowed = "a folder that one run has made, and nothing else is in"
+        raise JobError(f"{CLEAN_START}: given {config.job.clean_start} with {folder}; allowed: {allowed}; {reason}")
+    for entry in sorted(entries, key=lambda entry: entry.name == STARTS):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
+    return f"{folder} is emptied of what an earlier run has left ({CLEAN_START}), {len(entries)} entries"
+
+
+def _beside_its_file(config: JobConfig, folder: Path) -> tuple[JobConfig, str]:
+    """Return the job without the config file of `torchtitan import --run` in this folder, and that file's name; the job
+    as is and "" if it has none.
+    """
+    imported_file = folder.resolve() / IMPORTED
+    files = [file for file in config.job.config_file if Path(file).parent.resolve() / Path(file).name != imported_file]
+    if files == config.job.config_file:
+        return config, ""
+    return dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=files)), IMPORTED
+
+
+def why_not(config: JobConfig, folder: Path) -> str:
+    """Return why an existing folder must not be emptied, or "". Raises `OSError` if the folder cannot be read."""
+    if folder.is_symlink():
+        return f"it is a link to {os.readlink(folder)}: name the folder itself"
+    resolved = folder.resolve()
+    if resolved == resolved.parent:
+        return "it is the root of all files"
+    if Path.home().resolve().is_relative_to(resolved):
+        return "a home lies in it"
+    if Path.cwd().is_relative_to(resolved):
+        return "it is the folder that this was started in, or holds it"
+    if inside := next(_named_inside(as_dict(config), resolved), None):
+        return f"the job reads {inside}, which lies in it: move that, or name another job.dump_folder"
+    if not is_of_a_run(resolved):
+        return f"no run has left its {STARTS} in it: empty it yourself, or name another job.dump_folder"
+    if protected := next(_held(resolved, config.job.clean_start == "always"), ""):
+        return protected
+    if foreign := next(_foreign(config, resolved), None):
+        return f"{foreign} is nothing that a run of this job makes: move it, or name another job.dump_folder"
+    return ""
+
+
+def _held(root: Path, always: bool) -> Iterator[str]:
+    """Yield messages about anything in the folder, at any depth, that must not be deleted."""
+    for folder, subfolders, files in os.walk(root, onerror=_raise):
+        path, names = Path(folder), sorted([*subfolders, *files])
+        if ".git" in names:
+            yield f"{path} is a work tree of git"
+        if path != root and (STARTS in names or any(map(is_lock, names))):
+            yield f"{path} is another run's folder: move it, or name another job.dump_folder"
+        if path != root and os.path.ismount(path):
+            yield f"another disk is mounted at {path}: empty it yourself, or name another job.dump_folder"
+        if always:
+            continue
+        for name in names:
+            if (step := layout.step_of(name)) is not None or name.startswith(".aside-step-"):
+                contents = "a step" if step is None else f"step {step}"
+                yield f'{contents} is saved in it, {path / name}: for this to go too write "always"'
+            if path == root and name in EXPORTS:
+                yield f'the weights of a run are in it, {name}: for these to go too write "always"'
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _foreign(config: JobConfig, root: Path) -> Iterator[Path]:
+    """Yield the paths at the top level, or in a folder of tokenized data, that no run of this job writes."""
+    cache = Path(config.data.cache_dir or root / "data").resolve()
+    options = [config.checkpoint.folder, config.metrics.save_tb_folder]
+    options += [config.profiling.save_traces_folder, config.profiling.save_memory_snapshot_folder]
+    allowed = {os.path.normpath(folder).split(os.sep)[0] for folder in options} | left_by(trackers_of(config).values())
+    if root in cache.parents:
+        allowed.add(cache.relative_to(root).parts[0])
+    for path in sorted(root.iterdir()):
+        if path.name not in allowed and not is_lock(path.name) and not is_of_every_run(path.name):
+            yield path
+    if root in cache.parents and cache.is_dir():
+        yield from (path for path in sorted(cache.iterdir()) if not _TOKENIZED.fullmatch(path.name))
+
+
+def _named_inside(value: Any, folder: Path, name: str = "") -> Iterator[str]:
+    """Yield the job's strings that name a file, folder or glob in `folder`, except the run's own output."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _named_inside(item, folder, f"{name}.{key}".strip("."))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _named_inside(item, folder, name)
+    elif isinstance(value, str) and value and "\0" not in value and name not in NO_PLACES:
+        fixed = value[: min((value.index(sign) for sign in "*?[" if sign in value), default=len(value))]
+        try:
+            path = Path(value)
+            candidates = [path.resolve()] if fixed == value else [path.resolve(), Path(fixed).parent.resolve()]
+            is_inside = any(candidate.is_relative_to(folder) and candidate.exists() for candidate in candidates)
+            if fixed != value:
+                matches = (Path(match).resolve() for match in glob.iglob(str(path), recursive=True))
+                is_inside = is_inside or any(folder in match.parents for match in matches)
+            if is_inside:
+                yield f"{value} ({name})"
+        except (OSError, RuntimeError):  # not a valid path
+            return

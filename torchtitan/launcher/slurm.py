@@ -14,7 +14,7 @@ from shutil import which
 
 from torchtitan.core.errors import JobError
 from torchtitan.launcher.nodes import Nodes
-from torchtitan.launcher.signals import Requests, SignalQueue
+from torchtitan.launcher.processes import Requests, SignalQueue
 from torchtitan.process.exit import STOPPED
 from torchtitan.process.ranks import likely_device, number, set_default
 

@@ -27,8 +27,8 @@ from torchtitan.metrics.device import describe_memory
 from torchtitan.metrics.goodput import CAUSE_OF, Goodput
 from torchtitan.metrics.logger import histograms_of, of_all_ranks
 from torchtitan.process import distributed
-from torchtitan.process.gc_freeze import collect_garbage
 from torchtitan.process.heartbeat import Progress
+from torchtitan.process.machine import collect_garbage
 from torchtitan.process.ranks import Ranks, Restart
 from torchtitan.training import preflight
 from torchtitan.training.batches import Batch, PeerStopped, Prefetcher, batch_preparer, prepare_adapter

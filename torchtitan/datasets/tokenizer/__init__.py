@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from torchtitan.core.presets import TOKENIZER
+from torchtitan.core.files import TOKENIZER
 from torchtitan.core.registry import Registry
 from torchtitan.datasets.tokenizer.base import Tokenizer, TokenizerError, read_content
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer, TiktokenTokenizer
