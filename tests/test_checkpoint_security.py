@@ -87,7 +87,7 @@ def test_the_metadata_of_a_single_rank_is_never_read(folder, planted):
     """torch falls back to it when the common one fails."""
     (folder / "__0.metadata").write_bytes(pickle.dumps(Payload(planted)))
     index = storage.read_metadata(folder, layout.read_manifest(folder))
-    assert storage._CheckedReader(folder, index).read_metadata(rank=0) is index
+    assert storage.CheckedReader(folder, index).read_metadata(rank=0) is index
     (folder / ".metadata").write_bytes(b"nonsense")
     assert_refused(folder, planted, ".metadata is damaged")
     assert not planted.exists()

@@ -23,7 +23,7 @@ from tests.test_launcher import RANK, end, gone, nothing_is_left, started
 from tests.test_nodes import free_port
 from tests.test_restarts import ATTEMPT, CRASH, in_the_folder
 from torchtitan.core.errors import JobError
-from torchtitan.launcher import admission, multi_node, restarts, secret
+from torchtitan.launcher import admission, multi_node, restarts
 from torchtitan.launcher.exit_report import End, read_end, together
 from torchtitan.launcher.hangs import Evidence
 from torchtitan.launcher.monitor import Watch
@@ -427,7 +427,7 @@ def test_a_deeply_nested_message_ends_its_connection_and_nothing_else():
 def test_a_recorded_conversation_proves_nothing(queue, tmp_path):
     """A replayed proof of another machine is refused, and so is the coordinator's own proof sent back."""
     first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
-    path.write_bytes(secret.create(path))
+    path.write_bytes(admission.create_secret(path))
     first._door.key = path.read_bytes()
     nonces = []
 
@@ -435,7 +435,7 @@ def test_a_recorded_conversation_proves_nothing(queue, tmp_path):
         peer = socket.create_connection(("127.0.0.1", first.nodes.port))
         first._door.greet()
         nonces.append(receive_message(peer)["nonce"])
-        proof = secret.proof(path.read_bytes(), "other machine", nonces[0], nonce)
+        proof = admission.make_proof(path.read_bytes(), "other machine", nonces[0], nonce)
         peer.sendall(json.dumps({"kind": "proof", "nonce": nonce, "proof": proof}).encode() + b"\n")
         first._door.greet()
         return peer
@@ -444,15 +444,15 @@ def test_a_recorded_conversation_proves_nothing(queue, tmp_path):
     assert receive_message(genuine)["kind"] == "welcome" and receive_message(replayed)["kind"] == "stranger"
     assert nonces[0] != nonces[1] and first._door.strangers == 1
     # the proof contains the role, so the coordinator's own proof sent back is no proof
-    mirrored = secret.proof(path.read_bytes(), "first machine", nonces[1], "2" * 64)
-    assert not secret.is_proof(mirrored, path.read_bytes(), "other machine", nonces[1], "2" * 64)
+    mirrored = admission.make_proof(path.read_bytes(), "first machine", nonces[1], "2" * 64)
+    assert not admission.is_proof(mirrored, path.read_bytes(), "other machine", nonces[1], "2" * 64)
     first.dismiss(0)
 
 
 def test_an_impostor_of_the_coordinator_is_not_followed(tmp_path, monkeypatch):
     monkeypatch.setattr(multi_node, "FOLDER_SECONDS", 0.5)
     path = tmp_path / "launch.secret"
-    secret.create(path)
+    admission.create_secret(path)
     listener = socket.create_server(("127.0.0.1", 0))
 
     def pretend() -> None:
@@ -494,28 +494,28 @@ def test_strangers_are_limited_in_number_and_time(queue, tmp_path, monkeypatch):
 
 def test_the_secret_is_in_a_file_of_its_owner_alone_and_new_at_every_launch(tmp_path):
     path = tmp_path / "launch.secret"
-    before = secret.create(path)
-    assert path.stat().st_mode & 0o777 == 0o600 and secret.read(path) == before and len(before) == 64
-    assert secret.create(path) != before
+    before = admission.create_secret(path)
+    assert path.stat().st_mode & 0o777 == 0o600 and admission.read_secret(path) == before and len(before) == 64
+    assert admission.create_secret(path) != before
     path.chmod(0o644)
     with pytest.raises(JobError, match="with mode 0644, so that other users may know it; allowed: 0600"):
-        secret.read(path)
+        admission.read_secret(path)
     path.unlink()
-    assert secret.read(path) is None
+    assert admission.read_secret(path) is None
     path.symlink_to("/dev/zero")
-    assert secret.read(path) is None
-    assert secret.create(path) and not path.is_symlink()  # the link is replaced and not followed
+    assert admission.read_secret(path) is None
+    assert admission.create_secret(path) and not path.is_symlink()  # the link is replaced and not followed
     path.unlink()
     os.mkfifo(path, 0o600)
-    assert secret.read(path) is None  # does not wait for a writer
+    assert admission.read_secret(path) is None  # does not wait for a writer
     with pytest.raises(JobError, match=r"job.dump_folder: .* cannot be written \(No such file or directory\)"):
-        secret.create(tmp_path / "none" / "launch.secret")
+        admission.create_secret(tmp_path / "none" / "launch.secret")
 
 
 def test_a_file_system_without_permissions_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(secret, "_OTHERS", 0o777)  # as if its files were open to everybody
+    monkeypatch.setattr(admission, "_OTHER_USERS", 0o777)  # as if its files were open to everybody
     with pytest.raises(JobError, match="would be open to other users .* keeps the permissions of files"):
-        secret.create(tmp_path / "launch.secret")
+        admission.create_secret(tmp_path / "launch.secret")
     assert not (tmp_path / "launch.secret").exists()
 
 
@@ -525,7 +525,7 @@ def test_a_folder_that_is_not_shared_is_reported_on_both_machines(content, queue
     first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 1), tmp_path / "b" / "launch.secret"
     path.parent.mkdir()
     if content == "another":
-        secret.create(path)
+        admission.create_secret(path)
     other = Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, path)
     at_first, at_other = run_concurrently(
         lambda: first.meet(queue, 5, tmp_path / "launch.secret"), lambda: other.meet(NO_SIGNALS, 60)
