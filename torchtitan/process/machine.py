@@ -1,4 +1,4 @@
-"""What a process uses of its machine: a limit of GPU memory, processors near its GPU, and when it collects garbage.
+"""The process on its machine: a limit of GPU memory, processors near its GPU, and when it collects garbage.
 Needs no torch.
 
 On a machine with several NUMA nodes, a rank and its data workers run on the processors of the GPU's node, which Linux
