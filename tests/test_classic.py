@@ -1,4 +1,4 @@
-"""GPT-2, OPT and RoBERTa: arguments, and against transformers (logits, every gradient, folders); heads for classes."""
+"""Tests of GPT-2, OPT and RoBERTa: sizes, classification heads, and logits, gradients and folders of transformers."""
 
 import dataclasses
 import json
@@ -53,12 +53,12 @@ class Family(NamedTuple):
     hf: Any
     shapes: dict
     config: type
-    words: type
-    classes: type
-    tied: list  # what transformers makes of the embedding in memory
+    word_model: type
+    classifier: type
+    tied: list  # parameters that transformers ties to the embedding
 
-    def theirs(self, args):
-        return self.classes if args.n_classes else self.words
+    def hf_class(self, args):
+        return self.classifier if args.n_classes else self.word_model
 
 
 FAMILIES = {
@@ -79,7 +79,7 @@ FAMILIES = {
 SHAPES = [
     pytest.param(family, shape, id=f"{name}, {shape}") for name, family in FAMILIES.items() for shape in family.shapes
 ]
-WORDS = {name: family.shapes["words"] for name, family in FAMILIES.items()}
+WORD_ARGS = {name: family.shapes["words"] for name, family in FAMILIES.items()}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -94,7 +94,7 @@ WORDS = {name: family.shapes["words"] for name, family in FAMILIES.items()}
 )
 def test_impossible_sizes_are_refused(name, change, message):
     with pytest.raises(JobError, match=message):
-        dataclasses.replace(WORDS[name], **change)
+        dataclasses.replace(WORD_ARGS[name], **change)
 
 
 # sums taken in another order: a few units of 2**-24, or of 2**-53, relative to the largest element
@@ -102,76 +102,76 @@ def test_impossible_sizes_are_refused(name, change, message):
 @pytest.mark.parametrize("family, shape", [each for each in SHAPES if "classes" not in each.id])
 def test_logits_and_every_gradient_equal_transformers(family, shape, dtype, tolerance):
     model = build(family.model, family.shapes[shape], dtype=dtype)
-    compare(model, twin(family.words, family.config, model, family.hf, dtype, family.tied), family.hf, tolerance)
+    compare(model, twin(family.word_model, family.config, model, family.hf, dtype, family.tied), family.hf, tolerance)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_positions_may_begin_anywhere(name):
+def test_positions_may_begin_at_any_number(name):
     family = FAMILIES[name]
-    model = build(family.model, WORDS[name])
-    theirs = twin(family.words, family.config, model, family.hf, tied=family.tied)
-    compare_positions(model, theirs, first=0 if name == "opt" else model.entrance.first)
+    model = build(family.model, WORD_ARGS[name])
+    reference = twin(family.word_model, family.config, model, family.hf, tied=family.tied)
+    compare_positions(model, reference, first=0 if name == "opt" else model.entrance.first)
 
 
-@pytest.mark.parametrize("name, places", [("gpt2", [11, 6]), ("opt", [11, 6]), ("roberta", [0, 0])])
-def test_classes_equal_transformers(name, places):
-    """Which takes the last token before the pads, or the first one."""
+@pytest.mark.parametrize("name, positions", [("gpt2", [11, 6]), ("opt", [11, 6]), ("roberta", [0, 0])])
+def test_classes_equal_transformers(name, positions):
+    """Transformers classifies by the last token before the pads, or by the first one (RoBERTa)."""
     family, args = FAMILIES[name], FAMILIES[name].shapes["classes"]
     model = build(family.model, args, dtype=torch.float64)
-    theirs = twin(family.classes, family.config, model, family.hf, torch.float64)
-    pad = theirs.config.pad_token_id = 1
+    reference = twin(family.classifier, family.config, model, family.hf, torch.float64)
+    pad = reference.config.pad_token_id = 1
     tokens = tokens_for(args)
     tokens[tokens == pad] = 2
     tokens[1, 7:] = pad
     documents = (tokens == pad).long()
-    ours = model(tokens, document_ids=documents)[torch.arange(2), torch.tensor(places)]
-    expected = theirs(tokens, attention_mask=1 - documents).logits
+    ours = model(tokens, document_ids=documents)[torch.arange(2), torch.tensor(positions)]
+    expected = reference(tokens, attention_mask=1 - documents).logits
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
     ours.square().sum().backward()
     expected.square().sum().backward()
     gradients = family.hf.to_hf({name: p.grad for name, p in model.named_parameters()}, args)
-    for name, parameter in theirs.named_parameters():
+    for name, parameter in reference.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-10)
 
 
-def test_a_token_sees_what_stands_behind_it_in_its_document():
-    model = build(Roberta, WORDS["roberta"])
+def test_roberta_attends_to_later_tokens_of_the_same_document():
+    model = build(Roberta, WORD_ARGS["roberta"])
     tokens = tokens_for(model.args)
     documents = torch.tensor([0] * 8 + [1] * 4).expand(2, -1)
     changed = tokens.clone()
     changed[:, 6] = (changed[:, 6] + 1) % model.args.vocab_size
-    before, after = (model(each, document_ids=documents) for each in (tokens, changed))
+    before, after = (model(ids, document_ids=documents) for ids in (tokens, changed))
     assert (before[:, :8] != after[:, :8]).any(-1).all() and torch.equal(before[:, 8:], after[:, 8:])
 
 
 def test_initial_weights_follow_the_recipe():
-    model = GPT2(WORDS["gpt2"])
+    model = GPT2(WORD_ARGS["gpt2"])
     assert model.init_rule("layers.1.attention.wo.weight") == model.init_rule("layers.0.feed_forward.w2.weight")
     assert model.init_rule("layers.1.attention.wo.weight") == Normal(0.02 / 2)  # of 2 layers
     assert model.init_rule("layers.1.attention.wq.weight") == model.init_rule("tok_embeddings.weight") == Normal(0.02)
     assert model.init_rule("norm.weight") == Constant(1.0)
     assert model.init_rule("layers.1.attention.wo.bias") == Constant(0.0)
-    model = Roberta(WORDS["roberta"])
+    model = Roberta(WORD_ARGS["roberta"])
     assert model.init_rule("layers.1.attention.wo.weight") == model.init_rule("norm.dense.weight") == Normal(0.02)
     assert model.init_rule("norm.norm.weight") == model.init_rule("entrance.norm.weight") == Constant(1.0)
 
 
 @pytest.mark.parametrize("name, flavor", [(name, flavor) for name in FAMILIES for flavor in SIZES[name]])
-def test_config_goes_both_ways_and_through_transformers(name, flavor, tmp_path):
+def test_configs_round_trip_through_transformers(name, flavor, tmp_path):
     args, family = SIZES[name][flavor], FAMILIES[name]
     for stored in configs(args, family.hf, family.config, tmp_path):
         assert family.hf.config.args_from(stored) == args
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_classes_go_through_config_json(name, tmp_path):
-    args, family = dataclasses.replace(WORDS[name], n_classes=3), FAMILIES[name]
+def test_the_number_of_classes_round_trips_through_config_json(name, tmp_path):
+    args, family = dataclasses.replace(WORD_ARGS[name], n_classes=3), FAMILIES[name]
     for stored in configs(args, family.hf, family.config, tmp_path):
         assert family.hf.config.args_from(json.loads(json.dumps(stored))) == args
 
 
 @pytest.mark.parametrize("family, shape", SHAPES)
-def test_state_dicts_go_both_ways(family, shape):
+def test_state_dicts_round_trip(family, shape):
     names_go_both_ways(build(family.model, family.shapes[shape]), family.hf)
 
 
@@ -179,34 +179,34 @@ def test_state_dicts_go_both_ways(family, shape):
 @pytest.mark.parametrize("shard_bytes", [10**9, 10000])
 def test_a_saved_folder_loads_here_and_in_transformers(name, shard_bytes, tmp_path):
     family = FAMILIES[name]
-    save_and_load(family.model, WORDS[name], family.hf, family.words, tmp_path, shard_bytes)
+    save_and_load(family.model, WORD_ARGS[name], family.hf, family.word_model, tmp_path, shard_bytes)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_one_file_loads_too(name, tmp_path):
+def test_a_single_file_loads(name, tmp_path):
     family, file = FAMILIES[name], tmp_path / "model.safetensors"
-    model, other = (build(family.model, WORDS[name], seed=seed) for seed in (0, 1))
-    family.hf.save_hf_file(file, model.state_dict(), WORDS[name], torch.float32)
-    family.hf.load_hf(file, other, WORDS[name])
+    model, other = (build(family.model, WORD_ARGS[name], seed=seed) for seed in (0, 1))
+    family.hf.save_hf_file(file, model.state_dict(), WORD_ARGS[name], torch.float32)
+    family.hf.load_hf(file, other, WORD_ARGS[name])
     assert same(model.state_dict(), other.state_dict())
 
 
 @pytest.mark.parametrize("family, shape", SHAPES)
 def test_a_folder_that_transformers_writes_loads(family, shape, tmp_path):
     model, other = (build(family.model, family.shapes[shape], seed=seed) for seed in (0, 1))
-    theirs = twin(family.theirs(model.args), family.config, model, family.hf, tied=family.tied)
-    theirs.save_pretrained(tmp_path)
+    reference = twin(family.hf_class(model.args), family.config, model, family.hf, tied=family.tied)
+    reference.save_pretrained(tmp_path)
     family.hf.load_hf(tmp_path, other, model.args)
     assert same(model.state_dict(), other.state_dict())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_names_without_their_beginning_are_read(name, tmp_path):
-    """As the base model is saved, and as OpenAI's weights were published, with the masks of old folders."""
-    family, args = FAMILIES[name], dataclasses.replace(WORDS[name], n_classes=2)
+def test_names_without_the_base_prefix_load(name, tmp_path):
+    """Load weights as the base model saves them and OpenAI published them, with the mask buffers of old folders."""
+    family, args = FAMILIES[name], dataclasses.replace(WORD_ARGS[name], n_classes=2)
     model, other = (build(family.model, args, seed=seed) for seed in (0, 1))
     form = family.hf.form(args)
-    bare = {each.removeprefix(form.base): t for each, t in family.hf.to_hf(model.state_dict(), args).items()}
+    bare = {key.removeprefix(form.base): t for key, t in family.hf.to_hf(model.state_dict(), args).items()}
     bare |= {"h.0.attn.bias": torch.ones(1, 1, 8, 8)} if name == "gpt2" else {}
     write_folder(tmp_path, bare, args, family.hf)
     assert family.hf.load_hf(tmp_path, other, args) == frozenset()
@@ -214,13 +214,13 @@ def test_names_without_their_beginning_are_read(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_head_of_classes_begins_anew_where_it_may(name, tmp_path):
-    family, words = FAMILIES[name], WORDS[name]
-    args = dataclasses.replace(words, n_classes=2)
-    family.hf.save_hf(tmp_path, build(family.model, words).state_dict(), words)
+def test_a_missing_classification_head_keeps_its_initial_weights(name, tmp_path):
+    family, word_args = FAMILIES[name], WORD_ARGS[name]
+    args = dataclasses.replace(word_args, n_classes=2)
+    family.hf.save_hf(tmp_path, build(family.model, word_args).state_dict(), word_args)
     head = family.hf.form(args).head
     refuse_folder(family.model, args, family.hf, tmp_path, "(score|classifier.dense).weight is missing")
-    model, body = build(family.model, args, seed=1), build(family.model, words).state_dict()
+    model, body = build(family.model, args, seed=1), build(family.model, word_args).state_dict()
     drawn = {name: value.clone() for name, value in model.state_dict().items() if name in head}
     assert family.hf.load_hf(tmp_path, model, args, may_lack=head) == head
     state = model.state_dict()
@@ -228,8 +228,8 @@ def test_a_head_of_classes_begins_anew_where_it_may(name, tmp_path):
     assert all(torch.equal(value, body[name]) for name, value in state.items() if name not in head)
 
 
-def test_a_part_of_a_joint_matrix_is_named_when_it_is_wrong(tmp_path):
-    args = WORDS["gpt2"]
+def test_a_wrong_joint_matrix_is_named(tmp_path):
+    args = WORD_ARGS["gpt2"]
     GPT2_HF.save_hf(tmp_path, build(GPT2, args).state_dict(), args)
     (file,) = tmp_path.glob("*.safetensors")
     tensors = load_file(file)
@@ -258,14 +258,14 @@ def test_a_part_of_a_joint_matrix_is_named_when_it_is_wrong(tmp_path):
     ],
 )
 def test_a_config_of_another_model_is_refused(name, change, message):
-    refuse_config(WORDS[name], FAMILIES[name].hf, change, message)
+    refuse_config(WORD_ARGS[name], FAMILIES[name].hf, change, message)
 
 
-def test_what_a_job_cannot_ask_for(anywhere):  # noqa: F811
-    words = ["--model.name=gpt2", "--training.seq_len=64"]
-    assert lines(*words) == []
-    assert lines(*words, "--model.overrides={attention_dropout = 0.1}") == []
-    (fault,) = lines(*words, "--model.overrides={max_seq_len = 32}")
+def test_a_job_cannot_override_max_seq_len_below_seq_len(anywhere):  # noqa: F811
+    arguments = ["--model.name=gpt2", "--training.seq_len=64"]
+    assert lines(*arguments) == []
+    assert lines(*arguments, "--model.overrides={attention_dropout = 0.1}") == []
+    (fault,) = lines(*arguments, "--model.overrides={max_seq_len = 32}")
     assert fault == (
         "training.seq_len: given 64; allowed: at most the 32 positions that the model learns; write 32, or "
         "model.overrides = {max_seq_len = 64}, where nothing is loaded"

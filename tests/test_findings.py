@@ -1,4 +1,4 @@
-"""What a run makes of its validations: the best checkpoint, kept and exported; an end before the last step."""
+"""Tests of decisions by validation metrics: the best checkpoint is retained and exported, and early stopping."""
 
 import json
 import math
@@ -26,8 +26,8 @@ anywhere = judged.anywhere
 LOSS, ACCURACY = Metric.of("validation_loss", None), Metric.of("validation_accuracy", None)
 
 
-def ends(findings, values):
-    """The number of the validation after which the run ends."""
+def first_end(findings, values):
+    """Return the number of the validation after which the run ends, or None."""
     for number, value in enumerate(values, 1):
         findings.note(number, {findings.metric.name: value})
         if findings.enough:
@@ -47,49 +47,49 @@ def ends(findings, values):
         (ACCURACY, 0.0, [0.1, 0.2, 0.2, 0.3, 0.3, 0.2], 6),
     ],
 )
-def test_enough_is_so_many_validations_without_a_better_one(metric, min_delta, values, end):
-    assert ends(Findings(metric, 2, min_delta), values) == end
-    assert ends(Findings(metric, None, min_delta), values) is None
-    for cut in range(len(values)):  # and with a resume behind each of them
+def test_early_stop_after_patience_validations_without_improvement(metric, min_delta, values, end):
+    assert first_end(Findings(metric, 2, min_delta), values) == end
+    assert first_end(Findings(metric, None, min_delta), values) is None
+    for cut in range(len(values)):  # and with a resume after each validation
         first, second = Findings(metric, 2, min_delta), Findings(metric, 2, min_delta)
-        if ends(first, values[:cut]) is None:
+        if first_end(first, values[:cut]) is None:
             second.load_state_dict(cut, json.loads(json.dumps(first.state_dict(cut), allow_nan=False)))
-            assert second.lack(cut) == (cut == 0)  # what was not finite was validated too, and does not count twice
-            left = ends(second, values[cut:])
-            assert (left and left + cut) == end
+            assert second.lack(cut) == (cut == 0)  # a validation that was not finite counts too, and only once
+            remaining = first_end(second, values[cut:])
+            assert (remaining and remaining + cut) == end
 
 
-def test_what_is_said_and_kept():
+def test_message_and_state_of_early_stopping():
     findings = Findings(LOSS, 1, 0.25)
     findings.note(4, {"validation_loss": 2.0, "validation_f1": math.nan})
-    counted = {"best": 2.0, "in_vain": 0, "step": 4, "metric": "validation_loss", "highest": False}
-    assert findings.state_dict(4) == {"measured": {"validation_loss": 2.0}, "early_stop": counted}
-    assert findings.state_dict(5) == {"early_stop": counted}  # a later step was not validated
+    state = {"best": 2.0, "in_vain": 0, "step": 4, "metric": "validation_loss", "highest": False}
+    assert findings.state_dict(4) == {"measured": {"validation_loss": 2.0}, "early_stop": state}
+    assert findings.state_dict(5) == {"early_stop": state}  # a later step was not validated
     findings.note(8, {"validation_loss": 1.9})
-    told = "validation_loss was not better than 2 by more than 0.25 in 1 validation (early_stop.patience)"
-    assert findings.enough == told
+    message = "validation_loss was not better than 2 by more than 0.25 in 1 validation (early_stop.patience)"
+    assert findings.enough == message
     assert Findings(LOSS).state_dict(0) == {} and not Findings(LOSS).lack(3)
-    fresh = Findings(LOSS, 1)
-    fresh.load_state_dict(7, {})  # a checkpoint of a run that did not look
-    assert fresh.enough == "" and fresh.lack(7)
+    resumed = Findings(LOSS, 1)
+    resumed.load_state_dict(7, {})  # a checkpoint of a run without early stopping
+    assert resumed.enough == "" and resumed.lack(7)
     assert Metric.of("validation_loss", "max").highest and not Metric.of("validation_accuracy", "min").highest
 
 
 @pytest.mark.parametrize("other", [ACCURACY, Metric("validation_loss", highest=True)], ids=["name", "direction"])
-def test_another_metric_is_counted_anew(other, caplog):
-    """A loss of 2 would be better than any accuracy, and an accuracy be in vain for ever."""
+def test_a_changed_metric_resets_the_count(other, caplog):
+    """Values of different metrics cannot be compared: a loss of 2 would beat any accuracy."""
     first = Findings(LOSS, 2)
     for step, loss in ((4, 2.0), (8, 3.0)):
         first.note(step, {"validation_loss": loss, "validation_accuracy": 0.5})
     assert first.in_vain == 1
-    for at, best in ((8, 0.5 if other is ACCURACY else 3.0), (9, None)):  # at 9 nothing was measured
+    for step_of_state, best in ((8, 0.5 if other is ACCURACY else 3.0), (9, None)):  # at 9 nothing was measured
         caplog.clear()
         second = Findings(other, 2)
         with caplog.at_level("INFO"):
-            second.load_state_dict(at, first.state_dict(at))
+            second.load_state_dict(step_of_state, first.state_dict(step_of_state))
         assert (second.best, second.in_vain) == (best, 0)
-        told = f"early_stop: the checkpoint has counted by another metric, so {other.name} begins anew"
-        assert caplog.messages == [told]
+        message = f"early_stop: the checkpoint has counted by another metric, so {other.name} begins anew"
+        assert caplog.messages == [message]
     same = Findings(LOSS, 2)
     caplog.clear()
     same.load_state_dict(8, first.state_dict(8))
@@ -169,27 +169,27 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(
-    "words, told", FAULTS, ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else ""
+    "arguments, fault", FAULTS, ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else ""
 )
-def test_what_could_not_be_told_is_refused(words, told):
-    assert lines(*words) == [told]
+def test_options_without_effect_are_refused(arguments, fault):
+    assert lines(*arguments) == [fault]
 
 
-def test_a_run_whose_steps_are_known_late_says_it_before_it_starts():
+def test_cadences_in_shares_are_judged_before_the_start():
     job = ["--checkpoint.best_metric=validation_loss", "--checkpoint.enable", "--validation.enable"]
     job = manager.load([*job, "--training.steps=10", "--checkpoint.interval=0.35", "--validation.freq=0.3"])
     with pytest.raises(LimitError, match="given 4 steps; allowed: a multiple of the 3 steps between"):
-        cadence(job)  # which the trainer asks for ahead of any process group
+        cadence(job)  # the trainer calls it before it creates a process group
 
 
 @pytest.mark.parametrize(
     "interval, freq, multiple",
     [("0.1", "0.05", 2), ("epoch", "2/epoch", 2), ("0.15", "0.05", 3), ("0.05", "0.05", 1), ("epoch", "3/epoch", 3)],
 )
-def test_what_is_a_multiple_as_it_is_said_is_one_in_every_run(interval, freq, multiple):
-    """In floats 0.15 / 0.05 is no whole number. The next validation is the last that may take the save."""
-    words = ["--checkpoint.best_metric=validation_loss", "--checkpoint.enable", "--validation.enable"]
-    config = manager.load([*words, f"--checkpoint.interval={interval}", f"--validation.freq={freq}"])
+def test_intervals_stay_multiples_of_validations_for_every_total(interval, freq, multiple):
+    """In floats 0.15 / 0.05 is no whole number. A save falls at most one validation after its exact step."""
+    arguments = ["--checkpoint.best_metric=validation_loss", "--checkpoint.enable", "--validation.enable"]
+    config = manager.load([*arguments, f"--checkpoint.interval={interval}", f"--validation.freq={freq}"])
     config.training.epochs = 3
     for total in range(1, 400):
         _, validate, save = cadence_of(config, total)
@@ -197,16 +197,16 @@ def test_what_is_a_multiple_as_it_is_said_is_one_in_every_run(interval, freq, mu
         assert save % validate == 0 and exact - 1e-9 <= save < exact + validate and save <= multiple * validate
         config.training.steps = total
         assert cadence(config).save == save  # the run has nothing against it
-    (told,) = lines(*words, "--checkpoint.interval=0.1", "--validation.freq=0.04", "--training.steps=103")
-    assert told.startswith("checkpoint.interval: given 11 steps; allowed: a multiple of the 5 steps")
-    assert not lines(*words, "--checkpoint.interval=0.1", "--validation.freq=0.05", "--training.steps=103")
+    (fault,) = lines(*arguments, "--checkpoint.interval=0.1", "--validation.freq=0.04", "--training.steps=103")
+    assert fault.startswith("checkpoint.interval: given 11 steps; allowed: a multiple of the 5 steps")
+    assert not lines(*arguments, "--checkpoint.interval=0.1", "--validation.freq=0.05", "--training.steps=103")
 
 
-# In a run whose validations find what a test says
+# Runs with scripted validation losses
 
 
 class Scripted(Trainer):
-    """Rank 0 finds what the script says, the others something better, which does not count."""
+    """A trainer with scripted validation losses on rank 0; other ranks have a better one, which does not count."""
 
     script: dict[int, float]
     stop_at = 0
@@ -214,25 +214,25 @@ class Scripted(Trainer):
     def maybe_validate(self, done):
         agree = self.preparer.agree
 
-        def agreed(*given):
-            self.valid, stopping = agree(*given)
+        def agreed(*arguments):
+            self.valid, stopping = agree(*arguments)
             return self.valid, stopping
 
         def evaluate(batches):
             return {"": torch.tensor((self.script[self.step] if self.ranks.is_main else -1.0) * self.valid)}
 
-        whole = self.model.whole
+        original_whole = self.model.whole
         self.preparer.agree, self.model.evaluate, self.model.whole = agreed, evaluate, lambda total: total
         super().maybe_validate(done)
-        self.preparer.agree, self.model.whole = agree, whole
+        self.preparer.agree, self.model.whole = agree, original_whole
 
     def log(self, *args, **kwargs):
         super().log(*args, **kwargs)
         self.stop_requested |= self.step == self.stop_at
 
 
-def scripted(argv, script, stop_at=0):
-    """Whether the run was finished, and its step."""
+def run_script(argv, script, stop_at=0):
+    """Run the script; return whether the run finished, and its last step."""
     trainer = Scripted(manager.load(argv), read_ranks())
     trainer.script, trainer.stop_at = dict(script), stop_at
     finished = trainer.train()
@@ -260,12 +260,12 @@ SCRIPT = [(2, 5.0), (4, 3.0), (6, 4.0), (8, math.nan), (10, 4.0), (12, 3.0)]
 BEST = dict(checkpoint__best_metric="validation_loss", checkpoint__last_save_model_only=True)
 
 
-def test_the_best_checkpoint_stays_beside_the_newest_and_is_exported(texts, tmp_path, capsys):
+def test_the_best_checkpoint_is_retained_and_exported(texts, tmp_path, capsys):
     argv = job(tmp_path, texts, **BEST, checkpoint__export_best=True)
-    assert run_ranks(2, scripted, argv, SCRIPT, 9) == [(False, 10)] * 2  # which nobody has validated
+    assert run_ranks(2, run_script, argv, SCRIPT, 9) == [(False, 10)] * 2  # stopped before step 10 was validated
     assert saved(tmp_path) == [4, 8, 10]
     one = job(tmp_path, texts, **BEST, checkpoint__export_best=True, training__local_batch_size=8)
-    assert run_ranks(1, scripted, one, SCRIPT) == [(True, 12)]  # over a resume, and on other ranks
+    assert run_ranks(1, run_script, one, SCRIPT) == [(True, 12)]  # over a resume, and on other ranks
     assert saved(tmp_path) == [4, 10, 12]
     assert checkpoints.main([str(tmp_path)]) == 0
     assert "the best is step 4, with a validation_loss of 3\na resume takes step 12" in capsys.readouterr().out
@@ -281,11 +281,11 @@ def test_the_best_checkpoint_stays_beside_the_newest_and_is_exported(texts, tmp_
         assert torch.equal(export.whole(name), best.whole(name)) and not torch.equal(best.whole(name), last.whole(name))
 
 
-def test_where_no_best_one_is(texts, tmp_path, capsys):
+def test_runs_without_a_best_checkpoint(texts, tmp_path, capsys):
     argv = job(tmp_path / "never", texts, **BEST, checkpoint__export_best=True, training__steps=2)
     with pytest.raises(RankFailed, match="no checkpoint in it has a validation_loss, which tells the best"):
-        run_ranks(1, scripted, argv, [(2, math.nan)])
-    run_ranks(1, scripted, job(tmp_path / "plain", texts, training__steps=2), [(2, 1.0)])
+        run_ranks(1, run_script, argv, [(2, math.nan)])
+    run_ranks(1, run_script, job(tmp_path / "plain", texts, training__steps=2), [(2, 1.0)])
     with pytest.raises(NothingLoadable, match="its job has no checkpoint.best_metric"):
         best_in(tmp_path / "plain" / "checkpoint")
     assert checkpoints.main([str(tmp_path / "plain")]) == 0
@@ -293,16 +293,16 @@ def test_where_no_best_one_is(texts, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("stops", [[], [5]], ids=["straight", "stopped ahead of a validation"])
-def test_a_run_that_learns_no_more_ends_as_one_that_is_done(stops, texts, tmp_path):
+def test_a_run_without_improvement_ends_as_finished(stops, texts, tmp_path):
     script = [(2, 5.0), (4, 4.4), (6, 4.2), (8, 4.0), (10, 1.0), (12, 1.0)]
     early = dict(early_stop__patience=2, early_stop__min_delta=0.5)
     argv = job(tmp_path, texts, **early, checkpoint__last_save_model_only=True)
     for stop in stops:
-        assert run_ranks(2, scripted, argv, script, stop) == [(False, stop + 1)] * 2
-    assert run_ranks(2, scripted, argv, script) == [(True, 8)] * 2
+        assert run_ranks(2, run_script, argv, script, stop) == [(False, stop + 1)] * 2
+    assert run_ranks(2, run_script, argv, script) == [(True, 8)] * 2
     assert saved(tmp_path)[-1] == 8 and (tmp_path / "model").is_dir()
     if stops:
         return
-    assert run_ranks(2, scripted, argv, script) == [(True, 8)] * 2  # started again it is still done
+    assert run_ranks(2, run_script, argv, script) == [(True, 8)] * 2  # started again it is still done
     more = job(tmp_path, texts, **early | dict(early_stop__patience=3))
-    assert run_ranks(2, scripted, more, script) == [(True, 12)] * 2
+    assert run_ranks(2, run_script, more, script) == [(True, 12)] * 2

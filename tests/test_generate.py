@@ -1,4 +1,4 @@
-"""`torchtitan generate` against transformers on the same weights, and its sampling on models whose logits are known."""
+"""Tests of `torchtitan generate`: sampling from scripted logits, streaming of text, and equality with transformers."""
 
 import dataclasses
 import io
@@ -42,15 +42,15 @@ TOKENIZERS = [
 
 
 class Scripted(torch.nn.Module):
-    """Logits [B, S, V] that depend on the last token alone; keeps the inputs that it was given."""
+    """A model whose logits [B, S, V] depend on the last token only; it records its inputs."""
 
     def __init__(self, logits: torch.Tensor):
         super().__init__()
         self.logits = torch.nn.Parameter(logits)
-        self.seen: list[list[int]] = []
+        self.inputs: list[list[int]] = []
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        self.seen.append(ids[0].tolist())
+        self.inputs.append(ids[0].tolist())
         return self.logits[ids]
 
 
@@ -59,7 +59,7 @@ def random_model(seed: int = 0, vocab_size: int = 260) -> Scripted:
 
 
 def counting_model(vocab_size: int = 260) -> Scripted:
-    """Prefers, by far, the next number."""
+    """Return a model that strongly prefers the next token id."""
     return Scripted(100.0 * torch.eye(vocab_size).roll(1, dims=1))
 
 
@@ -74,7 +74,7 @@ def sample(model: Scripted, prompt: list[int], **options: object) -> list[int]:
 def test_temperature_0_takes_the_likeliest_of_the_tokenizers_tokens():
     model = random_model()
     with torch.no_grad():
-        model.logits[:, 258:] = 50.0  # rows of the model that the tokenizer has no token for
+        model.logits[:, 258:] = 50.0  # ids beyond the tokenizer's vocabulary
         model.logits[:, 257] = -50.0
     expected, last = [], 65
     for _ in range(20):
@@ -84,7 +84,7 @@ def test_temperature_0_takes_the_likeliest_of_the_tokenizers_tokens():
     assert sample(model, [256, 65], temperature=0, seed=9, top_k=3) == expected
 
 
-def test_a_seed_repeats_and_another_differs():
+def test_sampling_depends_on_the_seed_alone():
     model = random_model()
     assert sample(model, [256], seed=1) == sample(model, [256], seed=1)
     assert sample(model, [256], seed=1) != sample(model, [256], seed=2)
@@ -113,17 +113,17 @@ def test_top_k(top_k):
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-300])
-def test_low_temperatures_are_the_likeliest_token(temperature):
+def test_very_low_temperatures_are_greedy(temperature):
     model = random_model()
     assert sample(model, [256], temperature=temperature) == sample(model, [256], temperature=0)
 
 
-def test_the_end_of_the_document_ends_it():
-    assert sample(counting_model(), [256, 250]) == [251, 252, 253, 254, 255, 256]  # 257 is the end, and is not given
+def test_generation_ends_at_the_end_of_the_document():
+    assert sample(counting_model(), [256, 250]) == [251, 252, 253, 254, 255, 256]  # without the end token, 257
     assert sample(counting_model(), [256, 256]) == []
 
 
-def test_no_more_tokens_than_asked_for():
+def test_max_new_tokens_is_a_limit():
     assert sample(counting_model(), [0], max_new_tokens=3) == [1, 2, 3]
 
 
@@ -132,41 +132,41 @@ def test_the_model_never_sees_more_than_the_context(prompt):
     model = counting_model()
     new = sample(model, prompt, context=4, max_new_tokens=6, temperature=0)
     everything = prompt + new
-    ends = range(len(prompt), len(prompt) + len(model.seen))
-    assert model.seen == [everything[max(0, end - 4) : end] for end in ends]
+    ends = range(len(prompt), len(prompt) + len(model.inputs))
+    assert model.inputs == [everything[max(0, end - 4) : end] for end in ends]
 
 
 # Text
 
 
-def shown(tokenizer, prompt: str, new: list[int]) -> list[str]:
+def stream_text(tokenizer, prompt: str, new: list[int]) -> list[str]:
     return list(text_of(iter(new), tokenizer.encode(prompt), tokenizer))
 
 
 @pytest.mark.parametrize("path", TOKENIZERS)
 @pytest.mark.parametrize("text", ["Grüße aus Köln: 你好 🙂🙂 end", "🙂", "x\n\n  indented"])
 @pytest.mark.parametrize("prompt", ["", "The ", "äö"])
-def test_pieces_are_whole_characters_and_make_the_text(path, text, prompt):
+def test_streamed_pieces_are_complete_characters(path, text, prompt):
     tokenizer = build_tokenizer(path)
     new = tokenizer.encode(text)
-    pieces = shown(tokenizer, prompt, new)
+    pieces = stream_text(tokenizer, prompt, new)
     ids = tokenizer.encode(prompt)
     assert "".join(pieces) == tokenizer.decode(ids + new)[len(tokenizer.decode(ids)) :]
     assert "\ufffd" not in "".join(pieces) and "" not in pieces
 
 
-def test_half_a_character_waits_and_a_wrong_byte_shows():
+def test_incomplete_characters_are_held_back_and_invalid_bytes_shown():
     smile = list("🙂".encode())
-    assert shown(BYTES, "a", smile[:3]) == []
-    assert shown(BYTES, "a", smile) == ["🙂"]
-    assert shown(BYTES, "a", [0xFF, ord("b")]) == ["\ufffdb"]
-    assert shown(BYTES, "a", [*smile[:2], ord("b"), *smile]) == ["\ufffdb", "🙂"]
-    noise = [0xFF] * 40 + smile[:3]  # of which no more waits than a character has bytes
-    assert "".join(shown(BYTES, "a", [*noise, smile[3]])) == "\ufffd" * 40 + "🙂"
-    assert "".join(shown(BYTES, "a", noise)) == "\ufffd" * 38  # three wait, as if each were of a character
+    assert stream_text(BYTES, "a", smile[:3]) == []
+    assert stream_text(BYTES, "a", smile) == ["🙂"]
+    assert stream_text(BYTES, "a", [0xFF, ord("b")]) == ["\ufffdb"]
+    assert stream_text(BYTES, "a", [*smile[:2], ord("b"), *smile]) == ["\ufffdb", "🙂"]
+    noise = [0xFF] * 40 + smile[:3]  # at most as many bytes wait as a character has
+    assert "".join(stream_text(BYTES, "a", [*noise, smile[3]])) == "\ufffd" * 40 + "🙂"
+    assert "".join(stream_text(BYTES, "a", noise)) == "\ufffd" * 38
 
 
-class Counting(ByteTokenizer):
+class CountingTokenizer(ByteTokenizer):
     def __init__(self):
         self.decoded = 0
 
@@ -175,17 +175,17 @@ class Counting(ByteTokenizer):
         return super().decode(ids)
 
 
-def test_a_long_text_is_decoded_in_time_that_grows_with_its_length():
-    tokenizer, new = Counting(), list(("Grüße 你好 🙂 " * 200).encode())
+def test_streaming_takes_linear_time():
+    tokenizer, new = CountingTokenizer(), list(("Grüße 你好 🙂 " * 200).encode())
     assert "".join(text_of(new, [], tokenizer)) == "Grüße 你好 🙂 " * 200
     assert tokenizer.decoded <= (2 * WINDOW_TOKENS + 1) * len(new)
 
 
 @pytest.mark.parametrize("path", TOKENIZERS)
-def test_pieces_of_a_text_that_is_longer_than_what_is_looked_back_at(path):
+def test_pieces_of_a_text_longer_than_the_window_join_to_it(path):
     tokenizer, text = build_tokenizer(path), "  Über  9,000\n\tkm: 你好, 🙂🙂!\n" * 30
     new = tokenizer.encode(text)
-    assert "".join(shown(tokenizer, "", new)) == tokenizer.decode(new)
+    assert "".join(stream_text(tokenizer, "", new)) == tokenizer.decode(new)
 
 
 # A checkpoint
@@ -193,7 +193,7 @@ def test_pieces_of_a_text_that_is_longer_than_what_is_looked_back_at(path):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """The folder of a short run that saved at its end and exported its weights in both forms."""
+    """Create the folder of a short run that saved a checkpoint and exported its weights in both formats."""
     folder = tmp_path_factory.mktemp("generate")
     texts = jobs.write_texts(folder / "data")
     for in_hf in (True, False):  # the second run resumes at its last step and only exports
@@ -203,12 +203,12 @@ def run(tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def generated(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+def run_generate(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     assert cli.main(["generate", *map(str, argv)]) == 0
     return capsys.readouterr().out
 
 
-def test_equal_to_transformers_on_the_exported_weights(run, capsys):
+def test_text_equals_transformers_on_the_exported_weights(run, capsys):
     from transformers import LlamaForCausalLM
 
     ids = [BYTES.bos_id, *b"alpha be"]
@@ -218,21 +218,21 @@ def test_equal_to_transformers_on_the_exported_weights(run, capsys):
             ids.append(int(reference(torch.tensor([ids])).logits[0, -1, : BYTES.vocab_size].argmax()))
     expected = BYTES.decode(ids[1:])
     argv = (run, "--prompt", "alpha be", "--temperature", 0, "--max_new_tokens", 16)
-    assert generated(capsys, *argv) == expected + "\n"
+    assert run_generate(capsys, *argv) == expected + "\n"
     assert len(set(ids[9:])) > 1  # so that equality says something
 
 
-def test_every_folder_that_holds_the_weights_is_taken(run, capsys, monkeypatch):
-    words = ["--prompt", "alpha", "--temperature", "0", "--max_new_tokens", "8"]
-    expected = generated(capsys, run, *words)
+def test_every_folder_with_the_weights_is_accepted(run, capsys, monkeypatch):
+    arguments = ["--prompt", "alpha", "--temperature", "0", "--max_new_tokens", "8"]
+    expected = run_generate(capsys, run, *arguments)
     folders = [run / "checkpoint", run / "checkpoint/step-00000020", run / "model"]
-    assert {generated(capsys, folder, *words) for folder in folders} == {expected}
+    assert {run_generate(capsys, folder, *arguments) for folder in folders} == {expected}
     monkeypatch.chdir(run / "checkpoint/step-00000020")
-    assert generated(capsys, ".", *words) == expected
+    assert run_generate(capsys, ".", *arguments) == expected
 
 
-def test_the_newest_complete_step_is_taken(run, tmp_path, capsys):
-    home, _ = copied(run, tmp_path)
+def test_the_newest_complete_step_is_loaded(run, tmp_path, capsys):
+    home, _ = copy_run(run, tmp_path)
     cli.main(["generate", str(home), "--max_new_tokens", "1"])
     assert capsys.readouterr().err == "llama3 debugmodel, step-00000020\n"
     (home / "checkpoint/step-00000020/manifest.json").unlink()
@@ -241,19 +241,19 @@ def test_the_newest_complete_step_is_taken(run, tmp_path, capsys):
 
 
 def test_odd_prompts(run, capsys):
-    assert generated(capsys, run, "--max_new_tokens", 5).count("\n") >= 1  # no prompt: a document's beginning
+    assert run_generate(capsys, run, "--max_new_tokens", 5).count("\n") >= 1  # no prompt: a document's beginning
     long = "beta " * 40  # 200 tokens, the context has 32
-    assert generated(capsys, run, "--prompt", long, "--max_new_tokens", 3).startswith(long)
-    assert generated(capsys, run, "--prompt", "\udce4ä 🙂", "--max_new_tokens", 1).startswith("?ä 🙂")
+    assert run_generate(capsys, run, "--prompt", long, "--max_new_tokens", 3).startswith(long)
+    assert run_generate(capsys, run, "--prompt", "\udce4ä 🙂", "--max_new_tokens", 1).startswith("?ä 🙂")
 
 
-def test_control_characters_of_the_model_do_not_reach_the_terminal(run, capsys, monkeypatch):
+def test_control_characters_of_the_model_are_replaced(run, capsys, monkeypatch):
     monkeypatch.setattr(generate, "sample", lambda *a, **k: iter(b"a\x1b[31m\x07\r\t\nb\x7f\xc2\x9b"))
-    assert generated(capsys, run, "--prompt", ">") == ">a\ufffd[31m\ufffd\ufffd\t\nb\ufffd\ufffd\n"
+    assert run_generate(capsys, run, "--prompt", ">") == ">a\ufffd[31m\ufffd\ufffd\t\nb\ufffd\ufffd\n"
 
 
-def test_a_terminal_without_the_characters(run):
-    """The model's text and the prompt in ASCII, in a process of its own, as a user starts it."""
+def test_an_ascii_terminal_shows_question_marks(run):
+    """Run the command in a process with ASCII output, as a user starts it."""
     done = subprocess.run(
         [sys.executable, "-m", "torchtitan", "generate", str(run), "--prompt", "ä🙂", "--max_new_tokens", "2"],
         cwd=jobs.ROOT,
@@ -265,8 +265,8 @@ def test_a_terminal_without_the_characters(run):
 
 
 def save_under(folder: Path, plan: checkpoint_plans.Plan, args: LlamaArgs) -> None:
-    held = checkpoint_plans.Held(plan, args).train()
-    assert held.checkpointer(folder / "checkpoint").maybe_save(1, last=True)
+    job = checkpoint_plans.Held(plan, args).train()
+    assert job.checkpointer(folder / "checkpoint").maybe_save(1, last=True)
 
 
 PLANS = [{"dp_shard": 2}, {"tp": 2}, {"pp": 2, "stages": 2, "style": "v"}, {"dp_shard": 2, "tp": 2}, {"tp": 2, "pp": 2}]
@@ -274,8 +274,8 @@ PLANS = [{"dp_shard": 2}, {"tp": 2}, {"pp": 2, "stages": 2, "style": "v"}, {"dp_
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_checkpoint_of_any_plan_is_taken(run, tmp_path, capsys, tied):
-    """One device reads what several wrote, from a job that asks for several."""
+def test_a_checkpoint_of_any_plan_is_loaded(run, tmp_path, capsys, tied):
+    """One device loads checkpoints that several ranks wrote, with the job of several ranks."""
     overrides = dict(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16, tied_embeddings=tied)
     args = dataclasses.replace(SIZES["llama3"]["debugmodel"], **overrides)
     texts = []
@@ -296,30 +296,32 @@ def test_a_checkpoint_of_any_plan_is_taken(run, tmp_path, capsys, tied):
         loaded, _ = inference_model.filled_model(*generate.find_checkpoint(folder, None), torch.device("cpu"))
         for name, parameter in checkpoint_plans.reference(args).named_parameters():
             assert torch.equal(loaded.get_parameter(name), parameter), (plan, name)
-        texts.append(generated(capsys, folder, "--prompt", "al", "--max_new_tokens", 6))
+        texts.append(run_generate(capsys, folder, "--prompt", "al", "--max_new_tokens", 6))
     assert len(set(texts)) == 1, texts
 
 
 # Several devices
 
 
-def test_over_two_devices_it_is_the_same_text(run, capsys):
-    """As a user starts it, the prompt over stdin, beside one device in this process."""
-    words = ["--temperature=0", "--max_new_tokens=8"]
-    command = [sys.executable, "-m", "torchtitan", "generate", str(run), "--prompt-file=-", *words, "--ranks=2"]
+def test_two_ranks_generate_the_same_text(run, capsys):
+    """Start the command with the prompt on stdin, as a user does, and compare with one device in this process."""
+    arguments = ["--temperature=0", "--max_new_tokens=8"]
+    command = [sys.executable, "-m", "torchtitan", "generate", str(run), "--prompt-file=-", *arguments, "--ranks=2"]
     environment = os.environ | {"PYTHONPATH": str(jobs.ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, input="alpha be", cwd=jobs.ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == generated(capsys, run, "--prompt", "alpha be", *words) and done.stdout.startswith("alpha be")
+    assert done.stdout == run_generate(capsys, run, "--prompt", "alpha be", *arguments) and done.stdout.startswith(
+        "alpha be"
+    )
 
 
 GREEDY = dict(max_new_tokens=8, context=64, temperature=0, top_k=0, seed=0)
 
 
-def over_ranks(folder: str, prompt: list[int]) -> tuple[list[int], int]:
-    """The tokens, and the elements of parameters that this rank has."""
-    config, place = generate.find_checkpoint(Path(folder), None, ["--model.tokenizer_path=bytes"])
-    model = inference_model.model_over_ranks(config, place, read_ranks())
+def generate_over_ranks(folder: str, prompt: list[int]) -> tuple[list[int], int]:
+    """Return the tokens, and the number of parameter elements that this rank holds."""
+    config, path = generate.find_checkpoint(Path(folder), None, ["--model.tokenizer_path=bytes"])
+    model = inference_model.model_over_ranks(config, path, read_ranks())
     tokens = list(generate.sample(Remembering(model), prompt, BYTES, **GREEDY, agree=inference_model.first_ranks))
     return tokens, sum(local_part(parameter)[0].numel() for parameter in model.parameters())
 
@@ -327,27 +329,27 @@ def over_ranks(folder: str, prompt: list[int]) -> tuple[list[int], int]:
 @pytest.mark.parametrize(
     "name, family, args", [("llama3.1", Llama, LLAMA["llama3.1"]), ("qwen3_moe", Qwen3MoE, QWEN3_MOE["published"])]
 )
-def test_each_rank_has_a_part_and_all_have_the_text(name, family, args, tmp_path):
-    """Tensor parallel, and of a model with experts these over the ranks and the rest by FSDP."""
+def test_each_rank_holds_a_part_and_returns_all_tokens(name, family, args, tmp_path):
+    """A dense model uses tensor parallel; a model with experts uses expert parallel and FSDP for the rest."""
     args = dataclasses.replace(args, vocab_size=260)
     model, prompt = hf_parity.build(family, args), [256, 1, 2, 3, 4]
     MODELS[name].hf.save_hf(tmp_path, model.state_dict(), args, dtype=torch.float32)
     expected = list(generate.sample(Remembering(model), prompt, BYTES, **GREEDY))
-    alone = sum(parameter.numel() for parameter in model.parameters())
-    for tokens, held in run_ranks(2, over_ranks, str(tmp_path), prompt):
-        assert tokens == expected and held < 0.7 * alone
+    full_size = sum(parameter.numel() for parameter in model.parameters())
+    for tokens, size in run_ranks(2, generate_over_ranks, str(tmp_path), prompt):
+        assert tokens == expected and size < 0.7 * full_size
 
 
-def test_a_number_of_ranks_that_does_not_divide_the_model(run):
+def test_ranks_that_do_not_divide_the_model_are_refused(run):
     with pytest.raises(pool.RankFailed, match="--ranks: given 3, which does not divide .*allowed: "):
-        run_ranks(3, over_ranks, str(run), [65])
+        run_ranks(3, generate_over_ranks, str(run), [65])
 
 
-# What the user gets wrong
+# Mistakes of the user
 
 
-def copied(run: Path, folder: Path) -> tuple[Path, Path]:
-    """A copy of the run to damage (files linked, config.toml copied)."""
+def copy_run(run: Path, folder: Path) -> tuple[Path, Path]:
+    """Copy the run, so that a test may damage it; return its folder and config.toml."""
     home = folder / "run"
     for file in run.rglob("*"):
         target = home / file.relative_to(run)
@@ -364,33 +366,33 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     return captured.err
 
 
-def test_no_job(tmp_path, capsys):
-    said = refusal(capsys, tmp_path / "nothing")
-    assert f"{tmp_path}/nothing: no such file or folder; give the dump_folder of a run, a checkpoint" in said
+def test_a_folder_without_a_job_is_refused(tmp_path, capsys):
+    error = refusal(capsys, tmp_path / "nothing")
+    assert f"{tmp_path}/nothing: no such file or folder; give the dump_folder of a run, a checkpoint" in error
     (tmp_path / "empty").mkdir()
-    said = refusal(capsys, tmp_path / "empty")
-    assert "no job found" in said and str(tmp_path / "empty/config.toml") in said and "--config JOB.toml" in said
+    error = refusal(capsys, tmp_path / "empty")
+    assert "no job found" in error and str(tmp_path / "empty/config.toml") in error and "--config JOB.toml" in error
     assert f'{tmp_path}/job.toml" (no such file)' in refusal(capsys, tmp_path, "--config", tmp_path / "job.toml")
 
 
-def test_another_job_for_a_folder_without_one(run, tmp_path, capsys):
-    home, config = copied(run, tmp_path)
+def test_config_names_the_job_of_a_folder_without_one(run, tmp_path, capsys):
+    home, config = copy_run(run, tmp_path)
     job = config.rename(tmp_path / "job.toml")
-    words = ["--max_new_tokens", "4"]
-    assert "no job found" in refusal(capsys, home, *words)
-    assert generated(capsys, home, "--config", job, *words) == generated(capsys, run, *words)
+    arguments = ["--max_new_tokens", "4"]
+    assert "no job found" in refusal(capsys, home, *arguments)
+    assert run_generate(capsys, home, "--config", job, *arguments) == run_generate(capsys, run, *arguments)
 
 
-def test_no_checkpoint(run, tmp_path, capsys):
+def test_a_folder_without_a_checkpoint_is_refused(run, tmp_path, capsys):
     (tmp_path / "config.toml").write_bytes((run / "config.toml").read_bytes())
     assert "no weights in it; give a checkpoint, a folder of them, an export" in refusal(capsys, tmp_path)
     (tmp_path / "checkpoint/step-00000003").mkdir(parents=True)
-    said = refusal(capsys, tmp_path)
-    assert "no complete checkpoint" in said and "step-00000003: it has no manifest.json" in said
+    error = refusal(capsys, tmp_path)
+    assert "no complete checkpoint" in error and "step-00000003: it has no manifest.json" in error
 
 
-def test_a_damaged_checkpoint(run, tmp_path, capsys):
-    home, _ = copied(run, tmp_path)
+def test_a_damaged_checkpoint_is_refused(run, tmp_path, capsys):
+    home, _ = copy_run(run, tmp_path)
     (shard,) = (home / "checkpoint/step-00000020").glob("*.distcp")
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
@@ -399,7 +401,7 @@ def test_a_damaged_checkpoint(run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "error"),
     [
         ('flavor = "debugmodel"', 'flavor = "debug"', 'did you mean "debugmodel"?'),
         ("dim = 32", "dim = 33", "sizes that fit together"),
@@ -409,30 +411,32 @@ def test_a_damaged_checkpoint(run, tmp_path, capsys):
         ("n_layers = 4", "n_layers = 3", "layers.3"),
     ],
 )
-def test_a_job_that_does_not_fit(run, tmp_path, capsys, old, new, said):
-    home, config = copied(run, tmp_path)
+def test_a_job_that_does_not_fit_the_weights_is_refused(run, tmp_path, capsys, old, new, error):
+    home, config = copy_run(run, tmp_path)
     assert config.read_text().count(old) == 1
     config.write_text(config.read_text().replace(old, new))
-    assert said in refusal(capsys, home)
+    assert error in refusal(capsys, home)
 
 
-def test_an_export_in_another_form_is_taken_by_what_is_in_it(run, tmp_path, capsys):
-    words = ["--prompt", "alpha", "--temperature", "0", "--max_new_tokens", "8"]
-    alone = shutil.copytree(run / "model_hf", tmp_path / "alone")
-    assert generated(capsys, alone, *words) == generated(capsys, run, *words)
-    (alone / "tokenizer.json").unlink()
-    assert "the folder has no tokenizer" in refusal(capsys, alone)
-    assert generated(capsys, alone, *words, "--model.tokenizer_path=bytes") == generated(capsys, run, *words)
+def test_an_hf_export_is_recognized_by_its_content(run, tmp_path, capsys):
+    arguments = ["--prompt", "alpha", "--temperature", "0", "--max_new_tokens", "8"]
+    export = shutil.copytree(run / "model_hf", tmp_path / "alone")
+    assert run_generate(capsys, export, *arguments) == run_generate(capsys, run, *arguments)
+    (export / "tokenizer.json").unlink()
+    assert "the folder has no tokenizer" in refusal(capsys, export)
+    assert run_generate(capsys, export, *arguments, "--model.tokenizer_path=bytes") == run_generate(
+        capsys, run, *arguments
+    )
 
 
-def test_the_prompt_of_a_file(run, tmp_path, capsys, monkeypatch):
-    words = ["--temperature", "0", "--max_new_tokens", "8"]
+def test_the_prompt_may_come_from_a_file_or_stdin(run, tmp_path, capsys, monkeypatch):
+    arguments = ["--temperature", "0", "--max_new_tokens", "8"]
     text = "alpha\nbeta äö\n"
     (tmp_path / "prompt.txt").write_text(text, encoding="utf-8")
-    expected = generated(capsys, run, *words, "--prompt", text)
-    assert generated(capsys, run, *words, "--prompt-file", tmp_path / "prompt.txt") == expected
+    expected = run_generate(capsys, run, *arguments, "--prompt", text)
+    assert run_generate(capsys, run, *arguments, "--prompt-file", tmp_path / "prompt.txt") == expected
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-    assert generated(capsys, run, *words, "--prompt-file", "-") == expected
+    assert run_generate(capsys, run, *arguments, "--prompt-file", "-") == expected
     missing = tmp_path / "no"
     assert f"--prompt-file {missing} cannot be read (No such" in refusal(capsys, run, "--prompt-file", missing)
     (tmp_path / "prompt.txt").write_bytes(b"\xff")
@@ -454,10 +458,10 @@ def bad_arguments() -> Iterator[tuple[list[str], str]]:
     yield ["x", "--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file: give one of them"
 
 
-@pytest.mark.parametrize(("argv", "said"), bad_arguments(), ids=lambda value: " ".join(value) or "none")
-def test_bad_arguments(argv, said, capsys):
+@pytest.mark.parametrize(("argv", "error"), bad_arguments(), ids=lambda value: " ".join(value) or "none")
+def test_bad_arguments_are_refused(argv, error, capsys):
     assert cli.main(["generate", *argv]) == 2
-    assert said in capsys.readouterr().err
+    assert error in capsys.readouterr().err
 
 
 def test_help(capsys):

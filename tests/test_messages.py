@@ -1,4 +1,4 @@
-"""Messages about typical mistakes: they name the place that is wrong, invent nothing, and what they advise works."""
+"""Tests of messages about typical mistakes: they name the place, report no consequences, and their advice works."""
 
 import importlib.util
 import shlex
@@ -32,7 +32,7 @@ def a_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 
-def explained(capsys, *argv: str) -> list[str]:
+def load_faults(capsys, *argv: str) -> list[str]:
     assert load_job(list(argv), 1) is None
     return capsys.readouterr().err.splitlines()[:-1]
 
@@ -40,15 +40,15 @@ def explained(capsys, *argv: str) -> list[str]:
 # The place
 
 
-def test_a_fault_names_the_file_or_the_command_line_that_said_it(capsys):
-    base, job = explained(capsys, "job.toml")
+def test_a_fault_names_its_file_or_the_command_line(capsys):
+    base, job = load_faults(capsys, "job.toml")
     assert base.startswith("base.toml: training.global_batch_size: given 6;")
     assert job.startswith("job.toml: checkpoint.keep_latest_k: given 1;")
-    (line,) = explained(capsys, "job.toml", "--checkpoint.keep_latest_k=2", "--training.global_batch_size", "7")
+    (line,) = load_faults(capsys, "job.toml", "--checkpoint.keep_latest_k=2", "--training.global_batch_size", "7")
     assert line.startswith("command line: training.global_batch_size: given 7;")
 
 
-def test_who_said_what_is_the_last_word():
+def test_the_source_of_an_option_is_the_last_that_sets_it():
     argv = ["job.toml", "--training.global_batch_size=8"]
     assert said_by(argv) == {
         "training.local_batch_size": "base.toml",
@@ -57,7 +57,7 @@ def test_who_said_what_is_the_last_word():
     }
 
 
-# No fault that nobody made
+# One mistake causes one fault
 
 
 @pytest.mark.parametrize(
@@ -70,42 +70,42 @@ def test_who_said_what_is_the_last_word():
         ["--training.local_batchsize=8", "--training.global_batch_size=12"],
     ],
 )
-def test_a_slip_is_one_fault(argv, capsys):
-    assert len(explained(capsys, *argv)) == 1
+def test_a_misspelt_option_causes_one_fault_only(argv, capsys):
+    assert len(load_faults(capsys, *argv)) == 1
 
 
-def test_faults_that_do_not_follow_from_a_slip_come_with_it(capsys):
-    first, second = explained(capsys, "--metrics.log_freqq=1", "--checkpoint.enable", "--checkpoint.keep_latest_k=1")
+def test_independent_faults_are_reported_with_a_misspelt_option(capsys):
+    first, second = load_faults(capsys, "--metrics.log_freqq=1", "--checkpoint.enable", "--checkpoint.keep_latest_k=1")
     assert "metrics.log_freqq" in first and "checkpoint.keep_latest_k" in second
 
 
-# What they advise
+# Their advice
 
 
-def test_an_old_file_is_advised_once_to_be_translated(tmp_path, capsys):
+def test_upgrade_is_advised_once_for_an_old_file(tmp_path, capsys):
     (tmp_path / "old.toml").write_text(
         "[training]\nbatch_size = 4\ntensor_parallel_degree = 1\n[float8]\nemulate = true\n"
     )
-    faults = explained(capsys, "old.toml")
+    faults = load_faults(capsys, "old.toml")
     assert len(faults) == 3 and [fault.count("--upgrade` translate the file") for fault in faults].count(1) == 1
 
 
 @pytest.mark.parametrize(
-    "written", ["--compile.enable=1", "--compile.enable=yes", "--compile.enable yes", "--compile.enable on"]
+    "argument", ["--compile.enable=1", "--compile.enable=yes", "--compile.enable yes", "--compile.enable on"]
 )
-def test_a_flag_is_written_true_or_false(written, capsys):
-    (line,) = explained(capsys, *written.split())
+def test_a_flag_is_written_true_or_false(argument, capsys):
+    (line,) = load_faults(capsys, *argument.split())
     assert line.endswith("allowed: true or false; write true")
     assert load(["--compile.enable=true"]).compile.enable and load(["--compile.enable"]).compile.enable
 
 
-def test_an_option_without_its_value(capsys):
-    (line,) = explained(capsys, "--training.steps", "--compile.enable")
+def test_an_option_without_its_value_is_refused(capsys):
+    (line,) = load_faults(capsys, "--training.steps", "--compile.enable")
     assert line.endswith("allowed: a whole number >= 1; write --training.steps VALUE")
 
 
 @pytest.mark.parametrize(
-    ("words", "remedy"),
+    ("arguments", "remedy"),
     [
         (["--lr_scheduler.lr_min", "0.1"], "--lr_scheduler.min_lr_factor=0.1"),
         (["--checkpoint.enable_checkpoint"], "--checkpoint.enable=true"),
@@ -118,8 +118,8 @@ def test_an_option_without_its_value(capsys):
         (["--model.hf_assets_path=my files/12"], "--model.tokenizer_path='my files/12'"),
     ],
 )
-def test_what_is_advised_for_an_option_that_has_moved_can_be_written(words, remedy, capsys):
-    (line,) = explained(capsys, *words)
+def test_the_advice_for_a_moved_option_can_be_pasted(arguments, remedy, capsys):
+    (line,) = load_faults(capsys, *arguments)
     assert line.endswith(f"where it has moved; write {remedy}")
     key, _, value = shlex.split(remedy)[0].removeprefix("--").partition("=")
     section, _, name = key.rpartition(".")
@@ -127,14 +127,14 @@ def test_what_is_advised_for_an_option_that_has_moved_can_be_written(words, reme
     assert str(loaded).lower() == value
 
 
-def test_a_number_in_quotes_is_advised_without_them(tmp_path, capsys):
+def test_advice_for_a_quoted_number_has_no_quotes(tmp_path, capsys):
     (tmp_path / "old.toml").write_text('[lr_scheduler]\nlr_min = "0.1"\n')
-    (line,) = explained(capsys, "old.toml")
+    (line,) = load_faults(capsys, "old.toml")
     assert "write lr_scheduler.min_lr_factor = 0.1, or let" in line
 
 
 @pytest.mark.parametrize(
-    ("words", "end"),
+    ("arguments", "end"),
     [
         (["--lr_scheduler.lr_min"], "where it has moved; write --lr_scheduler.min_lr_factor VALUE"),
         (["--lr_scheduler.lr_min=low"], "moved; write --lr_scheduler.min_lr_factor, a number >= 0 and <= 1"),
@@ -143,53 +143,53 @@ def test_a_number_in_quotes_is_advised_without_them(tmp_path, capsys):
         (["--checkpoint.no_enabel"], "allowed: a known option; did you mean checkpoint.no_enable?"),
     ],
 )
-def test_an_option_without_a_value_that_is_none_of_todays(words, end, capsys):
-    (line,) = explained(capsys, *words)
+def test_unknown_options_without_a_value(arguments, end, capsys):
+    (line,) = load_faults(capsys, *arguments)
     assert line.endswith(end)
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="Linux has a folder in which nobody can make anything")
 @pytest.mark.parametrize("folder", ["/proc/nope", "/proc/nope/deeper", "/proc"])
-def test_a_folder_that_cannot_be_made(folder, capsys):
-    (line,) = explained(capsys, f"--job.dump_folder={folder}")
+def test_a_dump_folder_that_cannot_be_created_is_refused(folder, capsys):
+    (line,) = load_faults(capsys, f"--job.dump_folder={folder}")
     assert f'job.dump_folder: given "{folder}"; allowed: a folder that can be written to; ' in line
     assert "name another folder" in line
 
 
-def test_looking_at_a_folder_leaves_nothing(tmp_path):
+def test_checking_a_folder_creates_nothing(tmp_path):
     config = load([f"--job.dump_folder={tmp_path / 'new' / 'run'}"])
     before = sorted(tmp_path.iterdir())
     assert check(config, 1, "cpu") == [] and sorted(tmp_path.iterdir()) == before
 
 
 def test_an_estimate_without_a_job_asks_for_one(capsys):
-    for words in ([], ["--device=cpu", "--memory=80GiB"]):
-        assert cli.main(["estimate", *words]) == 2
+    for arguments in ([], ["--device=cpu", "--memory=80GiB"]):
+        assert cli.main(["estimate", *arguments]) == 2
         assert "no job is given" in capsys.readouterr().err
 
 
-def test_a_batch_that_no_machine_holds(capsys):
-    (line,) = explained(capsys, "--training.local_batch_size=999999999")
+def test_a_batch_larger_than_memory_is_refused(capsys):
+    (line,) = load_faults(capsys, "--training.local_batch_size=999999999")
     assert "training.local_batch_size: given 999999999; allowed: a batch whose ids fit into this machine's " in line
     most = int(line.rpartition(" than ")[2].replace(",", ""))
     assert check(load([f"--training.local_batch_size={most // 2}"]), 1, "cpu") == []
 
 
-def test_datasets_without_their_package(capsys, monkeypatch):
+def test_a_dataset_without_its_package_is_refused(capsys, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "datasets" else find(name, *rest)
+        importlib.util, "find_spec", lambda name, *args: None if name == "datasets" else find(name, *args)
     )
-    (line,) = explained(capsys, "--training.dataset=c4")
+    (line,) = load_faults(capsys, "--training.dataset=c4")
     assert (
         'training.dataset: given "c4"; allowed: with the package datasets, which is not installed; pip install' in line
     )
 
 
-def test_wandb_without_a_key(capsys, monkeypatch, tmp_path):
+def test_wandb_without_a_key_is_refused(capsys, monkeypatch, tmp_path):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name if name == "wandb" else find(name, *rest))
-    (line,) = explained(capsys, "--metrics.enable_wandb")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: name if name == "wandb" else find(name, *args))
+    (line,) = load_faults(capsys, "--metrics.enable_wandb")
     assert "would ask where nobody answers; run wandb login once, set WANDB_API_KEY, or" in line
     config = load(["--metrics.enable_wandb"])
     for name, value in (("WANDB_API_KEY", "x"), ("WANDB_MODE", "offline")):
@@ -201,7 +201,7 @@ def test_wandb_without_a_key(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["--dataset", "text"], "--dataset-path is not set; this dataset needs a file"),
         (
@@ -211,48 +211,56 @@ def test_wandb_without_a_key(capsys, monkeypatch, tmp_path):
         (["--dataset_path", "nowhere"], "nowhere: no such file or folder"),
     ],
 )
-def test_prepare_names_its_own_options(argv, said, capsys):
+def test_prepare_names_its_own_options(argv, message, capsys):
     assert cli.main(["prepare", *argv, "--tokenizer_path", "bytes", "--output", "out"]) == 2
     err = capsys.readouterr().err
-    assert said in err and "training." not in err
+    assert message in err and "training." not in err
 
 
-def test_a_slip_in_a_jobs_name(capsys):
-    (line,) = explained(capsys, "debug_mode")
+def test_a_misspelt_job_name_gets_a_suggestion(capsys):
+    (line,) = load_faults(capsys, "debug_mode")
     assert line == 'command line: given "debug_mode"; allowed: --section.key value; did you mean debug_model?'
 
 
 @pytest.mark.parametrize("command", ["preview", "generate x", "convert x y"])
-def test_a_slip_in_a_commands_own_option(command, capsys):
+def test_a_misspelt_command_option_is_refused(command, capsys):
     assert cli.main([*command.split(), "--sample", "1"]) == 2
     assert "no option --sample" in capsys.readouterr().err
 
 
-def test_commands_take_a_job_as_it_is_named(capsys):
-    for words in (["job.toml"], ["--config", "job.toml"], ["--job.config-file=job.toml"]):
-        assert cli.main(["preview", *words, "--checkpoint.keep_latest_k=2", "--tokens=8", "--training.seq_len=32"]) == 0
+def test_commands_accept_every_way_to_name_a_job(capsys):
+    for arguments in (["job.toml"], ["--config", "job.toml"], ["--job.config-file=job.toml"]):
+        assert (
+            cli.main(["preview", *arguments, "--checkpoint.keep_latest_k=2", "--tokens=8", "--training.seq_len=32"])
+            == 0
+        )
         assert "sample 0: 32 tokens" in capsys.readouterr().out
 
 
-def test_chat_of_an_unknown_form_says_which_forms_there_are(tmp_path, capsys):
+def test_unknown_chat_records_are_answered_with_the_known_formats(tmp_path, capsys):
     (tmp_path / "chat.jsonl").write_text('{"dialog": [{"who": "me", "what": "hello"}]}\n')
-    words = ["preview", "--training.dataset=text", "--training.dataset_path=chat.jsonl", "--model.tokenizer_path=bytes"]
-    assert cli.main([*words, "--training.seq_len=32"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "chat.jsonl:1: no field 'text'; the fields there are: 'dialog'; set training.text_field" in said
-    assert "chat (messages), sharegpt (conversations)" in said
+    arguments = [
+        "preview",
+        "--training.dataset=text",
+        "--training.dataset_path=chat.jsonl",
+        "--model.tokenizer_path=bytes",
+    ]
+    assert cli.main([*arguments, "--training.seq_len=32"]) == 2
+    errors = " ".join(capsys.readouterr().err.split())
+    assert "chat.jsonl:1: no field 'text'; the fields there are: 'dialog'; set training.text_field" in errors
+    assert "chat (messages), sharegpt (conversations)" in errors
 
 
 # Help
 
 
 def test_help_of_a_section_or_an_option(capsys):
-    for wanted in ("optimizer", "training.seq_len", "training.dataloader"):
-        with pytest.raises(SystemExit) as left:
-            load(["--help", wanted])
+    for name in ("optimizer", "training.seq_len", "training.dataloader"):
+        with pytest.raises(SystemExit) as exit_info:
+            load(["--help", name])
         out = capsys.readouterr().out
-        assert left.value.code == 0 and f"--{wanted}" in out
-        assert all(line.strip().startswith(f"--{wanted}") for line in out.splitlines() if line.startswith("  --"))
+        assert exit_info.value.code == 0 and f"--{name}" in out
+        assert all(line.strip().startswith(f"--{name}") for line in out.splitlines() if line.startswith("  --"))
     with pytest.raises(JobError, match="--help optimiser: allowed: a section, .*; did you mean optimizer?"):
         load(["--help", "optimiser"])
     assert len(help_text()) > 10 * len(help_text("optimizer"))
@@ -277,23 +285,23 @@ def test_help_lists_the_names_of_a_registry():
     assert "none" in help_text("adapter.kind").rpartition("One of")[2]
 
 
-def test_dashes_and_underscores_are_one(capsys):
+def test_dashes_and_underscores_are_equivalent(capsys):
     assert cli.main(["prepare", "--dataset-path", "nowhere", "--tokenizer-path=bytes", "--output", "a-b"]) == 2
     assert "nowhere: no such file" in capsys.readouterr().err
     assert cli.main(["check", "--no-memory", "--world-size=2", "--training.local-batch-size=2"]) == 0
     assert cli.main(["check", "--no_memory", "--world_size", "2"]) == 0 and "2 ranks" in capsys.readouterr().out
 
 
-# Lines that can be read
+# Line length
 
 
 def test_no_line_is_longer_than_200_characters(capsys, monkeypatch):
     monkeypatch.setattr(errors, "LONGEST_LINE", LONGEST_LINE)  # see conftest.py
-    wrong = ["--parallelism.tensor_parallel_degree=3", "--training.dataset=c4_test", "--optimizer.zzz=1"]
-    assert cli.main(["check", *wrong]) == 2
+    arguments = ["--parallelism.tensor_parallel_degree=3", "--training.dataset=c4_test", "--optimizer.zzz=1"]
+    assert cli.main(["check", *arguments]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 4 and max(map(len, lines)) <= LONGEST_LINE
     assert all(line.startswith(("    ", "command line: ", "the job: ", "3 faults")) for line in lines)
     path = "/a/path/" * 40
-    assert folded(f"{path}: {'words ' * 60}").splitlines()[0] == f"{path}:"  # which can be copied
+    assert folded(f"{path}: {'words ' * 60}").splitlines()[0] == f"{path}:"  # so that it can be copied
     assert folded("one\n\ntwo") == "one\n\ntwo"

@@ -1,4 +1,4 @@
-"""The look at all ranks before training: what it refuses, what it only says, and that it is right about sums."""
+"""Tests of the preflight, which compares all ranks before training: its faults, its warnings, and its test sums."""
 
 import dataclasses
 import re
@@ -22,24 +22,24 @@ from torchtitan.training.trainer import Trainer
 SAME = {"code": "a1", "torch": "2.13.0, Python 3.11.7", "job": "b2", "tokenizer": "c3"}
 
 
-def four(**changed: dict[int, object]) -> list[Facts]:
-    """The facts of ranks 0, 1 on host a and 2, 3 on host b, some changed on some ranks."""
-    found = [Facts("a" if rank < 2 else "b", dict(SAME), {"sum along tp": 0.001}, 100.0) for rank in range(4)]
+def facts_of_four_ranks(**changed: dict[int, object]) -> list[Facts]:
+    """Return facts of ranks 0, 1 on host a and 2, 3 on host b. `changed`: field -> {rank: value}."""
+    facts = [Facts("a" if rank < 2 else "b", dict(SAME), {"sum along tp": 0.001}, 100.0) for rank in range(4)]
     for name, values in changed.items():
         for rank, value in values.items():
             if name in SAME:
-                found[rank].same[name] = value
+                facts[rank].same[name] = value
             else:
-                setattr(found[rank], name, value)
-    return found
+                setattr(facts[rank], name, value)
+    return facts
 
 
-def words(lines: list[str]) -> list[str]:
+def squeeze_spaces(lines: list[str]) -> list[str]:
     return [re.sub(" +", " ", line) for line in lines]
 
 
-def test_ranks_that_are_alike_are_fine():
-    assert judge(four()) == ([], [])
+def test_equal_ranks_pass():
+    assert judge(facts_of_four_ranks()) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -59,31 +59,31 @@ def test_ranks_that_are_alike_are_fine():
     ],
     ids=["code", "torch", "tokenizer", "folder", "sum"],
 )
-def test_what_would_make_the_run_wrong_is_refused_by_rank_and_host(changed, faults):
-    found, strange = judge(four(**changed))
-    assert (words(found), strange) == (faults, [])
+def test_faults_name_ranks_and_hosts(changed, faults):
+    hard_faults, warnings = judge(facts_of_four_ranks(**changed))
+    assert (squeeze_spaces(hard_faults), warnings) == (faults, [])
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "warning"),
     [
         (dict(clock={2: 160.0, 3: 160.0}), "the clocks of ranks 2-3 (b) are apart from rank 0's by +60.0 s"),
         (dict(seconds={3: {"sum along tp": 0.5}}), "slow: sum along tp takes 500.0 ms on rank 3 (b), 1.0 ms usually"),
     ],
     ids=["clocks", "slow"],
 )
-def test_what_is_only_strange_is_said(changed, told):
-    assert judge(four(**changed)) == ([], [told])
+def test_clock_and_speed_differences_are_warnings(changed, warning):
+    assert judge(facts_of_four_ranks(**changed)) == ([], [warning])
 
 
-def test_small_differences_of_time_are_nothing():
-    assert judge(four(clock={1: 104.0}, seconds={2: {"sum along tp": 0.015}})) == ([], [])
+def test_small_differences_of_time_are_ignored():
+    assert judge(facts_of_four_ranks(clock={1: 104.0}, seconds={2: {"sum along tp": 0.015}})) == ([], [])
 
 
-def test_options_that_differ_are_told_one_by_one():
+def test_different_options_are_listed_one_by_one():
     hosts = ["a", "b"]
     lines = differences([{"x.a": "1", "x.b": "2"}, {"x.a": "1", "x.b": "3", "x.c": "4"}], hosts)
-    assert words(lines) == [
+    assert squeeze_spaces(lines) == [
         "x.b 2 rank 0 (a)",
         "x.b 3 rank 1 (b)",
         "x.c not known rank 0 (a)",
@@ -93,8 +93,8 @@ def test_options_that_differ_are_told_one_by_one():
 
 def test_space_for_two_checkpoints():
     assert space(20, 10) == []
-    (told,) = space(2**30 - 1, 2**29)
-    assert told == (
+    (fault,) = space(2**30 - 1, 2**29)
+    assert fault == (
         "1.00 GiB are free in job.dump_folder and two checkpoints take 1.00 GiB: make room or give another folder"
     )
 
@@ -102,37 +102,39 @@ def test_space_for_two_checkpoints():
 @pytest.mark.parametrize(
     ("option", "local", "expected"), [([], 1, True), ([], 2, False), (["true"], 2, True), (["false"], 1, False)]
 )
-def test_it_is_made_with_several_machines_or_as_the_job_says(option, local, expected):
-    config = manager.load([f"--job.preflight={word}" for word in option])
+def test_preflight_runs_with_several_machines_or_as_the_job_says(option, local, expected):
+    config = manager.load([f"--job.preflight={value}" for value in option])
     assert preflight.wanted(config, Ranks(world_size=2, local_world_size=local)) == expected
 
 
 # On ranks
 
 
-def look(argv: list[str], plant: str = "", said: Sequence[str] = ()) -> str:
-    """What becomes of the start of a job on this rank, of which rank 1 is spoilt; if slow to see, until something is
-    said."""
+def start_trainer(argv: list[str], fault: str = "", messages: Sequence[str] = ()) -> str:
+    """Create a trainer with a fault planted on rank 1; return "started" or the error.
+
+    `fault`: "slow to see" hides new files from rank 1 until `messages` is not empty.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        if plant == "code" and dist.get_rank() == 1:
+        if fault == "code" and dist.get_rank() == 1:
             patch.setattr(preflight, "_code", lambda: "another")
-        if plant == "space":
+        if fault == "space":
             patch.setattr(preflight.shutil, "disk_usage", lambda folder: dataclasses.make_dataclass("D", ["free"])(9))
-        if plant in ("blind", "slow to see"):
+        if fault in ("blind", "slow to see"):
             patch.setattr(preflight, "FOLDER_SAID_SECONDS", 0)
-            patch.setattr(preflight, "FOLDER_SECONDS", 0.4 if plant == "blind" else 30)
+            patch.setattr(preflight, "FOLDER_SECONDS", 0.4 if fault == "blind" else 30)
             exists = Path.exists
 
             def hidden(path: Path) -> bool:
-                here = path.name.startswith(".preflight-") and dist.get_rank() == 1
-                return exists(path) and not (here and (plant == "blind" or not said))
+                hides_files = path.name.startswith(".preflight-") and dist.get_rank() == 1
+                return exists(path) and not (hides_files and (fault == "blind" or not messages))
 
             patch.setattr(Path, "exists", hidden)
-        if plant == "sum":
-            sums = dist.all_reduce
+        if fault == "sum":
+            all_reduce = dist.all_reduce
 
             def flipped(tensor: torch.Tensor, **options: object) -> dist.Work | None:
-                work = sums(tensor, **options)
+                work = all_reduce(tensor, **options)
                 if dist.get_rank() == 1 and len(tensor) == preflight.ELEMENTS["cpu"]:
                     tensor[7] += 1
                 return work
@@ -157,7 +159,7 @@ def argv(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("plant", "told"),
+    ("fault", "message"),
     [
         ("", "started"),
         ("code", r"  code +\w{16}  rank 0 \(.+\)\n  code +another +rank 1 \("),
@@ -166,35 +168,43 @@ def argv(tmp_path_factory):
         ("space", r"  9 bytes are free in job.dump_folder and two checkpoints take"),
     ],
 )
-def test_all_ranks_start_or_none_does(plant, told, argv):
-    first, other = run_ranks(2, look, argv, plant)
-    if not plant:
+def test_all_ranks_start_or_none(fault, message, argv):
+    first, other = run_ranks(2, start_trainer, argv, fault)
+    if not fault:
         assert (first, other) == ("started", "started")
         return
-    assert first.startswith("preflight: not all ranks fit together, and nothing was started") and re.search(told, first)
+    assert first.startswith("preflight: not all ranks fit together, and nothing was started") and re.search(
+        message, first
+    )
     assert other == "peer: the preflight has found what cannot work"
 
 
-def test_without_it_a_wrong_sum_is_trained_on(argv):
-    """The control."""
-    assert run_ranks(2, look, [word for word in argv if "preflight=" not in word], "sum") == ["started"] * 2
+def test_without_preflight_a_wrong_sum_is_not_noticed(argv):
+    """Control of the test above: the planted fault has no other effect."""
+    assert (
+        run_ranks(2, start_trainer, [argument for argument in argv if "preflight=" not in argument], "sum")
+        == ["started"] * 2
+    )
 
 
-def look_and_listen(argv: list[str]) -> tuple[str, list[str]]:
-    """What becomes of a start whose rank 1 sees new files late, and what is said meanwhile."""
-    said = []
+def start_trainer_and_collect_messages(argv: list[str]) -> tuple[str, list[str]]:
+    """Return the outcome of a start where rank 1 sees new files late, and the messages logged meanwhile."""
+    messages = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preflight.logger, "info", lambda text, *values: said.append(text % values))
-        return look(argv, "slow to see", said), said
+        patch.setattr(preflight.logger, "info", lambda text, *values: messages.append(text % values))
+        return start_trainer(argv, "slow to see", messages), messages
 
 
 def test_a_folder_that_shows_new_files_late_is_waited_for(argv):
-    for found, said in run_ranks(2, look_and_listen, argv):
-        assert found == "started"
-        assert said[0].startswith("preflight  1 of 2 ranks do not see yet what rank 0 has made in") and len(said) == 2
+    for outcome, messages in run_ranks(2, start_trainer_and_collect_messages, argv):
+        assert outcome == "started"
+        assert (
+            messages[0].startswith("preflight  1 of 2 ranks do not see yet what rank 0 has made in")
+            and len(messages) == 2
+        )
 
 
-def look_at_data(argv: list[str]) -> str:
+def check_data_of_rank(argv: list[str]) -> str:
     try:
         preflight.check_data(manager.load(argv), read_ranks(), {"dataset": f"of rank {dist.get_rank()}"})
     except (JobError, PeerStopped) as error:
@@ -202,6 +212,6 @@ def look_at_data(argv: list[str]) -> str:
     return "started"
 
 
-def test_other_data_are_refused(argv):
-    first, other = run_ranks(2, look_at_data, argv)
+def test_ranks_with_different_data_are_refused(argv):
+    first, other = run_ranks(2, check_data_of_rank, argv)
     assert re.search(r"  data +\w{16}  rank 0 \(.+\)\n  data +\w{16}  rank 1", first) and "preflight" in other

@@ -1,4 +1,6 @@
-"""Jobs of torchtitan's TOML era: every option has a place or a reason, and a translation keeps the meaning."""
+"""Tests of jobs for older torchtitan versions: every option exists, moved or has a reason, and translations keep the
+meaning.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -8,7 +10,7 @@ import tomli
 
 from tests.support import old_dialects
 from tests.support.jobs import ROOT, train
-from tests.support.old_dialects import V0_2_2, leaves, listed
+from tests.support.old_dialects import V0_2_2, flatten, option_names
 from torchtitan.commands import check as command
 from torchtitan.commands import upgrade as upgrading
 from torchtitan.config import renames
@@ -30,7 +32,7 @@ TIKTOKENS += ("test/assets/test_tiktoken.model",)
 
 @pytest.fixture(autouse=True)
 def a_place(tmp_path, monkeypatch):
-    """With the files that old jobs found in torchtitan's repository: nothing keeps a translation from starting."""
+    """Create the files that old jobs found in torchtitan's repository, so that translations can start."""
     monkeypatch.chdir(tmp_path)
     for names, asset in ((TOKENIZERS, "tokenizer.json"), (TIKTOKENS, "tiktoken.model")):
         for name in names:
@@ -43,25 +45,25 @@ def a_place(tmp_path, monkeypatch):
         (tmp_path / folder / "data.json").write_text('{"text": "a document"}\n' * 64)
 
 
-def run(capsys, *argv: str) -> tuple[int, str, str]:
+def run_check(capsys, *argv: str) -> tuple[int, str, str]:
     code = command.main(list(argv))
     out, err = capsys.readouterr()
     return code, out, err
 
 
-def test_every_option_of_the_old_dialects_is_at_home_moved_or_explained():
+def test_every_old_option_exists_moved_or_has_a_reason():
     eras = ("JULY_2024", "BETWEEN", "V0_1_0", "AUGUST_2025", "EXPERIMENTS", "UNSET_IN_V0_2_2")
-    old = {*(key for era in eras for key in listed(getattr(old_dialects, era))), *leaves(tomli.loads(V0_2_2))}
+    old = {*(key for era in eras for key in option_names(getattr(old_dialects, era))), *flatten(tomli.loads(V0_2_2))}
     assert len(old) > 250
     for key in old:
         assert (key in options()) != (renames.renamed(key) is not None), key
 
 
-def test_the_table_of_renames_points_to_options_and_hides_none():
+def test_renames_point_to_options_and_shadow_none():
     for old, moved in renames.MOVED.items():
         assert moved.to in options() and old not in options() and old not in renames.GONE, old
-    for old, gone in renames.GONE.items():
-        assert old not in options() and gone.why, old
+    for old, removed in renames.GONE.items():
+        assert old not in options() and removed.why, old
     for key in [*renames.VALUES, *(key for defaults in translation.DEFAULTS.values() for key in defaults)]:
         assert key in options(), key
     assert not {"experimental", "quantize", "float8"} & sections()
@@ -69,16 +71,16 @@ def test_the_table_of_renames_points_to_options_and_hides_none():
 
 def upgrade(capsys, tmp_path, content: str) -> tuple[int, str, list[str]]:
     (tmp_path / "old.toml").write_text(content)
-    code, out, err = run(capsys, "old.toml", "--upgrade")
+    code, out, err = run_check(capsys, "old.toml", "--upgrade")
     return code, out, err.splitlines()
 
 
-def test_all_defaults_of_v0_2_2_translate_to_the_same_meaning(capsys, tmp_path):
+def test_defaults_of_v0_2_2_keep_their_meaning(capsys, tmp_path):
     code, out, err = upgrade(capsys, tmp_path, V0_2_2)
     assert (code, err) == (0, [])
     (tmp_path / "new.toml").write_text(out)
     config = load(["--job.config_file=new.toml"])
-    old, new = leaves(tomli.loads(V0_2_2)), leaves(tomli.loads(out))
+    old, new = flatten(tomli.loads(V0_2_2)), flatten(tomli.loads(out))
     assert (
         old.pop("model.name") == "llama3" and new.pop("model.name") == "llama3.1"
     )  # see test_models_keep_their_meaning
@@ -89,43 +91,47 @@ def test_all_defaults_of_v0_2_2_translate_to_the_same_meaning(capsys, tmp_path):
     assert config.model.tokenizer_path == old["model.hf_assets_path"] and not config.training.shuffle
 
 
-def test_an_empty_job_of_v0_2_2_means_its_defaults(capsys, tmp_path):
-    """What the old project would have filled in comes out, wherever ours would fill in something else."""
-    given = {"checkpoint.enable", "validation.enable", "validation.steps", "model.name"}
-    given |= {"optimizer.implementation"}  # unset, it is the optimizer's first: fused, as it was
-    given |= {"training.dataloader.pin_memory"}  # now on where it helps; what is computed stays the same
-    given |= {"parallelism.pipeline_parallel_expert_parallel_overlap"}  # hides time and changes no result either
+def test_an_empty_job_of_v0_2_2_gets_the_defaults_of_that_version(capsys, tmp_path):
+    """A default of the old version is written out where ours differs."""
+    expected_differences = {"checkpoint.enable", "validation.enable", "validation.steps", "model.name"}
+    expected_differences |= {"optimizer.implementation"}  # unset, it is the optimizer's first: fused, as it was
+    expected_differences |= {"training.dataloader.pin_memory"}  # now on where it helps; what is computed stays the same
+    expected_differences |= {
+        "parallelism.pipeline_parallel_expert_parallel_overlap"
+    }  # hides time and changes no result either
     _, out, _ = upgrade(capsys, tmp_path, "[checkpoint]\nenable = true\n[validation]\nenable = true\nsteps = 7\n")
     (tmp_path / "new.toml").write_text(out)
-    resolved = leaves(dataclasses.asdict(load(["--job.config_file=new.toml"])))
-    for key, value in leaves(tomli.loads(V0_2_2)).items():
-        if key in options() and key not in given:
+    resolved = flatten(dataclasses.asdict(load(["--job.config_file=new.toml"])))
+    for key, value in flatten(tomli.loads(V0_2_2)).items():
+        if key in options() and key not in expected_differences:
             assert resolved[key] == value or (value == "" and resolved[key] is None), key
 
 
 @pytest.mark.parametrize("file", OLD, ids=lambda file: file.name)
-def test_old_files_are_named_faults_and_translate(file, capsys, tmp_path):
+def test_old_files_are_refused_and_translated(file, capsys, tmp_path):
     with pytest.raises(ConfigError) as caught:
         load(["--job.config_file", str(file)])
-    old = [key for key in leaves(tomli.loads(file.read_text())) if renames.renamed(key)]
+    old = [key for key in flatten(tomli.loads(file.read_text())) if renames.renamed(key)]
     assert [key for key in (fault.key for fault in caught.value.faults) if key in old] == old
-    assert run(capsys, str(file))[0] == 2
+    assert run_check(capsys, str(file))[0] == 2
 
-    code, out, err = run(capsys, str(file), "--upgrade")
+    code, out, err = run_check(capsys, str(file), "--upgrade")
     assert (code, err) == (0, "")
     (tmp_path / "new.toml").write_text(out)
     config = load(["--job.config_file=new.toml"])
-    given = leaves(tomli.loads(file.read_text()))
-    assert config.training.local_batch_size == given.get("training.batch_size", given.get("training.local_batch_size"))
-    assert config.lr_scheduler.warmup_steps == given.get(
-        "training.warmup_steps", given.get("lr_scheduler.warmup_steps")
+    options = flatten(tomli.loads(file.read_text()))
+    assert config.training.local_batch_size == options.get(
+        "training.batch_size", options.get("training.local_batch_size")
+    )
+    assert config.lr_scheduler.warmup_steps == options.get(
+        "training.warmup_steps", options.get("lr_scheduler.warmup_steps")
     )
     assert config.lr_scheduler.min_lr_factor == 0.0 and not config.training.shuffle
     for key in old:
         assert f"moved: {key} -> " in out or f"left out, changed nothing: {key} (" in out
 
 
-def test_what_became_the_default_is_left_out(capsys, tmp_path):
+def test_values_that_became_the_default_are_left_out(capsys, tmp_path):
     old = (
         "[parallelism]\npipeline_parallel_schedule = '_PipelineScheduleRuntime'\npipeline_parallel_schedule_csv = ''\n"
     )
@@ -150,7 +156,7 @@ OVERLAP = "pipeline_parallel_expert_parallel_overlap"
         ("[training]\nenable_loss_parallel = false", ["parallelism.disable_loss_parallel"]),
         ("[experimental]\npipeline_parallel_schedule = 'gpipe'", ["parallelism.pipeline_parallel_schedule"]),
         ("[checkpoint]\nlast_save_model_only = true", ["checkpoint.last_save_model_only"]),
-        (  # what hangs on an option that is left out is left out with it
+        (  # options that depend on one that is left out are left out with it
             "[checkpoint]\nlast_save_model_only = true\nexport_dtype = 'bfloat16'\nlast_save_in_hf = true",
             ["checkpoint.last_save_model_only", "checkpoint.export_dtype", "checkpoint.last_save_in_hf"],
         ),
@@ -159,25 +165,25 @@ OVERLAP = "pipeline_parallel_expert_parallel_overlap"
         ("[checkpoint]\ninitial_load_path = 'there'", ["checkpoint.initial_load_path"]),
     ],
 )
-def test_what_did_nothing_in_an_old_job_is_left_out(old, left_out, capsys, tmp_path):
-    """It would be a fault here."""
+def test_options_without_effect_in_an_old_job_are_left_out(old, left_out, capsys, tmp_path):
+    """They would be faults in a job of today."""
     code, out, err = upgrade(capsys, tmp_path, old)
     assert (code, err) == (0, [])
-    assert not set(left_out) & set(leaves(tomli.loads(out)))
+    assert not set(left_out) & set(flatten(tomli.loads(out)))
     for key in left_out:
         assert out.count(f"# left out, changed nothing: {key} (allowed: ") == 1
     (tmp_path / "new.toml").write_text(out)
     config = load(["--job.config_file=new.toml"])
     faults = {fault.key for fault in check(config, command.fewest_ranks(config), "cpu")}
-    assert faults <= {"training.dataset_path", "model.tokenizer_path"}  # which are elsewhere
+    assert faults <= {"training.dataset_path", "model.tokenizer_path"}  # these files do not exist here
 
 
-def test_a_default_that_does_nothing_is_left_alone(capsys, tmp_path, monkeypatch):
-    """There is nothing to leave out, however often it is asked."""
-    asked = iter(range(3))
+def test_a_default_without_effect_ends_the_search(capsys, tmp_path, monkeypatch):
+    """A rule that faults an option at its default flatten nothing to remove; the search must end."""
+    calls = iter(range(3))
 
     def at_its_default(facts):
-        next(asked)  # StopIteration, which a generator makes a RuntimeError, if it is asked again and again
+        next(calls)  # StopIteration, which a generator makes a RuntimeError, if it is asked again and again
         yield facts.fault("training.steps", "another", "")
 
     monkeypatch.setattr(upgrading, "WITHOUT_EFFECT", [at_its_default])
@@ -185,22 +191,22 @@ def test_a_default_that_does_nothing_is_left_alone(capsys, tmp_path, monkeypatch
     assert (code, err) == (0, []) and "training.steps" not in out
 
 
-def test_overlap_of_an_old_job_stays_where_it_did_something(capsys, tmp_path):
+def test_overlap_of_an_old_job_is_kept_where_it_had_an_effect(capsys, tmp_path):
     degrees = "pipeline_parallel_degree = 2\nexpert_parallel_degree = 2\npipeline_parallel_schedule = 'DualPipeV'\n"
     _, out, _ = upgrade(capsys, tmp_path, f"[parallelism]\n{degrees}{OVERLAP} = true")
     assert tomli.loads(out)["parallelism"][OVERLAP] is True
 
 
-def test_july_2024_means_its_own_defaults(capsys, tmp_path):
+def test_a_job_of_july_2024_gets_the_defaults_of_that_time(capsys, tmp_path):
     (file,) = [file for file in OLD if file.name == "july2024_debug_model.toml"]
-    _, out, _ = run(capsys, str(file), "--upgrade")
+    _, out, _ = run_check(capsys, str(file), "--upgrade")
     assert f"# Translated from {file}, read as a job for torchtitan of July 2024.\n" in out
-    new = leaves(tomli.loads(out))
+    new = flatten(tomli.loads(out))
     assert new["optimizer.implementation"] == "foreach" and new["model.overrides.n_layers"] == 8
     assert new["training.dataset"] == "c4_test" and new["metrics.disable_color_printing"] is False
     assert "checkpoint.keep_latest_k" not in new  # checkpoints are off
     _, out, _ = upgrade(capsys, tmp_path, "[training]\nwarmup_steps = 3\n[checkpoint]\nenable_checkpoint = true\n")
-    new = leaves(tomli.loads(out))
+    new = flatten(tomli.loads(out))
     assert new["checkpoint.keep_latest_k"] == 0 and new["job.dump_folder"] == "./torchtitan/outputs"
     assert new["lr_scheduler.warmup_steps"] == 3
 
@@ -233,10 +239,10 @@ def test_july_2024_means_its_own_defaults(capsys, tmp_path):
         ),
         *(  # weights were beside the tokenizer
             (
-                f"{model}[checkpoint]\n{enable} = true\ninitial_load_in_hf = true\n{rest}",
+                f"{model}[checkpoint]\n{enable} = true\ninitial_load_in_hf = true\n{other_options}",
                 {"checkpoint.initial_load_in_hf": True, "checkpoint.initial_load_path": path},
             )
-            for model, enable, rest, path in (
+            for model, enable, other_options, path in (
                 ("", "enable", "", "./tests/assets/tokenizer"),
                 ("", "enable", "initial_load_path = ''", "./tests/assets/tokenizer"),
                 ("", "enable", "initial_load_path = 'b'", "b"),
@@ -253,7 +259,7 @@ def test_july_2024_means_its_own_defaults(capsys, tmp_path):
 def test_translations(old, new, capsys, tmp_path):
     code, out, err = upgrade(capsys, tmp_path, old)
     assert (code, err) == (0, [])
-    assert new.items() <= leaves(tomli.loads(out)).items()
+    assert new.items() <= flatten(tomli.loads(out)).items()
     (tmp_path / "new.toml").write_text(out)
     load(["--job.config_file=new.toml"])
     assert upgrade(capsys, tmp_path, out)[1].split("\n\n", 1)[1] == out.split("\n\n", 1)[1]  # once is enough
@@ -272,7 +278,7 @@ def test_translations(old, new, capsys, tmp_path):
         ),
         (
             "[parallelism]\nexpert_tensor_parallel_degree = 2",
-            "parallelism.expert_tensor_parallel_degree: given 2; has no translation: tensor parallel leaves experts "
+            "parallelism.expert_tensor_parallel_degree: given 2; has no translation: tensor parallel flatten experts "
             "whole",
         ),
         (
@@ -318,14 +324,14 @@ def test_translations(old, new, capsys, tmp_path):
         ("[training]\nfoo = 1", "training.foo: given 1; allowed: a known option"),
     ],
 )
-def test_what_cannot_be_translated(old, expected, capsys, tmp_path):
+def test_options_without_a_translation_are_faults(old, expected, capsys, tmp_path):
     code, out, err = upgrade(capsys, tmp_path, old)
     assert (code, out, len(err), err[-1]) == (2, "", 2, "1 fault")
     assert err[0].startswith(f"old.toml: {expected}")
 
 
 @pytest.mark.parametrize("steps", [1, 10, 200, 201])
-def test_a_warmup_was_cut_to_the_job(steps, capsys, tmp_path):
+def test_a_warmup_longer_than_the_job_is_shortened(steps, capsys, tmp_path):
     """torchtitan's factor was (step + 1) / warmup with warmup = min(200, steps); nothing decayed before it ended."""
     code, out, err = upgrade(capsys, tmp_path, f"[training]\nsteps = {steps}\nlocal_batch_size = 1")
     assert (code, err) == (0, [])
@@ -335,7 +341,7 @@ def test_a_warmup_was_cut_to_the_job(steps, capsys, tmp_path):
     assert [schedule.multiplier(s) for s in range(warmup)] == pytest.approx([(s + 1) / warmup for s in range(warmup)])
 
 
-# What a model meant
+# The meaning of models
 
 
 ROUTED = {"expert_bias": True, "bias_rate": 0.001, "aux_loss_weight": 0.0, "norm_eps": 1e-5}
@@ -396,7 +402,7 @@ MEANINGS = [
 
 @pytest.mark.parametrize(("options", "name", "flavor", "sizes", "masked"), MEANINGS)
 def test_models_keep_their_meaning(options, name, flavor, sizes, masked, capsys, tmp_path):
-    """Facts of torchtitan's sources: rotary scaling, masks, routers, sizes where a debug model was another."""
+    """Compare with torchtitan's sources: rotary scaling, masks, routers, sizes of debug models that differ."""
     model = f"name = '{name}'\nflavor = '{flavor}'\n"
     old = options.replace("[model]\n", f"[model]\n{model}") if "[model]" in options else f"{options}[model]\n{model}"
     _, out, _ = upgrade(capsys, tmp_path, old)
@@ -405,29 +411,31 @@ def test_models_keep_their_meaning(options, name, flavor, sizes, masked, capsys,
     args = Facts(config, 1, "cpu").args
     assert {size: getattr(args, size) for size in sizes} == sizes
     assert config.training.document_mask == masked
-    told = flavor == config.model.flavor and name == config.model.name and not config.model.overrides and not masked
-    assert told or "meant it: " in out or "moved: model.attn_mask_type" in out  # nothing changes in silence
+    unchanged = (
+        flavor == config.model.flavor and name == config.model.name and not config.model.overrides and not masked
+    )
+    assert unchanged or "meant it: " in out or "moved: model.attn_mask_type" in out  # nothing changes in silence
 
 
 @pytest.mark.parametrize(
-    ("name", "flavor", "why"),
+    ("name", "flavor", "reason"),
     [
         ("llama4", "17bx16e", "Llama 4 is not in this version"),
         ("gpt_oss", "20b", "gpt-oss is not in this version"),
         ("flux", "flux-dev", "models of images (flux, vlm) are not in this version"),
     ],
 )
-def test_models_that_are_not_here(name, flavor, why, capsys, tmp_path):
+def test_models_without_an_implementation_are_refused(name, flavor, reason, capsys, tmp_path):
     code, out, err = upgrade(capsys, tmp_path, f"[model]\nname = '{name}'\nflavor = '{flavor}'")
     assert (code, out) == (2, "") and err == [
-        f'old.toml: model.name: given "{name}"; has no translation: {why}',
+        f'old.toml: model.name: given "{name}"; has no translation: {reason}',
         "1 fault",
     ]
 
 
 @pytest.mark.parametrize("name", ["llama4", "gpt_oss", "deepseek_v3", "llama3_ft"])
-def test_a_job_of_today_is_not_led_to_another_family(name, capsys):
-    code, _, err = run(capsys, f"--model.name={name}")
+def test_an_unknown_family_gets_no_wrong_suggestion(name, capsys):
+    code, _, err = run_check(capsys, f"--model.name={name}")
     assert code == 2 and "did you mean" not in err
     assert " is not in this version" in err or "; here it is " in err
 
@@ -436,7 +444,7 @@ SINCE = "parallelism.pipeline_parallel_expert_parallel_overlap"
 
 
 @pytest.mark.parametrize(
-    ("options", "written"),
+    ("options", "expected"),
     [
         ("pipeline_parallel_schedule = 'DualPipeV'", True),
         ("pipeline_parallel_schedule = 'DualPipeV'\n" + SINCE.split(".")[1] + " = false", False),
@@ -444,14 +452,14 @@ SINCE = "parallelism.pipeline_parallel_expert_parallel_overlap"
         ("pipeline_parallel_schedule = 'Interleaved1F1B'\n" + SINCE.split(".")[1] + " = true", None),
     ],
 )
-def test_overlap_was_on_where_it_could_be(options, written, capsys, tmp_path):
+def test_overlap_is_translated_to_its_old_default(options, expected, capsys, tmp_path):
     model = "[model]\nname = 'deepseek_v3'\nflavor = '16B'\n"
     degrees = "[parallelism]\npipeline_parallel_degree = 2\nexpert_parallel_degree = 2\n"
     _, out, _ = upgrade(capsys, tmp_path, f"{model}{degrees}{options}")
-    assert leaves(tomli.loads(out)).get(SINCE) is written
+    assert flatten(tomli.loads(out)).get(SINCE) is expected
 
 
-# Eras, and what is said about a translation
+# Eras, and messages about a translation
 
 
 @pytest.mark.parametrize(
@@ -468,23 +476,23 @@ def test_overlap_was_on_where_it_could_be(options, written, capsys, tmp_path):
         ("[training]\nshuffle = false", "today"),
     ],
 )
-def test_the_era_is_told_by_the_options(old, era, capsys, tmp_path):
+def test_the_era_is_recognized_by_the_options(old, era, capsys, tmp_path):
     _, out, _ = upgrade(capsys, tmp_path, old)
     assert out.startswith(f"# Translated from old.toml, read as a job for torchtitan of {era}.\n")
 
 
-def test_the_era_can_be_said(capsys, tmp_path):
+def test_the_era_can_be_named(capsys, tmp_path):
     (tmp_path / "old.toml").write_text("[job]\ndescription = 'x'")
-    for word, era in (("july-2024", "July 2024"), ("v0.1", "v0.1.0 to August 2025"), ("v0.2", "v0.2.2")):
-        code, out, _ = run(capsys, "old.toml", "--upgrade", "--from", word)
+    for name, era in (("july-2024", "July 2024"), ("v0.1", "v0.1.0 to August 2025"), ("v0.2", "v0.2.2")):
+        code, out, _ = run_check(capsys, "old.toml", "--upgrade", "--from", name)
         assert code == 0 and f"torchtitan of {era}." in out
-        assert (leaves(tomli.loads(out)).get("model.name") == "llama3.1") == (word == "v0.2")
-    for words, said in (
+        assert (flatten(tomli.loads(out)).get("model.name") == "llama3.1") == (name == "v0.2")
+    for arguments, message in (
         (["--upgrade", "--from", "v9"], "--from: given 'v9'; allowed: july-2024, v0.1, v0.2"),
         (["--from=v0.1"], "--from: allowed with --upgrade only"),
     ):
-        with pytest.raises(JobError, match=said):
-            command.main(["old.toml", *words])
+        with pytest.raises(JobError, match=message):
+            command.main(["old.toml", *arguments])
         assert capsys.readouterr().out == ""
 
 
@@ -502,12 +510,12 @@ def test_the_era_can_be_said(capsys, tmp_path):
         ("[training]\nlocal_batch_size = 3\nglobal_batch_size = 4", "training.global_batch_size"),
     ],
 )
-def test_a_translation_that_cannot_start_says_so(old, fault, capsys, tmp_path):
-    """--upgrade is content with no job that check refuses, and says of it what check says."""
+def test_upgrade_reports_a_translation_that_cannot_start(old, fault, capsys, tmp_path):
+    """--upgrade reports the faults that check finds in the translation."""
     code, out, err = upgrade(capsys, tmp_path, old)
     assert code == 2 and err[0] == "translated; but the job cannot start as it is:"
     (tmp_path / "new.toml").write_text(out)
-    code, _, checked = run(capsys, "new.toml")
+    code, _, checked = run_check(capsys, "new.toml")
     assert code == 2 and fault in checked
     assert checked.replace("new.toml", "the translation of old.toml") == "\n".join(err[1:]) + "\n"
 

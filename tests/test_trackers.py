@@ -1,7 +1,7 @@
-"""Each tracker, and that one which raises, blocks or cannot be reached costs the run nothing but its own records.
+"""Tests of each tracker, and that a tracker that raises, blocks or cannot be reached costs only its own records.
 
-MLflow and Aim are run where they are installed (extras mlflow and aim); everywhere, recorders with the documented
-interface stand in for them.
+MLflow and Aim run where they are installed (extras mlflow and aim). Elsewhere, and in addition, fakes with their
+documented interface record the calls.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ QUICK = (0.001,)
 
 
 class Service:
-    """Fails as often as it is told, blocks until it is let go."""
+    """A tracker that fails `failures` times, and with `blocks` waits until `free` is set."""
 
     def __init__(self, failures: int = 0, blocks: bool = False):
         self.failures, self.logged, self.closed = failures, [], False
@@ -61,7 +61,7 @@ def test_a_tracker_that_works_gets_every_record_in_order():
     assert service.logged == list(range(50)) and service.closed and tracker.dropped == 0
 
 
-def test_one_that_raises_is_tried_again_and_loses_nothing(caplog):
+def test_a_tracker_that_raises_is_retried_and_loses_nothing(caplog):
     service = Service(failures=3)
     tracker = PatientTracker("it", lambda: service, pauses=QUICK)
     for step in range(5):
@@ -74,7 +74,7 @@ def test_one_that_raises_is_tried_again_and_loses_nothing(caplog):
     assert caplog.text.count("planted") == 1
 
 
-def test_one_that_cannot_be_opened_is_tried_again():
+def test_a_tracker_that_cannot_be_opened_is_retried():
     tries, service = [], Service()
 
     def open_it():
@@ -90,7 +90,7 @@ def test_one_that_cannot_be_opened_is_tried_again():
     assert service.logged == [1] and len(tries) == 4
 
 
-def test_one_that_always_fails_ends_with_the_run_and_says_what_it_lacks(caplog):
+def test_a_tracker_that_always_fails_reports_its_missing_records(caplog):
     tracker = PatientTracker("it", lambda: Service(failures=10**9), pauses=(60.0,))
     for step in range(3):
         tracker.log({}, step)
@@ -99,7 +99,7 @@ def test_one_that_always_fails_ends_with_the_run_and_says_what_it_lacks(caplog):
     assert "it lacks 3 records; metrics.jsonl has them all" in caplog.text
 
 
-def test_one_that_blocks_holds_up_neither_the_run_nor_its_end(caplog, monkeypatch):
+def test_a_tracker_that_blocks_delays_neither_the_run_nor_its_end(caplog, monkeypatch):
     monkeypatch.setattr(async_tracker, "LONGEST_QUEUE", 4)
     service = Service(blocks=True)
     tracker = PatientTracker("it", lambda: service, close_seconds=0.01)
@@ -115,12 +115,12 @@ def test_one_that_blocks_holds_up_neither_the_run_nor_its_end(caplog, monkeypatc
     assert service.logged == [0, 1, 2, 3, 4]
 
 
-def test_the_control_a_bare_tracker_ends_the_run():
+def test_control_without_patient_tracker_an_error_ends_the_run():
     with pytest.raises(OSError, match="planted"):
         Service(failures=1).log({}, 1)
 
 
-def test_a_run_whose_tensorboard_cannot_write_is_the_run_without(tmp_path):
+def test_a_failing_tensorboard_changes_no_loss(tmp_path):
     texts = jobs.write_texts(tmp_path / "texts")
     plain, digest = run_ranks(1, jobs.train, jobs.arguments(tmp_path / "plain", texts, training__steps=3))[0]
     (tmp_path / "run").mkdir()
@@ -137,7 +137,7 @@ def test_a_run_whose_tensorboard_cannot_write_is_the_run_without(tmp_path):
 JOB = {"training": {"steps": 2, "shuffle": True, "sources": [{"weight": 1.0}]}, "optimizer": {"lr": 0.5}}
 
 
-def a_run(folder: Path, resume_step: int | None = None, job: dict | None = None) -> Run:
+def run_description(folder: Path, resume_step: int | None = None, job: dict | None = None) -> Run:
     return Run(folder, folder / "tb", resume_step, "a job", job or {})
 
 
@@ -145,7 +145,7 @@ def test_tensorboard_shows_a_resumed_run_as_one(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for resume_step, steps in ((None, (1, 2, 3)), (1, (2,))):
-        board = TensorBoard(a_run(tmp_path, resume_step))
+        board = TensorBoard(run_description(tmp_path, resume_step))
         for step in steps:
             board.log({"lr": step * 10.0 + (resume_step or 0)}, step)
         board.close()
@@ -153,14 +153,14 @@ def test_tensorboard_shows_a_resumed_run_as_one(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("lr")] == [(1, 10.0), (2, 21.0)]
 
 
-def test_tensorboard_shows_a_step_once_that_a_run_went_back_for(tmp_path):
-    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator  # that of TensorBoard
+def test_tensorboard_shows_a_repeated_step_once(tmp_path):
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator  # as TensorBoard uses
 
-    made = []
+    boards = []
 
     def board() -> TensorBoard:
-        made.append(TensorBoard(a_run(tmp_path, resume_step=1, job=JOB)))
-        return made[-1]
+        boards.append(TensorBoard(run_description(tmp_path, resume_step=1, job=JOB)))
+        return boards[-1]
 
     metrics = build(tmp_path, trackers=[PatientTracker("it", board)])
     for step in (2, 3, 4):
@@ -172,15 +172,15 @@ def test_tensorboard_shows_a_step_once_that_a_run_went_back_for(tmp_path):
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     shown = [(e.step, e.tensor_proto.float_val[0]) for e in events.Tensors("validation_metrics/loss")]
     assert shown == [(2, 21.0), (3, 31.0)]
-    assert len(made) == 1 and len(events.Tensors("job/text_summary")) == 1
+    assert len(boards) == 1 and len(events.Tensors("job/text_summary")) == 1
 
 
-def test_tensorboard_has_the_job(tmp_path):
+def test_tensorboard_holds_the_job(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     job = {"training": {"steps": 2, "shuffle": True, "sources": [{"weight": 1.0}]}, "optimizer": {"lr": 0.5}}
-    TensorBoard(a_run(tmp_path, job=job)).close()
+    TensorBoard(run_description(tmp_path, job=job)).close()
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     (text,) = events.Tensors("job/text_summary")
     assert json.loads(text.tensor_proto.string_val[0].decode().strip("`\n")) == job
@@ -209,7 +209,7 @@ def test_wandb_continues_its_run(tmp_path, monkeypatch):
     job = {"job": {"tags": ["warm", "9m"]}, "training": {"steps": 2}}
     for resume_step, expected_id in ((None, None), (5, "run1"), (None, None)):
         calls_before = len(calls)
-        tracker = WeightsAndBiases(a_run(tmp_path / "run", resume_step, job))
+        tracker = WeightsAndBiases(run_description(tmp_path / "run", resume_step, job))
         tracker.log({"lr": 1.0}, 3)
         tracker.close()
         options = dict(dir=str(tmp_path / "run"), name="a job", tags=["warm", "9m"], config=job)
@@ -217,8 +217,8 @@ def test_wandb_continues_its_run(tmp_path, monkeypatch):
         assert calls[calls_before:] == [options, ({"lr": 1.0}, 3), "finish"]
 
 
-def test_wandb_keeps_the_first_of_steps_that_are_done_again(tmp_path, monkeypatch):
-    kept = {}
+def test_wandb_keeps_the_first_value_of_a_repeated_step(tmp_path, monkeypatch):
+    logged = {}
 
     class Run:
         id = "run1"
@@ -227,17 +227,17 @@ def test_wandb_keeps_the_first_of_steps_that_are_done_again(tmp_path, monkeypatc
             pass
 
         def log(self, values, step):
-            if step > max(kept, default=0):  # as wandb: steps only grow, and what comes late is ignored
-                kept[step] = values
+            if step > max(logged, default=0):  # as wandb: steps only grow, and what comes late is ignored
+                logged[step] = values
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=Run))
-    tracker = WeightsAndBiases(a_run(tmp_path))
+    tracker = WeightsAndBiases(run_description(tmp_path))
     for step, loss in ((1, 4.0), (2, 3.0), (2, 3.5), (3, 2.0)):
         tracker.log({"loss": loss}, step)
-    assert kept == {1: {"loss": 4.0}, 2: {"loss": 3.0}, 3: {"loss": 2.0}}
+    assert logged == {1: {"loss": 4.0}, 2: {"loss": 3.0}, 3: {"loss": 2.0}}
 
 
-def test_a_user_without_a_home_has_no_key_of_wandb(monkeypatch):
+def test_a_user_without_a_home_is_asked_to_log_in_to_wandb(monkeypatch):
     def nowhere():
         raise RuntimeError("Could not determine home directory.")
 
@@ -249,7 +249,7 @@ def test_a_user_without_a_home_has_no_key_of_wandb(monkeypatch):
 
 
 class Recorder:
-    """A stand-in for a package: it keeps what is called."""
+    """A fake package that records all calls."""
 
     def __init__(self):
         self.calls = []
@@ -269,7 +269,7 @@ def test_mlflow_continues_its_run(tmp_path, monkeypatch):
     for name, module in (("mlflow", tracking), ("mlflow.entities", entities), ("mlflow.tracking", tracking)):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
-    first = MLflow(a_run(tmp_path, job=JOB | {"job": {"tags": ["warm"]}}))
+    first = MLflow(run_description(tmp_path, job=JOB | {"job": {"tags": ["warm"]}}))
     first.log({"throughput(tps)": 2.0, "mfu(%)": 1.0, "loss_metrics/global_avg_loss": 3.0}, 4)
     first.close()
     parameters = [("training.steps", "2"), ("training.shuffle", "True"), ("optimizer.lr", "0.5")]
@@ -282,14 +282,14 @@ def test_mlflow_continues_its_run(tmp_path, monkeypatch):
         ("set_terminated", ("run1",), {}),
     ]
     client.calls.clear()
-    MLflow(a_run(tmp_path, resume_step=4, job=JOB)).close()
+    MLflow(run_description(tmp_path, resume_step=4, job=JOB)).close()
     assert client.calls == [("update_run", ("run1",), {"status": "RUNNING"}), ("set_terminated", ("run1",), {})]
 
 
-def test_names_that_mlflow_takes():
+def test_metric_names_are_converted_for_mlflow():
     names = ["time_metrics/data_loading(%)", "memory/max_active(GiB)", "lr", "time_metrics/end_to_end(s)"]
-    taken = ["time_metrics/data_loading_percent", "memory/max_active_GiB", "lr", "time_metrics/end_to_end_s"]
-    assert [allowed_name(name) for name in names] == taken
+    expected = ["time_metrics/data_loading_percent", "memory/max_active_GiB", "lr", "time_metrics/end_to_end_s"]
+    assert [allowed_name(name) for name in names] == expected
 
 
 def test_aim_continues_its_run(tmp_path, monkeypatch):
@@ -309,41 +309,41 @@ def test_aim_continues_its_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "aim", types.SimpleNamespace(Run=FakeRun))
     monkeypatch.delenv("AIM_REPO", raising=False)
     for resume_step in (None, 3, None):
-        tracker = Aim(a_run(tmp_path, resume_step, JOB))
+        tracker = Aim(run_description(tmp_path, resume_step, JOB))
         tracker.log({"lr": 1.0}, 4)
         tracker.close()
     assert [run.hash for run in runs] == ["hash0", "hash0", "hash2"]
     assert runs[0] == {"job": JOB} and runs[0].tracked == [({"lr": 1.0}, 4), "closed"]
     assert runs[0].options["repo"] == str(tmp_path) and runs[0].options["experiment"] == "a job"
     monkeypatch.setenv("AIM_REPO", "aim://host:1")
-    Aim(a_run(tmp_path))
+    Aim(run_description(tmp_path))
     assert runs[-1].options["repo"] == "aim://host:1"
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed: pip install '.[mlflow]'"
 )
-def test_mlflow_itself(tmp_path, monkeypatch):
+def test_the_installed_mlflow(tmp_path, monkeypatch):
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     for resume_step, step in ((None, 1), (1, 2)):
-        tracker = MLflow(a_run(tmp_path, resume_step, JOB))
+        tracker = MLflow(run_description(tmp_path, resume_step, JOB))
         tracker.log({"throughput(tps)": float(step)}, step)
         tracker.close()
     run = MlflowClient().get_run((tmp_path / "mlflow_run_id").read_text())
     assert run.data.params["optimizer.lr"] == "0.5" and run.info.status == "FINISHED"
     history = MlflowClient().get_metric_history(run.info.run_id, "throughput_tps")
-    assert [(each.step, each.value) for each in history] == [(1, 1.0), (2, 2.0)]
+    assert [(metric.step, metric.value) for metric in history] == [(1, 1.0), (2, 2.0)]
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("aim"), reason="needs pip install '.[aim]'")
-def test_aim_itself(tmp_path):
+def test_the_installed_aim(tmp_path):
     import aim
 
     for resume_step, step in ((None, 1), (1, 2)):
-        tracker = Aim(a_run(tmp_path, resume_step, JOB))
+        tracker = Aim(run_description(tmp_path, resume_step, JOB))
         tracker.log({"throughput(tps)": float(step)}, step)
         tracker.close()
     run = aim.Run((tmp_path / "aim_run_id").read_text(), repo=str(tmp_path), system_tracking_interval=None)
@@ -353,13 +353,13 @@ def test_aim_itself(tmp_path):
     run.close()
 
 
-# What check says
+# Faults that check reports
 
 
-def test_trackers_that_cannot_start(monkeypatch):
+def test_trackers_that_cannot_start_are_refused(monkeypatch):
     find = importlib.util.find_spec
     absent = ("mlflow", "aim", "wandb")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in absent else find(name, *rest))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name in absent else find(name, *args))
     faults = lines("--metrics.trackers=mlflow,aim,tensorbord", "--metrics.enable_wandb")
     assert [fault.partition(";")[0] for fault in faults] == [
         'metrics.trackers[0]: given "mlflow"',
@@ -371,9 +371,9 @@ def test_trackers_that_cannot_start(monkeypatch):
     assert faults[2].endswith('did you mean "tensorboard"?')
 
 
-def test_mlflow_needs_a_place(monkeypatch):
+def test_mlflow_without_a_tracking_uri_is_refused(monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name == "mlflow" or find(name, *rest))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: name == "mlflow" or find(name, *args))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     (fault,) = lines("--metrics.trackers=mlflow")
     assert "allowed: with MLFLOW_TRACKING_URI in the environment" in fault
@@ -384,7 +384,7 @@ def test_mlflow_needs_a_place(monkeypatch):
     assert "allowed: nothing with DISABLE_MLFLOW_INTEGRATION in the environment; unset it, or leave mlflow out" in fault
 
 
-def test_flags_and_names_are_the_same_trackers():
+def test_flags_and_names_select_the_same_trackers():
     from torchtitan.config.job import trackers_of
     from torchtitan.config.manager import load
 
@@ -395,41 +395,41 @@ def test_flags_and_names_are_the_same_trackers():
 # Histograms
 
 
-def test_a_histogram_is_of_all_values():
+def test_a_histogram_covers_all_finite_values():
     values = torch.tensor([[-1.0, 0.0, 0.25], [0.5, 0.75, 1.0]])
-    found = histogram(values)
-    assert (found.minimum, found.maximum, found.number, sum(found.counts)) == (-1.0, 1.0, 6, 6)
-    assert found.sum == pytest.approx(1.5) and found.sum_of_squares == pytest.approx(1 + 0.0625 + 0.25 + 0.5625 + 1)
-    assert found.limits[-1] == 1.0 and found.counts[0] == found.counts[-1] == 1
+    summary = histogram(values)
+    assert (summary.minimum, summary.maximum, summary.number, sum(summary.counts)) == (-1.0, 1.0, 6, 6)
+    assert summary.sum == pytest.approx(1.5) and summary.sum_of_squares == pytest.approx(1 + 0.0625 + 0.25 + 0.5625 + 1)
+    assert summary.limits[-1] == 1.0 and summary.counts[0] == summary.counts[-1] == 1
     assert sum(histogram(torch.zeros(5)).counts) == 5
-    odd = histogram(torch.tensor([1.0, torch.nan, torch.inf, 2.0]))
-    assert (odd.minimum, odd.maximum, odd.number, sum(odd.counts)) == (1.0, 2.0, 2, 2)
+    finite_only = histogram(torch.tensor([1.0, torch.nan, torch.inf, 2.0]))
+    assert (finite_only.minimum, finite_only.maximum, finite_only.number, sum(finite_only.counts)) == (1.0, 2.0, 2, 2)
     assert histogram(torch.tensor([torch.nan])).number == 0
 
 
-def seen(folder: Path) -> dict[str, list]:
+def read_histograms(folder: Path) -> dict[str, list]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder / "tb"), size_guidance={"histograms": 0}).Reload()
-    told = {}
+    histograms = {}
     for tag in events.Tags()["histograms"]:
         (event,) = events.Histograms(tag)
         value = event.histogram_value
-        told[tag] = [event.step, value.num, value.sum, value.sum_squares, value.min, value.max]
-    return told
+        histograms[tag] = [event.step, value.num, value.sum, value.sum_squares, value.min, value.max]
+    return histograms
 
 
 @pytest.mark.parametrize("plan", [{}, {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}])
-def test_histograms_of_a_run_are_those_of_one_rank(plan, tmp_path, one_rank_histograms):
+def test_histograms_of_two_ranks_equal_those_of_one(plan, tmp_path, one_rank_histograms):
     ranks = 2  # FSDP without another degree
     options = dict(training__steps=2, metrics__enable_tensorboard=True, metrics__histogram_freq=2)
     options |= {f"parallelism__{name}": degree for name, degree in plan.items()}
     options |= {} if plan else {"training__local_batch_size": 4}
     run_ranks(ranks, jobs.train, jobs.arguments(tmp_path, jobs.write_texts(tmp_path / "texts"), **options))
-    found = seen(tmp_path)
-    assert found.keys() == one_rank_histograms.keys() and "gradients/layers.3.attention.wq.weight" in found
+    histograms = read_histograms(tmp_path)
+    assert histograms.keys() == one_rank_histograms.keys() and "gradients/layers.3.attention.wq.weight" in histograms
     for tag, expected in one_rank_histograms.items():
-        assert found[tag] == pytest.approx(expected, rel=1e-3, abs=1e-4), tag  # sums of a step in another order
+        assert histograms[tag] == pytest.approx(expected, rel=1e-3, abs=1e-4), tag  # sums of a step in another order
 
 
 @pytest.fixture(scope="module")
@@ -437,4 +437,4 @@ def one_rank_histograms(tmp_path_factory) -> dict[str, list]:
     folder = tmp_path_factory.mktemp("one")
     options = dict(training__steps=2, metrics__enable_tensorboard=True, metrics__histogram_freq=2)
     run_ranks(1, jobs.train, jobs.arguments(folder, jobs.write_texts(folder / "texts"), **options))
-    return seen(folder)
+    return read_histograms(folder)

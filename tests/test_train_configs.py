@@ -1,5 +1,6 @@
-"""Every shipped job loads, and builds on a fake mesh of the size that its head states; those for fine-tuning, whose
-model and records are the user's, train two steps on tiny ones.
+"""Every shipped job loads, and builds on a fake mesh of the size that its head states.
+
+Jobs for fine-tuning need a model and records of the user; here they train two steps on tiny ones.
 """
 
 import math
@@ -25,18 +26,20 @@ FINE_TUNING = [path for path in JOBS if MODEL_PLACEHOLDER in path.read_text()]
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory):
-    """Words behind a shipped job: of those for fine-tuning, what their heads ask for."""
-    words = filled_in(tmp_path_factory.mktemp("given"))
-    return {path.stem: words["pairs" if "po_" in path.stem else "sft"] if path in FINE_TUNING else [] for path in JOBS}
+def user_arguments(tmp_path_factory):
+    """Map each job to the arguments that a user has to add: model and records for fine-tuning, otherwise none."""
+    arguments = filled_in(tmp_path_factory.mktemp("user_arguments"))
+    return {
+        path.stem: arguments["pairs" if "po_" in path.stem else "sft"] if path in FINE_TUNING else [] for path in JOBS
+    }
 
 
 def stated_ranks(path: Path) -> int:
-    (found,) = re.findall(r"^# Hardware: (\d+) (?:GPUs?|CPU cores)", path.read_text(), re.MULTILINE)
-    return int(found)
+    (number,) = re.findall(r"^# Hardware: (\d+) (?:GPUs?|CPU cores)", path.read_text(), re.MULTILINE)
+    return int(number)
 
 
-def test_the_promised_jobs_are_there():
+def test_the_documented_jobs_exist():
     names = {path.stem for path in JOBS}
     assert {"debug_model", "llama3_8b", "llama3_70b", "llama3_405b"} <= names
     assert {path.stem for path in FINE_TUNING} == {
@@ -45,49 +48,53 @@ def test_the_promised_jobs_are_there():
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
-def test_nothing_is_wrong_but_what_has_to_be_fetched(path, given, monkeypatch):
+def test_shipped_jobs_lack_nothing_but_a_tokenizer(path, user_arguments, monkeypatch):
     monkeypatch.chdir(ROOT)
-    config = manager.load(["--job.config_file", str(path), *given[path.stem]])
+    config = manager.load(["--job.config_file", str(path), *user_arguments[path.stem]])
     faults = check(config, stated_ranks(path), "cpu" if "debug" in path.stem else "cuda")
     assert {fault.key for fault in faults} <= ({"model.tokenizer_path"} if path not in FINE_TUNING else set())
-    assert config.checkpoint.enable and not config.checkpoint.load_only  # no shipped job loses what it learns
+    assert config.checkpoint.enable and not config.checkpoint.load_only  # every shipped job saves its weights
 
 
-def foretold(jobs: list[tuple[list[str], int]]) -> list[float]:
-    """GiB that the worst rank of each needs on a GPU."""
-    loaded = [(manager.load(["--job.config_file", *words]), ranks) for words, ranks in jobs]
+def predicted_gib(jobs: list[tuple[list[str], int]]) -> list[float]:
+    """Predict the GiB that the worst rank of each job needs on a GPU."""
+    loaded = [(manager.load(["--job.config_file", *arguments]), ranks) for arguments, ranks in jobs]
     return [worst(predict(config, ranks, "cuda")).peak / 2**30 for config, ranks in loaded]
 
 
 STATED = re.compile(
     r"^# Memory: tensors take (\d+) GiB at most \(`torchtitan estimate`, uncompiled(?:, with ([^,)]+))?", re.MULTILINE
 )
-OF_MODELS = {
+MODEL_ARGUMENTS = {
     "Llama 3 8B": ["--model.flavor=8B"],
     "Llama 2 7B": ["--model.name=llama2", "--model.flavor=7B"],
 }
-"""In the place of the folder of a model, which is the user's."""
+"""Arguments that replace the folder of a user's model."""
 
 
-def test_heads_state_the_memory_that_is_foretold():
-    """All for GPUs do. Two are pipelines, which take a minute or two to rehearse, and are not looked at here; nor are
-    those of fine-tuning that are like another one.
+def test_heads_state_the_memory_that_estimate_predicts():
+    """Every job for GPUs states its memory.
+
+    The two pipelines, which take a minute or two to rehearse, and near-duplicates among the fine-tuning jobs are not
+    compared.
     """
-    stating = {path: found.groups() for path in JOBS if (found := STATED.search(path.read_text()))}
+    stating = {path: match.groups() for path in JOBS if (match := STATED.search(path.read_text()))}
     assert {path.stem for path in stating} == {path.stem for path in JOBS if "debug" not in path.stem}
-    words = {path: [str(path), *OF_MODELS.get(model, ())] for path, (_, model) in stating.items()}
+    arguments = {path: [str(path), *MODEL_ARGUMENTS.get(model, ())] for path, (_, model) in stating.items()}
     ranks = {path: stated_ranks(path) for path in stating}
     left_out = ("llama3_405b", "deepseek_671b", "orpo_lora", "sft_full", "sft_lora", "sft_long_context")
     quick = [path for path in stating if path.stem not in left_out]
-    found = run_alone(foretold, [(words[path], ranks[path]) for path in quick], limit=600)
-    assert {path.stem: round(size) for path, size in zip(quick, found, strict=True)} == {
+    match = run_alone(predicted_gib, [(arguments[path], ranks[path]) for path in quick], limit=600)
+    assert {path.stem: round(size) for path, size in zip(quick, match, strict=True)} == {
         path.stem: int(stating[path][0]) for path in quick
     }
 
 
 def build_on_fake_mesh(argv: list[str], ranks: int) -> tuple[dict[str, int], list[dict[str, int]], dict[str, int]]:
-    """Elements of the model's parameters by name, of the shares of one rank for each pipeline rank, and the degrees.
-    Nothing gets storage: all stays on meta."""
+    """Return elements by parameter name, of the model and of one rank for each pipeline rank, and the degrees.
+
+    All parameters stay on the meta device.
+    """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -97,43 +104,46 @@ def build_on_fake_mesh(argv: list[str], ranks: int) -> tuple[dict[str, int], lis
     for rank in range(0, ranks, ranks // dims.pp):  # pp is the outermost axis
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
         model = build.meta_model(config)
-        whole = {clean_name(name): parameter.numel() for name, parameter in model.named_parameters()}
+        full_sizes = {clean_name(name): parameter.numel() for name, parameter in model.named_parameters()}
         options, pipeline = build.parallel_options(config), build.pipeline_options(config)
         plan = build.model_spec(config).plan
         parts, *_ = parallel_parts(
             model, dims.build_mesh("cpu"), dims, plan, options, pipeline, dims.build_expert_mesh("cpu")
         )
-        mine = {clean_name(name): parameter for part in parts for name, parameter in part.named_parameters()}
-        assert all(parameter.is_meta for parameter in mine.values())
-        shares.append({name: getattr(p, "to_local", lambda p=p: p)().numel() for name, p in mine.items()})
+        local_parameters = {
+            clean_name(name): parameter for part in parts for name, parameter in part.named_parameters()
+        }
+        assert all(parameter.is_meta for parameter in local_parameters.values())
+        shares.append({name: getattr(p, "to_local", lambda p=p: p)().numel() for name, p in local_parameters.items()})
         dist.destroy_process_group()
-    return whole, shares, dims.degrees
+    return full_sizes, shares, dims.degrees
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
-def test_builds_on_a_mesh_of_its_stated_size(path, given):
-    ranks, argv = stated_ranks(path), ["--job.config_file", str(path), *given[path.stem]]
-    whole, shares, degrees = run_alone(build_on_fake_mesh, argv, ranks)
+def test_jobs_build_on_a_mesh_of_their_stated_size(path, user_arguments):
+    ranks, argv = stated_ranks(path), ["--job.config_file", str(path), *user_arguments[path.stem]]
+    full_sizes, shares, degrees = run_alone(build_on_fake_mesh, argv, ranks)
     config = manager.load(argv)
-    assert sum(whole.values()) == build.model_args(config).num_parameters
+    assert sum(full_sizes.values()) == build.model_args(config).num_parameters
     assert math.prod(degrees.values()) == ranks and len(shares) == degrees["pp"]
-    assert sorted(name for share in shares for name in share) == sorted(whole)  # each on one pipeline rank
+    assert sorted(name for share in shares for name in share) == sorted(full_sizes)  # each on one pipeline rank
     shards = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
     for share in shares:
-        fair = sum(whole[name] for name in share) / shards
-        # rows that do not divide are padded on the first ranks, and norms are whole on all of tensor parallel
+        fair = sum(full_sizes[name] for name in share) / shards
+        # rows that do not divide are padded on the first ranks, and tensor parallel replicates norms
         assert fair <= sum(share.values()) <= 1.01 * fair
 
 
 @pytest.mark.parametrize("path", FINE_TUNING, ids=lambda path: path.stem)
-def test_two_steps_of_fine_tuning(path, given, tmp_path):
-    """All that the job does but for lengths and counts: from the folder's weights to validation, a checkpoint and what
-    is written at the end. Each record is a sample; 18 or 19 of 20 are learned, the rest is held out.
+def test_fine_tuning_jobs_train_two_steps(path, user_arguments, tmp_path):
+    """Run a job in full with small lengths and counts, from loading weights to validation, a checkpoint and the export.
+
+    Each record is a sample; 18 or 19 of 20 are trained on, the rest is held out.
     """
     sizes = dict(training__seq_len=SEQ_LEN, training__epochs=1, training__global_batch_size=10)
     sizes |= dict(job__dump_folder=tmp_path, metrics__log_freq=1, data__num_proc=1, metrics__plot=False)
-    own = [f"--{name.replace('__', '.')}={str(value).lower()}" for name, value in sizes.items()]
-    argv = ["--job.config_file", str(path), *given[path.stem], *own]
+    options = [f"--{name.replace('__', '.')}={str(value).lower()}" for name, value in sizes.items()]
+    argv = ["--job.config_file", str(path), *user_arguments[path.stem], *options]
     assert check(manager.load(argv), 1, "cpu") == []
     ((steps, _),) = run_ranks(1, jobs.train, argv)
     assert [step["step"] for step in steps] == [1, 2]

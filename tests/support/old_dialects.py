@@ -256,7 +256,7 @@ UNSET_IN_V0_2_2 = """
 """
 
 
-def listed(text: str) -> list[str]:
+def option_names(text: str) -> list[str]:
     found = []
     for line in text.strip().splitlines():
         section, _, names = line.partition("] ")
@@ -264,8 +264,8 @@ def listed(text: str) -> list[str]:
     return found
 
 
-def leaves(table: dict, prefix: str = "") -> dict:
+def flatten(table: dict, prefix: str = "") -> dict:
     found = {}
     for key, value in table.items():
-        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return found
