@@ -264,11 +264,10 @@ def arm_kill(fault: Fault) -> None:
 
 
 def arm_tracker(kind: str) -> None:
-    from torchtitan.metrics import async_tracker
-    from torchtitan.metrics.trackers import TRACKERS
+    from torchtitan.metrics.trackers import TRACKERS, interface
 
-    async_tracker.CLOSE_SECONDS = 2.0
-    async_tracker.PatientTracker.__init__.__defaults__ = (async_tracker.PAUSES, 2.0)
+    interface.CLOSE_SECONDS = 2.0
+    interface.PatientTracker.__init__.__defaults__ = (interface.PAUSES, 2.0)
     tracker = TRACKERS["tensorboard"]
 
     def fail(self, *args, **kwargs):

@@ -6,9 +6,8 @@ from inspect import signature
 import pytest
 
 from torchtitan.build import parts
-from torchtitan.config.sections.model import ActivationCheckpoint
+from torchtitan.config.sections.model import ActivationCheckpoint, Parallelism
 from torchtitan.config.sections.optimization import Optimizer
-from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.config.sections.run import Metrics
 from torchtitan.config.sections.training import DataLoader
 from torchtitan.datasets.loader import WorkerOptions

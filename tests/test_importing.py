@@ -14,8 +14,7 @@ from torchtitan.config.layers import layer_of
 from torchtitan.config.manager import assemble, load
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
-from torchtitan.importers import SOURCES
-from torchtitan.importers.command_line import parse, split
+from torchtitan.importers import SOURCES, parse, split
 from torchtitan.importers.relora import read
 from torchtitan.importers.relora_flags import FLAGS, GALORE_ONLY
 from torchtitan.models import SIZES

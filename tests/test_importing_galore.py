@@ -18,7 +18,7 @@ from torchtitan.commands.check import summary
 from torchtitan.commands.importing import translate
 from torchtitan.config.manager import load
 from torchtitan.core.initialization import clean_name
-from torchtitan.importers.command_line import parse, split
+from torchtitan.importers import parse, split
 from torchtitan.importers.galore import FLAGS, MODELS, OPTIMIZERS, read
 from torchtitan.optimizers.build import build_optimizers
 from torchtitan.process.ranks import read_ranks

@@ -8,8 +8,7 @@ import yaml
 from torchtitan.commands.importing import translate
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
-from torchtitan.importers import launchers
-from torchtitan.importers.command_line import parse, split
+from torchtitan.importers import launchers, parse, split
 from torchtitan.importers.launchers import OPTIONS
 
 FILE = {"base_model": "llama", "datasets": [{"path": "a.jsonl"}], "learning_rate": 1e-4, "max_steps": 10}

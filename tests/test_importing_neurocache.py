@@ -14,7 +14,7 @@ from tests.support.pool import run_ranks
 from torchtitan import cli
 from torchtitan.adapters.neurocache.authors_format import CONFIG
 from torchtitan.commands.importing import translate
-from torchtitan.importers.command_line import parse, split
+from torchtitan.importers import parse, split
 from torchtitan.importers.neurocache import FLAGS, read
 from torchtitan.models.opt import OPTArgs
 from torchtitan.models.opt.model import HF, OPT

@@ -14,9 +14,8 @@ import yaml
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig
 
 from tests.support.judged import lines
-from torchtitan.importers import axolotl
+from torchtitan.importers import axolotl, parse
 from torchtitan.importers.axolotl_adapter import RegexError, prefix_matcher
-from torchtitan.importers.command_line import parse
 from torchtitan.models import CONFIGS, family_of
 from torchtitan.models.sizes import parameters
 from torchtitan.models.spec import MODELS

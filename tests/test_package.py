@@ -7,7 +7,8 @@ import subprocess
 import pytest
 
 from torchtitan import cli
-from torchtitan.commands import command_lines, completion, init
+from torchtitan.commands import command_lines, completion
+from torchtitan.commands.presets import init
 from torchtitan.config.manager import load
 from torchtitan.config.options import ConfigError, options
 from torchtitan.core.files import shipped_jobs
@@ -78,7 +79,7 @@ def test_init_writes_a_job_that_runs(tmp_path, capsys):
     assert len(content.splitlines()) <= 32 and all(len(line) <= 120 for line in content.splitlines())
     config = load(["mine.toml"])
     assert check(config, 1, "cpu") == [] and config.job.dump_folder == "./outputs/mine"
-    assert init.main([]) == 0 and (tmp_path / "job.toml").is_file()
+    assert init([]) == 0 and (tmp_path / "job.toml").is_file()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from torchtitan.commands.time_bound import TooLong, at_most, unhurried
+from torchtitan.commands.evaluate_tasks import TooLong, at_most, unhurried
 
 
 def endless():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchtitan.core.errors import JobError
-from torchtitan.metrics.profiling import Profiler
+from torchtitan.metrics.device import Profiler
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -13,7 +13,7 @@ from tests.support.pool import run_ranks
 from tests.test_pretokenized import save
 from torchtitan.commands.importing import translate
 from torchtitan.config import manager
-from torchtitan.importers.command_line import parse, split
+from torchtitan.importers import parse, split
 from torchtitan.process.ranks import read_ranks
 from torchtitan.rules import check
 from torchtitan.training.trainer import Trainer

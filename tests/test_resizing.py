@@ -17,8 +17,8 @@ from tests.support.pool import run_ranks
 from tests.support.tiny_decoders import LLAMA, OPT, QWEN3_MOE
 from torchtitan import cli
 from torchtitan.checkpoint.base_weights import find_weights
+from torchtitan.commands.convert import Resized
 from torchtitan.commands.generate import find_checkpoint, sample
-from torchtitan.commands.resizing import Resized
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.encoding import end_of_turn_ids

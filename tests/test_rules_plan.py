@@ -4,7 +4,7 @@ import pytest
 
 from tests.support import judged
 from tests.support.judged import CP, METHOD, PARTS, PP, SCHEDULE, TP, lines, name
-from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.constraints import LimitError
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.rules.parallelism import NEEDS_DEGREE

@@ -8,7 +8,7 @@ from PIL import Image
 
 from tests.support import jobs
 from torchtitan import cli
-from torchtitan.commands import schedule, schedule_plot
+from torchtitan.commands import schedule
 from torchtitan.parallelisms.pipeline.actions import load_schedule_csv
 from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
@@ -314,7 +314,7 @@ def test_what_has_nothing_to_do_with_the_pipeline_is_no_fault_here(run, job):
 
 
 def drawn(path, table, **options):
-    schedule_plot.draw_schedule(simulate(table, **options), path, "title <&>", "subtitle")
+    schedule.draw_schedule(simulate(table, **options), path, "title <&>", "subtitle")
     return path.read_text()
 
 
@@ -324,19 +324,19 @@ def fills(svg):
 
 def test_colors_tell_what_a_rank_does(tmp_path):
     svg = drawn(tmp_path / "a.svg", build_table("ZBVZeroBubble", 2, 4))
-    colors = {kind: schedule_plot.COLORS[kind].lower() for kind in "FIWB"}
+    colors = {kind: schedule.COLORS[kind].lower() for kind in "FIWB"}
     assert {colors["F"], colors["I"], colors["W"]} <= fills(svg) and colors["B"] not in fills(svg)
-    assert "<pattern" in svg and schedule_plot.IDLE["edgecolor"] in svg  # idle is hatched
+    assert "<pattern" in svg and schedule.IDLE["edgecolor"] in svg  # idle is hatched
     svg = drawn(tmp_path / "a.svg", build_table("1F1B", 2, 4))
     assert {colors["F"], colors["B"]} <= fills(svg) and not {colors["I"], colors["W"]} & fills(svg)
-    assert len({*colors.values(), schedule_plot.IDLE["facecolor"]}) == 5
+    assert len({*colors.values(), schedule.IDLE["facecolor"]}) == 5
 
 
 def test_shades_tell_stages():
-    shades = [schedule_plot.shade("F", chunk, 3) for chunk in range(3)]
+    shades = [schedule.shade("F", chunk, 3) for chunk in range(3)]
     assert sum(shades[0][0]) < sum(shades[1][0]) < sum(shades[2][0])
-    assert shades[0][1] == "white" and shades[2][1] == schedule_plot.INK
-    assert schedule_plot.shade("F", 0, 1) == shades[0]
+    assert shades[0][1] == "white" and shades[2][1] == schedule.INK
+    assert schedule.shade("F", 0, 1) == shades[0]
 
 
 def numbers(svg):
@@ -364,7 +364,7 @@ def test_the_same_picture_twice_is_the_same_file(tmp_path):
 
 def test_many_ranks(tmp_path):
     path = tmp_path / "a.png"
-    schedule_plot.draw_schedule(simulate(build_table("1F1B", 64, 64)), path, "title", "subtitle")
+    schedule.draw_schedule(simulate(build_table("1F1B", 64, 64)), path, "title", "subtitle")
     with Image.open(path) as picture:
         assert picture.height < 3200
     assert schedule.MOST_WORK > 64 * 64

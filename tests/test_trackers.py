@@ -18,11 +18,10 @@ from tests.support import jobs
 from tests.support.judged import anywhere, lines  # noqa: F401
 from tests.support.pool import run_ranks
 from tests.test_metrics import build
-from torchtitan.metrics import async_tracker
-from torchtitan.metrics.async_tracker import PatientTracker
 from torchtitan.metrics.logger import histogram
+from torchtitan.metrics.trackers import interface
 from torchtitan.metrics.trackers.aim import Aim
-from torchtitan.metrics.trackers.interface import Run
+from torchtitan.metrics.trackers.interface import PatientTracker, Run
 from torchtitan.metrics.trackers.mlflow import MLflow, allowed_name
 from torchtitan.metrics.trackers.tensorboard import TensorBoard
 from torchtitan.metrics.trackers.wandb import WeightsAndBiases
@@ -100,7 +99,7 @@ def test_a_tracker_that_always_fails_reports_its_missing_records(caplog):
 
 
 def test_a_tracker_that_blocks_delays_neither_the_run_nor_its_end(caplog, monkeypatch):
-    monkeypatch.setattr(async_tracker, "LONGEST_QUEUE", 4)
+    monkeypatch.setattr(interface, "LONGEST_QUEUE", 4)
     service = Service(blocks=True)
     tracker = PatientTracker("it", lambda: service, close_seconds=0.01)
     tracker.log({}, 0)

@@ -270,7 +270,6 @@ OWN_FILES = {
     "checkpoint/layout.py": "forget, of what has been written",
     "cli.py": "/dev/null",
     "commands/bench.py": "writes; the log of a job that it has started",
-    "commands/init.py": "writes",
     "commands/plot.py": "a picture that it has drawn",
     "commands/presets.py": "writes; presets of the package",
     "datasets/preparing.py": "a lock",

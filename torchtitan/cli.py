@@ -1,4 +1,4 @@
-"""The command `torchtitan`. Each subcommand is the `main(argv) -> exit code` of a module in commands/, or of train.py.
+"""The command `torchtitan`. A subcommand is a function `main(argv) -> exit code`, as a rule in commands/.
 
 Modules are imported on demand, so that only the commands that need torch wait for its import.
 """
@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import NoReturn
 
 from torchtitan.core.errors import JobError, folded
@@ -71,8 +72,8 @@ def _dispatch(argv: list[str]) -> int:
         importlib.import_module("torchtitan.commands.command_lines").parser_of(command).print_help()
         return 0
     with no_gc_during_imports():
-        module = importlib.import_module(module_of(command))
-    return module.main(arguments)
+        main = resolve_name(function_of(command))
+    return main(arguments)
 
 
 def _version(name: str) -> str:
@@ -82,11 +83,14 @@ def _version(name: str) -> str:
         return "(not installed)"
 
 
-def module_of(command: str) -> str:
-    """Return the module of a subcommand: `train` has its own, all others are in commands/."""
-    # `import` is a keyword of Python
-    elsewhere = {"train": "torchtitan.train", "import": "torchtitan.commands.importing"}
-    return elsewhere.get(command, f"torchtitan.commands.{command}")
+def function_of(command: str) -> str:
+    """Return the function that runs a subcommand, as "module:name"."""
+    exceptions = {
+        "train": "torchtitan.train:main",
+        "import": "torchtitan.commands.importing:main",  # `import` is a keyword of Python
+        "init": "torchtitan.commands.presets:init",
+    }
+    return exceptions.get(command, f"torchtitan.commands.{command}:main")
 
 
 def guarded(run: Callable[[], int]) -> int:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan.checkpoint import Checkpointer, TrainerHooks, rng_state, set_rng_state
-from torchtitan.config.sections.checkpoint import Checkpoint
+from torchtitan.config.sections.run import Checkpoint
 
 WIDTH, VOCABULARY = 6, 11
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torchtitan.checkpoint import Checkpointer, TrainerHooks
-from torchtitan.config.sections.checkpoint import Checkpoint
+from torchtitan.config.sections.run import Checkpoint
 from torchtitan.core.initialization import clean_name, initialize
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama

@@ -19,7 +19,7 @@ from tests.support.jobs import full
 from torchtitan.build import parts
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import load
-from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.initialization import initialize
 from torchtitan.core.tensor_storage import draw_stores
 from torchtitan.losses.objective import IGNORE_INDEX

@@ -12,11 +12,10 @@ from torchtitan.config.job import JobConfig, as_dict, trackers_of
 from torchtitan.guards import Guards, Replicas, ShardSums, StepGuard
 from torchtitan.guards.stop_conditions import Findings, TimeLimit, seconds_of, shortest
 from torchtitan.launcher import run_folder
-from torchtitan.metrics.async_tracker import PatientTracker
+from torchtitan.metrics.device import Profiler
 from torchtitan.metrics.logger import MetricsLogger
-from torchtitan.metrics.profiling import Profiler
 from torchtitan.metrics.trackers import TRACKERS
-from torchtitan.metrics.trackers.interface import Run
+from torchtitan.metrics.trackers.interface import PatientTracker, Run
 from torchtitan.optimizers.build import Optimizers
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process.ranks import Ranks, slurm_seconds_left

@@ -18,7 +18,7 @@ from torchtitan.checkpoint.best_metric import Metric
 from torchtitan.config.batch_shape import batch_rows, microbatch_rows, padding_multiple, rows_per_sample
 from torchtitan.config.changes import kept_job
 from torchtitan.config.job import JobConfig
-from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.cadence import Cadence, cadence_of
 from torchtitan.core.constraints import check_measured_saves
 from torchtitan.datasets.encoding import end_of_turn_ids

@@ -41,7 +41,7 @@ from torchtitan.checkpoint.loading import (
     resolve,
 )
 from torchtitan.checkpoint.saving import Care, Snapshot, TrainerHooks
-from torchtitan.config.sections.checkpoint import Checkpoint
+from torchtitan.config.sections.run import Checkpoint
 from torchtitan.core.tensor_storage import Value
 
 logger = logging.getLogger(__name__)

@@ -2,16 +2,21 @@
 
 lm-eval turns a task's data into requests and the answers into metrics. This module answers the requests and does not
 depend on lm-eval for that. Texts begin as documents do in training: with the tokenizer's first token, if it has one.
+
+Templates and regular expressions of task files run under a time limit, because even a short one can run for years.
 """
 
 import importlib.util
 import logging
 import os
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +26,6 @@ from torchtitan.adapters.neurocache.generation import ENDLESS, reading
 from torchtitan.build import parts
 from torchtitan.commands.generate import refuse_without_next_words, sample
 from torchtitan.commands.task_files import greedy_of, tasks_in, without_effect
-from torchtitan.commands.time_bound import at_most, unhurried
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.core.progress_bar import progress_bar
@@ -255,3 +259,43 @@ def tasks_table(results: dict[str, Any]) -> str:
                 shown = "" if error is None else f"{error:.4f}"
                 lines.append(f"{name:>24} {row['documents']:>10,} {figure:>24} {kind:>12} {value:>10.4f} {shown:>10}")
     return "\n".join(lines)
+
+
+class TooLong(Exception):
+    """Raised when code exceeds its time limit."""
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise TooLong after `seconds`, also inside a regular expression, which checks for signals while it runs.
+
+    There is no limit outside of the main thread, because only that one receives signals. An outer limit continues
+    afterwards with the time that it had left.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TooLong(f"no end after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    remaining, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, remaining)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def unhurried() -> Iterator[None]:
+    """Suspend the surrounding time limit."""
+    remaining = 0.0
+    if threading.current_thread() is threading.main_thread():
+        remaining, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        yield
+    finally:
+        if remaining:
+            signal.setitimer(signal.ITIMER_REAL, remaining)

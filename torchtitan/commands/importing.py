@@ -16,8 +16,7 @@ from torchtitan.config.layers import layer_of
 from torchtitan.config.manager import assemble
 from torchtitan.config.options import ConfigError, hint
 from torchtitan.core.errors import JobError
-from torchtitan.importers import SOURCES, launchers
-from torchtitan.importers.command_line import CommandLine, parse, split
+from torchtitan.importers import SOURCES, CommandLine, launchers, parse, split
 from torchtitan.launch import launch
 from torchtitan.launcher.run_folder import IMPORTED
 from torchtitan.process.exit import REFUSED

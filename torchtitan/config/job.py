@@ -15,12 +15,10 @@ from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.sections.adapter import Adapter
-from torchtitan.config.sections.checkpoint import Checkpoint
 from torchtitan.config.sections.field_types import STRICT
-from torchtitan.config.sections.model import ActivationCheckpoint, Compile, Model
+from torchtitan.config.sections.model import ActivationCheckpoint, Compile, Model, Parallelism
 from torchtitan.config.sections.optimization import LRScheduler, Optimizer
-from torchtitan.config.sections.parallelism import Parallelism
-from torchtitan.config.sections.run import Comm, Debug, EarlyStop, Guard, Job, Memory, Metrics, Profiling
+from torchtitan.config.sections.run import Checkpoint, Comm, Debug, EarlyStop, Guard, Job, Memory, Metrics, Profiling
 from torchtitan.config.sections.task import Data, Dpo, Task
 from torchtitan.config.sections.training import DataSource, Training, Validation
 

@@ -1,12 +1,20 @@
-"""Readers that translate command lines and files of other programs to jobs.
+"""Readers that translate command lines and files of other programs to jobs, and the parser of such command lines.
 
-A reader is one file and one entry here. `torchtitan import` finds it by the script that a line runs, by its flags, or
-by the suffix of its options file. It does not import torch.
+A reader is one file and one entry in SOURCES. `torchtitan import` chooses it by the script that the command line runs,
+by its flags, or by the suffix of its options file. Readers do not import torch.
 """
 
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from os.path import expanduser
 from typing import NamedTuple
 
+from torchtitan.core.errors import JobError
 from torchtitan.core.registry import Registry
+from torchtitan.importers import yaml_file
+from torchtitan.importers.launchers import MODULES, options_of_file, takes_value
 from torchtitan.importers.translation import CommandLine
 
 
@@ -63,3 +71,113 @@ _BUILTIN = {
     "deepspeed": Source(None, "torchtitan.importers.deepspeed:read", "DeepSpeed's ZeRO stages", files=(".json",)),
 }
 SOURCES: Registry[Source] = Registry("torchtitan.importers", _BUILTIN, Source)
+
+
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+HARMLESS = re.compile(
+    r"(.*/)?(python[\d.]*|axolotl|nohup|env|time|exec|torchrun|deepspeed|accelerate(-launch)?)|launch|train|-[umBO]"
+    r"|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
+)
+"""Words before a script that do not affect the job: interpreters, launchers, and the modules that they run."""
+CONFIGS = (".yaml", ".yml", ".json")
+"""Suffixes of options files."""
+SHELL_OPERATORS = {">", ">>", "2>", "2>>", "&>", "&>>", "2>&1", "|", "&"}
+"""Shell operators for redirection, pipes and background jobs. They end the command."""
+
+
+def split(argv: Sequence[str]) -> list[str]:
+    """Split a command line given as one string into words; return several words unchanged.
+
+    Escaped line ends are joined and ~ is expanded, as a shell does. Raises JobError for unbalanced quotes.
+    """
+    if len(argv) != 1:
+        return list(argv)
+    try:
+        return list(map(expanduser, shlex.split(argv[0].replace("\\\n", " "), comments=True)))
+    except ValueError as error:
+        raise JobError(f"the command line cannot be split into words: {error}; quote it as for a shell") from None
+
+
+def parse(argv: Sequence[str]) -> CommandLine:
+    """Parse the words of a command line.
+
+    Raises JobError if there is neither a script nor an options file, or if a word after it is not a flag.
+    """
+    argv = list(takewhile(lambda arg: arg not in SHELL_OPERATORS, argv))
+    launcher, first = _launcher(argv)
+    launched, begin = _launched(launcher, argv, first)
+    script_index = next((i for i, arg in enumerate(argv) if i >= begin and arg.endswith((".py", *CONFIGS))), None)
+    if script_index is None:
+        raise JobError(
+            f"no script (a word that ends in .py) and no options file (.yml, .json) in: "
+            f"{shlex.join(argv)[:200] or 'nothing'}; give the whole line"
+        )
+    leading_words = [*argv[:first], *argv[begin:script_index]] if launcher else argv[:script_index]
+    unread = tuple(arg for arg in leading_words if not (ASSIGNMENT.fullmatch(arg) or HARMLESS.fullmatch(arg)))
+    script = argv[script_index].replace("\\", "/").rpartition("/")[2]
+    flags_start = script_index + 1
+    if script.endswith(".py") and argv[flags_start : flags_start + 1] and argv[flags_start].endswith(CONFIGS):
+        flags_start += 1
+    config = argv[flags_start - 1] if argv[flags_start - 1].endswith(CONFIGS) else None
+    flags = list(_flags(argv[flags_start:]))
+    return CommandLine(script, _ranks(launcher, launched), flags, config, launcher, launched, unread)
+
+
+def _launcher(argv: Sequence[str]) -> tuple[str, int]:
+    """Return the launcher's name ("" without one) and the index of its first option."""
+    for i, arg in enumerate(argv):
+        name = arg.replace("\\", "/").rpartition("/")[2]
+        if name in ("torchrun", "deepspeed", "accelerate-launch"):
+            return name.partition("-")[0], i + 1
+        if name == "accelerate" and argv[i + 1 : i + 2] == ["launch"]:
+            return name, i + 2
+        if arg == "-m" and i + 1 < len(argv) and argv[i + 1] in MODULES:
+            return MODULES[argv[i + 1]], i + 2
+        if arg.endswith((".py", *CONFIGS)):
+            break
+    return "", 0
+
+
+def _launched(launcher: str, argv: Sequence[str], begin: int) -> tuple[dict[str, str], int]:
+    """Return the launcher's options and the index of the first word after them.
+
+    Options on the command line override a file of `accelerate config`. Raises JobError for an unreadable file.
+    """
+    options: dict[str, str] = {}
+    while launcher and begin < len(argv) and argv[begin].startswith("-"):
+        name, equals, value = argv[begin].partition("=")
+        name = name.lstrip("-").replace("-", "_")
+        begin += 1
+        if not equals and takes_value(launcher, name) and begin < len(argv):
+            value, begin = argv[begin], begin + 1
+        options[name] = value
+    if launcher == "accelerate" and "config_file" in options:
+        options = options_of_file(yaml_file.read(options["config_file"])) | options
+    return options, begin
+
+
+def _ranks(launcher: str, launched: Mapping[str, str]) -> int | None:
+    """Return the total number of ranks, or None if it depends on the machine; 1 without a launcher.
+
+    accelerate counts the processes of all machines together. Without a number, it and deepspeed use all GPUs.
+    """
+    if launcher == "accelerate":
+        counts = (launched.get("num_processes", "auto"), "1")
+    elif launcher == "deepspeed":
+        counts = (launched.get("num_gpus", "auto"), launched.get("num_nodes", "1"))
+    else:
+        counts = (launched.get("nproc_per_node", "1"), launched.get("nnodes", "1"))
+    return int(counts[0]) * int(counts[1]) if all(count.isdecimal() for count in counts) else None
+
+
+def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    number = 0
+    while number < len(argv):
+        name, equals, value = argv[number].partition("=")
+        if not name.startswith("--") or len(name) < 3:
+            raise JobError(f"{argv[number]!r} is neither a flag nor its value; quote what has blanks")
+        number += 1
+        if not equals and number < len(argv) and not argv[number].startswith("--"):
+            value, equals = argv[number], "="
+            number += 1
+        yield name[2:].replace("-", "_"), value if equals else None

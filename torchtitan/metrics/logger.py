@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torchtitan.metrics import console
-from torchtitan.metrics.async_tracker import PatientTracker
 from torchtitan.metrics.device import find_peak, read_memory
 from torchtitan.metrics.json_lines import JsonLines, Record
-from torchtitan.metrics.trackers.interface import Histogram
+from torchtitan.metrics.trackers.interface import Histogram, PatientTracker
 from torchtitan.process import distributed
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from typing import Any
 
 from torchtitan.adapters import ADAPTERS, NONE
 from torchtitan.config.job import JobConfig
-from torchtitan.config.old_models import advice
 from torchtitan.config.options import ConfigError, Fault, hint, show
+from torchtitan.config.upgrade import advice
 from torchtitan.datasets import DATASETS
 from torchtitan.losses.tasks import TASKS
 from torchtitan.lr_schedules import CONSTANT, CYCLICAL, DECAYS, JAGGED

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchtitan.config.batch_shape import rows_per_sample
 from torchtitan.config.options import Fault
-from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.constraints import LimitError, check_global_batch
 from torchtitan.parallelisms import degrees
 from torchtitan.parallelisms.degrees import check_borrowing, check_experts

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from torchtitan.config.options import Fault, hint, show
-from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.pipeline.actions import INPUT_GRAD, WEIGHT_GRAD, ScheduleTableError, num_stages_of
 from torchtitan.parallelisms.pipeline.cut import (

@@ -20,8 +20,7 @@ from torchtitan.checkpoint import base_weights, load_model_for_inference, read_s
 from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.checkpoint.weight_sources import Weights, fill, load_foreign, opened
 from torchtitan.config.job import JobConfig
-from torchtitan.config.sections.model import ActivationCheckpoint, Compile
-from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.config.sections.model import ActivationCheckpoint, Compile, Parallelism
 from torchtitan.core.errors import JobError
 from torchtitan.core.tensor_storage import Deferred, Store, Value, stores
 from torchtitan.parallelisms.degrees import LimitError
