@@ -17,8 +17,8 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.bench_timing import take_turns
-from torchtitan.adapters.neurocache.attention import Reading, Retrieved
-from torchtitan.adapters.neurocache.cache import Store, beside, nearest, places_of
+from torchtitan.adapters.neurocache.attention import EntryAttention, Retrieved
+from torchtitan.adapters.neurocache.cache import Store, entry_places, nearest, with_neighbours
 from torchtitan.adapters.neurocache.memory import gathered
 from torchtitan.adapters.neurocache.sizes import cache_bytes, widths
 from torchtitan.config.sections.adapter import Neurocache
@@ -32,24 +32,26 @@ def full_attention(q: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, history, history)
 
 
-def read_cache(reading: Reading, q: torch.Tensor, queries: torch.Tensor, store: Store, size: int) -> torch.Tensor:
+def read_cache(
+    reading: EntryAttention, q: torch.Tensor, queries: torch.Tensor, store: Store, size: int
+) -> torch.Tensor:
     """q [1, S, H, E] and queries [1, S, C]: what is found of a full cache of that size is read, [1, S, H, E]."""
-    options, keys = Neurocache(), store.kept[0, "key"]
+    options, keys = Neurocache(), store.entries[0, "key"]
     counts = torch.tensor([size])
-    found = beside(nearest(queries, keys, counts, options.topk), options.window, size, counts)
-    return reading(q, Retrieved(gathered(keys, places_of(found, size, counts)), found.there))
+    found = with_neighbours(nearest(queries, keys, counts, options.topk), options.window, size, counts)
+    return reading(q, Retrieved(gathered(keys, entry_places(found, size, counts)), found.exists))
 
 
 @torch.no_grad()
 def by_size(tokens: int, sizes: tuple[int, ...], pairs: int, repeats: int) -> None:
     width = DIM // Neurocache().compression
-    reading = Reading(width, HEADS, DIM // HEADS, 2, scrambled=False)
+    reading = EntryAttention(width, HEADS, DIM // HEADS, 2, scrambled=False)
     torch.nn.init.normal_(reading.wk), torch.nn.init.normal_(reading.wv)
     q, queries = torch.randn(1, tokens, HEADS, DIM // HEADS), torch.randn(1, tokens, width)
     for size in sizes:
         options = Neurocache(cache_size=size, cache_dtype="float32", retrieval_map={"0": 0})
         store = Store(1, size, [0], widths(options, DIM, False), torch.float32, torch.device("cpu"))
-        store.kept[0, "key"].normal_()
+        store.entries[0, "key"].normal_()
         history = torch.randn(1, HEADS, size, DIM // HEADS)
         turns = take_turns(
             partial(read_cache, reading, q, queries, store, size),
@@ -66,12 +68,15 @@ def by_size(tokens: int, sizes: tuple[int, ...], pairs: int, repeats: int) -> No
 
 @torch.no_grad()
 def absorbed(tokens: int, pairs: int, repeats: int) -> None:
-    reading = Reading(DIM // 4, HEADS, DIM // HEADS, 2, scrambled=False)
+    reading = EntryAttention(DIM // 4, HEADS, DIM // HEADS, 2, scrambled=False)
     torch.nn.init.normal_(reading.wk), torch.nn.init.normal_(reading.wv)
     q, rows = torch.randn(1, tokens, HEADS, DIM // HEADS), [torch.randn(1, tokens, 32, DIM // 4) for _ in range(2)]
     there = torch.ones(1, tokens, 1, 64, dtype=torch.bool)
     turns = take_turns(
-        partial(reading.absorbed, q, rows, there), partial(reading.written_out, q, rows, there), pairs, repeats
+        partial(reading.attend_absorbed, q, rows, there),
+        partial(reading.attend_expanded, q, rows, there),
+        pairs,
+        repeats,
     )
     ratio = sorted(turns.ratios(turns.wall))[repeats // 2]
     print(f"brought to the entries / written out  {ratio:.3f}")

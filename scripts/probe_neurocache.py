@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from torchtitan.adapters.neurocache.adapter import Neurocache  # noqa: E402
-from torchtitan.adapters.neurocache.cache import Followed, Hits  # noqa: E402
+from torchtitan.adapters.neurocache.cache import Hits, PairComparison  # noqa: E402
 from torchtitan.build import data, parts  # noqa: E402
 from torchtitan.commands.evaluate import of_documents  # noqa: E402
 from torchtitan.commands.generate import find_checkpoint  # noqa: E402
@@ -63,9 +63,9 @@ class Noted(Hits):
 
     def __init__(self) -> None:
         super().__init__()
-        self.last: dict[int, Followed] = {}
+        self.last: dict[int, PairComparison] = {}
 
-    def note(self, reader: int, found: Followed) -> None:
+    def note(self, reader: int, found: PairComparison) -> None:
         self.last[reader] = found
 
 
@@ -91,9 +91,9 @@ def hit_rates(model: Any, plan: Any, batches: Iterable[dict[str, torch.Tensor]],
         told = {name: batch[name] for name in ("tokens", "positions", "begins", "filled")}
         remembering(**told, labels=labels)
         for layer, found in noted.last.items():
-            counted = found.counted
+            counted = found.is_counted
             pairs = [(found.hit & counted, counted), (found.hit & counted & hard, counted & hard)]
-            pairs.append((found.same & counted[..., None], found.there & counted[..., None]))
+            pairs.append((found.same & counted[..., None], found.exists & counted[..., None]))
             sums[layer] += torch.tensor([[part.sum(), whole.sum()] for part, whole in pairs])
         remembering.memory.commit()
     names = ("hit", "hit_hard", "same")

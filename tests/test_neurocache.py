@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.support.remembering import plain, read, remembering, segments
-from torchtitan.adapters.neurocache.attention import Reading, Retrieved, of_earlier_token
-from torchtitan.adapters.neurocache.cache import Found, Segment, Store, beside, nearest, places_of
+from torchtitan.adapters.neurocache.attention import EntryAttention, Retrieved, shift_tokens
+from torchtitan.adapters.neurocache.cache import EntryAges, Segment, Store, entry_places, nearest, with_neighbours
 from torchtitan.adapters.neurocache.generation import reader_of
 from torchtitan.adapters.neurocache.sizes import added_parameters, cache_bytes
 from torchtitan.config.sections.adapter import Neurocache as Cache
@@ -57,7 +57,7 @@ def test_nearest_agrees_with_scores_computed_one_by_one(dtype, similarity, block
     for lane, count in enumerate(counts):
         for token in range(5):
             expected = expected_ages(queries[lane, token], keys[lane], count, 4, similarity)
-            assert hits.there[lane, token].tolist() == [True] * len(expected) + [False] * (4 - len(expected))
+            assert hits.exists[lane, token].tolist() == [True] * len(expected) + [False] * (4 - len(expected))
             assert hits.ages[lane, token, : len(expected)].tolist() == expected
 
 
@@ -67,13 +67,13 @@ def test_a_bucketed_lookup_finds_one_entry_per_bucket():
         hits = nearest(queries, keys, torch.tensor([count]), 20, bucketed=True)
         for token in range(4):
             expected = expected_ages(queries[0, token], keys[0], count, 20, "l2", bucketed=True)
-            assert hits.ages[0, token].tolist() == expected and hits.there[0, token].all()
+            assert hits.ages[0, token].tolist() == expected and hits.exists[0, token].all()
 
 
 def test_negative_zero_is_zero_and_infinities_keep_their_order():
     keys = torch.tensor([[[1.0], [-1.0], [3e38], [-3e38]]])
     hits = nearest(torch.tensor([[[0.0], [1e38], [-1e38]]]), keys, torch.tensor([4]), 4, similarity="dot")
-    assert hits.there.all()
+    assert hits.exists.all()
     assert hits.ages[0].tolist() == [[0, 1, 2, 3], [1, 3, 2, 0], [0, 2, 3, 1]]
 
 
@@ -83,14 +83,14 @@ def test_a_window_adds_the_neighbours_of_a_hit(window, offsets, count):
     """In a ring of 8 the newest and the oldest entry are adjacent, but not neighbours in the document."""
     size = 8
     numbers = torch.arange(max(0, count - size), count)
-    hits = Found((count - 1 - numbers)[None, None], torch.ones(1, 1, len(numbers), dtype=torch.bool))
-    widened = beside(hits, window, size, torch.tensor([count]))
-    places = places_of(widened, size, torch.tensor([count]))
+    hits = EntryAges((count - 1 - numbers)[None, None], torch.ones(1, 1, len(numbers), dtype=torch.bool))
+    widened = with_neighbours(hits, window, size, torch.tensor([count]))
+    places = entry_places(widened, size, torch.tensor([count]))
     for index, number in enumerate(numbers.tolist()):
         for column, offset in enumerate(offsets):
             entry = index * window + column
             exists = max(0, count - size) <= number + offset < count
-            assert widened.there[0, 0, entry].item() == exists
+            assert widened.exists[0, 0, entry].item() == exists
             if exists:
                 assert places[0, 0, entry].item() == (number + offset) % size
 
@@ -110,7 +110,7 @@ def test_lru_retains_the_entries_used_last():
         filled = torch.tensor([length, 1 + time % length])
         states = torch.zeros(lanes, length, 1)
         ages = torch.randint(0, size, (lanes, length, 2))
-        hits = Found(ages, ages < counts[:, None, None])
+        hits = EntryAges(ages, ages < counts[:, None, None])
         for lane in range(lanes):
             if begins[lane]:
                 last_used[lane] = {}
@@ -126,7 +126,7 @@ def test_lru_retains_the_entries_used_last():
             last_used[lane] |= dict.fromkeys(new, time)
         store.commit(Segment(slice(0, lanes), counts, filled, {(layer, "key"): states}, {layer: hits}))
         for lane in range(lanes):
-            entries = store.kept[layer, "key"][lane, : store.counts[lane], 0].tolist()
+            entries = store.entries[layer, "key"][lane, : store.counts[lane], 0].tolist()
             assert entries == list(map(float, last_used[lane]))
             used = store.used[layer][lane, : store.counts[lane]].tolist()
             assert used == list(last_used[lane].values())
@@ -139,10 +139,10 @@ def test_a_reset_lane_and_padding_change_no_other_entry():
         model.eval()
         read(model, installed, batches[:3])
         store = model.memory.stores[False, 0]
-        before = {key: entries.clone() for key, entries in store.kept.items()}
+        before = {key: entries.clone() for key, entries in store.entries.items()}
         read(model, installed, batches[3:], begins=[[True, False]], filled=[[8, 3]])
     assert store.counts.tolist() == [8, 27]
-    for key, entries in store.kept.items():
+    for key, entries in store.entries.items():
         # the second lane's third segment is at 16 to 23, so the next three entries go to 0 to 2
         assert torch.equal(entries[1, 3:], before[key][1, 3:]) and not torch.equal(entries[1, :3], before[key][1, :3])
         assert torch.equal(entries[0, 8:], before[key][0, 8:])
@@ -153,24 +153,24 @@ def test_a_reset_lane_and_padding_change_no_other_entry():
 
 def test_before_the_first_token_are_zeros():
     x = torch.arange(1.0, 7).view(1, 6, 1)
-    assert of_earlier_token(x, 2).flatten().tolist() == [0, 0, 1, 2, 3, 4]
-    assert not of_earlier_token(x, 9).any()
-    assert of_earlier_token(torch.ones(1, 3, 2, dtype=torch.bool), 1).tolist()[0][0] == [False, False]
+    assert shift_tokens(x, 2).flatten().tolist() == [0, 0, 1, 2, 3, 4]
+    assert not shift_tokens(x, 9).any()
+    assert shift_tokens(torch.ones(1, 3, 2, dtype=torch.bool), 1).tolist()[0][0] == [False, False]
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("context", [1, 2, 3, 4])
 def test_absorbed_attention_equals_the_explicit_one(heads, kv_heads, context):
-    reading = Reading(5, kv_heads, 3, context, scrambled=False).double()
+    reading = EntryAttention(5, kv_heads, 3, context, scrambled=False).double()
     torch.nn.init.normal_(reading.wk), torch.nn.init.normal_(reading.wv)
     q, rows = torch.randn(2, 7, heads, 3).double(), torch.randn(2, 7, 4, 5).double()
     is_valid = torch.rand(2, 7, 4) < 0.6
     is_valid[0] = False  # a lane without entries
     absorbed = reading(q, Retrieved(rows, is_valid))
-    shifted_rows = [of_earlier_token(rows, shift) for shift in range(context)]
-    mask = torch.cat([of_earlier_token(is_valid, shift) for shift in range(context)], -1)
+    shifted_rows = [shift_tokens(rows, shift) for shift in range(context)]
+    mask = torch.cat([shift_tokens(is_valid, shift) for shift in range(context)], -1)
     torch.testing.assert_close(
-        absorbed, reading.written_out(q, shifted_rows, mask[..., None, :]), rtol=1e-12, atol=1e-12
+        absorbed, reading.attend_expanded(q, shifted_rows, mask[..., None, :]), rtol=1e-12, atol=1e-12
     )
     assert not absorbed[0].any()
     for token in range(7):  # also one head of each token, by a softmax over a list of entries
@@ -184,13 +184,13 @@ def test_absorbed_attention_equals_the_explicit_one(heads, kv_heads, context):
 
 def test_the_head_layout_of_the_original_code_is_supported():
     """The original code views projected entries [N, H E] as [H, N, E], without a transpose."""
-    reading = Reading(3, 2, 2, 1, scrambled=True).double()
+    reading = EntryAttention(3, 2, 2, 1, scrambled=True).double()
     torch.nn.init.normal_(reading.wk), torch.nn.init.normal_(reading.wv)
     q, rows, is_valid = torch.randn(1, 1, 2, 2).double(), torch.randn(1, 1, 3, 3).double(), torch.ones(1, 1, 3).bool()
     k, v = ((rows[0, 0] @ w.t()).reshape(2, 3, 2) for w in (reading.wk, reading.wv))
     expected = torch.softmax((k @ q[0, 0, :, :, None]).squeeze(-1) * 2**-0.5, -1)[:, None] @ v
     torch.testing.assert_close(reading(q, Retrieved(rows, is_valid))[0, 0], expected.squeeze(1))
-    straight = Reading(3, 2, 2, 1, scrambled=False).double()
+    straight = EntryAttention(3, 2, 2, 1, scrambled=False).double()
     straight.load_state_dict(reading.state_dict())
     assert not torch.allclose(straight(q, Retrieved(rows, is_valid)), reading(q, Retrieved(rows, is_valid)))
 

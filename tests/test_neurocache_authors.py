@@ -13,7 +13,7 @@ import torch
 from tests.support import judged
 from tests.support.judged import lines
 from tests.support.remembering import SMALL, plain, read, remembering, segments
-from torchtitan.adapters.neurocache.attention import Reading, Retrieved
+from torchtitan.adapters.neurocache.attention import EntryAttention, Retrieved
 from torchtitan.adapters.neurocache.generation import reader_of
 
 anywhere = judged.anywhere
@@ -178,7 +178,7 @@ def test_reading_on_token_by_token_is_reading_segments(context):
 
 def test_a_token_s_entries_are_scrambled_before_they_are_joined():
     """Two tokens with two entries each, and two heads of one number."""
-    reading = Reading(2, 2, 1, 2, scrambled=True).double()
+    reading = EntryAttention(2, 2, 1, 2, scrambled=True).double()
     reading.wk.data, reading.wv.data = torch.zeros(2, 2).double(), torch.eye(2).double()
     rows = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]], [[10.0, 20.0], [30.0, 40.0]]]]).double()
     there = torch.tensor([[[True, True], [True, False]]])  # ignored: no entry is masked

@@ -13,7 +13,7 @@ from scripts import compare_neurocache
 from scripts.probe_neurocache import LETTERS, hit_rates, motifs
 from tests.support.remembering import SMALL, plain, remembering
 from torchtitan.adapters.neurocache.attention import CachedAttention
-from torchtitan.adapters.neurocache.cache import UNKNOWN, followed, pairs
+from torchtitan.adapters.neurocache.cache import UNKNOWN, compare_pairs, pairs
 from torchtitan.adapters.neurocache.sizes import cache_bytes, cache_flops
 from torchtitan.config import manager
 from torchtitan.config.sections.adapter import Neurocache as Cache
@@ -40,8 +40,8 @@ def test_followed_compares_the_stored_next_tokens_with_the_label():
     assert stored.tolist() == [[[1, 2], [2, 3], [3, UNKNOWN]]] and stored.dtype == torch.int32
     retrieved = torch.tensor([[[[1, 9], [5, 2]], [[2, 9], [2, 9]], [[3, UNKNOWN], [3, UNKNOWN]]]])
     is_entry = torch.tensor([[[True, True], [True, False], [True, True]]])
-    outcome = followed(stored, retrieved, is_entry)
-    assert outcome.counted.tolist() == [[True, True, False]]  # the last token has no label
+    outcome = compare_pairs(stored, retrieved, is_entry)
+    assert outcome.is_counted.tolist() == [[True, True, False]]  # the last token has no label
     assert outcome.hit[0, :2].tolist() == [True, False]
     assert outcome.same.tolist() == [[[True, False], [True, False], [True, True]]]
 
@@ -127,7 +127,7 @@ def test_without_track_hits_nothing_is_counted():
         installed.after_batch([model])
         (store,) = model.memory.stores.values()
         assert store.bytes == cache_bytes(Cache(**SMALL, track_hits=counts), 32, 2, 2, training=True)
-        assert ((0, "pairs") in store.kept) == counts
+        assert ((0, "pairs") in store.entries) == counts
         measured = [bool(m.squares) for m in model.modules() if isinstance(m, CachedAttention)]
         assert measured == [counts, counts] and bool(installed.metrics([model])) == counts
 

@@ -10,7 +10,7 @@ from tests.combinations import COMPOSED, Combination
 from tests.support.pool import run_ranks
 from tests.test_combinations import run_row
 from torchtitan.adapters.neurocache import memory
-from torchtitan.adapters.neurocache.cache import Segment, Share, Store, beside, nearest, places_of
+from torchtitan.adapters.neurocache.cache import Segment, Share, Store, entry_places, nearest, with_neighbours
 from torchtitan.adapters.neurocache.memory import gathered
 from torchtitan.adapters.neurocache.sizes import cache_bytes
 from torchtitan.config.sections.adapter import Neurocache as Cache
@@ -26,7 +26,7 @@ def found(row: Combination) -> list[list[int]]:
 
     def watched(*args, **options):
         hits = nearest(*args, **options)
-        seen.append(hits.ages.where(hits.there, -1).flatten().tolist())
+        seen.append(hits.ages.where(hits.exists, -1).flatten().tolist())
         return hits
 
     memory.nearest = watched
@@ -58,13 +58,13 @@ def read(size: int, similarity: str, ranks: int) -> tuple[list, list, int]:
     for segment in range(6):
         states = torch.randint(-1, 2, (2, 7, 4), generator=generator).float()
         reach = -(-max(store.reach, 1) // share.ranks) * share.ranks
-        keys = store.kept[layer, "key"][:, : reach // share.ranks]
+        keys = store.entries[layer, "key"][:, : reach // share.ranks]
         how = dict(similarity=similarity, share=share)
-        hits = beside(nearest(states, keys, store.counts, 5, **how), 2, reach, store.counts)
-        places = places_of(hits, reach, store.counts)
+        hits = with_neighbours(nearest(states, keys, store.counts, 5, **how), 2, reach, store.counts)
+        places = entry_places(hits, reach, store.counts)
         read = share.whole(gathered(keys, places // share.ranks), places)
-        ages.append(hits.ages.where(hits.there, -1).tolist())
-        rows.append(read.where(hits.there[..., None], 0).tolist())
+        ages.append(hits.ages.where(hits.exists, -1).tolist())
+        rows.append(read.where(hits.exists[..., None], 0).tolist())
         filled = torch.tensor([7, 1 + segment])
         begins = torch.tensor([False, segment == 3])
         counts = store.counts.masked_fill(begins, 0)

@@ -24,11 +24,11 @@ class Retrieved(NamedTuple):
     """The entries retrieved by the tokens of a microbatch."""
 
     rows: torch.Tensor  # [B, S, N, C]
-    there: torch.Tensor  # bool [B, S, N]
+    mask: torch.Tensor  # bool [B, S, N]
     joined: bool = False  # True if entries of preceding tokens are included
 
 
-def of_earlier_token(x: torch.Tensor, by: int, repeat: bool = False) -> torch.Tensor:
+def shift_tokens(x: torch.Tensor, by: int, repeat: bool = False) -> torch.Tensor:
     """Shift x [B, S, ...] by `by` tokens, so that each token has the value of an earlier one.
 
     Without such a token the value is zero or False; with `repeat`, the first token's value.
@@ -40,7 +40,7 @@ def of_earlier_token(x: torch.Tensor, by: int, repeat: bool = False) -> torch.Te
     return F.pad(x[:, :-by], (*(0, 0) * (x.dim() - 2), by, 0)) if by < x.shape[1] else torch.zeros_like(x)
 
 
-class Reading(nn.Module):
+class EntryAttention(nn.Module):
     """Attention to entries [B, S, N, C] with matrices `wk` and `wv` [K E, C].
 
     Each token reads the entries retrieved by itself and by the `context` - 1 tokens before it.
@@ -62,28 +62,28 @@ class Reading(nn.Module):
         if self.scrambled:
             return self.scrambled_heads(q, found)
         context = 1 if found.joined else self.context
-        read_rows = [of_earlier_token(found.rows, by) for by in range(context)]
-        there = torch.cat([of_earlier_token(found.there, by) for by in range(context)], dim=-1)  # [B, S, c N]
-        return self.absorbed(q, read_rows, there[..., None, :])
+        entry_rows = [shift_tokens(found.rows, by) for by in range(context)]
+        mask = torch.cat([shift_tokens(found.mask, by) for by in range(context)], dim=-1)  # [B, S, c N]
+        return self.attend_absorbed(q, entry_rows, mask[..., None, :])
 
-    def absorbed(self, q: torch.Tensor, reads: list[torch.Tensor], there: torch.Tensor) -> torch.Tensor:
+    def attend_absorbed(self, q: torch.Tensor, reads: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
         """Attend with q [B, S, H, E] to the entries of c tokens, [B, S, N, C] each: [B, S, H, E].
 
-        `there` [B, S, 1, c N]: True for existing entries.
+        `mask` [B, S, 1, c N]: True for existing entries.
         """
         wk, wv = (w.unflatten(0, (-1, self.head_dim)).to(q.dtype) for w in (self.wk, self.wv))  # [K, E, C]
         grouped = q.unflatten(2, (len(wk), -1))  # [B, S, K, H / K, E]
         brought = torch.einsum("bskge,kec->bskgc", grouped, wk).flatten(2, 3)  # [B, S, H, C]
         scores = torch.cat([brought @ rows.to(q.dtype).mT for rows in reads], dim=-1)  # [B, S, H, c N]
-        weights = self._weights(scores, there).to(q.dtype).chunk(len(reads), dim=-1)
+        weights = self._weights(scores, mask).to(q.dtype).chunk(len(reads), dim=-1)
         read = sum(part @ rows.to(q.dtype) for part, rows in zip(weights, reads, strict=True))  # [B, S, H, C]
         return torch.einsum("bskgc,kec->bskge", read.unflatten(2, (len(wv), -1)), wv).flatten(2, 3)
 
-    def written_out(self, q: torch.Tensor, reads: list[torch.Tensor], there: torch.Tensor) -> torch.Tensor:
-        """Return the result of `absorbed`, [B, S, H, E], from keys and values per entry, for tests and benchmarks."""
+    def attend_expanded(self, q: torch.Tensor, reads: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+        """Return the result of `attend_absorbed`, [B, S, H, E], from keys and values per entry, for tests only."""
         rows = torch.cat(reads, dim=2).to(q.dtype)  # [B, S, c N, C]
         split = (F.linear(rows, w.to(q.dtype)).unflatten(-1, (-1, self.head_dim)) for w in (self.wk, self.wv))
-        return self._attend(q, *(heads.transpose(2, 3) for heads in split), there)
+        return self._attend(q, *(heads.transpose(2, 3) for heads in split), mask)
 
     def scrambled_heads(self, q: torch.Tensor, retrieved: Retrieved) -> torch.Tensor:
         """Map q [B, S, H, E] to [B, S, H, E], with the heads of keys and values ordered as in the authors' program."""
@@ -93,8 +93,7 @@ class Reading(nn.Module):
         read = [F.linear(rows, w.to(q.dtype)).flatten(3).unflatten(3, sizes) for w in (self.wk, self.wv)]
         if not retrieved.joined:
             read = [
-                torch.cat([of_earlier_token(heads, by, repeat=True) for by in range(self.context)], dim=2)
-                for heads in read
+                torch.cat([shift_tokens(heads, by, repeat=True) for by in range(self.context)], dim=2) for heads in read
             ]
         k, v = (heads.transpose(2, 3).flatten(3, 4) for heads in read)  # [B, S, K, c N, E]
         return self._attend(q, k, v, None)
@@ -132,7 +131,7 @@ class CacheAttention(nn.Module):
         self.head_dim = own.head_dim
         self.wq = Projection(own.wq.in_features, own.wq.out_features, bias=False)
         heads = own.wk.out_features // own.head_dim
-        self.reading = Reading(width, heads, own.head_dim, context, scrambled)
+        self.reading = EntryAttention(width, heads, own.head_dim, context, scrambled)
         self.wo = Projection(own.wo.in_features, own.wo.out_features, bias=False)
 
     def forward(self, x: torch.Tensor, found: Retrieved) -> torch.Tensor:

@@ -63,15 +63,15 @@ class Share:
         return self.border.enter(self.border.leave(rows.where(is_local[..., None], 0)))
 
 
-WHOLE = Share()
+FULL_CACHE = Share()
 _NOTHING = torch.iinfo(torch.int64).min
 
 
-class Found(NamedTuple):
+class EntryAges(NamedTuple):
     """Retrieved entries of each token."""
 
     ages: torch.Tensor  # int64 [B, S, N]
-    there: torch.Tensor  # bool [B, S, N], True for existing entries; other ages are meaningless
+    exists: torch.Tensor  # bool [B, S, N], True for existing entries; other ages are meaningless
 
 
 def nearest(
@@ -83,8 +83,8 @@ def nearest(
     similarity: str = "l2",
     bucketed: bool = False,
     block_bytes: int = 2**28,
-    share: Share = WHOLE,
-) -> Found:
+    share: Share = FULL_CACHE,
+) -> EntryAges:
     """Return the `topk` best entries for queries [B, S, C] among keys [B or 1, M, C], best first.
 
     `counts` [B]: number of entries ever stored; entry n is stored at place n mod M. In a sharded cache, `keys` holds
@@ -96,7 +96,7 @@ def nearest(
     """
     dtype = torch.promote_types(queries.dtype, torch.float32)
     size = keys.shape[1]
-    ages, exists = ages_of(size * share.ranks, counts, share)  # [B, M]
+    ages, exists = place_ages(size * share.ranks, counts, share)  # [B, M]
     rows = max(1, block_bytes // (4 * size))
     parts = []
     with torch.no_grad(), autocast_off(queries.device.type):
@@ -108,17 +108,17 @@ def nearest(
                 scores = scores if squares is None else scores.mul_(2).sub_(squares)
                 parts.append(_best(scores, ages[lane], exists[lane], topk, bucketed))
     best = share.best(torch.cat(parts).view(*queries.shape[:2], topk))
-    return Found(_ages(best), best != _NOTHING)
+    return EntryAges(_ages(best), best != _NOTHING)
 
 
-def ages_of(size: int, counts: torch.Tensor, share: Share = WHOLE) -> tuple[torch.Tensor, torch.Tensor]:
+def place_ages(size: int, counts: torch.Tensor, share: Share = FULL_CACHE) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ages of a rank's places, [B, M], and a mask of places that hold an entry."""
     places = share.places(size, counts.device)
     ages = (counts[:, None] - 1 - places) % size
     return ages, ages < counts[:, None]
 
 
-def beside(hits: Found, window: int, size: int, counts: torch.Tensor) -> Found:
+def with_neighbours(hits: EntryAges, window: int, size: int, counts: torch.Tensor) -> EntryAges:
     """Extend each hit by its neighbours, [B, S, k] -> [B, S, k window].
 
     These are the entries from window / 2 - 1 before to window / 2 after it in the document, if they are in a cache of
@@ -126,14 +126,14 @@ def beside(hits: Found, window: int, size: int, counts: torch.Tensor) -> Found:
     """
     offsets = torch.arange(-(window // 2) + 1 if window > 1 else 0, window // 2 + 1, device=counts.device)
     ages = hits.ages[..., None] - offsets
-    there = hits.there[..., None] & (ages >= 0) & (ages < counts.clamp(max=size)[:, None, None, None])
-    return Found(ages.flatten(-2), there.flatten(-2))
+    exists = hits.exists[..., None] & (ages >= 0) & (ages < counts.clamp(max=size)[:, None, None, None])
+    return EntryAges(ages.flatten(-2), exists.flatten(-2))
 
 
-def places_of(found: Found, size: int, counts: torch.Tensor) -> torch.Tensor:
+def entry_places(found: EntryAges, size: int, counts: torch.Tensor) -> torch.Tensor:
     """Return the places of entries, [B, S, N]; 0 for missing ones."""
     places = (counts[:, None, None] - 1 - found.ages) % size
-    return places.where(found.there, 0)
+    return places.where(found.exists, 0)
 
 
 def _best(scores: torch.Tensor, ages: torch.Tensor, exists: torch.Tensor, topk: int, bucketed: bool) -> torch.Tensor:
@@ -174,7 +174,7 @@ class Segment(NamedTuple):
     counts: torch.Tensor
     filled: torch.Tensor
     states: dict[tuple[int, str], torch.Tensor]
-    used: dict[int, Found]  # by storing layer, its entries that were retrieved
+    used: dict[int, EntryAges]  # by storing layer, its entries that were retrieved
 
 
 class Store:
@@ -195,18 +195,18 @@ class Store:
         device: torch.device,
         order: str = "fifo",
         pairs: bool = False,
-        share: Share = WHOLE,
+        share: Share = FULL_CACHE,
     ):
         self.lanes, self.size, self.order, self.share = lanes, size, order, share
         self.counts = torch.zeros(lanes, dtype=torch.int64, device=device)
-        self.kept = {
+        self.entries = {
             (layer, name): torch.zeros(lanes, share.part(size), width, dtype=dtype, device=device)
             for layer in layers
             for name, width in widths.items()
         }
         if pairs:
             shape = lanes, share.part(size), 2
-            self.kept |= {(layer, "pairs"): torch.zeros(shape, dtype=torch.int32, device=device) for layer in layers}
+            self.entries |= {(layer, "pairs"): torch.zeros(shape, dtype=torch.int32, device=device) for layer in layers}
         self.used: dict[int, torch.Tensor] = {}
         if order == "lru":
             self.used = {layer: torch.zeros(lanes, size, dtype=torch.int32, device=device) for layer in layers}
@@ -215,11 +215,11 @@ class Store:
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.kept.values(), *self.used.values()))
+        return sum(tensor.nbytes for tensor in (*self.entries.values(), *self.used.values()))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the full state by names for a checkpoint. Tensors share memory; host values are copied."""
-        tensors = {f"{layer}.{name}": tensor for (layer, name), tensor in self.kept.items()}
+        tensors = {f"{layer}.{name}": tensor for (layer, name), tensor in self.entries.items()}
         tensors |= {f"{layer}.used": tensor for layer, tensor in self.used.items()}
         return tensors | {"counts": self.counts, "clock": torch.tensor([self.time, self.most])}
 
@@ -245,7 +245,7 @@ class Store:
         is_there = tokens < segment.filled[:, None]
         targets = (first[:, None] + tokens) % self.size // self.share.ranks
         for key, states in segment.states.items():
-            stored = self.kept[key][segment.lanes]
+            stored = self.entries[key][segment.lanes]
             if self.share.ranks > 1:
                 local_tokens = tokens.clamp(max=length - 1)[..., None]
                 states = states.gather(1, local_tokens.expand(-1, -1, states.shape[-1]))
@@ -266,18 +266,18 @@ class Store:
         """
         counts = segment.counts
         drop = (counts + segment.filled - self.size).clamp(min=0)  # [b]
-        _, there = ages_of(self.size, counts)
+        _, exists = place_ages(self.size, counts)
         for layer, used in self.used.items():
             lane_used = used[segment.lanes]
             if layer in segment.used:
                 retrieved = segment.used[layer]
-                places = places_of(retrieved, self.size, counts).flatten(1)
-                stamp = torch.where(retrieved.there.flatten(1), self.time, 0).int()
+                places = entry_places(retrieved, self.size, counts).flatten(1)
+                stamp = torch.where(retrieved.exists.flatten(1), self.time, 0).int()
                 lane_used.scatter_reduce_(1, places, stamp, "amax")
-            ranks = lane_used.masked_fill(~there, _NEVER).argsort(dim=1, stable=True).argsort(dim=1)
+            ranks = lane_used.masked_fill(~exists, _NEVER).argsort(dim=1, stable=True).argsort(dim=1)
             order = (ranks < drop[:, None]).int().argsort(dim=1, stable=True)  # evicted entries last
             lane_used.copy_(lane_used.gather(1, order))
-            for (stored_layer, _), tensor in self.kept.items():
+            for (stored_layer, _), tensor in self.entries.items():
                 if stored_layer == layer:
                     lanes = tensor[segment.lanes]
                     lanes.copy_(lanes.gather(1, order[..., None].expand_as(lanes)))
@@ -288,13 +288,13 @@ UNKNOWN = -1
 """Label of an entry without a loss; no token has this id."""
 
 
-class Followed(NamedTuple):
+class PairComparison(NamedTuple):
     """Comparison of tokens with their retrieved entries, by position in the segment."""
 
-    counted: torch.Tensor  # bool [B, S], True if the token has a label and an entry
+    is_counted: torch.Tensor  # bool [B, S], True if the token has a label and an entry
     hit: torch.Tensor  # bool [B, S]
     same: torch.Tensor  # bool [B, S, k]
-    there: torch.Tensor  # bool [B, S, k]
+    exists: torch.Tensor  # bool [B, S, k]
 
 
 def pairs(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -302,11 +302,13 @@ def pairs(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.stack((tokens, labels.clamp(min=UNKNOWN)), dim=-1).int()
 
 
-def followed(token_pairs: torch.Tensor, entry_pairs: torch.Tensor, there: torch.Tensor) -> Followed:
-    """Compare pairs [B, S, 2] with the pairs of each token's entries, [B, S, k, 2], masked by `there` [B, S, k]."""
+def compare_pairs(token_pairs: torch.Tensor, entry_pairs: torch.Tensor, exists: torch.Tensor) -> PairComparison:
+    """Compare pairs [B, S, 2] with the pairs of each token's entries, [B, S, k, 2], masked by `exists` [B, S, k]."""
     tokens, labels = token_pairs[..., None, 0], token_pairs[..., None, 1]
-    hit = (there & (entry_pairs[..., 1] == labels)).any(-1)
-    return Followed((labels[..., 0] != UNKNOWN) & there.any(-1), hit, there & (entry_pairs[..., 0] == tokens), there)
+    hit = (exists & (entry_pairs[..., 1] == labels)).any(-1)
+    return PairComparison(
+        (labels[..., 0] != UNKNOWN) & exists.any(-1), hit, exists & (entry_pairs[..., 0] == tokens), exists
+    )
 
 
 class Hits:
@@ -317,11 +319,11 @@ class Hits:
     def __init__(self) -> None:
         self.sums: torch.Tensor | None = None  # float64 [3, 2]: for each name the count and its total
 
-    def note(self, reader: int, comparison: Followed) -> None:
+    def note(self, reader: int, comparison: PairComparison) -> None:
         """Count the entries that a microbatch's tokens retrieved before the layer `reader`."""
-        counted = comparison.counted
+        counted = comparison.is_counted
         self._add(0, (counted & comparison.hit).sum(), counted.sum())
-        self._add(1, (comparison.same & counted[..., None]).sum(), (comparison.there & counted[..., None]).sum())
+        self._add(1, (comparison.same & counted[..., None]).sum(), (comparison.exists & counted[..., None]).sum())
 
     def note_filled(self, counts: torch.Tensor, size: int) -> None:
         """Add the fill level of the lanes' caches of `size` places. `counts` [B]: entries stored per document."""

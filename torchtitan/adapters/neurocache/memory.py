@@ -16,18 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.adapters.neurocache.attention import Retrieved, of_earlier_token
+from torchtitan.adapters.neurocache.attention import Retrieved, shift_tokens
 from torchtitan.adapters.neurocache.cache import (
-    Found,
+    EntryAges,
     Hits,
     Segment,
     Share,
     Store,
-    beside,
-    followed,
+    compare_pairs,
+    entry_places,
     nearest,
     pairs,
-    places_of,
+    with_neighbours,
 )
 from torchtitan.adapters.neurocache.sizes import BUCKETS, Layers, widths
 from torchtitan.config.sections.adapter import Neurocache as Options
@@ -48,7 +48,7 @@ class Microbatch:
     counts: torch.Tensor  # [B], entries stored before this segment
     filled: torch.Tensor | None  # [B], number of tokens that are no padding; None: all
     states: dict[tuple[int, str], torch.Tensor]
-    used: dict[int, Found]
+    used: dict[int, EntryAges]
     pairs: torch.Tensor | None  # int32 [B, S, 2], tokens and labels, if hits are counted
 
 
@@ -90,7 +90,7 @@ class Memory(nn.Module):
         self.hits = Hits() if options.track_hits else None
         self.moments: torch.Tensor | None = None  # float64 [D, D], second moments of states, while collected
         self.decodes = False  # True if a batch continues a segment; `tail` has its last entries
-        self.tail: dict[int, Found] = {}
+        self.tail: dict[int, EntryAges] = {}
         self.clocks: dict[tuple[bool, int], torch.Tensor] = {}
 
     def train(self, mode: bool = True) -> "Memory":
@@ -232,7 +232,7 @@ class Memory(nn.Module):
         step = BUCKETS if bucketed else store.share.ranks
         size = -(-size // step) * step
         local_size = size // store.share.ranks  # by this rank
-        keys = store.kept[layer, "key"][microbatch.lanes, :local_size]
+        keys = store.entries[layer, "key"][microbatch.lanes, :local_size]
         with torch.no_grad():
             hits = nearest(
                 queries,
@@ -245,29 +245,31 @@ class Memory(nn.Module):
                 share=store.share,
             )
             if microbatch.pairs is not None:
-                places = places_of(hits, size, microbatch.counts)
+                places = entry_places(hits, size, microbatch.counts)
                 local_places = gathered(
-                    store.kept[layer, "pairs"][microbatch.lanes, :local_size], places // store.share.ranks
+                    store.entries[layer, "pairs"][microbatch.lanes, :local_size], places // store.share.ranks
                 )
-                self.hits.note(reader, followed(microbatch.pairs, store.share.whole(local_places, places), hits.there))
-            entries = beside(hits, options.window, size, microbatch.counts)
+                self.hits.note(
+                    reader, compare_pairs(microbatch.pairs, store.share.whole(local_places, places), hits.exists)
+                )
+            entries = with_neighbours(hits, options.window, size, microbatch.counts)
             if options.ordering == "lru":
                 full_entries = _everywhere(kernel, entries)
                 earlier = microbatch.used.get(layer)
                 microbatch.used[layer] = full_entries if earlier is None else _joined(earlier, full_entries)
             entries, joined = self._with_earlier(layer, entries, kernel)
-            places = places_of(entries, size, microbatch.counts)
+            places = entry_places(entries, size, microbatch.counts)
         local_places = places // store.share.ranks
         if self.training and self.h_proj is not None:
             rows = self._reencoded(
-                store.kept[layer, "state"][microbatch.lanes, :local_size], local_places, queries.dtype
+                store.entries[layer, "state"][microbatch.lanes, :local_size], local_places, queries.dtype
             )
         else:
             rows = gathered(keys, local_places).to(queries.dtype)
         rows = store.share.whole(rows, places)
         if options.compat_head_layout:
-            rows = rows.where(entries.there[..., None], self._empty_row(rows))
-        return Retrieved(rows, entries.there, joined)
+            rows = rows.where(entries.exists[..., None], self._empty_row(rows))
+        return Retrieved(rows, entries.exists, joined)
 
     def _empty_row(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the row, [C] or [], that the authors' program reads for a missing entry.
@@ -278,24 +280,26 @@ class Memory(nn.Module):
             return self.h_norm(rows.new_zeros(rows.shape[-1]))
         return rows.new_zeros(())
 
-    def _with_earlier(self, layer: int, entries: Found, kernel: nn.Module) -> tuple[Found, bool]:
+    def _with_earlier(self, layer: int, entries: EntryAges, kernel: nn.Module) -> tuple[EntryAges, bool]:
         """Add the entries of preceding tokens if these tokens are only part of a segment; and if so, return True."""
         context, is_sharded = self.options.context, isinstance(kernel, ContextParallelAttention)
         if context == 1 or not (is_sharded or self.decodes):
             return entries, False
         full_entries = _everywhere(kernel, entries)
         if layer in self.tail:
-            full_entries = Found(*(torch.cat(pair, dim=1) for pair in zip(self.tail[layer], full_entries, strict=True)))
+            full_entries = EntryAges(
+                *(torch.cat(pair, dim=1) for pair in zip(self.tail[layer], full_entries, strict=True))
+            )
         if self.decodes:
-            self.tail[layer] = Found(*(tensor[:, -(context - 1) :] for tensor in full_entries))
+            self.tail[layer] = EntryAges(*(tensor[:, -(context - 1) :] for tensor in full_entries))
         repeat = self.options.compat_head_layout
         with_earlier = [
-            torch.cat([of_earlier_token(tensor, offset, repeat) for offset in range(context)], dim=-1)
+            torch.cat([shift_tokens(tensor, offset, repeat) for offset in range(context)], dim=-1)
             for tensor in full_entries
         ]
         if is_sharded:
-            return Found(*(kernel.layout.share(tensor, kernel.rank) for tensor in with_earlier)), True
-        return Found(*(tensor[:, -entries.ages.shape[1] :] for tensor in with_earlier)), True
+            return EntryAges(*(kernel.layout.share(tensor, kernel.rank) for tensor in with_earlier)), True
+        return EntryAges(*(tensor[:, -entries.ages.shape[1] :] for tensor in with_earlier)), True
 
     def _reencoded(self, states: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Gather states [B or 1, M, D] at places [B, S, N] and compress them with the current weights: [B, S, N, C].
@@ -332,7 +336,9 @@ def _of_pieces(pieces: list[Microbatch]) -> Microbatch:
     first = pieces[0]
     states = {key: torch.cat([piece.states[key] for piece in pieces], dim=1) for key in first.states}
     used = {
-        layer: Found(*(torch.cat(parts, dim=1) for parts in zip(*(piece.used[layer] for piece in pieces), strict=True)))
+        layer: EntryAges(
+            *(torch.cat(parts, dim=1) for parts in zip(*(piece.used[layer] for piece in pieces), strict=True))
+        )
         for layer in first.used
     }
     return replace(first, states=states, used=used)
@@ -345,13 +351,13 @@ def gathered(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return rows.gather(1, index).unflatten(1, places.shape[1:])
 
 
-def _joined(first: Found, second: Found) -> Found:
-    return Found(*(torch.cat(pair, dim=-1) for pair in zip(first, second, strict=True)))
+def _joined(first: EntryAges, second: EntryAges) -> EntryAges:
+    return EntryAges(*(torch.cat(pair, dim=-1) for pair in zip(first, second, strict=True)))
 
 
-def _everywhere(kernel: nn.Module, entries: Found) -> Found:
-    ages = _in_sequence(kernel, entries.ages.where(entries.there, -1))
-    return Found(ages, ages >= 0)
+def _everywhere(kernel: nn.Module, entries: EntryAges) -> EntryAges:
+    ages = _in_sequence(kernel, entries.ages.where(entries.exists, -1))
+    return EntryAges(ages, ages >= 0)
 
 
 def _in_sequence(kernel: nn.Module, x: torch.Tensor) -> torch.Tensor:
