@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from torchtitan.adapters.neurocache.adapter import Neurocache  # noqa: E402
-from torchtitan.adapters.neurocache.cache import Hits, PairComparison  # noqa: E402
+from torchtitan.adapters.neurocache.cache import HitStatistics, PairComparison  # noqa: E402
 from torchtitan.build import data, parts  # noqa: E402
 from torchtitan.commands.evaluate import of_documents  # noqa: E402
 from torchtitan.commands.generate import find_checkpoint  # noqa: E402
@@ -58,7 +58,7 @@ def write_motifs(folder: Path, train: int, held_out: int) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-class Noted(Hits):
+class Noted(HitStatistics):
     """What was found in the last batch, by the layer before which it was."""
 
     def __init__(self) -> None:

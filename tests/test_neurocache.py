@@ -8,7 +8,7 @@ import torch
 from tests.support.remembering import plain, read, remembering, segments
 from torchtitan.adapters.neurocache.attention import EntryAttention, Retrieved, shift_tokens
 from torchtitan.adapters.neurocache.cache import EntryAges, Segment, Store, entry_places, nearest, with_neighbours
-from torchtitan.adapters.neurocache.generation import reader_of
+from torchtitan.adapters.neurocache.generation import reader_for
 from torchtitan.adapters.neurocache.sizes import added_parameters, cache_bytes
 from torchtitan.config.sections.adapter import Neurocache as Cache
 from torchtitan.core.errors import JobError
@@ -398,7 +398,7 @@ def test_generation_in_pieces_equals_reading_in_segments(family, ordering):
     tokens = segments(5, lanes=1)
     expected = read(model.eval(), installed, tokens).flatten(0, 2)  # [40, V]
     model, _ = remembering(family, **options)
-    reader, context = reader_of(model.eval(), 8)
+    reader, context = reader_for(model.eval(), 8)
     ids = tokens.flatten()[None]
     for end in (3, 4, 8, 9, 19, 20, 21, 40):
         logits = reader(ids[:, -context:][:, :end])[0]

@@ -14,7 +14,7 @@ from tests.support import judged
 from tests.support.judged import lines
 from tests.support.remembering import SMALL, plain, read, remembering, segments
 from torchtitan.adapters.neurocache.attention import EntryAttention, Retrieved
-from torchtitan.adapters.neurocache.generation import reader_of
+from torchtitan.adapters.neurocache.generation import reader_for
 
 anywhere = judged.anywhere
 LAYER = 1
@@ -169,7 +169,7 @@ def test_reading_on_token_by_token_is_reading_segments(context):
     batches = segments(4, lanes=1, length=4)
     model, _ = with_the_authors_heads(context=context)
     expected = expected_of(model, batches, context=context).flatten(0, 2)
-    reader, longest = reader_of(model.eval(), 4)
+    reader, longest = reader_for(model.eval(), 4)
     ids = batches.flatten()[None]
     for end in (1, 2, 3, 4, 5, 7, 8, 10, 15, 16):
         logits = reader(ids[:, -longest:][:, :end])[0]

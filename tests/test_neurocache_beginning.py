@@ -6,7 +6,7 @@ import torch
 from tests.support.jobs import arguments, full, logged_steps, write_texts
 from tests.support.pool import run_ranks
 from tests.support.remembering import remembering, segments
-from torchtitan.adapters.neurocache.adapter import principal
+from torchtitan.adapters.neurocache.adapter import principal_directions
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.process.ranks import read_ranks
@@ -16,13 +16,13 @@ from torchtitan.training.trainer import Trainer
 def test_principal_directions_lose_the_least():
     torch.manual_seed(0)
     x = torch.randn(200, 12).double() @ torch.randn(12, 12).double()
-    directions = principal(x.t() @ x, 5)
+    directions = principal_directions(x.t() @ x, 5)
     torch.testing.assert_close(directions.t() @ directions, torch.eye(5).double(), rtol=0, atol=1e-12)
     lost = (x - x @ directions @ directions.t()).square().sum()
     singular = torch.linalg.svdvals(x)
     torch.testing.assert_close(lost, singular[5:].square().sum(), rtol=1e-9, atol=0)
     assert (directions.gather(0, directions.abs().argmax(0, keepdim=True)) > 0).all()
-    torch.testing.assert_close(principal((-x).t() @ -x, 5), directions)
+    torch.testing.assert_close(principal_directions((-x).t() @ -x, 5), directions)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

@@ -32,11 +32,11 @@ def _low_rank(make: str) -> AdapterSpec:
     return AdapterSpec(make=make, options=LOW_RANK_OPTIONS + _FOLDER_OPTIONS)
 
 
-_own = {
+_built_in = {
     "lora": _low_rank("torchtitan.adapters.lora:LoRA"),
     "dora": _low_rank("torchtitan.adapters.lora:DoRA"),
     "qlora": _low_rank("torchtitan.adapters.quantized:QLoRA"),
     "neurocache": _low_rank("torchtitan.adapters.neurocache.adapter:Neurocache"),
     "lora_int8": _low_rank("torchtitan.adapters.quantized:Int8LoRA"),
 }
-ADAPTERS: Registry[AdapterSpec] = Registry("torchtitan.adapters", _own, AdapterSpec)
+ADAPTERS: Registry[AdapterSpec] = Registry("torchtitan.adapters", _built_in, AdapterSpec)

@@ -79,7 +79,7 @@ class Adapter:
 
     name = "adapter"
     folder_format = "peft's layout"
-    """Name of the folder format in which these adapters are shared."""
+    """Name of the folder format for sharing these adapters."""
     alternative = "write the whole model (torchtitan export --merge)"
     """How to save all trained parameters where the folder format cannot hold them; part of error messages."""
 
@@ -162,21 +162,8 @@ class Adapter:
 
         Raises OSError, and JobError if the format cannot hold all trained parameters, or if there is no such format.
         """
-        self.require_complete_format()
+        require_complete_format(self)
         raise JobError(f"adapter.kind = {self.options.kind!r} has no folder format; {self.alternative}")
-
-    def require_complete_format(self) -> None:
-        """Raise JobError if a model loaded from the adapter's folder would differ from the trained one."""
-        reason = None
-        if self.trained_base_parameters:
-            names = ", ".join(with_wildcards(sorted(self.trained_base_parameters)))
-            reason = f"the format cannot hold the base parameters that were trained too ({names})"
-        elif self.removed_shapes:
-            reason = "the format adds A and B to a matrix, which this model lacks (adapter.lora_only)"
-        elif self.options.train_scaling:
-            reason = "the format cannot hold a trained scale (adapter.train_scaling)"
-        if reason is not None:
-            raise JobError(f"the adapter's folder would not reproduce the trained model: {reason}; {self.alternative}")
 
     def _parameters(self, parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
         for part in parts:
@@ -250,6 +237,20 @@ class Adapter:
         )
 
 
+def require_complete_format(adapter: Adapter) -> None:
+    """Raise JobError if a model loaded from the adapter's folder would differ from the trained one."""
+    reason = None
+    if adapter.trained_base_parameters:
+        names = ", ".join(with_wildcards(sorted(adapter.trained_base_parameters)))
+        reason = f"the format cannot hold the base parameters that were trained too ({names})"
+    elif adapter.removed_shapes:
+        reason = "the format adds A and B to a matrix, which this model lacks (adapter.lora_only)"
+    elif adapter.options.train_scaling:
+        reason = "the format cannot hold a trained scale (adapter.train_scaling)"
+    if reason is not None:
+        raise JobError(f"the adapter's folder would not reproduce the trained model: {reason}; {adapter.alternative}")
+
+
 def _zeros(module: nn.Module, shape: tuple[int, ...]) -> torch.Tensor:
     reference = local_part(next(module.parameters()))[0]
     return torch.zeros(shape, dtype=reference.dtype, device=reference.device)
@@ -289,9 +290,9 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def merge_shards(
     weight: torch.Tensor,
     merge: Callable[..., torch.Tensor],
-    *others: tuple[torch.Tensor, tuple[int | None, ...]],
+    *other_tensors: tuple[torch.Tensor, tuple[int | None, ...]],
 ) -> torch.Tensor:
-    """Return `merge(weight, *others)`, laid out over the ranks like `weight`, of any shape. Every rank calls it.
+    """Return `merge(weight, *other_tensors)`, laid out over the ranks like `weight`, of any shape. Every rank calls it.
 
     `merge` is called once per rank with its shard of `weight` and the matching parts of the other tensors, all plain
     and in float32 or wider. Its result, of the shard's shape, is rounded once to the type of `weight`. Each other
@@ -304,7 +305,7 @@ def merge_shards(
     """
     local, shape, offset = local_part(weight)
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    shards = [_matching_part(tensor, dims, weight, local, offset).to(dtype) for tensor, dims in others]
+    shards = [_matching_part(tensor, dims, weight, local, offset).to(dtype) for tensor, dims in other_tensors]
     merged = merge(local.to(dtype), *shards).to(weight.dtype)
     if not isinstance(weight, DTensor):
         return merged

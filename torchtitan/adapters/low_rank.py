@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from torchtitan.adapters import peft_folder
-from torchtitan.adapters.interface import Adapter, full_tensor, merge_shards
+from torchtitan.adapters.interface import Adapter, full_tensor, merge_shards, require_complete_format
 from torchtitan.adapters.targets import layer_of, misfits, target_linears
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.core.errors import JobError
@@ -40,13 +40,13 @@ MATRICES = ("w1", "w2", "w3")
 class LoRASettings:
     """Settings of a converted module: the rank and the `scale` of the product of A and B.
 
-    `is_trained`: the scale is multiplied by tanh of a trained number per linear. `without_base`: the module has A and B
-    and no base matrix.
+    `is_scale_trained`: the scale is multiplied by tanh of a trained number per linear. `without_base`: the module has A
+    and B and no base matrix.
     """
 
     rank: int
     scale: float
-    is_trained: bool = False
+    is_scale_trained: bool = False
     without_base: bool = False
 
 
@@ -95,7 +95,7 @@ class LowRankLinear(nn.Linear):
         new_empty = self.weight.detach().new_empty
         self.lora_A = nn.Parameter(new_empty(settings.rank, self.in_features))
         self.lora_B = nn.Parameter(new_empty(self.out_features, settings.rank))
-        self.lora_scaling = nn.Parameter(new_empty(1)) if settings.is_trained else None
+        self.lora_scaling = nn.Parameter(new_empty(1)) if settings.is_scale_trained else None
         if settings.without_base:
             self.weight = None
 
@@ -186,7 +186,7 @@ class LowRank(Adapter):
         return peft_folder.load(folder, self.options, form, self.added_shapes)
 
     def write_folder(self, folder: Path, form: Form, tensors: Mapping[str, torch.Tensor], base: str) -> None:
-        self.require_complete_format()
+        require_complete_format(self)
         peft_folder.save(folder, {name: tensors[name] for name in self.added_shapes}, self.options, form, base)
 
     def merged_tensors(
@@ -256,11 +256,13 @@ def lora_scale(options: Options) -> float:
     return options.alpha / (options.rank**0.5 if options.rslora else options.rank)
 
 
-def add_product(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return weight [..., m, n] + scale left [..., m, r] right [..., r, n], laid out like `weight`.
+def add_product(
+    weight: torch.Tensor, left_factor: torch.Tensor, right_factor: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Return weight [..., m, n] + scale times left_factor [..., m, r] right_factor [..., r, n], laid out like `weight`.
 
     Every rank calls it. Leading dimensions enumerate a stack of experts.
     """
     *experts, rows, columns = range(weight.dim())
-    factors = (left, (*experts, rows, None)), (right, (*experts, None, columns))
-    return merge_shards(weight, lambda shard, left, right: shard + scale * (left @ right), *factors)
+    factors = (left_factor, (*experts, rows, None)), (right_factor, (*experts, None, columns))
+    return merge_shards(weight, lambda shard, b, a: shard + scale * (b @ a), *factors)

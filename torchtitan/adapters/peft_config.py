@@ -60,13 +60,13 @@ def mismatches(
     allowed = by_module or {}
     if extra := [f"{key} = {config[key]!r}" for key in allowed if config.get(key) not in (None, {}, allowed[key])]:
         yield (
-            f"{'; '.join(extra)}, but the job's rank and alpha are those of all modules: leave adapter.initial_path "
-            "out, or give an adapter that has one of each"
+            f"{'; '.join(extra)}, but the job's rank and alpha apply to all modules: leave adapter.initial_path "
+            "out, or give an adapter with one rank and one alpha"
         )
     init = config.get("init_lora_weights")
     if init not in _INITS_KEEPING_THE_BASE:
         yield (
-            f"init_lora_weights = {init!r}, which changes the matrices that the adapter stands beside: convert it "
+            f"init_lora_weights = {init!r}, which changes the matrices that the adapter is added to: convert it "
             "with peft (save_pretrained with path_initial_model_for_weight_conversion)"
         )
     if other := [f"{key} = {config[key]!r}" for key in _UNSUPPORTED_KEYS if config.get(key)]:

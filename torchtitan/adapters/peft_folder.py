@@ -51,19 +51,23 @@ def join_tensors(state: Mapping[str, torch.Tensor], kind: str, weights: Sequence
 
 
 def extract_tensor(
-    whole: torch.Tensor, name: str, shape: tuple[int, ...], weights: Sequence[str], names: Collection[str]
+    joined_tensor: torch.Tensor, name: str, shape: tuple[int, ...], weights: Sequence[str], names: Collection[str]
 ) -> torch.Tensor:
-    """Extract our tensor `name` of this shape from a joined one: a view of `whole`, or `whole` if it does not fit."""
+    """Extract our tensor `name` of this shape from a joined one. Return a view, or the joined one if it does not fit."""
     module, _, kind = name.rpartition(".")
     modules, index = adapted_modules(weights, names), weights.index(f"{module}.weight")
     if kind == "lora_A":
-        return whole if whole.shape[0] == shape[0] else _cut(whole, 0, len(modules), modules.index(module))
-    rows = _cut(whole, 0, len(weights), index)
+        return (
+            joined_tensor
+            if joined_tensor.shape[0] == shape[0]
+            else _cut(joined_tensor, 0, len(modules), modules.index(module))
+        )
+    rows = _cut(joined_tensor, 0, len(weights), index)
     if kind != "lora_B" or rows.shape == shape:
         return rows
     block = _cut(rows, 1, len(modules), modules.index(module))
     return (
-        block if block.count_nonzero() == rows.count_nonzero() else whole
+        block if block.count_nonzero() == rows.count_nonzero() else joined_tensor
     )  # else another module's A reaches these outputs
 
 
@@ -88,15 +92,15 @@ def to_peft(state: Mapping[str, torch.Tensor], form: Form) -> Tensors:
             peft_tensors |= {
                 peft_name: part.t().contiguous() for peft_name, part in zip(peft_names, value, strict=True)
             }
-        elif len(together := form.together(weight)) > 1:
-            peft_tensors[peft_names[0]] = join_tensors(state, kind, together)
+        elif len(joined_weights := form.together(weight)) > 1:
+            peft_tensors[peft_names[0]] = join_tensors(state, kind, joined_weights)
         else:
             reordered = kind != "lora_A" and form.is_turned(weight)
             peft_tensors[peft_names[0]] = (form.rows_to_hf(value) if reordered else value).contiguous()
     return peft_tensors
 
 
-def from_peft(theirs: Mapping[str, torch.Tensor], form: Form, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+def from_peft(peft_tensors: Mapping[str, torch.Tensor], form: Form, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
     """Convert peft's tensors to ours, which have these names and shapes. Raises JobError listing all misfits."""
     ours, peft_names, faults = {}, {}, []
     for name in shapes:
@@ -107,15 +111,15 @@ def from_peft(theirs: Mapping[str, torch.Tensor], form: Form, shapes: Mapping[st
         ]
         peft_names[name] = [PREFIX + peft_name for peft_name in endings]
     expected = {peft_name for names in peft_names.values() for peft_name in names}
-    faults += [f"it lacks {peft_name}" for peft_name in sorted(expected - theirs.keys())]
-    faults += [f"it also holds {peft_name}" for peft_name in sorted(theirs.keys() - expected)]
+    faults += [f"it lacks {peft_name}" for peft_name in sorted(expected - peft_tensors.keys())]
+    faults += [f"it also holds {peft_name}" for peft_name in sorted(peft_tensors.keys() - expected)]
     for name, shape in shapes.items() if not faults else ():
         module, kind, matrix = _split(name)
-        parts = [theirs[peft_name] for peft_name in peft_names[name]]
+        parts = [peft_tensors[peft_name] for peft_name in peft_names[name]]
         if matrix:
             value = torch.stack([part.t() for part in parts]) if len({part.shape for part in parts}) == 1 else parts[0]
-        elif len(together := form.together(f"{module}.weight")) > 1:
-            value = extract_tensor(parts[0], name, shape, together, shapes)
+        elif len(joined_weights := form.together(f"{module}.weight")) > 1:
+            value = extract_tensor(parts[0], name, shape, joined_weights, shapes)
         else:
             reordered = kind != "lora_A" and form.is_turned(f"{module}.weight")
             (value,) = parts
@@ -138,9 +142,11 @@ def peft_config(options: Options, names: list[str], form: Form, base: str) -> di
     for module, _, matrix in map(_split, names):
         weight = f"{module}.{matrix or 'weight'}"
         transposed |= form.is_transposed(weight)
-        together = form.together(weight)
+        joined_weights = form.together(weight)
         for hf_name in form.hf_names(weight):
-            modules[hf_name.removesuffix(".weight")] = len(adapted_modules(together, names)) if len(together) > 1 else 1
+            modules[hf_name.removesuffix(".weight")] = (
+                len(adapted_modules(joined_weights, names)) if len(joined_weights) > 1 else 1
+            )
     ranks = {module: options.rank * number for module, number in modules.items() if number > 1}
     alphas = {m: options.alpha * (n**0.5 if options.rslora else n) for m, n in modules.items() if n > 1}
     return config_entries(options) | {

@@ -70,7 +70,7 @@ def misfits(linears: Mapping[str, tuple[int, int]], options: Options) -> Iterato
     stacks = [name for name in chosen if is_expert_stack(name)]
     if options.train_scaling and stacks:
         allowed = f"false with {', '.join(with_wildcards(stacks))} in adapter.target"
-        yield Misfit("adapter.train_scaling", allowed, "stacks of experts have no number of their own: leave these out")
+        yield Misfit("adapter.train_scaling", allowed, "stacks of experts have no trained scale: leave these out")
     if options.lora_only and (unsupported := [name for name in chosen if is_expert_stack(name) or name == HEAD]):
         allowed = f"false with {', '.join(with_wildcards(unsupported))} in adapter.target"
         yield Misfit(

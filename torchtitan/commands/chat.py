@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.adapters.neurocache.generation import reader_of
+from torchtitan.adapters.neurocache.generation import reader_for
 from torchtitan.build import parts
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.generate import (
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     print(f"{config.model.name} {config.model.flavor}, {step_folder.name}, asked as {form}", file=sys.stderr)
     if typed:
         print(HELP, file=sys.stderr)
-    reader, context = reader_of(model, config.training.seq_len)
+    reader, context = reader_for(model, config.training.seq_len)
     if form == CHAT and options.system is None:
         options.system = config.data.default_system
     talk = Talk(reader, tokenizer, form, context, options, first_reading(config))

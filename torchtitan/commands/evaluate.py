@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.adapters.neurocache.sizes import misfits_of
+from torchtitan.adapters.neurocache.sizes import cache_misfits
 from torchtitan.build import data as build_data
 from torchtitan.build import parts as build
 from torchtitan.commands.command_lines import parse_command
@@ -170,7 +170,7 @@ def check_caches(config: JobConfig, sizes: list[int] | None, seq_len: int) -> No
         return
     for size in filter(None, sizes or [options.cache_size]):
         candidate = dataclasses.replace(options, cache_size=size)
-        if misfits := list(misfits_of(candidate, args.n_layers, args.dim, seq_len)):
+        if misfits := list(cache_misfits(candidate, args.n_layers, args.dim, seq_len)):
             subject = f"--cache-sizes: given {size}" if sizes else f"segments of {seq_len} tokens"
             raise JobError(f"{subject}: {'; '.join(map(str, misfits))}")
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from torchtitan.adapters.neurocache.generation import ENDLESS, reading
+from torchtitan.adapters.neurocache.generation import UNLIMITED, incremental_reader
 from torchtitan.build import parts
 from torchtitan.commands.generate import refuse_without_next_words, sample
 from torchtitan.commands.task_files import greedy_of, tasks_in, without_effect
@@ -60,7 +60,7 @@ class Answers:
         self.model, self.tokenizer, self.seq_len, self.rows = model, tokenizer, seq_len, rows
         self.context = seq_len
         if model.memory is not None:
-            self.context = ENDLESS
+            self.context = UNLIMITED
             # requests in a batch would read each other's entries
             self.rows = 1 if model.memory.options.scope == "global" else rows
         self.first = tokenizer.begin or [tokenizer.eos_id]
@@ -90,7 +90,7 @@ class Answers:
     def generate_until(self, requests: Sequence[Asked]) -> list[str]:
         """Return greedy continuations up to the first stop string. Args are (context, generation_kwargs)."""
         with (
-            reading(self.model, self.seq_len) as (reader, context),
+            incremental_reader(self.model, self.seq_len) as (reader, context),
             progress_bar("answering", len(requests), " texts") as bar,
         ):
             texts = []

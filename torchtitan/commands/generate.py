@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torchtitan.adapters.neurocache.generation import reader_of
+from torchtitan.adapters.neurocache.generation import reader_for
 from torchtitan.build import parts
 from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.checkpoint.best_metric import best_in
@@ -103,7 +103,7 @@ def generate(options: argparse.Namespace, job_args: list[str], text: str, ranks:
     # without a begin token, a document begins after the end of the previous one
     start = tokenizer.begin or [tokenizer.eos_id]
     prompt_ids = tokenizer.encode(text)
-    reader, context = reader_of(model, config.training.seq_len)
+    reader, context = reader_for(model, config.training.seq_len)
     tokens = sample(
         reader,
         start + prompt_ids,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.adapters.neurocache.authors_format import CONFIG as ADAPTER
-from torchtitan.adapters.neurocache.authors_format import NAMES, options_of
+from torchtitan.adapters.neurocache.authors_format import OPTION_NAMES, options_of
 from torchtitan.adapters.neurocache.authors_format import read as read_adapter
 from torchtitan.adapters.neurocache.sizes import KEY, layers_of
 from torchtitan.config.sections.adapter import Neurocache
@@ -212,7 +212,7 @@ class _Script(Script):
             values |= {KEY + name: value for name, value in cache_options.items()}
             values[KEY + "beside"] = low_rank if self.has_lora else "none"
         else:
-            self._note_without_effect((*NAMES.values(), "cache_type", "global_cache"), "--disable_neurocache")
+            self._note_without_effect((*OPTION_NAMES.values(), "cache_type", "global_cache"), "--disable_neurocache")
         if self.has_lora and "adapter.kind" in values:
             self._low_rank(layers_of(layers, n_layers).attending)
 
@@ -242,7 +242,7 @@ class _Script(Script):
     def _cache_options(self) -> dict[str, Any]:
         """Return the cache's options from the flags."""
         options = self.options
-        cache_options = {ours: options[flag] for ours, flag in NAMES.items()}
+        cache_options = {ours: options[flag] for ours, flag in OPTION_NAMES.items()}
         cache_options |= {
             "ordering": options["cache_type"],
             "scope": "global" if options["global_cache"] else "lane",
@@ -279,7 +279,14 @@ class _Script(Script):
         except JobError as error:
             self.refuse("pretrained_neurocache", folder, f"a folder with {ADAPTER}", str(error))
             return {}
-        flags = (*NAMES.values(), "cache_type", "global_cache", "retrieval_map", "cache_layers", "attention_layers")
+        flags = (
+            *OPTION_NAMES.values(),
+            "cache_type",
+            "global_cache",
+            "retrieval_map",
+            "cache_layers",
+            "attention_layers",
+        )
         self._note_without_effect(flags, "--pretrained_neurocache, which sets them")
         self.values["adapter.initial_path"] = folder
         self.note("heads are laid out as by the authors; drop compat_head_layout for an adapter trained by torchtitan")

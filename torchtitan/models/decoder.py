@@ -221,7 +221,7 @@ class Decoder(nn.Module):
         for layer, block in self.layers.items():
             if int(layer) < self.args.n_layers:
                 if self.memory is not None:
-                    shared = self.memory.ahead_of(int(layer), block, x, shared, self.kernel)
+                    shared = self.memory.before_block(int(layer), block, x, shared, self.kernel)
                 x = block(x, of_layer(shared, int(layer)))
         x = self.normed(x)
         shared = shared._replace(targets={name: target for name, target in targets.items() if target is not None})

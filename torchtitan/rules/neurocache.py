@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torchtitan.adapters import LOW_RANK_OPTIONS
 from torchtitan.adapters.neurocache import authors_format
-from torchtitan.adapters.neurocache.sizes import KEY, apart, layers_of, misfits_of
+from torchtitan.adapters.neurocache.sizes import KEY, cache_misfits, layers_of, split_layers_message
 from torchtitan.adapters.targets import Misfit, linear_adapter_options
 from torchtitan.config.options import Fault, show
 from torchtitan.config.sections.adapter import Adapter, Neurocache
@@ -31,12 +31,12 @@ def cache_fits_the_model(facts: Facts) -> Iterator[Fault]:
         )
         return
     longest = max(facts.lengths.values())
-    misfits = list(misfits_of(options, args.n_layers, args.dim, longest))
+    misfits = list(cache_misfits(options, args.n_layers, args.dim, longest))
     for size in filter(None, options.eval_cache_sizes if not misfits else ()):
         if size < 0:
             misfits.append(Misfit(KEY + "eval_cache_sizes", "sizes from 0 on", f"drop {size}"))
             continue
-        for misfit in misfits_of(replace(options, cache_size=size), args.n_layers, args.dim, longest):
+        for misfit in cache_misfits(replace(options, cache_size=size), args.n_layers, args.dim, longest):
             misfits.append(misfit._replace(key=KEY + "eval_cache_sizes"))
     yield from (facts.fault(*misfit) for misfit in misfits)
     if options.compat_head_layout and facts.tp > 1:
@@ -51,7 +51,9 @@ def cache_fits_the_model(facts: Facts) -> Iterator[Fault]:
         return
     for count in stages:
         if first <= layers.first < first + count <= layers.last:
-            yield facts.fault(KEY + "attention_layers", "layers of one stage", apart(layers), show(layers.attending))
+            yield facts.fault(
+                KEY + "attention_layers", "layers of one stage", split_layers_message(layers), show(layers.attending)
+            )
         first += count
 
 

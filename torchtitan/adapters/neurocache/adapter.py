@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan.adapters import ADAPTERS
-from torchtitan.adapters.interface import Adapter, weights_per_token
+from torchtitan.adapters.interface import Adapter, require_complete_format, weights_per_token
 from torchtitan.adapters.neurocache.attention import CachedAttention
-from torchtitan.adapters.neurocache.authors_format import load, names, save
-from torchtitan.adapters.neurocache.cache import Hits
+from torchtitan.adapters.neurocache.authors_format import load, save, tensor_names
+from torchtitan.adapters.neurocache.cache import HitStatistics
 from torchtitan.adapters.neurocache.memory import Memory
-from torchtitan.adapters.neurocache.sizes import apart, cache_flops, layers_of, misfits_of
+from torchtitan.adapters.neurocache.sizes import cache_flops, cache_misfits, layers_of, split_layers_message
 from torchtitan.adapters.peft_folder import from_peft, to_peft
 from torchtitan.adapters.stateful import Batch, StatefulAdapter
 from torchtitan.adapters.targets import linear_adapter_options
@@ -43,13 +43,13 @@ class Neurocache(StatefulAdapter):
     def __init__(self, options: Options, seed: int = 0):
         super().__init__(options, seed)
         extra_options = linear_adapter_options(options)
-        self.beside: Adapter | None = None
+        self.linear_adapter: Adapter | None = None
         if extra_options is not None:
-            self.beside = resolve_name(ADAPTERS[extra_options.kind].make)(extra_options, seed)
+            self.linear_adapter = resolve_name(ADAPTERS[extra_options.kind].make)(extra_options, seed)
 
     def install(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
         plan = super().install(model, plan)
-        cache_names = names(self.options.neurocache, self.n_layers)
+        cache_names = tensor_names(self.options.neurocache, self.n_layers)
         self.added_weights_per_token = weights_per_token(
             model, self.added_parameters - cache_names.keys()
         )  # cache_flops counts the cache
@@ -57,22 +57,22 @@ class Neurocache(StatefulAdapter):
 
     def convert(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
         options, blocks = self.options.neurocache, model.layers
-        if problems := list(misfits_of(options, len(blocks), model.args.dim)):
+        if problems := list(cache_misfits(options, len(blocks), model.args.dim)):
             raise JobError("; ".join(map(str, problems)))
         self.n_layers, self.dim = len(blocks), model.args.dim
         self.heads, self.head_dim = model.args.n_heads, model.args.head_dim
         layers = self.layers = layers_of(options, len(blocks))
         norm = blocks[str(layers.first)].attention_norm
-        if self.beside is not None:
-            plan = self.beside.convert(model, plan)
-            self.replaced_parameters |= self.beside.replaced_parameters
+        if self.linear_adapter is not None:
+            plan = self.linear_adapter.convert(model, plan)
+            self.replaced_parameters |= self.linear_adapter.replaced_parameters
         kwargs = dict(dtype=norm.weight.dtype, device=norm.weight.device)
         for layer in layers.attending:
             attention = blocks[str(layer)].attention
             if type(attention) is not GroupedQueryAttention or attention.q_norm is not None or not model.kernel.causal:
                 raise JobError(
-                    f"adapter.kind = 'neurocache' with {type(model).__name__}: it stands beside causal attention of "
-                    f"grouped heads without norms of queries; allowed are Llama, Mistral and OPT"
+                    f"adapter.kind = 'neurocache' with {type(model).__name__}: it is added to causal attention "
+                    f"of grouped heads without query norms; allowed are Llama, Mistral and OPT"
                 )
             attention.__class__ = CachedAttention
             with norm.weight.device:
@@ -110,9 +110,11 @@ class Neurocache(StatefulAdapter):
             raise JobError(f"{folder}: {error}") from None
 
     def write_folder(self, folder: Path, form: Form, tensors: Mapping[str, torch.Tensor], base: str) -> None:
-        self.require_complete_format()
+        require_complete_format(self)
         options = self.options.neurocache
-        low_rank = {name: tensors[name] for name in self.added_shapes if name not in names(options, self.n_layers)}
+        low_rank = {
+            name: tensors[name] for name in self.added_shapes if name not in tensor_names(options, self.n_layers)
+        }
         save(folder, tensors, to_peft(low_rank, form), options, self.n_layers, base)
 
     def merged_tensors(
@@ -128,10 +130,10 @@ class Neurocache(StatefulAdapter):
             layers = {int(name) for name, block in part.layers.items()}
             needed = set(range(self.layers.first, self.layers.last + 1))
             if layers & needed and not needed <= layers:
-                raise JobError(apart(self.layers))
+                raise JobError(split_layers_message(self.layers))
 
     def lr_multiplier(self, name: str) -> float:
-        return 1.0 if self.beside is None else self.beside.lr_multiplier(name)
+        return 1.0 if self.linear_adapter is None else self.linear_adapter.lr_multiplier(name)
 
     def before_training(
         self,
@@ -172,14 +174,14 @@ class Neurocache(StatefulAdapter):
         moments = moments.cpu()
         if dist.is_initialized():  # over gloo; states counted on several ranks do not change the directions
             dist.all_reduce(moments)
-        directions = principal(moments, self.dim // self.options.neurocache.compression)
+        directions = principal_directions(moments, self.dim // self.options.neurocache.compression)
         for module in (module for part in parts for module in part.modules() if hasattr(module, "reshard")):
             module.reshard()  # FSDP may still hold full weights from an earlier gather
         for memory in memories(parts):
             local, _, offset = local_part(memory.h_proj.weight)
             local.copy_(directions.t()[offset[0] : offset[0] + len(local)])
         for module in (module for part in parts for module in part.modules() if isinstance(module, CachedAttention)):
-            module.follow_directions(directions)
+            module.init_from_directions(directions)
 
     def after_batch(self, parts: Sequence[nn.Module]) -> None:
         for memory in memories(parts):
@@ -223,7 +225,7 @@ class Neurocache(StatefulAdapter):
     def warnings(self, passes: int) -> Iterator[str]:
         if passes == 1:
             yield (
-                "a step makes one pass: states are stored by weights that have moved each time they are read, by which "
+                "a step makes one pass, so the weights that stored a state have changed whenever it is read, and "
                 "training may diverge; raise training.global_batch_size"
             )
         for reader, storing in self.layers.readers.items():
@@ -231,29 +233,31 @@ class Neurocache(StatefulAdapter):
                 yield f"layer {reader} looks up by its own states what layer {storing} stored of others"
 
     def metrics(self, parts: Sequence[nn.Module]) -> dict[str, float]:
-        extra_metrics = {} if self.beside is None else self.beside.metrics(parts)
+        extra_metrics = {} if self.linear_adapter is None else self.linear_adapter.metrics(parts)
         if not self.options.neurocache.track_hits:
             return extra_metrics
-        sums = torch.zeros(len(Hits.names) + 1, 2, dtype=torch.float64)
+        sums = torch.zeros(len(HitStatistics.names) + 1, 2, dtype=torch.float64)
         for memory in memories(parts):
-            sums[:-1] += memory.hits.take().cpu()
+            sums[:-1] += memory.hits.take_sums().cpu()
         attending = (module for count in parts for module in count.modules() if isinstance(module, CachedAttention))
         if squares := [pair for module in attending for pair in module.take_squares()]:
             sums[-1] = torch.stack(squares).double().sum(0).cpu()
         if dist.is_initialized():  # over gloo; replicas count several times in both sum and total
             dist.all_reduce(sums)
         rates = {
-            name: count / total for name, (count, total) in zip(Hits.names, sums.tolist()[:-1], strict=True) if total
+            name: count / total
+            for name, (count, total) in zip(HitStatistics.names, sums.tolist()[:-1], strict=True)
+            if total
         }
         cache, attention = sums[-1].sqrt().tolist()
         return extra_metrics | rates | ({"cache_norm": cache / attention} if attention else {})
 
     def describe(self) -> str:
-        extra = "" if self.beside is None else f", beside it {self.options.neurocache.beside}"
+        extra = "" if self.linear_adapter is None else f", beside it {self.options.neurocache.beside}"
         return f"{super().describe()}; {self.options.neurocache.cache_size:,} entries a lane{extra}"
 
 
-def principal(moments: torch.Tensor, width: int) -> torch.Tensor:
+def principal_directions(moments: torch.Tensor, width: int) -> torch.Tensor:
     """Return the principal directions [D, width] of second moments [D, D], as columns, largest first.
 
     The projection on them has the least squared error of all projections to this width. Signs are chosen so that the

@@ -57,31 +57,31 @@ class EntryAttention(nn.Module):
         self.wk = nn.Parameter(torch.empty(heads * head_dim, width))
         self.wv = nn.Parameter(torch.empty(heads * head_dim, width))
 
-    def forward(self, q: torch.Tensor, found: Retrieved) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, retrieved: Retrieved) -> torch.Tensor:
         """Map queries [B, S, H, E] to outputs [B, S, H, E], zeros for a token without entries."""
         if self.scrambled:
-            return self.scrambled_heads(q, found)
-        context = 1 if found.joined else self.context
-        entry_rows = [shift_tokens(found.rows, by) for by in range(context)]
-        mask = torch.cat([shift_tokens(found.mask, by) for by in range(context)], dim=-1)  # [B, S, c N]
+            return self.scrambled_heads(q, retrieved)
+        context = 1 if retrieved.joined else self.context
+        entry_rows = [shift_tokens(retrieved.rows, by) for by in range(context)]
+        mask = torch.cat([shift_tokens(retrieved.mask, by) for by in range(context)], dim=-1)  # [B, S, c N]
         return self.attend_absorbed(q, entry_rows, mask[..., None, :])
 
-    def attend_absorbed(self, q: torch.Tensor, reads: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+    def attend_absorbed(self, q: torch.Tensor, entry_rows: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
         """Attend with q [B, S, H, E] to the entries of c tokens, [B, S, N, C] each: [B, S, H, E].
 
         `mask` [B, S, 1, c N]: True for existing entries.
         """
         wk, wv = (w.unflatten(0, (-1, self.head_dim)).to(q.dtype) for w in (self.wk, self.wv))  # [K, E, C]
         grouped = q.unflatten(2, (len(wk), -1))  # [B, S, K, H / K, E]
-        brought = torch.einsum("bskge,kec->bskgc", grouped, wk).flatten(2, 3)  # [B, S, H, C]
-        scores = torch.cat([brought @ rows.to(q.dtype).mT for rows in reads], dim=-1)  # [B, S, H, c N]
-        weights = self._weights(scores, mask).to(q.dtype).chunk(len(reads), dim=-1)
-        read = sum(part @ rows.to(q.dtype) for part, rows in zip(weights, reads, strict=True))  # [B, S, H, C]
+        key_queries = torch.einsum("bskge,kec->bskgc", grouped, wk).flatten(2, 3)  # [B, S, H, C]
+        scores = torch.cat([key_queries @ rows.to(q.dtype).mT for rows in entry_rows], dim=-1)  # [B, S, H, c N]
+        weights = self._weights(scores, mask).to(q.dtype).chunk(len(entry_rows), dim=-1)
+        read = sum(part @ rows.to(q.dtype) for part, rows in zip(weights, entry_rows, strict=True))  # [B, S, H, C]
         return torch.einsum("bskgc,kec->bskge", read.unflatten(2, (len(wv), -1)), wv).flatten(2, 3)
 
-    def attend_expanded(self, q: torch.Tensor, reads: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+    def attend_expanded(self, q: torch.Tensor, entry_rows: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
         """Return the result of `attend_absorbed`, [B, S, H, E], from keys and values per entry, for tests only."""
-        rows = torch.cat(reads, dim=2).to(q.dtype)  # [B, S, c N, C]
+        rows = torch.cat(entry_rows, dim=2).to(q.dtype)  # [B, S, c N, C]
         split = (F.linear(rows, w.to(q.dtype)).unflatten(-1, (-1, self.head_dim)) for w in (self.wk, self.wv))
         return self._attend(q, *(heads.transpose(2, 3) for heads in split), mask)
 
@@ -126,16 +126,16 @@ class EntryAttention(nn.Module):
 class CacheAttention(nn.Module):
     """Maps the layer's input [B, S, D] to the cache attention's output, which is added to the residual stream."""
 
-    def __init__(self, own: nn.Module, width: int, context: int, scrambled: bool):
+    def __init__(self, attention: nn.Module, width: int, context: int, scrambled: bool):
         super().__init__()
-        self.head_dim = own.head_dim
-        self.wq = Projection(own.wq.in_features, own.wq.out_features, bias=False)
-        heads = own.wk.out_features // own.head_dim
-        self.reading = EntryAttention(width, heads, own.head_dim, context, scrambled)
-        self.wo = Projection(own.wo.in_features, own.wo.out_features, bias=False)
+        self.head_dim = attention.head_dim
+        self.wq = Projection(attention.wq.in_features, attention.wq.out_features, bias=False)
+        heads = attention.wk.out_features // attention.head_dim
+        self.reading = EntryAttention(width, heads, attention.head_dim, context, scrambled)
+        self.wo = Projection(attention.wo.in_features, attention.wo.out_features, bias=False)
 
-    def forward(self, x: torch.Tensor, found: Retrieved) -> torch.Tensor:
-        read = self.reading(self.wq(x).unflatten(-1, (-1, self.head_dim)), found)
+    def forward(self, x: torch.Tensor, retrieved: Retrieved) -> torch.Tensor:
+        read = self.reading(self.wq(x).unflatten(-1, (-1, self.head_dim)), retrieved)
         return self.wo(read.flatten(-2))
 
 
@@ -193,7 +193,7 @@ class CachedAttention(GroupedQueryAttention):
             target.copy_(source[:, : target.shape[1]])
 
     @torch.no_grad()
-    def follow_directions(self, directions: torch.Tensor) -> None:
+    def init_from_directions(self, directions: torch.Tensor) -> None:
         """Project the layer's own key and value matrices on the directions [D, C] that an entry retains."""
         for target, source in self._of_entries():
             target.copy_(source @ directions.to(source))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.adapters.neurocache.sizes import Layers, layers_of
+from torchtitan.adapters.neurocache.sizes import CacheLayers, layers_of
 from torchtitan.config.sections.adapter import Neurocache as Options
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import require_file
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # torch is not imported, as jobs are checked before they star
     import torch
 
 CONFIG, WEIGHTS = "neurocache_config.json", "neurocache_model.safetensors"
-NAMES = {
+OPTION_NAMES = {
     "cache_size": "cache_size",
     "compression": "compression_factor",
     "topk": "topk",
@@ -29,14 +29,14 @@ NAMES = {
     "cache_dtype": "cache_dtype",
 }
 """Names of options, ours -> the authors'."""
-OF_THE_WEIGHTS = ("compression_factor", "neighborhood_size", "context_size", "similarity_fn")
-"""Options that must match those of training; the others may be changed when the adapter is reused."""
+MATCHING_OPTIONS = ("compression_factor", "neighborhood_size", "context_size", "similarity_fn")
+"""Options that must be as in training; the others may be changed when the adapter is reused."""
 
 
 def config_of(options: Options, n_layers: int, base: str) -> dict[str, Any]:
     """Return the authors' config for a job's adapter; `base`: path of its model."""
     layers = layers_of(options, n_layers)
-    return {authors_name: getattr(options, ours) for ours, authors_name in NAMES.items()} | {
+    return {authors_name: getattr(options, ours) for ours, authors_name in OPTION_NAMES.items()} | {
         "cache_type": options.ordering.upper(),
         "global_cache": options.scope == "global",
         "retrieval_map": {str(reader): storing for reader, storing in layers.readers.items()},
@@ -49,7 +49,7 @@ def config_of(options: Options, n_layers: int, base: str) -> dict[str, Any]:
 
 def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the job's options that the config contains, by name; values are not validated."""
-    options = {ours: config[authors_name] for ours, authors_name in NAMES.items() if authors_name in config}
+    options = {ours: config[authors_name] for ours, authors_name in OPTION_NAMES.items() if authors_name in config}
     if "cache_type" in config:
         options["ordering"] = str(config["cache_type"]).lower()
     if config.get("global_cache"):
@@ -68,7 +68,7 @@ def read(folder: Path) -> dict[str, Any]:
 def differences(config: Mapping[str, Any], options: Options, n_layers: int) -> Iterator[str]:
     """Yield each reason why an adapter with this config does not fit the job."""
     expected, layers = config_of(options, n_layers, ""), layers_of(options, n_layers)
-    for name in OF_THE_WEIGHTS:
+    for name in MATCHING_OPTIONS:
         if config.get(name, expected[name]) != expected[name]:
             yield f"{name} = {config[name]!r}, the job's is {expected[name]!r}"
     config_layers = _layers(config, layers)
@@ -77,12 +77,12 @@ def differences(config: Mapping[str, Any], options: Options, n_layers: int) -> I
         yield f"{description}, the job's are {expected['retrieval_map']} and {expected['attention_layers']}"
 
 
-def _layers(config: Mapping[str, Any], default: Layers) -> Layers | None:
+def _layers(config: Mapping[str, Any], default: CacheLayers) -> CacheLayers | None:
     """Return the config's layers, or None if they are malformed."""
     map_, attending = config.get("retrieval_map") or default.readers, config.get("attention_layers")
     try:
         readers = {int(reader): int(storing) for reader, storing in map_.items()}
-        return Layers(readers, default.attending if attending is None else [int(layer) for layer in attending])
+        return CacheLayers(readers, default.attending if attending is None else [int(layer) for layer in attending])
     except (AttributeError, TypeError, ValueError, OverflowError):  # OverflowError: json reads Infinity
         return None
 
@@ -101,7 +101,7 @@ ATTENTION = {
 }
 
 
-def names(options: Options, n_layers: int) -> dict[str, str]:
+def tensor_names(options: Options, n_layers: int) -> dict[str, str]:
     """Return the names of the cache's tensors, ours -> the authors', for a model with `n_layers`."""
     mapping = dict(MEMORY) if options.compression > 1 else {}
     for number, layer in enumerate(layers_of(options, n_layers).attending):
@@ -112,16 +112,16 @@ def names(options: Options, n_layers: int) -> dict[str, str]:
     return mapping
 
 
-def save(folder: Path, cache: Tensors, beside: Tensors, options: Options, n: int, base: str) -> None:
-    """Write full tensors of the cache (by our names) and of the extra adapter `beside` (by peft's names).
+def save(folder: Path, cache: Tensors, linear_tensors: Tensors, options: Options, n: int, base: str) -> None:
+    """Write full tensors of the cache (by our names) and of the linears' adapter (by peft's names).
 
     `n`: number of layers of the model. Raises OSError if the folder cannot be written.
     """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: cache[ours].contiguous() for ours, name in names(options, n).items()}
-    save_file(tensors | beside, folder / WEIGHTS, metadata={"format": "pt"})
+    tensors = {name: cache[ours].contiguous() for ours, name in tensor_names(options, n).items()}
+    save_file(tensors | linear_tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config_of(options, n, base), indent=2) + "\n")
 
 
@@ -141,7 +141,7 @@ def load(folder: Path, options: Options, n: int, shapes: Mapping[str, tuple[int,
     except (OSError, ValueError, SafetensorError) as error:
         raise JobError(f"{folder}: no {WEIGHTS} that can be read: {error}; of a .bin file make one first") from error
     ours, faults = {}, []
-    for name, authors_name in names(options, n).items():
+    for name, authors_name in tensor_names(options, n).items():
         value = tensors.pop(authors_name, None)
         if value is None:
             faults.append(f"it lacks {authors_name}")

@@ -20,14 +20,14 @@ from torchtitan.core.errors import JobError
 from torchtitan.models.layers import autocast_off
 
 
-class Share:
+class CacheShard:
     """One rank's share of a cache. `border`: the tensor-parallel border; None if each rank has the full cache."""
 
     def __init__(self, border: Any = None):
         self.border = border
         self.rank, self.ranks = (0, 1) if border is None else (border.rank, border.size)
 
-    def part(self, size: int) -> int:
+    def local_size(self, size: int) -> int:
         """Return the number of a rank's places out of `size`. Raises JobError if the ranks do not divide it."""
         if size % self.ranks:
             remedy = f'write {max(1, size // self.ranks) * self.ranks}, or {KEY}cache_shard = "none"'
@@ -52,7 +52,7 @@ class Share:
             return ranked
         return self.border.gathered(ranked.mT).mT.topk(ranked.shape[-1], dim=-1).values
 
-    def whole(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def combine(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Combine rows [B, S, N, W] of entries at places [B, S, N]. Each rank has valid values for its places only.
 
         In backward, a rank gets the gradients of its rows from all ranks.
@@ -63,7 +63,7 @@ class Share:
         return self.border.enter(self.border.leave(rows.where(is_local[..., None], 0)))
 
 
-FULL_CACHE = Share()
+FULL_CACHE = CacheShard()
 _NOTHING = torch.iinfo(torch.int64).min
 
 
@@ -83,7 +83,7 @@ def nearest(
     similarity: str = "l2",
     bucketed: bool = False,
     block_bytes: int = 2**28,
-    share: Share = FULL_CACHE,
+    share: CacheShard = FULL_CACHE,
 ) -> EntryAges:
     """Return the `topk` best entries for queries [B, S, C] among keys [B or 1, M, C], best first.
 
@@ -111,7 +111,7 @@ def nearest(
     return EntryAges(_ages(best), best != _NOTHING)
 
 
-def place_ages(size: int, counts: torch.Tensor, share: Share = FULL_CACHE) -> tuple[torch.Tensor, torch.Tensor]:
+def place_ages(size: int, counts: torch.Tensor, share: CacheShard = FULL_CACHE) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ages of a rank's places, [B, M], and a mask of places that hold an entry."""
     places = share.places(size, counts.device)
     ages = (counts[:, None] - 1 - places) % size
@@ -130,10 +130,10 @@ def with_neighbours(hits: EntryAges, window: int, size: int, counts: torch.Tenso
     return EntryAges(ages.flatten(-2), exists.flatten(-2))
 
 
-def entry_places(found: EntryAges, size: int, counts: torch.Tensor) -> torch.Tensor:
+def entry_places(entries: EntryAges, size: int, counts: torch.Tensor) -> torch.Tensor:
     """Return the places of entries, [B, S, N]; 0 for missing ones."""
-    places = (counts[:, None, None] - 1 - found.ages) % size
-    return places.where(found.exists, 0)
+    places = (counts[:, None, None] - 1 - entries.ages) % size
+    return places.where(entries.exists, 0)
 
 
 def _best(scores: torch.Tensor, ages: torch.Tensor, exists: torch.Tensor, topk: int, bucketed: bool) -> torch.Tensor:
@@ -182,7 +182,7 @@ class Store:
 
     `order`: "fifo" retains the entries that were stored last, as a ring buffer; "lru" the entries that were retrieved
     or stored last. With "lru", entries are in the document's order from place 0 on, so ages are computed alike.
-    `pairs`: also store tokens and labels, for `Hits`. `share`: the part of the entries that this rank has.
+    `pairs`: also store tokens and labels, for `HitStatistics`. `share`: the part of the entries that this rank has.
     """
 
     def __init__(
@@ -195,17 +195,17 @@ class Store:
         device: torch.device,
         order: str = "fifo",
         pairs: bool = False,
-        share: Share = FULL_CACHE,
+        share: CacheShard = FULL_CACHE,
     ):
         self.lanes, self.size, self.order, self.share = lanes, size, order, share
         self.counts = torch.zeros(lanes, dtype=torch.int64, device=device)
         self.entries = {
-            (layer, name): torch.zeros(lanes, share.part(size), width, dtype=dtype, device=device)
+            (layer, name): torch.zeros(lanes, share.local_size(size), width, dtype=dtype, device=device)
             for layer in layers
             for name, width in widths.items()
         }
         if pairs:
-            shape = lanes, share.part(size), 2
+            shape = lanes, share.local_size(size), 2
             self.entries |= {(layer, "pairs"): torch.zeros(shape, dtype=torch.int32, device=device) for layer in layers}
         self.used: dict[int, torch.Tensor] = {}
         if order == "lru":
@@ -242,7 +242,7 @@ class Store:
             self.time += 1
             first = self._make_room(segment)
         tokens = self.share.tokens(first, length)  # [b, n]
-        is_there = tokens < segment.filled[:, None]
+        is_filled = tokens < segment.filled[:, None]
         targets = (first[:, None] + tokens) % self.size // self.share.ranks
         for key, states in segment.states.items():
             stored = self.entries[key][segment.lanes]
@@ -251,11 +251,11 @@ class Store:
                 states = states.gather(1, local_tokens.expand(-1, -1, states.shape[-1]))
             index = targets[..., None].expand(-1, -1, states.shape[-1])
             stored.scatter_(
-                1, index, torch.where(is_there[..., None], states.to(stored.dtype), stored.gather(1, index))
+                1, index, torch.where(is_filled[..., None], states.to(stored.dtype), stored.gather(1, index))
             )
         for used in self.used.values():
             local_tokens = used[segment.lanes]
-            local_tokens.scatter_(1, targets, torch.where(is_there, self.time, local_tokens.gather(1, targets)))
+            local_tokens.scatter_(1, targets, torch.where(is_filled, self.time, local_tokens.gather(1, targets)))
         self.counts[segment.lanes] = first + segment.filled
         self.most = min(self.size, self.most + length) if self.order == "lru" else self.most + length
 
@@ -311,8 +311,8 @@ def compare_pairs(token_pairs: torch.Tensor, entry_pairs: torch.Tensor, exists: 
     )
 
 
-class Hits:
-    """The statistics of one memory, summed since the last `take`."""
+class HitStatistics:
+    """The statistics of one memory, summed since the last `take_sums`."""
 
     names = ("cache_hits", "cache_same_token", "cache_filled")
 
@@ -321,9 +321,9 @@ class Hits:
 
     def note(self, reader: int, comparison: PairComparison) -> None:
         """Count the entries that a microbatch's tokens retrieved before the layer `reader`."""
-        counted = comparison.is_counted
-        self._add(0, (counted & comparison.hit).sum(), counted.sum())
-        self._add(1, (comparison.same & counted[..., None]).sum(), (comparison.exists & counted[..., None]).sum())
+        is_counted = comparison.is_counted
+        self._add(0, (is_counted & comparison.hit).sum(), is_counted.sum())
+        self._add(1, (comparison.same & is_counted[..., None]).sum(), (comparison.exists & is_counted[..., None]).sum())
 
     def note_filled(self, counts: torch.Tensor, size: int) -> None:
         """Add the fill level of the lanes' caches of `size` places. `counts` [B]: entries stored per document."""
@@ -334,7 +334,7 @@ class Hits:
             self.sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=count.device)
         self.sums[row] += torch.stack((count, total.to(count.device)))
 
-    def take(self) -> torch.Tensor:
+    def take_sums(self) -> torch.Tensor:
         """Return the sums [3, 2], on the model's device, and reset them."""
         previous, self.sums = self.sums, None
         return torch.zeros(len(self.names), 2, dtype=torch.float64) if previous is None else previous

@@ -12,11 +12,11 @@ import torch
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.kv_cache import Remembering
 
-ENDLESS = 2**31
+UNLIMITED = 2**31
 """Context length in tokens of a model with a cache: unlimited."""
 
 
-class ReadingOn(Remembering):
+class SegmentReader(Remembering):
     """Calls a decoder that has a memory with growing sequences, in segments of `seq_len` tokens."""
 
     def __init__(self, model: Decoder, seq_len: int):
@@ -46,19 +46,19 @@ class ReadingOn(Remembering):
         super().forget()
 
 
-def reader_of(model: Decoder, seq_len: int) -> tuple[Remembering, int]:
+def reader_for(model: Decoder, seq_len: int) -> tuple[Remembering, int]:
     """Return the incremental reader of a model, and the maximum number of tokens that it reads."""
     if getattr(model, "memory", None) is None:
         return Remembering(model), seq_len
-    return ReadingOn(model, seq_len), ENDLESS
+    return SegmentReader(model, seq_len), UNLIMITED
 
 
 @contextmanager
-def reading(model: Decoder, seq_len: int) -> Iterator[tuple[Remembering, int]]:
-    """Yield `reader_of`, and afterwards prepare the model for full batches again."""
+def incremental_reader(model: Decoder, seq_len: int) -> Iterator[tuple[Remembering, int]]:
+    """Yield `reader_for`, and afterwards prepare the model for full batches again."""
     kernel = model.kernel
     try:
-        yield reader_of(model, seq_len)
+        yield reader_for(model, seq_len)
     finally:
         model.set_attention_kernel(kernel)
         if model.memory is not None:

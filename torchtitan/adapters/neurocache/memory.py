@@ -19,7 +19,7 @@ from torch import nn
 from torchtitan.adapters.neurocache.attention import Retrieved, shift_tokens
 from torchtitan.adapters.neurocache.cache import (
     EntryAges,
-    Hits,
+    HitStatistics,
     Segment,
     Share,
     Store,
@@ -29,7 +29,7 @@ from torchtitan.adapters.neurocache.cache import (
     pairs,
     with_neighbours,
 )
-from torchtitan.adapters.neurocache.sizes import BUCKETS, Layers, widths
+from torchtitan.adapters.neurocache.sizes import BUCKETS, CacheLayers, widths
 from torchtitan.config.sections.adapter import Neurocache as Options
 from torchtitan.core.initialization import Constant, Init, Normal
 from torchtitan.models.attention import Shared
@@ -77,7 +77,7 @@ class Memory(nn.Module):
 
     border: Any = None  # under tensor parallel, between this rank's tokens and all of them
 
-    def __init__(self, options: Options, layers: Layers, dim: int, reads_stream: bool):
+    def __init__(self, options: Options, layers: CacheLayers, dim: int, reads_stream: bool):
         super().__init__()
         self.options, self.layers, self.dim, self.reads_stream = options, layers, dim, reads_stream
         self.h_proj = self.h_norm = None
@@ -87,7 +87,7 @@ class Memory(nn.Module):
         self.cache_size = {True: options.cache_size, False: options.cache_size}  # by `training`
         self.stores: dict[tuple[bool, int], Store] = {}  # by `training` and the first lane
         self.pending: list[Microbatch] = []
-        self.hits = Hits() if options.track_hits else None
+        self.hits = HitStatistics() if options.track_hits else None
         self.moments: torch.Tensor | None = None  # float64 [D, D], second moments of states, while collected
         self.decodes = False  # True if a batch continues a segment; `tail` has its last entries
         self.tail: dict[int, EntryAges] = {}
@@ -137,28 +137,30 @@ class Memory(nn.Module):
 
     # A microbatch
 
-    def begin(self, tokens: torch.Tensor, told: Mapping[str, torch.Tensor], labels: torch.Tensor | None) -> None:
+    def begin(
+        self, tokens: torch.Tensor, lane_tensors: Mapping[str, torch.Tensor], labels: torch.Tensor | None
+    ) -> None:
         """Begin a microbatch of tokens [B, S] (hidden states in later pipeline stages) with its labels, if any.
 
-        `told`: the batch's lane tensors (LANES of models/decoder.py).
+        `lane_tensors`: the batch's tensors per lane (LANES of models/decoder.py).
         """
         size, device = len(tokens), tokens.device
-        key = self.training, int(told["lanes"][0]) if "lanes" in told else 0
+        key = self.training, int(lane_tensors["lanes"][0]) if "lanes" in lane_tensors else 0
         if key not in self.stores:
             self.stores[key] = self._empty(size, device)
         store = self.stores[key]
         assert size <= store.lanes or self.options.scope == "global", "batches of one group of lanes are alike"
         lanes = slice(0, min(size, store.lanes))
         counts = store.counts[lanes].expand(size)
-        if "begins" in told and self.options.scope == "lane":
-            counts = counts.masked_fill(told["begins"].bool(), 0)
+        if "begins" in lane_tensors and self.options.scope == "lane":
+            counts = counts.masked_fill(lane_tensors["begins"].bool(), 0)
         if not self.decodes:  # an uncommitted microbatch of these lanes was abandoned
             self.pending = [other for other in self.pending if other.store is not store]
         token_pairs = None
         if self.counts_hits and labels is not None and tokens.dim() == 2:
             token_pairs = pairs(tokens, labels)
             self.hits.note_filled(counts, store.size)
-        self.pending.append(Microbatch(store, lanes, counts, told.get("filled"), {}, {}, token_pairs))
+        self.pending.append(Microbatch(store, lanes, counts, lane_tensors.get("filled"), {}, {}, token_pairs))
 
     @property
     def counts_hits(self) -> bool:
@@ -179,14 +181,14 @@ class Memory(nn.Module):
         )
 
     @torch.compiler.disable
-    def ahead_of(self, layer: int, block: nn.Module, x: torch.Tensor, shared: Shared, kernel: nn.Module) -> Shared:
+    def before_block(self, layer: int, block: nn.Module, x: torch.Tensor, shared: Shared, kernel: nn.Module) -> Shared:
         """Run before a block gets its input x [B, S, D], or a rank's shard of it.
 
         Collects the states that the layer stores, and returns `shared` with the entries that its tokens retrieve.
         """
         stores = layer in self.layers.storing
         if self.moments is not None:
-            self._look_at(block, x, kernel) if stores else None
+            self._add_moments(block, x, kernel) if stores else None
             return shared
         if not self.cache_size[self.training] or not (stores or layer in self.layers.readers):
             return shared
@@ -213,7 +215,7 @@ class Memory(nn.Module):
         return x if self.border is None else self.border.enter(x)
 
     @torch.no_grad()
-    def _look_at(self, block: nn.Module, x: torch.Tensor, kernel: nn.Module) -> None:
+    def _add_moments(self, block: nn.Module, x: torch.Tensor, kernel: nn.Module) -> None:
         states, filled = _in_sequence(kernel, self._states(block, x)), self.pending[-1].filled
         if filled is not None:
             states = states[torch.arange(states.shape[1], device=states.device) < filled[:, None]]
@@ -250,7 +252,7 @@ class Memory(nn.Module):
                     store.entries[layer, "pairs"][microbatch.lanes, :local_size], places // store.share.ranks
                 )
                 self.hits.note(
-                    reader, compare_pairs(microbatch.pairs, store.share.whole(local_places, places), hits.exists)
+                    reader, compare_pairs(microbatch.pairs, store.share.combine(local_places, places), hits.exists)
                 )
             entries = with_neighbours(hits, options.window, size, microbatch.counts)
             if options.ordering == "lru":
@@ -266,7 +268,7 @@ class Memory(nn.Module):
             )
         else:
             rows = gathered(keys, local_places).to(queries.dtype)
-        rows = store.share.whole(rows, places)
+        rows = store.share.combine(rows, places)
         if options.compat_head_layout:
             rows = rows.where(entries.exists[..., None], self._empty_row(rows))
         return Retrieved(rows, entries.exists, joined)

@@ -15,7 +15,7 @@ KEY = "adapter.neurocache."
 
 
 @dataclass(frozen=True)
-class Layers:
+class CacheLayers:
     """The layers that use a cache.
 
     `readers`: layers before which tokens look up -> layer that stored the entries. `attending`: layers that read the
@@ -38,11 +38,11 @@ class Layers:
         return max(*self.attending, *self.readers, *self.storing)
 
 
-def layers_of(options: Options, n_layers: int) -> Layers:
+def layers_of(options: Options, n_layers: int) -> CacheLayers:
     """Return the cache layers of a model with `n_layers`; the default reader is the layer at 3/4 of the depth."""
     readers = {int(reader): storing for reader, storing in options.retrieval_map.items()}
     readers = readers or {3 * n_layers // 4: 3 * n_layers // 4}
-    return Layers(readers, options.attention_layers or list(range(min(readers), n_layers)))
+    return CacheLayers(readers, options.attention_layers or list(range(min(readers), n_layers)))
 
 
 def widths(options: Options, dim: int, training: bool) -> dict[str, int]:
@@ -90,7 +90,7 @@ def cache_flops(options: Options, n_layers: int, dim: int, heads: int, head_dim:
     return total
 
 
-def misfits_of(options: Options, n_layers: int, dim: int, seq_len: int | None = None) -> Iterator[Misfit]:
+def cache_misfits(options: Options, n_layers: int, dim: int, seq_len: int | None = None) -> Iterator[Misfit]:
     """Yield the options that do not fit a model with `n_layers` of width `dim`, and segments of `seq_len` tokens."""
     if invalid := [reader for reader in options.retrieval_map if not reader.isdecimal()]:
         yield Misfit(KEY + "retrieval_map", "numbers of layers in its keys", f'"{invalid[0]}" is none')
@@ -107,7 +107,7 @@ def misfits_of(options: Options, n_layers: int, dim: int, seq_len: int | None = 
         allowed = f"layers from {min(layers.readers)} on, before which tokens look up first"
         yield Misfit(KEY + "attention_layers", allowed, f"{min(layers.attending)} would have nothing to read")
     if len(set(layers.attending)) < len(layers.attending):
-        yield Misfit(KEY + "attention_layers", "each layer once", "drop what is there twice")
+        yield Misfit(KEY + "attention_layers", "each layer once", "drop the repeated layers")
     if options.window != 1 and options.window % 2:
         yield Misfit(KEY + "window", "1, or an even number", f"write {options.window - 1} or {options.window + 1}")
     if options.init == "pca" and options.compression == 1:
@@ -132,7 +132,7 @@ def misfits_of(options: Options, n_layers: int, dim: int, seq_len: int | None = 
             yield Misfit(KEY + "topk", f'at most {BUCKETS} with lookup = "bucketed"', "a bucket gives one entry")
     if options.cache_shard == "tp":
         if options.ordering == "lru":
-            remedy = "which entries go is known of those of all ranks alone"
+            remedy = "the entries to evict depend on the entries of all ranks"
             yield Misfit(KEY + "ordering", '"fifo" with cache_shard = "tp"', remedy)
         if options.lookup == "bucketed":
             yield Misfit(KEY + "lookup", '"exact" with cache_shard = "tp"', "buckets would be over several ranks")
@@ -140,7 +140,7 @@ def misfits_of(options: Options, n_layers: int, dim: int, seq_len: int | None = 
         yield Misfit(KEY + "ordering", '"fifo" with scope = "global"', "write one of the two otherwise")
 
 
-def apart(layers: Layers) -> str:
+def split_layers_message(layers: CacheLayers) -> str:
     """Return the error message for a pipeline that splits these layers."""
     return (
         f"layers {layers.first} to {layers.last}, which store, look up and read, have to be in one stage of the "
