@@ -53,7 +53,7 @@ def join_tensors(state: Mapping[str, torch.Tensor], kind: str, weights: Sequence
 def extract_tensor(
     joined_tensor: torch.Tensor, name: str, shape: tuple[int, ...], weights: Sequence[str], names: Collection[str]
 ) -> torch.Tensor:
-    """Extract our tensor `name` of this shape from a joined one. Return a view, or the joined one if it does not fit."""
+    """Return the view of our tensor `name` of this shape in a joined one, or the joined one if it does not fit."""
     module, _, kind = name.rpartition(".")
     modules, index = adapted_modules(weights, names), weights.index(f"{module}.weight")
     if kind == "lora_A":
