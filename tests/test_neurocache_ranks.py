@@ -10,7 +10,7 @@ from tests.combinations import COMPOSED, Combination
 from tests.support.pool import run_ranks
 from tests.test_combinations import run_row
 from torchtitan.adapters.neurocache import memory
-from torchtitan.adapters.neurocache.cache import Segment, Share, Store, entry_places, nearest, with_neighbours
+from torchtitan.adapters.neurocache.cache import CacheShard, Segment, Store, entry_places, nearest, with_neighbours
 from torchtitan.adapters.neurocache.memory import gathered
 from torchtitan.adapters.neurocache.sizes import cache_bytes
 from torchtitan.config.sections.adapter import Neurocache as Cache
@@ -52,7 +52,7 @@ def read(size: int, similarity: str, ranks: int) -> tuple[list, list, int]:
     """
     generator = torch.Generator().manual_seed(0)
     border = Border(init_device_mesh("cpu", (ranks,)), sequence=False) if ranks > 1 else None
-    share, layer, device = Share(border), 3, torch.device("cpu")
+    share, layer, device = CacheShard(border), 3, torch.device("cpu")
     store = Store(2, size, [layer], {"key": 4}, torch.float32, device, share=share)
     ages, rows = [], []
     for segment in range(6):
@@ -62,7 +62,7 @@ def read(size: int, similarity: str, ranks: int) -> tuple[list, list, int]:
         how = dict(similarity=similarity, share=share)
         hits = with_neighbours(nearest(states, keys, store.counts, 5, **how), 2, reach, store.counts)
         places = entry_places(hits, reach, store.counts)
-        read = share.whole(gathered(keys, places // share.ranks), places)
+        read = share.combine(gathered(keys, places // share.ranks), places)
         ages.append(hits.ages.where(hits.exists, -1).tolist())
         rows.append(read.where(hits.exists[..., None], 0).tolist())
         filled = torch.tensor([7, 1 + segment])
@@ -85,6 +85,6 @@ def test_a_shared_store_finds_what_a_whole_one_does(size, similarity):
 
 def test_a_cache_that_ranks_do_not_divide_is_refused():
     """By a job before it starts; by `torchtitan generate --ranks`, which may have others, here."""
-    share = Share(SimpleNamespace(rank=0, size=3))
+    share = CacheShard(SimpleNamespace(rank=0, size=3))
     with pytest.raises(JobError, match='cache_size: given 16; allowed: a multiple of 3 ranks; write 15, or .* "none"'):
         Store(1, 16, [0], {"key": 1}, torch.float32, torch.device("cpu"), share=share)

@@ -253,7 +253,7 @@ class Neurocache(StatefulAdapter):
         return extra_metrics | rates | ({"cache_norm": cache / attention} if attention else {})
 
     def describe(self) -> str:
-        extra = "" if self.linear_adapter is None else f", beside it {self.options.neurocache.beside}"
+        extra = "" if self.linear_adapter is None else f", with {self.options.neurocache.beside}"
         return f"{super().describe()}; {self.options.neurocache.cache_size:,} entries a lane{extra}"
 
 

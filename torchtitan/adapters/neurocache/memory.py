@@ -18,10 +18,10 @@ from torch import nn
 
 from torchtitan.adapters.neurocache.attention import Retrieved, shift_tokens
 from torchtitan.adapters.neurocache.cache import (
+    CacheShard,
     EntryAges,
     HitStatistics,
     Segment,
-    Share,
     Store,
     compare_pairs,
     entry_places,
@@ -177,7 +177,7 @@ class Memory(nn.Module):
             device,
             options.ordering,
             self.counts_hits,
-            Share(self.border if options.cache_shard == "tp" else None),
+            CacheShard(self.border if options.cache_shard == "tp" else None),
         )
 
     @torch.compiler.disable
