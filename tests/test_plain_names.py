@@ -32,7 +32,6 @@ FRAGMENT_OPENINGS = {
 """A docstring that begins with one of these has, as a rule, neither a subject nor a verb."""
 
 LIMITS: dict[str, tuple[int, int]] = {
-    "adapters": (33, 0),
     "build": (4, 0),
     "checkpoint": (13, 0),
     "commands": (16, 0),

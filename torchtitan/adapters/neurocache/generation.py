@@ -29,14 +29,14 @@ class SegmentReader(Remembering):
         self.memory.clear()
         self._begin()
 
-    def read(self, ids: torch.Tensor, known: int) -> torch.Tensor:
-        while known < ids.shape[1]:
-            offset = known % self.seq_len
-            piece = ids[:, known : known - offset + self.seq_len]
+    def read(self, ids: torch.Tensor, num_cached: int) -> torch.Tensor:
+        while num_cached < ids.shape[1]:
+            offset = num_cached % self.seq_len
+            piece = ids[:, num_cached : num_cached - offset + self.seq_len]
             positions = torch.arange(offset, offset + piece.shape[1], device=ids.device)[None]
             logits = self.model(piece, positions=positions)
-            known += piece.shape[1]
-            if known % self.seq_len == 0:
+            num_cached += piece.shape[1]
+            if num_cached % self.seq_len == 0:
                 self.memory.commit()
                 self._begin()
         return logits
