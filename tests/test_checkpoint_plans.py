@@ -25,11 +25,11 @@ def folder_of(root: Path, plan: Plan) -> Path:
     return root / str(plan).replace(" ", "_")
 
 
-def is_whole(held: Held) -> bool:
-    """The plan itself shards as it should: full tensors are the reference's."""
+def is_whole(job: Held) -> bool:
+    """True if the full tensors equal the reference, so the plan itself shards correctly."""
     expected = {name: parameter.detach() for name, parameter in reference(TIED).named_parameters()}
     expected["output.weight"] = expected["tok_embeddings.weight"]
-    for place, value in held.tensors().items():
+    for place, value in job.tensors().items():
         name, key = place.split("/")[1].rsplit(".", 1)
         if key in ("weight", *MOMENTS) and not torch.equal(full(value), expected[name] * MOMENTS.get(key, 1.0)):
             return False
@@ -38,32 +38,32 @@ def is_whole(held: Held) -> bool:
 
 def save_all(root: Path, plans: list[Plan]) -> None:
     for index, plan in enumerate(plans):
-        held = Held(plan).train()
-        assert is_whole(held), plan
+        job = Held(plan).train()
+        assert is_whole(job), plan
         mode = ("async", "async_with_pinned_mem", "disabled")[index % 3]
-        checkpointer = held.checkpointer(folder_of(root, plan), async_mode=mode)
+        checkpointer = job.checkpointer(folder_of(root, plan), async_mode=mode)
         assert checkpointer.maybe_save(1, last=True)
         if mode != "disabled":
-            held.spoil()  # what is saved is what was there
+            job.spoil()  # an async save must have copied the tensors
         checkpointer.finish()
 
 
 def load_all(root: Path, plans: list[Plan], every: int) -> list[tuple[str, str, list[str]]]:
-    """Saved plans into each of these, `every` so many of them; what is not bit-equal afterwards."""
-    wrong = []
+    """Load every `every`-th saved plan into each of `plans`; return (saved, loaded, tensors that are not bit-equal)."""
+    differences = []
     for start, plan in enumerate(plans):
-        held = Held(plan).train()
-        expected = held.snapshot()
-        held.spoil()
-        held.renew_optimizers()  # as in a job that has just started: no state yet
-        checkpointer = held.checkpointer(root)
+        job = Held(plan).train()
+        expected = job.snapshot()
+        job.spoil()
+        job.renew_optimizers()  # as in a new job: no state yet
+        checkpointer = job.checkpointer(root)
         for saved in EVERY[start % every :: every]:
             checkpointer.folder = folder_of(root, saved)
             assert checkpointer.load() == 1
-            if differing := held.differing(expected):
-                wrong.append((str(saved), str(plan), differing))
-            held.spoil()
-    return wrong
+            if differing := job.differing(expected):
+                differences.append((str(saved), str(plan), differing))
+            job.spoil()
+    return differences
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +74,14 @@ def saved(tmp_path_factory) -> Path:
     return root
 
 
-# Each plan of two ranks takes a third of the saved ones in turn, of four a fifth, for the sake of time
+# to save time, a plan of two ranks loads a third of the saved ones in turn, of four ranks a fifth
 @pytest.mark.parametrize(("world", "every"), [(1, 1), (2, 3), (4, 5)])
 def test_a_plan_loads_what_another_saved_bit_equal(saved, world, every):
     assert run_ranks(world, load_all, saved, PLANS[world], every) == [[]] * world
 
 
 def test_names_shapes_and_bytes_do_not_depend_on_the_plan(saved):
-    """The manifest lists the whole model from whatever parts, and each element is stored once."""
+    """The manifest lists all tensors of the model, and each element is stored once."""
     plain = layout.check_complete(folder_of(saved, Plan()) / "step-00000001")
     counts = layout.read_state(folder_of(saved, Plan()) / "step-00000001")["optimizer"]
     assert len(counts) == len(list(reference(TIED).parameters()))
@@ -97,12 +97,12 @@ def test_names_shapes_and_bytes_do_not_depend_on_the_plan(saved):
             assert stored == math.prod(entry.size), (plan, name)
 
 
-# What does not fit
+# Mismatches
 
 
 def refusals(root: Path, plan: Plan) -> list[str]:
-    """Messages of loads that must be refused, and change nothing."""
-    told = []
+    """Return the messages of loads that must be refused and change nothing."""
+    messages = []
     for args, adamw in [
         (dataclasses.replace(TIED, n_layers=3), None),
         (dataclasses.replace(TIED, n_layers=5), None),
@@ -110,16 +110,16 @@ def refusals(root: Path, plan: Plan) -> list[str]:
         (dataclasses.replace(TIED, n_kv_heads=2), None),
         (TIED, torch.optim.AdamW),
     ]:
-        held = Held(plan, args)
+        job = Held(plan, args)
         if adamw:
-            held.optimizers = [adamw(part.parameters(), foreach=False) for part in held.parts]
-        checkpointer = held.checkpointer(folder_of(root, Plan()))
-        tensors.allocate_state(held.optimizers)
-        before = held.snapshot()
+            job.optimizers = [adamw(part.parameters(), foreach=False) for part in job.parts]
+        checkpointer = job.checkpointer(folder_of(root, Plan()))
+        tensors.allocate_state(job.optimizers)
+        before = job.snapshot()
         with pytest.raises(CheckpointError) as caught:
             checkpointer.load()
-        assert held.differing(before) == []
-        told.append(str(caught.value).split("does not fit this job: ")[1])
+        assert job.differing(before) == []
+        messages.append(str(caught.value).split("does not fit this job: ")[1])
     checkpointer = Held(plan).checkpointer(folder_of(root, Plan()))
     with pytest.MonkeyPatch.context() as patch:
         if rank() == 1:
@@ -127,46 +127,46 @@ def refusals(root: Path, plan: Plan) -> list[str]:
         for action in (checkpointer.load, lambda: checkpointer.export_model(root / "never", torch.float32, 1)):
             with pytest.raises(CheckpointError) as caught:
                 action()
-            told.append(str(caught.value))
-    return told
+            messages.append(str(caught.value))
+    return messages
 
 
-def test_a_pipeline_refuses_what_does_not_fit_on_all_ranks_alike(saved):
-    """Among all ranks' names, not those of one: each has only a part of the checkpoint's."""
+def test_all_pipeline_ranks_report_the_same_mismatch(saved):
+    """Names are compared over all ranks, since each rank has only part of the model."""
     one, other = run_ranks(2, refusals, saved, Plan(pp=2))
     assert one == other
-    fewer, more, untied, wider, uncounted, alone, export_alone = one
+    fewer, more, untied, wider, uncounted, one_rank, one_rank_export = one
     assert fewer.startswith("it also holds model.layers.3.attention.wk.weight, model.layers.3.attention.wo.weight")
     assert "lacks" not in fewer
     assert more.startswith("it lacks model.layers.4.attention.wk.weight") and "also holds" not in more
     assert untied.startswith("it lacks model.output.weight, optimizer.state.output.weight.count")
     assert "differ in model.layers.0.attention.wk.weight (saved float32 [10, 20], job float32 [20, 20])" in wider
     assert uncounted.startswith("it also holds optimizer.state.layers.0.attention.wk.weight.count, ")
-    assert alone == "collecting what to load failed on rank 1: ZeroDivisionError: division by zero"
-    assert export_alone == "collecting what to save failed on rank 1: ZeroDivisionError: division by zero"
+    assert one_rank == "collecting what to load failed on rank 1: ZeroDivisionError: division by zero"
+    assert one_rank_export == "collecting what to save failed on rank 1: ZeroDivisionError: division by zero"
 
 
-# Weights alone
+# Weights only
 
 
 def export(root: Path, plan: Plan) -> None:
-    held = Held(plan)
-    assert held.checkpointer(root / "unused").export_model(root / "export", torch.bfloat16, 1)
+    job = Held(plan)
+    assert job.checkpointer(root / "unused").export_model(root / "export", torch.bfloat16, 1)
 
 
 def start_from(root: Path, plan: Plan) -> bool:
-    """Weights of another plan's full checkpoint and of its export, cast; optimizers are not touched."""
-    held = Held(plan)
-    expected = held.snapshot()
-    held.spoil()
-    assert held.checkpointer(root / "new").initial_load(folder_of(root, Plan(tp=4))) == 0
-    assert held.differing(expected) == [] and not any(optimizer.state for optimizer in held.optimizers)
-    held.spoil()
-    assert held.checkpointer(root / "new").initial_load(root / "export") == 0
-    assert held.differing({place: value.bfloat16().float() for place, value in expected.items()}) == []
-    held.spoil()
-    assert load_model_for_inference(folder_of(root, Plan(tp=2)), *held.parts) == 1
-    return held.differing(expected) == []
+    """Load only the weights of another plan's checkpoint and of its bfloat16 export; optimizers stay untouched."""
+    job = Held(plan)
+    expected = job.snapshot()
+    job.spoil()
+    assert job.checkpointer(root / "new").initial_load(folder_of(root, Plan(tp=4))) == 0
+    assert job.differing(expected) == [] and not any(optimizer.state for optimizer in job.optimizers)
+    job.spoil()
+    assert job.checkpointer(root / "new").initial_load(root / "export") == 0
+    assert job.differing({place: value.bfloat16().float() for place, value in expected.items()}) == []
+    job.spoil()
+    assert load_model_for_inference(folder_of(root, Plan(tp=2)), *job.parts) == 1
+    return job.differing(expected) == []
 
 
 @pytest.fixture(scope="module")
@@ -191,11 +191,11 @@ def test_any_checkpoint_is_read_on_one_device(saved):
     for plan in EVERY:
         model = reference(TIED, seed=1)
         assert load_model_for_inference(folder_of(saved, plan), model) == 1
-        wrong = [n for n, p in reference(TIED).named_parameters() if not torch.equal(model.get_parameter(n), p)]
-        assert wrong == [], plan
+        differing = [n for n, p in reference(TIED).named_parameters() if not torch.equal(model.get_parameter(n), p)]
+        assert differing == [], plan
 
 
-# A run that goes on under another plan every two steps
+# A run that changes its plan every two steps
 
 
 def parallel(**options: object) -> dict[str, object]:
@@ -213,9 +213,10 @@ CHAIN = [
 ]
 
 
-def test_training_goes_on_under_other_plans_as_if_nothing_had_happened(tmp_path):
-    """Losses as of one uninterrupted run on one device: weights, moments, schedule and order of the data have come
-    along. float32: the plans add in another order, 1e-5 relative. Then weights leave by both exports, unchanged.
+def test_a_run_that_changes_plans_has_the_losses_of_one_device(tmp_path):
+    """Weights, moments, schedule and data order are restored, so the losses equal an uninterrupted run on one device.
+
+    In float32 the plans sum in another order: 1e-5 relative. Finally both exports contain the weights unchanged.
     """
     texts, steps = jobs.write_texts(tmp_path / "data"), 2 * len(CHAIN)
     sizes = dict(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16, tied_embeddings=True)
@@ -231,7 +232,7 @@ def test_training_goes_on_under_other_plans_as_if_nothing_had_happened(tmp_path)
     common |= {"checkpoint__enable": True, "checkpoint__interval": 100}
     for index, (world, plan) in enumerate(CHAIN):
         argv = jobs.arguments(folder, texts, **common, **plan, training__steps=2 * (index + 1))
-        for in_hf in (True, False) if world == 4 else ():  # the second of them trains nothing and only exports
+        for in_hf in (True, False) if world == 4 else ():  # the second run trains no step and only exports
             options = {"checkpoint.last_save_model_only": True, "checkpoint.last_save_in_hf": in_hf}
             run_ranks(world, jobs.train, [*argv, *(f"--{name}={value}".lower() for name, value in options.items())])
         if world != 4:

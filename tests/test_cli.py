@@ -1,4 +1,4 @@
-"""The command `torchtitan`: what it dispatches to, and that no user's mistake ends in a traceback."""
+"""The command `torchtitan`: dispatch to subcommands, and no traceback for a user's mistake."""
 
 import gc
 import importlib
@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).parent.parent
 
 
 def torchtitan(*argv: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, as a user starts it."""
+    """Run the command in a new process, as a user does."""
     return subprocess.run(
         [sys.executable, "-m", "torchtitan", *argv],
         cwd=folder,
@@ -36,7 +36,7 @@ def torchtitan(*argv: str, folder: Path, **environment: str) -> subprocess.Compl
 
 @pytest.fixture
 def command(monkeypatch):
-    """Makes `torchtitan check` run a function instead."""
+    """Replace the main function of `torchtitan check`."""
 
     def install(main):
         monkeypatch.setattr(cli.importlib, "import_module", lambda name: SimpleNamespace(main=main))
@@ -69,24 +69,24 @@ def test_unknown_commands(name, hint, capsys):
 
 
 def test_arguments_and_exit_codes_pass_through(command):
-    seen = []
-    command(lambda argv: seen.append(argv) or 3)
+    calls = []
+    command(lambda argv: calls.append(argv) or 3)
     assert cli.main(["check", "a b", "--x"]) == 3
-    assert seen == [["a b", "--x"]]
+    assert calls == [["a b", "--x"]]
 
 
-def test_nothing_is_collected_while_a_command_is_imported(monkeypatch):
-    seen = []
-    imported = SimpleNamespace(main=lambda argv: seen.append(gc.isenabled()) or 0)
-    monkeypatch.setattr(cli.importlib, "import_module", lambda name: seen.append(gc.isenabled()) or imported)
-    assert cli.main(["check"]) == 0 and seen == [False, True]
+def test_garbage_collection_is_off_while_a_command_is_imported(monkeypatch):
+    gc_enabled = []
+    imported = SimpleNamespace(main=lambda argv: gc_enabled.append(gc.isenabled()) or 0)
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: gc_enabled.append(gc.isenabled()) or imported)
+    assert cli.main(["check"]) == 0 and gc_enabled == [False, True]
     gc.disable()
     try:
-        assert cli.main(["check"]) == 0 and seen[2:] == [False, False], "as whoever calls it has it"
+        assert cli.main(["check"]) == 0 and gc_enabled[2:] == [False, False], "the caller's setting is kept"
     finally:
         gc.enable()
-    kept = gc.get_freeze_count()
-    assert cli.main(["check"]) == 0 and gc.get_freeze_count() == kept, "as nothing was imported"
+    frozen = gc.get_freeze_count()
+    assert cli.main(["check"]) == 0 and gc.get_freeze_count() == frozen, "nothing new was imported"
 
 
 def test_ctrl_c(command):
@@ -109,7 +109,7 @@ def test_a_users_mistake_is_a_line_and_not_a_traceback(command, capsys, monkeypa
     assert capsys.readouterr().err.startswith("Traceback (most recent call last)")
 
 
-def test_our_own_mistake_is_a_traceback(command):
+def test_an_internal_error_is_a_traceback(command):
     def broken(argv):
         _one, _two = (1,)
 
@@ -119,8 +119,8 @@ def test_our_own_mistake_is_a_traceback(command):
 
 
 @pytest.mark.parametrize("error, code", [(JobError("yours"), 2), (ValueError("ours"), None)])
-def test_a_run_ends_quietly_only_for_what_the_user_caused(error, code, monkeypatch):
-    """As with a wrong unpacking in a model's forward, which is a ValueError too."""
+def test_only_user_errors_end_a_run_without_a_traceback(error, code, monkeypatch):
+    """A ValueError may also come from a bug, such as a wrong unpacking in a model's forward."""
 
     def broken(config, ranks):
         raise error
@@ -134,15 +134,15 @@ def test_a_run_ends_quietly_only_for_what_the_user_caused(error, code, monkeypat
         assert train.run(JobConfig(), Ranks()) == code
 
 
-def test_a_rank_that_is_no_number(tmp_path):
+def test_a_malformed_rank_variable_is_refused(tmp_path):
     done = torchtitan("train", folder=tmp_path, WORLD_SIZE="two")
     assert done.returncode == 2 and done.stderr.startswith(
         "WORLD_SIZE in the environment: given 'two'; allowed: a whole number; let torchrun set it\n"
     )
 
 
-def test_errors_of_the_package_are_the_users_or_none_of_his_business():
-    """A class of ours that derives from ValueError beside JobError would be taken for a fault of the program."""
+def test_package_errors_are_job_errors_or_no_value_errors():
+    """An error class that derives from ValueError but not from JobError would be reported as a bug of the program."""
     for info in pkgutil.walk_packages([str(REPOSITORY / "torchtitan")], "torchtitan."):
         if not info.name.endswith("__main__"):
             for kind in vars(importlib.import_module(info.name)).values():
@@ -151,7 +151,7 @@ def test_errors_of_the_package_are_the_users_or_none_of_his_business():
 
 
 @pytest.mark.parametrize("name", ["train", "check"])
-def test_a_bad_job_ends_with_2_and_one_line_a_fault_and_leaves_nothing(name, tmp_path):
+def test_a_bad_job_exits_with_2_one_line_a_fault_and_no_files(name, tmp_path):
     job = tmp_path / "job.toml"
     job.write_text('[job]\ndump_folder = "out"\n[training]\nstep = 1\nseq_len = 0\n[modl]\n')
     files = ["--job.config_file", str(job)] if name == "train" else [str(job)]
@@ -165,47 +165,47 @@ def test_a_bad_job_ends_with_2_and_one_line_a_fault_and_leaves_nothing(name, tmp
         PYTHONPROFILEIMPORTTIME="1",
     )
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    messages = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert done.returncode == 2 and done.stdout == ""
     assert "pydantic" in imported and "torch" not in imported
-    assert [line.split(": given")[0] for line in said[:4]] == [
+    assert [line.split(": given")[0] for line in messages[:4]] == [
         f"{job}: training.step",
         f"{job}: modl",
         f"{job}: training.seq_len",
         "command line: optimizer.lr",
     ]
-    assert len(said) == 5 and said[4].startswith("4 faults")
+    assert len(messages) == 5 and messages[4].startswith("4 faults")
     assert list(tmp_path.iterdir()) == [job]
 
 
-def test_a_job_that_cannot_work_leaves_nothing(tmp_path):
+def test_an_impossible_job_leaves_no_files(tmp_path):
     tokenizer = REPOSITORY / "tests/assets/tokenizer/tiktoken.model"
-    words = [f"--model.tokenizer_path={tokenizer}", "--parallelism.data_parallel_shard_degree=3"]
-    done = torchtitan("train", *words, folder=tmp_path)
+    options = [f"--model.tokenizer_path={tokenizer}", "--parallelism.data_parallel_shard_degree=3"]
+    done = torchtitan("train", *options, folder=tmp_path)
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
     assert "start 3 ranks" in done.stderr and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["check", "--help-config"]])  # less and more than Python's buffer
-def test_a_reader_that_goes_away_is_no_traceback(argv):
+@pytest.mark.parametrize("argv", [["--help"], ["check", "--help-config"]])  # less and more than Python's output buffer
+def test_a_closed_pipe_is_no_traceback(argv):
     reading, writing = os.pipe()
     os.close(reading)
-    words = [sys.executable, "-m", "torchtitan", *argv]
+    command = [sys.executable, "-m", "torchtitan", *argv]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
-        words, cwd=REPOSITORY, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+        command, cwd=REPOSITORY, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, check=False
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["check", "--help-config"]])
-def test_a_full_disk_behind_stdout_is_a_line(argv):
-    words = [sys.executable, "-m", "torchtitan", *argv]
+def test_a_full_disk_under_stdout_is_one_error_line(argv):
+    command = [sys.executable, "-m", "torchtitan", *argv]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(words, cwd=REPOSITORY, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    told = "stdout: cannot be written (No space left on device); make room, or have it elsewhere\n"
-    assert (done.returncode, done.stderr) == (1, told)
+        done = subprocess.run(command, cwd=REPOSITORY, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    message = "stdout: cannot be written (No space left on device); make room, or have it elsewhere\n"
+    assert (done.returncode, done.stderr) == (1, message)
 
 
 def test_lone_surrogates_and_control_characters_in_arguments_are_printed_safely(tmp_path):

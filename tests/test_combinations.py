@@ -33,7 +33,7 @@ from torchtitan.parallelisms.plan import ParallelPlan
 
 DTYPE = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 # float32 and float64: sums in another order. bfloat16 has 8 bits of mantissa, 2^-8 = 0.4 % per operation; a gradient
-# passes tens of them, so 5 % of the largest entry tells a wrong plan from rounding (a missing factor 2 is 100 %).
+# passes tens of them, so 5 % of the largest entry separates a wrong plan from rounding (a missing factor 2 is 100 %).
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 5e-2}
 SAMPLES, SEQ_LEN = 8, 24
 FAMILIES = {**MODELS, **other_families.MODELS}
@@ -64,7 +64,7 @@ def build_plain(row: Combination) -> torch.nn.Module:
 
 
 def build_adapted(row: Combination) -> tuple[torch.nn.Module, ParallelPlan, Adapter | None]:
-    """The model with its adapter, and the plan that fits it."""
+    """Build the plain model with its adapter; return both and the model's parallelism plan."""
     args = replace(
         {**SIZES, **other_families.SIZES}[row.model]["debugmodel"],
         **MICRO_SIZE,
@@ -87,7 +87,7 @@ def build_adapted(row: Combination) -> tuple[torch.nn.Module, ParallelPlan, Adap
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """Documents of uneven length, and ignored labels distributed unevenly over samples (so over ranks)."""
+    """Make a batch with documents of uneven length, and ignored labels spread unevenly over samples (so over ranks)."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, MICRO_SIZE["vocab_size"], (SAMPLES, SEQ_LEN + 1), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -98,34 +98,34 @@ def batch() -> dict[str, torch.Tensor]:
     document_ids = starts.cumsum(1)
     index = torch.arange(SEQ_LEN).expand(SAMPLES, -1)
     positions = index - torch.where(starts.bool(), index, 0).cummax(1).values
-    whole = {"tokens": tokens[:, :-1], "labels": labels, "positions": positions, "document_ids": document_ids}
+    full_batch = {"tokens": tokens[:, :-1], "labels": labels, "positions": positions, "document_ids": document_ids}
     classes = torch.randint(0, 4, (SAMPLES,), generator=generator).index_fill(0, torch.tensor([2, 5]), IGNORE_INDEX)
-    drawn = {"keys": token_keys(7, 3, torch.arange(SAMPLES), SEQ_LEN), "lengths": record_lengths(whole)}
-    return whole | {"classes": classes} | drawn
+    drawn = {"keys": token_keys(7, 3, torch.arange(SAMPLES), SEQ_LEN), "lengths": record_lengths(full_batch)}
+    return full_batch | {"classes": classes} | drawn
 
 
 def labelled(row: Combination) -> dict[str, torch.Tensor]:
-    """The batch with the labels of the row's task."""
-    whole = batch()
+    """Return the batch with the labels of the row's task."""
+    full_batch = batch()
     if row.task == "pretrain":
-        return whole
-    labels = torch.full_like(whole["labels"], IGNORE_INDEX)
-    if row.task == "seq_cls":  # of the first token, or the last
-        labels[:, 0 if row.model == "roberta" else -1] = whole["classes"]
+        return full_batch
+    labels = torch.full_like(full_batch["labels"], IGNORE_INDEX)
+    if row.task == "seq_cls":  # at the first token, or the last
+        labels[:, 0 if row.model == "roberta" else -1] = full_batch["classes"]
     else:
         hidden = torch.rand(labels.shape, generator=torch.Generator().manual_seed(2)) < 0.3
-        labels = torch.where(hidden & (whole["labels"] != IGNORE_INDEX), whole["tokens"], labels)
-    return whole | {"labels": labels}
+        labels = torch.where(hidden & (full_batch["labels"] != IGNORE_INDEX), full_batch["tokens"], labels)
+    return full_batch | {"labels": labels}
 
 
 def names_for(row: Combination, draws: bool) -> list[str]:
-    """Of the tensors of a batch, those that go into the row's model."""
-    named = ["tokens", *objective(row).targets] + ["positions", "document_ids"] * row.document_mask
-    return named + ["keys"] * draws + ["lengths"] * row.noise
+    """Return the names of the batch tensors that the row's model reads."""
+    names = ["tokens", *objective(row).targets] + ["positions", "document_ids"] * row.document_mask
+    return names + ["keys"] * draws + ["lengths"] * row.noise
 
 
-def together_of(row: Combination) -> int:
-    """Neighbouring samples of which one loss is made."""
+def samples_per_loss(row: Combination) -> int:
+    """Return the number of adjacent samples that share one loss term."""
     return 2 if row.model == "pairs" else 1
 
 
@@ -138,7 +138,7 @@ def assembled(row: Combination) -> ParallelModel:
     with torch.device("meta"):
         model, plan, adapter = build_adapted(row)
     local = local_batch_size(row, dims)
-    microbatch_size = max(row.microbatch_size if local >= 4 * row.pp else 1, together_of(row))
+    microbatch_size = max(row.microbatch_size if local >= 4 * row.pp else 1, samples_per_loss(row))
     modes = ("none", "full", "full_keep_comm", "memory_budget")
     recompute = row.recompute if row.recompute in modes else "selective"
     options = ParallelOptions(
@@ -182,8 +182,10 @@ def assembled(row: Combination) -> ParallelModel:
 
 
 def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], float, dict[str, float]]:
-    """On every rank of the row: loss, gradient norm and this rank's gradients of one accumulated step, the loss without
-    gradients, and the load of the experts. Arrays, as a tensor would cross the pipe in a file of its own.
+    """Run one accumulated step on this rank of the row.
+
+    Returns the loss, the gradient norm, this rank's gradients, the loss in evaluation, and the expert load. Gradients
+    are numpy arrays, because a tensor would be sent to the parent through a shared file.
     """
     import torch.distributed as dist
 
@@ -191,20 +193,20 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], floa
     model = assembled(row)
     everything = labelled(row)
     names = names_for(row, model.draws)
-    together = together_of(row)
-    own = global_sample_numbers(
-        torch.arange(SAMPLES // model.dims.dp), model.dims.dp_rank(model.mesh), model.dims.dp, together
+    group_size = samples_per_loss(row)
+    local_samples = global_sample_numbers(
+        torch.arange(SAMPLES // model.dims.dp), model.dims.dp_rank(model.mesh), model.dims.dp, group_size
     )
-    mine = {name: everything[name][own] for name in names}
+    local_batch = {name: everything[name][local_samples] for name in names}
     size = local_batch_size(row, model.dims)
     valid = objective(row).count(everything)
     losses = torch.zeros(2, dtype=DTYPE[row.precision])
     if row.evaluated:
         model.train(False)
-        losses[1] = model.loss_sum(mine) / valid
+        losses[1] = model.loss_sum(local_batch) / valid
         model.train()
     for index in range(row.accumulation):
-        part = {name: tensor[index * size : (index + 1) * size] for name, tensor in mine.items()}
+        part = {name: tensor[index * size : (index + 1) * size] for name, tensor in local_batch.items()}
         part |= {"lanes": torch.arange(size)} if row.remembers else {}
         losses[0] += model.forward_backward(part, valid, is_last=index == row.accumulation - 1)
     dist.all_reduce(losses)
@@ -212,14 +214,14 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], floa
     norm = model.clip_gradients(0.0)
     grads = {name: full(p.grad).numpy() for name, p in model.named_parameters() if p.requires_grad}
     assert all(p.grad is None for _, p in model.named_parameters() if not p.requires_grad)
-    learned = [p for _, p in model.named_parameters() if p.requires_grad]
-    assert all(p.grad.stride() == p.stride() for p in learned), "fused optimizers read both in the order of memory"
+    trained = [p for _, p in model.named_parameters() if p.requires_grad]
+    assert all(p.grad.stride() == p.stride() for p in trained), "fused optimizers read both in the order of memory"
     model.after_step()
     return losses[0].item(), norm.item(), grads, losses[1].item(), model.extra_metrics()
 
 
 def with_first_weights(row: Combination) -> torch.nn.Module:
-    """The model on one device, with its adapter, as a job's is before its first step."""
+    """Build the model and adapter on one device with the initial weights of a job."""
     model, _, adapter = build_adapted(row)
     initialize(model, 7, model.init_rule)
     draw_stores(model, 7, model.init_rule)
@@ -231,13 +233,13 @@ def with_first_weights(row: Combination) -> torch.nn.Module:
 
 @cache
 def reference(row: Combination) -> tuple[float, float, dict[str, torch.Tensor], float, float]:
-    """Loss, norm, gradients, the largest load of an expert, and the loss of multi-token prediction."""
+    """Compute on one device: loss, norm, gradients, largest expert load, and loss of multi-token prediction."""
     model, balance = with_first_weights(row), FAMILIES[row.model].balance
     everything = labelled(row)
     valid = objective(row).count(everything)
     if balance is not None:
         balance.set_aux_loss_scale(model, 1 / valid)
-    # what is remembered is of the batches before, and these of all ranks together are consecutive samples
+    # a cache holds earlier batches, and a step's batch on all ranks is a run of consecutive samples
     loss = torch.zeros((), dtype=DTYPE[row.precision])
     for samples in torch.arange(SAMPLES).chunk(row.accumulation):
         part = model(**{name: everything[name][samples] for name in names_for(row, model.draws)}) / valid
@@ -256,19 +258,19 @@ def reference(row: Combination) -> tuple[float, float, dict[str, torch.Tensor], 
 
 
 def plain_twin(row: Combination) -> Combination:
-    """The row on one device: what does not change the mathematics set aside."""
+    """Return the row on one device, without the options that must not change the result."""
     exact = "float32" if row.precision == "bfloat16" else row.precision
-    what = dict(document_mask=row.document_mask, multi_token_prediction=row.multi_token_prediction, model=row.model)
-    what |= dict(task=row.task, noise=row.noise, rope=row.rope, groups=row.groups)
-    what |= dict(accumulation=row.accumulation) if row.remembers else {}
-    return Combination(precision=exact, pp=row.pp, adapter=row.adapter, **what)
+    options = dict(document_mask=row.document_mask, multi_token_prediction=row.multi_token_prediction, model=row.model)
+    options |= dict(task=row.task, noise=row.noise, rope=row.rope, groups=row.groups)
+    options |= dict(accumulation=row.accumulation) if row.remembers else {}
+    return Combination(precision=exact, pp=row.pp, adapter=row.adapter, **options)
 
 
 @pytest.mark.parametrize("row", table() + other_models(), ids=str)
 def test_equal_to_one_device(row):
     loss, norm, grads, peak, further = reference(plain_twin(row))
     tolerance = TOLERANCE[row.precision]
-    found = set()
+    gradient_names = set()
     for got_loss, got_norm, got_grads, evaluated, load in run_ranks(row.ranks, run_row, row):
         assert load.get("expert_load_max", 0.0) == pytest.approx(peak)
         assert load.get("mtp_loss", 0.0) == pytest.approx(further, rel=tolerance)
@@ -276,14 +278,14 @@ def test_equal_to_one_device(row):
         assert not row.evaluated or evaluated == pytest.approx(loss, rel=tolerance)
         assert got_norm == pytest.approx(norm, rel=tolerance)
         for name, grad in got_grads.items():
-            # a pipeline's last stage holds a tied head under a name of its own
+            # a pipeline's last stage names a tied head separately
             expected = grads[name if name in grads else "tok_embeddings.weight"]
-            # what is added to all keys changes no softmax: that gradient is nothing but rounding
+            # a bias of all keys does not change the softmax, so its gradient is only rounding
             largest = norm if name.endswith("wk.bias") else expected.abs().max()
             error = (torch.from_numpy(grad) - expected).abs().max() / largest
             assert error <= tolerance, f"{name}: gradient differs by {error:.2e} of its largest entry"
-        found |= got_grads.keys()
-    assert grads.keys() <= found
+        gradient_names |= got_grads.keys()
+    assert grads.keys() <= gradient_names
 
 
 def test_rows_are_distinct_and_legal():
@@ -293,7 +295,7 @@ def test_rows_are_distinct_and_legal():
 
 
 def test_every_family_and_adapter_has_rows():
-    """Families under shards and replicas at least: what no row trains is a promise that nobody has looked at."""
+    """Every family and adapter has a row, families at least with shards and replicas; otherwise they are untested."""
     rows = table() + other_models()
     sharded = {row.model for row in rows if row.dp_shard > 1}
     replicated = {row.model for row in rows if row.dp_replicate > 1}

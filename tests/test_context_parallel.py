@@ -1,7 +1,7 @@
-"""Context parallel against attention that is written out, and the Llama under it against the Llama on one device.
+"""Context parallel attention against written-out attention, and a Llama under it against one device.
 
-Every rank makes the same whole tensors, gives its share to the kernel, and holds its share of output and gradients
-against the reference. Parametrised by what changes the exchange; the rest is looped over within a set of ranks.
+Every rank makes the same full tensors, passes its share to the kernel, and compares its share of output and gradients
+with the reference. Tests are parametrized by what changes the communication; each loops over the other cases.
 """
 
 import math
@@ -40,7 +40,7 @@ SAMPLES, SEQ_LEN, HEADS, HEAD_DIM = 2, 24, 4, 8
 
 
 class Holder(nn.Module):
-    """The least that has an attention kernel."""
+    """A minimal module with an attention kernel."""
 
     def __init__(self, kernel=None):
         super().__init__()
@@ -61,11 +61,11 @@ def tokens_of(q, documents):
     return Tokens(torch.arange(q.shape[2]), documents)
 
 
-def written_out(q, k, v, documents, seen=torch.tril):
-    """Attention with all scores written down, [B, H, S, E]; `seen` takes away from a matrix of ones what is hidden."""
+def written_out(q, k, v, documents, visibility=torch.tril):
+    """Compute attention [B, H, S, E] with explicit scores; `visibility` zeroes hidden entries of a matrix of ones."""
     groups, length = q.shape[1] // k.shape[1], q.shape[2]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    visible = seen(torch.ones(length, length, dtype=torch.bool))
+    visible = visibility(torch.ones(length, length, dtype=torch.bool))
     if documents is not None:
         visible = visible & (documents[:, :, None] == documents[:, None, :])[:, None]
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~visible, -math.inf)
@@ -73,8 +73,10 @@ def written_out(q, k, v, documents, seen=torch.tril):
 
 
 def full_tensors(heads, kv_heads, dtype, value_dim=HEAD_DIM):
-    """q, k, v and the output's gradient; document ids with a document that ends inside the first rank's share, one
-    longer than a share, and one of a single token."""
+    """Return q, k, v, the output's gradient, and document ids.
+
+    One document ends inside the first rank's share, one is longer than a share, and one has a single token.
+    """
     make = torch.Generator().manual_seed(0)
     sizes = ((heads, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, value_dim), (heads, value_dim))
     shapes = [(SAMPLES, n, SEQ_LEN, width) for n, width in sizes]
@@ -90,7 +92,7 @@ def relative_error(got, expected):
 
 
 def attend_and_compare(ranks, method, balance, cases, kernel=AttentionKernel, reference=written_out):
-    """Largest relative errors of output and the three gradients, by case of `kernel_cases`."""
+    """Return the largest relative errors of the output and the three gradients for each case of `kernel_cases`."""
     kernel, layout, rank = (
         parallel_kernel(ranks, method, balance, kernel()),
         sequence_layout(ranks, method, balance),
@@ -112,12 +114,12 @@ def attend_and_compare(ranks, method, balance, cases, kernel=AttentionKernel, re
         with torch.no_grad():
             assert torch.equal(kernel(*local, mask), y)
         pairs = zip((y, *grads), (expected, *expected_grads), strict=True)
-        errors[case] = [relative_error(got, layout.share(whole, rank, dim=2)) for got, whole in pairs]
+        errors[case] = [relative_error(got, layout.share(full_tensor, rank, dim=2)) for got, full_tensor in pairs]
     return errors
 
 
 def kernel_cases(ranks):
-    """(heads, kv_heads, value_dim, dtype, documents); with few kv_heads, ulysses has to repeat them."""
+    """Return (heads, kv_heads, value_dim, dtype, documents); with few kv_heads, ulysses has to repeat them."""
     sizes = [(4, 4, 8), (4, 2, 5), (4, 1, 8)] if ranks == 4 else [(4, 2, 8), (4, 1, 5), (6, 3, 8)]
     return [(*size, dtype, documents) for size in sizes for dtype in TOLERANCE for documents in (False, True)]
 
@@ -132,7 +134,7 @@ def test_equal_to_written_out_attention(method, balance, ranks):
             assert max(worst) <= TOLERANCE[case[3]], f"{case}: output, q, k, v differ by {worst}"
 
 
-# --- kernels that are not the usual one
+# --- custom kernels
 
 
 class ToAll(AttentionKernel):
@@ -141,11 +143,11 @@ class ToAll(AttentionKernel):
 
 
 def written_out_to_all(q, k, v, documents):
-    return written_out(q, k, v, documents, seen=lambda ones: ones)
+    return written_out(q, k, v, documents, visibility=lambda ones: ones)
 
 
 class Half(AttentionKernel):
-    """Halves the queries, and says nothing of a part of a sequence."""
+    """A kernel that halves the queries and does not declare support for parts of a sequence."""
 
     def forward(self, q, k, v, mask):
         return super().forward(q / 2, k, v, mask)
@@ -160,18 +162,18 @@ def written_out_half(q, k, v, documents):
 
 
 class Window(AttentionKernel):
-    """Each token sees itself and the one before it."""
+    """A kernel in which each token sees itself and its predecessor."""
 
     def __init__(self):
         super().__init__(window=2)
 
 
 def written_out_window(q, k, v, documents):
-    return written_out(q, k, v, documents, seen=lambda ones: ones.tril().triu(-1))
+    return written_out(q, k, v, documents, visibility=lambda ones: ones.tril().triu(-1))
 
 
 class Bare(torch.nn.Module):
-    """Not made of AttentionKernel: two methods and no word about itself."""
+    """A kernel that does not derive from AttentionKernel and declares nothing."""
 
     def prepare(self, queries, keys=None):
         return AttentionKernel("sdpa").prepare(queries, keys)
@@ -201,7 +203,7 @@ def attend_or_say_why_not(method, balance, name):
 @pytest.mark.parametrize("balance", (True, False), ids=("headtail", "in order"))
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_kernel_of_ones_own_is_right_or_refused(kernel, method, balance):
+def test_custom_kernels_are_correct_or_refused(kernel, method, balance):
     for outcome in run_ranks(2, attend_or_say_why_not, method, balance, kernel.__name__):
         if method in KERNELS[kernel][1]:
             assert all(max(worst) <= 1e-10 for worst in outcome.values()), outcome
@@ -227,13 +229,13 @@ def batch(documents):
     tokens = torch.randint(0, ARGS.vocab_size, (SAMPLES, SEQ_LEN + 1), generator=make)
     labels = tokens[:, 1:].clone()
     labels[0, :5] = IGNORE_INDEX
-    whole = {"tokens": tokens[:, :-1], "labels": labels}
-    whole["positions"] = torch.arange(SEQ_LEN).expand(SAMPLES, -1)
+    full_batch = {"tokens": tokens[:, :-1], "labels": labels}
+    full_batch["positions"] = torch.arange(SEQ_LEN).expand(SAMPLES, -1)
     if documents:
         ids = full_tensors(1, 1, torch.float32)[-1]
-        first = torch.searchsorted(ids, ids)  # of each token's document: restart positions there
-        whole |= {"document_ids": ids, "positions": whole["positions"] - first}
-    return whole
+        first = torch.searchsorted(ids, ids)  # the first position of each token's document
+        full_batch |= {"document_ids": ids, "positions": full_batch["positions"] - first}
+    return full_batch
 
 
 def one_device(documents, dtype=torch.float64):
@@ -244,19 +246,22 @@ def one_device(documents, dtype=torch.float64):
 
 
 def backward(model, share, variant):
-    """The loss, with every parameter's grad filled. Pipelines run several forwards before their backwards, and part the
-    gradients of inputs from those of weights."""
+    """Compute the loss and all gradients.
+
+    The variants do what pipelines do: several forwards before their backwards, and separate passes for the gradients
+    of inputs and weights.
+    """
     if variant == "out of order":
         rows = [{name: x[i : i + 1] for name, x in share.items()} for i in range(SAMPLES)]
         losses = [model(**row) for row in rows]
-        for loss in losses:  # first in, first out; what is gathered or travels for one must not leak into another
+        for loss in losses:  # first in, first out: buffers of one microbatch must not leak into another
             loss.backward()
         return torch.stack(losses).sum().detach()
     loss = model(**share)
     if variant == "split backward":
-        first, *rest = model.parameters()
+        first, *weights = model.parameters()
         (first.grad,) = torch.autograd.grad(loss, first, retain_graph=True)
-        for parameter, grad in zip(rest, torch.autograd.grad(loss, rest), strict=True):
+        for parameter, grad in zip(weights, torch.autograd.grad(loss, weights), strict=True):
             parameter.grad = grad
     else:
         loss.backward()
@@ -264,7 +269,7 @@ def backward(model, share, variant):
 
 
 def train_llama(ranks, method, balance, documents, variant="plain", dtype=torch.float64):
-    """Loss and gradients, both summed over ranks."""
+    """Return the loss and the gradients, both summed over ranks."""
     torch._dynamo.reset()
     model = build(dtype)
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))["cp"]
@@ -285,7 +290,7 @@ def train_llama(ranks, method, balance, documents, variant="plain", dtype=torch.
 VARIANTS = ("plain", "out of order", "split backward")  # with shards and recompute: combinations.py
 ROWS = [(method, variant, True) for method in METHODS for variant in VARIANTS]
 ROWS += [(method, "plain", False) for method in METHODS]
-# point to point messages are not traced
+# the trace does not cover point-to-point messages
 ROWS += [(method, "compile", True) for method in METHODS if method != "ring"]
 
 
@@ -303,7 +308,7 @@ def test_llama_equals_one_device(method, variant, documents):
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes that this rank sends to others, a number for each exchange."""
+    """Record the bytes that this rank sends to others in each collective."""
 
     def __init__(self, ranks):
         super().__init__()
@@ -338,20 +343,20 @@ def measure_traffic(ranks, method, dtype):
 @pytest.mark.parametrize("ranks", (2, 4))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("method", METHODS)
-def test_least_traffic(method, dtype, ranks):
+def test_traffic_is_minimal(method, dtype, ranks):
     per_head = SAMPLES * SEQ_LEN // ranks * HEAD_DIM * dtype.itemsize
-    share, others = 2 * 2 * per_head, ranks - 1  # keys and values of 2 heads
+    share, num_peers = 2 * 2 * per_head, ranks - 1  # keys and values of 2 heads
     if method == "allgather":
-        forward = backward = [others * share]
-    elif method == "ulysses":  # of all heads, the part of the other ranks; 2 key heads become 4 for 4 ranks
-        forward = [(4 + 2 * max(2, ranks)) * per_head * others // ranks, 4 * per_head * others // ranks]
+        forward = backward = [num_peers * share]
+    elif method == "ulysses":  # all heads, for the other ranks' tokens; 2 key heads become 4 with 4 ranks
+        forward = [(4 + 2 * max(2, ranks)) * per_head * num_peers // ranks, 4 * per_head * num_peers // ranks]
         backward = forward[::-1]
     else:
         wide = share * torch.float32.itemsize // dtype.itemsize  # gradients travel in float32
-        forward, backward = [share] * others, [share] * others + [wide] * others
+        forward, backward = [share] * num_peers, [share] * num_peers + [wide] * num_peers
     ids = SAMPLES * SEQ_LEN // ranks * torch.long.itemsize
     for got_ids, got_forward, got_backward in run_ranks(ranks, measure_traffic, ranks, method, dtype):
-        assert got_ids == [others * ids]
+        assert got_ids == [num_peers * ids]
         assert got_forward == forward
         assert sorted(got_backward) == sorted(backward)
 
@@ -360,9 +365,9 @@ def test_least_traffic(method, dtype, ranks):
 
 
 def visible_by(layout, rank, length, in_sequence):
-    """How often each query of `rank` sees each key of the whole sequence."""
+    """Count how often each query of `rank` sees each key of the full sequence."""
     size = length // layout.ranks
-    seen = torch.zeros(size, length, dtype=torch.long)
+    counts = torch.zeros(size, length, dtype=torch.long)
     if in_sequence:
         where = [(region, torch.arange(length)) for region in layout.seen_in_sequence(rank, size)]
     else:
@@ -372,31 +377,31 @@ def visible_by(layout, rank, length, in_sequence):
         if region is not None:
             queries = slice(region.first_query, region.last_query)
             pairs = torch.ones(region.last_query - region.first_query, region.last_key - region.first_key).long()
-            seen[queries, keys[region.first_key : region.last_key]] += pairs.tril() if region.causal else pairs
-    return seen
+            counts[queries, keys[region.first_key : region.last_key]] += pairs.tril() if region.causal else pairs
+    return counts
 
 
 @pytest.mark.parametrize("in_sequence", (True, False))
 @pytest.mark.parametrize("headtail", (True, False))
 @pytest.mark.parametrize("ranks", (1, 2, 3, 4))
-def test_regions_are_causality_and_headtail_is_level(ranks, headtail, in_sequence):
+def test_regions_cover_the_causal_mask_and_headtail_is_balanced(ranks, headtail, in_sequence):
     layout, length = SequenceLayout(ranks, headtail), 24
     work = []
     for rank in range(ranks):
-        seen = visible_by(layout, rank, length, in_sequence)
+        counts = visible_by(layout, rank, length, in_sequence)
         positions = layout.positions(rank, length // ranks, "cpu")
-        assert torch.equal(seen, (positions[:, None] >= torch.arange(length)).long())
-        work.append(seen.sum())
+        assert torch.equal(counts, (positions[:, None] >= torch.arange(length)).long())
+        work.append(counts.sum())
     assert sum(work) == length * (length + 1) // 2
     assert not headtail or len(set(map(int, work))) == 1
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_shards_make_up_the_sequence(method):
-    whole = {"tokens": torch.arange(48).reshape(2, 24), "labels": torch.arange(48, 96).reshape(2, 24)}
+    full_batch = {"tokens": torch.arange(48).reshape(2, 24), "labels": torch.arange(48, 96).reshape(2, 24)}
     for balance in (True, False):
-        shards = [shard_sequence(whole, rank, 4, method, balance) for rank in range(4)]
-        for name, x in whole.items():
+        shards = [shard_sequence(full_batch, rank, 4, method, balance) for rank in range(4)]
+        for name, x in full_batch.items():
             assert torch.equal(torch.cat([shard[name] for shard in shards], 1).sort().values, x)
             assert all(torch.equal(shard[name], shard[name].sort().values) for shard in shards)
         head = [shard["tokens"][0].tolist() for shard in shards][1]
@@ -413,7 +418,7 @@ def region_gradients(dtype, documents, device="cpu"):
 
 
 @pytest.mark.parametrize("documents", (False, True))
-def test_written_out_kernel_equals_the_cpus(documents, monkeypatch):
+def test_written_out_kernel_equals_the_cpu_kernel(documents, monkeypatch):
     expected = region_gradients(torch.float64, documents)
     monkeypatch.setattr(ring_attention, "kernel_for", lambda q, bias: "written out")
     for got, want in zip(region_gradients(torch.float64, documents), expected, strict=True):
@@ -422,8 +427,8 @@ def test_written_out_kernel_equals_the_cpus(documents, monkeypatch):
 
 @pytest.mark.parametrize("documents", (False, True))
 @pytest.mark.parametrize("kernel, dtype", [("flash", torch.bfloat16), ("efficient", torch.float32)])
-def test_cuda_kernels_are_called_with_what_they_take(kernel, dtype, documents, monkeypatch):
-    """On the meta device: names, arguments and shapes, no numbers."""
+def test_cuda_kernels_get_valid_arguments(kernel, dtype, documents, monkeypatch):
+    """Runs on the meta device, which checks names, arguments and shapes only."""
     if kernel == "flash" and documents:
         kernel = "efficient"
     monkeypatch.setattr(ring_attention, "kernel_for", lambda q, bias: kernel)
@@ -450,7 +455,7 @@ def test_choice_of_kernel(dtype, head_dim, masked, kernel):
 
 
 class DenseFlex(AttentionKernel):
-    """What flex attention does with a block mask, slowly: it has no backward on a CPU and takes a minute to compile."""
+    """A slow substitute for flex attention, which has no backward on a CPU and takes a minute to compile."""
 
     plain_attention = takes_parts = True
 
@@ -480,7 +485,7 @@ def test_block_mask_of_gathered_keys(balance):
 @pytest.mark.parametrize(
     "method, balance, multiple", [("ring", True, 8), ("ring", False, 4), ("ulysses", True, 4), ("allgather", True, 8)]
 )
-def test_sequence_that_does_not_divide(method, balance, multiple):
+def test_lengths_that_do_not_divide_are_refused(method, balance, multiple):
     length = 12 if multiple == 8 else 10
     with pytest.raises(LimitError) as error:
         shard_sequence({"tokens": torch.zeros(1, length)}, 0, 4, method, balance)
@@ -491,7 +496,7 @@ def test_sequence_that_does_not_divide(method, balance, multiple):
     )
 
 
-def test_unknown_method():
+def test_unknown_methods_are_refused():
     with pytest.raises(JobError, match="'rings': choose one of allgather, ring, alltoall, ulysses"):
         shard_sequence({"tokens": torch.zeros(1, 8)}, 0, 2, "rings", True)
 
@@ -505,5 +510,5 @@ def deal_three_heads():
     return True
 
 
-def test_heads_that_cannot_be_dealt_out():
+def test_heads_that_do_not_divide_are_refused():
     assert all(run_ranks(2, deal_three_heads))

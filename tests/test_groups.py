@@ -1,6 +1,4 @@
-"""Attention inside groups: against attention written out, how much of it there is, that nothing later is seen, and that
-evaluation is without it.
-"""
+"""Shifted group attention (S2-Attn): equal to written-out attention, causal, and switched off in evaluation."""
 
 import dataclasses
 import math
@@ -36,14 +34,14 @@ def inputs(heads, key_heads):
 
 
 def visible(heads, documents=None):
-    """[2, H, S, S], pair by pair: the same group of the head's kind, not later, the same document."""
-    made = torch.zeros(2, heads, LENGTH, LENGTH, dtype=torch.bool)
+    """Compute the mask [2, H, S, S] pair by pair: same group (shifted in half of the heads), causal, same document."""
+    mask = torch.zeros(2, heads, LENGTH, LENGTH, dtype=torch.bool)
     for head in range(heads):
         shift = 0 if head < heads // 2 else SIZE // 2
         for query in range(LENGTH):
             for key in range(query + 1):
-                made[:, head, query, key] = math.floor((query + shift) / SIZE) == math.floor((key + shift) / SIZE)
-    return made if documents is None else made & (documents[:, None, :, None] == documents[:, None, None, :])
+                mask[:, head, query, key] = math.floor((query + shift) / SIZE) == math.floor((key + shift) / SIZE)
+    return mask if documents is None else mask & (documents[:, None, :, None] == documents[:, None, None, :])
 
 
 def written_out(q, k, v, mask):
@@ -53,7 +51,7 @@ def written_out(q, k, v, mask):
 
 @pytest.mark.parametrize("heads, key_heads", [(4, 4), (6, 2), (4, 1), (6, 3)])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "documents"])
-def test_it_is_attention_inside_groups(heads, key_heads, documents):
+def test_equal_to_written_out_attention_inside_groups(heads, key_heads, documents):
     """Also where query heads of both kinds share a key."""
     q, k, v = inputs(heads, key_heads)
     kernel = ShiftedGroups(SIZE, heads)
@@ -61,8 +59,8 @@ def test_it_is_attention_inside_groups(heads, key_heads, documents):
     torch.testing.assert_close(got, written_out(q, k, v, visible(heads, documents)), rtol=1e-10, atol=1e-12)
 
 
-def test_a_token_meets_those_of_its_groups():
-    """Of S tokens in groups of G: S / G triangles of G, and for the other half one fewer and two of G / 2."""
+def test_number_of_visible_pairs():
+    """S tokens in groups of G make S / G triangles of side G; shifted heads have one fewer, and two of side G / 2."""
     masks = [mask[0, 0].sum().item() for mask in ShiftedGroups(SIZE, 4).prepare(Tokens(PLACES, None))]
 
     def triangle(n):
@@ -72,11 +70,11 @@ def test_a_token_meets_those_of_its_groups():
     assert ShiftedGroups(LENGTH, 4).prepare(Tokens(PLACES, None))[0] is None  # one group hides nothing
 
 
-def test_flex_attention_skips_what_is_hidden():
-    """Of 16 x 16 blocks of 128 tokens, those of triangles of 4 (of 2 at the ends of the shifted half) are looked at."""
+def test_flex_attention_skips_hidden_blocks():
+    """Of 16 x 16 blocks of 128 tokens it computes triangles of side 4 (side 2 at the ends for shifted heads)."""
     masks = ShiftedGroups(512, 4, "flex").prepare(Tokens(torch.arange(2048), None))
-    seen = [256 * (1 - mask.sparsity() / 100) for mask in masks]
-    assert seen == pytest.approx([4 * 10, 3 * 10 + 2 * 3])
+    num_blocks = [256 * (1 - mask.sparsity() / 100) for mask in masks]
+    assert num_blocks == pytest.approx([4 * 10, 3 * 10 + 2 * 3])
 
 
 def test_flex_attention_masks_the_same(monkeypatch):
@@ -92,20 +90,20 @@ def test_flex_attention_masks_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
-def test_parts_of_heads_and_of_queries_are_those_of_the_whole(key_heads):
-    """Of tensor and of context parallel."""
+def test_parts_of_heads_and_of_queries_equal_the_full_result(key_heads):
+    """Tensor parallel splits the heads, context parallel the queries."""
     q, k, v = inputs(8, key_heads)
-    whole, part = ShiftedGroups(SIZE, 8), ShiftedGroups(SIZE, 8)
-    mask = whole.prepare(Tokens(PLACES, DOCUMENTS))
-    expected = whole(q, k, v, mask)
+    full_kernel, part = ShiftedGroups(SIZE, 8), ShiftedGroups(SIZE, 8)
+    mask = full_kernel.prepare(Tokens(PLACES, DOCUMENTS))
+    expected = full_kernel(q, k, v, mask)
     every = [x.repeat_interleave(8 // key_heads, dim=1) for x in (k, v)]
     for ranks, rank in ((2, 0), (2, 1), (4, 1), (4, 2)):
-        part.share, own = rank, slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
-        got = part(q[:, own], *(x[:, own] for x in every), mask)
-        torch.testing.assert_close(got, expected[:, own], rtol=1e-10, atol=1e-12)
+        part.share, local_heads = rank, slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
+        got = part(q[:, local_heads], *(x[:, local_heads] for x in every), mask)
+        torch.testing.assert_close(got, expected[:, local_heads], rtol=1e-10, atol=1e-12)
     some = torch.tensor([1, 9, 12, 23])
-    of_some = whole.prepare(Tokens(some, DOCUMENTS[:, some]), Tokens(PLACES, DOCUMENTS))
-    torch.testing.assert_close(whole(q[:, :, some], k, v, of_some), expected[:, :, some], rtol=1e-10, atol=1e-12)
+    of_some = full_kernel.prepare(Tokens(some, DOCUMENTS[:, some]), Tokens(PLACES, DOCUMENTS))
+    torch.testing.assert_close(full_kernel(q[:, :, some], k, v, of_some), expected[:, :, some], rtol=1e-10, atol=1e-12)
 
 
 def grouped():
@@ -122,7 +120,7 @@ def changed_at(tokens, place):
 
 @torch.no_grad()
 def test_no_token_sees_a_later_one():
-    """Of groups that wrap round, the first half group sees the sequence's end."""
+    """The shifted groups must not wrap around: the first half group would see the sequence's end."""
     model, tokens = grouped(), tokens_for(LLAMA["llama3"], 1, LENGTH)
     logits = model(tokens)
     for place in range(LENGTH):
@@ -131,8 +129,8 @@ def test_no_token_sees_a_later_one():
 
 
 @torch.no_grad()
-def test_groups_that_are_shifted_carry_over_their_borders():
-    """Two layers: the first token is met by its group, and from there half a group further."""
+def test_shifted_groups_connect_neighbouring_groups():
+    """With two layers the first token reaches its group, and half a group further."""
     model, tokens = grouped(), tokens_for(LLAMA["llama3"], 1, LENGTH)
     differs = (model(changed_at(tokens, 0)) != model(tokens)).any(-1)[0]
     assert differs.nonzero().flatten().tolist() == list(range(12))
@@ -150,7 +148,7 @@ def test_evaluation_and_generation_see_everything():
         assert close(logits, plain(tokens[:1, :end])[:, -logits.shape[1] :], 1e-12)
 
 
-def test_a_jobs_model_has_it():
+def test_a_jobs_model_attends_in_groups():
     config = load(["--model.s2_group_size=8", "--model.attention_backend=sdpa", "--model.tokenizer_path=bytes"])
     model = jobs.adapted_model(config)[0]
     (kernel,) = {model.kernel, *(block.attention.kernel for block in model.layers.values())}
@@ -158,9 +156,9 @@ def test_a_jobs_model_has_it():
     assert type(jobs.adapted_model(load(["--model.tokenizer_path=bytes"]))[0].kernel) is AttentionKernel
 
 
-def faults(ranks, *words):
-    found = check(load(["--model.tokenizer_path=bytes", "--training.seq_len=64", *words]), ranks, "cpu")
-    return [line for line in map(str, found) if "s2_group_size" in line]
+def faults(ranks, *options):
+    all_faults = check(load(["--model.tokenizer_path=bytes", "--training.seq_len=64", *options]), ranks, "cpu")
+    return [line for line in map(str, all_faults) if "s2_group_size" in line]
 
 
 WRONG = [
@@ -175,27 +173,27 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("words, said", WRONG, ids=[words[-1] for words, _ in WRONG])
-def test_what_it_does_not_go_with_is_refused(words, said):
-    size = [] if "s2_group_size" in words[0] else ["--model.s2_group_size=16"]
-    assert [said in line for line in faults(1, *size, *words)] == [True]
+@pytest.mark.parametrize("options, message", WRONG, ids=[options[-1] for options, _ in WRONG])
+def test_incompatible_options_are_refused(options, message):
+    size = [] if "s2_group_size" in options[0] else ["--model.s2_group_size=16"]
+    assert [message in line for line in faults(1, *size, *options)] == [True]
 
 
 @pytest.mark.parametrize("method", ["ring", "alltoall", "ulysses"])
-def test_context_parallel_that_attends_by_itself_is_refused(method):
-    said = f'context_parallel_rotate_method: given "{method}"; allowed: "allgather" with model.s2_group_size'
+def test_context_parallel_methods_with_their_own_attention_are_refused(method):
+    message = f'context_parallel_rotate_method: given "{method}"; allowed: "allgather" with model.s2_group_size'
     require_part(ShiftedGroups(8, 4), "allgather")
-    with pytest.raises(JobError, match=said):
+    with pytest.raises(JobError, match=message):
         require_part(ShiftedGroups(8, 4), method)
-    words = ["--model.s2_group_size=16", "--parallelism.context_parallel_degree=2"]
-    (line,) = faults(2, *words, f"--parallelism.context_parallel_rotate_method={method}")
-    assert said in line and faults(2, *words) == []
+    options = ["--model.s2_group_size=16", "--parallelism.context_parallel_degree=2"]
+    (line,) = faults(2, *options, f"--parallelism.context_parallel_rotate_method={method}")
+    assert message in line and faults(2, *options) == []
 
 
 DROPPING = dataclasses.replace(OPT["words"], attention_dropout=0.1)
 
 
 @pytest.mark.parametrize("model, args", [(Mistral, MISTRAL["window"]), (OPTModel, DROPPING)], ids=["window", "drops"])
-def test_a_model_of_another_attention_is_refused(model, args):
+def test_models_with_other_attention_are_refused(model, args):
     with pytest.raises(JobError, match="given 8; allowed: 0 for .*, whose attention .* is not plainly causal"):
         attend_in_groups(model(args), 8)

@@ -1,4 +1,4 @@
-"""Against transformers' Llama: logits and every gradient; and the folder of safetensors, whole and spoiled."""
+"""Llama against transformers: logits and all gradients; Hugging Face folders, valid and damaged."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def build_llama(args, seed=0, dtype=torch.float32):
     return build(Llama, args, seed, dtype)
 
 
-def theirs_of(model, dtype=torch.float32):
+def to_transformers(model, dtype=torch.float32):
     return twin(LlamaForCausalLM, LlamaConfig, model, HF, dtype)
 
 
@@ -49,18 +49,18 @@ def theirs_of(model, dtype=torch.float32):
 @pytest.mark.parametrize("shape", LLAMA)
 def test_logits_and_every_gradient_equal_transformers(shape):
     model = build_llama(LLAMA[shape])
-    compare(model, theirs_of(model), HF, 2e-6, length=100)
+    compare(model, to_transformers(model), HF, 2e-6, length=100)
 
 
 @pytest.mark.parametrize("shape", LLAMA)
 def test_logits_and_every_gradient_equal_transformers_exactly(shape, monkeypatch):
     model = build_llama(LLAMA[shape], dtype=torch.float64)
-    theirs = theirs_of(model, torch.float64)
-    with exact(modeling_llama, model, theirs, monkeypatch):
-        compare(model, theirs, HF, 1e-12, length=100)
+    hf_model = to_transformers(model, torch.float64)
+    with exact(modeling_llama, model, hf_model, monkeypatch):
+        compare(model, hf_model, HF, 1e-12, length=100)
 
 
-def test_the_scaling_of_the_test_shape_touches_every_case():
+def test_the_rope_scaling_of_the_test_shape_covers_every_case():
     plain, stretched = (
         build_llama(a).rotary.frequencies(torch.device("cpu"))
         for a in (dataclasses.replace(LLAMA["llama3.1"], rope_scaling=None), LLAMA["llama3.1"])
@@ -69,34 +69,34 @@ def test_the_scaling_of_the_test_shape_touches_every_case():
     assert ratio[0] == 1 and 1 < ratio[1] < 8 and ratio[2] == pytest.approx(8) and ratio[3] == pytest.approx(8)
 
 
-def test_positions_are_understood_alike():
+def test_positions_mean_the_same_in_transformers():
     model = build_llama(LLAMA["llama3.1"])
-    compare_positions(model, theirs_of(model))
+    compare_positions(model, to_transformers(model))
 
 
 LLAMAS = [family for family in SIZES if family.startswith("llama")]
 
 
 @pytest.mark.parametrize("family", LLAMAS)
-def test_names_go_both_ways_and_are_those_of_transformers(family):
+def test_names_convert_both_ways_and_are_those_of_transformers(family):
     args = dataclasses.replace(SIZES[family]["debugmodel"], n_layers=2)
     with torch.device("meta"):
-        model, theirs = Llama(args), LlamaForCausalLM(LlamaConfig(**HF.config_to_hf(args)))
+        model, hf_model = Llama(args), LlamaForCausalLM(LlamaConfig(**HF.config_to_hf(args)))
     names = [name for name, _ in model.named_parameters()]
     form = HF.form(args)
-    assert {theirs for name in names for theirs in form.hf_names(name)} == {n for n, _ in theirs.named_parameters()}
+    assert {hf_name for name in names for hf_name in form.hf_names(name)} == {n for n, _ in hf_model.named_parameters()}
     assert [form.our_names(form.hf_names(name)[0]) for name in names] == [([name], None) for name in names]
     shapes = {name: tuple(value.shape) for name, value in HF.to_hf(model.state_dict(), args).items()}
-    assert shapes == {name: tuple(p.shape) for name, p in theirs.named_parameters()}
+    assert shapes == {name: tuple(p.shape) for name, p in hf_model.named_parameters()}
 
 
 @pytest.mark.parametrize("shape", LLAMA)
-def test_state_dicts_go_both_ways(shape):
+def test_state_dicts_convert_both_ways(shape):
     names_go_both_ways(build_llama(LLAMA[shape]), HF)
 
 
 @pytest.mark.parametrize("family, flavor", [(f, s) for f in LLAMAS for s in SIZES[f]])
-def test_config_goes_both_ways_and_through_transformers(family, flavor, tmp_path):
+def test_configs_convert_both_ways_and_through_transformers(family, flavor, tmp_path):
     args = SIZES[family][flavor]
     for stored in configs(args, HF, LlamaConfig, tmp_path):
         read = HF.config.args_from(stored)
@@ -143,13 +143,13 @@ def test_a_saved_folder_loads_here_and_in_transformers(shape, shard_bytes, tmp_p
 @pytest.mark.parametrize("shape", ["llama3", "llama3.2"])
 def test_a_folder_of_transformers_loads(shape, tmp_path):
     args = LLAMA[shape]
-    theirs = theirs_of(build_llama(args), torch.bfloat16)
-    theirs.save_pretrained(tmp_path)
+    hf_model = to_transformers(build_llama(args), torch.bfloat16)
+    hf_model.save_pretrained(tmp_path)
     assert not (tmp_path / INDEX).exists(), "this one is a single file"
     model = build_llama(args, seed=1)
     HF.load_hf(tmp_path, model, args)
     loaded = HF.to_hf(model.state_dict(), args)
-    assert all(torch.equal(loaded[name], p.float()) for name, p in theirs.named_parameters())
+    assert all(torch.equal(loaded[name], p.float()) for name, p in hf_model.named_parameters())
 
 
 def test_exports_with_computed_tensors_and_a_stored_tied_head_load(tmp_path):
@@ -161,7 +161,7 @@ def test_exports_with_computed_tensors_and_a_stored_tied_head_load(tmp_path):
     HF.load_hf(tmp_path, build_llama(args, seed=1), args)
 
 
-def test_a_saved_type_is_kept_to(tmp_path):
+def test_export_dtype_is_respected(tmp_path):
     HF.save_hf(tmp_path, build_llama(TINY).state_dict(), TINY, dtype=torch.bfloat16)
     tensors = load_file(tmp_path / "model-00001-of-00001.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
@@ -169,10 +169,10 @@ def test_a_saved_type_is_kept_to(tmp_path):
 
 
 def sharded_round_trip(folder):
-    """FSDP over two ranks, with head_dim 8 and rows cut inside a head, and one matrix sharded by columns."""
+    """Save and load under FSDP on two ranks, with rows cut inside a head and one matrix sharded by columns."""
     args = dataclasses.replace(LLAMA["llama3"], n_heads=4, n_kv_heads=1)
     model, fresh = build_llama(args), build_llama(args, seed=1)
-    whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+    reference = {name: p.detach().clone() for name, p in model.named_parameters()}
     mesh = init_device_mesh("cpu", (2,))
     column = fresh.layers["0"].attention
     for part in (model, fresh):
@@ -182,7 +182,7 @@ def sharded_round_trip(folder):
     HF.save_hf(folder, model.state_dict(), args, write=mesh.get_rank() == 0)
     torch.distributed.barrier()
     HF.load_hf(folder, fresh, args)
-    return all(torch.equal(p.full_tensor(), whole[name]) for name, p in fresh.named_parameters())
+    return all(torch.equal(p.full_tensor(), reference[name]) for name, p in fresh.named_parameters())
 
 
 def test_sharded_models_save_and_load(tmp_path):
@@ -190,16 +190,16 @@ def test_sharded_models_save_and_load(tmp_path):
 
 
 def cut_and_sharded(folder, plan):
-    """Saved and loaded under a plan, in files of about three tensors. A rank's places that are wrong afterwards."""
-    held = checkpoint_plans.Held(plan)
-    state = {name: parameter for part in held.parts for name, parameter in part.named_parameters()}
-    expected, rank = held.snapshot(), torch.distributed.get_rank()
+    """Save and load under a plan, in files of about three tensors; return this rank's tensors that differ."""
+    job = checkpoint_plans.Held(plan)
+    state = {name: parameter for part in job.parts for name, parameter in part.named_parameters()}
+    expected, rank = job.snapshot(), torch.distributed.get_rank()
     HF.save_hf(folder, state, checkpoint_plans.TIED, shard_bytes=5000, write=rank == 1)
     torch.distributed.barrier()
-    held.spoil()
-    for part in held.parts:
+    job.spoil()
+    for part in job.parts:
         HF.load_hf(folder, part, checkpoint_plans.TIED)
-    return held.differing(expected)
+    return job.differing(expected)
 
 
 V = {"pp": 2, "stages": 2, "style": "v"}
@@ -212,24 +212,24 @@ def test_any_plan_saves_the_same_folder_and_loads_it(degrees, tmp_path):
     assert run_ranks(plan.world, cut_and_sharded, str(tmp_path / "cut"), plan) == [[]] * plan.world
     plain = checkpoint_plans.reference(checkpoint_plans.TIED)
     HF.save_hf(tmp_path / "whole", plain.state_dict(), plain.args, shard_bytes=5000)
-    whole, cut = (sorted((tmp_path / name).iterdir()) for name in ("whole", "cut"))
-    assert [path.name for path in whole] == [path.name for path in cut] and len(whole) > 8
-    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(whole, cut, strict=True))
+    unsharded, cut = (sorted((tmp_path / name).iterdir()) for name in ("whole", "cut"))
+    assert [path.name for path in unsharded] == [path.name for path in cut] and len(unsharded) > 8
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(unsharded, cut, strict=True))
 
 
 def half_of_the_folder(folder):
-    """Refused by all ranks with the same words, though each has half of the names."""
-    held = checkpoint_plans.Held(checkpoint_plans.Plan(pp=2))
-    before = held.snapshot()
+    """Load an incomplete folder; return the error, the same on all ranks, and the tensors that changed."""
+    job = checkpoint_plans.Held(checkpoint_plans.Plan(pp=2))
+    before = job.snapshot()
     with pytest.raises(JobError) as caught:
-        HF.load_hf(folder, held.parts[0], checkpoint_plans.TIED)
-    return str(caught.value), held.differing(before)
+        HF.load_hf(folder, job.parts[0], checkpoint_plans.TIED)
+    return str(caught.value), job.differing(before)
 
 
 def test_pipeline_ranks_refuse_a_folder_alike(tmp_path):
     args = checkpoint_plans.TIED
     content = HF.to_hf(checkpoint_plans.reference(args).state_dict(), args)
-    del content["model.norm.weight"]  # of the last part
+    del content["model.norm.weight"]  # a weight of the last pipeline stage
     content["model.layers.9.mlp.up_proj.weight"] = torch.ones(1)
     write_folder(tmp_path, content, args, HF)
     (one, untouched), other = run_ranks(2, half_of_the_folder, str(tmp_path))
@@ -281,7 +281,7 @@ def test_an_index_may_only_name_plain_files_of_its_folder(name, tmp_path):
     refused(tmp_path, "not the plain name of a .safetensors file")
 
 
-def test_an_index_that_lies_is_refused(tmp_path):
+def test_an_index_with_wrong_files_is_refused(tmp_path):
     save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
     write_folder(tmp_path, tensors(), TINY, HF, index=dict.fromkeys(tensors(), "other.safetensors"))
     refused(tmp_path, "norm.weight is not in other.safetensors, where the index says it is")
@@ -294,13 +294,13 @@ def test_an_index_of_another_form_is_refused(index, tmp_path):
     refused(tmp_path, "model.safetensors.index.json")
 
 
-def test_missing_and_cut_files_are_named(tmp_path):
+def test_missing_and_truncated_files_are_named(tmp_path):
     refused(tmp_path, "config.json cannot be read")
     write_folder(tmp_path, tensors(), TINY, HF, index=dict.fromkeys(tensors(), "gone.safetensors"))
     refused(tmp_path, "gone.safetensors cannot be read .No such file")
     (tmp_path / INDEX).unlink()
-    whole = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
     refused(tmp_path, "neither model.safetensors.index.json nor a readable model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     refused(tmp_path, "neither model.safetensors.index.json nor a readable model.safetensors")
@@ -316,12 +316,12 @@ def test_missing_and_cut_files_are_named(tmp_path):
         ({"tied_embeddings": True}, "tied_embeddings is True"),
     ],
 )
-def test_constants_that_no_shape_shows_are_compared(change, message, tmp_path):
+def test_config_constants_without_a_tensor_are_compared(change, message, tmp_path):
     write_folder(tmp_path, tensors(), dataclasses.replace(TINY, **change), HF)
     refused(tmp_path, message + "[^;]*.*Choose its model.name")
 
 
-def test_a_config_that_makes_no_sense_names_its_file(tmp_path):
+def test_errors_of_a_malformed_config_name_its_file(tmp_path):
     write_folder(tmp_path, tensors(), TINY, HF)
     for content in (
         "[1]",

@@ -1,4 +1,4 @@
-"""`torchtitan import`: every flag of ReLoRA's script and its defaults, regimes of its notes, and what is refused."""
+"""`torchtitan import` for ReLoRA's script: every flag and default, regimes of its notes, and refused flags."""
 
 import json
 import shlex
@@ -35,14 +35,14 @@ def meaning(line):
 
 
 def refused(line):
-    """What is said of the flags, by flag; no other option is a fault."""
+    """Return the faults by flag; no option may have one."""
     return {fault.key.removeprefix("--"): str(fault) for fault in meaning(line).faults}
 
 
-def changed(words, before=FULL):
-    """What other flags change of the options, and the notes that are new."""
-    before = ONE_PASS if "per_layer" in words else before
-    first, then = meaning(before), meaning(f"{before} {words}")
+def changed(flags, before=FULL):
+    """Return the options that further flags change, and the notes that they add."""
+    before = ONE_PASS if "per_layer" in flags else before
+    first, then = meaning(before), meaning(f"{before} {flags}")
     assert then.faults == [], then.faults
     values = {k: then.values.get(k) for k in first.values.keys() | then.values.keys()}
     notes = " ".join(note for note in then.notes if note not in first.notes)
@@ -50,7 +50,7 @@ def changed(words, before=FULL):
 
 
 def test_the_head_says_how_restarts_differ_from_the_script():
-    """Initial A and B, and the entries of their moments that survive, with the option that follows the script."""
+    """It names the initial A and B, the share of moments that survive, and the option that follows the script."""
     notes = " ".join(meaning(RELORA).notes)
     assert (
         "A begins at random and B at zero, at first and after each restart; in the script's last version A was" in notes
@@ -63,7 +63,7 @@ def test_the_head_says_how_restarts_differ_from_the_script():
     assert "pruned each" not in full_rank + lora_only + zero
 
 
-def test_the_fifth_regime():
+def test_a_relora_regime_of_the_notes():
     job = meaning(RELORA)
     assert job.faults == []
     expected = {
@@ -224,9 +224,9 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("words, expected, note", CHANGES, ids=[words for words, *_ in CHANGES])
-def test_flags(words, expected, note):
-    values, notes = changed(words)
+@pytest.mark.parametrize("flags, expected, note", CHANGES, ids=[flags for flags, *_ in CHANGES])
+def test_flags(flags, expected, note):
+    values, notes = changed(flags)
     assert {key: values.get(key) for key in expected} == expected
     assert note in notes and (values or notes or not expected)
     if not expected and not note:
@@ -234,8 +234,8 @@ def test_flags(words, expected, note):
 
 
 @pytest.mark.parametrize("optimizer", sorted(GALORE_ONLY))
-def test_jobs_of_galore_s_optimizers_can_start(optimizer):
-    """With AdamW's moments, Adafactor's and SGD's, which read other options."""
+def test_jobs_with_galores_optimizers_are_valid(optimizer):
+    """The moments of AdamW, Adafactor and SGD read different options."""
     line = (
         f"{ONE_PASS} --max_length 64 --tokenizer bytes --warmup_steps 5 --optimizer {optimizer} --num_training_steps 20"
     )
@@ -283,9 +283,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("words, flag, said", REFUSED, ids=[words for words, *_ in REFUSED])
-def test_refused_flags(words, flag, said):
-    assert said in refused(f"{FULL} {words}")[flag]
+@pytest.mark.parametrize("flags, flag, message", REFUSED, ids=[flags for flags, *_ in REFUSED])
+def test_refused_flags(flags, flag, message):
+    assert message in refused(f"{FULL} {flags}")[flag]
 
 
 OF_THE_SCRIPT = """adam_beta1 adam_beta2 adjust_step autoresume batch_size clip_grad_norm comment continue_from
@@ -314,15 +314,15 @@ def test_the_flags_are_the_scripts_with_its_defaults():
     assert {name: FLAGS[name].default for name in DEFAULTS | OF_GALORE} == DEFAULTS | OF_GALORE
 
 
-def test_every_flag_is_looked_at():
+def test_every_flag_has_a_test():
     tried = {
-        name for words, *_ in (*CHANGES, *REFUSED) for name, _ in parse([*shlex.split(FULL), *shlex.split(words)]).flags
+        name for flags, *_ in (*CHANGES, *REFUSED) for name, _ in parse([*shlex.split(FULL), *shlex.split(flags)]).flags
     }
-    assert set(FLAGS) - tried == {"model_revision", "training_config"}, "which tests of their own have"
+    assert set(FLAGS) - tried == {"model_revision", "training_config"}, "separate tests cover these"
 
 
-def test_a_file_of_flags(tmp_path):
-    """As the script's README starts it; what the line says itself counts."""
+def test_flags_from_a_training_config(tmp_path):
+    """The script's README passes such a file; flags of the command line override it."""
     (tmp_path / "c.yaml").write_text("""
         model_config: configs/llama_250m.json
         batch_size: 24
@@ -336,9 +336,9 @@ def test_a_file_of_flags(tmp_path):
         lr: 4e-4
         save_dir: null
     """)
-    words = "--use_peft --relora 5320 --reset_optimizer_on_relora False --warmup_steps 13000 --lr 4e-4"
+    flags = "--use_peft --relora 5320 --reset_optimizer_on_relora False --warmup_steps 13000 --lr 4e-4"
     line = f"{LAUNCHED} --training_config {tmp_path}/c.yaml"
-    assert meaning(line) == meaning(f"{FULL} {words} --num_training_steps 133000")
+    assert meaning(line) == meaning(f"{FULL} {flags} --num_training_steps 133000")
     assert meaning(f"{line} --lr 1").values["optimizer.lr"] == 1.0
     (tmp_path / "c.yaml").write_text("lora_rr: 3\nbatch_size: [1, 2]")
     assert {"lora_rr", "batch_size", "model_config"} <= set(refused(line))
@@ -347,21 +347,21 @@ def test_a_file_of_flags(tmp_path):
             meaning(f"{LAUNCHED} --training_config {path}")
 
 
-def test_flags_may_be_shortened_as_far_as_they_are_one_s():
+def test_flags_may_be_abbreviated_unless_ambiguous():
     assert changed("--gradient 2 --weight 0.5 --scheduler linear") == changed(
         "--gradient_accumulation 2 --weight_decay 0.5 --scheduler linear"
     )
     assert set(refused(f"{FULL} --lora 3 --clip 1")) == {"lora"}, "lora_r or lora_alpha"
 
 
-def test_what_a_shell_does_with_a_line_is_no_part_of_it():
+def test_shell_syntax_around_a_command_is_ignored():
     line = parse(split([f"CUDA_VISIBLE_DEVICES='0,1' nohup {FULL} --lr 3 &> there/log.txt &"]))
     assert line.flags[-1] == ("lr", "3") and line.ranks == 2
     launched = parse(split(["accelerate launch --mixed-precision bf16 --num_processes=3 a.py"])).launched
     assert launched == {"mixed_precision": "bf16", "num_processes": "3"}
 
 
-def test_what_is_needed_is_said_at_once():
+def test_all_missing_flags_are_reported_together():
     assert set(refused("torchrun --nproc_per_node=gpu torchrun_main.py")) == {
         "model_config",
         "batch_size",
@@ -373,16 +373,16 @@ def test_the_size_of_a_config(tmp_path):
     config = dict(hidden_size=128, intermediate_size=352, num_attention_heads=4, num_hidden_layers=4, vocab_size=32_000)
     config |= {"max_sequence_length": 1024, "rms_norm_eps": 1e-6, "model_type": "llama"}
 
-    def of(**changes):
+    def size_of(**changes):
         (tmp_path / "c.json").write_text(json.dumps(config | changes))
         return meaning(f"{LAUNCHED} --batch_size 2 --model_config {tmp_path}/c.json")
 
-    assert of().values["model.flavor"] == "9m" and "model.overrides" not in of().values
-    other = of(num_hidden_layers=5, vocab_size=50_257, max_sequence_length=512).values
+    assert size_of().values["model.flavor"] == "9m" and "model.overrides" not in size_of().values
+    other = size_of(num_hidden_layers=5, vocab_size=50_257, max_sequence_length=512).values
     assert other["model.overrides"] == {"n_layers": 5, "vocab_size": 50_257, "max_seq_len": 512}
-    for wrong in ({"model_type": "gpt_neox"}, {"hidden_size": "wide"}, {"num_attention_heads": 5}):
-        assert "a config of a Llama" in str(of(**wrong).faults[0])
-    odd = of(hidden_size=256, intermediate_size=512, num_attention_heads=4).values
+    for change in ({"model_type": "gpt_neox"}, {"hidden_size": "wide"}, {"num_attention_heads": 5}):
+        assert "a config of a Llama" in str(size_of(**change).faults[0])
+    odd = size_of(hidden_size=256, intermediate_size=512, num_attention_heads=4).values
     args = SIZES["llama2"][odd["model.flavor"]]
     assert type(args)(**vars(args) | odd["model.overrides"]).ffn_dim == 512
 
@@ -403,7 +403,7 @@ def test_a_tokenizer_without_a_folder():
     assert not any("has to be in a folder" in note for note in meaning(f"{FULL} --tokenizer bytes").notes)
 
 
-def test_the_tokenizer_that_the_data_name(tmp_path):
+def test_the_tokenizer_named_by_prepared_data(tmp_path):
     (tmp_path / "args.json").write_text('{"tokenizer": "gpt2", "sequence_length": 512}')
     assert changed(f"--dataset_path {tmp_path}")[0]["model.tokenizer_path"] == "gpt2"
     assert changed(f"--dataset_path {tmp_path} --tokenizer my/gpt2")[0]["model.tokenizer_path"] == "my/gpt2"
@@ -413,7 +413,7 @@ def test_the_tokenizer_that_the_data_name(tmp_path):
 
 
 def test_small_held_out_data_are_read_once(tmp_path):
-    """And not round and round, up to the script's 10M tokens."""
+    """They are not repeated up to the script's 10M tokens."""
     values = changed(f"--max_length 16 --dataset_path {save(tmp_path / 'data', split='validation')}")[0]
     assert values["validation.samples"] == 8 and values["validation.steps"] is None
     data = save(tmp_path / "more", [[number % 250] * 16 for number in range(1030)])
@@ -421,28 +421,28 @@ def test_small_held_out_data_are_read_once(tmp_path):
     assert values["validation.samples"] == 1024, "whole rounds of its lanes: none twice"
 
 
-def test_a_home_is_taken_for_its_sign_as_by_a_shell(tmp_path, monkeypatch):
-    """Also where the importer itself looks at what lies there."""
+def test_a_tilde_is_expanded_as_by_a_shell(tmp_path, monkeypatch):
+    """This holds also where the importer itself reads the file."""
     monkeypatch.setenv("HOME", str(tmp_path))
     save(tmp_path / "data", split="validation")
     values = changed("--max_length 16 --dataset_path ~/data")[0]
     assert values["training.dataset_path"] == str(tmp_path / "data") and values["validation.samples"] == 8
 
 
-def test_ranks_of_a_line():
-    for words, ranks in {
+def test_number_of_ranks_of_a_command_line():
+    for text, ranks in {
         "torchrun --nnodes=2 --nproc-per-node=4 a/torchrun_main.py": 8,
         "OMP_NUM_THREADS=4 python -u torchrun_main.py": 1,
         "python -m torch.distributed.run --standalone --nproc_per_node 3 torchrun_main.py": 3,
         "torchrun --nproc-per-node auto torchrun_main.py": None,
     }.items():
-        line = parse(split([words]))
+        line = parse(split([text]))
         assert (line.ranks, line.script) == (ranks, "torchrun_main.py")
 
 
 def test_the_command_prints_a_job_that_loads(capsys, tmp_path, monkeypatch):
     short = f"{FULL} --lr 1e-3 --max_length 64 --num_training_steps 20 --tokenizer bytes --save_dir {tmp_path}/run"
-    # a line in one word, or in many, as the shell hands them over
+    # a command line as one argument, or as several
     for argv in (["--world-size", "4", short], [short, "--world-size=4"], ["--world-size", "4", *shlex.split(short)]):
         code = cli.main(["import", *argv])
         out, err = capsys.readouterr()
@@ -455,12 +455,12 @@ def test_the_command_prints_a_job_that_loads(capsys, tmp_path, monkeypatch):
     assert cli.main(["import", short, "--run"]) == 0 and "imported.toml: on 2 ranks" in capsys.readouterr().out
     assert launched == [(2, ["--job.config_file", f"{tmp_path}/run/imported.toml"])]
     assert load([f"--job.config_file={tmp_path}/run/imported.toml"]).optimizer.lr == 1e-3
-    assert cli.main(["import", "--run", f"{FULL} --tokenizer nowhere"]) == 2  # printed nothing, ran nothing
+    assert cli.main(["import", "--run", f"{FULL} --tokenizer nowhere"]) == 2  # nothing is printed or started
     assert "cannot start as it is" in capsys.readouterr().err and len(launched) == 1
 
 
 @pytest.mark.parametrize(
-    "argv, said",
+    "argv, message",
     [
         (
             ["python train.py --lr 1"],
@@ -477,9 +477,9 @@ def test_the_command_prints_a_job_that_loads(capsys, tmp_path, monkeypatch):
     ],
     ids=str,
 )
-def test_what_the_command_refuses(argv, said, capsys):
+def test_refused_commands(argv, message, capsys):
     assert cli.main(["import", *argv]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_usage_and_sources(capsys):

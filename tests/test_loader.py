@@ -29,12 +29,12 @@ SEQ_LEN = 16
 
 
 def workers_alive() -> list[multiprocessing.process.BaseProcess]:
-    """This process's children, without the ranks of tests/support/pool.py."""
+    """Return this process's children, without the ranks of tests/support/pool.py."""
     return [child for child in multiprocessing.active_children() if type(child).__name__ != "ForkServerProcess"]
 
 
 def loader(dataset_path=None, dataset="text", sources=(), **options) -> Loader:
-    """Of one dataset, or of `sources` as (dataset, dataset_path, weight)."""
+    """Build a loader of one dataset, or of `sources` as (dataset, dataset_path, weight)."""
     sources = sources or [(dataset, dataset_path, 1.0)]
     opened = [Weighted(name, open_source(name, str(path), RecordReader()), weight) for name, path, weight in sources]
     state, tokenizer = options.pop("state", None), options.pop("tokenizer", TOKENIZER)
@@ -43,11 +43,13 @@ def loader(dataset_path=None, dataset="text", sources=(), **options) -> Loader:
     return build_loader(opened, tokenizer, samples, workers, state)
 
 
-@pytest.mark.parametrize(("ranks", "told"), [(64, ""), (512, "512 data-parallel ranks read 64 lanes of text, so each")])
-def test_more_ranks_than_lanes_are_told_what_it_costs(tmp_path, caplog, ranks, told):
+@pytest.mark.parametrize(
+    ("ranks", "message"), [(64, ""), (512, "512 data-parallel ranks read 64 lanes of text, so each")]
+)
+def test_more_ranks_than_streams_log_the_cost(tmp_path, caplog, ranks, message):
     path = write_documents(tmp_path / "a.jsonl", count=600)
     loader(path, dp_size=ranks, dp_rank=0)
-    assert (told in caplog.text and "32 times" in caplog.text) if told else not caplog.text
+    assert (message in caplog.text and "32 times" in caplog.text) if message else not caplog.text
     caplog.clear()
     loader(path, dp_size=ranks, dp_rank=1)
     assert not caplog.text
@@ -64,7 +66,7 @@ def write_documents(path, count=150, seed=0):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """One of each kind: indexed, stream, prepared."""
+    """Write one dataset of each kind: indexed, stream, prepared."""
     folder = tmp_path_factory.mktemp("data")
     documents = [TOKENIZER.encode(f"{i} " * (i % 17), bos=True, eos=True) for i in range(100)]
     shards = make_shards(folder / "shards", documents)
@@ -81,24 +83,24 @@ KINDS = ("indexed", "stream", "prepared")
 
 
 def rows(batch):
-    """A batch as a list of samples, each a tuple of its four lists."""
+    """Return a batch as a list of samples: (tokens, labels, positions, document_ids), each a list."""
     names = ("tokens", "labels", "positions", "document_ids")
     return list(zip(*(batch[name].tolist() for name in names), strict=True))
 
 
 def in_turn(lists):
-    """The samples of the ranks in global order."""
-    return [row for together in zip(*lists, strict=True) for row in together]
+    """Interleave the samples of the ranks into global order."""
+    return [row for samples in zip(*lists, strict=True) for row in samples]
 
 
 def global_samples(count, dp_size=1, **options):
-    """The first samples in global order, put together from all ranks."""
+    """Return the first `count` samples in global order, read by `dp_size` ranks."""
     per_rank = []
     for rank in range(dp_size):
-        own = loader(dp_rank=rank, dp_size=dp_size, **options)
-        batches = islice(own, -(-count // (dp_size * options.get("local_batch_size", 2))))
+        rank_loader = loader(dp_rank=rank, dp_size=dp_size, **options)
+        batches = islice(rank_loader, -(-count // (dp_size * options.get("local_batch_size", 2))))
         per_rank.append([row for batch in batches for row in rows(batch)])
-        own.close()
+        rank_loader.close()
     return in_turn(per_rank)[:count]
 
 
@@ -106,7 +108,7 @@ def global_samples(count, dp_size=1, **options):
 
 
 def reference(lanes, count, document_mask):
-    """Global samples of an indexed source by the plainest means: whole epochs of lists."""
+    """Compute the global samples of an indexed source in plain Python, with whole epochs as lists."""
     by_lane = []
     for lane in range(lanes.count):
         stream = []
@@ -119,7 +121,7 @@ def reference(lanes, count, document_mask):
         by_lane.append(stream)
     mixture, samples = Mixture([1], [lanes.count], lanes.seed), []
     for i in range(count):
-        lane, before = (int(found[0]) for found in mixture.locate(np.array([i])))
+        lane, before = (int(column[0]) for column in mixture.locate(np.array([i])))
         piece = by_lane[lane][before * SEQ_LEN : (before + 1) * SEQ_LEN + 1]
         assert len(piece) == SEQ_LEN + 1
         tokens, labels, positions, documents = [], [], [], []
@@ -141,9 +143,9 @@ def test_packing_equals_the_reference(data, shuffle, document_mask):
     lanes = IndexedStreams(text(path, "text"), 3, shuffle)
     assert lanes.count == (16 if shuffle else 1)
     expected = reference(lanes, 120, document_mask)
-    found = global_samples(120, dataset_path=path, seed=3, shuffle=shuffle, document_mask=document_mask)
-    assert found == expected
-    assert any(IGNORE in labels for _, labels, _, _ in found) == document_mask
+    samples = global_samples(120, dataset_path=path, seed=3, shuffle=shuffle, document_mask=document_mask)
+    assert samples == expected
+    assert any(IGNORE in labels for _, labels, _, _ in samples) == document_mask
 
 
 def test_a_batch(data):
@@ -172,11 +174,11 @@ def test_short_documents_make_many_borders():
     ]
 
 
-@pytest.mark.parametrize("bad", [-1, 10])
-def test_ids_outside_the_vocabulary_never_leave(bad):
+@pytest.mark.parametrize("token", [-1, 10])
+def test_ids_outside_the_vocabulary_are_refused(token):
     nothing = np.empty(0, dtype=np.int64)
     with pytest.raises(DataError, match="the tokenizer's vocabulary has 10"):
-        next_token_arrays(np.array([[1, 2, bad]]), (nothing, nothing), False, 10)
+        next_token_arrays(np.array([[1, 2, token]]), (nothing, nothing), False, 10)
 
 
 # The order
@@ -195,8 +197,8 @@ def test_any_number_of_ranks_gives_the_same_samples(data, kind, document_mask):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resume_goes_on_at_the_exact_sample(data, kind):
-    """From every point, and each time with another number of ranks."""
+def test_a_resume_continues_at_the_exact_sample(data, kind):
+    """Resume again and again, each time with another number of ranks."""
     expected = global_samples(96, **data[kind])
     state, position = None, 0
     for dp_size, local_batch_size, batches in (
@@ -212,9 +214,9 @@ def test_a_resume_goes_on_at_the_exact_sample(data, kind):
             loader(**data[kind], dp_rank=r, dp_size=dp_size, local_batch_size=local_batch_size, state=state)
             for r in range(dp_size)
         ]
-        taken = [[row for batch in islice(rank, batches) for row in rows(batch)] for rank in ranks]
+        samples = [[row for batch in islice(rank, batches) for row in rows(batch)] for rank in ranks]
         count = dp_size * local_batch_size * batches
-        assert in_turn(taken) == expected[position : position + count]
+        assert in_turn(samples) == expected[position : position + count]
         position += count
         state = json.loads(json.dumps(merge_states([rank.state_dict() for rank in ranks])))
         assert state["samples"] == position
@@ -222,8 +224,8 @@ def test_a_resume_goes_on_at_the_exact_sample(data, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_workers_change_nothing(data, kind):
-    """What they fetch ahead is not consumed."""
+def test_workers_change_no_sample(data, kind):
+    """Prefetched batches are not counted as consumed."""
     options = dict(**data[kind], document_mask=True, local_batch_size=3)
     expected = global_samples(30, **options)
     with_workers = loader(**options, num_workers=2, prefetch_factor=2)
@@ -233,16 +235,16 @@ def test_workers_change_nothing(data, kind):
     assert state["samples"] == 12
     resumed = loader(**options, state=state, num_workers=1)
     assert [row for batch in islice(resumed, 2) for row in rows(batch)] == expected[12:18]
-    # Going on with the first is not disturbed, and beginning again begins at the beginning.
+    # an open iterator is not disturbed, and a new one starts at the first sample
     assert rows(next(batches)) == expected[12:15]
     assert rows(next(iter(with_workers))) == expected[:3]
-    for each in (with_workers, resumed):
-        each.close()
+    for open_loader in (with_workers, resumed):
+        open_loader.close()
     assert not workers_alive()
 
 
 def test_workers_on_a_hugging_face_dataset(tmp_path):
-    """Its library deals out its shards to workers by itself, which must not happen a second time."""
+    """The library itself splits shards over workers, so the loader must not split them again."""
     for shard in range(2):
         (tmp_path / f"train-{shard}.jsonl").write_bytes(write_documents(tmp_path / "a", seed=shard).read_bytes())
     (tmp_path / "a").unlink()
@@ -252,16 +254,16 @@ def test_workers_on_a_hugging_face_dataset(tmp_path):
     with_workers.close()
 
 
-def test_persistent_workers_begin_again(data):
-    kept = loader(**data["indexed"], num_workers=1, persistent_workers=True)
-    first = [rows(batch) for batch in islice(kept, 3)]
+def test_persistent_workers_restart_from_the_first_sample(data):
+    persistent = loader(**data["indexed"], num_workers=1, persistent_workers=True)
+    first = [rows(batch) for batch in islice(persistent, 3)]
     (worker,) = workers_alive()
-    assert [rows(batch) for batch in islice(kept, 3)] == first
+    assert [rows(batch) for batch in islice(persistent, 3)] == first
     assert workers_alive() == [worker]
-    kept.close()
+    persistent.close()
     assert not workers_alive()
-    assert [rows(batch) for batch in islice(kept, 3)] == first
-    kept.close()
+    assert [rows(batch) for batch in islice(persistent, 3)] == first
+    persistent.close()
 
 
 def test_making_batches_draws_no_random_numbers(data):
@@ -272,7 +274,7 @@ def test_making_batches_draws_no_random_numbers(data):
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_rank_tokenizes_only_its_own_lanes(data, monkeypatch):
+def test_a_rank_tokenizes_only_its_own_streams(data, monkeypatch):
     encoded = []
     original = type(TOKENIZER)._encode
     monkeypatch.setattr(type(TOKENIZER), "_encode", lambda self, t: encoded.append(t) or original(self, t))
@@ -281,12 +283,12 @@ def test_a_rank_tokenizes_only_its_own_lanes(data, monkeypatch):
     by_four = len(encoded)
     list(islice(loader(**data["indexed"], local_batch_size=4), 5))
     assert len(encoded) - by_four == by_four
-    # A resume tokenizes the rest of one document for a lane, however far it is.
+    # a resume tokenizes at most one document for each stream, wherever it stands
     far = loader(**data["indexed"], local_batch_size=4)
     list(islice(far, 100))
     encoded.clear()
     next(iter(loader(**data["indexed"], local_batch_size=4, state=far.state_dict())))
-    assert len(encoded) <= 16 + 8  # lanes, and what the batch goes on to
+    assert len(encoded) <= 16 + 8  # one a stream, and the further ones of the batch
 
 
 # Refused states
@@ -331,16 +333,16 @@ def test_a_state_of_other_data_is_refused(tmp_path, data):
             loader(write_documents(path), state={**state, key: value})
 
 
-def test_an_older_position_in_prepared_shards_goes_on(data):
-    """Their order is what it was: only lanes changed."""
-    whole = global_samples(12, **data["prepared"])
+def test_an_older_position_in_prepared_shards_is_accepted(data):
+    """Their order is unchanged; only the number of streams is another."""
+    expected = global_samples(12, **data["prepared"])
     first = loader(**data["prepared"])
     list(islice(first, 3))
     older = first.state_dict() | {"version": 1}
-    assert [row for batch in islice(loader(**data["prepared"], state=older), 3) for row in rows(batch)] == whole[6:]
+    assert [row for batch in islice(loader(**data["prepared"], state=older), 3) for row in rows(batch)] == expected[6:]
 
 
-def test_a_state_from_before_a_home_was_taken_for_its_sign_goes_on(tmp_path, monkeypatch):
+def test_an_older_state_with_an_unexpanded_home_is_accepted(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     path = write_documents(tmp_path / "a.jsonl")
     state = loader(path).state_dict()
@@ -349,22 +351,24 @@ def test_a_state_from_before_a_home_was_taken_for_its_sign_goes_on(tmp_path, mon
     loader(path, state=state)
 
 
-def test_same_size_but_other_text_is_noticed_where_it_matters(tmp_path):
+def test_changed_text_of_the_same_size_is_noticed(tmp_path):
     path = write_documents(tmp_path / "a.jsonl", count=8)
     first = loader(path, local_batch_size=1)
-    next(batch for batch in first if first.state_dict()["cursors"]["0"][4] > 3)  # stop in the midst of a document
+    next(batch for batch in first if first.state_dict()["cursors"]["0"][4] > 3)  # stop inside a document
     shorter = (b'{"text":"a"}'.ljust(len(line)) for line in path.read_bytes().splitlines())
     path.write_bytes(b"".join(line + b"\n" for line in shorter))
     state = first.state_dict()
     with pytest.raises(JobError, match="samples of the contents"):
         loader(path, state=state)
-    del state["fingerprint"]["samples of the contents"]  # as in a checkpoint from before, or had the samples missed it
+    del state["fingerprint"][
+        "samples of the contents"
+    ]  # as in older checkpoints, or where the compared samples are equal
     with pytest.raises(DataError, match="the data have changed since"):
         next(iter(loader(path, state=state)))
 
 
 @pytest.mark.parametrize("sources", [1, 2])
-def test_a_state_from_before_conversations_were_tokenized_otherwise_is_refused(sources, tmp_path):
+def test_a_state_of_an_older_tokenization_of_conversations_is_refused(sources, tmp_path):
     path, spoken = tmp_path / "a.jsonl", build_tokenizer("bytes", "{% for m in messages %}{{ m.content }}{% endfor %}")
     path.write_text('{"messages": [{"role": "user", "content": "a longer question than that"}]}\n' * 8)
     several = dict(sources=[("text", path, 1.0)] * sources, tokenizer=spoken, on_bad_data="skip")
@@ -405,26 +409,26 @@ def test_states_of_different_steps_cannot_be_merged(data):
         (dict(pin_memory=True), "pin_memory: given true; allowed: false without a GPU"),
     ],
 )
-def test_settings_that_do_not_fit(data, options, message, monkeypatch):
+def test_impossible_settings_are_refused(data, options, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(JobError, match=message):
         loader(**(data["indexed"] | options))
 
 
-def test_shards_of_another_tokenizer(data):
+def test_shards_of_another_tokenizer_are_refused(data):
     with pytest.raises(DataError, match="prepared with the tokenizer bytes"):
         loader(**data["prepared"], tokenizer=build_tokenizer(str(ROOT / "tests/assets/tokenizer/tiktoken.model")))
 
 
-def bad_documents(path, bad=7):
+def bad_documents(path, position=7):
     content = write_documents(path).read_bytes().split(b"\n")
-    content[bad] = b'{"broken'
+    content[position] = b'{"broken'
     path.write_bytes(b"\n".join(content))
     return path
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_bad_record_stops_the_run_by_name(tmp_path, num_workers):
+def test_a_bad_record_stops_the_run_and_is_named(tmp_path, num_workers):
     path = bad_documents(tmp_path / "a.jsonl")
     batches = loader(path, num_workers=num_workers)
     with pytest.raises(DataError, match=r"^[^\n]*a.jsonl:8: no valid JSON at byte \d+[^\n]*$"):
@@ -438,11 +442,11 @@ def test_bad_records_are_skipped_and_counted(tmp_path, caplog):
     batches = list(islice(single, 60))
     assert single.skipped > 1  # once in an epoch
     single.close()
-    # The count is part of the position, and shared by the ranks that have the lanes.
+    # the count is part of the data position, and summed over the ranks
     ranks = [loader(path, on_bad_data="skip", dp_rank=r, dp_size=2, local_batch_size=1) for r in range(2)]
-    own = [[row for batch in islice(rank, 60) for row in rows(batch)] for rank in ranks]
+    by_rank = [[row for batch in islice(rank, 60) for row in rows(batch)] for rank in ranks]
     assert sum(rank.skipped for rank in ranks) == single.skipped
-    assert in_turn(own) == [row for batch in batches for row in rows(batch)]
+    assert in_turn(by_rank) == [row for batch in batches for row in rows(batch)]
     resumed = loader(path, on_bad_data="skip", state=merge_states([rank.state_dict() for rank in ranks]))
     assert resumed.skipped == single.skipped
     assert "left out (1 in lane" in caplog.text and "a.jsonl:8: no valid JSON" in caplog.text
@@ -450,7 +454,7 @@ def test_bad_records_are_skipped_and_counted(tmp_path, caplog):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 @pytest.mark.parametrize("texts", [["", " \n"], [""] * 100])
-def test_no_text_is_an_error_and_no_endless_loop(tmp_path, name, texts):
+def test_data_without_text_are_refused(tmp_path, name, texts):
     content = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
     path = tmp_path / name
     path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
@@ -458,7 +462,7 @@ def test_no_text_is_an_error_and_no_endless_loop(tmp_path, name, texts):
         next(iter(loader(path)))
 
 
-def test_nothing_but_bad_records_is_an_error_and_no_endless_loop(tmp_path):
+def test_data_of_bad_records_only_are_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"broken\n" * 20)
     with pytest.raises(DataError, match="a.jsonl:20: no valid JSON"):
@@ -467,7 +471,7 @@ def test_nothing_but_bad_records_is_an_error_and_no_endless_loop(tmp_path):
         next(iter(loader(path, on_bad_data="skip")))
 
 
-def test_a_file_that_disappears(tmp_path):
+def test_a_file_that_disappears_is_named(tmp_path):
     path = write_documents(tmp_path / "a.jsonl")
     batches = iter(loader(path))
     next(batches)

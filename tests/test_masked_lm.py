@@ -1,4 +1,4 @@
-"""Words that are hidden: how many and by what, the same under every plan and after a resume; jobs that learn them."""
+"""Masked language modelling: shares of masked and replaced tokens, the same masks under every plan and on resume."""
 
 import json
 
@@ -36,23 +36,23 @@ def hidden(plain, step=5, samples=None, masking=HIDE):
     return masking.hide(plain, numbers, step)
 
 
-def test_how_many_are_hidden_and_by_what():
+def test_shares_of_hidden_tokens_and_their_replacements():
     plain, shown = batch(), hidden(batch())
     tokens, labels = plain["tokens"], shown["labels"]
     chosen = labels != IGNORE_INDEX
     candidates = (tokens > 1) & (plain["labels"] != IGNORE_INDEX)
-    assert not (chosen & ~candidates).any(), "no sign that begins a text, no padding"
+    assert not (chosen & ~candidates).any(), "no special token and no padding is masked"
     assert torch.equal(labels[chosen], tokens[chosen])
     assert torch.equal(shown["tokens"][~chosen], tokens[~chosen])
-    # 15,500 candidates, of which 2,330: standard deviations of the shares 0.003 and 0.008
+    # 15,500 candidates and about 2,330 masked: the standard deviations of the shares are 0.003 and 0.008
     share = chosen.sum() / candidates.sum()
-    seen = shown["tokens"][chosen]
-    same = (seen == tokens[chosen]).float().mean().item()
-    by_mask = (seen == MASK).float().mean().item()
+    replacements = shown["tokens"][chosen]
+    same = (replacements == tokens[chosen]).float().mean().item()
+    by_mask = (replacements == MASK).float().mean().item()
     assert share.item() == pytest.approx(0.15, abs=0.012)
     assert by_mask == pytest.approx(0.8 + 0.1 / WORDS, abs=0.035)
     assert same == pytest.approx(0.1 + 0.1 / WORDS, abs=0.025)
-    assert len(seen.unique()) > 80, "words of the whole vocabulary"
+    assert len(replacements.unique()) > 80, "words of the whole vocabulary"
 
 
 PAD = 3
@@ -63,7 +63,7 @@ def without_pad(vocab_size=WORDS):
 
 
 def test_no_random_word_is_the_pad():
-    """All other draws stay as they are, and the ids but for the pad are equally likely."""
+    """Other draws are unchanged, and all ids except the pad are equally likely."""
     plain = batch(samples=512)
     plain["tokens"][plain["tokens"] == PAD] = 5
     before, after = hidden(plain), hidden(plain, masking=without_pad())
@@ -73,12 +73,12 @@ def test_no_random_word_is_the_pad():
     assert torch.equal(before["labels"], after["labels"])
     few = hidden({"tokens": torch.full((512, 256), 5), "labels": torch.full((512, 256), 5)}, masking=without_pad(8))
     counts = torch.bincount(few["tokens"][few["labels"] != IGNORE_INDEX], minlength=8)
-    random = counts[[0, 1, 2, 4, 6]] / counts.sum()  # neither the pad, nor the mask, nor the token itself
+    random = counts[[0, 1, 2, 4, 6]] / counts.sum()  # without the pad, the mask and the token itself
     assert counts[PAD] == 0 and random.tolist() == pytest.approx([0.1 / 7] * 5, abs=0.004)
 
 
-def test_the_embedding_of_the_pad_gets_the_gradient_that_transformers_gives_it():
-    """Its `padding_idx` gives none to the input, but some to the head, which has the same matrix."""
+def test_the_pad_embedding_has_the_gradient_of_transformers():
+    """`padding_idx` blocks the gradient of the input embedding, but not that of the tied head."""
     args = ROBERTA["words"]
     masking = Masking(0, 0.5, args.vocab_size - 1, args.vocab_size, (), args.pad_id)
     model = build(Roberta, args)
@@ -103,26 +103,26 @@ def test_a_job_s_pad_is_that_of_its_model():
     assert masking(config, tokenizer(config)).pad_id == 1
 
 
-def test_a_draw_is_the_samples_own():
-    plain, whole = batch(), hidden(batch())
+def test_masks_depend_on_sample_and_step_and_not_on_the_rank():
+    plain, full_batch = batch(), hidden(batch())
     for rank in range(2):
-        own = torch.arange(rank, 64, 2)
-        part = hidden({name: tensor[own] for name, tensor in plain.items()}, samples=own)
-        assert all(torch.equal(part[name], whole[name][own]) for name in part)
+        local_rows = torch.arange(rank, 64, 2)
+        part = hidden({name: tensor[local_rows] for name, tensor in plain.items()}, samples=local_rows)
+        assert all(torch.equal(part[name], full_batch[name][local_rows]) for name in part)
     for other in (
         hidden(plain, 6),
         hidden(plain, HELD_OUT),
         hidden(plain, masking=HIDE.__class__(4, 0.15, 99, 100, ())),
     ):
-        agree = ((other["labels"] != IGNORE_INDEX) == (whole["labels"] != IGNORE_INDEX)).float().mean()
-        assert 0.7 < agree.item() < 0.78  # 0.15^2 + 0.85^2 = 0.745 where they know nothing of one another
+        agree = ((other["labels"] != IGNORE_INDEX) == (full_batch["labels"] != IGNORE_INDEX)).float().mean()
+        assert 0.7 < agree.item() < 0.78  # independent masks agree on 0.15^2 + 0.85^2 = 0.745
 
 
 SPECIAL = "<|reserved_special_token_0|>"
 SIZES = "{dim=32, n_layers=4, n_heads=4, ffn_dim=64, vocab_size=2048, max_seq_len=32, dropout=0.1}"
 
 
-def words(folder, texts, **options):
+def job_arguments(folder, texts, **options):
     settings = dict(model__name="roberta", model__overrides=SIZES, model__tokenizer_path="debug")
     settings |= dict(task__kind="masked_lm", task__mask_token=SPECIAL, training__steps=4, optimizer__lr=1e-3)
     settings |= dict(validation__enable=True, validation__dataset="text", validation__dataset_path=texts)
@@ -131,16 +131,16 @@ def words(folder, texts, **options):
 
 
 def curve(folder):
-    """Losses, and those on held-out data."""
+    """Return the training losses and the validation losses."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [[row[name] for row in rows if name in row] for name in ("loss", "validation_loss")]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def one_rank(tmp_path_factory):
     folder = tmp_path_factory.mktemp("masked")
     texts = jobs.write_texts(folder)
-    run_ranks(1, jobs.train, words(folder / "one", texts))
+    run_ranks(1, jobs.train, job_arguments(folder / "one", texts))
     return texts, curve(folder / "one")
 
 
@@ -154,26 +154,26 @@ def alone(tmp_path_factory):
     ],
     ids=lambda plan: next(iter(plan)),
 )
-def test_no_plan_changes_what_is_hidden(alone, plan, tmp_path):
-    texts, expected = alone
-    run_ranks(2, jobs.train, words(tmp_path / "two", texts, **plan))
-    for ours, theirs in zip(curve(tmp_path / "two"), expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
+def test_losses_are_the_same_under_every_plan(one_rank, plan, tmp_path):
+    texts, expected = one_rank
+    run_ranks(2, jobs.train, job_arguments(tmp_path / "two", texts, **plan))
+    for ours, reference in zip(curve(tmp_path / "two"), expected, strict=True):
+        assert ours == pytest.approx(reference, rel=1e-5)
 
 
-def test_a_resume_hides_what_was_hidden(alone, tmp_path):
-    texts, expected = alone
+def test_a_resume_repeats_the_masks(one_rank, tmp_path):
+    texts, expected = one_rank
     saved = dict(checkpoint__enable=True, checkpoint__interval=2)
     horizon = dict(lr_scheduler__total_steps=4)
     for steps in (2, 4):
-        run_ranks(1, jobs.train, words(tmp_path / "run", texts, training__steps=steps, **saved, **horizon))
+        run_ranks(1, jobs.train, job_arguments(tmp_path / "run", texts, training__steps=steps, **saved, **horizon))
     assert curve(tmp_path / "run")[0] == expected[0]
 
 
 JOB = ("--model.name=roberta", "--training.seq_len=64", "--task.kind=masked_lm")
 
 
-def test_what_hidden_words_ask_of_a_job():
+def test_faults_of_masked_lm_jobs():
     debug = {"tokenizer": "debug"}
     assert lines(*JOB, f"--task.mask_token={SPECIAL}", **debug) == []
     (fault,) = lines(*JOB, **debug)
@@ -192,17 +192,17 @@ def test_what_hidden_words_ask_of_a_job():
     ]
 
 
-def test_nobody_goes_on_with_a_text_without_next_words(alone, tmp_path, capsys):
-    texts, _ = alone
-    argv = words(tmp_path / "run", texts, training__steps=1, checkpoint__enable=True)
+def test_generate_refuses_an_encoder(one_rank, tmp_path, capsys):
+    texts, _ = one_rank
+    argv = job_arguments(tmp_path / "run", texts, training__steps=1, checkpoint__enable=True)
     run_ranks(1, jobs.train, argv)
     assert cli.main(["generate", str(tmp_path / "run")]) != 0
-    said = capsys.readouterr().err
-    assert "this roberta finds hidden words by what stands on both sides of them; give a decoder of words" in said
+    errors = capsys.readouterr().err
+    assert "this roberta finds hidden words by what stands on both sides of them; give a decoder of words" in errors
 
 
-def test_preview_shows_what_is_hidden(alone, tmp_path, capsys):
-    texts, _ = alone
-    assert cli.main(["preview", *words(tmp_path / "run", texts), "--samples", "1"]) == 0
-    said = capsys.readouterr().out
-    assert SPECIAL in said and "of 32 labels trained" in said
+def test_preview_shows_what_is_hidden(one_rank, tmp_path, capsys):
+    texts, _ = one_rank
+    assert cli.main(["preview", *job_arguments(tmp_path / "run", texts), "--samples", "1"]) == 0
+    output = capsys.readouterr().out
+    assert SPECIAL in output and "of 32 labels trained" in output

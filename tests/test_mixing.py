@@ -1,4 +1,4 @@
-"""Sources mixed by weight: shares, the order of sources, and samples that are those of each source alone."""
+"""Sources mixed by weight: their shares and order, and samples equal to those of the separate sources."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.mixing import LARGEST_PERIOD, MIXED, Mixture, shares
 from torchtitan.rules import check
 
-# Which source
+# The order of sources
 
 
 @pytest.mark.parametrize(
@@ -50,68 +50,68 @@ def test_weights_of_many_digits_are_met_to_within_a_sample():
 
 
 @pytest.mark.parametrize("weights, lanes", [([1], [8]), ([1, 1], [4, 4]), ([3, 1], [8, 1]), ([7, 2, 1], [4, 1, 16])])
-def test_every_sample_is_the_next_of_its_lane(weights, lanes):
-    """By counting from the first sample on, over more than two blocks."""
+def test_every_sample_is_the_next_of_its_stream(weights, lanes):
+    """Count from the first sample on, over more than two blocks."""
     mixture = Mixture(weights, lanes, seed=3)
     count = 2 * mixture.block + 60
-    found, numbers = (column.tolist() for column in mixture.locate(np.arange(count)))
-    seen: Counter[int] = Counter()
-    for i, (lane, number) in enumerate(zip(found, numbers, strict=True)):
+    located, numbers = (column.tolist() for column in mixture.locate(np.arange(count)))
+    counts: Counter[int] = Counter()
+    for i, (lane, number) in enumerate(zip(located, numbers, strict=True)):
         source = int(mixture.first_streams.searchsorted(lane, side="right")) - 1
         groups = max(1, lanes[source] // MIXED)
-        assert (lane - mixture.first_streams[source]) % groups == i % groups  # so that a rank needs no other lanes
-        assert number == seen[lane]
-        seen[lane] += 1
-    for start in (0, 5, mixture.block - 3):  # any piece of it, begun anywhere
+        assert (lane - mixture.first_streams[source]) % groups == i % groups  # so a rank reads only these streams
+        assert number == counts[lane]
+        counts[lane] += 1
+    for start in (0, 5, mixture.block - 3):  # a slice that begins anywhere
         part = mixture.locate(np.arange(start, start + 50))
-        assert [part[0].tolist(), part[1].tolist()] == [found[start : start + 50], numbers[start : start + 50]]
+        assert [part[0].tolist(), part[1].tolist()] == [located[start : start + 50], numbers[start : start + 50]]
     for samples in (0, 1, 29, mixture.block, count):
-        expected = Counter(found[:samples])
+        expected = Counter(located[:samples])
         assert mixture.taken(samples).tolist() == [expected[lane] for lane in range(sum(lanes))]
 
 
 @pytest.mark.parametrize("weights, lanes", [([1], [64]), ([1], [2]), ([3, 1], [16, 1]), ([5, 3], [64, 8])])
-def test_ranks_read_their_own_lanes(weights, lanes):
+def test_ranks_read_their_own_streams(weights, lanes):
     mixture = Mixture(weights, lanes, 1)
-    found = mixture.locate(np.arange(40 * max(lanes)))[0]
+    located = mixture.locate(np.arange(40 * max(lanes)))[0]
     for ranks in (1, 2, 3, 4, 8, 16, 64):
-        own = [mixture.own(first, ranks) for first in range(ranks)]
-        assert {lane for some in own for lane in some} == set(range(sum(lanes)))
-        for first, some in enumerate(own):
-            assert set(found[first::ranks].tolist()) <= set(some)
+        lanes_by_rank = [mixture.own(first, ranks) for first in range(ranks)]
+        assert {lane for rank_lanes in lanes_by_rank for lane in rank_lanes} == set(range(sum(lanes)))
+        for first, rank_lanes in enumerate(lanes_by_rank):
+            assert set(located[first::ranks].tolist()) <= set(rank_lanes)
         if all(count // math.gcd(count, MIXED) % ranks == 0 for count in lanes):
-            assert sum(map(len, own)) == sum(lanes)  # none reads another's
+            assert sum(map(len, lanes_by_rank)) == sum(lanes)  # no stream is read by two ranks
 
 
 @pytest.mark.parametrize("weights", [[1], [2, 1]])
-def test_a_lane_comes_at_uneven_distances(weights):
-    """At fixed places it would come every 16 steps of 4 samples: a long document in it would make a sawtooth."""
+def test_a_stream_recurs_at_uneven_distances(weights):
+    """At fixed distances a long document would return every 16 steps of 4 samples and make the loss a sawtooth."""
     mixture = Mixture(weights, [64] * len(weights), 0)
     lanes = mixture.locate(np.arange(64 * sum(weights) * 200))[0]
     steps = (np.flatnonzero(lanes == 10) // 4 * mixture.counts[0] / sum(weights)).round().astype(int)
     distances = np.bincount(np.diff(steps))
     assert distances.max() < 0.4 * distances.sum()
-    # Each of the four lanes that may come at a place comes as often.
+    # all four streams that are possible at a position are equally frequent
     often = np.bincount(mixture.locate(np.arange(10, 64 * sum(weights) * 400, 16))[0], minlength=64)[:64]
     assert often.nonzero()[0].tolist() == [10, 26, 42, 58]
     assert len({*often[often > 0]}) == 1
 
 
 @pytest.mark.parametrize("weights, lanes", [([1, 1], [4, 4]), ([7, 2, 1], [4, 1, 16]), ([5, 3], [64, 8])])
-def test_periods_have_their_shares_and_blocks_even_lanes(weights, lanes):
+def test_periods_meet_the_weights_and_blocks_use_streams_evenly(weights, lanes):
     mixture = Mixture(weights, lanes, seed=0)
-    found = mixture.locate(np.arange(3 * mixture.block))[0]
-    sources = mixture.first_streams.searchsorted(found, side="right") - 1
+    located = mixture.locate(np.arange(3 * mixture.block))[0]
+    sources = mixture.first_streams.searchsorted(located, side="right") - 1
     for period in sources.reshape(-1, sum(weights)):
         assert np.bincount(period, minlength=len(weights)).tolist() == weights
-    for block in found.reshape(3, -1):
+    for block in located.reshape(3, -1):
         counts = np.bincount(block, minlength=sum(lanes))
         assert all(
             len({*counts[a:b]}) == 1 for a, b in zip(mixture.first_streams, mixture.first_streams[1:], strict=False)
         )
 
 
-def test_the_order_is_drawn_by_the_seed_and_anew_for_each_block():
+def test_the_order_depends_on_the_seed_and_on_the_block():
     def orders(seed):
         mixture = Mixture([5, 3, 2], [1, 1, 1], seed)
         return [tuple(row) for row in mixture.locate(np.arange(300))[0].reshape(30, 10).tolist()]
@@ -120,13 +120,13 @@ def test_the_order_is_drawn_by_the_seed_and_anew_for_each_block():
     assert len({*orders(0)}) > 20
 
 
-def test_the_order_is_the_same_everywhere():
-    """A change of the function would change the order of every job that resumes."""
-    found = Mixture([3, 2, 1], [2, 1, 4], 7).locate(np.array([0, 1, 2, 3, 10**12]))
-    assert [column.tolist() for column in found] == [[0, 2, 2, 1, 2], [0, 0, 1, 0, 333333333333]]
+def test_the_order_has_recorded_values():
+    """If the function changed, every resumed job would read another order."""
+    located = Mixture([3, 2, 1], [2, 1, 4], 7).locate(np.array([0, 1, 2, 3, 10**12]))
+    assert [column.tolist() for column in located] == [[0, 2, 2, 1, 2], [0, 0, 1, 0, 333333333333]]
 
 
-def test_far_samples_are_found_at_once():
+def test_far_samples_are_located_quickly():
     mixture = Mixture([0.6, 0.4], [64, 16], 0)
     lanes, numbers = mixture.locate(np.array([10**15]))
     assert numbers[0] == pytest.approx(10**15 * (0.6 / 64 if lanes[0] < 64 else 0.4 / 16), rel=1e-12)
@@ -137,7 +137,7 @@ def test_far_samples_are_found_at_once():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """An indexed source, prepared shards with flags, and a stream; what each is from shows in its letters."""
+    """Write an indexed source, prepared shards with flags, and a stream; their letters tell them apart."""
     folder = tmp_path_factory.mktemp("mixed")
     digits = ["".join(map(str, range(n % 23))) for n in range(200)]
     indexed, stream = write(folder / "a.jsonl", digits), write(folder / "c.jsonl.gz", ["#" * 9, "+" * 13] * 70)
@@ -145,22 +145,22 @@ def data(tmp_path_factory):
     return [("text", indexed, 0.5), ("tokens", folder / "shards", 0.2), ("text", stream, 0.3)]
 
 
-def test_samples_are_those_of_each_source_alone(data):
-    alone = [global_samples(200, sources=[source], document_mask=True) for source in data]
+def test_mixed_samples_are_those_of_the_separate_sources(data):
+    unmixed = [global_samples(200, sources=[source], document_mask=True) for source in data]
     lanes = [16, 1, 16]
-    places = []  # of each source alone: a lane and its sample to the place among all
+    indices = []  # for each source: (stream, sample number) to the index among its samples
     for count in lanes:
         located = np.stack(Mixture([1], [count], 0).locate(np.arange(200)), axis=1)
-        places.append({tuple(pair): place for place, pair in enumerate(located.tolist())})
+        indices.append({tuple(pair): index for index, pair in enumerate(located.tolist())})
     mixture = Mixture([0.5, 0.2, 0.3], lanes, 0)
     expected = []
     for lane, number in zip(*(column.tolist() for column in mixture.locate(np.arange(120))), strict=True):
         source = int(mixture.first_streams.searchsorted(lane, side="right")) - 1
-        expected.append(alone[source][places[source][lane - mixture.first_streams[source], number]])
+        expected.append(unmixed[source][indices[source][lane - mixture.first_streams[source], number]])
     assert global_samples(120, sources=data, document_mask=True) == expected
 
 
-def test_any_ranks_any_workers_any_resume(data):
+def test_samples_are_the_same_for_any_ranks_workers_and_resumes(data):
     expected = global_samples(96, sources=data)
     for dp_size, local_batch_size in ((2, 1), (3, 2), (4, 2)):
         assert global_samples(96, dp_size, local_batch_size=local_batch_size, sources=data) == expected
@@ -169,9 +169,9 @@ def test_any_ranks_any_workers_any_resume(data):
         ranks = [
             loader(sources=data, dp_rank=r, dp_size=dp_size, state=state, num_workers=workers) for r in range(dp_size)
         ]
-        taken = [[row for batch in islice(rank, batches) for row in rows(batch)] for rank in ranks]
+        samples = [[row for batch in islice(rank, batches) for row in rows(batch)] for rank in ranks]
         count = dp_size * 2 * batches
-        assert in_turn(taken) == expected[position : position + count]
+        assert in_turn(samples) == expected[position : position + count]
         position += count
         state = json.loads(json.dumps(merge_states([rank.state_dict() for rank in ranks])))
         for rank in ranks:
@@ -179,7 +179,7 @@ def test_any_ranks_any_workers_any_resume(data):
     assert state["samples"] == position == 48
 
 
-def test_a_rank_tokenizes_only_its_lanes_of_every_source(data):
+def test_a_rank_tokenizes_only_its_streams_of_every_source(data):
     texts = [source for source in data if source[0] == "text"]
     ranks = [loader(sources=texts, dp_rank=r, dp_size=4, local_batch_size=1) for r in range(4)]
     owners = Counter()
@@ -219,7 +219,7 @@ def test_a_job_trains_on_a_mixture_and_resumes_on_other_ranks(data, tmp_path):
     job = toml(tmp_path / "job.toml", "training", data)
 
     def arguments(folder, **more):
-        argv = [word for word in jobs.arguments(folder, "", **options, **more) if ".dataset" not in word]
+        argv = [argument for argument in jobs.arguments(folder, "", **options, **more) if ".dataset" not in argument]
         return [f"--job.config_file={job}", *argv]
 
     straight = run_ranks(1, jobs.train, arguments(tmp_path / "a", training__steps=6))[0][0]
@@ -230,8 +230,8 @@ def test_a_job_trains_on_a_mixture_and_resumes_on_other_ranks(data, tmp_path):
     assert [row["loss"] for row in resumed] == pytest.approx([row["loss"] for row in straight], rel=1e-5)
 
 
-def test_both_ways_of_saying_it_are_one(data, tmp_path):
-    """A list of one is the short form, to the bit and in the position that a checkpoint keeps."""
+def test_a_list_of_one_source_equals_the_short_form(data, tmp_path):
+    """Losses are equal bit for bit, and so is the data position in the checkpoint."""
     (name, path, _), *_ = data
     short, listed = loader(path, name), loader(sources=[(name, path, 7.0)])
     assert [rows(batch) for batch in islice(short, 9)] == [rows(batch) for batch in islice(listed, 9)]
@@ -244,30 +244,32 @@ def test_both_ways_of_saying_it_are_one(data, tmp_path):
     assert describe_sources(config, "validation") == "python_stdlib_validation"
 
 
-def test_every_entry_is_judged_at_once(data, tmp_path):
-    bad = [("text", tmp_path / "no", 1), ("txet", "x", 1), ("tokens", data[0][1], 1e-9)]
+def test_faults_of_all_sources_are_reported_together(data, tmp_path):
+    sources = [("text", tmp_path / "no", 1), ("txet", "x", 1), ("tokens", data[0][1], 1e-9)]
     for section in ("training", "validation"):
-        path = toml(tmp_path / "job.toml", section, bad)
+        path = toml(tmp_path / "job.toml", section, sources)
         config = manager.load(
             ["--job.config_file", str(path), "--validation.enable=true", "--model.tokenizer_path=bytes"]
         )
-        found = {fault.key: str(fault) for fault in check(config, 1, "cpu") if section in fault.key}
-        assert list(found) == [
+        faults = {fault.key: str(fault) for fault in check(config, 1, "cpu") if section in fault.key}
+        assert list(faults) == [
             f"{section}.sources[1].dataset",
             f"{section}.sources[0].dataset_path",
             f"{section}.sources[2].dataset_path",
             f"{section}.sources",
         ]
-        assert 'did you mean "text"?' in found[f"{section}.sources[1].dataset"]
-        assert "no such file or folder" in found[f"{section}.sources[0].dataset_path"]
-        assert "is less than one sample in 10,000" in found[f"{section}.sources"]
+        assert 'did you mean "text"?' in faults[f"{section}.sources[1].dataset"]
+        assert "no such file or folder" in faults[f"{section}.sources[0].dataset_path"]
+        assert "is less than one sample in 10,000" in faults[f"{section}.sources"]
 
 
 def test_sources_and_the_short_form_exclude_each_other(data, tmp_path):
     path = toml(tmp_path / "job.toml", "training", data)
     argv = ["--job.config_file", str(path), "--training.dataset=c4", "--training.dataset_path=x"]
-    found = [str(fault) for fault in check(manager.load([*argv, "--model.tokenizer_path=bytes"]), 1, "cpu")]
-    assert len(found) == 2 and all("allowed: nothing beside training.sources; make it one of" in line for line in found)
+    faults = [str(fault) for fault in check(manager.load([*argv, "--model.tokenizer_path=bytes"]), 1, "cpu")]
+    assert len(faults) == 2 and all(
+        "allowed: nothing beside training.sources; make it one of" in line for line in faults
+    )
 
 
 def test_a_wrong_table_is_named(tmp_path):
@@ -282,17 +284,17 @@ def test_a_wrong_table_is_named(tmp_path):
     ]
 
 
-def test_the_field_of_an_entry_is_its_own(tmp_path):
+def test_every_source_has_its_own_text_field(tmp_path):
     for name, field in (("a", "text"), ("b", "body")):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({field: name * 99}) + "\n")
     tables = [f'{{dataset = "text", dataset_path = "{tmp_path}/{name}.jsonl"' for name in "ab"]
     config = manager.load([f'--training.sources=[{tables[0]}}}, {tables[1]}, text_field = "body"}}]'])
-    found = [next(weighted.source.documents()).text[0] for weighted in build_data.data_sources(config, "training")]
-    assert found == ["a", "b"]
+    texts = [next(weighted.source.documents()).text[0] for weighted in build_data.data_sources(config, "training")]
+    assert texts == ["a", "b"]
 
 
 def test_sources_are_joined_by_size(tmp_path):
-    """A job of 480 records beside 32 meets each of them equally often, where weights would draw half from the few."""
+    """With 480 and 32 records each is read equally often; equal weights would draw half of the samples from the 32."""
 
     def segments(name, count):
         values = [[{"text": name, "label": False}, {"text": str(i), "label": True}] for i in range(count)]
@@ -300,11 +302,11 @@ def test_sources_are_joined_by_size(tmp_path):
 
     large, small = segments("l", 480), segments("s", 32)
     path = toml(tmp_path / "job.toml", "training", [("text", large, 1), ("text", small, 1)])
-    words = [f"--job.config_file={path}", f"--job.dump_folder={tmp_path}", "--task.kind=sft", "--training.seq_len=16"]
-    words += ["--model.tokenizer_path=bytes", "--training.local_batch_size=64", "--data.packing=off"]
+    options = [f"--job.config_file={path}", f"--job.dump_folder={tmp_path}", "--task.kind=sft", "--training.seq_len=16"]
+    options += ["--model.tokenizer_path=bytes", "--training.local_batch_size=64", "--data.packing=off"]
     shares = {}
     for mixing in ("weights", "sizes"):
-        config = manager.load([*words, f"--training.mixing={mixing}"])
+        config = manager.load([*options, f"--training.mixing={mixing}"])
         assert not [fault for fault in check(config, 1, "cpu") if "mixing" in fault.key]
         plan, vocabulary = parts.dims(config, 1), parts.tokenizer(config)
         batches = islice(build_data.training_loader(config, vocabulary, 0, plan), 8)
@@ -315,17 +317,19 @@ def test_sources_are_joined_by_size(tmp_path):
             assert "0.5" not in describe_sources(config, "training")
     assert shares == {"weights": 0.5, "sizes": 32 / 512}
     path = toml(tmp_path / "job.toml", "training", [("text", large, 3), ("text", small, 1)])
-    (fault,) = (str(f) for f in check(manager.load([*words, "--training.mixing=sizes"]), 1, "cpu") if "weight" in f.key)
+    (fault,) = (
+        str(f) for f in check(manager.load([*options, "--training.mixing=sizes"]), 1, "cpu") if "weight" in f.key
+    )
     assert 'training.sources[0].weight: given 3.0; allowed: 1 with training.mixing = "sizes"' in fault
 
 
-def test_texts_that_are_joined_are_tokenized_before(tmp_path):
-    """Samples are then blocks of all texts, each met once in a pass."""
+def test_texts_joined_by_size_are_packed_into_blocks(tmp_path):
+    """Samples are blocks of the joined texts; a pass reads each block once."""
     large = write(tmp_path / "large.jsonl", ["l" * 30 for _ in range(60)])
     small = write(tmp_path / "small.jsonl", ["s" * 30 for _ in range(10)])
     path = toml(tmp_path / "job.toml", "training", [("text", large, 1), ("text", small, 1)])
-    words = [f"--job.config_file={path}", f"--job.dump_folder={tmp_path}", "--training.seq_len=31"]
-    config = manager.load([*words, "--model.tokenizer_path=bytes", "--training.mixing=sizes"])
+    options = [f"--job.config_file={path}", f"--job.dump_folder={tmp_path}", "--training.seq_len=31"]
+    config = manager.load([*options, "--model.tokenizer_path=bytes", "--training.mixing=sizes"])
     plan, vocabulary = parts.dims(config, 1), parts.tokenizer(config)
     batches = islice(build_data.training_loader(config, vocabulary, 0, plan), 9)
     letters = [letter for batch in batches for row in batch["tokens"].tolist() for letter in row]

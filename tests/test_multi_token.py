@@ -1,6 +1,6 @@
-"""Multi-token prediction: loss and every gradient against the formula written out, documents, counts, what is refused.
+"""Multi-token prediction: loss and gradients by the formula, packed documents, counts of weights and FLOPs, faults.
 
-Plans: test_combinations. Folders: test_hf_deepseek.
+test_combinations.py tests the plans, test_hf_deepseek.py the folders.
 """
 
 from dataclasses import replace
@@ -33,7 +33,7 @@ LENGTHS = [5, 1, 2, 4]
 
 
 class Recording(SummedCrossEntropy):
-    """Keeps the value of each of its calls."""
+    """A cross-entropy that records the value of each call."""
 
     def __init__(self, num_chunks=1):
         super().__init__(num_chunks)
@@ -52,7 +52,7 @@ def training(args=MULTI_TOKEN, **recording):
 
 
 def labelled(args=MULTI_TOKEN, batch=2, length=12):
-    """Tokens, and labels of which some do not count."""
+    """Return tokens and labels, some of them ignored."""
     drawn = torch.cat((tokens_for(args, batch, length), tokens_for(args, batch, length).flip(0, 1)[:, :1]), dim=1)
     labels = drawn[:, 1:].clone()
     labels[0, :3] = labels[-1, 7] = IGNORE_INDEX
@@ -71,14 +71,17 @@ def rms(x, weight, eps):
 
 
 def block_of(model, weights, prefix):
-    """A plain block that computes with these weights."""
+    """Return a function that runs a plain block with these weights."""
     block = MoEBlock(model.args, LatentAttention(model.args, AttentionKernel())).double().train()
-    own = {name: weights[prefix + name] for name in block.state_dict()}
-    return lambda *inputs: torch.func.functional_call(block, own, inputs)
+    parameters = {name: weights[prefix + name] for name in block.state_dict()}
+    return lambda *inputs: torch.func.functional_call(block, parameters, inputs)
 
 
 def written_out(model, tokens, labels):
-    """The main sum of losses, those of the depths, and the gradients of main + weight / depths * their sum."""
+    """Compute the formula in plain torch.
+
+    Returns the loss sums of the main model and each depth, and the gradients of main + weight / depths * sum(depths).
+    """
     args = model.args
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     for name, _ in model.named_parameters():
@@ -93,20 +96,20 @@ def written_out(model, tokens, labels):
         if depth:
             layer = f"layers.{args.n_layers + depth - 1}."
             part = {name.removeprefix(layer): value for name, value in weights.items() if name.startswith(layer)}
-            ahead = weights["tok_embeddings.weight"][tokens[:, depth:]]
-            e = rms(ahead, part["enorm.weight"], args.norm_eps)
+            next_embeddings = weights["tok_embeddings.weight"][tokens[:, depth:]]
+            e = rms(next_embeddings, part["enorm.weight"], args.norm_eps)
             h = rms(h[:, :length], part["hnorm.weight"], args.norm_eps)
             x = torch.cat((e, h), -1) @ part["eh_proj.weight"].T
             y = block_of(model, weights, layer)(x, plain.context(x))
             h = rms(y, part["norm.weight"], args.norm_eps)
         logs = (h @ weights["output.weight"].T).log_softmax(-1)
-        each = [
+        term = [
             -logs[sample, position, labels[sample, position + depth]]
             for sample in range(tokens.shape[0])
             for position in range(length)
             if labels[sample, position + depth] != IGNORE_INDEX
         ]
-        sums.append(torch.stack(each).sum())
+        sums.append(torch.stack(term).sum())
     extra = sum(sums[1:]) * args.mtp_loss_weight / max(args.n_mtp_layers, 1)
     (sums[0] + extra).backward()
     grads = {name: weights[name].grad for name, _ in model.named_parameters()}
@@ -123,15 +126,15 @@ def test_equal_to_the_formula(depths, num_chunks):
     sums, expected = written_out(model, tokens, labels)
     assert model.loss.values == pytest.approx(sums, rel=1e-12)
     assert loss.item() == pytest.approx(sums[0], rel=1e-12)  # the value stays the main one
-    taken = model.take_extra_losses()
-    assert taken == ({"mtp_loss": pytest.approx(sum(sums[1:]) / depths, rel=1e-12)} if depths else {})
+    extra_losses = model.take_extra_losses()
+    assert extra_losses == ({"mtp_loss": pytest.approx(sum(sums[1:]) / depths, rel=1e-12)} if depths else {})
     for parameter, grad in gradients(model).items():
         assert expected[parameter].any(), parameter
         torch.testing.assert_close(grad, expected[parameter], rtol=1e-9, atol=1e-12, msg=parameter)
 
 
-def test_only_training_looks_further():
-    """Validation, logits and generation are the main model's, whatever stands behind it."""
+def test_only_training_runs_the_depths():
+    """Validation, logits and generation use only the main model."""
     model, (tokens, labels) = training(), labelled()
     main = build(Deepseek, replace(MULTI_TOKEN, n_mtp_layers=0), dtype=torch.float64)
     main.load_state_dict({name: model.state_dict()[name] for name in main.state_dict()})
@@ -143,29 +146,29 @@ def test_only_training_looks_further():
     assert torch.equal(model.train()(tokens), main(tokens))
 
 
-def test_what_does_not_count_is_what_the_loss_ignores():
+def test_ignored_labels_are_those_of_the_loss():
     assert IGNORED == IGNORE_INDEX
 
 
-def test_packed_documents_give_the_loss_of_each_alone():
-    """Shorter than the depths, some of them."""
-    packed, alone = training(), training()
+def test_packed_documents_have_the_loss_of_separate_ones():
+    """Some documents are shorter than the number of depths."""
+    packed, separate = training(), training()
     tokens, labels = labelled(batch=1)
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))[None]
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
     packed(tokens, positions=positions, document_ids=ids, labels=labels).backward()
-    for piece, own in zip(tokens.split(LENGTHS, 1), labels.split(LENGTHS, 1), strict=True):
-        alone(piece, labels=own).backward()
-    sums = torch.tensor(alone.loss.values).view(-1, 3).sum(0)
+    for piece, piece_labels in zip(tokens.split(LENGTHS, 1), labels.split(LENGTHS, 1), strict=True):
+        separate(piece, labels=piece_labels).backward()
+    sums = torch.tensor(separate.loss.values).view(-1, 3).sum(0)
     torch.testing.assert_close(torch.tensor(packed.loss.values), sums)
     for parameter, grad in gradients(packed).items():
-        torch.testing.assert_close(grad, gradients(alone)[parameter], rtol=1e-9, atol=1e-12, msg=parameter)
+        torch.testing.assert_close(grad, gradients(separate)[parameter], rtol=1e-9, atol=1e-12, msg=parameter)
     free = training()
     free(tokens, positions=positions, labels=labels)
     assert free.loss.values[1:] != pytest.approx(packed.loss.values[1:], rel=1e-3)
 
 
-def test_a_sample_shorter_than_a_depth_gives_it_nothing():
+def test_a_sample_shorter_than_a_depth_adds_no_loss():
     model = training()
     tokens, labels = labelled(batch=1)
     model(tokens[:, 8:9], labels=labels[:, 8:9]).backward()
@@ -173,16 +176,16 @@ def test_a_sample_shorter_than_a_depth_gives_it_nothing():
     assert not model.layers["4"].eh_proj.weight.grad.any()
 
 
-def test_under_autocast_a_depth_computes_as_the_layers_do():
+def test_under_autocast_a_depth_has_the_dtype_of_the_layers():
     model, (tokens, labels) = build(Deepseek, MULTI_TOKEN).train(), labelled()
-    model.loss, seen = Recording(), []
-    model.layers["3"].register_forward_pre_hook(lambda module, inputs: seen.extend(x.dtype for x in inputs[:2]))
+    model.loss, dtypes = Recording(), []
+    model.layers["3"].register_forward_pre_hook(lambda module, inputs: dtypes.extend(x.dtype for x in inputs[:2]))
     with torch.autocast("cpu", torch.bfloat16):
         model(tokens, labels=labels).backward()
-    assert seen == [torch.bfloat16, torch.bfloat16]
+    assert dtypes == [torch.bfloat16, torch.bfloat16]
 
 
-def test_its_loss_adds_up_until_it_is_taken():
+def test_the_depth_loss_accumulates_until_it_is_read():
     model, (tokens, labels) = training(), labelled()
     for _ in range(2):
         model(tokens, labels=labels)
@@ -193,8 +196,8 @@ def test_its_loss_adds_up_until_it_is_taken():
     assert model.take_extra_losses() == {"mtp_loss": 0}
 
 
-def test_its_sum_begins_at_zero_and_stays_in_float64(monkeypatch):
-    """Whatever lies in the memory that the model gets; and checkpoints do not have it."""
+def test_the_depth_loss_starts_at_zero_and_stays_in_float64(monkeypatch):
+    """It does not depend on uninitialized memory, and is not part of checkpoints."""
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: empty_like(*args, **kwargs).fill_(7))
     with torch.device("meta"):
@@ -204,7 +207,7 @@ def test_its_sum_begins_at_zero_and_stays_in_float64(monkeypatch):
     assert "mtp_loss" not in model.state_dict()
 
 
-def test_compiled_whole_it_is_compiled_once_for_all_microbatches():
+def test_the_compiled_model_compiles_once_for_all_microbatches():
     model, (tokens, labels) = build(Deepseek, MULTI_TOKEN).train(), labelled()
     model.loss, compiled, numbers = SummedCrossEntropy(), [], []
 
@@ -221,7 +224,7 @@ def test_compiled_whole_it_is_compiled_once_for_all_microbatches():
 
 
 def gathered(prefetch, training):
-    """After a forward: the layers whose weights are whole, or on their way."""
+    """Return the layers with gathered weights, or with a gather in flight, after a forward."""
     model = build(Deepseek, MULTI_TOKEN)
     model.loss = SummedCrossEntropy()
     mesh, types = init_device_mesh("cpu", (2,)), dict(param_dtype=torch.float32, reduce_dtype=torch.float32)
@@ -233,8 +236,8 @@ def gathered(prefetch, training):
     return [name for name, group in groups.items() if group._all_gather_result is not None or group.is_unsharded]
 
 
-def test_evaluation_gathers_no_depth_ahead():
-    """It would not run it, and so not free it either."""
+def test_evaluation_prefetches_no_depth():
+    """Evaluation does not run the depth, so it would never free the gathered weights."""
     for training in (False, True):
         assert run_ranks(2, gathered, 2, training) == [[]] * 2
 
@@ -263,23 +266,24 @@ def test_weights_are_counted(args):
 
 
 def test_the_published_depth_has_its_published_size():
-    """Its README_WEIGHTS says 11.5e9 of its own, and 2.4e9 in use with the embedding and the head. Both fit without
-    eh_proj, of 0.1e9, which is among the published names.
+    """README_WEIGHTS of DeepSeek-V3 gives 11.5e9 parameters, and 2.4e9 active ones with embedding and head.
+
+    Both are right without eh_proj (0.1e9), though the published weights contain it.
     """
     main, more = (replace(SIZES["deepseek"]["671B"], n_mtp_layers=depths) for depths in (0, 1))
-    own = more.num_parameters - main.num_parameters
+    num_added = more.num_parameters - main.num_parameters
     attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 * 128 * 256 + 128 * 128 * 7168
     moe = 7168 * 256 + 257 * 3 * 7168 * 2048
     joining = 2 * 7168**2
-    assert own == attention + moe + joining + 5 * 7168 + 1536 + 512
-    assert round((own - joining) / 1e9, 1) == 11.5
+    assert num_added == attention + moe + joining + 5 * 7168 + 1536 + 512
+    assert round((num_added - joining) / 1e9, 1) == 11.5
     active = more.num_active_parameters - main.num_active_parameters + 2 * 129280 * 7168
     assert round((active - joining) / 1e9, 1) == 2.4
 
 
 @pytest.mark.parametrize("depths", [1, 2])
 def test_flops_equal_torchs_counter(depths, monkeypatch):
-    """See test_flops: torch counts its grouped product and fused attention as nothing."""
+    """torch counts grouped products and fused attention as nothing, see test_flops.py."""
     monkeypatch.setattr(experts, "_native", None)
     sizes = dict(n_layers=2, n_heads=2, vocab_size=256, ffn_dim=128, kv_lora_rank=64, n_mtp_layers=depths)
     args = replace(SIZES["deepseek"]["debugmodel"], **sizes)
@@ -292,7 +296,7 @@ def test_flops_equal_torchs_counter(depths, monkeypatch):
     assert counter.get_total_flops() / tokens.numel() == pytest.approx(expected, rel=5e-3)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- faults -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", [{"n_mtp_layers": -1}, {"mtp_loss_weight": -0.1}])
@@ -332,9 +336,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=judged.name)
-def test_axes_that_cut_a_depth_and_weights_without_one_are_refused(case):
-    words, *expected = case
-    assert lines(*words) == expected
+def test_unsupported_plans_and_weights_without_a_depth_are_refused(case):
+    options, *expected = case
+    assert lines(*options) == expected
 
 
 SHARDS, REPLICAS = (f"--parallelism.data_parallel_{kind}_degree=" for kind in ("shard", "replicate"))
@@ -348,9 +352,9 @@ ALLOWED = [
 ]
 
 
-@pytest.mark.parametrize("words", ALLOWED, ids=" ".join)
-def test_the_others_may_have_depths(words):
-    assert lines(*words) == []
+@pytest.mark.parametrize("options", ALLOWED, ids=" ".join)
+def test_other_plans_are_allowed(options):
+    assert lines(*options) == []
 
 
 # -- through the trainer ----------------------------------------------------------------------------------------------
@@ -362,7 +366,7 @@ JOB |= dict(lr_scheduler__total_steps=6, validation__enable=True, validation__fr
 JOB |= dict(validation__dataset="text", checkpoint__enable=True, checkpoint__interval=3)
 
 
-def test_a_job_goes_on_with_its_depth_under_another_plan(tmp_path):
+def test_a_job_with_a_depth_resumes_under_another_plan(tmp_path):
     texts = jobs.write_texts(tmp_path / "texts")
     job = JOB | dict(validation__dataset_path=str(texts))
     sharded = dict(parallelism__expert_parallel_degree=2, training__local_batch_size=4, validation__local_batch_size=4)

@@ -1,4 +1,4 @@
-"""What a cache begins with where it looks at the documents first: principal directions, against an SVD."""
+"""Neurocache with `init = "pca"`: the compression starts with the principal directions of states, found by an SVD."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
 
 
-def test_principal_directions_lose_the_least():
+def test_principal_directions_have_the_least_error():
     torch.manual_seed(0)
     x = torch.randn(200, 12).double() @ torch.randn(12, 12).double()
     directions = principal_directions(x.t() @ x, 5)
@@ -26,77 +26,81 @@ def test_principal_directions_lose_the_least():
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_a_compression_keeps_what_states_have_most_of(family):
-    """Of all that is there of the storing layers' states, and of nothing that fills up."""
-    how = dict(layers=3, retrieval_map={"1": 1, "2": 2}, init="pca")
-    model, installed = remembering(family, torch.float64, **how)
-    seen, filled = [], torch.tensor([8, 3])
+def test_pca_compression_keeps_the_principal_directions_of_states(family):
+    """The directions are those of all states of the storing layers, without padding."""
+    options = dict(layers=3, retrieval_map={"1": 1, "2": 2}, init="pca")
+    model, installed = remembering(family, torch.float64, **options)
+    recorded, filled = [], torch.tensor([8, 3])
 
-    def saw(module, inputs, out):
-        seen.append(torch.cat([row[:count] for row, count in zip(out, filled.tolist(), strict=True)]))
+    def record(module, inputs, out):
+        recorded.append(torch.cat([row[:count] for row, count in zip(out, filled.tolist(), strict=True)]))
 
     model.eval()
     for layer in "12":
-        model.layers[layer].attention_norm.register_forward_hook(saw)
+        model.layers[layer].attention_norm.register_forward_hook(record)
 
     def run_batch(batch):
-        before = len(seen)
+        before = len(recorded)
         model(batch, begins=torch.tensor([True, False]), filled=filled)
         installed.after_batch([model])
-        del seen[before + 1 :: 2]  # the block norms again what was looked at
+        del recorded[before + 1 :: 2]  # the block computes the norm a second time
 
     with torch.no_grad():
         installed.before_training([model], run_batch, lambda tokens: (), lambda count: segments(4))
-    states = torch.cat(seen)
-    kept = model.memory.h_proj.weight.t()  # [D, C]
+    states = torch.cat(recorded)
+    directions = model.memory.h_proj.weight.t()  # [D, C]
     singular = torch.linalg.svdvals(states)
-    lost = (states - states @ kept @ kept.t()).square().sum()
+    lost = (states - states @ directions @ directions.t()).square().sum()
     torch.testing.assert_close(lost, singular[8:].square().sum(), rtol=1e-8, atol=0)
     for layer in "12":
-        own, reading = model.layers[layer].attention, model.layers[layer].attention.cache.reading
+        attention, reading = model.layers[layer].attention, model.layers[layer].attention.cache.reading
         for name in ("wk", "wv"):
-            torch.testing.assert_close(getattr(reading, name), getattr(own, name).weight @ kept)
-        assert torch.equal(own.cache.wq.weight, own.wq.weight)
+            torch.testing.assert_close(getattr(reading, name), getattr(attention, name).weight @ directions)
+        assert torch.equal(attention.cache.wq.weight, attention.wq.weight)
     assert model.memory.stores == {} and model.memory.moments is None
 
 
 def begun(argv):
-    """Losses, and what is left of a vector by the directions that the compression began with."""
-    kept = []
+    """Train; return the losses and the projection matrix [D, D] of the initial compression."""
+    projections = []
 
     class Watched(Trainer):
         def begin(self, restart):
             super().begin(restart)
             weight = full(self.model.parts[0].memory.h_proj.weight.detach())
-            kept.append((weight.t() @ weight).tolist())
+            projections.append((weight.t() @ weight).tolist())
 
     trainer = Watched(manager.load(argv), read_ranks())
     trainer.train()
     trainer.metrics.close()
-    return [row["loss"] for row in logged_steps(trainer.folder)], kept[0]
+    return [row["loss"] for row in logged_steps(trainer.folder)], projections[0]
 
 
-def test_a_run_begins_so_on_any_ranks_and_not_twice(tmp_path):
-    """It looks at its documents before the first step, and a resume goes on."""
+def test_pca_initialization_is_the_same_on_any_ranks_and_not_repeated(tmp_path):
+    """The run reads documents before its first step; a resume restores the compression instead."""
     texts = write_texts(tmp_path / "data")
     cache = dict(cache_size=64, topk=4, cache_dtype="float32", init="pca", track_hits=True)
-    how = {f"adapter__neurocache__{name}": value for name, value in cache.items()}
-    how |= dict(task__kind="documents", adapter__kind="neurocache", training__steps=2, training__seq_len=16)
-    how |= dict(checkpoint__enable=True, training__local_batch_size=4, training__global_batch_size=8)
-    ((losses, kept),) = run_ranks(1, begun, arguments(tmp_path / "one", texts, **how))
-    spread = how | dict(training__local_batch_size=2, parallelism__data_parallel_shard_degree=2)
-    (others, same), _ = run_ranks(2, begun, arguments(tmp_path / "two", texts, **spread))
-    # states of other batches are rounded otherwise, and directions with it, by more than the sums are
-    torch.testing.assert_close(torch.tensor(same), torch.tensor(kept), rtol=0, atol=1e-4)
-    assert others[0] == pytest.approx(losses[0], rel=1e-3)
-    ((again, learned),) = run_ranks(1, begun, arguments(tmp_path / "one", texts, **how | dict(training__steps=3)))
-    assert again[:2] == losses and len(again) == 3
-    assert not torch.allclose(torch.tensor(learned), torch.tensor(kept), atol=1e-4)
+    options = {f"adapter__neurocache__{name}": value for name, value in cache.items()}
+    options |= dict(task__kind="documents", adapter__kind="neurocache", training__steps=2, training__seq_len=16)
+    options |= dict(checkpoint__enable=True, training__local_batch_size=4, training__global_batch_size=8)
+    ((losses, projection),) = run_ranks(1, begun, arguments(tmp_path / "one", texts, **options))
+    spread = options | dict(training__local_batch_size=2, parallelism__data_parallel_shard_degree=2)
+    (sharded_losses, sharded_projection), _ = run_ranks(2, begun, arguments(tmp_path / "two", texts, **spread))
+    # other batch sizes round the states, and so the directions, by more than sums in another order do
+    torch.testing.assert_close(torch.tensor(sharded_projection), torch.tensor(projection), rtol=0, atol=1e-4)
+    assert sharded_losses[0] == pytest.approx(losses[0], rel=1e-3)
+    ((resumed_losses, trained_projection),) = run_ranks(
+        1, begun, arguments(tmp_path / "one", texts, **options | dict(training__steps=3))
+    )
+    assert resumed_losses[:2] == losses and len(resumed_losses) == 3
+    assert not torch.allclose(torch.tensor(trained_projection), torch.tensor(projection), atol=1e-4)
     both = [[row for row in logged_steps(tmp_path / name) if "loss" in row][0] for name in ("one", "two")]
     for name in ("cache_hits", "cache_same_token", "cache_filled", "cache_norm"):
-        assert both[0][name] == pytest.approx(both[1][name], rel=0.02), name  # hits of equal scores may be others
+        assert both[0][name] == pytest.approx(both[1][name], rel=0.02), (
+            name
+        )  # ties between scores may resolve to other entries
 
 
-def test_without_compression_there_is_nothing_to_choose():
+def test_pca_without_compression_is_refused():
     with pytest.raises(JobError, match='compression: allowed: more than 1 with init = "pca"'):
         remembering(compression=1, init="pca")

@@ -1,4 +1,4 @@
-"""Adapters of Neurocache as the authors' library keeps them: names, what is refused, a job that starts from one."""
+"""Neurocache adapters in the format of the authors' library: names, refused folders, a job that starts from one."""
 
 import json
 import math
@@ -22,11 +22,11 @@ HOW = dict(layers=4, retrieval_map={"1": 2}, attention_layers=[1, 3], beside="lo
 LOW_RANK = dict(rank=2, alpha=4.0, target=["*feed_forward.w2"], layers=[1, 3])
 
 
-def adapted(**how):
-    return remembering(adapter=LOW_RANK, **HOW | how)
+def adapted(**options):
+    return remembering(adapter=LOW_RANK, **HOW | options)
 
 
-def written(folder):
+def save_adapter(folder):
     model, installed = adapted()
     generator = torch.Generator().manual_seed(1)
     for name in installed.added_parameters:
@@ -36,15 +36,15 @@ def written(folder):
     return model, installed
 
 
-def test_names_and_config_are_those_of_the_authors(tmp_path):
-    model, installed = written(tmp_path / "adapter")
+def test_names_and_config_are_those_of_the_authors_library(tmp_path):
+    model, installed = save_adapter(tmp_path / "adapter")
     stored = load_file(tmp_path / "adapter" / WEIGHTS)
     low_rank = {name for name in stored if "lora" in name}
     assert low_rank == {
         f"base_model.model.model.layers.{layer}.mlp.down_proj.lora_{side}.weight" for layer in (1, 3) for side in "AB"
     }
     assert stored.keys() - low_rank == {"h_proj.weight", "h_norm.weight", "h_norm.bias"} | {
-        f"cache_attns.{number}.{each}_proj.weight" for number in (0, 1) for each in "qkvo"
+        f"cache_attns.{number}.{letter}_proj.weight" for number in (0, 1) for letter in "qkvo"
     }
     assert torch.equal(stored["cache_attns.1.k_proj.weight"], model.layers["3"].attention.cache.reading.wk)
     config = json.loads((tmp_path / "adapter" / CONFIG).read_text())
@@ -66,40 +66,40 @@ def test_names_and_config_are_those_of_the_authors(tmp_path):
     }
 
 
-def test_what_is_written_computes_the_same_when_it_is_read(tmp_path):
-    model, installed = written(tmp_path / "adapter")
+def test_a_written_adapter_gives_the_same_outputs_when_read(tmp_path):
+    model, installed = save_adapter(tmp_path / "adapter")
     other, fresh = adapted()
     fresh.load_tensors([other], fresh.read_folder(tmp_path / "adapter", form(model.args)))
     with torch.no_grad():
-        outputs = [read(each.eval(), by, segments(3)) for each, by in ((model, installed), (other, fresh))]
+        outputs = [read(network.eval(), by, segments(3)) for network, by in ((model, installed), (other, fresh))]
     assert torch.equal(*outputs)
-    scrambled, by = adapted(compat_head_layout=True)  # what the authors' program would compute of the same weights
+    scrambled, by = adapted(compat_head_layout=True)  # the head layout of the authors' library
     by.load_tensors([scrambled], by.read_folder(tmp_path / "adapter", form(model.args)))
     with torch.no_grad():
         assert not torch.allclose(read(scrambled.eval(), by, segments(3)), outputs[0])
 
 
 @pytest.mark.parametrize(
-    "how, message",
+    "options, message",
     [
         (dict(compression=8), "compression_factor = 4, the job's is 8"),
         (dict(window=4), "neighborhood_size = 2, the job's is 4"),
         (dict(retrieval_map={"1": 1}), r"retrieval_map = \{'1': 2\}, attention_layers = \[1, 3\], the job's are"),
     ],
 )
-def test_an_adapter_of_another_job_is_refused(how, message, tmp_path):
-    written(tmp_path / "adapter")
-    model, installed = adapted(**how)
+def test_an_adapter_of_another_job_is_refused(options, message, tmp_path):
+    save_adapter(tmp_path / "adapter")
+    model, installed = adapted(**options)
     with pytest.raises(JobError, match=message):
         installed.read_folder(tmp_path / "adapter", form(model.args))
 
 
-def test_a_folder_that_is_not_whole_is_refused(tmp_path):
-    model, installed = written(tmp_path / "adapter")
+def test_an_incomplete_folder_is_refused(tmp_path):
+    model, installed = save_adapter(tmp_path / "adapter")
     file = tmp_path / "adapter" / WEIGHTS
     tensors = load_file(file)
-    gone = {name: value for name, value in tensors.items() if name != "h_norm.bias"}
-    save_file(gone | {"h_proj.weight": torch.zeros(3, 3)}, file)
+    incomplete = {name: value for name, value in tensors.items() if name != "h_norm.bias"}
+    save_file(incomplete | {"h_proj.weight": torch.zeros(3, 3)}, file)
     with pytest.raises(
         JobError, match=r"h_proj.weight has shape \(3, 3\), the job's is \(8, 32\); it lacks h_norm.bias"
     ):
@@ -115,11 +115,11 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path):
         installed.read_folder(tmp_path / "adapter", form(model.args))
     (tmp_path / "adapter" / CONFIG).unlink()
     os.mkfifo(tmp_path / "adapter" / CONFIG)
-    with pytest.raises(JobError, match="is not a regular file"):  # which would be waited for
+    with pytest.raises(JobError, match="is not a regular file"):  # opening it would block
         installed.read_folder(tmp_path / "adapter", form(model.args))
 
 
-def test_what_else_was_trained_has_no_place_in_a_folder(tmp_path):
+def test_other_trained_weights_cannot_be_written(tmp_path):
     model, installed = remembering(adapter=dict(train_fully=["norm.weight"]))
     with pytest.raises(JobError, match=r"trained too \(norm.weight\); keep the run's checkpoints"):
         installed.write_folder(tmp_path / "adapter", form(model.args), installed.full_tensors([model]), "the/model")
@@ -127,33 +127,33 @@ def test_what_else_was_trained_has_no_place_in_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize("config", [dict(retrieval_map={"1": math.inf}), dict(attention_layers=[1, -math.inf])])
-def test_layers_without_end_are_another_jobs(config):
-    (told,) = differences(config, Options(), 4)
-    assert "inf" in told and "the job's are {'3': 3} and [3]" in told
+def test_infinite_layer_numbers_are_reported_as_differences(config):
+    (message,) = differences(config, Options(), 4)
+    assert "inf" in message and "the job's are {'3': 3} and [3]" in message
 
 
 def losses(argv):
     return [row["loss"] for row in train(argv)[0]]
 
 
-def test_a_run_is_exported_and_another_begins_from_it(tmp_path, capsys):
+def test_an_exported_adapter_initializes_another_run(tmp_path, capsys):
     texts = write_texts(tmp_path / "data")
     cache = dict(cache_size=64, topk=4, cache_dtype="float32", beside="lora")
-    how = {f"adapter__neurocache__{name}": value for name, value in cache.items()}
-    how |= dict(task__kind="documents", adapter__kind="neurocache", adapter__rank=2, training__steps=2)
-    how |= dict(checkpoint__enable=True, training__local_batch_size=2, training__global_batch_size=4)
-    run_ranks(1, losses, arguments(tmp_path / "first", texts, **how))
+    settings = {f"adapter__neurocache__{name}": value for name, value in cache.items()}
+    settings |= dict(task__kind="documents", adapter__kind="neurocache", adapter__rank=2, training__steps=2)
+    settings |= dict(checkpoint__enable=True, training__local_batch_size=2, training__global_batch_size=4)
+    run_ranks(1, losses, arguments(tmp_path / "first", texts, **settings))
     assert cli.main(["export", str(tmp_path / "first"), "--to", str(tmp_path / "adapter")]) == 0
     assert (tmp_path / "adapter" / CONFIG).is_file()
     assert capsys.readouterr().out.endswith("the adapter of step-00000002, in the layout of the authors' library\n")
     assert cli.main(["export", str(tmp_path / "first"), "--to", str(tmp_path / "merged"), "--merge"]) != 0
     assert "without a cache" in capsys.readouterr().err
-    begun = how | dict(training__steps=1, adapter__initial_path=tmp_path / "adapter")
-    (found,) = run_ranks(1, losses, arguments(tmp_path / "second", texts, **begun))
-    (plain,) = run_ranks(1, losses, arguments(tmp_path / "third", texts, **how | dict(training__steps=1)))
-    assert found != plain
-    words = ["--task.kind=documents", "--adapter.kind=neurocache", "--checkpoint.enable"]
-    (fault,) = (line for line in lines(*words, f"--adapter.initial_path={tmp_path}") if "initial_path" in line)
+    begun = settings | dict(training__steps=1, adapter__initial_path=tmp_path / "adapter")
+    (continued,) = run_ranks(1, losses, arguments(tmp_path / "second", texts, **begun))
+    (plain,) = run_ranks(1, losses, arguments(tmp_path / "third", texts, **settings | dict(training__steps=1)))
+    assert continued != plain
+    options = ["--task.kind=documents", "--adapter.kind=neurocache", "--checkpoint.enable"]
+    (fault,) = (line for line in lines(*options, f"--adapter.initial_path={tmp_path}") if "initial_path" in line)
     assert f"allowed: a folder with {CONFIG}" in fault
-    told = lines(*words, f"--adapter.initial_path={tmp_path / 'adapter'}", "--adapter.neurocache.context=3")
-    assert any(f"its {CONFIG} has context_size = 2, the job's is 3" in line for line in told)
+    faults = lines(*options, f"--adapter.initial_path={tmp_path / 'adapter'}", "--adapter.neurocache.context=3")
+    assert any(f"its {CONFIG} has context_size = 2, the job's is 3" in line for line in faults)

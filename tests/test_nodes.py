@@ -1,5 +1,5 @@
-"""Several machines, as several launchers on this one: the same world, the same bits, the same codes, and nobody else
-listens than where HEAD_ADDR says."""
+"""Several machines, simulated by several launchers on this one: one world, the same bits and exit codes, and no socket
+that listens elsewhere than at HEAD_ADDR."""
 
 import os
 import random
@@ -28,29 +28,29 @@ from torchtitan.training.trainer import Trainer
 
 
 def free_port() -> int:
-    """Below those that Linux hands out by itself: nobody who connects meanwhile is given it."""
+    """Return a free port below Linux's range of ephemeral ports, so no other connection gets it meanwhile."""
     while True:
-        port = random.SystemRandom().randrange(20000, 30000)  # another one in each of several test workers
+        port = random.SystemRandom().randrange(20000, 30000)  # parallel test workers get different ones
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
 
 
 def start(argv: list[str], head: str = "127.0.0.1") -> list[subprocess.Popen]:
-    """Two machines with a rank each."""
+    """Start the launchers of two machines with one rank each."""
     where = dict(NNODES="2", HEAD_ADDR=head, HEAD_PORT=str(free_port()))
     return [jobs.start(argv, ranks=1, NODE_RANK=str(index), **where) for index in range(2)]
 
 
-def test_ranks_of_the_second_machine_follow_those_of_the_first():
+def test_ranks_are_numbered_across_machines():
     launcher = Launcher(1, "", "", "", "", 3)
-    found = environment_of(1, 4, launcher, (2, 1, "10.0.0.1", 29500))
+    environment = environment_of(1, 4, launcher, (2, 1, "10.0.0.1", 29500))
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-    assert [found[name] for name in names] == ["5", "1", "8", "4", "1", "10.0.0.1", "29500"]
+    assert [environment[name] for name in names] == ["5", "1", "8", "4", "1", "10.0.0.1", "29500"]
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("environment", "message"),
     [
         (
             dict(NNODES="2", NODE_RANK="2", HEAD_ADDR="127.0.0.1"),
@@ -71,10 +71,10 @@ def test_ranks_of_the_second_machine_follow_those_of_the_first():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_is_refused_before_any_rank_starts(given, told, tmp_path):
+def test_impossible_settings_are_refused_before_any_rank_starts(environment, message, tmp_path):
     argv = jobs.arguments(tmp_path / "run", jobs.write_texts(tmp_path), training__local_batch_size=4)
-    code, out, err = jobs.run(argv, ranks=1, **given)
-    assert (code, out) == (2, "") and err.startswith(told) and len(err.splitlines()) == 1
+    code, out, err = jobs.run(argv, ranks=1, **environment)
+    assert (code, out) == (2, "") and err.startswith(message) and len(err.splitlines()) == 1
 
 
 def wait_in_vain(port: int) -> str:
@@ -86,50 +86,50 @@ def wait_in_vain(port: int) -> str:
     raise AssertionError
 
 
-def test_a_first_machine_that_is_not_there_is_told():
-    told = run_alone(wait_in_vain, port := free_port())
-    assert told.startswith(f"HEAD_ADDR, HEAD_PORT: given 127.0.0.1, {port}, where no store answers within 1 s")
+def test_an_unreachable_first_machine_is_reported():
+    error = run_alone(wait_in_vain, port := free_port())
+    assert error.startswith(f"HEAD_ADDR, HEAD_PORT: given 127.0.0.1, {port}, where no store answers within 1 s")
 
 
 def patience_at_the_start(folder: Path) -> tuple[float, float]:
-    """Of the meeting of a job's ranks, and of the launcher's watchdog."""
-    asked = []
+    """Return the timeout of the rendezvous and that of the launcher's watchdog, in seconds."""
+    timeouts = []
 
-    def meet(ranks, launcher, timeout):
-        asked.append(timeout.total_seconds())
+    def record_timeout(ranks, launcher, timeout):
+        timeouts.append(timeout.total_seconds())
         raise JobError("nobody there")
 
-    distributed._meet = meet
+    distributed._meet = record_timeout
     ranks = Ranks(rank=1, world_size=2, local_world_size=1, launcher=Launcher(1, "", os.devnull, "", "", 3))
     config = load(jobs.arguments(folder, folder, comm__init_timeout_seconds=50))
     with pytest.MonkeyPatch.context() as patch, suppress(JobError):
         patch.setattr("torchtitan.training.trainer.Progress", lambda path, row: Progress())
         Trainer(config, ranks)
-    return asked[0], config.comm.init_timeout_seconds
+    return timeouts[0], config.comm.init_timeout_seconds
 
 
-def test_a_machine_that_does_not_come_is_told_before_the_watchdog_ends_the_wait(tmp_path):
-    asked, patience = run_alone(patience_at_the_start, tmp_path)
-    assert 0 < asked < patience - 5
+def test_a_missing_machine_is_reported_before_the_watchdog_times_out(tmp_path):
+    timeout, patience = run_alone(patience_at_the_start, tmp_path)
+    assert 0 < timeout < patience - 5
 
 
-def test_the_interface_is_the_one_on_the_way():
+def test_the_interface_is_that_of_the_route():
     assert nodes.local_address(Nodes(2, 1, "127.0.0.1", 1)) == "127.0.0.1"
     assert nodes.interface_of("127.0.0.1") == "lo" and nodes.interface_of("192.0.2.1") is None
 
 
-def test_the_interface_of_an_ipv6_address_is_found_too(tmp_path):
+def test_the_interface_of_an_ipv6_address(tmp_path):
     table = tmp_path / "if_inet6"
     table.write_text(
         "00000000000000000000000000000001 01 80 10 80       lo\nfd000000000000000000000000000002 04 40 00 82     eth0\n"
     )
-    asked = ("::1", "fd00::2", "fd00:0::0002", "fd00::3", "fe80::1%eth1")
-    assert [nodes._interface_of_ipv6(one, table) for one in asked] == ["lo", "eth0", "eth0", None, "eth1"]
+    addresses = ("::1", "fd00::2", "fd00:0::0002", "fd00::3", "fe80::1%eth1")
+    assert [nodes._interface_of_ipv6(one, table) for one in addresses] == ["lo", "eth0", "eth0", None, "eth1"]
     assert nodes._interface_of_ipv6("::1", tmp_path / "absent") is None
 
 
-def test_two_machines_are_one_world_and_stop_together(tmp_path, monkeypatch):
-    """Asked on the second machine, both save the same step; started again, they end with the bits of one machine."""
+def test_two_machines_form_one_world_and_stop_together(tmp_path, monkeypatch):
+    """A stop request on the second machine makes both save the same step; the resume equals a run on one machine."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     texts = jobs.write_texts(tmp_path)
     options = dict(training__local_batch_size=4, training__steps=400, checkpoint__enable=True, optimizer__lr=1e-3)
@@ -144,7 +144,7 @@ def test_two_machines_are_one_world_and_stop_together(tmp_path, monkeypatch):
     assert [code for code, _, _ in ends] == [143, 143], ends
     last = jobs.logged_steps(tmp_path / "run")[-1]["step"]
     assert (tmp_path / "run" / "checkpoint" / f"step-{last:08d}" / "manifest.json").exists()
-    shorter = [word for word in argv if "training.steps" not in word] + [f"--training.steps={last + 3}"]
+    shorter = [argument for argument in argv if "training.steps" not in argument] + [f"--training.steps={last + 3}"]
     shorter += ["--lr_scheduler.total_steps=400"]
     ends = [jobs.finish(machine) for machine in start(shorter)]
     assert [code for code, _, _ in ends] == [0, 0], ends
@@ -154,7 +154,7 @@ def test_two_machines_are_one_world_and_stop_together(tmp_path, monkeypatch):
     assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
 
 
-def test_a_rank_that_is_killed_on_one_machine_is_a_restart_of_both_to_the_same_bits(tmp_path):
+def test_a_rank_killed_on_one_machine_restarts_both_to_the_same_bits(tmp_path):
     texts = jobs.write_texts(tmp_path)
     options = dict(training__local_batch_size=4, training__steps=50, checkpoint__enable=True, checkpoint__interval=10)
     options |= dict(optimizer__lr=1e-3, model__overrides=jobs.SHALLOW)
@@ -172,8 +172,8 @@ def test_a_rank_that_is_killed_on_one_machine_is_a_restart_of_both_to_the_same_b
     assert [row["loss"] for row in rows] == [row["loss"] for row in straight]
 
 
-def test_a_run_goes_on_to_the_same_bits_after_the_network_was_cut(tmp_path):
-    """Its secret is gone with it."""
+def test_a_run_resumes_to_the_same_bits_after_a_network_failure(tmp_path):
+    """The coordinator's secret is deleted afterwards."""
     texts, proxy = jobs.write_texts(tmp_path), Proxy(free_port(), free_port())
     steps = 400  # far more than are made before the cut, however fast the machine
     options = dict(
@@ -185,7 +185,7 @@ def test_a_run_goes_on_to_the_same_bits_after_the_network_was_cut(tmp_path):
         dict(NNODES="2", NODE_RANK=str(index), HEAD_ADDR="127.0.0.1", HEAD_PORT=str(port))
         for index, port in enumerate((proxy.target_port, proxy.port))
     ]
-    machines = [jobs.start(argv, ranks=1, **each) for each in where]
+    machines = [jobs.start(argv, ranks=1, **environment) for environment in where]
     try:
         jobs.wait_for_step(tmp_path / "run", 11, machines[0])
         assert (tmp_path / "run" / SECRET).stat().st_mode & 0o777 == 0o600
@@ -204,8 +204,8 @@ def test_a_run_goes_on_to_the_same_bits_after_the_network_was_cut(tmp_path):
     assert [row["loss"] for row in rows] == [row["loss"] for row in straight]
 
 
-def test_a_job_that_one_machine_refuses_is_refused_once_and_ends_on_all(tmp_path):
-    """The data are on one machine only: the other knows that nothing will start before anybody waits for it."""
+def test_a_job_refused_by_one_machine_ends_on_all(tmp_path):
+    """The data are on one machine only; the other learns of the fault before any rank waits for its peers."""
     texts = jobs.write_texts(tmp_path)
     where = dict(NNODES="2", HEAD_ADDR="127.0.0.1", HEAD_PORT=str(free_port()))
     argv = [
@@ -221,7 +221,7 @@ def test_a_job_that_one_machine_refuses_is_refused_once_and_ends_on_all(tmp_path
     assert last == "1 fault in the job; nothing was started"
 
 
-def test_a_job_that_is_not_the_same_on_both_machines_is_refused_in_one_message(tmp_path):
+def test_differing_jobs_are_refused_in_one_message(tmp_path):
     texts = jobs.write_texts(tmp_path)
     where = dict(NNODES="2", HEAD_ADDR="127.0.0.1", HEAD_PORT=str(free_port()))
     argv = [jobs.arguments(tmp_path / "run", texts, training__local_batch_size=4, optimizer__lr=lr) for lr in (1, 2)]
@@ -230,8 +230,8 @@ def test_a_job_that_is_not_the_same_on_both_machines_is_refused_in_one_message(t
     assert (code_0, code_1, err_1) == (2, 2, "")
     assert err_0.startswith("ERROR: preflight: not all ranks fit together, and nothing was started")
     host = socket.gethostname()
-    told = [line.split() for line in err_0.splitlines()[1:]]
-    assert told == [
+    differences = [line.split() for line in err_0.splitlines()[1:]]
+    assert differences == [
         ["optimizer.lr", "1.0", "rank", "0", f"({host})"],
         ["optimizer.lr", "2.0", "rank", "1", f"({host})"],
     ]

@@ -1,4 +1,4 @@
-"""What the project's own optimizers do beyond a step: numbers in 8 bits, rounding to bfloat16, whole matrices."""
+"""The project's own optimizers: 8-bit state, stochastic rounding to bfloat16, and updates of full matrices on ranks."""
 
 import pytest
 import torch
@@ -32,12 +32,12 @@ def one_matrix(*shape, dtype=torch.float32):
     return model
 
 
-def stepped(model, optimizers, steps=4):
+def take_steps(model, optimizers, steps=4):
     for step in range(steps):
         for seed, parameter in enumerate(model.parameters()):
-            whole = random(*parameter.shape, seed=100 * step + seed).to(parameter.dtype)
+            gradient = random(*parameter.shape, seed=100 * step + seed).to(parameter.dtype)
             mesh = getattr(parameter, "device_mesh", None)
-            parameter.grad = distribute_tensor(whole, mesh, parameter.placements) if mesh else whole
+            parameter.grad = distribute_tensor(gradient, mesh, parameter.placements) if mesh else gradient
         optimizers.step()
     return model
 
@@ -59,7 +59,7 @@ def test_the_nearest_code_is_found(signed):
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_what_is_packed_comes_back_within_half_a_gap(signed):
+def test_unpacked_values_are_within_half_a_gap(signed):
     values = random(8, 600) * torch.logspace(-6, 2, 600)
     values = values if signed else values.square()
     values[3] = 0.0
@@ -79,26 +79,26 @@ def test_what_is_packed_comes_back_within_half_a_gap(signed):
         assert (nearest <= book.diff().max() / 2).all()
 
 
-def test_adamw_in_8_bits_keeps_little_and_stays_near_adamw():
+def test_adamw_8bit_has_small_state_and_stays_near_adamw():
     model, exact = one_matrix(64, 1024), one_matrix(64, 1024)
     optimizers = build_optimizers([model], name="AdamW8bit", **SETTINGS)
-    stepped(model, optimizers, 20)
-    stepped(exact, build_optimizers([exact], name="AdamW", **SETTINGS), 20)
+    take_steps(model, optimizers, 20)
+    take_steps(exact, build_optimizers([exact], name="AdamW", **SETTINGS), 20)
     tensors, _ = optimizer_state([model], optimizers)
     assert sum(tensor.nbytes for tensor in tensors.values()) == 2 * 64 * 1024 * (1 + 4 / 256)
     moved = (exact.weight - one_matrix(64, 1024).weight).abs().mean()
-    # bitsandbytes' own distance on this kind of gradients, see docs/optimizers.md
+    # the distance of bitsandbytes on such gradients, see docs/optimizers.md
     assert 0 < (model.weight - exact.weight).abs().mean() < 0.02 * moved
 
 
 LAYOUTS = {"rows": (Shard(0),), "columns": (Shard(1),), "replicas": (Replicate(),)}
 
 
-def sharded_step(name, options, how, shape, dtype):
+def sharded_step(name, options, layout, shape, dtype):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = one_matrix(*shape, dtype=dtype)
-    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, LAYOUTS[how]))
-    stepped(model, build_optimizers([model], name=name, options=options, **SETTINGS))
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, LAYOUTS[layout]))
+    take_steps(model, build_optimizers([model], name=name, options=options, **SETTINGS))
     return model.weight.detach().full_tensor()
 
 
@@ -109,67 +109,67 @@ MOVES = [
 ]
 
 
-@pytest.mark.parametrize("how", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name, options, dtype", MOVES, ids=lambda value: str(value))
-def test_a_rank_s_part_steps_as_the_whole_bit_for_bit(name, options, dtype, how):
-    """Blocks of 8 bits and random bits are those of the whole: 700 columns cut in two cut a block in two."""
+def test_a_shard_steps_as_the_full_tensor_bit_for_bit(name, options, dtype, layout):
+    """8-bit blocks and random bits equal those of the full tensor; halving 700 columns cuts a block in two."""
     shape = (7, 700)
-    whole = one_matrix(*shape, dtype=dtype)
-    stepped(whole, build_optimizers([whole], name=name, options=options, **SETTINGS))
-    for part in run_ranks(2, sharded_step, name, options, how, shape, dtype):
-        assert torch.equal(part, whole.weight.detach())
+    reference = one_matrix(*shape, dtype=dtype)
+    take_steps(reference, build_optimizers([reference], name=name, options=options, **SETTINGS))
+    for part in run_ranks(2, sharded_step, name, options, layout, shape, dtype):
+        assert torch.equal(part, reference.weight.detach())
 
 
-@pytest.mark.parametrize("how", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name, options", [("Adafactor", {"beta1": 0.9}), ("Muon", {"targets": ["*"]})])
-def test_a_rank_s_part_steps_as_the_whole_up_to_sums(name, options, how):
+def test_a_shard_steps_as_the_full_tensor_up_to_order_of_sums(name, options, layout):
     options = options | ({"precision": "float32"} if name == "Muon" else {})
     shape = (9, 14)
-    whole = one_matrix(*shape, dtype=torch.float64)
-    stepped(whole, build_optimizers([whole], name=name, options=options, **SETTINGS))
-    tolerance = 1e-5 if name == "Muon" else 1e-12  # its products are made in float32
-    for part in run_ranks(2, sharded_step, name, options, how, shape, torch.float64):
-        torch.testing.assert_close(part, whole.weight.detach(), rtol=tolerance, atol=tolerance)
+    reference = one_matrix(*shape, dtype=torch.float64)
+    take_steps(reference, build_optimizers([reference], name=name, options=options, **SETTINGS))
+    tolerance = 1e-5 if name == "Muon" else 1e-12  # it multiplies in float32
+    for part in run_ranks(2, sharded_step, name, options, layout, shape, torch.float64):
+        torch.testing.assert_close(part, reference.weight.detach(), rtol=tolerance, atol=tolerance)
 
 
-def test_muon_is_torch_s_bit_for_bit():
+def test_muon_equals_torchs_bit_for_bit():
     for shape in ((12, 20), (20, 12)):
-        ours, theirs = one_matrix(*shape), one_matrix(*shape)
-        stepped(ours, build_optimizers([ours], name="Muon", options={"targets": ["*"]}, **SETTINGS))
-        stepped(theirs, torch.optim.Muon(theirs.parameters(), 0.01, 0.1, adjust_lr_fn="match_rms_adamw"))
-        assert torch.equal(ours.weight, theirs.weight)
+        ours, torch_model = one_matrix(*shape), one_matrix(*shape)
+        take_steps(ours, build_optimizers([ours], name="Muon", options={"targets": ["*"]}, **SETTINGS))
+        take_steps(torch_model, torch.optim.Muon(torch_model.parameters(), 0.01, 0.1, adjust_lr_fn="match_rms_adamw"))
+        assert torch.equal(ours.weight, torch_model.weight)
     original = one_matrix(20, 12)
-    stepped(
+    take_steps(
         original,
         build_optimizers([original], name="Muon", options={"targets": ["*"], "adjust": "original"}, **SETTINGS),
     )
-    theirs = one_matrix(20, 12)
-    stepped(theirs, torch.optim.Muon(theirs.parameters(), 0.01, 0.1))
-    assert torch.equal(original.weight, theirs.weight) and not torch.equal(original.weight, ours.weight)
+    torch_model = one_matrix(20, 12)
+    take_steps(torch_model, torch.optim.Muon(torch_model.parameters(), 0.01, 0.1))
+    assert torch.equal(original.weight, torch_model.weight) and not torch.equal(original.weight, ours.weight)
 
 
 @pytest.mark.parametrize("beta1", [0.0, 0.9])
 @pytest.mark.parametrize("shape", [(12, 20), (20,)])
-def test_adafactor_is_that_of_transformers(shape, beta1):
-    ours, theirs = one_matrix(*shape), one_matrix(*shape)
-    stepped(ours, build_optimizers([ours], name="Adafactor", lr=0.01, weight_decay=0.1, options={"beta1": beta1}))
+def test_adafactor_equals_that_of_transformers(shape, beta1):
+    ours, hf_model = one_matrix(*shape), one_matrix(*shape)
+    take_steps(ours, build_optimizers([ours], name="Adafactor", lr=0.01, weight_decay=0.1, options={"beta1": beta1}))
     fixed = dict(scale_parameter=False, relative_step=False, warmup_init=False)
-    stepped(theirs, TheirAdafactor(theirs.parameters(), 0.01, beta1=beta1 or None, weight_decay=0.1, **fixed))
-    torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-6, atol=1e-7)
+    take_steps(hf_model, TheirAdafactor(hf_model.parameters(), 0.01, beta1=beta1 or None, weight_decay=0.1, **fixed))
+    torch.testing.assert_close(ours.weight, hf_model.weight, rtol=1e-6, atol=1e-7)
 
 
 def test_ten_thousand_small_changes_reach_a_weight_in_bfloat16():
-    """Of 1e-4 on 1.0, of which bfloat16 sees none: 2.0 in real numbers."""
+    """Each change is 1e-4, too small for a bfloat16 at 1.0; the exact sum is 2.0."""
     plain, kahan, chance = (torch.ones(64, 64, dtype=torch.bfloat16) for _ in range(3))
     lost, change = torch.zeros(64, 64, dtype=torch.bfloat16), torch.full((64, 64), 1e-4)
     for step in range(10_000):
         plain += change.bfloat16()
         add_with_lost(kahan, lost, change, 1.0)
-        if step % 10 == 0:  # ten times as large and as seldom: as fair, and quicker
+        if step % 10 == 0:  # ten times as large and as rare: the same expectation, and faster
             chance = stochastically_rounded(chance.float() + 10 * change, str(step), (0, 0))
     assert (plain == 1).all()
     total = kahan.double() + lost.double()
-    assert (total - 2).abs().max() < 0.05  # what is lost has 8 bits too
+    assert (total - 2).abs().max() < 0.05  # the compensation has 8 bits too
     # 4096 walks of 1000 steps with a spread of at most half a gap (2^-8) each: 5 standard deviations of their mean
     assert abs(chance.double().mean() - 2) < 5 * 2**-8 * 1000**0.5 / 64
 
@@ -181,7 +181,7 @@ def test_weight_decay_too_small_for_bfloat16_is_not_lost():
     assert (weight.float() + lost.float()).mean() == pytest.approx((1 - 1e-4) ** 1000, rel=0.01)
 
 
-def test_rounding_by_chance_leaves_what_fits_and_what_is_not_finite():
+def test_stochastic_rounding_keeps_exact_and_non_finite_values():
     values = torch.tensor([1.0, -2.5, 0.0, float("inf"), float("-inf")])
     assert torch.equal(stochastically_rounded(values, "a", (0,)).float(), values)
     assert stochastically_rounded(torch.tensor(float("nan")), "a", ()).isnan()
@@ -191,64 +191,64 @@ def test_rounding_by_chance_leaves_what_fits_and_what_is_not_finite():
     )
 
 
-def test_keyed_numbers_are_normal_and_those_of_the_whole():
-    whole = keyed_rng.normal("key", (0, 0), (300, 400), CPU)
-    assert torch.equal(keyed_rng.normal("key", (20, 30), (7, 9), CPU), whole[20:27, 30:39])
-    assert not torch.equal(keyed_rng.normal("other", (0, 0), (300, 400), CPU), whole)
-    assert abs(whole.mean()) < 5 / 120_000**0.5 and abs(whole.var() - 1) < 5 * (2 / 120_000) ** 0.5
-    rows = whole @ whole.T / 400 - torch.eye(300)
+def test_keyed_numbers_of_a_part_are_normal_and_those_of_the_full_matrix():
+    matrix = keyed_rng.normal("key", (0, 0), (300, 400), CPU)
+    assert torch.equal(keyed_rng.normal("key", (20, 30), (7, 9), CPU), matrix[20:27, 30:39])
+    assert not torch.equal(keyed_rng.normal("other", (0, 0), (300, 400), CPU), matrix)
+    assert abs(matrix.mean()) < 5 / 120_000**0.5 and abs(matrix.var() - 1) < 5 * (2 / 120_000) ** 0.5
+    rows = matrix @ matrix.T / 400 - torch.eye(300)
     assert rows.abs().max() < 6 / 400**0.5  # 90 000 of them
 
 
-def owned(axes):
-    """Every task's whole tensor and the rank that worked on it."""
+def work_by_owners(axes):
+    """Return for each task the rank that worked on it, and how many tasks this rank did."""
     mesh = init_device_mesh("cpu", axes)
     placements = [Replicate()] * (len(axes) - 1) + [Shard(0)]
     tasks = [distribute_tensor(random(5, 3, seed=seed), mesh, placements) for seed in range(6)]
     worked = []
 
-    def work(task, whole):
+    def work(task, matrix):
         worked.append(task)
-        return whole + dist.get_rank()
+        return matrix + dist.get_rank()
 
     layouts = {id(task): Layout.of(task) for task in tasks}
-    found = by_owners(
+    answers = by_owners(
         tasks,
         lambda task: layouts[id(task)],
         lambda task: layouts[id(task)].gathered(task.to_local()),
         work,
         lambda task: torch.empty(5, 3),
     )
-    return [(whole - random(5, 3, seed=seed)).mean().round().item() for seed, (_, whole) in enumerate(found)], len(
+    return [(result - random(5, 3, seed=seed)).mean().round().item() for seed, (_, result) in enumerate(answers)], len(
         worked
     )
 
 
 @pytest.mark.parametrize("axes", [(2,), (2, 2)])
-def test_ranks_work_in_turn_and_all_hear_of_it(axes):
+def test_owners_alternate_and_all_ranks_get_the_results(axes):
     ranks = 2 ** len(axes)
-    for owners, worked in run_ranks(ranks, owned, axes):
+    for owners, worked in run_ranks(ranks, work_by_owners, axes):
         assert owners == [number % ranks for number in range(6)] and worked in (1, 2, 3)
 
 
 @pytest.mark.parametrize("name", [name for name, spec in OPTIMIZERS.items() if spec.held])
-def test_what_check_says_of_the_state_is_what_there_is(name):
+def test_predicted_optimizer_state_has_the_real_size(name):
     model = nn.ModuleDict({"attention": nn.Linear(300, 40), "output": nn.Linear(70, 80), "small": nn.Linear(6, 5)})
     optimizers = build_optimizers(
         [model], name=name, **SETTINGS if OPTIMIZERS[name].shared else SETTINGS | {"shared": {}}
     )
-    stepped(model, optimizers, 1)
+    take_steps(model, optimizers, 1)
     spec = OPTIMIZERS[name]
     options = spec.arguments(SETTINGS["shared"], {})
     tensors, _ = optimizer_state([model], optimizers)
     for parameter, tensor in model.named_parameters():
-        held = spec.held(options, parameter, tuple(tensor.shape))
-        mine = sum(t.nbytes for key, t in tensors.items() if key.startswith(f"optimizer.state.{parameter}."))
-        assert mine == held.values * 4 + held.bytes + held.everywhere * 4, parameter
+        predicted = spec.held(options, parameter, tuple(tensor.shape))
+        num_bytes = sum(t.nbytes for key, t in tensors.items() if key.startswith(f"optimizer.state.{parameter}."))
+        assert num_bytes == predicted.values * 4 + predicted.bytes + predicted.everywhere * 4, parameter
 
 
-def test_adamw_in_8_bits_is_where_bitsandbytes_is():
-    """Much nearer to it than either is to AdamW: the codes are the same, the last bits of what is packed are not."""
+def test_adamw_8bit_is_close_to_bitsandbytes():
+    """The distance is far below that of either to AdamW: codes are the same, only the last bits of scales differ."""
     weights = {}
     for name in ("AdamW8bit", "AdamW"):
         model = one_matrix(*PACKED)
@@ -259,6 +259,6 @@ def test_adamw_in_8_bits_is_where_bitsandbytes_is():
             model.weight.grad = scaled(step)
             optimizers.step()
         weights[name] = model.weight.detach()
-    theirs = recorded()["adamw_8bit"]
-    ours, exact = ((weights[name] - theirs).abs().mean() for name in ("AdamW8bit", "AdamW"))
+    recorded_weights = recorded()["adamw_8bit"]
+    ours, exact = ((weights[name] - recorded_weights).abs().mean() for name in ("AdamW8bit", "AdamW"))
     assert ours < 2e-5 and exact > 10 * ours

@@ -1,4 +1,4 @@
-"""`torchtitan presets`: what there is, one of them, a copy to change."""
+"""`torchtitan presets`: list presets, print one, copy one for a user's model and data."""
 
 import pytest
 import tomli
@@ -11,16 +11,16 @@ from torchtitan.rules import check
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def workdir(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def presets(*words):
-    return cli.main(["presets", *map(str, words)])
+def presets(*arguments):
+    return cli.main(["presets", *map(str, arguments)])
 
 
-def test_all_are_listed_and_some_by_words_of_their_heads(capsys):
+def test_presets_are_listed_and_found_by_words_of_their_first_comment(capsys):
     assert presets("ls") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(shipped_jobs())
@@ -32,45 +32,47 @@ def test_all_are_listed_and_some_by_words_of_their_heads(capsys):
     assert "no job's head has nothing and such; there are debug_model, " in capsys.readouterr().err
 
 
-def test_one_is_printed_as_it_is(capsys):
+def test_cat_prints_a_preset_unchanged(capsys):
     assert presets("cat", "sft_lora") == 0
     assert capsys.readouterr().out == shipped_jobs()["sft_lora"].read_text()
 
 
-def test_a_copy_has_the_users_model_and_records_and_can_start(here, capsys):
-    model, records = write_model(here / 'my "model'), write_records(here / "my rows")
+def test_a_copy_names_the_users_model_and_records_and_is_valid(workdir, capsys):
+    model, records = write_model(workdir / 'my "model'), write_records(workdir / "my rows")
     assert presets("cp", "sft_full", "mine.toml", "--model", model, "--data", records["sft"]) == 0
     assert "wrote mine.toml; its head says" in capsys.readouterr().out
     config = manager.load(["--job.config_file", "mine.toml"])
     assert check(config, 8, "cuda") == []
     assert config.model.hf_folder == config.model.tokenizer_path == config.checkpoint.initial_load_path == str(model)
     assert (config.training.dataset_path, config.job.dump_folder) == (str(records["sft"]), "./outputs/mine")
-    text, given = (here / "mine.toml").read_text(), shipped_jobs()["sft_full"].read_text()
-    assert len(text.splitlines()) == len(given.splitlines()) and text.split("\n\n")[0] == given.split("\n\n")[0]
+    text, preset = (workdir / "mine.toml").read_text(), shipped_jobs()["sft_full"].read_text()
+    assert len(text.splitlines()) == len(preset.splitlines()) and text.split("\n\n")[0] == preset.split("\n\n")[0]
 
 
-def test_the_family_is_that_of_the_folder(here, capsys):
+def test_the_family_of_a_copy_is_that_of_the_model_folder(workdir, capsys):
     for model_type, family in (("mistral", "mistral"), ("qwen3", "qwen3"), ("llama", "llama3")):
-        (here / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
-        assert presets("cp", "sft_qlora", f"{model_type}.toml", "--model", here) == 0
-        assert tomli.loads((here / f"{model_type}.toml").read_text())["model"]["name"] == family
-    (here / "config.json").write_text('{"model_type": "mamba"}')
-    assert presets("cp", "sft_qlora", "no.toml", "--model", here) == 2
+        (workdir / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+        assert presets("cp", "sft_qlora", f"{model_type}.toml", "--model", workdir) == 0
+        assert tomli.loads((workdir / f"{model_type}.toml").read_text())["model"]["name"] == family
+    (workdir / "config.json").write_text('{"model_type": "mamba"}')
+    assert presets("cp", "sft_qlora", "no.toml", "--model", workdir) == 2
     assert "a model of another family; allowed: one of llama3, " in capsys.readouterr().err
-    (here / "config.json").write_text("{")
-    assert presets("cp", "sft_qlora", "no.toml", "--model", here) == 2
+    (workdir / "config.json").write_text("{")
+    assert presets("cp", "sft_qlora", "no.toml", "--model", workdir) == 2
     assert "config.json cannot be read as JSON" in capsys.readouterr().err
-    (here / "empty").mkdir()
+    (workdir / "empty").mkdir()
     for folder in ("none", "empty", "config.json"):
         assert presets("cp", "sft_qlora", "no.toml", "--model", folder) == 2
-        told = f"--model: given {folder}; allowed: a folder with a config.json, as Hugging Face's models are; give the"
-        assert told in capsys.readouterr().err
-    assert not (here / "no.toml").exists()
+        message = (
+            f"--model: given {folder}; allowed: a folder with a config.json, as Hugging Face's models are; give the"
+        )
+        assert message in capsys.readouterr().err
+    assert not (workdir / "no.toml").exists()
 
 
 @pytest.mark.parametrize("name", shipped_jobs())
-def test_every_copy_says_what_the_job_says(name, here):
-    """Also one that extends another, which is not beside the copy."""
+def test_every_copy_has_the_options_of_its_preset(name, workdir):
+    """This includes presets that extend another file, which the copy cannot refer to."""
     assert presets("cp", name) == 0
     files = f"{name}.toml", str(shipped_jobs()[name])
     copied, shipped = (manager.load(["--job.config_file", file]) for file in files)
@@ -79,7 +81,7 @@ def test_every_copy_says_what_the_job_says(name, here):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["cp", "qlora"], "qlora: not a preset; allowed: debug_model, "),
         (["cat", "sft_qlor"], "did you mean sft_qlora?"),
@@ -92,16 +94,18 @@ def test_every_copy_says_what_the_job_says(name, here):
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_what_is_refused(words, said, here, capsys):
-    (here / "there.toml").write_text("mine")
-    assert presets(*words) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
-    assert [path.name for path in here.iterdir()] == ["there.toml"] and (here / "there.toml").read_text() == "mine"
+def test_refused_arguments(arguments, message, workdir, capsys):
+    (workdir / "there.toml").write_text("mine")
+    assert presets(*arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in workdir.iterdir()] == ["there.toml"] and (
+        workdir / "there.toml"
+    ).read_text() == "mine"
 
 
 def test_usage(capsys):
     assert presets("--help") == 0
     assert "cp NAME [FILE] copies it" in " ".join(capsys.readouterr().out.split())
-    for words in ([], ["copy", "sft_lora"], ["ls", "--modl", "x"]):
-        assert presets(*words) == 2
+    for arguments in ([], ["copy", "sft_lora"], ["ls", "--modl", "x"]):
+        assert presets(*arguments) == 2
         assert "torchtitan presets: " in capsys.readouterr().err

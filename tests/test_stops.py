@@ -1,5 +1,5 @@
-"""Runs that cannot go on, or are asked to stop, lose nothing: what was whole on all ranks is saved, and resumed
-bit-equal to a run that was never stopped."""
+"""Runs that fail or are asked to stop save the last step that all ranks completed, and resume bit-equal to an
+uninterrupted run."""
 
 import logging
 import os
@@ -25,42 +25,44 @@ UNREADABLE, WITHOUT_MEMORY = "data that are gone in the last validation", "no me
 STOPS_IN_THE_LAST_STEP = ("a stop in the last step", KILLED, UNREADABLE, WITHOUT_MEMORY)
 
 
-class Stumbles(Trainer):
-    """In its fifth step something is wrong on rank 1 alone, after it has taken one of the step's two batches."""
+class InterruptedTrainer(Trainer):
+    """A trainer with a failure or stop request, `event`: most events hit rank 1 in step `BAD_STEP` after one of its two
+    batches, others all ranks in the last step or the last validation.
+    """
 
-    what = "nothing"
+    event = "nothing"
 
     def fetch(self, batches):
-        if self.step == BAD_STEP - 2 and self.ranks.rank == 1 and self.what == "data":  # a step ahead
+        if self.step == BAD_STEP - 2 and self.ranks.rank == 1 and self.event == "data":  # a step ahead
             next(batches)
             batches = iter(())
-        if self.step == BAD_STEP - 1 and self.what == "gradient" and not hasattr(self.model, "clipped"):
+        if self.step == BAD_STEP - 1 and self.event == "gradient" and not hasattr(self.model, "clipped"):
             self.model.clipped = self.model.clip_gradients
             self.model.clip_gradients = lambda max_norm: self.model.clipped(max_norm) * float("nan")
-        if self.step == self.config.training.steps - 1 and self.what in STOPS_IN_THE_LAST_STEP:
+        if self.step == self.config.training.steps - 1 and self.event in STOPS_IN_THE_LAST_STEP:
             self.stop_requested = self.ranks.rank == self.ranks.world_size - 1
         return super().fetch(batches)
 
     def validate(self, stop, phase="validate"):
-        if self.what == KILLED and self.done:
+        if self.event == KILLED and self.done:
             raise KeyboardInterrupt
-        if self.what == UNREADABLE and self.done and self.ranks.rank == 1:
+        if self.event == UNREADABLE and self.done and self.ranks.rank == 1:
             self.validator.held_out.loader = ()
-        if self.what == WITHOUT_MEMORY and self.done:
+        if self.event == WITHOUT_MEMORY and self.done:
             raise MemoryError("no more")
         return super().validate(stop, phase)
 
     def maybe_validate(self, done):
         if self.step == BAD_STEP - 1 and self.ranks.rank == 1:
-            self.stop_requested = self.what == "a stop in validation"
-            if self.what == "validation data":
+            self.stop_requested = self.event == "a stop in validation"
+            if self.event == "validation data":
                 self.validator.held_out.loader = ()
         return super().maybe_validate(done)
 
 
-def stumble(argv, what):
-    trainer = Stumbles(manager.load(argv), read_ranks())
-    trainer.what = what
+def train_with_event(argv, event):
+    trainer = InterruptedTrainer(manager.load(argv), read_ranks())
+    trainer.event = event
     raised = None
     try:
         trainer.train()
@@ -103,10 +105,10 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("what", ENDS)
-def test_what_was_whole_is_saved_and_goes_on_bit_equal(what, straight, texts, tmp_path):
+@pytest.mark.parametrize("event", ENDS)
+def test_the_last_complete_step_is_saved_and_resumes_bit_equal(event, straight, texts, tmp_path):
     argv = jobs.arguments(tmp_path, texts, **options(texts))
-    assert run_ranks(2, stumble, argv, what) == [(raised, BAD_STEP - 1) for raised in ENDS[what]]
+    assert run_ranks(2, train_with_event, argv, event) == [(raised, BAD_STEP - 1) for raised in ENDS[event]]
     assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == [f"step-{BAD_STEP - 1:08d}"]
     rows, state = run_ranks(2, jobs.train, argv)[0]
     assert [row["step"] for row in rows] == list(range(1, 9))
@@ -120,34 +122,34 @@ def validations(folder):
 
 def test_a_stop_in_the_last_step_saves_first_and_validates_then(straight, texts, tmp_path):
     argv = jobs.arguments(tmp_path, texts, **options(texts))
-    assert run_ranks(2, stumble, argv, "a stop in the last step") == [(None, 8)] * 2
+    assert run_ranks(2, train_with_event, argv, "a stop in the last step") == [(None, 8)] * 2
     assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == ["step-00000008"]
     assert [row["step"] for row in straight[2]] == [4, 8]
     assert validations(tmp_path) == straight[2]
 
 
-@pytest.mark.parametrize(("what", "ranks"), [(UNREADABLE, 2), (WITHOUT_MEMORY, 1)])
-def test_a_complete_run_whose_made_up_validation_fails_is_exported(what, ranks, texts, tmp_path):
-    """And the same job started again, which is at its end, does so too."""
+@pytest.mark.parametrize(("event", "ranks"), [(UNREADABLE, 2), (WITHOUT_MEMORY, 1)])
+def test_a_complete_run_is_exported_though_its_last_validation_fails(event, ranks, texts, tmp_path):
+    """The same job started again, after its last step, exports too."""
     argv = jobs.arguments(tmp_path, texts, **options(texts, checkpoint__last_save_model_only=True))
     for _ in range(2):
-        assert run_ranks(ranks, stumble, argv, what) == [(None, 8)] * ranks
+        assert run_ranks(ranks, train_with_event, argv, event) == [(None, 8)] * ranks
         assert [row["step"] for row in validations(tmp_path)] == [4]
         assert (tmp_path / "model").is_dir() and (tmp_path / "checkpoint/step-00000008").is_dir()
 
 
-def test_a_run_that_was_killed_before_its_last_validation_makes_it_up(straight, texts, tmp_path):
+def test_a_last_validation_that_was_killed_is_done_on_restart(straight, texts, tmp_path):
     argv = jobs.arguments(tmp_path, texts, **options(texts))
-    assert run_ranks(2, stumble, argv, KILLED) == [("KeyboardInterrupt", 8)] * 2
+    assert run_ranks(2, train_with_event, argv, KILLED) == [("KeyboardInterrupt", 8)] * 2
     assert [row["step"] for row in validations(tmp_path)] == [4]
     run_ranks(2, jobs.train, argv)
     assert validations(tmp_path) == straight[2]
 
 
-def drawn(argv, what):
-    """By torch's generator in each step, as dropout would."""
-    trainer, numbers = Stumbles(manager.load(argv), read_ranks()), {}
-    trainer.what, forward = what, trainer.model.forward_backward
+def random_numbers_by_step(argv, event):
+    """Train, and return the numbers that torch's generator drew in each step, as dropout would."""
+    trainer, numbers = InterruptedTrainer(manager.load(argv), read_ranks()), {}
+    trainer.event, forward = event, trainer.model.forward_backward
 
     def draws(*args, **kwargs):
         numbers.setdefault(trainer.step + 1, []).append(torch.rand(2).tolist())
@@ -160,27 +162,27 @@ def drawn(argv, what):
     return numbers
 
 
-@pytest.mark.parametrize("what", ["data", "gradient"])
-def test_what_a_step_that_was_not_made_has_drawn_is_drawn_again(what, texts, tmp_path):
+@pytest.mark.parametrize("event", ["data", "gradient"])
+def test_an_abandoned_step_restores_the_random_state(event, texts, tmp_path):
     argv = jobs.arguments(tmp_path / "straight", texts, **options(texts) | dict(validation__enable=False))
-    straight = run_ranks(2, drawn, argv, "nothing")
+    straight = run_ranks(2, random_numbers_by_step, argv, "nothing")
     argv = jobs.arguments(tmp_path / "stopped", texts, **options(texts) | dict(validation__enable=False))
-    run_ranks(2, drawn, argv, what)
-    assert run_ranks(2, drawn, argv, "nothing") == [
-        {step: numbers for step, numbers in each.items() if step >= BAD_STEP} for each in straight
+    run_ranks(2, random_numbers_by_step, argv, event)
+    assert run_ranks(2, random_numbers_by_step, argv, "nothing") == [
+        {step: numbers for step, numbers in drawn_by_step.items() if step >= BAD_STEP} for drawn_by_step in straight
     ]
 
 
-def test_a_step_whose_gradients_are_gone_is_not_saved(texts, tmp_path):
-    """Stepping in backward, a bad gradient is in the weights before anybody sees it."""
+def test_a_bad_step_in_backward_is_not_saved(texts, tmp_path):
+    """With steps in backward a bad gradient reaches the weights before it is detected."""
     argv = jobs.arguments(tmp_path, texts, **options(texts, optimizer__lr=1e30, training__local_batch_size=8))
     argv += ["--optimizer.early_step_in_backward", "--training.max_norm=0"]
-    (raised, _) = run_ranks(1, stumble, argv, "nothing")[0]
+    (raised, _) = run_ranks(1, train_with_event, argv, "nothing")[0]
     assert raised == "NonFiniteError" and not list((tmp_path / "checkpoint").glob("step-*"))
 
 
 class Disk:
-    """Takes some bytes and is then full, until there is space again."""
+    """A file on a disk with `space` bytes left, which the test can change."""
 
     name = "metrics.jsonl"
 
@@ -190,16 +192,16 @@ class Disk:
     def write(self, data):
         if not self.space:
             raise OSError(28, "No space left on device")
-        taken = data[: self.space]
-        self.content += taken
-        self.space -= len(taken)
-        return len(taken)
+        accepted = data[: self.space]
+        self.content += accepted
+        self.space -= len(accepted)
+        return len(accepted)
 
     def close(self):
         pass
 
 
-def test_rows_wait_for_a_full_disk_and_the_run_goes_on(tmp_path, caplog):
+def test_rows_are_buffered_while_the_disk_is_full(tmp_path, caplog):
     lines = JsonLines(tmp_path / "metrics.jsonl", None)
     disk = lines._file = Disk(space=30)
     with caplog.at_level(logging.INFO, logger="torchtitan"):
@@ -215,20 +217,20 @@ def test_rows_wait_for_a_full_disk_and_the_run_goes_on(tmp_path, caplog):
     assert [row["step"] for row in read_records(tmp_path / "copy.jsonl")] == [1, 2, 3, 4, 5]
     full = "metrics.jsonl cannot be written (No space left on device); "
     full += "the run goes on, and rows are kept until they can be"
-    again, lost = "metrics.jsonl is written again, 3 rows that waited too", "1 rows of metrics.jsonl are lost"
-    assert [record.getMessage() for record in caplog.records] == [full, again, full, lost]
+    recovered, lost = "metrics.jsonl is written again, 3 rows that waited too", "1 rows of metrics.jsonl are lost"
+    assert [record.getMessage() for record in caplog.records] == [full, recovered, full, lost]
 
 
-# The job as its user starts it
+# Jobs under the launcher
 
 
-def test_a_rank_is_asked_and_then_the_launcher(texts, tmp_path):
-    """Whoever is asked twice saves once, and all ranks the same step."""
+def test_a_stop_request_to_a_rank_and_then_the_launcher_saves_once(texts, tmp_path):
+    """A rank that is asked twice saves once, and all ranks save the same step."""
     more = dict(training__local_batch_size=4, training__steps=100000, validation__enable=False)
     process = jobs.start(jobs.arguments(tmp_path, texts, **(options(texts) | more)), ranks=2)
     jobs.wait_for_step(tmp_path, 3, process)
     ranks = jobs.children(process.pid)
-    os.kill(ranks[0], signal.SIGSTOP)  # the other cannot end before the launcher has been asked
+    os.kill(ranks[0], signal.SIGSTOP)  # a stopped rank keeps the other from ending before the launcher gets its signal
     os.kill(ranks[1], signal.SIGUSR1)
     process.send_signal(signal.SIGINT)
     os.kill(ranks[0], signal.SIGCONT)
@@ -238,8 +240,8 @@ def test_a_rank_is_asked_and_then_the_launcher(texts, tmp_path):
     assert [path.name for path in (tmp_path / "checkpoint").iterdir() if path.name[0] == "s"] == [f"step-{last:08d}"]
 
 
-def test_a_rank_that_is_stopped_in_its_start_takes_the_others_with_it(texts, tmp_path):
-    """The others wait for it in a library, where no handler runs."""
+def test_a_rank_terminated_during_startup_ends_the_others(texts, tmp_path):
+    """The others wait for it inside a library, where no signal handler runs."""
     process = jobs.start(jobs.arguments(tmp_path, texts, **options(texts)), ranks=2)
     os.kill(jobs.started_ranks(process, 2)[1], signal.SIGTERM)
     code, out, err = jobs.finish(process)

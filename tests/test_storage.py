@@ -1,4 +1,4 @@
-"""Disks that lie, rot, fill up and come back; and a run that knows its end saves ahead of it."""
+"""Checkpoints on disks that corrupt, fill up and recover, and runs that save before their time limit."""
 
 import itertools
 import re
@@ -26,11 +26,11 @@ def damage(path):
     path.write_bytes(data)
 
 
-# Read back
+# Verification after writing
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_disk_that_gives_back_something_else_is_noticed_before_publishing(tmp_path, monkeypatch, verify):
+def test_corrupted_writes_are_detected_before_publishing(tmp_path, monkeypatch, verify):
     """The control: without reading back, the damaged checkpoint is published."""
     job = Job(tmp_path, verify=verify)
     write = saving._write
@@ -52,47 +52,47 @@ def test_a_disk_that_gives_back_something_else_is_noticed_before_publishing(tmp_
             Job(tmp_path).checkpointer.load()
 
 
-# Retention looks at content
+# Retention verifies contents
 
 
 def retain(root, keep, good=frozenset(), protected=()):
     saving.delete_old(root, keep, set(protected), Peers("test"), None if good is None else set(good))
 
 
-def test_good_checkpoints_are_not_deleted_for_rotten_newer_ones(tmp_path, caplog):
-    made = [make_step(tmp_path, step) for step in range(1, 7)]
-    for folder in made[4:]:
+def test_good_checkpoints_are_not_deleted_for_damaged_newer_ones(tmp_path, caplog):
+    saved = [make_step(tmp_path, step) for step in range(1, 7)]
+    for folder in saved[4:]:
         damage(folder / "__0_0.distcp")
     retain(tmp_path, 2)
-    assert names(tmp_path) == [folder.name for folder in made[2:]]  # 5 and 6 are rotten: 3 and 4 stay for them
+    assert names(tmp_path) == [folder.name for folder in saved[2:]]  # 5 and 6 are damaged, so 3 and 4 stay
     assert caplog.text.count("is not sound any more") == 2
-    damage(made[3] / "state.json")
-    retain(tmp_path, 3)  # 4, 5 and 6 stay and none of them is sound
-    assert names(tmp_path) == [folder.name for folder in made[2:]]
+    damage(saved[3] / "state.json")
+    retain(tmp_path, 3)  # now 4, 5 and 6 are all damaged
+    assert names(tmp_path) == [folder.name for folder in saved[2:]]
 
 
-def test_what_has_just_been_read_is_not_read_again(tmp_path, monkeypatch):
-    made = [make_step(tmp_path, step) for step in range(1, 6)]
-    looked, look = [], saving.is_undamaged
-    monkeypatch.setattr(saving, "is_undamaged", lambda folder, peers: looked.append(folder) or look(folder, peers))
-    retain(tmp_path, 3, good=[made[4]])
-    assert looked == [made[3]]
-    assert names(tmp_path) == [folder.name for folder in made[2:]]
-    retain(tmp_path, 3, good=[made[4]])
-    assert looked == [made[3]]  # nothing is to be deleted, so nothing is read
+def test_retention_does_not_verify_known_good_checkpoints(tmp_path, monkeypatch):
+    saved = [make_step(tmp_path, step) for step in range(1, 6)]
+    checked, is_whole = [], saving.is_undamaged
+    monkeypatch.setattr(saving, "is_undamaged", lambda folder, peers: checked.append(folder) or is_whole(folder, peers))
+    retain(tmp_path, 3, good=[saved[4]])
+    assert checked == [saved[3]]
+    assert names(tmp_path) == [folder.name for folder in saved[2:]]
+    retain(tmp_path, 3, good=[saved[4]])
+    assert checked == [saved[3]]  # nothing to delete, so nothing is verified
 
 
-def test_the_control_without_verify_deletes_by_age_alone(tmp_path):
-    made = [make_step(tmp_path, step) for step in range(1, 5)]
-    for folder in made[2:]:
+def test_without_verify_retention_deletes_by_age_alone(tmp_path):
+    saved = [make_step(tmp_path, step) for step in range(1, 5)]
+    for folder in saved[2:]:
         damage(folder / "__0_0.distcp")
     retain(tmp_path, 2, good=None)
-    assert names(tmp_path) == [folder.name for folder in made[2:]]
-    assert not any(saving.is_undamaged(folder, Peers("test")) for folder in made[2:])
+    assert names(tmp_path) == [folder.name for folder in saved[2:]]
+    assert not any(saving.is_undamaged(folder, Peers("test")) for folder in saved[2:])
 
 
-def rotting(folder):
-    """Two ranks share the looking: what one finds, both know."""
+def retain_on_ranks(folder):
+    """Run retention on two ranks, which share the verification and its results."""
     job = Job(folder, "fsdp", interval=1, keep_latest_k=2)
     job.train(2)
     if job.checkpointer.main_peers.is_main:
@@ -104,34 +104,34 @@ def rotting(folder):
 
 def test_retention_on_several_ranks(tmp_path):
     expected = [f"step-0000000{step}" for step in (1, 2, 3)]
-    assert run_ranks(2, rotting, tmp_path) == [expected] * 2
+    assert run_ranks(2, retain_on_ranks, tmp_path) == [expected] * 2
 
 
-# Space, trying again, going on
+# Full disks, retries, runs that continue
 
 
-def failing(monkeypatch, times):
-    write, left = storage.write_tensors, [times]
+def fail_writes(monkeypatch, times):
+    write, remaining = storage.write_tensors, [times]
 
     def fail(*args):
-        if left[0]:
-            left[0] -= 1
+        if remaining[0]:
+            remaining[0] -= 1
             raise OSError(122, "Disk quota exceeded")
         return write(*args)
 
     monkeypatch.setattr(storage, "write_tensors", fail)
-    return left
+    return remaining
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_save_is_tried_again(tmp_path, monkeypatch, caplog, mode):
-    left = failing(monkeypatch, 2)
+def test_a_failed_save_is_retried(tmp_path, monkeypatch, caplog, mode):
+    remaining = fail_writes(monkeypatch, 2)
     job = Job(tmp_path, async_mode=mode, retry_pauses=(0.001, 0.001))
     job.train(2)
     job.checkpointer.finish()
-    assert left == [0] and saved_steps(tmp_path) == ["step-00000002"]
+    assert remaining == [0] and saved_steps(tmp_path) == ["step-00000002"]
     assert caplog.text.count("Disk quota exceeded") == 2 and "again in 0.001 s" in caplog.text
-    left[0] = 3
+    remaining[0] = 3
     with pytest.raises(CheckpointError, match="Disk quota exceeded"):
         job.train(2)
         job.checkpointer.finish()
@@ -139,25 +139,25 @@ def test_a_save_is_tried_again(tmp_path, monkeypatch, caplog, mode):
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_run_may_go_on_after_a_save_that_failed_but_not_after_the_last(tmp_path, monkeypatch, caplog, mode):
-    left = failing(monkeypatch, 1)
+def test_a_run_continues_after_a_failed_save_except_the_last(tmp_path, monkeypatch, caplog, mode):
+    remaining = fail_writes(monkeypatch, 1)
     job = Job(tmp_path, async_mode=mode, on_save_error="continue")
     job.train(3)
     if job.checkpointer.running:
         job.checkpointer.running.join()
-    job.train(1)  # the step that is due next saves, also where it is the one that learns of the failure
+    job.train(1)  # the next due step saves, even if it is the one that notices the failure
     job.checkpointer.finish()
     assert saved_steps(tmp_path) == ["step-00000004"]
     assert "the run goes on without it" in caplog.text
-    left[0] = 1
+    remaining[0] = 1
     with pytest.raises(CheckpointError, match="Disk quota exceeded"):
         job.train(1, last=True)
         job.checkpointer.finish()
     assert saved_steps(tmp_path) == ["step-00000004"]
 
 
-def test_the_last_save_is_made_also_when_the_one_before_it_failed(tmp_path, monkeypatch):
-    failing(monkeypatch, 1)
+def test_the_last_save_is_written_also_after_a_failed_one(tmp_path, monkeypatch):
+    fail_writes(monkeypatch, 1)
     job = Job(tmp_path, async_mode="async", on_save_error="continue")
     job.train(2)
     job.checkpointer.running.join()
@@ -167,15 +167,15 @@ def test_the_last_save_is_made_also_when_the_one_before_it_failed(tmp_path, monk
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_run_goes_back_past_a_save_that_failed(tmp_path, monkeypatch, caplog, mode):
-    """Though it learns of that only when it has to go back; where nothing was saved there is no way back."""
-    left = failing(monkeypatch, 1)
+def test_a_rollback_skips_a_failed_save(tmp_path, monkeypatch, caplog, mode):
+    """The failure is noticed only at the rollback; without any save a rollback is impossible."""
+    remaining = fail_writes(monkeypatch, 1)
     job = Job(tmp_path, async_mode=mode, on_save_error="continue")
     job.train(2)
     assert not job.checkpointer.can_go_back() and "the run goes on without it" in caplog.text
     job.train(2)
     assert job.checkpointer.can_go_back()
-    left[0] = 1
+    remaining[0] = 1
     job.train(3)
     assert job.checkpointer.can_go_back() and caplog.text.count("the run goes on without it") == 2
     job.checkpointer.go_back()
@@ -185,11 +185,11 @@ def test_a_run_goes_back_past_a_save_that_failed(tmp_path, monkeypatch, caplog, 
     assert saved_steps(tmp_path) == ["step-00000004", "step-00000006"]
 
 
-def test_a_run_that_stops_for_a_save_that_failed_does_not_go_back(tmp_path, monkeypatch):
+def test_a_run_that_stops_for_a_failed_save_does_not_roll_back(tmp_path, monkeypatch):
     job = Job(tmp_path, async_mode="async")
     job.train(2)
     job.checkpointer.finish()
-    failing(monkeypatch, 1)
+    fail_writes(monkeypatch, 1)
     job.train(2)
     with pytest.raises(CheckpointError, match="step 4 was not saved: .*Disk quota exceeded"):
         job.checkpointer.can_go_back()
@@ -198,7 +198,7 @@ def test_a_run_that_stops_for_a_save_that_failed_does_not_go_back(tmp_path, monk
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_space_is_looked_at_before_anything_is_written(tmp_path, monkeypatch):
+def test_free_space_is_checked_before_writing(tmp_path, monkeypatch):
     job = Job(tmp_path)
     job.train(2)
     size = job.checkpointer.needed_bytes
@@ -215,22 +215,22 @@ def test_space_is_looked_at_before_anything_is_written(tmp_path, monkeypatch):
     assert saved_steps(tmp_path) == ["step-00000002", "step-00000006"]
 
 
-def test_the_first_save_knows_its_need_by_the_tensors(tmp_path, monkeypatch):
+def test_the_first_save_estimates_its_size_from_the_tensors(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 100))
     with pytest.raises(CheckpointError, match="a checkpoint needs"):
         Job(tmp_path).train(2)
 
 
-# An end that is known
+# Time limits
 
 
-def test_no_decision_looks_at_the_walls_clock():
-    """A clock that is set by a day changes nothing: what the wall's is asked for is only told, or SLURM's own."""
+def test_no_decision_depends_on_the_wall_clock():
+    """Setting the clock changes no behaviour: wall-clock times are only reported, or compared with SLURM's."""
     package = jobs.ROOT / "torchtitan"
     sources = {str(path.relative_to(package)): path.read_text() for path in package.rglob("*.py")}
     asks = {path for path, text in sources.items() if re.search(r"\btime\.time\b", text)}
-    # when a row was measured; how much a restart has lost; how long a save took; the end that SLURM names; whether the
-    # clocks of machines agree
+    # allowed: time of a metrics row, time lost by a restart, duration of a save, SLURM's end time, and the check that
+    # the clocks of machines agree
     assert asks == {
         "commands/bench.py",
         "training/reporting.py",
@@ -240,34 +240,34 @@ def test_no_decision_looks_at_the_walls_clock():
     }
 
 
-def test_times_are_read_as_slurm_writes_them():
+def test_time_limits_have_slurms_format():
     assert [seconds_of(text) for text in ("0:00:07", "12:34:56", "2-01:00:00")] == [7.0, 45296.0, 176400.0]
     assert shortest(None, 5.0, None, 3.0) == 3.0 and shortest(None) is None
     assert load(["--job.time_limit=1-00:00:00"]).job.time_limit == "1-00:00:00"
-    for wrong in ("90", "1:60:00", "1:00", "x"):
+    for malformed in ("90", "1:60:00", "1:00", "x"):
         with pytest.raises(ConfigError, match="job.time_limit"):
-            load([f"--job.time_limit={wrong}"])
+            load([f"--job.time_limit={malformed}"])
 
 
-def test_the_end_is_near_when_two_more_turns_and_saves_would_not_fit():
-    now = itertools.count(0, 10)  # a turn of 10 seconds
+def test_the_time_limit_leaves_room_for_two_steps_and_saves():
+    now = itertools.count(0, 10)  # a step takes 10 seconds
     limit = TimeLimit(200, clock=lambda: next(now))
-    asked = []
+    turn_starts = []
     while not limit.near(save_seconds=5):
-        asked.append(limit._turn_began)
+        turn_starts.append(limit._turn_began)
     # 200 - 2 * (10 + 5) - 5 % = 160
-    assert asked[-1] == 150 and limit._turn_began == 160
-    turns = iter([0, 1000, 1010, 1020])  # the first turn compiles, and tells nothing of the others
+    assert turn_starts[-1] == 150 and limit._turn_began == 160
+    turns = iter([0, 1000, 1010, 1020])  # the first step compiles, so its duration does not count
     compiled = TimeLimit(2000, clock=lambda: next(turns, 1030))
     assert not any(compiled.near(save_seconds=5) for _ in range(3))
     assert TimeLimit.near(limit := TimeLimit(2000, clock=iter([0, 0, 1000]).__next__), 5) is False
-    assert limit.near(5)  # before the second turn is known, the first is all that there is
+    assert limit.near(5)  # until the second step, the duration of the first is used
     forever = TimeLimit(None, clock=lambda: next(now))
     assert not any(forever.near(1e9) for _ in range(5))
 
 
-def test_a_run_ends_ahead_of_its_limit_saved_and_goes_on_later(tmp_path):
-    """As long as a limit allows, and no more is asserted of it: this machine is as busy as it is."""
+def test_a_run_saves_before_its_time_limit_and_resumes(tmp_path):
+    """The number of steps is not asserted: it depends on the load of the machine."""
     texts = jobs.write_texts(tmp_path / "texts")
     options = dict(
         checkpoint__enable=True, training__steps=10**6, training__local_batch_size=4, job__time_limit="0:00:05"
