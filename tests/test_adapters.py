@@ -1,5 +1,6 @@
-"""The seam of adapters, by the smallest one (tests/support/scale_adapter.py): what is trained, saved, loaded and
-folded back. That every plan gives one device's gradients is in the table of combinations.
+"""The adapter interface, tested with the smallest adapter (tests/support/scale_adapter.py).
+
+Covers training, saving, loading and merging. The table of combinations compares gradients under all plans.
 """
 
 import json
@@ -30,8 +31,8 @@ from torchtitan.training.trainer import Trainer
 SCALES = {f"layers.{layer}.ffn_norm.scale" for layer in range(4)}
 
 
-def known() -> None:
-    """A rank has not read what the test registers."""
+def register_adapter() -> None:
+    """Register the adapter in a rank's process, where the test's fixture has no effect."""
     adapters.ADAPTERS["scale"] = SCALE
 
 
@@ -40,14 +41,14 @@ def registered(monkeypatch):
     monkeypatch.setitem(adapters.ADAPTERS, "scale", SCALE)
 
 
-def trained(argv: list[str]) -> tuple[list[dict], str]:
-    known()
+def train_adapter(argv: list[str]) -> tuple[list[dict], str]:
+    register_adapter()
     return train(argv)
 
 
 def weights_after(argv: list[str]) -> tuple[dict, dict, dict, dict]:
-    """On each rank, before the first step: weights, and after the last: weights, optimizer state, adapter state."""
-    known()
+    """Train; return initial weights, final weights, keys of the optimizer state by parameter, and the trainer's state."""
+    register_adapter()
     trainer = Trainer(manager.load(argv), read_ranks())
     before = {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
@@ -70,17 +71,17 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, texts):
-    """The folder of a plain job, in which its weights are in all forms that another one starts from; the weights."""
+    """The folder of a plain job with its weights in each format that a job can start from; and these weights."""
     folder = tmp_path_factory.mktemp("base")
     options = dict(checkpoint__enable=True, training__steps=4, checkpoint__last_save_model_only=True)
     _, weights, _, _ = run_ranks(1, weights_after, arguments(folder, texts, **options))[0]
-    run_ranks(1, train, arguments(folder, texts, **options, checkpoint__last_save_in_hf=True))  # nothing but the export
+    run_ranks(1, train, arguments(folder, texts, **options, checkpoint__last_save_in_hf=True))  # only exports
     return folder, weights
 
 
 @pytest.mark.parametrize("form", ["checkpoint", "export", "hugging face"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_initial_load_fills_the_base_and_leaves_the_adapter_fresh(tmp_path, texts, base, form, ranks):
+def test_an_initial_load_fills_the_base_and_not_the_adapter(tmp_path, texts, base, form, ranks):
     folder, plain = base
     path = {"checkpoint": folder / "checkpoint", "export": folder / "model", "hugging face": folder / "model_hf"}
     options = dict(
@@ -94,24 +95,24 @@ def test_an_initial_load_fills_the_base_and_leaves_the_adapter_fresh(tmp_path, t
     before, after, state, trainer = run_ranks(ranks, weights_after, arguments(tmp_path, texts, **options))[0]
     assert set(before) - set(plain) == SCALES
     for name, tensor in before.items():
-        wanted = torch.full((1,), INITIAL).numpy() if name in SCALES else plain[name]
-        assert (tensor == wanted).all(), name
+        expected = torch.full((1,), INITIAL).numpy() if name in SCALES else plain[name]
+        assert (tensor == expected).all(), name
     changed = {name for name in before if (before[name] != after[name]).any()}
-    assert changed == SCALES, "what is frozen stays to the bit"
+    assert changed == SCALES, "frozen parameters stay bit-equal"
     assert set(state) == SCALES, "frozen parameters have no optimizer state"
     assert trainer["adapter"] == {"steps": 2}
 
 
 def test_a_dora_starts_from_weights_and_from_another_dora(tmp_path, texts, base):
-    """Its magnitudes are those of the base's rows, or those that the other one has trained."""
+    """Its magnitudes are the norms of the base's rows, or the other DoRA's trained magnitudes."""
     options = LORA | dict(adapter__kind="dora", training__steps=2, adapter__save="whole")
     first = arguments(tmp_path / "a", texts, **options, checkpoint__initial_load_path=base[0] / "model")
-    begun, trained_, _, _ = run_ranks(1, weights_after, first)[0]
-    rows = torch.from_numpy(begun["layers.0.attention.wq.weight"]).norm(dim=1)
-    torch.testing.assert_close(torch.from_numpy(begun["layers.0.attention.wq.lora_magnitude"]), rows)
+    initial, final, _, _ = run_ranks(1, weights_after, first)[0]
+    rows = torch.from_numpy(initial["layers.0.attention.wq.weight"]).norm(dim=1)
+    torch.testing.assert_close(torch.from_numpy(initial["layers.0.attention.wq.lora_magnitude"]), rows)
     second = arguments(tmp_path / "b", texts, **options, checkpoint__initial_load_path=tmp_path / "a" / "checkpoint")
-    again = run_ranks(1, weights_after, second)[0][0]
-    assert {name for name in again if (again[name] != trained_[name]).any()} == set()
+    continued = run_ranks(1, weights_after, second)[0][0]
+    assert {name for name in continued if (continued[name] != final[name]).any()} == set()
 
 
 @pytest.mark.parametrize("ranks, plan", [(1, {}), (2, {}), (2, {"parallelism__pipeline_parallel_degree": 2})])
@@ -120,15 +121,15 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, texts, ranks, plan):
     if "parallelism__pipeline_parallel_degree" not in plan:
         common |= dict(training__local_batch_size=8 // ranks)
     common |= dict(training__steps=6)
-    whole = run_ranks(ranks, trained, arguments(tmp_path, texts, **common))[0][1]
-    again = run_ranks(ranks, trained, arguments(tmp_path, texts, **common, checkpoint__load_step=3))[0][1]
-    assert again == whole
+    uninterrupted = run_ranks(ranks, train_adapter, arguments(tmp_path, texts, **common))[0][1]
+    resumed = run_ranks(ranks, train_adapter, arguments(tmp_path, texts, **common, checkpoint__load_step=3))[0][1]
+    assert resumed == uninterrupted
     saved = json.loads((tmp_path / "checkpoint" / "step-00000006" / "state.json").read_text())
     assert saved["trainer"]["adapter"] == {"steps": 6}
 
 
-def test_an_export_has_the_adapter_folded_in(tmp_path, texts, base):
-    """And is a plain model: its logits are those of the adapted one."""
+def test_an_export_has_the_adapter_merged(tmp_path, texts, base):
+    """The export is a plain model with the same logits as the adapted one."""
     options = dict(adapter__kind="scale", checkpoint__enable=True, training__steps=3, training__local_batch_size=4)
     options |= dict(checkpoint__initial_load_path=base[0] / "model", checkpoint__last_save_model_only=True)
     argv = arguments(tmp_path, texts, **options)
@@ -143,24 +144,28 @@ def test_an_export_has_the_adapter_folded_in(tmp_path, texts, base):
 
 def test_a_plain_job_refuses_an_adapted_checkpoint(tmp_path, texts):
     options = dict(checkpoint__enable=True, training__steps=1)
-    run_ranks(1, trained, arguments(tmp_path / "a", texts, **options, adapter__kind="scale"))
+    run_ranks(1, train_adapter, arguments(tmp_path / "a", texts, **options, adapter__kind="scale"))
     plain = arguments(tmp_path / "b", texts, **options, checkpoint__initial_load_path=tmp_path / "a" / "checkpoint")
     with pytest.raises(AssertionError, match=r"it also holds model.layers.0.ffn_norm.scale"):
-        run_ranks(1, trained, plain)
+        run_ranks(1, train_adapter, plain)
 
 
-def test_what_is_trained_beside_the_adapter():
+def test_train_fully_selects_base_parameters():
     with torch.device("meta"):
         model = MODELS["llama3"].build(SIZES["llama3"]["debugmodel"])
     adapter = ScaleAdapter(Options(kind="scale", train_fully=["norm.*", "*.0.attention_norm.*"]))
     adapter.install(model, MODELS["llama3"].plan)
-    beside = {name for name, p in model.named_parameters() if p.requires_grad} - adapter.added_parameters
-    assert beside == {"norm.weight", "layers.0.attention_norm.weight"}
+    other_names = {name for name, p in model.named_parameters() if p.requires_grad} - adapter.added_parameters
+    assert other_names == {"norm.weight", "layers.0.attention_norm.weight"}
     assert (
-        adapter.frozen_parameters == {name for name, _ in model.named_parameters()} - beside - adapter.added_parameters
+        adapter.frozen_parameters
+        == {name for name, _ in model.named_parameters()} - other_names - adapter.added_parameters
     )
-    of = SIZES["llama3"]["debugmodel"].num_parameters + 6  # blocks
-    assert adapter.describe() == f"scale: {6 + 2 * 256} of {of:,} parameters trained ({51800 / of:.2g} %)"
+    num_parameters = SIZES["llama3"]["debugmodel"].num_parameters + 6  # blocks
+    assert (
+        adapter.describe()
+        == f"scale: {6 + 2 * 256} of {num_parameters:,} parameters trained ({51800 / num_parameters:.2g} %)"
+    )
 
 
 def test_a_tied_head_is_trained_by_either_of_its_names():
@@ -187,7 +192,7 @@ def test_faults():
     assert idle.startswith('adapter.train_fully: given ["norm.*"]; allowed: nothing with adapter.kind = "none"')
 
 
-def test_what_a_kind_does_not_read_is_refused():
+def test_options_of_other_kinds_are_refused():
     scale = ("--adapter.kind=scale", "--checkpoint.enable")
     assert lines(*scale, '--adapter.train_fully=["norm.*"]') == []
     idle = lines(*scale, "--adapter.alpha=3", '--adapter.target=["*none*"]', "--adapter.last_save_in_peft")
@@ -199,7 +204,7 @@ def test_what_a_kind_does_not_read_is_refused():
     ]
 
 
-def test_an_adapter_without_a_layout_of_its_own_is_neither_read_nor_written(tmp_path):
+def test_an_adapter_without_a_folder_format_is_neither_read_nor_written(tmp_path):
     with torch.device("meta"):
         model = MODELS["llama3"].build(SIZES["llama3"]["debugmodel"])
     adapter = ScaleAdapter(Options(kind="scale"))
@@ -223,7 +228,7 @@ LORA = dict(adapter__kind="lora", adapter__rank=4, adapter__target='["*wq", "*w2
     "form, ranks, degrees", [("native", 2, "data"), ("hugging face", 1, "data"), ("native", 2, "pp")]
 )
 def test_a_checkpoint_of_the_adapter_alone(tmp_path, texts, base, form, ranks, degrees):
-    """It refers to the base, holds little, and resumes to the bit; another base is refused."""
+    """It contains only the adapter, refers to the base, and resumes bit-exactly; another base is refused."""
     folder, plain = base
     is_hf = form == "hugging face"
     options = LORA | dict(adapter__save="alone", checkpoint__interval=2, training__steps=4, debug__seed=5)
@@ -234,27 +239,27 @@ def test_a_checkpoint_of_the_adapter_alone(tmp_path, texts, base, form, ranks, d
         if degrees == "pp"
         else dict(training__local_batch_size=8 // ranks)
     )
-    whole = run_ranks(ranks, trained, arguments(tmp_path, texts, **options))[0][1]
-    again = run_ranks(ranks, trained, arguments(tmp_path, texts, **options, checkpoint__load_step=2))[0][1]
-    assert again == whole
+    uninterrupted = run_ranks(ranks, train_adapter, arguments(tmp_path, texts, **options))[0][1]
+    resumed = run_ranks(ranks, train_adapter, arguments(tmp_path, texts, **options, checkpoint__load_step=2))[0][1]
+    assert resumed == uninterrupted
     step = tmp_path / "checkpoint" / "step-00000004"
-    held = json.loads((step / "manifest.json").read_text())["tensors"]
-    assert {n for n in held if n.startswith("model.")} == {
+    saved_tensors = json.loads((step / "manifest.json").read_text())["tensors"]
+    assert {n for n in saved_tensors if n.startswith("model.")} == {
         f"model.layers.{i}.{m}.lora_{x}" for i in range(4) for m in ("attention.wq", "feed_forward.w2") for x in "AB"
     }
-    assert not [name for name in held if name.startswith("optimizer.") and ".lora_" not in name]
+    assert not [name for name in saved_tensors if name.startswith("optimizer.") and ".lora_" not in name]
     if degrees == "data":
         other = dict(options, checkpoint__initial_load_path=folder / "checkpoint", checkpoint__initial_load_in_hf=False)
         with pytest.raises(AssertionError, match=r"it holds an adapter to the model that was in .*model.* another"):
-            run_ranks(ranks, trained, arguments(tmp_path, texts, **other))
+            run_ranks(ranks, train_adapter, arguments(tmp_path, texts, **other))
         assert check(manager.load(arguments(tmp_path, texts, **options)), ranks, "cpu") == []
-        (fault,) = check(manager.load(arguments(tmp_path, texts, **other)), ranks, "cpu")  # before any rank is there
+        (fault,) = check(manager.load(arguments(tmp_path, texts, **other)), ranks, "cpu")  # before any rank starts
         assert fault.key == "checkpoint.initial_load_path" and "an adapter to the model that was in" in str(fault)
 
 
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
-def test_a_checkpoint_of_the_adapter_alone_is_little_more_than_its_numbers(tmp_path, texts, kind):
-    """Where matrices are as wide as they are, 1024, rank 64: all files of a checkpoint that two ranks have written."""
+def test_an_adapter_only_checkpoint_is_hardly_larger_than_its_tensors(tmp_path, texts, kind):
+    """All files of a checkpoint by two ranks are at most 5 % larger than its tensors (width 1024, LoRA rank 64)."""
     sizes = "{dim=1024, n_layers=2, n_heads=16, n_kv_heads=8, vocab_size=260}"
     options = dict(model__overrides=sizes, checkpoint__enable=True, training__steps=1, training__seq_len=8)
     options |= dict(training__local_batch_size=1, training__global_batch_size=2)
@@ -264,26 +269,26 @@ def test_a_checkpoint_of_the_adapter_alone_is_little_more_than_its_numbers(tmp_p
     MODELS["llama3"].hf.save_hf(tmp_path / "base", plain.state_dict(), plain.args, dtype=torch.bfloat16)
     options |= dict(checkpoint__initial_load_path=tmp_path / "base", checkpoint__initial_load_in_hf=True)
     options |= dict(adapter__kind=kind, adapter__rank=64, adapter__save="alone")
-    run_ranks(2, trained, arguments(tmp_path / "run", texts, **options))
+    run_ranks(2, train_adapter, arguments(tmp_path / "run", texts, **options))
     step = tmp_path / "run" / "checkpoint" / "step-00000001"
-    held = json.loads((step / "manifest.json").read_text())["tensors"]
-    adapter = sum(math.prod(held[name]["shape"]) for name in held if name.startswith("model."))
+    saved_tensors = json.loads((step / "manifest.json").read_text())["tensors"]
+    adapter = sum(math.prod(saved_tensors[name]["shape"]) for name in saved_tensors if name.startswith("model."))
     assert adapter == 2 * 64 * sum((4 * 1024 + 2 * (1024 + 512), 3 * (1024 + 2816)))
     on_disk = sum(path.stat().st_size for path in step.iterdir())
-    assert 3 * 4 * adapter < on_disk <= 1.05 * 3 * 4 * adapter, "each number and its two moments"
+    assert 3 * 4 * adapter < on_disk <= 1.05 * 3 * 4 * adapter, "each parameter and its two moments"
 
 
-def test_whole_and_alone_are_told_apart(tmp_path, texts, base):
+def test_full_and_adapter_only_checkpoints_are_distinguished(tmp_path, texts, base):
     options = LORA | dict(training__steps=1, checkpoint__initial_load_path=base[0] / "model", adapter__save="whole")
-    run_ranks(1, trained, arguments(tmp_path, texts, **options))
+    run_ranks(1, train_adapter, arguments(tmp_path, texts, **options))
     options |= dict(checkpoint__allow_config_change='["adapter.save"]', adapter__save="alone")
     with pytest.raises(AssertionError, match=r"it holds a whole model, the job an adapter alone: write adapter.save"):
-        run_ranks(1, trained, arguments(tmp_path, texts, **options))
+        run_ranks(1, train_adapter, arguments(tmp_path, texts, **options))
 
 
 STARTS = {
     "": "whole",
-    "checkpoint": "whole",  # the newest of a folder that retention empties
+    "checkpoint": "whole",  # a folder whose checkpoints retention may delete
     "checkpoint/step-00000004": "alone",
     "model": "alone",
     "model_hf": "alone",
@@ -291,46 +296,48 @@ STARTS = {
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_the_adapter_is_saved_alone_where_the_run_starts_from_a_folder_that_stays(start, tmp_path, texts, base):
+def test_the_adapter_is_saved_alone_if_the_base_is_a_permanent_folder(start, tmp_path, texts, base):
     options = LORA | dict(training__steps=2, checkpoint__interval=1)
     if start:
         options |= dict(checkpoint__initial_load_path=base[0] / start)
         options |= dict(checkpoint__initial_load_in_hf=start == "model_hf")
     argv = arguments(tmp_path, texts, **options)
-    ((_, state, lines),) = run_ranks(1, trained_and_said, argv)
-    held = json.loads((tmp_path / "checkpoint/step-00000002/manifest.json").read_text())["tensors"]
-    alone = all(".lora_" in name for name in held if name.startswith("model."))
-    assert alone == (STARTS[start] == "alone")
+    ((_, state, lines),) = run_ranks(1, train_and_log, argv)
+    saved_tensors = json.loads((tmp_path / "checkpoint/step-00000002/manifest.json").read_text())["tensors"]
+    is_adapter_only = all(".lora_" in name for name in saved_tensors if name.startswith("model."))
+    assert is_adapter_only == (STARTS[start] == "alone")
     (line,) = [line for line in lines if line.startswith("saves ")]
     assert f"adapter.save = {STARTS[start]}" in line
     assert manager.load([str(tmp_path / "config.toml")]).adapter.save == STARTS[start]
     shutil.rmtree(tmp_path / "checkpoint/step-00000002")
     assert check(manager.load(argv), 1, "cpu") == []
-    ((rows, again, _),) = run_ranks(1, trained_and_said, argv)
-    assert [row["step"] for row in rows] == [1, 2] and again == state
+    ((rows, repeated_state, _),) = run_ranks(1, train_and_log, argv)
+    assert [row["step"] for row in rows] == [1, 2] and repeated_state == state
 
 
-def test_a_job_that_starts_from_an_adapter_alone_is_told_what_to_do(tmp_path, texts, base):
+def test_starting_from_an_adapter_only_checkpoint_is_refused_with_a_remedy(tmp_path, texts, base):
     options = LORA | dict(training__steps=1)
-    run_ranks(1, trained, arguments(tmp_path / "a", texts, **options, checkpoint__initial_load_path=base[0] / "model"))
+    run_ranks(
+        1, train_adapter, arguments(tmp_path / "a", texts, **options, checkpoint__initial_load_path=base[0] / "model")
+    )
     second = arguments(tmp_path / "b", texts, **options, checkpoint__initial_load_path=tmp_path / "a" / "checkpoint")
     with pytest.raises(AssertionError, match="holds an adapter alone, and its model is in .*model: merge the two by"):
-        run_ranks(1, trained, second)
+        run_ranks(1, train_adapter, second)
 
 
-def test_a_run_that_saved_the_whole_model_by_default_goes_on_so(tmp_path, texts, base):
-    """As runs did before there was another default."""
+def test_a_run_that_saved_full_models_continues_to(tmp_path, texts, base):
+    """Runs saved whole models before the default changed."""
     options = LORA | dict(checkpoint__interval=2, checkpoint__initial_load_path=base[0] / "model")
-    run_ranks(1, trained, arguments(tmp_path, texts, **options, training__steps=2, adapter__save="whole"))
-    rows, _ = run_ranks(1, trained, arguments(tmp_path, texts, **options, training__steps=4))[0]
+    run_ranks(1, train_adapter, arguments(tmp_path, texts, **options, training__steps=2, adapter__save="whole"))
+    rows, _ = run_ranks(1, train_adapter, arguments(tmp_path, texts, **options, training__steps=4))[0]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for step in (2, 4):
         manifest = tmp_path / f"checkpoint/step-{step:08d}/manifest.json"
         assert "model.output.weight" in json.loads(manifest.read_text())["tensors"]
 
 
-def trained_and_said(argv: list[str]) -> tuple[list[dict], str, list[str]]:
-    """Rows, state, and the lines that the run logs."""
+def train_and_log(argv: list[str]) -> tuple[list[dict], str, list[str]]:
+    """Train and return metrics, state, and the lines that the run logs."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -338,14 +345,14 @@ def trained_and_said(argv: list[str]) -> tuple[list[dict], str, list[str]]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        return *trained(argv), lines
+        return *train_adapter(argv), lines
     finally:
         logger.removeHandler(handler)
 
 
 @pytest.mark.parametrize("ranks, degree", [(1, {}), (2, {}), (2, {"parallelism__pipeline_parallel_degree": 2})])
-def test_peft_out_and_in(tmp_path, texts, base, ranks, degree):
-    """What a job writes in peft's layout, another begins from: its first loss is the one that the first would have."""
+def test_peft_export_and_import(tmp_path, texts, base, ranks, degree):
+    """A job exports its adapter in peft's layout, and another one starts from exactly these weights."""
     options = LORA | degree | dict(checkpoint__initial_load_path=base[0] / "model", training__steps=3)
     options |= {} if degree else dict(training__local_batch_size=8 // ranks)
     out = arguments(tmp_path / "a", texts, **options, adapter__last_save_in_peft=True)
@@ -355,30 +362,30 @@ def test_peft_out_and_in(tmp_path, texts, base, ranks, degree):
     assert set(before) == set(after) and all((before[name] == after[name]).all() for name in before)
 
 
-def validated(argv):
-    known()
+def validation_losses(argv):
+    register_adapter()
     train(argv)
     rows = Path(manager.load(argv).job.dump_folder, "metrics.jsonl").read_text().splitlines()
     return [row["validation_loss"] for row in map(json.loads, rows) if "validation_loss" in row]
 
 
 def test_an_adapter_learns_other_text(tmp_path, texts):
-    """A base that has been trained, then LoRA on text with other words in it: its loss there falls below the base's."""
+    """LoRA on text with other words lowers the loss there below that of its trained base."""
     other = tmp_path / "other.jsonl"
     swapped = texts.read_text().translate(str.maketrans("aeghlmpt", "oiuyrnbd"))
     other.write_text(swapped.replace('"dixd"', '"text"'))
     held_out = dict(validation__enable=True, validation__dataset="text", validation__dataset_path=other)
     held_out |= dict(validation__steps=2, validation__seq_len=32, checkpoint__enable=True)
-    of_base = held_out | dict(training__steps=60, validation__freq=60, checkpoint__last_save_model_only=True)
-    (before,) = run_ranks(1, validated, arguments(tmp_path / "base", texts, **of_base))[0]
-    more = held_out | LORA | dict(training__steps=30, validation__freq=30, optimizer__lr=2e-2)
-    more |= dict(adapter__target='["all-linear"]', checkpoint__initial_load_path=tmp_path / "base" / "model")
-    (after,) = run_ranks(1, validated, arguments(tmp_path / "lora", other, **more))[0]
+    base_options = held_out | dict(training__steps=60, validation__freq=60, checkpoint__last_save_model_only=True)
+    (before,) = run_ranks(1, validation_losses, arguments(tmp_path / "base", texts, **base_options))[0]
+    lora_options = held_out | LORA | dict(training__steps=30, validation__freq=30, optimizer__lr=2e-2)
+    lora_options |= dict(adapter__target='["all-linear"]', checkpoint__initial_load_path=tmp_path / "base" / "model")
+    (after,) = run_ranks(1, validation_losses, arguments(tmp_path / "lora", other, **lora_options))[0]
     assert after < 0.8 * before
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "arguments, message",
     [
         (["--adapter.save=alone"], 'adapter.save: given "alone"; allowed: "whole" without checkpoint.ini'),
         (
@@ -407,6 +414,6 @@ def test_an_adapter_learns_other_text(tmp_path, texts):
     ],
     ids=str,
 )
-def test_faults_of_what_is_saved(words, said):
-    (fault,) = lines("--adapter.kind=lora", *words)
-    assert said in fault
+def test_faults_of_saving_options(arguments, message):
+    (fault,) = lines("--adapter.kind=lora", *arguments)
+    assert message in fault

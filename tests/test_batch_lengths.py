@@ -12,8 +12,8 @@ from tests.support import jobs, judged
 from tests.support.judged import CP, EP, MOE, PP, TP, lines
 from tests.support.pool import run_ranks
 from tests.test_preferences import BYTES, dpo_arguments, validation_losses, write_pairs
-from tests.test_seq_cls import DEEPER, ROBERTA, TWO, validations
-from tests.test_seq_cls import words as class_words
+from tests.test_seq_cls import DEEPER, ROBERTA, TWO_CLASSES, validations
+from tests.test_seq_cls import job_arguments as class_arguments
 from torchtitan.build import data, parts
 from torchtitan.config.batch_shape import is_packed
 from torchtitan.config.manager import load
@@ -68,7 +68,7 @@ def test_batches_are_as_long_as_their_longest_sample_needs(tmp_path, kind):
         )
         config = dataclasses.replace(config, training=dataclasses.replace(config.training, epochs=1))
     else:
-        config, vocabulary = load(class_words(tmp_path, "gpt2", training__epochs=1)), build_tokenizer("debug")
+        config, vocabulary = load(class_arguments(tmp_path, "gpt2", training__epochs=1)), build_tokenizer("debug")
     plan = parts.dims(config, 1)
     for make in (data.training_loader, data.validation_loader):
         seen = list(lengths(make(config, vocabulary, 0, plan)))
@@ -92,7 +92,7 @@ def padded(tmp_path_factory):
     rows = write_pairs(folder / "rows.jsonl")
     full = dict(data__pad_to="seq_len")
     ((pairs, _),) = run_ranks(1, jobs.train, dpo_arguments(folder / "dpo", rows, **full))
-    class_job = class_words(folder / "classes", "roberta", **QUICK | full | FEW)
+    class_job = class_arguments(folder / "classes", "roberta", **QUICK | full | FEW)
     ((classes, _),) = run_ranks(1, jobs.train, class_job)
     return rows, pairs, validation_losses(folder / "dpo"), classes, validations(folder / "classes")
 
@@ -116,7 +116,7 @@ def test_pairs_learn_what_they_learn_padded_to_the_full_length(padded, plan, tmp
 def test_classes_learn_what_they_learn_padded_to_the_full_length(padded, plan, tmp_path):
     _, _, _, steps, validated = padded
     ranks, options = PLANS[plan]
-    argv = class_words(tmp_path, "roberta", **QUICK | FEW | options)
+    argv = class_arguments(tmp_path, "roberta", **QUICK | FEW | options)
     got, _ = run_ranks(ranks, jobs.train, argv)[0]
     assert [step["loss"] for step in got] == pytest.approx([step["loss"] for step in steps], rel=1e-4)
     for here, wanted in zip(validations(tmp_path), validated, strict=True):
@@ -158,18 +158,18 @@ def test_the_share_of_padding_is_counted(tmp_path):
 
 
 def test_a_batch_of_classes_has_as_many_records_as_its_size_says(tmp_path):
-    config = load(class_words(tmp_path, "roberta"))
+    config = load(class_arguments(tmp_path, "roberta"))
     assert not is_packed(config)
     batch = next(iter(data.training_loader(config, build_tokenizer("debug"), 0, parts.dims(config, 1))))
     assert int((batch["labels"] != -100).sum()) == 96
 
 
 def test_classes_take_a_length_without_more_words(anywhere):
-    assert lines(*ROBERTA, TWO, "--data.pad_to=batch") == []
-    (line,) = lines(*ROBERTA, TWO, "--data.pad_to=batch", "--data.packing=best_fit")
+    assert lines(*ROBERTA, TWO_CLASSES, "--data.pad_to=batch") == []
+    (line,) = lines(*ROBERTA, TWO_CLASSES, "--data.pad_to=batch", "--data.packing=best_fit")
     assert line.startswith('data.pad_to: given "batch"; allowed: unset with data.packing = best_fit')
     kept = ["--data.packing=best_fit", "--data.pad_to=seq_len"]  # as a job of an earlier version has them written out
-    assert lines(*ROBERTA, TWO, *kept) == [] and lines(*kept) == []
+    assert lines(*ROBERTA, TWO_CLASSES, *kept) == [] and lines(*kept) == []
 
 
 @pytest.mark.parametrize("before, now, told", [(1, 100, '"off"'), (100, 1, '"best_fit" and data.packing_window = 100')])

@@ -1,4 +1,4 @@
-"""The command `torchtitan check`. Its rules and its translations have tests of their own."""
+"""The command `torchtitan check`. Rules and translations are tested elsewhere."""
 
 import importlib.util
 import subprocess
@@ -32,9 +32,9 @@ def run(capsys, *argv: str, memory: bool = False) -> tuple[int, str, str]:
 
 
 def test_ok_with_a_summary(capsys):
-    words = [f"--model.tokenizer_path={TOKENIZER}", "--training.seq_len=256", "--training.steps=100"]
-    words += ["--parallelism.data_parallel_replicate_degree=2", "--training.global_batch_size=64"]
-    code, out, err = run(capsys, "--world-size=4", "--device", "cpu", *words)
+    arguments = [f"--model.tokenizer_path={TOKENIZER}", "--training.seq_len=256", "--training.steps=100"]
+    arguments += ["--parallelism.data_parallel_replicate_degree=2", "--training.global_batch_size=64"]
+    code, out, err = run(capsys, "--world-size=4", "--device", "cpu", *arguments)
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         "the default job: OK",
@@ -49,25 +49,25 @@ def test_ok_with_a_summary(capsys):
     ]
 
 
-# The memory behind the answer
+# The memory estimate
 
 
 @pytest.fixture
 def rehearsals(monkeypatch):
-    """What a rehearsal's process was asked, and what it gives. Torch, with which it would be made, may be missing."""
-    asked, found = [], importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torch" or found(name))
+    """Replace the estimate's process: record its arguments and return a fixed result. Works without torch."""
+    requests, find_spec = [], importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torch" or find_spec(name))
 
-    def run(words, **_):
-        asked.append(words[words.index("estimate") + 1 :])
-        return rehearsals.given or subprocess.CompletedProcess(words, 0, f"memory of {len(asked)}\n", "")
+    def run(command_line, **_):
+        requests.append(command_line[command_line.index("estimate") + 1 :])
+        return rehearsals.given or subprocess.CompletedProcess(command_line, 0, f"memory of {len(requests)}\n", "")
 
-    rehearsals = SimpleNamespace(asked=asked, given=None)
+    rehearsals = SimpleNamespace(asked=requests, given=None)
     monkeypatch.setattr(command, "subprocess", SimpleNamespace(run=run))
     return rehearsals
 
 
-def test_the_memory_of_jobs_without_faults_follows_all_answers(rehearsals, capsys, tmp_path):
+def test_memory_estimates_of_valid_jobs_come_last(rehearsals, capsys, tmp_path):
     for name, more in (("a", ""), ("b", "[training]\nsteps = 0\n"), ("c", "")):
         (tmp_path / f"{name}.toml").write_text(f'[model]\ntokenizer_path = "{TOKENIZER}"\n{more}')
     code, out, err = run(capsys, "a.toml", "b.toml", "c.toml", "--device=cpu", "--training.seq_len=64", memory=True)
@@ -79,7 +79,7 @@ def test_the_memory_of_jobs_without_faults_follows_all_answers(rehearsals, capsy
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("result", "last_line"),
     [
         ((1, "does not fit\n", ""), "does not fit"),
         ((-9, "", ""), "  memory    not foretold: `torchtitan estimate` was ended by signal 9"),
@@ -88,43 +88,43 @@ def test_the_memory_of_jobs_without_faults_follows_all_answers(rehearsals, capsy
         ((3, "", ""), "  memory    not foretold: exit code 3"),
     ],
 )
-def test_a_rehearsal_that_ends_badly_fails_no_check(given, said, rehearsals, capsys):
-    rehearsals.given = subprocess.CompletedProcess([], *given)
+def test_a_failed_estimate_does_not_fail_the_check(result, last_line, rehearsals, capsys):
+    rehearsals.given = subprocess.CompletedProcess([], *result)
     code, out, err = run(capsys, f"--model.tokenizer_path={TOKENIZER}", memory=True)
-    assert (code, err) == (0, "") and out.splitlines()[-1].endswith(said)
+    assert (code, err) == (0, "") and out.splitlines()[-1].endswith(last_line)
 
 
-def test_without_torch_a_job_is_judged_all_the_same(rehearsals, monkeypatch, capsys):
+def test_a_job_is_checked_without_torch(rehearsals, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     code, out, _ = run(capsys, f"--model.tokenizer_path={TOKENIZER}", memory=True)
     assert code == 0 and out.endswith("\n  memory    not foretold: torch is not installed\n")
     assert rehearsals.asked == []
 
 
-# What is said of a job
+# The summary of a job
 
 
-def test_what_frozen_weights_take_is_left_to_the_estimate(capsys):
-    words = [f"--model.tokenizer_path={TOKENIZER}", "--adapter.kind=qlora", "--memory.limit=20GiB"]
-    code, out, _ = run(capsys, "--device=cpu", *words)
+def test_the_summary_of_an_adapter_job_has_no_state(capsys):
+    arguments = [f"--model.tokenizer_path={TOKENIZER}", "--adapter.kind=qlora", "--memory.limit=20GiB"]
+    code, out, _ = run(capsys, "--device=cpu", *arguments)
     assert code == 0 and "  state " not in out and "torchtitan estimate" in out
     assert "  memory    at most 20 GiB of a GPU for each rank\n" in out
 
 
-def test_a_model_with_experts_says_what_a_token_uses_of_it(capsys):
+def test_the_summary_has_the_active_parameters_of_experts(capsys):
     args = SIZES["deepseek"]["debugmodel"]
     code, out, _ = run(capsys, "--device=cpu", "--model.name=deepseek", f"--model.tokenizer_path={TOKENIZER}")
     assert code == 0 and args.num_active_parameters < args.num_parameters
-    said = (
+    description = (
         f"deepseek debugmodel, {args.num_parameters:,} parameters, {args.num_active_parameters:,} of them for a token"
     )
-    assert said in out
+    assert description in out
 
 
 def test_a_plan_in_the_summary(capsys):
-    words = [f"--parallelism.{axis}_parallel_degree=2" for axis in ("tensor", "context", "pipeline")]
-    words += ["--parallelism.pipeline_parallel_schedule=Interleaved1F1B", "--training.local_batch_size=4"]
-    code, out, err = run(capsys, "--world-size=16", "--device=cpu", f"--model.tokenizer_path={TOKENIZER}", *words)
+    arguments = [f"--parallelism.{axis}_parallel_degree=2" for axis in ("tensor", "context", "pipeline")]
+    arguments += ["--parallelism.pipeline_parallel_schedule=Interleaved1F1B", "--training.local_batch_size=4"]
+    code, out, err = run(capsys, "--world-size=16", "--device=cpu", f"--model.tokenizer_path={TOKENIZER}", *arguments)
     assert (code, err) == (0, "")
     assert out.splitlines()[2:5] == [
         "  ranks     16 ranks (cpu): 2 shards (FSDP) x context parallel 2 (allgather) x tensor parallel 2 with "
@@ -138,7 +138,7 @@ PARTS = "--parallelism.module_fqns_per_model_part=[['tok_embeddings', 'layers.0'
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("options", "expected"),
     [
         (
             ["schedule=LoopedBFS", "layers_per_stage=2", "--model.overrides={n_layers = 21}"],
@@ -154,15 +154,17 @@ PARTS = "--parallelism.module_fqns_per_model_part=[['tok_embeddings', 'layers.0'
         ),
     ],
 )
-def test_stages_in_the_summary(words, expected, capsys, tmp_path):
+def test_stages_in_the_summary(options, expected, capsys, tmp_path):
     (tmp_path / "two.csv").write_text("0F0,,0B0\n1F0,1B0\n")
-    words = [word if word.startswith("--") else f"--parallelism.pipeline_parallel_{word}" for word in words]
-    _, out, err = run(capsys, f"--model.tokenizer_path={TOKENIZER}", "--parallelism.pipeline_parallel_degree=2", *words)
+    options = [option if option.startswith("--") else f"--parallelism.pipeline_parallel_{option}" for option in options]
+    _, out, err = run(
+        capsys, f"--model.tokenizer_path={TOKENIZER}", "--parallelism.pipeline_parallel_degree=2", *options
+    )
     assert f"  pipeline  {expected}\n" in out, err
 
 
 @pytest.mark.parametrize(
-    "words, kept",
+    "arguments, state",
     [
         ([], "two moments"),
         (["--optimizer.name=SGD"], "no moments"),
@@ -170,14 +172,14 @@ def test_stages_in_the_summary(words, expected, capsys, tmp_path):
         (["--optimizer.name=AdamW8bit"], "what AdamW8bit keeps"),
     ],
 )
-def test_the_state_is_that_of_the_optimizer(words, kept, capsys):
-    code, out, _ = run(capsys, f"--model.tokenizer_path={TOKENIZER}", *words)
-    assert code == 0 and f"(parameters, gradients, {kept} in float32)" in out
+def test_the_state_is_that_of_the_optimizer(arguments, state, capsys):
+    code, out, _ = run(capsys, f"--model.tokenizer_path={TOKENIZER}", *arguments)
+    assert code == 0 and f"(parameters, gradients, {state} in float32)" in out
 
 
 def test_without_a_world_size_the_fewest_ranks_are_taken(capsys):
-    word = "--parallelism.data_parallel_replicate_degree=2"
-    code, out, _ = run(capsys, f"--model.tokenizer_path={TOKENIZER}", word)
+    option = "--parallelism.data_parallel_replicate_degree=2"
+    code, out, _ = run(capsys, f"--model.tokenizer_path={TOKENIZER}", option)
     assert code == 0 and "ranks     2 ranks" in out and "in one forward pass\n" in out
 
 
@@ -230,10 +232,10 @@ def test_neither_checking_nor_loading_needs_torch():
 
 
 def test_fewest_ranks():
-    words = ["--parallelism.data_parallel_replicate_degree=3", "--parallelism.data_parallel_shard_degree"]
-    assert fewest_ranks(load([*words, "-1"])) == 3
-    assert fewest_ranks(load([*words, "4"])) == 12
+    arguments = ["--parallelism.data_parallel_replicate_degree=3", "--parallelism.data_parallel_shard_degree"]
+    assert fewest_ranks(load([*arguments, "-1"])) == 3
+    assert fewest_ranks(load([*arguments, "4"])) == 12
     degrees = [f"--parallelism.{axis}_parallel_degree=2" for axis in ("tensor", "context", "pipeline")]
-    assert fewest_ranks(load([*words, "4", *degrees])) == 96
+    assert fewest_ranks(load([*arguments, "4", *degrees])) == 96
     experts = ["--parallelism.expert_parallel_degree=8"]
     assert fewest_ranks(load(experts)) == 8 and fewest_ranks(load([*experts, *degrees])) == 8 * 2

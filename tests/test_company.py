@@ -21,7 +21,7 @@ from tests.support import jobs
 from tests.support.proxy import Proxy
 from tests.test_launcher import RANK, end, gone, nothing_is_left, started
 from tests.test_nodes import free_port
-from tests.test_restarts import ATTEMPT, CRASH, in_the_folder
+from tests.test_restarts import ATTEMPT, CRASH, read_evidence
 from torchtitan.core.errors import JobError
 from torchtitan.launcher import admission, multi_node, restarts
 from torchtitan.launcher.exit_report import End, read_end, together
@@ -135,7 +135,7 @@ def test_a_hang_is_explained_by_evidence_of_all_machines(late, tmp_path):
     first, other = wait_for_all(machines)
     assert (first[0], other[0]) == (6, 6) and other[2] == ""
     assert f"rank {late} is stopped by a signal, in step 3 (train)" in first[2]
-    evidence = in_the_folder(tmp_path)
+    evidence = read_evidence(tmp_path)
     assert {f"rank-{rank}.stacks.txt" for rank in range(2)} < set(evidence) and "rank 1: " in evidence["summary.txt"]
     assert all(map(gone, pids))
 

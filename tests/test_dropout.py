@@ -1,6 +1,4 @@
-"""Keyed dropout, of features and of probabilities: as many as asked, no pattern in them, the same ones whatever cuts
-the batch.
-"""
+"""Keyed dropout of features and attention probabilities: correct rate, independent draws, no dependence on the plan."""
 
 from unittest.mock import patch
 
@@ -33,19 +31,19 @@ def keys(seed=1, step=2, samples=SAMPLES, length=LENGTH):
     return token_keys(seed, step, torch.arange(samples), length)
 
 
-def kept(keys, p=0.25, place=0):
+def dropout_mask(keys, p=0.25, place=0):
     return Dropout(p, place)(torch.ones(*keys.shape, WIDTH), keys) != 0
 
 
-def test_a_share_is_dropped_and_the_rest_made_up_for():
+def test_a_fraction_is_dropped_and_the_rest_scaled_up():
     y = Dropout(0.25)(torch.ones(SAMPLES, LENGTH, WIDTH), keys())
     assert set(y.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
     # 262144 draws: the standard deviation of the share is 0.0008
     assert (y == 0).double().mean().item() == pytest.approx(0.25, abs=0.004)
 
 
-def test_shares_of_features_tokens_samples_are_even():
-    dropped = (~kept(keys())).double()
+def test_rates_are_even_over_features_tokens_and_samples():
+    dropped = (~dropout_mask(keys())).double()
     for axes, draws in (((0, 1), SAMPLES * LENGTH), ((0, 2), SAMPLES * WIDTH), ((1, 2), LENGTH * WIDTH)):
         deviation = (0.25 * 0.75 / draws) ** 0.5
         assert (dropped.mean(axes) - 0.25).abs().max() < 5 * deviation
@@ -60,18 +58,26 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("what", [*OTHERS, "place", "the next feature"])
-def test_draws_tell_apart(what):
-    """Two masks agree where both keep or both drop: 0.625 of the features, if they know nothing of one another."""
-    one = kept(keys())
-    other = kept(OTHERS[what]) if what in OTHERS else kept(keys(), place=1) if what == "place" else one.roll(1, 2)
-    assert (one == other).double().mean().item() == pytest.approx(0.625, abs=0.005)
+@pytest.mark.parametrize("change", [*OTHERS, "place", "the next feature"])
+def test_draws_are_independent(change):
+    """Two independent masks agree (both keep or both drop) in 0.625 of the features."""
+    mask = dropout_mask(keys())
+    other_mask = (
+        dropout_mask(OTHERS[change])
+        if change in OTHERS
+        else dropout_mask(keys(), place=1)
+        if change == "place"
+        else mask.roll(1, 2)
+    )
+    assert (mask == other_mask).double().mean().item() == pytest.approx(0.625, abs=0.005)
 
 
-def test_layers_tell_apart():
-    masks = torch.stack([kept(layer_keys(keys(samples=4), layer)) for layer in range(-1, 12)]).flatten(1).double()
-    together = torch.corrcoef(masks) - torch.eye(13)
-    assert together.abs().max() < 5 / masks.shape[1] ** 0.5
+def test_draws_of_layers_are_independent():
+    masks = (
+        torch.stack([dropout_mask(layer_keys(keys(samples=4), layer)) for layer in range(-1, 12)]).flatten(1).double()
+    )
+    correlations = torch.corrcoef(masks) - torch.eye(13)
+    assert correlations.abs().max() < 5 / masks.shape[1] ** 0.5
 
 
 def test_the_hash_is_a_permutation_of_32_bits():
@@ -85,11 +91,11 @@ def test_the_hash_is_a_permutation_of_32_bits():
 
 
 def test_keys_are_cut_with_the_batch():
-    whole = keys()
-    assert torch.equal(token_keys(1, 2, torch.arange(SAMPLES)[1::2], LENGTH), whole[1::2])
+    all_keys = keys()
+    assert torch.equal(token_keys(1, 2, torch.arange(SAMPLES)[1::2], LENGTH), all_keys[1::2])
     x = torch.randn(SAMPLES, LENGTH, WIDTH)
     drop = Dropout(0.5, 1)
-    assert torch.equal(drop(x[3:5, 7:20], whole[3:5, 7:20]), drop(x, whole)[3:5, 7:20])
+    assert torch.equal(drop(x[3:5, 7:20], all_keys[3:5, 7:20]), drop(x, all_keys)[3:5, 7:20])
 
 
 def test_outside_of_training_nothing_is_dropped():
@@ -101,12 +107,12 @@ def test_outside_of_training_nothing_is_dropped():
 
 def test_gradients_pass_where_features_are_kept():
     x = torch.randn(2, 3, 64, dtype=torch.float64, requires_grad=True)
-    drop, own = Dropout(0.3), keys(samples=2, length=3)
-    (grad,) = torch.autograd.grad(drop(x, own).sum(), x)
-    assert torch.equal(grad, drop(torch.ones_like(x), own))
+    drop, batch_keys = Dropout(0.3), keys(samples=2, length=3)
+    (grad,) = torch.autograd.grad(drop(x, batch_keys).sum(), x)
+    assert torch.equal(grad, drop(torch.ones_like(x), batch_keys))
 
 
-# Of the probabilities of attention
+# Attention probabilities
 
 QUERIES, KEYS, GROUPED = (3, 4, 6, 8), (3, 2, 6, 8), 2
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1], [0] * 6, [0, 1, 1, 1, 2, 2]])
@@ -118,59 +124,66 @@ def attention_inputs():
     return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-def kept_pairs(own, heads, p):
-    """[B, H, Q, S], as Dropout drops of rows that each have a key."""
-    keys = head_keys(own, 0, heads)
-    return Dropout(p)(torch.ones(*keys.shape, keys.shape[-1], dtype=torch.float64), keys)
+def pair_factors(batch_keys, heads, p):
+    """Return factors [B, H, Q, S] that Dropout applies to rows with these keys."""
+    pair_keys = head_keys(batch_keys, 0, heads)
+    return Dropout(p)(torch.ones(*pair_keys.shape, pair_keys.shape[-1], dtype=torch.float64), pair_keys)
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one document", "documents"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_probabilities_are_dropped_behind_the_softmax(documents, causal):
-    """Against the formula, one query after the other; and every gradient."""
-    own, kernel = keys(samples=3, length=6), DroppingKernel(0.4, causal=causal)
+def test_probabilities_are_dropped_after_the_softmax(documents, causal):
+    """Compare outputs and gradients to the formula, evaluated query by query."""
+    batch_keys, kernel = keys(samples=3, length=6), DroppingKernel(0.4, causal=causal)
     q, k, v = inputs = attention_inputs()
-    counted = kept_pairs(own, 4, 0.4)
+    factors = pair_factors(batch_keys, 4, 0.4)
     rows = []
     for sample, head, query in torch.cartesian_prod(torch.arange(3), torch.arange(4), torch.arange(6)).tolist():
-        seen = torch.arange(6) <= query if causal else torch.ones(6, dtype=torch.bool)
+        visible = torch.arange(6) <= query if causal else torch.ones(6, dtype=torch.bool)
         if documents is not None:
-            seen = seen & (documents[sample] == documents[sample, query])
-        scores = (k[sample, head // GROUPED] @ q[sample, head, query] / 8**0.5)[seen]
-        weights = scores.exp() / scores.exp().sum() * counted[sample, head, query, seen]
-        rows.append(weights @ v[sample, head // GROUPED, seen])
+            visible = visible & (documents[sample] == documents[sample, query])
+        scores = (k[sample, head // GROUPED] @ q[sample, head, query] / 8**0.5)[visible]
+        weights = scores.exp() / scores.exp().sum() * factors[sample, head, query, visible]
+        rows.append(weights @ v[sample, head // GROUPED, visible])
     expected = torch.stack(rows).view(QUERIES)
     mask = kernel.prepare(Tokens(torch.arange(6), documents))
-    y = kernel(q, k, v, mask, own)
+    y = kernel(q, k, v, mask, batch_keys)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for got, wanted in zip(
-        *(torch.autograd.grad((each * direction).sum(), inputs) for each in (y, expected)), strict=True
+    for grad, expected_grad in zip(
+        *(torch.autograd.grad((output * direction).sum(), inputs) for output in (y, expected)), strict=True
     ):
-        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-12)
 
 
-def test_the_share_of_dropped_probabilities_is_even_and_its_draws_apart():
-    own = keys(samples=16)
-    dropped = (kept_pairs(own, 4, 0.25) == 0).double()  # [16, 4, 32, 32]
+def test_probability_draws_have_an_even_rate_and_are_independent():
+    batch_keys = keys(samples=16)
+    dropped = (pair_factors(batch_keys, 4, 0.25) == 0).double()  # [16, 4, 32, 32]
     for axes, draws in (((0, 1, 2), 2048), ((0, 1, 3), 2048), ((0, 2, 3), 16384), ((1, 2, 3), 4096)):
         assert (dropped.mean(axes) - 0.25).abs().max() < 5 * (0.25 * 0.75 / draws) ** 0.5
     neighbours = {axis: (dropped == dropped.roll(1, axis)).double().mean().item() for axis in range(4)}
-    features = (Dropout(0.25)(torch.ones(*own.shape, LENGTH), own) == 0).double()  # of what the block adds
+    features = (
+        Dropout(0.25)(torch.ones(*batch_keys.shape, LENGTH), batch_keys) == 0
+    ).double()  # of the block's residual
     assert list(neighbours.values()) == pytest.approx([0.625] * 4, abs=0.01)
     assert (dropped == features[:, None]).double().mean().item() == pytest.approx(0.625, abs=0.01)
 
 
-def test_a_share_of_the_heads_and_of_the_queries_drops_what_the_whole_does():
-    """Of tensor and of context parallel."""
-    own, kernel = keys(samples=3, length=6), DroppingKernel(0.4)
+def test_some_heads_or_queries_drop_the_same_probabilities():
+    """Tensor parallel gives a rank some heads; context parallel gives it some queries."""
+    batch_keys, kernel = keys(samples=3, length=6), DroppingKernel(0.4)
     q, k, v = attention_inputs()
-    whole, part = kernel(q, k, v, None, own), DroppingKernel(0.4)
-    part.share = 1
-    assert torch.equal(part(q[:, 2:], k[:, 1:], v[:, 1:], None, own), whole[:, 2:])
-    some = torch.tensor([1, 4])
-    mask = kernel.prepare(Tokens(some, None), Tokens(torch.arange(6), None))
-    torch.testing.assert_close(kernel(q[:, :, some], k, v, mask, own[:, some]), whole[:, :, some], rtol=1e-12, atol=0)
+    full_output, partial_kernel = kernel(q, k, v, None, batch_keys), DroppingKernel(0.4)
+    partial_kernel.share = 1
+    assert torch.equal(partial_kernel(q[:, 2:], k[:, 1:], v[:, 1:], None, batch_keys), full_output[:, 2:])
+    positions = torch.tensor([1, 4])
+    mask = kernel.prepare(Tokens(positions, None), Tokens(torch.arange(6), None))
+    torch.testing.assert_close(
+        kernel(q[:, :, positions], k, v, mask, batch_keys[:, positions]),
+        full_output[:, :, positions],
+        rtol=1e-12,
+        atol=0,
+    )
 
 
 def test_outside_of_training_no_probability_is_dropped():
@@ -179,22 +192,22 @@ def test_outside_of_training_no_probability_is_dropped():
     with pytest.raises(AssertionError, match="keys of its tokens"):
         kernel(q, k, v, None)
     assert torch.equal(kernel.eval()(q, k, v, None), AttentionKernel()(q, k, v, None))
-    assert torch.equal(
-        kernel.with_backend("sdpa")(q, k, v, None), AttentionKernel()(q, k, v, None)
-    )  # as generating asks
+    assert torch.equal(kernel.with_backend("sdpa")(q, k, v, None), AttentionKernel()(q, k, v, None))  # as in generation
 
 
 @pytest.mark.parametrize("method", ["ring", "alltoall", "ulysses"])
-def test_context_parallel_that_has_parts_of_rows_is_refused(method):
+def test_attention_dropout_needs_full_rows_under_context_parallel(method):
     require_part(DroppingKernel(0.4), "allgather")
-    said = f'context_parallel_rotate_method: given "{method}"; allowed: "allgather" for a model with attention_dropout'
-    with pytest.raises(JobError, match=said):
+    message = (
+        f'context_parallel_rotate_method: given "{method}"; allowed: "allgather" for a model with attention_dropout'
+    )
+    with pytest.raises(JobError, match=message):
         require_part(DroppingKernel(0.4), method)
     job = ["--model.name=gpt2", "--parallelism.context_parallel_degree=2", "--model.tokenizer_path=bytes"]
     job += ["--training.seq_len=64", f"--parallelism.context_parallel_rotate_method={method}"]
     assert check(load(job), 2, "cpu") == []
     (fault,) = check(load([*job, "--model.overrides={attention_dropout = 0.1}"]), 2, "cpu")
-    assert said in str(fault)
+    assert message in str(fault)
 
 
 def model_and_batch():
@@ -213,19 +226,19 @@ def gradients(model, loss):
 
 @pytest.mark.parametrize("policy", [Policy(), Policy("full", preserve_rng_state=False)], ids=["none", "full"])
 def test_segments_drop_what_the_forward_drops(policy):
-    """Also where they are computed again, without any generator's state."""
+    """This holds too with recompute, which saves no random generator's state."""
     model, batch = model_and_batch()
     expected = gradients(model, model(**batch))
-    again, _ = model_and_batch()
-    tokens, rest = batch["tokens"], {name: x for name, x in batch.items() if name != "tokens"}
-    lists = NodeLists(programs_of(again), policy)
-    chunk, loop = Chunk(lists, NoExchange(), tokens, again.context(tokens, **rest)), Loop()
+    segmented, _ = model_and_batch()
+    tokens, other_inputs = batch["tokens"], {name: x for name, x in batch.items() if name != "tokens"}
+    lists = NodeLists(programs_of(segmented), policy)
+    chunk, loop = Chunk(lists, NoExchange(), tokens, segmented.context(tokens, **other_inputs)), Loop()
     loop.run(alone(lists.forward), lambda: chunk)
     chunk.output.backward()
     chunk.start_backward(None)
     loop.run(alone(lists.backward), lambda: chunk)
     loop.finish(lambda _: True)
-    for name, parameter in again.named_parameters():
+    for name, parameter in segmented.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=1e-12, msg=name)
 
 

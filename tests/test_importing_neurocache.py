@@ -1,4 +1,4 @@
-"""`torchtitan import` of train_neurocache.py: the notes' two lines, every flag, and the jobs that they mean, run."""
+"""`torchtitan import` of train_neurocache.py: the notes' two command lines, every flag, and runs of the jobs."""
 
 import json
 import math
@@ -32,17 +32,17 @@ SECOND = """accelerate launch --num_processes 4 --mixed_precision bf16 train_neu
 CACHE = "adapter.neurocache."
 
 
-def meaning(words="", line=SECOND):
-    return read(parse(split([f"{line} {words}"])))
+def import_line(flags="", line=SECOND):
+    return read(parse(split([f"{line} {flags}"])))
 
 
-def changed(words):
-    return difference(meaning(), meaning(words))
+def changes_by(flags):
+    return difference(import_line(), import_line(flags))
 
 
 def test_the_notes_first_line():
-    """Whose batch is of one rank, and which says nothing of LoRA or the cache."""
-    job = meaning(line=FIRST)
+    """This line has the batch of one rank and no flag for LoRA or the cache."""
+    job = import_line(line=FIRST)
     assert job.faults == []
     assert job.values == {
         "job.dump_folder": "nc/baseline_opt350m",
@@ -98,14 +98,16 @@ def test_the_notes_first_line():
         "adapter.neurocache.ordering": "fifo",
         "adapter.neurocache.scope": "lane",
     }
-    said = " ".join(job.notes)
+    notes = " ".join(job.notes)
     assert (
-        "no --num_processes" in said and "no --lora_modules: fc1,fc2" in said and "bfloat16 instead of float16" in said
+        "no --num_processes" in notes
+        and "no --lora_modules: fc1,fc2" in notes
+        and "bfloat16 instead of float16" in notes
     )
 
 
 def test_the_notes_second_line():
-    job, first = meaning(), meaning(line=FIRST).values
+    job, first = import_line(), import_line(line=FIRST).values
     assert job.faults == [] and job.values.keys() == first.keys()
     assert {key: value for key, value in job.values.items() if value != first[key]} == {
         "job.dump_folder": "nc/opt1.3b",
@@ -124,23 +126,23 @@ def test_the_notes_second_line():
     assert "only matrices with LoRA are stored in 4 bits" in " ".join(job.notes)
 
 
-def test_the_page_has_both():
+def test_the_docs_show_both_lines():
     lines = re.findall(r'torchtitan import "(.*?)"', (ROOT / "docs/neurocache.md").read_text(), re.DOTALL)
     first, second = (read(parse(split([line]))) for line in lines)
-    assert second.values == meaning().values and first.faults == []
-    assert first.values == meaning("--disable_neurocache", FIRST.partition("&>")[0]).values
+    assert second.values == import_line().values and first.faults == []
+    assert first.values == import_line("--disable_neurocache", FIRST.partition("&>")[0]).values
 
 
-def test_both_are_jobs_but_for_the_folders(capsys):
-    """Which are not here: nothing else is a fault."""
-    for line, more in ((FIRST, []), (FIRST, ["--disable_neurocache"]), (SECOND, []), (SECOND, ["--world-size", "2"])):
-        own, words = (more, []) if more[:1] == ["--world-size"] else ([], more)
-        assert cli.main(["import", *own, " ".join([line.partition("&>")[0], *words])]) == 2
+def test_both_lines_become_valid_jobs_except_for_missing_folders(capsys):
+    """Folders that do not exist are the only faults."""
+    for line, extra in ((FIRST, []), (FIRST, ["--disable_neurocache"]), (SECOND, []), (SECOND, ["--world-size", "2"])):
+        options, flags = (extra, []) if extra[:1] == ["--world-size"] else ([], extra)
+        assert cli.main(["import", *options, " ".join([line.partition("&>")[0], *flags])]) == 2
         shown = capsys.readouterr()
         assert "Translated from a command line of train_neurocache.py (neurocache)." in shown.out
         faults = [fault for fault in shown.err.splitlines() if "allowed:" in fault]
-        places = ("training.dataset_path", "validation.dataset_path", "initial_load_path", "tokenizer_path")
-        assert faults and all(any(place in fault for place in places) for fault in faults), shown.err
+        folder_options = ("training.dataset_path", "validation.dataset_path", "initial_load_path", "tokenizer_path")
+        assert faults and all(any(option in fault for option in folder_options) for fault in faults), shown.err
 
 
 CHANGES = [
@@ -220,9 +222,9 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("words, expected, note", CHANGES, ids=[words for words, *_ in CHANGES])
-def test_flags(words, expected, note):
-    values, notes = changed(words)
+@pytest.mark.parametrize("flags, expected, note", CHANGES, ids=[flags for flags, *_ in CHANGES])
+def test_flags(flags, expected, note):
+    values, notes = changes_by(flags)
     assert {key: values.get(key) for key in expected} == expected and note in notes
     if not expected and not note:
         assert values == {}
@@ -251,45 +253,45 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("words, flag, said", REFUSED, ids=[words for words, *_ in REFUSED])
-def test_refused_flags(words, flag, said):
-    (fault,) = meaning(words).faults
-    assert fault.key == f"--{flag}" and said in str(fault)
+@pytest.mark.parametrize("words, flag, message", REFUSED, ids=[flags for flags, *_ in REFUSED])
+def test_refused_flags(flags, flag, message):
+    (fault,) = import_line(flags).faults
+    assert fault.key == f"--{flag}" and message in str(fault)
 
 
-def test_what_the_launcher_computes_in():
-    def of(asked):
-        return meaning(line=SECOND.replace("--mixed_precision bf16", asked))
+def test_the_precision_of_the_launcher():
+    def import_with(precision_flag):
+        return import_line(line=SECOND.replace("--mixed_precision bf16", precision_flag))
 
-    assert of("").values["training.mixed_precision_param"] == "bfloat16"
-    wide = meaning("--cache_dtype float32", SECOND.replace("--mixed_precision bf16", "--mixed_precision=no"))
+    assert import_with("").values["training.mixed_precision_param"] == "bfloat16"
+    wide = import_line("--cache_dtype float32", SECOND.replace("--mixed_precision bf16", "--mixed_precision=no"))
     assert wide.values["training.mixed_precision_param"] == "float32"
-    (fault,) = of("--mixed_precision fp8").faults
+    (fault,) = import_with("--mixed_precision fp8").faults
     assert str(fault).endswith('--mixed_precision: given "fp8"; allowed: no, fp16, bf16')
 
 
-def test_what_is_needed_is_said_at_once():
-    faults = meaning(line="python train_neurocache.py").faults
+def test_missing_flags_are_all_reported():
+    faults = import_line(line="python train_neurocache.py").faults
     assert [fault.key for fault in faults] == ["--model_name_or_path", "--dataset_name", "--output_dir"]
 
 
-def test_every_flag_is_looked_at():
-    tried = [*CHANGES, *REFUSED, (FIRST,), (SECOND,)]
-    assert {flag for flag in FLAGS if not any(f"--{flag}" in words for words, *_ in tried)} == set()
+def test_every_flag_is_tested():
+    tested = [*CHANGES, *REFUSED, (FIRST,), (SECOND,)]
+    assert {flag for flag in FLAGS if not any(f"--{flag}" in flags for flags, *_ in tested)} == set()
 
 
 # --- jobs that run
 
 
 TINY = OPTArgs(dim=32, n_layers=4, n_heads=4, ffn_dim=48, vocab_size=260, max_seq_len=64, order="post", embed_dim=16)
-HOW = "--sequence_length 16 --max_train_steps 2 --max_eval_steps 2 --evaluate_every_steps 1 --logging_steps 1"
-HOW += " --with_tracking false --tokenizer_name bytes --cache_size 32 --topk 3 --lora_r 4 --num_warmup_steps 1"
-HOW += " --per_device_train_batch_size 2 --gradient_accumulation_steps 2"
+RUN_FLAGS = "--sequence_length 16 --max_train_steps 2 --max_eval_steps 2 --evaluate_every_steps 1 --logging_steps 1"
+RUN_FLAGS += " --with_tracking false --tokenizer_name bytes --cache_size 32 --topk 3 --lora_r 4 --num_warmup_steps 1"
+RUN_FLAGS += " --per_device_train_batch_size 2 --gradient_accumulation_steps 2"
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A model of OPT-350m's form, and documents in two splits."""
+    """A folder with a tiny model of OPT-350m's architecture, and with documents in two splits."""
     folder = tmp_path_factory.mktemp("imported")
     HF.save_hf(folder / "opt", build(OPT, TINY).state_dict(), TINY)
     for split_ in ("train", "validation"):
@@ -297,56 +299,66 @@ def home(tmp_path_factory):
     return folder
 
 
-def line_of(home, out, words):
+def command_line(home, out, flags):
     where = f"--output_dir {out} --model_name_or_path {home}/opt --dataset_name {home}/books"
-    return f"accelerate launch --num_processes 1 train_neurocache.py {where} {HOW} {words}"
+    return f"accelerate launch --num_processes 1 train_neurocache.py {where} {RUN_FLAGS} {flags}"
 
 
-def two_steps(path):
+def train_from_file(path):
     return [row["loss"] for row in train([f"--job.config_file={path}", "--metrics.plot=false"])[0]]
 
 
 @pytest.mark.parametrize(
-    "words", ["", "--nf4", "--disable_lora --cache_type LRU", "--disable_neurocache", "--retrieval_map '{1:2}'"]
+    "flags", ["", "--nf4", "--disable_lora --cache_type LRU", "--disable_neurocache", "--retrieval_map '{1:2}'"]
 )
-def test_its_jobs_train(words, home, tmp_path):
-    text, config, measures = translate(parse(split([line_of(home, tmp_path / "run", words)])), None)
+def test_imported_jobs_train(flags, home, tmp_path):
+    text, config, measures = translate(parse(split([command_line(home, tmp_path / "run", flags)])), None)
     (tmp_path / "job.toml").write_text(text)
     assert measures is None and config.adapter.layers == (
-        [] if "disable_lora" in words else [1, 2, 3][-3 if "1:" in words else -1 :]
+        [] if "disable_lora" in flags else [1, 2, 3][-3 if "1:" in flags else -1 :]
     )
-    (losses,) = run_ranks(1, two_steps, tmp_path / "job.toml")
+    (losses,) = run_ranks(1, train_from_file, tmp_path / "job.toml")
     assert len(losses) == 2 and all(map(math.isfinite, losses))
 
 
-def measured(tmp_path, capsys, line):
+def import_and_run(tmp_path, capsys, line):
     assert cli.main(["import", "--run", line]) == 0, capsys.readouterr().err
     return capsys.readouterr().out
 
 
-def test_a_line_that_only_evaluates_is_measured(home, tmp_path, capsys, monkeypatch):
-    """The model; and an adapter of the authors' form, whose flags are those of its folder."""
-    plain = line_of(home, tmp_path / "base", "--only_evaluate --disable_neurocache")
-    table = measured(tmp_path, capsys, plain)
+def test_a_line_that_only_evaluates_is_run(home, tmp_path, capsys, monkeypatch):
+    """Evaluate the base model, and an adapter in the authors' format, whose folder determines the cache's options."""
+    plain = command_line(home, tmp_path / "base", "--only_evaluate --disable_neurocache")
+    table = import_and_run(tmp_path, capsys, plain)
     assert "bits per byte" in table and "cache of" not in table
-    run = line_of(home, tmp_path / "run", "--learning_rate 0.05 --compression_factor 2")
+    run = command_line(home, tmp_path / "run", "--learning_rate 0.05 --compression_factor 2")
     text, _, _ = translate(parse(split([run])), None)
     (tmp_path / "job.toml").write_text(text)
-    run_ranks(1, two_steps, tmp_path / "job.toml")
+    run_ranks(1, train_from_file, tmp_path / "job.toml")
     assert cli.main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "adapter")]) == 0
-    told = ["evaluate", str(tmp_path / "run"), "--cache-sizes=32", "--samples=8", "--out", str(tmp_path / "own.json")]
-    assert cli.main(told) == 0
-    begun = line_of(home, tmp_path / "measured", f"--only_evaluate --pretrained_neurocache {tmp_path}/adapter")
-    text, config, measures = translate(parse(split([begun])), None)
+    arguments = [
+        "evaluate",
+        str(tmp_path / "run"),
+        "--cache-sizes=32",
+        "--samples=8",
+        "--out",
+        str(tmp_path / "own.json"),
+    ]
+    assert cli.main(arguments) == 0
+    line = command_line(home, tmp_path / "measured", f"--only_evaluate --pretrained_neurocache {tmp_path}/adapter")
+    text, config, measures = translate(parse(split([line])), None)
     assert config.adapter.neurocache.compression == 2 and config.adapter.neurocache.compat_head_layout
     assert "no effect with --pretrained_neurocache, which sets them: --cache_size, --topk" in text
     (tmp_path / "job.toml").write_text(text.replace("compat_head_layout = true", "compat_head_layout = false"))
-    told = ["evaluate", *measures, "--config", str(tmp_path / "job.toml"), "--cache-sizes=32"]
-    assert cli.main([*told, "--out", str(tmp_path / "found.json")]) == 0
-    own, found = (json.loads((tmp_path / f"{name}.json").read_text())["runs"] for name in ("own", "found"))
-    assert found[0]["loss"] == pytest.approx(own[0]["loss"], rel=1e-5) and found[0]["tokens"] == own[0]["tokens"]
-    out = measured(tmp_path, capsys, begun)
+    arguments = ["evaluate", *measures, "--config", str(tmp_path / "job.toml"), "--cache-sizes=32"]
+    assert cli.main([*arguments, "--out", str(tmp_path / "found.json")]) == 0
+    original, reloaded = (json.loads((tmp_path / f"{name}.json").read_text())["runs"] for name in ("own", "found"))
+    assert (
+        reloaded[0]["loss"] == pytest.approx(original[0]["loss"], rel=1e-5)
+        and reloaded[0]["tokens"] == original[0]["tokens"]
+    )
+    out = import_and_run(tmp_path, capsys, line)
     assert "cache of 32 entries" in out
     (tmp_path / "adapter" / CONFIG).write_text('{"retrieval_map": {"a": "b"}}')
-    (fault,) = read(parse(split([begun]))).faults
+    (fault,) = read(parse(split([line]))).faults
     assert f"layer numbers in its {CONFIG}" in str(fault)

@@ -1,5 +1,6 @@
-"""Pipelines beside the table of combinations: unusual cuts and tables, evaluation between steps, and what must not
-happen: recomputing twice, reducing twice, sums in bfloat16, a microbatch too few.
+"""Pipelines beyond the table of combinations: unusual cuts and schedules, evaluation between steps, and errors.
+
+Also: nothing is recomputed or reduced twice, gradients are not summed in bfloat16, and no microbatch is lost.
 """
 
 from collections import defaultdict
@@ -36,8 +37,8 @@ def dims_of(row: Combination) -> ParallelDims:
     return ParallelDims(row.ranks, row.dp_replicate, row.dp_shard, row.cp, row.tp, row.pp)
 
 
-def build(row: Combination, autocast: bool = False, **wishes: object) -> tuple[Pipeline, DeviceMesh]:
-    """This rank's pipeline and the mesh. `wishes`: of PipelineOptions, other than the row's."""
+def build(row: Combination, autocast: bool = False, **overrides: object) -> tuple[Pipeline, DeviceMesh]:
+    """Return this rank's pipeline and the mesh. `overrides`: PipelineOptions that differ from the row's."""
     dims = dims_of(row)
     mesh = dims.build_mesh("cpu")
     with torch.device("meta"):
@@ -55,19 +56,19 @@ def build(row: Combination, autocast: bool = False, **wishes: object) -> tuple[P
         compile_backend="aot_eager",
     )
     local_batch = 8 // dims.dp // row.accumulation
-    wishes = {"schedule": row.schedule, "local_batch_size": local_batch, "hidden_dim": model.args.dim} | wishes
-    pipeline = PipelineOptions(**wishes)
+    overrides = {"schedule": row.schedule, "local_batch_size": local_batch, "hidden_dim": model.args.dim} | overrides
+    pipeline = PipelineOptions(**overrides)
     tied = tied_names(model)
     stages = pipeline.stages(model, plan, dims.pp)
-    mine = pipeline.stages_of_rank(dims.rank_in(mesh, "pp"), dims.pp, len(stages))
-    parts = cut_model(model, stages, mine)
+    local_stages = pipeline.stages_of_rank(dims.rank_in(mesh, "pp"), dims.pp, len(stages))
+    parts = cut_model(model, stages, local_stages)
     for part in parts:
         parallelize(part, mesh, dims, plan, options)
         part.to_empty(device="cpu")
         initialize(part, 7, part.init_rule, drawn_as=tied)
     pipe = Pipeline(
         parts,
-        mine,
+        local_stages,
         len(stages),
         mesh["pp"],
         pipeline,
@@ -82,14 +83,14 @@ def build(row: Combination, autocast: bool = False, **wishes: object) -> tuple[P
 
 
 def local_batches(row: Combination, mesh: DeviceMesh) -> tuple[list[dict[str, torch.Tensor]], int]:
-    """This rank's local batches of one step, and the valid tokens of all ranks."""
-    everything, dims = batch(), dims_of(row)
+    """Return this rank's local batches of one step, and the number of valid tokens of all ranks."""
+    full_batch, dims = batch(), dims_of(row)
     names = ("tokens", "labels", "positions", "document_ids")[: 4 if row.document_mask else 2]
-    mine = {name: everything[name][dims.dp_rank(mesh) :: dims.dp] for name in names}
-    pieces = [tensor.chunk(row.accumulation) for tensor in mine.values()]
+    local_tensors = {name: full_batch[name][dims.dp_rank(mesh) :: dims.dp] for name in names}
+    pieces = [tensor.chunk(row.accumulation) for tensor in local_tensors.values()]
     batches = [dict(zip(names, piece, strict=True)) for piece in zip(*pieces, strict=True)]
-    batches = [{"positions": counted(each["tokens"])} | each for each in batches]
-    return batches, int((everything["labels"] != IGNORE_INDEX).sum())
+    batches = [{"positions": counted(tensors["tokens"])} | tensors for tensors in batches]
+    return batches, int((full_batch["labels"] != IGNORE_INDEX).sum())
 
 
 def step(pipe: Pipeline, batches: list[dict[str, torch.Tensor]], valid: int) -> torch.Tensor:
@@ -100,9 +101,9 @@ def step(pipe: Pipeline, batches: list[dict[str, torch.Tensor]], valid: int) -> 
     return total
 
 
-def whole_gradients(pipe: Pipeline) -> dict[str, torch.Tensor]:
-    named = [(clean_name(name), p) for part in pipe.parts for name, p in part.named_parameters()]
-    return {name: getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for name, p in named}
+def full_gradients(pipe: Pipeline) -> dict[str, torch.Tensor]:
+    named_parameters = [(clean_name(name), p) for part in pipe.parts for name, p in part.named_parameters()]
+    return {name: getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for name, p in named_parameters}
 
 
 def sum_over_plan(row: Combination, value: torch.Tensor) -> float:
@@ -110,28 +111,28 @@ def sum_over_plan(row: Combination, value: torch.Tensor) -> float:
     return value.item() / row.tp
 
 
-def train_and_evaluate(row: Combination, wishes: dict) -> tuple[float, float, dict[str, torch.Tensor]]:
+def train_and_evaluate(row: Combination, overrides: dict) -> tuple[float, float, dict[str, torch.Tensor]]:
     torch._dynamo.reset()
-    pipe, mesh = build(row, **wishes)
+    pipe, mesh = build(row, **overrides)
     batches, valid = local_batches(row, mesh)
     loss = sum_over_plan(row, step(pipe, batches, valid))
     evaluated = sum_over_plan(row, sum(pipe.eval_step(part).double() for part in batches) / valid)
-    return loss, evaluated, whole_gradients(pipe)
+    return loss, evaluated, full_gradients(pipe)
 
 
-def check(row: Combination, twin: Combination | None = None, **wishes: object) -> None:
-    """One step of the row is that of one device."""
+def check(row: Combination, twin: Combination | None = None, **overrides: object) -> None:
+    """Check that losses and gradients of one step of the row equal those on one device."""
     loss, _, grads, *_ = reference(twin or plain_twin(row))
-    tolerance, seen = TOLERANCE["bfloat16" if "autocast" in wishes else row.precision], set()
-    for got_loss, evaluated, got in run_ranks(row.ranks, train_and_evaluate, row, wishes):
+    tolerance, checked_names = TOLERANCE["bfloat16" if "autocast" in overrides else row.precision], set()
+    for got_loss, evaluated, got in run_ranks(row.ranks, train_and_evaluate, row, overrides):
         assert got_loss == pytest.approx(loss, rel=tolerance)
         assert evaluated == pytest.approx(loss, rel=tolerance)
         for name, grad in got.items():
             expected = grads[name if name in grads else "tok_embeddings.weight"]
             error = (grad - expected).abs().max() / expected.abs().max()
             assert error <= tolerance, f"{name}: gradient differs by {error:.2e} of its largest entry"
-        seen |= got.keys()
-    assert seen >= grads.keys()
+        checked_names |= got.keys()
+    assert checked_names >= grads.keys()
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
@@ -140,7 +141,7 @@ def test_forwards_under_autocast(schedule, recompute):
     check(Combination(ranks=2, pp=2, precision="float32", schedule=schedule, recompute=recompute), autocast=True)
 
 
-# Cuts and tables other than the schedule's own
+# Unusual cuts and tables
 
 
 class Deep(Combination):
@@ -150,7 +151,7 @@ class Deep(Combination):
 @pytest.mark.parametrize("schedule", ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble"])
 @pytest.mark.parametrize("dp_shard", [1, 2])
 def test_four_stages_a_rank(schedule, dp_shard):
-    """More stages than torch keeps gathered at a time: parameters come and go between microbatches."""
+    """With more stages than torch keeps gathered at a time, parameters are gathered again between microbatches."""
     row = Deep(ranks=2 * dp_shard, pp=2, dp_shard=dp_shard, schedule=schedule)
     check(row, Deep(), layers_per_stage=1, first_less=0, last_less=-1)
 
@@ -178,11 +179,11 @@ def test_fewer_microbatches_than_stages(schedule):
     check(Combination(ranks=2, pp=2, schedule=schedule), microbatch_size=8)
 
 
-# What the runtime must and must not do
+# Computation and communication of a step
 
 
 class Counter(TorchDispatchMode):
-    """Calls of c10d, by the operator's name."""
+    """Counts collectives and sends by the name of c10d's operator."""
 
     def __init__(self):
         super().__init__()
@@ -195,10 +196,10 @@ class Counter(TorchDispatchMode):
 
 
 def count_work(row: Combination) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Forwards of each block in one step, calls of c10d, and what these ought to be."""
+    """Count forwards of each block and calls of c10d in one step; return both and the expected calls."""
     pipe, mesh = build(row)
-    work = local_batches(row, mesh)
-    step(pipe, *work)  # the first step has messages of its own
+    step_inputs = local_batches(row, mesh)
+    step(pipe, *step_inputs)  # the first step sends additional messages
     blocks = defaultdict(int)
 
     def count(name: str, forward: Callable, *args: object) -> torch.Tensor:
@@ -210,7 +211,7 @@ def count_work(row: Combination) -> tuple[dict[str, int], dict[str, int], dict[s
             if type(module).__name__ == "Block" or type(module).__name__ == "FSDPBlock":
                 module.forward = partial(count, clean_name(name), module.forward)
     with Counter() as counter:
-        step(pipe, *work)
+        step(pipe, *step_inputs)
     units = sum(len(part.layers) + (part.tok_embeddings is not None or part.output is not None) for part in pipe.parts)
     ends = [(s, s + 1) for s in range(pipe.num_stages - 1) if pipe.ranks[s] != pipe.ranks[s + 1]]
     messages = row.accumulation * pipe.options.microbatches * sum(s in pipe.stage_indices for end in ends for s in end)
@@ -224,8 +225,8 @@ def count_work(row: Combination) -> tuple[dict[str, int], dict[str, int], dict[s
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("recompute", ["none", "full", "op", "2"])
-def test_every_layer_is_computed_again_once(schedule, recompute):
-    """And nothing is run to find out shapes: m forwards a layer, 2 m where it is recomputed."""
+def test_layers_are_recomputed_at_most_once(schedule, recompute):
+    """m forwards per layer, or 2 m with recompute. No extra forward infers shapes."""
     row = Combination(ranks=2, pp=2, schedule=schedule, recompute=recompute)
     counts = {name: count for blocks, _, _ in run_ranks(2, count_work, row) for name, count in blocks.items()}
     assert len(counts) == row.layers
@@ -237,8 +238,8 @@ def test_every_layer_is_computed_again_once(schedule, recompute):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_messages_are_the_fewest_possible(schedule):
-    """One each way for a microbatch and a border between ranks; one gather and one reduction for each FSDP unit and
-    local batch, whatever the number of microbatches; replicas exchange once in a step of two local batches.
+    """One message each way per microbatch and border between ranks; one gather and one reduction per FSDP unit and
+    local batch, for any number of microbatches; replicas reduce once in a step of two local batches.
     """
     fsdp = Combination(ranks=4, pp=2, dp_shard=2, schedule=schedule)
     ddp = Combination(
@@ -252,13 +253,14 @@ def test_messages_are_the_fewest_possible(schedule):
 def gradients_in_bfloat16(row: Combination) -> dict[str, torch.Tensor]:
     pipe, mesh = build(row)
     step(pipe, *local_batches(row, mesh))
-    return whole_gradients(pipe)
+    return full_gradients(pipe)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_gradients_do_not_add_up_in_bfloat16(schedule):
-    """Each microbatch's gradient has 8 bits, their sum 24: the sum is that of the microbatches taken one by one on one
-    device. Sums in bfloat16 would be off by 2^-9 of the entry; in float32 by the order of 8 terms.
+def test_gradients_are_not_summed_in_bfloat16(schedule):
+    """Gradients of microbatches are bfloat16 and their sum is float32, as if summed one by one on one device.
+
+    A sum in bfloat16 would differ by 2^-9 of the entry; in float32 only the order of 8 terms may differ.
     """
     row = Combination(ranks=4, pp=2, dp_shard=2, schedule=schedule, precision="bfloat16")
     plain = build_plain(plain_twin(row))
@@ -282,30 +284,30 @@ def test_gradients_do_not_add_up_in_bfloat16(schedule):
 
 
 def evaluate_between_steps(row: Combination) -> list:
-    """Twice train, with evaluations of other sizes before, between and after."""
+    """Train for two steps, with evaluations of different batch sizes before each; return all losses and gradients."""
     pipe, mesh = build(row, microbatch_size=2 if row.dp_shard == 1 else 1)  # DualPipeV needs 4 microbatches
     batches, valid = local_batches(row, mesh)
-    other = {name: tensor[:3, :16] for name, tensor in batches[0].items()}
-    found = []
+    smaller = {name: tensor[:3, :16] for name, tensor in batches[0].items()}
+    results = []
     for _ in range(2):
-        for part in (other, batches[0], other):
+        for part in (smaller, batches[0], smaller):
             for model in pipe.parts:
                 model.eval()
-            found.append(sum_over_plan(row, pipe.eval_step(part).double()))
+            results.append(sum_over_plan(row, pipe.eval_step(part).double()))
             for model in pipe.parts:
                 model.train()
-        found.append(sum_over_plan(row, step(pipe, batches, valid)))
+        results.append(sum_over_plan(row, step(pipe, batches, valid)))
         assert all(p.requires_grad and p.grad is not None for part in pipe.parts for p in part.parameters())
-        found.append(whole_gradients(pipe))
+        results.append(full_gradients(pipe))
         for part in pipe.parts:
             part.zero_grad()
-    if row.dp_shard == 2:  # what is asked for between steps are shards, also after an evaluation
-        pipe.eval_step(other)
+    if row.dp_shard == 2:  # between steps parameters are shards, also after an evaluation
+        pipe.eval_step(smaller)
         assert all(isinstance(p, DTensor) for part in pipe.parts for p in part.parameters())
-    return found
+    return results
 
 
-# with shards, which an evaluation gathers as a step does, one schedule of each kind
+# with FSDP, whose shards an evaluation gathers, only one schedule of each kind
 @pytest.mark.parametrize(
     ("dp_shard", "schedule"),
     [*((1, schedule) for schedule in SCHEDULES), (2, "1F1B"), (2, "InterleavedZeroBubble"), (2, "DualPipeV")],
@@ -319,11 +321,11 @@ def test_evaluation_between_steps(dp_shard, schedule):
     everything = {name: tensor for name, tensor in batch().items() if name in names}
     parts = [{name: t[rank::dp_shard][:3, :16] for name, t in everything.items()} for rank in range(dp_shard)]
     with torch.no_grad():
-        small = sum(plain(**part).item() for part in parts)
-        whole = plain(**everything).item()
+        small_loss = sum(plain(**part).item() for part in parts)
+        full_loss = plain(**everything).item()
     for answer in run_ranks(row.ranks, evaluate_between_steps, row):
         for first in (0, 5):
-            assert answer[first : first + 4] == pytest.approx([small, whole, small, loss], rel=1e-5)
+            assert answer[first : first + 4] == pytest.approx([small_loss, full_loss, small_loss, loss], rel=1e-5)
             for name, grad in answer[first + 4].items():
                 assert (grad - grads[name]).abs().max() <= 1e-5 * grads[name].abs().max(), name
 
@@ -337,50 +339,54 @@ def tied_copies(row: Combination) -> dict:
     names = [name for name in ("tok_embeddings.weight", "output.weight") if name in parameters]
     values = {name: parameters[name].detach().clone() for name in names}
     step(pipe, *local_batches(row, mesh))
-    whole = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in values.items()}
-    grads = {name: grad for name, grad in whole_gradients(pipe).items() if name in names}
-    return {"values": whole, "grads": grads, "skipped": [name for name in names if parameters[name] in pipe.duplicated]}
+    full_values = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in values.items()}
+    grads = {name: grad for name, grad in full_gradients(pipe).items() if name in names}
+    return {
+        "values": full_values,
+        "grads": grads,
+        "skipped": [name for name in names if parameters[name] in pipe.duplicated],
+    }
 
 
 @pytest.mark.parametrize("layout", [dict(ranks=2), dict(ranks=4, dp_shard=2), dict(ranks=4, tp=2)], ids=str)
 @pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
 def test_tied_weights_are_equal_to_the_bit(layout, schedule):
     answers = run_ranks(layout["ranks"], tied_copies, Combination(**layout, pp=2, model="llama3.2", schedule=schedule))
-    for what in ("values", "grads"):
-        tensors = [tensor for answer in answers for tensor in answer[what].values()]
+    for kind in ("values", "grads"):
+        tensors = [tensor for answer in answers for tensor in answer[kind].values()]
         assert len(tensors) == layout["ranks"]  # all on the first rank of the pipeline, or one on each
         assert all(torch.equal(tensor, tensors[0]) for tensor in tensors)
     copies = [name for answer in answers for name in answer["skipped"]]
     assert copies == ["output.weight"] * (layout["ranks"] // 2)
 
 
-def test_tied_names_of_the_whole_model():
+def test_tied_names_of_the_full_model():
     with torch.device("meta"):
         assert tied_names(build_plain(Combination(model="llama3.2"))) == {"output.weight": "tok_embeddings.weight"}
         assert tied_names(build_plain(Combination())) == {}
 
 
-def test_a_part_has_its_modules_and_their_names():
+def test_a_part_contains_the_modules_of_its_stage():
     with torch.device("meta"):
         model = build_plain(Combination(pp=2, model="llama3.2"))
     stages = [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "layers.3"], ["layers.4", "norm", "output"]]
-    whole = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     first, last = cut_model(model, stages, [0, 2])
     for part, stage in ((first, stages[0]), (last, stages[2])):
         names = {name for name, _ in part.named_parameters()}
-        assert names == {name for name in whole if any(name.startswith(f"{module}.") for module in stage)}
+        assert names == {name for name in all_names if any(name.startswith(f"{module}.") for module in stage)}
         assert all(block.attention.kernel is part.kernel for block in part.layers.values())
     assert first.output is None and last.tok_embeddings is None and model.output is not None
 
 
-# What goes wrong
+# Buffers and errors
 
 
 def receive_buffers(row: Combination) -> list[int]:
-    """Most buffers of received tensors that this rank held at once, and how many it holds after the step."""
+    """Return the largest number of receive buffers that this rank held at once, and the number after the step."""
     pipe, mesh = build(row)
     batches, valid = local_batches(row, mesh)
-    held: list[int] = []
+    buffer_counts: list[int] = []
 
     def count() -> int:
         stages = [stage for schedule in pipe.schedules.values() for stage in schedule._stages]
@@ -391,18 +397,18 @@ def receive_buffers(row: Combination) -> list[int]:
 
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            held.append(count())
+            buffer_counts.append(count())
             return func(*args, **(kwargs or {}))
 
-    step(pipe, batches, valid)  # the first one finds out shapes
+    step(pipe, batches, valid)  # the first step infers shapes
     with Counting():
         step(pipe, batches, valid)
-    return [max(held), count()]
+    return [max(buffer_counts), count()]
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 def test_buffers_live_from_the_receive_to_their_use(schedule):
-    """torch's stages keep one for every microbatch, of activations and of gradients."""
+    """torch's own stages keep a buffer for the activations and the gradients of every microbatch."""
     for most, after in run_ranks(2, receive_buffers, Combination(ranks=2, pp=2, schedule=schedule)):
         assert 0 < most <= 4 and after == 0
 
@@ -414,7 +420,7 @@ def broken_block(row: Combination, layer: str) -> None:
     def fail(module, args):
         calls.append(1)
         if len(calls) == 3:
-            raise KeyError("what the block says")
+            raise KeyError("error in the block")
 
     for part in pipe.parts:
         if layer in part.layers:
@@ -422,54 +428,54 @@ def broken_block(row: Combination, layer: str) -> None:
     step(pipe, *local_batches(row, mesh))
 
 
-def test_an_exception_keeps_its_type_and_says_where():
+def test_an_exception_keeps_its_type_and_names_stage_and_microbatch():
     with pytest.raises(RankFailed) as failure:
         run_ranks(2, broken_block, Combination(ranks=2, pp=2, schedule="ZBVZeroBubble"), "4")
-    assert "KeyError: 'what the block says'\nin pipeline stage 3, microbatch 2, forward" in str(failure.value)
+    assert "KeyError: 'error in the block'\nin pipeline stage 3, microbatch 2, forward" in str(failure.value)
 
 
 @pytest.mark.parametrize("error", [OSError("inner"), RuntimeError("inner")])
-def test_place_is_noted_on_what_torch_wrapped(error):
-    error.__cause__ = KeyError("the cause of its own")
-    with pytest.raises(type(error), match="inner") as found, named(3, 5, "backward"):
+def test_an_error_wrapped_by_torch_names_its_stage_and_microbatch(error):
+    error.__cause__ = KeyError("another cause")
+    with pytest.raises(type(error), match="inner") as caught, named(3, 5, "backward"):
         try:
             raise error
         except Exception as inner:
             raise RuntimeError("torch's") from inner
-    assert found.value is error and found.value.__notes__ == ["in pipeline stage 3, microbatch 5, backward"]
+    assert caught.value is error and caught.value.__notes__ == ["in pipeline stage 3, microbatch 5, backward"]
 
 
-def refusals(row: Combination) -> list[str]:
+def refusal_message(row: Combination) -> list[str]:
     pipe, mesh = build(row)
     (part,), valid = local_batches(row, mesh)
-    with pytest.raises(ValueError) as found:
+    with pytest.raises(ValueError) as caught:
         pipe.train_step({name: tensor[:5] for name, tensor in part.items()}, valid)
-    return str(found.value)
+    return str(caught.value)
 
 
 def test_batch_of_another_size_is_refused():
-    for message in run_ranks(2, refusals, Combination(ranks=2, pp=2)):
+    for message in run_ranks(2, refusal_message, Combination(ranks=2, pp=2)):
         assert message.startswith("a batch of 5 samples for a pipeline that takes 8 (8 microbatches of 1)")
 
 
-def test_stages_that_do_not_suit_the_schedule_are_refused():
+def test_stages_that_do_not_fit_the_schedule_are_refused():
     with torch.device("meta"):
         model = build_plain(Combination(pp=2))
     plan = MODELS["llama3"].plan
     three = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2"], ["layers.3", "layers.4", "norm", "output"]]
-    for wishes, words in (
+    for overrides, message in (
         (dict(modules=three), "3 pipeline stages: 1F1B needs exactly 1 stage per rank, 2 on 2 ranks"),
         (dict(modules=three[:2], schedule="GPipe"), "no stage has layers.3, layers.4, norm, output"),
         (dict(schedule="ZBV"), "no pipeline schedule 'ZBV'; choose one of GPipe, 1F1B"),
         (dict(microbatch_size=3, csv="x.csv"), "sizes that would do: 1, 2, 4, 8; local batch sizes that .* 6, 9"),
         (dict(layers_per_stage=3), "make 3 stages of 5 layers .* layers per stage that would do: 4, 5, 6"),
     ):
-        with pytest.raises(ValueError, match=words):
-            PipelineOptions(hidden_dim=1, local_batch_size=8, **wishes).stages(model, plan, 2)
+        with pytest.raises(ValueError, match=message):
+            PipelineOptions(hidden_dim=1, local_batch_size=8, **overrides).stages(model, plan, 2)
 
 
-def test_torch_still_has_what_is_overridden():
-    """If one of these is renamed, ours would silently not be called."""
+def test_torch_still_has_the_overridden_methods():
+    """If torch renamed one of these methods, our override would silently not be called."""
     chunks = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk", "perform_reduce_grad")
     losses = ("_maybe_compute_loss", "_maybe_get_loss", "_update_losses")
     for owner, names in ((PipelineStage, chunks), (_PipelineSchedule, losses)):

@@ -1,6 +1,6 @@
-"""After a crash or a hang all ranks start again by themselves: how often, from where, and what is told of it.
+"""Automatic restarts of all ranks after a crash or a hang: how often, from which step, and with which messages.
 
-Ranks are programs of a few lines here, but for the last test, which trains.
+Ranks are programs of a few lines here, except in the last test, which trains.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def newest():
     return int((folder / "saved").read_text()) if (folder / "saved").exists() else -1
 sys.exit(supervise(start, queue, {budget}, newest))
 """
-# The number of this start; step and folder of what is saved.
+# Prefix of a rank's program: `number` counts restarts, `save` records a saved step in `folder`.
 ATTEMPT = r"""
 from pathlib import Path
 from torchtitan.launcher.hangs import answer
@@ -64,7 +64,7 @@ number = ranks.launcher.restart.number if ranks.launcher.restart else 0
 def save(step):
     mine = folder / f"saved-{{ranks.rank}}"
     mine.write_text(str(step))
-    mine.rename(folder / "saved")  # whole, also where this rank is killed on the way
+    mine.rename(folder / "saved")  # atomic, in case this rank is killed meanwhile
 """
 
 
@@ -79,7 +79,7 @@ def supervise(
     answer: float = 0.5,
     busy: float = hangs.BUSY,
 ) -> subprocess.Popen:
-    """`start` and `limit` in seconds are the watchdog's, of a start and of a step."""
+    """Start a launcher over two ranks that run `program`. `start`, `limit`: allowed seconds of a start and of a step."""
     program = RANK + ATTEMPT.format(folder=str(folder)) + program
     times = dict(pause=pause, follow=follow, start=start, limit=limit, answer=answer, busy=busy)
     supervisor = SUPERVISOR.format(budget=budget, **times)
@@ -92,7 +92,7 @@ def supervise(
 CRASH = "os.kill(os.getpid(), 9) if ranks.rank else wait()"
 
 
-def test_a_crash_is_a_restart_from_what_is_saved(tmp_path):
+def test_a_crash_restarts_from_the_last_save(tmp_path):
     program = (
         f"tell('train', 8)\nif number == 0:\n  save(5)\n  {CRASH}\nsay(ranks.launcher.restart.cause); tell('end', 9)"
     )
@@ -105,34 +105,34 @@ def test_a_crash_is_a_restart_from_what_is_saved(tmp_path):
     ]
 
 
-def test_a_crash_that_comes_again_and_again_is_given_up(tmp_path):
+def test_repeated_crashes_are_given_up(tmp_path):
     code, out, err = end(supervise(f"ready('train'); {CRASH}", tmp_path, budget=2))
     assert code == 5 and out.count("ready 1") == 3
-    assert re.findall(r"restart \d of 2 in ([0-9.]+) s", err) == ["0.01", "0.02"]  # a pause that grows
+    assert re.findall(r"restart \d of 2 in ([0-9.]+) s", err) == ["0.01", "0.02"]  # the pause doubles
     assert err.splitlines()[-4:] == [
         "crashed 3 times without saving anything in between; given up. Its faults:",
         *["step 2: rank 1 was ended by SIGKILL"] * 3,
     ]
 
 
-def test_each_new_checkpoint_makes_the_budget_whole_again(tmp_path):
+def test_each_new_checkpoint_resets_the_budget(tmp_path):
     program = f"tell('train', 8)\nsave(number)\nif number < 5:\n  {CRASH}\ntell('end', 9)"
     code, out, err = end(supervise(program, tmp_path, budget=1))
     assert code == 0 and err.count("restart 1 of 1") == 5
 
 
-def test_a_run_that_went_back_is_told_once_it_has_saved_by_itself(tmp_path):
-    """What lies in the folder at the launch, at a later step, is from before."""
+def test_restarts_know_whether_this_run_has_saved(tmp_path):
+    """A checkpoint of a later step that exists at the launch does not count as saved by this run."""
     (tmp_path / "saved").write_text("9")
-    asked = "if ranks.rank: say(bool(number) and ranks.launcher.restart.saved)"
-    program = f"tell('train', 8)\n{asked}\nif number == 1: save(5)\n{CRASH}"
+    report = "if ranks.rank: say(bool(number) and ranks.launcher.restart.saved)"
+    program = f"tell('train', 8)\n{report}\nif number == 1: save(5)\n{CRASH}"
     code, out, err = end(supervise(program, tmp_path, budget=1))
-    told = [line for line in out.splitlines() if line in ("True", "False")]
-    assert code == 5 and told == ["False"] * 2 + ["True"]
+    reported = [line for line in out.splitlines() if line in ("True", "False")]
+    assert code == 5 and reported == ["False"] * 2 + ["True"]
     assert err.count("restart 1 of 1") == 2  # the checkpoint of step 5 is a new one
 
 
-def test_what_fails_when_all_is_saved_is_not_started_again(tmp_path):
+def test_a_failure_after_the_last_save_is_not_restarted(tmp_path):
     code, out, err = end(supervise("tell('end', 3); sys.exit(1)", tmp_path))
     assert code == 1 and "restart" not in err
 
@@ -145,14 +145,14 @@ def test_a_rank_that_dies_in_the_export_is_not_started_again(tmp_path):
 
 
 @pytest.mark.parametrize("code", sorted(EXPLAINED))
-def test_what_would_only_come_again_is_not_started_again(code, tmp_path):
+def test_deterministic_failures_are_not_restarted(code, tmp_path):
     process = supervise(f"ready('train'); sys.exit({code})", tmp_path)
     ended, out, err = end(process)
-    slow = f"rank 1 ended with exit code {code} and the others did not\n"  # rank 0, which tells why, came too late
+    slow = f"rank 1 ended with exit code {code} and the others did not\n"  # rank 0 reports the reason, but was too late
     assert ended == code and out.count("ready") <= 2 and err in ("", slow)
 
 
-def test_without_a_budget_the_exit_code_is_the_crashs(tmp_path):
+def test_without_a_budget_the_exit_code_is_that_of_the_crash(tmp_path):
     code, out, err = end(supervise(f"ready('train'); {CRASH}", tmp_path, budget=0))
     assert (code, err) == (137, "rank 1 was ended by SIGKILL\n")
 
@@ -167,12 +167,12 @@ def test_a_stop_in_the_pause_ends_the_run(tmp_path):
 # Hangs
 
 
-def in_the_folder(folder: Path) -> dict[str, str]:
-    (place,) = (folder / "hangs").iterdir()
-    return {path.name: path.read_text() for path in place.iterdir()}
+def read_evidence(folder: Path) -> dict[str, str]:
+    (hang_folder,) = (folder / "hangs").iterdir()
+    return {path.name: path.read_text() for path in hang_folder.iterdir()}
 
 
-WAIT_UNLIKE = (
+WAIT_IN_PHASES = (
     "answer(ranks.launcher); say('here'); tell('{0}' if ranks.rank else '{1}', {2} if ranks.rank else {3}); wait()"
 )
 
@@ -186,18 +186,20 @@ WAIT_UNLIKE = (
         (("save", 6), ("data", 7)),
     ],
 )
-def test_who_is_behind_is_named(rank_1, rank_0, tmp_path):
-    program = WAIT_UNLIKE.format(rank_1[0], rank_0[0], rank_1[1], rank_0[1])
+def test_the_rank_that_is_behind_is_named(rank_1, rank_0, tmp_path):
+    program = WAIT_IN_PHASES.format(rank_1[0], rank_0[0], rank_1[1], rank_0[1])
     code, out, err = end(supervise(program, tmp_path, budget=0, limit=1))
     assert code == 6 and out == "here\n" * 2
     assert err.startswith("hang: no rank has got on for ")
     assert (
         f"rank 1 is behind, in step {rank_1[1]} ({rank_1[0]}); stacks and collectives of all ranks: {tmp_path}" in err
     )
-    found = in_the_folder(tmp_path)
-    assert set(found) == {"summary.txt"} | {f"rank-{r}.{w}" for r in (0, 1) for w in ("stacks.txt", "collectives.json")}
-    assert all("in wait" in found[f"rank-{rank}.stacks.txt"] for rank in (0, 1))
-    assert f"rank 0: in step {rank_0[1]} ({rank_0[0]}), process S" in found["summary.txt"]
+    evidence = read_evidence(tmp_path)
+    assert set(evidence) == {"summary.txt"} | {
+        f"rank-{r}.{w}" for r in (0, 1) for w in ("stacks.txt", "collectives.json")
+    }
+    assert all("in wait" in evidence[f"rank-{rank}.stacks.txt"] for rank in (0, 1))
+    assert f"rank 0: in step {rank_0[1]} ({rank_0[0]}), process S" in evidence["summary.txt"]
 
 
 def test_a_rank_that_is_stopped_is_named_and_not_the_one_that_waits_for_it(tmp_path):
@@ -212,15 +214,15 @@ def test_a_rank_that_is_stopped_is_named_and_not_the_one_that_waits_for_it(tmp_p
     assert gone(pids[0]) and gone(pids[1])
 
 
-def test_a_rank_that_holds_pythons_lock_still_shows_its_stack(tmp_path):
+def test_a_rank_that_holds_the_gil_still_shows_its_stack(tmp_path):
     hold = "import ctypes\ndef hold():\n  ctypes.PyDLL(None).sleep(1000)\n"
     program = f"{hold}answer(ranks.launcher); tell('train', 3); hold() if ranks.rank else wait()"
     assert end(supervise(program, tmp_path, budget=0, limit=1))[0] == 6
-    assert "in hold" in in_the_folder(tmp_path)["rank-1.stacks.txt"]
+    assert "in hold" in read_evidence(tmp_path)["rank-1.stacks.txt"]
 
 
 def test_a_rank_that_writes_a_large_file_is_no_hang(tmp_path):
-    """It tells nothing for longer than the limit, while the other one waits for it and is at its end before."""
+    """It sends no heartbeat for longer than the limit, while the other rank waits for it and ends first."""
     program = """
 tell('save', 3)
 left = folder / 'left'
@@ -240,10 +242,12 @@ left.touch()
 BURN = "until = time.monotonic() + 3\nwhile time.monotonic() < until: sum(range(10**5))\n"
 
 
-@pytest.mark.parametrize("where", ["in the rank", "in a process of its own"])
+@pytest.mark.parametrize("where", ["in the rank", "in a child process"])
 def test_a_rank_that_compiles_is_no_hang(where, tmp_path):
-    """It tells nothing for longer than the limit of the start, and computes or has others compute: little, where other
-    tests want the same cores, so that it is watched for long enough and a fiftieth of a core will do."""
+    """It sends no heartbeat for longer than the limit of a start, but it or a child process uses CPU time.
+
+    Other tests may compete for the cores, so a fiftieth of a core over a longer time is enough here.
+    """
     program = BURN if where == "in the rank" else "import subprocess\n"
     if where != "in the rank":
         program += f"subprocess.run([sys.executable, '-c', {'import time' + chr(10) + BURN!r}])\n"
@@ -252,7 +256,7 @@ def test_a_rank_that_compiles_is_no_hang(where, tmp_path):
 
 
 class Spinning(Processes):
-    """One rank on this machine, in a phase, which computes without getting on."""
+    """A rank on this machine that uses CPU time in a phase and makes no progress."""
 
     def __init__(self, machines: int, phase: str) -> None:
         self.nodes, self.shared, self.running, self.began = Nodes(machines, 0, "head", 1), [None], {0: None}, 0.0
@@ -269,32 +273,33 @@ class Spinning(Processes):
 @pytest.mark.parametrize(
     ("machines", "phase", "standing"), [(1, "train", None), (2, "train", 99.0), (2, "export", None)]
 )
-def test_a_rank_that_spins_in_a_collective_with_another_machine_does_not_get_on(machines, phase, standing, monkeypatch):
-    """In an export of several ranks one computes while the others wait."""
+def test_a_rank_that_spins_in_a_collective_with_another_machine_hangs(machines, phase, standing, monkeypatch):
+    """An export is no hang, because one rank computes while the others wait."""
     monkeypatch.setattr(hangs, "ANSWER_SECONDS", 0.01)
     watchdog = hangs.Watchdog(Spinning(machines, phase), Limits(1, 1))
     assert watchdog.standing(100.0) == standing
 
 
 @pytest.mark.parametrize(
-    ("told", "where"), [("", "in its start"), ("tell('load')", "loading"), ("tell('first', 1)", "in step 1 (first)")]
+    ("heartbeat", "phase"),
+    [("", "in its start"), ("tell('load')", "loading"), ("tell('first', 1)", "in step 1 (first)")],
 )
-def test_a_rank_that_waits_before_its_first_step_hangs(told, where, tmp_path):
-    program = f"answer(ranks.launcher); {told}\nwait()"
+def test_a_rank_that_waits_before_its_first_step_hangs(heartbeat, phase, tmp_path):
+    program = f"answer(ranks.launcher); {heartbeat}\nwait()"
     code, out, err = end(supervise(program, tmp_path, budget=0, start=1.5))
-    assert code == 6 and f"all ranks are {where}, none is behind" in err
+    assert code == 6 and f"all ranks are {phase}, none is behind" in err
 
 
-def test_a_rank_at_its_end_is_given_time(tmp_path):
-    """It sends the last of its metrics away; all that matters is saved."""
+def test_a_rank_that_is_ending_is_not_a_hang(tmp_path):
+    """It may still upload its last metrics; everything important is saved."""
     assert end(supervise("tell('end', 3); time.sleep(2)", tmp_path, budget=0, limit=1)) == (0, "", "")
 
 
 # The verdict
 
 
-def log(*entries: tuple[str, int, str], ranks: str = "[0, 1, 2]") -> dict:
-    """As torch's flight recorder writes it: entries of (group, number, operation)."""
+def flight_log(*entries: tuple[str, int, str], ranks: str = "[0, 1, 2]") -> dict:
+    """Return a log as torch's flight recorder writes it, from entries of (group, number, operation)."""
     return {
         "entries": [
             {
@@ -323,7 +328,7 @@ MIXED = (
 
 
 @pytest.mark.parametrize(
-    ("logs", "rank", "told"),
+    ("logs", "rank", "message"),
     [
         ([BOTH, BOTH, BOTH[:1]], 2, f"rank 2 is behind, in step 3 (train); {WAITING}"),
         ([BOTH, [("0", 1, GATHER), ("0", 2, SUM)], BOTH], 1, f"the ranks are in different collectives: {MIXED}"),
@@ -332,17 +337,17 @@ MIXED = (
     ],
     ids=["skipped", "swapped", "the same", "extra"],
 )
-def test_ranks_in_the_same_phase_are_told_apart_by_their_collectives(logs, rank, told):
-    late, why = hangs.verdict(STEP_3, SLEEPING, {rank: log(*entries) for rank, entries in enumerate(logs)})
-    assert late == rank and why.startswith(told)
+def test_ranks_in_the_same_phase_are_distinguished_by_their_collectives(logs, rank, message):
+    late, reason = hangs.verdict(STEP_3, SLEEPING, {rank: flight_log(*entries) for rank, entries in enumerate(logs)})
+    assert late == rank and reason.startswith(message)
 
 
 def test_a_rank_without_a_log_is_no_evidence():
-    late, why = hangs.verdict(STEP_3, SLEEPING, {0: log(*BOTH), 1: log(*BOTH), 2: {}})
-    assert (late, why) == (0, "all ranks are in step 3 (train), none is behind")
+    late, reason = hangs.verdict(STEP_3, SLEEPING, {0: flight_log(*BOTH), 1: flight_log(*BOTH), 2: {}})
+    assert (late, reason) == (0, "all ranks are in step 3 (train), none is behind")
 
 
-# What a failure is
+# Kinds of failures
 
 
 @pytest.mark.parametrize(
@@ -369,10 +374,10 @@ def texts(tmp_path_factory):
 
 
 def out_of_memory(argv):
-    """In the third step; the exit code, and what is told."""
-    told = io.StringIO()
+    """Run out of memory in the third step; return the exit code and the standard error."""
+    errors = io.StringIO()
     config, ranks = manager.load(argv), read_ranks()
-    with pytest.MonkeyPatch.context() as patch, redirect_stderr(told):
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(errors):
         step = Trainer.train_step
 
         def hungry(self, batches):
@@ -382,17 +387,19 @@ def out_of_memory(argv):
 
         patch.setattr(Trainer, "train_step", hungry)
         set_up_logging(ranks)
-        return train.run(config, ranks), told.getvalue()
+        return train.run(config, ranks), errors.getvalue()
 
 
-def test_a_run_without_memory_says_who_has_it(texts, tmp_path):
-    code, told = run_alone(out_of_memory, jobs.arguments(tmp_path, texts))  # which takes signals for itself
-    assert code == 8 and "ERROR: out of memory: no more\n  parameters      0.00 GiB\n  gradients " in told
-    assert "  optimizer " in told and "  at most " in told
+def test_out_of_memory_lists_the_memory_by_kind(texts, tmp_path):
+    code, errors = run_alone(
+        out_of_memory, jobs.arguments(tmp_path, texts)
+    )  # in a process of its own, because it installs signal handlers
+    assert code == 8 and "ERROR: out of memory: no more\n  parameters      0.00 GiB\n  gradients " in errors
+    assert "  optimizer " in errors and "  at most " in errors
 
 
 def failing_export(argv, error: str, tracker: bool = False):
-    """Exit code and lines of a run whose weights cannot be written, for `error`. `tracker`: it fails in the end too."""
+    """Train; the export fails with `error`, and with `tracker` the tracker fails too. Return exit code and output."""
 
     def unreachable(trainer: Trainer) -> None:
         raise RuntimeError("the tracker is unreachable")
@@ -415,14 +422,14 @@ def failing_export(argv, error: str, tracker: bool = False):
 @pytest.mark.parametrize(
     "error, reason", [("bug", "KeyError: 'tok_embeddings'"), ("disk", r"\[Errno 28\] No space left on device")]
 )
-def test_a_failed_export_says_that_training_is_complete_and_has_a_code_of_its_own(error, reason, texts, tmp_path):
+def test_a_failed_export_has_its_exit_code_and_says_that_training_is_complete(error, reason, texts, tmp_path):
     options = dict(checkpoint__enable=True, checkpoint__last_save_model_only=True, checkpoint__export_dtype="bfloat16")
     argv = jobs.arguments(tmp_path, texts, training__steps=2, **options)
     code, printed = run_alone(failing_export, argv, error)
     assert code == 10 and (tmp_path / "checkpoint" / "step-00000002").is_dir()
-    again = rf"torchtitan export {tmp_path} --to NEW_FOLDER --merge --dtype bfloat16"
+    command = rf"torchtitan export {tmp_path} --to NEW_FOLDER --merge --dtype bfloat16"
     assert re.search(
-        rf"training is complete \(step 2\), but the export failed: {reason}; everything is saved: run `{again}`, or "
+        rf"training is complete \(step 2\), but the export failed: {reason}; everything is saved: run `{command}`, or "
         "start the same job again, which then only exports",
         printed,
     )
@@ -437,8 +444,8 @@ def test_a_tracker_that_fails_too_hides_no_failed_export(texts, tmp_path):
     assert printed.index("but the export failed: [Errno 28]") < printed.index("RuntimeError: the tracker is unreach")
 
 
-def resumed(argv, saved: bool):
-    """By a launcher's restart: the step, and whether the optimizer's state was taken too."""
+def resume_after_restart(argv, saved: bool):
+    """Resume after a launcher's restart; return the step and whether the optimizer's state was loaded."""
     with tempfile.NamedTemporaryFile() as shared:
         shared.write(bytes(64))
         shared.flush()
@@ -454,11 +461,11 @@ def test_a_restart_does_not_go_back_again(texts, tmp_path):
     run_ranks(1, jobs.train, jobs.arguments(tmp_path, texts, **options))
     back = options | dict(checkpoint__load_step=2, checkpoint__exclude_from_loading='["optimizer"]')
     argv = jobs.arguments(tmp_path, texts, **back)
-    assert run_ranks(1, resumed, argv, False) == [(2, False)]
-    assert run_ranks(1, resumed, argv, True) == [(4, True)]
+    assert run_ranks(1, resume_after_restart, argv, False) == [(2, False)]
+    assert run_ranks(1, resume_after_restart, argv, True) == [(4, True)]
 
 
-# The job as its user starts it
+# Complete jobs
 
 
 ALONE = dict(training__local_batch_size=4, training__steps=40, checkpoint__enable=True, checkpoint__interval=5)
@@ -472,7 +479,7 @@ def undisturbed(texts, tmp_path_factory):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
-def test_a_job_ends_by_itself_to_the_same_bits(number, texts, undisturbed, tmp_path):
+def test_a_job_recovers_to_the_same_losses(number, texts, undisturbed, tmp_path):
     hang = dict(comm__train_timeout_seconds=5) if number == signal.SIGSTOP else {}
     process = jobs.start(jobs.arguments(tmp_path / "run", texts, **ALONE, **hang), ranks=2)
     jobs.wait_for_step(tmp_path / "run", 6, process)
@@ -490,5 +497,8 @@ def test_a_job_ends_by_itself_to_the_same_bits(number, texts, undisturbed, tmp_p
     assert [row["loss"] for row in rows] == [row["loss"] for row in undisturbed]
     if number == signal.SIGSTOP:
         assert "rank 1 is stopped by a signal" in err
-        found = in_the_folder(tmp_path / "run")
-        assert "training/trainer.py" in found["rank-0.stacks.txt"] and "all_reduce" in found["rank-0.collectives.json"]
+        evidence = read_evidence(tmp_path / "run")
+        assert (
+            "training/trainer.py" in evidence["rank-0.stacks.txt"]
+            and "all_reduce" in evidence["rank-0.collectives.json"]
+        )

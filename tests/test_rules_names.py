@@ -60,42 +60,45 @@ WRONG = {
 ON_TWO_RANKS = ("pipeline", "experts")
 
 
-def faults(words: list[str], ranks: int = 1) -> list:
+def faults(arguments: list[str], ranks: int = 1) -> list:
     try:
-        return check(load(words), ranks, "cpu")
+        return check(load(arguments), ranks, "cpu")
     except ConfigError as error:
         return with_faults_of_the_rest(error, ranks, "cpu")
 
 
 @pytest.fixture(scope="module", params=BASES)
 def base(request, tmp_path_factory) -> tuple[list[str], int]:
-    """The words of a job, which has no faults, and its ranks."""
+    """The arguments of a job without faults, and its number of ranks."""
     folder = tmp_path_factory.mktemp("records")
     (folder / "rows.jsonl").write_text('{"instruction": "say it", "output": "it"}\n')
-    words = ["--model.tokenizer_path=bytes", *(f"--{word}" for word in BASES[request.param])]
-    words, ranks = [word.replace("FOLDER", str(folder)) for word in words], 1 + (request.param in ON_TWO_RANKS)
-    assert faults(words, ranks) == []
-    return words, ranks
+    arguments = ["--model.tokenizer_path=bytes", *(f"--{argument}" for argument in BASES[request.param])]
+    arguments, ranks = (
+        [argument.replace("FOLDER", str(folder)) for argument in arguments],
+        1 + (request.param in ON_TWO_RANKS),
+    )
+    assert faults(arguments, ranks) == []
+    return arguments, ranks
 
 
 @pytest.mark.parametrize("key", [*NAMES, *OTHER_NAMES])
-def test_a_misspelt_name_is_told_and_nothing_that_follows_from_it(base, key):
-    words, ranks = base
+def test_a_misspelt_name_is_the_only_fault(base, key):
+    arguments, ranks = base
     value = WRONG.get(key, "misspeltt")
-    others = [word for word in words if not word.startswith((f"--{key}=", f"--{key}."))]
-    found = faults([*others, f"--{key}={value}"], ranks)  # no traceback
+    other_arguments = [argument for argument in arguments if not argument.startswith((f"--{key}=", f"--{key}."))]
+    reported = faults([*other_arguments, f"--{key}={value}"], ranks)  # no traceback
     if key in NAMES:
-        looked_up = NAMES[key](load(words)) is not None
-        assert [fault.key for fault in found] == [key] * looked_up
+        is_set = NAMES[key](load(arguments)) is not None
+        assert [fault.key for fault in reported] == [key] * is_set
 
 
-def test_names_are_misspelt_wherever_options_have_them():
+def test_all_options_with_registry_names_are_tested():
     """The help of an option says if its value is the key of a registry."""
-    named = {key for key, option in options().items() if "key of torchtitan." in option.help}
-    assert named <= {*NAMES, *OTHER_NAMES}
+    registry_options = {key for key, option in options().items() if "key of torchtitan." in option.help}
+    assert registry_options <= {*NAMES, *OTHER_NAMES}
 
 
-# Values that are wrong elsewhere
+# Invalid values of other options
 
 
 OFFENDERS = [*test_rules.NAMES, *test_rules.MODEL, *test_rules.TRAINING]
@@ -104,15 +107,15 @@ OFFENDERS = [*test_rules.NAMES, *test_rules.MODEL, *test_rules.TRAINING]
 @pytest.mark.parametrize("case", OFFENDERS, ids=judged.name)
 @pytest.mark.parametrize("slip", ["debug.seed=one", "metrics.log_frequency=5", "comm.trace_buf_size=-1"])
 def test_a_wrong_value_hides_no_fault_of_another_option(case, slip):
-    words, *_ = case
+    arguments, *_ = case
     ranks = 2
-    alone = [str(fault) for fault in faults([*words, "--model.tokenizer_path=bytes"], ranks)]
-    beside = [str(fault) for fault in faults([*words, "--model.tokenizer_path=bytes", f"--{slip}"], ranks)]
-    assert slip.split("=")[0] in beside[0] and beside[1:] == alone
+    expected = [str(fault) for fault in faults([*arguments, "--model.tokenizer_path=bytes"], ranks)]
+    reported = [str(fault) for fault in faults([*arguments, "--model.tokenizer_path=bytes", f"--{slip}"], ranks)]
+    assert slip.split("=")[0] in reported[0] and reported[1:] == expected
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["--lr_scheduler.decay_type=cosin"],
         ["--optimizer.name=adamw"],
@@ -123,39 +126,39 @@ def test_a_wrong_value_hides_no_fault_of_another_option(case, slip):
         ["--checkpoint.keep_latest_k=1"],
     ],
 )
-def test_faults_stand_beside_a_wrong_number_of_steps(words):
-    alone, beside = (
-        [str(fault) for fault in faults([*words, "--model.tokenizer_path=bytes", *more], 2)]
-        for more in ([], ["--training.steps=ten"])
+def test_faults_are_reported_in_addition_to_a_wrong_number_of_steps(arguments):
+    expected, reported = (
+        [str(fault) for fault in faults([*arguments, "--model.tokenizer_path=bytes", *extra], 2)]
+        for extra in ([], ["--training.steps=ten"])
     )
-    assert len(alone) == 1 and beside[1:] == alone and "training.steps" in beside[0]
+    assert len(expected) == 1 and reported[1:] == expected and "training.steps" in reported[0]
 
 
 def test_what_depends_on_a_wrong_value_is_not_judged():
     """Twenty steps of warmup do not fit into ten steps, but may fit into "ten"."""
-    words = ["--model.tokenizer_path=bytes", "--lr_scheduler.warmup_steps=20"]
-    assert [fault.key for fault in faults([*words, "--training.steps=10"])] == ["lr_scheduler.warmup_steps"]
-    assert [fault.key for fault in faults([*words, "--training.steps=ten"])] == ["training.steps"]
+    arguments = ["--model.tokenizer_path=bytes", "--lr_scheduler.warmup_steps=20"]
+    assert [fault.key for fault in faults([*arguments, "--training.steps=10"])] == ["lr_scheduler.warmup_steps"]
+    assert [fault.key for fault in faults([*arguments, "--training.steps=ten"])] == ["training.steps"]
 
 
 def test_a_file_that_cannot_be_read_hides_no_fault_of_the_command_line(tmp_path):
-    """Only what the command line says itself is known."""
+    """The rules judge only the options of the command line."""
     (tmp_path / "job.toml").write_text("[training\n")
     for file in ("none.toml", str(tmp_path / "job.toml")):
-        words = [file, "--optimizer.name=adamw", "--training.global_batch_size=3"]
-        assert [option_at(fault.key).rpartition(".")[2] for fault in faults(words)] in (
+        arguments = [file, "--optimizer.name=adamw", "--training.global_batch_size=3"]
+        assert [option_at(fault.key).rpartition(".")[2] for fault in faults(arguments)] in (
             ["config_file", "name"],
             ["", "name"],
         )
 
 
-def test_no_option_is_explained_by_a_regular_expression():
+def test_no_description_of_an_option_is_a_regular_expression():
     for key, option in options().items():
         assert not set("^\\") & set(describe(option.annotation)), key
 
 
-def test_rules_do_not_read_what_is_hidden():
+def test_rules_do_not_read_invalid_options():
     with pytest.raises(ConfigError) as caught:
         load(["--training.steps=ten"])
     assert caught.value.unknown == {"training.steps"}
-    assert Facts(caught.value.rest, 1, "cpu").steps == 10000, "the rest stays a plain job"
+    assert Facts(caught.value.rest, 1, "cpu").steps == 10000, "other options have their defaults"

@@ -1,4 +1,4 @@
-"""Jobs for the tests of the rules, and what is said of them.
+"""Check jobs against the rules, for tests that compare the faults.
 
 The model is the debug model (6 layers, 16 heads, feed-forward width 768, vocabulary 2048) unless a job says otherwise.
 """
@@ -20,14 +20,14 @@ METHOD, PARTS = "--parallelism.context_parallel_rotate_method=", "--parallelism.
 
 @pytest.fixture(autouse=True)
 def anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Jobs are checked from a folder of their own: a fault must not make one, nor need one."""
+    """Check jobs in an empty folder: checking must neither create nor need output folders."""
     monkeypatch.chdir(tmp_path)
     yield
     assert not (tmp_path / "outputs").exists()
 
 
 def lines(*words: str, ranks: int | None = None, device: str = "cpu", tokenizer: object = "bytes") -> list[str]:
-    """The faults of a job that runs on as many ranks as its degrees need, if nothing else is said."""
+    """Return the faults of a job. By default it runs on as many ranks as its parallelism degrees need."""
     for word in words if ranks is None else ():
         degree = re.fullmatch(r"--parallelism\.(?!expert)\w+_degree=(\d+)", word)
         ranks = (ranks or 1) * (int(degree[1]) if degree else 1)
@@ -36,5 +36,5 @@ def lines(*words: str, ranks: int | None = None, device: str = "cpu", tokenizer:
 
 
 def name(case: object) -> str:
-    """Of a case of a table: its words."""
+    """Return the test id of a table's case: its arguments."""
     return " ".join(case[0])[:90]
