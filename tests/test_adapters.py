@@ -47,7 +47,7 @@ def train_adapter(argv: list[str]) -> tuple[list[dict], str]:
 
 
 def weights_after(argv: list[str]) -> tuple[dict, dict, dict, dict]:
-    """Train; return initial weights, final weights, keys of the optimizer state by parameter, and the trainer's state."""
+    """Train; return initial weights, final weights, optimizer state keys by parameter, and trainer state."""
     register_adapter()
     trainer = Trainer(manager.load(argv), read_ranks())
     before = {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
@@ -288,7 +288,7 @@ def test_full_and_adapter_only_checkpoints_are_distinguished(tmp_path, texts, ba
 
 STARTS = {
     "": "whole",
-    "checkpoint": "whole",  # a folder whose checkpoints retention may delete
+    "checkpoint": "whole",  # retention may delete checkpoints in this folder
     "checkpoint/step-00000004": "alone",
     "model": "alone",
     "model_hf": "alone",
@@ -370,7 +370,7 @@ def validation_losses(argv):
 
 
 def test_an_adapter_learns_other_text(tmp_path, texts):
-    """LoRA on text with other words lowers the loss there below that of its trained base."""
+    """LoRA on text with other words lowers the loss there below the loss of its trained base."""
     other = tmp_path / "other.jsonl"
     swapped = texts.read_text().translate(str.maketrans("aeghlmpt", "oiuyrnbd"))
     other.write_text(swapped.replace('"dixd"', '"text"'))

@@ -253,7 +253,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("words, flag, message", REFUSED, ids=[flags for flags, *_ in REFUSED])
+@pytest.mark.parametrize("flags, flag, message", REFUSED, ids=[flags for flags, *_ in REFUSED])
 def test_refused_flags(flags, flag, message):
     (fault,) = import_line(flags).faults
     assert fault.key == f"--{flag}" and message in str(fault)
@@ -327,7 +327,7 @@ def import_and_run(tmp_path, capsys, line):
 
 
 def test_a_line_that_only_evaluates_is_run(home, tmp_path, capsys, monkeypatch):
-    """Evaluate the base model, and an adapter in the authors' format, whose folder determines the cache's options."""
+    """Evaluate the base model, and an adapter in the authors' format, with options read from its folder."""
     plain = command_line(home, tmp_path / "base", "--only_evaluate --disable_neurocache")
     table = import_and_run(tmp_path, capsys, plain)
     assert "bits per byte" in table and "cache of" not in table

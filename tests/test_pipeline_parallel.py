@@ -307,7 +307,7 @@ def evaluate_between_steps(row: Combination) -> list:
     return results
 
 
-# with FSDP, whose shards an evaluation gathers, only one schedule of each kind
+# with FSDP only one schedule of each kind; an evaluation has to gather its shards
 @pytest.mark.parametrize(
     ("dp_shard", "schedule"),
     [*((1, schedule) for schedule in SCHEDULES), (2, "1F1B"), (2, "InterleavedZeroBubble"), (2, "DualPipeV")],

@@ -79,7 +79,7 @@ def supervise(
     answer: float = 0.5,
     busy: float = hangs.BUSY,
 ) -> subprocess.Popen:
-    """Start a launcher over two ranks that run `program`. `start`, `limit`: allowed seconds of a start and of a step."""
+    """Start a launcher over two ranks that run `program`. `start`, `limit`: limits of a start and a step in seconds."""
     program = RANK + ATTEMPT.format(folder=str(folder)) + program
     times = dict(pause=pause, follow=follow, start=start, limit=limit, answer=answer, busy=busy)
     supervisor = SUPERVISOR.format(budget=budget, **times)
@@ -393,7 +393,7 @@ def out_of_memory(argv):
 def test_out_of_memory_lists_the_memory_by_kind(texts, tmp_path):
     code, errors = run_alone(
         out_of_memory, jobs.arguments(tmp_path, texts)
-    )  # in a process of its own, because it installs signal handlers
+    )  # in a fresh process, because it installs signal handlers
     assert code == 8 and "ERROR: out of memory: no more\n  parameters      0.00 GiB\n  gradients " in errors
     assert "  optimizer " in errors and "  at most " in errors
 
