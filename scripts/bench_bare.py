@@ -1,7 +1,7 @@
-"""What one would write without torchtitan: a Llama of plain torch, FSDP2, AdamW. The floor of the benchmarks.
+"""A baseline without torchtitan for the benchmarks: a Llama in plain torch with FSDP2 and AdamW.
 
-As a program (`[torchrun --nproc-per-node=N] scripts/bench_bare.py`) it imports torch, joins the world, builds the debug
-model and makes one step in float32: the time that this takes is everyone's.
+Run as a program (`[torchrun --nproc-per-node=N] scripts/bench_bare.py`), it imports torch, joins the process group,
+builds the debug model and takes one step in float32: the least time that any trainer needs for this.
 """
 
 import os
@@ -15,7 +15,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Sizes:
-    """Those of the debug model."""
+    """Sizes of the debug model."""
 
     dim: int = 256
     hidden: int = 768

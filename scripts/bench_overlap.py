@@ -1,12 +1,12 @@
-"""What overlap is worth: pipeline schedules whose compute and all-to-alls sleep, so that two cores are enough.
+"""Measure the gain of overlap in pipeline schedules: compute and all-to-alls only sleep, so two cores are enough.
 
     python scripts/bench_overlap.py                       the table of docs/dualpipev.md, about ten minutes
     python scripts/bench_overlap.py --a 1 --policies none full_keep_comm --repeats 1
 
-Attention and experts take one unit forward, one for gradients of inputs and one for those of weights; an all-to-all
-takes `a` units on a channel that carries one at a time, as a network card would. Everything else is the engine of
-training: stages, segments, recompute, schedules, and sends over gloo. Ratios are to ZBVZeroBubble on the same stages
-and policy, once without overlap and once with its gaps filled with weight gradients.
+Attention and experts take one unit each for forward, input gradients and weight gradients. An all-to-all takes `a`
+units on a channel that carries one at a time, as a network card would. Everything else is the real training code:
+stages, segments, recompute, schedules, and sends over gloo. Ratios are to ZBVZeroBubble on the same stages and policy,
+once without overlap and once with its gaps filled with weight gradients.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class SleepingBackward(torch.autograd.Function):
 
 
 class Channel:
-    """A transport that carries one all-to-all at a time, in the order of issue, and brings back what was sent."""
+    """A transport that carries one all-to-all at a time, in order of issue, and returns the rows that were sent."""
 
     size = 2
 
@@ -137,8 +137,10 @@ def build(run: str, policy: str, args: argparse.Namespace, a: float) -> Segmente
 
 
 def seconds(policy: str, args: argparse.Namespace, a: float) -> dict[str, float]:
-    """Of a step of each, from a common start to the end of the last rank. They take turns, and the least of the repeats
-    counts: what else the machine does can only add to a sleep."""
+    """Return the seconds of a step of each schedule, from a common start to the end of the last rank.
+
+    Schedules take turns, and the minimum of the repeats counts, since other load can only prolong a sleep.
+    """
     schedules = {run: build(run, policy, args, a) for run in RUNS}
     least = dict.fromkeys(RUNS, float("inf"))
     for _ in range(args.repeats):

@@ -1,4 +1,4 @@
-"""What bench_scaling.py has measured, as the tables and the picture of docs/benchmarks.md."""
+"""Turn the results of bench_scaling.py into the tables and the picture of docs/benchmarks.md."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +22,8 @@ SHADES = ("#9ca3af", "#6b7280", "#1d4ed8", "#a5c0f3", "#0f766e", "#d9480f", "#6d
 """Of phases up to the first step."""
 
 
-def draw(kept: dict[str, Any], path: Path) -> None:
-    rows = {name: part["rows"] for name, part in kept.items()}
+def draw(results: dict[str, Any], path: Path) -> None:
+    rows = {name: part["rows"] for name, part in results.items()}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12, 10.5), dpi=110, layout="constrained")
         panels = figure.subplots(3, 3)
@@ -38,15 +38,15 @@ def draw(kept: dict[str, Any], path: Path) -> None:
 
 def draw_steps(speed: Any, memory: Any, key: str, rows: Rows, color: str = LOSS, name: str = "measured") -> None:
     sizes = [row[key] for row in rows]
-    seconds, flops = ([row[what] / row["tokens"] for row in rows] for what in ("seconds", "gflop"))
-    speed.plot(sizes, [1e6 * each for each in seconds], "o-", color=color, label=name)
-    like_first = [1e6 * seconds[0] * each / flops[0] for each in flops]
+    seconds, flops = ([row[quantity] / row["tokens"] for row in rows] for quantity in ("seconds", "gflop"))
+    speed.plot(sizes, [1e6 * value for value in seconds], "o-", color=color, label=name)
+    like_first = [1e6 * seconds[0] * value / flops[0] for value in flops]
     speed.plot(sizes, like_first, "--", color=color, label="as the operations grow")
     memory.plot(sizes, [row["gib"] for row in rows], "o-", color=color, label=name)
     memory.plot(sizes, [row["estimated"] for row in rows], "--", color=color, label="torchtitan estimate")
-    for axes, what in ((speed, "CPU microseconds a token"), (memory, "GiB at most")):
-        axes.set_title(f"{what}, by {key}", loc="left", fontsize=10)
-        axes.set_ylim(bottom=0, auto=True)  # others may be drawn above
+    for axes, quantity in ((speed, "CPU microseconds a token"), (memory, "GiB at most")):
+        axes.set_title(f"{quantity}, by {key}", loc="left", fontsize=10)
+        axes.set_ylim(bottom=0, auto=True)  # leave room for further curves
         axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.legend(frameon=False, fontsize=8)
@@ -73,11 +73,11 @@ def draw_generation(axes: Any, rows: Rows) -> None:
 
 
 def draw_start(axes: Any, rows: Rows) -> None:
-    names, left = [f"{row['millions']} M, {row['ranks']} rank(s)" for row in rows], [0.0] * len(rows)
+    names, offsets = [f"{row['millions']} M, {row['ranks']} rank(s)" for row in rows], [0.0] * len(rows)
     for number, phase in enumerate(PHASES[:-1]):
         seconds = [row[phase] for row in rows]
-        axes.barh(names, seconds, left=left, color=SHADES[number], label=phase)
-        left = [a + b for a, b in zip(left, seconds, strict=True)]
+        axes.barh(names, seconds, left=offsets, color=SHADES[number], label=phase)
+        offsets = [a + b for a, b in zip(offsets, seconds, strict=True)]
     axes.set_title("seconds of a start, by phase", loc="left", fontsize=10)
     axes.set_ylim(len(rows) + 0.8, -0.6)  # the first on top, room for the legend below
     axes.legend(frameon=False, ncols=4, loc="lower left", fontsize=8)
@@ -153,14 +153,14 @@ TABLES: dict[str, Columns] = {
 """Of each table the columns: their heads, and what stands below for what was measured."""
 
 
-def shown(name: str, kept: dict[str, Any]) -> str:
+def shown(name: str, result: dict[str, Any]) -> str:
     columns = TABLES[name]
-    rows = [[cell(row) for cell in columns.values()] for row in kept["rows"]]
+    rows = [[cell(row) for cell in columns.values()] for row in result["rows"]]
     heads, *lines = (f"| {' | '.join(cells)} |" for cells in [list(columns), *rows])
-    return "\n".join([f"`{name}`, {kept['when']}:", "", heads, "---".join("|" * heads.count("|")), *lines])
+    return "\n".join([f"`{name}`, {result['when']}:", "", heads, "---".join("|" * heads.count("|")), *lines])
 
 
-def write_page(kept: dict[str, Any]) -> None:
-    head, _, rest = PAGE.read_text().partition(BEGIN)
-    made = "\n\n".join(shown(name, kept[name]) for name in TABLES)
-    PAGE.write_text(f"{head}{BEGIN}\n{made}\n{END}{rest.partition(END)[2]}")
+def write_page(results: dict[str, Any]) -> None:
+    head, _, after = PAGE.read_text().partition(BEGIN)
+    tables = "\n\n".join(shown(name, results[name]) for name in TABLES)
+    PAGE.write_text(f"{head}{BEGIN}\n{tables}\n{END}{after.partition(END)[2]}")

@@ -1,12 +1,11 @@
-"""One job under many plans, from the command line: do the losses agree?
+"""Run one job under many plans from the command line and compare the losses.
 
     python scripts/compare_plans.py [--only NAME ...] [--steps 20] [-- OPTIONS OF THE JOB]
     python scripts/compare_plans.py -- --model.name deepseek
 
 Runs the debug job in float32 on one rank and then under each plan, as a user would, with the same global batch, and
-prints the largest relative difference of the losses. With `-- --model.name deepseek`, the plans of experts are added
-and the learning rate is lower: after many large steps a choice of experts that is nearly a tie falls otherwise, and the
-loss jumps.
+prints the largest relative difference of the losses. With `-- --model.name deepseek` it adds the plans with experts and
+lowers the learning rate: after many large steps, nearly tied expert choices would differ and the loss would jump.
 Exit code 1 if a plan differs by more than 1e-5. On a machine with GPUs, each plan needs as many as it has ranks.
 """
 
@@ -88,8 +87,8 @@ def job_of_plan(plan: Plan, folder: str, steps: int, extra: list[str]) -> tuple[
 
 def losses(name: str, plans: dict[str, Plan], steps: int, extra: list[str]) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
-        ranks, words = job_of_plan(plans[name], folder, steps, extra)
-        command = [sys.executable, "-m", "torchtitan.launch", str(ranks), *words]
+        ranks, arguments = job_of_plan(plans[name], folder, steps, extra)
+        command = [sys.executable, "-m", "torchtitan.launch", str(ranks), *arguments]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if run.returncode:
             raise SystemExit(f"{name} ended with {run.returncode}:\n{run.stderr}")
@@ -102,8 +101,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("extra", nargs="*", help="options of the job, after --")
     options = parser.parse_args()
-    words = " ".join(options.extra).replace("=", " ").split()
-    family = words[words.index("--model.name") + 1] if "--model.name" in words else "llama3"
+    arguments = " ".join(options.extra).replace("=", " ").split()
+    family = arguments[arguments.index("--model.name") + 1] if "--model.name" in arguments else "llama3"
     has_experts = hasattr(SIZES[family]["debugmodel"], "n_experts")
     plans = PLANS | (EXPERT_PLANS if has_experts else {})
     if has_experts:
@@ -115,8 +114,8 @@ def main() -> int:
     print(f"{'one rank':<60} loss {expected[0]:.4f} -> {expected[-1]:.4f} in {len(expected)} steps", flush=True)
     agree = True
     for name in (name for name in names if name != "one rank"):
-        found = losses(name, plans, options.steps, options.extra)
-        pairs = zip(found, expected, strict=True)
+        plan_losses = losses(name, plans, options.steps, options.extra)
+        pairs = zip(plan_losses, expected, strict=True)
         error = max(abs(a - b) / abs(b) if math.isfinite(a) else math.inf for a, b in pairs)
         agree &= error <= TOLERANCE
         print(f"{name:<60} {error:.1e}{'' if error <= TOLERANCE else '  differs'}", flush=True)

@@ -1,11 +1,11 @@
-"""bench_overlap.py without sleeping: the same stages, orders and loop by a clock of each rank, in seconds and exactly.
+"""Simulate bench_overlap.py exactly and within seconds: the same stages, orders and loop, with a clock for each rank.
 
     python scripts/simulate_overlap.py                    steps in units, and to ZBV; tables in docs/dualpipev.md
     python scripts/simulate_overlap.py --p 8 --m 32 --a 1
 
-For trying an order before it is built. Beside what runs today stands what was tried and left: forwards in pairs, too,
-where a rank has nothing else to do yet; and backwards of the inputs before all gradients of weights at the end. `least`
-is what no order is under, whatever it hides, with 2p + 1 microbatches of a stage kept (`none` only).
+Use it to try an order before implementing it. Besides the current orders it shows two rejected ones: pairs of forwards
+while a rank has nothing else to do, and all input gradients before all weight gradients at the end. `least` is a lower
+bound for any order that keeps at most 2p + 1 microbatches of a stage (for `none` only).
 """
 
 import argparse
@@ -33,7 +33,7 @@ from torchtitan.parallelisms.pipeline.overlap.chunk import Loop
 from torchtitan.parallelisms.pipeline.overlap.segments import Node, NodeLists, Policy, Turn, alone, merge
 from torchtitan.parallelisms.pipeline.runtime import build_table
 
-UNIT = 1.0  # of attention and of experts, for each of F, I and W
+UNIT = 1.0  # time of attention and of experts, for each of F, I and W
 
 
 class Rank:
@@ -44,7 +44,7 @@ class Rank:
 
 
 class Share:
-    """One microbatch in one stage, as chunk.Chunk, which only takes its time."""
+    """One microbatch in one stage, like chunk.Chunk, but only its timing."""
 
     def __init__(self, rank: Rank, a: float):
         self.rank, self.a = rank, a
@@ -70,22 +70,22 @@ class Share:
 
 
 def step(table: Table, policy: str, a: float, overlap: bool) -> float:
-    """Units from the start to the end of the last rank. Messages between ranks take no time."""
+    """Return the units from the start to the end of the last rank. Messages between ranks take no time."""
     stages = num_stages_of(table)
     lists = [NodeLists(Layers(1, UNIT, stage + 1 == stages).programs(), Policy(policy)) for stage in range(stages)]
     ranks = [Rank(overlap) for _ in table]
-    there: dict[tuple, float] = defaultdict(float)
+    arrivals: dict[tuple, float] = defaultdict(float)
     for number, action in running_order(table):
         rank = ranks[number]
         for group in [action.singles] if overlap else [(single,) for single in action.singles]:
             if group[0].kind != WEIGHT_GRAD:
                 orders = [_nodes(lists[single.stage], single.kind) for single in group]
-                rank.loop.run(_order(group, orders), *(partial(_begin, rank, s, a, there, stages) for s in group))
+                rank.loop.run(_order(group, orders), *(partial(_begin, rank, s, a, arrivals, stages) for s in group))
             sent = 0.0
             for single in group:
-                if single.kind != WEIGHT_GRAD:  # those of a pair are sent in the order of the table
+                if single.kind != WEIGHT_GRAD:  # outputs of a pair are sent in the order of the table
                     sent = max(sent, rank.chunks[single.stage, single.microbatch].done)
-                    there.update((key, sent) for key in makes(single))
+                    arrivals.update((key, sent) for key in makes(single))
                 if single.kind in (BACKWARD, WEIGHT_GRAD):
                     rank.loop.catch_up(rank.chunks[single.stage, single.microbatch])
     for rank in ranks:
@@ -93,8 +93,8 @@ def step(table: Table, policy: str, a: float, overlap: bool) -> float:
     return max(rank.now for rank in ranks)
 
 
-def _begin(rank: Rank, single: Action, a: float, there: dict[tuple, float], stages: int) -> Share:
-    arrival = max((there[key] for key in needs(single, stages)), default=0.0)
+def _begin(rank: Rank, single: Action, a: float, arrivals: dict[tuple, float], stages: int) -> Share:
+    arrival = max((arrivals[key] for key in needs(single, stages)), default=0.0)
     share = rank.chunks.setdefault((single.stage, single.microbatch), Share(rank, a))
     if single.kind == FORWARD:
         rank.now = max(rank.now, arrival)
@@ -110,16 +110,16 @@ def _nodes(lists: NodeLists, kind: str) -> list[Node]:
 def _order(group: Sequence[Action], orders: Sequence[list[Node]]) -> list[Turn]:
     if len(group) == 1:
         return alone(*orders)
-    if group[1].kind == FORWARD:  # of two forwards the first goes first, as a backward does
+    if group[1].kind == FORWARD:  # of two forwards the first one leads, as a backward does
         return [Turn(1 - of, node) for of, node in merge(*reversed(orders))]
     return merge(*orders)
 
 
-# Tried and left
+# Rejected orders
 
 
 def forwards_in_pairs(table: Table) -> Table:
-    """Neighbours in front of a row's first backward that do not need each other."""
+    """Pair adjacent, independent forwards before a row's first backward."""
     return [list(_paired(row)) for row in table]
 
 
@@ -137,12 +137,12 @@ def _paired(row: Sequence[Action]) -> Iterator[Action]:
 
 
 def weights_last(table: Table) -> Table:
-    """Behind a row's last forward, gradients of weights behind all those of inputs."""
+    """After a row's last forward, move the weight gradients after all input gradients."""
     rows = []
     for row in table:
         end = 1 + max(i for i, action in enumerate(row) for single in action.singles if single.kind == FORWARD)
-        behind = [part for action in row[end:] for part in _split(action)]
-        rows.append(row[:end] + sorted(behind, key=lambda action: action.kind == WEIGHT_GRAD))
+        remaining = [part for action in row[end:] for part in _split(action)]
+        rows.append(row[:end] + sorted(remaining, key=lambda action: action.kind == WEIGHT_GRAD))
     return rows
 
 
@@ -158,16 +158,18 @@ TRIED: dict[str, Callable[[Table], Table]] = {
 
 
 def least(p: int, m: int, a: float) -> float:
-    """Of DualPipeV under `none`, for the rank of the middle stages p - 1 and p, which keeps at most 2p + 1 microbatches
-    of a stage. A stage takes `hop` units for a forward, and for the gradient of its input, however much it hides.
+    """Return a lower bound for a step of DualPipeV under `none`.
 
-    Before its first backward the rank waits for 2p forwards and p - 1 backwards of others and computes 2p + 1
-    forwards at most. Behind its last forward that microbatch has p - 1 forwards, 2p backwards and a last gradient of
-    weights before it, and the rank no more than the backwards of those that it kept.
+    It looks at the rank of the middle stages p - 1 and p, which keeps at most 2p + 1 microbatches of a stage. However
+    much is hidden, a stage takes `hop` units for a forward, and for an input gradient.
+
+    Before its first backward the rank waits for 2p forwards and p - 1 backwards of other ranks and computes at most
+    2p + 1 forwards. After the rank's last forward that microbatch still passes p - 1 forwards, 2p backwards and a last
+    weight gradient, while the rank has only the backwards of its kept microbatches to compute.
     """
-    hop, kept = 2 * UNIT + 2 * a * UNIT, 2 * p + 1
+    hop, max_microbatches = 2 * UNIT + 2 * a * UNIT, 2 * p + 1
     way = (3 * p - 1) * hop
-    return 12 * m * UNIT + max(0, way - 2 * kept * UNIT) + max(0, way + UNIT - 4 * kept * UNIT)
+    return 12 * m * UNIT + max(0, way - 2 * max_microbatches * UNIT) + max(0, way + UNIT - 4 * max_microbatches * UNIT)
 
 
 if __name__ == "__main__":

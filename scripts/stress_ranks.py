@@ -60,7 +60,7 @@ def draw(seed: random.Random) -> dict:
 
 
 def arguments(run: dict, folder: Path, texts: Path) -> list[str]:
-    """The job's command line."""
+    """Return the job's command line."""
     from tests.support import jobs
 
     options = PLANS[run["plan"]] | {
@@ -82,7 +82,7 @@ def arguments(run: dict, folder: Path, texts: Path) -> list[str]:
 
 
 def run_in_pool(run: dict, folder: Path, argv: list[str]) -> int:
-    """Train on ranks that outlive the run; its exit code."""
+    """Train on ranks that outlive the run; return its exit code."""
     from tests.support import jobs, pool
 
     try:
@@ -94,7 +94,7 @@ def run_in_pool(run: dict, folder: Path, argv: list[str]) -> int:
 
 
 def run_under_launcher(run: dict, folder: Path, argv: list[str]) -> int:
-    """Train on ranks of their own, ended as drawn; the launcher's exit code."""
+    """Train under a launcher with new ranks, end it as drawn, and return its exit code."""
     pid = os.fork()
     if pid == 0:
         _be_launcher(run, folder, argv)
@@ -127,7 +127,7 @@ def _be_launcher(run: dict, folder: Path, argv: list[str]) -> NoReturn:
 
 
 def stacks_of_cores(folder: Path) -> list[str]:
-    """Names of the core files in the working directory, moved to the run's folder with the C stacks beside them."""
+    """Move core files from the working directory to the run's folder, add their C stacks, and return their names."""
     cores = sorted(Path.cwd().glob("core*"))
     for core in cores:
         target = folder / core.name
@@ -140,7 +140,7 @@ def stacks_of_cores(folder: Path) -> list[str]:
 
 
 def one_run(number: int, run: dict, folder: Path, texts: Path) -> dict:
-    """The run's row: what was drawn, its exit code, and what crashed."""
+    """Execute a run and return its row: the drawn settings, the exit code, and the crashes."""
     folder.mkdir(parents=True)
     argv = arguments(run, folder / "job", texts)
     started = time.monotonic()
@@ -157,7 +157,7 @@ def one_run(number: int, run: dict, folder: Path, texts: Path) -> dict:
 
 
 def conclusion(rows: list[dict]) -> str:
-    """The last line: how many runs, how many crashes, and the bound on the rate."""
+    """Return the last line: numbers of runs and crashes, and the bound on the crash rate."""
     crashes, strange = sum(bool(row["crash"]) for row in rows), sum(row["unexpected"] for row in rows)
     bound = f"below 3/{len(rows)} = {100 * 3 / len(rows):.2f} % of runs (95 %)" if not crashes else "not bounded"
     launched = sum(row["end"] != "pool" for row in rows)

@@ -9,7 +9,7 @@ import torch
 
 from tests.support import jobs
 from tests.support.checkpoint_job import rank
-from tests.support.checkpoint_plans import ARGS, MOMENTS, PLANS, TIED, Held, Plan, reference
+from tests.support.checkpoint_plans import ARGS, MOMENTS, PLANS, TIED, Plan, PlannedModel, reference
 from tests.support.jobs import full
 from tests.support.pool import run_ranks
 from torchtitan.checkpoint import CheckpointError, layout, load_model_for_inference, storage, tensors
@@ -25,7 +25,7 @@ def folder_of(root: Path, plan: Plan) -> Path:
     return root / str(plan).replace(" ", "_")
 
 
-def is_whole(job: Held) -> bool:
+def is_whole(job: PlannedModel) -> bool:
     """True if the full tensors equal the reference, so the plan itself shards correctly."""
     expected = {name: parameter.detach() for name, parameter in reference(TIED).named_parameters()}
     expected["output.weight"] = expected["tok_embeddings.weight"]
@@ -38,7 +38,7 @@ def is_whole(job: Held) -> bool:
 
 def save_all(root: Path, plans: list[Plan]) -> None:
     for index, plan in enumerate(plans):
-        job = Held(plan).train()
+        job = PlannedModel(plan).train()
         assert is_whole(job), plan
         mode = ("async", "async_with_pinned_mem", "disabled")[index % 3]
         checkpointer = job.checkpointer(folder_of(root, plan), async_mode=mode)
@@ -52,7 +52,7 @@ def load_all(root: Path, plans: list[Plan], every: int) -> list[tuple[str, str, 
     """Load every `every`-th saved plan into each of `plans`; return (saved, loaded, tensors that are not bit-equal)."""
     differences = []
     for start, plan in enumerate(plans):
-        job = Held(plan).train()
+        job = PlannedModel(plan).train()
         expected = job.snapshot()
         job.spoil()
         job.renew_optimizers()  # as in a new job: no state yet
@@ -110,7 +110,7 @@ def refusals(root: Path, plan: Plan) -> list[str]:
         (dataclasses.replace(TIED, n_kv_heads=2), None),
         (TIED, torch.optim.AdamW),
     ]:
-        job = Held(plan, args)
+        job = PlannedModel(plan, args)
         if adamw:
             job.optimizers = [adamw(part.parameters(), foreach=False) for part in job.parts]
         checkpointer = job.checkpointer(folder_of(root, Plan()))
@@ -120,7 +120,7 @@ def refusals(root: Path, plan: Plan) -> list[str]:
             checkpointer.load()
         assert job.differing(before) == []
         messages.append(str(caught.value).split("does not fit this job: ")[1])
-    checkpointer = Held(plan).checkpointer(folder_of(root, Plan()))
+    checkpointer = PlannedModel(plan).checkpointer(folder_of(root, Plan()))
     with pytest.MonkeyPatch.context() as patch:
         if rank() == 1:
             patch.setattr(tensors, "model_tensors", lambda parts: 1 / 0)
@@ -150,13 +150,13 @@ def test_all_pipeline_ranks_report_the_same_mismatch(saved):
 
 
 def export(root: Path, plan: Plan) -> None:
-    job = Held(plan)
+    job = PlannedModel(plan)
     assert job.checkpointer(root / "unused").export_model(root / "export", torch.bfloat16, 1)
 
 
 def start_from(root: Path, plan: Plan) -> bool:
     """Load only the weights of another plan's checkpoint and of its bfloat16 export; optimizers stay untouched."""
-    job = Held(plan)
+    job = PlannedModel(plan)
     expected = job.snapshot()
     job.spoil()
     assert job.checkpointer(root / "new").initial_load(folder_of(root, Plan(tp=4))) == 0

@@ -24,13 +24,13 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def said(run, capsys, *words):
-    code = checkpoints.main([str(run), *words])
+def run_command(run, capsys, *arguments):
+    code = checkpoints.main([str(run), *arguments])
     return code, capsys.readouterr().out.splitlines()
 
 
 def test_what_a_run_has_saved(run, capsys):
-    code, lines = said(run, capsys)
+    code, lines = run_command(run, capsys)
     assert code == 0
     assert lines[0].split() == ["step", "size", "state", "plan"]
     assert [line.split()[0] for line in lines[1:5]] == ["4", "3", "2", "1"]
@@ -44,14 +44,14 @@ def test_what_a_run_has_saved(run, capsys):
 
 
 def test_content_is_looked_at_when_asked_for(run, capsys):
-    code, lines = said(run / "checkpoint", capsys, "--verify")
+    code, lines = run_command(run / "checkpoint", capsys, "--verify")
     assert code == 0
     assert "not usable: damaged: __0_0.distcp" in lines[2] and "sound" in lines[3]
     assert lines[-1] == "a resume takes step 2 (looked at whole)"
     assert Job(run / "checkpoint").checkpointer.load() == 2  # and so it does
     for step in (1, 2):
         (run / "checkpoint" / f"step-0000000{step}" / "state.json").write_text("{}")
-    code, lines = said(run, capsys, "--verify")
+    code, lines = run_command(run, capsys, "--verify")
     assert code == 3 and lines[-1].startswith("a resume takes none of them")
 
 

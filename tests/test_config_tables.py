@@ -87,8 +87,8 @@ def test_tables_are_read_and_printed_back(tmp_path):
     config = manager.load(job(tmp_path, TWO))
     assert [(s.name, s.wool, s.eats.wide) for s in config.farm.flock] == [("Dolly", 1.0, False), ("Shaun", 2.0, True)]
     text = manager.to_toml(config)
-    again = manager.load(job(tmp_path, text))
-    assert again.farm == config.farm and "shepherd" not in text
+    reloaded = manager.load(job(tmp_path, text))
+    assert reloaded.farm == config.farm and "shepherd" not in text
     assert "flock = []" in manager.to_toml(manager.load([]))
 
 
@@ -167,10 +167,10 @@ def test_what_is_left_of_a_job_with_a_wrong_table_is_still_judged(tmp_path):
 
 def test_rules_can_name_a_table_and_an_option_of_it(tmp_path):
     facts = Facts(manager.load(job(tmp_path, TWO)), 1, "cpu")
-    told = str(facts.fault("farm.flock[1].eats.wide", "false", "")).rpartition("job.toml: ")[2]
-    assert told == "farm.flock[1].eats.wide: given true; allowed: false"
-    told = str(facts.fault("farm.flock[0]", "none", "")).rpartition("job.toml: ")[2]
-    assert told == 'farm.flock[0]: given {name = "Dolly", wool = 1.0, eats = {wide = false}}; allowed: none'
+    message = str(facts.fault("farm.flock[1].eats.wide", "false", "")).rpartition("job.toml: ")[2]
+    assert message == "farm.flock[1].eats.wide: given true; allowed: false"
+    message = str(facts.fault("farm.flock[0]", "none", "")).rpartition("job.toml: ")[2]
+    assert message == 'farm.flock[0]: given {name = "Dolly", wool = 1.0, eats = {wide = false}}; allowed: none'
 
 
 def test_help_lists_what_stands_under_each_table():

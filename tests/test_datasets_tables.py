@@ -107,8 +107,8 @@ def test_folders_of_save_to_disk(tmp_path):
         assert isinstance(source, IndexedSource) and [item.text for item in source.documents()] == texts
         assert source.get(3000).text == texts[3000]
     assert list(source.fingerprint["files"]) == ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
-    again = pickle.loads(pickle.dumps(source))  # as a worker gets it that is started afresh
-    assert again.get(3000) == source.get(3000) and len(pickle.dumps(source)) < 2000
+    second = pickle.loads(pickle.dumps(source))  # as a worker gets it that is started afresh
+    assert second.get(3000) == source.get(3000) and len(pickle.dumps(source)) < 2000
     hub.DatasetDict(
         {"train": hub.load_from_disk(one), "validation": hub.Dataset.from_dict({"text": ["held", "out"]})}
     ).save_to_disk(tmp_path / "dict")
@@ -132,8 +132,8 @@ def test_bad_arrow_files(tmp_path):
     file.write_bytes(content[: offsets + 4] + struct.pack("<i", 2**30) + content[offsets + 8 :])
     assert f"{file}, row 0: damaged" in refusal(one)
     pyarrow.feather.write_feather(pyarrow.table({"text": ["a", None]}), tmp_path / "b.arrow", compression="lz4")
-    good, bad = documents(tmp_path / "b.arrow")  # the other layout of such files
-    assert good == "a" and "b.arrow, row 1: field 'text' holds nothing" in str(bad)
+    good, damaged = documents(tmp_path / "b.arrow")  # the other layout of such files
+    assert good == "a" and "b.arrow, row 1: field 'text' holds nothing" in str(damaged)
 
 
 def test_bad_folders_of_save_to_disk(tmp_path):

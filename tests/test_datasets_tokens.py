@@ -43,8 +43,8 @@ def test_blocks_are_the_documents_end_to_end(tmp_path, vocab_size, dtype, shard_
     for block in range(reader.blocks):
         first = block * seq_len
         assert rows[block].tolist() == everything[first : first + seq_len + 1]
-        found = begin_columns[begin_rows == block].tolist()
-        assert found == [s - first for s in starts if first <= s <= first + seq_len]
+        begins = begin_columns[begin_rows == block].tolist()
+        assert begins == [s - first for s in starts if first <= s <= first + seq_len]
 
 
 def test_the_order_is_a_permutation_of_each_epoch(tmp_path):

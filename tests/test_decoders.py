@@ -97,8 +97,8 @@ def on_meta(family, flavor):
 @pytest.mark.parametrize("family, flavor", [(family, flavor) for family in SIZES for flavor in SIZES[family]])
 def test_parameter_counts(family, flavor):
     args, model = SIZES[family][flavor], on_meta(family, flavor)
-    counted = sum(p.numel() for p in model.parameters())
-    assert counted == args.num_parameters == PUBLISHED.get((family, flavor), counted)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    assert num_parameters == args.num_parameters == PUBLISHED.get((family, flavor), num_parameters)
 
 
 @pytest.mark.parametrize("family, flavor", [(f, flavor) for f in DENSE for flavor in SIZES[f]])
@@ -140,24 +140,24 @@ def test_packed_documents_are_computed_as_if_alone(name, backend):
     ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     packed = model(x, positions=positions, document_ids=ids)
-    alone = torch.cat([model(part) for part in x.split(lengths, dim=1)], dim=1)
-    torch.testing.assert_close(packed, alone)
+    separate = torch.cat([model(part) for part in x.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(packed, separate)
     assert not torch.allclose(packed, model(x))
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_cut_model_computes_the_same(name):
-    whole, first, last = (tiny(name) for _ in range(3))
+    full_model, first, last = (tiny(name) for _ in range(3))
     first.norm = first.output = last.tok_embeddings = None
-    end = str(len(whole.layers) - 1)
+    end = str(len(full_model.layers) - 1)
     del first.layers[end]
     for layer in first.layers:
         del last.layers[layer]
-    assert set(first.state_dict()) | set(last.state_dict()) == set(whole.state_dict())
+    assert set(first.state_dict()) | set(last.state_dict()) == set(full_model.state_dict())
     x = tokens(name)
     hidden = first(x)
-    assert hidden.shape == (2, 12, whole.args.dim)
-    assert torch.equal(last(hidden, counted(x)), whole(x))
+    assert hidden.shape == (2, 12, full_model.args.dim)
+    assert torch.equal(last(hidden, counted(x)), full_model(x))
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)

@@ -1,4 +1,4 @@
-"""What a rank sets up before it joins the world."""
+"""Process group setup of a rank, and exchange of values and tensors between ranks."""
 
 import os
 import resource
@@ -16,11 +16,11 @@ from torchtitan.process.ranks import Ranks
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits on open files are raised on Linux only")
 
 
-def settings(**given: str) -> dict[str, object]:
-    """What libraries find after a world of one was joined with few files allowed."""
+def settings(**variables: str) -> dict[str, object]:
+    """Initialize a world of one with few open files allowed; return the resulting settings."""
     for name in ("TORCH_GLOO_LAZY_INIT", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"):
         os.environ.pop(name, None)
-    os.environ.update(given)
+    os.environ.update(variables)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
     distributed.init(Ranks(), timeout_seconds=10, trace_buf_size=7, folder=Path("/a/run"))
@@ -46,9 +46,9 @@ def with_a_users_setting() -> dict[str, object]:
     return settings(TORCH_GLOO_LAZY_INIT="0", TORCH_FR_DUMP_TEMP_FILE="/elsewhere/")
 
 
-def test_a_users_setting_stays():
-    found = run_alone(with_a_users_setting)
-    assert (found["lazy"], found["dumped to"]) == ("0", "/elsewhere/")
+def test_a_users_setting_is_kept():
+    values = run_alone(with_a_users_setting)
+    assert (values["lazy"], values["dumped to"]) == ("0", "/elsewhere/")
 
 
 # Plain values and tensors of ranks
@@ -57,19 +57,19 @@ def test_a_users_setting_stays():
 def exchanged() -> tuple:
     rank = dist.get_rank()
     value = {"of": rank, "text": "\u00e9" * 10**rank, "list": [1.5, None, True], "nested": {"a": [rank] * 3}}
-    decided = distributed.broadcast_json(value if rank == 0 else object())  # the others' is not looked at
-    dealt = distributed.scatter_json([["x" * 10**each] for each in range(3)] if rank == 0 else None)
+    decided = distributed.broadcast_json(value if rank == 0 else object())  # values of other ranks are ignored
+    dealt = distributed.scatter_json([["x" * 10**exponent] for exponent in range(3)] if rank == 0 else None)
     return distributed.gather_json(value), distributed.all_gather_json(value), decided, dealt
 
 
-def test_plain_values_arrive_as_they_are():
+def test_plain_values_arrive_unchanged():
     values = [
         {"of": rank, "text": "\u00e9" * 10**rank, "list": [1.5, None, True], "nested": {"a": [rank] * 3}}
         for rank in range(3)
     ]
-    first, *others = run_ranks(3, exchanged)
+    first, *other_ranks = run_ranks(3, exchanged)
     assert first == (values, values, values[0], ["x"])
-    assert others == [(None, values, values[0], ["x" * 10**rank]) for rank in (1, 2)]
+    assert other_ranks == [(None, values, values[0], ["x" * 10**rank]) for rank in (1, 2)]
 
 
 def gathered_tensors() -> dict[str, torch.Tensor]:
@@ -80,10 +80,10 @@ def gathered_tensors() -> dict[str, torch.Tensor]:
     return distributed.gather_tensors(tensors)
 
 
-def test_tensors_of_any_kind_come_to_the_first_rank_and_those_of_several_from_the_lowest():
-    first, *others = run_ranks(3, gathered_tensors)
+def test_tensors_are_gathered_on_the_first_rank_and_duplicates_come_from_the_lowest():
+    first, *other_ranks = run_ranks(3, gathered_tensors)
     expected = {f"of {rank}": torch.arange(6.0).view(2, 3).t() + rank for rank in range(3)}
     expected |= {"bfloat16": torch.ones(3).bfloat16() / 3, "empty": torch.empty(0, 4), "scalar": torch.tensor(0.1)}
     expected |= {"of all": torch.tensor(0)}
-    assert others == [{}, {}] and first.keys() == expected.keys()
+    assert other_ranks == [{}, {}] and first.keys() == expected.keys()
     assert all(torch.equal(first[name], expected[name]) and first[name].dtype == expected[name].dtype for name in first)

@@ -1,4 +1,4 @@
-"""`torchtitan estimate`: what it says of a foretold need, of ways to need less, and of what is sent."""
+"""`torchtitan estimate`: its output on predicted memory, suggestions to reduce it, and traffic."""
 
 from collections import Counter
 
@@ -12,18 +12,18 @@ from torchtitan.planner import estimate as prediction
 GIB = 2**30
 
 
-def run(capsys, *words):
-    code = estimate.main(list(words))
+def run(capsys, *arguments):
+    code = estimate.main(list(arguments))
     return code, capsys.readouterr().out
 
 
 @pytest.fixture
 def needs(monkeypatch):
-    """20 GiB for each sample and 10 for the state; with full recompute 5 for a sample."""
+    """Mock the prediction: 20 GiB a sample (5 with full recompute) and 10 GiB of model state."""
 
     def predict(config, world_size, device, traffic=False):
-        each = 5 if config.activation_checkpoint.mode == "full" else 20
-        kinds = {"activations": each * config.training.local_batch_size * GIB, "parameters": 10 * GIB}
+        gib_per_sample = 5 if config.activation_checkpoint.mode == "full" else 20
+        kinds = {"activations": gib_per_sample * config.training.local_batch_size * GIB, "parameters": 10 * GIB}
         return [prediction.Prediction(0, 0, "forward and backward", kinds)]
 
     for module in (prediction, estimate):
@@ -31,7 +31,7 @@ def needs(monkeypatch):
     return ["--model.tokenizer_path=bytes", "--training.local_batch_size=4", "--world_size=1", "--device=cpu"]
 
 
-def test_what_fits(needs, capsys):
+def test_a_job_that_fits(needs, capsys):
     code, out = run(capsys, *needs, "--memory=100GiB")
     assert code == 0
     assert out.splitlines() == [
@@ -66,41 +66,41 @@ def test_what_fits(needs, capsys):
         ),
     ],
 )
-def test_what_would_make_it_fit(needs, capsys, memory, ways):
+def test_suggested_changes_make_the_job_fit(needs, capsys, memory, ways):
     code, out = run(capsys, *needs, f"--memory={memory}GiB")
     assert code == 1
     assert out.splitlines()[-1 - len(ways) :] == [f"does not fit in {memory}.00 GiB: needs 90.00 GiB", *ways]
 
 
-def test_what_would_make_it_fit_may_be_left_out(needs, capsys):
+def test_suggestions_can_be_switched_off(needs, capsys):
     code, out = run(capsys, *needs, "--memory=60GiB", "--no-remedies")
     assert code == 1 and out.splitlines()[-1] == "does not fit in 60.00 GiB: needs 90.00 GiB"
 
 
-def test_on_a_gpu_more_is_taken_than_tensors(needs, capsys):
+def test_on_a_gpu_overhead_is_added(needs, capsys):
     code, out = run(capsys, *needs[:-1], "--device=cuda", "--memory=100GB")
     assert code == 1
     assert "does not fit in 93.13 GiB: needs 106.20 GiB, with 18% beside tensors" in out
 
 
-def test_the_jobs_own_limit_is_compared_with(needs, capsys):
+def test_the_jobs_memory_limit_is_compared(needs, capsys):
     code, out = run(capsys, *needs[:-1], "--device=cuda", "--memory.limit=60GiB")
     assert code == 1 and "does not fit in 60.00 GiB: needs 106.20 GiB" in out
 
 
-def test_a_job_with_nothing_left_to_try():
+def test_a_job_without_further_suggestions():
     assert estimate.ways_out([], 1.0) == [
         "no recompute and no smaller batch is left to try; give it more ranks to share the state"
     ]
 
 
-def test_faults_come_first(capsys):
+def test_faults_are_reported_before_estimates(capsys):
     with pytest.raises(ConfigError, match="tensor_parallel_degree"):
         estimate.main(["--parallelism.tensor_parallel_degree=3", "--model.tokenizer_path=none"])
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["--memory", "80"], "given '80'; allowed: a number with one of MB, GB, TB, MiB, GiB, TiB, as 80GiB"),
         (["--memory=0GiB"], "given '0GiB'; allowed"),
@@ -111,28 +111,28 @@ def test_faults_come_first(capsys):
         (["--memry=80GiB"], "no option --memry; did you mean"),
     ],
 )
-def test_options_that_are_wrong(words, said, capsys):
-    assert cli.main(["estimate", *words]) == 2
-    assert said in capsys.readouterr().err
+def test_wrong_options_are_refused(arguments, message, capsys):
+    assert cli.main(["estimate", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
-def test_what_is_sent_beside_what_is_computed(capsys):
-    """Half of the other ranks are in another machine; the numbers are those of a closed formula."""
+def test_traffic_is_compared_with_compute_time(capsys):
+    """Half of the other ranks are on another machine; the numbers follow from a formula."""
     sent = {("dp_shard", "all_gather", "calls"): 66, ("dp_shard", "all_gather", "bytes"): 90e9}
     sent |= {("tp", "all_reduce", "calls"): 4, ("tp", "all_reduce", "bytes"): 35e9}
     groups = {"dp_shard": tuple(range(16)), "tp": (0, 1)}
-    told = prediction.Prediction(0, 0, "clipping", {}, Counter(sent), groups)
+    predicted = prediction.Prediction(0, 0, "clipping", {}, Counter(sent), groups)
     speeds, _ = estimate.parse_options(["--traffic"])
-    lines = estimate.traffic(told, 200e12, speeds)
+    lines = estimate.traffic(predicted, 200e12, speeds)
     assert [line.split()[-3:] for line in lines[1:3]] == [["2.000", "s", "between"], ["0.100", "s", "inside"]]
     assert lines[-2] == "the most time takes dp_shard, 400% of what computing takes: more than the rank computes"
     assert lines[-1].startswith("tp takes 20% of it, which comes on top")
     faster, _ = estimate.parse_options(["--traffic", "--outside=450", "--machine=4", "--tflops", "200"])
-    assert "20% of what computing takes: there is time" in estimate.traffic(told, 200e12, faster)[-2]
+    assert "20% of what computing takes: there is time" in estimate.traffic(predicted, 200e12, faster)[-2]
     faster.inside = 70.0
-    assert "tp, 50% of what computing takes: which comes on top" in estimate.traffic(told, 200e12, faster)[-1]
+    assert "tp, 50% of what computing takes: which comes on top" in estimate.traffic(predicted, 200e12, faster)[-1]
 
 
-def test_nothing_is_sent_by_one_rank(needs, capsys):
+def test_one_rank_has_no_traffic(needs, capsys):
     code, out = run(capsys, *needs, "--traffic")
     assert code == 0 and out.splitlines()[-1].startswith("  computes")

@@ -44,8 +44,8 @@ def test_the_answer_is_trained_with_its_end_and_nothing_else(name):
 
 def test_every_format_is_tried():
     # in test_templates.py, test_preferences.py and, of the one that no field tells, test_reading.py
-    others = {"chat", "sharegpt", "preference", "completion"}
-    assert {name.partition(",")[0] for name in CASES} | others == set(FORMATS)
+    tested_elsewhere = {"chat", "sharegpt", "preference", "completion"}
+    assert {name.partition(",")[0] for name in CASES} | tested_elsewhere == set(FORMATS)
 
 
 def test_the_field_of_the_job_comes_first():
@@ -90,5 +90,5 @@ def test_datasets_of_the_hub_have_formats_too(tmp_path):
     pytest.importorskip("datasets")
     records = [dict(prompt=f"q{i}", completion=f"a{i}") for i in range(3)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = [document.content for document in DATASETS["huggingface"](str(tmp_path), "text").documents()]
-    assert found == [RecordReader().document(record, "", "").content for record in records]
+    contents = [document.content for document in DATASETS["huggingface"](str(tmp_path), "text").documents()]
+    assert contents == [RecordReader().document(record, "", "").content for record in records]

@@ -265,7 +265,7 @@ def test_an_ascii_terminal_shows_question_marks(run):
 
 
 def save_under(folder: Path, plan: checkpoint_plans.Plan, args: LlamaArgs) -> None:
-    job = checkpoint_plans.Held(plan, args).train()
+    job = checkpoint_plans.PlannedModel(plan, args).train()
     assert job.checkpointer(folder / "checkpoint").maybe_save(1, last=True)
 
 

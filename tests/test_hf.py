@@ -191,7 +191,7 @@ def test_sharded_models_save_and_load(tmp_path):
 
 def cut_and_sharded(folder, plan):
     """Save and load under a plan, in files of about three tensors; return this rank's tensors that differ."""
-    job = checkpoint_plans.Held(plan)
+    job = checkpoint_plans.PlannedModel(plan)
     state = {name: parameter for part in job.parts for name, parameter in part.named_parameters()}
     expected, rank = job.snapshot(), torch.distributed.get_rank()
     HF.save_hf(folder, state, checkpoint_plans.TIED, shard_bytes=5000, write=rank == 1)
@@ -219,7 +219,7 @@ def test_any_plan_saves_the_same_folder_and_loads_it(degrees, tmp_path):
 
 def half_of_the_folder(folder):
     """Load an incomplete folder; return the error, the same on all ranks, and the tensors that changed."""
-    job = checkpoint_plans.Held(checkpoint_plans.Plan(pp=2))
+    job = checkpoint_plans.PlannedModel(checkpoint_plans.Plan(pp=2))
     before = job.snapshot()
     with pytest.raises(JobError) as caught:
         HF.load_hf(folder, job.parts[0], checkpoint_plans.TIED)

@@ -1,4 +1,4 @@
-"""DeepSeek's folders: config.json, names, whole, sharded and spoiled. 8 bits: test_hf_blocks."""
+"""Hugging Face folders of DeepSeek: config.json, names, sharded and damaged folders. FP8 is in test_hf_blocks.py."""
 
 import dataclasses
 import json
@@ -33,20 +33,20 @@ from torchtitan.models.deepseek.model import HF, Deepseek
 TINY = DEEPSEEK["v3"]
 
 
-def theirs_of(args):
+def hf_classes(args):
     v2 = args.score == "softmax"
     return (DeepseekV2ForCausalLM, DeepseekV2Config) if v2 else (DeepseekV3ForCausalLM, DeepseekV3Config)
 
 
 @pytest.mark.parametrize("flavor", SIZES["deepseek"])
-def test_config_goes_both_ways_and_through_transformers(flavor, tmp_path):
+def test_configs_convert_both_ways_and_through_transformers(flavor, tmp_path):
     args = SIZES["deepseek"][flavor]
-    for stored in configs(args, HF, theirs_of(args)[1], tmp_path):
+    for stored in configs(args, HF, hf_classes(args)[1], tmp_path):
         assert dataclasses.replace(HF.config.args_from(stored), bias_rate=args.bias_rate) == args
 
 
 @pytest.mark.parametrize("shape", DEEPSEEK)
-def test_state_dicts_go_both_ways(shape):
+def test_state_dicts_convert_both_ways(shape):
     names_go_both_ways(build(Deepseek, DEEPSEEK[shape]), HF)
 
 
@@ -54,18 +54,18 @@ def test_state_dicts_go_both_ways(shape):
 @pytest.mark.parametrize("shard_bytes", [10**9, 10000])
 def test_a_saved_folder_loads_here_and_in_transformers(shape, shard_bytes, tmp_path):
     args = DEEPSEEK[shape]
-    save_and_load(Deepseek, args, HF, theirs_of(args)[0], tmp_path, shard_bytes)
+    save_and_load(Deepseek, args, HF, hf_classes(args)[0], tmp_path, shard_bytes)
 
 
 def test_a_folder_of_transformers_loads(tmp_path):
-    theirs = twin(*theirs_of(TINY), build(Deepseek, TINY), HF)
-    theirs.save_pretrained(tmp_path)
+    hf_model = twin(*hf_classes(TINY), build(Deepseek, TINY), HF)
+    hf_model.save_pretrained(tmp_path)
     model = build(Deepseek, TINY, seed=1)
     HF.load_hf(tmp_path, model, TINY)
-    assert close(model(tokens_for(TINY)), theirs(tokens_for(TINY)).logits, 2e-6)
+    assert close(model(tokens_for(TINY)), hf_model(tokens_for(TINY)).logits, 2e-6)
 
 
-def test_biases_are_saved_in_float32_and_not_forgotten(tmp_path):
+def test_expert_biases_are_saved_in_float32(tmp_path):
     model = build(Deepseek, TINY)
     HF.save_hf(tmp_path, model.state_dict(), TINY, dtype=torch.bfloat16)
     stored = load_file(tmp_path / "model-00001-of-00001.safetensors")
@@ -77,7 +77,7 @@ def test_biases_are_saved_in_float32_and_not_forgotten(tmp_path):
 
 def sharded_round_trip(folder):
     model, fresh = build(Deepseek, TINY), build(Deepseek, TINY, seed=1)
-    whole = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    expected = {name: value.detach().clone() for name, value in model.state_dict().items()}
     mesh = init_device_mesh("cpu", (2,))
     for part in (model, fresh):
         fully_shard(part, mesh=mesh)
@@ -85,14 +85,14 @@ def sharded_round_trip(folder):
     HF.save_hf(folder, model.state_dict(), TINY, write=mesh.get_rank() == 0)
     torch.distributed.barrier()
     HF.load_hf(folder, fresh, TINY)
-    return same({name: full(v) for name, v in fresh.state_dict().items()}, whole)
+    return same({name: full(v) for name, v in fresh.state_dict().items()}, expected)
 
 
 def test_sharded_models_save_and_load(tmp_path):
     assert run_ranks(2, sharded_round_trip, str(tmp_path)) == [True, True]
 
 
-def test_layers_of_multi_token_prediction_are_left_unread(tmp_path):
+def test_unused_multi_token_layers_are_not_read(tmp_path):
     model = build(Deepseek, TINY)
     longer = dataclasses.replace(TINY, n_layers=4)
     HF.save_hf(tmp_path, build(Deepseek, longer).state_dict(), longer)
@@ -106,8 +106,8 @@ def depths(number, **sizes):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_depths_go_both_ways_with_copies_of_what_they_share(tied, tmp_path):
-    """The names are those of the published folder; transformers reads what is the main model's."""
+def test_depths_convert_both_ways_with_copies_of_shared_weights(tied, tmp_path):
+    """Names are those of the published folder, and transformers reads the main model from it."""
     args = depths(2, tied_embeddings=tied)
     model, other = build(Deepseek, args), build(Deepseek, args, seed=1)
     names_go_both_ways(model, HF)
@@ -117,9 +117,9 @@ def test_depths_go_both_ways_with_copies_of_what_they_share(tied, tmp_path):
         assert torch.equal(stored[layer + "embed_tokens.weight"], model.tok_embeddings.weight)
         assert torch.equal(stored[layer + "shared_head.head.weight"], model.output.weight)
     block = {name.removeprefix("model.layers.3.") for name in stored if name.startswith("model.layers.3.")}
-    own = {name for name in block if name.split(".")[0] not in ("self_attn", "mlp")}
+    depth_names = {name for name in block if name.split(".")[0] not in ("self_attn", "mlp")}
     norms = {"enorm.weight", "hnorm.weight", "input_layernorm.weight", "post_attention_layernorm.weight"}
-    assert own == norms | {f"{name}.weight" for name in ("eh_proj", "embed_tokens", "shared_head.norm")} | {
+    assert depth_names == norms | {f"{name}.weight" for name in ("eh_proj", "embed_tokens", "shared_head.norm")} | {
         "shared_head.head.weight"
     }
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -127,23 +127,23 @@ def test_depths_go_both_ways_with_copies_of_what_they_share(tied, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 2
     HF.load_hf(tmp_path, other, args)
     assert same(model.state_dict(), other.state_dict())
-    theirs = DeepseekV3ForCausalLM.from_pretrained(tmp_path, experts_implementation="eager").eval()
-    assert close(model(tokens_for(args)), theirs(tokens_for(args)).logits, 2e-6)
+    hf_model = DeepseekV3ForCausalLM.from_pretrained(tmp_path, experts_implementation="eager").eval()
+    assert close(model(tokens_for(args)), hf_model(tokens_for(args)).logits, 2e-6)
 
 
-def test_copies_count_in_the_size_of_a_file(tmp_path):
-    """A matrix of the ends takes 8192 bytes, and its two copies as much each."""
+def test_copied_weights_count_in_the_file_size(tmp_path):
+    """Embedding and head take 8192 bytes each, and so does each of their two copies."""
     HF.save_hf(tmp_path, build(Deepseek, MULTI_TOKEN).state_dict(), MULTI_TOKEN, shard_bytes=25000)
     for file in tmp_path.glob("*.safetensors"):
         assert sum(value.nbytes for value in load_file(file).values()) <= 25000
 
 
-@pytest.mark.parametrize("stored, wanted", [(2, 1), (1, 0), (0, 0)])
-def test_a_folder_may_hold_more_depths_than_the_job(stored, wanted, tmp_path):
+@pytest.mark.parametrize("stored, requested", [(2, 1), (1, 0), (0, 0)])
+def test_a_folder_may_hold_more_depths_than_the_job(stored, requested, tmp_path):
     model = build(Deepseek, depths(stored))
-    other = build(Deepseek, depths(wanted), seed=1)
+    other = build(Deepseek, depths(requested), seed=1)
     HF.save_hf(tmp_path, model.state_dict(), depths(stored))
-    HF.load_hf(tmp_path, other, depths(wanted, mtp_loss_weight=0.1))
+    HF.load_hf(tmp_path, other, depths(requested, mtp_loss_weight=0.1))
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
 
 
@@ -157,7 +157,7 @@ def spoiled(folder, message, args=TINY):
     refuse_folder(Deepseek, TINY, HF, folder, message, args)
 
 
-def test_a_folder_that_does_not_fit_is_refused(tmp_path):
+def test_mismatching_folders_are_refused(tmp_path):
     model = build(Deepseek, TINY)
     state = HF.to_hf(model.state_dict(), TINY)
     expert = "model.layers.2.mlp.experts.3.up_proj.weight"
@@ -187,7 +187,7 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path):
     spoiled(tmp_path, "config.json cannot be read")
 
 
-def test_constants_that_no_shape_shows_are_compared(tmp_path):
+def test_config_constants_without_a_tensor_are_compared(tmp_path):
     model = build(Deepseek, TINY)
     HF.save_hf(tmp_path, model.state_dict(), TINY)
     spoiled(tmp_path, "route_scale is 2.5, the job's is 1.0", dataclasses.replace(TINY, route_scale=1.0))
@@ -221,6 +221,6 @@ def test_a_config_of_another_model_is_refused(change, message):
         ({"n_shared_experts": 0}, "n_shared_experts = 0"),
     ],
 )
-def test_what_transformers_does_not_have_is_not_exported(change, message):
+def test_features_missing_in_transformers_are_not_exported(change, message):
     with pytest.raises(JobError, match=message):
         HF.config_to_hf(dataclasses.replace(TINY, **change))

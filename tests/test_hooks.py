@@ -34,13 +34,13 @@ def test_each_is_asked_in_turn_and_saved_under_its_name():
     hooks.after_step(1, [object()], [])
     hooks[0].after_step(2, [], [])
     assert hooks.state_dict() == {"one": {"steps": [1, 2]}, "two": {"steps": [1]}}
-    again = StepHooks()
-    again.append(Diary("two"))
-    again.append(Diary("new"))
-    again.load_state_dict({"step": 2, **hooks.state_dict()})
-    assert again.state_dict() == {"two": {"steps": [1]}}
+    restored = StepHooks()
+    restored.append(Diary("two"))
+    restored.append(Diary("new"))
+    restored.load_state_dict({"step": 2, **hooks.state_dict()})
+    assert restored.state_dict() == {"two": {"steps": [1]}}
     with pytest.raises(AssertionError, match="a second hook called two"):
-        again.append(Diary("two"))
+        restored.append(Diary("two"))
 
 
 def train_with_a_diary(argv):

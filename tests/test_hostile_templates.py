@@ -1,4 +1,4 @@
-"""Chat templates of strangers: what takes too long or too much memory is refused in a line that names the template."""
+"""Untrusted chat templates: too much time or memory is refused in a line that names the template."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from torchtitan.datasets.tokenizer import build_tokenizer
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 GOOD = "{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}"
-# what it does -> the template
+# description -> template
 HOSTILE = {
     "nested ranges": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "nested ranges, four deep": ("{% for a in range(9999) %}" * 4 + "{% endfor %}" * 4),
@@ -43,7 +43,7 @@ HOSTILE = {
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Half a second of processor time and 200 MiB; the child reads its own copy of these."""
+    """Limit the child to half a second of CPU time and 200 MiB."""
     template_process._end()
     worker = template_process.template_worker
     original = Path(worker.__file__).read_text()
@@ -59,7 +59,7 @@ def quick(monkeypatch):
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_template_that_takes_too_much_is_refused(name, tmp_path, quick):
+def test_templates_over_the_limits_are_refused(name, tmp_path, quick):
     quick(tmp_path)
     (tmp_path / "hostile.jinja").write_text(HOSTILE[name])
     tokenizer = build_tokenizer("debug", str(tmp_path / "hostile.jinja"))
@@ -69,22 +69,22 @@ def test_a_template_that_takes_too_much_is_refused(name, tmp_path, quick):
     message = str(caught.value)
     assert f"a.jsonl:1: the chat template {tmp_path}/hostile.jinja needs more than 10 s of" in message, message
     assert not isinstance(caught.value, BadRecord) and "\n" not in message
-    assert time.process_time() - began < 5  # of this process: the work is the child's
-    tokenizer = build_tokenizer("debug")  # and the next template is served
+    assert time.process_time() - began < 5  # CPU time of this process only; the child does the work
+    tokenizer = build_tokenizer("debug")  # the next template is rendered
     tokenizer.chat_template = GOOD
     assert chat_spans(tokenizer, CHAT, "a.jsonl:1")
 
 
-def test_the_limit_of_text_is_that_of_a_record(tmp_path):
+def test_the_text_limit_is_that_of_a_record(tmp_path):
     tokenizer = build_tokenizer("debug")
     tokenizer.chat_template = "{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}"
     with pytest.raises(BadRecord, match="makes more than 4,194,304 characters"):
         chat_spans(tokenizer, CHAT, "a.jsonl:1")
 
 
-def test_other_failures_stay_what_they_were():
+def test_other_failures_keep_their_errors():
     tokenizer = build_tokenizer("debug")
-    for source, kind, said in (
+    for source, kind, message in (
         ("{{ raise_exception('no role') }}", BadRecord, "refuses this conversation: no role"),
         ("{{ messages[0].content + 1 }}", BadRecord, "refuses this conversation: can only concatenate str"),
         ("{{ 1 / 0 }}", BadRecord, "refuses this conversation: division by zero"),
@@ -92,23 +92,23 @@ def test_other_failures_stay_what_they_were():
         ("{{ messages.__class__.__mro__ }}", BadRecord, "refuses this conversation: access to attribute '__class__'"),
     ):
         tokenizer.chat_template = source
-        with pytest.raises(kind, match=said):
+        with pytest.raises(kind, match=message):
             chat_spans(tokenizer, CHAT, "a.jsonl:1")
 
 
-def test_a_fork_renders_with_a_child_of_its_own():
+def test_a_fork_renders_with_a_new_child():
     tokenizer = build_tokenizer("debug")
     tokenizer.chat_template = GOOD
     spans = chat_spans(tokenizer, CHAT, "p")
-    (mine,) = template_process._children
+    (child,) = template_process._children
     if not (fork := os.fork()):
         same = chat_spans(tokenizer, CHAT, "p") == spans
-        os._exit(0 if same and template_process._children[0].process.pid != mine.process.pid else 1)
+        os._exit(0 if same and template_process._children[0].process.pid != child.process.pid else 1)
     assert os.waitpid(fork, 0)[1] == 0
-    assert chat_spans(tokenizer, CHAT, "p") == spans and template_process._children == [mine]
+    assert chat_spans(tokenizer, CHAT, "p") == spans and template_process._children == [child]
 
 
-def test_the_child_ends_with_the_process_that_renders_even_when_that_is_killed():
+def test_the_child_ends_with_its_parent_even_if_that_is_killed():
     code = (
         "from torchtitan.datasets import template_process as t; import time\n"
         "t.render('{{ 1 }}', [], {}, [(0, False)]); print(t._children[0].process.pid, flush=True); time.sleep(600)"
@@ -127,24 +127,24 @@ def test_the_child_ends_with_the_process_that_renders_even_when_that_is_killed()
     raise AssertionError("the child lives on")
 
 
-def test_the_limits_of_the_page_are_those_of_the_program():
+def test_documented_limits_are_the_real_ones():
     page = (ROOT / "docs/data.md").read_text()
     assert f"{template_worker.SECONDS} seconds" in page and f"{template_worker.MEMORY // 2**20} MiB" in page
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ 'a' * 10 ** 10 }}"])
-def test_a_template_that_cannot_be_compiled_is_refused_alike_each_time(source):
+def test_a_malformed_template_has_the_same_error_each_time(source):
     template_process._end()
-    found = []
+    errors = []
     for _ in range(3):
         with pytest.raises(template_process.RenderingFailed) as raised:
             template_process.render(source, CHAT, {}, [(2, False)])
-        found.append((raised.value.kind, str(raised.value)))
-    assert found[0] == found[1] == found[2] and "NoneType" not in found[0][1]
+        errors.append((raised.value.kind, str(raised.value)))
+    assert errors[0] == errors[1] == errors[2] and "NoneType" not in errors[0][1]
     assert template_process.render(GOOD, CHAT, {}, [(2, False)]) == ["Hi<|eot_id|>Hello<|eot_id|>"]
 
 
-def test_a_child_that_does_not_answer_is_not_waited_for_for_ever(monkeypatch):
+def test_an_unresponsive_child_is_ended_after_a_time(monkeypatch):
     template_process._end()
     assert template_process.render(GOOD, CHAT, {}, [(2, False)])
     os.kill(template_process._children[0].process.pid, signal.SIGSTOP)

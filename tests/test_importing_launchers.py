@@ -1,4 +1,4 @@
-"""What launches a script: no option of accelerate launch, torchrun or deepspeed is dropped without a word."""
+"""Launchers of imported scripts: options of accelerate launch, torchrun and deepspeed are mapped, noted or refused."""
 
 import re
 
@@ -17,7 +17,7 @@ VALUES = {"int": "2", "float": "1.0", "text": "x", "bool": ""}
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def workdir(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama/config.json").write_text('{"model_type": "llama"}')
@@ -26,7 +26,7 @@ def here(tmp_path, monkeypatch):
 
 
 def job(launch, **options):
-    """The job of an Axolotl file that is launched so, and its head."""
+    """Import an Axolotl file with this launch command; return the job and its head comment."""
     with open("job.yml", "w") as file:
         yaml.safe_dump(FILE | ADAPTER | options, file)
     text, config, _ = translate(parse(split([f"{launch} train.py job.yml"])), None)
@@ -39,8 +39,8 @@ def refusal(launch, **options):
     return str(error.value)
 
 
-def test_mixed_precision_counts_where_the_file_says_nothing():
-    """As transformers' TrainingArguments read it: the file's own bf16 counts before the launcher's."""
+def test_mixed_precision_applies_unless_the_file_sets_it():
+    """As in TrainingArguments of transformers, bf16 of the file overrides the launcher's."""
     config, head = job("accelerate launch --num_processes 2 --mixed_precision bf16")
     assert config.training.mixed_precision_param == "bfloat16" and config.training.dtype == "float32"
     assert "accelerate launch --mixed_precision bf16" in head
@@ -54,14 +54,14 @@ def test_mixed_precision_counts_where_the_file_says_nothing():
     assert "mixed_precision" in refusal("accelerate launch --mixed_precision fp8")
 
 
-def test_the_launchers_own_options_are_all_known():
+def test_all_options_of_the_launchers_are_known():
     parsers = {}
     launch = pytest.importorskip("accelerate.commands.launch")
     parsers["accelerate"] = launch.launch_command_parser()
     parsers["torchrun"] = pytest.importorskip("torch.distributed.run").get_args_parser()
     for name, parser in parsers.items():
         for action in parser._actions:
-            for option in {word.lstrip("-").replace("-", "_") for word in action.option_strings} - {"h", "help"}:
+            for option in {flag.lstrip("-").replace("-", "_") for flag in action.option_strings} - {"h", "help"}:
                 assert option in OPTIONS[name], f"{name} {option}"
                 takes_value = action.nargs != 0
                 assert launchers.takes_value(name, option) == takes_value, f"{name} {option}"
@@ -74,9 +74,9 @@ ALLOWED |= {"parallelism_config_sp_size": "1", "parallelism_config_cp_comm_strat
 
 
 @pytest.mark.parametrize("launcher, name", [(launcher, name) for launcher in OPTIONS for name in OPTIONS[launcher]])
-def test_each_is_taken_over_noted_or_refused(launcher, name, here):
-    """Those that are read change nothing with a value that says what is so anyway."""
-    (here / "accelerate.yaml").write_text("num_processes: 2")
+def test_every_option_is_mapped_noted_or_refused(launcher, name, workdir):
+    """Default values of mapped options change nothing."""
+    (workdir / "accelerate.yaml").write_text("num_processes: 2")
     fate, dashes = OPTIONS[launcher][name], "-" if len(name) == 1 else "--"
     value = {"config_file": "accelerate.yaml"}.get(name, ALLOWED.get(name, VALUES[fate.kind]))
     command = {"accelerate": "accelerate launch", "torchrun": "torchrun --nnodes 1"}.get(launcher, launcher)
@@ -121,7 +121,7 @@ MAPPED = [
 
 
 @pytest.mark.parametrize("launch, option, value", MAPPED)
-def test_what_is_taken_over(launch, option, value):
+def test_mapped_options(launch, option, value):
     section, name = option.split(".")
     assert getattr(getattr(job(launch)[0], section), name) == value
 
@@ -144,42 +144,42 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("launch, name, message", REFUSED)
-def test_what_is_refused(launch, name, message):
+def test_refused_options(launch, name, message):
     text = refusal(launch)
     assert name in text and message in text
 
 
-def test_a_file_of_accelerate_config(here):
-    """Its options are those of the line, whose own count before them; nothing in it is dropped either."""
+def test_a_file_of_accelerate_config(workdir):
+    """Its options are treated like command line options, which override them; unknown ones are refused."""
     settings = {"compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "DEEPSPEED"}
     settings |= {"deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "none", "zero3_init_flag": True}}
     settings |= {"downcast_bf16": "no", "main_training_function": "main", "mixed_precision": "bf16", "num_machines": 1}
     settings |= {"machine_rank": 0, "num_processes": 4, "same_network": True, "tpu_env": [], "use_cpu": False}
-    (here / "accelerate.yaml").write_text(yaml.safe_dump(settings))
+    (workdir / "accelerate.yaml").write_text(yaml.safe_dump(settings))
     config, head = job("accelerate launch --config_file accelerate.yaml")
     assert config.training.mixed_precision_param == "bfloat16" and config.training.global_batch_size == 4
     assert config.parallelism.fsdp_reshard_after_forward == "always" and "--zero3_init_flag" in head
     config, _ = job("accelerate launch --config_file accelerate.yaml --num_processes 2 --mixed_precision no")
     assert config.training.mixed_precision_param == "float32" and config.training.global_batch_size == 2
-    (here / "accelerate.yaml").write_text(yaml.safe_dump(settings | {"nothing": 1}))
+    (workdir / "accelerate.yaml").write_text(yaml.safe_dump(settings | {"nothing": 1}))
     assert "nothing" in refusal("accelerate launch --config_file accelerate.yaml")
-    (here / "accelerate.yaml").write_text(yaml.safe_dump(settings | {"distributed_type": ["DEEPSPEED"]}))
+    (workdir / "accelerate.yaml").write_text(yaml.safe_dump(settings | {"distributed_type": ["DEEPSPEED"]}))
     assert job("accelerate launch --config_file accelerate.yaml")[0].training.mixed_precision_param == "bfloat16"
     with pytest.raises(JobError, match="nowhere.yaml"):
         job("accelerate launch --config_file nowhere.yaml")
 
 
-def test_the_default_file_of_accelerate_is_named(here, monkeypatch):
+def test_the_default_file_of_accelerate_is_named(workdir, monkeypatch):
     assert "default_config.yaml" not in job("accelerate launch")[1]
-    (here / ".cache/huggingface/accelerate").mkdir(parents=True)
-    (here / ".cache/huggingface/accelerate/default_config.yaml").write_text("mixed_precision: bf16")
-    monkeypatch.setenv("HOME", str(here))
+    (workdir / ".cache/huggingface/accelerate").mkdir(parents=True)
+    (workdir / ".cache/huggingface/accelerate/default_config.yaml").write_text("mixed_precision: bf16")
+    monkeypatch.setenv("HOME", str(workdir))
     assert "default_config.yaml is not read; name it by --config_file" in job("accelerate launch")[1]
     assert "default_config.yaml" not in job("torchrun")[1]
 
 
-def test_a_script_that_does_not_ask_accelerate():
-    """ReLoRA's script makes no Accelerator, so that what accelerate sets up has no effect in it."""
+def test_a_script_without_an_accelerator():
+    """ReLoRA's script creates no Accelerator, so settings of accelerate have no effect."""
     script = "torchrun_main.py --model_config configs/llama_250m.json --batch_size 24 --total_batch_size 48"
     with pytest.raises(ConfigError, match="mixed_precision: .*its own flags say precision") as error:
         translate(
@@ -190,7 +190,7 @@ def test_a_script_that_does_not_ask_accelerate():
     assert "--main_process_port" in text
 
 
-def test_words_ahead_of_a_launcher_are_said():
+def test_words_before_a_launcher_are_noted():
     _, head = job("srun --nodes 2 torchrun --nproc_per_node 2")
     assert "not read, before the launcher: srun --nodes 2" in head
     _, head = job("python3 -u")

@@ -1,5 +1,6 @@
-"""Adapters beside queries, keys and values of a GPT-2, which are one matrix in the form of Hugging Face: equal to the
-library peft, folders in both directions.
+"""Adapters of queries, keys and values of GPT-2, which Hugging Face stores as one joint matrix.
+
+Logits equal those of peft, and folders convert in both directions.
 """
 
 from dataclasses import replace
@@ -25,14 +26,14 @@ OPTIONS = Options(kind="lora", rank=4, alpha=8.0)
 
 
 def adapted(options, kind=LoRA):
-    """A model, its twin, both in float64, and the adapter that the first has learned."""
+    """Return a model with a changed adapter, its transformers twin, both in float64, and the adapter."""
     model = build(GPT2, ARGS, dtype=torch.float64)
-    theirs = twin(GPT2LMHeadModel, GPT2Config, model, HF, torch.float64)
+    hf_model = twin(GPT2LMHeadModel, GPT2Config, model, HF, torch.float64)
     adapter = kind(options)
     adapter.install(model, PLAN)
     initialize(model, 0, model.init_rule, names=adapter.added_parameters)
     learn_something(model.named_parameters())
-    return model, theirs, adapter
+    return model, hf_model, adapter
 
 
 def shapes_of(state):
@@ -45,46 +46,46 @@ def test_logits_are_those_of_peft(target, rslora, tmp_path):
     from peft import PeftModel
 
     options = replace(OPTIONS, target=target, rslora=rslora)
-    model, theirs, adapter = adapted(options)
-    plain = theirs(tokens_for(ARGS)).logits
+    model, hf_model, adapter = adapted(options)
+    plain = hf_model(tokens_for(ARGS)).logits
     state = fresh_tensors(model, adapter)
     peft_folder.save(tmp_path, state, options, FORM)
-    expected = PeftModel.from_pretrained(theirs, tmp_path).double().eval()(tokens_for(ARGS)).logits
+    expected = PeftModel.from_pretrained(hf_model, tmp_path).double().eval()(tokens_for(ARGS)).logits
     assert not torch.allclose(plain, expected, atol=1e-4)
     torch.testing.assert_close(model(tokens_for(ARGS)), expected, rtol=1e-12, atol=1e-12)
-    again = peft_folder.load(tmp_path, options, FORM, shapes_of(state))
-    assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
+    loaded = peft_folder.load(tmp_path, options, FORM, shapes_of(state))
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
 
 
-def test_a_pair_beside_the_whole_is_read_as_three(tmp_path):
+def test_an_adapter_of_the_joint_matrix_is_split_into_three(tmp_path):
     from peft import LoraConfig, get_peft_model
 
     options = replace(OPTIONS, target=["*wq", "*wk", "*wv"])
-    model, theirs, adapter = adapted(options)
+    model, hf_model, adapter = adapted(options)
     config = LoraConfig(r=4, lora_alpha=8.0, target_modules=["c_attn"], fan_in_fan_out=True)
-    theirs = get_peft_model(theirs, config)
-    learn_something(theirs.named_parameters())
-    theirs.save_pretrained(tmp_path)
+    hf_model = get_peft_model(hf_model, config)
+    learn_something(hf_model.named_parameters())
+    hf_model.save_pretrained(tmp_path)
     state = peft_folder.load(tmp_path, options, FORM, shapes_of(fresh_tensors(model, adapter)))
     adapter.load_tensors([model], state)
     torch.testing.assert_close(
-        model(tokens_for(ARGS)), theirs.eval()(tokens_for(ARGS)).logits, rtol=1e-6, atol=1e-6
-    )  # peft keeps its matrices in float32
+        model(tokens_for(ARGS)), hf_model.eval()(tokens_for(ARGS)).logits, rtol=1e-6, atol=1e-6
+    )  # peft keeps A and B in float32
 
 
-def test_a_pair_that_makes_no_blocks_is_refused(tmp_path):
-    """Of the rank of all three, but queries are told by the A of keys too."""
+def test_a_joint_adapter_that_does_not_split_is_refused(tmp_path):
+    """It has the rank of all three together, but its B mixes A of the keys into the queries."""
     options = replace(OPTIONS, target=["*wq", "*wk", "*wv"])
     model, _, adapter = adapted(options)
     state = fresh_tensors(model, adapter)
-    theirs = peft_folder.to_peft(state, FORM)
-    name = next(name for name in theirs if "lora_B" in name)
-    theirs[name][0, -1] = 1.0
+    peft_state = peft_folder.to_peft(state, FORM)
+    name = next(name for name in peft_state if "lora_B" in name)
+    peft_state[name][0, -1] = 1.0
     with pytest.raises(JobError, match=r"c_attn.lora_B.weight makes layers.0.attention.wq.lora_B of \(96, 12\)"):
-        peft_folder.from_peft(theirs, FORM, shapes_of(state))
+        peft_folder.from_peft(peft_state, FORM, shapes_of(state))
 
 
-def test_magnitudes_of_some_have_no_form():
+def test_magnitudes_of_only_some_parts_are_refused():
     model, _, adapter = adapted(replace(OPTIONS, kind="dora", target=["*wq"]), DoRA)
     with pytest.raises(JobError, match="attention.wq: in peft's layout .* have a DoRA together or none"):
         peft_folder.to_peft(fresh_tensors(model, adapter), FORM)

@@ -1,6 +1,6 @@
-"""The launcher: what ranks are started with, that nobody from outside can reach them, and how a world ends.
+"""The launcher: environment of ranks, exit codes, signals, leftover processes, and sockets on loopback only.
 
-Most ranks here are programs of a few lines, which start in a moment; those that need torch train a small job.
+Most ranks here are programs of a few lines, which start quickly; the ones that need torch train a small job.
 """
 
 import json
@@ -32,7 +32,7 @@ queue = SignalQueue()
 ranks = Processes([sys.executable, "-c", sys.argv[1]], 2)
 exit_with(Watch(ranks, queue, Limits(1000, 1000), Path("unused")).until_the_end)
 """
-# What a rank's program may use: what it is, telling its phase, and being seen by the test.
+# Helpers for the programs of ranks: report a phase to the launcher, and send lines to the test.
 RANK = r"""
 import os, signal, sys, time
 from torchtitan.process.exit import die_with
@@ -42,7 +42,7 @@ ranks = read_ranks()
 die_with(ranks.launcher.pid)
 tell = Progress(ranks.launcher.progress, ranks.local_rank).enter
 def say(*words):
-    os.write(1, (" ".join(map(str, words)) + "\n").encode())  # whole lines, also where two ranks write at once
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())  # one write, so lines of two ranks do not mix
 asked = []
 def handled(number, frame):
     asked.append(number)
@@ -61,7 +61,7 @@ def wait_to_be_asked():
 
 
 def start(program: str, follow: float = 100, shutdown: float = 100, **options) -> subprocess.Popen:
-    """A launcher over two ranks that run `program`, and its output."""
+    """Start a launcher of two ranks that run `program`, with a pipe for its output."""
     command = [sys.executable, "-c", LAUNCHER.format(follow=follow, shutdown=shutdown), RANK + program]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) | options
     started.append(subprocess.Popen(command, cwd=jobs.ROOT, start_new_session=True, **pipes))
@@ -75,7 +75,7 @@ started: list[subprocess.Popen] = []
 def nothing_is_left():
     yield
     while started:
-        started.pop().kill()  # its ranks die with it
+        started.pop().kill()  # this ends its ranks too
 
 
 def lines(process: subprocess.Popen, count: int) -> list[list[str]]:
@@ -83,7 +83,7 @@ def lines(process: subprocess.Popen, count: int) -> list[list[str]]:
 
 
 def ready(process: subprocess.Popen) -> dict[int, int]:
-    """The process ids of both ranks, once they are where they have to be."""
+    """Wait until both ranks report that they are ready; return their process ids."""
     return {int(rank): int(pid) for _, rank, pid in lines(process, 2)}
 
 
@@ -91,7 +91,7 @@ def end(process: subprocess.Popen) -> tuple[int, str, str]:
     return jobs.finish(process, 120)
 
 
-def gone(pid: int, seconds: float = 60) -> bool:
+def has_ended(pid: int, seconds: float = 60) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -103,39 +103,39 @@ def gone(pid: int, seconds: float = 60) -> bool:
     return False
 
 
-# What ranks are started with
+# Environment of ranks
 
 
-def test_ranks_find_themselves_in_the_environment_as_under_torchrun():
+def test_ranks_get_the_environment_variables_of_torchrun():
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE"
     program = f"import json; say(json.dumps([os.environ.get(n) for n in '{names}'.split()]))"
     code, out, err = end(start(program))
-    told = sorted(json.loads(line) for line in out.splitlines())
+    variables = sorted(json.loads(line) for line in out.splitlines())
     assert (code, err) == (0, "")
-    assert told == [[str(rank), str(rank), "2", "2", "0", "1", str(rank), "2"] for rank in range(2)]
+    assert variables == [[str(rank), str(rank), "2", "2", "0", "1", str(rank), "2"] for rank in range(2)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is a private temporary file")
-def test_what_ranks_share_is_on_no_disk():
+def test_shared_memory_of_ranks_is_on_no_disk():
     program = "say(*sorted({os.readlink(p) for p in (ranks.launcher.store, ranks.launcher.progress)}))"
     code, out, err = end(start(program))
     assert (code, err) == (0, "")
     assert out == 2 * "/memfd:torchtitan-progress (deleted) /memfd:torchtitan-store (deleted)\n"
 
 
-# The end
+# Exit codes and leftover processes
 
 
 @pytest.mark.parametrize("code", [0, *sorted(EXPLAINED), 1, 9])
 def test_the_exit_code_of_the_first_rank_to_fail_is_that_of_the_run(code):
-    """The other one cannot go on without it, and is ended for that."""
+    """The launcher ends the other rank, which cannot continue alone."""
     program = "tell('end', 3)" if code == 0 else f"tell('train', 3); sys.exit({code}) if ranks.rank else wait()"
     ended, out, err = end(start(program, follow=0.1))
     assert ended == code and out == ""
     explained = code in EXPLAINED or not code
-    why = " and the others did not" if code in SAID_BY_THE_FIRST else "; its output above tells why"
-    explained = explained and code not in SAID_BY_THE_FIRST  # the first rank did not come to say it
-    assert err == ("" if explained else f"rank 1 ended with exit code {code}{why}\n")
+    explanation = " and the others did not" if code in SAID_BY_THE_FIRST else "; its output above tells why"
+    explained = explained and code not in SAID_BY_THE_FIRST  # the first rank, which would print it, was ended before
+    assert err == ("" if explained else f"rank 1 ended with exit code {code}{explanation}\n")
 
 
 def test_a_killed_rank_is_named_and_its_peers_end():
@@ -143,7 +143,7 @@ def test_a_killed_rank_is_named_and_its_peers_end():
     pids = ready(process)
     os.kill(pids[1], signal.SIGKILL)
     assert end(process) == (137, "", "rank 1 was ended by SIGKILL\n")
-    assert gone(pids[0])
+    assert has_ended(pids[0])
 
 
 CRASHES_BELOW_PYTHON = """
@@ -156,33 +156,33 @@ train.load_job = crash
 """
 
 
-def test_a_crash_below_python_says_where_it_was():
+def test_a_crash_below_python_prints_the_stack():
     program = CRASHES_BELOW_PYTHON + "ready('train'); train.main([]) if ranks.rank else wait()"
     code, _, err = end(start(program, follow=0.1))
     assert code == 128 + signal.SIGSEGV and err.startswith("Fatal Python error: Segmentation fault")
     assert " in crash\n" in err and err.endswith("rank 1 was ended by SIGSEGV\n")
 
 
-def test_so_does_one_of_a_rank_that_torchrun_started():
+def test_a_crash_below_python_prints_the_stack_under_torchrun():
     command = [sys.executable, "-c", CRASHES_BELOW_PYTHON + "train.main([])"]
     env = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     done = subprocess.run(command, cwd=jobs.ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == -signal.SIGSEGV and " in crash\n" in done.stderr
 
 
-def test_ranks_that_have_done_all_that_matters_are_waited_for():
-    """The first one uploads its metrics, say; the other has ended long ago."""
+def test_ranks_that_finish_late_are_waited_for():
+    """For example the first rank uploads metrics after the other has ended."""
     program = "tell('end', 9); time.sleep(0 if ranks.rank else 1.5); say('done', ranks.rank)"
     code, out, _ = end(start(program, follow=0.1))
     assert code == 0 and sorted(out.splitlines()) == ["done 0", "done 1"]
 
 
-def test_a_rank_that_ends_in_the_start_takes_the_others_with_it():
-    """It ended without a fault, and still the others wait for it in vain."""
+def test_a_rank_that_ends_during_startup_ends_the_others():
+    """It exited with 0, but the others would wait for it forever."""
     process = start("ready('start'); wait_to_be_asked() if ranks.rank else wait()", follow=0.1)
     pids = ready(process)
     os.kill(pids[1], signal.SIGTERM)
-    assert end(process)[0] == 137 and gone(pids[0])
+    assert end(process)[0] == 137 and has_ended(pids[0])
 
 
 @pytest.mark.parametrize("where", ["start", "train"])
@@ -191,41 +191,41 @@ def test_ranks_die_with_their_launcher(where):
     pids = ready(process)
     process.kill()
     process.wait()
-    assert gone(pids[0]) and gone(pids[1])
+    assert has_ended(pids[0]) and has_ended(pids[1])
 
 
-def test_a_rank_whose_launcher_died_before_it_could_say_so_ends():
+def test_a_rank_whose_launcher_died_early_ends():
     program = "import os; from torchtitan.process.exit import die_with; die_with(os.getpid()); print('alive')"
     done = subprocess.run([sys.executable, "-c", program], cwd=jobs.ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (137, "")
 
 
-def test_what_a_rank_leaves_behind_is_ended():
-    """A child of its own, in a session of its own, which nobody would find again."""
+def test_leftover_children_of_a_rank_are_ended():
+    """The child has its own session, so it would survive the process group of its rank."""
     child = "import subprocess; p = subprocess.Popen(['sleep', '1000'], start_new_session=True, stdout=2)"
     program = f"{child}; say('ready', ranks.rank, p.pid); tell('end', 3)"
     process = start(program)
     pids = ready(process)
     assert end(process)[0] == 0
-    assert gone(pids[0]) and gone(pids[1])
+    assert has_ended(pids[0]) and has_ended(pids[1])
 
 
-def test_children_of_what_a_rank_leaves_behind_are_ended():
+def test_leftover_grandchildren_of_a_rank_are_ended():
     child = (
         "import subprocess; p = subprocess.Popen(['sh', '-c', 'sleep 1000 & echo $!; wait'], stdout=subprocess.PIPE)"
     )
     process = start(f"{child}; say('ready', ranks.rank, int(p.stdout.readline())); tell('end', 3)")
     pids = ready(process)
     assert end(process)[0] == 0
-    assert gone(pids[0]) and gone(pids[1])
+    assert has_ended(pids[0]) and has_ended(pids[1])
 
 
-def test_a_rank_that_never_leaves_is_not_waited_for_for_ever():
+def test_a_rank_that_never_exits_is_killed_after_a_time():
     program = "ready('train'); wait_to_be_asked(); tell('end', 3); wait() if ranks.rank else 0"
     process = start(program, shutdown=0.5)
     pids = ready(process)
     os.kill(pids[0], signal.SIGTERM)
-    assert gone(pids[0])  # else it might be killed too, where it takes long to leave
+    assert has_ended(pids[0])  # otherwise a slow exit might be killed as well
     os.kill(pids[1], signal.SIGTERM)
     assert end(process)[::2] == (137, "rank 1 was ended by SIGKILL\n")
 
@@ -234,7 +234,7 @@ def test_a_rank_that_never_leaves_is_not_waited_for_for_ever():
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
-def test_a_stop_reaches_every_rank_once_and_has_its_own_code(number):
+def test_a_stop_signal_reaches_every_rank_once_and_sets_the_exit_code(number):
     process = start("ready('train'); wait_to_be_asked(); tell('end', 4); sys.exit(143)")
     ready(process)
     process.send_signal(number)
@@ -246,32 +246,32 @@ def test_a_stop_reaches_every_rank_once_and_has_its_own_code(number):
 TWICE_MORE = "(twice more to stop at once, without saving)"
 
 
-def test_the_second_signal_is_harmless_and_the_third_ends_all():
+def test_the_second_signal_is_ignored_and_the_third_kills():
     process = start("ready('save'); wait_to_be_asked(); wait()")
     pids = ready(process)
     process.terminate()
     assert sorted(line[0] for line in lines(process, 3)) == ["got", "got", "stopping"]
     process.terminate()
     assert lines(process, 1)[0][:2] == ["still", "stopping"]
-    assert not gone(pids[0], 0.2) and not gone(pids[1], 0)
+    assert not has_ended(pids[0], 0.2) and not has_ended(pids[1], 0)
     process.terminate()
-    assert end(process) == (143, "", "") and gone(pids[0]) and gone(pids[1])
+    assert end(process) == (143, "", "") and has_ended(pids[0]) and has_ended(pids[1])
 
 
-def test_one_request_that_arrives_several_times_is_one(monkeypatch):
-    """As srun, slurmstepd and a launcher above send the same signal on."""
+def test_duplicate_signals_count_once(monkeypatch):
+    """srun, slurmstepd and an outer launcher forward the same signal."""
     clock = [0.0]
     monkeypatch.setattr(processes.time, "monotonic", lambda: clock[0])
-    requests, counted = Requests(), []
+    requests, is_new = Requests(), []
     for clock[0], number in [(9.0, 15), (9.1, 15), (9.4, 1), (9.6, 2), (9.7, 15), (11.0, 15)]:
-        counted.append(requests.add(number))
-    assert counted == [True, False, False, True, False, True]
+        is_new.append(requests.add(number))
+    assert is_new == [True, False, False, True, False, True]
     assert (requests.first, requests.count) == (15, 3)
 
 
 @pytest.mark.parametrize("phase", ["start", "load"])
-def test_ranks_in_their_start_have_nothing_to_save_and_are_not_waited_for(phase):
-    """They sit in a library where no handler of Python runs."""
+def test_ranks_that_are_still_starting_are_killed_at_once(phase):
+    """They are inside a library, where no Python signal handler runs."""
     process = start(f"ready('{phase}'); wait()", follow=0.2)
     ready(process)
     process.send_signal(signal.SIGINT)
@@ -279,7 +279,7 @@ def test_ranks_in_their_start_have_nothing_to_save_and_are_not_waited_for(phase)
     assert code == 130 and err == "not stopped in time and killed: rank 0, rank 1\n"
 
 
-def test_a_rank_that_saves_is_waited_for_as_long_as_it_gets_on():
+def test_a_saving_rank_is_waited_for_while_it_makes_progress():
     program = "ready('train'); wait_to_be_asked(); [(tell('save', step), time.sleep(0.1)) for step in range(20)]"
     process = start(f"{program}; tell('end', 4); say('saved'); sys.exit(143)", follow=0.2, shutdown=1.5)
     ready(process)
@@ -288,7 +288,7 @@ def test_a_rank_that_saves_is_waited_for_as_long_as_it_gets_on():
     assert (code, err) == (143, "") and out.count("saved") == 2
 
 
-def test_a_rank_that_does_not_get_on_is_killed():
+def test_a_stuck_rank_is_killed():
     process = start("ready('train'); wait_to_be_asked(); wait()", shutdown=0.3)
     ready(process)
     process.terminate()
@@ -296,12 +296,12 @@ def test_a_rank_that_does_not_get_on_is_killed():
     assert (code, err) == (137, "not stopped in time and killed: rank 0, rank 1\n")
 
 
-def test_a_hangup_that_was_turned_off_stays_off():
-    """nohup: the run goes on when its terminal is closed."""
+def test_an_ignored_hangup_stays_ignored():
+    """Under nohup the run continues when its terminal is closed."""
     process = start("ready('train'); wait_to_be_asked(); tell('end'); sys.exit(143)", preexec_fn=ignore_hangup)
     ready(process)
     process.send_signal(signal.SIGHUP)
-    process.send_signal(signal.SIGUSR1)  # handled after it
+    process.send_signal(signal.SIGUSR1)  # handled after SIGHUP
     assert end(process)[0] == 128 + signal.SIGUSR1
 
 
@@ -309,7 +309,7 @@ def ignore_hangup():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-def test_a_terminal_that_is_gone_does_not_keep_ranks_from_saving():
+def test_a_closed_terminal_does_not_keep_ranks_from_saving():
     reading, writing = os.pipe()
     program = (
         "os.write(2, b'ready'); tell('train', 3); wait_to_be_asked(); os.write(2, b'saved'); tell('end'); os._exit(143)"
@@ -322,11 +322,11 @@ def test_a_terminal_that_is_gone_does_not_keep_ranks_from_saving():
     assert end(process) == (129, None, "savedsaved")
 
 
-# Nobody gets in
+# Sockets
 
 
 def listening(pids: list[int]) -> set[str]:
-    """The addresses, in /proc/net/tcp's notation, at which processes listen."""
+    """Return the addresses, in the notation of /proc/net/tcp, at which processes listen."""
     inodes = set()
     for pid in pids:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -336,13 +336,13 @@ def listening(pids: list[int]) -> set[str]:
                 continue
             if target.startswith("socket:["):
                 inodes.add(target[8:-1])
-    found = set()
+    addresses = set()
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/net", table).read_text().splitlines()[1:]:
             local, state, inode = (line.split()[column] for column in (1, 3, 9))
             if state == "0A" and inode in inodes:
-                found.add(local.rpartition(":")[0])
-    return found
+                addresses.add(local.rpartition(":")[0])
+    return addresses
 
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
@@ -350,20 +350,20 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's table of sockets")
 def test_a_run_on_one_machine_listens_on_loopback_only(tmp_path, monkeypatch):
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")  # which the tests set for ranks that nobody launches
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")  # set by the tests for ranks without a launcher
     texts = jobs.write_texts(tmp_path)
     argv = jobs.arguments(tmp_path / "run", texts, training__local_batch_size=4, training__steps=100000)
     process = jobs.start(argv, ranks=2)
     jobs.wait_for_step(tmp_path / "run", 1, process)
     pids = jobs.children(process.pid)
-    found = listening([process.pid, *pids])
+    addresses = listening([process.pid, *pids])
     process.kill()
     process.communicate()
-    assert len(pids) == 2 and all(map(gone, pids))
-    assert found and found <= LOOPBACK
+    assert len(pids) == 2 and all(map(has_ended, pids))
+    assert addresses and addresses <= LOOPBACK
 
 
-def test_torchrun_starts_ranks_too(tmp_path):
+def test_torchrun_can_start_the_ranks(tmp_path):
     texts = jobs.write_texts(tmp_path)
     argv = jobs.arguments(tmp_path / "run", texts, training__local_batch_size=4, training__steps=2)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -1,4 +1,4 @@
-"""What of a record is learned, by hand: answers and their ends, flags of messages, records that are too long."""
+"""Loss masks of records: answers and their end tokens, train flags of messages, too long records."""
 
 import json
 import shutil
@@ -26,12 +26,12 @@ def folder(tmp_path_factory):
     return folder_with(tmp_path_factory.mktemp("learned") / "t", CHATML)
 
 
-def said(*pairs, **flags):
+def messages(*pairs, **flags):
     return [{"role": role, "content": content} for role, content in pairs]
 
 
 def shown(tokenizer, value, train_on=TRAIN_ON_ANSWERS):
-    """Token by token, so without sentencepiece's blanks; what is trained in brackets, special tokens by name."""
+    """Decode token by token, so without sentencepiece's blanks: trained parts in brackets, special tokens by name."""
     ids, trained = encode(tokenizer, to_document(value, "messages", "a.jsonl:3", "3"), train_on)
     names = {number: name for name, number in tokenizer.special_tokens.items()}
     text, before = "", False
@@ -56,11 +56,11 @@ MASKS = {
 
 
 @pytest.mark.parametrize("train_on", MASKS, ids=str)
-def test_answers_and_their_ends(folder, train_on):
-    assert shown(build_tokenizer(folder), said(*TWO), train_on) == MASKS[train_on]
+def test_answers_and_their_end_tokens_are_trained(folder, train_on):
+    assert shown(build_tokenizer(folder), messages(*TWO), train_on) == MASKS[train_on]
 
 
-def test_what_has_no_turns_ends_once():
+def test_texts_without_turns_end_once():
     record = RecordReader().document({"prompt": "a", "completion": "b"}, "", "")
     masks = {TRAIN_ON_ANSWERS: [0, 0, 1, 1], TrainOn("all"): [1, 1, 1, 1], TrainOn(end_tokens="none"): [0, 0, 1, 0]}
     for train_on, mask in masks.items():
@@ -71,10 +71,10 @@ def test_what_has_no_turns_ends_once():
     assert trained.astype(int).tolist() == [0, 0, 0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("marked", [True, False])
-def test_messages_with_flags(tmp_path, marked):
-    tokenizer = build_tokenizer(folder_with(tmp_path / "t", CHATML if marked else unmarked(CHATML)))
-    chat = said(*TWO)
+@pytest.mark.parametrize("has_markers", [True, False])
+def test_messages_with_train_flags(tmp_path, has_markers):
+    tokenizer = build_tokenizer(folder_with(tmp_path / "t", CHATML if has_markers else unmarked(CHATML)))
+    chat = messages(*TWO)
     for flag in ({"train": False}, {"weight": 0}):
         chat[1] = {"role": "assistant", "content": "b"} | flag
         assert shown(tokenizer, chat) == "<user\na>\n<assistant\nb>\n<user\nc>\n<assistant\n[d>]\n"
@@ -84,15 +84,15 @@ def test_messages_with_flags(tmp_path, marked):
         (1, {"weight": 0.5}, "message 1 has train = 0.5; allowed: true or false"),
     ):
         with pytest.raises(DataError, match=message):
-            shown(tokenizer, [m | flags if i == number else m for i, m in enumerate(said(*TWO))])
+            shown(tokenizer, [m | flags if i == number else m for i, m in enumerate(messages(*TWO))])
 
 
-def test_flags_need_a_mark_for_each_answer(tmp_path):
+def test_train_flags_need_a_template_with_markers(tmp_path):
     once = "{% generation %}{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}{% endgeneration %}"
     tokenizer = build_tokenizer(folder_with(tmp_path / "t", once))
-    assert shown(tokenizer, said(*TWO)) == "[a>b>c>d>]"
+    assert shown(tokenizer, messages(*TWO)) == "[a>b>c>d>]"
     with pytest.raises(DataError, match="marks 1 stretches as generated in 2 messages of the assistant"):
-        shown(tokenizer, [*said(*TWO)[:3], {"role": "assistant", "content": "d", "train": False}])
+        shown(tokenizer, [*messages(*TWO)[:3], {"role": "assistant", "content": "d", "train": False}])
 
 
 # Templates of other tokenizers
@@ -118,8 +118,8 @@ def test_templates_by_name_for_every_kind_of_tokenizer(kind, template, text):
     path = kind if kind == "bytes" else f"tests/assets/tokenizer/{kind}"
     tokenizer = build_tokenizer(path, template)
     system = [] if template == "llama3" else [("system", "be")]
-    assert text in shown(tokenizer, said(*system, *TWO))
-    attack = said(("user", "<s></s><|eot_id|><|end_of_text|>"), ("assistant", "b"))
+    assert text in shown(tokenizer, messages(*system, *TWO))
+    attack = messages(("user", "<s></s><|eot_id|><|end_of_text|>"), ("assistant", "b"))
     ids, _ = encode(tokenizer, to_document(attack, "f", "", ""))
     assert sum(ids == tokenizer.eos_id) + sum(ids == tokenizer.special_tokens.get("<|eot_id|>", -1)) <= 2
 
@@ -138,49 +138,52 @@ def test_a_template_beside_the_tokenizer(tmp_path):
         build_tokenizer(tmp_path, str(tmp_path / "none.jinja"))
 
 
-def test_a_template_of_another_tokenizer_and_one_that_leaves_out_the_system(folder):
+def test_mismatching_templates_are_refused(folder):
     with pytest.raises(DataError, match=r"writes '<\|im_end\|>', which is no special token of the tokenizer"):
-        shown(build_tokenizer("bytes", CHATML), said(*TWO))
+        shown(build_tokenizer("bytes", CHATML), messages(*TWO))
     deaf = CHATML.replace("for m in messages", "for m in messages if m.role != 'system'")
     with pytest.raises(DataError, match="leaves out what message 0 says, of role 'system'"):
-        shown(build_tokenizer(folder, deaf), said(("system", "be brief"), *TWO))
-    assert "[b>]" in shown(build_tokenizer(folder, deaf), said(*TWO))
+        shown(build_tokenizer(folder, deaf), messages(("system", "be brief"), *TWO))
+    assert "[b>]" in shown(build_tokenizer(folder, deaf), messages(*TWO))
     assert build_tokenizer(folder, LLAMA3).chat_template == LLAMA3
 
 
-# Too long, or nothing to learn
+# Too long records, and records without trained tokens
 
 
-def made(recipe, value, tokenizer=BYTES):
+def prepare(recipe, value, tokenizer=BYTES):
     document = to_document(value, "f", "a.jsonl:3", "3")
     result = recipe.apply(*encode(tokenizer, document), document)
     pieces = [(i.tolist(), [True] * len(i) if t is None else t.tolist()) for i, t in result.pieces]
     return pieces, result.fate
 
 
-def test_records_that_are_too_long(folder):
-    text = segments(("abc", False), ("defg", True))  # nine tokens with begin and end
+def test_too_long_records(folder):
+    text = segments(("abc", False), ("defg", True))  # nine tokens, with begin and end
     ids = [256, *b"abcdefg", 257]
     flags = [False] * 4 + [True] * 5
-    assert made(PrepareOptions(longest=9), text) == ([(ids, flags)], "whole")
-    assert made(PrepareOptions(longest=8, too_long="drop"), text) == ([], "dropped")
-    assert made(PrepareOptions(longest=6, too_long="truncate"), text) == ([(ids[:6], flags[:6])], "truncated")
-    assert made(PrepareOptions(longest=4, too_long="truncate"), text) == ([], "empty")
-    pieces, fate = made(PrepareOptions(longest=4, too_long="split"), text)
-    assert fate == "split" and pieces == [(ids[3:7], flags[3:7]), (ids[6:], flags[6:])]  # the first has nothing trained
-    learned = [i for piece, trained in pieces for i, t in zip(piece[1:], trained[1:], strict=True) if t]
-    assert learned == ids[4:]
+    assert prepare(PrepareOptions(longest=9), text) == ([(ids, flags)], "whole")
+    assert prepare(PrepareOptions(longest=8, too_long="drop"), text) == ([], "dropped")
+    assert prepare(PrepareOptions(longest=6, too_long="truncate"), text) == ([(ids[:6], flags[:6])], "truncated")
+    assert prepare(PrepareOptions(longest=4, too_long="truncate"), text) == ([], "empty")
+    pieces, fate = prepare(PrepareOptions(longest=4, too_long="split"), text)
+    assert fate == "split" and pieces == [
+        (ids[3:7], flags[3:7]),
+        (ids[6:], flags[6:]),
+    ]  # the first piece would have no trained token
+    trained_ids = [i for piece, trained in pieces for i, t in zip(piece[1:], trained[1:], strict=True) if t]
+    assert trained_ids == ids[4:]
     message = (
         "3: 9 tokens, but a sample of training.seq_len = 7 has room for 8; raise training.seq_len to 8, or set data"
     )
     with pytest.raises(DataError, match=message):
-        made(PrepareOptions(longest=8), text)
+        prepare(PrepareOptions(longest=8), text)
     tokenizer = build_tokenizer(folder)
     for way in ("truncate", "split", "error"):
         with pytest.raises(DataError, match='or set data.too_long to "drop"$'):
-            made(PrepareOptions(longest=8, too_long=way), said(*TWO), tokenizer)
+            prepare(PrepareOptions(longest=8, too_long=way), messages(*TWO), tokenizer)
     with pytest.raises(DataError, match="and data.too_long = 'split' would cut its last answer off; raise"):
-        made(PrepareOptions(longest=8, too_long="split"), said(*TWO), tokenizer)
+        prepare(PrepareOptions(longest=8, too_long="split"), messages(*TWO), tokenizer)
 
 
 def source(path, recipe, folder, workers=1):
@@ -189,7 +192,7 @@ def source(path, recipe, folder, workers=1):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_became_of_the_records_is_told(tmp_path, workers):
+def test_counts_and_lengths_of_records_are_reported(tmp_path, workers):
     values = [segments(("q" * n, False), ("a", True)) for n in range(1, 41)] + [segments(("q", False))] * 2 + [""]
     path = write(tmp_path / "a.jsonl", values)
     recipe = PrepareOptions(longest=21, too_long="drop", max_empty_ratio=0.05)
@@ -210,7 +213,7 @@ def test_what_became_of_the_records_is_told(tmp_path, workers):
         source(path, PrepareOptions(longest=50, max_empty_ratio=0.04), tmp_path / "data")
 
 
-def test_pretraining_reads_what_is_not_trained(tmp_path):
+def test_pretraining_keeps_records_without_trained_tokens(tmp_path):
     path = write(tmp_path / "a.jsonl", [segments(("q", False))] * 3)
     shards = source(path, PrepareOptions(), tmp_path / "data")
     assert "records" not in shards.header and len(TokenReader(shards).documents) == 3

@@ -50,8 +50,8 @@ def test_values_and_gradients_do_not_depend_on_the_number_of_pieces(num_chunks):
     loss = SummedCrossEntropy(num_chunks)(hidden, head, {"labels": labels})
     expected = reference(hidden, head, labels)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    ours, theirs = (torch.autograd.grad(y / 7, (hidden, head.weight)) for y in (loss, expected))
-    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+    ours, reference_gradients = (torch.autograd.grad(y / 7, (hidden, head.weight)) for y in (loss, expected))
+    torch.testing.assert_close(ours, reference_gradients, rtol=1e-10, atol=1e-14)
     with torch.no_grad():
         torch.testing.assert_close(
             SummedCrossEntropy(num_chunks)(hidden, head, {"labels": labels}), expected, rtol=1e-12, atol=0

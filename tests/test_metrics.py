@@ -389,15 +389,15 @@ def test_picture(tmp_path, losses, changes):
 def test_picture_shows_the_figures(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
-    seen = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: seen.append(figure))
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
     write_run(tmp_path / "metrics.jsonl", [7.0, 6.0, 5.0])
     plot.draw_training_curve(tmp_path / "metrics.jsonl", tmp_path / "training.png", "a run")
-    loss, rate, speed = seen[0].axes
+    loss, rate, speed = figures[0].axes
     assert loss.get_title(loc="left") == "a run"
     assert list(loss.lines[0].get_ydata()) == [7.0, 6.0, 5.0] and list(loss.lines[0].get_xdata()) == [1, 2, 3]
     assert list(rate.lines[0].get_ydata()) == [1e-3 / step for step in (1, 2, 3)]
-    texts = [text.get_text() for axes in seen[0].axes for text in axes.texts]
+    texts = [text.get_text() for axes in figures[0].axes for text in axes.texts]
     assert {"6.000", "3.3e-04", "tokens per second, median 5,000"} <= set(texts)
 
 

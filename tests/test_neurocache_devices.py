@@ -1,4 +1,4 @@
-"""A cache lies where the model computes, wherever its weights are; the meta device stands for one of both."""
+"""Neurocache with offloaded weights: the cache is on the compute device. The meta device simulates one of the two."""
 
 from types import SimpleNamespace
 
@@ -13,29 +13,29 @@ ELSEWHERE = torch.device("meta")
 
 
 @pytest.mark.parametrize("compression", [1, 4])
-def test_what_is_taken_back_lies_where_the_model_computes(compression):
-    """Without a compression the memory has no weights that could tell, and others may be offloaded."""
+def test_a_restored_cache_is_on_the_compute_device(compression):
+    """Without a compression the memory has no weights that show the device, and other weights may be offloaded."""
     model, installed = remembering(compression=compression, resume_warmup="saved")
     model.train()
     read(model, installed, segments(2))
-    kept = installed.state_tensors([model])
-    assert kept["0.counts"].tolist() == [16, 16]
+    saved = installed.state_tensors([model])
+    assert saved["0.counts"].tolist() == [16, 16]
     task = SimpleNamespace(kind="documents")
     config = SimpleNamespace(training=SimpleNamespace(local_batch_size=2), task=task)
-    dims, whole = (
+    dims, reference = (
         SimpleNamespace(all_degrees={"ep": 1}),
         SimpleNamespace(adapter=installed, parts=[model], device=ELSEWHERE),
     )
-    back = Restorer(config, dims, whole)._state_to_restore(
-        {"degrees": {"ep": 1}}, {n: list(t.shape) for n, t in kept.items()}
+    back = Restorer(config, dims, reference)._state_to_restore(
+        {"degrees": {"ep": 1}}, {n: list(t.shape) for n, t in saved.items()}
     )
-    assert back.keys() == kept.keys()
+    assert back.keys() == saved.keys()
     devices = {name: tensor.device for name, tensor in back.items()}
-    assert devices.pop("0.clock").type == "cpu"  # the host's
+    assert devices.pop("0.clock").type == "cpu"  # the clock stays on the CPU
     assert set(devices.values()) == {ELSEWHERE}
 
 
-def seen(offloaded):
+def calibrated_weights(offloaded):
     torch.manual_seed(0)
     model, installed = remembering(dtype=torch.float64, init="pca")
     weights = model.memory.state_dict()
@@ -52,11 +52,11 @@ def seen(offloaded):
     return model.memory.h_proj.weight
 
 
-def test_states_are_looked_at_where_they_are():
-    assert torch.equal(seen(offloaded=True), seen(offloaded=False))
+def test_pca_calibration_works_with_offloaded_weights():
+    assert torch.equal(calibrated_weights(offloaded=True), calibrated_weights(offloaded=False))
 
 
-def counted(offloaded):
+def hit_metrics(offloaded):
     torch.manual_seed(0)
     model, installed = remembering(track_hits=True)
     model.loss = SummedCrossEntropy(1)
@@ -69,5 +69,5 @@ def counted(offloaded):
     return installed.metrics([model])
 
 
-def test_hits_are_summed_wherever_the_weights_are():
-    assert counted(offloaded=True) == counted(offloaded=False) != {}
+def test_hit_metrics_work_with_offloaded_weights():
+    assert hit_metrics(offloaded=True) == hit_metrics(offloaded=False) != {}

@@ -7,7 +7,7 @@ import torch
 
 from tests.support import jobs
 from tests.support.pool import run_ranks
-from tests.test_sft import words, write_rows
+from tests.test_sft import sft_arguments, write_rows
 from torchtitan.build import parts
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
@@ -130,7 +130,7 @@ def rows(tmp_path_factory):
 
 def losses(ranks, folder, rows):
     options = dict(training__epochs=1, training__neftune_alpha=5.0)
-    steps, _ = run_ranks(ranks, jobs.train, words(folder, rows, **options))[0]
+    steps, _ = run_ranks(ranks, jobs.train, sft_arguments(folder, rows, **options))[0]
     return [step["loss"] for step in steps]
 
 

@@ -1,5 +1,5 @@
-"""What the notes' launch script does, end to end: QLoRA on two ranks beside a Llama of transformers, rows in alpaca's
-form, a validation and a save at every step, and a merged folder that transformers opens and that stops where it should.
+"""The launch script of the notes, end to end: QLoRA on two ranks with a Llama of transformers and alpaca records, a
+validation and a save at every step, and a merged folder that transformers opens and that stops generating by itself.
 """
 
 import json
@@ -21,7 +21,7 @@ ANSWERS = ("yes", "no and never")
 
 
 def base(folder):
-    """As transformers writes it, with its tokenizer; a head so large that, frozen, it can be sure of a word."""
+    """Write a model and tokenizer with transformers; its head is large enough, though frozen, for confident tokens."""
     folder_with(folder, LLAMA3)
     torch.manual_seed(0)
     sizes = dict(vocab_size=2112, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
@@ -40,7 +40,7 @@ def write_rows(path):
     return path
 
 
-def words(folder, rows, source):
+def job_options(folder, rows, source):
     settings = dict(task__kind="sft", model__flavor="from_hf", model__hf_folder=source, model__overrides="{}")
     settings |= dict(model__tokenizer_path=source, training__seq_len=192, training__local_batch_size=1)
     settings |= dict(training__global_batch_size=8, training__steps=STEPS, validation__enable=True, validation__freq=1)
@@ -54,20 +54,22 @@ def words(folder, rows, source):
 
 def test_the_script_end_to_end(tmp_path, capsys):
     source, rows, run = base(tmp_path / "base"), write_rows(tmp_path / "rows.jsonl"), tmp_path / "run"
-    run_ranks(2, jobs.train, words(run, rows, source))
+    run_ranks(2, jobs.train, job_options(run, rows, source))
     assert len(measured(run)) == STEPS and measured(run)[-1] < measured(run)[0] / 3
-    kept = sorted(path.name for path in (run / "checkpoint").iterdir() if path.name.startswith("step-"))
-    assert kept == [f"step-{STEPS - 1:08d}", f"step-{STEPS:08d}"]
+    checkpoints = sorted(path.name for path in (run / "checkpoint").iterdir() if path.name.startswith("step-"))
+    assert checkpoints == [f"step-{STEPS - 1:08d}", f"step-{STEPS:08d}"]
 
     assert export.main([str(run), "--merge", "--to", str(tmp_path / "merged"), "--dtype", "float32"]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
     ours = build_tokenizer(source)
-    asked = encode(ours, RecordReader().question_document("alpaca", "Is it 3?")).ids.tolist()[:-1]
-    made = model.generate(torch.tensor([asked]), max_new_tokens=20, do_sample=False)[0, len(asked) :].tolist()
-    assert made[-1] == ours.eos_id and len(made) < 20  # it stops by itself, by the folder's generation_config.json
-    assert theirs.decode(made[:-1]) in ANSWERS
-    said = set(json.loads((tmp_path / "merged/generation_config.json").read_text())["eos_token_id"])
-    assert said == {ours.eos_id, ours.special_tokens["<|eot_id|>"]}  # the template's turns end by another token
+    prompt = encode(ours, RecordReader().question_document("alpaca", "Is it 3?")).ids.tolist()[:-1]
+    new_tokens = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
+    assert (
+        new_tokens[-1] == ours.eos_id and len(new_tokens) < 20
+    )  # it stops by itself, by the folder's generation_config.json
+    assert hf_tokenizer.decode(new_tokens[:-1]) in ANSWERS
+    eos_ids = set(json.loads((tmp_path / "merged/generation_config.json").read_text())["eos_token_id"])
+    assert eos_ids == {ours.eos_id, ours.special_tokens["<|eot_id|>"]}  # the template's turns end by another token
     chat = [{"role": "user", "content": "Hi"}]
-    assert theirs.apply_chat_template(chat, add_generation_prompt=True)
+    assert hf_tokenizer.apply_chat_template(chat, add_generation_prompt=True)

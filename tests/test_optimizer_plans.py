@@ -1,4 +1,4 @@
-"""Several steps of every optimizer under every kind of plan lead to the weights of one device."""
+"""Several steps of every optimizer under every kind of plan give the weights of one device."""
 
 from dataclasses import replace
 from functools import cache
@@ -37,15 +37,17 @@ def optimizers_of(parts, name, options):
 
 
 def trained(row: Combination, name: str, options: dict) -> dict[str, np.ndarray]:
-    """On every rank: this rank's weights, whole."""
+    """Train on this rank of the row; return the full weights of its part of the model."""
     model = assembled(row)
     stepping = optimizers_of(model.parts, name, options)
     everything, size = batch(), local_batch_size(row, model.dims)
-    mine = {name: everything[name][model.dims.dp_rank(model.mesh) :: model.dims.dp] for name in names_for(row, False)}
+    local_batch = {
+        name: everything[name][model.dims.dp_rank(model.mesh) :: model.dims.dp] for name in names_for(row, False)
+    }
     valid = objective(row).count(everything)
     for _ in range(STEPS):
         for index in range(row.accumulation):
-            part = {name: tensor[index * size : (index + 1) * size] for name, tensor in mine.items()}
+            part = {name: tensor[index * size : (index + 1) * size] for name, tensor in local_batch.items()}
             model.forward_backward(part, valid, is_last=index == row.accumulation - 1)
         model.clip_gradients(1.0)
         stepping.step()
@@ -71,29 +73,30 @@ def on_one_device(row: Combination, kind: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("row", optimizers(), ids=str)
 def test_weights_are_those_of_one_device(row):
-    """Of a flipped side those of the other side on one device: FSDP shards rows, so that matrices whose rows would
-    become short have their columns projected instead.
+    """Weights equal one device's; a flipped side is compared with a projection of the other side on one device.
+
+    FSDP shards rows, so a matrix projected along a sharded side has its other side projected instead.
     """
-    assert SAMPLES == 8, "accumulated over 4 passes: bases are found once for all of them"
+    assert SAMPLES == 8, "gradients accumulate over 4 passes, and a basis is computed once for all of them"
     expected = on_one_device(plain_twin(row), "GaLore (right)" if row.optimizer == FLIPPED else row.optimizer)
-    found, tolerance = set(), TOLERANCE.get(row.optimizer, 1e-8)
+    weight_names, tolerance = set(), TOLERANCE.get(row.optimizer, 1e-8)
     for weights in run_ranks(row.ranks, trained, row, *KINDS[row.optimizer]):
         for name, weight in weights.items():
             torch.testing.assert_close(torch.from_numpy(weight), expected[name], rtol=tolerance, atol=tolerance)
-        found |= weights.keys()
-    assert found == expected.keys()
+        weight_names |= weights.keys()
+    assert weight_names == expected.keys()
 
 
-def test_rows_are_distinct_and_step_by_all_that_they_may_name():
+def test_rows_are_distinct_and_cover_all_optimizers():
     rows = optimizers()
     assert len(set(rows)) == len(rows) and {row.optimizer for row in rows} == KINDS.keys()
 
 
-def test_a_side_that_is_sharded_can_be_an_error():
+def test_projecting_a_sharded_side_can_be_an_error():
     row, options = Combination(**LAYOUTS["FSDP 2"], precision="float64"), LOW | dict(on_conflict="error")
     with pytest.raises(RankFailed, match="JobError.*for layers.0.attention.wk.weight, whose left side"):
         run_ranks(2, trained, row, "GaLore", options)
-    whole = replace(row, **LAYOUTS["DDP 2"] | dict(dp_shard=1))
-    expected = on_one_device(plain_twin(whole), "GaLore")
-    for weights in run_ranks(2, trained, whole, "GaLore", options):
+    unsharded = replace(row, **LAYOUTS["DDP 2"] | dict(dp_shard=1))
+    expected = on_one_device(plain_twin(unsharded), "GaLore")
+    for weights in run_ranks(2, trained, unsharded, "GaLore", options):
         assert all(np.allclose(weight, expected[name], rtol=1e-8, atol=1e-8) for name, weight in weights.items())

@@ -1,4 +1,4 @@
-"""Optimizers against their references, of every kind that a spec can describe; the step in backward bit for bit."""
+"""Optimizers against their references, in every implementation; steps in backward equal ordinary ones bit for bit."""
 
 import copy
 
@@ -47,7 +47,7 @@ OPTIONS = {
     "Muon": {"momentum": 0.7, "targets": ["*"], "precision": "float32"},
     "SGD": {"momentum": 0.7, "nesterov": True},
 }
-KINDS = [(name, words) for name, spec in OPTIMIZERS.items() for words in spec.implementations]
+KINDS = [(name, kind) for name, spec in OPTIMIZERS.items() for kind in spec.implementations]
 
 
 def network():
@@ -81,39 +81,41 @@ def test_every_optimizer_has_a_reference():
 
 @pytest.mark.parametrize("name, implementation", KINDS)
 def test_equal_to_its_reference(name, implementation):
-    ours, theirs = network(), network()
+    ours, expected = network(), network()
     train(ours, build_optimizers([ours], implementation=implementation, **options_of(name)))
-    parameters = theirs.named_parameters() if OPTIMIZERS[name].named else theirs.parameters()
+    parameters = expected.named_parameters() if OPTIMIZERS[name].named else expected.parameters()
     reference = REFERENCES[name](parameters, FLAGS[implementation])
-    train(theirs, reference)
+    train(expected, reference)
     assert not same(ours, network())
     if isinstance(reference, torch.optim.Optimizer):
-        assert same(ours, theirs)
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(one, other)  # float32 against float64: a unit or two in the last place
+        assert same(ours, expected)
+    for parameter, reference_parameter in zip(ours.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(
+            parameter, reference_parameter
+        )  # float32 against float64: a unit or two in the last place
 
 
-def test_norms_and_biases_can_be_spared_from_decay():
-    ours, theirs = network(), network()
+def test_norms_and_biases_can_be_excluded_from_decay():
+    ours, expected = network(), network()
     train(ours, build_optimizers([ours], name="AdamW", decay_norms_and_biases=False, **SETTINGS))
     groups = [
-        {"params": [theirs[0].weight, theirs[2].weight], "weight_decay": 0.1},
-        {"params": [theirs[0].bias, theirs[1].weight, theirs[2].bias], "weight_decay": 0.0},
+        {"params": [expected[0].weight, expected[2].weight], "weight_decay": 0.1},
+        {"params": [expected[0].bias, expected[1].weight, expected[2].bias], "weight_decay": 0.0},
     ]
-    train(theirs, torch.optim.AdamW(groups, 0.01, (0.8, 0.9), 1e-6, fused=True))
-    assert same(ours, theirs)
+    train(expected, torch.optim.AdamW(groups, 0.01, (0.8, 0.9), 1e-6, fused=True))
+    assert same(ours, expected)
     decayed = network()
     train(decayed, build_optimizers([decayed], name="AdamW", **SETTINGS))
     assert not torch.equal(decayed[1].weight, ours[1].weight)
 
 
 def test_every_part_of_a_model_has_its_optimizer():
-    ours, theirs = network(), network()
+    ours, expected = network(), network()
     optimizers = build_optimizers([ours[0], ours[1:]], name="AdamW", **SETTINGS)
     assert len(optimizers.optimizers) == len(list(optimizers)) == len(optimizers.param_groups) == 2
     train(ours, optimizers)
-    train(theirs, build_optimizers([theirs], name="AdamW", **SETTINGS))
-    assert same(ours, theirs)
+    train(expected, build_optimizers([expected], name="AdamW", **SETTINGS))
+    assert same(ours, expected)
 
 
 def test_frozen_parameters_are_left_out():
@@ -125,7 +127,7 @@ def test_frozen_parameters_are_left_out():
 
 @pytest.mark.parametrize("name, implementation", [*KINDS, *((name, "for-loop") for name in TOYS)])
 @pytest.mark.parametrize("decay", [True, False])
-def test_stepping_in_backward_gives_the_same_bits_and_keeps_no_gradient(name, implementation, decay, toys):
+def test_steps_in_backward_give_the_same_bits_and_free_gradients(name, implementation, decay, toys):
     ordinary, early = network(), network()
     settings = options_of(name) | dict(implementation=implementation, decay_norms_and_biases=decay)
     train(ordinary, build_optimizers([ordinary], **settings))
@@ -153,27 +155,27 @@ def test_parameters_are_grouped_by_name(toys):
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *TOYS])
 @pytest.mark.parametrize("early", [False, True])
-def test_a_checkpoint_holds_all_that_an_optimizer_keeps(name, early, toys):
-    """As a resume does: state is made first, overwritten then. A run that stopped goes on bit for bit."""
+def test_a_checkpoint_holds_the_full_optimizer_state(name, early, toys):
+    """Restore as a resume does: allocate the state, then overwrite it. The resumed run continues bit for bit."""
     straight, resumed = network(), network()
     first = build_optimizers([straight], **options_of(name))
     train(straight, first, steps=3)
     tensors, values = optimizer_state([straight], first)
-    kept, values = {key: tensor.clone() for key, tensor in tensors.items()}, dict(values)
+    saved, values = {key: tensor.clone() for key, tensor in tensors.items()}, dict(values)
     resumed.load_state_dict(straight.state_dict())
     second = build_optimizers([resumed], in_backward=early, **options_of(name))
     allocate_state(second)
     live, names = optimizer_state([resumed], second)
-    assert live.keys() == kept.keys() and names.keys() == values.keys() and (live or name == "SGD")
+    assert live.keys() == saved.keys() and names.keys() == values.keys() and (live or name == "SGD")
     for key, tensor in live.items():
-        tensor.copy_(kept[key])
+        tensor.copy_(saved[key])
     set_optimizer_values([resumed], second, values)
     train(straight, first)
     train(resumed, second)
     assert same(straight, resumed)
 
 
-def test_a_schedule_reaches_the_step_in_backward():
+def test_a_schedule_applies_to_steps_in_backward():
     model, other = network(), network()
     for m, in_backward in ((model, False), (other, True)):
         optimizers = build_optimizers([m], name="AdamW", in_backward=in_backward, **SETTINGS)
@@ -187,8 +189,8 @@ def test_a_schedule_reaches_the_step_in_backward():
     assert same(model, other)
 
 
-def test_states_are_named_by_parameter_and_cross_over():
-    """What a checkpoint holds does not depend on how the step is taken."""
+def test_optimizer_state_moves_between_step_modes():
+    """State is named by parameter, so a checkpoint does not depend on where the step is taken."""
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     ordinary, early = network(), network()
     first = build_optimizers([ordinary], name="AdamW", **SETTINGS)
@@ -220,20 +222,20 @@ def sharded(name, implementation, in_backward):
 
 
 @pytest.mark.parametrize("name, implementation", [*KINDS, *((name, "for-loop") for name in TOYS)])
-def test_sharded_parameters_step_as_whole_ones_and_in_backward_too(name, implementation, toys):
+def test_sharded_parameters_step_as_unsharded_ones(name, implementation, toys):
     ordinary, early = (run_ranks(2, sharded, name, implementation, in_backward)[0] for in_backward in (False, True))
     assert early[0] == [True] * 4 and ordinary[0] == [False] * 4
     assert all(torch.equal(p, q) for p, q in zip(ordinary[1], early[1], strict=True))
-    whole = network()
-    optimizers = build_optimizers([whole], **options_of(name))
+    full_model = network()
+    optimizers = build_optimizers([full_model], **options_of(name))
     for step in range(4):
         torch.manual_seed(step)
         for half in torch.randn(4, 6).chunk(2):  # FSDP divides the sum by its ranks
-            (whole(half).square().sum() / 2).backward()
+            (full_model(half).square().sum() / 2).backward()
         optimizers.step()
         optimizers.zero_grad()
-    for ours, theirs in zip(ordinary[1], whole.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-6)
+    for ours, expected in zip(ordinary[1], full_model.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected.detach(), rtol=1e-4, atol=1e-6)
     assert not torch.equal(early[1][0], network()[0].weight)
 
 
@@ -247,7 +249,7 @@ def test_unknown_names_are_refused():
 
 
 @pytest.mark.parametrize("name", TOYS)
-def test_a_job_with_it_trains_resumes_and_is_sharded(name, tmp_path, toys):
+def test_a_job_with_a_custom_optimizer_trains_resumes_and_is_sharded(name, tmp_path, toys):
     texts = jobs.write_texts(tmp_path / "data")
 
     def job(folder, **options):

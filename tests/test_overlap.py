@@ -84,19 +84,23 @@ def test_with_fsdp(schedule, policy):
 
 def rounded(microbatches):
     """Errors where microbatches are computed in bfloat16: as it is, and were their sum left to autograd."""
-    found = []
+    error_pairs = []
     add_up = SegmentedStage.add_up_gradients
     for change in (add_up, lambda stage: None):
         SegmentedStage.add_up_gradients = change
         try:
-            found.append(sharded("DualPipeV + overlap", "none", torch.bfloat16, "dddddd", microbatches)["error"])
+            error_pairs.append(sharded("DualPipeV + overlap", "none", torch.bfloat16, "dddddd", microbatches)["error"])
         finally:
             SegmentedStage.add_up_gradients = add_up
-    return found
+    return error_pairs
 
 
 def test_mixed_precision_adds_up_in_the_type_of_the_reduction():
     """Against bfloat16 microbatches summed in float64: what is left is the order of sums in one, at most 2^-9. A sum in
     bfloat16 would round once a microbatch."""
     results = run_ranks(4, rounded, 32)
-    assert max(right for right, _ in results) < 2**-9 < max(wrong for _, wrong in results), results
+    assert (
+        max(float32_error for float32_error, _ in results)
+        < 2**-9
+        < max(bfloat16_error for _, bfloat16_error in results)
+    ), results

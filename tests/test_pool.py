@@ -79,8 +79,8 @@ def test_a_script_is_run_as_its_user_runs_it(tmp_path):
         "from beside import os, sys\nprint(sys.argv[1:], os.getcwd(), __name__)\n"
         "os.system('echo its child')\nraise SystemExit('no more')\n"
     )
-    told = f"['a', '--b'] {tmp_path} __main__\nits child\n"
-    assert run_script(tmp_path, script, "a", "--b") == (1, told, "no more\n")
+    expected = f"['a', '--b'] {tmp_path} __main__\nits child\n"
+    assert run_script(tmp_path, script, "a", "--b") == (1, expected, "no more\n")
 
 
 FIRST = """

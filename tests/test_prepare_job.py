@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.support.jobs import arguments, write_texts
-from tests.test_sft import words, write_rows
+from tests.test_sft import sft_arguments, write_rows
 from torchtitan.build import data, parts
 from torchtitan.commands import prepare
 from torchtitan.config import manager
@@ -24,7 +24,7 @@ def test_the_run_starts_on_it(tmp_path, capsys, monkeypatch):
     """Also with validation data of its own, and more workers."""
     rows, others = write_rows(tmp_path / "rows"), write_rows(tmp_path / "others", count=9)
     own = dict(validation__split=None, validation__dataset="text", validation__dataset_path=others)
-    argv = [word for word in words(tmp_path / "run", rows, **own) if not word.endswith("=None")]
+    argv = [word for word in sft_arguments(tmp_path / "run", rows, **own) if not word.endswith("=None")]
     (tmp_path / "job.toml").write_text(manager.to_toml(manager.load(argv)))
     shown = prepared([str(tmp_path / "job.toml"), "--data.num_proc=2"], capsys)
     monkeypatch.setattr(preparing, "prepare", lambda *args: pytest.fail("tokenized again"))
@@ -44,7 +44,7 @@ def test_what_became_of_the_records_is_a_table(tmp_path, capsys):
     lengths = [10] * 50 + [60] * 40 + [90] * 10  # with begin, end and a prompt of one byte
     records = [{"prompt": "a", "completion": "b" * (length - 3)} for length in lengths]
     rows.write_text("".join(json.dumps(record) + "\n" for record in records))
-    shown = prepared(words(tmp_path / "run", rows, training__seq_len=63), capsys)
+    shown = prepared(sft_arguments(tmp_path / "run", rows, training__seq_len=63), capsys)
     header, row, advice, samples, _ = shown
     assert header.split()[:4] == ["records", "whole", "cut", "left"]
     assert row.split()[2:] == ["100", "90", "0", "10", "60", "90", "90", "90", "2,900", "93.8%"]
@@ -59,7 +59,7 @@ def test_texts_of_epochs_have_no_records(tmp_path, capsys):
 
 
 def test_a_job_for_gpus_is_prepared_anywhere(tmp_path, capsys):
-    argv = words(tmp_path / "run", write_rows(tmp_path), training__dataloader__pin_memory=True)
+    argv = sft_arguments(tmp_path / "run", write_rows(tmp_path), training__dataloader__pin_memory=True)
     assert "samples " in prepared(argv, capsys)[-2]
 
 
@@ -68,13 +68,13 @@ def test_refusals(tmp_path):
     with pytest.raises(JobError, match="so that nothing is tokenized before; set training.epochs, or"):
         prepare.main(arguments(tmp_path / "run", texts))
     with pytest.raises(ConfigError, match="validation.split"):
-        prepare.main(words(tmp_path / "run", texts, validation__enable=False))
+        prepare.main(sft_arguments(tmp_path / "run", texts, validation__enable=False))
     assert not (tmp_path / "run").exists()
 
 
 def test_where_all_records_are_too_long(tmp_path):
     rows = write_rows(tmp_path / "rows")
-    argv = words(tmp_path / "run", rows, training__seq_len=64, validation__enable=False)
+    argv = sft_arguments(tmp_path / "run", rows, training__seq_len=64, validation__enable=False)
     argv = [word for word in argv if not word.startswith("--validation.") or "enable" in word]
     told = (
         r"rows.jsonl: no record is left of it \(0 whole, 60 dropped; lengths .*; training.seq_len = \d+ would keep 99 %"

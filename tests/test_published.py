@@ -97,9 +97,9 @@ def test_a_run_leaves_one_export_and_no_mixture(tmp_path):
 
 def test_the_start_says_when_nothing_will_be_saved(tmp_path):
     texts = jobs.write_texts(tmp_path / "texts")
-    said = "nothing will be saved: checkpoint.enable is off"
+    message = "nothing will be saved: checkpoint.enable is off"
     _, _, err = jobs.run(jobs.arguments(tmp_path / "a", texts, training__steps=1))
-    assert said in err
+    assert message in err
 
 
 # What the data are known by
@@ -126,12 +126,12 @@ def test_text_of_the_same_name_and_size_is_other_data(tmp_path):
 
 def test_a_shard_that_shrinks_is_an_error_with_its_name(tmp_path):
     """Without the look it is a bus error: run_alone's process ends without an answer (the control)."""
-    read_shrunk(tmp_path / "a", look=True)
+    read_shrunk(tmp_path / "a", check=True)
     with pytest.raises(AssertionError, match="ended without an answer"):
         run_alone(read_shrunk, tmp_path / "b", False)
 
 
-def read_shrunk(folder, look):
+def read_shrunk(folder, check):
     folder.mkdir()
     writer = ShardWriter(folder, 300)
     writer.write(np.arange(100_000) % 300)
@@ -141,7 +141,7 @@ def read_shrunk(folder, look):
     reader.read(starts)
     with (folder / "shard-00000.bin").open("r+b") as file:
         file.truncate(4096)
-    if not look:
+    if not check:
         reader._sizes = [0] * len(reader._sizes)
     with pytest.raises(DataError, match="shard-00000.bin: the file shrank to 4096 bytes from the 200000"):
         reader.read(starts)

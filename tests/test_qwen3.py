@@ -34,7 +34,7 @@ class Family(NamedTuple):
     model: type
     hf: Any
     shapes: dict
-    theirs: type
+    hf_model: type
     config: type
     modeling: Any
 
@@ -70,10 +70,10 @@ def test_more_experts_of_a_token_than_there_are_are_refused():
 @pytest.mark.parametrize("family, shape", SHAPES)
 def test_logits_and_every_gradient_equal_transformers(family, shape, dtype, tolerance, monkeypatch):
     model = build(family.model, family.shapes[shape], dtype=dtype)
-    theirs = twin(family.theirs, family.config, model, family.hf, dtype)
+    hf_model = twin(family.hf_model, family.config, model, family.hf, dtype)
     exactly = dtype == torch.float64
-    with exact(family.modeling, model, theirs, monkeypatch) if exactly else nullcontext():
-        compare(model, theirs, family.hf, tolerance)
+    with exact(family.modeling, model, hf_model, monkeypatch) if exactly else nullcontext():
+        compare(model, hf_model, family.hf, tolerance)
 
 
 def test_initial_weights_follow_the_recipe():
@@ -97,7 +97,7 @@ def test_state_dicts_go_both_ways(family, shape):
 @pytest.mark.parametrize("family, shape", SHAPES)
 @pytest.mark.parametrize("shard_bytes", [10**9, 10000])
 def test_a_saved_folder_loads_here_and_in_transformers(family, shape, shard_bytes, tmp_path):
-    save_and_load(family.model, family.shapes[shape], family.hf, family.theirs, tmp_path, shard_bytes)
+    save_and_load(family.model, family.shapes[shape], family.hf, family.hf_model, tmp_path, shard_bytes)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Fifty random legal plans have the loss and the gradients of one device; `scripts/fuzz_plans.py` goes on from here."""
+"""Fifty random legal plans have the loss and gradients of one device; `scripts/fuzz_plans.py` tests further ones."""
 
 from functools import cache
 
@@ -16,19 +16,21 @@ def test_a_seed_gives_the_same_plans():
 
 @pytest.mark.parametrize("number", range(COUNT))
 def test_equal_to_one_device(number):
-    ranks, words = chosen()[number]
-    assert not (wrong := differences(words, ranks, run_ranks(ranks, on_ranks, words))), f"{wrong}: {' '.join(words)}"
+    ranks, options = chosen()[number]
+    assert not (mismatches := differences(options, ranks, run_ranks(ranks, on_ranks, options))), (
+        f"{mismatches}: {' '.join(options)}"
+    )
 
 
-def test_what_differs_is_found():
-    """By a millionth of one entry, of the loss, or altogether."""
-    ranks, words = next((ranks, words) for ranks, words in chosen() if ranks == 2)
-    (loss, grads), *others = run_ranks(ranks, on_ranks, words)
+def test_small_differences_are_detected():
+    """One entry or the loss is off by a millionth, or a gradient is missing."""
+    ranks, options = next((ranks, options) for ranks, options in chosen() if ranks == 2)
+    (loss, grads), *other_ranks = run_ranks(ranks, on_ranks, options)
     name = max(grads, key=lambda name: abs(grads[name]).max())
     changed = {**grads, name: grads[name] * 1.000001}
-    assert any(name in text for text in differences(words, ranks, [(loss, changed), *others]))
-    assert differences(words, ranks, [(1.000001 * loss, grads), *others])[0].startswith("loss")
-    assert f"{name} has no gradient on any rank" in differences(words, ranks, [(loss, {})])
+    assert any(name in text for text in differences(options, ranks, [(loss, changed), *other_ranks]))
+    assert differences(options, ranks, [(1.000001 * loss, grads), *other_ranks])[0].startswith("loss")
+    assert f"{name} has no gradient on any rank" in differences(options, ranks, [(loss, {})])
 
 
 @cache

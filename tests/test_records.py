@@ -1,4 +1,4 @@
-"""What of a document is trained: from records over spans and shards to labels and the loss."""
+"""Loss masks of documents: from records through spans and shards to labels and the loss."""
 
 import gzip
 import json
@@ -36,15 +36,23 @@ def segments(*pairs):
 
 
 def records(count=120, seed=0):
-    """Conversations of uneven length; what is trained is in capitals, so a mask can be told from the ids alone. Every
-    seventh has nothing that is trained."""
+    """Return conversations of uneven length.
+
+    Trained text is in capitals, so the ids show the mask. Every seventh record has no trained text.
+    """
     rng = np.random.default_rng(seed)
 
-    def words(first):
+    def random_letters(first):
         return "".join(map(chr, rng.integers(first, first + 26, rng.integers(1, 12))))
 
     return [
-        segments(*((words(65 if answer else 97), bool(answer)) for _ in range(1 + i % 3) for answer in (0, i % 7 > 0)))
+        segments(
+            *(
+                (random_letters(65 if answer else 97), bool(answer))
+                for _ in range(1 + i % 3)
+                for answer in (0, i % 7 > 0)
+            )
+        )
         for i in range(count)
     ]
 
@@ -66,8 +74,8 @@ def make_shards(path, output, workers=1):
 def test_a_field_holds_text_ids_or_segments():
     assert to_document("ab", "f", "long", "short") == Document("ab", "short")
     assert to_document([3, 1], "f", "long", "short") == Document([Span([3, 1])], "short", has_begin_end=True)
-    found = to_document(segments(("q", False), ("a", True)), "f", "long", "short")
-    assert found == Document([Span("q", False), Span("a", True)], "short")
+    document = to_document(segments(("q", False), ("a", True)), "f", "long", "short")
+    assert document == Document([Span("q", False), Span("a", True)], "short")
     assert [span.content for span in Document("ab", "").spans] == ["ab"]
 
 
@@ -130,7 +138,7 @@ def test_a_text_is_trained_between_its_begin_and_end(tokenizer):
     "question, answer", [("Q: two words?\nA:", "yes"), ("the ", "answer"), ("a", " b"), ("x", "\ny")]
 )
 def test_a_border_is_one_of_tokens_and_leaves_no_mark(tokenizer, question, answer):
-    """The prompt's ids are those that it has alone, and all ids together decode to the text as it is."""
+    """The prompt has the same ids as without an answer, and all ids together decode to the original text."""
     half = len(question) // 2
     spans = [Span(question[:half], False), Span(question[half:], False), Span(answer)]
     ids, trained = encode(tokenizer, Document(spans, ""))
@@ -175,14 +183,14 @@ def data(tmp_path_factory):
 @pytest.mark.parametrize("document_mask", [False, True])
 @pytest.mark.parametrize("kind", ["indexed", "stream", "prepared"])
 def test_labels_are_the_trained_tokens(data, kind, document_mask):
-    """And nothing else of a batch differs from that of the same records without a mask."""
-    found = global_samples(80, **data[kind], document_mask=document_mask)
-    letters = [pair for row in found for pair in zip(row[0][1:], row[1][:-1], strict=True) if pair[0] < 256]
+    """Only trained tokens have labels."""
+    samples = global_samples(80, **data[kind], document_mask=document_mask)
+    letters = [pair for row in samples for pair in zip(row[0][1:], row[1][:-1], strict=True) if pair[0] < 256]
     assert all(label == (token if is_trained(token) else IGNORE) for token, label in letters)
     assert 0.2 < np.mean([label != IGNORE for _, label in letters]) < 0.8
-    # an end is trained after an answer, a begin before a question never is
-    ends = {row[1][t] for row in found for t in range(15) if row[0][t + 1] == BYTES.eos_id and is_trained(row[0][t])}
-    begins = {row[1][t] for row in found for t in range(15) if row[0][t + 1] == BYTES.bos_id}
+    # the end token after an answer is trained, the begin token before a question never is
+    ends = {row[1][t] for row in samples for t in range(15) if row[0][t + 1] == BYTES.eos_id and is_trained(row[0][t])}
+    begins = {row[1][t] for row in samples for t in range(15) if row[0][t + 1] == BYTES.bos_id}
     assert (ends, begins) == ({BYTES.eos_id}, {IGNORE})
 
 
@@ -190,8 +198,8 @@ def test_all_but_the_labels_is_as_without_a_mask(data, tmp_path):
     texts = ["".join(segment["text"] for segment in record) for record in records()]
     plain = global_samples(60, dataset_path=write(tmp_path / "a.jsonl", texts), document_mask=True)
     masked = global_samples(60, **data["indexed"], document_mask=True)
-    for (tokens, labels, *rest), (same_tokens, some_labels, *same_rest) in zip(plain, masked, strict=True):
-        assert (tokens, rest) == (same_tokens, same_rest)
+    for (tokens, labels, *other_fields), (same_tokens, some_labels, *same_rest) in zip(plain, masked, strict=True):
+        assert (tokens, other_fields) == (same_tokens, same_rest)
         assert all(some in (label, IGNORE) for label, some in zip(labels, some_labels, strict=True))
 
 
@@ -204,12 +212,12 @@ def test_masks_follow_their_tokens_on_any_ranks_workers_and_resumes(data, kind):
     state = merge_states([first.state_dict()])
     first.close()
     ranks = [loader(**data[kind], state=state, dp_rank=r, dp_size=3, local_batch_size=2) for r in range(3)]
-    taken = [[row for batch in islice(rank, 4) for row in rows(batch)] for rank in ranks]
-    assert in_turn(taken) == expected[18:42]
+    by_rank = [[row for batch in islice(rank, 4) for row in rows(batch)] for rank in ranks]
+    assert in_turn(by_rank) == expected[18:42]
 
 
 def test_shards_hold_the_flags_of_the_text(data, capfd, tmp_path):
-    """One lane, no shuffle: the same batches from the text and from its shards."""
+    """With one stream and no shuffle, the text and its shards give the same batches."""
     path = write(tmp_path / "a.jsonl", ["all of it is trained", *records(14)])  # flags begin after the first document
     make_shards(path, tmp_path / "s", workers=2)
     header = TokenShards(tmp_path / "s").header
@@ -253,7 +261,7 @@ def test_ids_of_another_vocabulary_are_refused(tmp_path):
 
 
 def first_loss(argv):
-    """Of the first batch, by torch's own cross-entropy over the logits of all tokens and the count of labels."""
+    """Return the loss of the first batch by torch's cross-entropy over the logits of all tokens."""
     trainer = Trainer(manager.load(argv), read_ranks())
     batch = next(iter(trainer.loader))
     with torch.no_grad():
@@ -265,16 +273,16 @@ def first_loss(argv):
 
 
 def test_the_loss_is_the_sum_over_trained_tokens_by_their_global_number(data, tmp_path):
-    """Also where ranks and microbatches have unequal numbers of them, and some have none."""
+    """Ranks and microbatches have unequal numbers of trained tokens, some none."""
     options = dict(training__document_mask=True, training__steps=3, training__seq_len=8)
     path = data["indexed"]["dataset_path"]
     expected, share = run_ranks(1, first_loss, jobs.arguments(tmp_path / "0", path, **options))[0]
     assert 0.2 < share < 0.8
     plans = {1: {}, 2: dict(training__local_batch_size=1), 3: dict(parallelism__tensor_parallel_degree=2)}
-    found = []
+    losses_by_layout = []
     for name, plan in plans.items():
         argv = jobs.arguments(tmp_path / str(name), path, **options, **plan)
-        found.append([row["loss"] for row in run_ranks(min(name, 2), jobs.train, argv)[0][0]])
-    assert found[0][0] == pytest.approx(expected, rel=1e-6)  # float32 sums
-    for losses in found[1:]:
-        assert losses == pytest.approx(found[0], rel=1e-5)
+        losses_by_layout.append([row["loss"] for row in run_ranks(min(name, 2), jobs.train, argv)[0][0]])
+    assert losses_by_layout[0][0] == pytest.approx(expected, rel=1e-6)  # float32 sums
+    for losses in losses_by_layout[1:]:
+        assert losses == pytest.approx(losses_by_layout[0], rel=1e-5)

@@ -1,4 +1,4 @@
-"""Restarts of low-rank adapters in jobs: when, resumed at any step, on several ranks as on one; what a merge sends."""
+"""ReLoRA in jobs: steps of restarts, resumes at any step, several ranks equal to one, and traffic of a merge."""
 
 import json
 import math
@@ -38,8 +38,8 @@ def job(folder, texts, **options):
 
 
 def ran(argv):
-    """Behind which steps the frozen matrices changed, the rate of each step, the trained and frozen weights at the end,
-    and the counts.
+    """Train; return the steps after which frozen matrices changed, the rate of each step, the final trained weights,
+    the counts, and the final frozen weights.
     """
     trainer = Trainer(manager.load(argv), read_ranks())
     frozen = {name: p for name, p in trainer.model.named_parameters() if not p.requires_grad}
@@ -69,8 +69,8 @@ def texts(tmp_path_factory):
 
 
 def test_cadence_and_resume(tmp_path, texts):
-    kept = dict(checkpoint__enable=True, checkpoint__interval=1, checkpoint__keep_latest_k=0)
-    changed, rates, whole, counts, frozen = run_ranks(1, ran, job(tmp_path, texts, **kept))[0]
+    saving = dict(checkpoint__enable=True, checkpoint__interval=1, checkpoint__keep_latest_k=0)
+    changed, rates, weights, counts, frozen = run_ranks(1, ran, job(tmp_path, texts, **saving))[0]
     assert changed == [11, 21] and counts == {"merges": 2, "resets": 2}
     assert [step for step, rate in rates.items() if rate == 0] == [1, 11, 21], "steps count from 1, the rate's from 0"
     assert frozen == sorted(
@@ -78,14 +78,14 @@ def test_cadence_and_resume(tmp_path, texts):
         for i in range(4)
         for m in (*(f"attention.w{x}" for x in "qkvo"), *(f"feed_forward.w{x}" for x in "123"))
     )
-    for step in (12, 11, 10):  # downwards, as each resume sets newer ones aside
-        _, _, again, counts, _ = run_ranks(1, ran, job(tmp_path, texts, **kept, checkpoint__load_step=step))[0]
+    for step in (12, 11, 10):  # descending, since each resume moves newer checkpoints aside
+        _, _, resumed, counts, _ = run_ranks(1, ran, job(tmp_path, texts, **saving, checkpoint__load_step=step))[0]
         assert counts == {"merges": 2, "resets": 2}
-        assert all((whole[name] == again[name]).all() for name in whole), step
+        assert all((weights[name] == resumed[name]).all() for name in weights), step
 
 
 def folded_on_a_rank():
-    """What a merge of all matrices sends on this one of two ranks, and the bytes of all A."""
+    """Merge all matrices on this rank of two; return the bytes sent and the bytes of all A."""
     model = assembled(Combination(ranks=2, dp_shard=2, adapter="lora", recompute="none"))
     with Traffic() as traffic, torch.no_grad():
         for _, module in low_rank_modules(model.parts):
@@ -105,27 +105,31 @@ PLANS = [{}, {"parallelism__data_parallel_replicate_degree": 2}, {"tp": 2}, {"pp
 
 @pytest.mark.parametrize("degrees", PLANS, ids=str)
 def test_several_ranks_are_one(tmp_path, texts, degrees):
-    """After two merges and resets, A and B drawn anew among them. Sums in another order grow with the steps: 1e-3."""
+    """Compare after two merges and resets. Differences from the order of sums grow with the steps: 1e-3."""
     options = dict(optimizer__lr=1e-3, optimizer__eps=1e-5)
-    alone = run_ranks(1, ran, job(tmp_path / "a", texts, **options))[0]
-    how = {"parallelism__tensor_parallel_degree": 2} if "tp" in degrees else degrees | {"training__local_batch_size": 4}
-    how = {"parallelism__pipeline_parallel_degree": 2} if "pp" in degrees else how
-    found = {}
-    for changed, _, weights, counts, _ in run_ranks(2, ran, job(tmp_path / "b", texts, **options, **how)):
-        assert changed == alone[0] and counts == alone[3]
-        assert all((found.get(name, weight) == weight).all() for name, weight in weights.items()), "equal on both"
-        found |= weights
-    for name, weight in alone[2].items():
-        assert abs(found[name] - weight).max() <= 1e-3 * abs(weight).max() + 1e-6, name
+    one_rank = run_ranks(1, ran, job(tmp_path / "a", texts, **options))[0]
+    degree_options = (
+        {"parallelism__tensor_parallel_degree": 2} if "tp" in degrees else degrees | {"training__local_batch_size": 4}
+    )
+    degree_options = {"parallelism__pipeline_parallel_degree": 2} if "pp" in degrees else degree_options
+    gathered = {}
+    for changed, _, weights, counts, _ in run_ranks(2, ran, job(tmp_path / "b", texts, **options, **degree_options)):
+        assert changed == one_rank[0] and counts == one_rank[3]
+        assert all((gathered.get(name, weight) == weight).all() for name, weight in weights.items()), "equal on both"
+        gathered |= weights
+    for name, weight in one_rank[2].items():
+        assert abs(gathered[name] - weight).max() <= 1e-3 * abs(weight).max() + 1e-6, name
 
 
 def test_learned_strengths_are_logged_alike(tmp_path, texts):
-    """Of all linears, wherever they are: tanh of a number that begins at 1, which a restart brings back to it."""
+    """The logged scale of each linear is tanh of a number that starts at 1, and that a restart resets."""
     options = dict(adapter__train_scaling=True, training__steps=12, optimizer__lr=1e-3)
     names = [f"adapter_scaling_{which}" for which in ("min", "mean", "max")]
     one, _ = run_ranks(1, train, job(tmp_path / "a", texts, **options))[0]
-    for number, how in enumerate((dict(training__local_batch_size=4), dict(parallelism__pipeline_parallel_degree=2))):
-        for rows, _ in run_ranks(2, train, job(tmp_path / f"{number}", texts, **options, **how)):
+    for number, degree_options in enumerate(
+        (dict(training__local_batch_size=4), dict(parallelism__pipeline_parallel_degree=2))
+    ):
+        for rows, _ in run_ranks(2, train, job(tmp_path / f"{number}", texts, **options, **degree_options)):
             assert [[row[n] for n in names] for row in rows] == [
                 pytest.approx([row[n] for n in names], rel=1e-5) for row in one
             ]

@@ -1,5 +1,7 @@
-"""The five regimes of ReLoRA's notes, as their command lines on two ranks: the 9m preset with a small vocabulary, short
-samples, 20 and 40 updates in place of thousands, small batches where there are restarts, and all else as it is there.
+"""The command lines of the five regimes in ReLoRA's notes, scaled down, on two ranks.
+
+They use the 9m preset with a small vocabulary, short samples, 20 and 40 updates in place of thousands, and small
+batches for restarts; everything else is unchanged.
 """
 
 import json
@@ -19,7 +21,7 @@ from torchtitan.rules import check
 from torchtitan.training.trainer import Trainer
 
 START, UPDATES, RUN = 20, 40, 23
-"""Updates of the warm start, of the schedule behind it, and how many of these are run."""
+"""Updates of the warm start, of the schedule after it, and of its part that runs."""
 SHARED = """torchrun --nproc-per-node 2 torchrun_main.py --model_config configs/llama_9m.json --batch_size 24
     --total_batch_size 96 --max_length 16 --dtype fp32 --workers 0 --warmup_steps 5"""
 FULL = "--lr 5e-4 --eval_every 2 --save_every 10 --num_training_steps 20"
@@ -30,23 +32,27 @@ RELORA = f"""--lr 1e-3 --use_peft --relora 10 --cycle_length 10 --restart_warmup
 
 
 def job(folder, data, flags, **options):
-    """The file that the command line means, with a vocabulary as small as the data's, and what the test changes."""
+    """Import the command line as a job file; return its options with a small vocabulary and the test's overrides."""
     line = f"{SHARED} {flags} --dataset_path {data} --save_dir {folder}"
     text, *_ = translate(parse(split([line])), None)
     folder.mkdir(exist_ok=True)
     (folder / "imported.toml").write_text(text)
-    own = {
+    overrides = {
         "model.overrides": "{vocab_size = 260, n_layers = 2}",
         "validation.steps": 1,
         "validation.local_batch_size": 4,
     }
-    own |= {"checkpoint.verify": "false", "metrics.log_freq": 1, "metrics.plot": "false", "optimizer.eps": 1e-5}
-    own |= {name.replace("__", "."): value for name, value in options.items()}
-    return ["--job.config_file", str(folder / "imported.toml"), *(f"--{name}={value}" for name, value in own.items())]
+    overrides |= {"checkpoint.verify": "false", "metrics.log_freq": 1, "metrics.plot": "false", "optimizer.eps": 1e-5}
+    overrides |= {name.replace("__", "."): value for name, value in options.items()}
+    return [
+        "--job.config_file",
+        str(folder / "imported.toml"),
+        *(f"--{name}={value}" for name, value in overrides.items()),
+    ]
 
 
 def trained(argv):
-    """Passes of a step, loss and rate by step, behind which updates of its schedule it merged, and the weights."""
+    """Train; return passes per step, (loss, rate) by step, the updates after which it merged, and the weights."""
     trainer = Trainer(manager.load(argv), read_ranks())
     merges, adapter = [], trainer.model.adapter
     if adapter is not None:
@@ -66,17 +72,17 @@ def trained(argv):
 
 
 @pytest.mark.parametrize("steps", [12, 300])
-def test_the_jobs_of_the_comparison_in_the_docs(tmp_path, steps):
+def test_the_jobs_of_the_documented_comparison_are_valid(tmp_path, steps):
     for name, parts in compare_relora.jobs(steps).items():
         start = None
         for part in parts:
             faults = check(manager.load(compare_relora.words(tmp_path / "run", part, start)), 1, "cpu")
-            assert {fault.key for fault in faults} <= {"checkpoint.initial_load_path"}, name  # which has yet to be made
+            assert {fault.key for fault in faults} <= {"checkpoint.initial_load_path"}, name  # an earlier job writes it
             start = tmp_path / "first"
         assert part["training.steps"] == steps
     rows = [{"loss": 2.0, "step_seconds": 0.5}, {"validation_loss": 1.5}]
-    made = compare_relora.table({"full": rows, "LoRA": rows}, {"full": 10**6, "LoRA": 10**6})
-    assert made.splitlines()[-1] == "| LoRA | 1.500 | 1.00 | 1.00 MB |"
+    text = compare_relora.table({"full": rows, "LoRA": rows}, {"full": 10**6, "LoRA": 10**6})
+    assert text.splitlines()[-1] == "| LoRA | 1.500 | 1.00 | 1.00 MB |"
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +92,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, data):
-    """The first regime: full rank, replicated."""
+    """Train the first regime: full rank, replicated."""
     folder = tmp_path_factory.mktemp("warm") / "run"
     return folder, run_ranks(2, trained, job(folder, data, FULL))[0]
 
@@ -105,25 +111,27 @@ def test_full_rank_replicated_and_sharded(base, data, tmp_path):
     )
 
 
-def restarted(folder, base, data, how="--distributed_type fsdp", **options):
-    flags = f"{RELORA} {how} --continue_from {base[0]}"
+def restarted(folder, base, data, distribution="--distributed_type fsdp", **options):
+    flags = f"{RELORA} {distribution} --continue_from {base[0]}"
     return run_ranks(2, trained, job(folder, data, flags, lr_scheduler__total_steps=UPDATES, **options))[0]
 
 
 def test_restarts_from_a_warm_start(base, data, tmp_path):
-    """Regimes 4 and 5, cut in their second cycle's end."""
+    """Run regimes 4 and 5 until the end of their second cycle."""
     _, steps, merges, weights = restarted(tmp_path / "a", base, data)
     assert merges == [11, 21] and list(steps) == list(range(START + 1, START + RUN + 1))
     assert [step - START - 1 for step, (_, rate) in steps.items() if rate == 0] == [0, 10, 20], "exactly"
-    assert steps[START + 1][0] == pytest.approx(base[1][1][START][0], abs=0.3), "it goes on, and does not begin anew"
-    _, replicated, again, other = restarted(tmp_path / "b", base, data, how="", checkpoint__interval=100)
+    assert steps[START + 1][0] == pytest.approx(base[1][1][START][0], abs=0.3), (
+        "training continues and does not start over"
+    )
+    _, replicated, again, other = restarted(tmp_path / "b", base, data, distribution="", checkpoint__interval=100)
     assert again == merges and replicated == {s: pytest.approx(both, rel=1e-4) for s, both in steps.items()}
-    # sums in another order grow with the steps, and the choice of what is kept of moments may turn on them
+    # differences from the order of sums grow with the steps, and may change which moments are pruned
     assert all(abs(other[name] - weight).max() <= 2e-3 * abs(weight).max() + 1e-5 for name, weight in weights.items())
-    for update in (12, 11, 10):  # downwards, as each resume sets newer ones aside
+    for update in (12, 11, 10):  # descending, since each resume moves newer checkpoints aside
         again = dict(checkpoint__load_step=START + update, checkpoint__interval=100)
-        _, rest, merged, same = restarted(tmp_path / "a", base, data, **again)
+        _, resumed, merged, same = restarted(tmp_path / "a", base, data, **again)
         assert merged == [merge for merge in merges if merge > update]
         assert all((same[name] == weights[name]).all() for name in weights), update
-        assert {step: steps[step] for step in rest} == rest
+        assert {step: steps[step] for step in resumed} == resumed
     assert Path(tmp_path / "a/metrics.redone.jsonl").exists()

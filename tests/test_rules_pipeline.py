@@ -1,4 +1,4 @@
-"""The rules on pipelines: a table of jobs that cannot work and what is said of each, and some that can."""
+"""Rules on pipelines: a table of impossible jobs with their faults, and some possible ones."""
 
 from pathlib import Path
 
@@ -94,7 +94,7 @@ PIPELINE = [
         )
         for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     ),
-    (  # Interleaved1F1B would not do either
+    (  # Interleaved1F1B is impossible too
         [PP + "2", SCHEDULE + "ZBVZeroBubble", "--compile.enable", "--training.local_batch_size=5"],
         'pipeline_parallel_schedule: given "ZBVZeroBubble"; allowed: a schedule without split backward with compile; '
         'write "LoopedBFS", or compile.enable = false',
@@ -123,7 +123,7 @@ PIPELINE = [
     ),
 ]
 ONE_CAUSE = [
-    (  # on ranks that shard nothing either
+    (  # also without sharding
         [PP + "2", "--parallelism.fsdp_prefetch=1"],
         "fsdp_prefetch: given 1; allowed: 0 with a pipeline; stages keep what they gather until the last microbatch",
     ),
@@ -161,9 +161,9 @@ FILES = [
 
 
 @pytest.mark.parametrize("case", [*PIPELINE, *ONE_CAUSE, *FILES], ids=name)
-def test_plans_that_cannot_work(case):
-    words, *expected = case
-    assert lines(*words) == expected
+def test_impossible_plans_have_faults(case):
+    options, *expected = case
+    assert lines(*options) == expected
 
 
 @pytest.mark.parametrize(
@@ -174,27 +174,27 @@ def test_plans_that_cannot_work(case):
         ("deadlock.csv", "rank 0, step 1, action 0B0: a deadlock: "),
     ],
 )
-def test_files_that_hold_no_schedule(file, place):
-    """What is wrong with a table, and where, is said by schedule_actions."""
+def test_malformed_schedule_files_are_refused(file, place):
+    """The errors and their positions come from schedule_actions."""
     (line,) = lines(PP + "2", CSV + file, "--training.local_batch_size=2")
     assert line.startswith(f"pipeline_parallel_schedule_csv: given {file}, {place}") and "; allowed: " in line
 
 
-def test_a_file_that_does_not_have_the_named_stages():
-    named = f"{PARTS}[{FIRST_HALF}, ['layers.3'], ['layers.4'], ['layers.5', 'norm', 'output']]"
-    (line,) = lines(PP + "2", CSV + "good.csv", "--training.local_batch_size=2", named)
+def test_a_schedule_file_with_another_number_of_stages_is_refused():
+    stages = f"{PARTS}[{FIRST_HALF}, ['layers.3'], ['layers.4'], ['layers.5', 'norm', 'output']]"
+    (line,) = lines(PP + "2", CSV + "good.csv", "--training.local_batch_size=2", stages)
     assert line.startswith("pipeline_parallel_schedule_csv: given good.csv, the table: 2 stages; allowed: 4")
 
 
 @pytest.mark.parametrize(
-    "words",
+    "options",
     [
         [PP + "2"],
         [PP + "6", "--training.local_batch_size=1"],
         [PP + "2", "--parallelism.pipeline_parallel_microbatch_size=2", "--validation.enable"]
         + ["--validation.local_batch_size=3"],
         [PP + "2", "--parallelism.data_parallel_shard_degree=2", "--parallelism.fsdp_reshard_after_forward=never"],
-        [PP + "2", SCHEDULE + "interleaved1f1b"],  # as torch, in any case
+        [PP + "2", SCHEDULE + "interleaved1f1b"],  # upper and lower case are equal, as in torch
         *([PP + "2", SCHEDULE + name, "--activation_checkpoint.mode=full"] for name in SCHEDULES),
         *([PP + "2", SCHEDULE + name, "--compile.enable"] for name in WHOLE_BACKWARD),
         [PP + "2", "--activation_checkpoint.mode=memory_budget", "--compile.enable"],
@@ -207,16 +207,16 @@ def test_a_file_that_does_not_have_the_named_stages():
     ],
     ids=" ".join,
 )
-def test_plans_that_can_work(words):
-    assert lines(*words) == []
+def test_possible_plans_have_no_faults(options):
+    assert lines(*options) == []
 
 
-def test_no_schedule_compiles_where_the_cut_is_wrong():
-    words = [PP + "2", SCHEDULE + "DualPipeV", "--compile.enable", "--model.overrides={n_layers = 1}"]
-    cut, compiled = lines(*words)
+def test_a_wrong_cut_and_compile_are_both_reported():
+    options = [PP + "2", SCHEDULE + "DualPipeV", "--compile.enable", "--model.overrides={n_layers = 1}"]
+    cut, compiled = lines(*options)
     assert cut.startswith("pipeline_parallel_degree: given 2") and "1 layers cannot fill 4 pipeline stages" in cut
     assert compiled.endswith("with compile; set compile.enable = false")
 
 
-def test_schedules_that_compile_are_those_with_whole_backwards():
+def test_schedules_that_compile_have_undivided_backwards():
     assert set(WHOLE_BACKWARD) == {name for name, traits in SCHEDULES.items() if not traits.split_backward}

@@ -1,4 +1,4 @@
-"""One run a folder: two starters, forged locks of owners that live or not, and a job in a folder that is taken."""
+"""The lock of a run's folder: several starters, locks of living and dead owners, a second job in the same folder."""
 
 import errno
 import json
@@ -41,15 +41,17 @@ def acquires(folder: Path, **changes) -> bool:
 def test_a_folder_is_one_runs_and_free_again_afterwards(tmp_path):
     with held(tmp_path / "new", HERE), pytest.raises(JobError) as refusal, held(tmp_path / "new", HERE):
         raise AssertionError
-    told = str(refusal.value)
-    assert f"process {os.getpid()} on {HERE.host}" in told and "delete run.lock.1" in told and "allowed" in told
+    message = str(refusal.value)
+    assert (
+        f"process {os.getpid()} on {HERE.host}" in message and "delete run.lock.1" in message and "allowed" in message
+    )
     assert locks(tmp_path / "new") == [] and acquires(tmp_path / "new")
 
 
 def test_what_is_no_file_is_passed_over(tmp_path, monkeypatch):
-    """A name that is taken, and that nobody is at work behind: it was tried again and again."""
+    """The name is taken by something other than a lock file; it used to be tried forever."""
     tries = iter([1, 2])
-    monkeypatch.setattr(lock, "_refuse_if_owned", lambda found, here: next(tries))
+    monkeypatch.setattr(lock, "_refuse_if_owned", lambda locks_found, owner: next(tries))
     (tmp_path / "run.lock.1").mkdir()
     (tmp_path / "run.lock.2").symlink_to(tmp_path / "nowhere")
     with held(tmp_path, HERE):
@@ -106,7 +108,7 @@ def test_a_lock_that_is_just_being_written_is_waited_for(tmp_path, monkeypatch):
 
 
 def test_a_name_that_went_to_another_while_it_was_written_is_the_others(tmp_path, monkeypatch):
-    """Of who stood still for so long that its file was taken for torn, and who then wrote into what was gone."""
+    """A process that paused so long that its lock counted as torn then writes into the deleted file."""
     write = lock._write
 
     def late(path, owner):
@@ -141,7 +143,7 @@ for turn in range(10):
         with lock.held(Path(sys.argv[1]), here):
             print("in", flush=True)
             mark = Path(sys.argv[1], "inside")
-            mark.touch(exist_ok=False)  # fails if another is inside
+            mark.touch(exist_ok=False)  # fails if another process holds the lock
             time.sleep(random.uniform(0, 0.01))
             mark.unlink()
     except JobError:
@@ -150,14 +152,14 @@ for turn in range(10):
 
 
 def test_without_it_the_save_of_another_job_is_taken_for_a_leftover(tmp_path):
-    """The control: what two jobs in one folder would do to each other."""
-    mine = folders.create_temporary(tmp_path / "step-00000004")
+    """The control: without the lock, a job deletes the unfinished save of another."""
+    temporary = folders.create_temporary(tmp_path / "step-00000004")
     folders.remove_leftovers(tmp_path / "step-00000008")
-    assert not mine.exists()
+    assert not temporary.exists()
 
 
 def test_of_several_starters_one_at_a_time_is_inside(tmp_path):
-    """Over the lock of a dead owner, which all of them want to take over."""
+    """All of them try to take over the lock of a dead owner."""
     forge(tmp_path, 2, pid=2**22 + 1)
     command = [sys.executable, "-c", STARTER, str(tmp_path)]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -174,7 +176,7 @@ def test_of_several_starters_one_at_a_time_is_inside(tmp_path):
 
 @pytest.mark.parametrize("number", [1, 7])
 def test_a_listing_that_is_not_of_today_misleads_nobody(number, tmp_path, monkeypatch):
-    """As a client of a file server that does not see the newest names at once."""
+    """Clients of a file server may not see the newest names at once."""
     forge(tmp_path, number)
     read = lock._read
     stale = iter([True])
@@ -184,8 +186,8 @@ def test_a_listing_that_is_not_of_today_misleads_nobody(number, tmp_path, monkey
 
 def test_a_folder_that_cannot_be_used_is_told_with_the_remedy(tmp_path):
     (tmp_path / "file").write_text("")
-    told = re.escape(f"given '{tmp_path}/file/run'") + ".*cannot be written.*allowed"
-    with pytest.raises(JobError, match=told), held(tmp_path / "file" / "run", HERE):
+    message = re.escape(f"given '{tmp_path}/file/run'") + ".*cannot be written.*allowed"
+    with pytest.raises(JobError, match=message), held(tmp_path / "file" / "run", HERE):
         raise AssertionError
 
 
@@ -194,8 +196,8 @@ def test_a_full_disk_is_told_without_a_name_where_there_is_none(tmp_path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(lock.os, "fsync", full)
-    told = re.escape("cannot be written (No space left on device); allowed")
-    with pytest.raises(JobError, match=told), held(tmp_path, HERE):
+    message = re.escape("cannot be written (No space left on device); allowed")
+    with pytest.raises(JobError, match=message), held(tmp_path, HERE):
         raise AssertionError
     assert not list(tmp_path.iterdir())
 
@@ -211,7 +213,7 @@ def test_a_second_job_in_a_folder_is_refused_and_leaves_it_as_it_is(under, tmp_p
         command = [sys.executable, "-m", "torchtitan.train", *jobs.arguments(tmp_path / "run", texts)]
         done = subprocess.run(command, cwd=jobs.ROOT, capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (2, "")
-        told = " ".join(done.stderr.split())
-        assert told.startswith("job.dump_folder: given a folder") and told.endswith("delete run.lock.1 there")
-        assert f"another run is at work (process {os.getpid()}" in told
+        message = " ".join(done.stderr.split())
+        assert message.startswith("job.dump_folder: given a folder") and message.endswith("delete run.lock.1 there")
+        assert f"another run is at work (process {os.getpid()}" in message
         assert sorted((tmp_path / "run").iterdir()) == before

@@ -56,7 +56,7 @@ def test_the_ordinary_run_takes_a_cover_of_the_table(rows, monkeypatch):
     stepping = item("tests/test_optimizer_plans.py::test_x", row=Combination(optimizer="Lion"))
     other = item("tests/test_llama.py::test_y", row="a word")
     left_out = left_out_items([*items, stepping, other], quick=False)
-    assert left_out == {each for each in items if each.callspec.params["row"] not in cover}
+    assert left_out == {test for test in items if test.callspec.params["row"] not in cover}
 
 
 def test_the_ordinary_run_leaves_out_the_longest_tests(tmp_path, monkeypatch):
@@ -88,7 +88,7 @@ def test_the_quick_run_leaves_out_the_longest_modules(tmp_path, monkeypatch):
     monkeypatch.setattr(selection, "QUICK_SECONDS", 50.0)
     rows = [item(f"tests/test_combinations.py::test_equal[{n}]", row=Combination(ranks=n)) for n in (1, 2, 4)]
     left_out = left_out_items([*rows, item("tests/test_a.py::x"), item("tests/test_b.py::y[1::2]")], quick=True)
-    assert {each.nodeid for each in left_out} == {"tests/test_a.py::x", *(row.nodeid for row in rows[1:])}
+    assert {test.nodeid for test in left_out} == {"tests/test_a.py::x", *(row.nodeid for row in rows[1:])}
 
 
 def test_a_run_adds_up_the_time_of_tests_and_modules(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Jobs of supervised fine-tuning: the same curve under every plan, and on from the middle of a window."""
+"""Supervised fine-tuning jobs: the same losses under every plan, and resumes inside a packing window."""
 
 import json
 import signal
@@ -16,21 +16,21 @@ from torchtitan.training.trainer import Trainer
 
 
 def write_rows(folder: Path, count: int = 60) -> Path:
-    """Alpaca's form, of uneven length."""
+    """Write records of uneven length in Alpaca's format."""
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for i in range(count):
-        word = "".join(map(chr, rng.integers(97, 123, rng.integers(1, 20))))
-        row = {"instruction": f"repeat {word}", "output": f"{word} {word}"}
+        text = "".join(map(chr, rng.integers(97, 123, rng.integers(1, 20))))
+        row = {"instruction": f"repeat {text}", "output": f"{text} {text}"}
         rows.append(row | ({"input": "twice"} if i % 3 == 0 else {}))
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def words(folder: Path, rows: Path, **options: object) -> list[str]:
-    """A job of whole records, with a validation on a fifth of them."""
+def sft_arguments(folder: Path, rows: Path, **options: object) -> list[str]:
+    """Return the options of a job with packed records that validates on a fifth of them."""
     settings = dict(
         task__kind="sft", training__seq_len=384, training__local_batch_size=2, training__global_batch_size=4
     )
@@ -46,11 +46,11 @@ def measured(folder: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """(rows, curve and measures of one rank)."""
+def one_rank(tmp_path_factory):
+    """Train on one rank; return (path of the records, losses, validation losses)."""
     folder = tmp_path_factory.mktemp("sft")
     rows = write_rows(folder)
-    ((steps, _),) = run_ranks(1, jobs.train, words(folder / "one", rows))
+    ((steps, _),) = run_ranks(1, jobs.train, sft_arguments(folder / "one", rows))
     return rows, [step["loss"] for step in steps], measured(folder / "one")
 
 
@@ -62,15 +62,15 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_curve_is_that_of_one_rank(alone, plan, tmp_path):
-    rows, losses, measures = alone
-    steps, _ = run_ranks(2, jobs.train, words(tmp_path, rows, **PLANS[plan]))[0]
+def test_the_curve_is_that_of_one_rank(one_rank, plan, tmp_path):
+    rows, losses, measures = one_rank
+    steps, _ = run_ranks(2, jobs.train, sft_arguments(tmp_path, rows, **PLANS[plan]))[0]
     assert len(losses) == steps[-1]["step"] > 6  # the exact number of two passes
     assert [step["loss"] for step in steps] == pytest.approx(losses, rel=2e-4)  # 1e-5 each, through Adam's division
     assert measured(tmp_path) == pytest.approx(measures, rel=2e-4) and len(measures) >= 3
 
 
-WAYS = {  # of four samples of unequal lengths a step, on so many ranks
+WAYS = {  # ways to run four samples of unequal lengths a step: (ranks, options)
     "GA 4": (1, dict(training__local_batch_size=1, data__pad_to="seq_len")),
     "DP 2": (
         2,
@@ -87,7 +87,7 @@ WAYS = {  # of four samples of unequal lengths a step, on so many ranks
 
 @pytest.fixture(scope="module")
 def at_once(tmp_path_factory):
-    """All four in one forward pass, padded to seq_len."""
+    """Run all four samples in one forward pass, padded to seq_len."""
     folder = tmp_path_factory.mktemp("at_once")
     rows = write_rows(folder)
     options = dict(training__local_batch_size=4, data__pad_to="seq_len")
@@ -96,13 +96,13 @@ def at_once(tmp_path_factory):
 
 def unpacked(folder, rows, **options):
     settings = dict(validation__enable=False, data__packing="off", training__steps=3)
-    argv = words(folder, rows, **settings | options)
-    return [word for word in argv if not word.startswith(("--validation.", "--training.epochs"))]
+    argv = sft_arguments(folder, rows, **settings | options)
+    return [argument for argument in argv if not argument.startswith(("--validation.", "--training.epochs"))]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_is_the_same_however_it_is_cut(at_once, way, tmp_path):
-    """The loss is of all its tokens, not a mean of means, and so are its gradients."""
+    """Loss and gradients are means over all tokens of the step, not means of means."""
     rows, steps = at_once
     ranks, options = WAYS[way]
     got, _ = run_ranks(ranks, jobs.train, unpacked(tmp_path, rows, **options))[0]
@@ -114,10 +114,10 @@ def test_a_step_is_the_same_however_it_is_cut(at_once, way, tmp_path):
     assert (got[-1]["tokens"] < steps[-1]["tokens"]) == shortened and steps[-1]["tokens"] == 3 * 4 * 384
 
 
-def test_on_from_the_middle_of_a_window_on_two_ranks(alone, tmp_path):
-    rows, losses, _ = alone
+def test_on_from_the_middle_of_a_window_on_two_ranks(one_rank, tmp_path):
+    rows, losses, _ = one_rank
     saving = dict(checkpoint__enable=True, checkpoint__interval=100)
-    first = words(tmp_path, rows, **saving)
+    first = sft_arguments(tmp_path, rows, **saving)
     run_ranks(1, stopped_after, first, 4)
     steps, _ = run_ranks(2, jobs.train, first)[0]
     assert [step["step"] for step in steps] == list(range(1, len(losses) + 1))
@@ -125,7 +125,7 @@ def test_on_from_the_middle_of_a_window_on_two_ranks(alone, tmp_path):
 
 
 def stopped_after(argv: list[str], step: int) -> None:
-    """Asked to stop as by a signal, which is done in the next step, or in its validation."""
+    """Train, and request a stop at `step` as a signal would: it takes effect in the next step or its validation."""
     trainer = Trainer(manager.load(argv), read_ranks())
     log = trainer.log
 
@@ -159,25 +159,27 @@ class Fails(torch.optim.SGD):
 
 
 def test_a_first_rank_that_crashes_is_one_message_and_the_end_of_all(tmp_path):
-    """While the others wait for it, far sooner than a collective's timeout of 300 seconds."""
+    """The other ranks, which wait for it, are ended long before the collective timeout of 300 seconds."""
     entries = "[torchtitan.optimizers]\nFails = acme_fails.light:SPEC\n"
     site = install(tmp_path / "site", "acme-fails", entries, light=SPEC, heavy=FAILS)
     rows = write_rows(tmp_path / "rows")
-    argv = words(tmp_path / "run", rows, optimizer__name="Fails", training__local_batch_size=1, job__max_restarts=0)
+    argv = sft_arguments(
+        tmp_path / "run", rows, optimizer__name="Fails", training__local_batch_size=1, job__max_restarts=0
+    )
     process = jobs.start(argv, ranks=2, OMP_NUM_THREADS="1", PYTHONPATH=f"{site}:{jobs.ROOT}")
-    others = jobs.started_ranks(process, 2)
+    ranks = jobs.started_ranks(process, 2)
     code, _, err = jobs.finish(process, 290)
     assert code == 1 and err.count("Traceback") == err.count("IndexError: no such row") == 1
-    assert not any(Path(f"/proc/{pid}").exists() for pid in others)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
 def test_a_run_that_is_terminated_goes_on_exactly(tmp_path):
-    """By a signal to its launcher, as its user starts it; all that follows is bit for bit what it would have been."""
+    """A signal stops the launcher; after the restart all losses are bit for bit those of an uninterrupted run."""
     rows = write_rows(tmp_path / "rows")
     options = dict(training__epochs=5, training__local_batch_size=1, validation__freq=8, model__overrides=jobs.SHALLOW)
     options |= dict(checkpoint__enable=True, checkpoint__interval=1000)
-    straight = run_ranks(2, jobs.train, words(tmp_path / "straight", rows, **options))[0]
-    argv = words(tmp_path / "run", rows, **options)
+    straight = run_ranks(2, jobs.train, sft_arguments(tmp_path / "straight", rows, **options))[0]
+    argv = sft_arguments(tmp_path / "run", rows, **options)
     process = jobs.start(argv, ranks=2, OMP_NUM_THREADS="1")
     jobs.wait_for_step(tmp_path / "run", 3, process)
     process.send_signal(signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""On a real SLURM, which the tests start: two nodes on this machine. Run by `./run_tests.sh slurm`.
+"""Jobs on a real SLURM of two nodes, which the tests start on this machine. Run by `./run_tests.sh slurm`.
 
-Whatever ends a job's processes there (a notice, a preemption, scancel, a killed rank, the time limit), the run goes on
-where it was, to the losses of one that nobody disturbed, or stays ended if that was wanted.
+After a signal, a preemption, a killed rank or the time limit, the run resumes and has the losses of an uninterrupted
+run; after scancel it stays ended.
 """
 
 import json
@@ -30,11 +30,11 @@ OPTIONS |= dict(checkpoint__interval=1000)
 def slurm(request, tmp_path_factory):
     if not request.config.getoption("--slurm"):
         pytest.skip("starts daemons and takes minutes: ./run_tests.sh slurm")
-    if (lacking := slurm_cluster.missing()) is not None:
-        pytest.skip(lacking)
-    with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm")) as made:
-        print(f"{made.version}, proctrack/{slurm_cluster.tracking()}")
-        yield made
+    if (reason := slurm_cluster.missing()) is not None:
+        pytest.skip(reason)
+    with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        print(f"{cluster.version}, proctrack/{slurm_cluster.tracking()}")
+        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +44,16 @@ def texts(slurm, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(texts, tmp_path_factory):
-    """The losses of a run of two ranks that nobody disturbs."""
+    """Return the losses of an uninterrupted run on two ranks."""
     rows = run_ranks(2, jobs.train, jobs.arguments(tmp_path_factory.mktemp("straight"), texts, **OPTIONS))[0][0]
     return [row["loss"] for row in rows]
 
 
 class Job:
-    """One run of scripts/multinode_trainer.slurm on both nodes, a rank each unless `request` says otherwise. `seconds`
-    is when SLURM is to end each of its starts; on the command line it counts in minutes."""
+    """A run of scripts/multinode_trainer.slurm on both nodes, one rank each unless `request` changes that.
+
+    `seconds` is SLURM's time limit of each start; its command line only takes minutes.
+    """
 
     def __init__(
         self, slurm: Cluster, folder: Path, texts: Path, *request: str, seconds: int | None = None, **options: object
@@ -69,9 +71,9 @@ class Job:
     def state(self) -> dict[str, str]:
         return self.slurm.state(self.id)
 
-    def wait_for(self, what: Callable[[], bool], seconds: float = 90) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 90) -> None:
         deadline = time.monotonic() + seconds
-        while not what():
+        while not condition():
             assert time.monotonic() < deadline, (self.state(), self.log.read_text())
             time.sleep(0.1)
 
@@ -96,16 +98,16 @@ class Job:
         return sorted(int(path.name[5:]) for path in (self.folder / "checkpoint").glob("step-*"))
 
     def ranks(self) -> list[int]:
-        """The process ids of all ranks."""
-        found = []
+        """Return the process ids of all ranks."""
+        pids = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
-                words = path.read_bytes().split(b"\0")
+                arguments = path.read_bytes().split(b"\0")
             except OSError:
                 continue
-            if b"torchtitan.train" in words and f"--job.dump_folder={self.folder}".encode() in words:
-                found.append(int(path.parent.name))
-        return sorted(found)
+            if b"torchtitan.train" in arguments and f"--job.dump_folder={self.folder}".encode() in arguments:
+                pids.append(int(path.parent.name))
+        return sorted(pids)
 
 
 def test_a_launch_finds_machines_and_gpus_by_itself_and_fails_the_job_where_nothing_is_saved(slurm, texts, tmp_path):
@@ -121,12 +123,12 @@ def test_a_launch_finds_machines_and_gpus_by_itself_and_fails_the_job_where_noth
 
 
 def test_a_killed_rank_and_a_notice_lead_to_the_undisturbed_runs_losses(slurm, texts, undisturbed, tmp_path):
-    """The one is a restart within the allocation, the other is saved and queued again."""
+    """A killed rank restarts within the allocation; a signalled job saves and is queued again."""
     job = Job(slurm, tmp_path, texts, checkpoint__interval=10)
     job.wait_for_step(13)
     os.kill(job.ranks()[-1], signal.SIGKILL)
     job.wait_for(lambda: "restart 1 of 3" in job.log.read_text())
-    noticed = len(job.losses()) + 3  # further than the start before
+    noticed = len(job.losses()) + 3  # more than the first start made
     job.wait_for_step(noticed)
     assert job.state()["Restarts"] == "0"
     slurm.run("scancel", "--batch", "--signal=USR1", job.id)
@@ -150,13 +152,13 @@ def test_a_preempted_job_goes_on_and_a_cancelled_one_does_not(slurm, texts, tmp_
     state = slurm.ended(job.id)
     assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "1")
     slurm.wait(job.id, lambda state: not job.ranks())
-    assert job.saved_steps() == [saved, len(job.losses())]  # the step it was in, saved as on any stop
+    assert job.saved_steps() == [saved, len(job.losses())]  # its last step was saved, as on any stop
     time.sleep(3)
     assert job.state()["JobState"] == "CANCELLED" and slurm.run("squeue", "-h", f"--jobs={job.id}").strip() == ""
 
 
 def test_a_time_limit_shorter_than_the_job_takes_several_starts(slurm, texts, tmp_path):
-    """The run asks SLURM for its end and saves ahead of it. The notice is one that nobody hears."""
+    """The run asks SLURM for its end time and saves before it. The signal of SLURM itself is ignored here."""
     job = Job(slurm, tmp_path, texts, "--gpus-per-node=1", "--signal=B:URG@1", seconds=LIMIT, training__steps=100000)
     job.wait_for_step(3)
     job.started_again()
@@ -177,7 +179,7 @@ def test_a_refused_job_is_told_once_and_keeps_its_code(slurm, texts, tmp_path):
 
 
 def test_a_task_per_rank_is_one_world(slurm, texts, tmp_path):
-    """Two tasks that share a machine, each of which sees both of its GPUs."""
+    """Two tasks share a machine, and each sees both of its GPUs."""
     argv = jobs.arguments(tmp_path / "run", texts, **OPTIONS | dict(training__steps=5))
     command = ["srun", "--nodes=1", "--ntasks=2", "--gpus-per-node=2", sys.executable, "-m", "torchtitan", "train"]
     done = subprocess.run([*command, *argv], env=slurm.environment, cwd=jobs.ROOT, capture_output=True, text=True)
@@ -189,9 +191,9 @@ def test_tasks_that_are_neither_machines_nor_ranks_are_refused_in_one_line(slurm
     argv = jobs.arguments(tmp_path / "run", texts)
     command = ["srun", "--nodes=1", "--ntasks=2", sys.executable, "-m", "torchtitan.launch", "2", *argv]
     done = subprocess.run(command, env=slurm.environment, cwd=jobs.ROOT, capture_output=True, text=True)
-    said = [line for line in done.stderr.splitlines() if not re.match("srun: (error|launch|job)", line)]
-    assert done.returncode == 2 and len(said) == 1
-    assert said[0].startswith("srun: 2 tasks on 1 machine, with NGPU = 2; allowed: a task a machine")
+    errors = [line for line in done.stderr.splitlines() if not re.match("srun: (error|launch|job)", line)]
+    assert done.returncode == 2 and len(errors) == 1
+    assert errors[0].startswith("srun: 2 tasks on 1 machine, with NGPU = 2; allowed: a task a machine")
 
 
 def test_an_interactive_allocation_starts_its_launchers_by_itself(slurm, texts, tmp_path):

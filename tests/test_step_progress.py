@@ -75,9 +75,9 @@ def test_a_terminal_shows_a_bar_that_rewrites_itself(run, monkeypatch):
     monkeypatch.setattr("sys.stderr", screen)
     for _ in run.passes():
         run.shown.refresh(on_terminal=True)
-    written = screen.getvalue()
-    assert "step 3/10: pass 2 of 4, 0:20 so far, 5,400 tokens" in written and "pass 4 of 4" in written
-    assert "\n" not in written and written.count("\r") >= 3
+    output = screen.getvalue()
+    assert "step 3/10: pass 2 of 4, 0:20 so far, 5,400 tokens" in output and "pass 4 of 4" in output
+    assert "\n" not in output and output.count("\r") >= 3
     run.shown.last_line_at = run.now
     run.shown.refresh(on_terminal=True)  # a line has come: the bar goes
     assert screen.getvalue().rsplit("\r", 1)[1].strip() == ""

@@ -1,5 +1,5 @@
-"""A block says once what it computes: its forward and a pipeline that cuts it into segments run the same steps, and a
-block that says it otherwise is refused."""
+"""A block defines its computation once, as steps: its forward and a segmented pipeline run the same steps, and a block
+with a separate forward is refused."""
 
 import dataclasses
 from contextlib import contextmanager
@@ -69,7 +69,7 @@ MODELS_HERE = {
 }
 
 
-def made(name, mesh=None):
+def build_float64(name, mesh=None):
     family, args = MODELS_HERE[name]
     model = MODELS[family].build(args)
     if name == "norms behind and dropout":
@@ -136,26 +136,28 @@ def by_segments(model, inputs, policy, transport, split):
 
 
 def difference(one, other):
-    """float64 and the same operations, but sums of gradients in another order."""
+    """Return the largest difference of loss and gradients; in float64 only the order of gradient sums differs."""
     assert one[2] == other[2]
-    found = [abs(one[0] - other[0])]
+    errors = [abs(one[0] - other[0])]
     for name, grad in one[1].items():
-        mine = other[1][name]
-        assert (grad is None) == (mine is None), name
-        found += [] if grad is None else [(grad - mine).abs().max().item()]
-    return max(found)
+        other_grad = other[1][name]
+        assert (grad is None) == (other_grad is None), name
+        errors += [] if grad is None else [(grad - other_grad).abs().max().item()]
+    return max(errors)
 
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MODELS_HERE)
 def test_segments_are_the_model(name, policy, split):
-    expected = by_forward(made(name), batch())
-    assert difference(expected, by_segments(made(name), batch(), POLICIES[policy], NoExchange(), split)) < 1e-12
+    expected = by_forward(build_float64(name), batch())
+    assert (
+        difference(expected, by_segments(build_float64(name), batch(), POLICIES[policy], NoExchange(), split)) < 1e-12
+    )
 
 
 def test_a_part_without_ends_hands_hidden_states_on():
-    model = made("qwen3_moe")
+    model = build_float64("qwen3_moe")
     model.tok_embeddings = model.norm = model.output = None
     x = torch.randn(1, 6, 16, dtype=torch.float64)
     lists = NodeLists(programs_of(model), POLICIES["none"])
@@ -168,9 +170,9 @@ def test_a_part_without_ends_hands_hidden_states_on():
 def split_over_two(name, policy):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     transport = AllToAll(mesh.get_group())
-    expected = by_forward(made(name, mesh), batch(dist.get_rank()))
-    found = by_segments(made(name, mesh), batch(dist.get_rank()), POLICIES[policy], transport, True)
-    return difference(expected, found)
+    expected = by_forward(build_float64(name, mesh), batch(dist.get_rank()))
+    by_parts = by_segments(build_float64(name, mesh), batch(dist.get_rank()), POLICIES[policy], transport, True)
+    return difference(expected, by_parts)
 
 
 @pytest.mark.parametrize("policy", ["none", "full_keep_comm", "full"])
@@ -179,7 +181,7 @@ def test_segments_are_the_model_under_expert_parallel(name, policy):
     assert max(run_ranks(2, split_over_two, name, policy)) < 1e-12
 
 
-# A model of one's own
+# Custom models
 
 OVERLAPPED = Combination(
     **EXPERT_LAYOUTS["PP 2 x FSDP 2"], model="deepseek", precision="float64", schedule="DualPipeV", overlap=True
@@ -187,13 +189,13 @@ OVERLAPPED = Combination(
 
 
 def halved(step):
-    """A step of a residual branch, with half of what it would add."""
+    """Wrap a step of a residual branch to add only half of its output."""
     return lambda self, notes, x: x + 0.5 * (step(self, notes, x) - x)
 
 
 @contextmanager
 def halved_residuals():
-    """Attention, feed-forward and experts, each in the one place that says it."""
+    """Halve the residuals of attention, feed-forward and experts, each in the one place that defines it."""
     combine = MoE.combine
     with (
         patch.object(Block, "attend", halved(Block.attend)),
@@ -210,12 +212,12 @@ def run_halved(row):
 
 
 def test_overlap_runs_the_model_that_the_file_says():
-    """Other residuals than those of the models here: the same loss and gradients as on one device."""
+    """With changed residuals, loss and gradients still equal one device."""
     plain = test_combinations.plain_twin(OVERLAPPED)
     usual = test_combinations.reference(plain)[0]
     with halved_residuals():
         loss, _, grads, _, _ = test_combinations.reference.__wrapped__(plain)
-    assert abs(loss - usual) > 1e-4  # a million times the tolerance
+    assert abs(loss - usual) > 1e-4  # far above the tolerance
     for got_loss, _, got_grads, _, _ in run_ranks(4, run_halved, OVERLAPPED):
         assert got_loss == pytest.approx(loss, rel=1e-10)
         for name, grad in got_grads.items():
@@ -234,12 +236,12 @@ class OwnModel(Deepseek):
 
 class OwnSteps(MoEBlock):
     def steps(self):
-        *others, last = super().steps()
-        return (*others, last._replace(outputs=("y",)), Segment("half", lambda _, y: y / 2, ("y",), ("out",)))
+        *segments, last = super().steps()
+        return (*segments, last._replace(outputs=("y",)), Segment("half", lambda _, y: y / 2, ("y",), ("out",)))
 
 
 def changed(change):
-    model = made("deepseek")
+    model = build_float64("deepseek")
     change(model)
     return model
 
@@ -261,7 +263,7 @@ REFUSED = {
 def test_a_forward_beside_the_steps_is_refused_by_name(case):
     change, message = REFUSED[case]
     plan = MODELS["deepseek"].plan
-    require_steps(made("deepseek"), plan)
+    require_steps(build_float64("deepseek"), plan)
     with pytest.raises(ValueError, match=message) as caught:
         require_steps(changed(change), plan)
     assert "turn the overlap off" in str(caught.value)
@@ -273,7 +275,7 @@ def test_steps_of_ones_own_are_run_by_both():
 
     require_steps(changed(change), MODELS["deepseek"].plan)
     expected = by_forward(changed(change), batch())
-    assert abs(expected[0] - by_forward(made("deepseek"), batch())[0]) > 1e-6
+    assert abs(expected[0] - by_forward(build_float64("deepseek"), batch())[0]) > 1e-6
     assert difference(expected, by_segments(changed(change), batch(), POLICIES["full"], NoExchange(), True)) < 1e-12
 
 
@@ -281,9 +283,9 @@ def assembled_with_own_forward():
     build = test_combinations.build_adapted
 
     def with_own_forward(row):
-        model, *others = build(row)
+        model, *rest_of_build = build(row)
         model.layers["1"].__class__ = OwnForward
-        return model, *others
+        return model, *rest_of_build
 
     with patch.object(test_combinations, "build_adapted", with_own_forward):
         try:

@@ -1,6 +1,6 @@
-"""What is learned, as an option: its names, what it asks of batches and plans, and samples that are dealt out together.
+"""The option task.kind: names of tasks, their requirements on jobs, and groups of samples that stay on one rank.
 
-That objectives of pairs are one device's under every plan: rows of tests/combinations.py with the model "pairs".
+test_combinations.py compares objectives of pairs under every plan with one device (rows with the model "pairs").
 """
 
 import numpy as np
@@ -29,14 +29,14 @@ def pairs(monkeypatch):
     )
 
 
-def test_the_usual_task_is_the_next_token():
+def test_the_default_task_is_next_token_prediction():
     assert isinstance(parts.objective(load([])), SummedCrossEntropy)
     (line,) = lines("--task.kind=pretrian")
     assert line.startswith('task.kind: given "pretrian"; allowed: one of "pretrain", ')
     assert line.endswith('; did you mean "pretrain"?')
 
 
-def test_the_next_token_is_learned_by_those_who_cannot_see_it():
+def test_next_token_prediction_requires_a_causal_model():
     assert lines("--model.name=roberta", "--model.overrides={n_classes = 2}") == [
         'task.kind: given "pretrain"; allowed: masked_lm or seq_cls for model roberta, whose tokens see those behind '
         "them; write one of these, or train a decoder, such as gpt2",
@@ -45,47 +45,47 @@ def test_the_next_token_is_learned_by_those_who_cannot_see_it():
     ]
 
 
-def test_what_pairs_ask_of_a_job(pairs):
-    words = ["--task.kind=pairs", "--training.local_batch_size=4"]
-    assert type(parts.objective(load(words))).__name__ == "PairMargin"
-    assert lines(*words) == []
+def test_faults_of_jobs_of_pairs(pairs):
+    options = ["--task.kind=pairs", "--training.local_batch_size=4"]
+    assert type(parts.objective(load(options))).__name__ == "PairMargin"
+    assert lines(*options) == []
     odd = ["--training.local_batch_size=3", "--validation.enable", "--validation.local_batch_size=1"]
-    assert lines(words[0], *odd) == []
-    assert lines(*words, PP + "2") == []
-    assert lines(*words, CP + "2") == [
+    assert lines(options[0], *odd) == []
+    assert lines(*options, PP + "2") == []
+    assert lines(*options, CP + "2") == [
         "context_parallel_degree: given 2; allowed: 1 with task.kind = pairs, whose loss is no sum over the tokens "
         "that ranks share out; shard the model further instead (parallelism.data_parallel_shard_degree)"
     ]
 
-    assert lines(*words, "--training.tokens=1000") == [
+    assert lines(*options, "--training.tokens=1000") == [
         'training.tokens: given 1000; allowed: unset with task.kind = "pairs", which counts samples; set '
         "training.epochs or training.steps"
     ]
 
 
-@pytest.mark.parametrize("ranks, together", [(1, 2), (2, 1), (2, 2), (3, 4)])
-def test_ranks_are_dealt_neighbours_and_miss_none(ranks, together):
-    own = np.arange(3 * together)
-    all_ranks = [global_sample_numbers(own, rank, ranks, together) for rank in range(ranks)]
-    assert sorted(np.concatenate(all_ranks).tolist()) == list(range(len(own) * ranks))
+@pytest.mark.parametrize("ranks, group_size", [(1, 2), (2, 1), (2, 2), (3, 4)])
+def test_ranks_get_groups_of_adjacent_samples_and_miss_none(ranks, group_size):
+    local_samples = np.arange(3 * group_size)
+    all_ranks = [global_sample_numbers(local_samples, rank, ranks, group_size) for rank in range(ranks)]
+    assert sorted(np.concatenate(all_ranks).tolist()) == list(range(len(local_samples) * ranks))
     for samples in all_ranks:
-        groups = samples.reshape(-1, together)
-        assert (groups == groups[:, :1] + np.arange(together)).all() and (groups[:, 0] % together == 0).all()
+        groups = samples.reshape(-1, group_size)
+        assert (groups == groups[:, :1] + np.arange(group_size)).all() and (groups[:, 0] % group_size == 0).all()
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"], ids=["indexed", "stream"])
-def test_two_ranks_get_the_pairs_of_one(suffix, tmp_path):
+def test_two_ranks_get_the_pairs_of_one_rank(suffix, tmp_path):
     path = write_documents(tmp_path / f"a.jsonl{suffix}")
     options = dict(dataset_path=path, local_batch_size=4, group_size=2)
-    whole = iter(loader(**options, dp_size=1))
-    one = torch.cat([next(whole)["tokens"] for _ in range(4)])
+    one_rank = iter(loader(**options, dp_size=1))
+    one = torch.cat([next(one_rank)["tokens"] for _ in range(4)])
     two = [iter(loader(**options, dp_rank=rank, dp_size=2)) for rank in range(2)]
     got = [torch.cat([next(batches)["tokens"] for _ in range(2)]) for batches in two]
     for rank in range(2):
         assert torch.equal(got[rank], one[global_sample_numbers(torch.arange(8), rank, 2, 2)])
 
 
-def test_dropout_knows_pairs_by_their_number_of_all():
+def test_dropout_keys_depend_on_the_global_sample_numbers():
     spec = BatchSpec(seed=3, group_size=2)
     preparer = BatchPreparer(SummedCrossEntropy(), ParallelDims(2, 1, 2), 1, torch.device("cpu"), spec)
     batch = {"tokens": torch.zeros(2, 5, dtype=torch.long), "labels": torch.zeros(2, 5, dtype=torch.long)}

@@ -1,4 +1,4 @@
-"""The package as its user gets it: a wheel, installed into an environment of its own, far from the repository."""
+"""The package as users install it: a wheel in a separate environment, outside the repository."""
 
 import json
 import os
@@ -29,12 +29,12 @@ def wheel(tmp_path_factory) -> Path:
     return file
 
 
-def test_it_has_what_is_not_code(wheel):
-    here = {path.relative_to(ROOT / "torchtitan") for path in (ROOT / "torchtitan").rglob("*") if path.is_file()}
-    here = {path for path in here if "__pycache__" not in path.parts}
-    here |= {path.relative_to(ROOT) for path in (ROOT / "train_configs").iterdir()}
-    here |= {path.relative_to(ROOT / "tests") for path in (ROOT / "tests/assets/tokenizer").iterdir()}
-    assert {f"torchtitan/{path}" for path in here} - set(zipfile.ZipFile(wheel).namelist()) == set()
+def test_the_wheel_has_all_data_files(wheel):
+    paths = {path.relative_to(ROOT / "torchtitan") for path in (ROOT / "torchtitan").rglob("*") if path.is_file()}
+    paths = {path for path in paths if "__pycache__" not in path.parts}
+    paths |= {path.relative_to(ROOT) for path in (ROOT / "train_configs").iterdir()}
+    paths |= {path.relative_to(ROOT / "tests") for path in (ROOT / "tests/assets/tokenizer").iterdir()}
+    assert {f"torchtitan/{path}" for path in paths} - set(zipfile.ZipFile(wheel).namelist()) == set()
 
 
 def site_of(env: Path) -> Path:
@@ -43,25 +43,25 @@ def site_of(env: Path) -> Path:
 
 
 def beside_what_is_installed(env: Path, wheel: Path) -> None:
-    """The wheel alone, and in sight of it the packages of this Python; of the repository, which is one, no more."""
+    """Install only the wheel, and make the packages of this Python visible, except the repository itself."""
     pip_install(env, "--no-deps", "--no-index", wheel).check_returncode()
     packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (site_of(env) / "packages.pth").write_text("\n".join(packages))
 
 
 def with_all_by_pip(env: Path, wheel: Path) -> None:
-    """As a user would."""
+    """Install the wheel with all dependencies by pip, as a user would."""
     install_by_index(env, wheel)
 
 
 def torch_is_at_hand(env: Path) -> bool:
-    """Else pip would load one of gigabytes from its index; scripts/try_wheel.sh lets it."""
-    asked = pip_install(env, "--dry-run", "--no-deps", "--report=-", "torch", *CONSTRAINTS)
-    urls = [each["download_info"]["url"] for each in json.loads(asked.stdout or '{"install": []}')["install"]]
+    """True if pip finds a local torch; otherwise it would download gigabytes, which scripts/try_wheel.sh allows."""
+    trial = pip_install(env, "--dry-run", "--no-deps", "--report=-", "torch", *CONSTRAINTS)
+    urls = [package["download_info"]["url"] for package in json.loads(trial.stdout or '{"install": []}')["install"]]
     return bool(urls) and urls[0].startswith("file:")
 
 
-def test_it_trains_generates_and_exports_far_from_the_repository(wheel, tmp_path):
+def test_the_wheel_trains_generates_and_exports_outside_the_repository(wheel, tmp_path):
     with environment(tmp_path / "env") as env:
         install = with_all_by_pip if torch_is_at_hand(env) else beside_what_is_installed
         install(env, wheel)
@@ -77,12 +77,12 @@ def use(env: Path, elsewhere: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def torchtitan(*words: str) -> str:
-        return run(env / "bin/torchtitan", *words)
+    def torchtitan(*arguments: str) -> str:
+        return run(env / "bin/torchtitan", *arguments)
 
     where = "import torchtitan, sys; print(torchtitan.__path__[0]); print(*sys.path, sep='\\n')"
-    own, *paths = run(env / "bin/python", "-c", where).splitlines()
-    assert Path(own) == site_of(env) / "torchtitan" and str(ROOT) not in paths
+    package_path, *paths = run(env / "bin/python", "-c", where).splitlines()
+    assert Path(package_path) == site_of(env) / "torchtitan" and str(ROOT) not in paths
     assert "  debug_model\n" in torchtitan("list", "jobs")
     torchtitan("init", "first.toml")
     small = ["--training.steps=2", "--training.seq_len=64", "--training.local_batch_size=1", "--validation.no_enable"]

@@ -47,13 +47,13 @@ ROWS = {
         ),
     ),
     **{
-        f"neurocache, {beside}": (
+        f"neurocache, {kind}": (
             Neurocache,
-            Options(kind="neurocache", rank=4, alpha=8.0, neurocache=Cache(cache_size=40, beside=beside, **_CACHE)),
+            Options(kind="neurocache", rank=4, alpha=8.0, neurocache=Cache(cache_size=40, beside=kind, **_CACHE)),
         )
-        for beside in ("dora", "qlora", "lora_int8")
+        for kind in ("dora", "qlora", "lora_int8")
     },
-    # all that is kept, so that rounding, by which others would be the nearest, changes nothing about what is found
+    # retrieve all entries: rounding cannot change the selection
     "neurocache, all found": (
         Neurocache,
         Options(kind="neurocache", neurocache=Cache(cache_size=24, topk=24, window=1)),
@@ -93,7 +93,7 @@ def installed(name: str, model: nn.Module, plan: ParallelPlan) -> tuple[Parallel
 
 @torch.no_grad()
 def learn_something(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Move adapters' parameters off the values at which they begin, where some gradients are zero."""
+    """Change the adapters' parameters from their initial values, at which some gradients are zero."""
     for name, parameter in named_parameters:
         if "lora_B" in name:
             draw(parameter, Normal(0.1), name)

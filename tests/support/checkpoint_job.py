@@ -1,6 +1,6 @@
-"""A job small enough to be resumed a hundred times: a tied, uneven MLP with dropout, AdamW, schedule, data position.
+"""A job that is small enough to resume a hundred times: a tied MLP with dropout, AdamW, schedule and data position.
 
-Dropout makes a lost generator state visible, widths that no number of ranks divides make resharding visible.
+Dropout reveals a lost generator state; widths that no number of ranks divides reveal errors of resharding.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class TinyModel(nn.Module):
 
 
 class Job:
-    """`kind`: plain, fsdp, hsdp, ddp; or on one rank wrapped, compiled, in_backward."""
+    """A training job with a checkpointer. `kind`: plain, fsdp, hsdp, ddp, wrapped, compiled, in_backward"""
 
     def __init__(self, folder: Path, kind: str = "plain", model: nn.Module | None = None, retry_pauses=(), **options):
         torch.manual_seed(1)
@@ -87,10 +87,10 @@ class Job:
             schedule.load_state_dict(saved)
             for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
                 group["lr"] = rate
-        mine = ranks[rank() % len(ranks)]
-        self.position = mine["dataloader"]
-        if "rng" in mine and len(ranks) == world():
-            set_rng_state(mine["rng"])
+        rank_state = ranks[rank() % len(ranks)]
+        self.position = rank_state["dataloader"]
+        if "rng" in rank_state and len(ranks) == world():
+            set_rng_state(rank_state["rng"])
 
     def train(self, steps: int, last: bool = False) -> None:
         for index in range(steps):
@@ -108,16 +108,16 @@ class Job:
             self.checkpointer.maybe_save(self.step, last=last and index == steps - 1)
 
     def digest(self) -> dict[str, str]:
-        """A hash of every full tensor of model and optimizers, by a name that does not depend on ranks or wrappers."""
-        found = {}
+        """Hash every full tensor of model and optimizers, by names that do not depend on ranks or wrappers."""
+        tensors = {}
         names = {}
         for name, parameter in self.model.named_parameters():
             names[parameter] = name.replace("module.", "").replace("_checkpoint_wrapped_module.", "")
-            found[names[parameter]] = parameter.detach()
+            tensors[names[parameter]] = parameter.detach()
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
-                found |= {f"{names[parameter]}/{key}": value for key, value in state.items()}
-        return {name: tensor_hash(tensor) for name, tensor in found.items()}
+                tensors |= {f"{names[parameter]}/{key}": value for key, value in state.items()}
+        return {name: tensor_hash(tensor) for name, tensor in tensors.items()}
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:

@@ -1,7 +1,7 @@
-"""A Llama under any plan, made by hand from torch's own pieces, for what has to do with storage alone.
+"""A Llama under any plan, sharded directly with torch, for tests of checkpoint storage.
 
-Nothing here is trained. Weights are the plain model's, moments exact multiples of them, so every tensor of every rank
-is known without a checkpoint. Sizes are uneven on purpose: rows that neither tp nor fsdp divides, heads cut in two.
+Nothing is trained: weights are the plain model's and moments exact multiples of them, so every tensor of every rank is
+known without a checkpoint. Sizes are uneven on purpose: rows that neither tp nor fsdp divides, heads cut in two.
 """
 
 import copy
@@ -76,7 +76,7 @@ PLANS = {
 
 
 class CountingAdamW(torch.optim.AdamW):
-    """Also keeps a number that is no tensor."""
+    """AdamW with an additional state value that is not a tensor."""
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
@@ -85,18 +85,18 @@ class CountingAdamW(torch.optim.AdamW):
                 self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
 
 
-class Held:
-    """What a rank holds under a plan: parts of the model, and an optimizer for each."""
+class PlannedModel:
+    """The parts of a model on one rank under a plan, with an optimizer for each."""
 
     def __init__(self, plan: Plan, args: LlamaArgs = TIED, seed: int = 0):
         dims = ParallelDims(plan.world, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.pp)
         self.mesh = dims.build_mesh("cpu") if plan.world > 1 else None
-        whole = reference(args, seed)
-        self.parts = [whole]
+        model = reference(args, seed)
+        self.parts = [model]
         if plan.pp > 1:
             stages = stage_modules(args.n_layers, plan.pp * plan.stages)
-            mine = stages_of_rank(dims.rank_in(self.mesh, "pp"), plan.pp, len(stages), plan.style)
-            self.parts = [cut(whole, stages[index]) for index in mine]
+            local_stages = stages_of_rank(dims.rank_in(self.mesh, "pp"), plan.pp, len(stages), plan.style)
+            self.parts = [cut(model, stages[index]) for index in local_stages]
         for part in self.parts:
             if plan.tp > 1:
                 apply_tensor_parallel(part, self.mesh["tp"])
@@ -111,8 +111,8 @@ class Held:
         self.optimizers = [CountingAdamW(part.parameters(), lr=0.1, foreach=False) for part in self.parts]
 
     @torch.no_grad()
-    def train(self) -> "Held":
-        """Moments as if after some steps."""
+    def train(self) -> "PlannedModel":
+        """Set weights and moments as after some steps."""
         for optimizer, part in zip(self.optimizers, self.parts, strict=True):
             for name, parameter in part.named_parameters():
                 state = optimizer.state[parameter]
@@ -121,26 +121,26 @@ class Held:
         return self
 
     def tensors(self) -> dict[str, torch.Tensor | int]:
-        """Every tensor and value here by its place: "PART/NAME.KEY". Tied copies are there too."""
-        found = {}
+        """Return all tensors and values by "PART/NAME.KEY", including tied copies."""
+        tensors = {}
         for index, (optimizer, part) in enumerate(zip(self.optimizers, self.parts, strict=True)):
             for name, parameter in part.named_parameters():
                 for key, value in [("weight", parameter), *optimizer.state.get(parameter, {}).items()]:
-                    found[f"{index}/{clean_name(name)}.{key}"] = value.detach() if key == "weight" else value
-        return found
+                    tensors[f"{index}/{clean_name(name)}.{key}"] = value.detach() if key == "weight" else value
+        return tensors
 
     def snapshot(self) -> dict[str, Any]:
         return {name: local(value).clone() if is_tensor(value) else value for name, value in self.tensors().items()}
 
     def differing(self, expected: dict[str, Any]) -> list[str]:
-        """Places that are not bit-equal to a snapshot."""
+        """Return the keys of tensors and values that are not bit-equal to a snapshot."""
         now = self.tensors()
         assert now.keys() == expected.keys(), now.keys() ^ expected.keys()
         return [name for name, value in now.items() if not same(value, expected[name])]
 
     @torch.no_grad()
     def spoil(self) -> None:
-        """Put something else everywhere."""
+        """Overwrite all tensors and values."""
         for part in self.parts:
             for parameter in part.parameters():
                 local(parameter).fill_(7.0)
@@ -169,8 +169,8 @@ def reference(args: LlamaArgs, seed: int = 0) -> Llama:
     return model
 
 
-def cut(whole: Llama, names: list[str]) -> Llama:
-    part = copy.deepcopy(whole)
+def cut(model: Llama, names: list[str]) -> Llama:
+    part = copy.deepcopy(model)
     for end in ("tok_embeddings", "norm", "output"):
         if end not in names:
             setattr(part, end, None)
@@ -183,7 +183,7 @@ def cut(whole: Llama, names: list[str]) -> Llama:
 
 
 def apply_tensor_parallel(part: Llama, mesh: DeviceMesh) -> None:
-    """Norms stay plain tensors here, so that a part has some of each."""
+    """Split the linears; norms stay plain tensors, so a part has both kinds."""
     styles = {name: ColwiseParallel() for name in COLUMNS} | {name: RowwiseParallel() for name in ROWS}
     for block in part.layers.values():
         parallelize_module(block, mesh, styles)

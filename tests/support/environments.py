@@ -1,4 +1,4 @@
-"""Virtual environments that a test makes, fills by pip and leaves no trace of."""
+"""Temporary virtual environments that tests fill with pip."""
 
 import shutil
 import subprocess
@@ -18,7 +18,10 @@ CONSTRAINTS = ("-c", ROOT / "constraints.txt")
 
 @contextmanager
 def environment(folder: Path, python: str | Path = sys.executable) -> Iterator[Path]:
-    """Empty, and without a pip: the tests' own installs into it. With a torch it would be a gigabyte to keep."""
+    """Create an empty environment without pip (that of the tests installs into it), and delete it afterwards.
+
+    With torch installed it would take a gigabyte.
+    """
     subprocess.run([python, "-m", "venv", "--without-pip", folder], check=True)
     try:
         yield folder
@@ -26,21 +29,22 @@ def environment(folder: Path, python: str | Path = sys.executable) -> Iterator[P
         shutil.rmtree(folder)
 
 
-def pip_install(env: Path, *words: str | Path) -> subprocess.CompletedProcess:
-    """Skips the test where it takes too long."""
+def pip_install(env: Path, *arguments: str | Path) -> subprocess.CompletedProcess:
+    """Run pip install; skip the test if it takes too long."""
     pip = [sys.executable, "-m", "pip", "--python", env / "bin/python", "--disable-pip-version-check", "install"]
     try:
-        return subprocess.run([*pip, "-q", "--no-compile", *words], capture_output=True, text=True, timeout=LONGEST)
+        return subprocess.run([*pip, "-q", "--no-compile", *arguments], capture_output=True, text=True, timeout=LONGEST)
     except subprocess.TimeoutExpired:
         pytest.skip(f"pip was not ready after {LONGEST} s")
 
 
-def install_by_index(env: Path, *words: str | Path) -> None:
-    """With what these depend on, in the versions of constraints.txt. Skips the test where pip finds no packages at
-    all; where it finds some and not these, the test fails.
+def install_by_index(env: Path, *requirements: str | Path) -> None:
+    """Install packages and their dependencies in the versions of constraints.txt.
+
+    Skips the test if pip finds no packages at all; fails if it finds some but not these.
     """
-    asked = pip_install(env, "--dry-run", "--no-deps", "tomli", *CONSTRAINTS)
-    if asked.returncode:
-        pytest.skip(f"pip finds no packages here: {asked.stderr.strip().splitlines()[-1]}")
-    done = pip_install(env, *words, *CONSTRAINTS)
+    trial = pip_install(env, "--dry-run", "--no-deps", "tomli", *CONSTRAINTS)
+    if trial.returncode:
+        pytest.skip(f"pip finds no packages here: {trial.stderr.strip().splitlines()[-1]}")
+    done = pip_install(env, *requirements, *CONSTRAINTS)
     assert done.returncode == 0, done.stderr

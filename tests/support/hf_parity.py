@@ -1,5 +1,6 @@
-"""Transformers' twin of a model, the same weights in float32 or exactly in float64; and what of names and folders holds
-in every family. `hf` is a family's HuggingFace.
+"""Comparisons of our models with transformers: outputs, gradients, names, configs and folders, for every family.
+
+`hf` is a family's `HuggingFace` object; a twin is the transformers model with the same weights.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from torchtitan.models.hf.config import INDEX, SINGLE
 
 
 def build(family, args, seed=0, dtype=torch.float32):
-    """A model whose norms are not ones and whose biases are not zero, which would hide mistakes."""
+    """Build a model with random norms and biases: initial ones and zeros would hide mistakes."""
     model = family(args)
     initialize(model, seed, model.init_rule)
     generator = torch.Generator().manual_seed(seed)
@@ -24,7 +25,7 @@ def build(family, args, seed=0, dtype=torch.float32):
         with torch.no_grad():
             if "norm" in name:
                 tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
-            elif "router.gate" in name:  # scores far enough apart for a choice that rounding does not change
+            elif "router.gate" in name:  # far apart, so rounding does not change the chosen experts
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))
             elif "expert_bias" in name:
                 tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
@@ -32,14 +33,14 @@ def build(family, args, seed=0, dtype=torch.float32):
 
 
 def fused(state, args):
-    """Ours in the form of a folder -> the names of transformers 5 in memory, where experts are stacked again."""
-    named = {name: value for name, value in state.items() if ".experts." not in name}
+    """Convert a folder's tensors to the in-memory names of transformers 5, which stacks the experts."""
+    tensors = {name: value for name, value in state.items() if ".experts." not in name}
     for layer in sorted({name.split(".mlp.experts.")[0] for name in state if ".mlp.experts." in name}):
         experts = [f"{layer}.mlp.experts.{expert}" for expert in range(args.n_experts)]
         gates = [torch.cat([state[f"{e}.gate_proj.weight"], state[f"{e}.up_proj.weight"]]) for e in experts]
-        named[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(gates)
-        named[f"{layer}.mlp.experts.down_proj"] = torch.stack([state[f"{e}.down_proj.weight"] for e in experts])
-    return named
+        tensors[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(gates)
+        tensors[f"{layer}.mlp.experts.down_proj"] = torch.stack([state[f"{e}.down_proj.weight"] for e in experts])
+    return tensors
 
 
 def eager(args):
@@ -47,17 +48,17 @@ def eager(args):
 
 
 def twin(theirs_class, config_class, model, hf, dtype=torch.float32, tied=("lm_head.weight",)):
-    """`tied`: what transformers makes of the embedding in memory, where it is the head."""
+    """Return the transformers model with our weights. `tied`: its parameters that share the embedding's tensor."""
     config = config_class(**hf.config_to_hf(model.args))
-    theirs = theirs_class._from_config(config, attn_implementation="sdpa", **eager(model.args))
+    hf_model = theirs_class._from_config(config, attn_implementation="sdpa", **eager(model.args))
     state = fused(hf.to_hf(model.state_dict(), model.args), model.args)
-    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    missing, unexpected = hf_model.load_state_dict(state, strict=False)
     assert set(missing) == (set(tied) if model.args.tied_embeddings else set()) and not unexpected
-    return theirs.to(dtype).eval()
+    return hf_model.to(dtype).eval()
 
 
 class _Wide:
-    """torch, with float64 in the places where transformers asks for float32."""
+    """The torch module with float64 in place of float32."""
 
     float32 = float = torch.float64
 
@@ -66,11 +67,14 @@ class _Wide:
 
 
 @contextlib.contextmanager
-def exact(modeling: ModuleType, model, theirs, monkeypatch):
-    """Norms, routers and angles of both in float64, with transformers' frequencies: ours may differ in the last bit."""
+def exact(modeling: ModuleType, model, hf_model, monkeypatch):
+    """Run norms, routers and rotary angles of both models in float64.
+
+    Both use the frequencies of transformers, since ours may differ in the last bit.
+    """
     with monkeypatch.context() as patch:
         patch.setattr(modeling, "torch", _Wide())
-        frequencies = theirs.model.rotary_emb.inv_freq.double()
+        frequencies = hf_model.model.rotary_emb.inv_freq.double()
 
         def rotation(positions):
             angles = positions[..., None, None].double() * frequencies
@@ -80,43 +84,41 @@ def exact(modeling: ModuleType, model, theirs, monkeypatch):
         yield
 
 
-def close(ours, theirs, tolerance):
-    return (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+def close(ours, reference, tolerance):
+    return (ours - reference).abs().max() <= tolerance * reference.abs().max()
 
 
 def tokens_for(args, batch=2, length=12):
-    """None of them the one that transformers takes for a pad."""
+    """Return random tokens, without the one that transformers treats as padding."""
     tokens = torch.randint(0, args.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
     return torch.where(tokens == getattr(args, "pad_id", -1), tokens + 1, tokens)
 
 
-def compare(model, theirs, hf, tolerance, length=40):
-    """Logits and every gradient."""
+def compare(model, hf_model, hf, tolerance, length=40):
+    """Compare the logits and all gradients."""
     args = model.args
     tokens = tokens_for(args, 2, length)
-    ours_logits, their_logits = model(tokens), theirs(tokens).logits
-    assert close(ours_logits, their_logits, tolerance)
+    ours_logits, hf_logits = model(tokens), hf_model(tokens).logits
+    assert close(ours_logits, hf_logits, tolerance)
     weight = torch.randn(ours_logits.shape, dtype=ours_logits.dtype, generator=torch.Generator().manual_seed(1)) / 100
     (ours_logits * weight).sum().backward()
-    (their_logits * weight).sum().backward()
+    (hf_logits * weight).sum().backward()
     gradients = fused(hf.to_hf({name: p.grad for name, p in model.named_parameters()}, args), args)
-    expected = {name: p.grad for name, p in theirs.named_parameters()}
+    expected = {name: p.grad for name, p in hf_model.named_parameters()}
     assert set(gradients) == set(expected)
     norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in expected.values()]))
     for name, gradient in gradients.items():
         assert expected[name].any(), name
-        if name.endswith(
-            ("key.bias", "k_proj.bias")
-        ):  # what is added to all keys changes no softmax: nothing but rounding
+        if name.endswith(("key.bias", "k_proj.bias")):  # a bias of all keys does not change the softmax: only rounding
             assert (gradient - expected[name]).abs().max() <= tolerance * norm, name
         else:
             assert close(gradient, expected[name], tolerance), name
 
 
-def compare_positions(model, theirs, first=0):
-    """That do not begin at 0. `first`: number of the first in transformers."""
+def compare_positions(model, hf_model, first=0):
+    """Compare logits at positions that do not begin at 0. `first`: transformers' number of our position 0."""
     tokens, positions = tokens_for(model.args), torch.arange(4, 16)[None].expand(2, -1)
-    assert close(model(tokens, positions=positions), theirs(tokens, position_ids=positions + first).logits, 2e-6)
+    assert close(model(tokens, positions=positions), hf_model(tokens, position_ids=positions + first).logits, 2e-6)
 
 
 def same(state, other):
@@ -129,14 +131,14 @@ def names_go_both_ways(model, hf):
 
 
 def configs(args, hf, config_class, folder):
-    """config.json as written here, and as transformers spells it at present: rope_parameters, dtype."""
+    """Return config.json as we write it, and as current transformers does (rope_parameters, dtype)."""
     config = hf.config_to_hf(args, torch.bfloat16)
     config_class(**config).save_pretrained(folder)
     return config, json.loads((folder / "config.json").read_text())
 
 
 def save_and_load(family, args, hf, theirs_class, folder, shard_bytes):
-    """Written in files of this size, and read here and by transformers."""
+    """Save a model in files of `shard_bytes`, and load it here and in transformers."""
     model, other = build(family, args), build(family, args, seed=1)
     hf.save_hf(folder, model.state_dict(), args, shard_bytes=shard_bytes)
     files = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -146,13 +148,13 @@ def save_and_load(family, args, hf, theirs_class, folder, shard_bytes):
     assert json.loads((folder / INDEX).read_text())["metadata"]["total_size"] == stored
     hf.load_hf(folder, other, args)
     assert same(model.state_dict(), other.state_dict())
-    theirs = theirs_class.from_pretrained(folder, **eager(args)).eval()
+    hf_model = theirs_class.from_pretrained(folder, **eager(args)).eval()
     tokens = tokens_for(args)
-    assert close(model(tokens), theirs(tokens).logits, 2e-6)
+    assert close(model(tokens), hf_model(tokens).logits, 2e-6)
 
 
 def refuse_folder(family, model_args, hf, folder, message, args=None):
-    """The model stays as it is."""
+    """Check that loading the folder fails with `message` and leaves the model unchanged."""
     model = build(family, model_args, seed=1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(JobError, match=message):

@@ -1,4 +1,4 @@
-"""Small real jobs for tests: a model of a few thousand parameters, bytes as tokens, texts that the test makes."""
+"""Small real jobs for tests: a model of a few thousand parameters, bytes as tokens, generated texts."""
 
 import hashlib
 import json
@@ -25,18 +25,20 @@ SHALLOW = "{dim=32, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=260, multipl
 
 
 def write_texts(folder: Path, documents: int = 120) -> Path:
-    """Documents of uneven length, the same for every call."""
-    words = random.Random(0)
+    """Write documents of uneven length, the same in every call."""
+    generator = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "texts.jsonl", "w") as file:
         for _ in range(documents):
-            text = " ".join(words.choice(("alpha", "beta", "gamma", "delta")) for _ in range(words.randrange(3, 60)))
+            text = " ".join(
+                generator.choice(("alpha", "beta", "gamma", "delta")) for _ in range(generator.randrange(3, 60))
+            )
             file.write(json.dumps({"text": text}) + "\n")
     return folder / "texts.jsonl"
 
 
 def arguments(folder: Path, texts: Path, **options: object) -> list[str]:
-    """Command line of a tiny job that writes into `folder`; option names with __ for the dot."""
+    """Return the command line of a tiny job that writes into `folder`; option names have __ in place of the dot."""
     settings = {
         "job.dump_folder": folder,
         "model.name": "llama3",
@@ -61,42 +63,42 @@ def arguments(folder: Path, texts: Path, **options: object) -> list[str]:
 
 
 def train(argv: list[str]) -> tuple[list[dict], str]:
-    """Run a job on this rank of an existing process group; the logged steps and the final state's sha256."""
+    """Run a job on this rank of an existing process group; return the logged steps and the final state's sha256."""
     torch._dynamo.reset()
     config = manager.load(argv)
     trainer = Trainer(config, read_ranks())
     trainer.train()
     trainer.metrics.close()
     if dist.is_initialized():
-        dist.barrier()  # the first rank writes the rows that all of them read here
+        dist.barrier()  # the first rank writes the rows that all ranks read
     return logged_steps(Path(config.job.dump_folder)), state_hash(trainer)
 
 
 def state_hash(trainer: Trainer) -> str:
-    """Over name and bytes of all parameters and moments, whole tensors, whatever the plan."""
+    """Return the sha256 of the names and full tensors of all parameters and moments; no plan changes it."""
     digest = hashlib.sha256()
     for name, parameter in sorted(trainer.model.named_parameters(), key=lambda item: clean_name(item[0])):
         state = next((o.state[parameter] for o in trainer.optimizers if parameter in o.state), {})
         for key, value in [("", parameter.detach()), *sorted(state.items())]:
-            held = full(value).contiguous().numpy().tobytes() if torch.is_tensor(value) else repr(value).encode()
-            digest.update(f"{clean_name(name)}.{key}".encode() + held)
+            content = full(value).contiguous().numpy().tobytes() if torch.is_tensor(value) else repr(value).encode()
+            digest.update(f"{clean_name(name)}.{key}".encode() + content)
     return digest.hexdigest()
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor of which this rank perhaps has a piece. All ranks call it."""
+    """Gather a DTensor to a full tensor, and return other tensors unchanged. All ranks must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def logged_steps(folder: Path) -> list[dict]:
-    """Those whose row is whole, while the job may be writing another."""
+    """Return the rows of logged steps, without an incomplete last line that the job is still writing."""
     text = (folder / "metrics.jsonl").read_text()
     rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     return [row for row in rows if "loss" in row]
 
 
 def start(argv: list[str], ranks: int = 1, **environment: str) -> subprocess.Popen:
-    """The job as its user starts it, in processes of its own."""
+    """Start the job in new processes, as a user does."""
     return subprocess.Popen(
         [sys.executable, "-m", "torchtitan.launch", str(ranks), *argv],
         cwd=ROOT,
@@ -109,18 +111,19 @@ def start(argv: list[str], ranks: int = 1, **environment: str) -> subprocess.Pop
 
 
 def run(argv: list[str], ranks: int = 1, **environment: str) -> tuple[int | None, str, str]:
-    """Exit code, output and errors of a job that nobody disturbs, launched as its user does it but for its ranks, which
-    need not import what the process has that they are forked from.
+    """Run a job under the launcher to its end; return exit code, output and errors.
+
+    Its ranks are forked from a process that has already imported torch, which saves time.
     """
-    given = [f"{name}={value}" for name, value in environment.items()]
-    return run_script(ROOT, ROOT / "tests/support/forked_job.py", *given, str(ranks), *argv)
+    variables = [f"{name}={value}" for name, value in environment.items()]
+    return run_script(ROOT, ROOT / "tests/support/forked_job.py", *variables, str(ranks), *argv)
 
 
 def finish(process: subprocess.Popen, seconds: float = 600) -> tuple[int, str, str]:
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        process.kill()  # its ranks die with it
+        process.kill()  # this ends its ranks too
         raise
     return process.returncode, out, err
 
@@ -128,7 +131,7 @@ def finish(process: subprocess.Popen, seconds: float = 600) -> tuple[int, str, s
 def wait_for_step(folder: Path, step: int, process, seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        ended = process.poll() is not None  # asked first: what it has logged until then counts
+        ended = process.poll() is not None  # checked first, so that rows logged before the end are seen
         if (folder / "metrics.jsonl").exists() and len(logged_steps(folder)) >= step:
             return
         if ended:
@@ -139,17 +142,17 @@ def wait_for_step(folder: Path, step: int, process, seconds: float = 600) -> Non
 
 
 def children(pid: int) -> list[int]:
-    """Of these in turn too; none of a process that has ended meanwhile."""
+    """Return the process ids of all descendants; none if the process has ended."""
     try:
-        found = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        pids = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
-    return found + [grandchild for child in found for grandchild in children(child)]
+    return pids + [grandchild for child in pids for grandchild in children(child)]
 
 
 def started_ranks(process: subprocess.Popen, count: int) -> list[int]:
-    """The ranks of a job, as soon as it has as many."""
-    while len(found := children(process.pid)) < count:
+    """Wait until a job has `count` ranks and return their process ids."""
+    while len(pids := children(process.pid)) < count:
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
-    return found
+    return pids

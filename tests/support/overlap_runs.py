@@ -1,4 +1,4 @@
-"""Pipelines of segmented stages for tests: over gloo, or one rank of one with all others pretended.
+"""Pipelines of segmented stages for tests: on gloo ranks, or a single rank with simulated peers.
 
 Ranks are numbered with expert parallel inside, so of 4 ranks 0 and 1 are pipeline rank 0. The reference is one process
 with all experts over the data of both expert-parallel ranks.
@@ -36,7 +36,7 @@ _groups: dict[str, list[dist.ProcessGroup]] = {}
 
 
 def groups():
-    """(pp, ep, ep for counts) of this rank."""
+    """Return this rank's process groups (pp, ep, ep for counts)."""
     if not _groups:
         world = range(dist.get_world_size())
         _groups["pp"] = [dist.new_group([r for r in world if r % EP == e]) for e in range(EP)]
@@ -47,7 +47,7 @@ def groups():
 
 
 class Traced:
-    """A transport that writes down what it is asked for."""
+    """A transport that records all calls."""
 
     def __init__(self, transport):
         self.transport, self.size, self.trace = transport, transport.size, []
@@ -104,8 +104,10 @@ def pipeline(
 
 
 def reference(kinds=toy_moe.LAYERS, microbatches=MICROBATCHES, dtype=torch.float64):
-    """(loss, balancing losses, gradients) of one process over the data of all ranks. Computed in `dtype`, summed over
-    microbatches in float64."""
+    """Return (loss, balancing losses, gradients) of one process over the data of all ranks.
+
+    They are computed in `dtype` and summed over microbatches in float64.
+    """
     part = toy_moe.Part(kinds=kinds).double()
     toy_moe.fill_(part)
     part.to(dtype)
@@ -114,9 +116,9 @@ def reference(kinds=toy_moe.LAYERS, microbatches=MICROBATCHES, dtype=torch.float
     for rank in range(EP):
         tokens, labels = toy_moe.batch(microbatches, rank)
         for x, y in zip(tokens.split(2), labels.split(2), strict=True):
-            loss, own = toy_moe.plain_forward(part, x, y)
-            ((loss + own) / VALID).backward()
-            total, balance = total + loss.item() / VALID, balance + own.item()
+            loss, balancing_loss = toy_moe.plain_forward(part, x, y)
+            ((loss + balancing_loss) / VALID).backward()
+            total, balance = total + loss.item() / VALID, balance + balancing_loss.item()
             for name, parameter in part.named_parameters():
                 if parameter.grad is not None:
                     grads[name] += parameter.grad
@@ -125,27 +127,27 @@ def reference(kinds=toy_moe.LAYERS, microbatches=MICROBATCHES, dtype=torch.float
 
 
 def errors(runtime, stages, expected, microbatches):
-    """Run a step; the largest errors of losses and gradients, each relative to the largest of its kind."""
+    """Run a step; return the largest error of losses and gradients, relative to the largest of their kind."""
     total, balance, grads = expected
     tokens, labels = toy_moe.batch(microbatches, dist.get_rank() % EP)
     loss = runtime.run(tokens, {"labels": labels}, VALID)
-    own = sum(sum(map(float, stage.own_losses)) for stage in stages)
-    losses = torch.tensor([0.0 if loss is None else loss.item(), own], dtype=torch.float64)
+    balancing_loss = sum(sum(map(float, stage.own_losses)) for stage in stages)
+    losses = torch.tensor([0.0 if loss is None else loss.item(), balancing_loss], dtype=torch.float64)
     dist.all_reduce(losses)
-    found = [abs(losses[0].item() - total), abs(losses[1].item() - balance)]
+    all_errors = [abs(losses[0].item() - total), abs(losses[1].item() - balance)]
     for stage in stages:
         for name, parameter in stage.submod.named_parameters():
-            whole = grads[name]
+            gradient = grads[name]
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             if hasattr(grad, "full_tensor"):
                 grad = grad.full_tensor()
             elif ".experts." in name:
-                whole = whole.chunk(EP)[dist.get_rank() % EP]
+                gradient = gradient.chunk(EP)[dist.get_rank() % EP]
             else:
                 dist.all_reduce(grad, group=groups()[1])
-            scale = grads[name].abs().max().clamp_min(1e-3)  # of experts without tokens all gradients are zero
-            found.append(((grad - whole).abs().max() / scale).item())
-    return max(found)
+            scale = grads[name].abs().max().clamp_min(1e-3)  # gradients of experts without tokens are zero
+            all_errors.append(((grad - gradient).abs().max() / scale).item())
+    return max(all_errors)
 
 
 def run_case(name, policy, overlap, table, cuts, kinds=toy_moe.LAYERS, microbatches=MICROBATCHES, **more):
@@ -174,7 +176,7 @@ def run_case(name, policy, overlap, table, cuts, kinds=toy_moe.LAYERS, microbatc
 
 
 def random_case(chooser):
-    """(schedule, table, cuts, kinds, policy, overlap, microbatches) on PP ranks."""
+    """Draw (schedule, table, cuts, kinds, policy, overlap, microbatches) for PP ranks."""
     schedule = chooser.choice(list(SCHEDULES))
     name, chunks, _ = SCHEDULES[schedule]
     overlap = chooser.random() < 0.6
@@ -187,22 +189,22 @@ def random_case(chooser):
 
 
 def check(result, policy, microbatches=MICROBATCHES):
-    """float64 and another order of summation: 1e-10."""
+    """Check errors (1e-10: float64 sums in another order) and how often each segment ran."""
     assert result["error"] < 1e-10 and result["same trace"] and not any(result["left"]), result
     per_layer = result["layers with experts"] * microbatches
     assert result["issued"]["counts"] == per_layer, result
     assert result["issued"]["rows"] == (6 if policy == "full" else 4) * per_layer, result
     for (_, segment), count in result["runs"].items():
-        again = policy not in ("none", "selective 2") and segment != "choose"
+        recomputed = policy not in ("none", "selective 2") and segment != "choose"
         if policy != "selective 2":
-            assert count == (1 + again) * microbatches, (segment, result)
+            assert count == (1 + recomputed) * microbatches, (segment, result)
 
 
-# One rank of a pipeline, the others pretended
+# One rank of a pipeline with simulated peers
 
 
-class Pretended:
-    """A transport whose other rank sends something else every time."""
+class SimulatedPeer:
+    """A transport with a simulated peer that sends zeros, and random numbers of rows."""
 
     size = EP
 
@@ -211,14 +213,14 @@ class Pretended:
 
     def issue(self, rows, send, receive):
         assert len(rows) == sum(send)
-        return Arrived(rows.new_zeros((sum(receive), *rows.shape[1:])))
+        return Finished(rows.new_zeros((sum(receive), *rows.shape[1:])))
 
     def issue_counts(self, counts):
         received = torch.tensor([self.random.choice(self.counts) for _ in counts]).view(EP, -1)
-        return Arrived(Sizes(received, counts.view(EP, -1).sum(1).tolist(), received.sum(1).tolist()))
+        return Finished(Sizes(received, counts.view(EP, -1).sum(1).tolist(), received.sum(1).tolist()))
 
 
-class Arrived:
+class Finished:
     def __init__(self, value):
         self.value = value
 
@@ -227,7 +229,7 @@ class Arrived:
 
 
 def known_shapes(schedule, stages, *args):
-    """torch lets ranks vote on whether all know their shapes, and pretended ones say no."""
+    """Replace torch's vote of the ranks on whether shapes are known, since simulated peers cannot vote."""
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
 
@@ -240,10 +242,10 @@ def start_fake(rank, world):
 
 
 def fake_step(rank, case, seed):
-    """The trace of one rank, all others being pretended, with routing by `seed`."""
+    """Return the transport trace of one rank with simulated peers and routing drawn from `seed`."""
     _, table, cuts, kinds, policy, overlap, microbatches = case
     start_fake(rank, PP)
-    transport = Traced(Pretended(seed))
+    transport = Traced(SimulatedPeer(seed))
     runtime, stages = pipeline(
         table, cuts, transport, dist.group.WORLD, POLICIES[policy], overlap, rank=rank, kinds=kinds
     )

@@ -1,4 +1,4 @@
-"""What fine-tuning jobs ask their user for: a model's folder and records, both tiny."""
+"""The inputs that fine-tuning presets need from a user: a model folder and records, both tiny."""
 
 import json
 from pathlib import Path
@@ -14,22 +14,24 @@ SIZES = "{dim=64, n_layers=2, n_heads=4, n_kv_heads=4, vocab_size=2112, multiple
 
 
 def write_model(folder: Path) -> Path:
-    """A Llama with initial weights and its tokenizer, in the form of Hugging Face."""
+    """Write a Hugging Face folder of a Llama with initial weights and its tokenizer."""
     folder_with(folder, LLAMA3)
-    words = ["--model.name=llama3", f"--model.overrides={SIZES}", f"--model.tokenizer_path={folder}"]
-    model = parts.meta_model(manager.load(words)).to_empty(device="cpu")
+    options = ["--model.name=llama3", f"--model.overrides={SIZES}", f"--model.tokenizer_path={folder}"]
+    model = parts.meta_model(manager.load(options)).to_empty(device="cpu")
     initialize(model, 0, model.init_rule)
     MODELS["llama3"].hf.save_hf(folder, model.state_dict(), model.args)
     return folder
 
 
 def write_records(folder: Path) -> dict[str, Path]:
-    """By the kind of task. Each is longer than half of SEQ_LEN, so that no two share a sample."""
+    """Write records for each kind of task, longer than half of SEQ_LEN so that no two share a sample."""
     folder.mkdir(parents=True, exist_ok=True)
-    asked = [{"prompt": f"Count on from {i}."} for i in range(RECORDS)]
+    prompts = [{"prompt": f"Count on from {i}."} for i in range(RECORDS)]
     answers = [" ".join(str(i + j) for j in range(20)) for i in range(RECORDS)]
-    rows = {"sft": [row | {"completion": told} for row, told in zip(asked, answers, strict=True)]}
-    rows["pairs"] = [row | {"chosen": told, "rejected": told[::-1]} for row, told in zip(asked, answers, strict=True)]
+    rows = {"sft": [row | {"completion": answer} for row, answer in zip(prompts, answers, strict=True)]}
+    rows["pairs"] = [
+        row | {"chosen": answer, "rejected": answer[::-1]} for row, answer in zip(prompts, answers, strict=True)
+    ]
     paths = {kind: folder / f"{kind}.jsonl" for kind in rows}
     for kind, path in paths.items():
         path.write_text("".join(json.dumps(row) + "\n" for row in rows[kind]))
@@ -37,7 +39,7 @@ def write_records(folder: Path) -> dict[str, Path]:
 
 
 def filled_in(home: Path) -> dict[str, list[str]]:
-    """For each kind of task, the words that name a model and records to its jobs; they are written below `home`."""
+    """Write a model and records below `home`; return the options that name them, by kind of task."""
     model, records = write_model(home / "model"), write_records(home / "records")
     keys = ("model.hf_folder", "model.tokenizer_path", "checkpoint.initial_load_path")
     shared = [f"--{key}={model}" for key in keys]

@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback, as the network between two launchers that a test cuts and heals."""
+"""A TCP proxy on loopback that simulates a network between two launchers, which a test can cut and repair."""
 
 import select
 import socket
@@ -27,7 +27,7 @@ class Proxy:
         self._thread.start()
 
     def heal(self) -> None:
-        """Accept connections again; those that were cut stay cut."""
+        """Accept new connections again; the reset ones stay closed."""
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", self.port))
@@ -50,7 +50,7 @@ class Proxy:
             self._pairs.clear()
 
     def reset_held(self) -> None:
-        """Reset the ends that have not been told."""
+        """Reset the ends that `only_caller_sees` left open."""
         with self._lock:
             for end in self._held:
                 _reset(end)

@@ -1,4 +1,4 @@
-"""The smallest adapter: one trained number per block, which the second norm's output is multiplied with."""
+"""A minimal adapter: one trained scale per block, applied to the output of its second norm."""
 
 import torch
 from torch import nn

@@ -1,5 +1,6 @@
-"""A real SLURM of two nodes on this machine, for tests: Debian's `slurm-wlm` and `munge`, started in a folder of their
-own, as root, without systemd. Nothing below /etc is touched.
+"""A real SLURM cluster of two nodes on this machine, for tests.
+
+Debian's `slurm-wlm` and `munge` are started as root in a temporary folder, without systemd. Nothing below /etc changes.
 """
 
 import os
@@ -19,10 +20,10 @@ GPUS_PER_NODE = 2
 
 
 def missing() -> str | None:
-    """Why there can be no cluster here; None if there can."""
-    lacking = [name for name in NEEDED if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
-    if lacking:
-        return f"no {', '.join(lacking)} here: apt-get install slurm-wlm munge"
+    """Return the reason why no cluster can be started here, or None."""
+    missing_programs = [name for name in NEEDED if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
+    if missing_programs:
+        return f"no {', '.join(missing_programs)} here: apt-get install slurm-wlm munge"
     return None if os.geteuid() == 0 else "the daemons of SLURM need root to start jobs"
 
 
@@ -77,14 +78,14 @@ class Cluster:
     version: str
 
     def run(self, *command: str, **options: object) -> str:
-        """The output of one of SLURM's commands."""
+        """Run one of SLURM's commands and return its output."""
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, **options)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout
 
     def state(self, job: str) -> dict[str, str]:
-        words = self.run("scontrol", "--oneliner", "show", "job", job).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        fields = self.run("scontrol", "--oneliner", "show", "job", job).split()
+        return dict(field.split("=", 1) for field in fields if "=" in field)
 
     def wait(self, job: str, until: Callable[[dict[str, str]], bool], seconds: float = 90) -> dict[str, str]:
         deadline = time.monotonic() + seconds
@@ -100,15 +101,18 @@ class Cluster:
 
 def free_ports(count: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
+    ports = [listener.getsockname()[1] for listener in sockets]
+    for listener in sockets:
+        listener.close()
     return ports
 
 
 def tracking() -> str:
-    """How a step's processes are found. cgroup, as on production machines, signals a step's own tasks and no children
-    of theirs; linuxproc, which needs nothing, signals all and forgives more."""
+    """Return the process tracking plugin of SLURM.
+
+    cgroup, usual in production, signals only a step's tasks. linuxproc signals their children too and needs no
+    permissions, so it hides some mistakes.
+    """
     probe = FREEZER / "torchtitan-probe"
     try:
         probe.mkdir()
@@ -120,7 +124,7 @@ def tracking() -> str:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[Cluster]:
-    """Two idle nodes, n1 and n2, of two CPUs and two GPUs (which are none) each; gone afterwards."""
+    """Start two idle nodes, n1 and n2, with two CPUs and two fake GPUs each, and stop them afterwards."""
     for name in ("munge", "run", "state", "log", "dev", "spool/n1", "spool/n2"):
         (folder / name).mkdir(parents=True)
     (folder / "munge").chmod(0o700)
@@ -148,24 +152,24 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         for command in daemons:
             subprocess.run(command, env=environment, check=True, capture_output=True, timeout=30)
         version = subprocess.run(["slurmctld", "-V"], env=environment, capture_output=True, text=True).stdout.strip()
-        made = Cluster(folder, environment, version)
+        slurm = Cluster(folder, environment, version)
         deadline = time.monotonic() + 20
-        while len(set(made.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split())) < 2:
-            assert time.monotonic() < deadline, made.run("sinfo")
+        while len(set(slurm.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split())) < 2:
+            assert time.monotonic() < deadline, slurm.run("sinfo")
             time.sleep(0.1)
-        yield made
-        for job in made.run("squeue", "-h", "-o", "%A").split():
-            for how in (["--signal=KILL", "--full"], []):  # of a job that waits there is nothing to kill
-                subprocess.run(["scancel", *how, job], env=environment, capture_output=True, timeout=30)
+        yield slurm
+        for job in slurm.run("squeue", "-h", "-o", "%A").split():
+            for options in (["--signal=KILL", "--full"], []):  # the second call cancels jobs that still wait
+                subprocess.run(["scancel", *options, job], env=environment, capture_output=True, timeout=30)
         deadline = time.monotonic() + 40
-        while made.run("squeue", "-h").strip() and time.monotonic() < deadline:
+        while slurm.run("squeue", "-h").strip() and time.monotonic() < deadline:
             time.sleep(0.2)
     finally:
         end(folder)
 
 
 def end(folder: Path) -> None:
-    """Ends the daemons; munged last, as the others speak by it."""
+    """Stop the daemons; munged last, since the others authenticate with it."""
     pids = {path.name: int(path.read_text()) for path in (folder / "run").glob("*.pid") if path.read_text().strip()}
     munged = pids.pop("munged.pid", None)
     for group in (list(pids.values()), [munged] if munged else []):
