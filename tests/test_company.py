@@ -19,7 +19,7 @@ import pytest
 
 from tests.support import jobs
 from tests.support.proxy import Proxy
-from tests.test_launcher import RANK, end, gone, nothing_is_left, started
+from tests.test_launcher import RANK, end, has_ended, nothing_is_left, started
 from tests.test_nodes import free_port
 from tests.test_restarts import ATTEMPT, CRASH, read_evidence
 from torchtitan.core.errors import JobError
@@ -137,7 +137,7 @@ def test_a_hang_is_explained_by_evidence_of_all_machines(late, tmp_path):
     assert f"rank {late} is stopped by a signal, in step 3 (train)" in first[2]
     evidence = read_evidence(tmp_path)
     assert {f"rank-{rank}.stacks.txt" for rank in range(2)} < set(evidence) and "rank 1: " in evidence["summary.txt"]
-    assert all(map(gone, pids))
+    assert all(map(has_ended, pids))
 
 
 @pytest.mark.parametrize("busy", [0, 1])
@@ -226,7 +226,7 @@ def test_a_machine_that_is_gone_ends_the_run(tmp_path):
     code, _, err = end(machines[0])
     host = socket.gethostname()
     assert err == f"machine 1 ({host}) gone; {restarts._THE_END}\n"
-    assert code == 1 and all(map(gone, pids))
+    assert code == 1 and all(map(has_ended, pids))
 
 
 def test_without_the_first_machine_the_others_end(tmp_path):
@@ -235,7 +235,7 @@ def test_without_the_first_machine_the_others_end(tmp_path):
     machines[0].kill()
     code, _, err = end(machines[1])
     assert code == 1 and err == "the first machine (127.0.0.1) is gone\n"
-    assert all(map(gone, pids))
+    assert all(map(has_ended, pids))
 
 
 # Connecting
@@ -589,13 +589,13 @@ def test_a_restored_network_restarts_the_run_from_the_last_save(noticed_by, tmp_
         pids = [wait_until_ready(process) for process in machines]
         proxy.cut(only_caller_sees=noticed_by == "the other")
         assert "is gone; trying for up to 100 s to reach it again (job.rejoin_seconds)" in machines[1].stderr.readline()
-        assert gone(pids[1])  # its ranks have ended before it looks for the first machine
-        assert gone(pids[0]) or noticed_by == "the other"
+        assert has_ended(pids[1])  # its ranks have ended before it looks for the first machine
+        assert has_ended(pids[0]) or noticed_by == "the other"
         proxy.heal()
         deadline = time.monotonic() + 60
         while noticed_by == "the other" and proxy.accepted < 4 and time.monotonic() < deadline:
             time.sleep(0.05)  # it reconnects to a launcher that has not noticed yet; its ranks still work
-        assert noticed_by == "both" or not gone(pids[0], 0.1)
+        assert noticed_by == "both" or not has_ended(pids[0], 0.1)
         proxy.reset_held()
         first, other = wait_for_all(machines)
     finally:
@@ -609,7 +609,7 @@ def test_a_restored_network_restarts_the_run_from_the_last_save(noticed_by, tmp_
         f"restart 1 of 3 in 0.01 s: machine 1 ({host}) is gone after step 7; going on from step 5"
     )
     assert re.search(r"the first machine \(127.0.0.1, port \d+\) is back after \d+ s", other[2])
-    assert first[1].endswith("again 1\n") and other[1].endswith("again 1\n") and all(map(gone, pids))
+    assert first[1].endswith("again 1\n") and other[1].endswith("again 1\n") and all(map(has_ended, pids))
 
 
 def test_a_network_that_does_not_come_back_ends_the_run_on_both_machines(tmp_path):
@@ -620,7 +620,7 @@ def test_a_network_that_does_not_come_back_ends_the_run_on_both_machines(tmp_pat
         first, other = wait_for_all(machines)
     finally:
         proxy.close()
-    assert (first[0], other[0]) == (1, 1) and all(map(gone, pids))
+    assert (first[0], other[0]) == (1, 1) and all(map(has_ended, pids))
     assert first[2].splitlines()[-1] == (
         f"machine 1 ({socket.gethostname()}) gone for 2 s (job.rejoin_seconds); {restarts._THE_END}"
     )

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.pool import run_alone, run_ranks
-from tests.test_launcher import gone
+from tests.test_launcher import has_ended
 from torchtitan.build import parts
 from torchtitan.build.data import batches_of_a_step
 from torchtitan.commands import check, estimate
@@ -306,7 +306,7 @@ def test_rehearsals_end_when_their_parent_dies(tmp_path, monkeypatch):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         parent.kill()
-        assert all(gone(int(path.name)) for path in marker_files)
+        assert all(has_ended(int(path.name)) for path in marker_files)
     finally:
         parent.kill()
         for path in tmp_path.iterdir():

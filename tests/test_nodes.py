@@ -15,7 +15,7 @@ import pytest
 from tests.support import jobs
 from tests.support.pool import run_alone, run_ranks
 from tests.support.proxy import Proxy
-from tests.test_launcher import LOOPBACK, gone, listening
+from tests.test_launcher import LOOPBACK, has_ended, listening
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
 from torchtitan.launcher import nodes
@@ -163,7 +163,7 @@ def test_a_rank_killed_on_one_machine_restarts_both_to_the_same_bits(tmp_path):
     ranks = [jobs.children(machine.pid)[0] for machine in machines]
     os.kill(ranks[1], signal.SIGKILL)
     (code_0, out_0, err_0), (code_1, _, err_1) = (jobs.finish(machine) for machine in machines)
-    assert (code_0, code_1) == (0, 0) and all(map(gone, ranks)), (err_0, err_1)
+    assert (code_0, code_1) == (0, 0) and all(map(has_ended, ranks)), (err_0, err_1)
     assert out_0.count("preflight  2 ranks on 1 host agree; sum along dp_shard ") == 2  # of both starts
     assert "restart 1 of 3" in err_0 and err_1 == "rank 1 was ended by SIGKILL\n"
     rows = jobs.logged_steps(tmp_path / "run")

@@ -21,7 +21,7 @@ from tests.support.overlap_runs import (
     MICROBATCHES,
     PP,
     VALID,
-    Pretended,
+    SimulatedPeer,
     fake_step,
     groups,
     pipeline,
@@ -186,13 +186,13 @@ def memory(policy, counts):
     cuts = [range(i, i + 1) for i in range(2 * PP)]
     more = {"rank": 1, "kinds": "m" * 2 * PP}  # that has no ends: their logits are not to be counted as a layer's
     start_fake(1, PP)
-    _, stages = pipeline(table, cuts, Pretended(0, (4,)), dist.group.WORLD, POLICIES[policy], False, **more)
+    _, stages = pipeline(table, cuts, SimulatedPeer(0, (4,)), dist.group.WORLD, POLICIES[policy], False, **more)
     stage = stages[0]
     for parameter in stage.submod.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with LiveBytes([stage.submod]) as live:
         x = torch.randn(2, 4, toy_moe.DIM, dtype=torch.float64).requires_grad_()
-        chunk, loop = Chunk(stage.lists, Pretended(0, (4,)), x), Loop()
+        chunk, loop = Chunk(stage.lists, SimulatedPeer(0, (4,)), x), Loop()
         loop.run(alone(stage.lists.forward), lambda: chunk)
         gradient, chunk.output = torch.ones_like(chunk.output), None
         kept = live.live() - gradient.nbytes
@@ -203,7 +203,9 @@ def memory(policy, counts):
     for microbatches in counts:
         table = build_table("DualPipeV", PP, microbatches, 2, overlap=True)
         start_fake(1, PP)
-        schedule, stages = pipeline(table, cuts, Pretended(0, (4,)), dist.group.WORLD, POLICIES[policy], True, **more)
+        schedule, stages = pipeline(
+            table, cuts, SimulatedPeer(0, (4,)), dist.group.WORLD, POLICIES[policy], True, **more
+        )
         for stage in stages:
             for parameter in stage.submod.parameters():
                 parameter.grad = torch.zeros_like(parameter)

@@ -15,7 +15,7 @@ from tests.support import shared_meshes
 from tests.support.jobs import ROOT
 from tests.support.leftovers import taken_away
 from tests.support.pool import RankCrashed, RankFailed, run_alone, run_ranks, run_script
-from tests.test_launcher import gone
+from tests.test_launcher import has_ended
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.process import distributed
@@ -192,4 +192,4 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_ranks_do_not_outlive_a_killed_pytest():
     done = subprocess.run([sys.executable, "-c", KILLED], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert gone(int(done.stdout))
+    assert has_ended(int(done.stdout))

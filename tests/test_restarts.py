@@ -20,7 +20,7 @@ import pytest
 
 from tests.support import jobs
 from tests.support.pool import run_alone, run_ranks
-from tests.test_launcher import RANK, end, gone, nothing_is_left, ready, started
+from tests.test_launcher import RANK, end, has_ended, nothing_is_left, ready, started
 from torchtitan import train
 from torchtitan.config import manager
 from torchtitan.launcher import hangs
@@ -211,7 +211,7 @@ def test_a_rank_that_is_stopped_is_named_and_not_the_one_that_waits_for_it(tmp_p
     code, out, err = end(process)
     assert code == 6 and "rank 0 is stopped by a signal, in step 3 (train)" in err
     assert 1 <= int(re.search(r"no rank has got on for (\d+) s", err)[1]) < 100  # the limit of a start
-    assert gone(pids[0]) and gone(pids[1])
+    assert has_ended(pids[0]) and has_ended(pids[1])
 
 
 def test_a_rank_that_holds_the_gil_still_shows_its_stack(tmp_path):
@@ -487,7 +487,7 @@ def test_a_job_recovers_to_the_same_losses(number, texts, undisturbed, tmp_path)
     os.kill(ranks[1], number)
     code, out, err = jobs.finish(process)
     assert code == 0, err
-    assert "Traceback" not in err and "restart 1 of 3" in err and all(map(gone, ranks))
+    assert "Traceback" not in err and "restart 1 of 3" in err and all(map(has_ended, ranks))
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     (event,) = [row for row in rows if row.get("event") == "restart"]
     assert event["rank"] == 1 and event["step"] % 5 == 0
