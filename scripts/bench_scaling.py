@@ -48,7 +48,7 @@ from torchtitan.launcher.lock import held, this_process
 from torchtitan.launcher.multi_node import First
 from torchtitan.launcher.processes import SignalQueue
 from torchtitan.metrics.device import GIB
-from torchtitan.models.kv_cache import Remembering
+from torchtitan.models.kv_cache import CachedDecoder
 from torchtitan.planner.estimate import flops_of_a_rank, predict, worst
 from torchtitan.process.exit import exit_with
 
@@ -220,7 +220,7 @@ def generation(folder: Path, options: argparse.Namespace) -> Rows:
     shape = "{dim = 512, n_layers = 8, n_heads = 8}" if not options.quick else overrides(options)
     trainer = trainer_of(folder, model__overrides=shape)
     model, args = trainer.model.parts[0].eval(), parts.model_args(trainer.config)
-    tokenizer, reader = build_tokenizer("bytes"), Remembering(model)
+    tokenizer, reader = build_tokenizer("bytes"), CachedDecoder(model)
     peak, speed, table = products(), reading_speed(model), []
     for length in lengths:
         prompt, prompt_speeds, decode_speeds = torch.randint(256, (length,)).tolist(), [], []

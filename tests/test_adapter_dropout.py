@@ -16,7 +16,7 @@ from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
 from torchtitan.models import SIZES
-from torchtitan.models.attention import Shared
+from torchtitan.models.attention import SharedInputs
 from torchtitan.models.dropout import Dropout, layer_keys, token_keys
 from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms.steps import Notes, running
@@ -38,9 +38,9 @@ def adapted(family="llama3", **options):
 def test_only_what_a_reads_is_dropped():
     """And by each linear of a layer for itself: peft too has a dropout for each."""
     model = adapted(target=["*wq", "*wk"])
-    assert model.draws
+    assert model.needs_keys
     x, keys = torch.randn(3, 8, 256), layer_keys(token_keys(1, 2, torch.arange(3), 8), 0)
-    with running(Notes(Shared(torch.arange(8)[None], None, None, None, keys))):
+    with running(Notes(SharedInputs(torch.arange(8)[None], None, None, None, keys))):
         made = {name: model.get_submodule(f"layers.0.attention.{name}")(x) for name in ("wq", "wk")}
     masks = []
     for name, y in made.items():

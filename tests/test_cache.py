@@ -8,7 +8,7 @@ from tests.support.tiny_decoders import DEEPSEEK, LLAMA, MISTRAL, QWEN3_MOE
 from torchtitan.commands.generate import sample
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
 from torchtitan.models.deepseek.model import Deepseek
-from torchtitan.models.kv_cache import Remembering
+from torchtitan.models.kv_cache import CachedDecoder
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import Mistral
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
@@ -40,7 +40,7 @@ def test_pieces_of_any_length_are_as_the_whole(name):
         Watched(model),
         torch.randint(0, args.vocab_size, (1, 40), generator=torch.Generator().manual_seed(1)),
     )
-    remembering = Remembering(model)
+    remembering = CachedDecoder(model)
     for end in (5, 6, 9, 10, 31, 40):
         logits = remembering(ids[:, :end])
         assert close(logits, plain(ids[:, :end])[:, -logits.shape[1] :], 2e-6)
@@ -50,17 +50,17 @@ def test_pieces_of_any_length_are_as_the_whole(name):
 @torch.no_grad()
 def test_of_a_window_no_more_is_kept_than_the_next_token_sees():
     model = build(*MODELS["mistral, a window"])
-    remembering, ids = Remembering(model), torch.arange(60)[None] % 64
+    remembering, ids = CachedDecoder(model), torch.arange(60)[None] % 64
     for end in range(10, 61):
         remembering(ids[:, :end])
-    assert all(kernel.held == 4 and kernel.kept[0].shape[2] <= 2 * 10 for kernel in remembering.kernels)
+    assert all(kernel.num_cached == 4 and kernel.cached_tensors[0].shape[2] <= 2 * 10 for kernel in remembering.kernels)
 
 
 @torch.no_grad()
 def test_another_sequence_is_read_from_its_beginning():
     family, args = MODELS["llama, grouped heads"]
     model, plain = build(family, args), build(family, args)
-    remembering = Remembering(model)
+    remembering = CachedDecoder(model)
     remembering(torch.tensor([[1, 2, 3, 4]]))
     for ids in ([[2, 3, 4, 5]], [[1, 2, 9, 4, 5]], [[1, 2]], [[1, 2]]):
         ids = torch.tensor(ids)
@@ -79,7 +79,7 @@ def test_the_same_tokens_are_sampled(context):
     how = dict(max_new_tokens=30, context=context, temperature=1.5, top_k=0, seed=3)
     expected = list(sample(model, [62, 5, 6], Small(), **how))
     watched = Watched(build(family, args, dtype=torch.float64))
-    assert list(sample(Remembering(watched.model), [62, 5, 6], Small(), **how)) == expected
+    assert list(sample(CachedDecoder(watched.model), [62, 5, 6], Small(), **how)) == expected
     assert len(expected) > 15
     grown = min(len(expected) - 1, context - 3)
     assert watched.read[: grown + 1] == [3] + [1] * grown

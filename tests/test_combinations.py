@@ -21,8 +21,8 @@ from torchtitan.datasets.samples import global_sample_numbers
 from torchtitan.losses.objective import IGNORE_INDEX, Objective
 from torchtitan.losses.tasks import TASKS
 from torchtitan.models import SIZES
-from torchtitan.models.attention import attend_in_groups
-from torchtitan.models.dropout import add_noise, record_lengths, token_keys
+from torchtitan.models.attention import use_shifted_groups
+from torchtitan.models.dropout import add_embedding_noise, record_lengths, token_keys
 from torchtitan.models.sizes import RopeScaling
 from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms.parallel_dims import ParallelDims
@@ -80,9 +80,9 @@ def build_adapted(row: Combination) -> tuple[torch.nn.Module, ParallelPlan, Adap
     model = FAMILIES[row.model].build(args).to(DTYPE[row.precision])
     model.loss = objective(row)
     if row.groups:
-        attend_in_groups(model, 8)
+        use_shifted_groups(model, 8)
     plan = FAMILIES[row.model].plan
-    plan = add_noise(model, plan, 5.0) if row.noise else plan
+    plan = add_embedding_noise(model, plan, 5.0) if row.noise else plan
     return model, *installed(row.adapter, model, plan)
 
 
@@ -192,7 +192,7 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], floa
     torch._dynamo.reset()
     model = assembled(row)
     everything = labelled(row)
-    names = names_for(row, model.draws)
+    names = names_for(row, model.needs_keys)
     group_size = samples_per_loss(row)
     local_samples = global_sample_numbers(
         torch.arange(SAMPLES // model.dims.dp), model.dims.dp_rank(model.mesh), model.dims.dp, group_size
@@ -242,7 +242,7 @@ def reference(row: Combination) -> tuple[float, float, dict[str, torch.Tensor], 
     # a cache holds earlier batches, and a step's batch on all ranks is a run of consecutive samples
     loss = torch.zeros((), dtype=DTYPE[row.precision])
     for samples in torch.arange(SAMPLES).chunk(row.accumulation):
-        part = model(**{name: everything[name][samples] for name in names_for(row, model.draws)}) / valid
+        part = model(**{name: everything[name][samples] for name in names_for(row, model.needs_keys)}) / valid
         part.backward()
         loss += part.detach()
         if row.remembers:

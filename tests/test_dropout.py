@@ -16,7 +16,7 @@ from torchtitan.core.keyed_rng import scrambled
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models import FAMILIES
 from torchtitan.models.attention import AttentionKernel
-from torchtitan.models.dropout import Dropout, DroppingKernel, head_keys, layer_keys, token_keys
+from torchtitan.models.dropout import Dropout, DropoutKernel, head_keys, layer_keys, token_keys
 from torchtitan.parallelisms.attention_kernel import Tokens
 from torchtitan.parallelisms.context_parallel import require_part
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, Loop
@@ -134,7 +134,7 @@ def pair_factors(batch_keys, heads, p):
 @pytest.mark.parametrize("causal", [True, False])
 def test_probabilities_are_dropped_after_the_softmax(documents, causal):
     """Compare outputs and gradients to the formula, evaluated query by query."""
-    batch_keys, kernel = keys(samples=3, length=6), DroppingKernel(0.4, causal=causal)
+    batch_keys, kernel = keys(samples=3, length=6), DropoutKernel(0.4, causal=causal)
     q, k, v = inputs = attention_inputs()
     factors = pair_factors(batch_keys, 4, 0.4)
     rows = []
@@ -171,9 +171,9 @@ def test_probability_draws_have_an_even_rate_and_are_independent():
 
 def test_some_heads_or_queries_drop_the_same_probabilities():
     """Tensor parallel gives a rank some heads; context parallel gives it some queries."""
-    batch_keys, kernel = keys(samples=3, length=6), DroppingKernel(0.4)
+    batch_keys, kernel = keys(samples=3, length=6), DropoutKernel(0.4)
     q, k, v = attention_inputs()
-    full_output, partial_kernel = kernel(q, k, v, None, batch_keys), DroppingKernel(0.4)
+    full_output, partial_kernel = kernel(q, k, v, None, batch_keys), DropoutKernel(0.4)
     partial_kernel.share = 1
     assert torch.equal(partial_kernel(q[:, 2:], k[:, 1:], v[:, 1:], None, batch_keys), full_output[:, 2:])
     positions = torch.tensor([1, 4])
@@ -188,7 +188,7 @@ def test_some_heads_or_queries_drop_the_same_probabilities():
 
 def test_outside_of_training_no_probability_is_dropped():
     q, k, v = attention_inputs()
-    kernel = DroppingKernel(0.4)
+    kernel = DropoutKernel(0.4)
     with pytest.raises(AssertionError, match="keys of its tokens"):
         kernel(q, k, v, None)
     assert torch.equal(kernel.eval()(q, k, v, None), AttentionKernel()(q, k, v, None))
@@ -197,12 +197,12 @@ def test_outside_of_training_no_probability_is_dropped():
 
 @pytest.mark.parametrize("method", ["ring", "alltoall", "ulysses"])
 def test_attention_dropout_needs_full_rows_under_context_parallel(method):
-    require_part(DroppingKernel(0.4), "allgather")
+    require_part(DropoutKernel(0.4), "allgather")
     message = (
         f'context_parallel_rotate_method: given "{method}"; allowed: "allgather" for a model with attention_dropout'
     )
     with pytest.raises(JobError, match=message):
-        require_part(DroppingKernel(0.4), method)
+        require_part(DropoutKernel(0.4), method)
     job = ["--model.name=gpt2", "--parallelism.context_parallel_degree=2", "--model.tokenizer_path=bytes"]
     job += ["--training.seq_len=64", f"--parallelism.context_parallel_rotate_method={method}"]
     assert check(load(job), 2, "cpu") == []

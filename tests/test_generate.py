@@ -23,7 +23,7 @@ from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokenizer.base import WINDOW_TOKENS, text_of
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
 from torchtitan.models import SIZES
-from torchtitan.models.kv_cache import Remembering
+from torchtitan.models.kv_cache import CachedDecoder
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
@@ -322,7 +322,7 @@ def generate_over_ranks(folder: str, prompt: list[int]) -> tuple[list[int], int]
     """Return the tokens, and the number of parameter elements that this rank holds."""
     config, path = generate.find_checkpoint(Path(folder), None, ["--model.tokenizer_path=bytes"])
     model = inference_model.model_over_ranks(config, path, read_ranks())
-    tokens = list(generate.sample(Remembering(model), prompt, BYTES, **GREEDY, agree=inference_model.first_ranks))
+    tokens = list(generate.sample(CachedDecoder(model), prompt, BYTES, **GREEDY, agree=inference_model.first_ranks))
     return tokens, sum(local_part(parameter)[0].numel() for parameter in model.parameters())
 
 
@@ -334,7 +334,7 @@ def test_each_rank_holds_a_part_and_returns_all_tokens(name, family, args, tmp_p
     args = dataclasses.replace(args, vocab_size=260)
     model, prompt = hf_parity.build(family, args), [256, 1, 2, 3, 4]
     MODELS[name].hf.save_hf(tmp_path, model.state_dict(), args, dtype=torch.float32)
-    expected = list(generate.sample(Remembering(model), prompt, BYTES, **GREEDY))
+    expected = list(generate.sample(CachedDecoder(model), prompt, BYTES, **GREEDY))
     full_size = sum(parameter.numel() for parameter in model.parameters())
     for tokens, size in run_ranks(2, generate_over_ranks, str(tmp_path), prompt):
         assert tokens == expected and size < 0.7 * full_size

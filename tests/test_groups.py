@@ -13,8 +13,8 @@ from torchtitan.build import parts as jobs
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
 from torchtitan.models import attention
-from torchtitan.models.attention import AttentionKernel, ShiftedGroups, attend_in_groups
-from torchtitan.models.kv_cache import Remembering
+from torchtitan.models.attention import AttentionKernel, ShiftedGroups, use_shifted_groups
+from torchtitan.models.kv_cache import CachedDecoder
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import Mistral
 from torchtitan.models.opt.model import OPT as OPTModel
@@ -78,7 +78,7 @@ def test_flex_attention_skips_hidden_blocks():
 
 
 def test_flex_attention_masks_the_same(monkeypatch):
-    monkeypatch.setattr(attention, "compiled", lambda function: function)  # compiling changes no mask
+    monkeypatch.setattr(attention, "compile_lazily", lambda function: function)  # compiling changes no mask
     q, k, v = (x.float() for x in inputs(4, 2))
     for documents in (None, DOCUMENTS):
         kernel = ShiftedGroups(SIZE, 4, "flex")
@@ -108,7 +108,7 @@ def test_parts_of_heads_and_of_queries_equal_the_full_result(key_heads):
 
 def grouped():
     model = build(Llama, LLAMA["llama3"], dtype=torch.float64)
-    attend_in_groups(model, SIZE)
+    use_shifted_groups(model, SIZE)
     return model.train()
 
 
@@ -142,7 +142,7 @@ def test_evaluation_and_generation_see_everything():
     tokens = tokens_for(LLAMA["llama3"], 2, LENGTH)
     assert not close(model(tokens), plain(tokens), 1e-2)
     assert torch.equal(model.eval()(tokens), plain(tokens))
-    remembering = Remembering(model)
+    remembering = CachedDecoder(model)
     for end in (3, 20, 21):
         logits = remembering(tokens[:1, :end])
         assert close(logits, plain(tokens[:1, :end])[:, -logits.shape[1] :], 1e-12)
@@ -196,4 +196,4 @@ DROPPING = dataclasses.replace(OPT["words"], attention_dropout=0.1)
 @pytest.mark.parametrize("model, args", [(Mistral, MISTRAL["window"]), (OPTModel, DROPPING)], ids=["window", "drops"])
 def test_models_with_other_attention_are_refused(model, args):
     with pytest.raises(JobError, match="given 8; allowed: 0 for .*, whose attention .* is not plainly causal"):
-        attend_in_groups(model(args), 8)
+        use_shifted_groups(model(args), 8)

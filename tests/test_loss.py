@@ -258,7 +258,7 @@ def test_an_objective_says_what_it_counts_and_cuts():
     ignored = labels.clone()
     ignored[0, 0] = IGNORE_INDEX
     assert SummedCrossEntropy().count({"labels": ignored}) == int((labels != IGNORE_INDEX).sum()) - 1
-    for method, args in (("count", ({},)), ("rows", (hidden, {})), ("loss_of", (head, hidden))):
+    for method, args in (("count", ({},)), ("rows", (hidden, {})), ("compute_loss", (head, hidden))):
         with pytest.raises(NotImplementedError):
             getattr(Objective(), method)(*args)
 

@@ -83,7 +83,7 @@ def measured_peaks(jobs):
         dims, device = parts.dims(config, world), torch.device(device_type())
         model = parts.model(config, dims.build_mesh(device.type), dims, device)
         optimizers = parts.optimizers(config, model)
-        batch = zero_batch(config, dims, model.draws)
+        batch = zero_batch(config, dims, model.needs_keys)
 
         def step(config=config, dims=dims, model=model, optimizers=optimizers, batch=batch):
             passes = batches_of_a_step(config, dims)
@@ -148,7 +148,7 @@ def actual_traffic(jobs):
     for config in map(manager.load, jobs):
         dims, device = parts.dims(config, 2), torch.device(device_type())
         model = parts.model(config, dims.build_mesh(device.type), dims, device)
-        batch, passes = zero_batch(config, dims, model.draws), batches_of_a_step(config, dims)
+        batch, passes = zero_batch(config, dims, model.needs_keys), batches_of_a_step(config, dims)
         rehearsal = Rehearsal(config, model, parts.optimizers(config, model), batch, passes)
         traffic.append(dict(rehearsal.step(Live()).sent))
     return traffic

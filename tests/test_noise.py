@@ -13,7 +13,14 @@ from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
 from torchtitan.losses.objective import SummedCrossEntropy
-from torchtitan.models.dropout import Dropout, EmbeddingNoise, add_noise, layer_keys, record_lengths, token_keys
+from torchtitan.models.dropout import (
+    Dropout,
+    EmbeddingNoise,
+    add_embedding_noise,
+    layer_keys,
+    record_lengths,
+    token_keys,
+)
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.rules import check
@@ -80,7 +87,7 @@ SMALL = "--model.overrides={dim = 32, n_layers = 2, n_heads = 4, n_kv_heads = 2,
 def test_of_a_job_it_is_added_to_the_embeddings_in_training_alone():
     noisy, plan = model_of(SMALL, "--training.neftune_alpha=5.0")
     plain, _ = model_of(SMALL)
-    assert noisy.draws and not plain.draws and noisy.state_dict().keys() == plain.state_dict().keys()
+    assert noisy.needs_keys and not plain.needs_keys and noisy.state_dict().keys() == plain.state_dict().keys()
     assert plan.with_embedding == ("noise",) and noisy.noise.alpha == 5.0
     tokens = torch.randint(260, (3, 8), generator=torch.Generator().manual_seed(0))
     told = {"keys": token_keys(0, 1, torch.arange(3), 8), "lengths": record_lengths({"tokens": tokens})}
@@ -89,7 +96,7 @@ def test_of_a_job_it_is_added_to_the_embeddings_in_training_alone():
     assert torch.equal(noisy.eval()(tokens), plain(tokens))
     plain.tok_embeddings.register_forward_hook(lambda module, inputs, output: output + shift)
     assert torch.equal(noisy.train()(tokens, **told), plain(tokens))
-    with pytest.raises(AssertionError, match="keys of the tokens"):
+    with pytest.raises(AssertionError, match="needs keys and record lengths"):
         noisy(tokens)
 
 
@@ -120,7 +127,7 @@ def test_where_it_cannot_be_it_is_refused():
     )
     assert any(fault.endswith(said) for fault in faults)
     with pytest.raises(JobError, match="allowed: 0 for Linear, which is no Decoder"):
-        add_noise(torch.nn.Linear(2, 2), ParallelPlan(), 5.0)
+        add_embedding_noise(torch.nn.Linear(2, 2), ParallelPlan(), 5.0)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tests.support.pool import run_ranks
 from tests.test_segments import POLICIES
 from torchtitan.core.initialization import Normal, initialize
 from torchtitan.losses.objective import SummedCrossEntropy
-from torchtitan.models.attention import AttentionKernel, GroupedQueryAttention, Shared
+from torchtitan.models.attention import AttentionKernel, GroupedQueryAttention, SharedInputs
 from torchtitan.models.decoder import Block
 from torchtitan.models.deepseek import DeepseekArgs
 from torchtitan.models.deepseek.model import Deepseek
@@ -98,7 +98,7 @@ def test_a_block_of_experts_takes_the_norm_the_order_and_the_dropout_of_its_fami
     block = MoEBlock(QWEN, attention, partial(nn.LayerNorm, 16), order, dropout=0.25).double()
     initialize(block, 0, lambda name: Normal(0.3))
     x, keys = torch.randn(2, 6, 16, dtype=torch.float64), token_keys(0, 0, torch.arange(2), 6)
-    shared = Shared(torch.arange(6)[None], None, None, None, keys)
+    shared = SharedInputs(torch.arange(6)[None], None, None, None, keys)
     first, then = (lambda y, place=place: Dropout(0.25, place)(y, keys) for place in (0, 1))
     if order == "pre":
         h = x + first(attention(block.attention_norm(x), shared))
@@ -198,9 +198,9 @@ def halved_residuals():
     """Halve the residuals of attention, feed-forward and experts, each in the one place that defines it."""
     combine = MoE.combine
     with (
-        patch.object(Block, "attend", halved(Block.attend)),
-        patch.object(Block, "feed", halved(Block.feed)),
-        patch.object(MoEBlock, "attend", halved(MoEBlock.attend)),
+        patch.object(Block, "attention_residual", halved(Block.attention_residual)),
+        patch.object(Block, "feed_forward_step", halved(Block.feed_forward_step)),
+        patch.object(MoEBlock, "attention_residual", halved(MoEBlock.attention_residual)),
         patch.object(MoE, "combine", lambda *inputs: 0.5 * combine(*inputs)),
     ):
         yield

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchtitan.losses.objective import IGNORE_INDEX, Objective, cross_entropies, summed_cross_entropy
 from torchtitan.models.attention import GroupedQueryAttention
-from torchtitan.models.decoder import Block, Decoder, Entrance
+from torchtitan.models.decoder import Block, Decoder, InputEmbedding
 from torchtitan.models.family import Family
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.layers import MLP, LayerNorm
@@ -78,7 +78,7 @@ class Other(Decoder):
             block,
             attention_backend,
             causal=args.causal,
-            entrance=Entrance(args.dim, args.max_seq_len, norm() if post else None, args.dropout),
+            entrance=InputEmbedding(args.dim, args.max_seq_len, norm() if post else None, args.dropout),
             norm=nn.Identity() if post else norm(),
             head=nn.Linear(args.dim, args.n_classes) if args.n_classes else None,
             attention_dropout=args.attention_dropout,
@@ -98,7 +98,7 @@ class SequenceClasses(Objective):
         classes = torch.where(first.any(1), batch["classes"], IGNORE_INDEX)
         return (hidden * first[..., None]).sum(1), classes  # [B, D], [B]
 
-    def loss_of(self, head, hidden, *others):
+    def compute_loss(self, head, hidden, *others):
         return summed_cross_entropy(head(hidden), *others)
 
 
@@ -113,7 +113,7 @@ class PairMargin(Objective):
     def rows(self, hidden, batch):
         return hidden.unflatten(0, (-1, 2)), batch["labels"].unflatten(0, (-1, 2))  # [P, 2, S, D], [P, 2, S]
 
-    def loss_of(self, head, hidden, *others):
+    def compute_loss(self, head, hidden, *others):
         (labels,) = others
         losses = cross_entropies(head(hidden.flatten(0, 2)), labels.flatten()).view(labels.shape).sum(-1)  # [P, 2]
         return -F.logsigmoid(losses[:, 1] - losses[:, 0]).sum()

@@ -30,8 +30,8 @@ from torchtitan.losses.tasks import task_of
 from torchtitan.lr_schedules import LRSchedule, schedule_of
 from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
 from torchtitan.models import CONFIGS, sizes_of
-from torchtitan.models.attention import attend_in_groups
-from torchtitan.models.dropout import add_noise
+from torchtitan.models.attention import use_shifted_groups
+from torchtitan.models.dropout import add_embedding_noise
 from torchtitan.models.hf.save import beside_weights, source_of
 from torchtitan.models.spec import MODELS, ModelSpec
 from torchtitan.optimizers.build import Optimizers, build_optimizers
@@ -191,7 +191,7 @@ def adapter(config: JobConfig) -> Adapter | None:
 def adapted_model(config: JobConfig) -> tuple[nn.Module, ParallelPlan, Adapter | None]:
     """Return the model on the meta device in training.dtype, with NEFTune and adapter, its plan and the adapter."""
     built = meta_model(config).to(DTYPES[config.training.dtype])
-    plan = add_noise(built, model_spec(config).plan, config.training.neftune_alpha)
+    plan = add_embedding_noise(built, model_spec(config).plan, config.training.neftune_alpha)
     if (installed := adapter(config)) is not None:
         plan = installed.install(built, plan)
     return built, plan, installed
@@ -224,7 +224,7 @@ def meta_model(config: JobConfig) -> nn.Module:
         built = model_spec(config).build(model_args(config))
     built.loss = objective(config)
     built.set_attention_backend(config.model.attention_backend)
-    attend_in_groups(built, config.model.s2_group_size)
+    use_shifted_groups(built, config.model.s2_group_size)
     return built
 
 

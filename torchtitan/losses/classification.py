@@ -19,7 +19,7 @@ class ClassCrossEntropy(SummedCrossEntropy):
         super().__init__(num_chunks)
         self.confusion: torch.Tensor | None = None  # [C C], flattened: true class by predicted class
 
-    def loss_of(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+    def compute_loss(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
         logits = head(hidden)
         if not self.training:
             self._count(logits, *targets)

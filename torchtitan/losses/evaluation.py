@@ -48,7 +48,7 @@ class LossByRequest(Objective):
         valid = batch["labels"] != IGNORE_INDEX
         return hidden[valid], batch["labels"][valid], batch["requests"][valid]
 
-    def loss_of(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+    def compute_loss(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
         labels, requests = targets
         logits = head(hidden)
         losses = cross_entropies(logits, labels)
@@ -158,7 +158,7 @@ class LossByPlace(Objective):
     def rows(self, hidden: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return hidden.flatten(0, 1), batch["labels"].flatten(), batch["places"].flatten()  # [B S, D], [B S], [B S]
 
-    def loss_of(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+    def compute_loss(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
         labels, places = targets
         losses = cross_entropies(head(hidden), labels)
         self.nats.index_add_(0, places, losses.double())

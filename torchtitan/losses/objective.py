@@ -66,7 +66,7 @@ class Objective(nn.Module):
         """Return hidden states [N, ..., D] and what their losses read, all to be chunked along the first dimension."""
         raise NotImplementedError
 
-    def loss_of(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+    def compute_loss(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
         """Return the summed loss, a scalar, of one chunk: hidden states [n, ..., D] and the other tensors of `rows`."""
         raise NotImplementedError
 
@@ -83,10 +83,10 @@ class Objective(nn.Module):
             return logits_behind(batch["last"], hidden, head)
         hidden, *targets = self.rows(hidden, batch)
         if self.num_chunks == 1:
-            return self.loss_of(head, hidden, *targets)
+            return self.compute_loss(head, hidden, *targets)
         if not torch.is_grad_enabled():
             chunks = zip(*(x.chunk(self.num_chunks) for x in (hidden, *targets)), strict=True)
-            return torch.stack([self.loss_of(head, *chunk) for chunk in chunks]).sum()
+            return torch.stack([self.compute_loss(head, *chunk) for chunk in chunks]).sum()
         weights = [p for p in head.parameters() if p.requires_grad]
         return _ChunkedLoss.apply(hidden, targets, head, self, *weights)
 
@@ -100,7 +100,7 @@ class SummedCrossEntropy(Objective):
     def rows(self, hidden: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:
         return hidden.flatten(0, 1), batch["labels"].flatten()  # [B S, D], [B S]
 
-    def loss_of(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+    def compute_loss(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
         return summed_cross_entropy(head(hidden), *targets)
 
 
@@ -193,7 +193,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for h, *chunk_targets in zip(*(x.chunk(objective.num_chunks) for x in (hidden, *targets)), strict=True):
             h = h.detach().requires_grad_()
             with torch.enable_grad():
-                loss = objective.loss_of(head, h, *chunk_targets)
+                loss = objective.compute_loss(head, h, *chunk_targets)
             h_grad, *w_grads = torch.autograd.grad(loss, (h, *weights))
             hidden_grads.append(h_grad)
             if weight_grads is None:

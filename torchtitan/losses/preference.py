@@ -51,7 +51,7 @@ class Preference(Objective):
         reference = batch["reference"] if "reference" in batch else labels.new_zeros(2 * len(labels))
         return hidden, labels, reference.unflatten(0, (-1, 2))
 
-    def loss_of(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+    def compute_loss(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
         labels, reference = targets
         losses = cross_entropies(head(hidden.flatten(0, 2)), labels.flatten()).view(labels.shape)
         log_probs = -losses.sum(-1)  # [P, 2]

@@ -17,7 +17,7 @@ BACKENDS = ("auto", "sdpa", "flex")
 
 
 @cache
-def compiled(function: Callable) -> Callable:
+def compile_lazily(function: Callable) -> Callable:
     """Compile a function with torch.compile on its first use, because importing the compiler takes two seconds.
 
     In eager, flex attention materializes all scores, and its mask all pairs of positions.
@@ -60,17 +60,17 @@ class AttentionKernel(nn.Module):
         without further restrictions, or no restriction at all if causal=False. `keys` default to the queries' tokens.
         """
         same_tokens, keys = keys is None, keys or queries
-        if queries.documents is None and not self.hides(len(keys.places)) and (same_tokens or not self.causal):
+        if queries.documents is None and not self.masks_tokens(len(keys.places)) and (same_tokens or not self.causal):
             return None
         if self.uses_flex(queries):
             return self._block_mask(queries, keys)
-        visible = self._sees(queries.places[:, None], keys.places)
+        visible = self._is_visible(queries.places[:, None], keys.places)
         if queries.documents is not None:
             visible = visible & (queries.documents[:, :, None] == keys.documents[:, None, :])
-        return visible.view(-1, 1, len(queries.places), len(keys.places))  # [B or 1, 1, Q, S], True = may look
+        return visible.view(-1, 1, len(queries.places), len(keys.places))  # [B or 1, 1, Q, S], True = may attend
 
-    def hides(self, length: int) -> bool:
-        """Return True if a sequence of this length hides tokens from a query beyond the causal mask."""
+    def masks_tokens(self, length: int) -> bool:
+        """Return True if a sequence of this length masks tokens that the causal mask does not."""
         return 0 < self.window < length
 
     def uses_flex(self, queries: Tokens) -> bool:
@@ -78,21 +78,23 @@ class AttentionKernel(nn.Module):
             return False
         return self.backend == "flex" or (self.backend == "auto" and queries.places.is_cuda)
 
-    def _sees(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def _is_visible(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Return whether each query may attend to each key by position alone; bool, of the broadcast shape of both."""
         if not self.causal:
             return (query >= 0) & (key >= 0)  # all
-        near = query >= key
-        return near & (query - key < self.window) if self.window else near
+        in_past = query >= key
+        return in_past & (query - key < self.window) if self.window else in_past
 
     def _block_mask(self, queries: Tokens, keys: Tokens) -> BlockMask:
         device = queries.places.device
 
         def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            near = self._sees(queries.places[q], keys.places[k])
-            return near if queries.documents is None else near & (queries.documents[b, q] == keys.documents[b, k])
+            in_reach = self._is_visible(queries.places[q], keys.places[k])
+            if queries.documents is None:
+                return in_reach
+            return in_reach & (queries.documents[b, q] == keys.documents[b, k])
 
-        create = compiled(create_block_mask) if device.type == "cuda" else create_block_mask
+        create = compile_lazily(create_block_mask) if device.type == "cuda" else create_block_mask
         batch = None if queries.documents is None else len(queries.documents)
         return create(visible, batch, None, len(queries.places), len(keys.places), device=device)
 
@@ -104,7 +106,7 @@ class AttentionKernel(nn.Module):
         n query heads share a key/value head. Scores are scaled by 1 / sqrt(D). Values may be narrower than keys.
         """
         if isinstance(mask, BlockMask):
-            flex = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
+            flex = flex_attention if torch.compiler.is_compiling() else compile_lazily(flex_attention)
             return flex(q, k, v, block_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
         if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[-1] < 64:
             return self._in_float32(q, k, v, mask)
@@ -135,7 +137,7 @@ class AttentionKernel(nn.Module):
             return self._sdpa(q.float(), k.float(), v.float(), mask).to(q.dtype)
 
 
-class Shared(NamedTuple):
+class SharedInputs(NamedTuple):
     """Inputs that all blocks share in a forward."""
 
     positions: torch.Tensor  # [B or 1, S]
@@ -148,7 +150,7 @@ class Shared(NamedTuple):
     lengths: torch.Tensor | None = None  # [B, S], lengths of the tokens' records, see EmbeddingNoise
 
 
-def attended(kernel: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared) -> torch.Tensor:
+def run_attention(kernel: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: SharedInputs) -> torch.Tensor:
     """Apply the kernel to q [B, S, H, E], k [B, S, K, E] and v [B, S, K, V] -> concatenated heads [B, S, H V]."""
     draws = (shared.keys,) if getattr(kernel, "drops", False) else ()
     y = kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), shared.mask, *draws)  # [B, H, S, V]
@@ -183,7 +185,7 @@ class GroupedQueryAttention(nn.Module):
         self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if qk_norm else None
         self.kernel = kernel
 
-    def forward(self, x: torch.Tensor, shared: Shared) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, shared: SharedInputs) -> torch.Tensor:
         """[B, S, D] -> [B, S, D]"""
         # -1 and not the number of heads: under tensor parallelism a rank has only some of them
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [B, S, H, E]
@@ -193,7 +195,7 @@ class GroupedQueryAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if shared.rotation is not None:
             q, k = rotate(q, shared.rotation), rotate(k, shared.rotation)
-        return self.wo(attended(self.kernel, q, k, v, shared))  # [B, S, D]
+        return self.wo(run_attention(self.kernel, q, k, v, shared))  # [B, S, D]
 
 
 class GroupKernel(AttentionKernel):
@@ -207,12 +209,12 @@ class GroupKernel(AttentionKernel):
     def plain_attention(self) -> bool:
         return False
 
-    def hides(self, length: int) -> bool:
+    def masks_tokens(self, length: int) -> bool:
         return length > self.size - self.missing
 
-    def _sees(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def _is_visible(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         same = (query + self.missing) // self.size == (key + self.missing) // self.size
-        return super()._sees(query, key) & same
+        return super()._is_visible(query, key) & same
 
 
 HalfMasks = tuple[torch.Tensor | BlockMask | None, torch.Tensor | BlockMask | None]
@@ -269,7 +271,7 @@ class ShiftedGroups(AttentionKernel):
         return torch.cat(outputs, dim=1)
 
 
-def attend_in_groups(model: Any, size: int) -> None:
+def use_shifted_groups(model: Any, size: int) -> None:
     """Replace the kernel of all blocks of a decoder by ShiftedGroups, in place, unless `size` is 0.
 
     Raises JobError unless the attention is plain causal.

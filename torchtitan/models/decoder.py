@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from torchtitan.core.initialization import Constant, Init, Normal
-from torchtitan.models.attention import AttentionKernel, Shared
-from torchtitan.models.dropout import Dropout, DroppingKernel, EmbeddingNoise, layer_keys
+from torchtitan.models.attention import AttentionKernel, SharedInputs
+from torchtitan.models.dropout import Dropout, DropoutKernel, EmbeddingNoise, layer_keys
 from torchtitan.models.layers import RMSNorm, SwiGLU, autocast_dtype
 from torchtitan.parallelisms.attention_kernel import Tokens, counted
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.parallelisms.steps import Chain, Notes, Segment, Stepwise
 
-LANES = ("lanes", "begins", "filled")
+MEMORY_INPUTS = ("lanes", "begins", "filled")
 """Batch tensors [B] for a model with a memory: the number of each row's lane, needed if batches of several groups
 alternate; True if a document begins with the row; the number of its tokens that are filled."""
 
@@ -48,7 +48,7 @@ class DecoderArgs(Protocol):
     tied_embeddings: bool
 
 
-class Residual(Stepwise):
+class ResidualBlock(Stepwise):
     """The parts of a block that do not depend on its feed-forward: attention, norms, dropout and residual connections.
 
     `norm` makes a norm, by default RMSNorm. `order`: "pre" applies norms before attention and feed-forward, "post"
@@ -72,26 +72,26 @@ class Residual(Stepwise):
         self.attention_dropout = Dropout(dropout, 0) if dropout else None
         self.ffn_dropout = Dropout(dropout, 1) if dropout else None
 
-    def attend(self, notes: Notes, x: torch.Tensor) -> torch.Tensor:
+    def attention_residual(self, notes: Notes, x: torch.Tensor) -> torch.Tensor:
         """Apply attention with its norm, dropout and residual connection: [B, S, D] -> [B, S, D]."""
         y = self.attention(x if self.order == "post" else self.attention_norm(x), notes.shared)
-        h = x + self._dropped(y, self.attention_dropout, notes)
+        h = x + self._apply_dropout(y, self.attention_dropout, notes)
         return self.attention_norm(h) if self.order == "post" else h
 
-    def to_feed(self, h: torch.Tensor) -> torch.Tensor:
+    def ffn_input(self, h: torch.Tensor) -> torch.Tensor:
         """Return the input of the feed-forward: [B, S, D] -> [B, S, D]."""
         return h if self.order == "post" else self.ffn_norm(h)
 
-    def fed(self, h: torch.Tensor, y: torch.Tensor, notes: Notes) -> torch.Tensor:
+    def ffn_residual(self, h: torch.Tensor, y: torch.Tensor, notes: Notes) -> torch.Tensor:
         """Add the feed-forward's output y to the residual stream h, with dropout and norm; all [B, S, D]."""
-        out = h + self._dropped(y, self.ffn_dropout, notes)
+        out = h + self._apply_dropout(y, self.ffn_dropout, notes)
         return self.ffn_norm(out) if self.order == "post" else out
 
-    def _dropped(self, y: torch.Tensor, dropout: Dropout | None, notes: Notes) -> torch.Tensor:
+    def _apply_dropout(self, y: torch.Tensor, dropout: Dropout | None, notes: Notes) -> torch.Tensor:
         return y if dropout is None else dropout(y, notes.shared.keys)
 
 
-class Block(Residual):
+class Block(ResidualBlock):
     """A transformer block. `feed_forward` defaults to SwiGLU."""
 
     def __init__(
@@ -107,14 +107,17 @@ class Block(Residual):
         self.feed_forward = feed_forward or SwiGLU(args.dim, args.ffn_dim)
 
     def steps(self) -> tuple[Segment, ...]:
-        return Segment("attention", self.attend, ("x",), ("h",)), Segment("feed_forward", self.feed, ("h",), ("out",))
+        return (
+            Segment("attention", self.attention_residual, ("x",), ("h",)),
+            Segment("feed_forward", self.feed_forward_step, ("h",), ("out",)),
+        )
 
-    def feed(self, notes: Notes, h: torch.Tensor) -> torch.Tensor:
+    def feed_forward_step(self, notes: Notes, h: torch.Tensor) -> torch.Tensor:
         """[B, S, D] -> [B, S, D]"""
-        return self.fed(h, self.feed_forward(self.to_feed(h)), notes)
+        return self.ffn_residual(h, self.feed_forward(self.ffn_input(h)), notes)
 
 
-class Entrance(nn.Module):
+class InputEmbedding(nn.Module):
     """Learned positions added to the embeddings, and optionally a projection, token types, a norm and dropout.
 
     `num_positions` positions are learned; the `first` rows of their embedding before them are unused. `project` maps
@@ -180,7 +183,7 @@ class Decoder(nn.Module):
         self.args = args
         self.loss = None
         self.rotary = rotary
-        kernel = partial(DroppingKernel, attention_dropout) if attention_dropout else AttentionKernel
+        kernel = partial(DropoutKernel, attention_dropout) if attention_dropout else AttentionKernel
         self.kernel = kernel(attention_backend, causal, window)  # one for all blocks; it has no state
         self.tok_embeddings = nn.Embedding(args.vocab_size, word_dim or args.dim)
         self.noise: nn.Module | None = None  # on embeddings, see dropout.py; on the same pipeline stage as they are
@@ -192,7 +195,7 @@ class Decoder(nn.Module):
         self.tie_weights()
 
     @property
-    def draws(self) -> bool:
+    def needs_keys(self) -> bool:
         """True if training uses dropout or noise, and so needs the tokens' random keys."""
         drawing = (EmbeddingNoise, Dropout)
         return any(isinstance(module, drawing) and getattr(module, "p", 1) > 0 for module in self.modules())
@@ -214,18 +217,18 @@ class Decoder(nn.Module):
         [B, S] too (dropout.record_lengths).
         """
         shared = self.context(tokens, positions, document_ids, keys, lengths)
-        x = tokens if self.tok_embeddings is None else self.enter(tokens, shared)  # [B, S, D]
-        memory_inputs = {name: targets.pop(name) for name in LANES if name in targets}
+        x = tokens if self.tok_embeddings is None else self.input_states(tokens, shared)  # [B, S, D]
+        memory_inputs = {name: targets.pop(name) for name in MEMORY_INPUTS if name in targets}
         if self.memory is not None:
             self.memory.begin(tokens, memory_inputs, targets.get("labels"))
         for layer, block in self.layers.items():
             if int(layer) < self.args.n_layers:
                 if self.memory is not None:
                     shared = self.memory.before_block(int(layer), block, x, shared, self.kernel)
-                x = block(x, of_layer(shared, int(layer)))
-        x = self.normed(x)
+                x = block(x, shared_for_layer(shared, int(layer)))
+        x = self.apply_norm(x)
         shared = shared._replace(targets={name: target for name, target in targets.items() if target is not None})
-        out = self.finish(x, shared)
+        out = self.compute_output(x, shared)
         if not shared.targets or not self.training:
             return out
         extra = self.extra_loss(x, tokens, document_ids, shared)
@@ -237,14 +240,18 @@ class Decoder(nn.Module):
         Extra losses have no steps.
         """
         chains = [
-            Chain(f"layers.{name}", block.steps(), partial(of_layer, layer=int(name)))
+            Chain(f"layers.{name}", block.steps(), partial(shared_for_layer, layer=int(name)))
             for name, block in self.layers.items()
         ]
         if self.tok_embeddings is not None:
-            embed = Segment("embed", lambda notes, tokens: self.enter(tokens, notes.shared), ("x",), ("out",))
+            embed = Segment("embed", lambda notes, tokens: self.input_states(tokens, notes.shared), ("x",), ("out",))
             chains.insert(0, Chain("tok_embeddings", (embed._replace(light=True),), recompute=False))
         if self.norm is not None or self.output is not None:
-            head = Segment("head", lambda notes, x: self.finish(self.normed(x), notes.shared), ("x",), ("out",))
+
+            def apply_head(notes: Notes, x: torch.Tensor) -> torch.Tensor:
+                return self.compute_output(self.apply_norm(x), notes.shared)
+
+            head = Segment("head", apply_head, ("x",), ("out",))
             chains.append(Chain("head", (head._replace(light=True),), recompute=False))
         return chains
 
@@ -256,7 +263,7 @@ class Decoder(nn.Module):
         keys: torch.Tensor | None = None,
         lengths: torch.Tensor | None = None,
         **targets: torch.Tensor,
-    ) -> Shared:
+    ) -> SharedInputs:
         """Return the inputs that all blocks share, for tokens [B, S] or hidden states [B, S, D] x; see forward."""
         if positions is None:
             assert self.tok_embeddings is not None, "x may be a share of the tokens, so their positions are given"
@@ -264,11 +271,11 @@ class Decoder(nn.Module):
         places = torch.arange(positions.shape[1], device=positions.device)  # [S]
         rotation = None if self.rotary is None else self.rotary(positions)
         mask = self.kernel.prepare(Tokens(places, document_ids))
-        return Shared(positions, document_ids, rotation, mask, keys, targets, lengths=lengths)
+        return SharedInputs(positions, document_ids, rotation, mask, keys, targets, lengths=lengths)
 
-    def enter(self, tokens: torch.Tensor, shared: Shared) -> torch.Tensor:
+    def input_states(self, tokens: torch.Tensor, shared: SharedInputs) -> torch.Tensor:
         """Return the input of the first block: [B, S] -> [B, S, D]."""
-        x, keys = self.embed(tokens), of_layer(shared, -1).keys
+        x, keys = self.embed(tokens), shared_for_layer(shared, -1).keys
         x = x if self.noise is None else self.noise(x, keys, shared.lengths)
         return x if self.entrance is None else self.entrance(x, shared.positions, keys)
 
@@ -278,17 +285,17 @@ class Decoder(nn.Module):
         dtype = autocast_dtype(x.device.type)  # autocast leaves embeddings in float32, unlike FSDP's mixed precision
         return x if dtype is None else x.to(dtype)
 
-    def normed(self, x: torch.Tensor) -> torch.Tensor:
+    def apply_norm(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the final norm: [B, S, D] -> [B, S, D], the input of the head."""
         return x if self.norm is None else self.norm(x)
 
-    def finish(self, x: torch.Tensor, shared: Shared) -> torch.Tensor:
+    def compute_output(self, x: torch.Tensor, shared: SharedInputs) -> torch.Tensor:
         """Apply the head to x [B, S, D], if present -> logits [B, S, V]; with targets, the summed loss, a scalar."""
         if shared.targets:
-            return self.loss_of(x, shared.targets, shared)
+            return self.compute_loss(x, shared.targets, shared)
         return x if self.output is None else self.output(x)
 
-    def loss_of(self, x: torch.Tensor, targets: Mapping[str, torch.Tensor], shared: Shared) -> torch.Tensor:
+    def compute_loss(self, x: torch.Tensor, targets: Mapping[str, torch.Tensor], shared: SharedInputs) -> torch.Tensor:
         """x [B, S, D], the head's input -> the summed loss, a scalar."""
         assert self.loss is not None and self.output is not None, "targets need a loss and the output head"
         batch = {"positions": shared.positions, **targets}
@@ -301,7 +308,7 @@ class Decoder(nn.Module):
         x: torch.Tensor,
         tokens: torch.Tensor,
         document_ids: torch.Tensor | None,
-        shared: Shared,
+        shared: SharedInputs,
     ) -> torch.Tensor | None:
         """Return a scalar that adds to the gradient, but not the value, of the training loss; None by default.
 
@@ -352,6 +359,6 @@ class Decoder(nn.Module):
         return Normal(0.02 / (2 * (int(layer) + 1)) ** 0.5 if matrix in ("wo", "w2", "w3") else 0.02)
 
 
-def of_layer(shared: Shared, layer: int) -> Shared:
+def shared_for_layer(shared: SharedInputs, layer: int) -> SharedInputs:
     """Return the shared inputs with the random keys of one layer; -1 for the input embedding."""
     return shared if shared.keys is None else shared._replace(keys=layer_keys(shared.keys, layer))

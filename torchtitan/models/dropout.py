@@ -1,10 +1,10 @@
 """Dropout and embedding noise that are independent of the parallelism plan.
 
-Each dropout draw is a function of (seed, step, sample, token, layer, place in the layer, feature), and for attention
+Each dropout draw is a function of (seed, step, sample, token, layer, stream, feature), and for attention
 probabilities of (seed, step, sample, query, layer, head, key). The numbers of a generator would depend on how many this
 rank drew before. Here each token of a step has a random key, which comes with the batch and is sharded with its tokens.
 A layer derives its own keys from these, and a hash of key and feature decides whether a feature is dropped. So
-microbatches, ranks, recomputation and resumed runs use the same draws. STRIDES keep keys of tokens, layers, and places
+microbatches, ranks, recomputation and resumed runs use the same draws. STRIDES keep keys of tokens, layers, and streams
 or heads apart.
 
 Noise on embeddings in training (NEFTune, arXiv:2310.05914) is drawn in the same way, by (seed, step, sample, token,
@@ -41,11 +41,11 @@ def head_keys(keys: torch.Tensor, first: int, heads: int) -> torch.Tensor:
 
 
 class Dropout(nn.Module):
-    """Dropout by keys. `place` distinguishes several dropouts in one layer."""
+    """Dropout by keys. `stream`: number of the random stream; dropouts in one layer have different ones."""
 
-    def __init__(self, p: float, place: int = 0):
+    def __init__(self, p: float, stream: int = 0):
         super().__init__()
-        self.p, self.place = p, place
+        self.p, self.stream = p, stream
 
     def forward(self, x: torch.Tensor, keys: torch.Tensor | None, first: int = 0) -> torch.Tensor:
         """Drop features of x [..., D], usually [B, S, D], with probability p and scale the others by 1 / (1 - p).
@@ -55,14 +55,14 @@ class Dropout(nn.Module):
         """
         if not self.training or not self.p:
             return x
-        assert keys is not None, "a model with dropout is trained with the keys of its tokens"
+        assert keys is not None, "a model with dropout needs the keys of its tokens in training"
         numbers = torch.arange(first, first + x.shape[-1], device=x.device)
-        features = scrambled(numbers + self.place * STRIDES[2])
+        features = scrambled(numbers + self.stream * STRIDES[2])
         drawn = scrambled(keys[..., None] ^ features)  # [..., D]
         return torch.where(drawn >= int(self.p * 2**32), x / (1 - self.p), 0)
 
 
-class DroppingKernel(AttentionKernel):
+class DropoutKernel(AttentionKernel):
     """Attention with dropout of its probabilities in training (arXiv:1706.03762, 5.4); else AttentionKernel.
 
     Library kernels draw from their own generators, if they support dropout at all. So in training all probabilities
@@ -78,7 +78,7 @@ class DroppingKernel(AttentionKernel):
         self.share = 0  # index of this rank's share of the heads under tensor parallel
 
     def with_backend(self, backend: str) -> AttentionKernel:
-        return DroppingKernel(self.dropout.p, backend, self.causal, self.window).train(self.training)
+        return DropoutKernel(self.dropout.p, backend, self.causal, self.window).train(self.training)
 
     def uses_flex(self, queries: Tokens) -> bool:
         return not self.training and super().uses_flex(queries)
@@ -97,7 +97,7 @@ class DroppingKernel(AttentionKernel):
         """
         if not self.training:
             return super().forward(q, k, v, mask)
-        assert keys is not None, "a model with dropout is trained with the keys of its tokens"
+        assert keys is not None, "a model with dropout needs the keys of its tokens in training"
         heads = q.shape[1]
         k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
         scores = (q @ k.mT) * q.shape[-1] ** -0.5  # [B, H, Q, S]
@@ -110,7 +110,8 @@ class DroppingKernel(AttentionKernel):
         return weights.to(v.dtype) @ v
 
 
-PLACE = 1  # place of the noise in the input embedding; 0 is dropout of the embeddings
+NOISE_STREAM = 1
+"""Random stream of the noise in the input embedding; 0 is dropout of the embeddings."""
 
 
 def record_lengths(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -136,14 +137,14 @@ class EmbeddingNoise(nn.Module):
         """Add noise to x [B, S, D] in training, given keys [B, S] (layer -1) and record lengths [B, S]."""
         if not self.training:
             return x
-        assert keys is not None and lengths is not None, "noise is drawn with the keys of the tokens, by their records"
-        features = scrambled(torch.arange(x.shape[-1], device=x.device) + PLACE * STRIDES[2])
+        assert keys is not None and lengths is not None, "embedding noise needs keys and record lengths"
+        features = scrambled(torch.arange(x.shape[-1], device=x.device) + NOISE_STREAM * STRIDES[2])
         drawn = scrambled(keys[..., None] ^ features) >> 8  # [B, S, D], 24 bits, which float32 represents exactly
         bound = self.alpha * (lengths * x.shape[-1]).to(torch.float32).rsqrt()  # [B, S]
         return x + ((drawn.to(torch.float32) / 2**23 - 1) * bound[..., None]).to(x.dtype)
 
 
-def add_noise(model: nn.Module, plan: ParallelPlan, alpha: float) -> ParallelPlan:
+def add_embedding_noise(model: nn.Module, plan: ParallelPlan, alpha: float) -> ParallelPlan:
     """Attach noise to the model in place, unless alpha is 0, and return the plan that includes it.
 
     Raises JobError if the model is not a Decoder.

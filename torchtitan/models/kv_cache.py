@@ -14,56 +14,56 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.parallelisms.attention_kernel import Tokens
 
 
-class RememberingKernel(nn.Module):
-    """Attention of new queries to all cached keys, subject to the model's own kernel. `forget` empties the cache."""
+class CachingKernel(nn.Module):
+    """Attention of new queries to all cached keys, with the mask of the model's `kernel`. `clear` empties the cache."""
 
-    def __init__(self, own: AttentionKernel):
+    def __init__(self, kernel: AttentionKernel):
         super().__init__()
-        self.own, self.to_everything = own, AttentionKernel("sdpa", causal=False)
-        self.forget()
+        self.kernel, self.full_attention = kernel, AttentionKernel("sdpa", causal=False)
+        self.clear()
 
-    def forget(self) -> None:
-        self.held = self.end = 0  # number of cached tokens, and the end of the last one in the tensors
-        self.kept: list[torch.Tensor] = []  # tensors [B, H / n, capacity, D] of keys and of values
+    def clear(self) -> None:
+        self.num_cached = self.end = 0  # number of cached tokens, and the end of the last one in the tensors
+        self.cached_tensors: list[torch.Tensor] = []  # tensors [B, H / n, capacity, D] of keys and of values
 
     def prepare(self, new: Tokens, keys: Tokens | None = None) -> torch.Tensor | None:
         """Return the mask of the new tokens, which follow the cached ones, as AttentionKernel's [1, 1, Q, S].
 
         None means that nothing is masked, or only later tokens if the cache is empty.
         """
-        assert new.documents is None and keys is None, "documents are not told apart"
-        places = torch.arange(self.held + len(new.places), device=new.places.device)
-        if self.held == 0:
-            return self.own.prepare(Tokens(places, None))
-        return (
-            None if len(new.places) == 1 else self.own.prepare(Tokens(places[self.held :], None), Tokens(places, None))
-        )
+        assert new.documents is None and keys is None, "the cache supports no document masks"
+        places = torch.arange(self.num_cached + len(new.places), device=new.places.device)
+        if self.num_cached == 0:
+            return self.kernel.prepare(Tokens(places, None))
+        if len(new.places) == 1:
+            return None
+        return self.kernel.prepare(Tokens(places[self.num_cached :], None), Tokens(places, None))
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Attend as AttentionKernel does: q [B, H, Q, D] of the new tokens, with their k and v -> [B, H, Q, V]."""
-        kernel = self.to_everything if mask is None and self.held else self.own
-        return kernel(q, *self._remember(k, v), mask)
+        attention = self.full_attention if mask is None and self.num_cached else self.kernel
+        return attention(q, *self._append(k, v), mask)
 
-    def _remember(self, *new: torch.Tensor) -> list[torch.Tensor]:
+    def _append(self, *new: torch.Tensor) -> list[torch.Tensor]:
         """Append new keys and values [B, H / n, Q, D] to the cache and return all cached ones.
 
         With a window, the cache keeps only tokens that the next one can attend to.
         """
-        first, length = self.end - self.held, self.held + new[0].shape[2]
-        if not self.kept or first + length > self.kept[0].shape[2]:
-            room = 2 * length  # so that the tensors are rarely copied
-            grown = [tensor.new_empty(*tensor.shape[:2], room, tensor.shape[3]) for tensor in new]
-            for old, tensor in zip(self.kept, grown, strict=False):
-                tensor[:, :, : self.held] = old[:, :, first : self.end]
-            self.kept, first = grown, 0
+        first, length = self.end - self.num_cached, self.num_cached + new[0].shape[2]
+        if not self.cached_tensors or first + length > self.cached_tensors[0].shape[2]:
+            capacity = 2 * length  # so that the tensors are rarely copied
+            larger = [tensor.new_empty(*tensor.shape[:2], capacity, tensor.shape[3]) for tensor in new]
+            for old, tensor in zip(self.cached_tensors, larger, strict=False):
+                tensor[:, :, : self.num_cached] = old[:, :, first : self.end]
+            self.cached_tensors, first = larger, 0
         self.end = first + length
-        for tensor, kept in zip(new, self.kept, strict=True):
-            kept[:, :, first + self.held : self.end] = tensor
-        self.held = min(length, self.own.window - 1) if self.own.window else length
-        return [kept[:, :, first : self.end] for kept in self.kept]
+        for tensor, cached in zip(new, self.cached_tensors, strict=True):
+            cached[:, :, first + self.num_cached : self.end] = tensor
+        self.num_cached = min(length, self.kernel.window - 1) if self.kernel.window else length
+        return [cached[:, :, first : self.end] for cached in self.cached_tensors]
 
 
-class Remembering:
+class CachedDecoder:
     """A decoder that is called with growing sequences and reads only the tokens added since the last call.
 
     It reads any other sequence from the start, for example a shifted window (its positions start again at 0).
@@ -72,27 +72,27 @@ class Remembering:
     def __init__(self, model: Decoder):
         self.model = model
         base_kernel = model.kernel.with_backend("sdpa")
-        self.kernels = [RememberingKernel(base_kernel) for _ in model.layers]
+        self.kernels = [CachingKernel(base_kernel) for _ in model.layers]
         model.kernel = self.kernels[0]  # all cache the same tokens, so its mask holds for every layer
         for block, kernel in zip(model.layers.values(), self.kernels, strict=True):
             block.attention.kernel = kernel
-        self.seen: torch.Tensor | None = None  # [1, S]
+        self.cached_ids: torch.Tensor | None = None  # [1, S]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.model.parameters()
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [1, S] -> logits [1, number of tokens read in this call, V] of the last tokens."""
-        num_cached = 0 if self.seen is None else self.seen.shape[1]
-        if not 0 < num_cached < ids.shape[1] or not torch.equal(ids[:, :num_cached], self.seen):
+        num_cached = 0 if self.cached_ids is None else self.cached_ids.shape[1]
+        if not 0 < num_cached < ids.shape[1] or not torch.equal(ids[:, :num_cached], self.cached_ids):
             num_cached = 0
-            self.forget()
-        self.seen = ids
+            self.clear()
+        self.cached_ids = ids
         return self.read(ids, num_cached)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         for kernel in self.kernels:
-            kernel.forget()
+            kernel.clear()
 
     def read(self, ids: torch.Tensor, num_cached: int) -> torch.Tensor:
         """Read ids [1, S] after the first `num_cached`, which are cached -> logits [1, S - num_cached, V]."""

@@ -172,7 +172,7 @@ class ParallelModel:
         mixed = dtype != options.param_dtype and not uses_fully_shard(dims, options, dtype)
         self.autocast = torch.autocast(device.type, options.param_dtype, enabled=mixed)
         tied = tied_names(model)
-        self.draws: bool = getattr(model, "draws", False)  # True if training needs the tokens' random keys
+        self.needs_keys: bool = getattr(model, "needs_keys", False)  # True if training needs the tokens' random keys
         self.expert_mesh = dims.build_expert_mesh(mesh.device_type)
         self.parts, stages, num_stages = parallel_parts(model, mesh, dims, plan, options, pipeline, self.expert_mesh)
         self.stateful_adapter = adapter if isinstance(adapter, StatefulAdapter) else None

@@ -103,7 +103,7 @@ def rehearse(config: JobConfig, rank: int, world_size: int, device: str) -> Rehe
         if device == "cuda":
             _attend_as_on_a_gpu(model.parts)
         _count_state(live, model.parts)
-        batch = zero_batch(config, dims, model.draws)
+        batch = zero_batch(config, dims, model.needs_keys)
         rehearsal = Rehearsal(config, model, optimizers, batch, batches_of_a_step(config, dims))
         ref_model = _reference(config, model, device)
         with WITHOUT_VALUES, Answers(_rows_of_experts(config), dims.ep), live.watching():

@@ -22,7 +22,7 @@ from torchtitan.losses.classification import ClassCrossEntropy, measures
 from torchtitan.losses.masked_lm import HELD_OUT, Masking
 from torchtitan.losses.objective import Objective
 from torchtitan.losses.tasks import mask_token, task_of
-from torchtitan.models.decoder import LANES
+from torchtitan.models.decoder import MEMORY_INPUTS
 from torchtitan.models.dropout import record_lengths, token_keys
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallel_model import ParallelModel
@@ -259,7 +259,7 @@ def batch_preparer(
 def _stream_keys(config: JobConfig, dims: ParallelDims) -> tuple[str, ...]:
     if not task_of(config).streams_documents:
         return ()
-    return LANES if dims.pp > 1 else LANES[1:]  # reading the stream's number makes the host wait for the device
+    return MEMORY_INPUTS if dims.pp > 1 else MEMORY_INPUTS[1:]  # reading a lane's number synchronizes with the device
 
 
 def zero_batch(config: JobConfig, dims: ParallelDims, draws: bool) -> Batch:

@@ -76,7 +76,7 @@ class Trainer:
         self.exports = Exports(config, ranks, self.tokenizer)
         self.model = parts.model(config, mesh, self.dims, device, drawn=False)
         distributed.set_timeout(timeout)  # the mesh's groups were created with torch's default
-        self.preparer = batch_preparer(config, self.tokenizer, self.dims, self.dp_rank, device, self.model.draws)
+        self.preparer = batch_preparer(config, self.tokenizer, self.dims, self.dp_rank, device, self.model.needs_keys)
         self.optimizers = parts.optimizers(config, self.model)
         self.restorer = Restorer(config, self.dims, self.model)
         self.schedulers = parts.lr_schedulers(config, self.optimizers, self.restorer.schedule_start())

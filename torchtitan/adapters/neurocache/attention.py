@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
 from torchtitan.core.initialization import Init, Normal, local_part
-from torchtitan.models.attention import GroupedQueryAttention, Shared
+from torchtitan.models.attention import GroupedQueryAttention, SharedInputs
 
 
 class Retrieved(NamedTuple):
@@ -161,7 +161,7 @@ class CachedAttention(GroupedQueryAttention):
         self.cache, self.copies = CacheAttention(self, width, context, scrambled), copies
         self.squares: list[torch.Tensor] = []
 
-    def forward(self, x: torch.Tensor, shared: Shared) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, shared: SharedInputs) -> torch.Tensor:
         y = GroupedQueryAttention.forward(self, x, shared)
         if shared.retrieved is None:
             return y

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 import torch
 
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.kv_cache import Remembering
+from torchtitan.models.kv_cache import CachedDecoder
 
 UNLIMITED = 2**31
 """Context length in tokens of a model with a cache: unlimited."""
 
 
-class SegmentReader(Remembering):
+class SegmentReader(CachedDecoder):
     """Calls a decoder that has a memory with growing sequences, in segments of `seq_len` tokens."""
 
     def __init__(self, model: Decoder, seq_len: int):
@@ -25,7 +25,7 @@ class SegmentReader(Remembering):
         self.memory, self.seq_len = model.memory, seq_len
         self.memory.decodes = True
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self.memory.clear()
         self._begin()
 
@@ -43,18 +43,18 @@ class SegmentReader(Remembering):
 
     def _begin(self) -> None:
         self.memory.tail = {}
-        super().forget()
+        super().clear()
 
 
-def reader_for(model: Decoder, seq_len: int) -> tuple[Remembering, int]:
+def reader_for(model: Decoder, seq_len: int) -> tuple[CachedDecoder, int]:
     """Return the incremental reader of a model, and the maximum number of tokens that it reads."""
     if getattr(model, "memory", None) is None:
-        return Remembering(model), seq_len
+        return CachedDecoder(model), seq_len
     return SegmentReader(model, seq_len), UNLIMITED
 
 
 @contextmanager
-def incremental_reader(model: Decoder, seq_len: int) -> Iterator[tuple[Remembering, int]]:
+def incremental_reader(model: Decoder, seq_len: int) -> Iterator[tuple[CachedDecoder, int]]:
     """Yield `reader_for`, and afterwards prepare the model for full batches again."""
     kernel = model.kernel
     try:

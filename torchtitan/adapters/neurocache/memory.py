@@ -32,7 +32,7 @@ from torchtitan.adapters.neurocache.cache import (
 from torchtitan.adapters.neurocache.sizes import BUCKETS, CacheLayers, widths
 from torchtitan.config.sections.adapter import Neurocache as Options
 from torchtitan.core.initialization import Constant, Init, Normal
-from torchtitan.models.attention import Shared
+from torchtitan.models.attention import SharedInputs
 from torchtitan.parallelisms.context_parallel import ContextParallelAttention, GatherSequence
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -142,7 +142,7 @@ class Memory(nn.Module):
     ) -> None:
         """Begin a microbatch of tokens [B, S] (hidden states in later pipeline stages) with its labels, if any.
 
-        `lane_tensors`: the batch's tensors per lane (LANES of models/decoder.py).
+        `lane_tensors`: the batch's tensors per lane (MEMORY_INPUTS of models/decoder.py).
         """
         size, device = len(tokens), tokens.device
         key = self.training, int(lane_tensors["lanes"][0]) if "lanes" in lane_tensors else 0
@@ -181,7 +181,9 @@ class Memory(nn.Module):
         )
 
     @torch.compiler.disable
-    def before_block(self, layer: int, block: nn.Module, x: torch.Tensor, shared: Shared, kernel: nn.Module) -> Shared:
+    def before_block(
+        self, layer: int, block: nn.Module, x: torch.Tensor, shared: SharedInputs, kernel: nn.Module
+    ) -> SharedInputs:
         """Run before a block gets its input x [B, S, D], or a rank's shard of it.
 
         Collects the states that the layer stores, and returns `shared` with the entries that its tokens retrieve.

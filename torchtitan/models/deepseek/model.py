@@ -25,8 +25,8 @@ Letters of the shapes: B samples, S tokens, D = args.dim, H heads.
 import torch
 from torch import nn
 
-from torchtitan.models.attention import AttentionKernel, Shared, attended
-from torchtitan.models.decoder import Block, Decoder, of_layer
+from torchtitan.models.attention import AttentionKernel, SharedInputs, run_attention
+from torchtitan.models.decoder import Block, Decoder, shared_for_layer
 from torchtitan.models.deepseek import CONFIG, DeepseekArgs
 from torchtitan.models.flops import latent_flops_per_token
 from torchtitan.models.hf.names import ATTENTION, EXPERTS, FEED_FORWARD, Form
@@ -53,7 +53,7 @@ class MultiTokenBlock(MoEBlock):
         self.eh_proj = nn.Linear(2 * args.dim, args.dim, bias=False)
         self.norm = RMSNorm(args.dim, args.norm_eps)
 
-    def forward(self, x: torch.Tensor, next_embeddings: torch.Tensor, shared: Shared) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, next_embeddings: torch.Tensor, shared: SharedInputs) -> torch.Tensor:
         """x [B, S, D] of the previous depth, and the embeddings [B, S, D] of the tokens to come -> [B, S, D]."""
         joined = torch.cat((self.enorm(next_embeddings), self.hnorm(x)), dim=-1)
         with running(Notes(shared)):
@@ -112,7 +112,7 @@ class LatentAttention(nn.Module):
         self.score_scale = 1.0 if scaling is None else yarn_magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
         self.kernel = kernel
 
-    def forward(self, x: torch.Tensor, shared: Shared) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, shared: SharedInputs) -> torch.Tensor:
         """[B, S, D] -> [B, S, D]"""
         latent_q = x if self.wq_a is None else self.q_norm(self.wq_a(x))
         if self.score_scale != 1:
@@ -127,7 +127,7 @@ class LatentAttention(nn.Module):
         k_plain, v = kv.split((self.nope_dim, self.v_dim), dim=-1)  # [B, S, H, nope], [B, S, H, v]
         q = torch.cat((q_plain, rotate(q_turned, shared.rotation)), dim=-1)
         k = torch.cat((k_plain, k_turned.expand(-1, -1, k_plain.shape[-2], -1)), dim=-1)
-        return self.wo(attended(self.kernel, q, k, v, shared))  # [B, S, D]
+        return self.wo(run_attention(self.kernel, q, k, v, shared))  # [B, S, D]
 
 
 class Deepseek(ZeroedBuffers, Decoder):
@@ -154,7 +154,7 @@ class Deepseek(ZeroedBuffers, Decoder):
         x: torch.Tensor,
         tokens: torch.Tensor,
         document_ids: torch.Tensor | None,
-        shared: Shared,
+        shared: SharedInputs,
     ) -> torch.Tensor | None:
         """Return mtp_loss_weight times the mean over the depths of their summed losses, a scalar.
 
@@ -169,9 +169,9 @@ class Deepseek(ZeroedBuffers, Decoder):
             layer = self.args.n_layers + depth - 1
             block = self.layers[str(layer)]
             # tokens that roll wraps around have no label
-            x = block(x, self.embed(tokens.roll(-depth, 1)), of_layer(shared, layer))
+            x = block(x, self.embed(tokens.roll(-depth, 1)), shared_for_layer(shared, layer))
             targets = {"labels": labels_of_depth(shared.targets["labels"], document_ids, depth)}
-            losses.append(self.loss_of(x, targets, shared))
+            losses.append(self.compute_loss(x, targets, shared))
         mean = torch.stack(losses).mean()
         add_once(self.mtp_loss, mean.detach())
         return self.args.mtp_loss_weight * mean

@@ -12,7 +12,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.models.decoder import Entrance
+from torchtitan.models.decoder import InputEmbedding
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.gpt2 import CONFIG, GPT2Args
 from torchtitan.models.hf.names import Form, with_biases
@@ -29,7 +29,7 @@ class GPT2(Classic):
             None,
             partial(block_of, args, partial(F.gelu, approximate="tanh"), "pre"),
             attention_backend,
-            entrance=Entrance(args.dim, args.max_seq_len, dropout=args.dropout),
+            entrance=InputEmbedding(args.dim, args.max_seq_len, dropout=args.dropout),
             norm=norm_of(args),
             head=nn.Linear(args.dim, args.outputs, bias=False),
             attention_dropout=args.attention_dropout,

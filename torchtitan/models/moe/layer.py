@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from torchtitan.models.decoder import Residual
+from torchtitan.models.decoder import ResidualBlock
 from torchtitan.models.layers import SwiGLU, autocast_off
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.moe.experts import Experts
@@ -90,7 +90,7 @@ class MoE(Stepwise):
             return torch.bmm(weights[:, None], copies.to(weights.dtype)).squeeze(1).to(ys.dtype)
 
 
-class MoEBlock(Residual):
+class MoEBlock(ResidualBlock):
     """A transformer block with experts instead of a dense feed-forward."""
 
     def __init__(
@@ -112,14 +112,14 @@ class MoEBlock(Residual):
         first, *between, last = self.moe.steps()
 
         def route(notes: Notes, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            n = self.to_feed(h)
+            n = self.ffn_input(h)
             return n, *first.run(notes, n)
 
         def combine(notes: Notes, h: torch.Tensor, *step_inputs: torch.Tensor) -> torch.Tensor:
-            return self.fed(h, last.run(notes, *step_inputs), notes)
+            return self.ffn_residual(h, last.run(notes, *step_inputs), notes)
 
         return (
-            Segment("attention", self.attend, ("x",), ("h",)),
+            Segment("attention", self.attention_residual, ("x",), ("h",)),
             first._replace(run=route, inputs=("h",), outputs=("n", *first.outputs)),
             *(_reading(step, x="n") for step in between),
             last._replace(run=combine, inputs=("h", *last.inputs)),

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.models.decoder import Entrance
+from torchtitan.models.decoder import InputEmbedding
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import Form, with_biases
 from torchtitan.models.learned_positions.model import PLAN, Classic, block_of, headed_form, is_other_head, norm_of
@@ -41,7 +41,7 @@ class OPT(Classic):
             partial(block_of, args, F.relu, args.order),
             attention_backend,
             word_dim=args.word_dim,
-            entrance=Entrance(args.dim, args.max_seq_len, first=UNUSED, project=project),
+            entrance=InputEmbedding(args.dim, args.max_seq_len, first=UNUSED, project=project),
             norm=LastLayer(args),
             head=nn.Linear(args.word_dim, args.outputs, bias=False),
             attention_dropout=args.attention_dropout,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.models.decoder import Entrance
+from torchtitan.models.decoder import InputEmbedding
 from torchtitan.models.flops import bidirectional_flops_per_token
 from torchtitan.models.hf.names import Form, with_biases
 from torchtitan.models.learned_positions.model import PLAN, Classic, block_of, norm_of
@@ -39,7 +39,7 @@ class LastLayer(nn.Module):
 
 class Roberta(Classic):
     def __init__(self, args: RobertaArgs, attention_backend: str = "auto"):
-        entrance = Entrance(
+        entrance = InputEmbedding(
             args.dim, args.max_seq_len, norm_of(args), args.dropout, first=args.pad_id + 1, num_types=args.n_types
         )
         classes = args.n_classes > 0
