@@ -43,7 +43,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "losses": (2, 0),
     "lr_schedules": (1, 0),
     "metrics": (11, 0),
-    "models": (15, 0),
+    "models": (8, 0),
     "optimizers": (13, 0),
     "parallelisms": (18, 0),
     "planner": (5, 0),
