@@ -66,7 +66,7 @@ def draw_generation(axes: Any, rows: Rows) -> None:
     prompts = [row["prompt"] for row in rows]
     for key, color in (("read", LOSS), ("written", HELD_OUT)):
         axes.plot(prompts, [row[key] for row in rows], "o-", color=color, label=f"{key}, tokens/s")
-        axes.plot(prompts, [row[f"{key}_bound"] for row in rows], "--", color=color, label=f"bound of what is {key}")
+        axes.plot(prompts, [row[f"{key}_bound"] for row in rows], "--", color=color, label=f"bound ({key})")
     axes.set_yscale("log")
     axes.set_title("generate, by tokens of the prompt", loc="left", fontsize=10)
     axes.legend(frameon=False)

@@ -1,7 +1,7 @@
-"""The rows of the table of combinations that step: every optimizer under every kind of plan.
+"""The rows of the table of combinations for optimizers: every optimizer under every kind of plan.
 
 test_optimizer_plans.py runs them on gloo ranks and compares the weights after three steps with the plain model's.
-AdamWBF16, which is made for weights in bfloat16, is held to the bit on shards of its own (test_own_optimizers.py).
+AdamWBF16, which needs weights in bfloat16, is compared bit for bit in test_own_optimizers.py.
 """
 
 from typing import Any

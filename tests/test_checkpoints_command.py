@@ -1,4 +1,4 @@
-"""`torchtitan checkpoints`: what is there, in what state, and what a resume would take."""
+"""`torchtitan checkpoints`: a run's checkpoints, their state, and the one that a resume would load."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def run_command(run, capsys, *arguments):
     return code, capsys.readouterr().out.splitlines()
 
 
-def test_what_a_run_has_saved(run, capsys):
+def test_all_checkpoints_of_a_run_are_listed(run, capsys):
     code, lines = run_command(run, capsys)
     assert code == 0
     assert lines[0].split() == ["step", "size", "state", "plan"]
@@ -43,19 +43,19 @@ def test_what_a_run_has_saved(run, capsys):
     assert lines[7].startswith("a resume takes step 3 (by names, sizes and manifest")
 
 
-def test_content_is_looked_at_when_asked_for(run, capsys):
+def test_verify_reads_the_contents(run, capsys):
     code, lines = run_command(run / "checkpoint", capsys, "--verify")
     assert code == 0
     assert "not usable: damaged: __0_0.distcp" in lines[2] and "sound" in lines[3]
     assert lines[-1] == "a resume takes step 2 (looked at whole)"
-    assert Job(run / "checkpoint").checkpointer.load() == 2  # and so it does
+    assert Job(run / "checkpoint").checkpointer.load() == 2  # the checkpointer agrees
     for step in (1, 2):
         (run / "checkpoint" / f"step-0000000{step}" / "state.json").write_text("{}")
     code, lines = run_command(run, capsys, "--verify")
     assert code == 3 and lines[-1].startswith("a resume takes none of them")
 
 
-def test_where_nothing_is(tmp_path):
+def test_missing_folders_are_refused(tmp_path):
     with pytest.raises(JobError, match="no such folder"):
         checkpoints.main([str(tmp_path / "absent")])
     with pytest.raises(JobError, match="is its disk mounted"):

@@ -1,6 +1,6 @@
 """Options that are lists of tables ([[section.option]]): read, checked, printed and explained like any other.
 
-A job of their own shows it, so that it holds for any option; training.sources is one in the real job.
+The tests use a separate job class, so they hold for any option; in the real job training.sources is one.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ class FarmJob:
 
 @pytest.fixture(autouse=True)
 def farm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Jobs of this file have a farm."""
+    """Replace the job class by one with a farm."""
     caches = (options.options, options.sections, options.columns, options.free_tables)
     monkeypatch.setattr(options, "JobConfig", FarmJob)
     monkeypatch.setattr(layers, "_JOB", TypeAdapter(FarmJob))
@@ -155,11 +155,11 @@ def test_the_command_line_replaces_the_whole_list(tmp_path):
         ),
     ],
 )
-def test_what_is_wrong_is_named_with_its_table(text, expected, tmp_path):
+def test_faults_name_their_table(text, expected, tmp_path):
     assert faults(job(tmp_path, text)) == expected
 
 
-def test_what_is_left_of_a_job_with_a_wrong_table_is_still_judged(tmp_path):
+def test_other_options_of_a_job_with_a_wrong_table_are_checked(tmp_path):
     with pytest.raises(manager.ConfigError) as caught:
         manager.load(job(tmp_path, TWO + "wool = 1\n[farm]\nsize = 7\n".replace("wool = 1", "wol = 1")))
     assert caught.value.rest.farm.size == 7 and caught.value.rest.farm.flock == []
@@ -173,7 +173,7 @@ def test_rules_can_name_a_table_and_an_option_of_it(tmp_path):
     assert message == 'farm.flock[0]: given {name = "Dolly", wool = 1.0, eats = {wide = false}}; allowed: none'
 
 
-def test_help_lists_what_stands_under_each_table():
+def test_help_lists_the_options_of_each_table():
     assert help.help_text().partition("[farm]\n")[2].splitlines() == [
         "  --farm.size  (a whole number; default 1)",
         "      In acres.",

@@ -162,7 +162,7 @@ def written_out_half(q, k, v, documents):
 
 
 class Window(AttentionKernel):
-    """A kernel in which each token sees itself and its predecessor."""
+    """A kernel with a window of two: each token sees itself and its predecessor."""
 
     def __init__(self):
         super().__init__(window=2)

@@ -1,4 +1,4 @@
-"""Arrays of JSON, csv and what the package `datasets` saves, as data: what is read, and how bad input is named."""
+"""JSON arrays, csv files and folders of the package `datasets` as data: their documents, and errors of bad input."""
 
 import csv
 import json
@@ -31,7 +31,7 @@ def saved(path, texts=TEXTS, shards=2):
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
-def test_csv(tmp_path, delimiter):
+def test_csv_files_are_read(tmp_path, delimiter):
     texts = [*TEXTS, 'with "quotes", commas; and\ttabs', "x" * 300_000]
     path = write_csv(tmp_path / "a.csv", texts, delimiter)
     assert documents(path) == texts
@@ -41,7 +41,7 @@ def test_csv(tmp_path, delimiter):
     assert documents(path) == texts
 
 
-def test_bad_csv(tmp_path):
+def test_malformed_csv_files_are_refused(tmp_path):
     path = write_csv(tmp_path / "a.csv")
     assert f"{path}: no field 'body' in its first line, which names 'id', 'text'; set training" in refusal(path, "body")
     path.write_bytes(b'id,text\n0,good\n1\n\n2,"never closed')
@@ -55,7 +55,7 @@ def test_bad_csv(tmp_path):
 
 
 @pytest.mark.parametrize("window", [1, 7, 2**24])
-def test_json_arrays(tmp_path, monkeypatch, window):
+def test_json_arrays_are_read(tmp_path, monkeypatch, window):
     monkeypatch.setattr(JsonArray, "WINDOW", window)
     for indent, head in ((None, b""), (2, b"\xef\xbb\xbf \n")):
         content = json.dumps([{"id": i, "text": t} for i, t in enumerate(TEXTS)], indent=indent, ensure_ascii=False)
@@ -64,7 +64,7 @@ def test_json_arrays(tmp_path, monkeypatch, window):
         assert isinstance(source, IndexedSource) and len(source) == len(TEXTS) and documents(path) == TEXTS
         assert source.get(3) == Document(TEXTS[3], "a.json, element 3")
     assert documents(write(tmp_path / "a.json", b"[ ]")) == []
-    assert documents(write(tmp_path / "a.json", lines())) == TEXTS  # lines of JSON under the other name
+    assert documents(write(tmp_path / "a.json", lines())) == TEXTS  # JSON lines in a .json file
 
 
 def test_a_number_is_not_taken_for_its_first_digits(tmp_path, monkeypatch):
@@ -86,20 +86,20 @@ def test_a_number_is_not_taken_for_its_first_digits(tmp_path, monkeypatch):
         (b'[{"body": "a"}]', "element 0: no field 'text'; the fields there are: 'body'"),
     ],
 )
-def test_bad_json_arrays(tmp_path, content, message):
+def test_malformed_json_arrays_are_refused(tmp_path, content, message):
     path = write(tmp_path / "a.json", content)
     assert message in refusal(path)
     with pytest.raises(DataError):
         text(str(path), "text").probe()
 
 
-def test_an_element_without_end_is_damage(tmp_path, monkeypatch):
+def test_an_unterminated_element_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(sources_json, "MAX_RECORD_BYTES", 1000)
     monkeypatch.setattr(JsonArray, "WINDOW", 100)
     assert "an element of more than" in refusal(write(tmp_path / "a.json", b'[{"text": "' + b"x" * 3000 + b'"}]'))
 
 
-def test_folders_of_save_to_disk(tmp_path):
+def test_folders_of_save_to_disk_are_read(tmp_path):
     texts = [f"{t} {i}" for i in range(700) for t in TEXTS]
     one = saved(tmp_path / "one", texts)
     for name in ("text", "huggingface"):
@@ -107,7 +107,7 @@ def test_folders_of_save_to_disk(tmp_path):
         assert isinstance(source, IndexedSource) and [item.text for item in source.documents()] == texts
         assert source.get(3000).text == texts[3000]
     assert list(source.fingerprint["files"]) == ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
-    second = pickle.loads(pickle.dumps(source))  # as a worker gets it that is started afresh
+    second = pickle.loads(pickle.dumps(source))  # as a spawned worker gets it
     assert second.get(3000) == source.get(3000) and len(pickle.dumps(source)) < 2000
     hub.DatasetDict(
         {"train": hub.load_from_disk(one), "validation": hub.Dataset.from_dict({"text": ["held", "out"]})}
@@ -119,7 +119,7 @@ def test_folders_of_save_to_disk(tmp_path):
     assert "a dataset of several splits (train, validation); give the folder of one" in refusal(tmp_path / "dict")
 
 
-def test_bad_arrow_files(tmp_path):
+def test_malformed_arrow_files_are_refused(tmp_path):
     one = saved(tmp_path / "one", shards=1)
     (file,) = one.glob("*.arrow")
     assert f"{file}: has no column 'body'; its columns: id, text; set training.text_field" in refusal(one, "body")
@@ -127,16 +127,16 @@ def test_bad_arrow_files(tmp_path):
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
     assert f"{file}: damaged or truncated arrow file" in refusal(one)
-    # offsets that point behind the texts: read unchecked, they end the process
+    # offsets beyond the texts: read without a check, they crash the process
     offsets = content.index(struct.pack("<3i", 0, len(TEXTS[0]), len(TEXTS[0] + TEXTS[1]) + 3))
     file.write_bytes(content[: offsets + 4] + struct.pack("<i", 2**30) + content[offsets + 8 :])
     assert f"{file}, row 0: damaged" in refusal(one)
     pyarrow.feather.write_feather(pyarrow.table({"text": ["a", None]}), tmp_path / "b.arrow", compression="lz4")
-    good, damaged = documents(tmp_path / "b.arrow")  # the other layout of such files
+    good, damaged = documents(tmp_path / "b.arrow")  # the second layout of Arrow files
     assert good == "a" and "b.arrow, row 1: field 'text' holds nothing" in str(damaged)
 
 
-def test_bad_folders_of_save_to_disk(tmp_path):
+def test_malformed_folders_of_save_to_disk_are_refused(tmp_path):
     hub.DatasetDict({"test": hub.Dataset.from_dict({"text": TEXTS})}).save_to_disk(tmp_path)
     with pytest.raises(DataError, match="there is no split 'train', only test; give the folder of one"):
         DATASETS["huggingface"](str(tmp_path), "text")

@@ -1,4 +1,4 @@
-"""Prepared shards: what is written is what is read, and nothing else is accepted."""
+"""Prepared token shards: reads return the written documents, and damaged folders are refused."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def random_documents(count=30, seed=0):
 @pytest.mark.parametrize("vocab_size, dtype", [(2**16, "uint16"), (2**16 + 1, "uint32")])
 @pytest.mark.parametrize("shard_tokens", [7, 100, 2**28])
 @pytest.mark.parametrize("seq_len", [1, 5, 33, 300])
-def test_blocks_are_the_documents_end_to_end(tmp_path, vocab_size, dtype, shard_tokens, seq_len):
+def test_blocks_are_the_concatenated_documents(tmp_path, vocab_size, dtype, shard_tokens, seq_len):
     documents = [*random_documents(), [vocab_size - 1] * 3]
     shards = TokenShards(make(tmp_path / "shards", documents, vocab_size, shard_tokens))
     shards.verify()
@@ -56,12 +56,12 @@ def test_the_order_is_a_permutation_of_each_epoch(tmp_path):
     for epoch in epochs:
         assert sorted(epoch.tolist()) == list(range(0, 4 * n, 4))
     assert (epochs[0] != epochs[1]).any() and (epochs[1] != epochs[2]).any()
-    # A piece of it, beginning anywhere, across epochs.
+    # a slice that begins anywhere and crosses epochs
     assert reader.order(np.arange(n - 3, n + 5)).tolist() == starts[n - 3 : n + 5].tolist()
     assert BlockReader(shards, 4, seed=6, shuffle=True).order(np.arange(n)).tolist() != starts[:n].tolist()
 
 
-def test_bad_ids_are_not_written(tmp_path):
+def test_ids_outside_the_vocabulary_are_not_written(tmp_path):
     writer = ShardWriter(tmp_path, 10)
     writer.write([])
     for ids in ([3, 10], [-1]):
@@ -146,7 +146,7 @@ def test_damage_is_named(good, tmp_path, change, message):
     assert message in damage(good, tmp_path / "copy", change)
 
 
-def test_starts_that_do_not_ascend_cannot_be_used(good, tmp_path):
+def test_document_starts_that_do_not_ascend_are_refused(good, tmp_path):
     shutil.copytree(good, tmp_path / "copy")
     starts = np.fromfile(good / "documents.bin", dtype="<i8")
     starts[:] = 10**9

@@ -1,4 +1,4 @@
-"""What holds in every family of decoders: published sizes, causality, documents, cutting, the loss, the plan."""
+"""Properties of every decoder family: published sizes, causality, packed documents, cuts, the loss, tensor parallel."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("opt", "1.3B"): 1_315_758_080,
     ("opt", "2.7B"): 2_651_596_800,
     ("opt", "6.7B"): 6_658_473_984,
-    ("roberta", "125M"): 124_697_433,  # without the pooler, which no head reads
+    ("roberta", "125M"): 124_697_433,  # without the pooler, which no head uses
     ("roberta", "355M"): 355_412_057,
     ("mistral", "7B"): 7_241_732_096,
     ("mistral", "7B-v0.2"): 7_241_732_096,
@@ -54,7 +54,7 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("qwen3_moe", "30B-A3B"): 30_532_122_624,
     ("qwen3_moe", "235B-A22B"): 235_093_634_560,
 }
-ACTIVE = {  # those that one token uses
+ACTIVE = {  # parameters that one token uses
     ("deepseek", "16B"): 2_661_150_208,
     ("deepseek", "236B"): 21_375_800_320,
     ("deepseek", "671B"): 37_552_282_624,
@@ -102,13 +102,13 @@ def test_parameter_counts(family, flavor):
 
 
 @pytest.mark.parametrize("family, flavor", [(f, flavor) for f in DENSE for flavor in SIZES[f]])
-def test_weights_of_products_are_those_of_linear_layers(family, flavor):
+def test_matmul_parameters_are_those_of_linear_layers(family, flavor):
     linear = [module for module in on_meta(family, flavor).modules() if isinstance(module, nn.Linear)]
     assert sum(module.weight.numel() for module in linear) == SIZES[family][flavor].num_matmul_parameters
 
 
 @pytest.mark.parametrize("family, flavor", [(f, flavor) for f in ROUTED for flavor in SIZES[f]])
-def test_of_the_routed_experts_only_a_tokens_own_are_active(family, flavor):
+def test_active_parameters_count_only_the_chosen_experts(family, flavor):
     args, model = SIZES[family][flavor], on_meta(family, flavor)
     assert ACTIVE.get((family, flavor), args.num_active_parameters) == args.num_active_parameters
     outside = sum(p.numel() for name, p in model.named_parameters() if "norm" in name or "tok_embeddings" in name)
@@ -118,7 +118,7 @@ def test_of_the_routed_experts_only_a_tokens_own_are_active(family, flavor):
     assert args.num_parameters - args.num_active_parameters == idle
 
 
-# an expert's rows are multiplied together, so that another row may change the last bit
+# an expert multiplies its rows together, so another row may change the last bit
 @pytest.mark.parametrize(
     "name, tolerance",
     [("llama", 0.0), ("v3", 1e-12), ("mistral", 0.0), ("dense qwen", 0.0), ("qwen", 1e-12), ("gpt2", 0.0)],
@@ -134,7 +134,7 @@ def test_a_later_token_changes_nothing_before_it(name, tolerance):
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_packed_documents_are_computed_as_if_alone(name, backend):
+def test_packed_documents_equal_separate_ones(name, backend):
     model, x, lengths = tiny(name, torch.float64), tokens(name, 1), [5, 3, 4]
     model.set_attention_backend(backend)
     ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
@@ -146,7 +146,7 @@ def test_packed_documents_are_computed_as_if_alone(name, backend):
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_a_cut_model_computes_the_same(name):
+def test_a_model_cut_into_two_stages_gives_the_same_logits(name):
     full_model, first, last = (tiny(name) for _ in range(3))
     first.norm = first.output = last.tok_embeddings = None
     end = str(len(full_model.layers) - 1)
@@ -173,7 +173,7 @@ def test_labels_give_the_attached_loss(name):
 
 
 def split_over_two(name, sequence_parallel):
-    """Logits, and the whole gradients, of a model split by its plan."""
+    """Return the logits and full gradients of a model under tensor parallel."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model, plan = tiny(name, torch.float64), MODELS[TINY[name][0]].plan
     apply_tensor_parallel(model, mesh, plan, sequence_parallel=sequence_parallel, loss_parallel=False)
@@ -184,7 +184,7 @@ def split_over_two(name, sequence_parallel):
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("name", TINY)
-def test_a_plan_splits_its_family_rightly(name, sequence_parallel):
+def test_tensor_parallel_gives_the_same_logits_and_gradients(name, sequence_parallel):
     model = tiny(name, torch.float64)
     logits = model(tokens(name))
     logits.square().sum().backward()
@@ -193,7 +193,7 @@ def test_a_plan_splits_its_family_rightly(name, sequence_parallel):
         assert close(other_logits, logits, 1e-10)
         for parameter_name, parameter in model.named_parameters():
             other = gradients[parameter_name]
-            if parameter_name.endswith("wk.bias"):  # which changes no softmax: nothing but rounding
+            if parameter_name.endswith("wk.bias"):  # does not change the softmax: only rounding
                 assert (other - parameter.grad).abs().max() <= 1e-10 * norm
             else:
                 assert close(other, parameter.grad, 1e-10), parameter_name

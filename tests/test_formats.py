@@ -1,4 +1,4 @@
-"""Records of fine-tuning data: which format they are of, and what of them is trained."""
+"""Formats of fine-tuning records: detection, and the trained part."""
 
 import json
 
@@ -34,7 +34,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_answer_is_trained_with_its_end_and_nothing_else(name):
+def test_only_the_answer_and_its_end_token_are_trained(name):
     record, prompt, answer = CASES[name]
     assert detect_format(record) == name.partition(",")[0]
     ids, trained = encode(BYTES, RecordReader().document(record, "long", "short"))
@@ -42,13 +42,13 @@ def test_the_answer_is_trained_with_its_end_and_nothing_else(name):
     assert ids[trained][-1] == BYTES.eos_id and not trained[0] and ids[0] == BYTES.bos_id
 
 
-def test_every_format_is_tried():
-    # in test_templates.py, test_preferences.py and, of the one that no field tells, test_reading.py
+def test_every_format_has_a_test():
+    # in test_templates.py, test_preferences.py and, for completion, which no field identifies, test_reading.py
     tested_elsewhere = {"chat", "sharegpt", "preference", "completion"}
     assert {name.partition(",")[0] for name in CASES} | tested_elsewhere == set(FORMATS)
 
 
-def test_the_field_of_the_job_comes_first():
+def test_the_text_field_of_the_job_takes_precedence():
     record = dict(prompt="a", completion="b", text="c")
     assert RecordReader().document(record, "", "").content == "c"
     assert RecordReader("prompt").document(record, "", "").content == "a"
@@ -68,7 +68,7 @@ def test_the_field_of_the_job_comes_first():
         ({}, "the fields there are: none; set"),
     ],
 )
-def test_what_is_of_no_format_is_named(record, message):
+def test_records_of_no_format_are_refused(record, message):
     with pytest.raises(DataError) as error:
         RecordReader().document(record, "a.jsonl:3", "3")
     assert message in str(error.value)
@@ -86,7 +86,7 @@ def test_files_of_any_format_are_read_and_packed(tmp_path):
     assert set(BYTES.decode(trained)) == set(" Four.3A")
 
 
-def test_datasets_of_the_hub_have_formats_too(tmp_path):
+def test_formats_apply_to_hub_datasets(tmp_path):
     pytest.importorskip("datasets")
     records = [dict(prompt=f"q{i}", completion=f"a{i}") for i in range(3)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -1,4 +1,4 @@
-"""The gradient norm in the corners. Every plan's norm is held against one device's in test_combinations.py."""
+"""Corner cases of the gradient norm. test_combinations.py compares every plan's norm with one device."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torchtitan.parallelisms.gradients import clip_gradients
 
 
 def test_a_rank_without_gradients_adds_zero_on_its_device():
-    """Other pipeline ranks add their norms to it, by a collective of that device."""
+    """Other pipeline ranks add their norms to it with a collective on that device."""
     frozen = nn.Parameter(torch.zeros(2, device="meta"), requires_grad=False)
     assert clip_gradients([frozen], 1.0).device.type == "meta"
     frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
@@ -21,7 +21,10 @@ def test_a_rank_without_gradients_adds_zero_on_its_device():
 
 
 def norm_over_equal_meshes() -> float:
-    """Ranks 2 and 3 have the second gradient on another mesh, equal to the first one's, as DTensor's caches may do."""
+    """Compute a norm where ranks 2 and 3 have the second gradient on an equal, but distinct mesh.
+
+    DTensor's caches may cause this.
+    """
     first, second = (unshared_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")) for _ in range(2))
     parameters = []
     for mesh in (first, second if dist.get_rank() >= 2 else first):
@@ -31,5 +34,5 @@ def norm_over_equal_meshes() -> float:
     return clip_gradients(parameters, 0.0).item()
 
 
-def test_equal_meshes_add_up_in_the_same_sums_on_all_ranks():
+def test_equal_meshes_of_different_groups_give_the_same_norm_on_all_ranks():
     assert run_ranks(4, norm_over_equal_meshes) == pytest.approx([(2 * 16 * 9) ** 0.5] * 4)

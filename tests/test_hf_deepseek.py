@@ -107,7 +107,7 @@ def depths(number, **sizes):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_depths_convert_both_ways_with_copies_of_shared_weights(tied, tmp_path):
-    """Names are those of the published folder, and transformers reads the main model from it."""
+    """Names equal the published folder's, and transformers reads the main model."""
     args = depths(2, tied_embeddings=tied)
     model, other = build(Deepseek, args), build(Deepseek, args, seed=1)
     names_go_both_ways(model, HF)

@@ -1,4 +1,4 @@
-"""Hooks of the step: asked in turn, and what they remember goes on with a resumed run."""
+"""Step hooks: they run in order, and their state is saved and restored."""
 
 from unittest.mock import patch
 
@@ -11,7 +11,7 @@ from torchtitan.parallelisms.parallel_model import StepHooks
 
 
 class Diary:
-    """Remembers the numbers of the steps."""
+    """A hook that records the step numbers."""
 
     def __init__(self, name="diary"):
         self.name, self.steps, self.parts = name, [], None
@@ -26,7 +26,7 @@ class Diary:
         self.steps = list(state.get("steps", []))
 
 
-def test_each_is_asked_in_turn_and_saved_under_its_name():
+def test_hooks_run_in_order_and_are_saved_by_name():
     hooks = StepHooks()
     for name in ("one", "two"):
         hooks.append(Diary(name))
@@ -56,7 +56,7 @@ def train_with_a_diary(argv):
     return diary.steps, diary.parts
 
 
-def test_a_resumed_run_remembers(tmp_path):
+def test_hook_state_is_restored_on_resume(tmp_path):
     texts = jobs.write_texts(tmp_path / "texts")
     options = dict(checkpoint__enable=True, checkpoint__interval=2, lr_scheduler__total_steps=4)
     for steps in (2, 4):

@@ -1,6 +1,6 @@
 """Adapters of queries, keys and values of GPT-2, which Hugging Face stores as one joint matrix.
 
-Logits equal those of peft, and folders convert in both directions.
+Logits equal peft's, and folders convert in both directions.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""The chunked loss against torch's cross-entropy in one piece: values, every gradient, memory, FSDP, vocabulary split
-over ranks, compile.
+"""The chunked loss against torch's cross-entropy without chunks: values, gradients, memory, FSDP, a vocabulary that is
+split over ranks, and compile.
 """
 
 import copy
@@ -45,7 +45,7 @@ def reference(hidden, head, labels):
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 5, 18, 50])
-def test_values_and_gradients_do_not_depend_on_the_number_of_pieces(num_chunks):
+def test_values_and_gradients_do_not_depend_on_the_number_of_chunks(num_chunks):
     hidden, head, labels = example()
     loss = SummedCrossEntropy(num_chunks)(hidden, head, {"labels": labels})
     expected = reference(hidden, head, labels)
@@ -87,7 +87,7 @@ def test_only_ignored_labels_give_zero():
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bfloat16_logits_give_a_float32_loss_and_keep_the_scale_of_gradients(num_chunks, autocast):
     hidden, head, labels = example(torch.float32 if autocast else torch.bfloat16, batch=8, length=64)
-    valid = 509  # 1 / 509 rounded to bfloat16 is off by 0.2 %, which would show in the sum of all gradients
+    valid = 509  # 1 / 509 in bfloat16 is off by 0.2 %, which the sum of all gradients would show
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = SummedCrossEntropy(num_chunks)(hidden, head, {"labels": labels})
     assert loss.dtype == torch.float32
@@ -103,7 +103,7 @@ def test_bfloat16_logits_give_a_float32_loss_and_keep_the_scale_of_gradients(num
 
 
 class LiveLogits(TorchDispatchMode):
-    """The largest sum of bytes of living [tokens, vocabulary] tensors: logits, their softmax, their gradients."""
+    """Record the peak bytes of live [tokens, vocabulary] tensors: logits, softmax and gradients."""
 
     def __init__(self):
         super().__init__()
@@ -130,19 +130,19 @@ def test_logits_take_their_share_of_memory(num_chunks):
     assert peak_of_logits(num_chunks) <= peak_of_logits(1) * (1 / num_chunks + 0.05)
 
 
-def test_chunks_are_chosen_by_the_bytes_of_float32_logits():
+def test_automatic_chunks_limit_the_bytes_of_float32_logits():
     assert auto_chunks(8 * 256, 2048) == 1
     assert auto_chunks(8192, 128256) == 8
     assert 8192 * 128256 * 4 / auto_chunks(8192, 128256) <= CHUNK_BYTES
-    assert auto_chunks(1, 10**9) == 1  # a token is the least
+    assert auto_chunks(1, 10**9) == 1  # a chunk has at least one token
 
 
-def test_no_chunks_is_refused():
+def test_zero_chunks_are_refused():
     with pytest.raises(ValueError, match="num_chunks = 0.*at least 1"):
         SummedCrossEntropy(0)
 
 
-def test_compiled_pieces_share_one_graph():
+def test_compiled_chunks_share_one_graph():
     hidden, head, labels = example(torch.float32, length=8)
     (expected,) = torch.autograd.grad(SummedCrossEntropy(4)(hidden, head, {"labels": labels}), head.weight)
     counter = CompileCounterWithBackend("aot_eager")
@@ -193,7 +193,7 @@ def test_under_fsdp_gradients_are_those_of_one_device(compute, tolerance):
 
 
 class SplitHead(nn.Module):
-    """This rank's words of a head."""
+    """A head with only this rank's part of the vocabulary."""
 
     def __init__(self, head, mesh):
         super().__init__()
@@ -219,11 +219,11 @@ def split_loss(num_chunks, dtype, scale, compiled):
     return value.detach(), without_grad, hidden_grad, weight_grad
 
 
-# bfloat16: logits of a few digits, whose own rounding is what differs (2^-8 = 0.4 % of each)
+# bfloat16: the results differ by the rounding of the logits (2^-8 = 0.4 %)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("num_chunks", [1, 3])
 @pytest.mark.parametrize("ranks, scale, compiled", [(2, 1, False), (4, 1, False), (2, 300, False), (2, 1, True)])
-def test_words_split_over_ranks(ranks, scale, compiled, num_chunks, dtype, tolerance):
+def test_vocabulary_split_over_ranks(ranks, scale, compiled, num_chunks, dtype, tolerance):
     hidden, head, labels = example(dtype)
     exact = copy.deepcopy(head).double()
     hidden64 = hidden.detach().double().requires_grad_()
@@ -235,7 +235,7 @@ def test_words_split_over_ranks(ranks, scale, compiled, num_chunks, dtype, toler
         assert value.item() == answers[0][0].item(), "the same on every rank"
         assert value.item() == pytest.approx(expected.item(), rel=tolerance)
         assert without_grad.item() == pytest.approx(expected.item(), rel=tolerance)
-    # the gradient of the hidden states is a sum over the ranks, each of which has the part of its words
+    # each rank has the gradient from its part of the vocabulary; their sum is that of the hidden states
     got = {"hidden": sum(a[2].double() for a in answers), "weight": torch.cat([a[3] for a in answers]).double()}
     for name, grad in (("hidden", hidden_grad), ("weight", weight_grad)):
         assert (got[name] - grad).abs().max() <= tolerance * grad.abs().max(), name
@@ -249,11 +249,11 @@ def ignored_split_loss():
     return value.item(), head.weight.grad.abs().max().item()
 
 
-def test_only_ignored_labels_give_zero_with_words_split_over_ranks():
+def test_only_ignored_labels_give_zero_with_the_vocabulary_split():
     assert run_ranks(2, ignored_split_loss) == [(0.0, 0.0)] * 2
 
 
-def test_an_objective_says_what_it_counts_and_cuts():
+def test_an_objective_counts_labels_and_the_base_class_is_abstract():
     hidden, head, labels = example()
     ignored = labels.clone()
     ignored[0, 0] = IGNORE_INDEX
@@ -264,9 +264,11 @@ def test_an_objective_says_what_it_counts_and_cuts():
 
 
 @pytest.mark.parametrize("offset", [0.0, -100.0, 1e4])
-def test_the_loss_does_not_depend_on_what_all_logits_have_in_common(offset):
-    """Logits near 1e4 are rounded to 1e-3, the reference's as well; what is computed of them is exact to 1e-6 beside
-    the size of the loss, and gradients of rows without a label are zero."""
+def test_a_constant_added_to_all_logits_does_not_change_the_loss(offset):
+    """The loss is exact to 1e-6 of its size, and gradients of rows without a label are zero.
+
+    Logits near 1e4 are rounded to 1e-3, in the reference as well.
+    """
     logits = (torch.randn(8, 300) + offset).requires_grad_()
     labels = torch.randint(300, (8,))
     labels[3] = IGNORE_INDEX
@@ -281,7 +283,7 @@ def test_the_loss_does_not_depend_on_what_all_logits_have_in_common(offset):
     assert not logits.grad[3].any()
 
 
-def test_a_second_backward_finds_what_forward_kept():
+def test_backward_can_run_twice():
     logits = torch.randn(4, 9, requires_grad=True)
     loss = cross_entropies(logits, torch.randint(9, (4,))).sum()
     first = torch.autograd.grad(loss, logits, retain_graph=True)[0]

@@ -78,7 +78,7 @@ def test_no_random_word_is_the_pad():
 
 
 def test_the_pad_embedding_has_the_gradient_of_transformers():
-    """`padding_idx` blocks the gradient of the input embedding, but not that of the tied head."""
+    """`padding_idx` blocks the gradient from the input embedding, but not from the tied head."""
     args = ROBERTA["words"]
     masking = Masking(0, 0.5, args.vocab_size - 1, args.vocab_size, (), args.pad_id)
     model = build(Roberta, args)

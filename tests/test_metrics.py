@@ -1,5 +1,5 @@
-"""Every figure is what it says: rates over the time and steps of a window, MFU only against a known peak, no wait for
-the device between logged steps, and a metrics.jsonl that survives crashes and resumes."""
+"""Metrics: rates over the time and steps of a window, MFU only for known peaks, no device waits between logged
+steps, and a metrics.jsonl that survives crashes and resumes."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ class Clock:
 
 
 class Recorder:
-    """A tracker that remembers."""
+    """A tracker that records its calls."""
 
     def __init__(self):
         self.logged, self.closed = {}, False
@@ -59,10 +59,10 @@ def train(metrics: MetricsLogger, clock: Clock, first: int, last: int, seconds: 
         metrics.record(step, loss=loss, grad_norm=norm, lr=step / 1000, tokens=100, data_seconds=0.1)
 
 
-def test_windows_hold_what_they_say(tmp_path):
+def test_rates_are_those_of_the_window(tmp_path):
     clock = Clock()
     metrics = build(tmp_path, clock)
-    clock.now += 50  # building the model is no part of the first window
+    clock.now += 50  # time before the first step is not part of the first window
     metrics.start()
     train(metrics, clock, 1, 10)
     metrics.close()
@@ -73,7 +73,7 @@ def test_windows_hold_what_they_say(tmp_path):
         assert required | {"memory_gib", "perplexity"} == set(record) - {"marked"} and "mfu" not in record
         assert record["tokens"] == record["step"] * 100
         assert record["tokens_per_second"] == pytest.approx(200)
-        assert record["step_seconds"] == pytest.approx(0.5)  # by the steps in the window, not by log_freq
+        assert record["step_seconds"] == pytest.approx(0.5)  # divided by the steps of the window, not by log_freq
         assert record["data_seconds"] == pytest.approx(0.1)
         assert record["lr"] == record["step"] / 1000
         assert record["grad_norm"] == record["step"]
@@ -95,10 +95,10 @@ def test_marked_windows_are_left_out_of_averages(tmp_path, caplog):
     records = [r for r in read_records(tmp_path / "metrics.jsonl") if "loss" in r]
     marks = {r["step"]: r["marked"] for r in records if "marked" in r}
     assert marks == {1: ["first"], 5: ["validation", "checkpoint"]}
-    assert records[4]["step_seconds"] == pytest.approx(20.5)  # what really passed
+    assert records[4]["step_seconds"] == pytest.approx(20.5)  # including the marked step
     assert "validation loss 7.7000" in metrics.summary({}) and "200 tokens/s" in metrics.summary({})
     lines = caplog.messages
-    assert "-    left" in lines[0] and "(first)" in lines[0]  # nothing to estimate from yet
+    assert "-    left" in lines[0] and "(first)" in lines[0]  # no estimate yet
     assert "0:04 left" in lines[1]
     assert lines[4] == "step  4/10  validation loss 7.7000"
     assert "(validation, checkpoint)" in lines[5] and "0:02 left" in lines[5]
@@ -118,7 +118,7 @@ def test_nothing_is_read_between_logged_steps(tmp_path):
         metrics.record(8, loss=Untouchable(), grad_norm=None, lr=1, tokens=1, data_seconds=0)
 
 
-def test_resume_drops_what_comes_again(tmp_path):
+def test_a_resume_drops_rows_of_repeated_steps(tmp_path):
     clock = Clock()
     metrics = build(tmp_path, clock)
     train(metrics, clock, 1, 8)
@@ -154,7 +154,7 @@ def test_crash_while_rewriting_keeps_the_old_file(tmp_path, monkeypatch):
     assert path.read_text() == '{"step": 1}\n{"step": 9}\n'
 
 
-def test_links_in_the_place_of_what_is_rewritten_are_replaced_and_not_followed(tmp_path, monkeypatch):
+def test_links_are_replaced_and_not_followed(tmp_path, monkeypatch):
     (tmp_path / "another's").write_text("theirs")
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 9}\n')
@@ -169,14 +169,14 @@ def test_links_in_the_place_of_what_is_rewritten_are_replaced_and_not_followed(t
 
 
 @pytest.mark.parametrize("resume_step", [None, 0])
-def test_a_new_run_keeps_the_old_file_beside(tmp_path, resume_step):
+def test_a_new_run_keeps_the_old_file(tmp_path, resume_step):
     (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
     build(tmp_path, resume_step=resume_step).close()
     assert (tmp_path / "metrics.previous.jsonl").read_text() == '{"step": 7}\n'
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
-def test_records_that_are_none(tmp_path):
+def test_malformed_rows_are_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n\xff\n[1]\n{"loss": 1}\n\n{"step": "2"}\n{"step": 3}\n{"st')
     assert read_records(path) == [{"step": 1}, {"step": 3}]
@@ -193,7 +193,7 @@ def test_json_has_no_nan(tmp_path):
     assert record["loss"] is None and record["grad_norm"] is None and record["x"] == 2.0
 
 
-def test_each_line_is_there_at_once(tmp_path):
+def test_every_row_is_written_at_once(tmp_path):
     clock = Clock()
     metrics = build(tmp_path, clock)
     train(metrics, clock, 1, 4)
@@ -201,7 +201,7 @@ def test_each_line_is_there_at_once(tmp_path):
     metrics.close()
 
 
-def test_ranks_that_do_not_write(tmp_path):
+def test_other_ranks_do_not_write(tmp_path):
     clock = Clock()
     metrics = build(tmp_path, clock, writes=False)
     train(metrics, clock, 1, 10)
@@ -225,7 +225,7 @@ def test_ranks_that_do_not_write(tmp_path):
         "AMD Instinct MI300X": 1307,
     }.items(),
 )
-def test_peaks(name, tera):
+def test_peak_flops_of_known_gpus(name, tera):
     peak = device.peak_of(name, torch.bfloat16)
     assert peak.flops == tera * 1e12
     assert name in peak.reason and f"{tera:,} TFLOP/s" in peak.reason
@@ -255,7 +255,7 @@ def fake_cuda(monkeypatch) -> list[str]:
 
 
 def test_gpu_figures(tmp_path, monkeypatch, caplog):
-    """Llama 3.1 8B at 5,762 tokens/s on each of two devices (specs/performance.md: 33.7 % counted in full)."""
+    """Llama 3.1 8B at 5,762 tokens/s on each of two devices has an MFU of 33.7 % (full attention counted)."""
     calls = fake_cuda(monkeypatch)
     clock, tracker = Clock(), Recorder()
     metrics = build(tmp_path, clock, device=torch.device("cuda", 0), trackers=[tracker])
@@ -309,7 +309,7 @@ def test_colour_changes_no_text():
     assert "\033[1m" in console.validation_line(1, 10, 2.0, color=True)
 
 
-def test_durations():
+def test_format_of_durations():
     texts = [console.duration(s) for s in (0.4, 7, 59.6, 754, 18180, float("inf"))]
     assert texts == ["0:00", "0:07", "1:00", "12:34", "5h 03m", "-"]
 
@@ -327,7 +327,7 @@ def test_summary_says_where_things_are(tmp_path):
     )
 
 
-# Trackers (test_trackers.py has each)
+# Trackers (each one is tested in test_trackers.py)
 
 
 def test_trackers_see_every_logged_step(tmp_path):
@@ -352,7 +352,7 @@ def test_further_losses_have_their_tags():
     assert tags["loss_metrics/global_avg_mtp_loss"] == 4.0
 
 
-# The picture
+# The plot
 
 
 def write_run(path, losses, **changes):
@@ -378,7 +378,7 @@ def png_size(path) -> tuple[int, int]:
     ],
     ids=["gap", "one step", "nothing finite"],
 )
-def test_picture(tmp_path, losses, changes):
+def test_a_plot_of_any_run_is_written(tmp_path, losses, changes):
     write_run(tmp_path / "metrics.jsonl", losses, **changes)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "validation_loss": 5.5}\n{"step": 5, "validation_loss": null}\n{"st')
@@ -386,7 +386,7 @@ def test_picture(tmp_path, losses, changes):
     assert png_size(tmp_path / "training.png") == (1500, 1080)
 
 
-def test_picture_shows_the_figures(tmp_path, monkeypatch):
+def test_the_plot_shows_loss_rate_and_speed(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
     figures = []
@@ -401,15 +401,15 @@ def test_picture_shows_the_figures(tmp_path, monkeypatch):
     assert {"6.000", "3.3e-04", "tokens per second, median 5,000"} <= set(texts)
 
 
-def test_no_picture_of_nothing(tmp_path):
+def test_without_rows_there_is_no_plot(tmp_path):
     write_run(tmp_path / "metrics.jsonl", [])
     assert not plot.draw_training_curve(tmp_path / "metrics.jsonl", tmp_path / "training.png", "a run")
     assert not (tmp_path / "training.png").exists()
 
 
-def test_smoothing_is_centred_but_for_the_end():
+def test_smoothing_is_centred_except_at_the_end():
     line = [float(i) for i in range(90)]
-    assert plot.smoothed(line)[:-3] == pytest.approx(line[:-3])  # a straight line stays where it is
+    assert plot.smoothed(line)[:-3] == pytest.approx(line[:-3])  # a straight line is unchanged
     assert plot.smoothed(line)[-3:] == pytest.approx([86.0] * 3)  # the mean of the last window
     assert plot.smoothed([5.0] * 59 + [9.0])[-1] == pytest.approx(5.8)
     assert plot.smoothed([2.0, 1.0]) == [2.0, 1.0] and plot.smoothed([3.0, 2.0, 1.0])[-1] == 2.0

@@ -1,4 +1,4 @@
-"""Sources mixed by weight: their shares and order, and samples equal to those of the separate sources."""
+"""Sources mixed by weight: their shares and order, and the same samples as from the separate sources."""
 
 import json
 import math

@@ -27,7 +27,7 @@ def test_principal_directions_have_the_least_error():
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_pca_compression_keeps_the_principal_directions_of_states(family):
-    """The directions are those of all states of the storing layers, without padding."""
+    """The directions come from all states of the storing layers, without padding."""
     options = dict(layers=3, retrieval_map={"1": 1, "2": 2}, init="pca")
     model, installed = remembering(family, torch.float64, **options)
     recorded, filled = [], torch.tensor([8, 3])

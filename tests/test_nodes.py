@@ -92,7 +92,7 @@ def test_an_unreachable_first_machine_is_reported():
 
 
 def patience_at_the_start(folder: Path) -> tuple[float, float]:
-    """Return the timeout of the rendezvous and that of the launcher's watchdog, in seconds."""
+    """Return the timeouts of the rendezvous and of the launcher's watchdog, in seconds."""
     timeouts = []
 
     def record_timeout(ranks, launcher, timeout):

@@ -1,4 +1,4 @@
-"""Segmented stages under every schedule and recompute policy give the gradients of one process, FSDP included."""
+"""Segmented stages under every schedule and recompute policy give the gradients of one process, also with FSDP."""
 
 import random
 
@@ -24,7 +24,7 @@ def table_case(schedule, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_and_policy_gives_the_gradients_of_one_process(schedule, policy):
-    """Also: recomputed once, sizes exchanged once, all-to-alls at the minimum, the same on both ranks of a group."""
+    """Segments are recomputed once, sizes exchanged once, and both ranks of a group issue the fewest all-to-alls."""
     for result in run_ranks(4, table_case, schedule, policy):
         check(result, policy)
 
@@ -49,7 +49,7 @@ def test_random_stages_over_gloo():
 
 
 def shard(part, mesh, precision):
-    """As data_parallel does it; experts belong to their rank."""
+    """Apply FSDP as data_parallel.py does; experts stay on their rank."""
     experts = {p for name, p in part.named_parameters() if ".experts." in name}
     for module in [*part.layers.values(), part]:
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False, ignored_params=experts)
@@ -77,13 +77,13 @@ def sharded(schedule, policy, dtype=torch.float64, kinds=toy_moe.LAYERS, microba
 
 @pytest.mark.parametrize("policy", ["none", "full_keep_comm", "full"])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble + overlap", "DualPipeV + overlap"])
-def test_with_fsdp(schedule, policy):
+def test_gradients_under_fsdp(schedule, policy):
     for result in run_ranks(4, sharded, schedule, policy):
         check(result, policy)
 
 
 def rounded(microbatches):
-    """Errors where microbatches are computed in bfloat16: as it is, and were their sum left to autograd."""
+    """Return the errors with bfloat16 microbatches: with our accumulation, and with autograd's."""
     error_pairs = []
     add_up = SegmentedStage.add_up_gradients
     for change in (add_up, lambda stage: None):
@@ -95,9 +95,11 @@ def rounded(microbatches):
     return error_pairs
 
 
-def test_mixed_precision_adds_up_in_the_type_of_the_reduction():
-    """Against bfloat16 microbatches summed in float64: what is left is the order of sums in one, at most 2^-9. A sum in
-    bfloat16 would round once a microbatch."""
+def test_mixed_precision_accumulates_in_the_reduce_dtype():
+    """Compare with bfloat16 microbatches summed in float64: only the order of sums inside one differs, at most 2^-9.
+
+    A sum in bfloat16 would round once a microbatch.
+    """
     results = run_ranks(4, rounded, 32)
     assert (
         max(float32_error for float32_error, _ in results)

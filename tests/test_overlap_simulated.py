@@ -1,4 +1,4 @@
-"""scripts/simulate_overlap.py: clocks of ranks against the simulator of tables, a bound, and what the docs say."""
+"""scripts/simulate_overlap.py: its times against the schedule table's, a lower bound, and the figures in the docs."""
 
 import importlib
 
@@ -18,15 +18,15 @@ def script(monkeypatch):
 
 @pytest.mark.parametrize("a", [0, 0.5, 1])
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
-def test_without_overlap_nodes_take_what_their_actions_take(script, schedule, a):
-    """Attention, experts and two all-to-alls for each of the rank's two stages; gradients of weights need no other."""
+def test_without_overlap_times_equal_the_schedule_table(script, schedule, a):
+    """Each of a rank's two stages takes attention, experts and two all-to-alls; weight gradients need no all-to-all."""
     table = build_table(schedule, 2, 5, 2)
     costs = Costs(4 + 4 * a, 4 + 4 * a, 4)
     assert script.step(table, "none", a, overlap=False) == simulate(table, costs).makespan
 
 
 @pytest.mark.parametrize("policy", ["none", "full_keep_comm"])
-def test_what_was_tried_is_legal_and_not_under_the_bound(script, policy):
+def test_rejected_orders_are_legal_and_not_below_the_bound(script, policy):
     p, m = 3, 7
     table = build_table("DualPipeV", p, m, 2, overlap=True)
     for change in script.TRIED.values():
@@ -35,15 +35,15 @@ def test_what_was_tried_is_legal_and_not_under_the_bound(script, policy):
         assert script.least(p, m, 1) <= script.step(changed, policy, 1, overlap=True)
 
 
-def test_a_rank_has_one_all_to_all_on_its_way_at_a_time(script):
-    """Where these are long, the pairs cannot be faster than the 8 of each microbatch, one behind the other."""
+def test_a_rank_has_one_all_to_all_in_flight(script):
+    """With long all-to-alls, a step takes at least the 8 of each microbatch, one after the other."""
     p, m, a = 2, 12, 8
     table = build_table("DualPipeV", p, m, 2, overlap=True)
     assert 8 * m * a <= script.step(table, "none", a, overlap=True) < 1.3 * 8 * m * a
 
 
-def test_the_docs_have_what_is_simulated(script):
-    """p = 4 and m = 16, to ZBV that waits for each all-to-all."""
+def test_documented_figures_are_the_simulated_ones(script):
+    """The figures are for p = 4 and m = 16, relative to ZBV without overlap."""
     lines = (ROOT / "docs/dualpipev.md").read_text().splitlines()
     (row,) = (line for line in lines if line.startswith("| DualPipeV as shipped |"))
     zbv = build_table("ZBVZeroBubble", 4, 16, 2)

@@ -112,7 +112,7 @@ MOVES = [
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name, options, dtype", MOVES, ids=lambda value: str(value))
 def test_a_shard_steps_as_the_full_tensor_bit_for_bit(name, options, dtype, layout):
-    """8-bit blocks and random bits equal those of the full tensor; halving 700 columns cuts a block in two."""
+    """A shard has the 8-bit blocks and random bits of the full tensor; halving 700 columns cuts a block in two."""
     shape = (7, 700)
     reference = one_matrix(*shape, dtype=dtype)
     take_steps(reference, build_optimizers([reference], name=name, options=options, **SETTINGS))
@@ -248,7 +248,7 @@ def test_predicted_optimizer_state_has_the_real_size(name):
 
 
 def test_adamw_8bit_is_close_to_bitsandbytes():
-    """The distance is far below that of either to AdamW: codes are the same, only the last bits of scales differ."""
+    """Both are much closer to each other than to AdamW: codes are the same, only last bits of scales differ."""
     weights = {}
     for name in ("AdamW8bit", "AdamW"):
         model = one_matrix(*PACKED)

@@ -1,4 +1,4 @@
-"""The harness itself: results in order, failures named by rank, a fresh set of ranks after a failure."""
+"""The test harness: results in order of ranks, failures named by rank, new ranks after a failure."""
 
 import os
 import resource
@@ -48,14 +48,16 @@ def leave_the_world():
     dist.destroy_process_group()
 
 
-def test_a_test_that_leaves_the_world_fails_and_not_the_next_one():
+def test_a_test_that_destroys_the_process_group_fails_and_not_the_next():
     with pytest.raises(RankFailed, match="the world is left"):
         run_ranks(2, leave_the_world)
     assert run_ranks(2, sum_of_ranks, 0) == [(0, 1.0), (1, 1.0)]
 
 
 def leave_a_world() -> tuple[bool, list[str], bool]:
-    """Whether there is one while a test has it and behind it, and what else the environment then says."""
+    """Return whether a process group exists inside `taken_away`, the changed variables afterwards, and whether one
+    exists afterwards.
+    """
     os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
     os.environ |= {"CHANGED": "a", "REMOVED": "a"}
     environment = dict(os.environ)
@@ -67,11 +69,11 @@ def leave_a_world() -> tuple[bool, list[str], bool]:
     return within, sorted(set(os.environ.items()) ^ set(environment.items())), dist.is_initialized()
 
 
-def test_a_test_meets_no_world_that_one_before_it_has_left():
+def test_a_test_starts_without_the_process_group_of_an_earlier_one():
     assert run_alone(leave_a_world) == (True, [], False)
 
 
-def test_a_script_is_run_as_its_user_runs_it(tmp_path):
+def test_run_script_behaves_like_a_new_python_process(tmp_path):
     script = tmp_path / "scripts/speak.py"
     script.parent.mkdir()
     script.with_name("beside.py").write_text("import os, sys\n")
@@ -94,7 +96,7 @@ print(pool.run_script(Path(), Path(sys.argv[1])), os.environ["OF_A_TEST"])
 """
 
 
-def test_what_is_forked_does_not_have_the_environment_of_the_test_that_forked_first(tmp_path):
+def test_forks_get_the_environment_of_their_own_test(tmp_path):
     script = tmp_path / "environment.py"
     script.write_text("import os\nprint('OF_A_TEST' in os.environ)\n")
     done = subprocess.run([sys.executable, "-c", FIRST, script], cwd=ROOT, capture_output=True, text=True)
@@ -136,7 +138,7 @@ def test_failure(tmp_path):
 """
 
 
-def test_a_test_whose_rank_crashed_is_begun_once_more_with_a_folder_of_its_own(tmp_path):
+def test_a_test_with_a_crashed_rank_is_retried_once_in_a_new_folder(tmp_path):
     (tmp_path / "test_crashing.py").write_text(CRASHING)
     command = [
         sys.executable,
@@ -157,7 +159,7 @@ def wait_for_ever():
         time.sleep(0.1)
 
 
-def test_ranks_that_hang_say_where():
+def test_hanging_ranks_print_their_stacks():
     run_ranks(2, sum_of_ranks, 0)  # from here on they are there, however long it takes to start them
     with pytest.raises(RankFailed, match=r"rank 0 ---\nno answer within 1 s[\s\S]*in wait_for_ever[\s\S]*rank 1 ---"):
         run_ranks(2, wait_for_ever, limit=1)
@@ -168,12 +170,12 @@ def makes_meshes_and_groups() -> tuple[bool, bool]:
     return dims.build_mesh("cpu") is dims.build_mesh("cpu"), Peers("a").group is group is not Peers("b").group
 
 
-def test_equal_meshes_and_groups_are_one():
-    """Else the threads of their groups add up over the tests, until the machine does nothing but switch threads."""
+def test_equal_meshes_and_groups_are_shared():
+    """Otherwise the threads of their groups would accumulate over the tests."""
     assert run_ranks(2, makes_meshes_and_groups) == [(True, True)] * 2
 
 
-def test_ranks_listen_where_they_are_told(monkeypatch):
+def test_ranks_listen_on_the_configured_interface(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     with pytest.raises(RuntimeError, match="nowhere0"):
         shared_meshes.share_gloo_device()

@@ -1,4 +1,4 @@
-"""Trace windows and memory snapshots fall on the steps they should, and cost nothing when off."""
+"""Trace windows and memory snapshots cover the configured steps, and cost nothing when disabled."""
 
 import json
 
@@ -28,12 +28,12 @@ def files(folder) -> list[str]:
 
 
 def traced(path) -> tuple[list[str], int]:
-    """Profiler steps and matrix products in a trace."""
+    """Return the profiler steps and the number of matrix products in a trace."""
     names = [event.get("name", "") for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
     return sorted({name for name in names if name.startswith("ProfilerStep")}), names.count("aten::mm")
 
 
-def test_a_window_every_freq_steps(tmp_path):
+def test_a_trace_window_ends_every_freq_steps(tmp_path):
     run(build(tmp_path, active=2), 9)
     assert files(tmp_path) == ["traces/step_4/rank3_trace.json", "traces/step_8/rank3_trace.json"]
     assert traced(tmp_path / "traces/step_8/rank3_trace.json") == (["ProfilerStep#6", "ProfilerStep#7"], 2)
@@ -44,7 +44,7 @@ def test_names_continue_after_a_resume(tmp_path):
     assert files(tmp_path) == ["traces/step_104/rank3_trace.json"]
 
 
-def test_run_that_ends_within_a_window(tmp_path):
+def test_a_run_may_end_inside_a_window(tmp_path):
     run(build(tmp_path, active=3, warmup=0), 3)
     assert files(tmp_path) == ["traces/step_3/rank3_trace.json"]
     assert traced(tmp_path / "traces/step_3/rank3_trace.json")[1] == 2
@@ -57,12 +57,12 @@ def test_windows_without_a_pause(tmp_path):
     assert traced(tmp_path / "traces/step_8/rank3_trace.json")[1] == 4
 
 
-def test_off(tmp_path):
+def test_disabled_profiling_does_nothing(tmp_path):
     run(build(tmp_path, traces=None, freq=1, active=5), 3)
     assert files(tmp_path) == []
 
 
-def test_refusals(tmp_path):
+def test_refused_profiling_options(tmp_path):
     with pytest.raises(JobError, match="profile_freq: given 4; allowed: at least profiler_warmup 3 .* 2 = 5"):
         build(tmp_path, active=2, warmup=3)
     with pytest.raises(JobError, match="enable_memory_snapshot: given true; allowed: false without a GPU"):

@@ -1,4 +1,4 @@
-"""Exports take the place of older ones whole; a start says when nothing will be saved; data known by their content."""
+"""Exports replace older ones completely; a start without checkpoints is logged; changed data are noticed."""
 
 import json
 import random
@@ -26,7 +26,7 @@ def contents(folder):
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
-def test_an_export_replaces_an_older_one_whole(tmp_path, caplog):
+def test_an_export_replaces_all_of_an_older_one(tmp_path, caplog):
     target = tmp_path / "model_hf"
     with folders.published(target, write=True) as folder:
         write(folder, config__json="old", model1__safetensors="a", model2__safetensors="b")
@@ -40,11 +40,11 @@ def test_an_export_replaces_an_older_one_whole(tmp_path, caplog):
     with folders.published(target, write=True) as folder:
         write(folder, config__json="newer")
     assert contents(target) == {"config.json": "newer"}
-    (aside,) = tmp_path.glob(".aside-model_hf-*")  # somebody's own file is not deleted
+    (aside,) = tmp_path.glob(".aside-model_hf-*")  # a user's own file is not deleted
     assert contents(aside)["notes.txt"] == "mine" and "notes.txt" in caplog.text
 
 
-def test_one_that_fails_leaves_what_was_there(tmp_path):
+def test_a_failed_export_leaves_the_older_one(tmp_path):
     write(tmp_path / "model_hf", config__json="old")
     with pytest.raises(OSError, match="planted"), folders.published(tmp_path / "model_hf", write=True) as folder:
         write(folder, config__json="half")
@@ -58,7 +58,7 @@ def test_one_that_fails_leaves_what_was_there(tmp_path):
         write(folder)
 
 
-def test_one_that_cannot_take_its_place_leaves_what_was_there(tmp_path, monkeypatch):
+def test_an_export_that_cannot_be_published_leaves_the_older_one(tmp_path, monkeypatch):
     write(tmp_path / "model_hf", config__json="old")
     rename = Path.rename
 
@@ -75,7 +75,7 @@ def test_one_that_cannot_take_its_place_leaves_what_was_there(tmp_path, monkeypa
 
 
 def export_twice(folder, texts):
-    """The second job has one layer less, so its export has fewer tensors."""
+    """Export two jobs into one folder; the second has one layer less, so fewer tensors."""
     for layers in (2, 1):
         sizes = f"{{dim=32, n_layers={layers}, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16}}"
         options = dict(model__overrides=sizes, training__steps=1, checkpoint__folder=f"checkpoint{layers}")
@@ -85,7 +85,7 @@ def export_twice(folder, texts):
         jobs.train(jobs.arguments(folder, texts, training__local_batch_size=4, **options))
 
 
-def test_a_run_leaves_one_export_and_no_mixture(tmp_path):
+def test_a_second_run_leaves_no_files_of_the_first_export(tmp_path):
     texts = jobs.write_texts(tmp_path / "texts")
     run_ranks(2, export_twice, tmp_path / "run", texts)
     index = json.loads((tmp_path / "run" / "model_hf" / "model.safetensors.index.json").read_text())
@@ -95,17 +95,17 @@ def test_a_run_leaves_one_export_and_no_mixture(tmp_path):
     assert not list((tmp_path / "run").glob(".*-model_hf-*"))
 
 
-def test_the_start_says_when_nothing_will_be_saved(tmp_path):
+def test_a_start_without_checkpoints_is_logged(tmp_path):
     texts = jobs.write_texts(tmp_path / "texts")
     message = "nothing will be saved: checkpoint.enable is off"
     _, _, err = jobs.run(jobs.arguments(tmp_path / "a", texts, training__steps=1))
     assert message in err
 
 
-# What the data are known by
+# Fingerprints of data
 
 
-def test_text_of_the_same_name_and_size_is_other_data(tmp_path):
+def test_changed_text_of_the_same_name_and_size_is_noticed(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("x" * 100_000)
     before = files_fingerprint({"a.txt": file})
@@ -120,12 +120,12 @@ def test_text_of_the_same_name_and_size_is_other_data(tmp_path):
     none = ([], lambda samples: np.zeros(0))  # lanes
     with pytest.raises(ValueError, match="samples of the contents"):
         resume(state, *none, after)
-    old = {**state, "fingerprint": {"files": before["files"]}}  # from before contents were looked at
+    old = {**state, "fingerprint": {"files": before["files"]}}  # as older versions wrote it, without contents
     assert resume(old, *none, after).samples == 0
 
 
-def test_a_shard_that_shrinks_is_an_error_with_its_name(tmp_path):
-    """Without the look it is a bus error: run_alone's process ends without an answer (the control)."""
+def test_a_shard_that_shrinks_is_named(tmp_path):
+    """Without the check a read ends in a bus error: the process of run_alone ends without an answer (the control)."""
     read_shrunk(tmp_path / "a", check=True)
     with pytest.raises(AssertionError, match="ended without an answer"):
         run_alone(read_shrunk, tmp_path / "b", False)

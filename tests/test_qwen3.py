@@ -60,7 +60,7 @@ def test_impossible_sizes_are_refused(name, change, message):
         dataclasses.replace(TINY[name], **change)
 
 
-def test_more_experts_of_a_token_than_there_are_are_refused():
+def test_choosing_more_experts_than_exist_is_refused():
     with pytest.raises(JobError, match="top_k = 7 with n_experts = 6"):
         dataclasses.replace(TINY["qwen3_moe"], top_k=7)
 
@@ -83,14 +83,14 @@ def test_initial_weights_follow_the_recipe():
 
 
 @pytest.mark.parametrize("name, flavor", [(name, flavor) for name in FAMILIES for flavor in SIZES[name]])
-def test_config_goes_both_ways_and_through_transformers(name, flavor, tmp_path):
+def test_configs_convert_both_ways_and_through_transformers(name, flavor, tmp_path):
     args, family = SIZES[name][flavor], FAMILIES[name]
     for stored in configs(args, family.hf, family.config, tmp_path):
         assert family.hf.config.args_from(stored) == args
 
 
 @pytest.mark.parametrize("family, shape", SHAPES)
-def test_state_dicts_go_both_ways(family, shape):
+def test_state_dicts_convert_both_ways(family, shape):
     names_go_both_ways(build(family.model, family.shapes[shape]), family.hf)
 
 
@@ -123,6 +123,6 @@ def test_a_config_of_another_model_is_refused(name, change, message):
     refuse_config(TINY[name], FAMILIES[name].hf, change, message)
 
 
-def test_what_transformers_does_not_have_is_not_exported():
+def test_features_missing_in_transformers_are_not_exported():
     with pytest.raises(JobError, match="n_shared_experts = 1: transformers' Qwen 3 only has 0"):
         MOE_HF.config_to_hf(dataclasses.replace(TINY["qwen3_moe"], n_shared_experts=1))

@@ -124,13 +124,13 @@ def test_restarts_from_a_warm_start(base, data, tmp_path):
     assert steps[START + 1][0] == pytest.approx(base[1][1][START][0], abs=0.3), (
         "training continues and does not start over"
     )
-    _, replicated, again, other = restarted(tmp_path / "b", base, data, distribution="", checkpoint__interval=100)
-    assert again == merges and replicated == {s: pytest.approx(both, rel=1e-4) for s, both in steps.items()}
+    _, replicated, same_merges, other = restarted(tmp_path / "b", base, data, distribution="", checkpoint__interval=100)
+    assert same_merges == merges and replicated == {s: pytest.approx(both, rel=1e-4) for s, both in steps.items()}
     # differences from the order of sums grow with the steps, and may change which moments are pruned
     assert all(abs(other[name] - weight).max() <= 2e-3 * abs(weight).max() + 1e-5 for name, weight in weights.items())
     for update in (12, 11, 10):  # descending, since each resume moves newer checkpoints aside
-        again = dict(checkpoint__load_step=START + update, checkpoint__interval=100)
-        _, resumed, merged, same = restarted(tmp_path / "a", base, data, **again)
+        saving = dict(checkpoint__load_step=START + update, checkpoint__interval=100)
+        _, resumed, merged, same = restarted(tmp_path / "a", base, data, **saving)
         assert merged == [merge for merge in merges if merge > update]
         assert all((same[name] == weights[name]).all() for name in weights), update
         assert {step: steps[step] for step in resumed} == resumed

@@ -174,7 +174,7 @@ def test_a_first_rank_that_crashes_is_one_message_and_the_end_of_all(tmp_path):
 
 
 def test_a_run_that_is_terminated_goes_on_exactly(tmp_path):
-    """A signal stops the launcher; after the restart all losses are bit for bit those of an uninterrupted run."""
+    """A signal stops the launcher; after the restart all losses equal an uninterrupted run bit for bit."""
     rows = write_rows(tmp_path / "rows")
     options = dict(training__epochs=5, training__local_batch_size=1, validation__freq=8, model__overrides=jobs.SHALLOW)
     options |= dict(checkpoint__enable=True, checkpoint__interval=1000)

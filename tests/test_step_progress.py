@@ -1,4 +1,4 @@
-"""Long steps say where they are; short ones print nothing more."""
+"""Progress inside long steps is logged; short steps log nothing more."""
 
 import io
 import logging
@@ -20,7 +20,7 @@ BATCH = {"tokens": torch.zeros(2, 100, dtype=torch.int64)}
 
 
 class Run:
-    """Of 10 steps of 4 passes on 3 data-parallel ranks, at the end of step 2; each pass takes 20 seconds."""
+    """A simulated run of 10 steps of 4 passes on 3 data-parallel ranks, after step 2; each pass takes 20 seconds."""
 
     def __init__(self, monkeypatch):
         self.now = 1000.0
@@ -29,7 +29,7 @@ class Run:
         self.shown = StepProgress(True, self.progress, 3, lambda: (self.step, 10, self.tokens), lambda: self.now)
 
     def passes(self):
-        """One by one, each behind its 20 seconds."""
+        """Yield the passes, each after its 20 seconds."""
         self.progress.enter("train", self.step + 1)
         for _ in self.shown.through([BATCH] * 4):
             yield
@@ -41,7 +41,7 @@ def run(monkeypatch):
     return Run(monkeypatch)
 
 
-def test_a_line_every_thirty_seconds_says_pass_tokens_and_time_left(run, caplog):
+def test_a_line_every_thirty_seconds_has_pass_tokens_and_time_left(run, caplog):
     caplog.set_level(logging.INFO)
     logging.getLogger("torchtitan").addHandler(run.shown._listener)
     try:
@@ -57,7 +57,7 @@ def test_a_line_every_thirty_seconds_says_pass_tokens_and_time_left(run, caplog)
     assert caplog.messages[1] == "saving step 3/10, 0:30 so far, 7,200 tokens, about 12:50 left"  # 28 passes of 27.5 s
 
 
-def test_a_line_of_the_run_is_as_good(run, caplog):
+def test_another_log_line_delays_the_progress_line(run, caplog):
     caplog.set_level(logging.INFO)
     logging.getLogger("torchtitan").addHandler(run.shown._listener)
     try:
@@ -69,7 +69,7 @@ def test_a_line_of_the_run_is_as_good(run, caplog):
     assert set(caplog.messages) == {"a line"}
 
 
-def test_a_terminal_shows_a_bar_that_rewrites_itself(run, monkeypatch):
+def test_a_terminal_shows_an_updating_bar(run, monkeypatch):
     screen = io.StringIO()
     screen.isatty = lambda: True
     monkeypatch.setattr("sys.stderr", screen)
@@ -84,7 +84,7 @@ def test_a_terminal_shows_a_bar_that_rewrites_itself(run, monkeypatch):
 
 
 def lines_of(argv, seconds):
-    """What the run logs, each pass of which takes so long."""
+    """Run a job with passes of `seconds` each, and return its log lines."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -110,7 +110,7 @@ def lines_of(argv, seconds):
     return lines
 
 
-def test_a_run_of_long_steps_says_where_it_is(tmp_path):
+def test_a_run_of_long_steps_logs_its_progress(tmp_path):
     texts = jobs.write_texts(tmp_path / "texts")
     options = dict(training__steps=2, training__local_batch_size=4, metrics__log_freq=5)
     (lines,) = run_ranks(1, lines_of, jobs.arguments(tmp_path / "run", texts, **options), 0.5)
@@ -118,7 +118,7 @@ def test_a_run_of_long_steps_says_where_it_is(tmp_path):
     assert any(line.startswith("step 2/2: pass 1 of 2, ") and line.endswith(" left") for line in lines)
 
 
-def test_a_run_of_short_steps_says_nothing_more(tmp_path):
+def test_a_run_of_short_steps_logs_no_progress(tmp_path):
     texts = jobs.write_texts(tmp_path / "texts")
     code, out, err = jobs.run(jobs.arguments(tmp_path / "run", texts, training__steps=4))
     assert code == 0 and "so far" not in out + err

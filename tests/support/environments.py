@@ -18,7 +18,7 @@ CONSTRAINTS = ("-c", ROOT / "constraints.txt")
 
 @contextmanager
 def environment(folder: Path, python: str | Path = sys.executable) -> Iterator[Path]:
-    """Create an empty environment without pip (that of the tests installs into it), and delete it afterwards.
+    """Create an empty environment and delete it afterwards. It has no pip: the tests' own pip installs into it.
 
     With torch installed it would take a gigabyte.
     """
