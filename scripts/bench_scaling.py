@@ -53,7 +53,7 @@ from torchtitan.planner.estimate import flops_of_a_rank, predict, worst
 from torchtitan.process.exit import exit_with
 
 
-def best(call: Callable[[], object], times: int) -> float:
+def fastest_seconds(call: Callable[[], object], times: int) -> float:
     """Return the seconds of the fastest call; other processes can only slow it down."""
     seconds = []
     for _ in range(times):
@@ -70,7 +70,7 @@ def spread(key: str, values: list[float]) -> dict[str, float]:
 # Steps
 
 
-def steps(key: str, cases: dict[Any, dict[str, object]], folder: Path, options: argparse.Namespace) -> Rows:
+def measure_steps(key: str, cases: dict[Any, dict[str, object]], folder: Path, options: argparse.Namespace) -> Rows:
     """Measure the steps of jobs and return one row for each size, in column `key`.
 
     Every round measures all sizes, each in a new process; every second round goes in reverse order.
@@ -82,7 +82,7 @@ def steps(key: str, cases: dict[Any, dict[str, object]], folder: Path, options: 
     measurements: dict[Any, list[dict]] = {size: [] for size in cases}
     for number in range(options.rounds):
         for size in cases if number % 2 == 0 else reversed(cases):
-            measurements[size].append(measured(folder, jobs[size]))
+            measurements[size].append(measure_job(folder, jobs[size]))
     table = []
     for size, job in jobs.items():
         config, rounds = manager.load(job), measurements[size]
@@ -96,7 +96,7 @@ def steps(key: str, cases: dict[Any, dict[str, object]], folder: Path, options: 
     return table
 
 
-def measured(folder: Path, job: list[str]) -> dict[str, Any]:
+def measure_job(folder: Path, job: list[str]) -> dict[str, Any]:
     """Run a job with bench_rank.py and return its report."""
     report = folder / "told.json"
     os.environ["STARTED"] = str(time.time())
@@ -109,19 +109,19 @@ def by_seq_len(mask: bool, folder: Path, options: argparse.Namespace) -> Rows:
     lengths, tokens = ((256, 512, 1024, 2048, 4096), 4096) if not options.quick else ((16, 32), 32)
     common = {"model__overrides": overrides(options), "training__document_mask": str(mask).lower()}
     cases = {n: common | {"training__seq_len": n, "training__local_batch_size": tokens // n} for n in lengths}
-    return steps("seq_len", cases, folder, options)
+    return measure_steps("seq_len", cases, folder, options)
 
 
 def by_layers(folder: Path, options: argparse.Namespace) -> Rows:
     depths = (1,) if options.quick else (2, 4, 8, 16, 24)
     cases = {n: batch(options) | {"model__overrides": overrides(options, n)} for n in depths}
-    return steps("layers", cases, folder, options)
+    return measure_steps("layers", cases, folder, options)
 
 
 def by_vocabulary(folder: Path, options: argparse.Namespace) -> Rows:
     sizes = (512, 1024) if options.quick else (2048, 8192, 32000, 128000)
     cases = {n: batch(options) | {"model__overrides": overrides(options, vocab_size=n)} for n in sizes}
-    return steps("vocabulary", cases, folder, options)
+    return measure_steps("vocabulary", cases, folder, options)
 
 
 def overrides(options: argparse.Namespace, layers: int = 4, **more: int) -> str:
@@ -137,7 +137,7 @@ def batch(options: argparse.Namespace) -> dict[str, object]:
 # Saves
 
 
-def by_size(folder: Path, options: argparse.Namespace) -> Rows:
+def measure_saves(folder: Path, options: argparse.Namespace) -> Rows:
     sizes = ((256, 4), (512, 8), (768, 12)) if not options.quick else ((32, 1),)
     table = []
     for dim, layers in sizes:
@@ -148,11 +148,11 @@ def by_size(folder: Path, options: argparse.Namespace) -> Rows:
         megabytes = megabytes_of_state(trainers[0])
         saved = [path for path in sorted((place / "saves-0/checkpoint").rglob("*.distcp"))][-1]
         plain, content = place / "plain", os.urandom(2**20) * max(1, round(megabytes))
-        write_speed = len(content) / 1e6 / best(partial(write, plain, content), options.times)
+        write_speed = len(content) / 1e6 / fastest_seconds(partial(write, plain, content), options.times)
         loads, read_speeds = [], []
         for _ in range(options.times):
-            loads.append(megabytes / unread(trainers[0].checkpointer.load, saved))
-            read_speeds.append(len(content) / 1e6 / unread(plain.read_bytes, plain))
+            loads.append(megabytes / uncached_seconds(trainers[0].checkpointer.load, saved))
+            read_speeds.append(len(content) / 1e6 / uncached_seconds(plain.read_bytes, plain))
         table.append(
             {"megabytes": megabytes, "plain_write": write_speed, "plain_read": max(read_speeds)}
             | spread("save", [megabytes / seconds for seconds in waits])
@@ -168,17 +168,17 @@ def write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def unread(read: Callable[[], object], path: Path) -> float:
+def uncached_seconds(read: Callable[[], object], path: Path) -> float:
     """Return the seconds of `read` on a file that is not in the page cache."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return best(read, 1)
+    return fastest_seconds(read, 1)
 
 
 # Data
 
 
-def data(folder: Path, options: argparse.Namespace) -> Rows:
+def measure_data(folder: Path, options: argparse.Namespace) -> Rows:
     texts = folder / "texts"
     texts.mkdir()
     library = open_source("python_stdlib", None, RecordReader()).documents()
@@ -188,7 +188,7 @@ def data(folder: Path, options: argparse.Namespace) -> Rows:
         (texts / f"{number}.txt").write_text(text)
     tokenizer, table = build_tokenizer(str(TOKENIZER)), []
     tokens = sum(len(tokenizer.encode(text)) for text in content)
-    tokenizer_speed = tokens / best(lambda: [tokenizer.encode(text) for text in content], options.times)
+    tokenizer_speed = tokens / fastest_seconds(lambda: [tokenizer.encode(text) for text in content], options.times)
     for workers in (1, 2):
         speeds = []
         for number in range(options.times):
@@ -203,10 +203,15 @@ def data(folder: Path, options: argparse.Namespace) -> Rows:
         table.append(labels | {"by": "by the tokenizer alone"} | spread("speed", speeds))
     many, batch, seq_len = 16 if options.quick else 256, 8, 2048
     consume = lambda batches: lambda: [None for _ in islice(batches, many)]  # noqa: E731
-    floor = batch * seq_len * many / best(consume(iter(MemoryMap(folder / "shards", batch, seq_len))), options.times)
+    floor = (
+        batch
+        * seq_len
+        * many
+        / fastest_seconds(consume(iter(MemoryMap(folder / "shards", batch, seq_len))), options.times)
+    )
     for name, mask in (("prepared shards", False), ("prepared shards, document mask", True)):
         batches = consume(iter(shuffled(folder / "shards", batch, seq_len, mask)))
-        speeds = [batch * seq_len * many / best(batches, 1) for _ in range(options.times)]
+        speeds = [batch * seq_len * many / fastest_seconds(batches, 1) for _ in range(options.times)]
         labels = {"what": f"loader, {name}", "bound": floor, "by": "by slices of a memory map"}
         table.append(labels | spread("speed", speeds))
     return table
@@ -215,7 +220,7 @@ def data(folder: Path, options: argparse.Namespace) -> Rows:
 # Generation
 
 
-def generation(folder: Path, options: argparse.Namespace) -> Rows:
+def measure_generation(folder: Path, options: argparse.Namespace) -> Rows:
     lengths, more = ((256, 1024, 4096), 64) if not options.quick else ((8, 16), 4)
     shape = "{dim = 512, n_layers = 8, n_heads = 8}" if not options.quick else overrides(options)
     trainer = trainer_of(folder, model__overrides=shape)
@@ -247,14 +252,14 @@ def reading_speed(model: torch.nn.Module) -> float:
     """Return the bytes per second read while a vector is multiplied with each matrix of the model's blocks."""
     matrices = [p.detach() for p in model.layers.parameters() if p.dim() == 2]
     vectors = [torch.ones(matrix.shape[1]) for matrix in matrices]
-    seconds = best(lambda: [m @ v for m, v in zip(matrices, vectors, strict=True)], 10)
+    seconds = fastest_seconds(lambda: [m @ v for m, v in zip(matrices, vectors, strict=True)], 10)
     return sum(matrix.nbytes for matrix in matrices) / seconds
 
 
 # Start
 
 
-def starts(folder: Path, options: argparse.Namespace) -> Rows:
+def measure_starts(folder: Path, options: argparse.Namespace) -> Rows:
     shapes = {6: "{}", 88: "{dim = 768, n_layers = 12, n_heads = 12}"} if not options.quick else {6: "{n_layers = 1}"}
     table = []
     for (millions, shape), ranks in product(shapes.items(), (1, 2)):
@@ -285,10 +290,10 @@ PARTS: dict[str, Callable[[Path, argparse.Namespace], Rows]] = {
     "documents": partial(by_seq_len, True),
     "layers": by_layers,
     "vocabulary": by_vocabulary,
-    "saves": by_size,
-    "data": data,
-    "generate": generation,
-    "start": starts,
+    "saves": measure_saves,
+    "data": measure_data,
+    "generate": measure_generation,
+    "start": measure_starts,
 }
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support import jobs, judged
-from tests.support.adapted import learn_something
+from tests.support.adapted import perturb_parameters
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from torchtitan.adapters.lora import LoRA
@@ -31,7 +31,7 @@ def adapted(family="llama3", **options):
     adapter.install(model, MODELS[family].plan)
     model.to_empty(device="cpu")
     initialize(model, 0, model.init_rule)
-    learn_something(model.named_parameters())
+    perturb_parameters(model.named_parameters())
     return model
 
 

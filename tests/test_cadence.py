@@ -8,7 +8,7 @@ import pytest
 from tests.support import jobs, judged
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
-from tests.test_sft import sft_arguments, stopped_after, write_rows
+from tests.test_sft import sft_arguments, train_and_stop_after, write_rows
 from torchtitan.build.parts import cadence, lr_schedule
 from torchtitan.config import manager
 from torchtitan.config.manager import ConfigError, to_toml
@@ -114,7 +114,7 @@ def test_a_run_by_epochs_keeps_its_cadence_over_a_stop(tmp_path):
     often |= dict(metrics__log_freq=0.2, lr_scheduler__warmup_steps="epoch", checkpoint__keep_latest_k=0)
     whole, cut = (sft_arguments(tmp_path / name, rows, **often) for name in ("whole", "cut"))
     run_ranks(1, jobs.train, whole)
-    run_ranks(1, stopped_after, cut, 4)
+    run_ranks(1, train_and_stop_after, cut, 4)
     run_ranks(2, jobs.train, cut)
     last, saves, tests, logs = seen(tmp_path / "whole")
     assert last > 6

@@ -100,7 +100,7 @@ def test_names_shapes_and_bytes_do_not_depend_on_the_plan(saved):
 # Mismatches
 
 
-def refusals(root: Path, plan: Plan) -> list[str]:
+def load_errors(root: Path, plan: Plan) -> list[str]:
     """Return the messages of loads that must be refused and change nothing."""
     messages = []
     for args, adamw in [
@@ -133,7 +133,7 @@ def refusals(root: Path, plan: Plan) -> list[str]:
 
 def test_all_pipeline_ranks_report_the_same_mismatch(saved):
     """Names are compared over all ranks, since each rank has only part of the model."""
-    one, other = run_ranks(2, refusals, saved, Plan(pp=2))
+    one, other = run_ranks(2, load_errors, saved, Plan(pp=2))
     assert one == other
     fewer, more, untied, wider, uncounted, one_rank, one_rank_export = one
     assert fewer.startswith("it also holds model.layers.3.attention.wk.weight, model.layers.3.attention.wo.weight")

@@ -21,10 +21,10 @@ from transformers import (
 
 from tests.support.hf_parity import (
     build,
+    check_names_convert_both_ways,
     compare,
     compare_positions,
     configs,
-    names_go_both_ways,
     refuse_config,
     refuse_folder,
     same,
@@ -172,7 +172,7 @@ def test_the_number_of_classes_round_trips_through_config_json(name, tmp_path):
 
 @pytest.mark.parametrize("family, shape", SHAPES)
 def test_state_dicts_round_trip(family, shape):
-    names_go_both_ways(build(family.model, family.shapes[shape]), family.hf)
+    check_names_convert_both_ways(build(family.model, family.shapes[shape]), family.hf)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -98,10 +98,10 @@ def test_ctrl_c(command):
 
 
 def test_a_users_mistake_is_a_line_and_not_a_traceback(command, capsys, monkeypatch):
-    def mistaken(argv):
+    def raise_job_error(argv):
         raise ConfigError([Fault("job.toml", "a.b", "1", "2", "")])
 
-    command(mistaken)
+    command(raise_job_error)
     assert cli.main(["check"]) == 2
     assert capsys.readouterr().err == "job.toml: a.b: given 1; allowed: 2\n"
     monkeypatch.setenv("TORCHTITAN_TRACEBACK", "1")

@@ -10,7 +10,7 @@ import torch
 
 from tests.combinations import Combination, other_models, table
 from tests.support import other_families
-from tests.support.adapted import installed, learn_something
+from tests.support.adapted import installed, perturb_parameters
 from tests.support.jobs import full
 from tests.support.pool import run_ranks
 from torchtitan.adapters import ADAPTERS
@@ -104,7 +104,7 @@ def batch() -> dict[str, torch.Tensor]:
     return full_batch | {"classes": classes} | drawn
 
 
-def labelled(row: Combination) -> dict[str, torch.Tensor]:
+def with_task_labels(row: Combination) -> dict[str, torch.Tensor]:
     """Return the batch with the labels of the row's task."""
     full_batch = batch()
     if row.task == "pretrain":
@@ -118,7 +118,7 @@ def labelled(row: Combination) -> dict[str, torch.Tensor]:
     return full_batch | {"labels": labels}
 
 
-def names_for(row: Combination, draws: bool) -> list[str]:
+def model_input_names(row: Combination, draws: bool) -> list[str]:
     """Return the names of the batch tensors that the row's model reads."""
     names = ["tokens", *objective(row).targets] + ["positions", "document_ids"] * row.document_mask
     return names + ["keys"] * draws + ["lengths"] * row.noise
@@ -177,7 +177,7 @@ def assembled(row: Combination) -> ParallelModel:
         balance=FAMILIES[row.model].balance,
         adapter=adapter,
     )
-    learn_something(model.named_parameters())
+    perturb_parameters(model.named_parameters())
     return model
 
 
@@ -191,8 +191,8 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], floa
 
     torch._dynamo.reset()
     model = assembled(row)
-    everything = labelled(row)
-    names = names_for(row, model.needs_keys)
+    everything = with_task_labels(row)
+    names = model_input_names(row, model.needs_keys)
     group_size = samples_per_loss(row)
     local_samples = global_sample_numbers(
         torch.arange(SAMPLES // model.dims.dp), model.dims.dp_rank(model.mesh), model.dims.dp, group_size
@@ -220,29 +220,29 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], floa
     return losses[0].item(), norm.item(), grads, losses[1].item(), model.extra_metrics()
 
 
-def with_first_weights(row: Combination) -> torch.nn.Module:
+def build_with_initial_weights(row: Combination) -> torch.nn.Module:
     """Build the model and adapter on one device with the initial weights of a job."""
     model, _, adapter = build_adapted(row)
     initialize(model, 7, model.init_rule)
     draw_stores(model, 7, model.init_rule)
     if adapter is not None:
         adapter.init_from_base([model])
-        learn_something(model.named_parameters())
+        perturb_parameters(model.named_parameters())
     return model
 
 
 @cache
 def reference(row: Combination) -> tuple[float, float, dict[str, torch.Tensor], float, float]:
     """Compute on one device: loss, norm, gradients, largest expert load, and loss of multi-token prediction."""
-    model, balance = with_first_weights(row), FAMILIES[row.model].balance
-    everything = labelled(row)
+    model, balance = build_with_initial_weights(row), FAMILIES[row.model].balance
+    everything = with_task_labels(row)
     valid = objective(row).count(everything)
     if balance is not None:
         balance.set_aux_loss_scale(model, 1 / valid)
     # a cache holds earlier batches, and a step's batch on all ranks is a run of consecutive samples
     loss = torch.zeros((), dtype=DTYPE[row.precision])
     for samples in torch.arange(SAMPLES).chunk(row.accumulation):
-        part = model(**{name: everything[name][samples] for name in names_for(row, model.needs_keys)}) / valid
+        part = model(**{name: everything[name][samples] for name in model_input_names(row, model.needs_keys)}) / valid
         part.backward()
         loss += part.detach()
         if row.remembers:

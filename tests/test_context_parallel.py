@@ -39,7 +39,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SAMPLES, SEQ_LEN, HEADS, HEAD_DIM = 2, 24, 4, 8
 
 
-class Holder(nn.Module):
+class KernelHolder(nn.Module):
     """A minimal module with an attention kernel."""
 
     def __init__(self, kernel=None):
@@ -52,7 +52,7 @@ class Holder(nn.Module):
 
 def parallel_kernel(ranks, method, balance, kernel=None):
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
-    holder = Holder(kernel)
+    holder = KernelHolder(kernel)
     apply_context_parallel(holder, mesh["cp"], method, balance)
     return holder.kernel
 
@@ -61,7 +61,7 @@ def tokens_of(q, documents):
     return Tokens(torch.arange(q.shape[2]), documents)
 
 
-def written_out(q, k, v, documents, visibility=torch.tril):
+def reference_attention(q, k, v, documents, visibility=torch.tril):
     """Compute attention [B, H, S, E] with explicit scores; `visibility` zeroes hidden entries of a matrix of ones."""
     groups, length = q.shape[1] // k.shape[1], q.shape[2]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -91,7 +91,7 @@ def relative_error(got, expected):
     return ((got.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
 
 
-def attend_and_compare(ranks, method, balance, cases, kernel=AttentionKernel, reference=written_out):
+def attend_and_compare(ranks, method, balance, cases, kernel=AttentionKernel, reference=reference_attention):
     """Return the largest relative errors of the output and the three gradients for each case of `kernel_cases`."""
     kernel, layout, rank = (
         parallel_kernel(ranks, method, balance, kernel()),
@@ -137,28 +137,28 @@ def test_equal_to_written_out_attention(method, balance, ranks):
 # --- custom kernels
 
 
-class ToAll(AttentionKernel):
+class NonCausal(AttentionKernel):
     def __init__(self):
         super().__init__(causal=False)
 
 
-def written_out_to_all(q, k, v, documents):
-    return written_out(q, k, v, documents, visibility=lambda ones: ones)
+def reference_to_all(q, k, v, documents):
+    return reference_attention(q, k, v, documents, visibility=lambda ones: ones)
 
 
-class Half(AttentionKernel):
+class HalvedQueries(AttentionKernel):
     """A kernel that halves the queries and does not declare support for parts of a sequence."""
 
     def forward(self, q, k, v, mask):
         return super().forward(q / 2, k, v, mask)
 
 
-class HalfOfParts(Half):
+class HalvedQueriesOfParts(HalvedQueries):
     takes_parts = True
 
 
-def written_out_half(q, k, v, documents):
-    return written_out(q / 2, k, v, documents)
+def reference_half(q, k, v, documents):
+    return reference_attention(q / 2, k, v, documents)
 
 
 class Window(AttentionKernel):
@@ -168,11 +168,11 @@ class Window(AttentionKernel):
         super().__init__(window=2)
 
 
-def written_out_window(q, k, v, documents):
-    return written_out(q, k, v, documents, visibility=lambda ones: ones.tril().triu(-1))
+def reference_window(q, k, v, documents):
+    return reference_attention(q, k, v, documents, visibility=lambda ones: ones.tril().triu(-1))
 
 
-class Bare(torch.nn.Module):
+class UndeclaredKernel(torch.nn.Module):
     """A kernel that does not derive from AttentionKernel and declares nothing."""
 
     def prepare(self, queries, keys=None):
@@ -183,15 +183,15 @@ class Bare(torch.nn.Module):
 
 
 KERNELS = {
-    ToAll: (written_out_to_all, METHODS),
-    Half: (written_out_half, ("ulysses",)),
-    HalfOfParts: (written_out_half, ("ulysses", "allgather")),
-    Window: (written_out_window, ("ulysses", "allgather")),
-    Bare: (written_out, ("ulysses",)),
+    NonCausal: (reference_to_all, METHODS),
+    HalvedQueries: (reference_half, ("ulysses",)),
+    HalvedQueriesOfParts: (reference_half, ("ulysses", "allgather")),
+    Window: (reference_window, ("ulysses", "allgather")),
+    UndeclaredKernel: (reference_attention, ("ulysses",)),
 }
 
 
-def attend_or_say_why_not(method, balance, name):
+def attend_or_return_error(method, balance, name):
     kernel = globals()[name]
     cases = [(4, 2, 5, torch.float64, False), (4, 2, 8, torch.float64, True)]
     try:
@@ -204,7 +204,7 @@ def attend_or_say_why_not(method, balance, name):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_custom_kernels_are_correct_or_refused(kernel, method, balance):
-    for outcome in run_ranks(2, attend_or_say_why_not, method, balance, kernel.__name__):
+    for outcome in run_ranks(2, attend_or_return_error, method, balance, kernel.__name__):
         if method in KERNELS[kernel][1]:
             assert all(max(worst) <= 1e-10 for worst in outcome.values()), outcome
         else:
@@ -364,7 +364,7 @@ def test_traffic_is_minimal(method, dtype, ranks):
 # --- the layout, the kernels, and errors
 
 
-def visible_by(layout, rank, length, in_sequence):
+def count_visible(layout, rank, length, in_sequence):
     """Count how often each query of `rank` sees each key of the full sequence."""
     size = length // layout.ranks
     counts = torch.zeros(size, length, dtype=torch.long)
@@ -388,7 +388,7 @@ def test_regions_cover_the_causal_mask_and_headtail_is_balanced(ranks, headtail,
     layout, length = SequenceLayout(ranks, headtail), 24
     work = []
     for rank in range(ranks):
-        counts = visible_by(layout, rank, length, in_sequence)
+        counts = count_visible(layout, rank, length, in_sequence)
         positions = layout.positions(rank, length // ranks, "cpu")
         assert torch.equal(counts, (positions[:, None] >= torch.arange(length)).long())
         work.append(counts.sum())
@@ -469,12 +469,12 @@ class DenseFlex(AttentionKernel):
 
 def attend_by_block_mask(balance):
     mesh, rank, layout = init_device_mesh("cpu", (2,)), dist.get_rank(), SequenceLayout(2, balance)
-    holder = Holder(DenseFlex())
+    holder = KernelHolder(DenseFlex())
     apply_context_parallel(holder, mesh, "allgather", balance)
     q, k, v, _, documents = full_tensors(4, 2, torch.float64)
     local = [layout.share(x, rank, dim=2) for x in (q, k, v)]
     y = holder.kernel(*local, holder.kernel.prepare(tokens_of(local[0], layout.share(documents, rank))))
-    return relative_error(y, layout.share(written_out(q, k, v, documents), rank, dim=2))
+    return relative_error(y, layout.share(reference_attention(q, k, v, documents), rank, dim=2))
 
 
 @pytest.mark.parametrize("balance", (True, False))
@@ -501,7 +501,7 @@ def test_unknown_methods_are_refused():
         shard_sequence({"tokens": torch.zeros(1, 8)}, 0, 2, "rings", True)
 
 
-def deal_three_heads():
+def split_three_heads():
     kernel = parallel_kernel(2, "ulysses", True)
     with pytest.raises(
         JobError, match='given 2; allowed: with "ulysses" what divides the 3 query heads of a rank: 1, 3'
@@ -511,4 +511,4 @@ def deal_three_heads():
 
 
 def test_heads_that_do_not_divide_are_refused():
-    assert all(run_ranks(2, deal_three_heads))
+    assert all(run_ranks(2, split_three_heads))

@@ -80,7 +80,7 @@ TINY = {
 ONE_OF_EACH = ["llama", "v3", "mistral", "dense qwen", "qwen", "gpt2", "opt 350M", "roberta"]
 
 
-def tiny(name, dtype=torch.float32):
+def tiny_model(name, dtype=torch.float32):
     family, args = TINY[name]
     return build(MODELS[family].build, args, dtype=dtype)
 
@@ -124,7 +124,7 @@ def test_active_parameters_count_only_the_chosen_experts(family, flavor):
     [("llama", 0.0), ("v3", 1e-12), ("mistral", 0.0), ("dense qwen", 0.0), ("qwen", 1e-12), ("gpt2", 0.0)],
 )
 def test_a_later_token_changes_nothing_before_it(name, tolerance):
-    model, x = tiny(name, torch.float64), tokens(name)
+    model, x = tiny_model(name, torch.float64), tokens(name)
     changed = x.clone()
     changed[:, 7] = (changed[:, 7] + 1) % model.args.vocab_size
     before, after = model(x), model(changed)
@@ -135,7 +135,7 @@ def test_a_later_token_changes_nothing_before_it(name, tolerance):
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_packed_documents_equal_separate_ones(name, backend):
-    model, x, lengths = tiny(name, torch.float64), tokens(name, 1), [5, 3, 4]
+    model, x, lengths = tiny_model(name, torch.float64), tokens(name, 1), [5, 3, 4]
     model.set_attention_backend(backend)
     ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -147,7 +147,7 @@ def test_packed_documents_equal_separate_ones(name, backend):
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_model_cut_into_two_stages_gives_the_same_logits(name):
-    full_model, first, last = (tiny(name) for _ in range(3))
+    full_model, first, last = (tiny_model(name) for _ in range(3))
     first.norm = first.output = last.tok_embeddings = None
     end = str(len(full_model.layers) - 1)
     del first.layers[end]
@@ -162,7 +162,7 @@ def test_a_model_cut_into_two_stages_gives_the_same_logits(name):
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_labels_give_the_attached_loss(name):
-    model, x = tiny(name), tokens(name)
+    model, x = tiny_model(name), tokens(name)
     names = set(model.state_dict())
     with pytest.raises(AssertionError, match="targets need a loss"):
         model(x, labels=x)
@@ -172,10 +172,10 @@ def test_labels_give_the_attached_loss(name):
     assert set(model.state_dict()) == names
 
 
-def split_over_two(name, sequence_parallel):
+def outputs_under_tensor_parallel(name, sequence_parallel):
     """Return the logits and full gradients of a model under tensor parallel."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model, plan = tiny(name, torch.float64), MODELS[TINY[name][0]].plan
+    model, plan = tiny_model(name, torch.float64), MODELS[TINY[name][0]].plan
     apply_tensor_parallel(model, mesh, plan, sequence_parallel=sequence_parallel, loss_parallel=False)
     logits = model(tokens(name))
     logits.square().sum().backward()
@@ -185,11 +185,11 @@ def split_over_two(name, sequence_parallel):
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("name", TINY)
 def test_tensor_parallel_gives_the_same_logits_and_gradients(name, sequence_parallel):
-    model = tiny(name, torch.float64)
+    model = tiny_model(name, torch.float64)
     logits = model(tokens(name))
     logits.square().sum().backward()
     norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    for other_logits, gradients in run_ranks(2, split_over_two, name, sequence_parallel):
+    for other_logits, gradients in run_ranks(2, outputs_under_tensor_parallel, name, sequence_parallel):
         assert close(other_logits, logits, 1e-10)
         for parameter_name, parameter in model.named_parameters():
             other = gradients[parameter_name]

@@ -42,19 +42,19 @@ def test_libraries_are_set_up_for_large_worlds():
     assert run_alone(settings) == expected
 
 
-def with_a_users_setting() -> dict[str, object]:
+def settings_with_a_users_variables() -> dict[str, object]:
     return settings(TORCH_GLOO_LAZY_INIT="0", TORCH_FR_DUMP_TEMP_FILE="/elsewhere/")
 
 
 def test_a_users_setting_is_kept():
-    values = run_alone(with_a_users_setting)
+    values = run_alone(settings_with_a_users_variables)
     assert (values["lazy"], values["dumped to"]) == ("0", "/elsewhere/")
 
 
 # Plain values and tensors of ranks
 
 
-def exchanged() -> tuple:
+def exchange_values() -> tuple:
     rank = dist.get_rank()
     value = {"of": rank, "text": "\u00e9" * 10**rank, "list": [1.5, None, True], "nested": {"a": [rank] * 3}}
     decided = distributed.broadcast_json(value if rank == 0 else object())  # values of other ranks are ignored
@@ -67,7 +67,7 @@ def test_plain_values_arrive_unchanged():
         {"of": rank, "text": "\u00e9" * 10**rank, "list": [1.5, None, True], "nested": {"a": [rank] * 3}}
         for rank in range(3)
     ]
-    first, *other_ranks = run_ranks(3, exchanged)
+    first, *other_ranks = run_ranks(3, exchange_values)
     assert first == (values, values, values[0], ["x"])
     assert other_ranks == [(None, values, values[0], ["x" * 10**rank]) for rank in (1, 2)]
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import jobs
 from tests.support.pool import run_ranks
-from tests.test_loader import TOKENIZER, global_samples, in_turn, loader, rows
+from tests.test_loader import TOKENIZER, global_samples, interleave, loader, rows
 from tests.test_mixing import toml
 from tests.test_records import make_shards, records, write
 from torchtitan.build import data as build_data
@@ -78,7 +78,7 @@ def test_every_epoch_has_every_sample_once(data, names, epochs):
             for r in range(dp_size)
         ]
         rows_of_ranks = [[row for batch in rank for row in rows(batch)] for rank in ranks]
-        samples = in_turn(rows_of_ranks)
+        samples = interleave(rows_of_ranks)
         assert len(samples) == -(-len(all_rows) // step) * step  # whole steps, the same on every rank
         assert samples[: len(all_rows)] == all_rows
         assert all(set(labels) == {IGNORE} for _, labels, *_ in samples[len(all_rows) :])
@@ -92,10 +92,10 @@ def test_a_resume_reads_the_remaining_samples(data, names):
     options = dict(sources=[("tokens", data[name], 1.0) for name in names], epochs=2, document_mask=True)
     all_rows = [row for batch in loader(**options, local_batch_size=1) for row in rows(batch)]
     ranks = [loader(**options, dp_rank=r, dp_size=2) for r in range(2)]
-    rows_read = in_turn([[row for batch in islice(rank, 5) for row in rows(batch)] for rank in ranks])
+    rows_read = interleave([[row for batch in islice(rank, 5) for row in rows(batch)] for rank in ranks])
     state = json.loads(json.dumps(merge_states([rank.state_dict() for rank in ranks])))
     ranks = [loader(**options, dp_rank=r, dp_size=3, local_batch_size=1, state=state) for r in range(3)]
-    rows_read += in_turn([[row for batch in rank for row in rows(batch)] for rank in ranks])
+    rows_read += interleave([[row for batch in rank for row in rows(batch)] for rank in ranks])
     assert rows_read[: len(all_rows)] == all_rows and len(rows_read) < len(all_rows) + 3
     # another epoch begins at the sample after the last, whatever filled up the previous step
     state = merge_states([rank.state_dict() for rank in ranks])
@@ -269,7 +269,7 @@ def test_a_token_budget_is_met_to_the_sample(data, names):
             loader(**options, dp_rank=r, dp_size=dp_size, global_batch_size=6 * dp_size, num_workers=workers)
             for r in range(dp_size)
         ]
-        samples = in_turn([[row for batch in rank for row in rows(batch)] for rank in ranks])
+        samples = interleave([[row for batch in rank for row in rows(batch)] for rank in ranks])
         assert len(samples) == -(-32 // (6 * dp_size)) * 6 * dp_size and samples[:32] == all_rows
         assert all(set(labels) == {IGNORE} for _, labels, *_ in samples[32:])
         state = merge_states([rank.state_dict() for rank in ranks])

@@ -34,7 +34,7 @@ def texts(tmp_path_factory):
     return write_texts(tmp_path_factory.mktemp("texts"))
 
 
-def base_of(folder, name, layers=2):
+def write_base(folder, name, layers=2):
     """Write a Hugging Face folder with initial weights; return the options of a job that starts from it."""
     options = dict(model__name=name, model__overrides=f"{{{SIZES.format(layers)}}}")
     config = manager.load(arguments(folder, folder, **options))
@@ -46,10 +46,10 @@ def base_of(folder, name, layers=2):
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    return {name: base_of(tmp_path_factory.mktemp(name), name) for name in ("llama3", "llama3.2")}
+    return {name: write_base(tmp_path_factory.mktemp(name), name) for name in ("llama3", "llama3.2")}
 
 
-def trained(folder, texts, base, ranks=1, **options):
+def train_run(folder, texts, base, ranks=1, **options):
     """Train a run long enough to change the adapter noticeably; return its folder."""
     shared = dict(adapter__rank=4, checkpoint__enable=True, training__steps=3, optimizer__lr=3e-2)
     shared |= dict(training__local_batch_size=8 // ranks)
@@ -61,7 +61,7 @@ def export(run, to, *options):
     return cli.main(["export", str(run), "--to", str(to), *options])
 
 
-def record_of(folder):
+def export_record(folder):
     return json.loads((folder / "export.json").read_text())
 
 
@@ -90,12 +90,12 @@ def test_the_command_merges_and_verifies(tmp_path, texts, bases, name, ranks, op
 
     So the original base is merged, not its quantized form.
     """
-    run = trained(tmp_path / "run", texts, bases[name], ranks, **options)
+    run = train_run(tmp_path / "run", texts, bases[name], ranks, **options)
     assert export(run, tmp_path / "whole", "--merge", "--dtype=float32") == 0
     assert export(run, tmp_path / "adapter") == 0
     output = capsys.readouterr().out
     assert "step-00000003 in float32; loss" in output and "on 8 samples" in output
-    record = record_of(tmp_path / "whole")
+    record = export_record(tmp_path / "whole")
     assert record["verified"] and record["step"] == 3 and record["merged_into"] == into
     assert record["same_tokens"] is (None if into == "original" else True)
     published = bases[name]["checkpoint__initial_load_path"]
@@ -112,9 +112,11 @@ def test_the_command_merges_and_verifies(tmp_path, texts, bases, name, ranks, op
 def test_a_run_of_pairs_is_verified_by_the_loss_of_its_answers(tmp_path, bases, kind):
     """The recorded loss equals the loss of transformers on the same samples."""
     rows = write_pairs(tmp_path / "rows.jsonl")
-    run = trained(tmp_path / "run", rows, bases["llama3"], adapter__kind="lora", task__kind=kind, training__seq_len=24)
+    run = train_run(
+        tmp_path / "run", rows, bases["llama3"], adapter__kind="lora", task__kind=kind, training__seq_len=24
+    )
     assert export(run, tmp_path / "whole", "--merge", "--dtype=float32") == 0
-    record = record_of(tmp_path / "whole")
+    record = export_record(tmp_path / "whole")
     assert record["verified"] and record["loss_of_the_run"] == pytest.approx(transformers_loss(run, tmp_path / "whole"))
 
 
@@ -137,11 +139,11 @@ def test_batches_of_different_lengths_are_verified_per_sample(tmp_path, bases, s
     options = dict(adapter__kind="lora", task__kind="sft", data__packing="off", data__pad_to="batch")
     options |= dict(training__seq_len=384, training__local_batch_size=2, training__global_batch_size=2)
     options |= dict(validation__enable=True, validation__split=0.5) if section == "validation" else {}
-    run = trained(tmp_path / "run", rows, bases["llama3"], **options, validation__local_batch_size=2)
+    run = train_run(tmp_path / "run", rows, bases["llama3"], **options, validation__local_batch_size=2)
     lengths = {tokens.shape[1] for tokens, _ in held_out(find_checkpoint(run, None)[0])}
     assert len(lengths) > 1, "the samples of this test are of different lengths"
     assert export(run, tmp_path / "whole", "--merge", "--dtype=float32") == 0
-    record = record_of(tmp_path / "whole")
+    record = export_record(tmp_path / "whole")
     assert record["verified"] and record["samples"] == 8
     assert record["loss_of_the_run"] == pytest.approx(transformers_loss(run, tmp_path / "whole"), rel=1e-5)
 
@@ -149,16 +151,18 @@ def test_batches_of_different_lengths_are_verified_per_sample(tmp_path, bases, s
 def test_fully_trained_weights_are_exported_and_bases_unpacked_on_request(tmp_path, texts, bases):
     """Train embedding and head fully next to a QLoRA adapter, and export into the original and the unpacked base."""
     ends = dict(adapter__kind="qlora", adapter__train_fully='["tok_embeddings.weight", "output.weight"]')
-    base = base_of(tmp_path / "base", "llama3")
-    run = trained(tmp_path / "run", texts, base, **ends)
+    base = write_base(tmp_path / "base", "llama3")
+    run = train_run(tmp_path / "run", texts, base, **ends)
     assert export(run, tmp_path / "original", "--merge", "--dtype=float32") == 0
     assert export(run, tmp_path / "whole", "--merge", "--dtype=float32", "--merge-base=unpacked") == 0
-    record = record_of(tmp_path / "whole")
+    record = export_record(tmp_path / "whole")
     assert record["verified"] and record["same_tokens"] and record["merged_into"] == "unpacked"
     model, _ = inference_model.filled_model(*find_checkpoint(run, None), torch.device("cpu"))
     torch.testing.assert_close(logits_of(tmp_path / "whole"), model(TOKENS), rtol=1e-5, atol=1e-5)
     assert export(run, tmp_path / "narrow", "--merge", "--merge-base=unpacked", "--dtype=bfloat16") == 0
-    assert record_of(tmp_path / "narrow")["dtype"] == "bfloat16" and record_of(tmp_path / "narrow")["same_tokens"]
+    assert (
+        export_record(tmp_path / "narrow")["dtype"] == "bfloat16" and export_record(tmp_path / "narrow")["same_tokens"]
+    )
 
 
 def test_lora_only_models_are_exported_as_plain_ones(tmp_path, texts):
@@ -179,8 +183,8 @@ def test_lora_only_models_are_exported_as_plain_ones(tmp_path, texts):
 
 
 def test_another_base_is_refused(tmp_path, texts, capsys):
-    base = base_of(tmp_path / "base", "llama3")
-    run = trained(tmp_path / "run", texts, base, adapter__kind="qlora", adapter__save="whole")
+    base = write_base(tmp_path / "base", "llama3")
+    run = train_run(tmp_path / "run", texts, base, adapter__kind="qlora", adapter__save="whole")
     config = manager.load(arguments(tmp_path, texts, **base))
     other = parts.meta_model(config).to_empty(device="cpu")
     initialize(other, 1, other.init_rule)
@@ -200,7 +204,7 @@ def test_another_base_is_refused(tmp_path, texts, capsys):
 
 
 def test_an_export_that_fails_verification_keeps_its_temporary_name(tmp_path, texts, bases, capsys, monkeypatch):
-    run = trained(tmp_path / "run", texts, bases["llama3"], adapter__kind="lora")
+    run = train_run(tmp_path / "run", texts, bases["llama3"], adapter__kind="lora")
     assert export(run, tmp_path / "whole", "--merge") == 0
     monkeypatch.setattr(LowRankLinear, "merged_weight", lambda self, name, value: value)
     assert export(run, tmp_path / "wrong", "--merge") == 1
@@ -212,7 +216,7 @@ def test_an_export_that_fails_verification_keeps_its_temporary_name(tmp_path, te
     ):
         assert cli.main(["export", str(run), *options]) == 2
         assert message in capsys.readouterr().err
-    base = trained(tmp_path / "plain", texts, bases["llama3"], adapter__kind="none", adapter__rank=128)
+    base = train_run(tmp_path / "plain", texts, bases["llama3"], adapter__kind="none", adapter__rank=128)
     assert export(base, tmp_path / "none") == 2
     assert "its job has no adapter; write --merge" in capsys.readouterr().err
 
@@ -248,7 +252,7 @@ def test_peak_memory_of_merging_does_not_grow_with_depth(tmp_path, kind):
     """
     extra_bytes = []
     for layers in (2, 6):
-        base = base_of(tmp_path / f"base {layers}", "llama3", layers)
+        base = write_base(tmp_path / f"base {layers}", "llama3", layers)
         argv = arguments(tmp_path, tmp_path, **base, adapter__kind=kind, adapter__rank=4)
         config = manager.load(argv)
         model, _, adapter = parts.adapted_model(config)
@@ -266,8 +270,8 @@ def test_peak_memory_of_merging_does_not_grow_with_depth(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_the_command_holds_one_model_in_memory(tmp_path, texts, kind, monkeypatch):
     monkeypatch.setattr("torchtitan.commands.export.NEW_TOKENS", 4)
-    base = base_of(tmp_path / "base", "llama3", layers=6)
-    run = trained(tmp_path / "run", texts, base, adapter__kind=kind, adapter__save="alone")
+    base = write_base(tmp_path / "base", "llama3", layers=6)
+    run = train_run(tmp_path / "run", texts, base, adapter__kind=kind, adapter__save="alone")
     with Peak() as peak:
         assert export(run, tmp_path / "out", "--merge") == 0
     config, _ = find_checkpoint(run, None)
@@ -277,7 +281,7 @@ def test_the_command_holds_one_model_in_memory(tmp_path, texts, kind, monkeypatc
 
 def test_the_first_line_names_the_dtype_and_its_loss_of_precision(tmp_path, texts, bases, capsys):
     """By default weights keep the dtype of the run; bfloat16 would drop updates smaller than its last bit."""
-    run = trained(tmp_path / "run", texts, bases["llama3"], adapter__kind="lora")
+    run = train_run(tmp_path / "run", texts, bases["llama3"], adapter__kind="lora")
     config, _ = find_checkpoint(run, None)
     number = parts.model_args(config).num_parameters
     assert export(run, tmp_path / "whole", "--merge") == 0
@@ -286,7 +290,7 @@ def test_the_first_line_names_the_dtype_and_its_loss_of_precision(tmp_path, text
         f"writing {number:,} parameters in float32, the type of the run: {4 * number / 2**20:.1f} MiB; "
         "--dtype bfloat16 takes half of it and rounds each weight to 8 significant bits, by up to 0.4 %"
     )
-    assert record_of(tmp_path / "whole")["dtype"] == "float32"
+    assert export_record(tmp_path / "whole")["dtype"] == "float32"
     assert export(run, tmp_path / "narrow", "--merge", "--dtype=bfloat16") == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first == (

@@ -33,7 +33,7 @@ def inputs(heads, key_heads):
     return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
 
 
-def visible(heads, documents=None):
+def visibility_mask(heads, documents=None):
     """Compute the mask [2, H, S, S] pair by pair: same group (shifted in half of the heads), causal, same document."""
     mask = torch.zeros(2, heads, LENGTH, LENGTH, dtype=torch.bool)
     for head in range(heads):
@@ -44,7 +44,7 @@ def visible(heads, documents=None):
     return mask if documents is None else mask & (documents[:, None, :, None] == documents[:, None, None, :])
 
 
-def written_out(q, k, v, mask):
+def reference_attention(q, k, v, mask):
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return ((q @ k.mT) * q.shape[-1] ** -0.5).masked_fill(~mask, -math.inf).softmax(-1) @ v
 
@@ -56,7 +56,9 @@ def test_equal_to_written_out_attention_inside_groups(heads, key_heads, document
     q, k, v = inputs(heads, key_heads)
     kernel = ShiftedGroups(SIZE, heads)
     got = kernel(q, k, v, kernel.prepare(Tokens(PLACES, documents)))
-    torch.testing.assert_close(got, written_out(q, k, v, visible(heads, documents)), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        got, reference_attention(q, k, v, visibility_mask(heads, documents)), rtol=1e-10, atol=1e-12
+    )
 
 
 def test_number_of_visible_pairs():
@@ -86,7 +88,9 @@ def test_flex_attention_masks_the_same(monkeypatch):
         assert all(isinstance(mask, BlockMask) for mask in masks)
         with torch.no_grad():
             got = kernel(q, k, v, masks)
-        torch.testing.assert_close(got, written_out(q, k, v, visible(4, documents)), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            got, reference_attention(q, k, v, visibility_mask(4, documents)), rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
@@ -106,13 +110,13 @@ def test_parts_of_heads_and_of_queries_equal_the_full_result(key_heads):
     torch.testing.assert_close(full_kernel(q[:, :, some], k, v, of_some), expected[:, :, some], rtol=1e-10, atol=1e-12)
 
 
-def grouped():
+def grouped_model():
     model = build(Llama, LLAMA["llama3"], dtype=torch.float64)
     use_shifted_groups(model, SIZE)
     return model.train()
 
 
-def changed_at(tokens, place):
+def change_token(tokens, place):
     changed = tokens.clone()
     changed[:, place] = (tokens[:, place] + 1) % LLAMA["llama3"].vocab_size
     return changed
@@ -121,24 +125,24 @@ def changed_at(tokens, place):
 @torch.no_grad()
 def test_no_token_sees_a_later_one():
     """The shifted groups must not wrap around: the first half group would see the sequence's end."""
-    model, tokens = grouped(), tokens_for(LLAMA["llama3"], 1, LENGTH)
+    model, tokens = grouped_model(), tokens_for(LLAMA["llama3"], 1, LENGTH)
     logits = model(tokens)
     for place in range(LENGTH):
-        differs = (model(changed_at(tokens, place)) != logits).any(-1)[0]
+        differs = (model(change_token(tokens, place)) != logits).any(-1)[0]
         assert differs[place] and not differs[:place].any()
 
 
 @torch.no_grad()
 def test_shifted_groups_connect_neighbouring_groups():
     """With two layers the first token reaches its group, and half a group further."""
-    model, tokens = grouped(), tokens_for(LLAMA["llama3"], 1, LENGTH)
-    differs = (model(changed_at(tokens, 0)) != model(tokens)).any(-1)[0]
+    model, tokens = grouped_model(), tokens_for(LLAMA["llama3"], 1, LENGTH)
+    differs = (model(change_token(tokens, 0)) != model(tokens)).any(-1)[0]
     assert differs.nonzero().flatten().tolist() == list(range(12))
 
 
 @torch.no_grad()
 def test_evaluation_and_generation_see_everything():
-    plain, model = build(Llama, LLAMA["llama3"], dtype=torch.float64), grouped()
+    plain, model = build(Llama, LLAMA["llama3"], dtype=torch.float64), grouped_model()
     tokens = tokens_for(LLAMA["llama3"], 2, LENGTH)
     assert not close(model(tokens), plain(tokens), 1e-2)
     assert torch.equal(model.eval()(tokens), plain(tokens))

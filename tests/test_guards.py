@@ -24,7 +24,7 @@ anywhere = judged.anywhere
 # Verdicts of StepGuard
 
 
-def ordinary(steps, seed=0):
+def normal_steps(steps, seed=0):
     """Return (loss, gradient norm) of normal steps: a falling, noisy loss, and norms with a long tail."""
     draw = random.Random(seed)
     for step in range(1, steps + 1):
@@ -33,14 +33,14 @@ def ordinary(steps, seed=0):
 
 def test_two_thousand_ordinary_steps_are_all_applied():
     guard = StepGuard(spike="skip", non_finite="skip")
-    assert all(guard.judge(*step).action == "go on" for step in ordinary(2000))
+    assert all(guard.judge(*step).action == "go on" for step in normal_steps(2000))
     assert guard.counts() == {"steps_skipped": 0, "rolled_back": 0}
 
 
 @pytest.mark.parametrize("quantity", ["loss", "norm"])
 def test_a_spike_is_skipped_and_not_added_to_the_window(quantity):
     guard = StepGuard(spike="skip", spike_window=32, patience=10)
-    for step in ordinary(300):
+    for step in normal_steps(300):
         guard.judge(*step)
     window = guard.state_dict()["seen"]
     loss, norm = window["loss"][-1], window["norm"][-1]
@@ -63,7 +63,7 @@ def test_no_spike_is_seen_before_half_a_window_or_below_the_floor():
 
 
 def test_a_resumed_guard_decides_as_an_uninterrupted_one():
-    series = [(step, loss * (3 if step % 97 == 0 else 1), norm) for step, loss, norm in ordinary(600)]
+    series = [(step, loss * (3 if step % 97 == 0 else 1), norm) for step, loss, norm in normal_steps(600)]
     straight, first = (StepGuard(spike="skip", loss_rise=50.0) for _ in range(2))
     decided = [straight.judge(*step).action for step in series]
     for step in series[:250]:

@@ -15,11 +15,11 @@ from transformers.models.llama import modeling_llama
 from tests.support import checkpoint_plans
 from tests.support.hf_parity import (
     build,
+    check_names_convert_both_ways,
     compare,
     compare_positions,
     configs,
     exact,
-    names_go_both_ways,
     refuse_config,
     refuse_folder,
     save_and_load,
@@ -92,7 +92,7 @@ def test_names_convert_both_ways_and_are_those_of_transformers(family):
 
 @pytest.mark.parametrize("shape", LLAMA)
 def test_state_dicts_convert_both_ways(shape):
-    names_go_both_ways(build_llama(LLAMA[shape]), HF)
+    check_names_convert_both_ways(build_llama(LLAMA[shape]), HF)
 
 
 @pytest.mark.parametrize("family, flavor", [(f, s) for f in LLAMAS for s in SIZES[f]])
@@ -189,7 +189,7 @@ def test_sharded_models_save_and_load(tmp_path):
     assert run_ranks(2, sharded_round_trip, str(tmp_path)) == [True, True]
 
 
-def cut_and_sharded(folder, plan):
+def save_and_load_under_plan(folder, plan):
     """Save and load under a plan, in files of about three tensors; return this rank's tensors that differ."""
     job = checkpoint_plans.PlannedModel(plan)
     state = {name: parameter for part in job.parts for name, parameter in part.named_parameters()}
@@ -209,7 +209,7 @@ PIPELINES = [{"pp": 2}, V, {"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2, 
 @pytest.mark.parametrize("degrees", PIPELINES, ids=str)
 def test_any_plan_saves_the_same_folder_and_loads_it(degrees, tmp_path):
     plan = checkpoint_plans.Plan(**degrees)
-    assert run_ranks(plan.world, cut_and_sharded, str(tmp_path / "cut"), plan) == [[]] * plan.world
+    assert run_ranks(plan.world, save_and_load_under_plan, str(tmp_path / "cut"), plan) == [[]] * plan.world
     plain = checkpoint_plans.reference(checkpoint_plans.TIED)
     HF.save_hf(tmp_path / "whole", plain.state_dict(), plain.args, shard_bytes=5000)
     unsharded, cut = (sorted((tmp_path / name).iterdir()) for name in ("whole", "cut"))
@@ -217,7 +217,7 @@ def test_any_plan_saves_the_same_folder_and_loads_it(degrees, tmp_path):
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(unsharded, cut, strict=True))
 
 
-def half_of_the_folder(folder):
+def load_incomplete_folder(folder):
     """Load an incomplete folder; return the error, the same on all ranks, and the tensors that changed."""
     job = checkpoint_plans.PlannedModel(checkpoint_plans.Plan(pp=2))
     before = job.snapshot()
@@ -232,13 +232,13 @@ def test_pipeline_ranks_refuse_a_folder_alike(tmp_path):
     del content["model.norm.weight"]  # a weight of the last pipeline stage
     content["model.layers.9.mlp.up_proj.weight"] = torch.ones(1)
     write_folder(tmp_path, content, args, HF)
-    (one, untouched), other = run_ranks(2, half_of_the_folder, str(tmp_path))
+    (one, untouched), other = run_ranks(2, load_incomplete_folder, str(tmp_path))
     assert (one, untouched) == other and untouched == []
     assert "does not fit the model: model.norm.weight is missing; model.layers.9.mlp.up_proj.weight is not part" in one
     content["model.norm.weight"] = torch.ones(3)
     del content["model.layers.9.mlp.up_proj.weight"]
     write_folder(tmp_path, content, args, HF)
-    (one, untouched), other = run_ranks(2, half_of_the_folder, str(tmp_path))
+    (one, untouched), other = run_ranks(2, load_incomplete_folder, str(tmp_path))
     assert (one, untouched) == other and untouched == []
     assert "model.norm.weight has shape (3,), the model's is (20,)" in one
 
@@ -247,7 +247,7 @@ def tensors():
     return HF.to_hf(build_llama(TINY).state_dict(), TINY)
 
 
-def refused(folder, message):
+def assert_refused(folder, message):
     refuse_folder(Llama, TINY, HF, folder, message)
 
 
@@ -269,7 +269,7 @@ NORM = "model.norm.weight"
 def test_tensors_that_do_not_fit_are_named(change, message, tmp_path):
     content = {name: value for name, value in (tensors() | change).items() if value is not None}
     write_folder(tmp_path, content, TINY, HF)
-    refused(tmp_path, message)
+    assert_refused(tmp_path, message)
 
 
 OUTSIDE = ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "weights.bin", "c:\\x.safetensors"]
@@ -278,32 +278,32 @@ OUTSIDE = ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "weights.bi
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_an_index_may_only_name_plain_files_of_its_folder(name, tmp_path):
     write_folder(tmp_path, tensors(), TINY, HF, index={NORM: name})
-    refused(tmp_path, "not the plain name of a .safetensors file")
+    assert_refused(tmp_path, "not the plain name of a .safetensors file")
 
 
 def test_an_index_with_wrong_files_is_refused(tmp_path):
     save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
     write_folder(tmp_path, tensors(), TINY, HF, index=dict.fromkeys(tensors(), "other.safetensors"))
-    refused(tmp_path, "norm.weight is not in other.safetensors, where the index says it is")
+    assert_refused(tmp_path, "norm.weight is not in other.safetensors, where the index says it is")
 
 
 @pytest.mark.parametrize("index", ["[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', '{"weig'])
 def test_an_index_of_another_form_is_refused(index, tmp_path):
     write_folder(tmp_path, tensors(), TINY, HF)
     (tmp_path / INDEX).write_text(index)
-    refused(tmp_path, "model.safetensors.index.json")
+    assert_refused(tmp_path, "model.safetensors.index.json")
 
 
 def test_missing_and_truncated_files_are_named(tmp_path):
-    refused(tmp_path, "config.json cannot be read")
+    assert_refused(tmp_path, "config.json cannot be read")
     write_folder(tmp_path, tensors(), TINY, HF, index=dict.fromkeys(tensors(), "gone.safetensors"))
-    refused(tmp_path, "gone.safetensors cannot be read .No such file")
+    assert_refused(tmp_path, "gone.safetensors cannot be read .No such file")
     (tmp_path / INDEX).unlink()
     content = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
-    refused(tmp_path, "neither model.safetensors.index.json nor a readable model.safetensors")
+    assert_refused(tmp_path, "neither model.safetensors.index.json nor a readable model.safetensors")
     (tmp_path / "model.safetensors").unlink()
-    refused(tmp_path, "neither model.safetensors.index.json nor a readable model.safetensors")
+    assert_refused(tmp_path, "neither model.safetensors.index.json nor a readable model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_missing_and_truncated_files_are_named(tmp_path):
 )
 def test_config_constants_without_a_tensor_are_compared(change, message, tmp_path):
     write_folder(tmp_path, tensors(), dataclasses.replace(TINY, **change), HF)
-    refused(tmp_path, message + "[^;]*.*Choose its model.name")
+    assert_refused(tmp_path, message + "[^;]*.*Choose its model.name")
 
 
 def test_errors_of_a_malformed_config_name_its_file(tmp_path):
@@ -333,4 +333,4 @@ def test_errors_of_a_malformed_config_name_its_file(tmp_path):
         "[" * 10**5,
     ):
         (tmp_path / "config.json").write_text(content)
-        refused(tmp_path, "config.json")
+        assert_refused(tmp_path, "config.json")

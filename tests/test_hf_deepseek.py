@@ -12,9 +12,9 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Conf
 
 from tests.support.hf_parity import (
     build,
+    check_names_convert_both_ways,
     close,
     configs,
-    names_go_both_ways,
     refuse_config,
     refuse_folder,
     same,
@@ -47,7 +47,7 @@ def test_configs_convert_both_ways_and_through_transformers(flavor, tmp_path):
 
 @pytest.mark.parametrize("shape", DEEPSEEK)
 def test_state_dicts_convert_both_ways(shape):
-    names_go_both_ways(build(Deepseek, DEEPSEEK[shape]), HF)
+    check_names_convert_both_ways(build(Deepseek, DEEPSEEK[shape]), HF)
 
 
 @pytest.mark.parametrize("shape", DEEPSEEK)
@@ -101,16 +101,16 @@ def test_unused_multi_token_layers_are_not_read(tmp_path):
     HF.load_hf(tmp_path, model, TINY)
 
 
-def depths(number, **sizes):
+def args_with_depths(number, **sizes):
     return dataclasses.replace(MULTI_TOKEN, n_mtp_layers=number, **sizes)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_depths_convert_both_ways_with_copies_of_shared_weights(tied, tmp_path):
     """Names equal the published folder's, and transformers reads the main model."""
-    args = depths(2, tied_embeddings=tied)
+    args = args_with_depths(2, tied_embeddings=tied)
     model, other = build(Deepseek, args), build(Deepseek, args, seed=1)
-    names_go_both_ways(model, HF)
+    check_names_convert_both_ways(model, HF)
     HF.save_hf(tmp_path, model.state_dict(), args)
     stored = load_file(tmp_path / "model-00001-of-00001.safetensors")
     for layer in ("model.layers.3.", "model.layers.4."):
@@ -140,20 +140,20 @@ def test_copied_weights_count_in_the_file_size(tmp_path):
 
 @pytest.mark.parametrize("stored, requested", [(2, 1), (1, 0), (0, 0)])
 def test_a_folder_may_hold_more_depths_than_the_job(stored, requested, tmp_path):
-    model = build(Deepseek, depths(stored))
-    other = build(Deepseek, depths(requested), seed=1)
-    HF.save_hf(tmp_path, model.state_dict(), depths(stored))
-    HF.load_hf(tmp_path, other, depths(requested, mtp_loss_weight=0.1))
+    model = build(Deepseek, args_with_depths(stored))
+    other = build(Deepseek, args_with_depths(requested), seed=1)
+    HF.save_hf(tmp_path, model.state_dict(), args_with_depths(stored))
+    HF.load_hf(tmp_path, other, args_with_depths(requested, mtp_loss_weight=0.1))
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
 
 
 def test_a_folder_with_fewer_depths_than_the_job_is_refused(tmp_path):
-    HF.save_hf(tmp_path, build(Deepseek, depths(1)).state_dict(), depths(1))
+    HF.save_hf(tmp_path, build(Deepseek, args_with_depths(1)).state_dict(), args_with_depths(1))
     message = "does not fit the model: model.layers.4.input_layernorm.weight is missing.*Choose its .* or overrides"
-    refuse_folder(Deepseek, depths(2), HF, tmp_path, message)
+    refuse_folder(Deepseek, args_with_depths(2), HF, tmp_path, message)
 
 
-def spoiled(folder, message, args=TINY):
+def assert_refused(folder, message, args=TINY):
     refuse_folder(Deepseek, TINY, HF, folder, message, args)
 
 
@@ -168,30 +168,30 @@ def test_mismatching_folders_are_refused(tmp_path):
         ({expert.replace("3", "8"): torch.ones(1)}, "experts.8.up_proj.weight is not part of the model"),
     ):
         write_folder(tmp_path, {n: value for n, value in (state | change).items() if value is not None}, TINY, HF)
-        spoiled(tmp_path, message)
+        assert_refused(tmp_path, message)
     (tmp_path / "model.safetensors").write_bytes(b"short")
-    spoiled(tmp_path, "neither model.safetensors.index.json nor a readable model.safetensors")
+    assert_refused(tmp_path, "neither model.safetensors.index.json nor a readable model.safetensors")
     index = {"weight_map": dict.fromkeys(state, "../model.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    spoiled(tmp_path, "not the plain name of a .safetensors file")
+    assert_refused(tmp_path, "not the plain name of a .safetensors file")
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    spoiled(tmp_path, "no weight_map")
+    assert_refused(tmp_path, "no weight_map")
     index = {"weight_map": dict.fromkeys(state, "a.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    spoiled(tmp_path, "a.safetensors cannot be read")
+    assert_refused(tmp_path, "a.safetensors cannot be read")
     save_file({"x": torch.ones(1)}, tmp_path / "a.safetensors")
-    spoiled(tmp_path, "is not in a.safetensors, where the index says it is; .* more")
+    assert_refused(tmp_path, "is not in a.safetensors, where the index says it is; .* more")
     (tmp_path / "config.json").write_text("[]")
-    spoiled(tmp_path, "config.json holds no JSON object")
+    assert_refused(tmp_path, "config.json holds no JSON object")
     (tmp_path / "config.json").write_text("{")
-    spoiled(tmp_path, "config.json cannot be read")
+    assert_refused(tmp_path, "config.json cannot be read")
 
 
 def test_config_constants_without_a_tensor_are_compared(tmp_path):
     model = build(Deepseek, TINY)
     HF.save_hf(tmp_path, model.state_dict(), TINY)
-    spoiled(tmp_path, "route_scale is 2.5, the job's is 1.0", dataclasses.replace(TINY, route_scale=1.0))
-    spoiled(tmp_path, "top_k is 3, the job's is 2", dataclasses.replace(TINY, top_k=2))
+    assert_refused(tmp_path, "route_scale is 2.5, the job's is 1.0", dataclasses.replace(TINY, route_scale=1.0))
+    assert_refused(tmp_path, "top_k is 3, the job's is 2", dataclasses.replace(TINY, top_k=2))
 
 
 @pytest.mark.parametrize(

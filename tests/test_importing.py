@@ -30,19 +30,19 @@ RELORA = f"""{FULL} --lr 1e-3 --max_length 512 --use_peft --relora 10 --cycle_le
     --continue_from checkpoints/model_5000 --tags relora_250M"""
 
 
-def meaning(line):
+def import_line(line):
     return read(parse(split([line])))
 
 
-def refused(line):
+def faults_by_flag(line):
     """Return the faults by flag; no option may have one."""
-    return {fault.key.removeprefix("--"): str(fault) for fault in meaning(line).faults}
+    return {fault.key.removeprefix("--"): str(fault) for fault in import_line(line).faults}
 
 
-def changed(flags, before=FULL):
+def changed_options(flags, before=FULL):
     """Return the options that further flags change, and the notes that they add."""
     before = ONE_PASS if "per_layer" in flags else before
-    first, then = meaning(before), meaning(f"{before} {flags}")
+    first, then = import_line(before), import_line(f"{before} {flags}")
     assert then.faults == [], then.faults
     values = {k: then.values.get(k) for k in first.values.keys() | then.values.keys()}
     notes = " ".join(note for note in then.notes if note not in first.notes)
@@ -51,20 +51,20 @@ def changed(flags, before=FULL):
 
 def test_the_head_says_how_restarts_differ_from_the_script():
     """It names the initial A and B, the share of moments that survive, and the option that follows the script."""
-    notes = " ".join(meaning(RELORA).notes)
+    notes = " ".join(import_line(RELORA).notes)
     assert (
         "A begins at random and B at zero, at first and after each restart; in the script's last version A was" in notes
     )
     assert "keep the same entries, and so do B's; the script pruned each by itself" in notes
     assert 'adapter.relora.mask = "independent" does that too' in notes
-    full_rank, lora_only = (" ".join(meaning(f"{FULL} {flags}").notes) for flags in ("--lr 1e-3", "--use_peft"))
-    zero = " ".join(meaning(f"{FULL} --relora 10").notes)
+    full_rank, lora_only = (" ".join(import_line(f"{FULL} {flags}").notes) for flags in ("--lr 1e-3", "--use_peft"))
+    zero = " ".join(import_line(f"{FULL} --relora 10").notes)
     assert "A begins" not in full_rank + lora_only and "A begins" in zero
     assert "pruned each" not in full_rank + lora_only + zero
 
 
 def test_a_relora_regime_of_the_notes():
-    job = meaning(RELORA)
+    job = import_line(RELORA)
     assert job.faults == []
     expected = {
         "model.name": "llama2",
@@ -226,7 +226,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("flags, expected, note", CHANGES, ids=[flags for flags, *_ in CHANGES])
 def test_flags(flags, expected, note):
-    values, notes = changed(flags)
+    values, notes = changed_options(flags)
     assert {key: values.get(key) for key in expected} == expected
     assert note in notes and (values or notes or not expected)
     if not expected and not note:
@@ -239,7 +239,7 @@ def test_jobs_with_galores_optimizers_are_valid(optimizer):
     line = (
         f"{ONE_PASS} --max_length 64 --tokenizer bytes --warmup_steps 5 --optimizer {optimizer} --num_training_steps 20"
     )
-    values = meaning(line).values | {"training.dataset": "python_stdlib"}
+    values = import_line(line).values | {"training.dataset": "python_stdlib"}
     config = assemble(layer_of("the line", values.items()).values, ["the line"])
     assert check(config, 2, "cpu") == []
 
@@ -285,7 +285,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("flags, flag, message", REFUSED, ids=[flags for flags, *_ in REFUSED])
 def test_refused_flags(flags, flag, message):
-    assert message in refused(f"{FULL} {flags}")[flag]
+    assert message in faults_by_flag(f"{FULL} {flags}")[flag]
 
 
 OF_THE_SCRIPT = """adam_beta1 adam_beta2 adjust_step autoresume batch_size clip_grad_norm comment continue_from
@@ -338,20 +338,20 @@ def test_flags_from_a_training_config(tmp_path):
     """)
     flags = "--use_peft --relora 5320 --reset_optimizer_on_relora False --warmup_steps 13000 --lr 4e-4"
     line = f"{LAUNCHED} --training_config {tmp_path}/c.yaml"
-    assert meaning(line) == meaning(f"{FULL} {flags} --num_training_steps 133000")
-    assert meaning(f"{line} --lr 1").values["optimizer.lr"] == 1.0
+    assert import_line(line) == import_line(f"{FULL} {flags} --num_training_steps 133000")
+    assert import_line(f"{line} --lr 1").values["optimizer.lr"] == 1.0
     (tmp_path / "c.yaml").write_text("lora_rr: 3\nbatch_size: [1, 2]")
-    assert {"lora_rr", "batch_size", "model_config"} <= set(refused(line))
+    assert {"lora_rr", "batch_size", "model_config"} <= set(faults_by_flag(line))
     for path in ("nowhere.yaml", str(tmp_path)):
         with pytest.raises(JobError, match="can be read"):
-            meaning(f"{LAUNCHED} --training_config {path}")
+            import_line(f"{LAUNCHED} --training_config {path}")
 
 
 def test_flags_may_be_abbreviated_unless_ambiguous():
-    assert changed("--gradient 2 --weight 0.5 --scheduler linear") == changed(
+    assert changed_options("--gradient 2 --weight 0.5 --scheduler linear") == changed_options(
         "--gradient_accumulation 2 --weight_decay 0.5 --scheduler linear"
     )
-    assert set(refused(f"{FULL} --lora 3 --clip 1")) == {"lora"}, "lora_r or lora_alpha"
+    assert set(faults_by_flag(f"{FULL} --lora 3 --clip 1")) == {"lora"}, "lora_r or lora_alpha"
 
 
 def test_shell_syntax_around_a_command_is_ignored():
@@ -362,7 +362,7 @@ def test_shell_syntax_around_a_command_is_ignored():
 
 
 def test_all_missing_flags_are_reported_together():
-    assert set(refused("torchrun --nproc_per_node=gpu torchrun_main.py")) == {
+    assert set(faults_by_flag("torchrun --nproc_per_node=gpu torchrun_main.py")) == {
         "model_config",
         "batch_size",
         "nproc_per_node",
@@ -375,7 +375,7 @@ def test_the_size_of_a_config(tmp_path):
 
     def size_of(**changes):
         (tmp_path / "c.json").write_text(json.dumps(config | changes))
-        return meaning(f"{LAUNCHED} --batch_size 2 --model_config {tmp_path}/c.json")
+        return import_line(f"{LAUNCHED} --batch_size 2 --model_config {tmp_path}/c.json")
 
     assert size_of().values["model.flavor"] == "9m" and "model.overrides" not in size_of().values
     other = size_of(num_hidden_layers=5, vocab_size=50_257, max_sequence_length=512).values
@@ -390,34 +390,34 @@ def test_the_size_of_a_config(tmp_path):
 def test_a_model_in_a_folder(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     line = f"{LAUNCHED} --batch_size 2 --model_name_or_path {tmp_path} --model_revision step1000"
-    job = meaning(line)
+    job = import_line(line)
     assert job.values["model.name"] == "llama3" and job.values["model.hf_folder"] == str(tmp_path)
     assert any("step1000: not checked" in note for note in job.notes)
     (tmp_path / "config.json").write_text('{"model_type": "gpt_neox"}')
-    assert "no other family is here" in refused(line)["model_name_or_path"]
+    assert "no other family is here" in faults_by_flag(line)["model_name_or_path"]
     (tmp_path / "config.json").unlink()
-    assert "a folder in Hugging Face format" in refused(line)["model_name_or_path"]
+    assert "a folder in Hugging Face format" in faults_by_flag(line)["model_name_or_path"]
 
 
 def test_a_tokenizer_without_a_folder():
-    assert not any("has to be in a folder" in note for note in meaning(f"{FULL} --tokenizer bytes").notes)
+    assert not any("has to be in a folder" in note for note in import_line(f"{FULL} --tokenizer bytes").notes)
 
 
 def test_the_tokenizer_named_by_prepared_data(tmp_path):
     (tmp_path / "args.json").write_text('{"tokenizer": "gpt2", "sequence_length": 512}')
-    assert changed(f"--dataset_path {tmp_path}")[0]["model.tokenizer_path"] == "gpt2"
-    assert changed(f"--dataset_path {tmp_path} --tokenizer my/gpt2")[0]["model.tokenizer_path"] == "my/gpt2"
-    assert "gpt2, as in" in refused(f"{FULL} --dataset_path {tmp_path} --tokenizer t5-base")["tokenizer"]
+    assert changed_options(f"--dataset_path {tmp_path}")[0]["model.tokenizer_path"] == "gpt2"
+    assert changed_options(f"--dataset_path {tmp_path} --tokenizer my/gpt2")[0]["model.tokenizer_path"] == "my/gpt2"
+    assert "gpt2, as in" in faults_by_flag(f"{FULL} --dataset_path {tmp_path} --tokenizer t5-base")["tokenizer"]
     (tmp_path / "args.json").write_text("[")
-    assert "model.tokenizer_path" not in changed(f"--dataset_path {tmp_path}")[0]
+    assert "model.tokenizer_path" not in changed_options(f"--dataset_path {tmp_path}")[0]
 
 
 def test_small_held_out_data_are_read_once(tmp_path):
     """They are not repeated up to the script's 10M tokens."""
-    values = changed(f"--max_length 16 --dataset_path {save(tmp_path / 'data', split='validation')}")[0]
+    values = changed_options(f"--max_length 16 --dataset_path {save(tmp_path / 'data', split='validation')}")[0]
     assert values["validation.samples"] == 8 and values["validation.steps"] is None
     data = save(tmp_path / "more", [[number % 250] * 16 for number in range(1030)])
-    values = changed(f"--max_length 16 --dataset_path {data}")[0]
+    values = changed_options(f"--max_length 16 --dataset_path {data}")[0]
     assert values["validation.samples"] == 1024, "whole rounds of its lanes: none twice"
 
 
@@ -425,7 +425,7 @@ def test_a_tilde_is_expanded_as_by_a_shell(tmp_path, monkeypatch):
     """This holds also where the importer itself reads the file."""
     monkeypatch.setenv("HOME", str(tmp_path))
     save(tmp_path / "data", split="validation")
-    values = changed("--max_length 16 --dataset_path ~/data")[0]
+    values = changed_options("--max_length 16 --dataset_path ~/data")[0]
     assert values["training.dataset_path"] == str(tmp_path / "data") and values["validation.samples"] == 8
 
 

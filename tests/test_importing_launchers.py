@@ -33,7 +33,7 @@ def job(launch, **options):
     return config, " ".join(re.findall("^# (.*)", text, re.MULTILINE))
 
 
-def refusal(launch, **options):
+def import_error(launch, **options):
     with pytest.raises(ConfigError) as error:
         job(launch, **options)
     return str(error.value)
@@ -50,8 +50,8 @@ def test_mixed_precision_applies_unless_the_file_sets_it():
         assert config.training.mixed_precision_param == "float32" and "mixed_precision" not in head
     config, head = job("accelerate launch --mixed_precision=fp16", bf16=True)
     assert config.training.mixed_precision_param == "bfloat16" and "bf16 of the file takes precedence" in head
-    assert "float16 overflows" in refusal("accelerate launch --mixed-precision fp16")
-    assert "mixed_precision" in refusal("accelerate launch --mixed_precision fp8")
+    assert "float16 overflows" in import_error("accelerate launch --mixed-precision fp16")
+    assert "mixed_precision" in import_error("accelerate launch --mixed_precision fp8")
 
 
 def test_all_options_of_the_launchers_are_known():
@@ -82,7 +82,7 @@ def test_every_option_is_mapped_noted_or_refused(launcher, name, workdir):
     command = {"accelerate": "accelerate launch", "torchrun": "torchrun --nnodes 1"}.get(launcher, launcher)
     line = f"{command} {dashes}{name} {value}"
     if fate.reason:
-        assert fate.reason in refusal(line) and name in refusal(line)
+        assert fate.reason in import_error(line) and name in import_error(line)
         return
     plain, _ = job(command)
     config, head = job(line)
@@ -145,7 +145,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("launch, name, message", REFUSED)
 def test_refused_options(launch, name, message):
-    text = refusal(launch)
+    text = import_error(launch)
     assert name in text and message in text
 
 
@@ -162,7 +162,7 @@ def test_a_file_of_accelerate_config(workdir):
     config, _ = job("accelerate launch --config_file accelerate.yaml --num_processes 2 --mixed_precision no")
     assert config.training.mixed_precision_param == "float32" and config.training.global_batch_size == 2
     (workdir / "accelerate.yaml").write_text(yaml.safe_dump(settings | {"nothing": 1}))
-    assert "nothing" in refusal("accelerate launch --config_file accelerate.yaml")
+    assert "nothing" in import_error("accelerate launch --config_file accelerate.yaml")
     (workdir / "accelerate.yaml").write_text(yaml.safe_dump(settings | {"distributed_type": ["DEEPSPEED"]}))
     assert job("accelerate launch --config_file accelerate.yaml")[0].training.mixed_precision_param == "bfloat16"
     with pytest.raises(JobError, match="nowhere.yaml"):

@@ -88,7 +88,7 @@ def rows(batch):
     return list(zip(*(batch[name].tolist() for name in names), strict=True))
 
 
-def in_turn(lists):
+def interleave(lists):
     """Interleave the samples of the ranks into global order."""
     return [row for samples in zip(*lists, strict=True) for row in samples]
 
@@ -101,7 +101,7 @@ def global_samples(count, dp_size=1, **options):
         batches = islice(rank_loader, -(-count // (dp_size * options.get("local_batch_size", 2))))
         per_rank.append([row for batch in batches for row in rows(batch)])
         rank_loader.close()
-    return in_turn(per_rank)[:count]
+    return interleave(per_rank)[:count]
 
 
 # What is in a batch
@@ -216,7 +216,7 @@ def test_a_resume_continues_at_the_exact_sample(data, kind):
         ]
         samples = [[row for batch in islice(rank, batches) for row in rows(batch)] for rank in ranks]
         count = dp_size * local_batch_size * batches
-        assert in_turn(samples) == expected[position : position + count]
+        assert interleave(samples) == expected[position : position + count]
         position += count
         state = json.loads(json.dumps(merge_states([rank.state_dict() for rank in ranks])))
         assert state["samples"] == position
@@ -446,7 +446,7 @@ def test_bad_records_are_skipped_and_counted(tmp_path, caplog):
     ranks = [loader(path, on_bad_data="skip", dp_rank=r, dp_size=2, local_batch_size=1) for r in range(2)]
     by_rank = [[row for batch in islice(rank, 60) for row in rows(batch)] for rank in ranks]
     assert sum(rank.skipped for rank in ranks) == single.skipped
-    assert in_turn(by_rank) == [row for batch in batches for row in rows(batch)]
+    assert interleave(by_rank) == [row for batch in batches for row in rows(batch)]
     resumed = loader(path, on_bad_data="skip", state=merge_states([rank.state_dict() for rank in ranks]))
     assert resumed.skipped == single.skipped
     assert "left out (1 in lane" in caplog.text and "a.jsonl:8: no valid JSON" in caplog.text

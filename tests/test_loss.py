@@ -118,7 +118,7 @@ class LiveLogits(TorchDispatchMode):
         return out
 
 
-def peak_of_logits(num_chunks):
+def peak_logits_bytes(num_chunks):
     hidden, head, labels = example(torch.bfloat16, batch=4, length=64)
     with LiveLogits() as tracker:
         SummedCrossEntropy(num_chunks)(hidden, head, {"labels": labels}).backward()
@@ -127,7 +127,7 @@ def peak_of_logits(num_chunks):
 
 @pytest.mark.parametrize("num_chunks", [2, 8])
 def test_logits_take_their_share_of_memory(num_chunks):
-    assert peak_of_logits(num_chunks) <= peak_of_logits(1) * (1 / num_chunks + 0.05)
+    assert peak_logits_bytes(num_chunks) <= peak_logits_bytes(1) * (1 / num_chunks + 0.05)
 
 
 def test_automatic_chunks_limit_the_bytes_of_float32_logits():

@@ -62,7 +62,7 @@ def plain_copy(model, adapter, family):
     return plain
 
 
-def fresh_tensors(model, adapter):
+def adapter_tensors(model, adapter):
     return {name: tensor.detach() for name, tensor in model.state_dict().items() if name in adapter.added_parameters}
 
 
@@ -86,7 +86,7 @@ def test_logits_and_gradients_are_those_of_peft(tmp_path, family, args, options,
     options = Options(**{"kind": "lora", "rank": 4, "alpha": 6.0} | options)
     model, adapter = moved_model(family, args, options)
     hf = MODELS[family].hf
-    peft_folder.save(tmp_path, fresh_tensors(model, adapter), options, hf.form(args), "base")
+    peft_folder.save(tmp_path, adapter_tensors(model, adapter), options, hf.form(args), "base")
     peft_model = twin(theirs_class, config_class, plain_copy(model, adapter, family).eval(), hf)
     peft_model = PeftModel.from_pretrained(peft_model, tmp_path, is_trainable=True).eval()
     logits, expected = model(TOKENS), peft_model(TOKENS).logits
@@ -120,7 +120,7 @@ def test_a_folder_written_by_peft_is_read(tmp_path, kind):
             if "lora_" in name:
                 parameter += 0.1 * torch.randn(parameter.shape)
     peft_model.save_pretrained(tmp_path)
-    shapes = {name: tuple(tensor.shape) for name, tensor in fresh_tensors(model, adapter).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(model, adapter).items()}
     state = peft_folder.load(tmp_path, options, MODELS["llama3"].hf.form(args), shapes)
     model.load_state_dict(state, strict=False)
     torch.testing.assert_close(model(TOKENS), peft_model.eval()(TOKENS).logits, rtol=1e-5, atol=1e-5)
@@ -129,7 +129,7 @@ def test_a_folder_written_by_peft_is_read(tmp_path, kind):
 def test_adapters_of_experts_are_stored_one_by_one(tmp_path):
     args, options = tiny_decoders.DEEPSEEK["v3"], Options(kind="lora", rank=4, target=["*experts*"])
     model, adapter = moved_model("deepseek", args, options)
-    state, form = fresh_tensors(model, adapter), MODELS["deepseek"].hf.form(args)
+    state, form = adapter_tensors(model, adapter), MODELS["deepseek"].hf.form(args)
     peft_folder.save(tmp_path, state, options, form)
     loaded = peft_folder.load(tmp_path, options, form, {name: tuple(tensor.shape) for name, tensor in state.items()})
     assert loaded.keys() == state.keys() and all(torch.equal(loaded[name], state[name]) for name in state)
@@ -148,9 +148,9 @@ def test_another_adapter_is_refused(tmp_path, change, message):
     args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, target=["*wq"])
     model, adapter = moved_model("llama3", args, options)
     form = MODELS["llama3"].hf.form(args)
-    peft_folder.save(tmp_path, fresh_tensors(model, adapter), options, form)
+    peft_folder.save(tmp_path, adapter_tensors(model, adapter), options, form)
     model, adapter = moved_model("llama3", args, replace(options, **change))
-    shapes = {name: tuple(tensor.shape) for name, tensor in fresh_tensors(model, adapter).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(model, adapter).items()}
     with pytest.raises(JobError, match=message):
         peft_folder.load(tmp_path, replace(options, **change), form, shapes)
 
@@ -159,7 +159,7 @@ def test_another_adapter_is_refused_before_a_job_starts(tmp_path):
     """All differing settings of its config are reported together."""
     args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, target=["*wq"])
     model, adapter = moved_model("llama3", args, options)
-    peft_folder.save(tmp_path, fresh_tensors(model, adapter), options, MODELS["llama3"].hf.form(args))
+    peft_folder.save(tmp_path, adapter_tensors(model, adapter), options, MODELS["llama3"].hf.form(args))
     options_of_job = [
         "--adapter.kind=dora",
         "--adapter.rank=4",
@@ -176,11 +176,11 @@ def test_another_adapter_is_refused_before_a_job_starts(tmp_path):
     assert fault.startswith("adapter.initial_path: given") and "no adapter in peft's layout" in fault
 
 
-def saved(folder):
+def save_peft_folder(folder):
     """Save an adapter in peft's layout; return the family's form, the options, the shapes and the config."""
     args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, target=["*wq"])
     model, adapter = moved_model("llama3", args, options)
-    state, form = fresh_tensors(model, adapter), MODELS["llama3"].hf.form(args)
+    state, form = adapter_tensors(model, adapter), MODELS["llama3"].hf.form(args)
     peft_folder.save(folder, state, options, form)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     return form, options, shapes, json.loads((folder / peft_folder.CONFIG).read_text())
@@ -188,7 +188,7 @@ def saved(folder):
 
 def test_per_module_settings_of_a_peft_config_are_refused(tmp_path):
     """Tensors do not show alpha: a module with another one would silently get the scale of the others."""
-    form, options, shapes, config = saved(tmp_path)
+    form, options, shapes, config = save_peft_folder(tmp_path)
     old = {key: value for key, value in config.items() if key not in ("use_rslora", "use_dora")}
     (tmp_path / peft_folder.CONFIG).write_text(json.dumps(old | {"alpha_pattern": {}, "rank_pattern": None}))
     assert peft_folder.load(tmp_path, options, form, shapes).keys() == shapes.keys()
@@ -204,7 +204,7 @@ def test_per_module_settings_of_a_peft_config_are_refused(tmp_path):
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga"])
 def test_inits_that_change_the_base_are_refused_by_name(tmp_path, init):
     """With the published base such an adapter would silently compute something else."""
-    form, options, shapes, config = saved(tmp_path)
+    form, options, shapes, config = save_peft_folder(tmp_path)
     (tmp_path / peft_folder.CONFIG).write_text(json.dumps(config | {"init_lora_weights": init}))
     with pytest.raises(JobError, match=f"init_lora_weights = '{init}', which changes the matrices"):
         peft_folder.load(tmp_path, options, form, shapes)
@@ -213,7 +213,7 @@ def test_inits_that_change_the_base_are_refused_by_name(tmp_path, init):
 
 
 def test_layer_replication_is_refused_by_name(tmp_path):
-    form, options, shapes, config = saved(tmp_path)
+    form, options, shapes, config = save_peft_folder(tmp_path)
     (tmp_path / peft_folder.CONFIG).write_text(json.dumps(config | {"layer_replication": [[0, 2], [1, 2]]}))
     with pytest.raises(JobError, match=r"layer_replication = \[\[0, 2\], \[1, 2\]\], which is not computed here"):
         peft_folder.load(tmp_path, options, form, shapes)
@@ -285,14 +285,14 @@ def test_every_plan_merges_to_the_same_tensors(kind, degrees):
 
 def reference_merged(kind, degrees):
     from tests.combinations import Combination
-    from tests.support.adapted import learn_something
+    from tests.support.adapted import perturb_parameters
     from tests.test_combinations import build_adapted
 
     row = Combination(adapter=kind, precision="float64", **degrees)
     model, _, adapter = build_adapted(row)
     initialize(model, 7, model.init_rule)
     adapter.init_from_base([model])
-    learn_something(model.named_parameters())
+    perturb_parameters(model.named_parameters())
     return {name: value.detach() for name, value in adapter.merged_tensors([model]).items()}
 
 
@@ -392,7 +392,7 @@ def test_the_adapter_refuses_unsupported_experts_and_too_large_ranks():
 def test_a_written_peft_config_names_modules_and_base(tmp_path):
     args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, rslora=True, target=["*wq"])
     model, adapter = moved_model("llama3", args, options)
-    peft_folder.save(tmp_path, fresh_tensors(model, adapter), options, MODELS["llama3"].hf.form(args), "where/it/is")
+    peft_folder.save(tmp_path, adapter_tensors(model, adapter), options, MODELS["llama3"].hf.form(args), "where/it/is")
     config = json.loads((tmp_path / peft_folder.CONFIG).read_text())
     assert config["target_modules"] == ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]
     assert config["base_model_name_or_path"] == "where/it/is" and config["use_rslora"] and not config["use_dora"]

@@ -31,13 +31,13 @@ def batch(samples=64, length=256):
     return {"tokens": tokens, "labels": labels}
 
 
-def hidden(plain, step=5, samples=None, masking=HIDE):
+def mask_tokens(plain, step=5, samples=None, masking=HIDE):
     numbers = torch.arange(len(plain["tokens"])) if samples is None else samples
     return masking.hide(plain, numbers, step)
 
 
 def test_shares_of_hidden_tokens_and_their_replacements():
-    plain, shown = batch(), hidden(batch())
+    plain, shown = batch(), mask_tokens(batch())
     tokens, labels = plain["tokens"], shown["labels"]
     chosen = labels != IGNORE_INDEX
     candidates = (tokens > 1) & (plain["labels"] != IGNORE_INDEX)
@@ -66,12 +66,14 @@ def test_no_random_word_is_the_pad():
     """Other draws are unchanged, and all ids except the pad are equally likely."""
     plain = batch(samples=512)
     plain["tokens"][plain["tokens"] == PAD] = 5
-    before, after = hidden(plain), hidden(plain, masking=without_pad())
+    before, after = mask_tokens(plain), mask_tokens(plain, masking=without_pad())
     pads = before["tokens"] == PAD
     assert pads.sum() > 5 and not (after["tokens"] == PAD).any()
     assert torch.equal(before["tokens"][~pads], after["tokens"][~pads])
     assert torch.equal(before["labels"], after["labels"])
-    few = hidden({"tokens": torch.full((512, 256), 5), "labels": torch.full((512, 256), 5)}, masking=without_pad(8))
+    few = mask_tokens(
+        {"tokens": torch.full((512, 256), 5), "labels": torch.full((512, 256), 5)}, masking=without_pad(8)
+    )
     counts = torch.bincount(few["tokens"][few["labels"] != IGNORE_INDEX], minlength=8)
     random = counts[[0, 1, 2, 4, 6]] / counts.sum()  # without the pad, the mask and the token itself
     assert counts[PAD] == 0 and random.tolist() == pytest.approx([0.1 / 7] * 5, abs=0.004)
@@ -104,15 +106,15 @@ def test_a_job_s_pad_is_that_of_its_model():
 
 
 def test_masks_depend_on_sample_and_step_and_not_on_the_rank():
-    plain, full_batch = batch(), hidden(batch())
+    plain, full_batch = batch(), mask_tokens(batch())
     for rank in range(2):
         local_rows = torch.arange(rank, 64, 2)
-        part = hidden({name: tensor[local_rows] for name, tensor in plain.items()}, samples=local_rows)
+        part = mask_tokens({name: tensor[local_rows] for name, tensor in plain.items()}, samples=local_rows)
         assert all(torch.equal(part[name], full_batch[name][local_rows]) for name in part)
     for other in (
-        hidden(plain, 6),
-        hidden(plain, HELD_OUT),
-        hidden(plain, masking=HIDE.__class__(4, 0.15, 99, 100, ())),
+        mask_tokens(plain, 6),
+        mask_tokens(plain, HELD_OUT),
+        mask_tokens(plain, masking=HIDE.__class__(4, 0.15, 99, 100, ())),
     ):
         agree = ((other["labels"] != IGNORE_INDEX) == (full_batch["labels"] != IGNORE_INDEX)).float().mean()
         assert 0.7 < agree.item() < 0.78  # independent masks agree on 0.15^2 + 0.85^2 = 0.745
@@ -130,7 +132,7 @@ def job_arguments(folder, texts, **options):
     return jobs.arguments(folder, texts, **settings | options)
 
 
-def curve(folder):
+def losses_of_run(folder):
     """Return the training losses and the validation losses."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [[row[name] for row in rows if name in row] for name in ("loss", "validation_loss")]
@@ -141,7 +143,7 @@ def one_rank(tmp_path_factory):
     folder = tmp_path_factory.mktemp("masked")
     texts = jobs.write_texts(folder)
     run_ranks(1, jobs.train, job_arguments(folder / "one", texts))
-    return texts, curve(folder / "one")
+    return texts, losses_of_run(folder / "one")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ def one_rank(tmp_path_factory):
 def test_losses_are_the_same_under_every_plan(one_rank, plan, tmp_path):
     texts, expected = one_rank
     run_ranks(2, jobs.train, job_arguments(tmp_path / "two", texts, **plan))
-    for ours, reference in zip(curve(tmp_path / "two"), expected, strict=True):
+    for ours, reference in zip(losses_of_run(tmp_path / "two"), expected, strict=True):
         assert ours == pytest.approx(reference, rel=1e-5)
 
 
@@ -167,7 +169,7 @@ def test_a_resume_repeats_the_masks(one_rank, tmp_path):
     horizon = dict(lr_scheduler__total_steps=4)
     for steps in (2, 4):
         run_ranks(1, jobs.train, job_arguments(tmp_path / "run", texts, training__steps=steps, **saved, **horizon))
-    assert curve(tmp_path / "run")[0] == expected[0]
+    assert losses_of_run(tmp_path / "run")[0] == expected[0]
 
 
 JOB = ("--model.name=roberta", "--training.seq_len=64", "--task.kind=masked_lm")

@@ -10,11 +10,11 @@ from transformers.models.mistral import modeling_mistral
 
 from tests.support.hf_parity import (
     build,
+    check_names_convert_both_ways,
     close,
     compare,
     configs,
     exact,
-    names_go_both_ways,
     refuse_config,
     save_and_load,
     tokens_for,
@@ -84,7 +84,7 @@ def test_what_a_config_leaves_out_is_as_in_transformers():
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_state_dicts_go_both_ways(shape):
-    names_go_both_ways(build(Mistral, SHAPES[shape]), HF)
+    check_names_convert_both_ways(build(Mistral, SHAPES[shape]), HF)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import jobs
 from tests.support.pool import run_ranks
-from tests.test_loader import global_samples, in_turn, loader, rows
+from tests.test_loader import global_samples, interleave, loader, rows
 from tests.test_records import make_shards, records, write
 from torchtitan.build import data as build_data
 from torchtitan.build import parts
@@ -171,7 +171,7 @@ def test_samples_are_the_same_for_any_ranks_workers_and_resumes(data):
         ]
         samples = [[row for batch in islice(rank, batches) for row in rows(batch)] for rank in ranks]
         count = dp_size * 2 * batches
-        assert in_turn(samples) == expected[position : position + count]
+        assert interleave(samples) == expected[position : position + count]
         position += count
         state = json.loads(json.dumps(merge_states([rank.state_dict() for rank in ranks])))
         for rank in ranks:

@@ -45,13 +45,13 @@ class Recording(SummedCrossEntropy):
         return loss
 
 
-def training(args=MULTI_TOKEN, **recording):
+def training_model(args=MULTI_TOKEN, **recording):
     model = build(Deepseek, args, dtype=torch.float64).train()
     model.loss = Recording(**recording)
     return model
 
 
-def labelled(args=MULTI_TOKEN, batch=2, length=12):
+def tokens_and_labels(args=MULTI_TOKEN, batch=2, length=12):
     """Return tokens and labels, some of them ignored."""
     drawn = torch.cat((tokens_for(args, batch, length), tokens_for(args, batch, length).flip(0, 1)[:, :1]), dim=1)
     labels = drawn[:, 1:].clone()
@@ -77,7 +77,7 @@ def block_of(model, weights, prefix):
     return lambda *inputs: torch.func.functional_call(block, parameters, inputs)
 
 
-def written_out(model, tokens, labels):
+def formula(model, tokens, labels):
     """Compute the formula in plain torch.
 
     Returns the loss sums of the main model and each depth, and the gradients of main + weight / depths * sum(depths).
@@ -119,11 +119,11 @@ def written_out(model, tokens, labels):
 @pytest.mark.parametrize("num_chunks", [1, 3])
 @pytest.mark.parametrize("depths", [0, 1, 2])
 def test_equal_to_the_formula(depths, num_chunks):
-    model = training(replace(MULTI_TOKEN, n_mtp_layers=depths), num_chunks=num_chunks)
-    tokens, labels = labelled()
+    model = training_model(replace(MULTI_TOKEN, n_mtp_layers=depths), num_chunks=num_chunks)
+    tokens, labels = tokens_and_labels()
     loss = model(tokens, labels=labels)
     loss.backward()
-    sums, expected = written_out(model, tokens, labels)
+    sums, expected = formula(model, tokens, labels)
     assert model.loss.values == pytest.approx(sums, rel=1e-12)
     assert loss.item() == pytest.approx(sums[0], rel=1e-12)  # the value stays the main one
     extra_losses = model.take_extra_losses()
@@ -135,7 +135,7 @@ def test_equal_to_the_formula(depths, num_chunks):
 
 def test_only_training_runs_the_depths():
     """Validation, logits and generation use only the main model."""
-    model, (tokens, labels) = training(), labelled()
+    model, (tokens, labels) = training_model(), tokens_and_labels()
     main = build(Deepseek, replace(MULTI_TOKEN, n_mtp_layers=0), dtype=torch.float64)
     main.load_state_dict({name: model.state_dict()[name] for name in main.state_dict()})
     main.loss = Recording()
@@ -152,8 +152,8 @@ def test_ignored_labels_are_those_of_the_loss():
 
 def test_packed_documents_have_the_loss_of_separate_ones():
     """Some documents are shorter than the number of depths."""
-    packed, separate = training(), training()
-    tokens, labels = labelled(batch=1)
+    packed, separate = training_model(), training_model()
+    tokens, labels = tokens_and_labels(batch=1)
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))[None]
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
     packed(tokens, positions=positions, document_ids=ids, labels=labels).backward()
@@ -163,21 +163,21 @@ def test_packed_documents_have_the_loss_of_separate_ones():
     torch.testing.assert_close(torch.tensor(packed.loss.values), sums)
     for parameter, grad in gradients(packed).items():
         torch.testing.assert_close(grad, gradients(separate)[parameter], rtol=1e-9, atol=1e-12, msg=parameter)
-    free = training()
+    free = training_model()
     free(tokens, positions=positions, labels=labels)
     assert free.loss.values[1:] != pytest.approx(packed.loss.values[1:], rel=1e-3)
 
 
 def test_a_sample_shorter_than_a_depth_adds_no_loss():
-    model = training()
-    tokens, labels = labelled(batch=1)
+    model = training_model()
+    tokens, labels = tokens_and_labels(batch=1)
     model(tokens[:, 8:9], labels=labels[:, 8:9]).backward()
     assert model.loss.values[0] > 0 and model.loss.values[1:] == [0, 0]
     assert not model.layers["4"].eh_proj.weight.grad.any()
 
 
 def test_under_autocast_a_depth_has_the_dtype_of_the_layers():
-    model, (tokens, labels) = build(Deepseek, MULTI_TOKEN).train(), labelled()
+    model, (tokens, labels) = build(Deepseek, MULTI_TOKEN).train(), tokens_and_labels()
     model.loss, dtypes = Recording(), []
     model.layers["3"].register_forward_pre_hook(lambda module, inputs: dtypes.extend(x.dtype for x in inputs[:2]))
     with torch.autocast("cpu", torch.bfloat16):
@@ -186,7 +186,7 @@ def test_under_autocast_a_depth_has_the_dtype_of_the_layers():
 
 
 def test_the_depth_loss_accumulates_until_it_is_read():
-    model, (tokens, labels) = training(), labelled()
+    model, (tokens, labels) = training_model(), tokens_and_labels()
     for _ in range(2):
         model(tokens, labels=labels)
     depths = [value for number, value in enumerate(model.loss.values) if number % 3]
@@ -208,7 +208,7 @@ def test_the_depth_loss_starts_at_zero_and_stays_in_float64(monkeypatch):
 
 
 def test_the_compiled_model_compiles_once_for_all_microbatches():
-    model, (tokens, labels) = build(Deepseek, MULTI_TOKEN).train(), labelled()
+    model, (tokens, labels) = build(Deepseek, MULTI_TOKEN).train(), tokens_and_labels()
     model.loss, compiled, numbers = SummedCrossEntropy(), [], []
 
     def backend(graph, inputs):
@@ -223,13 +223,13 @@ def test_the_compiled_model_compiles_once_for_all_microbatches():
     assert numbers[0] > 0 and numbers[1:] == numbers[:1] * 2
 
 
-def gathered(prefetch, training):
+def gathered_layers(prefetch, training):
     """Return the layers with gathered weights, or with a gather in flight, after a forward."""
     model = build(Deepseek, MULTI_TOKEN)
     model.loss = SummedCrossEntropy()
     mesh, types = init_device_mesh("cpu", (2,)), dict(param_dtype=torch.float32, reduce_dtype=torch.float32)
     apply_data_parallel(model, mesh, PLAN, **types, prefetch=prefetch)
-    tokens, labels = labelled()
+    tokens, labels = tokens_and_labels()
     with torch.set_grad_enabled(training):
         model.train(training)(tokens, labels=labels)
     groups = {name: block._get_fsdp_state()._fsdp_param_group for name, block in model.layers.items()}
@@ -239,7 +239,7 @@ def gathered(prefetch, training):
 def test_evaluation_prefetches_no_depth():
     """Evaluation does not run the depth, so it would never free the gathered weights."""
     for training in (False, True):
-        assert run_ranks(2, gathered, 2, training) == [[]] * 2
+        assert run_ranks(2, gathered_layers, 2, training) == [[]] * 2
 
 
 def test_initial_weights_are_those_of_layers():

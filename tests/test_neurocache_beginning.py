@@ -60,17 +60,17 @@ def test_pca_compression_keeps_the_principal_directions_of_states(family):
     assert model.memory.stores == {} and model.memory.moments is None
 
 
-def begun(argv):
+def losses_and_projection(argv):
     """Train; return the losses and the projection matrix [D, D] of the initial compression."""
     projections = []
 
-    class Watched(Trainer):
+    class RecordingTrainer(Trainer):
         def begin(self, restart):
             super().begin(restart)
             weight = full(self.model.parts[0].memory.h_proj.weight.detach())
             projections.append((weight.t() @ weight).tolist())
 
-    trainer = Watched(manager.load(argv), read_ranks())
+    trainer = RecordingTrainer(manager.load(argv), read_ranks())
     trainer.train()
     trainer.metrics.close()
     return [row["loss"] for row in logged_steps(trainer.folder)], projections[0]
@@ -83,14 +83,16 @@ def test_pca_initialization_is_the_same_on_any_ranks_and_not_repeated(tmp_path):
     options = {f"adapter__neurocache__{name}": value for name, value in cache.items()}
     options |= dict(task__kind="documents", adapter__kind="neurocache", training__steps=2, training__seq_len=16)
     options |= dict(checkpoint__enable=True, training__local_batch_size=4, training__global_batch_size=8)
-    ((losses, projection),) = run_ranks(1, begun, arguments(tmp_path / "one", texts, **options))
+    ((losses, projection),) = run_ranks(1, losses_and_projection, arguments(tmp_path / "one", texts, **options))
     spread = options | dict(training__local_batch_size=2, parallelism__data_parallel_shard_degree=2)
-    (sharded_losses, sharded_projection), _ = run_ranks(2, begun, arguments(tmp_path / "two", texts, **spread))
+    (sharded_losses, sharded_projection), _ = run_ranks(
+        2, losses_and_projection, arguments(tmp_path / "two", texts, **spread)
+    )
     # other batch sizes round the states, and so the directions, by more than sums in another order do
     torch.testing.assert_close(torch.tensor(sharded_projection), torch.tensor(projection), rtol=0, atol=1e-4)
     assert sharded_losses[0] == pytest.approx(losses[0], rel=1e-3)
     ((resumed_losses, trained_projection),) = run_ranks(
-        1, begun, arguments(tmp_path / "one", texts, **options | dict(training__steps=3))
+        1, losses_and_projection, arguments(tmp_path / "one", texts, **options | dict(training__steps=3))
     )
     assert resumed_losses[:2] == losses and len(resumed_losses) == 3
     assert not torch.allclose(torch.tensor(trained_projection), torch.tensor(projection), atol=1e-4)

@@ -22,12 +22,12 @@ HOW = dict(layers=4, retrieval_map={"1": 2}, attention_layers=[1, 3], beside="lo
 LOW_RANK = dict(rank=2, alpha=4.0, target=["*feed_forward.w2"], layers=[1, 3])
 
 
-def adapted(**options):
+def adapted_model(**options):
     return remembering(adapter=LOW_RANK, **HOW | options)
 
 
 def save_adapter(folder):
-    model, installed = adapted()
+    model, installed = adapted_model()
     generator = torch.Generator().manual_seed(1)
     for name in installed.added_parameters:
         with torch.no_grad():
@@ -68,12 +68,12 @@ def test_names_and_config_are_those_of_the_authors_library(tmp_path):
 
 def test_a_written_adapter_gives_the_same_outputs_when_read(tmp_path):
     model, installed = save_adapter(tmp_path / "adapter")
-    other, fresh = adapted()
+    other, fresh = adapted_model()
     fresh.load_tensors([other], fresh.read_folder(tmp_path / "adapter", form(model.args)))
     with torch.no_grad():
         outputs = [read(network.eval(), by, segments(3)) for network, by in ((model, installed), (other, fresh))]
     assert torch.equal(*outputs)
-    scrambled, by = adapted(compat_head_layout=True)  # the head layout of the authors' library
+    scrambled, by = adapted_model(compat_head_layout=True)  # the head layout of the authors' library
     by.load_tensors([scrambled], by.read_folder(tmp_path / "adapter", form(model.args)))
     with torch.no_grad():
         assert not torch.allclose(read(scrambled.eval(), by, segments(3)), outputs[0])
@@ -89,7 +89,7 @@ def test_a_written_adapter_gives_the_same_outputs_when_read(tmp_path):
 )
 def test_an_adapter_of_another_job_is_refused(options, message, tmp_path):
     save_adapter(tmp_path / "adapter")
-    model, installed = adapted(**options)
+    model, installed = adapted_model(**options)
     with pytest.raises(JobError, match=message):
         installed.read_folder(tmp_path / "adapter", form(model.args))
 

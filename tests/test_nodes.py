@@ -77,7 +77,7 @@ def test_impossible_settings_are_refused_before_any_rank_starts(environment, mes
     assert (code, out) == (2, "") and err.startswith(message) and len(err.splitlines()) == 1
 
 
-def wait_in_vain(port: int) -> str:
+def wait_for_absent_machine(port: int) -> str:
     ranks = Ranks(rank=1, world_size=2, local_world_size=1, head=("127.0.0.1", port))
     try:
         distributed._meet(ranks, Launcher(1, "", "", "", "", 3), timedelta(seconds=1))
@@ -87,11 +87,11 @@ def wait_in_vain(port: int) -> str:
 
 
 def test_an_unreachable_first_machine_is_reported():
-    error = run_alone(wait_in_vain, port := free_port())
+    error = run_alone(wait_for_absent_machine, port := free_port())
     assert error.startswith(f"HEAD_ADDR, HEAD_PORT: given 127.0.0.1, {port}, where no store answers within 1 s")
 
 
-def patience_at_the_start(folder: Path) -> tuple[float, float]:
+def startup_timeouts(folder: Path) -> tuple[float, float]:
     """Return the timeouts of the rendezvous and of the launcher's watchdog, in seconds."""
     timeouts = []
 
@@ -109,7 +109,7 @@ def patience_at_the_start(folder: Path) -> tuple[float, float]:
 
 
 def test_a_missing_machine_is_reported_before_the_watchdog_times_out(tmp_path):
-    timeout, patience = run_alone(patience_at_the_start, tmp_path)
+    timeout, patience = run_alone(startup_timeouts, tmp_path)
     assert 0 < timeout < patience - 5
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from tests.support import jobs
 from tests.support.pool import run_ranks
-from tests.test_sft import measured
+from tests.test_sft import validation_losses
 from tests.test_templates import LLAMA3, folder_with
 from torchtitan.commands import export
 from torchtitan.datasets.encoding import encode
@@ -55,7 +55,7 @@ def job_options(folder, rows, source):
 def test_the_script_end_to_end(tmp_path, capsys):
     source, rows, run = base(tmp_path / "base"), write_rows(tmp_path / "rows.jsonl"), tmp_path / "run"
     run_ranks(2, jobs.train, job_options(run, rows, source))
-    assert len(measured(run)) == STEPS and measured(run)[-1] < measured(run)[0] / 3
+    assert len(validation_losses(run)) == STEPS and validation_losses(run)[-1] < validation_losses(run)[0] / 3
     checkpoints = sorted(path.name for path in (run / "checkpoint").iterdir() if path.name.startswith("step-"))
     assert checkpoints == [f"step-{STEPS - 1:08d}", f"step-{STEPS:08d}"]
 

@@ -17,11 +17,11 @@ from tests.test_combinations import (
     SAMPLES,
     assembled,
     batch,
+    build_with_initial_weights,
     local_batch_size,
-    names_for,
+    model_input_names,
     objective,
     plain_twin,
-    with_first_weights,
 )
 from torchtitan.optimizers.build import build_optimizers
 
@@ -36,13 +36,14 @@ def optimizers_of(parts, name, options):
     return build_optimizers(parts, name=name, lr=0.01, weight_decay=0.1, shared=shared, options=options)
 
 
-def trained(row: Combination, name: str, options: dict) -> dict[str, np.ndarray]:
+def weights_after_steps(row: Combination, name: str, options: dict) -> dict[str, np.ndarray]:
     """Train on this rank of the row; return the full weights of its part of the model."""
     model = assembled(row)
     stepping = optimizers_of(model.parts, name, options)
     everything, size = batch(), local_batch_size(row, model.dims)
     local_batch = {
-        name: everything[name][model.dims.dp_rank(model.mesh) :: model.dims.dp] for name in names_for(row, False)
+        name: everything[name][model.dims.dp_rank(model.mesh) :: model.dims.dp]
+        for name in model_input_names(row, False)
     }
     valid = objective(row).count(everything)
     for _ in range(STEPS):
@@ -57,14 +58,14 @@ def trained(row: Combination, name: str, options: dict) -> dict[str, np.ndarray]
 
 @cache
 def on_one_device(row: Combination, kind: str) -> dict[str, torch.Tensor]:
-    model, balance = with_first_weights(row), FAMILIES[row.model].balance
+    model, balance = build_with_initial_weights(row), FAMILIES[row.model].balance
     stepping = optimizers_of([model], *KINDS[kind])
     everything = batch()
     valid = objective(row).count(everything)
     for _ in range(STEPS):
         if balance is not None:
             balance.set_aux_loss_scale(model, 1 / valid)
-        (model(**{name: everything[name] for name in names_for(row, False)}) / valid).backward()
+        (model(**{name: everything[name] for name in model_input_names(row, False)}) / valid).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         stepping.step()
         stepping.zero_grad()
@@ -80,7 +81,7 @@ def test_weights_are_those_of_one_device(row):
     assert SAMPLES == 8, "gradients accumulate over 4 passes, and a basis is computed once for all of them"
     expected = on_one_device(plain_twin(row), "GaLore (right)" if row.optimizer == FLIPPED else row.optimizer)
     weight_names, tolerance = set(), TOLERANCE.get(row.optimizer, 1e-8)
-    for weights in run_ranks(row.ranks, trained, row, *KINDS[row.optimizer]):
+    for weights in run_ranks(row.ranks, weights_after_steps, row, *KINDS[row.optimizer]):
         for name, weight in weights.items():
             torch.testing.assert_close(torch.from_numpy(weight), expected[name], rtol=tolerance, atol=tolerance)
         weight_names |= weights.keys()
@@ -95,8 +96,8 @@ def test_rows_are_distinct_and_cover_all_optimizers():
 def test_projecting_a_sharded_side_can_be_an_error():
     row, options = Combination(**LAYOUTS["FSDP 2"], precision="float64"), LOW | dict(on_conflict="error")
     with pytest.raises(RankFailed, match="JobError.*for layers.0.attention.wk.weight, whose left side"):
-        run_ranks(2, trained, row, "GaLore", options)
+        run_ranks(2, weights_after_steps, row, "GaLore", options)
     unsharded = replace(row, **LAYOUTS["DDP 2"] | dict(dp_shard=1))
     expected = on_one_device(plain_twin(unsharded), "GaLore")
-    for weights in run_ranks(2, trained, unsharded, "GaLore", options):
+    for weights in run_ranks(2, weights_after_steps, unsharded, "GaLore", options):
         assert all(np.allclose(weight, expected[name], rtol=1e-8, atol=1e-8) for name, weight in weights.items())

@@ -204,7 +204,7 @@ def test_optimizer_state_moves_between_step_modes():
     assert same(ordinary, early)
 
 
-def sharded(name, implementation, in_backward):
+def sharded_steps(name, implementation, in_backward):
     add_toys()
     model = network()
     mesh = init_device_mesh("cpu", (2,))
@@ -223,7 +223,9 @@ def sharded(name, implementation, in_backward):
 
 @pytest.mark.parametrize("name, implementation", [*KINDS, *((name, "for-loop") for name in TOYS)])
 def test_sharded_parameters_step_as_unsharded_ones(name, implementation, toys):
-    ordinary, early = (run_ranks(2, sharded, name, implementation, in_backward)[0] for in_backward in (False, True))
+    ordinary, early = (
+        run_ranks(2, sharded_steps, name, implementation, in_backward)[0] for in_backward in (False, True)
+    )
     assert early[0] == [True] * 4 and ordinary[0] == [False] * 4
     assert all(torch.equal(p, q) for p, q in zip(ordinary[1], early[1], strict=True))
     full_model = network()
@@ -256,17 +258,17 @@ def test_a_job_with_a_custom_optimizer_trains_resumes_and_is_sharded(name, tmp_p
         more = dict(optimizer__name=name, optimizer__lr=1e-3, training__steps=4, checkpoint__enable=True)
         return jobs.arguments(tmp_path / folder, texts, **(more | {"checkpoint__interval": 2} | options))
 
-    (straight,) = run_ranks(1, trained, job("straight"))
-    run_ranks(1, trained, [*job("resumed", training__steps=2, lr_scheduler__total_steps=4)])
-    (resumed,) = run_ranks(1, trained, [*job("resumed", lr_scheduler__total_steps=4)])
+    (straight,) = run_ranks(1, rows_and_state, job("straight"))
+    run_ranks(1, rows_and_state, [*job("resumed", training__steps=2, lr_scheduler__total_steps=4)])
+    (resumed,) = run_ranks(1, rows_and_state, [*job("resumed", lr_scheduler__total_steps=4)])
     assert resumed[1] == straight[1] and len(straight[0]) == 4
-    both = run_ranks(2, trained, job("both", training__local_batch_size=4, training__global_batch_size=8))
+    both = run_ranks(2, rows_and_state, job("both", training__local_batch_size=4, training__global_batch_size=8))
     losses = [[row["loss"] for row in rows] for rows, _ in (straight, both[0])]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][-1] < losses[0][0]
-    (early,) = run_ranks(1, trained, job("early", optimizer__early_step_in_backward=True, training__max_norm=0))
+    (early,) = run_ranks(1, rows_and_state, job("early", optimizer__early_step_in_backward=True, training__max_norm=0))
     assert len(early[0]) == 4
 
 
-def trained(argv):
+def rows_and_state(argv):
     add_toys()
     return jobs.train(argv)

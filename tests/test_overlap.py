@@ -57,7 +57,7 @@ def shard(part, mesh, precision):
         module.set_force_sum_reduction_for_comms(True)
 
 
-def sharded(schedule, policy, dtype=torch.float64, kinds=toy_moe.LAYERS, microbatches=MICROBATCHES):
+def run_under_fsdp(schedule, policy, dtype=torch.float64, kinds=toy_moe.LAYERS, microbatches=MICROBATCHES):
     name, chunks, overlap = SCHEDULES[schedule]
     mesh = dist.init_device_mesh("cpu", (PP, EP), mesh_dim_names=("pp", "dp"))["dp"]
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float64, cast_forward_inputs=False)
@@ -78,18 +78,20 @@ def sharded(schedule, policy, dtype=torch.float64, kinds=toy_moe.LAYERS, microba
 @pytest.mark.parametrize("policy", ["none", "full_keep_comm", "full"])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble + overlap", "DualPipeV + overlap"])
 def test_gradients_under_fsdp(schedule, policy):
-    for result in run_ranks(4, sharded, schedule, policy):
+    for result in run_ranks(4, run_under_fsdp, schedule, policy):
         check(result, policy)
 
 
-def rounded(microbatches):
+def bfloat16_errors(microbatches):
     """Return the errors with bfloat16 microbatches: with our accumulation, and with autograd's."""
     error_pairs = []
     add_up = SegmentedStage.add_up_gradients
     for change in (add_up, lambda stage: None):
         SegmentedStage.add_up_gradients = change
         try:
-            error_pairs.append(sharded("DualPipeV + overlap", "none", torch.bfloat16, "dddddd", microbatches)["error"])
+            error_pairs.append(
+                run_under_fsdp("DualPipeV + overlap", "none", torch.bfloat16, "dddddd", microbatches)["error"]
+            )
         finally:
             SegmentedStage.add_up_gradients = add_up
     return error_pairs
@@ -100,7 +102,7 @@ def test_mixed_precision_accumulates_in_the_reduce_dtype():
 
     A sum in bfloat16 would round once a microbatch.
     """
-    results = run_ranks(4, rounded, 32)
+    results = run_ranks(4, bfloat16_errors, 32)
     assert (
         max(float32_error for float32_error, _ in results)
         < 2**-9

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.judged import lines
-from tests.test_loader import TOKENIZER, in_turn, loader, rows
+from tests.test_loader import TOKENIZER, interleave, loader, rows
 from tests.test_records import make_shards, records, write
 from torchtitan.build import data
 from torchtitan.build import parts as build
@@ -125,16 +125,16 @@ def test_any_number_of_ranks_reads_the_same_and_resumes_inside_a_window(folders,
     reference = [row for batch in packed(folders, **options, local_batch_size=1) for row in rows(batch)]
     for ranks, workers in ((2, 0), (3, 2)):
         loaders = [packed(folders, **options, dp_rank=r, dp_size=ranks, num_workers=workers) for r in range(ranks)]
-        samples = in_turn([[row for batch in one for row in rows(batch)] for one in loaders])
+        samples = interleave([[row for batch in one for row in rows(batch)] for one in loaders])
         assert samples[: len(reference)] == reference and len(samples) - len(reference) < 2 * ranks
         assert all(set(labels) == {IGNORE} for _, labels, *_ in samples[len(reference) :])
         for one in loaders:
             one.close()
     loaders = [packed(folders, **options, dp_rank=r, dp_size=2) for r in range(2)]
-    resumed = in_turn([[row for batch in islice(one, 3) for row in rows(batch)] for one in loaders])
+    resumed = interleave([[row for batch in islice(one, 3) for row in rows(batch)] for one in loaders])
     state = json.loads(json.dumps(merge_states([one.state_dict() for one in loaders])))
     loaders = [packed(folders, **options, dp_rank=r, dp_size=3, local_batch_size=1, state=state) for r in range(3)]
-    resumed += in_turn([[row for batch in one for row in rows(batch)] for one in loaders])
+    resumed += interleave([[row for batch in one for row in rows(batch)] for one in loaders])
     assert resumed[: len(reference)] == reference
     with pytest.raises(JobError, match="packing: window: [81] in the checkpoint, 9 now"):
         packed(folders, epochs=3, packing=packing._replace(window=9), state=state)

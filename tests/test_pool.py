@@ -44,17 +44,17 @@ def test_a_failing_rank_is_named_and_the_next_test_gets_fresh_ranks():
     assert run_ranks(2, sum_of_ranks, 0) == [(0, 1.0), (1, 1.0)]
 
 
-def leave_the_world():
+def destroy_process_group():
     dist.destroy_process_group()
 
 
 def test_a_test_that_destroys_the_process_group_fails_and_not_the_next():
     with pytest.raises(RankFailed, match="the world is left"):
-        run_ranks(2, leave_the_world)
+        run_ranks(2, destroy_process_group)
     assert run_ranks(2, sum_of_ranks, 0) == [(0, 1.0), (1, 1.0)]
 
 
-def leave_a_world() -> tuple[bool, list[str], bool]:
+def world_inside_and_afterwards() -> tuple[bool, list[str], bool]:
     """Return whether a process group exists inside `taken_away`, the changed variables afterwards, and whether one
     exists afterwards.
     """
@@ -70,7 +70,7 @@ def leave_a_world() -> tuple[bool, list[str], bool]:
 
 
 def test_a_test_starts_without_the_process_group_of_an_earlier_one():
-    assert run_alone(leave_a_world) == (True, [], False)
+    assert run_alone(world_inside_and_afterwards) == (True, [], False)
 
 
 def test_run_script_behaves_like_a_new_python_process(tmp_path):

@@ -27,7 +27,7 @@ def files(folder) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def traced(path) -> tuple[list[str], int]:
+def read_trace(path) -> tuple[list[str], int]:
     """Return the profiler steps and the number of matrix products in a trace."""
     names = [event.get("name", "") for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
     return sorted({name for name in names if name.startswith("ProfilerStep")}), names.count("aten::mm")
@@ -36,7 +36,7 @@ def traced(path) -> tuple[list[str], int]:
 def test_a_trace_window_ends_every_freq_steps(tmp_path):
     run(build(tmp_path, active=2), 9)
     assert files(tmp_path) == ["traces/step_4/rank3_trace.json", "traces/step_8/rank3_trace.json"]
-    assert traced(tmp_path / "traces/step_8/rank3_trace.json") == (["ProfilerStep#6", "ProfilerStep#7"], 2)
+    assert read_trace(tmp_path / "traces/step_8/rank3_trace.json") == (["ProfilerStep#6", "ProfilerStep#7"], 2)
 
 
 def test_names_continue_after_a_resume(tmp_path):
@@ -47,14 +47,14 @@ def test_names_continue_after_a_resume(tmp_path):
 def test_a_run_may_end_inside_a_window(tmp_path):
     run(build(tmp_path, active=3, warmup=0), 3)
     assert files(tmp_path) == ["traces/step_3/rank3_trace.json"]
-    assert traced(tmp_path / "traces/step_3/rank3_trace.json")[1] == 2
+    assert read_trace(tmp_path / "traces/step_3/rank3_trace.json")[1] == 2
 
 
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
 def test_windows_without_a_pause(tmp_path):
     run(build(tmp_path, active=4, warmup=0), 8)
     assert files(tmp_path) == ["traces/step_4/rank3_trace.json", "traces/step_8/rank3_trace.json"]
-    assert traced(tmp_path / "traces/step_8/rank3_trace.json")[1] == 4
+    assert read_trace(tmp_path / "traces/step_8/rank3_trace.json")[1] == 4
 
 
 def test_disabled_profiling_does_nothing(tmp_path):

@@ -126,12 +126,12 @@ def test_changed_text_of_the_same_name_and_size_is_noticed(tmp_path):
 
 def test_a_shard_that_shrinks_is_named(tmp_path):
     """Without the check a read ends in a bus error: the process of run_alone ends without an answer (the control)."""
-    read_shrunk(tmp_path / "a", check=True)
+    read_shrunk_shard(tmp_path / "a", check=True)
     with pytest.raises(AssertionError, match="ended without an answer"):
-        run_alone(read_shrunk, tmp_path / "b", False)
+        run_alone(read_shrunk_shard, tmp_path / "b", False)
 
 
-def read_shrunk(folder, check):
+def read_shrunk_shard(folder, check):
     folder.mkdir()
     writer = ShardWriter(folder, 300)
     writer.write(np.arange(100_000) % 300)

@@ -12,10 +12,10 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from tests.support.hf_parity import (
     build,
+    check_names_convert_both_ways,
     compare,
     configs,
     exact,
-    names_go_both_ways,
     refuse_config,
     save_and_load,
     twin,
@@ -91,7 +91,7 @@ def test_configs_convert_both_ways_and_through_transformers(name, flavor, tmp_pa
 
 @pytest.mark.parametrize("family, shape", SHAPES)
 def test_state_dicts_convert_both_ways(family, shape):
-    names_go_both_ways(build(family.model, family.shapes[shape]), family.hf)
+    check_names_convert_both_ways(build(family.model, family.shapes[shape]), family.hf)
 
 
 @pytest.mark.parametrize("family, shape", SHAPES)

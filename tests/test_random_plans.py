@@ -16,7 +16,7 @@ def test_a_seed_gives_the_same_plans():
 
 @pytest.mark.parametrize("number", range(COUNT))
 def test_equal_to_one_device(number):
-    ranks, options = chosen()[number]
+    ranks, options = random_jobs()[number]
     assert not (mismatches := differences(options, ranks, run_ranks(ranks, on_ranks, options))), (
         f"{mismatches}: {' '.join(options)}"
     )
@@ -24,7 +24,7 @@ def test_equal_to_one_device(number):
 
 def test_small_differences_are_detected():
     """One entry or the loss is off by a millionth, or a gradient is missing."""
-    ranks, options = next((ranks, options) for ranks, options in chosen() if ranks == 2)
+    ranks, options = next((ranks, options) for ranks, options in random_jobs() if ranks == 2)
     (loss, grads), *other_ranks = run_ranks(ranks, on_ranks, options)
     name = max(grads, key=lambda name: abs(grads[name]).max())
     changed = {**grads, name: grads[name] * 1.000001}
@@ -34,5 +34,5 @@ def test_small_differences_are_detected():
 
 
 @cache
-def chosen():
+def random_jobs():
     return list(plans(SEED, COUNT))

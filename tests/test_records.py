@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from tests.support import jobs
 from tests.support.pool import run_ranks
-from tests.test_loader import global_samples, in_turn, loader, rows
+from tests.test_loader import global_samples, interleave, loader, rows
 from tests.test_tokenizer import KINDS
 from torchtitan.commands import prepare
 from torchtitan.config import manager
@@ -213,7 +213,7 @@ def test_masks_follow_their_tokens_on_any_ranks_workers_and_resumes(data, kind):
     first.close()
     ranks = [loader(**data[kind], state=state, dp_rank=r, dp_size=3, local_batch_size=2) for r in range(3)]
     by_rank = [[row for batch in islice(rank, 4) for row in rows(batch)] for rank in ranks]
-    assert in_turn(by_rank) == expected[18:42]
+    assert interleave(by_rank) == expected[18:42]
 
 
 def test_shards_hold_the_flags_of_the_text(data, capfd, tmp_path):

@@ -205,7 +205,7 @@ def test_the_first_step_after_zeroed_moments_depends_on_reset_step(reset_step, f
 # The toy problem: a target of full rank, learned by matrices of low rank
 
 
-def toy(relora, steps=600, n=32, rank=2, rate=1e-2, warmup=10, stop=None):
+def train_toy(relora, steps=600, n=32, rank=2, rate=1e-2, warmup=10, stop=None):
     """Train, by default to the end, or for `stop` steps.
 
     Returns the squared distance to the target and the rank of the change of the matrix.
@@ -240,25 +240,25 @@ def toy(relora, steps=600, n=32, rank=2, rate=1e-2, warmup=10, stop=None):
 
 def test_restarts_get_below_the_best_of_their_rank():
     floor = torch.linspace(1, 0.2, 32, dtype=torch.float64)[2:].square().sum().item()  # the best of rank 2
-    lora, rank = toy(None)
+    lora, rank = train_toy(None)
     assert lora >= floor and rank <= 2
-    zero, rank = toy(Relora(every=50))
+    zero, rank = train_toy(Relora(every=50))
     assert floor > 5 * zero and rank > 4
-    joint, _ = toy(Relora(every=50, reset="magnitude"))
+    joint, _ = train_toy(Relora(every=50, reset="magnitude"))
     assert joint < 2
-    independent, _ = toy(Relora(every=50, reset="magnitude", mask="independent"))
+    independent, _ = train_toy(Relora(every=50, reset="magnitude", mask="independent"))
     assert not independent <= 1e6, "the reason why the choice is joint"
 
 
 def test_the_larger_toy():
     floor = torch.linspace(1, 0.2, 64, dtype=torch.float64)[4:].square().sum().item()
-    assert floor > 20 * toy(Relora(every=100), steps=2000, n=64, rank=4, rate=3e-3, warmup=20)[0]
+    assert floor > 20 * train_toy(Relora(every=100), steps=2000, n=64, rank=4, rate=3e-3, warmup=20)[0]
 
 
 def test_each_restart_adds_its_rank():
     for stop, least, most in ((50, 2, 2), (52, 2, 4), (101, 4, 4), (152, 6, 8)):
-        assert least <= toy(Relora(every=50), stop=stop)[1] <= most, stop
-    assert toy(None, stop=152)[1] == 2
+        assert least <= train_toy(Relora(every=50), stop=stop)[1] <= most, stop
+    assert train_toy(None, stop=152)[1] == 2
 
 
 def test_all_faults_of_a_job_are_reported_together(capsys):

@@ -37,7 +37,7 @@ def job(folder, texts, **options):
     return arguments(folder, texts, **settings | options)
 
 
-def ran(argv):
+def train_and_record_restarts(argv):
     """Train; return the steps after which frozen matrices changed, the rate of each step, the final trained weights,
     the counts, and the final frozen weights.
     """
@@ -46,7 +46,7 @@ def ran(argv):
     name = next(name for name in frozen if name.endswith("attention.wq.weight"))
     before, changed, after_step = full(frozen[name].detach()).clone(), [], trainer.model.adapter.after_step
 
-    def watched(step, parts, optimizers):
+    def record_changes(step, parts, optimizers):
         nonlocal before
         after_step(step, parts, optimizers)
         now = full(frozen[name].detach()).clone()
@@ -54,7 +54,7 @@ def ran(argv):
             changed.append(step)
         before = now
 
-    trainer.model.adapter.after_step = watched
+    trainer.model.adapter.after_step = record_changes
     trainer.train()
     trainer.metrics.close()
     weights = {name: full(p.detach()).numpy() for name, p in trainer.model.named_parameters()}
@@ -70,7 +70,7 @@ def texts(tmp_path_factory):
 
 def test_cadence_and_resume(tmp_path, texts):
     saving = dict(checkpoint__enable=True, checkpoint__interval=1, checkpoint__keep_latest_k=0)
-    changed, rates, weights, counts, frozen = run_ranks(1, ran, job(tmp_path, texts, **saving))[0]
+    changed, rates, weights, counts, frozen = run_ranks(1, train_and_record_restarts, job(tmp_path, texts, **saving))[0]
     assert changed == [11, 21] and counts == {"merges": 2, "resets": 2}
     assert [step for step, rate in rates.items() if rate == 0] == [1, 11, 21], "steps count from 1, the rate's from 0"
     assert frozen == sorted(
@@ -79,12 +79,14 @@ def test_cadence_and_resume(tmp_path, texts):
         for m in (*(f"attention.w{x}" for x in "qkvo"), *(f"feed_forward.w{x}" for x in "123"))
     )
     for step in (12, 11, 10):  # descending, since each resume moves newer checkpoints aside
-        _, _, resumed, counts, _ = run_ranks(1, ran, job(tmp_path, texts, **saving, checkpoint__load_step=step))[0]
+        _, _, resumed, counts, _ = run_ranks(
+            1, train_and_record_restarts, job(tmp_path, texts, **saving, checkpoint__load_step=step)
+        )[0]
         assert counts == {"merges": 2, "resets": 2}
         assert all((weights[name] == resumed[name]).all() for name in weights), step
 
 
-def folded_on_a_rank():
+def merge_traffic():
     """Merge all matrices on this rank of two; return the bytes sent and the bytes of all A."""
     model = assembled(Combination(ranks=2, dp_shard=2, adapter="lora", recompute="none"))
     with Traffic() as traffic, torch.no_grad():
@@ -95,7 +97,7 @@ def folded_on_a_rank():
 
 
 def test_a_sharded_merge_gathers_a_alone():
-    for exchanges, size in run_ranks(2, folded_on_a_rank):
+    for exchanges, size in run_ranks(2, merge_traffic):
         assert {kind for kind, _ in exchanges} == {"all_gather"}
         assert sum(sent for _, sent in exchanges) == size / 2, "a rank's half of each A, to the other"
 
@@ -107,13 +109,15 @@ PLANS = [{}, {"parallelism__data_parallel_replicate_degree": 2}, {"tp": 2}, {"pp
 def test_several_ranks_are_one(tmp_path, texts, degrees):
     """Compare after two merges and resets. Differences from the order of sums grow with the steps: 1e-3."""
     options = dict(optimizer__lr=1e-3, optimizer__eps=1e-5)
-    one_rank = run_ranks(1, ran, job(tmp_path / "a", texts, **options))[0]
+    one_rank = run_ranks(1, train_and_record_restarts, job(tmp_path / "a", texts, **options))[0]
     degree_options = (
         {"parallelism__tensor_parallel_degree": 2} if "tp" in degrees else degrees | {"training__local_batch_size": 4}
     )
     degree_options = {"parallelism__pipeline_parallel_degree": 2} if "pp" in degrees else degree_options
     gathered = {}
-    for changed, _, weights, counts, _ in run_ranks(2, ran, job(tmp_path / "b", texts, **options, **degree_options)):
+    for changed, _, weights, counts, _ in run_ranks(
+        2, train_and_record_restarts, job(tmp_path / "b", texts, **options, **degree_options)
+    ):
         assert changed == one_rank[0] and counts == one_rank[3]
         assert all((gathered.get(name, weight) == weight).all() for name, weight in weights.items()), "equal on both"
         gathered |= weights

@@ -51,19 +51,19 @@ def job(folder, data, flags, **options):
     ]
 
 
-def trained(argv):
+def train_and_record_merges(argv):
     """Train; return passes per step, (loss, rate) by step, the updates after which it merged, and the weights."""
     trainer = Trainer(manager.load(argv), read_ranks())
     merges, adapter = [], trainer.model.adapter
     if adapter is not None:
         after_step = adapter.after_step
 
-        def watched(step, parts, optimizers):
+        def record_merges(step, parts, optimizers):
             before = adapter.state_dict().get("merges", 0)
             after_step(step, parts, optimizers)
             merges.extend([step] * (adapter.state_dict()["merges"] - before))
 
-        adapter.after_step = watched
+        adapter.after_step = record_merges
     trainer.train()
     trainer.metrics.close()
     rows = logged_steps(trainer.folder)
@@ -94,7 +94,7 @@ def data(tmp_path_factory):
 def base(tmp_path_factory, data):
     """Train the first regime: full rank, replicated."""
     folder = tmp_path_factory.mktemp("warm") / "run"
-    return folder, run_ranks(2, trained, job(folder, data, FULL))[0]
+    return folder, run_ranks(2, train_and_record_merges, job(folder, data, FULL))[0]
 
 
 def test_full_rank_replicated_and_sharded(base, data, tmp_path):
@@ -104,33 +104,37 @@ def test_full_rank_replicated_and_sharded(base, data, tmp_path):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "validation_loss" in row] == list(range(2, 21, 2))
     assert sorted(path.name for path in (folder / "checkpoint").glob("step-*")) == ["step-00000010", "step-00000020"]
-    sharded = run_ranks(2, trained, job(tmp_path / "run", data, f"{FULL} --distributed_type fsdp"))[0]
+    sharded = run_ranks(2, train_and_record_merges, job(tmp_path / "run", data, f"{FULL} --distributed_type fsdp"))[0]
     assert sharded[1] == {step: pytest.approx(both, rel=1e-5) for step, both in steps.items()}
     assert all(
         abs(sharded[3][name] - weight).max() <= 1e-4 * abs(weight).max() + 1e-6 for name, weight in weights.items()
     )
 
 
-def restarted(folder, base, data, distribution="--distributed_type fsdp", **options):
+def run_restarts(folder, base, data, distribution="--distributed_type fsdp", **options):
     flags = f"{RELORA} {distribution} --continue_from {base[0]}"
-    return run_ranks(2, trained, job(folder, data, flags, lr_scheduler__total_steps=UPDATES, **options))[0]
+    return run_ranks(
+        2, train_and_record_merges, job(folder, data, flags, lr_scheduler__total_steps=UPDATES, **options)
+    )[0]
 
 
 def test_restarts_from_a_warm_start(base, data, tmp_path):
     """Run regimes 4 and 5 until the end of their second cycle."""
-    _, steps, merges, weights = restarted(tmp_path / "a", base, data)
+    _, steps, merges, weights = run_restarts(tmp_path / "a", base, data)
     assert merges == [11, 21] and list(steps) == list(range(START + 1, START + RUN + 1))
     assert [step - START - 1 for step, (_, rate) in steps.items() if rate == 0] == [0, 10, 20], "exactly"
     assert steps[START + 1][0] == pytest.approx(base[1][1][START][0], abs=0.3), (
         "training continues and does not start over"
     )
-    _, replicated, same_merges, other = restarted(tmp_path / "b", base, data, distribution="", checkpoint__interval=100)
+    _, replicated, same_merges, other = run_restarts(
+        tmp_path / "b", base, data, distribution="", checkpoint__interval=100
+    )
     assert same_merges == merges and replicated == {s: pytest.approx(both, rel=1e-4) for s, both in steps.items()}
     # differences from the order of sums grow with the steps, and may change which moments are pruned
     assert all(abs(other[name] - weight).max() <= 2e-3 * abs(weight).max() + 1e-5 for name, weight in weights.items())
     for update in (12, 11, 10):  # descending, since each resume moves newer checkpoints aside
         saving = dict(checkpoint__load_step=START + update, checkpoint__interval=100)
-        _, resumed, merged, same = restarted(tmp_path / "a", base, data, **saving)
+        _, resumed, merged, same = run_restarts(tmp_path / "a", base, data, **saving)
         assert merged == [merge for merge in merges if merge > update]
         assert all((same[name] == weights[name]).all() for name in weights), update
         assert {step: steps[step] for step in resumed} == resumed

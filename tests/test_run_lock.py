@@ -29,7 +29,7 @@ def forge(folder: Path, number: int = 1, **changes) -> None:
     (folder / f"run.lock.{number}").write_text(json.dumps(asdict(replace(HERE, **changes))))
 
 
-def acquires(folder: Path, **changes) -> bool:
+def can_acquire(folder: Path, **changes) -> bool:
     try:
         with held(folder, replace(HERE, **changes)):
             assert len(locks(folder)) == 1
@@ -45,7 +45,7 @@ def test_a_folder_is_one_runs_and_free_again_afterwards(tmp_path):
     assert (
         f"process {os.getpid()} on {HERE.host}" in message and "delete run.lock.1" in message and "allowed" in message
     )
-    assert locks(tmp_path / "new") == [] and acquires(tmp_path / "new")
+    assert locks(tmp_path / "new") == [] and can_acquire(tmp_path / "new")
 
 
 def test_what_is_no_file_is_passed_over(tmp_path, monkeypatch):
@@ -80,7 +80,7 @@ def test_dead_owners_are_taken_over_and_no_others(owner, tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "job_is_over", {"8": True, "9": False}.__getitem__)
     monkeypatch.setattr(lives, "__defaults__", (lock.job_is_over,))
     forge(tmp_path, 5, **(DEAD | ALIVE)[owner])
-    assert acquires(tmp_path, job="7", restarts=1) == (owner in DEAD)
+    assert can_acquire(tmp_path, job="7", restarts=1) == (owner in DEAD)
     assert locks(tmp_path) == ([] if owner in DEAD else ["run.lock.5"])
 
 
@@ -98,13 +98,13 @@ def test_a_process_that_nobody_has_taken_leave_of_is_dead(tmp_path):
 def test_a_lock_torn_by_a_crash_is_no_owner(content, tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "WRITING_SECONDS", 0.1)
     (tmp_path / "run.lock.3").write_text(content)
-    assert acquires(tmp_path) and locks(tmp_path) == []
+    assert can_acquire(tmp_path) and locks(tmp_path) == []
 
 
 def test_a_lock_that_is_just_being_written_is_waited_for(tmp_path, monkeypatch):
     (tmp_path / "run.lock.3").touch()
     monkeypatch.setattr(lock.time, "sleep", lambda seconds: forge(tmp_path, 3))
-    assert not acquires(tmp_path)
+    assert not can_acquire(tmp_path)
 
 
 def test_a_name_that_went_to_another_while_it_was_written_is_the_others(tmp_path, monkeypatch):
@@ -117,7 +117,7 @@ def test_a_name_that_went_to_another_while_it_was_written_is_the_others(tmp_path
         forge(tmp_path, pid=os.getppid(), started=lock.start_of(os.getppid()))
 
     monkeypatch.setattr(lock, "_write", late)
-    assert not acquires(tmp_path) and json.loads((tmp_path / "run.lock.1").read_text())["pid"] == os.getppid()
+    assert not can_acquire(tmp_path) and json.loads((tmp_path / "run.lock.1").read_text())["pid"] == os.getppid()
 
 
 def test_other_files_are_not_touched(tmp_path):
@@ -181,7 +181,7 @@ def test_a_listing_that_is_not_of_today_misleads_nobody(number, tmp_path, monkey
     read = lock._read
     stale = iter([True])
     monkeypatch.setattr(lock, "_read", lambda folder: {} if next(stale, False) else read(folder))
-    assert not acquires(tmp_path) and locks(tmp_path) == [f"run.lock.{number}"]
+    assert not can_acquire(tmp_path) and locks(tmp_path) == [f"run.lock.{number}"]
 
 
 def test_a_folder_that_cannot_be_used_is_told_with_the_remedy(tmp_path):

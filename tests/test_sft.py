@@ -40,7 +40,7 @@ def sft_arguments(folder: Path, rows: Path, **options: object) -> list[str]:
     return jobs.arguments(folder, rows, **settings | options)
 
 
-def measured(folder: Path) -> list[float]:
+def validation_losses(folder: Path) -> list[float]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row["validation_loss"] for row in rows if "validation_loss" in row]
 
@@ -51,7 +51,7 @@ def one_rank(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sft")
     rows = write_rows(folder)
     ((steps, _),) = run_ranks(1, jobs.train, sft_arguments(folder / "one", rows))
-    return rows, [step["loss"] for step in steps], measured(folder / "one")
+    return rows, [step["loss"] for step in steps], validation_losses(folder / "one")
 
 
 PLANS = {
@@ -67,7 +67,7 @@ def test_the_curve_is_that_of_one_rank(one_rank, plan, tmp_path):
     steps, _ = run_ranks(2, jobs.train, sft_arguments(tmp_path, rows, **PLANS[plan]))[0]
     assert len(losses) == steps[-1]["step"] > 6  # the exact number of two passes
     assert [step["loss"] for step in steps] == pytest.approx(losses, rel=2e-4)  # 1e-5 each, through Adam's division
-    assert measured(tmp_path) == pytest.approx(measures, rel=2e-4) and len(measures) >= 3
+    assert validation_losses(tmp_path) == pytest.approx(measures, rel=2e-4) and len(measures) >= 3
 
 
 WAYS = {  # ways to run four samples of unequal lengths a step: (ranks, options)
@@ -86,26 +86,26 @@ WAYS = {  # ways to run four samples of unequal lengths a step: (ranks, options)
 
 
 @pytest.fixture(scope="module")
-def at_once(tmp_path_factory):
+def one_forward_pass(tmp_path_factory):
     """Run all four samples in one forward pass, padded to seq_len."""
-    folder = tmp_path_factory.mktemp("at_once")
+    folder = tmp_path_factory.mktemp("one_forward_pass")
     rows = write_rows(folder)
     options = dict(training__local_batch_size=4, data__pad_to="seq_len")
-    return rows, run_ranks(1, jobs.train, unpacked(folder / "run", rows, **options))[0][0]
+    return rows, run_ranks(1, jobs.train, unpacked_arguments(folder / "run", rows, **options))[0][0]
 
 
-def unpacked(folder, rows, **options):
+def unpacked_arguments(folder, rows, **options):
     settings = dict(validation__enable=False, data__packing="off", training__steps=3)
     argv = sft_arguments(folder, rows, **settings | options)
     return [argument for argument in argv if not argument.startswith(("--validation.", "--training.epochs"))]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_step_is_the_same_however_it_is_cut(at_once, way, tmp_path):
+def test_a_step_is_the_same_however_it_is_cut(one_forward_pass, way, tmp_path):
     """Loss and gradients are means over all tokens of the step, not means of means."""
-    rows, steps = at_once
+    rows, steps = one_forward_pass
     ranks, options = WAYS[way]
-    got, _ = run_ranks(ranks, jobs.train, unpacked(tmp_path, rows, **options))[0]
+    got, _ = run_ranks(ranks, jobs.train, unpacked_arguments(tmp_path, rows, **options))[0]
     assert len(got) == len(steps) == 3
     for name in ("loss", "grad_norm"):
         assert got[0][name] == pytest.approx(steps[0][name], rel=1e-5)
@@ -118,13 +118,13 @@ def test_on_from_the_middle_of_a_window_on_two_ranks(one_rank, tmp_path):
     rows, losses, _ = one_rank
     saving = dict(checkpoint__enable=True, checkpoint__interval=100)
     first = sft_arguments(tmp_path, rows, **saving)
-    run_ranks(1, stopped_after, first, 4)
+    run_ranks(1, train_and_stop_after, first, 4)
     steps, _ = run_ranks(2, jobs.train, first)[0]
     assert [step["step"] for step in steps] == list(range(1, len(losses) + 1))
     assert [step["loss"] for step in steps] == pytest.approx(losses, rel=2e-4)
 
 
-def stopped_after(argv: list[str], step: int) -> None:
+def train_and_stop_after(argv: list[str], step: int) -> None:
     """Train, and request a stop at `step` as a signal would: it takes effect in the next step or its validation."""
     trainer = Trainer(manager.load(argv), read_ranks())
     log = trainer.log
@@ -189,4 +189,4 @@ def test_a_run_that_is_terminated_goes_on_exactly(tmp_path):
     steps, weights = run_ranks(2, jobs.train, argv)[0]
     assert weights == straight[1]
     assert [(step["step"], step["loss"]) for step in steps] == [(step["step"], step["loss"]) for step in straight[0]]
-    assert measured(tmp_path / "run") == measured(tmp_path / "straight")
+    assert validation_losses(tmp_path / "run") == validation_losses(tmp_path / "straight")

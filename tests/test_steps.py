@@ -109,7 +109,7 @@ def test_a_block_of_experts_takes_the_norm_the_order_and_the_dropout_of_its_fami
     assert torch.equal(block(x, shared), expected)
 
 
-def results(model, loss):
+def loss_and_gradients(model, loss):
     grads = {name: p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for name, p in model.named_parameters()}
     load = [router.load.tolist() for router in balance.routers(model).values()]
     return loss.item(), grads, load
@@ -118,7 +118,7 @@ def results(model, loss):
 def by_forward(model, inputs):
     loss = model(**inputs)
     (0.05 * loss).backward()
-    return results(model, loss)
+    return loss_and_gradients(model, loss)
 
 
 def by_segments(model, inputs, policy, transport, split):
@@ -132,10 +132,10 @@ def by_segments(model, inputs, policy, transport, split):
     chunk.start_backward(None)
     loop.run(alone(lists.input_grads if split else lists.backward), lambda: chunk)
     loop.finish(lambda _: True)
-    return results(model, loss)
+    return loss_and_gradients(model, loss)
 
 
-def difference(one, other):
+def largest_difference(one, other):
     """Return the largest difference of loss and gradients; in float64 only the order of gradient sums differs."""
     assert one[2] == other[2]
     errors = [abs(one[0] - other[0])]
@@ -152,7 +152,8 @@ def difference(one, other):
 def test_segments_are_the_model(name, policy, split):
     expected = by_forward(build_float64(name), batch())
     assert (
-        difference(expected, by_segments(build_float64(name), batch(), POLICIES[policy], NoExchange(), split)) < 1e-12
+        largest_difference(expected, by_segments(build_float64(name), batch(), POLICIES[policy], NoExchange(), split))
+        < 1e-12
     )
 
 
@@ -167,18 +168,18 @@ def test_a_part_without_ends_hands_hidden_states_on():
     assert torch.allclose(chunk.output, model(x, positions))
 
 
-def split_over_two(name, policy):
+def difference_under_expert_parallel(name, policy):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     transport = AllToAll(mesh.get_group())
     expected = by_forward(build_float64(name, mesh), batch(dist.get_rank()))
     by_parts = by_segments(build_float64(name, mesh), batch(dist.get_rank()), POLICIES[policy], transport, True)
-    return difference(expected, by_parts)
+    return largest_difference(expected, by_parts)
 
 
 @pytest.mark.parametrize("policy", ["none", "full_keep_comm", "full"])
 @pytest.mark.parametrize("name", ["deepseek", "qwen3_moe"])
 def test_segments_are_the_model_under_expert_parallel(name, policy):
-    assert max(run_ranks(2, split_over_two, name, policy)) < 1e-12
+    assert max(run_ranks(2, difference_under_expert_parallel, name, policy)) < 1e-12
 
 
 # Custom models
@@ -188,7 +189,7 @@ OVERLAPPED = Combination(
 )
 
 
-def halved(step):
+def halve_branch(step):
     """Wrap a step of a residual branch to add only half of its output."""
     return lambda self, notes, x: x + 0.5 * (step(self, notes, x) - x)
 
@@ -198,9 +199,9 @@ def halved_residuals():
     """Halve the residuals of attention, feed-forward and experts, each in the one place that defines it."""
     combine = MoE.combine
     with (
-        patch.object(Block, "attention_residual", halved(Block.attention_residual)),
-        patch.object(Block, "feed_forward_step", halved(Block.feed_forward_step)),
-        patch.object(MoEBlock, "attention_residual", halved(MoEBlock.attention_residual)),
+        patch.object(Block, "attention_residual", halve_branch(Block.attention_residual)),
+        patch.object(Block, "feed_forward_step", halve_branch(Block.feed_forward_step)),
+        patch.object(MoEBlock, "attention_residual", halve_branch(MoEBlock.attention_residual)),
         patch.object(MoE, "combine", lambda *inputs: 0.5 * combine(*inputs)),
     ):
         yield
@@ -240,7 +241,7 @@ class OwnSteps(MoEBlock):
         return (*segments, last._replace(outputs=("y",)), Segment("half", lambda _, y: y / 2, ("y",), ("out",)))
 
 
-def changed(change):
+def changed_model(change):
     model = build_float64("deepseek")
     change(model)
     return model
@@ -265,7 +266,7 @@ def test_a_forward_beside_the_steps_is_refused_by_name(case):
     plan = MODELS["deepseek"].plan
     require_steps(build_float64("deepseek"), plan)
     with pytest.raises(ValueError, match=message) as caught:
-        require_steps(changed(change), plan)
+        require_steps(changed_model(change), plan)
     assert "turn the overlap off" in str(caught.value)
 
 
@@ -273,10 +274,13 @@ def test_steps_of_ones_own_are_run_by_both():
     def change(model):
         model.layers["1"].__class__ = OwnSteps
 
-    require_steps(changed(change), MODELS["deepseek"].plan)
-    expected = by_forward(changed(change), batch())
+    require_steps(changed_model(change), MODELS["deepseek"].plan)
+    expected = by_forward(changed_model(change), batch())
     assert abs(expected[0] - by_forward(build_float64("deepseek"), batch())[0]) > 1e-6
-    assert difference(expected, by_segments(changed(change), batch(), POLICIES["full"], NoExchange(), True)) < 1e-12
+    assert (
+        largest_difference(expected, by_segments(changed_model(change), batch(), POLICIES["full"], NoExchange(), True))
+        < 1e-12
+    )
 
 
 def assembled_with_own_forward():

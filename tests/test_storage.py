@@ -35,12 +35,12 @@ def test_corrupted_writes_are_detected_before_publishing(tmp_path, monkeypatch, 
     job = Job(tmp_path, verify=verify)
     write = saving._write
 
-    def lying(snapshot, temporary, peers):
+    def write_corrupted(snapshot, temporary, peers):
         share = write(snapshot, temporary, peers)
         damage(temporary / "__0_0.distcp")
         return share
 
-    monkeypatch.setattr(saving, "_write", lying)
+    monkeypatch.setattr(saving, "_write", write_corrupted)
     if verify:
         with pytest.raises(CheckpointError, match="__0_0.distcp is read back with other content than was written"):
             job.train(2)

@@ -12,7 +12,7 @@ import pytest
 from tests.support import jobs
 from tests.support.jobs import ROOT
 from tests.support.pool import run_alone, run_ranks
-from tests.support.presets import SEQ_LEN, filled_in
+from tests.support.presets import SEQ_LEN, model_and_record_options
 from torchtitan.build import parts as build
 from torchtitan.config import manager
 from torchtitan.core.files import MODEL_PLACEHOLDER
@@ -28,7 +28,7 @@ FINE_TUNING = [path for path in JOBS if MODEL_PLACEHOLDER in path.read_text()]
 @pytest.fixture(scope="module")
 def user_arguments(tmp_path_factory):
     """Map each job to the arguments that a user has to add: model and records for fine-tuning, otherwise none."""
-    arguments = filled_in(tmp_path_factory.mktemp("user_arguments"))
+    arguments = model_and_record_options(tmp_path_factory.mktemp("user_arguments"))
     return {
         path.stem: arguments["pairs" if "po_" in path.stem else "sft"] if path in FINE_TUNING else [] for path in JOBS
     }

@@ -42,19 +42,19 @@ def site_of(env: Path) -> Path:
     return folder
 
 
-def beside_what_is_installed(env: Path, wheel: Path) -> None:
+def install_wheel_only(env: Path, wheel: Path) -> None:
     """Install only the wheel, and make the packages of this Python visible, except the repository itself."""
     pip_install(env, "--no-deps", "--no-index", wheel).check_returncode()
     packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (site_of(env) / "packages.pth").write_text("\n".join(packages))
 
 
-def with_all_by_pip(env: Path, wheel: Path) -> None:
+def install_with_dependencies(env: Path, wheel: Path) -> None:
     """Install the wheel with all dependencies by pip, as a user would."""
     install_by_index(env, wheel)
 
 
-def torch_is_at_hand(env: Path) -> bool:
+def has_local_torch(env: Path) -> bool:
     """True if pip finds a local torch; otherwise it would download gigabytes, which scripts/try_wheel.sh allows."""
     trial = pip_install(env, "--dry-run", "--no-deps", "--report=-", "torch", *CONSTRAINTS)
     urls = [package["download_info"]["url"] for package in json.loads(trial.stdout or '{"install": []}')["install"]]
@@ -63,12 +63,12 @@ def torch_is_at_hand(env: Path) -> bool:
 
 def test_the_wheel_trains_generates_and_exports_outside_the_repository(wheel, tmp_path):
     with environment(tmp_path / "env") as env:
-        install = with_all_by_pip if torch_is_at_hand(env) else beside_what_is_installed
+        install = install_with_dependencies if has_local_torch(env) else install_wheel_only
         install(env, wheel)
-        use(env, tmp_path / "elsewhere")
+        train_generate_and_export(env, tmp_path / "elsewhere")
 
 
-def use(env: Path, elsewhere: Path) -> None:
+def train_generate_and_export(env: Path, elsewhere: Path) -> None:
     elsewhere.mkdir()
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
 

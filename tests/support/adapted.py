@@ -92,7 +92,7 @@ def installed(name: str, model: nn.Module, plan: ParallelPlan) -> tuple[Parallel
 
 
 @torch.no_grad()
-def learn_something(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+def perturb_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Change the adapters' parameters from their initial values, at which some gradients are zero."""
     for name, parameter in named_parameters:
         if "lora_B" in name:

@@ -32,7 +32,7 @@ def build(family, args, seed=0, dtype=torch.float32):
     return model.to(dtype).eval()
 
 
-def fused(state, args):
+def to_memory_names(state, args):
     """Convert a folder's tensors to the in-memory names of transformers 5, which stacks the experts."""
     tensors = {name: value for name, value in state.items() if ".experts." not in name}
     for layer in sorted({name.split(".mlp.experts.")[0] for name in state if ".mlp.experts." in name}):
@@ -51,7 +51,7 @@ def twin(theirs_class, config_class, model, hf, dtype=torch.float32, tied=("lm_h
     """Return the transformers model with our weights. `tied`: its parameters that share the embedding's tensor."""
     config = config_class(**hf.config_to_hf(model.args))
     hf_model = theirs_class._from_config(config, attn_implementation="sdpa", **eager(model.args))
-    state = fused(hf.to_hf(model.state_dict(), model.args), model.args)
+    state = to_memory_names(hf.to_hf(model.state_dict(), model.args), model.args)
     missing, unexpected = hf_model.load_state_dict(state, strict=False)
     assert set(missing) == (set(tied) if model.args.tied_embeddings else set()) and not unexpected
     return hf_model.to(dtype).eval()
@@ -103,7 +103,7 @@ def compare(model, hf_model, hf, tolerance, length=40):
     weight = torch.randn(ours_logits.shape, dtype=ours_logits.dtype, generator=torch.Generator().manual_seed(1)) / 100
     (ours_logits * weight).sum().backward()
     (hf_logits * weight).sum().backward()
-    gradients = fused(hf.to_hf({name: p.grad for name, p in model.named_parameters()}, args), args)
+    gradients = to_memory_names(hf.to_hf({name: p.grad for name, p in model.named_parameters()}, args), args)
     expected = {name: p.grad for name, p in hf_model.named_parameters()}
     assert set(gradients) == set(expected)
     norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in expected.values()]))
@@ -125,7 +125,7 @@ def same(state, other):
     return set(state) == set(other) and all(torch.equal(state[name], other[name]) for name in state)
 
 
-def names_go_both_ways(model, hf):
+def check_names_convert_both_ways(model, hf):
     state = model.state_dict()
     assert same(hf.from_hf(hf.to_hf(state, model.args), model.args), state)
 

@@ -228,14 +228,14 @@ class Finished:
         return self.value
 
 
-def known_shapes(schedule, stages, *args):
+def assume_known_shapes(schedule, stages, *args):
     """Replace torch's vote of the ranks on whether shapes are known, since simulated peers cannot vote."""
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
 
 
 def start_fake(rank, world):
-    SegmentedSchedule._warmup_p2p = known_shapes
+    SegmentedSchedule._warmup_p2p = assume_known_shapes
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)

@@ -38,7 +38,7 @@ def write_records(folder: Path) -> dict[str, Path]:
     return paths
 
 
-def filled_in(home: Path) -> dict[str, list[str]]:
+def model_and_record_options(home: Path) -> dict[str, list[str]]:
     """Write a model and records below `home`; return the options that name them, by kind of task."""
     model, records = write_model(home / "model"), write_records(home / "records")
     keys = ("model.hf_folder", "model.tokenizer_path", "checkpoint.initial_load_path")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.support.adapted import learn_something
+from tests.support.adapted import perturb_parameters
 from tests.support.jobs import full
 from torchtitan.build import parts
 from torchtitan.config.job import JobConfig
@@ -161,7 +161,7 @@ def on_ranks(words: list[str]) -> tuple[float, dict[str, np.ndarray]]:
     config = load(words)
     dims = parts.dims(config, dist.get_world_size())
     model = parts.model(config, dims.build_mesh("cpu"), dims, torch.device("cpu"))
-    learn_something(model.named_parameters())
+    perturb_parameters(model.named_parameters())
     samples, size = parts.global_batch_size(config, dims), config.training.local_batch_size
     whole, rank = batch_of(config, samples), dims.dp_rank(model.mesh)
     valid = parts.objective(config).count(whole)
@@ -189,7 +189,7 @@ def on_one_device(words: tuple[str, ...], samples: int) -> tuple[float, dict[str
     draw_stores(model, config.debug.seed, model.init_rule)
     if adapter is not None:
         adapter.init_from_base([model])
-    learn_something(model.named_parameters())
+    perturb_parameters(model.named_parameters())
     batch = batch_of(config, samples)
     valid = parts.objective(config).count(batch)
     balance = parts.model_spec(config).balance
