@@ -1,11 +1,11 @@
-"""The real pipeline runtime against the simulator: stages that sleep, on 4 ranks.
+"""Compare the pipeline runtime with the simulator, with stages that sleep, on 4 ranks.
 
     python scripts/bench_schedules.py [--only NAME ...] [--milliseconds 40] [--runs 5] [--quick]
 
-Forward, input gradient and weight gradient of a stage sleep for 40 ms each, 16 microbatches go through, and the best
-of 5 makespans is divided by the simulated one. Sleep takes no CPU, so 4 ranks overlap truly on 2 cores; what is above 1
-is sleeping too long, the runtime and its messages, which is also printed for each action of a rank. That each ran as
-often as it should is counted. Wants an idle machine.
+Forward, input gradient and weight gradient of a stage sleep for 40 ms each. 16 microbatches run, and the best of 5
+makespans is divided by the simulated one. Sleeping takes no CPU, so 4 ranks overlap on 2 cores. The excess above 1 is
+late wake-ups, the runtime and its messages; it is also printed per action of a rank. The script asserts that each
+action ran once per microbatch. It needs an idle machine.
 """
 
 import argparse
@@ -33,7 +33,7 @@ NAMES = (*SCHEDULES, IN_PAIRS)
 
 
 class Sleep(torch.autograd.Function):
-    """The identity. Its backward sleeps."""
+    """The identity function with a backward that sleeps."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, kind: str, seconds: float, slept: Counter[str]) -> torch.Tensor:
@@ -48,13 +48,18 @@ class Sleep(torch.autograd.Function):
 
 
 class SleepingPart(nn.Module):
-    """x [B, D] -> x [B, D], the sum of the last one. I sleeps on the path of the activation, W on that of the weight,
-    so that a split backward has one of them in each half."""
+    """A stage: x [B, D] -> [B, D], or its sum in the last stage.
+
+    I (input gradient) sleeps on the activation's path and W (weight gradient) on the weight's, so that each half of a
+    split backward has one of them.
+    """
 
     def __init__(self, seconds: float, is_first: bool, is_last: bool):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH))
-        self.start = nn.Parameter(torch.zeros(WIDTH)) if is_first else None  # as an embedding: makes x need a gradient
+        self.start = (
+            nn.Parameter(torch.zeros(WIDTH)) if is_first else None
+        )  # like an embedding, it makes x require a gradient
         self.seconds, self.is_last = seconds, is_last
         self.slept: Counter[str] = Counter()
 
@@ -72,13 +77,13 @@ def table_of(name: str, microbatches: int) -> list:
 
 
 def simulated(name: str, options: argparse.Namespace) -> float:
-    """Seconds, for stages that sleep as long as ours."""
+    """Return the simulated makespan in seconds, for stages that sleep equally long."""
     table = table_of(name, options.microbatches)
     return float(simulate(table).makespan) * num_stages_of(table) / RANKS * options.milliseconds / 1000
 
 
 def measure(name: str, options: argparse.Namespace) -> list[float]:
-    """One rank's part of all runs. Seconds from the first start to the last end of a rank, without a warm-up."""
+    """Run a schedule on one rank; return seconds from the first start to the last end of all ranks, without a warm-up."""
     rank, table = dist.get_rank(), table_of(name, options.microbatches)
     num_stages, device = num_stages_of(table), torch.device("cpu")
     hidden, loss = torch.empty((1, WIDTH), device="meta").requires_grad_(), torch.empty((), device="meta")
@@ -121,10 +126,10 @@ def worker(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME")
-    parser.add_argument("--milliseconds", type=float, default=40, help="of each sleep of a stage (default: 40)")
+    parser.add_argument("--milliseconds", type=float, default=40, help="length of each sleep of a stage (default: 40)")
     parser.add_argument("--microbatches", type=int, default=MICROBATCHES, help="(default: 16)")
-    parser.add_argument("--runs", type=int, default=5, help="of which the best counts (default: 5)")
-    parser.add_argument("--quick", action="store_true", help="only to see that it runs")
+    parser.add_argument("--runs", type=int, default=5, help="number of runs; the best counts (default: 5)")
+    parser.add_argument("--quick", action="store_true", help="short run to check that the script works")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:
@@ -135,8 +140,8 @@ def main() -> None:
     print(heading(threads=1), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "measured.json")
-        words = [f"--{name}={getattr(options, name)}" for name in ("milliseconds", "microbatches", "runs")]
-        command = torchrun(RANKS, __file__, "--worker", str(answer), *words, "--only", *options.only)
+        options_to_pass = [f"--{name}={getattr(options, name)}" for name in ("milliseconds", "microbatches", "runs")]
+        command = torchrun(RANKS, __file__, "--worker", str(answer), *options_to_pass, "--only", *options.only)
         subprocess.run(command, cwd=ROOT, check=True)
         measured = json.loads(answer.read_text())
     for name, seconds in measured.items():

@@ -1,8 +1,8 @@
-"""Timing that two noisy cores cannot spoil: two programs take turns (A B B A A B B A ...) and their ratio is judged.
+"""Timing that is robust on noisy machines: two programs take turns (A B B A A B B A ...) and their ratio is judged.
 
-The ratio is that of medians over one repeat; a result is the median of the repeats, printed with the smallest and the
-largest. Where the goal lies between the quartiles of the repeats, the verdict is "cannot tell". `--aa` of a benchmark
-compares a program with itself: that is the noise.
+A repeat gives the ratio of medians. The result is the median of the repeats, printed with the smallest and the largest.
+If the goal is between the quartiles of the repeats, the verdict is "cannot tell". The option `--aa` of a benchmark
+compares a program with itself, which measures the noise.
 """
 
 import gc
@@ -24,17 +24,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 5
-"""Turns of each that are not counted."""
+"""First turns of each program, which are not counted."""
 
 
 def order(turns: int) -> str:
-    """ABBAABBA...: each letter `turns` times."""
+    """Return ABBAABBA..., with each letter `turns` times."""
     return "".join("AB" if turn % 2 == 0 else "BA" for turn in range(turns))
 
 
 @dataclass
 class Turns:
-    """Seconds of every turn of A and of B, by the wall's clock and by the CPU time of this process."""
+    """Wall-clock and CPU seconds of every turn of A and of B."""
 
     repeats: int
     wall: dict[str, list[float]] = field(default_factory=lambda: {"A": [], "B": []})
@@ -43,37 +43,37 @@ class Turns:
     def start(self) -> tuple[float, float]:
         return time.perf_counter(), time.process_time()
 
-    def stop(self, who: str, started: tuple[float, float]) -> None:
-        self.wall[who].append(time.perf_counter() - started[0])
-        self.cpu[who].append(time.process_time() - started[1])
+    def stop(self, program: str, started: tuple[float, float]) -> None:
+        self.wall[program].append(time.perf_counter() - started[0])
+        self.cpu[program].append(time.process_time() - started[1])
 
     def ratios(self, seconds: dict[str, list[float]], above: str = "A", below: str = "B") -> list[float]:
-        """One for each repeat."""
+        """Return the ratio of medians for each repeat."""
         a, b = seconds[above][WARM_UP:], seconds[below][WARM_UP:]
         size = len(a) // self.repeats
         parts = [slice(i * size, (i + 1) * size) for i in range(self.repeats)]
         return [statistics.median(a[part]) / statistics.median(b[part]) for part in parts]
 
-    def median(self, seconds: dict[str, list[float]], who: str) -> float:
-        return statistics.median(seconds[who][WARM_UP:])
+    def median(self, seconds: dict[str, list[float]], program: str) -> float:
+        return statistics.median(seconds[program][WARM_UP:])
 
 
 def take_turns(a: Callable[[], Any], b: Callable[[], Any], pairs: int, repeats: int) -> Turns:
-    """Run both, with Python's garbage collector off."""
+    """Run both in turns, with Python's garbage collector off."""
     turns = Turns(repeats)
     gc.disable()
     try:
-        for who in order(WARM_UP + pairs * repeats):
+        for program in order(WARM_UP + pairs * repeats):
             started = turns.start()
-            a() if who == "A" else b()
-            turns.stop(who, started)
+            a() if program == "A" else b()
+            turns.stop(program, started)
     finally:
         gc.enable()
     return turns
 
 
 class Later:
-    """A loader's batches without the first ones."""
+    """A loader without its first batches."""
 
     def __init__(self, loader: Any, left_out: int):
         self.loader, self.left_out = loader, left_out
@@ -84,10 +84,10 @@ class Later:
 
 
 class Guest:
-    """Batches for a trainer (A), whose real loop runs untouched; between its steps another loop (B) takes its turns.
+    """A loader for a trainer (A) that runs another loop (B) between the trainer's steps.
 
-    The trainer is in a step from the moment it is given a batch until it asks for the next one. It needs
-    `guest.steps` steps, the last of which is not counted: nothing ends it.
+    The trainer's real loop is unchanged. Its step lasts from the moment that it receives a batch until it asks for the
+    next one. It has to make `guest.steps` steps; the last one is not counted, because no request ends it.
     """
 
     def __init__(self, batches: Iterable[Any], step: Callable[[], Any], pairs: int, repeats: int):
@@ -97,23 +97,23 @@ class Guest:
         self.steps = steps(pairs, repeats)
 
     def position(self) -> Any:
-        """Which the trainer notes after every step."""
+        """Return the loader's position, which the trainer records after every step."""
         return self.batches.position()
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.batches)
-        for who in self.order:
+        for program in self.order:
             started = self.turns.start()
-            if who == "A":
+            if program == "A":
                 yield next(batches)
             else:
                 self.step()
-            self.turns.stop(who, started)
+            self.turns.stop(program, started)
         yield next(batches)
 
 
 def steps(pairs: int, repeats: int) -> int:
-    """What a trainer with a guest must be told to train."""
+    """Return the number of steps that a trainer with a guest has to make."""
     return WARM_UP + pairs * repeats + 1
 
 
@@ -136,7 +136,7 @@ class Goal:
         return "met" if all(met) else "cannot tell" if any(met) else "missed"
 
     def unless(self, against_itself: bool) -> "Goal | None":
-        """Of the noise nothing is asked."""
+        """Return no goal if a program is compared with itself."""
         return None if against_itself else self
 
     def __str__(self) -> str:
@@ -144,7 +144,7 @@ class Goal:
 
 
 def heading(*, threads: int) -> str:
-    """What the figures stand on."""
+    """Describe versions and machine, with the titles of the columns."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torchdata", "numpy"))
@@ -157,10 +157,10 @@ def heading(*, threads: int) -> str:
 
 
 def row(name: str, values: list[float], goal: Goal | None, note: str = "", digits: int = 3) -> str:
-    """One result; `values` are those of the repeats."""
+    """Format one result. `values`: one for each repeat."""
     middle, low, high = (f"{f(values):.{digits}f}" for f in (statistics.median, min, max))
-    said = f"{str(goal):<13} {goal.judge(values):<11}" if goal else f"{'':25}"
-    return f"{name:<54} {middle:>8}   {f'{low} .. {high}':<15} {said}  {note}".rstrip()
+    verdict = f"{str(goal):<13} {goal.judge(values):<11}" if goal else f"{'':25}"
+    return f"{name:<54} {middle:>8}   {f'{low} .. {high}':<15} {verdict}  {note}".rstrip()
 
 
 class _Nowhere(io.TextIOBase):
@@ -169,7 +169,7 @@ class _Nowhere(io.TextIOBase):
 
 
 def throw_lines_away() -> None:
-    """The package makes its lines, as in a run, and nobody sees them."""
+    """Format the package's log lines as in a run, and discard them."""
     logger = logging.getLogger("torchtitan")
     logger.setLevel(logging.INFO)
     logger.addHandler(logging.StreamHandler(_Nowhere()))
@@ -177,7 +177,7 @@ def throw_lines_away() -> None:
 
 
 def seconds_to_first_step(command: list[str], threads: int) -> float:
-    """From the start of the program to its line `step 1...`; then it may end in peace. RuntimeError if it has none."""
+    """Return the seconds from a program's start to its line `step 1...`. Raises RuntimeError if there is none."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     started = time.perf_counter()
     process = subprocess.Popen(
@@ -195,7 +195,7 @@ def seconds_to_first_step(command: list[str], threads: int) -> float:
 
 
 def torchrun(ranks: int, *command: str) -> list[str]:
-    """A Python program on that many ranks; one rank is started without torchrun."""
+    """Return the command of a Python program on several ranks; one rank is started without torchrun."""
     if ranks == 1:
         return [sys.executable, *command]
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command]

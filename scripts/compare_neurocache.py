@@ -1,14 +1,15 @@
-"""A frozen model, the same with LoRA, with a cache, and with both, trained on the same long documents for the same
-number of steps, and what each makes of documents that nobody has trained on, by the place of a token: the table and the
-picture of docs/neurocache.md.
+"""Compare a frozen base model with LoRA, with a Neurocache, and with both, on long documents.
 
-Documents are the files .txt of `--documents FOLDER`, in its folders train and held_out. Without it they are folders of
-Python packages, their modules one after the other; held out are whole packages. The base is a Llama of 4 layers, 256
-wide, with the debug tokenizer's 2,048 tokens and segments of 128, one thread, float32: a demonstration of the
-mechanism, which says nothing of models that are worth training. It is trained on pieces of the documents in mixed
-order, as its few rows would otherwise read few documents in a long time. Which layer stores is chosen by
-scripts/probe_neurocache.py. What is beside the base is trained `--repeats` times, with other seeds. A run that was
-stopped goes on where it was. `--quick` makes few steps; `--write` puts tables and picture into docs/.
+All are trained for the same number of steps. The script measures the loss on held-out documents by a token's position
+in its document, and makes the table and the figure of docs/neurocache.md.
+
+Documents are the .txt files in the folders train and held_out of `--documents FOLDER`. By default a document is the
+concatenated modules of a Python package's folder, and other packages are held out. The base is a Llama with 4 layers of
+width 256, the debug tokenizer's 2,048 tokens and segments of 128 tokens, on one thread in float32. It demonstrates the
+mechanism; the figures do not carry over to useful models. The base is trained on shuffled pieces of the documents,
+because its few rows would otherwise read few documents. scripts/probe_neurocache.py chooses the layer that stores. Each
+adapter is trained `--repeats` times with different seeds. A stopped run resumes. `--quick` makes few steps; `--write`
+writes tables and figure into docs/.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.probe_neurocache import probe, shown  # noqa: E402
+from scripts.probe_neurocache import probe, rate_table  # noqa: E402
 from torchtitan.checkpoint.layout import step_folders  # noqa: E402
 from torchtitan.metrics.plot import STYLE  # noqa: E402
 
@@ -38,16 +39,16 @@ BEGIN, END = "<!-- places -->", "<!-- /places -->"
 TRAINED_ON = ("sympy", "torch", "pandas", "numpy", "fontTools", "pygments", "setuptools", "mypy", "matplotlib")
 HELD_OUT = ("networkx", "mpmath", "peft")
 LEAST, MOST, MOST_HELD_OUT = 90_000, 200_000, 70_000
-"""Bytes of a document, of longer folders the first. Every other folder is trained on, every third is held out."""
+"""Minimum and maximum bytes of a document. Training uses every second folder, validation every third."""
 PIECE = 2000
-"""Letters of what the base reads as a document."""
+"""Characters of a piece, which the base reads as a document."""
 SIZES = (0, 4096, 16384)
 LORA = {"adapter.rank": 16, "adapter.alpha": 32.0, "adapter.target": '["*feed_forward*"]'}
 COLORS = {"base": "#6b7280", "LoRA": "#1d4ed8", "cache": "#d9480f", "cache + LoRA": "#15803d"}
 
 
 def documents(packages: tuple[str, ...], most: int) -> Iterator[tuple[str, str]]:
-    """Names and texts, the same on every machine with the same packages."""
+    """Yield names and texts, the same on every machine with the same packages."""
     site = Path(matplotlib.__file__).parents[1]
     for package in packages:
         folders = sorted({file.parent for file in (site / package).rglob("*.py")})
@@ -64,38 +65,38 @@ def write_documents(folder: Path) -> None:
     for part, packages, most, nth in (("train", TRAINED_ON, MOST, 2), ("held_out", HELD_OUT, MOST_HELD_OUT, 3)):
         if (folder / part).exists():
             continue
-        begun = folder / f"{part}.begun"  # until all are there
-        begun.mkdir(parents=True, exist_ok=True)
+        unfinished = folder / f"{part}.begun"  # renamed once it is complete
+        unfinished.mkdir(parents=True, exist_ok=True)
         for name, text in islice(documents(packages, most), 0, None, nth):
-            (begun / f"{name}.txt").write_text(text)
-        begun.rename(folder / part)
+            (unfinished / f"{name}.txt").write_text(text)
+        unfinished.rename(folder / part)
 
 
 def write_pieces(texts: Path, out: Path) -> None:
-    """Of all documents of `texts`, a line of JSON each."""
-    begun = out.with_suffix(".begun")  # until all are there
-    with begun.open("w") as lines:
+    """Cut all documents of `texts` into pieces and write a line of JSON for each."""
+    unfinished = out.with_suffix(".begun")  # renamed once it is complete
+    with unfinished.open("w") as lines:
         for file in sorted(texts.glob("*.txt")):
             text = file.read_text(errors="replace")
             for at in range(0, len(text), PIECE):
                 print(json.dumps({"text": text[at : at + PIECE]}), file=lines)
-    begun.rename(out)
+    unfinished.rename(out)
 
 
 @contextmanager
 def timed(folder: Path, stage: str) -> Iterator[None]:
-    """Adds the seconds to those that the stage has taken in earlier starts of this script."""
-    at, out = time.perf_counter(), folder / "seconds.json"
+    """Add the block's seconds to the stage's total in seconds.json, over all starts of this script."""
+    start, out = time.perf_counter(), folder / "seconds.json"
     try:
         yield
     finally:
-        taken = json.loads(out.read_text()) if out.exists() else {}
-        taken[stage] = taken.get(stage, 0.0) + time.perf_counter() - at
-        out.write_text(json.dumps(taken))
+        totals = json.loads(out.read_text()) if out.exists() else {}
+        totals[stage] = totals.get(stage, 0.0) + time.perf_counter() - start
+        out.write_text(json.dumps(totals))
 
 
-def words(folder: Path, run: str, steps: int, options: dict[str, object]) -> list[str]:
-    """Of a job's command line."""
+def job_arguments(folder: Path, run: str, steps: int, options: dict[str, object]) -> list[str]:
+    """Return the arguments of a training job."""
     sizes = "dim = 256, n_layers = 4, n_heads = 4, n_kv_heads = 4, vocab_size = 2048, multiple_of = 32"
     settings = {
         "job.dump_folder": folder / run,
@@ -130,7 +131,7 @@ def words(folder: Path, run: str, steps: int, options: dict[str, object]) -> lis
 
 
 def adapters(layer: int, steps: int) -> dict[str, dict[str, object]]:
-    """Options by name, of a model that stores before `layer`."""
+    """Return options of each adapter by its name. Caches store the input of `layer`."""
     upper = list(range(layer, 4))
     cache = {
         "adapter.kind": "neurocache",
@@ -154,43 +155,43 @@ def torchtitan(*argv: object) -> None:
     subprocess.run([sys.executable, "-m", "torchtitan", *map(str, argv)], cwd=ROOT, check=True)
 
 
-def evaluated(run: Path, sizes: tuple[int, ...], samples: int) -> list[dict]:
-    """A row for each size; of a run without a cache one. They are kept until there is a newer step."""
-    told, out = ["--cache-sizes", ",".join(map(str, sizes))] if sizes else [], run / "places.json"
-    (_, newest), *_ = step_folders(run / "checkpoint")  # the folder around it changes at every start
+def evaluate(run: Path, sizes: tuple[int, ...], samples: int) -> list[dict]:
+    """Evaluate a run for each cache size, or once without a cache. Results are reused until there is a newer step."""
+    size_option, out = ["--cache-sizes", ",".join(map(str, sizes))] if sizes else [], run / "places.json"
+    (_, newest), *_ = step_folders(run / "checkpoint")  # the mtime of the run's folder changes at every start
     if not out.exists() or out.stat().st_mtime < newest.stat().st_mtime:
-        torchtitan("evaluate", run, "--samples", samples, *told, "--out", out)
+        torchtitan("evaluate", run, "--samples", samples, *size_option, "--out", out)
     return json.loads(out.read_text())["runs"]
 
 
-Found = dict[str, list[list[dict]]]
-"""By name, of each repeat, a row for each size of the cache."""
+Results = dict[str, list[list[dict]]]
+"""Results by name: for each repeat a list with a row per cache size."""
 
 
 def spread(values: list[float], digits: int) -> str:
-    """The mean, and half of what lies between the smallest and the largest."""
+    """Format the mean and half the range of the values."""
     around = f" ± {(max(values) - min(values)) / 2:.{digits}f}" if len(values) > 1 else ""
     return f"{mean(values):.{digits}f}{around}"
 
 
-def table(found: Found) -> str:
-    places = list(found["base"][0][0]["by_position"])
+def table(results: Results) -> str:
+    places = list(results["base"][0][0]["by_position"])
     lines = [f"| | entries | {' | '.join(places)} | all | perplexity |", "|---" * (len(places) + 4) + "|"]
-    for name, repeats in found.items():
+    for name, repeats in results.items():
         for runs in zip(*repeats, strict=True):
             losses = [spread([run["by_position"][place]["loss"] for run in runs], 3) for place in places]
             size = f"{runs[0]['cache_size']:,}" if "cache_size" in runs[0] else ""
-            whole = f"{spread([run['loss'] for run in runs], 3)} | {spread([run['perplexity'] for run in runs], 2)}"
-            lines.append(f"| {name} | {size} | {' | '.join(losses)} | {whole} |")
+            overall = f"{spread([run['loss'] for run in runs], 3)} | {spread([run['perplexity'] for run in runs], 2)}"
+            lines.append(f"| {name} | {size} | {' | '.join(losses)} | {overall} |")
     return "\n".join(lines)
 
 
-def draw(found: Found, path: Path) -> None:
-    places = list(found["base"][0][0]["by_position"])
+def draw(results: Results, path: Path) -> None:
+    places = list(results["base"][0][0]["by_position"])
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, 4.2), dpi=110, layout="constrained")
         axes = figure.subplots()
-        for name, repeats in found.items():
+        for name, repeats in results.items():
             rows = list(zip(*repeats, strict=True))
             shown = rows if len(rows) == 1 else [rows[0], rows[-2], rows[-1]]
             for number, runs in enumerate(shown):
@@ -214,54 +215,54 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--documents", type=Path, help="a folder with train/*.txt and held_out/*.txt")
     parser.add_argument("--base-steps", type=int, default=3000)
-    parser.add_argument("--steps", type=int, default=250, help="of each adapter")
-    parser.add_argument("--repeats", type=int, default=2, help="of each adapter, with other seeds")
-    parser.add_argument("--samples", type=int, default=1000, help="segments that are measured, in whole documents")
+    parser.add_argument("--steps", type=int, default=250, help="steps of each adapter")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each adapter, with different seeds")
+    parser.add_argument("--samples", type=int, default=1000, help="segments to evaluate, in whole documents")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs/compare_neurocache")
     options = parser.parse_args()
     if options.quick:
         options.base_steps, options.steps, options.samples = 4, 2, 8
     folder = options.folder.resolve()
     texts = options.documents.resolve() if options.documents else folder
-    found, made = compared(folder, texts, options)
-    taken = json.loads((folder / "seconds.json").read_text())
-    minutes = ", ".join(f"{stage} {seconds / 60:.0f}" for stage, seconds in taken.items())
+    results, tables = compare(folder, texts, options)
+    stage_seconds = json.loads((folder / "seconds.json").read_text())
+    minutes = ", ".join(f"{stage} {seconds / 60:.0f}" for stage, seconds in stage_seconds.items())
     load = os.getloadavg()[2]
-    made += f"\n\nMinutes of this run: {minutes}; the load average at its end was {load:.1f}."
-    print(made)
-    draw(found, PICTURE if options.write else folder / PICTURE.name)
+    tables += f"\n\nMinutes of this run: {minutes}; the load average at its end was {load:.1f}."
+    print(tables)
+    draw(results, PICTURE if options.write else folder / PICTURE.name)
     if options.write:
-        head, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{head}{BEGIN}\n{made}\n{END}{rest.partition(END)[2]}")
+        head, _, tail = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(f"{head}{BEGIN}\n{tables}\n{END}{tail.partition(END)[2]}")
 
 
-def compared(folder: Path, texts: Path, options: argparse.Namespace) -> tuple[Found, str]:
-    """What all have been found to make of the documents of `texts`, and the tables of it."""
+def compare(folder: Path, texts: Path, options: argparse.Namespace) -> tuple[Results, str]:
+    """Train and evaluate all models on the documents of `texts`; return the results and their tables as Markdown."""
     folder.mkdir(parents=True, exist_ok=True)
     if texts == folder:
         write_documents(folder)
     if not (pieces := folder / "pieces.jsonl").exists():
         write_pieces(texts / "train", pieces)
-    on = {"training.dataset_path": texts / "train", "validation.dataset_path": texts / "held_out"}
+    data_options = {"training.dataset_path": texts / "train", "validation.dataset_path": texts / "held_out"}
     with timed(folder, "base"):
-        of_base = {"training.dataset_path": pieces, "training.local_batch_size": 8}
-        torchtitan("train", *words(folder, "base", options.base_steps, on | of_base))
+        base_options = {"training.dataset_path": pieces, "training.local_batch_size": 8}
+        torchtitan("train", *job_arguments(folder, "base", options.base_steps, data_options | base_options))
     with timed(folder, "measuring"):
-        found = {"base": [evaluated(folder / "base", (), options.samples)]}
-        told = probe(folder / "base", topk=8, compressions=(1, 2), samples=min(options.samples, 200))
-    print(made := shown(told), flush=True)
-    layer = max((row["hit_hard"], row["layer"]) for row in told if row["compression"] == 2)[1]
+        results = {"base": [evaluate(folder / "base", (), options.samples)]}
+        rates = probe(folder / "base", topk=8, compressions=(1, 2), samples=min(options.samples, 200))
+    print(rates_markdown := rate_table(rates), flush=True)
+    layer = max((row["hit_hard"], row["layer"]) for row in rates if row["compression"] == 2)[1]
     for seed in range(options.repeats):
-        for name, changed in adapters(layer, options.steps).items():
+        for name, adapter_options in adapters(layer, options.steps).items():
             run = f"{name.replace(' + ', '_')}_{seed}"
-            begun = on | {"checkpoint.initial_load_path": folder / "base", "debug.seed": seed}
+            start_options = data_options | {"checkpoint.initial_load_path": folder / "base", "debug.seed": seed}
             with timed(folder, name):
-                torchtitan("train", *words(folder, run, options.steps, changed | begun))
+                torchtitan("train", *job_arguments(folder, run, options.steps, adapter_options | start_options))
             with timed(folder, "measuring"):
-                row = evaluated(folder / run, SIZES if "cache" in name else (), options.samples)
-            found.setdefault(name, []).append(row)
-            (folder / "places.json").write_text(json.dumps(found))
-    return found, f"{made}\n\n{table(found)}"
+                row = evaluate(folder / run, SIZES if "cache" in name else (), options.samples)
+            results.setdefault(name, []).append(row)
+            (folder / "places.json").write_text(json.dumps(results))
+    return results, f"{rates_markdown}\n\n{table(results)}"
 
 
 if __name__ == "__main__":

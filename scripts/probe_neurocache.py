@@ -1,10 +1,12 @@
-"""Which layer's states tell best what is to be looked up: of an untrained cache before each layer, how often one of the
-entries that a token finds was followed by what comes next, over held-out documents and over their hard tokens (those
-that cost the model itself more than 3 nats). The table of docs/neurocache.md; a cache is stored where it is best.
+"""Find the layer whose input is the best key of a Neurocache; makes a table of docs/neurocache.md.
 
-Without a run a model is trained on documents that are made: of 64 motifs of 8 letters, half of which repeat one of the
-last 4, half come from the document's own inventory, about 1,000 letters ago, where no segment of 96 sees them.
-`--steps` says for how long, `--quick` makes a few.
+An untrained cache is placed before each layer. A hit is a token for which one of the retrieved entries was followed by
+the token to predict. The script reports the hit rate over held-out documents and over their hard tokens (the model's
+own loss exceeds 3 nats). The layer with the best rate should store.
+
+Without a run, a model is first trained on synthetic documents of motifs of 8 letters. Half of the motifs repeat one of
+the last 4; the others come from the document's inventory of 64, last seen about 1,000 letters ago and so outside a
+segment of 96. `--steps` sets the steps of this training; `--quick` makes few.
 """
 
 import argparse
@@ -42,13 +44,13 @@ ENTRIES = 16384
 
 
 def motifs(seed: int, length: int = 3072) -> str:
-    """A made document."""
+    """Return a synthetic document."""
     draws = random.Random(seed)
     inventory = ["".join(draws.choices(LETTERS, k=8)) for _ in range(64)]
-    told: list[str] = []
-    while len(told) * 8 < length:
-        told.append(draws.choice(told[-4:]) if told and draws.random() < 0.5 else draws.choice(inventory))
-    return "".join(told)
+    document: list[str] = []
+    while len(document) * 8 < length:
+        document.append(draws.choice(document[-4:]) if document and draws.random() < 0.5 else draws.choice(inventory))
+    return "".join(document)
 
 
 def write_motifs(folder: Path, train: int, held_out: int) -> None:
@@ -58,70 +60,70 @@ def write_motifs(folder: Path, train: int, held_out: int) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-class Noted(HitStatistics):
-    """What was found in the last batch, by the layer before which it was."""
+class LastLookups(HitStatistics):
+    """Keeps the lookups of the last batch, by the layer that read."""
 
     def __init__(self) -> None:
         super().__init__()
         self.last: dict[int, PairComparison] = {}
 
-    def note(self, reader: int, found: PairComparison) -> None:
-        self.last[reader] = found
+    def note(self, reader: int, lookup: PairComparison) -> None:
+        self.last[reader] = lookup
 
 
 @torch.no_grad()
 def hit_rates(model: Any, plan: Any, batches: Iterable[dict[str, torch.Tensor]], topk: int, r: int) -> list[dict]:
-    """Of a plain decoder and batches of documents: a row for each layer, with an untrained compression by `r`."""
-    layers, remembering = model.args.n_layers, copy.deepcopy(model)
-    every = {str(layer): layer for layer in range(layers)}
+    """Measure hit rates of a plain decoder on batches of documents, a row per layer. `r`: untrained compression."""
+    layers, cached_model = model.args.n_layers, copy.deepcopy(model)
+    layer_map = {str(layer): layer for layer in range(layers)}
     cache = Cache(cache_size=ENTRIES, compression=r, topk=topk, window=1, context=1, cache_dtype="float32")
-    # what the last layer reads changes no state that is looked at
-    cache = dataclasses.replace(cache, retrieval_map=every, attention_layers=[layers - 1], track_hits=True)
+    # only the last layer attends to the cache, so no stored state changes
+    cache = dataclasses.replace(cache, retrieval_map=layer_map, attention_layers=[layers - 1], track_hits=True)
     installed = Neurocache(Adapter(kind="neurocache", neurocache=cache))
-    installed.install(remembering, plan)
-    initialize(remembering, 0, remembering.init_rule, names=installed.added_parameters)
-    remembering.loss = SummedCrossEntropy(1)
-    remembering.train()
-    remembering.memory.hits = noted = Noted()
+    installed.install(cached_model, plan)
+    initialize(cached_model, 0, cached_model.init_rule, names=installed.added_parameters)
+    cached_model.loss = SummedCrossEntropy(1)
+    cached_model.train()
+    cached_model.memory.hits = recorder = LastLookups()
     sums = torch.zeros(layers, 3, 2, dtype=torch.float64)
     for batch in batches:
         labels = batch["labels"]
         logits = model(batch["tokens"], positions=batch["positions"]).flatten(0, 1)
         hard = (cross_entropies(logits, labels.flatten()) > HARD).view_as(labels)
-        told = {name: batch[name] for name in ("tokens", "positions", "begins", "filled")}
-        remembering(**told, labels=labels)
-        for layer, found in noted.last.items():
-            counted = found.is_counted
-            pairs = [(found.hit & counted, counted), (found.hit & counted & hard, counted & hard)]
-            pairs.append((found.same & counted[..., None], found.exists & counted[..., None]))
-            sums[layer] += torch.tensor([[part.sum(), whole.sum()] for part, whole in pairs])
-        remembering.memory.commit()
+        inputs = {name: batch[name] for name in ("tokens", "positions", "begins", "filled")}
+        cached_model(**inputs, labels=labels)
+        for layer, lookup in recorder.last.items():
+            is_counted = lookup.is_counted
+            pairs = [(lookup.hit & is_counted, is_counted), (lookup.hit & is_counted & hard, is_counted & hard)]
+            pairs.append((lookup.same & is_counted[..., None], lookup.exists & is_counted[..., None]))
+            sums[layer] += torch.tensor([[part.sum(), total.sum()] for part, total in pairs])
+        cached_model.memory.commit()
     names = ("hit", "hit_hard", "same")
     rates = sums[..., 0] / sums[..., 1].clamp(min=1)
     return [{"layer": n, "compression": r} | dict(zip(names, row, strict=True)) for n, row in enumerate(rates.tolist())]
 
 
 def probe(run: Path, topk: int, compressions: Iterable[int], samples: int) -> list[dict]:
-    """Of a run's newest checkpoint, on the documents of its validation."""
-    config, place = find_checkpoint(run, None, [])
+    """Measure hit rates of a run's newest checkpoint on its validation documents."""
+    config, checkpoint = find_checkpoint(run, None, [])
     config = of_documents(config)
-    model, _ = inference_model.filled_model(config, place, torch.device("cpu"))
+    model, _ = inference_model.filled_model(config, checkpoint, torch.device("cpu"))
     seq_len, rows = data.seq_len_of(config, "validation"), config.validation.local_batch_size
     documents = data.documents(config, "validation")
-    plan, found = parts.model_spec(config).plan, []
+    plan, rates = parts.model_spec(config).plan, []
     for r in compressions:
         batches = HeldOutSegments(documents, 0, seq_len=seq_len, rows=rows, rank=0, ranks=1)
-        found += hit_rates(model, plan, islice(batches, max(1, samples // rows)), topk, r)
-    return found
+        rates += hit_rates(model, plan, islice(batches, max(1, samples // rows)), topk, r)
+    return rates
 
 
-def shown(found: list[dict]) -> str:
-    """As a table, a row for each layer."""
-    rs = sorted({row["compression"] for row in found})
+def rate_table(all_rates: list[dict]) -> str:
+    """Format rates as a Markdown table with a row per layer."""
+    rs = sorted({row["compression"] for row in all_rates})
     lines = ["| input of layer | same token | " + " | ".join(f"hit, r = {r} | hard, r = {r}" for r in rs) + " |"]
     lines.append("|---" * (2 + 2 * len(rs)) + "|")
-    for layer in sorted({row["layer"] for row in found}):
-        rows = [row for row in found if row["layer"] == layer]
+    for layer in sorted({row["layer"] for row in all_rates}):
+        rows = [row for row in all_rates if row["layer"] == layer]
         rates = " | ".join(f"{row['hit']:.3f} | {row['hit_hard']:.3f}" for row in rows)
         lines.append(f"| {layer} | {rows[0]['same']:.2f} | {rates} |")
     return "\n".join(lines)
@@ -160,9 +162,11 @@ def train_on_motifs(folder: Path, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", nargs="?", type=Path, help="a run's folder; without, one on made documents")
+    parser.add_argument(
+        "run", nargs="?", type=Path, help="a run's folder; by default a model is trained on synthetic documents"
+    )
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--samples", type=int, default=512, help="segments that are looked at")
+    parser.add_argument("--samples", type=int, default=512, help="segments to evaluate")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs/probe_neurocache")
     options = parser.parse_args()
@@ -170,7 +174,7 @@ def main() -> None:
     if run is None:
         train_on_motifs(options.folder.resolve(), 2 if options.quick else options.steps)
         run = options.folder.resolve() / "run"
-    print(shown(probe(run, 8, (1, 4), 32 if options.quick else options.samples)))
+    print(rate_table(probe(run, 8, (1, 4), 32 if options.quick else options.samples)))
 
 
 if __name__ == "__main__":

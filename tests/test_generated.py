@@ -1,6 +1,4 @@
-"""What a validation makes of prompts: the same words as `torchtitan generate`, under every plan, and training goes on
-as if nobody had asked.
-"""
+"""Texts that a validation generates: equal to `torchtitan generate`, under every plan, without effect on training."""
 
 import json
 from pathlib import Path
@@ -28,12 +26,12 @@ BYTES = build_tokenizer("bytes")
 
 
 def batch_of(tokens, labels, documents):
-    named = {"tokens": tokens, "labels": labels, "document_ids": documents}
-    return {name: torch.tensor([row]) for name, row in named.items()}
+    tensors = {"tokens": tokens, "labels": labels, "document_ids": documents}
+    return {name: torch.tensor([row]) for name, row in tensors.items()}
 
 
 @pytest.mark.parametrize(
-    ("labels", "documents", "prompt", "wanted"),
+    ("labels", "documents", "prompt", "answer"),
     [
         ([-100, -100, 4, 5, 9, -100], [0, 0, 0, 0, 0, 1], [1, 2, 3], [4, 5]),  # up to the end of the answer
         ([-100, 3, -100, -100, 6, 9], [0] * 6, [1, 2], [3]),  # the first of two answers
@@ -42,12 +40,12 @@ def batch_of(tokens, labels, documents):
         ([2, -100, 4, 5, 6, 7], [0, 0, 1, 1, 1, 1], [1], [2]),
     ],
 )
-def test_what_stands_before_the_first_answer(labels, documents, prompt, wanted):
+def test_the_prompt_ends_before_the_first_answer(labels, documents, prompt, answer):
     batch = batch_of([1, 2, 3, 4, 5, 6], labels, documents)
-    assert validation.prompt_of(batch, {9}) == (prompt, wanted)
+    assert validation.prompt_of(batch, {9}) == (prompt, answer)
 
 
-def test_a_run_without_them_does_not_take_an_earlier_runs_for_its_own(tmp_path):
+def test_texts_of_an_earlier_run_are_moved_away(tmp_path):
     config = manager.load([f"--job.dump_folder={tmp_path}"])
     (tmp_path / "generated.jsonl").write_text('{"step": 1}\n')
     validation.Generations(config, BYTES, True, None).close()
@@ -64,7 +62,7 @@ def write_rows(path: Path) -> Path:
     return path
 
 
-def words(folder, rows, **options):
+def job_arguments(folder, rows, **options):
     settings = dict(task__kind="sft", training__seq_len=16, training__local_batch_size=4, training__steps=4)
     settings |= dict(validation__enable=True, validation__split=0.2, validation__samples=0, validation__freq=2)
     settings |= dict(validation__local_batch_size=2, checkpoint__enable=True, training__global_batch_size=4)
@@ -73,7 +71,7 @@ def words(folder, rows, **options):
 
 
 def train(argv):
-    """Logged steps; the final state's sha256, of torch's generator too, and whether all modules are in training."""
+    """Train; return logged steps, hashes of final state and generator, and whether all modules are in training mode."""
     trainer = Trainer(manager.load(argv), read_ranks())
     trainer.train()
     trainer.metrics.close()
@@ -82,7 +80,7 @@ def train(argv):
     return jobs.logged_steps(trainer.folder), state
 
 
-def told(folder):
+def generated_rows(folder):
     return [json.loads(line) for line in (folder / validation.FILE).read_text().splitlines()]
 
 
@@ -92,34 +90,45 @@ def validations(folder):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def one_rank(tmp_path_factory):
     folder = tmp_path_factory.mktemp("generated")
     rows = write_rows(folder / "rows.jsonl")
-    ((steps, state),) = run_ranks(1, train, words(folder / "one", rows))
+    ((steps, state),) = run_ranks(1, train, job_arguments(folder / "one", rows))
     return rows, steps, state, folder / "one"
 
 
-def test_words_are_those_of_generate(alone):
-    """Of the checkpoint of the last step, for the prompts of the records that are held out."""
-    rows, _, _, folder = alone
-    config = manager.load(words(folder, rows))
+def test_texts_equal_those_of_generate(one_rank):
+    """`torchtitan generate` with the last checkpoint gives the same texts for prompts of held-out records."""
+    rows, _, _, folder = one_rank
+    config = manager.load(job_arguments(folder, rows))
     model, _ = filled_model(config, folder / "checkpoint/step-00000004", torch.device("cpu"))
     prompts = validation.prompts_of(config, BYTES)
-    assert [(row["step"], row["number"]) for row in told(folder)] == [(2, 0), (2, 1), (2, 2), (4, 0), (4, 1), (4, 2)]
-    how = dict(max_new_tokens=6, context=16, temperature=0, top_k=0, seed=0)
-    for row, prompt in zip(told(folder)[3:], prompts, strict=True):
+    assert [(row["step"], row["number"]) for row in generated_rows(folder)] == [
+        (2, 0),
+        (2, 1),
+        (2, 2),
+        (4, 0),
+        (4, 1),
+        (4, 2),
+    ]
+    options = dict(max_new_tokens=6, context=16, temperature=0, top_k=0, seed=0)
+    for row, prompt in zip(generated_rows(folder)[3:], prompts, strict=True):
         assert row["prompt"][1:] == " is " and row["wanted"] == row["prompt"][0] * 3 + "!"
         assert BYTES.decode(prompt.ids) == row["prompt"]
-        assert row["generated"] == BYTES.decode(sample(model, prompt.ids, BYTES, **how))
+        assert row["generated"] == BYTES.decode(sample(model, prompt.ids, BYTES, **options))
 
 
-def test_training_goes_on_as_without(alone, tmp_path):
-    """Bit for bit: losses, validations, weights, moments, the generator's state, the modules' mode."""
-    rows, steps, state, folder = alone
-    ((others, other),) = run_ranks(
-        1, train, words(tmp_path, rows, validation__generated=0, validation__generated_tokens=64)
+def test_generating_does_not_change_training(one_rank, tmp_path):
+    """Losses, validation, weights, moments, the generator's state and modules' modes are bit-equal."""
+    rows, steps, state, folder = one_rank
+    ((other_steps, other_state),) = run_ranks(
+        1, train, job_arguments(tmp_path, rows, validation__generated=0, validation__generated_tokens=64)
     )
-    assert [step["loss"] for step in others] == [step["loss"] for step in steps] and other == state and state[-1]
+    assert (
+        [step["loss"] for step in other_steps] == [step["loss"] for step in steps]
+        and other_state == state
+        and state[-1]
+    )
     assert validations(tmp_path) == validations(folder) and not (tmp_path / validation.FILE).exists()
 
 
@@ -130,37 +139,39 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_words_are_the_same_under_every_plan(alone, plan, tmp_path):
-    rows, _, _, folder = alone
-    run_ranks(2, train, words(tmp_path, rows, **PLANS[plan]))
-    assert told(tmp_path) == told(folder)
+def test_texts_are_the_same_under_every_plan(one_rank, plan, tmp_path):
+    rows, _, _, folder = one_rank
+    run_ranks(2, train, job_arguments(tmp_path, rows, **PLANS[plan]))
+    assert generated_rows(tmp_path) == generated_rows(folder)
 
 
-def test_experts_too(alone, tmp_path):
-    """Nothing that is read here counts for the biases of experts."""
-    rows = alone[0]
+def test_generating_with_expert_parallel(one_rank, tmp_path):
+    """Generated tokens do not count for the biases of experts."""
+    rows = one_rank[0]
     job = JOB | dict(training__steps=2, training__local_batch_size=2, parallelism__data_parallel_shard_degree=-1)
-    ((_, state),) = run_ranks(1, train, words(tmp_path / "one", rows, **job))
+    ((_, state),) = run_ranks(1, train, job_arguments(tmp_path / "one", rows, **job))
     without = job | dict(validation__generated=0, validation__generated_tokens=64)
-    assert run_ranks(1, train, words(tmp_path / "without", rows, **without))[0][1] == state
-    run_ranks(2, train, words(tmp_path / "two", rows, **job, **EP))
-    assert told(tmp_path / "two") == told(tmp_path / "one")
+    assert run_ranks(1, train, job_arguments(tmp_path / "without", rows, **without))[0][1] == state
+    run_ranks(2, train, job_arguments(tmp_path / "two", rows, **job, **EP))
+    assert generated_rows(tmp_path / "two") == generated_rows(tmp_path / "one")
 
 
-def test_a_run_that_goes_on_drops_what_it_makes_anew(alone, tmp_path):
-    rows, _, _, folder = alone
-    run_ranks(1, train, words(tmp_path, rows, training__steps=2, lr_scheduler__total_steps=4, checkpoint__interval=2))
+def test_a_resumed_run_drops_texts_of_repeated_steps(one_rank, tmp_path):
+    rows, _, _, folder = one_rank
+    run_ranks(
+        1, train, job_arguments(tmp_path, rows, training__steps=2, lr_scheduler__total_steps=4, checkpoint__interval=2)
+    )
     (tmp_path / validation.FILE).open("a").write(json.dumps({"step": 3, "number": 0}) + "\n")
-    run_ranks(1, train, words(tmp_path, rows, lr_scheduler__total_steps=4))
-    assert told(tmp_path) == told(folder)
+    run_ranks(1, train, job_arguments(tmp_path, rows, lr_scheduler__total_steps=4))
+    assert generated_rows(tmp_path) == generated_rows(folder)
     assert json.loads((tmp_path / "generated.redone.jsonl").read_text()) == {"step": 3, "number": 0}
 
 
-# Words
+# Decoding
 
 
-class Counting:
-    """The next id is one more; rows that no token has are likelier than all."""
+class CountingModel:
+    """A model that predicts the next id. Rows without a token have the largest logits."""
 
     def __init__(self, size):
         self.size, self.calls, self.shapes = size, 0, set()
@@ -175,12 +186,12 @@ class Counting:
 
 
 def continued(prompts, **how):
-    model = Counting(50)
+    model = CountingModel(50)
     how = dict(most=4, context=12, multiple=1, vocab_size=50, ends={20}) | how
     return validation.continued(model, prompts, **how), model
 
 
-def test_each_goes_on_until_its_own_end(monkeypatch):
+def test_each_continuation_ends_at_its_end_token(monkeypatch):
     monkeypatch.setattr(validation.distributed, "of_the_first", lambda *values: list(values))
     answers, model = continued([[1], [17], [5, 6, 19], list(range(30, 40)), list(range(12))], multiple=4)
     assert answers == [[2, 3, 4, 5], [18, 19], [], [40, 41], []]
@@ -196,8 +207,8 @@ SFT = ["--task.kind=sft", "--validation.enable", "--validation.samples=0"]
 
 def test_rules(tmp_path):
     data = ["--training.dataset=text", f"--training.dataset_path={write_rows(tmp_path / 'rows.jsonl')}"]
-    asked = [*SFT, *data, "--validation.split=0.1", "--validation.generated=2"]
-    assert lines(*asked) == [] and lines("--validation.enable", "--validation.generated=2") == []
+    arguments = [*SFT, *data, "--validation.split=0.1", "--validation.generated=2"]
+    assert lines(*arguments) == [] and lines("--validation.enable", "--validation.generated=2") == []
     assert lines("--validation.generated_tokens=3") == [
         "validation.generated_tokens: given 3; allowed: unset without validation.generated; set both, or leave it out"
     ]
@@ -205,7 +216,7 @@ def test_rules(tmp_path):
         "validation.generated: given 2; allowed: 0 without validation.enable; turn it on, or leave it out"
     ]
     for axis, name in ((PP, "pipeline"), (CP, "context")):
-        (line,) = lines(*asked, f"{axis}2")
+        (line,) = lines(*arguments, f"{axis}2")
         assert f"allowed: 0 with {name}_parallel_degree = 2, as no rank has all that makes a word; leave it" in line
     (line,) = lines("--validation.enable", "--validation.generated=2", "--task.kind=documents")
     assert "allowed: 0 with task.kind = documents, or one of pretrain, sft, dpo, ipo, orpo; leave it out" in line

@@ -258,7 +258,7 @@ def test_the_jobs_of_the_comparison_are_valid(tmp_path):
     (texts / "a.txt").write_text("a text")
     begun = {"checkpoint.initial_load_path": tmp_path}
     for name, options in {"base": {}, **compare_neurocache.adapters(1, 20)}.items():
-        options_of_run = compare_neurocache.words(tmp_path, name, 20, options | (begun if options else {}))
+        options_of_run = compare_neurocache.job_arguments(tmp_path, name, 20, options | (begun if options else {}))
         config = manager.load(options_of_run)
         faults = {fault.key for fault in check(config, 1, "cpu")}  # only files that earlier jobs will write
         assert faults <= {"checkpoint.initial_load_path", "validation.dataset_path"}, name

@@ -1,4 +1,4 @@
-"""`training.unfrozen`: what it names is trained and nothing else is touched, kept, counted or exported otherwise."""
+"""`training.unfrozen`: only the named parameters are trained and have optimizer state; others count as frozen."""
 
 import json
 
@@ -32,17 +32,17 @@ def job(folder, texts, **options):
     return jobs.arguments(folder, texts, **shared | dict(training__steps=4, training__local_batch_size=4) | options)
 
 
-def trained(argv: list[str]) -> tuple[str, dict, list[str], set[str]]:
-    """The hash behind the last step, what has changed since the first, and what the optimizer knows."""
+def train_and_compare(argv: list[str]) -> tuple[str, dict, list[str], set[str]]:
+    """Train; return the final state's hash, names of changed parameters, all names, and names with optimizer state."""
     trainer = Trainer(load(argv), read_ranks())
     before = {name: jobs.full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
     trainer.metrics.close()
     after = {name: jobs.full(p.detach()) for name, p in trainer.model.named_parameters()}
-    known = {id(p) for optimizer in trainer.optimizers for p in optimizer.state}
-    stated = {name for name, p in trainer.model.named_parameters() if id(p) in known}
+    state_ids = {id(p) for optimizer in trainer.optimizers for p in optimizer.state}
+    names_with_state = {name for name, p in trainer.model.named_parameters() if id(p) in state_ids}
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    return jobs.state_hash(trainer), changed, sorted(before), stated
+    return jobs.state_hash(trainer), changed, sorted(before), names_with_state
 
 
 @pytest.fixture(scope="module")
@@ -50,60 +50,67 @@ def texts(tmp_path_factory):
     return jobs.write_texts(tmp_path_factory.mktemp("texts"))
 
 
-def test_only_these_are_trained_and_a_run_goes_on_to_the_bit(texts, tmp_path, capsys):
+def test_only_named_parameters_are_trained_and_a_resume_is_bit_exact(texts, tmp_path, capsys):
     argv = job(tmp_path / "run", texts)
-    whole, changed, names, stated = run_ranks(2, trained, argv)[0]
-    assert changed == stated == set(filter(is_trained, names)) and len(changed) < len(names)
-    assert run_ranks(2, trained, [*argv, "--checkpoint.load_step=2"])[0][0] == whole
+    uninterrupted, changed, names, names_with_state = run_ranks(2, train_and_compare, argv)[0]
+    assert changed == names_with_state == set(filter(is_trained, names)) and len(changed) < len(names)
+    assert run_ranks(2, train_and_compare, [*argv, "--checkpoint.load_step=2"])[0][0] == uninterrupted
     assert cli.main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "adapter")]) == 2
     assert "its job has no adapter; write --merge for the weights of the model" in capsys.readouterr().err
     assert cli.main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "whole"), "--merge"]) == 0
-    config, place = find_checkpoint(tmp_path / "run", None)
-    filled, installed = inference_model.filled_model(config, place, torch.device("cpu"))
+    config, checkpoint = find_checkpoint(tmp_path / "run", None)
+    filled, installed = inference_model.filled_model(config, checkpoint, torch.device("cpu"))
     assert {name for name, p in filled.named_parameters() if p.requires_grad} == changed
-    of_them = sum(filled.get_parameter(name).numel() for name in changed)
-    assert (installed.num_trained, installed.num_parameters) == (of_them, sum(p.numel() for p in filled.parameters()))
-    assert f"unfrozen: {of_them:,} of" in installed.describe()
-    with inference_model.plain_state(config, filled, installed) as (state, into):
-        assert into == "weights" and state.keys() == filled.state_dict().keys()
+    num_trained = sum(filled.get_parameter(name).numel() for name in changed)
+    assert (installed.num_trained, installed.num_parameters) == (
+        num_trained,
+        sum(p.numel() for p in filled.parameters()),
+    )
+    assert f"unfrozen: {num_trained:,} of" in installed.describe()
+    with inference_model.plain_state(config, filled, installed) as (state, kind):
+        assert kind == "weights" and state.keys() == filled.state_dict().keys()
 
 
-def test_memory_counts_what_is_frozen_as_frozen(texts, tmp_path):
+def test_estimates_treat_other_parameters_as_frozen(texts, tmp_path):
     config = load(job(tmp_path, texts, training__seq_len=16))
-    built, _, installed = parts.adapted_model(config)
-    own = sum(p.numel() for p in built.parameters() if p.requires_grad) * 4
-    rest = sum(p.numel() for p in built.parameters()) * 4 - own
-    (found,) = run_alone(predict, config, 1, "cpu")  # a process in which a job was trained has a world
-    kinds = found.kinds
-    assert (kinds[PARAMETERS], kinds[FROZEN]) == (own, rest) and kinds[OPTIMIZER] == pytest.approx(2 * own, rel=0.01)
-    assert kinds.get(GRADIENTS, 0) <= own
-    whole = flops_of_a_rank(load(job(tmp_path, texts, training__seq_len=16, training__unfrozen="[]")), 1)
-    spared = 2 * (
+    model, _, installed = parts.adapted_model(config)
+    trained_bytes = sum(p.numel() for p in model.parameters() if p.requires_grad) * 4
+    frozen_bytes = sum(p.numel() for p in model.parameters()) * 4 - trained_bytes
+    (estimate,) = run_alone(predict, config, 1, "cpu")  # a process that has trained has a process group
+    kinds = estimate.kinds
+    assert (kinds[PARAMETERS], kinds[FROZEN]) == (trained_bytes, frozen_bytes) and kinds[OPTIMIZER] == pytest.approx(
+        2 * trained_bytes, rel=0.01
+    )
+    assert kinds.get(GRADIENTS, 0) <= trained_bytes
+    full_flops = flops_of_a_rank(load(job(tmp_path, texts, training__seq_len=16, training__unfrozen="[]")), 1)
+    saved_flops = 2 * (
         parts.model_args(config).num_matmul_parameters - installed.trained_weights_per_token
     )  # no gradients of weights
-    assert flops_of_a_rank(config, 1) == pytest.approx(whole - spared * 8 * 16) and spared > 0
+    assert flops_of_a_rank(config, 1) == pytest.approx(full_flops - saved_flops * 8 * 16) and saved_flops > 0
 
 
-def test_what_is_refused(texts, tmp_path, capsys, monkeypatch):
+def test_invalid_patterns_are_refused(texts, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = job(tmp_path / "run", texts, training__unfrozen='["layers.9.*"]')
     with pytest.raises(JobError, match=r"training.unfrozen = 'layers.9.\*' fits nothing in this model; it has layers"):
         parts.adapted_model(load(argv))
-    (fault,) = lines('--training.unfrozen=["layers.9.*", "*norm*"]')  # known ahead of every start, without the model
-    told = 'training.unfrozen: given "layers.9.*"; allowed: patterns that fit one of layers.*.attention.wk.weight, '
-    assert fault.startswith(told)
+    (fault,) = lines('--training.unfrozen=["layers.9.*", "*norm*"]')  # checked before every start, without the model
+    message = 'training.unfrozen: given "layers.9.*"; allowed: patterns that fit one of layers.*.attention.wk.weight, '
+    assert fault.startswith(message)
     matrices = '--adapter.train_fully=["*attention.wq.weight"]'
     assert lines("--adapter.kind=lora", matrices) == []
     (fault,) = lines("--adapter.kind=qlora", matrices)
-    assert fault.startswith('adapter.train_fully: given "*attention.wq.weight"; '), "which are packed"
-    words = ['--training.unfrozen=["*norm*"]', "--adapter.kind=lora"]
-    (fault,) = lines(*words)
+    assert fault.startswith('adapter.train_fully: given "*attention.wq.weight"; '), "quantized weights are packed"
+    arguments = ['--training.unfrozen=["*norm*"]', "--adapter.kind=lora"]
+    (fault,) = lines(*arguments)
     assert 'nothing with adapter.kind = "lora"; write adapter.train_fully for what is trained beside it' in fault
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", UNTRAINED: [3]}))
-    words = ['--training.unfrozen=["*norm*"]', "--checkpoint.enable", f"--checkpoint.initial_load_path={tmp_path}"]
-    assert any("training.unfrozen" in fault and "with rows of 1 new token; write" in fault for fault in lines(*words))
-    tied = ["--model.overrides={tied_embeddings=true}", '--training.unfrozen=["output.weight"]', *words[1:]]
-    assert not any("new token" in fault for fault in lines(*tied)), "either name is that of both"
+    arguments = ['--training.unfrozen=["*norm*"]', "--checkpoint.enable", f"--checkpoint.initial_load_path={tmp_path}"]
+    assert any(
+        "training.unfrozen" in fault and "with rows of 1 new token; write" in fault for fault in lines(*arguments)
+    )
+    tied = ["--model.overrides={tied_embeddings=true}", '--training.unfrozen=["output.weight"]', *arguments[1:]]
+    assert not any("new token" in fault for fault in lines(*tied)), "either name selects both"
     assert any("what fits tok_embeddings.weight, with" in fault for fault in lines(*tied[1:]))
     assert cli.main(["check", "--no-memory", '--training.unfrozen=["*norm*"]']) == 0
-    assert "  state " not in capsys.readouterr().out, "which only the model can tell"
+    assert "  state " not in capsys.readouterr().out, "the state depends on the model"
