@@ -1,4 +1,4 @@
-"""A run whose weights or optimizer state an error of the machine has damaged returns to its newest checkpoint, once."""
+"""A run returns to its newest checkpoint, once, if a hardware error damages weights or optimizer state."""
 
 import json
 import math
@@ -22,24 +22,24 @@ from torchtitan.training.trainer import Trainer
 
 anywhere = judged.anywhere
 
-DAMAGED = 5
+DAMAGED_STEP = 5
 
 
-class Damages(Trainer):
-    """After its fifth step one rank's memory holds something else than the step has left there."""
+class DamagingTrainer(Trainer):
+    """A trainer that damages the last rank's memory after its fifth step."""
 
     entry, once, damaged = "", True, False
 
     def train_step(self, batches):
         super().train_step(batches)
-        if self.step == DAMAGED and not (self.once and self.damaged):
+        if self.step == DAMAGED_STEP and not (self.once and self.damaged):
             self.damaged = True
             if self.ranks.rank == self.ranks.world_size - 1:
                 damage(self, self.entry)
 
 
 def damage(trainer, entry):
-    """NaN in a weight or, with an entry, in a moment of the optimizer."""
+    """Write NaN to a weight or, with `entry`, to this optimizer state."""
     for name, parameter in trainer.model.named_parameters():
         state = next((o.state[parameter] for o in trainer.optimizers if parameter in o.state), None)
         if state is None or "embed" in name or not local_part(parameter.detach())[0].numel():
@@ -48,8 +48,8 @@ def damage(trainer, entry):
         return
 
 
-def run(argv, entry, once=True, kind=Damages):
-    """The error if any, the last step, the final state, and how often the run has returned to a checkpoint."""
+def run(argv, entry, once=True, kind=DamagingTrainer):
+    """Train; return the error or None, last step, hash of the final state, and number of returns to a checkpoint."""
     trainer = kind(manager.load(argv), read_ranks())
     trainer.entry, trainer.once, raised = entry, once, None
     try:
@@ -80,30 +80,31 @@ def test_a_run_returns_to_its_checkpoint_and_ends_with_the_same_bits(plan, entry
     assert "weights or moments are NaN or infinite" in event["cause"]
 
 
-def test_a_second_time_at_the_same_step_ends_the_run_also_after_a_restart(texts, tmp_path):
+def test_a_second_fault_at_the_same_step_ends_the_run(texts, tmp_path):
     argv = jobs.arguments(tmp_path, texts, **options())
     first = run_ranks(2, run, argv, "", False)
     assert {(error.split(":")[0], step, ways_back) for error, step, _, ways_back in first} == {
-        ("NonFiniteError", DAMAGED, 1)
+        ("NonFiniteError", DAMAGED_STEP, 1)
     }
     assert "although the run went back to its checkpoint for that step before" in first[0][0]
     # another process: the first one may have died on its way back
-    again = run_ranks(2, run, argv, "", False)
-    assert [(step, ways_back) for _, step, _, ways_back in again] == [(DAMAGED, 0)] * 2
-    assert "before" in again[0][0]
+    restarted = run_ranks(2, run, argv, "", False)
+    assert [(step, ways_back) for _, step, _, ways_back in restarted] == [(DAMAGED_STEP, 0)] * 2
+    assert "before" in restarted[0][0]
 
 
 def test_without_a_checkpoint_it_ends_the_run(texts, tmp_path):
     error, step, _, ways_back = run_ranks(1, run, jobs.arguments(tmp_path, texts, training__steps=8), "")[0]
-    assert error.startswith("NonFiniteError") and (step, ways_back) == (DAMAGED, 0)
+    assert error.startswith("NonFiniteError") and (step, ways_back) == (DAMAGED_STEP, 0)
 
 
-# What one rank alone sees
+# Faults on one rank only
 
 
-def spoiled(argv, where, step):
-    """As `run`, for a NaN in the last rank's gradient of this step, once, after it has been reduced. Unless `where` it
-    is found is the step, norms are not looked at ahead of the update, as on a GPU.
+def run_with_nan_gradient(argv, where, step):
+    """Like `run`, with a NaN in the last rank's reduced gradient of this step, once.
+
+    Unless `where` is "step", the norm is not checked before the update, as on a GPU.
     """
     trainer = Trainer(manager.load(argv), read_ranks())
     clip, spoilt, raised = trainer.model.clip_gradients, [], None
@@ -126,22 +127,31 @@ def spoiled(argv, where, step):
     return raised, trainer.step, jobs.state_hash(trainer), trainer.guards.steps.rolled_back
 
 
-ALONE = PLANS["DDP"] | dict(comm__train_timeout_seconds=20)
+DDP = PLANS["DDP"] | dict(comm__train_timeout_seconds=20)
 
 
 @pytest.mark.parametrize(("where", "step", "every"), [("log", 5, 1), ("save", 6, 100)])
-def test_what_one_replica_alone_sees_after_an_update_brings_all_back(where, step, every, texts, tmp_path):
-    """Each replica computes its own norm, and what is done about it waits for all ranks."""
-    job = options(**ALONE, metrics__log_freq=every, guard__replica_check_interval=0)
+def test_a_nan_on_one_replica_after_an_update_returns_all_to_the_checkpoint(where, step, every, texts, tmp_path):
+    """Each replica computes its norm locally, but all ranks act on it together."""
+    job = options(**DDP, metrics__log_freq=every, guard__replica_check_interval=0)
     straight = run_ranks(2, jobs.train, jobs.arguments(tmp_path / "straight", texts, **job))
-    healed = run_ranks(2, spoiled, jobs.arguments(tmp_path / "healed", texts, **job), where, step, limit=120)
+    healed = run_ranks(
+        2, run_with_nan_gradient, jobs.arguments(tmp_path / "healed", texts, **job), where, step, limit=120
+    )
     assert healed == [(None, 8, state, 1) for _, state in straight]
 
 
-def test_what_one_replica_alone_sees_before_an_update_ends_all_and_the_step_before_is_saved(texts, tmp_path):
-    found = run_ranks(2, spoiled, jobs.arguments(tmp_path, texts, **options(**ALONE)), "step", 5, limit=120)
-    raised, *rest = zip(*found, strict=True)
-    assert raised[0] == raised[1] and rest[0] == (4, 4) and rest[2] == (0, 0) and len(set(rest[1])) == 1
+def test_a_nan_on_one_replica_before_an_update_saves_and_ends_the_run(texts, tmp_path):
+    results = run_ranks(
+        2, run_with_nan_gradient, jobs.arguments(tmp_path, texts, **options(**DDP)), "step", 5, limit=120
+    )
+    raised, *steps_states_returns = zip(*results, strict=True)
+    assert (
+        raised[0] == raised[1]
+        and steps_states_returns[0] == (4, 4)
+        and steps_states_returns[2] == (0, 0)
+        and len(set(steps_states_returns[1])) == 1
+    )
     assert raised[0].startswith("NonFiniteError: the gradient norm is NaN or infinite on rank 1 alone after step 4")
     assert (tmp_path / "checkpoint/step-00000004").is_dir()
 
@@ -149,14 +159,14 @@ def test_what_one_replica_alone_sees_before_an_update_ends_all_and_the_step_befo
 # Checksums of shards
 
 
-class Flips(Damages):
-    """Before its sixth step reads anything, one bit of the last rank's memory changes."""
+class FlippingTrainer(DamagingTrainer):
+    """A trainer that flips one bit of the last rank's memory before its sixth step."""
 
     def train_step(self, batches):
         Trainer.train_step(self, batches)
 
     def fetch(self, batches):
-        if self.step == DAMAGED and self.entry is not None and not (self.once and self.damaged):
+        if self.step == DAMAGED_STEP and self.entry is not None and not (self.once and self.damaged):
             self.damaged = True
             if self.ranks.rank == self.ranks.world_size - 1:
                 flip(self, self.entry)
@@ -173,7 +183,7 @@ def flip(trainer, entry):
 
 
 def run_with_a_flip(argv, entry, once=True):
-    return run(argv, entry, once, Flips)
+    return run(argv, entry, once, FlippingTrainer)
 
 
 @pytest.mark.parametrize("entry", ["", "exp_avg"], ids=["weight", "moment"])
@@ -185,11 +195,11 @@ def test_a_bit_that_flips_in_a_shard_is_found_before_the_next_update(entry, text
     rows = [json.loads(line) for line in (tmp_path / "healed/metrics.jsonl").read_text().splitlines()]
     (event,) = [row for row in rows if row.get("event") == "rollback"]
     name = f"{entry} of {WEIGHT}" if entry else WEIGHT
-    assert event["cause"] == f"bits have changed in the memory of rank 1, in {name}, after step {DAMAGED}"
+    assert event["cause"] == f"bits have changed in the memory of rank 1, in {name}, after step {DAMAGED_STEP}"
 
 
 def test_without_checksums_the_flip_is_trained_on(texts, tmp_path):
-    """The control."""
+    """Control: without the option the flip goes unnoticed."""
     straight = run_ranks(2, jobs.train, jobs.arguments(tmp_path / "straight", texts, **options()))[0][1]
     (raised, step, state, ways_back), _ = run_ranks(
         2, run_with_a_flip, jobs.arguments(tmp_path / "flipped", texts, **options()), ""
@@ -198,15 +208,15 @@ def test_without_checksums_the_flip_is_trained_on(texts, tmp_path):
 
 
 def test_a_flip_before_a_save_is_not_saved_and_the_second_one_ends_the_run(texts, tmp_path):
-    job = options(guard__shard_checksums=True, checkpoint__interval=DAMAGED)
-    found = run_ranks(2, run_with_a_flip, jobs.arguments(tmp_path, texts, **job), "", False)
-    assert {(step, ways_back) for _, step, _, ways_back in found} == {(DAMAGED, 1)}
-    assert found[0][0].startswith("BadStep: bits have changed in the memory of rank 1") and "again" in found[0][0]
-    assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == [f"step-{DAMAGED:08d}"]
+    job = options(guard__shard_checksums=True, checkpoint__interval=DAMAGED_STEP)
+    results = run_ranks(2, run_with_a_flip, jobs.arguments(tmp_path, texts, **job), "", False)
+    assert {(step, ways_back) for _, step, _, ways_back in results} == {(DAMAGED_STEP, 1)}
+    assert results[0][0].startswith("BadStep: bits have changed in the memory of rank 1") and "again" in results[0][0]
+    assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == [f"step-{DAMAGED_STEP:08d}"]
 
 
-def alarms(folder, texts):
-    """The error or "" of a run of each optimizer, and of jobs whose weights change outside of an optimizer's step."""
+def errors_by_job(folder, texts):
+    """Train with each optimizer, and with jobs that change weights outside of a step; return errors by name."""
     relora = {name.replace(".", "__"): value for name, value in RELORA.items()}
     relora |= dict(adapter__relora__every=4, training__steps=8, lr_scheduler__total_steps=8)
     relora |= dict(lr_scheduler__warmup_steps=1, lr_scheduler__restart_warmup_steps=1)
@@ -215,34 +225,34 @@ def alarms(folder, texts):
     kinds["validation"] |= dict(validation__dataset="text", validation__dataset_path=texts)
     kinds["ReLoRA"] = relora
     kinds["background saves"] = dict(checkpoint__enable=True, checkpoint__interval=1, checkpoint__async_mode="async")
-    said = {}
+    errors = {}
     for name, kind in kinds.items():
         every = dict(training__steps=4, training__local_batch_size=4, guard__shard_checksums=True, optimizer__lr=1e-3)
         trainer = Trainer(manager.load(jobs.arguments(folder / name, texts, **every | kind)), read_ranks())
         try:
             trainer.train()
-            said[name] = ""
+            errors[name] = ""
         except BadStep as error:
-            said[name] = str(error)
+            errors[name] = str(error)
         trainer.metrics.close()
-    return said
+    return errors
 
 
-def test_no_optimizer_validation_or_save_is_taken_for_a_flip(texts, tmp_path):
-    for said in run_ranks(2, alarms, tmp_path, texts):
-        assert set(said.values()) == {""} and set(said) > set(OPTIMIZERS)
+def test_no_optimizer_validation_or_save_raises_a_false_alarm(texts, tmp_path):
+    for errors in run_ranks(2, errors_by_job, tmp_path, texts):
+        assert set(errors.values()) == {""} and set(errors) > set(OPTIMIZERS)
 
 
 def test_a_resumed_run_raises_no_alarm(texts, tmp_path):
     for steps in (4, 8):
         job = options(guard__shard_checksums=True, training__steps=steps, lr_scheduler__total_steps=8)
-        found = run_ranks(2, run_with_a_flip, jobs.arguments(tmp_path, texts, **job), None)
-        assert [(raised, step, ways_back) for raised, step, _, ways_back in found] == [(None, steps, 0)] * 2
+        results = run_ranks(2, run_with_a_flip, jobs.arguments(tmp_path, texts, **job), None)
+        assert [(raised, step, ways_back) for raised, step, _, ways_back in results] == [(None, steps, 0)] * 2
 
 
 def test_checksums_are_refused_with_steps_in_backward(anywhere):
-    words = ["--guard.shard_checksums", "--optimizer.early_step_in_backward", "--training.max_norm=0"]
-    assert lines(*words) == [
+    arguments = ["--guard.shard_checksums", "--optimizer.early_step_in_backward", "--training.max_norm=0"]
+    assert lines(*arguments) == [
         "guard.shard_checksums: given true; allowed: false with optimizer.early_step_in_backward; each update is made "
         "in backward, before the checksums can be compared"
     ]
@@ -259,5 +269,5 @@ def test_every_flipped_bit_changes_the_sum(dtype, shape):
             assert int(bit_sum(tensor)) != before
             raw[place] ^= 1 << bit
     assert int(bit_sum(tensor)) == before
-    odd = torch.arange(9, dtype=torch.int32)[1:]  # does not begin at a word
+    odd = torch.arange(9, dtype=torch.int32)[1:]  # not aligned to a word
     assert int(bit_sum(odd)) == int(bit_sum(odd.clone()))

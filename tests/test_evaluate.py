@@ -1,4 +1,4 @@
-"""Loss by the place of a token in its document: against losses taken one by one, and of caches of several sizes."""
+"""`torchtitan evaluate`: loss by position in a document, against losses of single segments, and with several caches."""
 
 import json
 import math
@@ -35,27 +35,27 @@ def home(tmp_path_factory):
     return folder
 
 
-def words(home, *more):
+def data_arguments(home, *more):
     data = [f"--validation.dataset_path={home / 'texts.jsonl'}", "--validation.dataset=text"]
     return [*data, "--model.tokenizer_path=bytes", f"--training.seq_len={SEQ_LEN}", *more]
 
 
-def evaluated(capsys, tmp_path, *argv):
+def evaluate(capsys, tmp_path, *argv):
     assert cli.main(["evaluate", *map(str, argv), "--out", str(tmp_path / "found.json")]) == 0, capsys.readouterr().err
     return json.loads((tmp_path / "found.json").read_text()), capsys.readouterr().out
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_losses_are_those_of_each_segment_by_itself(home, tmp_path, capsys, rows):
-    found, said = evaluated(
+def test_losses_equal_those_of_single_segments(home, tmp_path, capsys, rows):
+    results, output = evaluate(
         capsys,
         tmp_path,
         home / "model",
-        *words(home, f"--validation.local_batch_size={rows}"),
+        *data_arguments(home, f"--validation.local_batch_size={rows}"),
         "--plot",
         tmp_path / "p.svg",
     )
-    (run,) = found["runs"]
+    (run,) = results["runs"]
     model, tokenizer, sums = build(Llama, ARGS), ByteTokenizer(), {}
     with torch.no_grad():
         for text in TEXTS:
@@ -73,62 +73,62 @@ def test_losses_are_those_of_each_segment_by_itself(home, tmp_path, capsys, rows
     tokens, nats = (sum(part) for part in zip(*sums.values(), strict=True))
     assert run["tokens"] == tokens and run["loss"] == pytest.approx(nats / tokens, rel=1e-6)
     assert run["perplexity"] == pytest.approx(math.exp(run["loss"]))
-    assert found["bytes"] == sum(map(len, TEXTS))
-    assert run["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["bytes"], rel=1e-6)
-    assert f"{tokens:,}" in said and "bits per byte" in said
+    assert results["bytes"] == sum(map(len, TEXTS))
+    assert run["bits_per_byte"] == pytest.approx(nats / math.log(2) / results["bytes"], rel=1e-6)
+    assert f"{tokens:,}" in output and "bits per byte" in output
     assert "<svg" in (tmp_path / "p.svg").read_text()
 
 
-def test_no_more_documents_than_have_so_many_segments(home, tmp_path, capsys):
-    found, _ = evaluated(capsys, tmp_path, home / "model", "--samples=3", *words(home))
-    assert found["data"] == f"text ({home / 'texts.jsonl'})"
-    assert found["documents"] == 1 and found["runs"][0]["tokens"] == len(TEXTS[0]) + 1
+def test_samples_limit_the_documents(home, tmp_path, capsys):
+    results, _ = evaluate(capsys, tmp_path, home / "model", "--samples=3", *data_arguments(home))
+    assert results["data"] == f"text ({home / 'texts.jsonl'})"
+    assert results["documents"] == 1 and results["runs"][0]["tokens"] == len(TEXTS[0]) + 1
 
 
 ANSWER = [{"text": "What is asked? ", "label": False}, {"text": "an answer", "label": True}]
 
 
-def test_bits_per_byte_are_of_what_is_predicted(home, tmp_path, capsys):
+def test_bits_per_byte_count_predicted_text_only(home, tmp_path, capsys):
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": ANSWER}) + "\n")
-    found, _ = evaluated(capsys, tmp_path, home / "model", *words(tmp_path))
-    (run,) = found["runs"]
-    assert found["bytes"] == len("an answer") and run["tokens"] == len("an answer") + 1  # and the end
-    assert run["bits_per_byte"] == pytest.approx(run["loss"] * run["tokens"] / math.log(2) / found["bytes"])
+    results, _ = evaluate(capsys, tmp_path, home / "model", *data_arguments(tmp_path))
+    (run,) = results["runs"]
+    assert results["bytes"] == len("an answer") and run["tokens"] == len("an answer") + 1  # and the end-of-text token
+    assert run["bits_per_byte"] == pytest.approx(run["loss"] * run["tokens"] / math.log(2) / results["bytes"])
 
 
-def split_words(home, kind="sft"):
+def split_arguments(home, kind="sft"):
     data = [f"--training.dataset_path={home / 'texts.jsonl'}", "--training.dataset=text", f"--task.kind={kind}"]
-    how = ["--training.seq_len=64", "--data.too_long=truncate", "--model.tokenizer_path=bytes"]
-    return [*data, *how, "--validation.enable", "--validation.split=2", "--validation.local_batch_size=1"]
+    options = ["--training.seq_len=64", "--data.too_long=truncate", "--model.tokenizer_path=bytes"]
+    return [*data, *options, "--validation.enable", "--validation.split=2", "--validation.local_batch_size=1"]
 
 
-def test_with_a_split_what_the_run_has_held_out(home, tmp_path, capsys):
-    found, _ = evaluated(capsys, tmp_path, home / "model", *split_words(home))
-    config, tokenizer = manager.load([*split_words(home), f"--data.cache_dir={tmp_path}"]), ByteTokenizer()
+def test_a_split_evaluates_the_held_out_documents_of_the_run(home, tmp_path, capsys):
+    results, _ = evaluate(capsys, tmp_path, home / "model", *split_arguments(home))
+    config, tokenizer = manager.load([*split_arguments(home), f"--data.cache_dir={tmp_path}"]), ByteTokenizer()
     validated = list(build_data.validation_loader(config, tokenizer, 0, dims(config, 1)))
     texts = [tokenizer.decode(row.tolist()) for batch in validated for row in batch["tokens"]]
-    assert found["documents"] == 2 and found["bytes"] == sum(map(len, texts))
-    # documents that are given are all measured
-    found, _ = evaluated(capsys, tmp_path, home / "model", *split_words(home), *words(home)[:2])
-    assert found["documents"] == len(TEXTS)
+    assert results["documents"] == 2 and results["bytes"] == sum(map(len, texts))
+    # documents of an explicit path are all evaluated
+    results, _ = evaluate(capsys, tmp_path, home / "model", *split_arguments(home), *data_arguments(home)[:2])
+    assert results["documents"] == len(TEXTS)
 
 
-def trained(argv):
+def train_state(argv):
     return train(argv)[1]
 
 
-def test_a_cache_of_any_size(tmp_path, capsys):
-    """In the first segment of a document there is nothing to find."""
+def test_several_cache_sizes(tmp_path, capsys):
+    """Caches of all sizes agree on the first segment of a document, where the cache is empty."""
     texts = write_texts(tmp_path / "data", documents=20)
-    how = dict(task__kind="documents", training__steps=4, training__seq_len=16, training__local_batch_size=2)
-    how |= dict(training__global_batch_size=4, checkpoint__enable=True)
+    options = dict(task__kind="documents", training__steps=4, training__seq_len=16, training__local_batch_size=2)
+    options |= dict(training__global_batch_size=4, checkpoint__enable=True)
     cache = {f"adapter__neurocache__{name}": value for name, value in dict(cache_size=64, topk=4).items()}
-    run_ranks(1, trained, arguments(tmp_path / "run", texts, adapter__kind="neurocache", **cache, **how))
+    run_ranks(1, train_state, arguments(tmp_path / "run", texts, adapter__kind="neurocache", **cache, **options))
     data = ["--validation.dataset=text", f"--validation.dataset_path={texts}"]
-    found, said = evaluated(capsys, tmp_path, tmp_path / "run", *data, "--cache-sizes=0,32,64")
-    assert [run["cache_size"] for run in found["runs"]] == [0, 32, 64]
-    assert len({run["loss"] for run in found["runs"]}) == 3 and "cache of 32 entries" in said
-    first = [run["by_position"]["0-16"]["loss"] for run in found["runs"]]
+    results, output = evaluate(capsys, tmp_path, tmp_path / "run", *data, "--cache-sizes=0,32,64")
+    assert [run["cache_size"] for run in results["runs"]] == [0, 32, 64]
+    assert len({run["loss"] for run in results["runs"]}) == 3 and "cache of 32 entries" in output
+    first = [run["by_position"]["0-16"]["loss"] for run in results["runs"]]
     assert first[0] == first[1] == first[2]
 
 
@@ -147,7 +147,7 @@ def test_a_cache_of_any_size(tmp_path, capsys):
         ("bucketed", [512, 600], 32, "--cache-sizes: given 600: .* a multiple of 512 .* write 512 or 1024"),
     ],
 )
-def test_caches_that_segments_do_not_fit_are_refused(lookup, sizes, seq_len, message):
+def test_caches_smaller_than_a_segment_are_refused(lookup, sizes, seq_len, message):
     cache = [f"--adapter.neurocache.lookup={lookup}", "--adapter.neurocache.cache_size=1024"]
     config = manager.load(["--adapter.kind=neurocache", *cache])
     with nullcontext() if message is None else pytest.raises(JobError, match=message):
@@ -155,7 +155,7 @@ def test_caches_that_segments_do_not_fit_are_refused(lookup, sizes, seq_len, mes
 
 
 def test_a_context_that_is_longer_than_the_cache_is_refused(tmp_path):
-    """Of any command that reads with a run's model."""
+    """Every command that loads a run's job refuses it."""
     cache = 'kind = "neurocache"\nneurocache = {cache_size = 64}'
     (tmp_path / "config.toml").write_text(f'[model]\ntokenizer_path = "bytes"\n[adapter]\n{cache}\n')
     assert job_of(tmp_path, ["--training.seq_len=64"]).training.seq_len == 64
@@ -171,31 +171,31 @@ def test_a_context_that_is_longer_than_the_cache_is_refused(tmp_path):
         (["--out", "/no/such/folder/f.json"], "the figures above were not written"),
     ],
 )
-def test_what_is_refused(home, capsys, argv, message):
-    assert cli.main(["evaluate", str(home / "model"), "--samples=1", *words(home), *argv]) == 2
+def test_invalid_values_are_refused(home, capsys, argv, message):
+    assert cli.main(["evaluate", str(home / "model"), "--samples=1", *data_arguments(home), *argv]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["--samples=-1"], ["--cache-sizes=a"], ["--cache-sizes=-1"], ["--sample", "3"]])
-def test_what_is_no_option(home, capsys, argv):
+def test_invalid_options_are_refused(home, capsys, argv):
     assert cli.main(["evaluate", str(home / "model"), *argv]) == 2
 
 
-def test_a_split_that_holds_out_no_documents(home, capsys):
-    assert cli.main(["evaluate", str(home / "model"), *split_words(home, "pretrain")]) == 2
+def test_a_split_without_held_out_documents_is_refused(home, capsys):
+    assert cli.main(["evaluate", str(home / "model"), *split_arguments(home, "pretrain")]) == 2
     assert "validation.split: given 2; allowed: unset with task.kind = pretrain" in capsys.readouterr().err
 
 
 def test_pairs_of_answers_are_no_documents(home, tmp_path, capsys):
-    """Held out by a split, or in a file of their own: it is said where they have been measured."""
+    """Both held-out splits and files of pairs are refused; the error names the metric that measures them."""
     (tmp_path / "texts.jsonl").write_text(json.dumps({"prompt": "q", "chosen": "a", "rejected": "b"}) + "\n")
-    for more in (split_words(home, "dpo"), words(tmp_path, "--task.kind=dpo")):
-        assert cli.main(["evaluate", str(home / "model"), *more]) == 2
-        said = " ".join(capsys.readouterr().err.split())
-        assert "pairs of answers are no documents" in said and "reward_accuracy" in said
+    for job_options in (split_arguments(home, "dpo"), data_arguments(tmp_path, "--task.kind=dpo")):
+        assert cli.main(["evaluate", str(home / "model"), *job_options]) == 2
+        errors = " ".join(capsys.readouterr().err.split())
+        assert "pairs of answers are no documents" in errors and "reward_accuracy" in errors
 
 
 def test_a_model_of_classes_is_refused(home, capsys):
     argv = ["--model.name=gpt2", "--model.flavor=debugmodel", "--model.overrides={n_classes = 2}"]
-    assert cli.main(["evaluate", str(home / "model"), *words(home), *argv]) == 2
+    assert cli.main(["evaluate", str(home / "model"), *data_arguments(home), *argv]) == 2
     assert "does not tell the next token" in capsys.readouterr().err

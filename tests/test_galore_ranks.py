@@ -1,4 +1,4 @@
-"""GaLore on several ranks: shapes that do not divide, what each rank keeps, and runs that go on on others."""
+"""GaLore on several ranks: shapes that do not divide, sharded state, and resumes on other numbers of ranks."""
 
 import statistics
 
@@ -17,30 +17,32 @@ from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.build import Optimizers
 from torchtitan.optimizers.layout import local
 
-CUT = {"rows": (Shard(0),), "columns": (Shard(1),), "replicas": (Replicate(),)}
-UNEVEN = [(9, 14), (14, 9), (7, 7), (3, 11)]  # of the last a fourth rank has no row
+PLACEMENTS = {"rows": (Shard(0),), "columns": (Shard(1),), "replicas": (Replicate(),)}
+UNEVEN = [(9, 14), (14, 9), (7, 7), (3, 11)]  # a fourth rank has no row of the last
 
 
-def sharded(options, how):
-    """Of each shape this rank's weight, whole, the bytes that it holds of the first moment, and the bases' energy."""
+def step_sharded(options, placement):
+    """Return for each shape the gathered weight, this rank's bytes of the first moment, and the basis energy."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    found = []
+    results = []
     for shape in UNEVEN:
         model = Matrix(*shape)
-        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, CUT[how]))
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, PLACEMENTS[placement]))
 
         def gradient(step, parameter):
-            return distribute_tensor(random(*parameter.shape, seed=step, dtype=torch.float64), mesh, CUT[how])
+            return distribute_tensor(
+                random(*parameter.shape, seed=step, dtype=torch.float64), mesh, PLACEMENTS[placement]
+            )
 
         optimizer = build_galore(model, targets=["*"], rank=2, update_gap=2, **options)
         take_steps(model, optimizer, 5, gradient)
-        held = local(optimizer.state[model.weight].get("exp_avg", torch.empty(0))).nbytes
+        moment_bytes = local(optimizer.state[model.weight].get("exp_avg", torch.empty(0))).nbytes
         measured = Optimizers([optimizer], OPTIMIZERS["GaLore"].measures).measured()
-        found.append((model.weight.detach().full_tensor(), held, measured["basis_energy"]))
-    return found
+        results.append((model.weight.detach().full_tensor(), moment_bytes, measured["basis_energy"]))
+    return results
 
 
-@pytest.mark.parametrize("how", CUT)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(
     "options",
     [
@@ -54,24 +56,24 @@ def sharded(options, how):
     ids=str,
 )
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_shapes_that_do_not_divide_step_as_the_whole(ranks, options, how):
-    """And of what is kept each rank has its share and no more, whichever side is projected and whichever is cut."""
-    by_rank = run_ranks(ranks, sharded, options, how)
+def test_shapes_that_do_not_divide_step_as_on_one_rank(ranks, options, placement):
+    """Results equal those on one rank, and the state is sharded without duplication, for all sides and placements."""
+    by_rank = run_ranks(ranks, step_sharded, options, placement)
     for shape, parts in zip(UNEVEN, zip(*by_rank, strict=True), strict=True):
-        whole = Matrix(*shape)
-        optimizer = build_galore(whole, targets=["*"], rank=2, update_gap=2, **options)
-        take_steps(whole, optimizer, 5)
+        reference = Matrix(*shape)
+        optimizer = build_galore(reference, targets=["*"], rank=2, update_gap=2, **options)
+        take_steps(reference, optimizer, 5)
         energy = statistics.mean(optimizer.seen["basis_energy"])
         for part, _, measured in parts:
-            # sums in another order, behind a division by roots of small squares
-            torch.testing.assert_close(part, whole.weight.detach(), rtol=1e-10, atol=1e-10)
+            # the order of sums differs, and then small square roots divide
+            torch.testing.assert_close(part, reference.weight.detach(), rtol=1e-10, atol=1e-10)
             assert measured == pytest.approx(energy, rel=1e-12)
-        if how != "replicas" and options.get("side") != "full" and options.get("inner") != "adafactor":
-            kept = min(shape) if "side" in options else max(shape)
-            assert sum(held for _, held, _ in parts) == 8 * 2 * kept
+        if placement != "replicas" and options.get("side") != "full" and options.get("inner") != "adafactor":
+            long_side = min(shape) if "side" in options else max(shape)
+            assert sum(moment_bytes for _, moment_bytes, _ in parts) == 8 * 2 * long_side
 
 
-def trained(argv):
+def train_losses(argv):
     rows = jobs.train(argv)[0]
     return [row["loss"] for row in rows]
 
@@ -79,18 +81,18 @@ def trained(argv):
 @pytest.mark.parametrize(
     "options", ["{rank = 4, update_gap = 4}", '{rank = 4, update_gap = 4, inner = "adamw_8bit", residual = "fira"}']
 )
-def test_a_run_goes_on_in_the_middle_of_a_period_on_other_ranks(options, tmp_path):
-    """Two steps on two ranks, one on one, three on four: the losses of six steps on one."""
+def test_a_resume_between_refreshes_on_other_ranks(options, tmp_path):
+    """Two steps on two ranks, one on one and three on four give the losses of six steps on one rank."""
     texts = jobs.write_texts(tmp_path / "data")
 
     def job(folder, **more):
-        words = dict(optimizer__name="GaLore", optimizer__options=options, optimizer__lr=1e-2, training__steps=6)
-        words |= dict(checkpoint__enable=True, checkpoint__interval=1, training__global_batch_size=8)
-        return jobs.arguments(tmp_path / folder, texts, **(words | more))
+        settings = dict(optimizer__name="GaLore", optimizer__options=options, optimizer__lr=1e-2, training__steps=6)
+        settings |= dict(checkpoint__enable=True, checkpoint__interval=1, training__global_batch_size=8)
+        return jobs.arguments(tmp_path / folder, texts, **(settings | more))
 
-    (straight,) = run_ranks(1, trained, job("straight", training__local_batch_size=8))
-    found = []
+    (straight,) = run_ranks(1, train_losses, job("straight", training__local_batch_size=8))
+    losses = []
     for ranks, until in ((2, 2), (1, 3), (4, 6)):
         more = dict(training__local_batch_size=8 // ranks, training__steps=until, lr_scheduler__total_steps=6)
-        found += run_ranks(ranks, trained, job("moved", **more))[0]
-    assert found[-6:] == pytest.approx(straight, rel=1e-4)
+        losses += run_ranks(ranks, train_losses, job("moved", **more))[0]
+    assert losses[-6:] == pytest.approx(straight, rel=1e-4)

@@ -333,10 +333,10 @@ def test_a_run_is_measured_again_only_with_a_newer_step(tmp_path, monkeypatch):
     monkeypatch.setattr(compare_neurocache, "torchtitan", evaluate)
     make_checkpoint(1, at=100)
     for _ in range(2):  # the folder's own mtime is later, as after a restart
-        assert compare_neurocache.evaluated(tmp_path, (0, 8), 4) == [{"loss": 2.0}]
+        assert compare_neurocache.evaluate(tmp_path, (0, 8), 4) == [{"loss": 2.0}]
     assert measured == [
         ("evaluate", tmp_path, "--samples", 4, "--cache-sizes", "0,8", "--out", tmp_path / "places.json")
     ]
     make_checkpoint(2, at=300)
-    compare_neurocache.evaluated(tmp_path, (), 4)
+    compare_neurocache.evaluate(tmp_path, (), 4)
     assert len(measured) == 2 and "--cache-sizes" not in measured[1]

@@ -1,4 +1,4 @@
-"""What optimizers ask of the rest of a job is said before anything starts."""
+"""Rules on optimizers and the options that they depend on."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from torchtitan.config.options import ConfigError
 from torchtitan.rules import check
 
 
-def lines(*words, ranks=1, device="cpu"):
-    faults = check(load([*words, "--model.tokenizer_path=bytes"]), ranks, device)
+def lines(*arguments, ranks=1, device="cpu"):
+    faults = check(load([*arguments, "--model.tokenizer_path=bytes"]), ranks, device)
     return [str(fault).removeprefix("the job: ") for fault in faults]
 
 
@@ -34,32 +34,32 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("words, said", REFUSED.values(), ids=REFUSED)
-def test_refused(words, said):
-    (line,) = lines(*words)
-    assert line.startswith(said)
+@pytest.mark.parametrize("arguments, message", REFUSED.values(), ids=REFUSED)
+def test_refused(arguments, message):
+    (line,) = lines(*arguments)
+    assert line.startswith(message)
 
 
-def test_sums_over_gpus_of_what_is_on_the_host():
-    words = ["--training.enable_cpu_offload", "--optimizer.name=Muon"]
-    (line,) = lines(*words, ranks=2, device="cuda")
+def test_muon_is_refused_with_offload_on_gpus():
+    arguments = ["--training.enable_cpu_offload", "--optimizer.name=Muon"]
+    (line,) = lines(*arguments, ranks=2, device="cuda")
     assert line == (
         'training.enable_cpu_offload: given true; allowed: false with optimizer.name = "Muon"; its step sums over '
         "ranks, and between GPUs that goes for what is on them"
     )
-    assert not lines(*words, ranks=2) and not lines(*words[:1], ranks=2, device="cuda")
+    assert not lines(*arguments, ranks=2) and not lines(*arguments[:1], ranks=2, device="cuda")
 
 
 def test_accepted():
     assert not lines("--optimizer.name=AdamWBF16", "--training.dtype=bfloat16")
     assert not lines("--optimizer.name=Muon", "--adapter.kind=lora", "--adapter.rank=8")
     assert not lines("--optimizer.name=Muon", "--model.name=deepseek")
-    beside = ["--adapter.kind=lora", "--adapter.rank=8", '--adapter.train_fully=["output.weight"]']
-    assert not lines("--optimizer.name=Muon", '--optimizer.options={targets = ["output.weight"]}', *beside)
+    adapter = ["--adapter.kind=lora", "--adapter.rank=8", '--adapter.train_fully=["output.weight"]']
+    assert not lines("--optimizer.name=Muon", '--optimizer.options={targets = ["output.weight"]}', *adapter)
 
 
 GALORE = ["--optimizer.name=GaLore", "--model.flavor=debugmodel"]
-NOT_PROJECTED = {
+REFUSED_GALORE = {
     "a rank that saves nothing": (
         ["--optimizer.options={rank = 256}"],
         "optimizer.options: given rank = 256; allowed: rank below 256, the longest short side of its matrices; ",
@@ -80,7 +80,7 @@ NOT_PROJECTED = {
         ['--optimizer.options={rank = 8, formula = "galore_torch", inner = "adamw_8bit"}'],
         'optimizer.options: given formula = "galore_torch"; allowed: "torch" with inner = "adamw_8bit"; leave it out, ',
     ),
-    "what is not read": (
+    "an option without effect": (
         ['--optimizer.options={rank = 8, inner = "adafactor"}', "--optimizer.beta2=0.9"],
         'optimizer.beta2: given beta2 = 0.9; allowed: its default with inner = "adafactor", which does not read it',
     ),
@@ -108,19 +108,19 @@ NOT_PROJECTED = {
 }
 
 
-@pytest.mark.parametrize("words, said", NOT_PROJECTED.values(), ids=NOT_PROJECTED)
-def test_refused_of_what_projects(words, said):
+@pytest.mark.parametrize("arguments, message", REFUSED_GALORE.values(), ids=REFUSED_GALORE)
+def test_refused_galore_options(arguments, message):
     try:
-        found = lines(*GALORE, *words)
+        faults = lines(*GALORE, *arguments)
     except ConfigError as error:
-        found = [str(fault).removeprefix("command line: ") for fault in error.faults]
-    assert len(found) == 1 and found[0].startswith(said), found
+        faults = [str(fault).removeprefix("command line: ") for fault in error.faults]
+    assert len(faults) == 1 and faults[0].startswith(message), faults
 
 
 def test_sides_that_are_sharded_can_be_refused():
-    words = [*GALORE, '--optimizer.options={rank = 8, on_conflict = "error"}']
-    assert not lines(*words)
-    (line,) = lines(*words, ranks=2)
+    arguments = [*GALORE, '--optimizer.options={rank = 8, on_conflict = "error"}']
+    assert not lines(*arguments)
+    (line,) = lines(*arguments, ranks=2)
     assert line == (
         'optimizer.options: given on_conflict = "error"; allowed: on_conflict = "gather" or "flip" for '
         'layers.*.feed_forward.w2.weight; as FSDP shards rows; write side = "right" too'
@@ -129,7 +129,7 @@ def test_sides_that_are_sharded_can_be_refused():
 
 
 def test_sides_that_tensor_parallel_splits_can_be_refused():
-    """Of square and tall matrices columns become short: wo, of which a rank has some, not wq, of which it has rows."""
+    """GaLore shortens columns of square and tall matrices; tensor parallel splits columns of wo and rows of wq."""
     options = '--optimizer.options={rank = 8, on_conflict = "error", targets = [%s]}'
     split = [*GALORE, "--parallelism.tensor_parallel_degree=2"]
     (line,) = lines(*split, options % '"*.wo.*", "*.wq.*"', ranks=2)
@@ -139,8 +139,8 @@ def test_sides_that_tensor_parallel_splits_can_be_refused():
         "targets"
     )
     assert not lines(*split, options % '"*.wq.*", "*.w2.*"', ranks=2)
-    low = ["--adapter.kind=lora", "--adapter.rank=16", options.replace("targets", 'side = "reverse_std", targets')]
-    (line,) = lines(*split, *low[:2], low[2] % '"*attention.w[qo].*"', ranks=2)
+    adapter = ["--adapter.kind=lora", "--adapter.rank=16", options.replace("targets", 'side = "reverse_std", targets')]
+    (line,) = lines(*split, *adapter[:2], adapter[2] % '"*attention.w[qo].*"', ranks=2)
     assert "for layers.*.attention.wo.lora_A, layers.*.attention.wq.lora_B; as each" in line
 
 

@@ -1,4 +1,4 @@
-"""The rules on degrees of parallelism, and plans of several at once."""
+"""Rules on degrees of parallelism and their combinations."""
 
 import pytest
 
@@ -21,34 +21,34 @@ COMPILE = [
 
 @pytest.mark.parametrize("case", COMPILE, ids=name)
 def test_plans_that_cannot_work(case):
-    words, *expected = case
-    assert lines(*words) == expected
+    arguments, *expected = case
+    assert lines(*arguments) == expected
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         [PP + "2", TP + "2", CP + "2", "--parallelism.data_parallel_shard_degree=2"]
         + ["--parallelism.data_parallel_replicate_degree=2", "--compile.enable"],
     ],
     ids=" ".join,
 )
-def test_plans_that_can_work(words):
-    assert lines(*words) == []
+def test_plans_that_can_work(arguments):
+    assert lines(*arguments) == []
 
 
-def test_sizes_that_are_wrong_have_no_more_faults():
-    """What cannot be worked out is left to the rule that says why."""
-    wrong = "--model.overrides={n_heads = 3}"
-    for words in ([TP + "2"], [CP + "2", METHOD + "ulysses"], [PP + "2", SCHEDULE + "DualPipeV"]):
-        (line,) = lines(*words, wrong)
+def test_an_invalid_size_is_the_only_fault():
+    """Only the rule on the invalid size reports a fault; rules that depend on it stay silent."""
+    invalid_size = "--model.overrides={n_heads = 3}"
+    for arguments in ([TP + "2"], [CP + "2", METHOD + "ulysses"], [PP + "2", SCHEDULE + "DualPipeV"]):
+        (line,) = lines(*arguments, invalid_size)
         assert line.startswith("model.overrides")
-    found = lines(PP + "2", SCHEDULE + "none", PARTS + "[['norm']]", wrong, "--compile.enable")
-    assert [line.split(":")[0] for line in found] == ["model.overrides", "pipeline_parallel_schedule"]
+    faults = lines(PP + "2", SCHEDULE + "none", PARTS + "[['norm']]", invalid_size, "--compile.enable")
+    assert [line.split(":")[0] for line in faults] == ["model.overrides", "pipeline_parallel_schedule"]
 
 
-def test_all_at_once():
-    words = [
+def test_several_faults_at_once():
+    arguments = [
         TP + "3",
         CP + "2",
         PP + "8",
@@ -57,17 +57,17 @@ def test_all_at_once():
         "--compile.enable",
         "--training.seq_len=7",
     ]
-    words += ["--training.local_batch_size=3", "--parallelism.pipeline_parallel_microbatch_size=2"]
+    arguments += ["--training.local_batch_size=3", "--parallelism.pipeline_parallel_microbatch_size=2"]
     keys = ["tensor_parallel_degree", "training.seq_len", "context_parallel_rotate_method"]
     keys += ["pipeline_parallel_schedule", "pipeline_parallel_microbatch_size"]
-    assert [line.split(":")[0] for line in lines(*words)] == keys
+    assert [line.split(":")[0] for line in lines(*arguments)] == keys
 
 
 # Degrees
 
 
 @pytest.mark.parametrize(
-    ("shard", "others", "ranks", "expected"),
+    ("shard", "other_degrees", "ranks", "expected"),
     [
         (2, {}, 2, None),
         (-1, {"data_parallel_replicate": 2}, 4, None),
@@ -104,14 +104,14 @@ def test_all_at_once():
         (0, {}, 1, "given 0; allowed: at least 1, or -1 for the ranks that are left; write -1"),
     ],
 )
-def test_degrees_and_ranks(shard, others, ranks, expected):
-    words = [f"--parallelism.{name}_degree={degree}" for name, degree in others.items()]
-    found = lines(f"--parallelism.data_parallel_shard_degree={shard}", *words, ranks=ranks)
-    assert found == ([f"data_parallel_shard_degree: {expected}"] if expected else [])
+def test_degrees_and_ranks(shard, other_degrees, ranks, expected):
+    arguments = [f"--parallelism.{name}_degree={degree}" for name, degree in other_degrees.items()]
+    faults = lines(f"--parallelism.data_parallel_shard_degree={shard}", *arguments, ranks=ranks)
+    assert faults == ([f"data_parallel_shard_degree: {expected}"] if expected else [])
 
 
-GIVEN = {bool: lambda default: str(not default).lower(), int: lambda default: str(default + 1)}
-WORDS = {
+VALUE_OF_TYPE = {bool: lambda default: str(not default).lower(), int: lambda default: str(default + 1)}
+VALUES = {
     "context_parallel_load_balancer": "none",
     "context_parallel_rotate_method": "ring",
     "module_fqns_per_model_part": "[['norm']]",
@@ -126,13 +126,13 @@ WORDS = {
 )
 def test_options_of_a_degree_that_is_1(degree, name):
     default = getattr(Parallelism(), name)
-    given = WORDS[name] if name in WORDS else GIVEN[type(default)](default)
-    (line,) = lines(f"--parallelism.{name}={given}", ranks=1)
+    value = VALUES[name] if name in VALUES else VALUE_OF_TYPE[type(default)](default)
+    (line,) = lines(f"--parallelism.{name}={value}", ranks=1)
     assert line.startswith(f"{name}: given ")
     assert line.endswith(f"; allowed: its default while parallelism.{degree} = 1; leave it out")
 
 
-def test_every_option_of_a_degree_is_known():
+def test_the_rule_covers_every_option_of_a_degree():
     prefixes = {"tensor": "tensor_parallel", "context": "context_parallel", "pipeline": "pipeline_parallel"}
     for axis, prefix in prefixes.items():
         options = {name for name in vars(Parallelism()) if name.startswith(prefix) and not name.endswith("_degree")}
@@ -150,15 +150,15 @@ def test_every_option_of_a_degree_is_known():
         (4, {"ep": 8}),
     ],
 )
-def test_a_mesh_refuses_in_the_words_of_the_rules(ranks, degrees):
-    """One limit, one text: what is judged before a start is what would be refused in it."""
+def test_a_mesh_has_the_messages_of_the_rules(ranks, degrees):
+    """A limit has the same message whether the rules or the mesh check it."""
     names = {"dp_shard": "data_parallel_shard", "ep": "expert_parallel", "cp": "context_parallel"}
     names |= {"tp": "tensor_parallel", "pp": "pipeline_parallel"}
-    words = [f"--parallelism.{names[axis]}_degree={n}" for axis, n in degrees.items()]
-    words += ["--model.name=deepseek"] * ("ep" in degrees)
+    arguments = [f"--parallelism.{names[axis]}_degree={n}" for axis, n in degrees.items()]
+    arguments += ["--model.name=deepseek"] * ("ep" in degrees)
     with pytest.raises(LimitError) as error:
         ParallelDims(ranks, **degrees)
-    said = str(error.value).removeprefix("parallelism.")
-    judged = lines(*words, ranks=ranks)
-    assert said.partition("; write ")[0] in [line.partition("; write ")[0] for line in judged]
-    assert "ep" in degrees or said in judged  # only the rules know how many experts there are, and what would fit
+    message = str(error.value).removeprefix("parallelism.")
+    faults = lines(*arguments, ranks=ranks)
+    assert message.partition("; write ")[0] in [line.partition("; write ")[0] for line in faults]
+    assert "ep" in degrees or message in faults  # only the rules know the number of experts and can suggest a degree

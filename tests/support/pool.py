@@ -1,8 +1,7 @@
 """Ranks for distributed tests: one set of gloo processes per world size (and test worker), started once and kept.
 
-Importing torch costs seconds and starting a rank from a fork server that has imported it 0.05 s, so a test pays only
-for what it runs. A rank that fails leaves its peers inside a collective; then the whole set is killed and the next
-test gets a fresh one.
+Importing torch takes seconds; forking a rank from a server that has imported it takes 0.05 s. A rank that fails leaves
+its peers inside a collective, so the whole set is killed and the next test gets a new one.
 """
 
 import atexit
@@ -27,7 +26,7 @@ from typing import Any
 
 from tests.support.leftovers import put_back
 
-# Imported once for all ranks: what most of them would import themselves, which takes longer than their tests.
+# Imported once for all ranks, because most of them need these and the import takes longer than their tests.
 PRELOAD = [
     "tests.support.shared_meshes",
     "torch.distributed.checkpoint",
@@ -49,18 +48,18 @@ _pools: dict[int, "RankPool"] = {}
 
 
 class RankFailed(AssertionError):
-    """A function raised on some rank, or did not come back in time. The message holds the ranks' tracebacks."""
+    """A function raised on some rank, or did not return in time. The message holds the ranks' tracebacks."""
 
 
 class RankCrashed(RankFailed):
-    """A signal ended a rank: not Python code, but a library below it."""
+    """A signal ended a rank, so a library crashed and not Python code."""
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit: float = DEFAULT_LIMIT) -> list[Any]:
-    """Run `function(*args)`, a module-level function, on every rank; the results in rank order.
+    """Run `function(*args)`, a module-level function, on every rank; return the results in rank order.
 
-    A test whose rank a signal ended is begun once more by pytest (pyproject.toml), with folders of its own, and what is
-    known of the crash is among the warnings.
+    If a signal ends a rank, pytest repeats the test once in new folders (pyproject.toml), and a warning reports the
+    crash.
     """
     pool = _pools.get(world_size)
     if pool is None:
@@ -75,8 +74,10 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit: 
 
 
 def _fork(target: Callable[..., None], *args: Any) -> Any:
-    """A process that runs `target(*args)`. What it finds in the environment is from before the tests: the fork server
-    keeps that of its start, which may be in the midst of a test that has changed it for itself."""
+    """Start a process that runs `target(*args)` in the environment from before the tests.
+
+    The fork server keeps the environment of its start, which may be during a test that has changed it.
+    """
     environment = dict(os.environ)
     put_back(_environment)
     try:
@@ -89,12 +90,12 @@ def _fork(target: Callable[..., None], *args: Any) -> Any:
 
 
 def run_alone(function: Callable[..., Any], *args: Any, limit: float = DEFAULT_LIMIT) -> Any:
-    """Run `function(*args)` in a fresh process without a process group, for what changes a process for good."""
-    ours, theirs = _context.Pipe()
-    process = _fork(_answer_alone, theirs, function.__module__, function.__qualname__, args)
-    theirs.close()
+    """Run `function(*args)` in a fresh process without a process group, if it changes the process permanently."""
+    pipe, child_pipe = _context.Pipe()
+    process = _fork(_answer_alone, child_pipe, function.__module__, function.__qualname__, args)
+    child_pipe.close()
     try:
-        ok, answer = ours.recv() if ours.poll(limit) else (False, f"no answer within {limit:.0f} s")
+        ok, answer = pipe.recv() if pipe.poll(limit) else (False, f"no answer within {limit:.0f} s")
     except EOFError:
         ok, answer = False, "the process ended without an answer"
     finally:
@@ -105,13 +106,14 @@ def run_alone(function: Callable[..., Any], *args: Any, limit: float = DEFAULT_L
     return answer
 
 
-def run_script(folder: Path, path: Path, *words: str, limit: float = DEFAULT_LIMIT) -> tuple[int | None, str, str]:
-    """`python path words` in `folder`, in a fresh process that has imported what takes most scripts longer than their
-    work: exit code, output, errors; None for a code where it does not end in time.
+def run_script(folder: Path, path: Path, *arguments: str, limit: float = DEFAULT_LIMIT) -> tuple[int | None, str, str]:
+    """Run `python path arguments` in `folder`; return exit code, output and errors.
+
+    The process is forked with torch imported, which saves most of a script's time. The code is None after a timeout.
     """
     with tempfile.TemporaryDirectory() as streams:
         files = [os.path.join(streams, name) for name in ("out", "err")]
-        process = _fork(_be_script, files, str(folder), str(path), *words)
+        process = _fork(_be_script, files, str(folder), str(path), *arguments)
         process.join(limit)
         code = process.exitcode
         process.kill()
@@ -120,13 +122,13 @@ def run_script(folder: Path, path: Path, *words: str, limit: float = DEFAULT_LIM
     return code, out, err
 
 
-def _be_script(files: list[str], folder: str, path: str, *words: str) -> None:
+def _be_script(files: list[str], folder: str, path: str, *arguments: str) -> None:
     gc.freeze()
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.chdir(folder)
-    set_start_method(None, force=True)  # the platform's, as for a user; here it is inherited
-    sys.argv, sys.path[:0] = [path, *words], [os.path.dirname(path)]
+    set_start_method(None, force=True)  # the platform's default, as for a user, and not the inherited one
+    sys.argv, sys.path[:0] = [path, *arguments], [os.path.dirname(path)]
     runpy.run_path(path, run_name="__main__")
 
 
@@ -136,10 +138,10 @@ class RankPool:
         self.pipes: list[connection.Connection] = []
         self.processes = []
         for rank in range(world_size):
-            ours, theirs = _context.Pipe()
-            process = _fork(_serve, rank, world_size, self.folder, theirs)
-            theirs.close()
-            self.pipes.append(ours)
+            pipe, child_pipe = _context.Pipe()
+            process = _fork(_serve, rank, world_size, self.folder, child_pipe)
+            child_pipe.close()
+            self.pipes.append(pipe)
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], limit: float) -> list[Any]:
@@ -165,7 +167,7 @@ class RankPool:
                     code = self.processes[rank].exitcode
                     kind = RankCrashed if code is not None and code < 0 else kind
                     answers[rank] = (False, f"process ended with exit code {code}\n{self.stack_of(rank)}")
-                if not answers[rank][0]:  # its peers may wait for it for ever; give them a moment to fail by themselves
+                if not answers[rank][0]:  # its peers may wait forever; give them a moment to fail
                     deadline = min(deadline, time.monotonic() + 5)
         failed = {rank: text for rank, (ok, text) in sorted(answers.items()) if not ok}
         if failed:
@@ -173,7 +175,7 @@ class RankPool:
         return [answers[rank][1] for rank in range(len(self.pipes))]
 
     def stacks(self) -> list[str]:
-        """What each rank is doing."""
+        """Return the stack of each rank."""
         for process in self.processes:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
@@ -207,11 +209,10 @@ def _serve(rank: int, world_size: int, folder: str, pipe: connection.Connection)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
-    # connections that wait for their first use hang behind a FileStore, and a test that trains in this process may have
-    # asked for them as a job does, whose store is another
+    # lazy gloo connections hang with a FileStore; an earlier test may have enabled them as a job does, with a TCPStore
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
     torch.set_num_threads(1)
-    gc.freeze()  # what came with the fork stays; looking through it costs 3 to 8 % of a row
+    gc.freeze()  # collecting objects of the fork would take 3 to 8 % of a row
     stacks = open(os.path.join(folder, f"stacks-{rank}"), "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks)
     faulthandler.enable(stacks)
@@ -242,7 +243,7 @@ def _answer(pipe: connection.Connection, module: str, name: str, args: tuple[Any
         for part in name.split("."):
             function = getattr(function, part)
         answer = (True, function(*args))
-        assert world in (None, dist.group.WORLD), "the world is left, in which the next test would be"
+        assert world in (None, dist.group.WORLD), "the function left a process group to the next test"
     except BaseException:
         answer = (False, traceback.format_exc())
     pipe.send(answer)
