@@ -83,7 +83,7 @@ def simulated(name: str, options: argparse.Namespace) -> float:
 
 
 def measure(name: str, options: argparse.Namespace) -> list[float]:
-    """Run a schedule on one rank; return seconds from the first start to the last end of all ranks, warm-up excluded."""
+    """Run a schedule on a rank; return seconds from the first start to the last end of all ranks without warm-up."""
     rank, table = dist.get_rank(), table_of(name, options.microbatches)
     num_stages, device = num_stages_of(table), torch.device("cpu")
     hidden, loss = torch.empty((1, WIDTH), device="meta").requires_grad_(), torch.empty((), device="meta")
