@@ -41,7 +41,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.build import data, parts
 from torchtitan.config import manager
-from torchtitan.datasets.loader import LoaderOptions, Weighted, build_loader
+from torchtitan.datasets.loader import LoaderOptions, WeightedSource, build_loader
 from torchtitan.datasets.token_shards import ShardWriter, TokenShards
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.metrics.json_lines import read_records
@@ -218,7 +218,7 @@ def loading(folder: Path, options: argparse.Namespace) -> Iterator[str]:
 def shuffled(shards: Path, batch: int, seq_len: int, document_mask: bool = False) -> Iterable[Any]:
     """The loader of a job on prepared shards, in the trainer's process."""
     options = LoaderOptions(seq_len=seq_len, local_batch_size=batch, document_mask=document_mask)
-    return build_loader([Weighted("tokens", TokenShards(shards))], build_tokenizer("bytes"), options)
+    return build_loader([WeightedSource("tokens", TokenShards(shards))], build_tokenizer("bytes"), options)
 
 
 class MemoryMap:

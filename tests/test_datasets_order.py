@@ -10,7 +10,14 @@ import pytest
 from torchtitan.datasets.shuffle import key, permute
 from torchtitan.datasets.sources import DataError, Document, IndexedSource, Part, SequentialSource
 from torchtitan.datasets.sources_text import text
-from torchtitan.datasets.streams import BLOCK, MAX_EMPTY_EPOCHS, MAX_STREAMS, IndexedStreams, Place, SequentialStreams
+from torchtitan.datasets.streams import (
+    BLOCK,
+    MAX_EMPTY_EPOCHS,
+    MAX_STREAMS,
+    DocumentPosition,
+    IndexedStreams,
+    SequentialStreams,
+)
 
 # Permutations
 
@@ -112,7 +119,7 @@ def test_every_epoch_has_every_document_once(build, shuffle):
     first_epoch = [(lane, int(item.text)) for lane, item in lanes.first_epoch()]
     total = len(first_epoch)
     assert sorted(n for _, n in first_epoch) == list(range(total))
-    reader = lanes.reader({lane: Place() for lane in range(lanes.count)})
+    reader = lanes.reader({lane: DocumentPosition() for lane in range(lanes.count)})
     by_lane = {lane: [] for lane in range(lanes.count)}
     epochs: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for lane in by_lane:
@@ -143,7 +150,7 @@ def test_every_epoch_has_every_document_once(build, shuffle):
 def test_every_lane_has_one_document_of_each_round_and_then_begins_again():
     lanes = IndexedStreams(indexed(30), 0, False)
     lanes.count = 2  # in stored order there is one alone
-    reader = lanes.reader({0: Place(), 1: Place()})
+    reader = lanes.reader({0: DocumentPosition(), 1: DocumentPosition()})
     first, second = take(reader, 0, 17), take(reader, 1, 15)
     assert [{*pair} for pair in zip(first, second, strict=False)] == [{n, n + 1} for n in range(0, 30, 2)]
     assert first[15:] == first[:2]  # without shuffle, every epoch is the same
@@ -153,7 +160,7 @@ def test_a_stream_of_many_even_parts_gives_each_lane_its_own():
     source = stream(*[10] * 2 * MAX_STREAMS)
     lanes = SequentialStreams(source, 0, True, True)
     assert lanes.parts_per_stream and lanes.count == MAX_STREAMS
-    take(lanes.reader({5: Place()}), 5, 20)
+    take(lanes.reader({5: DocumentPosition()}), 5, 20)
     assert sum(bool(part.read_from) for part in source.parts) == 2  # the others were not touched
 
 
@@ -170,7 +177,7 @@ def test_counting_and_resuming_a_stream_reads_no_more_than_needed():
     source = stream(10 * BLOCK, 10 * BLOCK)
     lanes = SequentialStreams(source, 0, True, True)
     assert source.parts[0].read_from == [0] and source.parts[1].read_from == []
-    place = Place(0, 1, 9 * BLOCK + 63)
+    place = DocumentPosition(0, 1, 9 * BLOCK + 63)
     assert lanes.reader({lanes.stream_of(place): place}).next(lanes.stream_of(place))[0] == place
     second = lanes._parts(0, 0)[1]
     assert source.parts[second].read_from[-1] == 9 * BLOCK
@@ -178,7 +185,7 @@ def test_counting_and_resuming_a_stream_reads_no_more_than_needed():
 
 def test_the_blocks_of_a_stream_are_shuffled_each_in_its_way():
     lanes = SequentialStreams(stream(2 * BLOCK, 2 * BLOCK), 0, True, True)
-    order = [int(item.text) % BLOCK for _, item in lanes.read(0, Place())]
+    order = [int(item.text) % BLOCK for _, item in lanes.read(0, DocumentPosition())]
     blocks = [order[i : i + BLOCK] for i in range(0, 4 * BLOCK, BLOCK)]
     assert all(sorted(block) == list(range(BLOCK)) for block in blocks)
     assert len({tuple(block) for block in blocks}) == 4
@@ -189,7 +196,7 @@ def test_errors_keep_their_place():
         IndexedStreams(indexed(8, bad={3}), 0, False),
         SequentialStreams(SequentialSource("s", {}, [Numbers(0, 8, bad={3})]), 0, False, stop=False),
     ):
-        reader = lanes.reader({0: Place()})
+        reader = lanes.reader({0: DocumentPosition()})
         items = [reader.next(0)[1] for _ in range(8)]
         assert isinstance(items[3], DataError) and items[4].text == "4"
     with pytest.raises(DataError, match="3 is bad"):
@@ -203,18 +210,18 @@ def test_a_stream_without_documents():
     lanes = SequentialStreams(stream(8, 8), 0, False, True)
     lanes.count = 2
     lanes.stream_of = lambda place: 0
-    with pytest.raises(DataError, match=f"no text in {MAX_EMPTY_EPOCHS} epochs of lane 1 of 2"):
-        lanes.reader({1: Place()}).next(1)
+    with pytest.raises(DataError, match=f"no text in {MAX_EMPTY_EPOCHS} epochs of stream 1 of 2"):
+        lanes.reader({1: DocumentPosition()}).next(1)
 
 
 def test_what_waits_for_a_lane_that_is_through_is_dropped():
     lanes = SequentialStreams(stream(80), 0, False, True)
     lanes.count = 2
-    reader = lanes.reader({0: Place(), 1: Place()})
+    reader = lanes.reader({0: DocumentPosition(), 1: DocumentPosition()})
     for _ in range(4):
         take(reader, 0, 40), take(reader, 1, 40)
-    assert len(reader._streams) <= 2 and sum(map(len, reader._waiting.values())) <= 40
-    assert list(islice(reader._streams, 1))[0][1] >= 2
+    assert len(reader._passes) <= 2 and sum(map(len, reader._waiting.values())) <= 40
+    assert list(islice(reader._passes, 1))[0][1] >= 2
 
 
 @pytest.mark.parametrize("gz", [False, True])
@@ -227,7 +234,7 @@ def test_data_that_alternates_is_dealt_evenly_without_shuffle(gz, tmp_path):
     path.write_bytes(gzip.compress(content) if gz else content)
     source = text(str(path), "text")
     lanes = SequentialStreams(source, 0, False, True) if gz else IndexedStreams(source, 0, False)
-    reader = lanes.reader({lane: Place() for lane in range(lanes.count)})
+    reader = lanes.reader({lane: DocumentPosition() for lane in range(lanes.count)})
     short = [sum(reader.next(lane)[1].text == "s" for _ in range(64)) for lane in range(lanes.count)]
     assert min(short) > 12 and max(short) < 52  # 32 expected of 64; 5 standard deviations are 20
     seen = [reader_place for reader_place, _ in (reader.next(lane) for lane in range(lanes.count))]

@@ -26,7 +26,7 @@ from torchtitan.core.cadence import NO_LIMIT, with_end
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source, preparing
 from torchtitan.datasets.loader import merge_states
-from torchtitan.datasets.preparing import prepared
+from torchtitan.datasets.preparing import prepared_shards
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.sources import DataError
@@ -117,7 +117,7 @@ def test_epochs_cannot_resume_a_weighted_mixture(data):
 
 
 def prepare_texts(data, folder, name="texts", tokenizer="bytes", workers=1):
-    return prepared(
+    return prepared_shards(
         open_source("text", str(data[name]), RecordReader()), str(data[name]), tokenizer, folder, workers, stop=True
     )
 

@@ -10,7 +10,7 @@ from tests.support import jobs
 from tests.support.pool import run_ranks
 from torchtitan.config import manager
 from torchtitan.datasets.loader import HeldOutBatches
-from torchtitan.datasets.samples import Share
+from torchtitan.datasets.samples import RankSamples
 from torchtitan.datasets.sources import DataError
 from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy
 from torchtitan.parallelisms.parallel_dims import ParallelDims
@@ -119,7 +119,7 @@ def test_the_largest_loss_of_one_data_parallel_rank_is_the_loss(axis, tmp_path):
 class Counting:
     """A loader whose labels are the numbers of the samples, [batch, 1]."""
 
-    def __init__(self, share: Share):
+    def __init__(self, share: RankSamples):
         self.share = share
 
     def __iter__(self):
@@ -132,7 +132,8 @@ class Counting:
 def test_the_same_samples_are_held_out_whatever_the_plan(samples, size, ranks, together):
     """Of pairs, whole ones."""
     parts = [
-        HeldOutBatches(Counting(Share(0, r, ranks, size, together)), samples, OBJECTIVE.first) for r in range(ranks)
+        HeldOutBatches(Counting(RankSamples(0, r, ranks, size, together)), samples, OBJECTIVE.first)
+        for r in range(ranks)
     ]
     of_ranks = [list(part) for part in parts]
     assert {len(batches) for batches in of_ranks} == {parts[0].batches}, "as many forwards on each"

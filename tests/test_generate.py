@@ -20,7 +20,7 @@ from torchtitan.commands import generate
 from torchtitan.config import manager
 from torchtitan.core.initialization import local_part
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.datasets.tokenizer.base import WINDOW_TOKENS, text_of
+from torchtitan.datasets.tokenizer.base import WINDOW_TOKENS, decode_stream
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
 from torchtitan.models import SIZES
 from torchtitan.models.kv_cache import CachedDecoder
@@ -140,7 +140,7 @@ def test_the_model_never_sees_more_than_the_context(prompt):
 
 
 def stream_text(tokenizer, prompt: str, new: list[int]) -> list[str]:
-    return list(text_of(iter(new), tokenizer.encode(prompt), tokenizer))
+    return list(decode_stream(iter(new), tokenizer.encode(prompt), tokenizer))
 
 
 @pytest.mark.parametrize("path", TOKENIZERS)
@@ -177,7 +177,7 @@ class CountingTokenizer(ByteTokenizer):
 
 def test_streaming_takes_linear_time():
     tokenizer, new = CountingTokenizer(), list(("Grüße 你好 🙂 " * 200).encode())
-    assert "".join(text_of(new, [], tokenizer)) == "Grüße 你好 🙂 " * 200
+    assert "".join(decode_stream(new, [], tokenizer)) == "Grüße 你好 🙂 " * 200
     assert tokenizer.decoded <= (2 * WINDOW_TOKENS + 1) * len(new)
 
 

@@ -155,7 +155,7 @@ def made(*texts, label=1, ended=False, longest=None):
     document = Document(LabelledTexts(texts, label, ended), "here", has_begin_end=True)
     ids, trained = encode(BYTES, document)
     if longest is not None:
-        ((ids, trained),) = PrepareOptions(longest=longest, too_long="truncate").apply(ids, trained, document).pieces
+        ((ids, trained),) = PrepareOptions(max_tokens=longest, too_long="truncate").apply(ids, trained, document).pieces
     assert trained.nonzero()[0].tolist() == [len(ids) - 1]
     return ids.tolist()
 

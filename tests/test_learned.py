@@ -12,7 +12,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
 from torchtitan.datasets.encoding import TRAIN_ON_ANSWERS, TrainOn, encode
 from torchtitan.datasets.formats import to_document
-from torchtitan.datasets.preparing import PrepareOptions, prepared, told
+from torchtitan.datasets.preparing import PrepareOptions, describe_records, prepared_shards
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import TokenReader
@@ -155,18 +155,18 @@ def prepare(recipe, value, tokenizer=BYTES):
     document = to_document(value, "f", "a.jsonl:3", "3")
     result = recipe.apply(*encode(tokenizer, document), document)
     pieces = [(i.tolist(), [True] * len(i) if t is None else t.tolist()) for i, t in result.pieces]
-    return pieces, result.fate
+    return pieces, result.outcome
 
 
 def test_too_long_records(folder):
     text = segments(("abc", False), ("defg", True))  # nine tokens, with begin and end
     ids = [256, *b"abcdefg", 257]
     flags = [False] * 4 + [True] * 5
-    assert prepare(PrepareOptions(longest=9), text) == ([(ids, flags)], "whole")
-    assert prepare(PrepareOptions(longest=8, too_long="drop"), text) == ([], "dropped")
-    assert prepare(PrepareOptions(longest=6, too_long="truncate"), text) == ([(ids[:6], flags[:6])], "truncated")
-    assert prepare(PrepareOptions(longest=4, too_long="truncate"), text) == ([], "empty")
-    pieces, fate = prepare(PrepareOptions(longest=4, too_long="split"), text)
+    assert prepare(PrepareOptions(max_tokens=9), text) == ([(ids, flags)], "whole")
+    assert prepare(PrepareOptions(max_tokens=8, too_long="drop"), text) == ([], "dropped")
+    assert prepare(PrepareOptions(max_tokens=6, too_long="truncate"), text) == ([(ids[:6], flags[:6])], "truncated")
+    assert prepare(PrepareOptions(max_tokens=4, too_long="truncate"), text) == ([], "empty")
+    pieces, fate = prepare(PrepareOptions(max_tokens=4, too_long="split"), text)
     assert fate == "split" and pieces == [
         (ids[3:7], flags[3:7]),
         (ids[6:], flags[6:]),
@@ -177,40 +177,40 @@ def test_too_long_records(folder):
         "3: 9 tokens, but a sample of training.seq_len = 7 has room for 8; raise training.seq_len to 8, or set data"
     )
     with pytest.raises(DataError, match=message):
-        prepare(PrepareOptions(longest=8), text)
+        prepare(PrepareOptions(max_tokens=8), text)
     tokenizer = build_tokenizer(folder)
     for way in ("truncate", "split", "error"):
         with pytest.raises(DataError, match='or set data.too_long to "drop"$'):
-            prepare(PrepareOptions(longest=8, too_long=way), messages(*TWO), tokenizer)
+            prepare(PrepareOptions(max_tokens=8, too_long=way), messages(*TWO), tokenizer)
     with pytest.raises(DataError, match="and data.too_long = 'split' would cut its last answer off; raise"):
-        prepare(PrepareOptions(longest=8, too_long="split"), messages(*TWO), tokenizer)
+        prepare(PrepareOptions(max_tokens=8, too_long="split"), messages(*TWO), tokenizer)
 
 
 def prepare_source(path, recipe, folder, workers=1):
     opened = open_source("text", str(path), RecordReader())
-    return prepared(opened, str(path), "bytes", folder, workers=workers, stop=True, recipe=recipe)
+    return prepared_shards(opened, str(path), "bytes", folder, workers=workers, stop=True, options=recipe)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_counts_and_lengths_of_records_are_reported(tmp_path, workers):
     values = [segments(("q" * n, False), ("a", True)) for n in range(1, 41)] + [segments(("q", False))] * 2 + [""]
     path = write(tmp_path / "a.jsonl", values)
-    recipe = PrepareOptions(longest=21, too_long="drop", max_empty_ratio=0.05)
+    recipe = PrepareOptions(max_tokens=21, too_long="drop", max_empty_ratio=0.05)
     shards = prepare_source(path, recipe, tmp_path / "data", workers)
     records = shards.header["records"]
     assert records["fates"] == {"whole": 18, "dropped": 22, "empty": 2}
     assert records["lengths"] == {"50": 23, "90": 39, "99": 43, "100": 43}
-    assert told(records, 20) == (
+    assert describe_records(records, 20) == (
         "18 whole, 22 dropped, 2 empty; lengths 23 (50 %), 39 (90 %), 43 (99 %), 43 (100 %); "
         "training.seq_len = 42 would keep 99 % whole"
     )
     assert len(TokenReader(shards).documents) == 18
-    cut = prepare_source(path, PrepareOptions(longest=21, too_long="truncate", max_empty_ratio=1), tmp_path / "data")
+    cut = prepare_source(path, PrepareOptions(max_tokens=21, too_long="truncate", max_empty_ratio=1), tmp_path / "data")
     assert cut.folder != shards.folder and prepare_source(path, recipe, tmp_path / "data").folder == shards.folder
     with pytest.raises(
         DataError, match=r"2 of 42 records have nothing that is trained, the first a.jsonl:41; allowed: 0"
     ):
-        prepare_source(path, PrepareOptions(longest=50, max_empty_ratio=0.04), tmp_path / "data")
+        prepare_source(path, PrepareOptions(max_tokens=50, max_empty_ratio=0.04), tmp_path / "data")
 
 
 def test_pretraining_keeps_records_without_trained_tokens(tmp_path):

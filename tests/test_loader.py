@@ -15,7 +15,7 @@ from tests.support.jobs import ROOT
 from tests.test_datasets_tokens import make as make_shards
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
-from torchtitan.datasets.loader import Loader, LoaderOptions, Weighted, WorkerOptions, build_loader, merge_states
+from torchtitan.datasets.loader import Loader, LoaderOptions, WeightedSource, WorkerOptions, build_loader, merge_states
 from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.samples import IGNORE, next_token_arrays
@@ -36,7 +36,9 @@ def workers_alive() -> list[multiprocessing.process.BaseProcess]:
 def loader(dataset_path=None, dataset="text", sources=(), **options) -> Loader:
     """Build a loader of one dataset, or of `sources` as (dataset, dataset_path, weight)."""
     sources = sources or [(dataset, dataset_path, 1.0)]
-    opened = [Weighted(name, open_source(name, str(path), RecordReader()), weight) for name, path, weight in sources]
+    opened = [
+        WeightedSource(name, open_source(name, str(path), RecordReader()), weight) for name, path, weight in sources
+    ]
     state, tokenizer = options.pop("state", None), options.pop("tokenizer", TOKENIZER)
     workers = WorkerOptions(**{name: options.pop(name) for name in WorkerOptions._fields if name in options})
     samples = LoaderOptions(**(dict(seq_len=SEQ_LEN, local_batch_size=2) | options))
@@ -44,7 +46,7 @@ def loader(dataset_path=None, dataset="text", sources=(), **options) -> Loader:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "message"), [(64, ""), (512, "512 data-parallel ranks read 64 lanes of text, so each")]
+    ("ranks", "message"), [(64, ""), (512, "512 data-parallel ranks read 64 streams of text, so each")]
 )
 def test_more_ranks_than_streams_log_the_cost(tmp_path, caplog, ranks, message):
     path = write_documents(tmp_path / "a.jsonl", count=600)
@@ -326,7 +328,7 @@ def test_a_state_of_other_data_is_refused(tmp_path, data):
     for key, value, message in [
         ("version", 9, "has version 9, this program reads 2"),
         ("version", 1, "has version 1, this program reads 2, another order; finish with the program that began"),
-        ("lanes", 8, "lanes: 8 in the checkpoint, 16 now"),
+        ("lanes", 8, "streams: 8 in the checkpoint, 16 now"),
         ("cursors", {}, "is not whole: lane 0 is at sample 0 instead of 1; join the states"),
     ]:
         with pytest.raises(JobError, match=message):
@@ -449,7 +451,7 @@ def test_bad_records_are_skipped_and_counted(tmp_path, caplog):
     assert interleave(by_rank) == [row for batch in batches for row in rows(batch)]
     resumed = loader(path, on_bad_data="skip", state=merge_states([rank.state_dict() for rank in ranks]))
     assert resumed.skipped == single.skipped
-    assert "left out (1 in lane" in caplog.text and "a.jsonl:8: no valid JSON" in caplog.text
+    assert "left out (1 in stream" in caplog.text and "a.jsonl:8: no valid JSON" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
@@ -458,7 +460,7 @@ def test_data_without_text_are_refused(tmp_path, name, texts):
     content = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
     path = tmp_path / name
     path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    with pytest.raises(DataError, match="no text in 8 epochs of lane"):
+    with pytest.raises(DataError, match="no text in 8 epochs of stream"):
         next(iter(loader(path)))
 
 

@@ -67,7 +67,7 @@ def test_every_sample_is_the_next_of_its_stream(weights, lanes):
         assert [part[0].tolist(), part[1].tolist()] == [located[start : start + 50], numbers[start : start + 50]]
     for samples in (0, 1, 29, mixture.block, count):
         expected = Counter(located[:samples])
-        assert mixture.taken(samples).tolist() == [expected[lane] for lane in range(sum(lanes))]
+        assert mixture.samples_per_stream(samples).tolist() == [expected[lane] for lane in range(sum(lanes))]
 
 
 @pytest.mark.parametrize("weights, lanes", [([1], [64]), ([1], [2]), ([3, 1], [16, 1]), ([5, 3], [64, 8])])
@@ -75,7 +75,7 @@ def test_ranks_read_their_own_streams(weights, lanes):
     mixture = Mixture(weights, lanes, 1)
     located = mixture.locate(np.arange(40 * max(lanes)))[0]
     for ranks in (1, 2, 3, 4, 8, 16, 64):
-        lanes_by_rank = [mixture.own(first, ranks) for first in range(ranks)]
+        lanes_by_rank = [mixture.streams_of(first, ranks) for first in range(ranks)]
         assert {lane for rank_lanes in lanes_by_rank for lane in rank_lanes} == set(range(sum(lanes)))
         for first, rank_lanes in enumerate(lanes_by_rank):
             assert set(located[first::ranks].tolist()) <= set(rank_lanes)

@@ -23,7 +23,7 @@ from torchtitan.datasets.token_shards import TokenReader, TokenShards
 
 SEQ_LEN, END = 47, TOKENIZER.eos_id
 PACKED, WINDOWS, ALONE = Packing(1000, END), Packing(8, END), Packing(1, END)
-GROUPED = ALONE._replace(group=6)
+GROUPED = ALONE._replace(step_samples=6)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
 from torchtitan.datasets import open_source, preparing
 from torchtitan.datasets.encoding import TrainOn, encode
-from torchtitan.datasets.preparing import PrepareOptions, prepared
+from torchtitan.datasets.preparing import PrepareOptions, prepared_shards
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sample_packing import Packing, PackReader
 from torchtitan.datasets.sources import Chat, DataError, Span
@@ -137,12 +137,12 @@ def test_forms_of_text_and_records_that_are_no_pair(tmp_path):
     assert same.content.chosen.content == [Span("Hi", False), Span("Hi")], "and as the prompt itself does"
     for record, message in (
         ({"prompt": "q", "chosen": None, "rejected": "no"}, "a:1: field 'chosen' holds nothing \\(null\\), beside str"),
-        ({"prompt": 5, "chosen": "a", "rejected": "no"}, "holds str, beside int as prompt; allowed: text behind"),
+        ({"prompt": 5, "chosen": "a", "rejected": "no"}, "holds str, with int as prompt; allowed: text after"),
         ({"prompt": "q", "chosen": [], "rejected": []}, "field 'chosen' holds list"),
         # full transcripts, and a question under another name: answers without a prompt would be learned
-        ({"chosen": "Human: q Assistant: a", "rejected": "no"}, "field 'chosen' holds str, beside nothing as prompt"),
-        ({"prompt": None, "chosen": "yes", "rejected": "no"}, "field 'chosen' holds str, beside nothing as prompt"),
-        ({"prompt": "", "chosen": "yes", "rejected": "no"}, "field 'chosen' holds str, beside nothing as prompt"),
+        ({"chosen": "Human: q Assistant: a", "rejected": "no"}, "field 'chosen' holds str, with nothing as prompt"),
+        ({"prompt": None, "chosen": "yes", "rejected": "no"}, "field 'chosen' holds str, with nothing as prompt"),
+        ({"prompt": "", "chosen": "yes", "rejected": "no"}, "field 'chosen' holds str, with nothing as prompt"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "'chosen' and 'rejected' are not both answers to the same messages"),
         ({"prompt": "p", "chosen": [*TURNS, GOOD], "rejected": [TURNS[2], BAD]}, "are not both answers to the same"),
     ):
@@ -157,8 +157,8 @@ def test_forms_of_text_and_records_that_are_no_pair(tmp_path):
 def shards_of(folder, rows, **options):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = PrepareOptions(TrainOn("last_turn"), longest=16, together=2, **options)
-    return prepared(
+    recipe = PrepareOptions(TrainOn("last_turn"), max_tokens=16, group_size=2, **options)
+    return prepared_shards(
         open_source("text", str(path), RecordReader()), str(path), "bytes", folder / "data", 1, True, recipe
     )
 
@@ -170,21 +170,21 @@ def test_pairs_are_kept_or_dropped_as_one(tmp_path):
     assert shards.header["records"]["fates"] == {"whole": len(retained), "dropped": 20 - len(retained)}
     assert len(TokenReader(shards).documents) == 2 * len(retained)
     for split, held_out in ((None, False), (0.3, True), (0.3, False)):
-        reader = PackReader([shards], 15, 0, True, Packing(1, 257, split, held_out, together=2))
+        reader = PackReader([shards], 15, 0, True, Packing(1, 257, split, held_out, group_size=2))
         ids, _ = reader.read(np.arange(reader.samples(2)))
         signs = [["+" in BYTES.decode(row), "-" in BYTES.decode(row)] for row in ids]
         assert signs == [[True, False], [False, True]] * (len(ids) // 2)
         share = {None: 1, 0.3: 0.3 if held_out else 0.7}[split]
         assert len(ids) == 2 * 2 * round(share * len(retained))
     with pytest.raises(DataError, match="24 documents, which are no groups of 5; give records of pairs as text"):
-        PackReader([shards], 15, 0, True, Packing(1, 257, together=5))
+        PackReader([shards], 15, 0, True, Packing(1, 257, group_size=5))
 
 
 def test_a_new_pair_tokenization_version_tokenizes_pairs_again(tmp_path, monkeypatch):
     def folders(group_size):
-        recipe = PrepareOptions(TrainOn("last_turn"), together=group_size)
+        recipe = PrepareOptions(TrainOn("last_turn"), group_size=group_size)
         source = open_source("text", str(path), RecordReader())
-        return prepared(source, str(path), "bytes", tmp_path / "data", 1, True, recipe).folder
+        return prepared_shards(source, str(path), "bytes", tmp_path / "data", 1, True, recipe).folder
 
     path = tmp_path / "rows.jsonl"
     for group_size, record in ((2, {"prompt": "q", "chosen": "yes", "rejected": "no"}), (1, {"text": "alone"})):

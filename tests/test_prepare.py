@@ -11,7 +11,7 @@ from torchtitan import cli
 from torchtitan.commands import prepare
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source, preparing
-from torchtitan.datasets.loader import LoaderOptions, Weighted, build_loader
+from torchtitan.datasets.loader import LoaderOptions, WeightedSource, build_loader
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import BlockReader, TokenShards
@@ -64,9 +64,9 @@ def test_prepared_documents_train_like_the_text(tmp_path):
     tokenizer = build_tokenizer("bytes")
     options = LoaderOptions(seq_len=32, local_batch_size=4, shuffle=False, document_mask=True)
     records = open_source("text", str(write_texts(tmp_path / "one.jsonl", TEXTS[:9])), RecordReader("body"))
-    text = build_loader([Weighted("text", records)], tokenizer, options)
+    text = build_loader([WeightedSource("text", records)], tokenizer, options)
     run(tmp_path / "one.jsonl", tmp_path / "one", "--workers", "1")
-    shards = build_loader([Weighted("tokens", TokenShards(tmp_path / "one"))], tokenizer, options)
+    shards = build_loader([WeightedSource("tokens", TokenShards(tmp_path / "one"))], tokenizer, options)
     pairs = zip(text, shards, strict=True)  # nine documents make one lane, so the order is the same
     for a, b in islice(pairs, 2):
         assert a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)

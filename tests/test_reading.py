@@ -174,7 +174,7 @@ MISSING = [
     (
         dict(format_name="preference", fields={"chosen": "good"}),
         {"prompt": "a", "good": None, "rejected": "b"},
-        "a.jsonl:3: field 'good' holds nothing (null), beside str as prompt",
+        "a.jsonl:3: field 'good' holds nothing (null), with str as prompt",
     ),
 ]
 
@@ -195,7 +195,7 @@ WRONG = [
     ),
     (
         dict(format_name="chat", template=TEMPLATE),
-        "'format'; allowed: unset with format chat, which has no prompt of its own",
+        "'format'; allowed: unset with format chat, which does not use a prompt template",
     ),
     (
         dict(format_name="prompt_completion", template=TEMPLATE),

@@ -237,7 +237,10 @@ def test_shards_hold_the_flags_of_the_text(data, capfd, tmp_path):
     "change, message",
     [
         (lambda content: content[:-1], "bytes, .* by the header"),
-        (lambda content: content[:-1] + bytes([1 - content[-1]]), "its contents are not those of the header"),
+        (
+            lambda content: content[:-1] + bytes([1 - content[-1]]),
+            "its contents differ from the checksum in the header",
+        ),
         (lambda content: None, "the file is missing"),
     ],
 )

@@ -25,7 +25,7 @@ from torchtitan.datasets.encoding import end_of_turn_ids
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
 from torchtitan.datasets.tokenizer.chat_templates import CHATML
-from torchtitan.datasets.tokenizer.hf_json import extended, lacking
+from torchtitan.datasets.tokenizer.hf_json import extended, missing_tokens
 from torchtitan.models.hf.config import UNTRAINED, config_beside, untrained
 from torchtitan.models.spec import MODELS
 from torchtitan.rules import check
@@ -268,8 +268,8 @@ def test_tokens_that_cannot_be_added(tmp_path, monkeypatch):
     tokenizer = build_tokenizer(TOKENIZER)
     for token in ("", "x", " <tool>", "<tool>\n"):
         with pytest.raises(JobError, match="allowed: at least 2 letters, without blanks around them; what people"):
-            lacking(tokenizer, [token])
-    assert lacking(tokenizer, ["<|end_of_text|>", "<a>", "<a>"]) == ["<a>"]
+            missing_tokens(tokenizer, [token])
+    assert missing_tokens(tokenizer, ["<|end_of_text|>", "<a>", "<a>"]) == ["<a>"]
     with pytest.raises(JobError, match="token 'self': text becomes it already, as number .*; give it another name"):
         extended(tokenizer, ["self"], None)
     with pytest.raises(JobError, match="eos token '<end>': the tokenizer has no such token; add it too"):

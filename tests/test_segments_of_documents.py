@@ -131,7 +131,7 @@ def test_a_changed_number_of_rows_begins_new_documents_and_logs_it(documents, ca
     assert "all rows begin with new documents" in caplog.text
     batch = next(iter(resumed))
     assert batch["begins"].all() and not batch["offsets"].any()
-    assert resumed.taken > first.taken
+    assert resumed.documents_started > first.documents_started
     with pytest.raises(JobError, match="data: these in the checkpoint, others now"):
         loader(documents, fingerprint={"data": "others"}, state=first.state_dict())
 
@@ -140,7 +140,7 @@ def test_the_last_segments_are_replayed_after_a_resume(documents):
     first = loader(documents, rows=4, stagger=True)
     batches = list(itertools.islice(first, 5))
     resumed = loader(documents, rows=4, state=first.state_dict())
-    replayed = list(resumed.again(2 * SEQ_LEN))
+    replayed = list(resumed.replay(2 * SEQ_LEN))
     assert len(replayed) == 2
     for row, reading in enumerate(resumed.rows):
         num_segments = 0 if reading is None else min(2, (reading.offset - reading.start) // SEQ_LEN)

@@ -38,7 +38,9 @@ def rot(shards):
 
 def test_a_shard_that_has_rotted_is_refused_before_the_first_batch(tmp_path, shards):
     rot(shards)
-    with pytest.raises(DataError, match="shard-00000.bin: its contents are not those of the header; make the folder"):
+    with pytest.raises(
+        DataError, match="shard-00000.bin: its contents differ from the checksum in the header; make the folder"
+    ):
         next(iter(loader(tmp_path, shards)))
 
 
@@ -46,7 +48,7 @@ def test_a_large_one_ends_the_run_when_the_difference_is_found(tmp_path, shards,
     caplog.set_level("INFO")
     monkeypatch.setattr(verification, "FOREGROUND_BYTES", 0)
     rot(shards)
-    with pytest.raises(DataError, match="shard-00000.bin: its contents are not those of the header"):
+    with pytest.raises(DataError, match="shard-00000.bin: its contents differ from the checksum in the header"):
         batches = iter(loader(tmp_path, shards))
         while True:  # without an end, unless it is refused
             next(batches)
@@ -69,7 +71,7 @@ def test_a_resume_is_refused_too(tmp_path, shards):
     state = loader(tmp_path, shards).state_dict()
     verification._verifications.clear()
     rot(shards)
-    with pytest.raises(DataError, match="shard-00000.bin: its contents are not those of the header"):
+    with pytest.raises(DataError, match="shard-00000.bin: its contents differ from the checksum in the header"):
         next(iter(loader(tmp_path, shards, state)))
 
 

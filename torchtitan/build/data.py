@@ -26,8 +26,15 @@ from torchtitan.config.job import JobConfig, joins_sources, sources_of
 from torchtitan.core.cadence import with_end
 from torchtitan.datasets import open_source
 from torchtitan.datasets.encoding import TrainOn
-from torchtitan.datasets.loader import HeldOutBatches, Loader, LoaderOptions, Weighted, WorkerOptions, build_loader
-from torchtitan.datasets.preparing import PrepareOptions, prepared, told
+from torchtitan.datasets.loader import (
+    HeldOutBatches,
+    Loader,
+    LoaderOptions,
+    WeightedSource,
+    WorkerOptions,
+    build_loader,
+)
+from torchtitan.datasets.preparing import PrepareOptions, describe_records, prepared_shards
 from torchtitan.datasets.record_format import LabelledFields, record_reader
 from torchtitan.datasets.sample_packing import Packing, PackReader, samples_in_epochs, steps_for, total_samples
 from torchtitan.datasets.samples import Labels
@@ -49,7 +56,7 @@ def fields(config: JobConfig) -> LabelledFields | None:
     if task_of(config).labels != "classes":
         return None
     args = model_args(config)
-    return LabelledFields.from_task(config.task, args.n_classes, ended=not args.causal)
+    return LabelledFields.from_task(config.task, args.n_classes, end_tokens=not args.causal)
 
 
 def labels(config: JobConfig) -> Labels:
@@ -78,12 +85,12 @@ def packing(config: JobConfig, section: Section, pad_id: int) -> Packing | None:
         pad_left,
         rows,
         multiple=multiple_of(config),
-        group=step * rows if config.data.group_by_length and not held_out else 0,
+        step_samples=step * rows if config.data.group_by_length and not held_out else 0,
         shard=(1, 1) if held_out else (shard, shards),
     )
 
 
-def recipe(config: JobConfig, section: Section) -> PrepareOptions:
+def prepare_options(config: JobConfig, section: Section) -> PrepareOptions:
     """Return the options for tokenizing the records of a section."""
     data = config.data
     if not task_of(config).whole_records:
@@ -138,7 +145,7 @@ def _log_records(config: JobConfig, sources: Sequence[TokenShards]) -> None:
     training = config.training
     for source in sources:
         header = source.header
-        records = f": {told(header['records'], training.seq_len)}" if "records" in header else ""
+        records = f": {describe_records(header['records'], training.seq_len)}" if "records" in header else ""
         share = header.get("trained_tokens", header["tokens"]) / header["tokens"]
         logger.info("records    %s%s; %.1f %% of the tokens trained", source.name, records, 100 * share)
     logger.info("samples    %s", filled(config, sources))
@@ -281,7 +288,7 @@ def cache_of(config: JobConfig) -> Path:
     return Path(config.data.cache_dir or Path(config.job.dump_folder, "data"))
 
 
-def data_sources(config: JobConfig, section: Section) -> list[Weighted]:
+def data_sources(config: JobConfig, section: Section) -> list[WeightedSource]:
     """Open a section's sources, tokenizing them first if `tokenized_before`, so that all lengths are known."""
     training, weighted_sources, tokenize_first = config.training, [], tokenized_before(config, section)
     task = task_of(config)
@@ -290,17 +297,17 @@ def data_sources(config: JobConfig, section: Section) -> list[Weighted]:
         reading = record_reader(source_config, config.data.default_system, task.whole_records, task.rows_per_sample > 1)
         source = open_source(source_config.dataset, source_config.dataset_path, reading, fields(config))
         if tokenize_first and not isinstance(source, TokenShards):
-            source = prepared(
+            source = prepared_shards(
                 source,
                 source_config.dataset_path,
                 config.model.tokenizer_path,
                 folder,
                 workers=config.data.num_proc or max(1, training.dataloader.num_workers),
                 stop=training.on_bad_data == "stop",
-                recipe=recipe(config, section),
+                options=prepare_options(config, section),
                 chat_template=config.data.chat_template,
             )
-        weighted_sources.append(Weighted(source_config.dataset, source, source_config.weight))
+        weighted_sources.append(WeightedSource(source_config.dataset, source, source_config.weight))
     return weighted_sources
 
 

@@ -32,7 +32,7 @@ from torchtitan.datasets.formats import QUESTION_FORMATS
 from torchtitan.datasets.record_format import RecordReader, record_reader
 from torchtitan.datasets.sources import DataError, Document
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.datasets.tokenizer.base import text_of
+from torchtitan.datasets.tokenizer.base import decode_stream
 from torchtitan.losses.tasks import task_of
 from torchtitan.process.distributed import device_type
 from torchtitan.training import inference_model
@@ -161,7 +161,7 @@ class Talk:
             ends=self.ends,
         )
         answer_text = ""
-        for piece in text_of(tokens, prompt, self.tokenizer):
+        for piece in decode_stream(tokens, prompt, self.tokenizer):
             answer_text += piece
             yield piece
         self.messages.append({"role": "assistant", "content": answer_text})

@@ -41,7 +41,7 @@ from torchtitan.core.progress_bar import progress_bar
 from torchtitan.core.tensor_storage import Deferred
 from torchtitan.datasets.encoding import end_of_turn_ids
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.datasets.tokenizer.hf_json import extended, lacking, template_file
+from torchtitan.datasets.tokenizer.hf_json import extended, missing_tokens, template_file
 from torchtitan.models import CONFIGS
 from torchtitan.models.hf.config import CONFIG, UNTRAINED, config_beside, untrained
 from torchtitan.models.hf.save import GENERATION, Source, beside_weights, source_of
@@ -94,7 +94,7 @@ def resizing(
     if not names_its_tokenizer(config):
         raise JobError("which tokens the model has is not known: --model.tokenizer_path says which is its tokenizer")
     before = parts.tokenizer(config)
-    new = lacking(before, tokens)
+    new = missing_tokens(before, tokens)
     for token in sorted(set(tokens) - set(new)):
         print(f"{token!r} is there already, as number {before.special_tokens[token]}", file=sys.stderr)
     with TemporaryDirectory(prefix="torchtitan-") as folder:

@@ -181,7 +181,7 @@ def _figures(measured: Measured) -> dict[str, Any]:
 
 def _bytes_of(documents: Documents, document: int, tokenizer: Tokenizer) -> int:
     """Return the number of UTF-8 bytes of the predicted text of a document."""
-    return len(tokenizer.decode(documents.predicted(document).tolist()).encode(errors="replace"))
+    return len(tokenizer.decode(documents.label_ids(document).tolist()).encode(errors="replace"))
 
 
 def table(results: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.datasets.tokenizer.base import text_of
+from torchtitan.datasets.tokenizer.base import decode_stream
 from torchtitan.losses.evaluation import Likelihood, Request, likelihoods, windows
 from torchtitan.models.decoder import Decoder
 from torchtitan.process.distributed import device_type
@@ -63,7 +63,7 @@ class Answers:
             self.context = UNLIMITED
             # requests in a batch would read each other's entries
             self.rows = 1 if model.memory.options.scope == "global" else rows
-        self.first = tokenizer.begin or [tokenizer.eos_id]
+        self.first = tokenizer.begin_ids or [tokenizer.eos_id]
 
     def loglikelihood(self, requests: Sequence[Asked]) -> list[tuple[float, bool]]:
         """Return (log-likelihood of the continuation, True if greedy decoding would produce it) per request.
@@ -114,7 +114,7 @@ class Answers:
         prompt = self._begun(self.tokenizer.encode(text))[-(context - most) :]
         kwargs: dict[str, Any] = dict(max_new_tokens=most, context=context, temperature=0, top_k=0, seed=0)
         continuation = ""
-        for piece in text_of(sample(reader, prompt, self.tokenizer, **kwargs), prompt, self.tokenizer):
+        for piece in decode_stream(sample(reader, prompt, self.tokenizer, **kwargs), prompt, self.tokenizer):
             continuation += piece
             if any(end in continuation for end in until):
                 break
@@ -135,7 +135,7 @@ class Answers:
         return self._begun(context_ids), full_ids[len(context_ids) :]
 
     def _begun(self, ids: list[int]) -> list[int]:
-        return self.tokenizer.begin + ids or self.first
+        return self.tokenizer.begin_ids + ids or self.first
 
     def _likelihoods(self, requests: list[Request]) -> list[Likelihood]:
         answers: list[Likelihood] = [Likelihood(0.0, True)] * len(requests)

@@ -30,7 +30,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError, read_file
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.datasets.tokenizer.base import text_of
+from torchtitan.datasets.tokenizer.base import decode_stream
 from torchtitan.launcher.processes import Processes
 from torchtitan.process.distributed import device_type
 from torchtitan.process.exit import die_with
@@ -101,7 +101,7 @@ def generate(options: argparse.Namespace, job_args: list[str], text: str, ranks:
         model, _ = inference_model.filled_model(config, place, torch.device(device_type()))
     print(f"{config.model.name} {config.model.flavor}, {place.name}", file=sys.stderr)
     # without a begin token, a document begins after the end of the previous one
-    start = tokenizer.begin or [tokenizer.eos_id]
+    start = tokenizer.begin_ids or [tokenizer.eos_id]
     prompt_ids = tokenizer.encode(text)
     reader, context = reader_for(model, config.training.seq_len)
     tokens = sample(
@@ -116,7 +116,7 @@ def generate(options: argparse.Namespace, job_args: list[str], text: str, ranks:
         agree=inference_model.first_ranks if ranks.world_size > 1 else lambda choice: choice,
     )
     print(text, end="", flush=True)
-    for piece in text_of(tokens, prompt_ids, tokenizer):
+    for piece in decode_stream(tokens, prompt_ids, tokenizer):
         print(piece.translate(CONTROLS), end="", flush=True)
     print()
 

@@ -120,7 +120,7 @@ def encode(tokenizer: Tokenizer, document: Document, train_on: TrainOn = TRAIN_O
         spans = chat_spans(tokenizer, document.content.messages, document.location)
         document = Document(spans, document.location, has_begin_end=True)
     if isinstance(document.content, LabelledTexts):
-        document = document._replace(content=document.content.spans(tokenizer.begin, tokenizer.eos_id))
+        document = document._replace(content=document.content.spans(tokenizer.begin_ids, tokenizer.eos_id))
     elif train_on != TRAIN_ON_ANSWERS:
         document = document._replace(content=train_on.apply(document.spans, has_end_tokens=is_chat))
     try:
@@ -133,7 +133,7 @@ def encode(tokenizer: Tokenizer, document: Document, train_on: TrainOn = TRAIN_O
         return NO_TOKENS
     if not document.has_begin_end:
         (_, first), (_, last) = pieces[0], pieces[-1]
-        pieces = [(tokenizer.begin, first), *pieces, ([tokenizer.eos_id], last and train_on.end_tokens != "none")]
+        pieces = [(tokenizer.begin_ids, first), *pieces, ([tokenizer.eos_id], last and train_on.end_tokens != "none")]
     ids = np.concatenate([np.array(piece, dtype=np.int64) for piece, _ in pieces])
     return Tokens(ids, np.repeat([flag for _, flag in pieces], [len(piece) for piece, _ in pieces]))
 

@@ -131,7 +131,7 @@ def read_preference(record: Record, columns: Mapping[str, str], place: str, shor
             kind = "nothing (null)" if answer is None else type(answer).__name__
             types = " and ".join(type(context).__name__ for context in contexts) or "nothing"
             raise DataError(
-                f"{place}: field {columns[name]!r} holds {kind}, beside {types} as prompt; allowed: text behind a "
+                f"{place}: field {columns[name]!r} holds {kind}, with {types} as prompt; allowed: text after a "
                 f"prompt or messages, or messages; {REMEDY}"
             )
     turns = [_turns(answer, "assistant") for answer in answers.values()]
@@ -150,7 +150,7 @@ def read_preference(record: Record, columns: Mapping[str, str], place: str, shor
         return Document(Pair(*pair), short_place)
     raise DataError(
         f"{place}: fields {columns['chosen']!r} and {columns['rejected']!r} are not both answers to the same messages; "
-        f"allowed: both repeat those of prompt or messages, both go on from them, or both begin alike; {REMEDY}"
+        f"allowed: both repeat prompt or messages, both continue them, or both begin with the same message; {REMEDY}"
     )
 
 
@@ -204,7 +204,7 @@ FORMATS: dict[str, Format] = {
     "completion": Format(("text",), detectable=False),
 }
 QUESTION_FORMATS = ("chat", *(name for name, entry in FORMATS.items() if entry.question_field))
-"""Formats in which a trained model can be asked a question."""
+"""Formats that can render a question to a trained model."""
 
 
 def detect_format(fields: Collection[str]) -> str | None:

@@ -31,7 +31,7 @@ from torchtitan.datasets.encoding import chat_tokenization
 from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.position import Position, merge_states, resume
 from torchtitan.datasets.sample_packing import Packing, steps_for, total_samples
-from torchtitan.datasets.samples import Form, Labels, Piece, ShardPieces, Share, StreamPieces
+from torchtitan.datasets.samples import BatchFormat, Labels, Piece, RankSamples, ShardPieces, StreamPieces
 from torchtitan.datasets.sources import DataError, IndexedSource, SequentialSource, Source
 from torchtitan.datasets.sources_pretokenized import Blocks
 from torchtitan.datasets.streams import MAX_STREAMS, IndexedStreams, SequentialStreams, Streams
@@ -41,18 +41,18 @@ from torchtitan.datasets.verification import Verification
 from torchtitan.process.distributed import device_type
 from torchtitan.process.exit import die_with
 
-__all__ = ["Batch", "Loader", "LoaderOptions", "Weighted", "WorkerOptions", "build_loader", "merge_states"]
+__all__ = ["Batch", "Loader", "LoaderOptions", "WeightedSource", "WorkerOptions", "build_loader", "merge_states"]
 
 logger = logging.getLogger(__name__)
 STREAMS_ARE_SHARED = (
-    "%d data-parallel ranks read %d lanes of text, so each document is read and made tokens of %d times: where steps "
+    "%d data-parallel ranks read %d streams of text, so each document is read and tokenized %d times: where steps "
     "wait for data, prepare it once (torchtitan prepare)"
 )
 NAMES = ("tokens", "labels", "document_ids", "positions")
 Batch = dict[str, torch.Tensor]
 
 
-class Weighted(NamedTuple):
+class WeightedSource(NamedTuple):
     """A source, its key in DATASETS, and its relative weight in the mixture."""
 
     dataset: str
@@ -113,7 +113,7 @@ class Loader:
                 **options,
             )
         self._running: Any = None
-        positions = torch.arange(pieces.form.seq_len).repeat(pieces.share.batch_size, 1)
+        positions = torch.arange(pieces.batch_format.seq_len).repeat(pieces.share.batch_size, 1)
         self._positions = positions.pin_memory() if pin_memory else positions
 
     def __iter__(self) -> Iterator[Batch]:
@@ -137,7 +137,7 @@ class Loader:
                 yield self._trim({"positions": self._positions, **dict(zip(NAMES, batch, strict=False))})
 
     def _trim(self, batch: Batch) -> Batch:
-        packing = self._pieces.form.packing
+        packing = self._pieces.batch_format.packing
         if packing is None or not packing.multiple:
             return batch
         short = trim_to_longest(batch, packing.multiple)
@@ -147,8 +147,8 @@ class Loader:
         full = [(rows, tensors) for rows, tensors, _ in pieces if len(tensors)]
         if len(full) == 1:
             return list(full[0][1])
-        size, form = self._pieces.share.batch_size, self._pieces.form
-        merged = [torch.empty(size, form.seq_len, dtype=torch.int64) for _ in full[0][1]]
+        size, batch_format = self._pieces.share.batch_size, self._pieces.batch_format
+        merged = [torch.empty(size, batch_format.seq_len, dtype=torch.int64) for _ in full[0][1]]
         for rows, tensors in full:
             for all_rows, tensor in zip(merged, tensors, strict=True):
                 all_rows[rows] = tensor
@@ -157,10 +157,10 @@ class Loader:
     @property
     def skipped(self) -> int:
         """Return the number of unreadable records that this rank's streams have skipped since the job began."""
-        return sum(self._cursors[lane].skipped for lane in self._pieces.local_streams if lane in self._cursors)
+        return sum(self._cursors[stream].skipped for stream in self._pieces.local_streams if stream in self._cursors)
 
     @property
-    def share(self) -> Share:
+    def share(self) -> RankSamples:
         return self._pieces.share
 
     def position(self) -> Position:
@@ -169,7 +169,7 @@ class Loader:
         samples = self._start.samples + self._batches * share.batch_size * share.ranks
         if self._pieces.end is not None:
             samples = min(samples, self._pieces.end)  # samples that only fill up the last step do not count
-        return Position(samples, self._start.lanes, dict(self._cursors), self._start.fingerprint)
+        return Position(samples, self._start.streams, dict(self._cursors), self._start.fingerprint)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, JSON-able. merge_states merges the states of all ranks."""
@@ -233,7 +233,7 @@ class LoaderOptions:
 
 
 def build_loader(
-    sources: Sequence[Weighted],
+    sources: Sequence[WeightedSource],
     tokenizer: Tokenizer,
     options: LoaderOptions,
     workers: WorkerOptions | None = None,
@@ -254,19 +254,19 @@ def build_loader(
     texts = np.repeat([not isinstance(source, TokenShards) for source in opened], counts)
     settings = {"seed": seed, "shuffle": shuffle, "seq_len": seq_len}
     settings |= _fingerprint(sources, options.reads_in_passes, tokenizer, packing)
-    start = resume(state, np.flatnonzero(texts).tolist(), mixture.taken, settings)
+    start = resume(state, np.flatnonzero(texts).tolist(), mixture.samples_per_stream, settings)
     shards = [source for source in opened if isinstance(source, TokenShards)]
     is_one = options.joined and len(sources) > 1
     assert not (is_one or options.epochs) or len(shards) == len(opened), "data with an end, or joined, is prepared"
     end = total_samples(shards, seq_len, options.epochs, options.tokens, seed, shuffle, packing)
     steps = None if end is None else steps_for(max(0, end - start.samples), options.step_size)
     batches = steps and steps * (options.step_size // (options.local_batch_size * options.dp_size))
-    share = Share(start.samples, options.dp_rank, options.dp_size, options.local_batch_size, options.group_size)
-    form = Form(tokenizer, seq_len, options.document_mask, batches, packing, options.labels)
+    share = RankSamples(start.samples, options.dp_rank, options.dp_size, options.local_batch_size, options.group_size)
+    batch_format = BatchFormat(tokenizer, seq_len, options.document_mask, batches, packing, options.labels)
     if shards == opened and (len(opened) == 1 or options.reads_in_passes):
-        pieces: StreamPieces | ShardPieces = ShardPieces(shards, share, form, seed, shuffle, end)
+        pieces: StreamPieces | ShardPieces = ShardPieces(shards, share, batch_format, seed, shuffle, end)
     else:
-        pieces = StreamPieces(opened, mixture, share, form, start.cursors, seed, shuffle, stop, end)
+        pieces = StreamPieces(opened, mixture, share, batch_format, start.cursors, seed, shuffle, stop, end)
         most = MAX_STREAMS if shuffle else 1
         _warn_about_shared_streams(pieces, options.dp_rank, options.dp_size, sum(counts), most)
     return Loader(
@@ -287,11 +287,11 @@ def trim_to_longest(batch: Batch, multiple: int) -> Batch:
     return {name: tensor[:, :width].contiguous() for name, tensor in batch.items()}
 
 
-def _warn_about_shared_streams(pieces: StreamPieces, dp_rank: int, dp_size: int, lanes: int, most: int) -> None:
+def _warn_about_shared_streams(pieces: StreamPieces, dp_rank: int, dp_size: int, streams: int, most: int) -> None:
     """Warn if several ranks read the same documents, because there are more than `most` ranks."""
     if dp_size > most and dp_rank == 0:
-        times = max(1, round(len(pieces.local_streams) * dp_size / lanes))
-        logger.warning(STREAMS_ARE_SHARED, dp_size, lanes, times)
+        times = max(1, round(len(pieces.local_streams) * dp_size / streams))
+        logger.warning(STREAMS_ARE_SHARED, dp_size, streams, times)
 
 
 def _check_workers(options: WorkerOptions) -> None:
@@ -321,7 +321,7 @@ def _open(
 
 
 def _fingerprint(
-    sources: Sequence[Weighted], in_passes: bool, tokenizer: Tokenizer, packing: Packing | None
+    sources: Sequence[WeightedSource], in_passes: bool, tokenizer: Tokenizer, packing: Packing | None
 ) -> dict[str, Any]:
     """Return further settings that the order of samples depends on; a single source is not nested."""
     fingerprint: dict[str, Any] = {"tokenizer": tokenizer.fingerprint}
@@ -354,19 +354,19 @@ def _ignore_trainer_signals(worker: int) -> None:
 class HeldOutBatches:
     """The held-out batches of a data-parallel rank.
 
-    `first`: (batch, number of rows to keep) -> batch; removes the rows beyond the first `samples` of all ranks.
+    `first_rows`: (batch, number of rows to keep) -> batch; removes the rows beyond the first `samples` of all ranks.
     """
 
-    def __init__(self, loader: Loader, samples: int, first: Callable[[Batch, int], Batch]):
-        self.loader, self.share, self.first = loader, loader.share, first
-        self.samples = -(-samples // self.share.together) * self.share.together
-        together = self.share.batch_size * self.share.ranks
-        self.batches = -(-self.samples // together)  # the same on every rank, because each batch communicates
+    def __init__(self, loader: Loader, samples: int, first_rows: Callable[[Batch, int], Batch]):
+        self.loader, self.share, self.first_rows = loader, loader.share, first_rows
+        self.samples = -(-samples // self.share.group_size) * self.share.group_size
+        batch_of_all_ranks = self.share.batch_size * self.share.ranks
+        self.batches = -(-self.samples // batch_of_all_ranks)  # the same on every rank, because each batch communicates
 
     def __iter__(self) -> Iterator[Batch]:
         for index, batch in enumerate(islice(self.loader, self.batches)):
             rows = int((self.share.samples(np.array([index])) < self.samples).sum())
-            yield batch if rows == self.share.batch_size else self.first(batch, rows)
+            yield batch if rows == self.share.batch_size else self.first_rows(batch, rows)
 
     def close(self) -> None:
         self.loader.close()

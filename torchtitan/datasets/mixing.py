@@ -31,18 +31,18 @@ MIXING, PLACES = 0x6D6978, 0x706C6163
 
 
 class Mixture:
-    """A weighted mixture of sources. `lanes`: number of streams per source, numbered consecutively over all sources."""
+    """A weighted mixture of sources. `stream_counts`: streams per source, numbered consecutively over all sources."""
 
-    def __init__(self, weights: Sequence[float], lanes: Sequence[int], seed: int) -> None:
-        self.seed, self.counts, self.lanes = seed, np.array(shares(weights)), np.array(lanes)
-        self.first_streams = np.array([0, *accumulate(lanes)])
-        self.period, self.width = int(self.counts.sum()), math.lcm(*lanes)
+    def __init__(self, weights: Sequence[float], stream_counts: Sequence[int], seed: int) -> None:
+        self.seed, self.counts, self.stream_counts = seed, np.array(shares(weights)), np.array(stream_counts)
+        self.first_streams = np.array([0, *accumulate(stream_counts)])
+        self.period, self.width = int(self.counts.sum()), math.lcm(*stream_counts)
         self.block = self.period * self.width
         """Number of samples after which all streams of a source have been used equally often."""
-        self._per_block = np.repeat(self.counts * self.width // self.lanes, self.lanes)
-        self.mixed = np.gcd(self.lanes, MIXED)
+        self._per_block = np.repeat(self.counts * self.width // self.stream_counts, self.stream_counts)
+        self.mixed = np.gcd(self.stream_counts, MIXED)
         """Streams per group, for each source. Groups are numbered consecutively over all sources."""
-        self.groups = self.lanes // self.mixed
+        self.groups = self.stream_counts // self.mixed
         self.first_groups = np.array([0, *accumulate(self.groups)])
         self._tables: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -60,7 +60,7 @@ class Mixture:
             numbers[in_block] = block * self._per_block[streams[in_block]] + within
         return streams, numbers
 
-    def own(self, first: int, stride: int) -> list[int]:
+    def streams_of(self, first: int, stride: int) -> list[int]:
         """Return the streams that the samples first, first + stride, ... come from."""
         result = []
         for offset, groups, mixed in zip(self.first_streams, self.groups.tolist(), self.mixed.tolist(), strict=False):
@@ -68,7 +68,7 @@ class Mixture:
             result += [int(offset) + member * groups + group for group in reached_groups for member in range(mixed)]
         return result
 
-    def taken(self, samples: int) -> np.ndarray:
+    def samples_per_stream(self, samples: int) -> np.ndarray:
         """Return how many of the first `samples` global samples come from each stream, [streams]."""
         blocks, remainder = divmod(samples, self.block)
         started = np.bincount(self._table(blocks)[0][:remainder], minlength=len(self._per_block))
@@ -88,14 +88,14 @@ class Mixture:
         order = np.arange(len(self.counts)).repeat(self.counts)[slots]
         # Without the shift a stream would meet only every n-th slot, where n = gcd(period, width).
         sources = order[(places + places // math.lcm(self.period, self.width)) % self.period]
-        streams = self.first_streams[sources] + self._streams_of(block, places, sources)
+        streams = self.first_streams[sources] + self._source_streams(block, places, sources)
         by_stream = np.argsort(streams, kind="stable")
         begins = streams[by_stream].searchsorted(np.arange(len(self._per_block)))
         numbers = np.empty_like(places)
         numbers[by_stream] = places - begins[streams[by_stream]]
         return streams, numbers
 
-    def _streams_of(self, block: int, places: np.ndarray, sources: np.ndarray) -> np.ndarray:
+    def _source_streams(self, block: int, places: np.ndarray, sources: np.ndarray) -> np.ndarray:
         """Return the stream of each sample of a block, numbered within its source."""
         group = places % self.groups[sources]
         global_group = self.first_groups[sources] + group
@@ -103,7 +103,7 @@ class Mixture:
         begins = global_group[by_group].searchsorted(np.arange(self.first_groups[-1]))
         earlier = np.empty_like(places)  # number of earlier samples of the group in this block
         earlier[by_group] = places - begins[global_group[by_group]]
-        per_block = self.mixed * self.counts * self.width // self.lanes
+        per_block = self.mixed * self.counts * self.width // self.stream_counts
         turns, member = np.divmod(block * per_block[sources] + earlier, self.mixed[sources])
         for mixed in np.unique(self.mixed).tolist():
             selected = self.mixed[sources] == mixed

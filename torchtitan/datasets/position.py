@@ -19,10 +19,10 @@ so their order is unchanged."""
 
 @dataclass(frozen=True)
 class Position:
-    """A position: `samples` consumed by all ranks together, and a cursor for each of the `lanes`."""
+    """A position: `samples` consumed by all ranks together, and a cursor for each of the `streams` of text."""
 
     samples: int
-    lanes: int
+    streams: int
     cursors: dict[int, Cursor]
     fingerprint: dict[str, Any] = field(default_factory=dict)
 
@@ -30,8 +30,8 @@ class Position:
         return {
             "version": VERSION,
             "samples": self.samples,
-            "lanes": self.lanes,
-            "cursors": {str(lane): cursor.to_list() for lane, cursor in sorted(self.cursors.items())},
+            "lanes": self.streams,
+            "cursors": {str(stream): cursor.to_list() for stream, cursor in sorted(self.cursors.items())},
             "fingerprint": self.fingerprint,
         }
 
@@ -47,49 +47,52 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     # The first number of a cursor counts the stream's samples. Ranks that share a stream differ; the furthest is right.
     cursors: dict[str, list[int]] = {}
     for state in states:
-        for lane, cursor in state["cursors"].items():
-            cursors[lane] = max(cursor, cursors.get(lane, cursor))
-    joined = {**first, "cursors": dict(sorted(cursors.items(), key=lambda item: int(item[0])))}
+        for stream, cursor in state["cursors"].items():
+            cursors[stream] = max(cursor, cursors.get(stream, cursor))
+    merged = {**first, "cursors": dict(sorted(cursors.items(), key=lambda item: int(item[0])))}
     if "read" in first:  # what each rank's rows have read, see segments.py
-        joined["read"] = {rank: rows for state in states for rank, rows in state["read"].items()}
-    return joined
+        merged["read"] = {rank: rows for state in states for rank, rows in state["read"].items()}
+    return merged
 
 
 def resume(
-    state: dict[str, Any] | None, lanes: list[int], taken: Callable[[int], np.ndarray], fingerprint: dict[str, Any]
+    state: dict[str, Any] | None,
+    streams: list[int],
+    samples_per_stream: Callable[[int], np.ndarray],
+    fingerprint: dict[str, Any],
 ) -> Position:
     """Return the position of a merged state, or the beginning without a state.
 
-    `lanes`: the streams with cursors. `taken`: returns how many of the first samples come from each stream. Raises
-    JobError if the state belongs to other data, or to a version that read the data in another order."""
+    `streams`: the streams with cursors. `samples_per_stream`: maps a number of samples to their numbers by stream.
+    Raises JobError if the state belongs to other data, or to a version that read the data in another order."""
     if state is None:
-        return Position(0, len(lanes), {}, fingerprint)
-    if state.get("version") != VERSION and not (state.get("version") == 1 and not lanes and not state["lanes"]):
+        return Position(0, len(streams), {}, fingerprint)
+    if state.get("version") != VERSION and not (state.get("version") == 1 and not streams and not state["lanes"]):
         raise JobError(
             f"the checkpoint's data position has version {state.get('version')}, this program reads {VERSION}, another "
-            "order; finish with the program that began, or begin the data anew with "
+            "order; finish with the program that began, or start the data from the beginning with "
             'checkpoint.exclude_from_loading = ["dataloader"]'
         )
     check_same_data(state, fingerprint)
-    if state["lanes"] > len(lanes) and fingerprint.get("shuffle") is False:
+    if state["lanes"] > len(streams) and fingerprint.get("shuffle") is False:
         raise JobError(
-            f"the checkpoint's run read its text in {state['lanes']} lanes although training.shuffle = false, so not "
-            "in the stored order, which is kept now; finish with the program that began it, or begin the data anew "
-            'with checkpoint.exclude_from_loading = ["dataloader"]'
+            f"the checkpoint's run read its text in {state['lanes']} streams although training.shuffle = false, so not "
+            "in the stored order, which is kept now; finish with the program that began it, or start the data from the "
+            'beginning with checkpoint.exclude_from_loading = ["dataloader"]'
         )
-    if state["lanes"] != len(lanes):
-        _refuse([f"lanes: {state['lanes']} in the checkpoint, {len(lanes)} now"])
-    cursors = {int(lane): Cursor.from_list(cursor) for lane, cursor in state["cursors"].items()}
-    expected_of = taken(state["samples"]).tolist()
-    for lane in lanes:
-        expected = expected_of[lane]
-        count = cursors.get(lane, Cursor()).samples
+    if state["lanes"] != len(streams):
+        _refuse([f"streams: {state['lanes']} in the checkpoint, {len(streams)} now"])
+    cursors = {int(stream): Cursor.from_list(cursor) for stream, cursor in state["cursors"].items()}
+    expected_counts = samples_per_stream(state["samples"]).tolist()
+    for stream in streams:
+        expected = expected_counts[stream]
+        count = cursors.get(stream, Cursor()).samples
         if count != expected:
             raise JobError(
-                f"the checkpoint's data position is not whole: lane {lane} is at sample {count} instead of {expected}; "
-                "join the states of all data-parallel ranks with merge_states"
+                f"the checkpoint's data position is not whole: stream {stream} is at sample {count} instead of "
+                f"{expected}; join the states of all data-parallel ranks with merge_states"
             )
-    return Position(state["samples"], len(lanes), cursors, fingerprint)
+    return Position(state["samples"], len(streams), cursors, fingerprint)
 
 
 def check_same_data(state: dict[str, Any], fingerprint: dict[str, Any]) -> None:
@@ -110,7 +113,7 @@ def _tokenization_advice(before: dict[str, Any], now: dict[str, Any]) -> str:
         return ""
     return (
         "; the tokenization of conversations has changed since the checkpoint's run began, so the same records have "
-        "other token ids now: finish with the program that began it, or begin the data anew"
+        "other token ids now: finish with the program that began it, or start the data from the beginning"
     )
 
 
@@ -127,8 +130,8 @@ def _refuse(different: list[str], advice: str = "") -> None:
     if different:
         shown = "; ".join(different[:10]) + (f"; and {len(different) - 10} more" if len(different) > 10 else "")
         raise JobError(
-            f"the data are not those of the checkpoint, so its position means nothing in them: {shown}{advice}. Bring "
-            "back the old data and settings, or begin the data anew with "
+            f"the data differ from the checkpoint's, so its position means nothing in them: {shown}{advice}. Bring "
+            "back the old data and settings, or start the data from the beginning with "
             'checkpoint.exclude_from_loading = ["dataloader"]'
         )
 

@@ -44,61 +44,61 @@ ADVISED_FRACTION = 0.99
 
 Pieces = list[tuple[np.ndarray, np.ndarray | None]]
 """A document's pieces: token ids and their loss mask (None if all tokens are trained)."""
-Fate = Literal["whole", "truncated", "split", "dropped", "empty"]
+Outcome = Literal["whole", "truncated", "split", "dropped", "empty"]
 
 
-class Made(NamedTuple):
-    """A tokenized document: its pieces, its length in tokens, and whether it was cut or dropped."""
+class TokenizedRecord(NamedTuple):
+    """A tokenized record: its pieces, its length in tokens, and whether it was cut or dropped."""
 
     pieces: Pieces
     length: int
-    fate: Fate
-    place: str
+    outcome: Outcome
+    location: str
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
     """Options for turning documents into training pieces.
 
-    `longest`: the most tokens of a document that fit into a sample; None: samples are cut from the concatenation of all
-    documents, so no document is too long, and documents without trained tokens are read too. `together`: documents per
-    record (2 for a pair), which are kept or dropped together.
+    `max_tokens`: the most tokens of a document that fit into a sample; None: samples are cut from the concatenation of
+    all documents, so no document is too long, and documents without trained tokens are read too. `group_size`:
+    documents per record (2 for a pair). All of them are kept, or none.
     """
 
     train_on: TrainOn = TRAIN_ON_ANSWERS
-    longest: int | None = None
+    max_tokens: int | None = None
     too_long: Literal["error", "drop", "truncate", "split"] = "error"
     max_empty_ratio: float = 0.01
-    together: int = 1
+    group_size: int = 1
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """Return the options, JSON-able. The names of prepared folders are made from these keys."""
         return {
             "train_on": self.train_on,
-            "longest": self.longest,
+            "longest": self.max_tokens,
             "too_long": self.too_long,
             "max_empty_ratio": self.max_empty_ratio,
-            "together": self.together,
+            "together": self.group_size,
         }
 
-    def apply(self, ids: np.ndarray, trained: np.ndarray, document: Document) -> Made:
+    def apply(self, ids: np.ndarray, trained: np.ndarray, document: Document) -> TokenizedRecord:
         """Cut, drop or keep a document. Raises DataError if it is too long and must not be cut or dropped."""
-        fate: Fate = "whole"
+        outcome: Outcome = "whole"
         parts = [(ids, trained)] if len(ids) else []
-        if self.longest is not None and len(ids) > self.longest:
-            parts, fate = self._cut(ids, trained, document)
-        if self.longest is not None and fate != "dropped":
+        if self.max_tokens is not None and len(ids) > self.max_tokens:
+            parts, outcome = self._cut(ids, trained, document)
+        if self.max_tokens is not None and outcome != "dropped":
             parts = [(i, t) for i, t in parts if t[1:].any()]
-            fate = fate if parts else "empty"
+            outcome = outcome if parts else "empty"
         pieces = [(i.astype(np.uint32), None if t.all() else t) for i, t in parts]
-        return Made(pieces, len(ids), fate, document.location)
+        return TokenizedRecord(pieces, len(ids), outcome, document.location)
 
     def _cut(
         self, ids: np.ndarray, trained: np.ndarray, document: Document
-    ) -> tuple[list[tuple[np.ndarray, np.ndarray]], Fate]:
-        longest = self.longest
-        assert longest is not None
+    ) -> tuple[list[tuple[np.ndarray, np.ndarray]], Outcome]:
+        max_tokens = self.max_tokens
+        assert max_tokens is not None
         if self.too_long == "drop":
             return [], "dropped"
         is_chat = isinstance(document.content, Chat)
@@ -106,86 +106,89 @@ class PrepareOptions:
             cut = f", and data.too_long = {self.too_long!r} would cut its last answer off" * (self.too_long != "error")
             alternatives = '"drop"' if is_chat else '"drop", "truncate" or "split"'
             raise DataError(
-                f"{document.location}: {len(ids)} tokens, but a sample of training.seq_len = {longest - 1} has room "
-                f"for {longest}{cut}; raise training.seq_len to {len(ids) - 1}, or set data.too_long to {alternatives}"
+                f"{document.location}: {len(ids)} tokens, but a sample of training.seq_len = {max_tokens - 1} has room "
+                f"for {max_tokens}{cut}; raise training.seq_len to {len(ids) - 1}, or set data.too_long to "
+                f"{alternatives}"
             )
         if isinstance(
             document.content, LabelledTexts
         ):  # keep the class label at the end, and the end-of-text token if there is one
             suffix = 2 if document.content.end_tokens else 1
-            ids, trained = (np.concatenate([x[: longest - suffix], x[-suffix:]]) for x in (ids, trained))
+            ids, trained = (np.concatenate([x[: max_tokens - suffix], x[-suffix:]]) for x in (ids, trained))
             return [(ids, trained)], "truncated"
         if self.too_long == "truncate":
-            return [(ids[:longest], trained[:longest])], "truncated"
+            return [(ids[:max_tokens], trained[:max_tokens])], "truncated"
         # each piece repeats the last token of the previous one as its first input, so that every token is a label once
-        starts = range(0, len(ids) - 1, longest - 1)
-        return [(ids[start : start + longest], trained[start : start + longest]) for start in starts], "split"
+        starts = range(0, len(ids) - 1, max_tokens - 1)
+        return [(ids[start : start + max_tokens], trained[start : start + max_tokens]) for start in starts], "split"
 
 
-def joined(made: Sequence[Made]) -> Made:
-    """Join the documents of one record. The first one without pieces, else the first that was cut, sets its fate."""
-    without_pieces = [document for document in made if not document.pieces]
-    changed = [document for document in made if document.fate != "whole"]
-    pieces = [] if without_pieces else [piece for document in made for piece in document.pieces]
-    return Made(
-        pieces, max(document.length for document in made), (without_pieces + changed + [*made])[0].fate, made[0].place
-    )
+def join_documents(documents: Sequence[TokenizedRecord]) -> TokenizedRecord:
+    """Join the documents of one record. The first one without pieces, else the first that was cut, sets its outcome."""
+    without_pieces = [document for document in documents if not document.pieces]
+    changed = [document for document in documents if document.outcome != "whole"]
+    pieces = [] if without_pieces else [piece for document in documents for piece in document.pieces]
+    first = (without_pieces + changed + [*documents])[0]
+    length = max(document.length for document in documents)
+    return TokenizedRecord(pieces, length, first.outcome, documents[0].location)
 
 
 class RecordStatistics:
     """Counters of kept, cut and dropped documents of a source."""
 
     def __init__(self) -> None:
-        self.fates: Counter[str] = Counter()
+        self.outcomes: Counter[str] = Counter()
         self.first_empty = ""
         self._lengths: list[int] = []
 
-    def add(self, made: Made) -> None:
+    def add(self, record: TokenizedRecord) -> None:
         """Count a record. One without text, such as an empty line, does not count."""
-        if not made.length:
+        if not record.length:
             return
-        self.fates[made.fate] += 1
-        self._lengths.append(made.length)
-        if made.fate == "empty" and not self.first_empty:
-            self.first_empty = made.place
+        self.outcomes[record.outcome] += 1
+        self._lengths.append(record.length)
+        if record.outcome == "empty" and not self.first_empty:
+            self.first_empty = record.location
 
-    def check(self, name: str, recipe: PrepareOptions) -> None:
+    def check(self, name: str, options: PrepareOptions) -> None:
         """Raise DataError if too many records have no trained tokens."""
-        records, empty = sum(self.fates.values()), self.fates["empty"]
-        if recipe.longest is not None and empty > recipe.max_empty_ratio * records:
+        records, empty = sum(self.outcomes.values()), self.outcomes["empty"]
+        if options.max_tokens is not None and empty > options.max_empty_ratio * records:
             raise DataError(
                 f"{name}: {empty} of {records} records have nothing that is trained, the first {self.first_empty}; "
-                f"allowed: {recipe.max_empty_ratio:.3g} of all (data.max_empty_ratio); look at them with torchtitan "
+                f"allowed: {options.max_empty_ratio:.3g} of all (data.max_empty_ratio); look at them with torchtitan "
                 "preview, and correct data.train_on or the records"
             )
 
-    def reason_for_no_tokens(self, recipe: PrepareOptions) -> str:
+    def reason_for_no_tokens(self, options: PrepareOptions) -> str:
         """Return the reason why no token of a source is left."""
-        if recipe.longest is None or not self.fates["dropped"]:
+        if options.max_tokens is None or not self.outcomes["dropped"]:
             return "no text in it; give documents with text"
-        description = told(self.to_dict(), recipe.longest - 1)
+        description = describe_records(self.to_dict(), options.max_tokens - 1)
         return f"no record is left of it ({description}); raise training.seq_len, or set data.too_long"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the number of records by fate and percentiles of their lengths, JSON-able."""
+        """Return the number of records by outcome and percentiles of their lengths, JSON-able."""
         lengths = np.percentile(self._lengths or [0], PERCENTILES, method="higher").astype(int).tolist()
-        fates = {"whole": self.fates["whole"]} | {fate: n for fate, n in sorted(self.fates.items()) if fate != "whole"}
-        return {"fates": fates, "lengths": {str(p): length for p, length in zip(PERCENTILES, lengths, strict=True)}}
+        outcomes = {"whole": self.outcomes["whole"]} | {
+            outcome: n for outcome, n in sorted(self.outcomes.items()) if outcome != "whole"
+        }
+        return {"fates": outcomes, "lengths": {str(p): length for p, length in zip(PERCENTILES, lengths, strict=True)}}
 
 
-def told(records: dict[str, Any], seq_len: int) -> str:
+def describe_records(records: dict[str, Any], seq_len: int) -> str:
     """Describe the result of RecordStatistics.to_dict, with advice if records were cut or dropped for their length."""
-    fates, lengths = records["fates"], records["lengths"]
-    description = ", ".join(f"{count:,} {fate}" for fate, count in fates.items())
+    outcomes, lengths = records["fates"], records["lengths"]
+    description = ", ".join(f"{count:,} {outcome}" for outcome, count in outcomes.items())
     description += "; lengths " + ", ".join(f"{length} ({p} %)" for p, length in lengths.items())
     return "; ".join(filter(None, (description, advice(records, seq_len))))
 
 
 def advice(records: dict[str, Any], seq_len: int) -> str:
     """Suggest a seq_len that keeps most records uncut; empty if few were cut or dropped."""
-    fates, lengths = records["fates"], records["lengths"]
-    cut = sum(fates.get(fate, 0) for fate in ("truncated", "split", "dropped"))
-    if cut <= (1 - ADVISED_FRACTION) * sum(fates.values()):
+    outcomes, lengths = records["fates"], records["lengths"]
+    cut = sum(outcomes.get(outcome, 0) for outcome in ("truncated", "split", "dropped"))
+    if cut <= (1 - ADVISED_FRACTION) * sum(outcomes.values()):
         return ""
     return f"training.seq_len = {max(lengths['99'] - 1, seq_len)} would keep 99 % whole"
 
@@ -194,21 +197,21 @@ def advice(records: dict[str, Any], seq_len: int) -> str:
 CHUNK_DOCUMENTS = 256
 CHUNKS_AHEAD = 4
 CHUNK_CHARACTERS = 2**20
-Encoded = Made | BadRecord
-WHOLE = PrepareOptions()
+Encoded = TokenizedRecord | BadRecord
+DEFAULT_OPTIONS = PrepareOptions()
 PAIR_TOKENIZATION_VERSION = 2
 """Version of the tokenization of preference pairs. Raise it whenever the same records give other tokens: older shards
 are then prepared again, also in a folder that several jobs share."""
 
 
-def prepared(
+def prepared_shards(
     source: Source,
     dataset_path: str | None,
     tokenizer_path: str,
     folder: Path,
     workers: int,
     stop: bool,
-    recipe: PrepareOptions = WHOLE,
+    options: PrepareOptions = DEFAULT_OPTIONS,
     chat_template: str | None = None,
 ) -> TokenShards:
     """Return the shards of a source, preparing them in `folder` if they do not exist.
@@ -219,18 +222,25 @@ def prepared(
     """
     origin = dict(source.fingerprint)  # opening a source may add to it
     tokenizer = build_tokenizer(tokenizer_path, chat_template)
-    about = [source.name, origin, tokenizer.fingerprint, tokenizer.chat_template, stop, _changed(dataset_path)]
-    about += [] if recipe == WHOLE else [recipe.fingerprint]
+    inputs = [
+        source.name,
+        origin,
+        tokenizer.fingerprint,
+        tokenizer.chat_template,
+        stop,
+        _modification_times(dataset_path),
+    ]
+    inputs += [] if options == DEFAULT_OPTIONS else [options.fingerprint]
     version = chat_tokenization(source, tokenizer)
-    about += [version] if version else []
-    about += [{"pairs": PAIR_TOKENIZATION_VERSION}] if recipe.together > 1 else []
-    shards = folder / hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+    inputs += [version] if version else []
+    inputs += [{"pairs": PAIR_TOKENIZATION_VERSION}] if options.group_size > 1 else []
+    shards = folder / hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / ".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not shards.exists():
-                prepare(source, tokenizer_path, shards, workers, stop, recipe, chat_template)
+                prepare(source, tokenizer_path, shards, workers, stop, options, chat_template)
     except OSError as error:
         raise JobError(f"{folder}: cannot hold the tokenized data: {error}; give a job.dump_folder that can") from None
     result = TokenShards(shards)
@@ -238,7 +248,7 @@ def prepared(
     return result
 
 
-def _changed(path: str | None) -> list[tuple[str, int]]:
+def _modification_times(path: str | None) -> list[tuple[str, int]]:
     """Return each file at a path with its modification time in ns: a changed file may have the same size."""
     if path is None:
         return []
@@ -252,13 +262,13 @@ def prepare(
     output: Path,
     workers: int,
     stop: bool,
-    recipe: PrepareOptions = WHOLE,
+    options: PrepareOptions = DEFAULT_OPTIONS,
     chat_template: str | None = None,
 ) -> dict[str, Any]:
     """Write the folder and return its header. Raises DataError for bad data, JobError if it cannot be written."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise JobError(f"{output}: exists and is not an empty folder; give another --output, or remove it first")
-    encoder = Encoder(tokenizer_path, chat_template, recipe)
+    encoder = Encoder(tokenizer_path, chat_template, options)
     unfinished = output.parent / f".{output.name}.{secrets.token_hex(4)}"
     try:
         unfinished.mkdir(parents=True)
@@ -272,7 +282,7 @@ def prepare(
 
 
 def _write(source: Source, encoder: "Encoder", folder: Path, workers: int, stop: bool) -> dict[str, Any]:
-    tokenizer, tally = encoder.tokenizer, RecordStatistics()
+    tokenizer, statistics = encoder.tokenizer, RecordStatistics()
     writer = ShardWriter(folder, tokenizer.vocab_size)
     readable = _DocumentChunks(source.documents(), stop)
     total = len(source) if isinstance(source, IndexedSource) else None
@@ -280,20 +290,20 @@ def _write(source: Source, encoder: "Encoder", folder: Path, workers: int, stop:
         for documents in _tokenized(readable, encoder, workers):
             for result in documents:
                 if isinstance(result, BadRecord):
-                    readable.leave_out(result)
+                    readable.skip(result)
                 else:
-                    tally.add(result)
+                    statistics.add(result)
                     for ids, trained in result.pieces:
                         writer.write(ids, trained)
             progress.update(len(documents))
             progress.set_postfix(tokens=f"{writer.tokens:,}", refresh=False)
-    tally.check(source.name, encoder.recipe)
+    statistics.check(source.name, encoder.options)
     if writer.tokens == 0:
-        raise DataError(f"{source.name}: {tally.reason_for_no_tokens(encoder.recipe)}")
-    about: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "tokenizer_path": encoder.tokenizer_path}
-    if encoder.recipe.longest is not None:
-        about["records"] = tally.to_dict()
-    return writer.finish(**about, source={"name": source.name, **source.fingerprint}, skipped=readable.skipped)
+        raise DataError(f"{source.name}: {statistics.reason_for_no_tokens(encoder.options)}")
+    facts: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "tokenizer_path": encoder.tokenizer_path}
+    if encoder.options.max_tokens is not None:
+        facts["records"] = statistics.to_dict()
+    return writer.finish(**facts, source={"name": source.name, **source.fingerprint}, skipped=readable.skipped)
 
 
 class _DocumentChunks:
@@ -310,13 +320,13 @@ class _DocumentChunks:
                 chunk.append(item)
                 characters += sum(len(span.content) for span in item.spans)
             else:
-                self.leave_out(item)
+                self.skip(item)
             if len(chunk) >= CHUNK_DOCUMENTS or characters >= CHUNK_CHARACTERS:
                 yield chunk
                 chunk, characters = [], 0
         yield chunk
 
-    def leave_out(self, error: DataError) -> None:
+    def skip(self, error: DataError) -> None:
         if self.stop or isinstance(error, UnreachableData):
             raise error
         self.skipped += 1
@@ -328,11 +338,11 @@ def _tokenized(chunks: Iterable[list[Document]], encoder: "Encoder", workers: in
         yield from (encoder.all(chunk) for chunk in chunks)
         return
     # not a multiprocessing.Pool, which waits forever for a killed worker
-    with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=encoder.made_of) as pool:
+    with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=encoder.worker_arguments) as pool:
         pending: deque[Future[list[Encoded]]] = deque()
         try:
             for chunk in chunks:
-                pending.append(pool.submit(_work, chunk))
+                pending.append(pool.submit(_encode_chunk, chunk))
                 if len(pending) > CHUNKS_AHEAD * workers:
                     yield pending.popleft().result()
             while pending:
@@ -344,9 +354,9 @@ def _tokenized(chunks: Iterable[list[Document]], encoder: "Encoder", workers: in
 class Encoder:
     """An encoder of documents to ids in this process."""
 
-    def __init__(self, tokenizer_path: str, chat_template: str | None, recipe: PrepareOptions) -> None:
-        self.tokenizer_path, self.recipe = tokenizer_path, recipe
-        self.made_of = tokenizer_path, chat_template, recipe
+    def __init__(self, tokenizer_path: str, chat_template: str | None, options: PrepareOptions) -> None:
+        self.tokenizer_path, self.options = tokenizer_path, options
+        self.worker_arguments = tokenizer_path, chat_template, options
         self.tokenizer = build_tokenizer(tokenizer_path, chat_template)
 
     def all(self, chunk: list[Document]) -> list[Encoded]:
@@ -354,7 +364,7 @@ class Encoder:
 
     def _one(self, document: Document) -> Encoded:
         parts = [document]
-        if self.recipe.together > 1:
+        if self.options.group_size > 1:
             if not isinstance(document.content, Pair):
                 raise DataError(
                     f"{document.location}: no pair of answers; give records with chosen and rejected, and with "
@@ -362,20 +372,20 @@ class Encoder:
                 )
             parts = list(document.content)
         try:
-            encoded = [encode(self.tokenizer, part, self.recipe.train_on) for part in parts]
+            encoded = [encode(self.tokenizer, part, self.options.train_on) for part in parts]
         except BadRecord as error:
             return error
-        encoded_parts = [self.recipe.apply(*tokens, part) for tokens, part in zip(encoded, parts, strict=True)]
-        return joined(encoded_parts) if len(encoded_parts) > 1 else encoded_parts[0]
+        encoded_parts = [self.options.apply(*tokens, part) for tokens, part in zip(encoded, parts, strict=True)]
+        return join_documents(encoded_parts) if len(encoded_parts) > 1 else encoded_parts[0]
 
 
 _worker: dict[str, Encoder] = {}
 
 
-def _start_worker(tokenizer_path: str, chat_template: str | None, recipe: PrepareOptions) -> None:
+def _start_worker(tokenizer_path: str, chat_template: str | None, options: PrepareOptions) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
-    _worker["encoder"] = Encoder(tokenizer_path, chat_template, recipe)
+    _worker["encoder"] = Encoder(tokenizer_path, chat_template, options)
 
 
-def _work(chunk: list[Document]) -> list[Encoded]:
+def _encode_chunk(chunk: list[Document]) -> list[Encoded]:
     return _worker["encoder"].all(chunk)

@@ -72,10 +72,10 @@ class RecordReader:
                 and name in PromptTemplate.__annotations__
                 and name not in record_format.template_parts
             ):
-                allowed = f"separator alone with format {self.format_name}, whose prompt is in the record"
+                allowed = f"separator alone with format {self.format_name}, as its records contain the prompt"
                 raise LimitError("training.template", repr(name), allowed, 'drop it, or set format = "alpaca"')
             if not record_format.template_parts:
-                allowed = f"unset with format {self._job_format}, which has no prompt of its own"
+                allowed = f"unset with format {self._job_format}, which does not use a prompt template"
                 raise LimitError("training.template", repr(name), allowed, "drop it")
         object.__setattr__(self, "prompt", PromptTemplate.from_options(self.template))
 
@@ -236,11 +236,13 @@ class RecordReader:
         return Document(prompt, "the question")
 
 
-def record_reader(source: Any, system: str | None, whole: bool, pairs: bool) -> RecordReader:
-    """Return the RecordReader of one of a job's sources; `whole` sets `refuse_ambiguous`.
+def record_reader(source: Any, system: str | None, refuse_ambiguous: bool, pairs: bool) -> RecordReader:
+    """Return the RecordReader of one of a job's sources, with these of its options.
 
     Raises LimitError, which names the options in short form."""
-    return RecordReader(source.text_field, source.format, source.fields, source.template, system, whole, pairs)
+    return RecordReader(
+        source.text_field, source.format, source.fields, source.template, system, refuse_ambiguous, pairs
+    )
 
 
 Row = Mapping[str, Any]
@@ -263,9 +265,9 @@ class LabelledFields:
     end_tokens: bool = False
 
     @classmethod
-    def from_task(cls, task: Any, classes: int, ended: bool) -> "LabelledFields":
+    def from_task(cls, task: Any, num_classes: int, end_tokens: bool) -> "LabelledFields":
         """Return the fields of a job's [task]; `open_source` sets each source's text field."""
-        return cls("", task.label_field, classes, task.second_text_field, tuple(task.labels), ended)
+        return cls("", task.label_field, num_classes, task.second_text_field, tuple(task.labels), end_tokens)
 
     @property
     def fingerprint(self) -> dict[str, Any]:

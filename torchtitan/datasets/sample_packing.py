@@ -23,7 +23,7 @@ Split = float | int
 PACKS, SPLIT, GROUPS = 0x7061636B, 0x73706C69, 0x67726F75
 """Salts: the orders of packs and groups and the held-out split are independent of the order of documents."""
 GROUPED_STEPS = 64
-"""Number of steps whose samples are sorted by length together."""
+"""Number of steps with samples sorted by length in one list."""
 CACHED_EPOCHS = 2
 
 
@@ -31,28 +31,28 @@ class Packing(NamedTuple):
     """Options of sample packing.
 
     `window`: number of documents packed together; 1: one document per sample. `split`: the documents that are held out;
-    `held_out`: read these instead of the others. `left`: pad on the left. `together`: adjacent documents that stay
-    adjacent, such as pairs; each is then one sample. `multiple`: pad batches to their longest sample, rounded up to
-    this multiple; 0: pad to the full sample length. `group`: samples per step if the samples of a step should have
-    similar lengths, else 0. `shard`: (number, count) of the equal part of the documents to read, without the held-out
-    ones.
+    `held_out`: read these instead of the others. `pad_left`: pad on the left. `group_size`: number of adjacent
+    documents that stay adjacent, such as pairs; each is then one sample. `multiple`: pad batches to their longest
+    sample, rounded up to this multiple; 0: pad to the full sample length. `step_samples`: samples per step if the
+    samples of a step should have similar lengths, else 0. `shard`: (number, count) of the equal part of the documents
+    to read, without the held-out ones.
     """
 
     window: int
     pad_id: int
     split: Split | None = None
     held_out: bool = False
-    left: bool = False
-    together: int = 1
+    pad_left: bool = False
+    group_size: int = 1
     multiple: int = 0
-    group: int = 0
+    step_samples: int = 0
     shard: tuple[int, int] = (1, 1)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """Return the options that the order of samples depends on, JSON-able."""
         options: dict[str, Any] = {} if self.split is None else {"split": self.split}
-        options |= {"group": self.group} if self.group else {}
+        options |= {"group": self.step_samples} if self.step_samples else {}
         options |= {"shard": list(self.shard)} if self.shard != (1, 1) else {}
         return {"window": self.window} | options
 
@@ -168,7 +168,7 @@ class PackReader:
         rows, columns = [], []
         for row, sample in enumerate(samples.tolist()):
             documents = self._pack(sample)
-            filled = self.room - int(self.lengths[documents].sum()) if self.packing.left else 0
+            filled = self.room - int(self.lengths[documents].sum()) if self.packing.pad_left else 0
             if filled:
                 rows.append(row)
                 columns.append(0)
@@ -205,11 +205,11 @@ class PackReader:
         return self._epochs[epoch]
 
     def _packed(self, epoch: int) -> _Epoch:
-        order = np.arange(len(self.numbers) // self.packing.together)
+        order = np.arange(len(self.numbers) // self.packing.group_size)
         if self.shuffle:
             order = permute(order, len(order), key(self.seed, epoch))
         order = self._members(order)
-        if self.packing.group:
+        if self.packing.step_samples:
             order = self._grouped(order, epoch)
         documents, counts = self.numbers[order], []
         if self.packing.window == 1:
@@ -231,7 +231,7 @@ class PackReader:
 
         The samples of GROUPED_STEPS steps are sorted by length, then these steps are shuffled. Samples that do not fill
         a step stay at the end."""
-        step, group_size = self.packing.group, self.packing.together
+        step, group_size = self.packing.step_samples, self.packing.group_size
         ordered = []
         for first in range(0, len(order), GROUPED_STEPS * step):
             rows = order[first : first + GROUPED_STEPS * step].reshape(-1, group_size)
@@ -248,14 +248,14 @@ class PackReader:
         """Return the numbers of the documents to read, in stored order."""
         sizes = [len(reader.documents) for reader in self.readers]
         for reader, size in zip(self.readers, sizes, strict=True):
-            if size % self.packing.together:
+            if size % self.packing.group_size:
                 raise DataError(
-                    f"{reader.shards.folder}: {size} documents, which are no groups of {self.packing.together}; give "
+                    f"{reader.shards.folder}: {size} documents, which are no groups of {self.packing.group_size}; give "
                     "records of pairs as text, which the job tokenizes itself"
                 )
         if self.packing.split is None and self.packing.shard == (1, 1):
             return np.arange(sum(sizes))
-        sizes = [size // self.packing.together for size in sizes]
+        sizes = [size // self.packing.group_size for size in sizes]
         numbers = []
         split, (shard, shards) = self.packing.split, self.packing.shard
         num_held_out = [0] * len(sizes) if split is None else held_out_counts(sizes, split)
@@ -271,8 +271,8 @@ class PackReader:
         return np.concatenate(numbers)
 
     def _members(self, groups: np.ndarray) -> np.ndarray:
-        """Return the document numbers of the given groups, `together` adjacent documents each."""
-        group_size = self.packing.together
+        """Return the document numbers of the given groups, `group_size` adjacent documents each."""
+        group_size = self.packing.group_size
         return (groups[:, None] * group_size + np.arange(group_size)).ravel()
 
 

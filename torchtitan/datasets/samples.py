@@ -111,37 +111,42 @@ Piece = tuple[list[int] | None, Sequence[torch.Tensor] | torch.Tensor, dict[int,
 Numbers = TypeVar("Numbers", np.ndarray, torch.Tensor)
 
 
-def global_sample_numbers(own: Numbers, rank: int, ranks: int, together: int) -> Numbers:
-    """Map a rank's local sample numbers, counted from 0, to sample numbers over all ranks."""
-    return (own // together * ranks + rank) * together + own % together
+def global_sample_numbers(local_numbers: Numbers, rank: int, ranks: int, group_size: int) -> Numbers:
+    """Map a rank's local sample numbers, counted from 0, to sample numbers over all ranks.
+
+    `group_size`: number of adjacent samples that go to the same rank.
+    """
+    return (local_numbers // group_size * ranks + rank) * group_size + local_numbers % group_size
 
 
 @dataclass(frozen=True)
-class Share:
-    """One rank's share of the global samples from `start` on: batch_size per batch, in runs of `together` samples."""
+class RankSamples:
+    """One rank's share of the global samples from `start` on: `batch_size` per batch, `group_size` adjacent ones."""
 
     start: int
     rank: int
     ranks: int
     batch_size: int
-    together: int = 1
+    group_size: int = 1
 
     def samples(self, batches: np.ndarray) -> np.ndarray:
         """Map [n] batch numbers to [n, batch_size] global samples."""
         local_samples = batches[:, None] * self.batch_size + np.arange(self.batch_size)
-        return self.start + global_sample_numbers(local_samples, self.rank, self.ranks, self.together)
+        return self.start + global_sample_numbers(local_samples, self.rank, self.ranks, self.group_size)
 
-    def lanes(self, mixture: Mixture) -> list[int]:
+    def streams(self, mixture: Mixture) -> list[int]:
         """Return the streams that this rank's samples come from."""
-        first, stride = self.start + self.rank * self.together, self.ranks * self.together
+        first, stride = self.start + self.rank * self.group_size, self.ranks * self.group_size
         return list(
-            dict.fromkeys(lane for offset in range(self.together) for lane in mixture.own(first + offset, stride))
+            dict.fromkeys(
+                stream for offset in range(self.group_size) for stream in mixture.streams_of(first + offset, stride)
+            )
         )
 
 
 @dataclass(frozen=True)
-class Form:
-    """The form of batches.
+class BatchFormat:
+    """The length, number, packing and labels of batches.
 
     `batches`: number of batches (None: endless). `packing`: pack whole documents from prepared shards; None: cut
     samples from the concatenation of all documents. `labels`: kind of labels, see `Labels`."""
@@ -191,56 +196,64 @@ class StreamPieces:
         self,
         sources: Sequence[Streams | TokenShards],
         mixture: Mixture,
-        share: Share,
-        form: Form,
+        share: RankSamples,
+        batch_format: BatchFormat,
         cursors: dict[int, Cursor],
         seed: int,
         shuffle: bool,
         stop: bool,
         end: int | None = None,
     ) -> None:
-        self.sources, self.mixture, self.share, self.form, self.cursors = sources, mixture, share, form, cursors
+        self.sources, self.mixture, self.share, self.batch_format, self.cursors = (
+            sources,
+            mixture,
+            share,
+            batch_format,
+            cursors,
+        )
         self.seed, self.shuffle, self.stop, self.end = seed, shuffle, stop, end
-        self.local_streams = share.lanes(mixture)
+        self.local_streams = share.streams(mixture)
 
     def pieces_per_batch(self, workers: int) -> int:
         return workers
 
     def pieces(self, worker: int, workers: int) -> Iterator[Piece]:
         packers = self._packers(self.local_streams[worker::workers])
-        for batch in self.form.numbers():
+        for batch in self.batch_format.numbers():
             samples = self.share.samples(np.array([batch]))[0]
-            lanes, numbers = (array.tolist() for array in self.mixture.locate(samples))
-            local_rows = [row for row, lane in enumerate(lanes) if lane in packers]
-            ids = np.zeros((len(local_rows), self.form.seq_len + 1), dtype=np.int64)
+            streams, numbers = (array.tolist() for array in self.mixture.locate(samples))
+            local_rows = [row for row, stream in enumerate(streams) if stream in packers]
+            ids = np.zeros((len(local_rows), self.batch_format.seq_len + 1), dtype=np.int64)
             trained = np.zeros(ids.shape, dtype=bool)
             begin_rows, begin_columns, cursors = [], [], {}
             for i, row in enumerate(local_rows):
                 if self.end is not None and samples[row] >= self.end:
                     continue
-                packer = packers[lanes[row]]
+                packer = packers[streams[row]]
                 columns = packer.sample(numbers[row], ids[i], trained[i])
                 begin_rows += [i] * len(columns)
                 begin_columns += columns
                 if isinstance(packer, StreamPacker):
-                    cursors[lanes[row]] = packer.cursor
+                    cursors[streams[row]] = packer.cursor
             begins = np.array(begin_rows, dtype=np.int64), np.array(begin_columns, dtype=np.int64)
-            yield local_rows, self.form.tensors(ids, begins, trained) if local_rows else [], cursors
+            yield local_rows, self.batch_format.tensors(ids, begins, trained) if local_rows else [], cursors
 
-    def _packers(self, local_lanes: list[int]) -> dict[int, "StreamPacker | ShardStream"]:
+    def _packers(self, local_streams: list[int]) -> dict[int, "StreamPacker | ShardStream"]:
         packers: dict[int, StreamPacker | ShardStream] = {}
         for source, first, end in zip(
             self.sources, self.mixture.first_streams.tolist(), self.mixture.first_streams[1:].tolist(), strict=False
         ):
-            lanes = [lane for lane in local_lanes if first <= lane < end]
+            streams = [stream for stream in local_streams if first <= stream < end]
             if isinstance(source, TokenShards):
-                reader = self.form.reader([source], self.seed, self.shuffle) if lanes else None
-                packers |= {lane: ShardStream(reader) for lane in lanes if reader is not None}
+                reader = self.batch_format.reader([source], self.seed, self.shuffle) if streams else None
+                packers |= {stream: ShardStream(reader) for stream in streams if reader is not None}
                 continue
-            cursors = {lane: self.cursors.get(lane, Cursor()) for lane in lanes}
-            documents = source.reader({lane - first: cursor.place for lane, cursor in cursors.items()})
-            for lane, cursor in cursors.items():
-                packers[lane] = StreamPacker(source, documents, lane - first, cursor, self.form.tokenizer, self.stop)
+            cursors = {stream: self.cursors.get(stream, Cursor()) for stream in streams}
+            documents = source.reader({stream - first: cursor.document for stream, cursor in cursors.items()})
+            for stream, cursor in cursors.items():
+                packers[stream] = StreamPacker(
+                    source, documents, stream - first, cursor, self.batch_format.tokenizer, self.stop
+                )
         return packers
 
 
@@ -268,22 +281,28 @@ class ShardPieces:
     PIECE_TOKENS = 2**16
     PIECE_BATCHES = 64
     AHEAD = 2048
-    """Number of samples whose order is computed at a time."""
+    """Number of samples per computation of their order."""
     local_streams: list[int] = []
 
     def __init__(
-        self, sources: Sequence[TokenShards], share: Share, form: Form, seed: int, shuffle: bool, end: int | None = None
+        self,
+        sources: Sequence[TokenShards],
+        share: RankSamples,
+        batch_format: BatchFormat,
+        seed: int,
+        shuffle: bool,
+        end: int | None = None,
     ) -> None:
-        self.sources, self.share, self.form, self.end = sources, share, form, end
+        self.sources, self.share, self.batch_format, self.end = sources, share, batch_format, end
         self.seed, self.shuffle = seed, shuffle
 
     def pieces_per_batch(self, workers: int) -> int:
         return 1
 
     def pieces(self, worker: int, workers: int) -> Iterator[Piece]:
-        reader = self.form.reader(self.sources, self.seed, self.shuffle)
-        size, limit = self.share.batch_size, self.form.batches
-        per_piece = min(max(1, self.PIECE_TOKENS // (size * self.form.seq_len)), self.PIECE_BATCHES)
+        reader = self.batch_format.reader(self.sources, self.seed, self.shuffle)
+        size, limit = self.share.batch_size, self.batch_format.batches
+        per_piece = min(max(1, self.PIECE_TOKENS // (size * self.batch_format.seq_len)), self.PIECE_BATCHES)
         num_pieces = max(1, self.AHEAD // (per_piece * size))
         for first in count(worker, workers * num_pieces):
             batches = (first + np.arange(num_pieces)[:, None] * workers) * per_piece + np.arange(per_piece)
@@ -299,7 +318,9 @@ class ShardPieces:
                 trained = reader.trained(piece_starts)
                 if is_past.any():
                     trained = (
-                        np.ones((len(piece_starts), self.form.seq_len + 1), dtype=bool) if trained is None else trained
+                        np.ones((len(piece_starts), self.batch_format.seq_len + 1), dtype=bool)
+                        if trained is None
+                        else trained
                     )
                     trained = trained & ~is_past[:, None]
-                yield None, self.form.tensors(*reader.read(piece_starts), trained), {}
+                yield None, self.batch_format.tensors(*reader.read(piece_starts), trained), {}

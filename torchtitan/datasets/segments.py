@@ -27,7 +27,7 @@ STAGGER = 0x5E6
 """Salt: the offsets at which rows begin are independent of the document order of the same seed."""
 
 
-class Reading(NamedTuple):
+class RowPosition(NamedTuple):
     """A row's document, the offset of its next token, and the offset at which the row began."""
 
     document: int
@@ -36,18 +36,18 @@ class Reading(NamedTuple):
 
 
 class Documents:
-    """The documents of several folders, numbered consecutively; only those in `chosen`, if set."""
+    """The documents of several folders, numbered consecutively; only the `selected` ones, if set."""
 
-    def __init__(self, sources: Sequence[TokenShards], chosen: np.ndarray | None = None) -> None:
+    def __init__(self, sources: Sequence[TokenShards], selected: np.ndarray | None = None) -> None:
         self.readers = [TokenReader(source) for source in sources]
         starts = [reader.documents for reader in self.readers]
         ends = [np.append(values[1:], source.tokens) for values, source in zip(starts, sources, strict=True)]
         self.starts, self.ends = np.concatenate(starts), np.concatenate(ends)
         self.owners = np.repeat(np.arange(len(starts)), [len(values) for values in starts])
-        if chosen is not None:
-            self.starts, self.ends, self.owners = self.starts[chosen], self.ends[chosen], self.owners[chosen]
+        if selected is not None:
+            self.starts, self.ends, self.owners = self.starts[selected], self.ends[selected], self.owners[selected]
         if len(self.starts) == 0 or (self.ends < self.starts).any():
-            raise DataError("there is no document, or their starts do not ascend; prepare the data anew")
+            raise DataError("there is no document, or their starts do not ascend; prepare the data again")
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -59,34 +59,34 @@ class Documents:
         """Return the number of segments of `seq_len` input tokens; 0 for a document without a label."""
         return max(0, -(-(self.length(document) - 1) // seq_len))
 
-    def predicted(self, document: int) -> np.ndarray:
+    def label_ids(self, document: int) -> np.ndarray:
         """Return the ids [tokens] of a document that are labels: all trained tokens except the first token."""
         ids = np.empty(self.length(document), dtype=np.int64)
         trained = np.zeros(len(ids), dtype=bool)
-        self.copy(Reading(document), ids, trained)
+        self.copy(RowPosition(document), ids, trained)
         return ids[1:][trained[1:]]
 
-    def copy(self, reading: Reading, ids: np.ndarray, trained: np.ndarray) -> None:
-        reader = self.readers[self.owners[reading.document]]
+    def copy(self, position: RowPosition, ids: np.ndarray, trained: np.ndarray) -> None:
+        reader = self.readers[self.owners[position.document]]
         reader.check_not_shrunk()
-        reader.copy(int(self.starts[reading.document]) + reading.offset, ids, trained)
+        reader.copy(int(self.starts[position.document]) + position.offset, ids, trained)
 
 
 @dataclass(frozen=True)
 class SegmentPosition:
     """A position in the data.
 
-    `samples` and `taken` count the samples and documents consumed by all ranks; `rows` are this rank's readings."""
+    `samples` and `documents_started` count over all ranks; `rows` are the positions of this rank's rows."""
 
     samples: int
     fingerprint: dict[str, Any]
     rank: int
     ranks: int
-    taken: int
-    rows: tuple[Reading | None, ...]
+    documents_started: int
+    rows: tuple[RowPosition | None, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        reading = {"taken": self.taken, "rows": [None if row is None else list(row) for row in self.rows]}
+        reading = {"taken": self.documents_started, "rows": [None if row is None else list(row) for row in self.rows]}
         state = {"version": VERSION, "samples": self.samples, "lanes": 0, "cursors": {}, "ranks": self.ranks}
         return state | {"fingerprint": self.fingerprint, "read": {str(self.rank): reading}}
 
@@ -123,48 +123,50 @@ class SegmentLoader:
     ) -> None:
         self.documents, self.seq_len, self.rank, self.ranks = documents, seq_len, rank, ranks
         self.seed, self.shuffle, self.fingerprint = seed, shuffle, fingerprint
-        self.samples, self.taken, self.resumed = 0, 0, state is not None
-        self.all_rows: list[Reading | None] = [None] * (rows * ranks)
+        self.samples, self.documents_started, self.resumed = 0, 0, state is not None
+        self.all_rows: list[RowPosition | None] = [None] * (rows * ranks)
         if not any(documents.segments(document, seq_len) for document in range(len(documents))):
-            raise DataError("no document has two tokens, of which one could be told from the other")
+            raise DataError(
+                "no document has at least two tokens, so there is no token to predict; give longer documents"
+            )
         if state is not None:
             self._resume(state)
         elif stagger:
             self.all_rows = [self._begin_inside(row) for row in range(rows * ranks)]
 
     @property
-    def rows(self) -> list[Reading | None]:
-        """Return the readings of this rank's rows."""
+    def rows(self) -> list[RowPosition | None]:
+        """Return the positions of this rank's rows."""
         return self.all_rows[self.rank :: self.ranks]
 
     def _resume(self, state: dict[str, Any]) -> None:
         check_same_data(state, self.fingerprint)
         self.samples, read = state["samples"], state.get("read", {})
-        self.taken = max((reading["taken"] for reading in read.values()), default=0)
+        self.documents_started = max((reading["taken"] for reading in read.values()), default=0)
         ranks = state.get("ranks", 1)
         by_rank = [read[str(rank)]["rows"] for rank in range(ranks) if str(rank) in read]
         if sum(map(len, by_rank)) == len(self.all_rows) and len(by_rank) == ranks:
             for rank, rows in enumerate(by_rank):
-                self.all_rows[rank::ranks] = [None if row is None else Reading(*row) for row in rows]
+                self.all_rows[rank::ranks] = [None if row is None else RowPosition(*row) for row in rows]
             return
         logger.warning("all ranks together have other rows than in the checkpoint: all rows begin with new documents")
 
-    def _begin_inside(self, row: int) -> Reading:
+    def _begin_inside(self, row: int) -> RowPosition:
         reading = self._next_document()
         room = self.documents.length(reading.document) - 1 - self.seq_len
         if room <= 0:
             return reading
         offset = int(key(self.seed, STAGGER, row)[0] % np.uint64(room))
-        return Reading(reading.document, offset, offset)
+        return RowPosition(reading.document, offset, offset)
 
-    def _next_document(self) -> Reading:
+    def _next_document(self) -> RowPosition:
         while True:
-            epoch, number = divmod(self.taken, len(self.documents))
-            self.taken += 1
+            epoch, number = divmod(self.documents_started, len(self.documents))
+            self.documents_started += 1
             if self.shuffle:
                 (number,) = permute(np.array([number]), len(self.documents), key(self.seed, epoch)).tolist()
             if self.documents.segments(number, self.seq_len):
-                return Reading(number)
+                return RowPosition(number)
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
@@ -172,13 +174,15 @@ class SegmentLoader:
                 self.verification.raise_if_damaged()
             self.all_rows = [row or self._next_document() for row in self.all_rows]
             local_rows = self.rows
-            begun = {index for index, row in enumerate(local_rows) if row is not None and row.offset == row.start}
-            batch = segment_batch(self.documents, local_rows, self.seq_len, begun)
-            self.all_rows = [after(row, self.documents, self.seq_len) for row in self.all_rows]
+            starting_rows = {
+                index for index, row in enumerate(local_rows) if row is not None and row.offset == row.start
+            }
+            batch = segment_batch(self.documents, local_rows, self.seq_len, starting_rows)
+            self.all_rows = [next_segment(row, self.documents, self.seq_len) for row in self.all_rows]
             self.samples += len(self.all_rows)
             yield batch
 
-    def again(self, tokens: int) -> Iterator[Batch]:
+    def replay(self, tokens: int) -> Iterator[Batch]:
         """Yield again the segments that the rows read last, up to `tokens` tokens of their current documents.
 
         Used to rebuild the state of a model, such as a cache, after a restore.
@@ -196,7 +200,9 @@ class SegmentLoader:
             yield segment_batch(self.documents, rows, self.seq_len, {i for i, n in enumerate(num_segments) if n == ago})
 
     def position(self) -> SegmentPosition:
-        return SegmentPosition(self.samples, self.fingerprint, self.rank, self.ranks, self.taken, tuple(self.rows))
+        return SegmentPosition(
+            self.samples, self.fingerprint, self.rank, self.ranks, self.documents_started, tuple(self.rows)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return self.position().to_dict()
@@ -205,15 +211,20 @@ class SegmentLoader:
         """Do nothing: there are no workers to stop."""
 
 
-def after(row: Reading | None, documents: Documents, seq_len: int) -> Reading | None:
-    """Return the row's reading after this segment; None at the end of its document."""
+def next_segment(row: RowPosition | None, documents: Documents, seq_len: int) -> RowPosition | None:
+    """Return the row's position after this segment; None at the end of its document."""
     if row is None or row.offset + seq_len >= documents.length(row.document) - 1:
         return None
     return row._replace(offset=row.offset + seq_len)
 
 
-def segment_batch(documents: Documents, rows: Sequence[Reading | None], seq_len: int, begun: set[int]) -> Batch:
-    """Return the batch of the rows' segments. Idle rows and positions after a document's end are 0 without loss."""
+def segment_batch(
+    documents: Documents, rows: Sequence[RowPosition | None], seq_len: int, starting_rows: set[int]
+) -> Batch:
+    """Return the batch of the rows' segments; `starting_rows` begin a document.
+
+    Idle rows and positions after a document's end are 0 without loss.
+    """
     ids = np.zeros((len(rows), seq_len + 1), dtype=np.int64)
     trained = np.zeros((len(rows), seq_len + 1), dtype=bool)
     filled = np.zeros(len(rows), dtype=np.int64)
@@ -229,7 +240,7 @@ def segment_batch(documents: Documents, rows: Sequence[Reading | None], seq_len:
         "labels": torch.from_numpy(labels),
         "positions": torch.arange(seq_len).repeat(len(rows), 1),
         "lanes": torch.arange(len(rows)),
-        "begins": torch.tensor([index in begun for index in range(len(rows))]),
+        "begins": torch.tensor([index in starting_rows for index in range(len(rows))]),
         "filled": torch.from_numpy(filled),
         "offsets": torch.tensor([0 if row is None else row.offset for row in rows]),
     }
@@ -247,26 +258,26 @@ class HeldOutSegments:
         counts = [documents.segments(document, seq_len) for document in range(len(documents))]
         enough = np.searchsorted(np.cumsum(counts), samples) + 1 if samples else len(counts)
         self.order = [document for document in range(min(int(enough), len(counts))) if counts[document]]
-        self.batches = max(sum(1 for _ in self._readings(values)) for values in range(ranks))
+        self.batches = max(sum(1 for _ in self._row_positions(any_rank)) for any_rank in range(ranks))
 
-    def _readings(self, rank: int) -> Iterator[list[Reading | None]]:
+    def _row_positions(self, rank: int) -> Iterator[list[RowPosition | None]]:
         remaining = iter(self.order[rank :: self.ranks])
-        rows: list[Reading | None] = [None] * self.rows
+        rows: list[RowPosition | None] = [None] * self.rows
         while True:
             for index, row in enumerate(rows):
                 if row is None and (document := next(remaining, None)) is not None:
-                    rows[index] = Reading(document)
+                    rows[index] = RowPosition(document)
             if not any(row is not None for row in rows):
                 return
             yield rows
-            rows = [after(row, self.documents, self.seq_len) for row in rows]
+            rows = [next_segment(row, self.documents, self.seq_len) for row in rows]
 
     def __iter__(self) -> Iterator[Batch]:
-        readings = self._readings(self.rank)
+        positions = self._row_positions(self.rank)
         for _ in range(self.batches):
-            rows = next(readings, [None] * self.rows)
-            begun = {index for index, row in enumerate(rows) if row is not None and not row.offset}
-            yield segment_batch(self.documents, rows, self.seq_len, begun)
+            rows = next(positions, [None] * self.rows)
+            starting_rows = {index for index, row in enumerate(rows) if row is not None and not row.offset}
+            yield segment_batch(self.documents, rows, self.seq_len, starting_rows)
 
     def close(self) -> None:
         """Do nothing: there are no workers to stop."""

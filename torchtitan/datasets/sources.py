@@ -168,7 +168,7 @@ class IndexedFile(Part):
         if len(content) < stop - start:
             raise DataError(
                 f"{self.path}: the file shrank to {self.path.stat().st_size} bytes from the {self.size} at the start; "
-                "leave the data as it is while a job runs, or start a new job"
+                "do not change the data while a job runs, or start a new job"
             )
         return content
 
@@ -298,11 +298,11 @@ def _samples_checksum(files: dict[str, Path], sizes: dict[str, int]) -> str:
     return digest.hexdigest()
 
 
-def files_below(folder: str, suffixes: tuple[str, ...], left_out: Collection[str] = ()) -> dict[str, Path]:
-    """Return relative name -> path of all files below a folder, without hidden files and the `left_out` folders."""
+def files_below(folder: str, suffixes: tuple[str, ...], excluded_folders: Collection[str] = ()) -> dict[str, Path]:
+    """Return relative name -> path of all files below a folder, without hidden files and `excluded_folders`."""
     files = {}
     for root, folders, names in os.walk(folder):
-        folders[:] = [f for f in folders if not f.startswith(".") and f not in left_out]
+        folders[:] = [f for f in folders if not f.startswith(".") and f not in excluded_folders]
         for name in names:
             file = Path(root, name)
             if not name.startswith(".") and name.lower().endswith(suffixes) and file.exists():

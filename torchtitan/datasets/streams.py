@@ -51,7 +51,7 @@ MAX_EMPTY_EPOCHS = 8
 """A stream raises an error after this many epochs without text."""
 
 
-class Place(NamedTuple):
+class DocumentPosition(NamedTuple):
     """A document's position in its stream. Stable between runs, because checkpoints store it."""
 
     epoch: int = 0
@@ -64,9 +64,9 @@ class IndexedStreams:
         self.source, self.seed, self.shuffle = source, seed, shuffle
         self.count = stream_count(len(source)) if shuffle else 1
 
-    def reader(self, places: dict[int, Place]) -> "IndexedStreamReader":
-        """Return a reader that continues from these places; the keys are the streams it will serve."""
-        return IndexedStreamReader(self, dict(places))
+    def reader(self, positions: dict[int, DocumentPosition]) -> "IndexedStreamReader":
+        """Return a reader that continues from these positions; the keys are the streams it will serve."""
+        return IndexedStreamReader(self, dict(positions))
 
     def first_epoch(self) -> Iterator[tuple[int, DocumentOrError]]:
         """Yield every document once, with its stream."""
@@ -82,22 +82,27 @@ class IndexedStreamReader:
 
     AHEAD = 64
 
-    def __init__(self, lanes: IndexedStreams, places: dict[int, Place]) -> None:
-        self.lanes, self.places = lanes, places
+    def __init__(self, streams: IndexedStreams, positions: dict[int, DocumentPosition]) -> None:
+        self.streams, self.positions = streams, positions
         self._ahead: dict[int, tuple[int, int, list[int]]] = {}
 
-    def next(self, stream: int) -> tuple[Place, DocumentOrError]:
-        epoch, _, ordinal = self.places[stream]
-        if stream + ordinal * self.lanes.count >= len(self.lanes.source):
+    def next(self, stream: int) -> tuple[DocumentPosition, DocumentOrError]:
+        epoch, _, ordinal = self.positions[stream]
+        if stream + ordinal * self.streams.count >= len(self.streams.source):
             epoch, ordinal = epoch + 1, 0
-        self.places[stream] = Place(epoch, 0, ordinal + 1)
-        return Place(epoch, 0, ordinal), document_or_error(self.lanes.source.get, self._index(stream, epoch, ordinal))
+        self.positions[stream] = DocumentPosition(epoch, 0, ordinal + 1)
+        return DocumentPosition(epoch, 0, ordinal), document_or_error(
+            self.streams.source.get, self._index(stream, epoch, ordinal)
+        )
 
     def _index(self, stream: int, epoch: int, ordinal: int) -> int:
         cached_epoch, first, indices = self._ahead.get(stream, (-1, 0, []))
         if epoch != cached_epoch or not first <= ordinal < first + len(indices):
-            positions = stream + np.arange(ordinal, ordinal + self.AHEAD) * self.lanes.count
-            first, indices = ordinal, self.lanes.order(epoch, positions[positions < len(self.lanes.source)]).tolist()
+            positions = stream + np.arange(ordinal, ordinal + self.AHEAD) * self.streams.count
+            first, indices = (
+                ordinal,
+                self.streams.order(epoch, positions[positions < len(self.streams.source)]).tolist(),
+            )
             self._ahead[stream] = (epoch, first, indices)
         return indices[ordinal - first]
 
@@ -111,34 +116,34 @@ class SequentialStreams:
         documents = 0 if self.parts_per_stream else self._records(MAX_STREAMS * MIN_DOCUMENTS, stop)
         self.count = MAX_STREAMS if self.parts_per_stream else stream_count(documents) if shuffle else 1
 
-    def reader(self, places: dict[int, Place]) -> "SequentialStreamReader":
-        return SequentialStreamReader(self, dict(places))
+    def reader(self, positions: dict[int, DocumentPosition]) -> "SequentialStreamReader":
+        return SequentialStreamReader(self, dict(positions))
 
     def first_epoch(self) -> Iterator[tuple[int, DocumentOrError]]:
         for stream in range(self.count) if self.parts_per_stream else [0]:
-            for place, item in self.read(stream, Place()):
-                yield stream if self.parts_per_stream else self.stream_of(place), item
+            for position, item in self.read(stream, DocumentPosition()):
+                yield stream if self.parts_per_stream else self.stream_of(position), item
 
-    def stream_of(self, place: Place) -> int:
+    def stream_of(self, position: DocumentPosition) -> int:
         # The assignment changes with every round and part. With a fixed one, alternating data (question, answer) would
         # give each stream documents of one kind, and streams of short documents would run epochs ahead. Parts of only a
         # few documents reach all streams too.
-        turn, place_in_turn = divmod(place.ordinal, self.count)
-        return _deal(self.seed, place.part, turn, self.count)[place_in_turn]
+        turn, index_in_turn = divmod(position.ordinal, self.count)
+        return _deal(self.seed, position.part, turn, self.count)[index_in_turn]
 
-    def read(self, group: int, start: Place) -> Iterator[tuple[Place, DocumentOrError]]:
-        """Yield an epoch's documents from a place on. `group`: a stream with its own parts; 0 if all share them."""
+    def read(self, group: int, start: DocumentPosition) -> Iterator[tuple[DocumentPosition, DocumentOrError]]:
+        """Yield an epoch's documents from a position on. `group`: a stream with its own parts; 0 if all share them."""
         epoch, first_part, first_ordinal = start
         parts = self._parts(group, epoch)
-        for position in range(first_part, len(parts)):
-            number, begin = parts[position], first_ordinal // BLOCK * BLOCK
+        for part in range(first_part, len(parts)):
+            number, begin = parts[part], first_ordinal // BLOCK * BLOCK
             records = self.source.parts[number].read(begin)
             while block := list(islice(records, BLOCK)):
                 order = np.arange(len(block))
                 if self.shuffle:
                     order = permute(order, len(block), key(self.seed, epoch, number, begin // BLOCK))
                 for i in order[max(0, first_ordinal - begin) :].tolist():
-                    yield Place(epoch, position, first_ordinal), block[i]
+                    yield DocumentPosition(epoch, part, first_ordinal), block[i]
                     first_ordinal += 1
                 begin += BLOCK
             first_ordinal = 0
@@ -170,55 +175,55 @@ class SequentialStreams:
 class SequentialStreamReader:
     """A reader with one pass over the source per active epoch; documents of other streams wait in queues."""
 
-    def __init__(self, lanes: SequentialStreams, places: dict[int, Place]) -> None:
-        self.lanes, self.places = lanes, places
-        self._streams: dict[tuple[int, int], Iterator[tuple[Place, DocumentOrError]]] = {}
-        self._waiting: dict[tuple[int, int], deque[tuple[Place, DocumentOrError]]] = {}
+    def __init__(self, streams: SequentialStreams, positions: dict[int, DocumentPosition]) -> None:
+        self.streams, self.positions = streams, positions
+        self._passes: dict[tuple[int, int], Iterator[tuple[DocumentPosition, DocumentOrError]]] = {}
+        self._waiting: dict[tuple[int, int], deque[tuple[DocumentPosition, DocumentOrError]]] = {}
 
-    def next(self, stream: int) -> tuple[Place, DocumentOrError]:
-        epoch = self.places[stream].epoch
+    def next(self, stream: int) -> tuple[DocumentPosition, DocumentOrError]:
+        epoch = self.positions[stream].epoch
         for later in range(epoch, epoch + MAX_EMPTY_EPOCHS):
             result = self._next_of_epoch(stream, later)
             if result is not None:
-                place = result[0]
-                self.places[stream] = place._replace(ordinal=place.ordinal + 1)
+                position = result[0]
+                self.positions[stream] = position._replace(ordinal=position.ordinal + 1)
                 return result
-        raise no_text(self.lanes.source.name, stream, self.lanes.count)
+        raise no_text(self.streams.source.name, stream, self.streams.count)
 
-    def _next_of_epoch(self, stream: int, epoch: int) -> tuple[Place, DocumentOrError] | None:
-        group = stream if self.lanes.parts_per_stream else 0
-        if (group, epoch) not in self._streams:
+    def _next_of_epoch(self, stream: int, epoch: int) -> tuple[DocumentPosition, DocumentOrError] | None:
+        group = stream if self.streams.parts_per_stream else 0
+        if (group, epoch) not in self._passes:
             self._open(group, epoch)
         queue = self._waiting[stream, epoch]
-        for place, item in () if queue else self._streams[group, epoch]:
-            owner = stream if self.lanes.parts_per_stream else self.lanes.stream_of(place)
-            if owner in self.places and place >= self._start(owner, epoch):
-                self._waiting[owner, epoch].append((place, item))
+        for position, item in () if queue else self._passes[group, epoch]:
+            owner = stream if self.streams.parts_per_stream else self.streams.stream_of(position)
+            if owner in self.positions and position >= self._start(owner, epoch):
+                self._waiting[owner, epoch].append((position, item))
                 if owner == stream:
                     break
         if queue:
             return queue.popleft()
-        self.places[stream] = Place(epoch + 1)
+        self.positions[stream] = DocumentPosition(epoch + 1)
         self._close_finished(group)
         return None
 
     def _group(self, group: int) -> list[int]:
-        return [group] if self.lanes.parts_per_stream else list(self.places)
+        return [group] if self.streams.parts_per_stream else list(self.positions)
 
-    def _start(self, stream: int, epoch: int) -> Place:
-        """Return the earliest place of a stream's next document in an epoch; in a later epoch if this one is over."""
-        return max(self.places[stream], Place(epoch))
+    def _start(self, stream: int, epoch: int) -> DocumentPosition:
+        """Return the earliest position of a stream's next document in an epoch, or in a later one."""
+        return max(self.positions[stream], DocumentPosition(epoch))
 
     def _open(self, group: int, epoch: int) -> None:
         starts = [self._start(stream, epoch) for stream in self._group(group)]
-        self._streams[group, epoch] = self.lanes.read(group, min(starts))
+        self._passes[group, epoch] = self.streams.read(group, min(starts))
         for stream in self._group(group):
             self._waiting[stream, epoch] = deque()
 
     def _close_finished(self, group: int) -> None:
-        oldest = min(self.places[stream].epoch for stream in self._group(group))
-        for epoch in [e for g, e in self._streams if g == group and e < oldest]:
-            del self._streams[group, epoch]
+        oldest = min(self.positions[stream].epoch for stream in self._group(group))
+        for epoch in [e for g, e in self._passes if g == group and e < oldest]:
+            del self._passes[group, epoch]
             for stream in self._group(group):
                 del self._waiting[stream, epoch]
 
@@ -233,10 +238,10 @@ Streams = IndexedStreams | SequentialStreams
 StreamReader = IndexedStreamReader | SequentialStreamReader
 
 
-def no_text(source: str, lane: int, lanes: int) -> DataError:
+def no_text(source: str, stream: int, streams: int) -> DataError:
     return DataError(
-        f"{source}: no text in {MAX_EMPTY_EPOCHS} epochs of lane {lane} of {lanes}; give documents with text (or set "
-        "training.text_field to the field that holds it), or spread them over files more evenly"
+        f"{source}: no text in {MAX_EMPTY_EPOCHS} epochs of stream {stream} of {streams}; give documents with text (or "
+        "set training.text_field to the field that holds it), or spread them over files more evenly"
     )
 
 
@@ -259,17 +264,17 @@ class Cursor:
     """The position of a stream: the document and token at which its next sample begins, and counts so far."""
 
     samples: int = 0
-    place: Place = Place()
+    document: DocumentPosition = DocumentPosition()
     offset: int = 0
     skipped: int = 0
 
     def to_list(self) -> list[int]:
-        return [self.samples, *self.place, self.offset, self.skipped]
+        return [self.samples, *self.document, self.offset, self.skipped]
 
     @classmethod
     def from_list(cls, numbers: list[int]) -> "Cursor":
         samples, epoch, part, ordinal, offset, skipped = numbers
-        return cls(samples, Place(epoch, part, ordinal), offset, skipped)
+        return cls(samples, DocumentPosition(epoch, part, ordinal), offset, skipped)
 
 
 class StreamPacker:
@@ -279,24 +284,24 @@ class StreamPacker:
     raise at an unreadable record instead of counting it."""
 
     def __init__(
-        self, lanes: Streams, reader: StreamReader, lane: int, cursor: Cursor, tokenizer: Tokenizer, stop: bool
+        self, streams: Streams, reader: StreamReader, stream: int, cursor: Cursor, tokenizer: Tokenizer, stop: bool
     ) -> None:
-        self.lanes, self.reader, self.lane, self.tokenizer, self.stop = lanes, reader, lane, tokenizer, stop
+        self.streams, self.reader, self.stream, self.tokenizer, self.stop = streams, reader, stream, tokenizer, stop
         self.samples, self.skipped = cursor.samples, cursor.skipped
-        self._place, self._tokens, self._offset = cursor.place, NO_TOKENS, 0
+        self._position, self._tokens, self._offset = cursor.document, NO_TOKENS, 0
         if cursor.samples:
             # the last sample ended inside this document: continue with its rest
             self._next_document()
-            if self._place != cursor.place or cursor.offset >= len(self._tokens.ids):
+            if self._position != cursor.document or cursor.offset >= len(self._tokens.ids):
                 raise DataError(
-                    f"the document at {tuple(cursor.place)} of lane {lane}, where the checkpoint ends, is not what it "
-                    "was; the data have changed since; bring back the old data, or start a new job"
+                    f"the document at {tuple(cursor.document)} of stream {stream}, where the checkpoint ends, has "
+                    "changed since the checkpoint was saved; bring back the old data, or start a new job"
                 )
             self._offset = cursor.offset
 
     @property
     def cursor(self) -> Cursor:
-        return Cursor(self.samples, self._place, self._offset, self.skipped)
+        return Cursor(self.samples, self._position, self._offset, self.skipped)
 
     def sample(self, number: int, row: np.ndarray, trained: np.ndarray) -> list[int]:
         """Fill the rows with the stream's sample of this number; return the columns at which documents begin.
@@ -324,15 +329,15 @@ class StreamPacker:
         return begins
 
     def _next_document(self) -> None:
-        epoch = self._place.epoch
+        epoch = self._position.epoch
         while True:
-            self._place, item = self.reader.next(self.lane)
+            self._position, item = self.reader.next(self.stream)
             tokens = self._tokens_of(item)
             if len(tokens.ids):
                 self._tokens, self._offset = tokens, 0
                 return
-            if self._place.epoch - epoch > MAX_EMPTY_EPOCHS:
-                raise no_text(self.lanes.source.name, self.lane, self.lanes.count)
+            if self._position.epoch - epoch > MAX_EMPTY_EPOCHS:
+                raise no_text(self.streams.source.name, self.stream, self.streams.count)
 
     def _tokens_of(self, item: DocumentOrError) -> Tokens:
         if isinstance(item, Document):
@@ -347,5 +352,5 @@ class StreamPacker:
             raise error
         self.skipped += 1
         if self.skipped <= MAX_LOGGED_ERRORS:
-            logger.warning("left out (%d in lane %d so far): %s", self.skipped, self.lane, error)
+            logger.warning("left out (%d in stream %d so far): %s", self.skipped, self.stream, error)
         return NO_TOKENS

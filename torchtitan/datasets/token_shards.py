@@ -93,7 +93,9 @@ class TokenShards(Source):
                         sha256.update(content)
                         progress.update(len(content))
                 if sha256.hexdigest() != part["sha256"]:
-                    raise DataError(f"{self.folder / part['name']}: its contents are not those of the header; {REMEDY}")
+                    raise DataError(
+                        f"{self.folder / part['name']}: its contents differ from the checksum in the header; {REMEDY}"
+                    )
 
     def blocks(self, seq_len: int) -> int:
         """Return the number of samples in one epoch. Raises DataError if there are none."""
@@ -136,8 +138,8 @@ class TokenReader:
             if (size := os.fstat(file.fileno()).st_size) < before:
                 path = self.shards.folder / name
                 raise DataError(
-                    f"{path}: the file shrank to {size} bytes from the {before} at the start; leave the data as "
-                    f"it is while a job runs; {REMEDY}"
+                    f"{path}: the file shrank to {size} bytes from the {before} at the start; do not change the "
+                    f"data while a job runs; {REMEDY}"
                 )
 
     def damaged(self) -> DataError:

@@ -247,7 +247,7 @@ class Facts:
         classes = getattr(self.args, "n_classes", 0)
         if not self.tells_classes or classes < 2:
             return None
-        return LabelledFields.from_task(self.config.task, classes, ended=not self.args.causal)
+        return LabelledFields.from_task(self.config.task, classes, end_tokens=not self.args.causal)
 
     @cached_property
     def sources(self) -> dict[str, DataSource]:

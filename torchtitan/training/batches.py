@@ -297,7 +297,7 @@ def prepare_adapter(
 
     def replay(tokens: int) -> Iterator[Batch]:
         if isinstance(loader, SegmentLoader) and loader.resumed:
-            yield from map(preparer.to_device, loader.again(tokens))
+            yield from map(preparer.to_device, loader.replay(tokens))
 
     def calibration(count: int) -> Iterator[Batch]:
         assert first_segments is not None

@@ -20,7 +20,7 @@ from torchtitan.core.files import FileError, read_file
 MAX_BYTES = 128 * 2**20
 Range = tuple[int, int]
 GUARD = "\n"
-"""A prefix whose tokens never merge with the text after it. A blank that the tokenizer adds comes before the prefix."""
+"""A prefix with tokens that never merge with the text after it. A blank that the tokenizer adds comes before it."""
 
 
 class TokenizerError(JobError):
@@ -54,10 +54,10 @@ class Tokenizer(ABC):
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
         """Return the ids of the text, with the document's begin and end ids if requested; none for an empty text."""
         ids = self._encode(_without_lone_surrogates(text))
-        return self.begin * bos + ids + [self.eos_id] * eos
+        return self.begin_ids * bos + ids + [self.eos_id] * eos
 
     @property
-    def begin(self) -> list[int]:
+    def begin_ids(self) -> list[int]:
         """Return the ids that begin a document: one, or none."""
         return [] if self.bos_id is None else [self.bos_id]
 
@@ -165,7 +165,7 @@ WINDOW_TOKENS = 8
 beginning of a text is dropped, for example, and the bytes of a character may be spread over several tokens."""
 
 
-def text_of(tokens: Iterable[int], prompt: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
+def decode_stream(tokens: Iterable[int], prompt: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield the text that the tokens add to the prompt's.
 
     The joined pieces are the text of all ids without the prompt's. Bytes of an incomplete last character are dropped.

@@ -67,12 +67,12 @@ LARGEST_TEMPLATE = 2**20
 NAMED = {"chatml": CHATML, "llama3": LLAMA3, "llama2": LLAMA2, "alpaca": ALPACA}
 
 
-def resolve_template(given: str) -> str:
-    """Return the Jinja template of a name in NAMED, of a file, or given directly. Raises JobError otherwise."""
-    if given in NAMED:
-        return NAMED[given]
-    if "{{" in given or "{%" in given:
-        return given
-    if not given.endswith(".jinja"):
-        raise JobError(f"{given!r} is no template; give {', '.join(NAMED)}, a file that ends in .jinja, or Jinja")
-    return read_file(given, LARGEST_TEMPLATE).decode(errors="replace")
+def resolve_template(template: str) -> str:
+    """Return the Jinja template of a name in NAMED, of a file, or the template itself. Raises JobError otherwise."""
+    if template in NAMED:
+        return NAMED[template]
+    if "{{" in template or "{%" in template:
+        return template
+    if not template.endswith(".jinja"):
+        raise JobError(f"{template!r} is no template; give {', '.join(NAMED)}, a file that ends in .jinja, or Jinja")
+    return read_file(template, LARGEST_TEMPLATE).decode(errors="replace")

@@ -59,7 +59,7 @@ def check_patterns(path: Path, content: bytes) -> None:
         process = None
     if process is None or process.returncode:
         cause = f"its pattern {patterns[0][:80]!r} needs more steps than there are on a text of {RUN} letters"
-        raise TokenizerError(path, cause, "give a tokenizer whose pattern does not repeat what repeats itself")
+        raise TokenizerError(path, cause, "give a tokenizer without nested repetitions in its pattern")
 
 
 def _patterns(value: Any) -> Iterator[str]:
@@ -289,7 +289,7 @@ SHORTEST = 2
 """Minimum number of letters of a special token. Single letters occur in ordinary text."""
 
 
-def lacking(vocabulary: Tokenizer, tokens: Sequence[str]) -> list[str]:
+def missing_tokens(vocabulary: Tokenizer, tokens: Sequence[str]) -> list[str]:
     """Return the tokens that are not special tokens yet, each once. Raises JobError for an unusable name."""
     missing = [token for token in dict.fromkeys(tokens) if token not in vocabulary.special_tokens]
     for token in missing:
@@ -331,11 +331,11 @@ def extended(vocabulary: Tokenizer, tokens: Sequence[str], eos: str | None) -> d
     return (
         files
         | {"tokenizer.json": extended_tokenizer.to_str().encode()}
-        | _beside(files, extended_tokenizer, new_ids, eos)
+        | _updated_files(files, extended_tokenizer, new_ids, eos)
     )
 
 
-def _beside(files: dict[str, bytes], opened: Any, numbers: dict[str, Any], eos: str | None) -> dict[str, bytes]:
+def _updated_files(files: dict[str, bytes], opened: Any, numbers: dict[str, Any], eos: str | None) -> dict[str, bytes]:
     """Return the existing files next to tokenizer.json that list tokens, updated."""
     eos_entry = {} if eos is None else {"eos_token": eos}
     listed = {
