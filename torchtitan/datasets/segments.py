@@ -126,9 +126,7 @@ class SegmentLoader:
         self.samples, self.documents_started, self.resumed = 0, 0, state is not None
         self.all_rows: list[RowPosition | None] = [None] * (rows * ranks)
         if not any(documents.segments(document, seq_len) for document in range(len(documents))):
-            raise DataError(
-                "no document has at least two tokens, so there is no token to predict; give longer documents"
-            )
+            raise DataError("no document has two tokens, so there is nothing to predict; give longer documents")
         if state is not None:
             self._resume(state)
         elif stagger:
