@@ -37,7 +37,6 @@ LIMITS: dict[str, tuple[int, int]] = {
     "commands": (16, 0),
     "config": (10, 0),
     "core": (3, 0),
-    "datasets": (18, 0),
     "guards": (4, 0),
     "launcher": (11, 0),
     "losses": (2, 0),
