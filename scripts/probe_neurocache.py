@@ -107,7 +107,7 @@ def probe(run: Path, topk: int, compressions: Iterable[int], samples: int) -> li
     """Measure hit rates of a run's newest checkpoint on its validation documents."""
     config, checkpoint = find_checkpoint(run, None, [])
     config = of_documents(config)
-    model, _ = inference_model.filled_model(config, checkpoint, torch.device("cpu"))
+    model, _ = inference_model.load_model(config, checkpoint, torch.device("cpu"))
     seq_len, rows = data.seq_len_of(config, "validation"), config.validation.local_batch_size
     documents = data.documents(config, "validation")
     plan, rates = parts.model_spec(config).plan, []

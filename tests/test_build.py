@@ -32,11 +32,11 @@ TAKEN = {
 @pytest.mark.parametrize("part", TAKEN, ids=lambda part: part.__name__)
 def test_options_reach_their_part(part):
     section, prefix, expected = TAKEN[part]
-    taken = parts.taken(section, part, prefix)
+    taken = parts.matching_options(section, part, prefix)
     assert expected <= taken.keys() <= signature(part).parameters.keys()
     for name, value in taken.items():
         assert value == getattr(section, name if hasattr(section, name) else prefix + name)
 
 
 def test_an_option_of_another_name_is_not_taken():
-    assert "mode" not in parts.taken(replace(ActivationCheckpoint(), mode="full"), ParallelOptions)
+    assert "mode" not in parts.matching_options(replace(ActivationCheckpoint(), mode="full"), ParallelOptions)

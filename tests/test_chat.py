@@ -146,7 +146,7 @@ def test_a_system_message_is_refused_where_records_have_no_place_for_it(monkeypa
 def test_chat_with_a_cache_reads_prompts_longer_than_a_segment(monkeypatch, capsys):
     model, _ = remembering(sizes=dict(vocab_size=260))
     fake_checkpoint(monkeypatch, "--training.seq_len=8")
-    monkeypatch.setattr(inference_model, "filled_model", lambda *_: (model.eval(), None))
+    monkeypatch.setattr(inference_model, "load_model", lambda *_: (model.eval(), None))
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is longer than a segment?\n"))
     assert chat.main(["folder", "--format=alpaca", "--max_new_tokens=4"]) == 0
     assert model.memory.stores[False, 0].counts.tolist()[0] > 8

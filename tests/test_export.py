@@ -103,7 +103,7 @@ def test_the_command_merges_and_verifies(tmp_path, texts, bases, name, ranks, op
     torch.testing.assert_close(merged, with_adapter, rtol=1e-5, atol=1e-5)
     assert (merged - logits_of(published)).abs().max() > 1e-2, "the adapter has learned something"
     config, step_folder = find_checkpoint(run, None)
-    model, _ = inference_model.filled_model(config, step_folder, torch.device("cpu"))
+    model, _ = inference_model.load_model(config, step_folder, torch.device("cpu"))
     off = (model(TOKENS) - merged).abs().max() / merged.abs().max()
     assert off < 1e-5 if into == "weights" else 1e-4 < off < 0.1, "the run computed with the packed ones"
 
@@ -157,7 +157,7 @@ def test_fully_trained_weights_are_exported_and_bases_unpacked_on_request(tmp_pa
     assert export(run, tmp_path / "whole", "--merge", "--dtype=float32", "--merge-base=unpacked") == 0
     record = export_record(tmp_path / "whole")
     assert record["verified"] and record["same_tokens"] and record["merged_into"] == "unpacked"
-    model, _ = inference_model.filled_model(*find_checkpoint(run, None), torch.device("cpu"))
+    model, _ = inference_model.load_model(*find_checkpoint(run, None), torch.device("cpu"))
     torch.testing.assert_close(logits_of(tmp_path / "whole"), model(TOKENS), rtol=1e-5, atol=1e-5)
     assert export(run, tmp_path / "narrow", "--merge", "--merge-base=unpacked", "--dtype=bfloat16") == 0
     assert (
@@ -175,7 +175,7 @@ def test_lora_only_models_are_exported_as_plain_ones(tmp_path, texts):
     assert run_ranks(2, train, [*argv, "--checkpoint.load_step=2"])[0][1] == uninterrupted
     assert export(tmp_path / "run", tmp_path / "whole", "--merge", "--dtype=float32") == 0
     config, step_folder = find_checkpoint(tmp_path / "run", None)
-    model, _ = inference_model.filled_model(config, step_folder, torch.device("cpu"))
+    model, _ = inference_model.load_model(config, step_folder, torch.device("cpu"))
     torch.testing.assert_close(logits_of(tmp_path / "whole"), model(TOKENS), rtol=1e-5, atol=1e-5)
     loaded = parts.meta_model(config).to_empty(device="cpu")
     MODELS["llama3"].hf.load_hf(tmp_path / "whole", loaded, parts.model_args(config))
@@ -191,13 +191,12 @@ def test_another_base_is_refused(tmp_path, texts, capsys):
     MODELS["llama3"].hf.save_hf(tmp_path / "base", other.state_dict(), other.args)
     assert export(run, tmp_path / "out", "--merge") == 2
     errors = capsys.readouterr().err
-    assert "is not the matrix that the run has packed; put the run's base there again, or fold into what" in errors
+    assert "is not the matrix that the run has packed; put the run's base there again, or merge into the" in errors
     (tmp_path / "base").rename(tmp_path / "moved")
     assert export(run, tmp_path / "out", "--merge") == 2
     errors = capsys.readouterr().err
     assert (
-        "base: no such file or folder; give" in errors
-        and "or fold into what the run computed with: --merge-b" in errors
+        "base: no such file or folder; give" in errors and "or merge into the dequantized weights: --merge-b" in errors
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["moved", "run"], "both failed exports leave nothing"
     assert export(run, tmp_path / "out", "--merge", "--merge-base=unpacked") == 0

@@ -202,7 +202,7 @@ def test_the_job_may_override_rope_of_the_folder_and_nothing_else(tmp_path):
         "--model.overrides={rope_scaling = {kind = 'linear', factor = 2.0}, rope_theta = 9e3}"
     )
     assert faults == []
-    loaded, _ = inference_model.filled_model(load(start_arguments), tmp_path, torch.device("cpu"))
+    loaded, _ = inference_model.load_model(load(start_arguments), tmp_path, torch.device("cpu"))
     longer = dataclasses.replace(args, rope_scaling=RopeScaling(2.0, kind="linear"), rope_theta=9e3)
     stretched = build(MODELS["llama3"].build, longer)
     stretched.load_state_dict(model.state_dict())

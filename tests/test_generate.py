@@ -293,7 +293,7 @@ def test_a_checkpoint_of_any_plan_is_loaded(run, tmp_path, capsys, tied):
             save_under(folder, plan, args)
         else:
             run_ranks(plan.world, save_under, folder, plan, args)
-        loaded, _ = inference_model.filled_model(*generate.find_checkpoint(folder, None), torch.device("cpu"))
+        loaded, _ = inference_model.load_model(*generate.find_checkpoint(folder, None), torch.device("cpu"))
         for name, parameter in checkpoint_plans.reference(args).named_parameters():
             assert torch.equal(loaded.get_parameter(name), parameter), (plan, name)
         texts.append(run_generate(capsys, folder, "--prompt", "al", "--max_new_tokens", 6))
@@ -321,8 +321,10 @@ GREEDY = dict(max_new_tokens=8, context=64, temperature=0, top_k=0, seed=0)
 def generate_over_ranks(folder: str, prompt: list[int]) -> tuple[list[int], int]:
     """Return the tokens, and the number of parameter elements that this rank holds."""
     config, path = generate.find_checkpoint(Path(folder), None, ["--model.tokenizer_path=bytes"])
-    model = inference_model.model_over_ranks(config, path, read_ranks())
-    tokens = list(generate.sample(CachedDecoder(model), prompt, BYTES, **GREEDY, agree=inference_model.first_ranks))
+    model = inference_model.load_model_over_ranks(config, path, read_ranks())
+    tokens = list(
+        generate.sample(CachedDecoder(model), prompt, BYTES, **GREEDY, agree=inference_model.broadcast_from_first)
+    )
     return tokens, sum(local_part(parameter)[0].numel() for parameter in model.parameters())
 
 

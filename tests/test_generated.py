@@ -15,7 +15,7 @@ from torchtitan.config import manager
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training import validation
-from torchtitan.training.inference_model import filled_model
+from torchtitan.training.inference_model import load_model
 from torchtitan.training.trainer import Trainer
 
 anywhere = judged.anywhere
@@ -101,7 +101,7 @@ def test_texts_equal_those_of_generate(one_rank):
     """`torchtitan generate` with the last checkpoint gives the same texts for prompts of held-out records."""
     rows, _, _, folder = one_rank
     config = manager.load(job_arguments(folder, rows))
-    model, _ = filled_model(config, folder / "checkpoint/step-00000004", torch.device("cpu"))
+    model, _ = load_model(config, folder / "checkpoint/step-00000004", torch.device("cpu"))
     prompts = validation.prompts_of(config, BYTES)
     assert [(row["step"], row["number"]) for row in generated_rows(folder)] == [
         (2, 0),
@@ -187,8 +187,8 @@ class CountingModel:
 
 def continued(prompts, **how):
     model = CountingModel(50)
-    how = dict(most=4, context=12, multiple=1, vocab_size=50, ends={20}) | how
-    return validation.continued(model, prompts, **how), model
+    how = dict(max_new_tokens=4, context=12, multiple=1, vocab_size=50, end_ids={20}) | how
+    return validation.generate_greedily(model, prompts, **how), model
 
 
 def test_each_continuation_ends_at_its_end_token(monkeypatch):

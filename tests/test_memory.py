@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.pool import run_alone, run_ranks
 from tests.test_launcher import has_ended
 from torchtitan.build import parts
-from torchtitan.build.data import batches_of_a_step
+from torchtitan.build.data import num_batches_per_step
 from torchtitan.commands import check, estimate
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
@@ -86,7 +86,7 @@ def measured_peaks(jobs):
         batch = zero_batch(config, dims, model.needs_keys)
 
         def step(config=config, dims=dims, model=model, optimizers=optimizers, batch=batch):
-            passes = batches_of_a_step(config, dims)
+            passes = num_batches_per_step(config, dims)
             for index in range(passes):
                 model.forward_backward(batch, 1000, is_last=index == passes - 1)
             model.clip_gradients(1.0)
@@ -148,7 +148,7 @@ def actual_traffic(jobs):
     for config in map(manager.load, jobs):
         dims, device = parts.dims(config, 2), torch.device(device_type())
         model = parts.model(config, dims.build_mesh(device.type), dims, device)
-        batch, passes = zero_batch(config, dims, model.needs_keys), batches_of_a_step(config, dims)
+        batch, passes = zero_batch(config, dims, model.needs_keys), num_batches_per_step(config, dims)
         rehearsal = Rehearsal(config, model, parts.optimizers(config, model), batch, passes)
         traffic.append(dict(rehearsal.step(Live()).sent))
     return traffic

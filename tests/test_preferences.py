@@ -32,8 +32,8 @@ from torchtitan.models.spec import MODELS
 from torchtitan.process.heartbeat import Progress
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training import reference_logprobs, trainer
-from torchtitan.training.inference_model import filled_model
-from torchtitan.training.reference_logprobs import FILE, MODEL, References, digests_of, references
+from torchtitan.training.inference_model import load_model
+from torchtitan.training.reference_logprobs import FILE, MODEL, References, digests_of, load_references
 
 anywhere = judged.anywhere
 BYTES = build_tokenizer("bytes")
@@ -288,7 +288,7 @@ def test_the_reference_is_the_model_at_the_start_and_a_resume_keeps_it(one_rank_
     run_ranks(1, jobs.train, dpo_arguments(tmp_path, rows, lr_scheduler__total_steps=8))
     assert [step["loss"] for step in jobs.logged_steps(tmp_path)] == [step["loss"] for step in steps]
     other = {name: tensor + 1 for name, tensor in batch.items()}
-    with pytest.raises(JobError, match="does not have all pairs: the data are others than when the run began"):
+    with pytest.raises(JobError, match="does not have all pairs: the data have changed since the run began"):
         references.add(other)
     assert digests_of(other).shape == (len(batch["tokens"]), 16)
 
@@ -315,7 +315,7 @@ REFERENCE_MODELS = {  # ranks, options, form of the other model
 def train_and_count_reference_parameters(argv):
     """Run jobs.train: the logged steps, how many parameters the reference had, how many live after its pass."""
     weak_references, counts = [], []
-    original_build, original_references = reference_logprobs.load_reference_model, trainer.references
+    original_build, original_references = reference_logprobs.load_reference_model, trainer.load_references
 
     def build_other(*args):
         model = original_build(*args)
@@ -330,11 +330,11 @@ def train_and_count_reference_parameters(argv):
             counts.append(sum(ref() is not None for ref in weak_references))
             gc.enable()
 
-    reference_logprobs.load_reference_model, trainer.references = build_other, ask
+    reference_logprobs.load_reference_model, trainer.load_references = build_other, ask
     try:
         return jobs.train(argv)[0], len(weak_references), *counts
     finally:
-        reference_logprobs.load_reference_model, trainer.references = original_build, original_references
+        reference_logprobs.load_reference_model, trainer.load_references = original_build, original_references
 
 
 @pytest.mark.parametrize("name", REFERENCE_MODELS)
@@ -348,7 +348,7 @@ def test_the_first_loss_uses_the_other_reference_model(one_rank_run, name, tmp_p
     initialize(other, 7, other.init_rule)
     path = folder
     if form == "run":
-        other, _ = filled_model(config, folder / "checkpoint/step-00000008", torch.device("cpu"))
+        other, _ = load_model(config, folder / "checkpoint/step-00000008", torch.device("cpu"))
     else:
         MODELS["llama3"].hf.save_hf(path := tmp_path / "other", other.state_dict(), other.args)
     first, parameters, alive = run_ranks(
@@ -379,7 +379,7 @@ def test_a_damaged_file_of_references_is_refused(tmp_path):
     (tmp_path / FILE).write_bytes(b"x" * 20)
     config, feed = manager.load([f"--job.dump_folder={tmp_path}"]), SimpleNamespace(objective=Preference())
     with pytest.raises(JobError, match=r"reference\.safetensors: .* cannot be read \(.*\); bring the file back, or"):
-        references(config, read_ranks(), None, feed, 1, Progress())
+        load_references(config, read_ranks(), None, feed, 1, Progress())
 
 
 @pytest.mark.parametrize(("before", "today", "same"), [("m", "./m", True), ("m", "n", False), (None, "n", False)])
@@ -391,10 +391,10 @@ def test_a_resume_keeps_the_reference_model_however_its_path_is_written(tmp_path
     argv = [f"--job.dump_folder={tmp_path}", "--task.kind=dpo", f"--dpo.reference={today}"]
     call = manager.load(argv), read_ranks(), None, SimpleNamespace(objective=Preference()), 1, Progress()
     if same:
-        assert len(references(*call).known) == 1
+        assert len(load_references(*call).values) == 1
         return
     with pytest.raises(JobError, match='^dpo.reference: given .*/n"; allowed: (".*/m"|unset), as when .*bring it'):
-        references(*call)
+        load_references(*call)
 
 
 def test_references_that_cannot_be_used_are_refused(one_rank_run, tmp_path):

@@ -16,19 +16,19 @@ from torchtitan.core.errors import JobError
 from torchtitan.process.ranks import Ranks, read_ranks
 from torchtitan.training import preflight
 from torchtitan.training.batches import PeerStopped
-from torchtitan.training.preflight import Facts, differences, judge, space
+from torchtitan.training.preflight import RankFacts, check_space, compare, differences
 from torchtitan.training.trainer import Trainer
 
 SAME = {"code": "a1", "torch": "2.13.0, Python 3.11.7", "job": "b2", "tokenizer": "c3"}
 
 
-def facts_of_four_ranks(**changed: dict[int, object]) -> list[Facts]:
+def facts_of_four_ranks(**changed: dict[int, object]) -> list[RankFacts]:
     """Return facts of ranks 0, 1 on host a and 2, 3 on host b. `changed`: field -> {rank: value}."""
-    facts = [Facts("a" if rank < 2 else "b", dict(SAME), {"sum along tp": 0.001}, 100.0) for rank in range(4)]
+    facts = [RankFacts("a" if rank < 2 else "b", dict(SAME), {"sum along tp": 0.001}, 100.0) for rank in range(4)]
     for name, values in changed.items():
         for rank, value in values.items():
             if name in SAME:
-                facts[rank].same[name] = value
+                facts[rank].fingerprints[name] = value
             else:
                 setattr(facts[rank], name, value)
     return facts
@@ -39,7 +39,7 @@ def squeeze_spaces(lines: list[str]) -> list[str]:
 
 
 def test_equal_ranks_pass():
-    assert judge(facts_of_four_ranks()) == ([], [])
+    assert compare(facts_of_four_ranks()) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,12 @@ def test_equal_ranks_pass():
             dict(sees_folder={2: False, 3: False}),
             ["job.dump_folder is not the folder of rank 0 on ranks 2-3 (b): all have to share it"],
         ),
-        (dict(wrong={1: "tp"}), ["a sum along tp is wrong on rank 1 (a): a broken device, cable or library"]),
+        (dict(wrong_axis={1: "tp"}), ["a sum along tp is wrong on rank 1 (a): a broken device, cable or library"]),
     ],
     ids=["code", "torch", "tokenizer", "folder", "sum"],
 )
 def test_faults_name_ranks_and_hosts(changed, faults):
-    hard_faults, warnings = judge(facts_of_four_ranks(**changed))
+    hard_faults, warnings = compare(facts_of_four_ranks(**changed))
     assert (squeeze_spaces(hard_faults), warnings) == (faults, [])
 
 
@@ -73,11 +73,11 @@ def test_faults_name_ranks_and_hosts(changed, faults):
     ids=["clocks", "slow"],
 )
 def test_clock_and_speed_differences_are_warnings(changed, warning):
-    assert judge(facts_of_four_ranks(**changed)) == ([], [warning])
+    assert compare(facts_of_four_ranks(**changed)) == ([], [warning])
 
 
 def test_small_differences_of_time_are_ignored():
-    assert judge(facts_of_four_ranks(clock={1: 104.0}, seconds={2: {"sum along tp": 0.015}})) == ([], [])
+    assert compare(facts_of_four_ranks(clock={1: 104.0}, seconds={2: {"sum along tp": 0.015}})) == ([], [])
 
 
 def test_different_options_are_listed_one_by_one():
@@ -92,8 +92,8 @@ def test_different_options_are_listed_one_by_one():
 
 
 def test_space_for_two_checkpoints():
-    assert space(20, 10) == []
-    (fault,) = space(2**30 - 1, 2**29)
+    assert check_space(20, 10) == []
+    (fault,) = check_space(2**30 - 1, 2**29)
     assert fault == (
         "1.00 GiB are free in job.dump_folder and two checkpoints take 1.00 GiB: make room or give another folder"
     )
@@ -104,7 +104,7 @@ def test_space_for_two_checkpoints():
 )
 def test_preflight_runs_with_several_machines_or_as_the_job_says(option, local, expected):
     config = manager.load([f"--job.preflight={value}" for value in option])
-    assert preflight.wanted(config, Ranks(world_size=2, local_world_size=local)) == expected
+    assert preflight.is_enabled(config, Ranks(world_size=2, local_world_size=local)) == expected
 
 
 # On ranks

@@ -193,7 +193,7 @@ def test_new_tokens_are_trained_with_an_adapter_and_exported(kind, ranks, bases,
     steps = run_ranks(ranks, jobs.train, argv)[0][0]
     assert steps[-1]["loss"] < steps[0]["loss"] / 2
     assert cli.main(["export", str(run), "--to", str(merged), "--merge", "--dtype", "float32"]) == 0
-    model, _ = inference_model.filled_model(*find_checkpoint(run, None), torch.device("cpu"))
+    model, _ = inference_model.load_model(*find_checkpoint(run, None), torch.device("cpu"))
     with torch.no_grad():
         assert_close(logits_of(merged), model(TOKENS))
     hf_model = AutoModelForCausalLM.from_pretrained(merged)

@@ -22,7 +22,7 @@ from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.losses.classification import ClassCrossEntropy, measures
 from torchtitan.models.hf.save import Source, beside_weights
 from torchtitan.models.roberta import CONFIG, RobertaArgs
-from torchtitan.training.inference_model import filled_model
+from torchtitan.training.inference_model import load_model
 
 anywhere = judged.anywhere
 MODELS = ("gpt2", "opt", "roberta")
@@ -71,7 +71,7 @@ def test_transformers_computes_the_same_logits(trained, model):
     """transformers opens the exported folder. Logits are equal for single sentences and in a padded batch."""
     hf_model = AutoModelForSequenceClassification.from_pretrained(trained / model / "model_hf").eval()
     config = load(job_arguments(trained / model, model))
-    model_here, _ = filled_model(config, trained / model / "model_hf", torch.device("cpu"))
+    model_here, _ = load_model(config, trained / model / "model_hf", torch.device("cpu"))
     tokenizer, source = build_tokenizer("debug"), open_source("sentiment_validation", None, RecordReader())
     for number in range(0, 60, 7):
         ids = tokenizer.encode(source.get(number).text, bos=True, eos=model == "roberta")
@@ -148,8 +148,8 @@ def test_a_classifier_starts_from_a_masked_word_model(tmp_path):
     start |= dict(lr_scheduler__warmup_steps=0)
     run_ranks(1, jobs.train, job_arguments(tmp_path / "classes", "roberta", **start))
     config = load(job_arguments(tmp_path / "classes", "roberta", **start))
-    trained, _ = filled_model(config, find_weights(tmp_path / "classes")[1], torch.device("cpu"))
-    body, _ = filled_model(load(job_arguments(folder, "roberta", **options)), folder / "model_hf", torch.device("cpu"))
+    trained, _ = load_model(config, find_weights(tmp_path / "classes")[1], torch.device("cpu"))
+    body, _ = load_model(load(job_arguments(folder, "roberta", **options)), folder / "model_hf", torch.device("cpu"))
     classifier_weights, body_weights = trained.state_dict(), body.state_dict()
     assert classifier_weights["output.weight"].shape == (2, 64) and classifier_weights["output.weight"].std() > 0.01
     for name in body_weights.keys() - {name for name in body_weights if name.startswith(("norm.", "output."))}:

@@ -109,7 +109,7 @@ def logits_of(folder, ids):
 
     config, step_folder = generate.find_checkpoint(Path(folder), None)
     with torch.no_grad():
-        return inference_model.filled_model(config, step_folder, torch.device("cpu"))[0](ids)
+        return inference_model.load_model(config, step_folder, torch.device("cpu"))[0](ids)
 
 
 def test_weights_alone_start_another_job(texts, tmp_path):

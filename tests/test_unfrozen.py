@@ -59,7 +59,7 @@ def test_only_named_parameters_are_trained_and_a_resume_is_bit_exact(texts, tmp_
     assert "its job has no adapter; write --merge for the weights of the model" in capsys.readouterr().err
     assert cli.main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "whole"), "--merge"]) == 0
     config, checkpoint = find_checkpoint(tmp_path / "run", None)
-    filled, installed = inference_model.filled_model(config, checkpoint, torch.device("cpu"))
+    filled, installed = inference_model.load_model(config, checkpoint, torch.device("cpu"))
     assert {name for name, p in filled.named_parameters() if p.requires_grad} == changed
     num_trained = sum(filled.get_parameter(name).numel() for name in changed)
     assert (installed.num_trained, installed.num_parameters) == (

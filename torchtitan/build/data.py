@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.build.parts import (
-    documents_apart,
     global_batch_size,
     global_rows,
     has_experts,
+    isolates_documents,
+    length_multiple,
+    matching_options,
     model_args,
-    multiple_of,
-    taken,
 )
 from torchtitan.config.batch_shape import (
     Section,
@@ -84,7 +84,7 @@ def packing(config: JobConfig, section: Section, pad_id: int) -> Packing | None:
         held_out,
         pad_left,
         rows,
-        multiple=multiple_of(config),
+        multiple=length_multiple(config),
         step_samples=step * rows if config.data.group_by_length and not held_out else 0,
         shard=(1, 1) if held_out else (shard, shards),
     )
@@ -105,10 +105,10 @@ def seq_len_of(config: JobConfig, section: Section) -> int:
     return override or config.training.seq_len
 
 
-def last_step_of_data(config: JobConfig, plan: ParallelDims, taken: int = 0, step: int = 0) -> int | None:
+def last_step_of_data(config: JobConfig, plan: ParallelDims, samples_read: int = 0, step: int = 0) -> int | None:
     """Return the last step of training.epochs or training.tokens; None if neither is set.
 
-    `taken` samples have been read before `step`. For epochs or whole records the text is tokenized first if needed.
+    `samples_read`: number of samples before `step`. For epochs or whole records the text is tokenized first if needed.
     """
     training, packs = config.training, task_of(config).whole_records
     if training.epochs is None and training.tokens is None and not packs:
@@ -125,12 +125,12 @@ def last_step_of_data(config: JobConfig, plan: ParallelDims, taken: int = 0, ste
     end = total_samples(
         sources, training.seq_len, training.epochs, training.tokens, seed, training.shuffle, pack_options
     )
-    return None if end is None else step + steps_for(max(0, end - taken), global_rows(config, plan))
+    return None if end is None else step + steps_for(max(0, end - samples_read), global_rows(config, plan))
 
 
-def with_steps(config: JobConfig, plan: ParallelDims, taken: int = 0, step: int = 0) -> JobConfig:
+def with_steps(config: JobConfig, plan: ParallelDims, samples_read: int = 0, step: int = 0) -> JobConfig:
     """Return the job with its number of steps set; arguments as for `last_step_of_data`."""
-    return with_end(config, last_step_of_data(config, plan, taken, step))
+    return with_end(config, last_step_of_data(config, plan, samples_read, step))
 
 
 def _samples_in(config: JobConfig, section: Section, sources: Sequence[TokenShards], epochs: int) -> int:
@@ -148,10 +148,10 @@ def _log_records(config: JobConfig, sources: Sequence[TokenShards]) -> None:
         records = f": {describe_records(header['records'], training.seq_len)}" if "records" in header else ""
         share = header.get("trained_tokens", header["tokens"]) / header["tokens"]
         logger.info("records    %s%s; %.1f %% of the tokens trained", source.name, records, 100 * share)
-    logger.info("samples    %s", filled(config, sources))
+    logger.info("samples    %s", describe_samples(config, sources))
 
 
-def filled(config: JobConfig, sources: Sequence[TokenShards]) -> str:
+def describe_samples(config: JobConfig, sources: Sequence[TokenShards]) -> str:
     """Describe the samples of a pass over the training data: their number and, for whole records, the padding.
 
     For packed samples the text has the fill ratio, for the others the share of padding and options that avoid it.
@@ -171,7 +171,7 @@ def filled(config: JobConfig, sources: Sequence[TokenShards]) -> str:
     return f"{count}; {padding_in_words(config, 1 - packs.efficiency, longest, has_experts(config))}"
 
 
-def batches_of_a_step(config: JobConfig, plan: ParallelDims) -> int:
+def num_batches_per_step(config: JobConfig, plan: ParallelDims) -> int:
     """Return the number of batches that each rank reads in an optimizer step."""
     return global_batch_size(config, plan) // (config.training.local_batch_size * plan.dp)
 
@@ -212,7 +212,7 @@ def validation_loader(config: JobConfig, vocabulary: Tokenizer, dp_rank: int, pl
     return _loader(config, "validation", vocabulary, dp_rank, plan, batch, seq_len, None)
 
 
-def pairs_in_a_pass(config: JobConfig) -> int:
+def samples_per_pass(config: JobConfig) -> int:
     """Return the number of samples (or pairs) in a pass over training data of whole records."""
     sources = [entry.source for entry in data_sources(config, "training")]
     rows = _samples_in(config, "training", [entry for entry in sources if isinstance(entry, TokenShards)], epochs=1)
@@ -276,7 +276,7 @@ def documents_fingerprint(config: JobConfig, vocabulary: Tokenizer) -> dict[str,
     return order | {"tokenizer": vocabulary.fingerprint, "sources": {str(n): item for n, item in enumerate(sources)}}
 
 
-def tokenized_before(config: JobConfig, section: Section) -> bool:
+def is_tokenized_first(config: JobConfig, section: Section) -> bool:
     """Return True if a section's text is tokenized before the run."""
     task = task_of(config)
     joined = joins_sources(config) and (config.training.epochs is not None or len(config.training.sources) > 1)
@@ -289,8 +289,8 @@ def cache_of(config: JobConfig) -> Path:
 
 
 def data_sources(config: JobConfig, section: Section) -> list[WeightedSource]:
-    """Open a section's sources, tokenizing them first if `tokenized_before`, so that all lengths are known."""
-    training, weighted_sources, tokenize_first = config.training, [], tokenized_before(config, section)
+    """Open a section's sources, tokenizing them first if `is_tokenized_first`, so that all lengths are known."""
+    training, weighted_sources, tokenize_first = config.training, [], is_tokenized_first(config, section)
     task = task_of(config)
     folder = cache_of(config)
     for source_config in sources_of(config, section).values():
@@ -333,7 +333,7 @@ def _loader(
         dp_size=plan.dp,
         seed=config.debug.seed,
         shuffle=config.training.shuffle,
-        document_mask=documents_apart(config),
+        document_mask=isolates_documents(config),
         on_bad_data=config.training.on_bad_data,
         epochs=epochs,
         tokens=config.training.tokens if section == "training" else None,
@@ -342,5 +342,5 @@ def _loader(
         packing=packing(config, section, vocabulary.eos_id),
         labels=labels(config),
     )
-    worker_options = WorkerOptions(**taken(workers, WorkerOptions) | {"pin_memory": pin_memory})
+    worker_options = WorkerOptions(**matching_options(workers, WorkerOptions) | {"pin_memory": pin_memory})
     return build_loader(data_sources(config, section), vocabulary, options, worker_options, state)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from torchtitan.adapters.interface import Adapter
-from torchtitan.build.parts import best_metric, cadence, model_args, model_spec, parallel_options, taken
+from torchtitan.build.parts import best_metric, cadence, matching_options, model_args, model_spec, parallel_options
 from torchtitan.checkpoint.best_metric import LOSS, Metric
 from torchtitan.config.job import JobConfig, as_dict, trackers_of
 from torchtitan.guards import Guards, Replicas, ShardSums, StepGuard
@@ -45,7 +45,7 @@ def findings(config: JobConfig) -> Findings:
 
 
 def guards(config: JobConfig, built: ParallelModel, built_optimizers: Optimizers) -> Guards:
-    steps = StepGuard(**taken(config.guard, StepGuard))
+    steps = StepGuard(**matching_options(config.guard, StepGuard))
     replicas = Replicas(built.parts, built_optimizers.optimizers)
     note_way_back = partial(run_folder.note_way_back, Path(config.job.dump_folder))
     shards = ShardSums(built.named_parameters(), built_optimizers.optimizers) if config.guard.shard_checksums else None
@@ -67,7 +67,7 @@ def metrics(
     return MetricsLogger(
         folder,
         writes=ranks.is_main,
-        **taken(options, MetricsLogger)
+        **matching_options(options, MetricsLogger)
         | {"trackers": trackers(config, ranks, resumed_from), "log_freq": cadence(config).log},
         total_steps=config.training.steps,
         device=device,

@@ -46,9 +46,9 @@ from torchtitan.process.distributed import device_type
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def taken(section: Any, part: Callable[..., Any], prefix: str = "") -> dict[str, Any]:
-    """Return the options of a section that are arguments of `part`, with `prefix` removed from their names."""
-    argument_names = signature(part).parameters
+def matching_options(section: Any, target: Callable[..., Any], prefix: str = "") -> dict[str, Any]:
+    """Return the options of a section that are arguments of `target`, with `prefix` removed from their names."""
+    argument_names = signature(target).parameters
     values = {field.name.removeprefix(prefix): getattr(section, field.name) for field in dataclasses.fields(section)}
     return {name: value for name, value in values.items() if name in argument_names}
 
@@ -77,7 +77,7 @@ def model_args(config: JobConfig, weights: str | Path | None = None) -> Any:
     return args if weights is None else CONFIGS[model.name].of_weights(weights, args, model.overrides)
 
 
-def movable(config: JobConfig) -> JobConfig:
+def portable_job(config: JobConfig) -> JobConfig:
     """Return the job as saved with a run: absolute paths and the text of its chat template."""
     paths = {name: getattr(config.model, name) for name in ("tokenizer_path", "hf_folder")}
     absolute: dict[str, Any] = {n: str(Path(p).resolve()) for n, p in paths.items() if p and Path(p).exists()}
@@ -88,10 +88,10 @@ def movable(config: JobConfig) -> JobConfig:
 
 def job_of_checkpoint(config: JobConfig, plan: ParallelDims) -> dict[str, Any]:
     """Return the part of the job that a checkpoint stores and a resume compares."""
-    return kept_job(movable(config), dataclasses.asdict(model_args(config)), global_batch_size(config, plan))
+    return kept_job(portable_job(config), dataclasses.asdict(model_args(config)), global_batch_size(config, plan))
 
 
-def beside_hf_weights(config: JobConfig, vocabulary: Tokenizer) -> dict[str, bytes]:
+def hf_extra_files(config: JobConfig, vocabulary: Tokenizer) -> dict[str, bytes]:
     """Return config and tokenizer files of a Hugging Face export, name -> content. JobError if it has no such model."""
     sources = (config.model.hf_folder, config.checkpoint.initial_load_path)
     folder = next((path for path in sources if path and Path(path, "config.json").is_file()), None)
@@ -107,7 +107,7 @@ def beside_hf_weights(config: JobConfig, vocabulary: Tokenizer) -> dict[str, byt
     )
 
 
-def own_head(config: JobConfig) -> frozenset[str]:
+def head_parameters(config: JobConfig) -> frozenset[str]:
     """Return the names of the task head's parameters, which weights trained for another task lack."""
     return model_spec(config).hf.form(model_args(config)).head
 
@@ -116,12 +116,12 @@ def has_experts(config: JobConfig) -> bool:
     return getattr(model_args(config), "expert_layers", 0) > 0
 
 
-def documents_apart(config: JobConfig) -> bool:
+def isolates_documents(config: JobConfig) -> bool:
     """Return True if attention and positions are confined to a document."""
     return config.training.document_mask or task_of(config).whole_records
 
 
-def multiple_of(config: JobConfig) -> int:
+def length_multiple(config: JobConfig) -> int:
     """Return the multiple that batch lengths are rounded up to; 0 if all batches have one length."""
     return padding_multiple(config, device_type(), has_experts(config))
 
@@ -157,7 +157,7 @@ def parallel_options(config: JobConfig) -> ParallelOptions:
         overlap=config.parallelism.pipeline_parallel_expert_parallel_overlap,
         recompute=recompute.mode,
         selective_option=recompute.selective_ac_option,
-        **taken(recompute, ParallelOptions),
+        **matching_options(recompute, ParallelOptions),
         compile_model=compile_.enable and "model" in compile_.components,
         compile_loss=compile_.enable and "loss" in compile_.components,
         compile_scope=compile_.scope,
@@ -204,9 +204,9 @@ def peft_tensors(config: JobConfig, installed: Adapter) -> dict[str, torch.Tenso
     return installed.read_folder(Path(path), model_spec(config).hf.form(model_args(config)))
 
 
-def save_peft(config: JobConfig, folder: Path, installed: Adapter, whole: dict[str, torch.Tensor]) -> None:
+def save_peft(config: JobConfig, folder: Path, installed: Adapter, tensors: dict[str, torch.Tensor]) -> None:
     form, path = model_spec(config).hf.form(model_args(config)), config.checkpoint.initial_load_path
-    installed.write_folder(folder, form, whole, path or "")
+    installed.write_folder(folder, form, tensors, path or "")
 
 
 def objective(config: JobConfig) -> Objective:
@@ -214,7 +214,8 @@ def objective(config: JobConfig) -> Objective:
     task, chunks = task_of(config), config.training.loss_chunks or loss_chunks(config)
     objective_class = resolve_name(task.objective)
     return objective_class(
-        chunks, **taken(getattr(config, task.options_section), objective_class) if task.options_section else {}
+        chunks,
+        **matching_options(getattr(config, task.options_section), objective_class) if task.options_section else {},
     )
 
 
@@ -233,7 +234,8 @@ def pipeline_options(config: JobConfig) -> PipelineOptions:
     return PipelineOptions(
         hidden_dim=model_args(config).dim,
         local_batch_size=batch_rows(config),
-        **taken(degrees, PipelineOptions, "pipeline_parallel_") | {"microbatch_size": microbatch_rows(config)},
+        **matching_options(degrees, PipelineOptions, "pipeline_parallel_")
+        | {"microbatch_size": microbatch_rows(config)},
         csv=degrees.pipeline_parallel_schedule_csv,
         first_less=degrees.pipeline_parallel_first_stage_less_layers,
         last_less=degrees.pipeline_parallel_last_stage_less_layers,
@@ -268,7 +270,7 @@ def optimizers(config: JobConfig, built: ParallelModel) -> Optimizers:
     options = config.optimizer
     return build_optimizers(
         built.parts,
-        **taken(options, build_optimizers),
+        **matching_options(options, build_optimizers),
         shared={key: getattr(options, key) for key in SHARED},
         in_backward=options.early_step_in_backward,
         rate_of=built.adapter.lr_multiplier if built.adapter else lambda name: 1.0,
@@ -304,7 +306,7 @@ def global_rows(config: JobConfig, plan: ParallelDims) -> int:
     return global_batch_size(config, plan) * rows_per_sample(config)
 
 
-def as_reference(config: JobConfig) -> JobConfig:
+def reference_job(config: JobConfig) -> JobConfig:
     """Return the job of the reference model of preference pairs: no adapter and no noise."""
     return dataclasses.replace(without_noise(config), adapter=type(config.adapter)())
 
@@ -313,7 +315,7 @@ def without_noise(config: JobConfig) -> JobConfig:
     return dataclasses.replace(config, training=dataclasses.replace(config.training, neftune_alpha=0))
 
 
-def as_restarted(config: JobConfig) -> JobConfig:
+def restarted_job(config: JobConfig) -> JobConfig:
     """Return the job for a restart after a crash, which resumes its newest checkpoint.
 
     The first start has already applied load_step and exclude_from_loading.
@@ -337,7 +339,7 @@ def checkpointer(
         built_optimizers.optimizers,
         hooks,
         added_parameters=built.adapter.added_parameters if built.adapter else (),
-        omitted_parameters=left_out_of_checkpoints(config, built),
+        omitted_parameters=omitted_from_checkpoints(config, built),
     )
 
 
@@ -364,7 +366,7 @@ def with_adapter_save(config: JobConfig) -> JobConfig:
     return dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, save=save))
 
 
-def left_out_of_checkpoints(config: JobConfig, built: ParallelModel) -> Collection[str]:
+def omitted_from_checkpoints(config: JobConfig, built: ParallelModel) -> Collection[str]:
     """Return the frozen parameters that an adapter-only checkpoint omits."""
     return built.adapter.frozen_parameters if built.adapter and saves_adapter_alone(config) else ()
 

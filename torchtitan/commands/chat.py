@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
             "--data.chat_template"
         )
     model: Any
-    model, _ = inference_model.filled_model(config, step_folder, torch.device(device_type()))
+    model, _ = inference_model.load_model(config, step_folder, torch.device(device_type()))
     typed = sys.stdin.isatty()
     print(f"{config.model.name} {config.model.flavor}, {step_folder.name}, asked as {form}", file=sys.stderr)
     if typed:

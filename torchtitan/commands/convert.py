@@ -231,7 +231,7 @@ def _write_ours(
     except JobError:
         if to is not None:
             raise
-        extra_files = {JOB: to_toml(parts.movable(config)).encode()}
+        extra_files = {JOB: to_toml(parts.portable_job(config)).encode()}
     unread = _unread(config, args, weights)
     narrow = {name for name in unread if weights.dtype(name).is_floating_point and not name.endswith("expert_bias")}
     types = {name: dtype if name in narrow else weights.dtype(name) for name in unread}

@@ -133,7 +133,7 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
     rows = config.validation.local_batch_size
     batches = HeldOutSegments(documents, samples, seq_len=seq_len, rows=rows, rank=0, ranks=1)
     check_caches(config, sizes, seq_len)
-    model, _ = inference_model.filled_model(config, place, torch.device(device_type()))
+    model, _ = inference_model.load_model(config, place, torch.device(device_type()))
     assert isinstance(model, Decoder)
     if sizes and model.memory is None:
         raise JobError("--cache-sizes: this model has no cache; leave it out")

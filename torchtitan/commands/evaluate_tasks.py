@@ -158,7 +158,7 @@ def evaluate_tasks(config: JobConfig, place: Path, path: Path, limit: int) -> di
             if unused_keys := without_effect(task):
                 print(f"{name}: without effect here: {', '.join(unused_keys)}", file=sys.stderr)
         tasks = _opened(tasks_by_name, folder)
-        model, _ = inference_model.filled_model(config, place, torch.device(device_type()))
+        model, _ = inference_model.load_model(config, place, torch.device(device_type()))
         assert isinstance(model, Decoder)
         rows = config.validation.local_batch_size
         answers = Answers(model, parts.tokenizer(config), config.training.seq_len, rows)

@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
         raise JobError(f"--dtype: given {options.dtype}; allowed: with --merge only; an adapter alone keeps its type")
     if config.adapter.kind == NONE:
         raise JobError(f"{options.folder}: its job has no adapter; write --merge for the weights of the model")
-    model, adapter = inference_model.filled_model(config, step_folder, torch.device("cpu"))
+    model, adapter = inference_model.load_model(config, step_folder, torch.device("cpu"))
     assert adapter is not None
     parts.save_peft(config, target, adapter, adapter.full_tensors([model]))
     print(f"{target}: the adapter of {step_folder.name}, in {adapter.folder_format}")
@@ -123,9 +123,9 @@ def write(
 ) -> tuple[Answer, str]:
     """Write the weights. Return the run's answer to the samples, and the base that its adapter was merged into."""
     as_asked = dataclasses.replace(config.checkpoint, export_dtype=dtype)
-    beside = parts.beside_hf_weights(dataclasses.replace(config, checkpoint=as_asked), parts.tokenizer(config))
+    beside = parts.hf_extra_files(dataclasses.replace(config, checkpoint=as_asked), parts.tokenizer(config))
     hf, args = parts.model_spec(config).hf, parts.model_args(config)
-    model, adapter = inference_model.filled_model(config, step_folder, torch.device("cpu"))
+    model, adapter = inference_model.load_model(config, step_folder, torch.device("cpu"))
     run_answer = answer(config, model, samples)
     try:
         with (

@@ -96,9 +96,9 @@ def generate(options: argparse.Namespace, job_args: list[str], text: str, ranks:
     refuse_without_next_words(config)
     tokenizer = parts.tokenizer(config)
     if ranks.world_size > 1:
-        model = inference_model.model_over_ranks(config, place, ranks)
+        model = inference_model.load_model_over_ranks(config, place, ranks)
     else:
-        model, _ = inference_model.filled_model(config, place, torch.device(device_type()))
+        model, _ = inference_model.load_model(config, place, torch.device(device_type()))
     print(f"{config.model.name} {config.model.flavor}, {place.name}", file=sys.stderr)
     # without a begin token, a document begins after the end of the previous one
     start = tokenizer.begin_ids or [tokenizer.eos_id]
@@ -113,7 +113,7 @@ def generate(options: argparse.Namespace, job_args: list[str], text: str, ranks:
         temperature=options.temperature,
         top_k=options.top_k,
         seed=options.seed,
-        agree=inference_model.first_ranks if ranks.world_size > 1 else lambda choice: choice,
+        agree=inference_model.broadcast_from_first if ranks.world_size > 1 else lambda choice: choice,
     )
     print(text, end="", flush=True)
     for piece in decode_stream(tokens, prompt_ids, tokenizer):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.build import parts
-from torchtitan.build.data import cache_of, data_sources, filled, tokenized_before, with_steps
+from torchtitan.build.data import cache_of, data_sources, describe_samples, is_tokenized_first, with_steps
 from torchtitan.commands.check import fewest_ranks
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.config import manager
@@ -56,7 +56,7 @@ def prepared(config: JobConfig, ranks: int) -> list[str]:
     """
     validation = config.validation.enable and config.validation.split is None
     candidates: list[Section] = ["training", "validation"] if validation else ["training"]
-    sections = [section for section in candidates if tokenized_before(config, section)]
+    sections = [section for section in candidates if is_tokenized_first(config, section)]
     if not sections:
         raise JobError(
             f"task.kind = {config.task.kind} without training.epochs reads its text as it trains, so that nothing is "
@@ -76,7 +76,7 @@ def prepared(config: JobConfig, ranks: int) -> list[str]:
     lines += [f"{name}: {hint}" for name, hint in advices.items()]
     if "training" in sections and not task_of(config).streams_documents:
         sources = [weighted_source.source for weighted_source in data_sources(config, "training")]
-        sample_total = filled(config, [source for source in sources if isinstance(source, TokenShards)])
+        sample_total = describe_samples(config, [source for source in sources if isinstance(source, TokenShards)])
         steps = with_steps(config, parts.dims(config, ranks)).training.steps
         batch = parts.global_batch_size(config, parts.dims(config, ranks))
         of_ranks = f"on {ranks} rank{'s' if ranks > 1 else ''}"

@@ -15,7 +15,7 @@ import torch
 
 from torchtitan.build import parts
 from torchtitan.build.data import training_loader
-from torchtitan.build.parts import documents_apart
+from torchtitan.build.parts import isolates_documents
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.config import manager
 from torchtitan.config.batch_shape import rows_per_sample
@@ -77,7 +77,7 @@ def first_batch(config: JobConfig, tokenizer: Tokenizer, samples: int) -> Batch:
 
 def about(config: JobConfig) -> str:
     training = config.training
-    attention = "inside each document" if documents_apart(config) else "over the whole sample"
+    attention = "inside each document" if isolates_documents(config) else "over the whole sample"
     return (
         f"data {describe_sources(config, 'training')}, tokenizer "
         f"{config.model.tokenizer_path}, seq_len {training.seq_len}, seed {config.debug.seed}; attention {attention}"

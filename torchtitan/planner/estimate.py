@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from torchtitan.build import parts
-from torchtitan.build.data import batches_of_a_step
+from torchtitan.build.data import num_batches_per_step
 from torchtitan.config.job import JobConfig
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.pipeline.actions import merged
@@ -131,7 +131,7 @@ class _Share:
         local_stages = [0] if dims.pp == 1 else pipeline.stages_of_rank(place, dims.pp, len(stages))
         layers = {stage: sum(map(_is_layer, stages[stage])) for stage in local_stages}
         fewest = {stage: _kept(config, stages[stage], dims) for stage in local_stages}
-        passes = (1 if dims.pp == 1 else pipeline.microbatches) * min(2, batches_of_a_step(config, dims))
+        passes = (1 if dims.pp == 1 else pipeline.microbatches) * min(2, num_batches_per_step(config, dims))
         if sum(layers.values()) * passes <= AT_ONCE or _layers_differ(config):
             fewest = layers
         extended = [
@@ -284,7 +284,7 @@ def _with_few_microbatches(config: JobConfig, dims: ParallelDims, num_stages: in
 
 def _with_samples(config: JobConfig, dims: ParallelDims, samples: int) -> JobConfig:
     """Return the job with this local batch size and an unchanged number of batches per step."""
-    global_samples = samples * dims.dp * batches_of_a_step(config, dims)
+    global_samples = samples * dims.dp * num_batches_per_step(config, dims)
     training = dataclasses.replace(config.training, local_batch_size=samples, global_batch_size=global_samples)
     return dataclasses.replace(config, training=training)
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.build import parts as build
-from torchtitan.build.data import batches_of_a_step
+from torchtitan.build.data import num_batches_per_step
 from torchtitan.config.batch_shape import batch_rows, microbatch_rows
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
@@ -104,7 +104,7 @@ def rehearse(config: JobConfig, rank: int, world_size: int, device: str) -> Rehe
             _attend_as_on_a_gpu(model.parts)
         _count_state(live, model.parts)
         batch = zero_batch(config, dims, model.needs_keys)
-        rehearsal = Rehearsal(config, model, optimizers, batch, batches_of_a_step(config, dims))
+        rehearsal = Rehearsal(config, model, optimizers, batch, num_batches_per_step(config, dims))
         ref_model = _reference(config, model, device)
         with WITHOUT_VALUES, Answers(_rows_of_experts(config), dims.ep), live.watching():
             before = {} if ref_model is None else _ask(ref_model, batch, live)
@@ -186,7 +186,7 @@ def _reference(config: JobConfig, model: ParallelModel, device: str) -> Parallel
     if config.dpo.reference is None or "reference" not in build.objective(config).targets:
         return None
     options = {"drawn": False, "storage": WITHOUT_VALUES}
-    ref_model = build.model(build.as_reference(config), model.mesh, model.dims, model.device, **options)
+    ref_model = build.model(build.reference_job(config), model.mesh, model.dims, model.device, **options)
     if device == "cuda":
         _attend_as_on_a_gpu(ref_model.parts)
     return ref_model

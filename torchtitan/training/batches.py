@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from torchtitan.build.parts import documents_apart, model_args, multiple_of, objective
+from torchtitan.build.parts import isolates_documents, length_multiple, model_args, objective
 from torchtitan.config.batch_shape import batch_rows
 from torchtitan.config.job import JobConfig
 from torchtitan.datasets.loader import Loader
@@ -244,14 +244,14 @@ def batch_preparer(
     """Build the preparer of one rank's batches. `draws`: the model has dropout or noise."""
     task = task_of(config)
     spec = BatchSpec(
-        document_mask=documents_apart(config),
+        document_mask=isolates_documents(config),
         seed=config.debug.seed if draws else None,
         has_noise=config.training.neftune_alpha > 0,
         group_size=task.rows_per_sample,
         extra_keys=_stream_keys(config, dims),
         masking=masking(config, tokenizer) if task.labels == "same" else None,
         num_classes=model_args(config).n_classes if task.labels == "classes" else 0,
-        varies_in_length=multiple_of(config) > 0,
+        varies_in_length=length_multiple(config) > 0,
     )
     return BatchPreparer(objective(config), dims, dp_rank, device, spec)
 
@@ -266,7 +266,7 @@ def zero_batch(config: JobConfig, dims: ParallelDims, draws: bool) -> Batch:
     """Return a training batch of zeros on the CPU, [B, S] or [B], with all tensors that a rank's model reads."""
     length = config.training.seq_len
     random_keys = ("keys",) * draws + ("lengths",) * (config.training.neftune_alpha > 0)
-    names = batch_keys(objective(config), documents_apart(config), (*_stream_keys(config, dims), *random_keys))
+    names = batch_keys(objective(config), isolates_documents(config), (*_stream_keys(config, dims), *random_keys))
     row_dtypes = {"begins": torch.bool, "reference": torch.float32, "lanes": torch.int64, "filled": torch.int64}
     shapes = {name: (batch_rows(config),) if name in row_dtypes else (batch_rows(config), length) for name in names}
     return {name: torch.zeros(shape, dtype=row_dtypes.get(name, torch.int64)) for name, shape in shapes.items()}

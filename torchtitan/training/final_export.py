@@ -32,9 +32,9 @@ class Exports:
         self.config, self.ranks = config, ranks
         self.folder = Path(config.job.dump_folder)
         self.weights: Path | None = None  # the path, after they are written
-        self.beside: dict[str, bytes] = {}
+        self.extra_files: dict[str, bytes] = {}
         if config.checkpoint.last_save_in_hf:  # fails before the run if the format cannot represent the model
-            self.beside = parts.beside_hf_weights(config, vocabulary)
+            self.extra_files = parts.hf_extra_files(config, vocabulary)
 
     def write(
         self,
@@ -93,8 +93,8 @@ class Exports:
             lambda best: [str(best.folder), best.value],
             lambda fields: Best(Path(fields[0]), fields[1]),
         )
-        step = load_weights(best.folder, model.parts, parts.left_out_of_checkpoints(self.config, model))
-        logger.info("exporting step %d, whose %s %.4g is the best of the checkpoints", step, metric.name, best.value)
+        step = load_weights(best.folder, model.parts, parts.omitted_from_checkpoints(self.config, model))
+        logger.info("exporting step %d, the best of the checkpoints: %s %.4g", step, metric.name, best.value)
         return step
 
     def _write_weights(self, model: ParallelModel, checkpointer: Checkpointer, step: int) -> None:
@@ -112,7 +112,7 @@ class Exports:
                     parts.model_args(self.config),
                     dtype=dtype,
                     write=self.ranks.is_main,
-                    beside=self.beside,
+                    beside=self.extra_files,
                 )
         except OSError as error:
             raise CheckpointError(f"the Hugging Face weights were not written: {error}") from error

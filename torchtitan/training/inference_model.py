@@ -31,7 +31,7 @@ from torchtitan.process.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 
-def filled_model(config: JobConfig, step_folder: Path, device: torch.device) -> tuple[nn.Module, Adapter | None]:
+def load_model(config: JobConfig, step_folder: Path, device: torch.device) -> tuple[nn.Module, Adapter | None]:
     """Load the job's model on one device, in evaluation mode, and its adapter.
 
     `step_folder`: a checkpoint, or a Hugging Face folder; the latter is combined with the adapter of
@@ -60,7 +60,7 @@ def _fill(built: nn.Module, config: JobConfig, step_folder: Path, installed: Ada
     load_model_for_inference(step_folder, built, installed.frozen_parameters if adapter_only else ())
 
 
-def model_over_ranks(config: JobConfig, step_folder: Path, ranks: Ranks) -> nn.Module:
+def load_model_over_ranks(config: JobConfig, step_folder: Path, ranks: Ranks) -> nn.Module:
     """Load the job's model over all ranks, in evaluation mode. All ranks get the same tokens and the same logits.
 
     Tensor parallelism splits a dense model; expert parallelism and FSDP split a model with experts. Raises JobError if
@@ -98,7 +98,7 @@ def _split_over(config: JobConfig, world_size: int) -> JobConfig:
     )
 
 
-def first_ranks(choice: torch.Tensor) -> torch.Tensor:
+def broadcast_from_first(choice: torch.Tensor) -> torch.Tensor:
     """Broadcast rank 0's tensor, of any shape: sums of reductions may differ in their last bits between ranks."""
     dist.broadcast(choice, 0)
     return choice
@@ -134,7 +134,7 @@ def plain_state(
             yield installed.merged_tensors([filled], original), "original"
 
 
-UNPACKED = "or fold into what the run computed with: --merge-base unpacked"
+UNPACKED = "or merge into the dequantized weights: --merge-base unpacked"
 
 
 def _original(weights: Weights, name: str, store: Store, path: str) -> torch.Tensor:
@@ -162,7 +162,7 @@ def fill_base(config: JobConfig, built: nn.Module, installed: Adapter | None) ->
 def load_reference_model(config: JobConfig, path: str, model: ParallelModel) -> ParallelModel:
     """Build a model from the weights at a path, sharded as the run's. JobError if they are of another model."""
     _, location = find_weights(Path(path))
-    built = parts.model(parts.as_reference(config), model.mesh, model.dims, model.device, drawn=False)
+    built = parts.model(parts.reference_job(config), model.mesh, model.dims, model.device, drawn=False)
     with opened(location, config.model.name, parts.model_args(config, location)) as weights:
         for part in built.parts:
             fill(part, weights, parts.model_args(config).tied_embeddings)
@@ -178,7 +178,7 @@ def rebuild_initial_model(config: JobConfig, model: ParallelModel) -> ParallelMo
     if path is None:
         built.initialize()
     else:
-        head, (kind, location) = parts.own_head(config), find_weights(Path(path))
+        head, (kind, location) = parts.head_parameters(config), find_weights(Path(path))
         if kind == "ours" and adapter is not None:  # the checkpoint may hold a trained adapter
             raise JobError(
                 f"training.steps: given {config.training.steps}; allowed: as many as the run began with, because the "

@@ -36,35 +36,35 @@ from torchtitan.training.batches import PeerStopped
 logger = logging.getLogger(__name__)
 
 ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 22}
-"""Of the float32 vector that is summed along each axis."""
+"""Number of float32 values that are summed along each axis."""
 REPEATS = 3
 SLOW, SLOW_SECONDS = 3.0, 0.02
-"""Times the median, and by how much more, from which on a rank is called slow: shared cores alone make some noise."""
+"""A rank is slow if it takes this many times the median, and this many seconds more: shared cores add noise."""
 APART_SECONDS = 5.0
-"""From which on clocks are called apart; the way of the question is counted in."""
-FOLDER_SECONDS, FOLDER_SAID_SECONDS = 75.0, 5.0
-"""How long a shared folder may take to show a new file: machines remember what is in a folder of NFS for up to 60 s
-(acdirmax); and from when on it is said what is waited for."""
+"""Largest accepted difference of clocks in seconds, including the time of the measurement."""
+FOLDER_SECONDS, FOLDER_LOG_SECONDS = 75.0, 5.0
+"""Longest wait for a new file in a shared folder, as NFS clients cache folders for up to 60 s (acdirmax), and the wait
+after which it is logged."""
 
 
 @dataclass
-class Facts:
+class RankFacts:
     """One rank's measurements and fingerprints."""
 
     host: str
-    same: dict[str, str]
-    """What has to be equal on all ranks, by what it is called."""
+    fingerprints: dict[str, str]
+    """Values that must be equal on all ranks, by name."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """What it took, by what was done."""
+    """Duration of each measurement, by name."""
     clock: float = 0.0
-    wrong: str = ""
-    """The axis along which a sum was wrong."""
+    wrong_axis: str = ""
+    """A mesh axis with a wrong all-reduce result."""
     sees_folder: bool = True
     bytes: int = 0
-    """Of what this rank keeps in a checkpoint."""
+    """Bytes of this rank's part of a checkpoint."""
 
 
-def wanted(config: JobConfig, ranks: Ranks) -> bool:
+def is_enabled(config: JobConfig, ranks: Ranks) -> bool:
     several = ranks.local_world_size < ranks.world_size
     return several if config.job.preflight is None else config.job.preflight
 
@@ -74,34 +74,36 @@ def check(config: JobConfig, ranks: Ranks, tokenizer: str, model: ParallelModel)
 
     Raises `JobError` on rank 0 and `PeerStopped` on the others.
     """
-    if not wanted(config, ranks):
+    if not is_enabled(config, ranks):
         return
     job = {key: value for key, value in _flat(as_dict(config)).items() if key != "job.config_file"}
     python = f"{torch.__version__}, Python {platform.python_version()}"
-    same = {"code": _code(), "torch": python, "job": _digest(job), "tokenizer": tokenizer[:16]}
+    fingerprints = {"code": _code(), "torch": python, "job": _digest(job), "tokenizer": tokenizer[:16]}
     parameters = [parameter for _, parameter in model.named_parameters()]
     checkpoint_bytes = sum(
         local_part(parameter)[0].nbytes * (1 + 2 * parameter.requires_grad) for parameter in parameters
     )
-    facts = Facts(socket.gethostname(), same, bytes=checkpoint_bytes)  # with two moments of each trained parameter
+    facts = RankFacts(
+        socket.gethostname(), fingerprints, bytes=checkpoint_bytes
+    )  # with two moments of each trained parameter
     _talk(facts, model.mesh, model.device)
     _compute(facts, model.device)
     folder = Path(config.job.dump_folder)
     saves = config.checkpoint.enable and not config.checkpoint.load_only
     if saves:
         # the launcher would take a longer wait for a hang
-        facts.sees_folder = _sees(folder, ranks, min(FOLDER_SECONDS, config.comm.init_timeout_seconds / 2))
+        facts.sees_folder = _sees_new_file(folder, ranks, min(FOLDER_SECONDS, config.comm.init_timeout_seconds / 2))
     all_facts = _collect(facts)
-    faults, warnings = judge(all_facts) if all_facts else ([], [])
+    faults, warnings = compare(all_facts) if all_facts else ([], [])
     if saves and all_facts and folder.is_dir():
         replicas = max(1, config.parallelism.data_parallel_replicate_degree)
         fresh = not any((folder / config.checkpoint.folder).glob("step-*"))
         # a resumed run deletes older checkpoints in time, so it is only warned
         (faults if fresh else warnings).extend(
-            space(shutil.disk_usage(folder).free, sum(rank_facts.bytes for rank_facts in all_facts) // replicas)
+            check_space(shutil.disk_usage(folder).free, sum(rank_facts.bytes for rank_facts in all_facts) // replicas)
         )
     (other_jobs,) = distributed.sum_over_ranks(
-        bool(all_facts) and len({rank_facts.same["job"] for rank_facts in all_facts}) > 1
+        bool(all_facts) and len({rank_facts.fingerprints["job"] for rank_facts in all_facts}) > 1
     )
     if other_jobs:
         faults += differences(distributed.gather_json(job) or [], [rank_facts.host for rank_facts in all_facts])
@@ -116,16 +118,16 @@ def check(config: JobConfig, ranks: Ranks, tokenizer: str, model: ParallelModel)
 
 def check_data(config: JobConfig, ranks: Ranks, fingerprint: Mapping[str, Any]) -> None:
     """Check that all ranks read the same data; all ranks call it together once their data is open."""
-    if not wanted(config, ranks):
+    if not is_enabled(config, ranks):
         return
-    all_facts = _collect(Facts(socket.gethostname(), {"data": _digest(dict(fingerprint))}))
-    _refuse(judge(all_facts)[0] if all_facts else [], ranks)
+    all_facts = _collect(RankFacts(socket.gethostname(), {"data": _digest(dict(fingerprint))}))
+    _refuse(compare(all_facts)[0] if all_facts else [], ranks)
 
 
 # Measurements of each rank
 
 
-def _talk(facts: Facts, mesh: DeviceMesh, device: torch.device) -> None:
+def _talk(facts: RankFacts, mesh: DeviceMesh, device: torch.device) -> None:
     """Time an all-reduce along each axis of the mesh and check its result."""
     for axis in mesh.mesh_dim_names or ():
         group, size = mesh[axis].get_group(), mesh[axis].size()
@@ -141,12 +143,12 @@ def _talk(facts: Facts, mesh: DeviceMesh, device: torch.device) -> None:
             took.append(time.perf_counter() - began)
         facts.seconds[f"sum along {axis}"] = min(took[1:])
         if not bool((vector == size * (size + 1) / 2).all()):
-            facts.wrong = axis
+            facts.wrong_axis = axis
     dist.barrier()
     facts.clock = time.time()
 
 
-def _compute(facts: Facts, device: torch.device) -> None:
+def _compute(facts: RankFacts, device: torch.device) -> None:
     """Time the same matrix product on every rank."""
     matrix = torch.ones(512 if device.type == "cpu" else 4096, 512, device=device)
     took = []
@@ -164,7 +166,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _sees(folder: Path, ranks: Ranks, patience: float) -> bool:
+def _sees_new_file(folder: Path, ranks: Ranks, patience: float) -> bool:
     """Return True if this rank sees a file that rank 0 creates in the folder, after `patience` seconds at most."""
     name = ""
     if ranks.is_main:
@@ -181,7 +183,7 @@ def _sees(folder: Path, ranks: Ranks, patience: float) -> bool:
         blind, over = distributed.sum_over_ranks(not visible, ranks.is_main and waited > patience)
         if not blind or over:
             break
-        if not logged and waited > FOLDER_SAID_SECONDS:
+        if not logged and waited > FOLDER_LOG_SECONDS:
             logged = True
             text = "preflight  %d of %d ranks do not see yet what rank 0 has made in %s; NFS may take %.0f s to show it"
             logger.info(text, blind, ranks.world_size, folder, patience)
@@ -192,9 +194,9 @@ def _sees(folder: Path, ranks: Ranks, patience: float) -> bool:
     return visible
 
 
-def _collect(facts: Facts) -> list[Facts]:
+def _collect(facts: RankFacts) -> list[RankFacts]:
     """Gather the facts of all ranks on rank 0; return an empty list on the others."""
-    return [Facts(**fields) for fields in distributed.gather_json(vars(facts)) or ()]
+    return [RankFacts(**fields) for fields in distributed.gather_json(vars(facts)) or ()]
 
 
 def _code() -> str:
@@ -220,26 +222,30 @@ def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, str]:
 # Comparison on rank 0
 
 
-def judge(all_facts: Sequence[Facts]) -> tuple[list[str], list[str]]:
+def compare(all_facts: Sequence[RankFacts]) -> tuple[list[str], list[str]]:
     """Compare the facts of all ranks. Return lines of faults and lines of warnings."""
     hosts = [facts.host for facts in all_facts]
     faults: list[str] = [
         line
-        for name in all_facts[0].same
+        for name in all_facts[0].fingerprints
         if name != "job"  # its options are compared one by one
-        for line in _table(name, [facts.same[name] for facts in all_facts], hosts)
+        for line in _table(name, [facts.fingerprints[name] for facts in all_facts], hosts)
     ]
-    for axis in sorted({facts.wrong for facts in all_facts} - {""}):
-        wrong = [rank for rank, facts in enumerate(all_facts) if facts.wrong == axis]
-        faults.append(f"a sum along {axis} is wrong on {_named(wrong, hosts)}: a broken device, cable or library")
+    for axis in sorted({facts.wrong_axis for facts in all_facts} - {""}):
+        ranks = [rank for rank, facts in enumerate(all_facts) if facts.wrong_axis == axis]
+        faults.append(
+            f"a sum along {axis} is wrong on {_format_ranks(ranks, hosts)}: a broken device, cable or library"
+        )
     blind = [rank for rank, facts in enumerate(all_facts) if not facts.sees_folder]
     if blind:
-        faults.append(f"job.dump_folder is not the folder of rank 0 on {_named(blind, hosts)}: all have to share it")
+        faults.append(
+            f"job.dump_folder is not the folder of rank 0 on {_format_ranks(blind, hosts)}: all have to share it"
+        )
     strange = []
     clocks = [facts.clock - all_facts[0].clock for facts in all_facts]
     off = [rank for rank, offset in enumerate(clocks) if abs(offset) > APART_SECONDS]
     if off:
-        strange.append(f"the clocks of {_named(off, hosts)} are apart from rank 0's by {clocks[off[0]]:+.1f} s")
+        strange.append(f"the clocks of {_format_ranks(off, hosts)} are apart from rank 0's by {clocks[off[0]]:+.1f} s")
     for measurement in sorted({measurement for facts in all_facts for measurement in facts.seconds}):
         took = {
             rank: facts.seconds[measurement] for rank, facts in enumerate(all_facts) if measurement in facts.seconds
@@ -249,7 +255,8 @@ def judge(all_facts: Sequence[Facts]) -> tuple[list[str], list[str]]:
         if slow:
             longest = 1e3 * max(took[rank] for rank in slow)
             strange.append(
-                f"slow: {measurement} takes {longest:.1f} ms on {_named(slow, hosts)}, {1e3 * usual:.1f} ms usually"
+                f"slow: {measurement} takes {longest:.1f} ms on {_format_ranks(slow, hosts)}, "
+                f"{1e3 * usual:.1f} ms usually"
             )
     return faults, strange
 
@@ -260,7 +267,7 @@ def differences(jobs: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> list
     return [line for key in keys for line in _table(key, [job.get(key, "not known") for job in jobs], hosts)]
 
 
-def space(free: int, needed: int) -> list[str]:
+def check_space(free: int, needed: int) -> list[str]:
     if free >= 2 * needed:
         return []
     message = f"{in_units(free)} are free in job.dump_folder and two checkpoints take {in_units(2 * needed)}"
@@ -275,10 +282,10 @@ def _table(name: str, values: Sequence[str], hosts: Sequence[str]) -> list[str]:
     if len(ranks_by_value) < 2:
         return []
     width = max(map(len, ranks_by_value))
-    return [f"{name:24} {value:{width}}  {_named(ranks, hosts)}" for value, ranks in ranks_by_value.items()]
+    return [f"{name:24} {value:{width}}  {_format_ranks(ranks, hosts)}" for value, ranks in ranks_by_value.items()]
 
 
-def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+def _format_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Format ranks with their hosts, consecutive ranks as spans: "ranks 0-3, 6 (a, b)"."""
     spans: list[list[int]] = []
     for rank in ranks:

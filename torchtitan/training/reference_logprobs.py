@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from torchtitan.build import parts
-from torchtitan.build.data import batches_of_a_step, held_out, pairs_in_a_pass, training_loader
+from torchtitan.build.data import held_out, num_batches_per_step, samples_per_pass, training_loader
 from torchtitan.checkpoint import base_weights
 from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.config.batch_shape import batch_rows, rows_per_sample
@@ -63,7 +63,7 @@ class References:
 
     def __init__(self, digests: np.ndarray, values: np.ndarray) -> None:
         rows = (digest.tobytes() for digest in digests)
-        self.known = dict(zip(rows, values.tolist(), strict=True))
+        self.values = dict(zip(rows, values.tolist(), strict=True))
 
     def add(self, batch: Batch) -> Batch:
         """Add `reference` [B]: 0 for rows without labels, which pad a step or a batch.
@@ -73,27 +73,27 @@ class References:
         has_labels = (batch["labels"] != IGNORE_INDEX).any(-1).tolist()
         rows = zip(digests_of(batch), has_labels, strict=True)
         try:
-            values = [self.known[digest.tobytes()] if counts else 0.0 for digest, counts in rows]
+            values = [self.values[digest.tobytes()] if counts else 0.0 for digest, counts in rows]
         except KeyError:
             raise DataError(
-                f"{FILE} in job.dump_folder does not have all pairs: the data are others than when the run began; "
-                "bring them back, or start anew in another job.dump_folder"
+                f"{FILE} in job.dump_folder does not have all pairs: the data have changed since the run began; "
+                "bring back the old data, or start again in another job.dump_folder"
             ) from None
         return batch | {"reference": torch.tensor(values, dtype=torch.float32)}
 
     def missing(self, batch: Batch) -> torch.Tensor:
         """Return a mask [P] of the pairs with a labelled answer without a value."""
         has_labels = (batch["labels"] != IGNORE_INDEX).any(-1)
-        unknown = torch.tensor([digest.tobytes() not in self.known for digest in digests_of(batch)])
+        unknown = torch.tensor([digest.tobytes() not in self.values for digest in digests_of(batch)])
         return (has_labels & unknown).view(-1, 2).any(1)
 
     def update(self, digests: np.ndarray, values: np.ndarray) -> None:
-        for digest, value in References(digests, values).known.items():
-            self.known.setdefault(digest, value)
+        for digest, value in References(digests, values).values.items():
+            self.values.setdefault(digest, value)
 
     def write(self, path: Path, metadata: dict[str, str]) -> None:
-        digests = np.frombuffer(b"".join(self.known), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
-        values = np.fromiter(self.known.values(), dtype=np.float32, count=len(self.known))
+        digests = np.frombuffer(b"".join(self.values), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+        values = np.fromiter(self.values.values(), dtype=np.float32, count=len(self.values))
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(path.name + ".tmp")
         save_file({"digests": digests, "values": values}, unfinished, metadata)
@@ -109,7 +109,7 @@ def digests_of(batch: Batch) -> np.ndarray:
     return np.frombuffer(b"".join(hashes), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
 
 
-def references(
+def load_references(
     config: JobConfig,
     ranks: Ranks,
     model: ParallelModel,
@@ -129,9 +129,9 @@ def references(
     saved, metadata = _load(path, _name_of(config.dpo.reference), step)
     if step and ROWS not in metadata:
         return saved  # an earlier version has computed the values of all pairs
-    readings = Readings(config, preparer, step, state)
-    if step and state is not None and readings.rows <= int(metadata[ROWS]):
-        readings.steps = 0  # an earlier start has computed the pairs of all steps
+    pair_data = PairData(config, preparer, step, state)
+    if step and state is not None and pair_data.rows <= int(metadata[ROWS]):
+        pair_data.steps = 0  # an earlier start has computed the pairs of all steps
     identity = _identity(config)
     if not step and metadata and metadata[IDENTITY] != identity:
         logger.info("reference  %s was computed by another model; all pairs are computed again", path)
@@ -139,17 +139,17 @@ def references(
     covered = int(metadata.get(ROWS, 0))
     # a resumed run keeps the identity of the model that computed its values
     about = {MODEL: _name_of(config.dpo.reference), IDENTITY: metadata.get(IDENTITY, identity), ROWS: str(covered)}
-    work = _Pass(config, preparer, saved, progress, path if ranks.is_main else None, about)
+    reference_pass = _ReferencePass(config, preparer, saved, progress, path if ranks.is_main else None, about)
     if not step or metadata[IDENTITY] == identity:
-        work.compute(readings, None if step or config.dpo.reference is not None else model, model)
-    elif work.lacks_any(readings):
+        reference_pass.compute(pair_data, None if step or config.dpo.reference is not None else model, model)
+    elif reference_pass.lacks_any(pair_data):
         raise JobError(
             f"{path} lacks pairs that the run will read, and the reference has changed since it was written: bring "
             "back the weights that the run started from (checkpoint.initial_load_path, dpo.reference), or its "
             "training.steps and data"
         )
-    if ranks.is_main and (work.computed or covered < readings.rows):
-        saved.write(path, about | {ROWS: str(max(readings.rows, covered))})
+    if ranks.is_main and (reference_pass.computed or covered < pair_data.rows):
+        saved.write(path, about | {ROWS: str(max(pair_data.rows, covered))})
     return saved
 
 
@@ -167,8 +167,8 @@ def _load(path: Path, model_name: str, step: int) -> tuple[References, dict[str,
         if not step:
             return References(np.zeros((0, DIGEST_BYTES), np.uint8), np.zeros(0, np.float32)), {}
         raise JobError(
-            f"{path}: what the run's reference said of its pairs cannot be read ({error}); bring the file back, or "
-            "start anew in another job.dump_folder"
+            f"{path}: the reference log-probabilities of the run cannot be read ({error}); bring the file back, or "
+            "start again in another job.dump_folder"
         ) from None
     if step:
         _must_be_the_model_of_before(path, metadata.get(MODEL, model_name), model_name)
@@ -186,7 +186,7 @@ def _must_be_the_model_of_before(path: Path, before: str, today: str) -> None:
         used = show(before) if before else "unset"
         raise JobError(
             f"dpo.reference: given {show(today or None)}; allowed: {used}, as when {path} was made of the run's pairs; "
-            "bring it back, or start anew in another job.dump_folder"
+            "bring it back, or start again in another job.dump_folder"
         )
 
 
@@ -211,7 +211,7 @@ def _path_and_size(path: str) -> tuple[str, int]:
         return str(Path(path).resolve()), sum(file.stat().st_size for file in Path(path).glob("*") if file.is_file())
 
 
-class Readings:
+class PairData:
     """One rank's data for the steps after `step`, from the data position `state`, and for validations."""
 
     def __init__(self, config: JobConfig, preparer: BatchPreparer, step: int, state: dict[str, Any] | None) -> None:
@@ -230,32 +230,32 @@ class Readings:
     def pairs(self) -> int:
         """The number of different pairs, at most."""
         read = self.steps * parts.global_batch_size(self.config, self.preparer.dims)
-        return min(read, pairs_in_a_pass(self.config)) + self.validation // rows_per_sample(self.config)
+        return min(read, samples_per_pass(self.config)) + self.validation // rows_per_sample(self.config)
 
     def chunks(self) -> Iterator[tuple[int, Batch]]:
         """Yield (rows of a batch, chunk of several batches [n, S]); the number of chunks is the same on all ranks."""
         loader = training_loader(self.config, self.vocabulary, self.preparer.dp_rank, self.preparer.dims, self.state)
-        batches = islice(loader, self.steps * batches_of_a_step(self.config, self.preparer.dims))
+        batches = islice(loader, self.steps * num_batches_per_step(self.config, self.preparer.dims))
         try:
-            yield from _joined(batches, batch_rows(self.config))
+            yield from _in_chunks(batches, batch_rows(self.config))
         finally:
             loader.close()
         if self.held_out is not None:
             try:
-                yield from _joined(iter(self.held_out), batch_rows(self.config, "validation"))
+                yield from _in_chunks(iter(self.held_out), batch_rows(self.config, "validation"))
             finally:
                 self.held_out.close()
 
 
-def _joined(batches: Iterator[Batch], rows: int) -> Iterator[tuple[int, Batch]]:
+def _in_chunks(batches: Iterator[Batch], rows: int) -> Iterator[tuple[int, Batch]]:
     size = max(1, 2 * PAIRS_OF_A_CHUNK // rows)
     for first in batches:
         chunk = list(chain([first], islice(batches, size - 1)))
         yield rows, {name: torch.cat([batch[name] for batch in chunk]) for name in first}
 
 
-class _Pass:
-    """Compute the values missing in `known`, chunk by chunk, and save them at `path`.
+class _ReferencePass:
+    """Compute the values missing in `references`, chunk by chunk, and save them at `path`.
 
     All ranks compute the same number of batches of a chunk.
     """
@@ -264,31 +264,31 @@ class _Pass:
         self,
         config: JobConfig,
         preparer: BatchPreparer,
-        known: References,
+        references: References,
         progress: Progress,
         path: Path | None,
         metadata: dict[str, str],
     ) -> None:
-        self.config, self.preparer, self.known, self.progress = config, preparer, known, progress
-        self.path, self.metadata, self.multiple = path, metadata, parts.multiple_of(config)
+        self.config, self.preparer, self.references, self.progress = config, preparer, references, progress
+        self.path, self.metadata, self.multiple = path, metadata, parts.length_multiple(config)
         self.saved_at, self.computed = time.monotonic(), False
 
-    def lacks_any(self, readings: Readings) -> bool:
-        return any(_most_of_ranks(int(self.known.missing(chunk).sum())) for _, chunk in readings.chunks())
+    def lacks_any(self, pair_data: PairData) -> bool:
+        return any(_most_of_ranks(int(self.references.missing(chunk).sum())) for _, chunk in pair_data.chunks())
 
-    def compute(self, readings: Readings, reference: ParallelModel | None, model: ParallelModel) -> None:
+    def compute(self, pair_data: PairData, reference: ParallelModel | None, model: ParallelModel) -> None:
         """Compute all missing values. `reference`: if None, it is built next to `model` once a pair is missing."""
-        with ReferenceProgress(readings.pairs, len(self.known.known) // 2, self.path is not None) as report:
+        with ReferenceProgress(pair_data.pairs, len(self.references.values) // 2, self.path is not None) as report:
             try:
-                for rows, chunk in readings.chunks():
+                for rows, chunk in pair_data.chunks():
                     self.progress.enter("load")
-                    missing = self.known.missing(chunk)
+                    missing = self.references.missing(chunk)
                     most = _most_of_ranks(int(missing.sum()))
                     if not most:
                         continue
                     reference = self._build(model) if reference is None else reference
                     self.computed = True
-                    self._ask(reference, _filled_up(chunk, missing, most, rows // 2), rows, report)
+                    self._compute_pairs(reference, _pad_chunk(chunk, missing, most, rows // 2), rows, report)
             except KeyboardInterrupt:
                 self._save()
                 raise
@@ -305,7 +305,7 @@ class _Pass:
         )
 
     @torch.no_grad()
-    def _ask(self, model: ParallelModel, pairs: Batch, rows: int, report: ReferenceProgress) -> None:
+    def _compute_pairs(self, model: ParallelModel, pairs: Batch, rows: int, report: ReferenceProgress) -> None:
         """Compute the values of `pairs` in batches of `rows` rows; `rows` divides their number."""
         objectives = [part.loss for part in model.parts]
         model.train(False)
@@ -320,9 +320,9 @@ class _Pass:
                     log.float().flatten().cpu().numpy() for part_objective in objectives for log in part_objective.asked
                 ]
                 values = np.concatenate(logs) if logs else np.full(rows, np.nan, dtype=np.float32)
-                self.known.update(*_over_ranks(digests_of(batch), values))
+                self.references.update(*_over_ranks(digests_of(batch), values))
                 self.progress.enter("load")
-                report.show(len(self.known.known) // 2)
+                report.show(len(self.references.values) // 2)
                 if time.monotonic() - self.saved_at > SAVE_SECONDS:
                     self._save()
         finally:
@@ -332,7 +332,7 @@ class _Pass:
 
     def _save(self) -> None:
         if self.path is not None:
-            self.known.write(self.path, self.metadata)
+            self.references.write(self.path, self.metadata)
         self.saved_at = time.monotonic()
 
 
@@ -343,7 +343,7 @@ def _most_of_ranks(count: int) -> int:
     return int(most)
 
 
-def _filled_up(chunk: Batch, missing: torch.Tensor, most: int, per_batch: int) -> Batch:
+def _pad_chunk(chunk: Batch, missing: torch.Tensor, most: int, per_batch: int) -> Batch:
     """Return the missing pairs of a chunk, longest first, padded with other pairs to full batches.
 
     All ranks get the same number of batches.

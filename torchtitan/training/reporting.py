@@ -41,7 +41,7 @@ PHASE_TEXTS = {
 """How a phase is described; the others are described by their step."""
 
 
-def introduce(
+def log_start(
     config: JobConfig,
     model: ParallelModel,
     vocabulary: Tokenizer,
@@ -142,7 +142,7 @@ def record_start(
     metrics.record_event(step, "restart", event)
 
 
-def conclude(
+def log_end(
     config: JobConfig,
     ranks: Ranks,
     metrics: MetricsLogger,
@@ -178,7 +178,7 @@ def conclude(
         logger.info("ended after step %d of %d: %s", step, config.training.steps, early_stop)
     elif step < config.training.steps:
         continuation = (
-            "; start it again to go on" if "checkpoints" in paths else " (checkpoint.enable is off: not saved)"
+            "; start it again to continue" if "checkpoints" in paths else " (checkpoint.enable is off: not saved)"
         )
         logger.info("stopped as asked after step %d%s", step, continuation)
 

@@ -125,7 +125,7 @@ class Restorer:
     def _start_from(self, path: str, checkpointer: Checkpointer) -> None:
         """Load the weights of another job or program. Parameters of an adapter keep their initial values."""
         options, adapter = self.config.checkpoint, self.model.adapter
-        head = parts.own_head(self.config)
+        head = parts.head_parameters(self.config)
         self.model.initialize(head | adapter.added_parameters if adapter else head)
         kind, location = find_weights(Path(path))
         if kind == "ours":
@@ -136,7 +136,9 @@ class Restorer:
             args, fresh = parts.model_args(self.config, location), adapter.added_parameters if adapter else ()
             missing = load_foreign(location, self.model.parts, self.config.model.name, args, fresh, head)
             if missing:
-                logger.info("%s has no %s: the head begins anew", location, ", ".join(sorted(missing)))
+                logger.info(
+                    "%s has no %s: the head starts from its initial weights", location, ", ".join(sorted(missing))
+                )
             checkpointer.refuse_not_finite(Path(path))
             owner = {"hf": "Hugging Face's", "torchtitan": "torchtitan's own"}[kind]
             logger.info("started from %s weights in %s", owner, location)

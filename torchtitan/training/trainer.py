@@ -33,8 +33,8 @@ from torchtitan.process.ranks import Ranks, Restart
 from torchtitan.training import preflight
 from torchtitan.training.batches import Batch, PeerStopped, Prefetcher, batch_preparer, prepare_adapter
 from torchtitan.training.final_export import Exports
-from torchtitan.training.reference_logprobs import references
-from torchtitan.training.reporting import StepProgress, conclude, introduce, record_start
+from torchtitan.training.reference_logprobs import load_references
+from torchtitan.training.reporting import StepProgress, log_end, log_start, record_start
 from torchtitan.training.restore import Restorer, TrainState
 from torchtitan.training.validation import Validator
 
@@ -50,7 +50,7 @@ class Trainer:
         self.dims = parts.dims(config, ranks.world_size)
         restart = ranks.launcher.restart if ranks.launcher else None
         if restart and restart.saved:
-            config = parts.as_restarted(config)
+            config = parts.restarted_job(config)
         self.job = config = parts.with_adapter_save(config)  # the job as written, before its last step is computed
         # before any process group exists, because tokenizing may take long
         self.last_data_step = data.last_step_of_data(config, self.dims)
@@ -93,7 +93,7 @@ class Trainer:
         )
         self.begin(restart)
         sizes, end = self.metrics.header(), describe_end(self.job.training, self.last_data_step)
-        introduce(self.config, self.model, self.tokenizer, self.schedulers, sizes, memory_limit, end)
+        log_start(self.config, self.model, self.tokenizer, self.schedulers, sizes, memory_limit, end)
 
     def begin(self, restart: Restart | None) -> None:
         """Restore the run or its initial weights, position the data loader, open the metrics."""
@@ -113,10 +113,10 @@ class Trainer:
             self.config = with_end(self.job, self.last_data_step)
         config = self.config
         self.open_data(self.restorer.adapter_is_fresh)
-        self.preparer.references = references(
+        self.preparer.references = load_references(
             config, self.ranks, self.model, self.preparer, self.step, self.progress, state.loader_state
         )
-        batches_per_step = data.batches_of_a_step(config, self.dims)
+        batches_per_step = data.num_batches_per_step(config, self.dims)
         self.prefetcher = Prefetcher(self.preparer, batches_per_step, config.training.steps)
         preflight.check_data(config, self.ranks, self.loader.position().fingerprint)
         self.validator = Validator(
@@ -126,7 +126,7 @@ class Trainer:
             config, self.model.device, self.ranks, resumed_step, state.tokens, self.model.adapter
         )
         if self.ranks.is_main:
-            run_folder.keep_job(self.folder, to_toml(parts.movable(self.job)), self.step)
+            run_folder.keep_job(self.folder, to_toml(parts.portable_job(self.job)), self.step)
         loaded_from = self.checkpointer.loaded_from if resumed_step is not None else None
         record_start(config, restart, self.metrics, self.goodput, self.step, loaded_from)
 
@@ -390,4 +390,4 @@ class Trainer:
         folders = {"weights": self.exports.weights}
         if self.checkpointer and not self.checkpointer.load_only:
             folders = {"checkpoints": self.checkpointer.folder} | folders
-        conclude(self.config, self.ranks, self.metrics, self.goodput, folders, self.step, self.findings.enough)
+        log_end(self.config, self.ranks, self.metrics, self.goodput, folders, self.step, self.findings.enough)

@@ -30,16 +30,16 @@ from torchtitan.training.batches import BatchPreparer
 logger = logging.getLogger(__name__)
 
 FILE = "generated.jsonl"
-SHOWN = 2
-"""Of the prompts, on the console."""
-NextWords = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+LOGGED_PROMPTS = 2
+"""Number of prompts with continuations in the log."""
+NextLogits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Prompt(NamedTuple):
     """The token ids of a prompt, and its continuation in the data."""
 
     ids: list[int]
-    wanted: list[int]
+    continuation: list[int]
 
 
 class Validator:
@@ -102,8 +102,8 @@ class Generations:
     """Continuations of a run's prompts, in generated.jsonl. `resumed`: the step resumed from, if any."""
 
     def __init__(self, config: JobConfig, vocabulary: Tokenizer, writes: bool, resumed: int | None) -> None:
-        self.vocabulary, self.ends = vocabulary, end_of_turn_ids(vocabulary)
-        self.context, self.most = seq_len_of(config, "validation"), config.validation.generated_tokens
+        self.vocabulary, self.end_ids = vocabulary, end_of_turn_ids(vocabulary)
+        self.context, self.max_new_tokens = seq_len_of(config, "validation"), config.validation.generated_tokens
         degrees = config.parallelism
         self.multiple = 1 if degrees.disable_sequence_parallel else degrees.tensor_parallel_degree
         self.path = Path(config.job.dump_folder, FILE)
@@ -115,27 +115,27 @@ class Generations:
         if not self.prompts:
             return
 
-        def next_words(tokens: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        def next_logits(tokens: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
             progress.enter(phase, step)
             return model.logits_behind(tokens.to(model.device), last.to(model.device))
 
         model.train(False)
-        answers = continued(
-            next_words,
+        answers = generate_greedily(
+            next_logits,
             [prompt.ids for prompt in self.prompts],
-            most=self.most,
+            max_new_tokens=self.max_new_tokens,
             context=self.context,
             multiple=self.multiple,
             vocab_size=self.vocabulary.vocab_size,
-            ends=self.ends,
+            end_ids=self.end_ids,
         )
         model.train()
         decode = self.vocabulary.decode
         for number, (prompt, answer) in enumerate(zip(self.prompts, answers, strict=True)):
-            texts = {"prompt": decode(prompt.ids), "wanted": decode(prompt.wanted), "generated": decode(answer)}
+            texts = {"prompt": decode(prompt.ids), "wanted": decode(prompt.continuation), "generated": decode(answer)}
             if self.file is not None:
                 self.file.write({"step": step, "number": number, **texts})
-            if number < SHOWN:  # %r: generated control characters must not reach the terminal
+            if number < LOGGED_PROMPTS:  # %r: generated control characters must not reach the terminal
                 logger.info("generated  %r -> %r", texts["prompt"][-60:], texts["generated"])
 
     def go_back(self, step: int) -> None:
@@ -160,7 +160,7 @@ def prompts_of(config: JobConfig, vocabulary: Tokenizer) -> list[Prompt]:
     return prompts
 
 
-def prompt_of(batch: Batch, ends: Collection[int]) -> Prompt:
+def prompt_of(batch: Batch, end_ids: Collection[int]) -> Prompt:
     """Return the prompt of the first record in a batch of tokens, labels and document_ids [B, S].
 
     It is the text before the first answer, or the first half of a record that is trained on from its start.
@@ -170,44 +170,44 @@ def prompt_of(batch: Batch, ends: Collection[int]) -> Prompt:
     ids, labels = (batch[name][0][in_record].tolist() for name in ("tokens", "labels"))
     first = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), 0)
     first = first or max(0, len(ids) // 2 - 1)
-    stop = next((i for i in range(first, len(ids)) if labels[i] == IGNORE_INDEX or labels[i] in ends), len(ids))
+    stop = next((i for i in range(first, len(ids)) if labels[i] == IGNORE_INDEX or labels[i] in end_ids), len(ids))
     return Prompt(ids[: first + 1], labels[first:stop])
 
 
-def continued(
-    next_words: NextWords,
+def generate_greedily(
+    next_logits: NextLogits,
     prompts: Sequence[Sequence[int]],
     *,
-    most: int,
+    max_new_tokens: int,
     context: int,
     multiple: int,
     vocab_size: int,
-    ends: Collection[int],
+    end_ids: Collection[int],
 ) -> list[list[int]]:
     """Return the greedy continuations of the prompts.
 
-    Each ends before one of `ends`, after `most` tokens, or with `context` tokens including the prompt.
+    Each ends before one of `end_ids`, after `max_new_tokens` tokens, or with `context` tokens including the prompt.
 
-    `next_words`: tokens [B, S] and last [B] -> logits [B, V]; S and `context` are multiples of `multiple`. All ranks
+    `next_logits`: tokens [B, S] and last [B] -> logits [B, V]; S and `context` are multiples of `multiple`. All ranks
     take rank 0's choices, because sums of reductions may differ in their last bits.
     """
     rows = [list(prompt) for prompt in prompts]
-    longest = min(context, max(map(len, rows)) + most)
+    longest = min(context, max(map(len, rows)) + max_new_tokens)
     tokens = torch.zeros(len(rows), -(-longest // multiple) * multiple, dtype=torch.int64)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = torch.tensor(ids)
     going = {number for number, ids in enumerate(rows) if len(ids) < context}
-    for _ in range(most):
+    for _ in range(max_new_tokens):
         if not going:
             break
         last = torch.tensor([len(ids) - 1 for ids in rows])
-        logits = next_words(tokens, last)[:, :vocab_size]
+        logits = next_logits(tokens, last)[:, :vocab_size]
         choices = distributed.of_the_first(*logits.float().argmax(-1).tolist())
         for number in sorted(going):
             choice, ids = int(choices[number]), rows[number]
-            if choice not in ends:
+            if choice not in end_ids:
                 tokens[number, len(ids)] = choice
                 ids.append(choice)
-            if choice in ends or len(ids) == context:
+            if choice in end_ids or len(ids) == context:
                 going.remove(number)
     return [ids[len(prompt) :] for ids, prompt in zip(rows, prompts, strict=True)]
