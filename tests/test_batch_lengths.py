@@ -154,7 +154,7 @@ def test_the_share_of_padding_is_counted(tmp_path):
     seen = list(data.training_loader(config, BYTES, 0, parts.dims(config, 1)))
     real = sum(int((d == d[:, :1]).sum()) for d in (batch["document_ids"] for batch in seen))
     share = 1 - real / (64 * 25)
-    assert f"{100 * share:.1f} % of the tokens are padding" in data.filled(config, sources)
+    assert f"{100 * share:.1f} % of the tokens are padding" in data.describe_samples(config, sources)
 
 
 def test_a_batch_of_classes_has_as_many_records_as_its_size_says(tmp_path):

@@ -150,7 +150,7 @@ def test_grouped_steps_have_samples_of_similar_length(folders):
         lengths = np.array([sum(number == 0 for number in numbers) for *_, numbers in samples])
         samples_per_pass = len(lengths) // 2
         steps = lengths[: samples_per_pass // 6 * 6].reshape(-1, 6)
-        spreads[packing.group] = (steps.max(1) - steps.min(1)).mean()
+        spreads[packing.step_samples] = (steps.max(1) - steps.min(1)).mean()
         orders.append([[row[0] for row in samples[:samples_per_pass]], [row[0] for row in samples[samples_per_pass:]]])
     assert spreads[6] < spreads[0] / 5
     assert orders[1][0] != orders[1][1] and sorted(orders[1][0]) == sorted(orders[0][0]) == sorted(orders[1][1])
@@ -366,8 +366,8 @@ def test_group_by_length_on_one_rank_uses_the_local_batch_size(folders):
         data.packing(manager.load([*options, *more]), "training", 0)
         for more in ([], ["--training.global_batch_size=4"])
     )
-    assert default == explicit and default.group == 4
-    assert data.packing(manager.load(options), "validation", 0).group == 0
+    assert default == explicit and default.step_samples == 4
+    assert data.packing(manager.load(options), "validation", 0).step_samples == 0
 
 
 def test_rules(folders):

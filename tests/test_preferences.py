@@ -136,7 +136,7 @@ def test_forms_of_text_and_records_that_are_no_pair(tmp_path):
     same = RecordReader().document({"prompt": "Hi", "chosen": "Hi", "rejected": "Hi you"}, "", "")
     assert same.content.chosen.content == [Span("Hi", False), Span("Hi")], "and as the prompt itself does"
     for record, message in (
-        ({"prompt": "q", "chosen": None, "rejected": "no"}, "a:1: field 'chosen' holds nothing \\(null\\), beside str"),
+        ({"prompt": "q", "chosen": None, "rejected": "no"}, "a:1: field 'chosen' holds nothing \\(null\\), with str"),
         ({"prompt": 5, "chosen": "a", "rejected": "no"}, "holds str, with int as prompt; allowed: text after"),
         ({"prompt": "q", "chosen": [], "rejected": []}, "field 'chosen' holds list"),
         # full transcripts, and a question under another name: answers without a prompt would be learned

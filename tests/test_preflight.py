@@ -121,7 +121,7 @@ def start_trainer(argv: list[str], fault: str = "", messages: Sequence[str] = ()
         if fault == "space":
             patch.setattr(preflight.shutil, "disk_usage", lambda folder: dataclasses.make_dataclass("D", ["free"])(9))
         if fault in ("blind", "slow to see"):
-            patch.setattr(preflight, "FOLDER_SAID_SECONDS", 0)
+            patch.setattr(preflight, "FOLDER_LOG_SECONDS", 0)
             patch.setattr(preflight, "FOLDER_SECONDS", 0.4 if fault == "blind" else 30)
             exists = Path.exists
 

@@ -35,7 +35,7 @@ def test_the_run_starts_on_it(tmp_path, capsys, monkeypatch):
     (training,) = data.data_sources(config, "training")
     data.data_sources(config, "validation")
     assert isinstance(training.source, TokenShards)
-    made = data.filled(config, [training.source])
+    made = data.describe_samples(config, [training.source])
     assert shown[-2].startswith(f"samples {made}; ") and [len(line.split()) for line in shown[1:3]] == [12, 12]
 
 

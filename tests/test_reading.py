@@ -298,7 +298,9 @@ def test_a_task_of_pairs_reads_pairs_from_ambiguous_records():
     assert reader.document({"text": "a: b", "prompt": "a", "good": "b", "rejected": "c"}, "", "").text == "abac"
     with pytest.raises(LimitError, match="'alpaca'; allowed: preference, or unset, as pairs"):
         RecordReader(refuse_ambiguous=True, pairs=True, format_name="alpaca")
-    with pytest.raises(LimitError, match="training.template: .* unset with format preference, which has no prompt"):
+    with pytest.raises(
+        LimitError, match="training.template: .* unset with format preference, which does not use a prompt"
+    ):
         RecordReader(refuse_ambiguous=True, pairs=True, template={"separator": " "})
 
 

@@ -294,8 +294,8 @@ class StreamPacker:
             self._next_document()
             if self._position != cursor.document or cursor.offset >= len(self._tokens.ids):
                 raise DataError(
-                    f"the document at {tuple(cursor.document)} of stream {stream}, where the checkpoint ends, has "
-                    "changed since the checkpoint was saved; bring back the old data, or start a new job"
+                    f"the document at {tuple(cursor.document)} of stream {stream}, where the checkpoint ends, differs "
+                    "from the one that was read: the data have changed since; bring back the old data, or start a new job"
                 )
             self._offset = cursor.offset
 
