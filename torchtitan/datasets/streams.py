@@ -295,7 +295,8 @@ class StreamPacker:
             if self._position != cursor.document or cursor.offset >= len(self._tokens.ids):
                 raise DataError(
                     f"the document at {tuple(cursor.document)} of stream {stream}, where the checkpoint ends, differs "
-                    "from the one that was read: the data have changed since; bring back the old data, or start a new job"
+                    "from the one that was read: the data have changed since; bring back the old data, or start "
+                    "a new job"
                 )
             self._offset = cursor.offset
 
