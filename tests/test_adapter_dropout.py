@@ -1,5 +1,6 @@
-"""What A reads is dropped by keys: the formula, what tells draws apart, jobs under other plans, a resume, refusals.
-That every plan gives one device's gradients is in the table of combinations.
+"""Tests of adapter dropout by random keys: the formula, independent masks, other plans, a resume, refusals.
+
+The table of combinations shows that every plan gives the gradients of one device.
 """
 
 import pytest
@@ -35,20 +36,20 @@ def adapted(family="llama3", **options):
     return model
 
 
-def test_only_what_a_reads_is_dropped():
-    """And by each linear of a layer for itself: peft too has a dropout for each."""
+def test_only_the_input_of_lora_a_is_dropped():
+    """Each linear of a layer draws its own mask, as in peft."""
     model = adapted(target=["*wq", "*wk"])
     assert model.needs_keys
     x, keys = torch.randn(3, 8, 256), layer_keys(token_keys(1, 2, torch.arange(3), 8), 0)
     with running(Notes(SharedInputs(torch.arange(8)[None], None, None, None, keys))):
-        made = {name: model.get_submodule(f"layers.0.attention.{name}")(x) for name in ("wq", "wk")}
+        outputs = {name: model.get_submodule(f"layers.0.attention.{name}")(x) for name in ("wq", "wk")}
     masks = []
-    for name, y in made.items():
+    for name, y in outputs.items():
         linear = model.get_submodule(f"layers.0.attention.{name}")
         drop = Dropout(0.25, dropout_key(f"layers.3.attention.{name}"))  # the layer is in the keys
         masks.append(drop(torch.ones_like(x), keys))
-        learned = F.linear(F.linear(x * masks[-1], linear.lora_A), linear.lora_B) * linear.settings.scale
-        torch.testing.assert_close(y, F.linear(x, linear.weight) + learned, rtol=1e-5, atol=1e-4)
+        low_rank = F.linear(F.linear(x * masks[-1], linear.lora_A), linear.lora_B) * linear.settings.scale
+        torch.testing.assert_close(y, F.linear(x, linear.weight) + low_rank, rtol=1e-5, atol=1e-4)
     # 6144 pairs of draws with p = 1/4 agree in 5/8 of the cases, give or take 0.006
     assert ((masks[0] == 0) == (masks[1] == 0)).double().mean().item() == pytest.approx(0.625, abs=0.03)
 
@@ -78,13 +79,13 @@ def losses(ranks, folder, texts, **options):
     return [row["loss"] for row in rows], state
 
 
-def test_neither_plan_nor_resume_changes_a_draw(tmp_path):
+def test_no_plan_and_no_resume_changes_the_dropout_masks(tmp_path):
     texts = jobs.write_texts(tmp_path / "texts")
     saved = dict(checkpoint__enable=True, checkpoint__interval=2, lr_scheduler__total_steps=4, training__steps=4)
     straight, state = losses(1, tmp_path / "straight", texts, **saved)
     for name, (ranks, plan) in PLANS.items():
-        found, _ = losses(ranks, tmp_path / name, texts, training__steps=4, lr_scheduler__total_steps=4, **plan)
-        assert found == pytest.approx(straight, rel=1e-5), name
+        plan_losses, _ = losses(ranks, tmp_path / name, texts, training__steps=4, lr_scheduler__total_steps=4, **plan)
+        assert plan_losses == pytest.approx(straight, rel=1e-5), name
     assert losses(1, tmp_path / "straight", texts, **saved, checkpoint__load_step=2)[1] == state
     none, _ = losses(1, tmp_path / "none", texts, training__steps=4, adapter__dropout=0.0)
     assert none[0] == pytest.approx(straight[0], rel=1e-5), "B is zero in the first step"
@@ -92,7 +93,7 @@ def test_neither_plan_nor_resume_changes_a_draw(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "arguments, message",
     [
         (['--adapter.target=["all-linear", "output"]'], "allowed: 0 with output in adapter.target; "),
         (
@@ -102,11 +103,11 @@ def test_neither_plan_nor_resume_changes_a_draw(tmp_path):
     ],
     ids=str,
 )
-def test_where_it_has_no_keys_it_is_refused(words, said):
-    (fault,) = lines("--adapter.kind=lora", "--adapter.rank=4", "--adapter.dropout=0.1", *words)
-    assert said in fault and fault.startswith("adapter.dropout: given 0.1;")
+def test_dropout_is_refused_for_targets_without_random_keys(arguments, message):
+    (fault,) = lines("--adapter.kind=lora", "--adapter.rank=4", "--adapter.dropout=0.1", *arguments)
+    assert message in fault and fault.startswith("adapter.dropout: given 0.1;")
 
 
-def test_one_and_more_is_no_share():
+def test_dropout_of_one_is_refused():
     with pytest.raises(JobError, match="adapter.dropout: given 1"):
         lines("--adapter.kind=lora", "--adapter.dropout=1.0")

@@ -1,4 +1,4 @@
-"""Bars are shown on a terminal, by the first rank, and only for what takes long."""
+"""Tests of progress bars: only on a terminal, on the first rank, and for long operations."""
 
 import contextlib
 import io
@@ -25,21 +25,21 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch) -> Callable[[Callable[[], object]], str]:
-    """Calls a function where stderr is a terminal, bars without delay; what is seen there."""
+    """Return a function that calls another one with stderr a terminal and no delay, and returns the screen's text."""
     monkeypatch.setattr(bars, "DELAY_SECONDS", 0)
     monkeypatch.delenv("RANK", raising=False)
 
-    def seen(call: Callable[[], object]) -> str:
+    def output_of(function: Callable[[], object]) -> str:
         screen = Terminal()
         with contextlib.redirect_stderr(screen):
-            call()
+            function()
         return screen.getvalue()
 
-    return seen
+    return output_of
 
 
-def use_both(awaited: str | None = None) -> None:
-    """For a moment, or until the screen shows what is awaited of the thread that draws there."""
+def show_both_bars(awaited: str | None = None) -> None:
+    """Show a progress bar and a waiting bar, for a moment or until the drawing thread has shown `awaited`."""
     with progress_bar("reading", 100) as progress:
         progress.update(100)
     with waiting("first step"):
@@ -48,44 +48,44 @@ def use_both(awaited: str | None = None) -> None:
             time.sleep(0.01)
 
 
-def test_on_a_terminal(terminal):
-    said = terminal(lambda: use_both("first step"))
-    assert "reading: " in said and "first step 00:00" in said
-    assert said.endswith("\r")  # they go when they are done
+def test_bars_on_a_terminal(terminal):
+    output = terminal(lambda: show_both_bars("first step"))
+    assert "reading: " in output and "first step 00:00" in output
+    assert output.endswith("\r")  # finished bars are erased
 
 
-def test_not_before_three_seconds(terminal, monkeypatch):
+def test_no_bar_before_three_seconds(terminal, monkeypatch):
     monkeypatch.setattr(bars, "DELAY_SECONDS", 3)
-    assert terminal(use_both) == ""
+    assert terminal(show_both_bars) == ""
 
 
-def test_not_of_another_rank(terminal, monkeypatch):
+def test_no_bar_on_other_ranks(terminal, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    assert terminal(use_both) == ""
+    assert terminal(show_both_bars) == ""
 
 
-def test_not_into_a_file(monkeypatch, capsys):
+def test_no_bar_into_a_file(monkeypatch, capsys):
     monkeypatch.setattr(bars, "DELAY_SECONDS", 0)
-    use_both()
+    show_both_bars()
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_takes_long_has_one(terminal, tmp_path):
-    """Loading, exporting, converting, verifying and preparing."""
+def test_long_operations_show_a_bar(terminal, tmp_path):
+    """Cover loading, exporting, converting, verifying and preparing."""
     args = LLAMA["llama3.2"]
     model, hf = build(Llama, args), MODELS["llama3.2"].hf
 
-    def command(*words: object) -> str:
-        return terminal(lambda: cli.main(list(map(str, words))) and pytest.fail("it should work"))
+    def command(*options: object) -> str:
+        return terminal(lambda: cli.main(list(map(str, options))) and pytest.fail("it should work"))
 
     state = model.state_dict()
     assert "writing the weights" in terminal(lambda: hf.save_hf(tmp_path / "hf", state, args, dtype=torch.float32))
     assert "loading hf" in terminal(lambda: hf.load_hf(tmp_path / "hf", model, args))
-    words = ["--model.tokenizer_path=bytes"]
-    assert "writing ours" in command("convert", tmp_path / "hf", tmp_path / "ours", *words)
-    said = command("convert", tmp_path / "ours", tmp_path / "a.safetensors", *words)
-    assert "checking ours" in said and "loading ours" in said and "writing a.safetensors" in said
+    options = ["--model.tokenizer_path=bytes"]
+    assert "writing ours" in command("convert", tmp_path / "hf", tmp_path / "ours", *options)
+    output = command("convert", tmp_path / "ours", tmp_path / "a.safetensors", *options)
+    assert "checking ours" in output and "loading ours" in output and "writing a.safetensors" in output
     (tmp_path / "text.txt").write_text("some text")
     data = ["--dataset_path", tmp_path / "text.txt", "--tokenizer_path=bytes", "--workers=1"]
     assert "tokenizing" in command("prepare", *data, "--output", tmp_path / "shards")

@@ -1,4 +1,4 @@
-"""The benchmarks run and print their rows, and their arithmetic is right. No clock is judged here."""
+"""The benchmarks run and print their rows, and their arithmetic is right. No measured time is judged here."""
 
 import importlib
 import json
@@ -17,13 +17,13 @@ from torchtitan.config.manager import load
 from torchtitan.rules import check
 
 
-def run(script: str, *words: str) -> list[str]:
-    code, out, err = run_script(ROOT, ROOT / script, *words)
+def run(script: str, *arguments: str) -> list[str]:
+    code, out, err = run_script(ROOT, ROOT / script, *arguments)
     assert code == 0, err
     return out.splitlines()
 
 
-def test_turns_alternate_and_end_even():
+def test_turns_alternate_abba():
     assert order(4) == "ABBAABBA"
     done = []
     turns = take_turns(lambda: done.append("A"), lambda: done.append("B"), pairs=2, repeats=3)
@@ -39,7 +39,7 @@ def test_the_ratio_is_of_medians_per_repeat_without_the_warm_up():
     assert turns.median(turns.wall, "A") == 4.0
 
 
-def test_a_guest_takes_its_turns_between_the_steps_of_a_loop():
+def test_a_guest_runs_between_the_steps_of_a_loop():
     done = []
     guest = Guest(iter(range(100)), lambda: done.append("B"), pairs=2, repeats=1)
     batches = iter(guest)
@@ -62,7 +62,7 @@ def test_a_guest_takes_its_turns_between_the_steps_of_a_loop():
         (Goal("=", 1.0, 0.001), [0.998], "missed"),
     ],
 )
-def test_verdict(goal, values, verdict):
+def test_verdict_of_a_goal(goal, values, verdict):
     assert goal.judge(values) == verdict
     assert verdict in row("name", values, goal, "note")
 
@@ -74,7 +74,7 @@ def test_a_program_without_a_first_step_is_an_error():
         seconds_to_first_step([sys.executable, "-c", "print('no such line')"], threads=1)
 
 
-def test_bare_script_makes_a_step():
+def test_the_bare_script_makes_a_step():
     assert seconds_to_first_step([sys.executable, "scripts/bench_bare.py"], threads=1) > 0
 
 
@@ -114,45 +114,45 @@ def test_bench_finetuning():
 
 
 def test_learn_made_task():
-    """How two steps of it go; what is learned in more of them is in test_chat.py."""
+    """Run two steps; test_chat.py shows that more steps learn the task."""
     *_, shown, last = run("scripts/learn_made_task.py", "--quick", "--ranks", "1")
     assert shown.startswith("6,000 of 9,216 questions shown, 2 steps, ranks: 1, ")
     assert last == "step 2: 0% of 2 others answered"
 
 
-def test_a_made_task_and_its_answers(tmp_path, monkeypatch):
-    """What is asked is not learned, both ranks have the samples of one, and an answer is right as a whole."""
-    asked, learned, of = learn_made_task.questions(5)
-    assert of == 2 * (8**3 + 8**4) and len({*asked, *learned}) == 5 + 6000
+def test_questions_and_answers_of_the_learning_task(tmp_path, monkeypatch):
+    """Test questions are not in the training data, two ranks share one rank's samples, answers must match in full."""
+    asked_questions, trained_questions, number = learn_made_task.questions(5)
+    assert number == 2 * (8**3 + 8**4) and len({*asked_questions, *trained_questions}) == 5 + 6000
     assert [learn_made_task.answer(f"{order} a b c") for order in ("again", "backwards")] == ["a b c", "c b a"]
     for ranks in (1, 2):
-        job = learn_made_task.write_job(tmp_path, learned, ranks, 240)
+        job = learn_made_task.write_job(tmp_path, trained_questions, ranks, 240)
         config = load([f"--job.config_file={job}"])
         assert check(config, ranks, "cpu") == []
         assert ranks * config.training.local_batch_size == 8
     rows = [json.loads(row)["messages"] for row in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [question["content"] for question, _ in rows] == learned
-    right = [learn_made_task.answer(question) for question in asked]
-    for told, share in ((right, 1.0), ([right[0] + " a", *right[1:]], 0.8), ([*right, ""], 0.0)):
-        out = "".join(f"{line}\n" for line in told)
+    assert [question["content"] for question, _ in rows] == trained_questions
+    right = [learn_made_task.answer(question) for question in asked_questions]
+    for answers, share in ((right, 1.0), ([right[0] + " a", *right[1:]], 0.8), ([*right, ""], 0.0)):
+        out = "".join(f"{line}\n" for line in answers)
         monkeypatch.setattr(subprocess, "run", lambda *_, out=out, **__: subprocess.CompletedProcess([], 0, out))
-        assert learn_made_task.share_answered(tmp_path, asked) == share
+        assert learn_made_task.share_answered(tmp_path, asked_questions) == share
 
 
 def test_bench_optimizers():
     lines = run("scripts/bench_optimizers.py", "--quick", "--ranks", "2")
-    kept = [line.split(" bytes a parameter")[0].split() for line in lines[1:-4]]
-    assert [" ".join(words[:-1]) for words in kept][:3] == ["AdamW, fused", "AdamW, again", "AdamW8bit"]
-    assert [float(words[-1]) for words in kept][:3] == [8.001, 8.001, 2.110] and len(kept) == 10
+    fields = [line.split(" bytes a parameter")[0].split() for line in lines[1:-4]]
+    assert [" ".join(parts[:-1]) for parts in fields][:3] == ["AdamW, fused", "AdamW, again", "AdamW8bit"]
+    assert [float(parts[-1]) for parts in fields][:3] == [8.001, 8.001, 2.110] and len(fields) == 10
     assert all(line.startswith("bases by ") and "at gap 200" in line for line in lines[-4:])
 
 
 def test_bench_debug():
     lines = run("scripts/bench_debug.py", "--quick", "--ranks", "1", "--only", "same settings")
-    speed, cpu, alone = lines[3:]
+    speed, cpu, job_line = lines[3:]
     assert speed.startswith("1 rank(s), same settings / plain loop, tokens/s") and "tok/s" in speed
     assert cpu.startswith("1 rank(s), same settings / plain loop, CPU time") and "CPU seconds a step" in cpu
-    assert alone.startswith("1 rank(s), same settings: first step after") and "GiB resident" in alone
+    assert job_line.startswith("1 rank(s), same settings: first step after") and "GiB resident" in job_line
 
 
 def test_bench_debug_plans():
@@ -162,9 +162,9 @@ def test_bench_debug_plans():
 
 def test_bench_guards():
     lines = run("scripts/bench_guards.py", "--quick", "--ranks", "2")
-    paired, compared, counted, checksums, agreed = lines[3:]
+    paired, compared, timed, checksums, agreed = lines[3:]
     assert paired.startswith("launcher and guards, 2 rank(s)") and compared.startswith("replicas compared every 100th")
-    assert counted.startswith("both, counted within a step, 2 rank(s)") and "within their calls: " in counted
+    assert timed.startswith("both, counted within a step, 2 rank(s)") and "within their calls: " in timed
     assert checksums.startswith("checksums of shards, 2 rank(s)") and "within their calls: " in checksums
     assert agreed.startswith("agreed a step ahead / at once") and "the host waits for " in agreed
 
@@ -182,21 +182,21 @@ def test_bench_scaling(tmp_path):
     assert layer["tokens"] == 4 * 32 and 0 < layer["estimated"] < layer["gib"]
 
 
-def test_the_page_and_the_picture_of_what_grows(tmp_path, monkeypatch):
-    """Every table has as many cells in each line, what stands around them stays, and what is drawn is a picture."""
+def test_the_page_and_the_picture_of_the_scaling_benchmark(tmp_path, monkeypatch):
+    """Every table has equally many cells in each line, text around the tables is unchanged, and a PNG is drawn."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     page = importlib.import_module("bench_scaling_page")
     row = defaultdict(lambda: 2.0, what="loader", by="by a copy", millions=6, ranks=1)
-    kept = {name: {"when": "today", "rows": [row, row]} for name in page.TABLES}
+    tables = {name: {"when": "today", "rows": [row, row]} for name in page.TABLES}
     monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
     page.PAGE.write_text(f"before\n{page.BEGIN}\nwas here\n{page.END}\nbehind\n")
-    page.write_page(kept)
+    page.write_page(tables)
     text = page.PAGE.read_text()
     assert text.startswith("before\n") and text.endswith("behind\n") and "was here" not in text
     for table in text.split("`, today:\n\n")[1:]:
         lines = [line for line in table.splitlines() if line.startswith("|")]
         assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
-    page.draw(kept, tmp_path / "scaling.png")
+    page.draw(tables, tmp_path / "scaling.png")
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -205,7 +205,7 @@ def test_bench_schedules():
     assert [line.split(":")[0] for line in lines[3:]] == ["DualPipeV in pairs"]
 
 
-def test_every_plan_of_the_benchmarks_is_legal(monkeypatch, tmp_path):
+def test_every_plan_of_the_benchmarks_is_valid(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "scripts")
     monkeypatch.chdir(ROOT)
     bench_debug, compare_plans = (importlib.import_module(name) for name in ("bench_debug", "compare_plans"))
@@ -217,7 +217,7 @@ def test_every_plan_of_the_benchmarks_is_legal(monkeypatch, tmp_path):
         assert check(load(argv), ranks, "cpu") == [], argv
 
 
-def test_the_model_with_experts_is_the_one_that_is_measured_against(monkeypatch, tmp_path):
+def test_the_moe_benchmark_has_the_sizes_of_torchtitans_debug_model(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "scripts")
     monkeypatch.chdir(ROOT)
     bench_debug = importlib.import_module("bench_debug")

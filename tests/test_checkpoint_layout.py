@@ -1,4 +1,4 @@
-"""Finding, judging, publishing and deleting folders: no torch, no ranks."""
+"""Tests of checkpoint folders without torch and ranks: finding, checking, publishing and deleting them."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def edit_manifest(folder: Path, reseal: bool = True, **changes) -> None:
     (folder / layout.MANIFEST).write_text(json.dumps(body))
 
 
-def test_importing_and_discovering_needs_no_torch():
+def test_importing_and_finding_checkpoints_needs_no_torch():
     code = (
         "import sys, torchtitan.checkpoint as c; c.newest_complete(c.layout.Path('x')); print('torch' in sys.modules)"
     )
@@ -89,7 +89,7 @@ def test_step_names_match_in_full(name, step):
     assert layout.step_of(name) == step
 
 
-def test_newest_complete_sorts_by_number_and_ignores_what_is_not_ours(tmp_path):
+def test_newest_complete_sorts_by_number_and_ignores_other_folders(tmp_path):
     assert layout.newest_complete(tmp_path / "absent") == (None, [])
     for step in (9, 100, 20):
         make_step(tmp_path, step)
@@ -98,7 +98,7 @@ def test_newest_complete_sorts_by_number_and_ignores_what_is_not_ours(tmp_path):
     assert layout.newest_complete(tmp_path) == (tmp_path / "step-00000100", [])
 
 
-def test_a_manifest_survives_writing_and_reading(tmp_path):
+def test_a_manifest_round_trips(tmp_path):
     folder = make_step(tmp_path, 7)
     manifest = layout.check_complete(folder)
     assert (manifest.step, manifest.tensors) == (7, {"model.w": TensorEntry("float32", [2, 3])})
@@ -157,11 +157,11 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("damage", "reason"), DAMAGES)
-def test_a_damaged_folder_is_refused_by_name_and_the_older_one_is_found(tmp_path, damage, reason):
+def test_a_damaged_folder_is_reported_and_the_older_one_is_newest(tmp_path, damage, reason):
     older, newer = make_step(tmp_path, 3), make_step(tmp_path, 7)
     damage(newer)
-    found, refused = layout.newest_complete(tmp_path)
-    assert found == older
+    newest, refused = layout.newest_complete(tmp_path)
+    assert newest == older
     assert [old.folder for old in refused] == [newer]
     assert reason in str(refused[0])
 
@@ -170,13 +170,13 @@ def test_a_file_or_link_in_place_of_a_folder_is_refused(tmp_path):
     make_step(tmp_path / "elsewhere", 4)
     (tmp_path / "step-00000004").symlink_to(tmp_path / "elsewhere" / "step-00000004")
     (tmp_path / "step-00000005").write_text("")
-    found, refused = layout.newest_complete(tmp_path)
-    assert found is None
+    newest, refused = layout.newest_complete(tmp_path)
+    assert newest is None
     assert all("not a folder of its own" in str(old) for old in refused)
     assert len(refused) == 2
 
 
-def test_resolve_takes_a_checkpoint_or_a_folder_of_some_and_says_what_it_found_else(tmp_path):
+def test_resolve_accepts_a_checkpoint_or_a_folder_of_checkpoints(tmp_path):
     folder = make_step(tmp_path, 4)
     assert layout.resolve(folder) == layout.resolve(tmp_path) == folder
     (folder / layout.MANIFEST).unlink()
@@ -190,7 +190,7 @@ def test_resolve_takes_a_checkpoint_or_a_folder_of_some_and_says_what_it_found_e
 
 
 def test_reading_a_small_file_takes_little_memory(tmp_path):
-    """The limit on the size of a file is not the size of the buffer: that is a gibibyte for each manifest."""
+    """The limit on a file's size, 1 GiB, is not the size of the read buffer."""
     (tmp_path / "small").write_bytes(b"12345")
     tracemalloc.start()
     try:
@@ -200,7 +200,7 @@ def test_reading_a_small_file_takes_little_memory(tmp_path):
         tracemalloc.stop()
 
 
-def test_state_without_its_parts_is_refused(tmp_path):
+def test_state_without_trainer_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="trainer is not the dict"):
         layout.read_state(make_step(tmp_path, 1))
 
@@ -214,16 +214,16 @@ def test_folders_are_private_and_files_are_never_replaced(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keep", "left"), [(0, [1, 2, 3, 4, 5]), (1, [4, 5]), (2, [4, 5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])]
+    ("keep", "expected"), [(0, [1, 2, 3, 4, 5]), (1, [4, 5]), (2, [4, 5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])]
 )
-def test_retention_keeps_the_newest_and_at_least_two(tmp_path, keep, left):
+def test_retention_keeps_the_newest_and_at_least_two(tmp_path, keep, expected):
     for step in range(1, 6):
         make_step(tmp_path, step)
     retain(tmp_path, keep, set())
-    assert names(tmp_path) == [layout.step_name(step) for step in left]
+    assert names(tmp_path) == [layout.step_name(step) for step in expected]
 
 
-def test_retention_touches_only_complete_checkpoints_of_ours(tmp_path):
+def test_retention_deletes_only_complete_checkpoints_of_this_project(tmp_path):
     root, outside = tmp_path / "checkpoint", tmp_path / "outside"
     for step in range(10, 16):
         make_step(root, step)
@@ -236,12 +236,12 @@ def test_retention_touches_only_complete_checkpoints_of_ours(tmp_path):
     (root / "step-00000012" / layout.MANIFEST).unlink()
     (root / "step-00000013" / "link").symlink_to(outside)
     retain(root, 2, {root / "step-00000011"})
-    left = {"step-00000011", "step-00000012", "step-00000014", "step-00000015", "step-00000001", *foreign}
-    assert set(names(root)) == left
+    expected = {"step-00000011", "step-00000012", "step-00000014", "step-00000015", "step-00000001", *foreign}
+    assert set(names(root)) == expected
     assert (outside / "step-00000001" / layout.MANIFEST).exists()
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_no_more(tmp_path, monkeypatch, caplog):
+def test_an_old_checkpoint_that_cannot_be_deleted_is_only_a_warning(tmp_path, monkeypatch, caplog):
     for step in range(4):
         make_step(tmp_path, step)
 
@@ -253,7 +253,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_no_more(tmp_pa
     assert "cannot be deleted: planted" in caplog.text
 
 
-def test_leftovers_are_removed_only_under_our_own_names(tmp_path):
+def test_only_temporary_folders_of_this_project_are_removed(tmp_path):
     ours = [".tmp-step-00000003-0123456789abcdef", ".tmp-step-00000009-ffffffffffffffff"]
     foreign = [".tmp-step-00000003-xyz", "x.tmp-step-00000003-0123456789abcdef", ".tmp-other-0123456789abcdef", ".tmp-"]
     for name in ours + foreign:
@@ -267,8 +267,8 @@ def test_leftovers_are_removed_only_under_our_own_names(tmp_path):
     assert ".tmp-other-0123456789abcdef" not in names(tmp_path)
 
 
-def test_whatever_happens_there_is_a_complete_checkpoint_and_the_newest_is_never_deleted(tmp_path):
-    """Random saves, damages and retentions: the invariant of keeping, over 120 actions."""
+def test_random_actions_always_leave_the_newest_complete_checkpoint(tmp_path):
+    """Over 120 random saves, damages and retentions, a complete checkpoint exists and the newest one is retained."""
     rng = random.Random(0)
     make_step(tmp_path, 0)
     for step in range(1, 121):

@@ -1,4 +1,4 @@
-"""What cannot be saved or loaded, starting from another job, exports and inference, random generators."""
+"""Tests of loading: refused states, initial weights, exports, inference, random generators, earlier checkpoints."""
 
 import json
 import os
@@ -33,7 +33,7 @@ from torchtitan.core.tensor_storage import Deferred
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected call of")
 
 
-# What cannot be saved or loaded
+# States that cannot be saved or loaded
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
@@ -59,7 +59,7 @@ def test_a_model_that_holds_more_than_tensors_is_refused(tmp_path):
         tensors.model_tensors([nn.Sequential(nn.Linear(1, 1), Extra(1, 1))])
 
 
-def test_an_empty_folder_is_a_fresh_start(tmp_path):
+def test_an_empty_folder_has_nothing_to_load(tmp_path):
     job = Job(tmp_path / "absent")
     assert job.checkpointer.load() is None
     (tmp_path / "notes").mkdir()
@@ -73,7 +73,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json", "manifest.json"])
-def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path, caplog, name):
+def test_a_damaged_checkpoint_is_reported_and_the_older_one_loaded(tmp_path, caplog, name):
     job = Job(tmp_path)
     job.train(2)
     expected = job.digest()
@@ -89,24 +89,24 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path, caplog, 
     assert "step-00000002" in str(caught.value) and "step-00000004" in str(caught.value)
 
 
-def test_torch_alone_loads_a_flipped_bit_in_silence(tmp_path):
-    """The control of the test above: what the sums of the manifest are for."""
+def test_control_torch_alone_loads_a_flipped_bit(tmp_path):
+    """Control of the test above: without the manifest's checksums the damage goes unnoticed."""
     job = Job(tmp_path)
     job.train(2)
     name, expected = "model.layers.0.0.weight", job.model.layers["0"][0].weight.detach()
     (shard,) = (tmp_path / "step-00000002").glob("*.distcp")
     data = bytearray(shard.read_bytes())
-    at = data.find(expected.numpy().tobytes())
-    data[at + 2] ^= 1 << 5
+    offset = data.find(expected.numpy().tobytes())
+    data[offset + 2] ^= 1 << 5
     shard.write_bytes(data)
-    found = {name: torch.zeros_like(expected)}
-    torch.distributed.checkpoint.load(found, checkpoint_id=tmp_path / "step-00000002", no_dist=True)
-    assert at > 0 and (found[name] != expected).sum() == 1
+    tensors_by_name = {name: torch.zeros_like(expected)}
+    torch.distributed.checkpoint.load(tensors_by_name, checkpoint_id=tmp_path / "step-00000002", no_dist=True)
+    assert offset > 0 and (tensors_by_name[name] != expected).sum() == 1
     with pytest.raises(NothingLoadable, match="other content than was written"):
         Job(tmp_path).checkpointer.load()
 
 
-def test_what_was_passed_over_as_damaged_does_not_stand_in_for_later_saves(tmp_path):
+def test_a_damaged_checkpoint_is_replaced_by_a_later_save_of_its_step(tmp_path):
     Job(tmp_path).train(4)
     flip_a_bit(tmp_path / "step-00000004" / "__0_0.distcp")
     job = Job(tmp_path)
@@ -116,14 +116,14 @@ def test_what_was_passed_over_as_damaged_does_not_stand_in_for_later_saves(tmp_p
     assert len(list(tmp_path.glob(".aside-step-00000004-*"))) == 1
 
 
-def test_other_versions_are_told(tmp_path, caplog, monkeypatch):
+def test_other_versions_are_logged(tmp_path, caplog, monkeypatch):
     Job(tmp_path).train(2)
     monkeypatch.setattr(saving, "versions", lambda: {"torch": "9.9"})
     assert Job(tmp_path).checkpointer.load() == 2
     assert f"saved with torch {torch.__version__}, going on with 9.9" in caplog.text
 
 
-def test_a_step_asked_for_and_absent_is_refused(tmp_path):
+def test_a_missing_or_damaged_load_step_is_refused(tmp_path):
     Job(tmp_path).train(2)
     with pytest.raises(NothingLoadable, match="of step 3 .* there is no such step"):
         Job(tmp_path, load_step=3).checkpointer.load()
@@ -144,7 +144,7 @@ def test_a_step_asked_for_and_absent_is_refused(tmp_path):
         (TinyModel().bfloat16(), r"they differ in model.* \(saved float32 .*, job bfloat16"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_by_name_and_changes_nothing(tmp_path, model, reason):
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path, model, reason):
     Job(tmp_path).train(2)
     job = Job(tmp_path, model=model)
     before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
@@ -154,17 +154,17 @@ def test_a_checkpoint_of_another_model_is_refused_by_name_and_changes_nothing(tm
     assert all(torch.equal(tensor, before[name]) for name, tensor in job.model.state_dict().items())
 
 
-def test_differences_are_told_together_and_casts_only_between_floats():
+def test_differences_are_listed_together_and_only_floats_are_cast():
     f32, bf16, i64 = (TensorEntry(dtype, [2]) for dtype in ("float32", "bfloat16", "int64"))
-    wanted = {"a": f32, "b": f32, "c": i64, "e": f32}
+    expected = {"a": f32, "b": f32, "c": i64, "e": f32}
     saved = {"a": bf16, "b": i64, "c": i64, "d": f32}
-    reason, casts = tensors.differences(wanted, saved, cast=True)
+    reason, casts = tensors.differences(expected, saved, cast=True)
     assert reason == "it lacks e; it also holds d; they differ in b (saved int64 [2], job float32 [2])"
     assert casts == {"bfloat16"}
-    assert "a (saved bfloat16" in tensors.differences(wanted, saved)[0]
+    assert "a (saved bfloat16" in tensors.differences(expected, saved)[0]
 
 
-def test_a_trainer_that_cannot_continue_is_one_error(tmp_path):
+def test_errors_of_the_trainer_state_are_checkpoint_errors(tmp_path):
     Job(tmp_path).train(2)
     job = Job(tmp_path)
 
@@ -179,7 +179,7 @@ def test_a_trainer_that_cannot_continue_is_one_error(tmp_path):
 # Starting from another job, exports, inference
 
 
-def test_starting_from_another_job_takes_the_weights_alone_or_everything(tmp_path):
+def test_initial_load_takes_the_weights_or_everything(tmp_path):
     source = Job(tmp_path / "source")
     source.train(4)
     weights_only = Job(tmp_path / "a")
@@ -213,16 +213,16 @@ def test_an_export_holds_the_weights_in_its_dtype(tmp_path, caplog, dtype):
     assert Job(tmp_path / "new").checkpointer.initial_load(tmp_path / "export") == 0
 
 
-def test_what_is_made_for_an_export_leaves_the_device_at_once():
-    made, moved = Mock(), torch.ones(2)
-    made.to.return_value = moved
-    plain = {"folded": Deferred((2,), lambda: made)}
+def test_deferred_tensors_of_an_export_move_to_the_host_at_once():
+    device_tensor, host_tensor = Mock(), torch.ones(2)
+    device_tensor.to.return_value = host_tensor
+    plain = {"folded": Deferred((2,), lambda: device_tensor)}
     snapshot = saving.snapshot_of_model(1, [TinyModel()], dict, torch.bfloat16, plain)
-    assert snapshot.error is None and list(snapshot.tensors.values()) == [moved]
-    made.to.assert_called_once_with(device="cpu", dtype=torch.bfloat16)
+    assert snapshot.error is None and list(snapshot.tensors.values()) == [host_tensor]
+    device_tensor.to.assert_called_once_with(device="cpu", dtype=torch.bfloat16)
 
 
-def test_an_export_of_another_step_replaces_nothing(tmp_path):
+def test_an_export_of_another_step_moves_the_old_one_aside(tmp_path):
     job = Job(tmp_path / "run")
     job.train(1)
     for step in (1, 2):
@@ -231,17 +231,17 @@ def test_an_export_of_another_step_replaces_nothing(tmp_path):
     assert load_model_for_inference(tmp_path / "out" / "weights", TinyModel()) == 2
 
 
-def test_an_export_of_another_job_is_not_taken_for_this_ones(tmp_path):
-    """Of a run that went back and came to the same step at another rate."""
+def test_an_export_of_other_weights_at_the_same_step_is_moved_aside(tmp_path):
+    """A run may be rolled back and reach the same step with another learning rate."""
     for rate in (0.05, 0.01):
         job = Job(tmp_path / str(rate))
         job.schedules[0].base_lrs = [rate]
         job.train(1)
         assert job.checkpointer.export_model(tmp_path / "model", torch.float32, 1)
     (aside,) = tmp_path.glob(".aside-model-*")
-    found = TinyModel()
-    load_model_for_inference(tmp_path / "model", found)
-    assert torch.equal(found.output.weight, job.model.output.weight)
+    model = TinyModel()
+    load_model_for_inference(tmp_path / "model", model)
+    assert torch.equal(model.output.weight, job.model.output.weight)
 
 
 def test_inference_reads_the_newest_checkpoint_into_a_model_of_any_float_type(tmp_path):
@@ -255,7 +255,7 @@ def test_inference_reads_the_newest_checkpoint_into_a_model_of_any_float_type(tm
 # Random generators
 
 
-def test_the_generators_continue_where_they_were():
+def test_random_generators_continue_after_restoring():
     random.seed(3)
     numpy.random.seed(3)
     torch.manual_seed(3)
@@ -269,12 +269,12 @@ def test_the_generators_continue_where_they_were():
 
 @pytest.mark.parametrize("state", [{}, {"python": {"words": "zz", "gauss": None}}, {"torch": "00"}])
 def test_an_unusable_generator_state_is_refused(state):
-    whole = rng_state()
+    valid_state = rng_state()
     if state:
-        state = {**whole, **state}
+        state = {**valid_state, **state}
     with pytest.raises(CheckpointError, match="random generators"):
         set_rng_state(state)
-    set_rng_state(whole)
+    set_rng_state(valid_state)
 
 
 def test_a_project_that_is_not_installed_has_no_version(monkeypatch):
@@ -287,7 +287,7 @@ def test_only_temporary_folders_are_deleted(tmp_path):
         folders.delete(tmp_path)
 
 
-# Of an earlier program
+# Checkpoints of earlier versions
 
 EARLIER = {
     "before_the_seams": {4: 5.969461441040039, 5: 6.204594135284424, 6: 5.87356424331665},
@@ -312,11 +312,10 @@ before the run, by 62fd160, the last commit before the package was renamed.
 
 
 @pytest.mark.parametrize("name", EARLIER)
-def test_a_run_of_an_earlier_commit_continues_as_it_did_there(name, tmp_path):
-    """Weights, moments, schedule and the position in the data are restored, and tokenized text is not tokenized again.
+def test_a_run_of_an_earlier_commit_continues_with_the_same_losses(name, tmp_path):
+    """Weights, moments, schedule and data position are restored, and tokenized text is not tokenized again.
 
-    On the CPU that made the folders the losses are equal to the last bit; another may add up in another order, for
-    which 1e-6 leaves room.
+    On the CPU that made the folders the losses are bit-equal; 1e-6 allows another order of summation.
     """
     shutil.copytree(jobs.ROOT / "tests/assets" / name, tmp_path, dirs_exist_ok=True)
     if (text := tmp_path / "text.jsonl").exists():
@@ -332,7 +331,7 @@ def test_a_run_of_an_earlier_commit_continues_as_it_did_there(name, tmp_path):
 
 
 def train_in(folder: str) -> list[dict]:
-    """The data are those of the checkpoint by the path that the job names, which begins there."""
+    """Train in a working directory, as the job's paths are relative to it."""
     before = Path.cwd()
     os.chdir(folder)
     try:

@@ -1,4 +1,4 @@
-"""Saving and resuming on several ranks, on fewer and on more, and what one rank's misfortune does to the others."""
+"""Tests of saving and resuming on several ranks, on fewer and on more, and of failures of single ranks."""
 
 import os
 import threading
@@ -60,28 +60,30 @@ def test_a_checkpoint_loads_bit_equal_on_any_number_of_ranks_and_kind_of_shardin
         assert run_ranks(world, load, tmp_path, kind) == [(2, expected, 2)] * world, (world, kind)
 
 
-def test_four_ranks_saved_one_and_two_resumed(tmp_path):
+def test_one_and_two_ranks_resume_a_checkpoint_of_four(tmp_path):
     ((_, expected), *_) = run_ranks(4, train, tmp_path, "hsdp", 2, {"async_mode": "async"})
     assert run_ranks(1, load, tmp_path, "plain") == [(2, expected, 4)]
     assert run_ranks(2, load, tmp_path, "fsdp") == [(2, expected, 4)] * 2
 
 
-def names_of_torch(folder: Path, kind: str) -> None:
+def compare_names_with_torch(folder: Path, kind: str) -> None:
     job = Job(folder, kind)
     job.train(1)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    theirs = get_model_state_dict(job.model)
-    theirs.pop("output.weight")
-    theirs = {f"model.{name}": value for name, value in theirs.items()}
-    flat = get_optimizer_state_dict(job.model, job.optimizers, options=options)
-    theirs |= {f"optimizer.{name}": value for name, value in flat.items() if name.startswith("state.")}
+    torch_tensors = get_model_state_dict(job.model)
+    torch_tensors.pop("output.weight")
+    torch_tensors = {f"model.{name}": value for name, value in torch_tensors.items()}
+    torch_optimizer = get_optimizer_state_dict(job.model, job.optimizers, options=options)
+    torch_tensors |= {
+        f"optimizer.{name}": value for name, value in torch_optimizer.items() if name.startswith("state.")
+    }
     ours = tensors.model_tensors([job.model]) | tensors.optimizer_state([job.model], job.optimizers)[0]
-    assert {n: tensor_hash(t) for n, t in ours.items()} == {n: tensor_hash(t) for n, t in theirs.items()}
+    assert {n: tensor_hash(t) for n, t in ours.items()} == {n: tensor_hash(t) for n, t in torch_tensors.items()}
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
-def test_names_are_those_of_torch(tmp_path, kind):
-    run_ranks(2, names_of_torch, tmp_path, kind)
+def test_tensor_names_equal_those_of_torch(tmp_path, kind):
+    run_ranks(2, compare_names_with_torch, tmp_path, kind)
 
 
 def export_and_infer(folder: Path) -> dict[str, str]:
@@ -90,10 +92,10 @@ def export_and_infer(folder: Path) -> dict[str, str]:
     assert job.checkpointer.export_model(folder / "export", torch.bfloat16, job.step)
     model = TinyModel()
     assert load_model_for_inference(folder / "export", model) == 2
-    wanted = {name: value for name, value in job.digest().items() if "/" not in name}
+    expected = {name: value for name, value in job.digest().items() if "/" not in name}
     exact = TinyModel()
     load_model_for_inference(folder / "run", exact)
-    assert {name: tensor_hash(value.detach()) for name, value in exact.named_parameters()} == wanted
+    assert {name: tensor_hash(value.detach()) for name, value in exact.named_parameters()} == expected
     return {name: tensor_hash(value) for name, value in model.state_dict().items()}
 
 
@@ -112,7 +114,7 @@ def test_an_export_of_two_ranks_is_read_by_one(tmp_path):
 
 
 def saves_by_seconds(folder: Path) -> list[int]:
-    """Rank 0's clock alone decides; the other's is a day ahead."""
+    """Save by the clock, with rank 1's clock a day ahead; return the saved steps."""
     now = [0.0 if rank() == 0 else 86400.0]
     done = []
     with pytest.MonkeyPatch.context() as patch:
@@ -129,7 +131,7 @@ def test_the_clock_of_rank_0_decides(tmp_path):
     assert run_ranks(2, saves_by_seconds, tmp_path) == [[3, 6], [3, 6]]
 
 
-# A failure on one rank is a failure on all, and leaves the older checkpoint
+# A failure on one rank is a failure on all, and the older checkpoint remains
 
 
 def fail_on(failing_rank: int, owner, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +163,7 @@ def failing_save(folder: Path, mode: str, number: int) -> tuple[list[str], int |
     job = Job(folder, "fsdp", async_mode=mode)
     job.train(2)
     job.checkpointer.finish()
-    wanted = job.digest()
+    expected = job.digest()
     job.train(1)
     raised = ""
     with pytest.MonkeyPatch.context() as patch:
@@ -173,16 +175,16 @@ def failing_save(folder: Path, mode: str, number: int) -> tuple[list[str], int |
             raised = str(error)
     assert "No space left" in raised and f"rank {failing_rank}" in raised, raised
     dist.barrier()
-    left = saved_steps(folder)
+    saved = saved_steps(folder)
     dist.barrier()
-    again = Job(folder, "fsdp")
-    step = again.checkpointer.load()
-    same = again.digest() == wanted
+    resumed = Job(folder, "fsdp")
+    step = resumed.checkpointer.load()
+    equal = resumed.digest() == expected
     job.train(2)  # there is space again
     job.checkpointer.finish()
     dist.barrier()
     assert saved_steps(folder) == ["step-00000002", "step-00000006"]
-    return left, step, same
+    return saved, step, equal
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
@@ -192,7 +194,7 @@ def test_a_failing_rank_fails_the_save_on_all_and_the_next_one_works(tmp_path, m
 
 
 def failure_is_seen_at_one_step(folder: Path) -> int:
-    """Rank 0's thread has ended long before rank 1's, which fails and ends only after step 5."""
+    """Let rank 1's background save fail only after step 5; return the step at which this rank raises."""
     job = Job(folder, "fsdp", async_mode="async", interval=2)
     may_end, save = threading.Event(), job.checkpointer._save_in_background
 
@@ -245,19 +247,19 @@ def test_all_ranks_fall_back_together(tmp_path):
     assert all("damaged: __1_0.distcp" in text for _, text in answers)
 
 
-def inference_of_nothing(folder: Path) -> str:
+def load_nothing_for_inference(folder: Path) -> str:
     with pytest.raises(layout.NothingLoadable) as caught:
         load_model_for_inference(folder, TinyModel())
     return str(caught.value)
 
 
-def test_nothing_to_load_is_told_on_all_ranks(tmp_path):
-    answers = run_ranks(2, inference_of_nothing, tmp_path / "absent")
+def test_nothing_to_load_is_an_error_on_all_ranks(tmp_path):
+    answers = run_ranks(2, load_nothing_for_inference, tmp_path / "absent")
     assert all("no such folder" in text for text in answers)
 
 
-def another_disk(folder: Path) -> str:
-    """Rank 1 writes to a place that rank 0 does not see, as without a shared file system."""
+def save_without_a_shared_folder(folder: Path) -> str:
+    """Hide rank 1's file from rank 0, as without a shared file system; return the error."""
     job = Job(folder, "fsdp", verify=False)
     job.train(1)
     original = saving._write
@@ -275,11 +277,11 @@ def another_disk(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_folder_that_the_hosts_do_not_share_is_named(tmp_path):
-    assert all("a folder that all hosts share" in text for text in run_ranks(2, another_disk, tmp_path))
+def test_a_folder_that_the_hosts_do_not_share_is_reported(tmp_path):
+    assert all("a folder that all hosts share" in text for text in run_ranks(2, save_without_a_shared_folder, tmp_path))
 
 
-def agreeing() -> list:
+def agree_on_failures() -> list:
     peers = Peers("test")
     texts = []
     for failing in ([1], [0, 1]):
@@ -296,12 +298,12 @@ def agreeing() -> list:
     return [*texts, peers.agree("testing", rank), peers.maximum(rank(), -rank())]
 
 
-def test_agreement_tells_who_failed():
+def test_agreement_names_the_failing_ranks():
     expected = [
         "testing failed on rank 1: ZeroDivisionError: division by zero",
         "testing failed on rank 0, 1: ZeroDivisionError: division by zero",
     ]
-    assert run_ranks(2, agreeing) == [[*expected, own, [1, 0]] for own in (0, 1)]
+    assert run_ranks(2, agree_on_failures) == [[*expected, rank, [1, 0]] for rank in (0, 1)]
 
 
 # Killed between any two steps of a save
@@ -339,8 +341,8 @@ def killed_save(folder: Path, mode: str, number: int, after: bool) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(KILLS)))
-def test_a_rank_killed_within_a_save_leaves_a_whole_checkpoint(tmp_path, number):
-    """Alternates inline and background, before and after the point, over the points."""
+def test_a_rank_killed_during_a_save_leaves_a_complete_checkpoint(tmp_path, number):
+    """The points alternate between inline and background saves, and between kills before and after."""
     mode, after = ("disabled", "async")[number % 2], number % 3 == 0
     reference = run_ranks(2, train, tmp_path / "reference", "fsdp", 2, {})[0][1]
     with pytest.raises(RankFailed, match="process ended with exit code"):

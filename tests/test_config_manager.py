@@ -1,4 +1,4 @@
-"""Loading jobs: every bad input of a table gives exactly its fault lines, and the resolved TOML gives the job back."""
+"""Tests of loading jobs: each bad input gives exactly its fault lines, and the resolved TOML reproduces the job."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from torchtitan.config.options import Fault, columns, describe, options, options
 
 REPOSITORY = Path(__file__).parent.parent
 SHORTENED = f'"{"x" * 47}...{"x" * 48}"'
-"""A long text, of which both ends are shown: the end of a path is its file."""
+"""How a message shows a long text: both ends, as the end of a path names its file."""
 STEPS_HELP = options()["training.steps"].help.splitlines()[0]
 
 
@@ -31,7 +31,7 @@ def write(path: Path, text: str | bytes) -> str:
     return str(path)
 
 
-def faults(*argv: str) -> list[str]:
+def faults_of(*argv: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(list(argv))
     lines = str(caught.value).split("\n")
@@ -39,7 +39,7 @@ def faults(*argv: str) -> list[str]:
     return lines
 
 
-# What is good
+# Valid jobs
 
 
 def test_defaults_without_any_argument():
@@ -54,25 +54,25 @@ def test_command_line_over_toml_over_defaults(tmp_path):
     assert config.job.config_file == [file]
 
 
-INSIDE = {"checkpoint.folder", "metrics.save_tb_folder"}
-INSIDE |= {"profiling.save_traces_folder", "profiling.save_memory_snapshot_folder"}
-"""Folders of the run's own."""
-PLACES = {key for key in options() if key.endswith(("_path", "_folder"))} - INSIDE
-PLACES |= {"data.chat_template", "data.cache_dir", "dpo.reference", "parallelism.pipeline_parallel_schedule_csv"}
+RUN_FOLDER_OPTIONS = {"checkpoint.folder", "metrics.save_tb_folder"}
+RUN_FOLDER_OPTIONS |= {"profiling.save_traces_folder", "profiling.save_memory_snapshot_folder"}
+"""Options that name folders inside the run's folder."""
+PATH_OPTIONS = {key for key in options() if key.endswith(("_path", "_folder"))} - RUN_FOLDER_OPTIONS
+PATH_OPTIONS |= {"data.chat_template", "data.cache_dir", "dpo.reference", "parallelism.pipeline_parallel_schedule_csv"}
 
 
-def test_a_home_stands_for_itself_in_the_place_of_any_file(tmp_path, monkeypatch):
+def test_a_tilde_is_expanded_in_every_path_option(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    said = "".join(f'{key} = "~/x"\n' for key in sorted(PLACES))
-    write(tmp_path / "base.toml", f'{said}[[training.sources]]\ndataset = "text"\ndataset_path = "~/x"\n')
+    toml = "".join(f'{key} = "~/x"\n' for key in sorted(PATH_OPTIONS))
+    write(tmp_path / "base.toml", f'{toml}[[training.sources]]\ndataset = "text"\ndataset_path = "~/x"\n')
     write(tmp_path / "job.toml", 'extends = "~/base.toml"\njob.description = "~/x"\n')
     config = load(["--job.config_file=~/job.toml"])
-    found = {key: attrgetter(key)(config) for key in PLACES}
-    assert found == dict.fromkeys(PLACES, str(tmp_path / "x")) and len(PLACES) >= 11
+    values = {key: attrgetter(key)(config) for key in PATH_OPTIONS}
+    assert values == dict.fromkeys(PATH_OPTIONS, str(tmp_path / "x")) and len(PATH_OPTIONS) >= 11
     assert config.training.sources[0].dataset_path == str(tmp_path / "x") and config.job.description == "~/x"
 
 
-def test_a_shipped_job_is_extended_by_its_name_where_no_file_beside_has_it(tmp_path):
+def test_extends_finds_a_shipped_job_unless_a_file_has_its_name(tmp_path):
     file = write(tmp_path / "mine.toml", 'extends = "debug_model"\n[training]\nsteps = 7\n')
     training = load([f"--job.config_file={file}"]).training
     assert (training.steps, training.seq_len) == (7, load(["--job.config_file=debug_model"]).training.seq_len)
@@ -81,7 +81,7 @@ def test_a_shipped_job_is_extended_by_its_name_where_no_file_beside_has_it(tmp_p
         load([f"--job.config_file={file}"])
 
 
-def test_several_files_merge_in_order_and_extends_comes_before_the_file_that_says_it(tmp_path):
+def test_files_merge_in_order_after_those_that_they_extend(tmp_path):
     write(tmp_path / "base/a.toml", "[training]\nsteps = 1\nseq_len = 1\nlocal_batch_size = 1\ngc_freq = 1\n")
     write(tmp_path / "base/b.toml", "[training]\nseq_len = 2\nlocal_batch_size = 2\ngc_freq = 2\n")
     first = write(tmp_path / "first.toml", 'extends = ["base/a.toml", "base/b.toml"]\n[training]\ngc_freq = 3\n')
@@ -91,7 +91,7 @@ def test_several_files_merge_in_order_and_extends_comes_before_the_file_that_say
     assert (training.steps, training.seq_len, training.gc_freq, training.local_batch_size) == (1, 2, 3, 4)
 
 
-def test_a_file_may_be_extended_twice_and_an_option_is_replaced_as_a_whole(tmp_path):
+def test_a_file_may_be_extended_twice_and_tables_are_replaced(tmp_path):
     write(tmp_path / "root.toml", "[model]\noverrides = {n_layers = 2, dim = 64}\n")
     write(tmp_path / "a.toml", 'extends = "root.toml"\n')
     write(tmp_path / "b.toml", 'extends = "root.toml"\n[model.overrides]\nn_heads = 4\n')
@@ -100,7 +100,7 @@ def test_a_file_may_be_extended_twice_and_an_option_is_replaced_as_a_whole(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("words", "key", "value"),
+    ("arguments", "key", "value"),
     [
         (["--training.steps=5"], "training.steps", 5),
         (["--training.steps", "1_000"], "training.steps", 1000),
@@ -131,19 +131,19 @@ def test_a_file_may_be_extended_twice_and_an_option_is_replaced_as_a_whole(tmp_p
         (["--activation_checkpoint.selective_ac_option", "3"], "activation_checkpoint.selective_ac_option", "3"),
     ],
 )
-def test_command_line_forms(words, key, value):
-    config: Any = load(words)
+def test_command_line_forms(arguments, key, value):
+    config: Any = load(arguments)
     for part in key.split("."):
         config = getattr(config, part)
     assert config == value and type(config) is type(value)
 
 
-def test_a_byte_order_mark_and_windows_line_ends_are_fine(tmp_path):
+def test_a_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path):
     file = write(tmp_path / "job.toml", b"\xef\xbb\xbf[training]\r\nsteps = 3\r\n")
     assert load(["--job.config_file", file]).training.steps == 3
 
 
-# What is bad: file content -> the fault lines, FILE standing for the file's name
+# Invalid files: content -> fault lines; FILE is replaced by the file's name
 
 NO_OPTION = (
     "given no option at all; allowed: a job's options; "
@@ -393,14 +393,14 @@ BAD_FILES = {
 def test_bad_files(name, tmp_path):
     content, expected = BAD_FILES[name]
     file = write(tmp_path / "job.toml", content)
-    assert faults("--job.config_file", file) == [line.replace("FILE", file) for line in expected]
+    assert faults_of("--job.config_file", file) == [line.replace("FILE", file) for line in expected]
 
 
 NAMED = "every option is named; jobs are .toml files, or names of `torchtitan list jobs`"
 BAD_ARGUMENTS = {
     "no option": (
         ["steps", "5"],
-        [f'given "{word}"; allowed: --section.key value; {NAMED}' for word in ("steps", "5")],
+        [f'given "{argument}"; allowed: --section.key value; {NAMED}' for argument in ("steps", "5")],
     ),
     "one dash": (["-x"], [f'given "-x"; allowed: --section.key value; {NAMED}']),
     "no value": (
@@ -440,7 +440,7 @@ BAD_ARGUMENTS = {
         ["--training.shuffle", "0"],
         ['training.shuffle: given "0"; allowed: true or false; write false'],
     ),
-    "no of what is no flag": (
+    "no- before an option that is no flag": (
         ["--training.no-steps", "1"],
         ['training.no_steps: given "1"; allowed: a known option; did you mean training.steps?'],
     ),
@@ -510,13 +510,13 @@ BAD_ARGUMENTS = {
 @pytest.mark.parametrize("name", BAD_ARGUMENTS)
 def test_bad_arguments(name):
     argv, expected = BAD_ARGUMENTS[name]
-    assert faults(*argv) == [f"command line: {line}" for line in expected]
+    assert faults_of(*argv) == [f"command line: {line}" for line in expected]
 
 
 def test_missing_file_names_the_nearest_one(tmp_path):
     write(tmp_path / "llama3_8b.toml", "")
     file = tmp_path / "lama3_8b.toml"
-    assert faults("--job.config_file", str(file)) == [
+    assert faults_of("--job.config_file", str(file)) == [
         f'command line: job.config_file: given "{file}" (no such file); allowed: the path of a TOML file; '
         "did you mean llama3_8b.toml?"
     ]
@@ -526,20 +526,20 @@ def test_a_huge_file_is_not_read(tmp_path):
     file = tmp_path / "model.safetensors"
     with file.open("wb") as opened:
         opened.truncate(2**40)
-    (line,) = faults("--job.config_file", str(file))
+    (line,) = faults_of("--job.config_file", str(file))
     assert line.endswith("allowed: a regular file of at most 1048576 bytes; give a job's TOML")
 
 
-def test_links_that_lead_nowhere(tmp_path):
+def test_circular_links_are_refused(tmp_path):
     (tmp_path / "a.toml").symlink_to(tmp_path / "b.toml")
     (tmp_path / "b.toml").symlink_to(tmp_path / "a.toml")
-    (line,) = faults("--job.config_file", str(tmp_path / "a.toml"))
+    (line,) = faults_of("--job.config_file", str(tmp_path / "a.toml"))
     assert "a.toml" in line and "allowed: the path of a" in line
 
 
-def test_extends_says_who_asked_for_a_missing_file(tmp_path):
+def test_a_missing_file_is_reported_with_the_file_that_extends_it(tmp_path):
     file = write(tmp_path / "job.toml", 'extends = ["zzzzzzz.toml", "", "a\\u0000b"]\n')
-    missing, empty, null = faults("--job.config_file", file)
+    missing, empty, null = faults_of("--job.config_file", file)
     assert missing == (
         f'{file}: extends: given "{tmp_path}/zzzzzzz.toml" (no such file); allowed: the path of a TOML file; '
         f"looked for it as {tmp_path}/zzzzzzz.toml"
@@ -553,19 +553,19 @@ def test_cycles_are_named(tmp_path):
     write(tmp_path / "b.toml", 'extends = "c.toml"\n')
     write(tmp_path / "c.toml", 'extends = "b.toml"\n')
     file = write(tmp_path / "a.toml", 'extends = "b.toml"\n')
-    assert faults("--job.config_file", file) == [
+    assert faults_of("--job.config_file", file) == [
         f'{tmp_path}/c.toml: extends: given "{tmp_path}/b.toml"; allowed: a file that does not extend this one; '
         "the cycle is b.toml -> c.toml -> b.toml"
     ]
 
 
-def test_faults_of_all_files_and_of_the_command_line_come_together(tmp_path):
-    """k planted faults, k lines, each with its place; a wrong value counts also where another replaces it."""
+def test_faults_of_all_files_and_the_command_line_are_reported_together(tmp_path):
+    """Each planted fault gives one line with its place, even for a value that a later file replaces."""
     base = write(tmp_path / "base.toml", "[training]\nsteps = 0\n[foo]\n")
     first = write(tmp_path / "first.toml", 'extends = "base.toml"\n[training]\nsteps = 5\nseq_len = 0\n')
     second = write(tmp_path / "second.toml", "[training\n")
     third = str(tmp_path / "third.toml")
-    lines = faults(*(f"--job.config_file={file}" for file in (first, second, third)), "--training.max_norm", "-1")
+    lines = faults_of(*(f"--job.config_file={file}" for file in (first, second, third)), "--training.max_norm", "-1")
     places = [line.split(": ")[0] for line in lines]
     assert places == [base, base, first, second, "command line", "command line"]
 
@@ -573,8 +573,8 @@ def test_faults_of_all_files_and_of_the_command_line_come_together(tmp_path):
 def test_a_shared_base_is_reported_once(tmp_path):
     base = write(tmp_path / "base.toml", "[training]\nsteps = 0\n")
     first = write(tmp_path / "first.toml", 'extends = "base.toml"\n')
-    assert len(faults("--job.config_file", first, "--job.config_file", first)) == 1
-    assert base in faults("--job.config_file", first)[0]
+    assert len(faults_of("--job.config_file", first, "--job.config_file", first)) == 1
+    assert base in faults_of("--job.config_file", first)[0]
 
 
 def test_a_fault_is_one_printable_line():
@@ -583,7 +583,7 @@ def test_a_fault_is_one_printable_line():
     assert show("x" * 300) == SHORTENED and len(SHORTENED) == 100
 
 
-# There and back
+# Round trips
 
 
 def random_value(random: random.Random, annotation: Any) -> Any:
@@ -597,15 +597,15 @@ def random_value(random: random.Random, annotation: Any) -> Any:
             if getattr(limit, name, None) is not None
         }
         if "pattern" in limits:
-            words = ("op", "1", "17", "1:00:00", "2-03:00:00", "batch", "2/4", "epoch", "12/epoch")
-            of_the_form = [word for word in words if re.match(limits["pattern"], word)]
-            return random.choice(of_the_form)
+            examples = ("op", "1", "17", "1:00:00", "2-03:00:00", "batch", "2/4", "epoch", "12/epoch")
+            matches = [example for example in examples if re.match(limits["pattern"], example)]
+            return random.choice(matches)
         if inner is str:
             return random_value(random, inner)
         low, high = limits.get("ge", limits.get("gt", -1)), limits.get("le", limits.get("lt", 1e6))
         if inner is int:
-            whole = limits.get("multiple_of", 1)
-            return random.randint(-(-low // whole), int(high) // whole) * whole
+            multiple = limits.get("multiple_of", 1)
+            return random.randint(-(-low // multiple), int(high) // multiple) * multiple
         value = random.choice([random.uniform(low, high), random.uniform(0, 1e-9), low + 1e-5])
         return value if low < value < high else (low + high) / 2
     kind = annotation
@@ -639,21 +639,23 @@ def test_the_resolved_toml_reproduces_the_job(seed, tmp_path):
     values = {key: random_value(generator, options()[key].annotation) for key in chosen}
     config = assemble(values, ["a.toml"])
     file = write(tmp_path / "config.toml", to_toml(config))
-    again = load(["--job.config_file", file])
-    assert to_toml(again) == to_toml(config)
-    again.job.config_file, again.job.print_config = config.job.config_file, config.job.print_config
-    assert again == config
-    assert json.dumps(tomli.loads(to_toml(config)), default=str) == json.dumps(tomli.loads(to_toml(again)), default=str)
+    reloaded = load(["--job.config_file", file])
+    assert to_toml(reloaded) == to_toml(config)
+    reloaded.job.config_file, reloaded.job.print_config = config.job.config_file, config.job.print_config
+    assert reloaded == config
+    assert json.dumps(tomli.loads(to_toml(config)), default=str) == json.dumps(
+        tomli.loads(to_toml(reloaded)), default=str
+    )
 
 
-def test_the_resolved_toml_has_nothing_about_how_it_was_loaded(tmp_path):
+def test_the_resolved_toml_omits_loading_options(tmp_path):
     file = write(tmp_path / "job.toml", "[training]\nsteps = 7\n")
     job = tomli.loads(to_toml(load(["--job.config_file", file, "--job.print_config"])))["job"]
     assert "config_file" not in job and "print_config" not in job
 
 
 def test_every_unset_option_can_be_written():
-    """TOML has no null: an option that may be unset must be unset by default, or unsetting it could not be kept."""
+    """TOML has no null, so an option that may be unset must be unset by default; else config.toml could not say it."""
     for key, option in options().items():
         can_be_unset = type(None) in get_args(option.annotation)
         assert not can_be_unset or option.default is None or key in CANNOT_BE_UNSET, key
@@ -665,14 +667,14 @@ CANNOT_BE_UNSET: set[str] = set()
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "train_configs").glob("*.toml")), ids=lambda file: file.name)
 def test_every_shipped_job_loads(file):
     head = file.read_text().split("\n[")[0].lower()
-    assert all(word in head for word in ("hardware", "cost", "expected"))
+    assert all(term in head for term in ("hardware", "cost", "expected"))
     assert load(["--job.config_file", str(file)]).job.dump_folder.startswith("./outputs/")
 
 
 # Help
 
 
-def test_help_has_every_option_with_type_default_and_text(capsys):
+def test_help_lists_every_option_with_type_default_and_text(capsys):
     with pytest.raises(SystemExit) as exit:
         load(["--job.config_file", "ignored.toml", "--help", "all"])
     assert exit.value.code == 0
@@ -687,13 +689,13 @@ def test_help_has_every_option_with_type_default_and_text(capsys):
     assert all(f"[{section}]" in text for section in sections())
 
 
-def test_types_in_words():
+def test_descriptions_of_types():
     assert describe(options()["optimizer.beta1"].annotation) == "a number >= 0 and < 1"
     assert describe(options()["lr_scheduler.restart_warmup_steps"].annotation) == "a whole number >= 0"
     assert describe(options()["parallelism.module_fqns_per_model_part"].annotation) == "a list, each a list, each text"
 
 
-def test_a_chain_of_extends_has_an_end(tmp_path):
+def test_a_chain_of_extends_is_limited(tmp_path):
     for n in range(20):
         (tmp_path / f"{n}.toml").write_text(f'extends = ["{n + 1}.toml", "{n + 1}.toml"]\n')
     (tmp_path / "20.toml").write_text("[training]\nsteps = 7\n")

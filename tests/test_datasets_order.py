@@ -1,4 +1,4 @@
-"""The order of documents: permutations, lanes, and readers that start anywhere."""
+"""Tests of the order of documents: permutations, lanes, and readers that start at any position."""
 
 import gzip
 import json
@@ -23,10 +23,10 @@ from torchtitan.datasets.streams import (
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 16, 17, 100, 1023, 1024, 1025, 5000])
-def test_a_permutation_is_one(length):
+def test_permute_is_a_permutation(length):
     shuffled = permute(np.arange(length), length, key(7, length))
     assert sorted(shuffled.tolist()) == list(range(length))
-    # Any element can be had alone.
+    # Any element can be computed alone.
     for i in range(0, length, max(1, length // 7)):
         assert permute(np.array([i]), length, key(7, length))[0] == shuffled[i]
 
@@ -45,7 +45,7 @@ def test_permutations_differ_by_key_and_look_random():
     assert all(60 <= first.count(i) <= 145 for i in range(10))
 
 
-def test_permutations_are_the_same_everywhere():
+def test_permutations_never_change():
     """A change of the function would change the order of every job that resumes."""
     assert permute(np.arange(10), 10, key(0, 0)).tolist() == [8, 6, 5, 9, 4, 0, 3, 7, 2, 1]
     assert permute(np.array([0, 10**12]), 10**13, key(1, 2)).tolist() == [7863920891391, 5188061598579]
@@ -55,8 +55,8 @@ def test_permutations_are_the_same_everywhere():
 
 
 class Numbers(Part):
-    def __init__(self, first, count, bad=(), size=1):
-        self.first, self.count, self.bad, self.size = first, count, bad, size
+    def __init__(self, first, count, bad_numbers=(), size=1):
+        self.first, self.count, self.bad_numbers, self.size = first, count, bad_numbers, size
         self.read_from = []
 
     def __len__(self):
@@ -64,7 +64,7 @@ class Numbers(Part):
 
     def item(self, i):
         number = self.first + i
-        return DataError(f"{number} is bad") if number in self.bad else Document(str(number), "")
+        return DataError(f"{number} is bad") if number in self.bad_numbers else Document(str(number), "")
 
     def get(self, i):
         item = self.item(i)
@@ -93,7 +93,7 @@ def stream(*counts):
     )
 
 
-def take(reader, lane, count):
+def take_numbers(reader, lane, count):
     return [int(reader.next(lane)[1].text) for _ in range(count)]
 
 
@@ -132,39 +132,39 @@ def test_every_epoch_has_every_document_once(build, shuffle):
     for numbers in epochs.values():
         assert sorted(numbers) == list(range(total))
     for lane, items in by_lane.items():
-        assert [n for place, n in items if place.epoch == 0] == [n for own, n in first_epoch if own == lane]
+        assert [n for place, n in items if place.epoch == 0] == [n for of_lane, n in first_epoch if of_lane == lane]
         assert [place for place, _ in items] == sorted(place for place, _ in items)
     if shuffle:
         assert epochs[0] != epochs[1] != epochs[2]
 
-    # A reader of some of the lanes, beginning anywhere, gives the same.
+    # A reader of some lanes, starting at any position, gives the same items.
     for skip in (0, 1, 5):
-        some = {
+        tails = {
             lane: items[min(skip * (lane + 1), len(items) - 1) :] for lane, items in by_lane.items() if lane % 3 == 0
         }
-        other = build(shuffle).reader({lane: items[0][0] for lane, items in some.items()})
-        for lane in sorted(some, reverse=True):
-            assert take(other, lane, len(some[lane])) == [n for _, n in some[lane]]
+        other = build(shuffle).reader({lane: items[0][0] for lane, items in tails.items()})
+        for lane in sorted(tails, reverse=True):
+            assert take_numbers(other, lane, len(tails[lane])) == [n for _, n in tails[lane]]
 
 
-def test_every_lane_has_one_document_of_each_round_and_then_begins_again():
+def test_lanes_alternate_and_begin_again():
     lanes = IndexedStreams(indexed(30), 0, False)
-    lanes.count = 2  # in stored order there is one alone
+    lanes.count = 2  # in stored order there is only one
     reader = lanes.reader({0: DocumentPosition(), 1: DocumentPosition()})
-    first, second = take(reader, 0, 17), take(reader, 1, 15)
+    first, second = take_numbers(reader, 0, 17), take_numbers(reader, 1, 15)
     assert [{*pair} for pair in zip(first, second, strict=False)] == [{n, n + 1} for n in range(0, 30, 2)]
     assert first[15:] == first[:2]  # without shuffle, every epoch is the same
 
 
-def test_a_stream_of_many_even_parts_gives_each_lane_its_own():
+def test_many_even_parts_give_each_lane_its_own_parts():
     source = stream(*[10] * 2 * MAX_STREAMS)
     lanes = SequentialStreams(source, 0, True, True)
     assert lanes.parts_per_stream and lanes.count == MAX_STREAMS
-    take(lanes.reader({5: DocumentPosition()}), 5, 20)
+    take_numbers(lanes.reader({5: DocumentPosition()}), 5, 20)
     assert sum(bool(part.read_from) for part in source.parts) == 2  # the others were not touched
 
 
-def test_uneven_parts_are_dealt():
+def test_uneven_parts_are_shared_by_all_lanes():
     assert not SequentialStreams(stream(*[10] * (MAX_STREAMS + 1)), 0, True, True).parts_per_stream
     assert not SequentialStreams(stream(1000, *[10] * 2 * MAX_STREAMS), 0, True, True).parts_per_stream
     # As many even parts of another class are not comparable.
@@ -173,7 +173,7 @@ def test_uneven_parts_are_dealt():
     assert not SequentialStreams(mixed, 0, True, True).parts_per_stream
 
 
-def test_counting_and_resuming_a_stream_reads_no_more_than_needed():
+def test_counting_and_resuming_a_stream_read_only_the_needed_parts():
     source = stream(10 * BLOCK, 10 * BLOCK)
     lanes = SequentialStreams(source, 0, True, True)
     assert source.parts[0].read_from == [0] and source.parts[1].read_from == []
@@ -183,7 +183,7 @@ def test_counting_and_resuming_a_stream_reads_no_more_than_needed():
     assert source.parts[second].read_from[-1] == 9 * BLOCK
 
 
-def test_the_blocks_of_a_stream_are_shuffled_each_in_its_way():
+def test_each_block_of_a_stream_has_its_own_order():
     lanes = SequentialStreams(stream(2 * BLOCK, 2 * BLOCK), 0, True, True)
     order = [int(item.text) % BLOCK for _, item in lanes.read(0, DocumentPosition())]
     blocks = [order[i : i + BLOCK] for i in range(0, 4 * BLOCK, BLOCK)]
@@ -191,22 +191,22 @@ def test_the_blocks_of_a_stream_are_shuffled_each_in_its_way():
     assert len({tuple(block) for block in blocks}) == 4
 
 
-def test_errors_keep_their_place():
+def test_errors_are_returned_at_their_position():
     for lanes in (
-        IndexedStreams(indexed(8, bad={3}), 0, False),
-        SequentialStreams(SequentialSource("s", {}, [Numbers(0, 8, bad={3})]), 0, False, stop=False),
+        IndexedStreams(indexed(8, bad_numbers={3}), 0, False),
+        SequentialStreams(SequentialSource("s", {}, [Numbers(0, 8, bad_numbers={3})]), 0, False, stop=False),
     ):
         reader = lanes.reader({0: DocumentPosition()})
         items = [reader.next(0)[1] for _ in range(8)]
         assert isinstance(items[3], DataError) and items[4].text == "4"
     with pytest.raises(DataError, match="3 is bad"):
-        SequentialStreams(SequentialSource("s", {}, [Numbers(0, 8, bad={3})]), 0, False, stop=True)
+        SequentialStreams(SequentialSource("s", {}, [Numbers(0, 8, bad_numbers={3})]), 0, False, stop=True)
 
 
-def test_a_stream_without_documents():
+def test_a_stream_without_documents_is_an_error():
     with pytest.raises(DataError, match="not one document"):
         SequentialStreams(stream(0, 0), 0, True, True)
-    # A lane that gets nothing, epoch after epoch, says so instead of waiting for ever.
+    # A lane that receives nothing, epoch after epoch, raises instead of waiting forever.
     lanes = SequentialStreams(stream(8, 8), 0, False, True)
     lanes.count = 2
     lanes.stream_of = lambda place: 0
@@ -214,21 +214,21 @@ def test_a_stream_without_documents():
         lanes.reader({1: DocumentPosition()}).next(1)
 
 
-def test_what_waits_for_a_lane_that_is_through_is_dropped():
+def test_items_for_a_lane_in_a_later_epoch_are_dropped():
     lanes = SequentialStreams(stream(80), 0, False, True)
     lanes.count = 2
     reader = lanes.reader({0: DocumentPosition(), 1: DocumentPosition()})
     for _ in range(4):
-        take(reader, 0, 40), take(reader, 1, 40)
+        take_numbers(reader, 0, 40), take_numbers(reader, 1, 40)
     assert len(reader._passes) <= 2 and sum(map(len, reader._waiting.values())) <= 40
     assert list(islice(reader._passes, 1))[0][1] >= 2
 
 
 @pytest.mark.parametrize("gz", [False, True])
-def test_data_that_alternates_is_dealt_evenly_without_shuffle(gz, tmp_path):
-    """Questions and answers: a fixed deal would give each lane one kind of them, and some lanes only blank lines."""
-    texts = [words for n in range(2048) for words in (f"{n} " + "long " * 50, "s")]
-    lines = [json.dumps({"text": words}) for words in texts]
+def test_alternating_data_reach_all_lanes_evenly_without_shuffle(gz, tmp_path):
+    """With questions and answers in turn, a fixed assignment would give each lane only one kind."""
+    texts = [body for n in range(2048) for body in (f"{n} " + "long " * 50, "s")]
+    lines = [json.dumps({"text": body}) for body in texts]
     path = tmp_path / ("a.jsonl.gz" if gz else "a.jsonl")
     content = "\n".join(lines).encode()
     path.write_bytes(gzip.compress(content) if gz else content)
@@ -237,5 +237,5 @@ def test_data_that_alternates_is_dealt_evenly_without_shuffle(gz, tmp_path):
     reader = lanes.reader({lane: DocumentPosition() for lane in range(lanes.count)})
     short = [sum(reader.next(lane)[1].text == "s" for _ in range(64)) for lane in range(lanes.count)]
     assert min(short) > 12 and max(short) < 52  # 32 expected of 64; 5 standard deviations are 20
-    seen = [reader_place for reader_place, _ in (reader.next(lane) for lane in range(lanes.count))]
-    assert {place.epoch for place in seen} <= {0, 1}
+    places = [reader_place for reader_place, _ in (reader.next(lane) for lane in range(lanes.count))]
+    assert {place.epoch for place in places} <= {0, 1}

@@ -1,4 +1,4 @@
-"""The logic of the fault sweep and of the stress of ranks; what they find is on docs/reliability.md."""
+"""Tests of the logic of fault_sweep.py and stress_ranks.py; docs/reliability.md has their results."""
 
 import importlib
 import json
@@ -28,8 +28,8 @@ def test_every_named_point_is_a_function(scripts):
         assert callable(owner), name
 
 
-def test_the_cases_of_a_part_have_names_of_their_own_and_faults_that_exist(scripts):
-    parts, known = scripts["fault_parts"], options()
+def test_cases_have_distinct_names_and_known_faults(scripts):
+    parts, known_options = scripts["fault_parts"], options()
     kinds = {"kill", "kill in export", "slow disk", "tracker absent", "tracker raises", "tracker blocks"}
     kinds |= parts.AT_A_STEP.keys()
     for name, make in parts.PARTS.items():
@@ -37,7 +37,7 @@ def test_the_cases_of_a_part_have_names_of_their_own_and_faults_that_exist(scrip
         assert len({case.name for case in cases}) == len(cases) > 0, name
         for case in cases:
             assert {fault.kind for start in case.faults for fault in start} <= kinds
-            assert case.options.keys() <= known.keys()
+            assert case.options.keys() <= known_options.keys()
 
 
 def test_the_table_has_the_newest_row_of_each_case(scripts, tmp_path):
@@ -45,11 +45,11 @@ def test_the_table_has_the_newest_row_of_each_case(scripts, tmp_path):
     assert sweep.rows_of(results) == []
     row = {"part": "clock", "case": "a day back", "faults": 1, "codes": [0], "restarts": 0, "good": True}
     rows = [row | {"same": False}, row | {"same": True}]
-    results.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    results.write_text("".join(json.dumps(row_of_case) + "\n" for row_of_case in rows))
     assert sweep.table(sweep.rows_of(results)).splitlines()[2:] == ["| clock | a day back | 1 | 0 | 0 | the same |"]
 
 
-def test_a_case_is_good_only_with_the_same_bits_and_nothing_left(scripts, tmp_path, monkeypatch):
+def test_a_case_passes_only_with_equal_tensors_and_no_leftovers(scripts, tmp_path, monkeypatch):
     sweep, case = scripts["fault_sweep"], scripts["fault_parts"].Case("kill", [[scripts["fault_parts"].Fault("kill")]])
     monkeypatch.setattr(sweep, "last_state", lambda folder, steps: "bits")
     (tmp_path / "log-0").write_text("restart 1 of 40 in 0.05 s: rank 1 was ended by SIGKILL\n")
@@ -60,7 +60,7 @@ def test_a_case_is_good_only_with_the_same_bits_and_nothing_left(scripts, tmp_pa
     assert sweep.judge(case, tmp_path, [0], "bits")["left"] == ["run.lock"]
 
 
-def test_a_killed_export_is_good_if_the_next_start_makes_it_up(scripts, tmp_path, monkeypatch):
+def test_a_killed_export_passes_if_the_next_start_exports(scripts, tmp_path, monkeypatch):
     sweep, case = scripts["fault_sweep"], scripts["fault_parts"].cases_of_exports()[0]
     monkeypatch.setattr(sweep, "last_state", lambda folder, steps: "bits")
     monkeypatch.setattr(sweep, "check_complete", lambda folder: None)
@@ -70,7 +70,7 @@ def test_a_killed_export_is_good_if_the_next_start_makes_it_up(scripts, tmp_path
     assert not sweep.judge(case, tmp_path, [10, 10], "bits")["good"]
 
 
-def test_the_stress_tells_a_crash_from_what_it_asked_for(scripts):
+def test_the_stress_test_distinguishes_crashes_from_planted_faults(scripts):
     stress = scripts["stress_ranks"]
     for line in ("Fatal Python error: Segmentation fault", "rank 1 was ended by SIGABRT", "RankCrashed: --- rank 0"):
         assert stress.CRASH.search(line)
@@ -79,8 +79,8 @@ def test_the_stress_tells_a_crash_from_what_it_asked_for(scripts):
     assert drawn[0] == drawn[1] and drawn[0]["end"] in stress.ENDS
 
 
-def test_the_bound_is_the_rule_of_three(scripts):
+def test_the_crash_rate_bound_is_the_rule_of_three(scripts):
     row = {"crash": [], "unexpected": False, "end": "pool"}
-    told = scripts["stress_ranks"].conclusion([row] * 300)
-    assert "300 runs" in told and "0 crashed below Python" in told and "3/300 = 1.00 %" in told
+    conclusion = scripts["stress_ranks"].conclusion([row] * 300)
+    assert "300 runs" in conclusion and "0 crashed below Python" in conclusion and "3/300 = 1.00 %" in conclusion
     assert "not bounded" in scripts["stress_ranks"].conclusion([row, row | {"crash": ["core"]}])

@@ -1,4 +1,4 @@
-"""What ranks read and agree on: shares of a step's tokens, and the same held-out samples under every plan."""
+"""Tests of batches on several ranks: agreement on a step's tokens, and equal held-out samples under every plan."""
 
 from itertools import count
 
@@ -31,16 +31,16 @@ def agreed() -> tuple[int, bool, float]:
     return *agreed, preparer.valid_share
 
 
-class OneRankLacks:
+class ReferencesWithAMissingPair:
     def add(self, batch):
         if torch.distributed.get_rank() == 1:
             raise DataError("a pair is missing")
         return batch
 
 
-def ended() -> str:
+def error_without_reference() -> str:
     preparer = BatchPreparer(OBJECTIVE, ParallelDims(2, dp_shard=2), 0, torch.device("cpu"), BatchSpec())
-    preparer.references = OneRankLacks()
+    preparer.references = ReferencesWithAMissingPair()
     batches, failure = preparer.fetch(iter([{"labels": torch.zeros(2, 4, dtype=torch.int64)}]), 1)
     try:
         preparer.agree(batches, failure, False, "data")
@@ -49,16 +49,16 @@ def ended() -> str:
     return "nothing"
 
 
-def test_all_ranks_end_where_one_has_no_reference():
-    assert run_ranks(2, ended) == ["another rank has no data", "a pair is missing"]
+def test_all_ranks_stop_if_one_has_no_reference():
+    assert run_ranks(2, error_without_reference) == ["another rank has no data", "a pair is missing"]
 
 
-def test_a_rank_knows_its_share_of_the_tokens():
+def test_agreement_returns_the_global_tokens_and_the_share_of_a_rank():
     assert run_ranks(2, agreed) == [(13, True, 8 / 13), (13, True, 5 / 13)]
 
 
 def collectives_of_steps(argv):
-    """Of each step what becomes of reductions over all ranks, in order, among the parts of the step."""
+    """Train; for each step, list its phases and the begin, wait or block of reductions over all ranks, in order."""
     trainer, of_steps, reduce = Trainer(manager.load(argv), read_ranks()), [], torch.distributed.all_reduce
 
     class Work:
@@ -93,9 +93,9 @@ def collectives_of_steps(argv):
     return of_steps
 
 
-def test_ranks_agree_on_a_step_while_they_train_the_one_before(tmp_path):
-    """In steps that are not logged the host waits for no other rank until the end, when all have had the whole step to
-    answer; and behind the last nothing is under way.
+def test_agreement_on_a_step_overlaps_the_previous_one(tmp_path):
+    """In a step that is not logged, the host waits for the other ranks only at its end, and after the last step no
+    reduction is pending.
     """
     steps = dict(training__local_batch_size=4, training__steps=4, metrics__log_freq=4)
     argv = jobs.arguments(tmp_path / "run", jobs.write_texts(tmp_path), **steps)
@@ -107,8 +107,8 @@ def test_ranks_agree_on_a_step_while_they_train_the_one_before(tmp_path):
 
 
 @pytest.mark.parametrize("axis", ["context", "tensor", "pipeline"])
-def test_the_largest_loss_of_one_data_parallel_rank_is_the_loss(axis, tmp_path):
-    """Whose tokens, under context parallel, two ranks have, with other losses."""
+def test_max_loss_of_one_data_parallel_rank_is_the_loss(axis, tmp_path):
+    """Under context parallel two ranks hold the tokens of one data-parallel rank, with different losses."""
     texts = jobs.write_texts(tmp_path)
     plan = {f"parallelism__{axis}_parallel_degree": 2, "training__steps": 3}
     rows, _ = run_ranks(2, jobs.train, jobs.arguments(tmp_path / "run", texts, **plan))[0]
@@ -116,8 +116,8 @@ def test_the_largest_loss_of_one_data_parallel_rank_is_the_loss(axis, tmp_path):
         assert row["max_loss"] == pytest.approx(row["loss"], rel=1e-6)
 
 
-class Counting:
-    """A loader whose labels are the numbers of the samples, [batch, 1]."""
+class CountingLoader:
+    """A loader with the sample numbers as labels, [batch, 1]."""
 
     def __init__(self, share: RankSamples):
         self.share = share
@@ -127,15 +127,17 @@ class Counting:
             yield {"labels": torch.from_numpy(self.share.samples(np.array([index])).T)}
 
 
-@pytest.mark.parametrize("size, ranks, together", [(1, 1, 1), (3, 1, 1), (16, 1, 2), (2, 2, 2), (3, 4, 1), (5, 16, 1)])
+@pytest.mark.parametrize(
+    "size, ranks, group_size", [(1, 1, 1), (3, 1, 1), (16, 1, 2), (2, 2, 2), (3, 4, 1), (5, 16, 1)]
+)
 @pytest.mark.parametrize("samples", [1, 7, 12])
-def test_the_same_samples_are_held_out_whatever_the_plan(samples, size, ranks, together):
-    """Of pairs, whole ones."""
+def test_held_out_samples_do_not_depend_on_the_plan(samples, size, ranks, group_size):
+    """With group_size = 2, pairs are held out as a unit."""
     parts = [
-        HeldOutBatches(Counting(RankSamples(0, r, ranks, size, together)), samples, OBJECTIVE.first)
+        HeldOutBatches(CountingLoader(RankSamples(0, r, ranks, size, group_size)), samples, OBJECTIVE.first)
         for r in range(ranks)
     ]
     of_ranks = [list(part) for part in parts]
     assert {len(batches) for batches in of_ranks} == {parts[0].batches}, "as many forwards on each"
     labels = torch.cat([batch["labels"].flatten() for batches in of_ranks for batch in batches])
-    assert sorted(labels[labels != IGNORE_INDEX].tolist()) == list(range(samples + samples % together))
+    assert sorted(labels[labels != IGNORE_INDEX].tolist()) == list(range(samples + samples % group_size))

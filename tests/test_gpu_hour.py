@@ -1,4 +1,4 @@
-"""What is to be run on the first GPUs can run there: every job of scripts/gpu_hour.sh passes the rules for them."""
+"""Every job of scripts/gpu_hour.sh, which is for a first hour on GPUs, passes the rules for them."""
 
 import shlex
 import subprocess
@@ -21,24 +21,24 @@ def steps(gpus: int) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("gpus", [1, 8])
 def test_every_job_can_start(gpus):
-    jobs = {name: words for name, words in steps(gpus).items() if "./run_llama_train.sh" in words}
+    jobs = {name: command for name, command in steps(gpus).items() if "./run_llama_train.sh" in command}
     assert len(jobs) > 5
-    for name, words in jobs.items():
-        settings = dict(word.split("=", 1) for word in words[1 : words.index("./run_llama_train.sh")])
+    for name, command in jobs.items():
+        settings = dict(part.split("=", 1) for part in command[1 : command.index("./run_llama_train.sh")])
         file = ROOT / settings.get("CONFIG_FILE", "train_configs/debug_model.toml")
         device = "cpu" if "CUDA_VISIBLE_DEVICES" in settings else "cuda"
-        options = words[words.index("./run_llama_train.sh") + 1 :]
+        options = command[command.index("./run_llama_train.sh") + 1 :]
         faults = check(load([f"--job.config_file={file}", *options]), int(settings["NGPU"]), device)
         assert not faults, f"{name}: {'; '.join(map(str, faults))}"
 
 
-def test_other_steps_are_there():
-    for words in (words for gpus in (1, 8) for words in steps(gpus).values()):
-        for word in words:
-            if word.startswith(("./", "scripts/")):
-                assert (ROOT / word).exists(), word
+def test_files_of_other_steps_exist():
+    for command in (command for gpus in (1, 8) for command in steps(gpus).values()):
+        for part in command:
+            if part.startswith(("./", "scripts/")):
+                assert (ROOT / part).exists(), part
 
 
-def test_what_it_is_for_is_said_where_the_number_is_wrong():
+def test_a_wrong_number_of_gpus_prints_the_usage():
     done = subprocess.run(["bash", SCRIPT, "3"], capture_output=True, text=True)
     assert done.returncode == 2 and "scripts/gpu_hour.sh [--list] [1 | 8] [FOLDER]" in done.stdout

@@ -1,4 +1,4 @@
-"""What ranks keep for themselves in a checkpoint: taken by all or none, and only a misfit is said."""
+"""Tests of an adapter's per-rank state in a checkpoint: all ranks restore it or none, and a mismatch is a warning."""
 
 import logging
 from types import SimpleNamespace
@@ -19,30 +19,30 @@ def source(ranks):
     )
 
 
-FITS = {"rows": torch.zeros(2)}
+TARGETS = {"rows": torch.zeros(2)}
 
 
 @pytest.mark.parametrize(
-    "found, ranks, taken, warned",
+    "targets, ranks, restored, warned",
     [
-        (FITS, 1, True, False),
-        (FITS, 2, False, True),
+        (TARGETS, 1, True, False),
+        (TARGETS, 2, False, True),
         (None, 1, False, True),
         ({}, 1, False, False),
         ({}, 2, False, False),
     ],
     ids=["fits", "more ranks", "misfit", "not asked for", "not asked for of more ranks"],
 )
-def test_a_warning_is_of_a_misfit_alone(found, ranks, taken, warned, caplog):
-    told = []
-    kept = AdapterState(targets_for=lambda trainer, shapes: found, on_restored=told.append)
+def test_only_a_mismatch_is_a_warning(targets, ranks, restored, warned, caplog):
+    outcomes = []
+    adapter_state = AdapterState(targets_for=lambda trainer, shapes: targets, on_restored=outcomes.append)
     with caplog.at_level(logging.WARNING):
-        tensors, prefixes = kept.restore_targets(source(ranks), PEERS)
-    assert told == [taken] and bool(tensors) == bool(prefixes) == taken
+        tensors, prefixes = adapter_state.restore_targets(source(ranks), PEERS)
+    assert outcomes == [restored] and bool(tensors) == bool(prefixes) == restored
     assert ("with another parallel plan or batch size" in caplog.text) == warned
 
 
-def test_who_keeps_nothing_is_told_of_no_misfit(caplog):
+def test_without_adapter_state_nothing_is_warned(caplog):
     with caplog.at_level(logging.WARNING):
         assert AdapterState().restore_targets(source(ranks=2), PEERS) == ({}, ())
     assert not caplog.text

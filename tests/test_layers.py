@@ -45,7 +45,7 @@ def test_scores_depend_on_distance_only():
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_stretched_frequencies_are_those_of_transformers(factor):
+def test_scaled_frequencies_equal_transformers(factor):
     scaling = RopeScaling(factor=factor)
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -141,12 +141,12 @@ def test_without_documents_no_mask_is_made(backend):
 
 
 def test_narrow_heads_in_bfloat16_are_computed_in_float32_on_a_cpu(monkeypatch):
-    seen = []
+    outputs = []
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
     def record(*args, **kwargs):
-        seen.append(sdpa(*args, **kwargs))
-        return seen[-1]
+        outputs.append(sdpa(*args, **kwargs))
+        return outputs[-1]
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", record)
     kernel = AttentionKernel()
@@ -154,7 +154,7 @@ def test_narrow_heads_in_bfloat16_are_computed_in_float32_on_a_cpu(monkeypatch):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = kernel(*heads(torch.bfloat16, head_dim=head_dim), None)
         assert y.dtype == torch.bfloat16
-    assert [y.dtype for y in seen] == [torch.float32, torch.float32, torch.bfloat16]
+    assert [y.dtype for y in outputs] == [torch.float32, torch.float32, torch.bfloat16]
 
 
 def test_an_unknown_backend_is_refused():
@@ -164,8 +164,8 @@ def test_an_unknown_backend_is_refused():
 
 @pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("trained", ["both", "input", "weight"])
-def test_the_norm_is_torchs_with_its_gradients(dtype, atol, trained):
-    """Against torch's in float64. A bfloat16 result is rounded once: half a unit of the last place at 4 is 2^-7."""
+def test_rms_norm_and_its_gradients_equal_torch(dtype, atol, trained):
+    """Compare with torch in float64. A bfloat16 result is rounded once: half a unit of the last place at 4 is 2^-7."""
     norm = RMSNorm(24, eps=1e-3).to(dtype)
     x = torch.randn(3, 5, 24, dtype=dtype, requires_grad=trained != "weight")
     norm.weight.data = 1 + 0.3 * torch.randn(24, dtype=dtype)
@@ -177,6 +177,6 @@ def test_the_norm_is_torchs_with_its_gradients(dtype, atol, trained):
     expected = torch.nn.functional.rms_norm(wide, (24,), weight, 1e-3)
     expected.backward(grad.double())
     assert y.dtype == dtype
-    for ours, theirs in ((y, expected), (x.grad, wide.grad), (norm.weight.grad, weight.grad)):
-        assert ours is None or (ours.dtype == dtype and torch.allclose(ours.double(), theirs, atol=atol, rtol=atol))
+    for ours, reference in ((y, expected), (x.grad, wide.grad), (norm.weight.grad, weight.grad)):
+        assert ours is None or (ours.dtype == dtype and torch.allclose(ours.double(), reference, atol=atol, rtol=atol))
     assert (x.grad is None, norm.weight.grad is None) == (trained == "weight", trained == "input")

@@ -1,4 +1,4 @@
-"""The learning rate at every corner of its shape, on one and on many optimizers, and after a resume."""
+"""Tests of the learning-rate schedule: its shape, several optimizers and parameter groups, and a resume."""
 
 import math
 import subprocess
@@ -13,13 +13,13 @@ from torchtitan.lr_scheduling import build_lr_schedulers
 PEAK = 8e-4
 
 
-def column(schedule: LRSchedule, steps: int) -> list[float]:
+def multipliers(schedule: LRSchedule, steps: int) -> list[float]:
     return [schedule.multiplier(s) for s in range(steps)]
 
 
 @pytest.mark.parametrize("decay_type", [*DECAYS, "constant"])
 @pytest.mark.parametrize("total, warmup", [(10, 2), (10, 0), (100, 10), (3, 2), (1, 0), (2, 1)])
-def test_corners(decay_type, total, warmup):
+def test_multipliers_at_the_corners(decay_type, total, warmup):
     schedule = LRSchedule(total, warmup, decay_type=decay_type)
     floor = 1.0 if decay_type == "constant" else 0.1
     if warmup:
@@ -32,10 +32,10 @@ def test_corners(decay_type, total, warmup):
         assert schedule.multiplier(step) == floor
 
 
-def test_linear_is_the_formula():
-    """T = 10, W = 2, m = 0.1: the case where others end at 0.2125."""
+def test_linear_decay_equals_the_formula():
+    """T = 10, W = 2, m = 0.1: the floor is reached at the last step, where other implementations end at 0.2125."""
     decay = [0.1 + 0.9 * (1 - (s + 1 - 2) / 8) for s in range(2, 10)]
-    assert column(LRSchedule(10, 2), 10) == pytest.approx([0.5, 1.0, *decay], rel=1e-15)
+    assert multipliers(LRSchedule(10, 2), 10) == pytest.approx([0.5, 1.0, *decay], rel=1e-15)
     assert decay[-1] == 0.1
 
 
@@ -47,7 +47,7 @@ def test_linear_is_the_formula():
         "cosine_restarts": lambda p: (1 + math.cos(math.pi * math.fmod(3 * p, 1))) / 2,
     }.items(),
 )
-def test_other_decays_are_the_formula(decay_type, f):
+def test_other_decays_equal_the_formula(decay_type, f):
     schedule = LRSchedule(22, 2, decay_type=decay_type, num_cycles=3, min_lr_factor=0.25)
     for step in range(2, 21):
         assert schedule.multiplier(step) == pytest.approx(0.25 + 0.75 * f((step - 1) / 20), rel=1e-15)
@@ -61,10 +61,12 @@ def test_other_decays_are_the_formula(decay_type, f):
         "cosine": lambda q: math.sin(math.pi * q / 2) ** 2,
     }.items(),
 )
-def test_warmups_are_the_formula(warmup_type, g):
+def test_warmups_equal_the_formula(warmup_type, g):
     schedule, linear = (LRSchedule(50, 20, warmup_type=name) for name in (warmup_type, "linear"))
-    assert column(schedule, 20) == pytest.approx([g((s + 1) / 20) for s in range(20)], rel=1e-14)
-    assert column(schedule, 60)[19:] == column(linear, 60)[19:]  # the peak at its last step, the same after it
+    assert multipliers(schedule, 20) == pytest.approx([g((s + 1) / 20) for s in range(20)], rel=1e-14)
+    assert (
+        multipliers(schedule, 60)[19:] == multipliers(linear, 60)[19:]
+    )  # the peak at its last step, the same after it
     assert ("quadratic warmup 20" in schedule.describe(PEAK)) == (warmup_type == "quadratic")
 
 
@@ -79,26 +81,26 @@ def test_cosine_equals_torch():
         assert schedule.multiplier(step) == pytest.approx(reference.get_last_lr()[0], rel=1e-12)
 
 
-def test_restarts_climb():
-    values = column(LRSchedule(40, 0, decay_type="cosine_restarts", num_cycles=2), 40)
+def test_restarts_return_to_the_peak():
+    values = multipliers(LRSchedule(40, 0, decay_type="cosine_restarts", num_cycles=2), 40)
     assert values[18] < 0.2 < 0.9 < values[20] and values[39] == 0.1
 
 
 def test_warmup_stable_decay():
-    values = column(LRSchedule(20, 4, decay_ratio=0.25), 25)
+    values = multipliers(LRSchedule(20, 4, decay_ratio=0.25), 25)
     assert values[:4] == [0.25, 0.5, 0.75, 1.0]
     assert values[4:15] == [1.0] * 11
     assert values[15:20] == pytest.approx([0.82, 0.64, 0.46, 0.28, 0.1])
     assert values[19:] == [0.1] * 6
-    assert column(LRSchedule(20, 4, decay_ratio=0.0), 25)[3:] == [1.0] * 22
-    # a share too small for a step is one step, the last: whoever asks for a decay gets to the floor
-    assert column(LRSchedule(20, 4, decay_ratio=0.01), 25)[18:] == [1.0] + [0.1] * 6
+    assert multipliers(LRSchedule(20, 4, decay_ratio=0.0), 25)[3:] == [1.0] * 22
+    # a share of less than a step is one step, the last, so that a decay always reaches the floor
+    assert multipliers(LRSchedule(20, 4, decay_ratio=0.01), 25)[18:] == [1.0] + [0.1] * 6
 
 
-def test_never_outside_the_bounds():
+def test_multipliers_stay_between_floor_and_peak():
     for decay_type in DECAYS:
         for total in range(1, 40):
-            values = column(LRSchedule(total, decay_type=decay_type, min_lr_factor=0.3, num_cycles=2), total + 5)
+            values = multipliers(LRSchedule(total, decay_type=decay_type, min_lr_factor=0.3, num_cycles=2), total + 5)
             assert all(0 < v <= 1 for v in values) and min(values[resolve_warmup(None, total) :]) == 0.3
 
 
@@ -108,7 +110,7 @@ def test_unset_warmup_is_a_tenth_and_at_least_two(total, warmup):
     assert LRSchedule(total).multiplier(total - 1) == 0.1
 
 
-def test_schedules_that_make_no_sense():
+def test_impossible_schedules_are_refused():
     for warmup in (10, 11):
         with pytest.raises(ScheduleError, match=f"warmup_steps = {warmup}.*less than the 10 steps.*training.steps"):
             LRSchedule(10, warmup)
@@ -128,7 +130,7 @@ def test_description():
 
 
 def build_optimizers(lr: float = PEAK) -> list[torch.optim.Optimizer]:
-    """Two optimizers, the second with two groups at rates of their own."""
+    """Build two optimizers; the second has two parameter groups with different rates."""
     a, b, c = (torch.zeros(1, requires_grad=True) for _ in range(3))
     return [torch.optim.AdamW([a], lr=lr), torch.optim.SGD([{"params": [b]}, {"params": [c], "lr": lr / 2}], lr=lr)]
 
@@ -138,22 +140,24 @@ def rates(optimizers: list[torch.optim.Optimizer]) -> list[float]:
 
 
 def run(optimizers, schedulers, steps: int) -> list[float]:
-    seen = []
+    rates_of_steps = []
     for _ in range(steps):
-        seen.append(schedulers.last_lr)
-        assert rates(optimizers) == [seen[-1], seen[-1], seen[-1] / 2]
+        rates_of_steps.append(schedulers.last_lr)
+        assert rates(optimizers) == [rates_of_steps[-1], rates_of_steps[-1], rates_of_steps[-1] / 2]
         for optimizer in optimizers:
             optimizer.step()
         schedulers.step()
-    return seen
+    return rates_of_steps
 
 
-def test_every_group_of_every_optimizer_follows():
+def test_every_parameter_group_follows_the_schedule():
     optimizers = build_optimizers()
     schedule = LRSchedule(30)
-    seen = run(optimizers, build_lr_schedulers(optimizers, schedule), 36)  # training.steps may be beyond total_steps
-    assert seen == [PEAK * m for m in column(schedule, 36)]
-    assert seen[29] == PEAK * 0.1 and seen[35] == PEAK * 0.1
+    rates_of_steps = run(
+        optimizers, build_lr_schedulers(optimizers, schedule), 36
+    )  # training.steps may be beyond total_steps
+    assert rates_of_steps == [PEAK * m for m in multipliers(schedule, 36)]
+    assert rates_of_steps[29] == PEAK * 0.1 and rates_of_steps[35] == PEAK * 0.1
 
 
 def test_resume_continues_exactly():
@@ -163,7 +167,7 @@ def test_resume_continues_exactly():
 
     first = build_optimizers()
     schedulers = build_lr_schedulers(first, schedule)
-    seen = run(first, schedulers, 8)
+    rates_of_steps = run(first, schedulers, 8)
     state, saved = schedulers.state_dict(), [optimizer.state_dict() for optimizer in first]
     assert state["step"] == 8
 
@@ -172,7 +176,7 @@ def test_resume_continues_exactly():
     for optimizer, optimizer_state in zip(second, saved, strict=True):
         optimizer.load_state_dict(optimizer_state)
     schedulers.load_state_dict(state)
-    assert seen + run(second, schedulers, 12) == expected
+    assert rates_of_steps + run(second, schedulers, 12) == expected
     assert schedulers.state_dict()["step"] == 20
 
 
@@ -194,8 +198,8 @@ def test_shapes_import_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_rank_that_trains_nothing_follows_the_schedule_too():
-    """As that of a pipeline whose layers are all frozen: what it logs and saves is what the others do."""
+def test_a_rank_without_trained_parameters_follows_the_schedule():
+    """A pipeline rank may have only frozen layers; it logs and saves the same rates as the others."""
     schedule, optimizer = LRSchedule(10, 2), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=PEAK)
     one, none = build_lr_schedulers([optimizer], schedule, PEAK), build_lr_schedulers([], schedule, PEAK)
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""The load of experts and what evens it out: counts, biases, the auxiliary loss."""
+"""Tests of expert load balancing: counts, biases, and the auxiliary loss."""
 
 import dataclasses
 from functools import partial
@@ -33,14 +33,14 @@ SMALL = dataclasses.replace(
 )
 
 
-def small(scale=1.0, **change):
+def small_model(scale=1.0, **change):
     model = Deepseek(dataclasses.replace(SMALL, **change))
     initialize(model, 0, model.init_rule)
     balance.set_aux_loss_scale(model, scale)
     return model
 
 
-def words(batch=4, length=16):
+def token_ids(batch=4, length=16):
     return torch.randint(0, 64, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
@@ -77,14 +77,14 @@ def compiled_and_recompute(model):
 
 @pytest.mark.parametrize("change", [recompute, recompute_selectively, compiled, compiled_and_recompute])
 def test_load_and_loss_are_counted_once(change):
-    """With the gradients equal too, the auxiliary one among them."""
+    """Recomputed and compiled layers give the same gradients, including the auxiliary loss's."""
     torch._dynamo.reset()
-    gradients, load, losses = step(small(), words())
+    gradients, load, losses = step(small_model(), token_ids())
     assert load.sum(-1).tolist() == [4 * 16 * 3] * 2
-    model = small()
+    model = small_model()
     change(model)
     with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):  # as parallelize.py sets it
-        other_gradients, other_load, other_losses = step(model, words())
+        other_gradients, other_load, other_losses = step(model, token_ids())
     assert torch.equal(load, other_load) and losses == pytest.approx(other_losses, rel=1e-6)
     for name, gradient in gradients.items():
         # the compiler fuses and reorders float32
@@ -94,24 +94,24 @@ def test_load_and_loss_are_counted_once(change):
 
 
 def test_nothing_is_counted_in_evaluation_nor_for_experts_that_were_chosen_before():
-    model = small().eval()
-    model(words())
+    model = small_model().eval()
+    model(token_ids())
     layers, load = balance.take_load(model)
     assert layers == ["layers.1", "layers.2"] and not load.any()
     router, x = made(ARGS).router, tokens()
     ids, weights = router(x)
     assert router.load.sum() == 60
-    again, same_weights = router(x, ids)
-    assert again is ids and torch.equal(weights, same_weights) and router.load.sum() == 60
+    same_ids, same_weights = router(x, ids)
+    assert same_ids is ids and torch.equal(weights, same_weights) and router.load.sum() == 60
 
 
 def test_load_adds_up_until_it_is_taken():
-    model = small()
-    for part in words().chunk(2):
+    model = small_model()
+    for part in token_ids().chunk(2):
         model(part)
     _, both = balance.take_load(model)
     assert not balance.take_load(model)[1].any()
-    model(words())
+    model(token_ids())
     assert torch.equal(balance.take_load(model)[1], both)
 
 
@@ -125,7 +125,7 @@ def test_the_bias_moves_against_the_load():
 
 
 def test_the_bias_evens_out_a_skewed_problem():
-    """64 experts, of which a few are liked by all tokens: within 400 steps of 0.002 none has 1.1 times the mean."""
+    """All tokens prefer a few of 64 experts; after 400 updates of 0.002 none has 1.1 times the mean load."""
     args = dataclasses.replace(ARGS, n_experts=64, top_k=4, score="sigmoid", expert_bias=True)
     router = Router(args).train()
     generator = torch.Generator().manual_seed(0)
@@ -151,12 +151,12 @@ def test_the_bias_evens_out_a_skewed_problem():
 
 
 def test_biases_move_by_the_load_of_all_ranks_at_the_models_rate():
-    model = small(bias_rate=0.25)
+    model = small_model(bias_rate=0.25)
     load = torch.arange(16).view(2, 8)
     balance.update_biases(model, load)
     for router in balance.routers(model).values():
         assert router.expert_bias.tolist() == [0.25] * 4 + [-0.25] * 4
-    without = small(expert_bias=False, score="softmax")
+    without = small_model(expert_bias=False, score="softmax")
     balance.update_biases(without, load)
     assert not any("bias" in name for name in without.state_dict())
 
@@ -178,8 +178,8 @@ def test_the_auxiliary_loss_is_that_of_the_papers():
             f = torch.stack([(chosen == e).sum() for e in range(8)]) * 8 / (3 * 10)
             losses.append(0.3 * (f * shares[sequence].mean(0)).sum())
         mean = torch.stack(losses).mean()  # sequences are equally long
-        (wanted,) = torch.autograd.grad(mean, x)
-        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-9)  # 1 / 40 was given in float32
+        (expected,) = torch.autograd.grad(mean, x)
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-9)  # 1 / 40 was given in float32
         assert router.aux_loss.item() / valid == pytest.approx(mean.item(), rel=1e-6)
 
 
@@ -197,9 +197,9 @@ def test_the_auxiliary_loss_does_not_depend_on_microbatches_or_the_ranks_of_a_se
         return router.gate.weight.grad, router.aux_loss
 
     x = tokens(4, 10, dtype=torch.float64)
-    whole, loss = gradient([x])
+    full_batch, loss = gradient([x])
     parts, sum_of_losses = gradient(x.chunk(2))
-    torch.testing.assert_close(parts, whole)
+    torch.testing.assert_close(parts, full_batch)
     torch.testing.assert_close(sum_of_losses, loss)
     # two ranks with half of the tokens of each sequence, which know the counts of all
     router = made(args, dtype=torch.float64).router
@@ -207,7 +207,7 @@ def test_the_auxiliary_loss_does_not_depend_on_microbatches_or_the_ranks_of_a_se
     ids, _ = router(x)
     counts = F.one_hot(ids.view(4, 30), 8).sum(1)
     halves, sum_of_losses = gradient(x.chunk(2, dim=1), counts)
-    torch.testing.assert_close(halves, whole)
+    torch.testing.assert_close(halves, full_batch)
     torch.testing.assert_close(sum_of_losses, loss)
 
 
@@ -219,7 +219,7 @@ def test_the_auxiliary_loss_needs_its_scale():
 
 
 def test_metrics_of_the_load():
-    model = small()
+    model = small_model()
     load = torch.tensor([[3, 3, 3, 3, 3, 3, 3, 3], [24, 0, 0, 0, 0, 0, 0, 0]])
     for rate, router in zip((0.0, 0.25), balance.routers(model).values(), strict=True):
         router.update_bias(load[1], rate)
@@ -231,12 +231,12 @@ def test_metrics_of_the_load():
 
 
 def test_a_router_that_is_not_finite_is_named():
-    model = small()
-    model(words())
+    model = small_model()
+    model(token_ids())
     assert balance.not_finite(model) == []
     with torch.no_grad():
         model.layers["2"].moe.router.gate.weight[1, 1] = torch.nan
-    logits = model(words())
+    logits = model(token_ids())
     assert not logits.isfinite().any()
     assert balance.not_finite(model) == ["layers.2"]
     assert balance.not_finite(model) == []

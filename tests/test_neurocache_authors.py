@@ -1,8 +1,8 @@
 """`compat_head_layout`: compare logits with the authors' program, written in loops.
 
-It reads the keys and values of a token's entries [N, K, E] as [K, N, E] without a transpose and joins those of the
-`context` tokens after that, where the first token of a segment stands for the ones before it. A place without an entry
-is a row of zeros, compressed in training, which attention sees like any other.
+The program reads the keys and values of a token's entries [N, K, E] as [K, N, E] without a transpose, and only then
+joins the entries of the `context` tokens; the first token of a segment replaces the ones before it. A missing entry is
+a row of zeros, compressed in training, which attention treats like any other.
 """
 
 import math
@@ -18,7 +18,7 @@ from torchtitan.adapters.neurocache.generation import reader_for
 
 anywhere = judged.anywhere
 LAYER = 1
-"""Stores and looks up; it and those above it read."""
+"""The layer that stores and looks up; this one and those above it read the cache."""
 
 
 class Reference:
@@ -28,7 +28,7 @@ class Reference:
         self.options, self.training = SMALL | dict(window=2, context=2, compression=4) | cache, training
         self.weights = {name: p.detach() for name, p in model.named_parameters()}
         self.dtype = self.weights["tok_embeddings.weight"].dtype
-        self.stored: list[list[torch.Tensor]] = []  # of each lane its states, in order
+        self.stored: list[list[torch.Tensor]] = []  # states by lane, in order
 
     def compressed(self, states):
         if "memory.h_proj.weight" not in self.weights:
@@ -59,7 +59,7 @@ class Reference:
         return torch.stack(states)
 
     def heads(self, rows, weight, width):
-        """[N, C] -> for each head a list of N vectors, by their places in the numbers as they lie."""
+        """[N, C] -> for each head a list of N vectors, taken from the flat result in the authors' order."""
         flat, count = (rows @ weight.t()).flatten(), len(rows)
         return [
             [flat[(head * count + place) * width :][:width] for place in range(count)]
@@ -106,8 +106,8 @@ class Reference:
         return torch.stack(out)
 
 
-def with_the_authors_heads(family="llama", dtype=torch.float64, **cache):
-    """Return a model and its adapter, all of whose parameters have been moved away from their initial values."""
+def model_with_authors_layout(family="llama", dtype=torch.float64, **cache):
+    """Return a model and its adapter, with all parameters of the adapter moved away from their initial values."""
     options = dict(retrieval_map={str(LAYER): LAYER}, cache_size=64, compat_head_layout=True) | cache
     model, installed = remembering(family, dtype, layers=3, **options)
     generator = torch.Generator().manual_seed(7)
@@ -137,11 +137,11 @@ def expected_of(model, batches, family="llama", dtype=torch.float64, training=Fa
     ids=str,
 )
 @pytest.mark.parametrize("family", ["llama", "opt"])
-def test_logits_are_those_of_the_authors_program(family, cache, training):
+def test_logits_equal_those_of_the_authors_program(family, cache, training):
     """The first segment finds no entry and the second fewer than topk. Llama's key/value heads are shared, OPT's are
     not."""
     batches = segments(4, length=4)
-    model, installed = with_the_authors_heads(family, **cache)
+    model, installed = model_with_authors_layout(family, **cache)
     with torch.no_grad():
         logits = read(model.train(training), installed, batches)
     expected = expected_of(model, batches, family, training=training, **cache)
@@ -150,24 +150,24 @@ def test_logits_are_those_of_the_authors_program(family, cache, training):
 
 def test_a_context_may_be_longer_than_a_segment():
     batches = segments(5, length=2)
-    model, installed = with_the_authors_heads(context=4)
+    model, installed = model_with_authors_layout(context=4)
     with torch.no_grad():
         logits = read(model.eval(), installed, batches)
     torch.testing.assert_close(logits, expected_of(model, batches, context=4), rtol=1e-6, atol=1e-6)
 
 
-def test_in_float32_too():
+def test_logits_equal_in_float32():
     batches = segments(3, length=4)
-    model, installed = with_the_authors_heads("mistral", torch.float32)
+    model, installed = model_with_authors_layout("mistral", torch.float32)
     with torch.no_grad():
         logits = read(model.eval(), installed, batches)
     torch.testing.assert_close(logits, expected_of(model, batches, "mistral", torch.float32), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("context", [2, 3])
-def test_reading_on_token_by_token_is_reading_segments(context):
+def test_generation_token_by_token_equals_reading_segments(context):
     batches = segments(4, lanes=1, length=4)
-    model, _ = with_the_authors_heads(context=context)
+    model, _ = model_with_authors_layout(context=context)
     expected = expected_of(model, batches, context=context).flatten(0, 2)
     reader, longest = reader_for(model.eval(), 4)
     ids = batches.flatten()[None]
@@ -176,14 +176,14 @@ def test_reading_on_token_by_token_is_reading_segments(context):
         torch.testing.assert_close(logits, expected[end - len(logits) : end], rtol=1e-6, atol=1e-6)
 
 
-def test_a_token_s_entries_are_scrambled_before_they_are_joined():
+def test_entries_of_a_token_are_permuted_before_they_are_joined():
     """Two tokens with two entries each, and two heads of one number."""
     reading = EntryAttention(2, 2, 1, 2, scrambled=True).double()
     reading.wk.data, reading.wv.data = torch.zeros(2, 2).double(), torch.eye(2).double()
     rows = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]], [[10.0, 20.0], [30.0, 40.0]]]]).double()
-    there = torch.tensor([[[True, True], [True, False]]])  # ignored: no entry is masked
-    result = reading(torch.zeros(1, 2, 2, 1).double(), Retrieved(rows, there))[0, :, :, 0]
-    # of a token head 0 has both numbers of the first entry and head 1 those of the second; equal scores take means
+    exists = torch.tensor([[[True, True], [True, False]]])  # ignored: no entry is masked
+    result = reading(torch.zeros(1, 2, 2, 1).double(), Retrieved(rows, exists))[0, :, :, 0]
+    # for each token, head 0 has both numbers of the first entry and head 1 of the second; equal scores take means
     assert result.tolist() == [[1.5, 3.5], [(1 + 2 + 10 + 20) / 4, (3 + 4 + 30 + 40) / 4]]
 
 

@@ -1,4 +1,4 @@
-"""What tokens find is the same on all ranks, and on one: also where each keeps a part of the cache."""
+"""Cache lookups return the same entries on all ranks as on one device, also where ranks hold parts of the cache."""
 
 from types import SimpleNamespace
 
@@ -20,13 +20,13 @@ from torchtitan.parallelisms.tensor_parallel import Border
 CACHE = dict(adapter="neurocache", accumulation=4, precision="float64")
 
 
-def found(row: Combination) -> list[list[int]]:
-    """Of each lookup of an accumulated step the ages of what its tokens found, -1 where nothing was."""
-    seen, nearest = [], memory.nearest
+def ages_of_hits(row: Combination) -> list[list[int]]:
+    """Run a row of the table; for each lookup, list the ages of the entries found, -1 for none."""
+    ages, nearest = [], memory.nearest
 
     def watched(*args, **options):
         hits = nearest(*args, **options)
-        seen.append(hits.ages.where(hits.exists, -1).flatten().tolist())
+        ages.append(hits.ages.where(hits.exists, -1).flatten().tolist())
         return hits
 
     memory.nearest = watched
@@ -34,21 +34,22 @@ def found(row: Combination) -> list[list[int]]:
         run_row(row)
     finally:
         memory.nearest = nearest
-    return seen
+    return ages
 
 
 @pytest.mark.parametrize("adapter", ["neurocache", "neurocache, shared"])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_hits_under_tensor_parallel_are_one_device_s(adapter, sequence_parallel):
-    (alone,) = run_ranks(1, found, Combination(**CACHE))
-    assert len(alone) == 4 and max(alone[0]) == -1 and min(alone[-1]) >= 0
+def test_hits_under_tensor_parallel_equal_one_device(adapter, sequence_parallel):
+    (one_device,) = run_ranks(1, ages_of_hits, Combination(**CACHE))
+    assert len(one_device) == 4 and max(one_device[0]) == -1 and min(one_device[-1]) >= 0
     split = Combination(**COMPOSED["TP 2"], **CACHE | {"adapter": adapter}, sequence_parallel=sequence_parallel)
-    assert run_ranks(2, found, split) == [alone, alone]
+    assert run_ranks(2, ages_of_hits, split) == [one_device, one_device]
 
 
-def read(size: int, similarity: str, ranks: int) -> tuple[list, list, int]:
-    """Of segments that are stored one after the other, in a store of `size` entries that these ranks share: what is
-    found, what is read of it, and the rank's bytes. Small whole numbers: many scores are equal.
+def read_store(size: int, similarity: str, ranks: int) -> tuple[list, list, int]:
+    """Store and look up six segments in a store shared by ranks: (ages, entries read, bytes of this rank).
+
+    States are small integers, so that many scores are equal.
     """
     generator = torch.Generator().manual_seed(0)
     border = Border(init_device_mesh("cpu", (ranks,)), sequence=False) if ranks > 1 else None
@@ -59,8 +60,8 @@ def read(size: int, similarity: str, ranks: int) -> tuple[list, list, int]:
         states = torch.randint(-1, 2, (2, 7, 4), generator=generator).float()
         reach = -(-max(store.reach, 1) // share.ranks) * share.ranks
         keys = store.entries[layer, "key"][:, : reach // share.ranks]
-        how = dict(similarity=similarity, share=share)
-        hits = with_neighbours(nearest(states, keys, store.counts, 5, **how), 2, reach, store.counts)
+        lookup_options = dict(similarity=similarity, share=share)
+        hits = with_neighbours(nearest(states, keys, store.counts, 5, **lookup_options), 2, reach, store.counts)
         places = entry_places(hits, reach, store.counts)
         read = share.combine(gathered(keys, places // share.ranks), places)
         ages.append(hits.ages.where(hits.exists, -1).tolist())
@@ -74,17 +75,17 @@ def read(size: int, similarity: str, ranks: int) -> tuple[list, list, int]:
 
 @pytest.mark.parametrize("similarity", ["l2", "dot"])
 @pytest.mark.parametrize("size", [8, 12, 24])
-def test_a_shared_store_finds_what_a_whole_one_does(size, similarity):
-    """Of equal scores the latest, whichever rank has it: partly filled, full and wrapped."""
-    *whole, _ = read(size, similarity, 1)
-    assert len({age for segment in whole[0] for lane in segment for token in lane for age in token}) > 5
+def test_a_store_shared_by_ranks_equals_an_unshared_one(size, similarity):
+    """Of equal scores the latest entry wins, whichever rank holds it, in a partly filled, full and wrapped store."""
+    *one_rank, _ = read_store(size, similarity, 1)
+    assert len({age for segment in one_rank[0] for lane in segment for token in lane for age in token}) > 5
     options = Cache(cache_size=size, cache_shard="tp", cache_dtype="float32", compression=8)
-    for *shared, own_bytes in run_ranks(2, read, size, similarity, 2):
-        assert shared == whole and own_bytes == cache_bytes(options, 32, 4, 2, training=False, tp=2)
+    for *two_ranks, own_bytes in run_ranks(2, read_store, size, similarity, 2):
+        assert two_ranks == one_rank and own_bytes == cache_bytes(options, 32, 4, 2, training=False, tp=2)
 
 
-def test_a_cache_that_ranks_do_not_divide_is_refused():
-    """By a job before it starts; by `torchtitan generate --ranks`, which may have others, here."""
+def test_a_cache_size_that_ranks_do_not_divide_is_refused():
+    """Jobs are checked before they start; `torchtitan generate --ranks` may have another number of ranks."""
     share = CacheShard(SimpleNamespace(rank=0, size=3))
     with pytest.raises(JobError, match='cache_size: given 16; allowed: a multiple of 3 ranks; write 15, or .* "none"'):
         Store(1, 16, [0], {"key": 1}, torch.float32, torch.device("cpu"), share=share)

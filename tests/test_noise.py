@@ -1,6 +1,4 @@
-"""Noise on embeddings: as much as NEFTune says, by the record's own length, the same whatever cuts the batch, and in
-training only.
-"""
+"""Tests of NEFTune noise on embeddings: its size by record length, the same under every plan, in training only."""
 
 import pytest
 import torch
@@ -38,29 +36,29 @@ def noise(keys, lengths=LENGTH):
     return EmbeddingNoise(ALPHA)(torch.zeros(*keys.shape, WIDTH), keys, lengths)
 
 
-def test_it_is_uniform_up_to_its_bound():
+def test_noise_is_uniform_up_to_its_bound():
     drawn = noise(keys()).double() * (LENGTH * WIDTH) ** 0.5 / ALPHA  # 262144 of them
     assert -1 <= drawn.min() < -0.9999 and 0.9999 < drawn.max() <= 1
-    assert drawn.mean().item() == pytest.approx(0, abs=0.005)  # give or take 0.0011
+    assert drawn.mean().item() == pytest.approx(0, abs=0.005)  # standard error 0.0011
     assert drawn.square().mean().item() == pytest.approx(1 / 3, abs=0.003)  # and 0.0006
     shares = torch.histc(drawn, 8, -1, 1) / drawn.numel()
     assert shares.tolist() == pytest.approx([1 / 8] * 8, abs=0.003)
-    # of a record, alpha / sqrt(3): the mean square of so many draws is known to 1.4 %
+    # the norm of a record is alpha / sqrt(3); the mean square of these many draws is known to 1.4 %
     norms = noise(keys()).flatten(1).norm(dim=1)
     assert norms.tolist() == pytest.approx([ALPHA / 3**0.5] * SAMPLES, rel=0.05)
 
 
-def test_neighbours_and_what_dropout_draws_are_apart():
+def test_noise_is_independent_of_neighbours_dropout_steps_and_seeds():
     drawn = noise(keys()).double()
     assert drawn.unique().numel() > 0.9 * drawn.numel()
     dropped = Dropout(0.5)(torch.ones(SAMPLES, LENGTH, WIDTH), keys()).double() - 1
-    others = [drawn.roll(1, axis) for axis in range(3)] + [dropped, noise(keys(step=3)), noise(keys(seed=2))]
-    for other in others:  # coefficients of correlation, give or take 0.002
-        correlation = (drawn * other).mean() / (drawn.square().mean() * other.square().mean()).sqrt()
+    other_draws = [drawn.roll(1, axis) for axis in range(3)] + [dropped, noise(keys(step=3)), noise(keys(seed=2))]
+    for other_draw in other_draws:  # coefficients of correlation, standard error 0.002
+        correlation = (drawn * other_draw).mean() / (drawn.square().mean() * other_draw.square().mean()).sqrt()
         assert abs(correlation.item()) < 0.01
 
 
-def test_a_record_has_the_noise_of_its_own_length_wherever_it_is():
+def test_noise_depends_on_the_length_of_the_record():
     documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 0]])  # of the first the last is padding
     lengths = record_lengths({"tokens": documents, "document_ids": documents})
     assert lengths.tolist() == [[3, 3, 3, 2, 2, 3, 3, 3], [8] * 8]
@@ -68,64 +66,68 @@ def test_a_record_has_the_noise_of_its_own_length_wherever_it_is():
     assert (
         record_lengths({"tokens": documents, "document_ids": torch.arange(1, 9).expand(2, 8)}).tolist() == [[1] * 8] * 2
     )
-    own = keys(samples=2, length=8)
-    alone, packed = noise(own, 3), noise(own, lengths)
-    assert torch.equal(alone[0, :3], packed[0, :3])  # padded to the sample, and beside others
-    torch.testing.assert_close(packed[0, 3:5], alone[0, 3:5] * 1.5**0.5)
+    record_keys = keys(samples=2, length=8)
+    unpacked, packed = noise(record_keys, 3), noise(record_keys, lengths)
+    assert torch.equal(unpacked[0, :3], packed[0, :3])  # equal in a padded and in a packed row
+    torch.testing.assert_close(packed[0, 3:5], unpacked[0, 3:5] * 1.5**0.5)
 
 
-def model_of(*words):
-    built, plan, _ = parts.adapted_model(load(["--model.tokenizer_path=bytes", *words]))
-    built = built.to_empty(device="cpu")
-    initialize(built, 0, built.init_rule)
-    return built, plan
+def model_of(*arguments):
+    model, plan, _ = parts.adapted_model(load(["--model.tokenizer_path=bytes", *arguments]))
+    model = model.to_empty(device="cpu")
+    initialize(model, 0, model.init_rule)
+    return model, plan
 
 
 SMALL = "--model.overrides={dim = 32, n_layers = 2, n_heads = 4, n_kv_heads = 2, vocab_size = 260, multiple_of = 16}"
 
 
-def test_of_a_job_it_is_added_to_the_embeddings_in_training_alone():
+def test_noise_is_added_to_embeddings_in_training_only():
     noisy, plan = model_of(SMALL, "--training.neftune_alpha=5.0")
     plain, _ = model_of(SMALL)
     assert noisy.needs_keys and not plain.needs_keys and noisy.state_dict().keys() == plain.state_dict().keys()
     assert plan.with_embedding == ("noise",) and noisy.noise.alpha == 5.0
     tokens = torch.randint(260, (3, 8), generator=torch.Generator().manual_seed(0))
-    told = {"keys": token_keys(0, 1, torch.arange(3), 8), "lengths": record_lengths({"tokens": tokens})}
-    shift = EmbeddingNoise(5.0)(torch.zeros(3, 8, 32), layer_keys(told["keys"], -1), told["lengths"])
+    noise_arguments = {"keys": token_keys(0, 1, torch.arange(3), 8), "lengths": record_lengths({"tokens": tokens})}
+    shift = EmbeddingNoise(5.0)(
+        torch.zeros(3, 8, 32), layer_keys(noise_arguments["keys"], -1), noise_arguments["lengths"]
+    )
     assert shift.abs().max() > 0.2
     assert torch.equal(noisy.eval()(tokens), plain(tokens))
     plain.tok_embeddings.register_forward_hook(lambda module, inputs, output: output + shift)
-    assert torch.equal(noisy.train()(tokens, **told), plain(tokens))
+    assert torch.equal(noisy.train()(tokens, **noise_arguments), plain(tokens))
     with pytest.raises(AssertionError, match="needs keys and record lengths"):
         noisy(tokens)
 
 
-def test_it_is_told_the_lengths_of_records():
+def test_training_batches_hold_the_lengths_of_records():
     documents = torch.tensor([[0, 0, 1, 1, 1]])
     batch = {"tokens": documents, "labels": documents, "positions": documents, "document_ids": documents}
-    for masked, wanted in ((True, [2, 2, 3, 3, 3]), (False, [5] * 5)):
+    for masked, expected in ((True, [2, 2, 3, 3, 3]), (False, [5] * 5)):
         spec = BatchSpec(document_mask=masked, seed=3, has_noise=True)
         preparer = BatchPreparer(SummedCrossEntropy(), ParallelDims(1, 1, 1), 0, torch.device("cpu"), spec)
-        assert preparer.to_device_for_training(batch, index=0, step=7)["lengths"].tolist() == [wanted]
-        assert "lengths" not in preparer.to_device(batch)  # what is validated on
+        assert preparer.to_device_for_training(batch, index=0, step=7)["lengths"].tolist() == [expected]
+        assert "lengths" not in preparer.to_device(batch)  # validation batches
 
 
-def test_where_it_cannot_be_it_is_refused():
-    words = ["--model.tokenizer_path=bytes", "--training.neftune_alpha=5.0"]
-    assert check(load(words), 1, "cpu") == []
-    deep = [*words, "--model.name=deepseek", "--model.overrides={n_mtp_layers = 1}"]
+def test_noise_is_refused_where_it_cannot_be_repeated():
+    arguments = ["--model.tokenizer_path=bytes", "--training.neftune_alpha=5.0"]
+    assert check(load(arguments), 1, "cpu") == []
+    deep = [*arguments, "--model.name=deepseek", "--model.overrides={n_mtp_layers = 1}"]
     (fault,) = check(load(deep), 1, "cpu")
     assert str(fault).partition("training.")[2] == (
         "neftune_alpha: given 5.0; allowed: 0 for a model with n_mtp_layers = 1, which read embeddings of their own; "
         "leave it out, or write model.overrides = {n_mtp_layers = 0}"
     )
     lanes = ["--task.kind=documents", "--adapter.kind=neurocache", "--training.dataset=text"]
-    faults = [str(fault) for fault in check(load([*words, *lanes, f"--training.dataset_path={__file__}"]), 1, "cpu")]
-    said = (
+    faults = [
+        str(fault) for fault in check(load([*arguments, *lanes, f"--training.dataset_path={__file__}"]), 1, "cpu")
+    ]
+    message = (
         'neftune_alpha: given 5.0; allowed: 0 with task.kind = "documents", where a run that goes on reads again, '
         "without noise, what it has kept; leave it out"
     )
-    assert any(fault.endswith(said) for fault in faults)
+    assert any(fault.endswith(message) for fault in faults)
     with pytest.raises(JobError, match="allowed: 0 for Linear, which is no Decoder"):
         add_embedding_noise(torch.nn.Linear(2, 2), ParallelPlan(), 5.0)
 
@@ -141,7 +143,7 @@ def losses(ranks, folder, rows):
     return [step["loss"] for step in steps]
 
 
-def test_the_plan_of_a_job_changes_no_noise(rows, tmp_path):
-    """Two batches a step on one rank, and packs of records on two."""
+def test_noise_does_not_depend_on_the_plan(rows, tmp_path):
+    """Compare two microbatches a step on one rank with one on each of two ranks."""
     expected = losses(1, tmp_path / "one", rows)
     assert losses(2, tmp_path / "two", rows) == pytest.approx(expected, rel=1e-4) and len(expected) > 2

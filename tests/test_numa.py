@@ -1,4 +1,4 @@
-"""Which processors a rank is bound to, on machines whose /sys is written here."""
+"""Tests of binding a rank to the processors near its GPU, with a fake /sys."""
 
 import os
 import threading
@@ -15,7 +15,9 @@ ADDRESS = "0001:1b:00.0"
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """(node of the device, {node: list of processors}) -> what is bound, by thread; the process may use 0 to 15."""
+    """Return a function of (node of the device, {node: processors}) that writes /sys and returns {thread: bound
+    processors}. The process may use processors 0 to 15.
+    """
     bound: dict[int, set[int]] = {}
     monkeypatch.setattr(numa, "SYS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda thread: bound.get(thread, set(range(16))), raising=False)
@@ -25,10 +27,10 @@ def machine(tmp_path, monkeypatch):
         device = tmp_path / "bus/pci/devices" / ADDRESS
         device.mkdir(parents=True)
         (device / "numa_node").write_text(f"{node}\n")
-        for number, listed in lists.items():
+        for number, processors in lists.items():
             folder = tmp_path / f"devices/system/node/node{number}"
             folder.mkdir(parents=True)
-            (folder / "cpulist").write_text(f"{listed}\n")
+            (folder / "cpulist").write_text(f"{processors}\n")
         return bound
 
     return write
@@ -42,7 +44,7 @@ def test_all_threads_run_on_the_processors_of_the_gpus_node(machine, caplog):
     thread.start()
     other = threading.Thread(target=leave.wait)
     other.start()
-    bound[other.native_id] = {5}  # it has been bound by somebody
+    bound[other.native_id] = {5}  # bound by another library before
     numa.stay_near(ADDRESS)
     leave.set()
     near = {4, 5, 6, 7, 12, 13, 14, 15}  # 16 is another process's
@@ -55,22 +57,22 @@ def test_all_threads_run_on_the_processors_of_the_gpus_node(machine, caplog):
     [
         (-1, {0: "0-15"}),  # one node, that has no number
         (0, {0: "0-15"}),
-        (1, {0: "0-7"}),  # of a container that does not show the other
+        (1, {0: "0-7"}),  # a container that hides the other node
         (1, {0: "0-15", 1: "16-31"}),  # where the process may not run
         (1, {0: "0-7", 1: ""}),  # a node of memory alone
         ("none", {}),
     ],
 )
-def test_elsewhere_nothing_is_bound(node, lists, machine, caplog):
+def test_nothing_is_bound_without_a_usable_node(node, lists, machine, caplog):
     caplog.set_level("INFO")
     bound = machine(node, lists)
     numa.stay_near(ADDRESS)
-    numa.stay_near("0000:00:00.0")  # of which nothing is said
+    numa.stay_near("0000:00:00.0")  # a device without an entry in /sys
     assert not bound and not caplog.messages
 
 
-def test_few_processors_near_a_gpu_are_not_all_that_a_rank_gets(machine, caplog):
-    """A scheduler has dealt 13 of one node and 3 of the other, in which the GPU is: its rank would crawl."""
+def test_a_rank_is_not_bound_to_too_few_processors(machine, caplog):
+    """With 3 of 16 allowed processors on the GPU's node, a bound rank would be slow."""
     caplog.set_level("INFO")
     bound = machine(1, {0: "0-12", 1: "13-15"})
     numa.stay_near(ADDRESS)
@@ -78,13 +80,13 @@ def test_few_processors_near_a_gpu_are_not_all_that_a_rank_gets(machine, caplog)
     assert caplog.messages == ["processors: all 16; only 3 are of NUMA node 1, to which the GPU belongs"]
 
 
-def test_one_of_many_nodes_is_few_processors_and_its_share(machine):
+def test_a_node_with_a_fair_share_of_processors_is_bound(machine):
     bound = machine(1, {0: "0-1", 1: "2-3", 2: "4-7", 3: "8-15", 4: ""})
     numa.stay_near(ADDRESS)
     assert bound[0] == {2, 3}
 
 
-def test_where_nothing_may_be_bound_a_run_goes_on(machine, monkeypatch, caplog):
+def test_a_forbidden_binding_is_only_logged(machine, monkeypatch, caplog):
     def forbidden(thread, processors):
         raise PermissionError(1, "Operation not permitted")
 
@@ -92,20 +94,20 @@ def test_where_nothing_may_be_bound_a_run_goes_on(machine, monkeypatch, caplog):
     machine(1, {0: "0-7", 1: "8-15"})
     monkeypatch.setattr(os, "sched_setaffinity", forbidden)
     numa.stay_near(ADDRESS)
-    (told,) = caplog.messages
-    assert told.startswith("processors: all 16, as the system does not let a process be bound (")
+    (message,) = caplog.messages
+    assert message.startswith("processors: all 16, as the system does not let a process be bound (")
 
 
-def test_a_rank_stays_near_its_own_gpu(monkeypatch):
-    places = [type("", (), {"pci_domain_id": 0, "pci_bus_id": bus, "pci_device_id": 0}) for bus in (0x1B, 0xDC)]
-    found = []
+def test_a_rank_is_bound_near_its_own_gpu(monkeypatch):
+    devices = [type("", (), {"pci_domain_id": 0, "pci_bus_id": bus, "pci_device_id": 0}) for bus in (0x1B, 0xDC)]
+    addresses = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: places[device.index])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: devices[device.index])
     monkeypatch.setattr(distributed, "set_up_libraries", lambda *args: None)
-    monkeypatch.setattr(numa, "stay_near", found.append)
-    with monkeypatch.context() as patch:  # what looks for groups that a test has left shall find none
+    monkeypatch.setattr(numa, "stay_near", addresses.append)
+    with monkeypatch.context() as patch:  # undone at once, as a fixture looks for leftover process groups
         patch.setattr(torch.distributed, "is_initialized", lambda: True)
         distributed.init(Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2), 10)
-    assert found == ["0000:dc:00.0"]
+    assert addresses == ["0000:dc:00.0"]

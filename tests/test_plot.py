@@ -1,4 +1,4 @@
-"""`torchtitan plot`: the loss of a run in the terminal, and as a page that needs nothing else."""
+"""Tests of `torchtitan plot`: the loss of a run in the terminal, as an image, and as a self-contained page."""
 
 import re
 
@@ -9,7 +9,7 @@ from torchtitan import cli
 from torchtitan.commands import plot
 
 
-def test_two_points_are_a_drawing():
+def test_a_drawing_of_two_points():
     drawing = plot.drawn([(1, 3.0), (2, 2.0)], [(2, 2.5)], plot.LABEL + 20)
     lines = drawing.splitlines()
     assert len(lines) == plot.ROWS + 2
@@ -20,7 +20,7 @@ def test_two_points_are_a_drawing():
     assert at == 8 and lines[at] == "  2.467 |" + " " * 19 + "v"
 
 
-def test_a_line_falls_from_the_left_to_the_right_and_one_value_is_in_the_middle():
+def test_a_falling_line_and_a_single_value():
     lines = plot.drawn([(step, 40.0 - step) for step in range(1, 41)], [], plot.LABEL + 40).splitlines()
     places = [line.find("o") for line in lines[: plot.ROWS] if "o" in line]
     assert places == sorted(places) and len(places) > plot.ROWS - 3
@@ -29,7 +29,7 @@ def test_a_line_falls_from_the_left_to_the_right_and_one_value_is_in_the_middle(
     assert [number for number, line in enumerate(lines[:-1]) if "o" in line] == [plot.ROWS // 2]
 
 
-def test_the_command_draws_what_is_finite_and_a_page_of_its_own(tmp_path, capsys):
+def test_the_command_draws_finite_values_and_a_self_contained_page(tmp_path, capsys):
     run = tmp_path / "<run>"
     run.mkdir()
     write_run(run / "metrics.jsonl", [3.0, float("nan"), 2.0])
@@ -46,8 +46,8 @@ def test_the_command_draws_what_is_finite_and_a_page_of_its_own(tmp_path, capsys
     assert png_size(tmp_path / "a.png") == (1500, 1080)
 
 
-def test_what_no_run_writes_is_drawn_as_far_as_it_is_finite(tmp_path, capsys):
-    """Rows of another program, in a folder whose name is a formula for the picture's writer."""
+def test_rows_of_another_program_are_drawn_where_finite(tmp_path, capsys):
+    """Plot rows of another program, in a folder named like a formula of matplotlib."""
     run = tmp_path / "$x_{$"
     run.mkdir()
     rows = '{"step": 1, "loss": 3}\n{"step": 2, "loss": NaN, "lr": 1e999}\n{"step": 3, "loss": 123456.7, "lr": "low"}\n'
@@ -60,7 +60,7 @@ def test_what_no_run_writes_is_drawn_as_far_as_it_is_finite(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["none"], "none: cannot be read (No such file or directory); give the dump_folder of a run that has logged"),
         (["."], "metrics.jsonl: no loss in it; allowed: what a run has logged; look again after its first logged step"),
@@ -69,10 +69,10 @@ def test_what_no_run_writes_is_drawn_as_far_as_it_is_finite(tmp_path, capsys):
     ],
     ids=lambda case: "-".join(case) if isinstance(case, list) else "",
 )
-def test_refusals(words, said, tmp_path, monkeypatch, capsys):
+def test_bad_arguments_are_refused(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "run").mkdir()
     write_run(tmp_path / "run" / "metrics.jsonl", [3.0, 2.0])
-    assert cli.main(["plot", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert cli.main(["plot", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`torchtitan prepare`: shards hold what the text source gives, and an output is whole or not there."""
+"""Tests of `torchtitan prepare`: shards hold the documents of the text source, and an output is complete or absent."""
 
 import gzip
 import json
@@ -54,7 +54,7 @@ def test_the_shards_hold_the_documents(tmp_path, capfd, monkeypatch, workers, na
     assert header["source"]["text_field"] == "body"
     captured = capfd.readouterr()
     assert f"21 documents, {len(tokens):,} tokens (uint16) in 1 shard(s)" in captured.out
-    assert captured.err == ""  # where no terminal is, no bar is drawn
+    assert captured.err == ""  # no bar without a terminal
     assert sorted(p.name for p in tmp_path.iterdir()) == [name, "out"]
     assert prepare.main(["--verify", str(tmp_path / "out")]) == 0
     assert "every checksum is right" in capfd.readouterr().out
@@ -72,7 +72,7 @@ def test_prepared_documents_train_like_the_text(tmp_path):
         assert a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
 
 
-def test_bad_records(tmp_path, capfd):
+def test_bad_records_fail_or_are_skipped(tmp_path, capfd):
     path = write_texts(tmp_path / "a.jsonl")
     path.write_bytes(path.read_bytes() + b"{broken\n")
     for workers in ("1", "2"):
@@ -85,20 +85,20 @@ def test_bad_records(tmp_path, capfd):
     assert TokenShards(tmp_path / "out").header["skipped"] == 1
 
 
-def test_no_text(tmp_path):
+def test_records_without_text_are_an_error(tmp_path):
     with pytest.raises(DataError, match="no text in it"):
         run(write_texts(tmp_path / "a.jsonl", ["", " "]), tmp_path / "out", "--workers", "1")
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_there_is_not_touched(tmp_path):
+def test_existing_output_is_not_overwritten(tmp_path):
     path = write_texts(tmp_path / "a.jsonl")
     (tmp_path / "out").mkdir()
     assert run(path, tmp_path / "out", "--workers", "1") == 0  # an empty folder may be filled
     before = (tmp_path / "out" / "header.json").read_bytes()
-    for taken in (tmp_path / "out", path):
+    for output in (tmp_path / "out", path):
         with pytest.raises(JobError, match="exists and is not an empty folder; give another --output"):
-            run(path, taken, "--workers", "1")
+            run(path, output, "--workers", "1")
     assert (tmp_path / "out" / "header.json").read_bytes() == before
 
 

@@ -1,4 +1,4 @@
-"""Every Python from 3.10 on that this machine has: it knows the words of every file, and judges jobs as this one."""
+"""Every installed Python from 3.10 on knows all names in our files, and passes the tests that need no torch."""
 
 import ast
 import builtins
@@ -21,31 +21,31 @@ FILES = sorted(path for folder in ("torchtitan", "tests", "scripts") for path in
 
 
 def python_of(version: str) -> Path:
-    """On PATH, or in pyenv, whose commands on PATH may lead nowhere."""
+    """Find a Python on PATH or in pyenv; a shim of pyenv on PATH may not work."""
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    found = [shutil.which(f"python{version}"), *map(str, sorted(versions.glob(f"{version}.*/bin/python")))]
-    for python in filter(None, found):
+    candidates = [shutil.which(f"python{version}"), *map(str, sorted(versions.glob(f"{version}.*/bin/python")))]
+    for python in filter(None, candidates):
         if subprocess.run([python, "--version"], capture_output=True).returncode == 0:
             return Path(python)
     pytest.skip(f"this machine has no Python {version}")
 
 
-def unknown_to(python: Path, files: list[Path]) -> list[str]:
-    asked = {"files": list(map(str, files)), "standard": list(sys.stdlib_module_names), "builtins": dir(builtins)}
+def unknown_names(python: Path, files: list[Path]) -> list[str]:
+    query = {"files": list(map(str, files)), "standard": list(sys.stdlib_module_names), "builtins": dir(builtins)}
     command = [python, "-I", ROOT / "tests/support/known_names.py"]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=True)
+    done = subprocess.run(command, input=json.dumps(query), capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
 
-def test_files_are_written_for_the_oldest():
-    """Syntax alone; where a 3.10 is at hand, it is asked itself."""
+def test_files_parse_as_python_3_10():
+    """Check the syntax only; the next test asks an installed 3.10."""
     for path in FILES:
         ast.parse(path.read_text(), str(path), feature_version=(3, 10))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_each_python_knows_the_words_of_every_file(version):
-    assert unknown_to(python_of(version), FILES) == []
+def test_each_python_knows_all_names_of_every_file(version):
+    assert unknown_names(python_of(version), FILES) == []
 
 
 NEWER = """
@@ -59,20 +59,20 @@ def f():
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="knows no more than Python 3.10")
-def test_words_of_a_later_python_are_found(tmp_path):
+def test_names_of_a_later_python_are_reported(tmp_path):
     (tmp_path / "newer.py").write_text(NEWER)
     (tmp_path / "newest.py").write_text("try:\n    pass\nexcept* ValueError:\n    pass\n")
-    found = unknown_to(python_of("3.10"), sorted(tmp_path.iterdir()))
-    assert [line.partition(": ")[2] for line in found[:-1]] == [
+    unknown = unknown_names(python_of("3.10"), sorted(tmp_path.iterdir()))
+    assert [line.partition(": ")[2] for line in unknown[:-1]] == [
         "import tomllib",
         "import typing.Self",
         "ExceptionGroup",
         "datetime.UTC",
     ]
-    assert "newest.py:3: " in found[-1]
+    assert "newest.py:3: " in unknown[-1]
 
 
-# What has no torch, and so needs little of pip, under the oldest; scripts/try_pythons.sh runs more under each
+# Tests without torch need few packages and run under the oldest Python; scripts/try_pythons.sh runs more under each
 
 PACKAGES = ("pydantic", "tomli", "tomli_w", "tomlkit", "jinja2", "numpy", "tqdm", "tiktoken", "pytest")
 PARTS = ("check", "config_manager", "config_tables")
@@ -81,11 +81,11 @@ PARTS += tuple(f"rules_{part}" for part in ("experts", "optimizers", "output", "
 
 @pytest.mark.parametrize("version", OTHERS[:1])
 def test_another_python_passes_the_tests_without_torch(version, tmp_path):
-    # messages show the ends of long paths, so theirs are in a short one
+    # messages shorten long paths, so the temporary folder has a short one
     with environment(tmp_path / "env", python_of(version)) as env, tempfile.TemporaryDirectory() as short:
         install_by_index(env, "--only-binary=:all:", *PACKAGES)
         files = [ROOT / f"tests/test_{part}.py" for part in PARTS]
-        own = ["-p", "no:cacheprovider", "--basetemp", f"{short}/own"]
-        command = [env / "bin/python", "-B", "-m", "pytest", *own, *files]
+        options = ["-p", "no:cacheprovider", "--basetemp", f"{short}/own"]
+        command = [env / "bin/python", "-B", "-m", "pytest", *options, *files]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-3000:] + done.stderr

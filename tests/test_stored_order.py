@@ -1,4 +1,4 @@
-"""training.shuffle = false: samples hold the documents as they are stored, under every plan."""
+"""Tests of training.shuffle = false: samples hold the documents in stored order under every plan."""
 
 import gzip
 import json
@@ -17,15 +17,15 @@ COUNT = 260
 """Samples: more than an epoch of TEXTS."""
 
 
-def stored(texts, count):
-    """The first samples of the texts end to end, by the plainest means: tokens and labels."""
+def stored_samples(texts, count):
+    """Compute the tokens and labels of the first samples by concatenating the texts in order."""
     ids = [i for text in islice(cycle(texts), 4 * len(texts)) for i in TOKENIZER.encode(text, bos=True, eos=True)]
     starts = range(0, count * SEQ_LEN, SEQ_LEN)
     return [(ids[start : start + SEQ_LEN], ids[start + 1 : start + SEQ_LEN + 1]) for start in starts]
 
 
-def parts(folder, texts, count):
-    """A folder of compressed files, which are read forward, with every so many of the texts."""
+def write_parts(folder, texts, count):
+    """Write the texts to `count` compressed files, which can be read only sequentially."""
     folder.mkdir()
     for number in range(count):
         share = texts[number * len(texts) // count : (number + 1) * len(texts) // count]
@@ -37,34 +37,33 @@ def parts(folder, texts, count):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stored")
-    found = {"indexed": write(folder / "a.jsonl", TEXTS), "one stream": parts(folder / "one", TEXTS, 1)}
-    return found | {
-        "many streams": parts(folder / "many", TEXTS, 75)
-    }  # so many that lanes would have parts of their own
+    paths = {"indexed": write(folder / "a.jsonl", TEXTS), "one stream": write_parts(folder / "one", TEXTS, 1)}
+    # 75 parts are enough to give each lane its own parts, if it were not for shuffle = false
+    return paths | {"many streams": write_parts(folder / "many", TEXTS, 75)}
 
 
 @pytest.mark.parametrize("plan", [(1, 1, 0), (2, 2, 0), (3, 1, 2)], ids=["1", "2 by 2", "3 with workers"])
 @pytest.mark.parametrize("name", ["indexed", "one stream", "many streams"])
-def test_the_stored_order_is_kept(name, plan, data):
+def test_samples_follow_the_stored_order(name, plan, data):
     dp_size, local_batch_size, workers = plan
     options = dict(local_batch_size=local_batch_size, num_workers=workers, shuffle=False)
     samples = global_samples(COUNT, dp_size, dataset_path=data[name], **options)
-    assert [sample[:2] for sample in samples] == stored(TEXTS, COUNT)
+    assert [sample[:2] for sample in samples] == stored_samples(TEXTS, COUNT)
 
 
 @pytest.mark.parametrize("name", ["indexed", "many streams"])
-def test_a_resume_on_other_ranks_keeps_it(name, data):
+def test_a_resume_on_other_ranks_keeps_the_stored_order(name, data):
     options = dict(dataset_path=data[name], shuffle=False, local_batch_size=1)
     ranks = [loader(**options, dp_rank=rank, dp_size=2) for rank in range(2)]
     for rank in ranks:
         list(islice(rank, 50))
     state = json.loads(json.dumps(merge_states([rank.state_dict() for rank in ranks])))
     later = global_samples(60, 3, **options, state=state)
-    assert [sample[:2] for sample in later] == stored(TEXTS, 160)[100:]
+    assert [sample[:2] for sample in later] == stored_samples(TEXTS, 160)[100:]
 
 
 def test_a_position_in_another_order_is_refused(data):
-    """One of a run from before, which had dealt the documents to lanes; with shuffling nothing has changed."""
+    """Earlier versions assigned documents to lanes in stored order too; shuffled positions are still valid."""
     options = dict(dataset_path=data["indexed"], shuffle=False)
     state = merge_states([loader(**options).state_dict()])
     assert state["lanes"] == 1
@@ -75,6 +74,6 @@ def test_a_position_in_another_order_is_refused(data):
     loader(dataset_path=data["indexed"], state=merge_states([shuffled]))
 
 
-def test_an_order_by_length_is_refused_beside_it():
-    said = lines("--task.kind=sft", "--data.packing=off", "--data.group_by_length", "--training.no_shuffle")
-    assert any("data.group_by_length" in line and "training.shuffle = false" in line for line in said)
+def test_group_by_length_is_refused_with_the_stored_order():
+    faults = lines("--task.kind=sft", "--data.packing=off", "--data.group_by_length", "--training.no_shuffle")
+    assert any("data.group_by_length" in line and "training.shuffle = false" in line for line in faults)
