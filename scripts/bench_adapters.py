@@ -33,8 +33,8 @@ TINY = "--model.overrides={dim=64, n_layers=2, n_heads=4}"
 SHARED = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 
-def made(kind: str, rank: int, words: Sequence[str] = ()) -> tuple[nn.Module, Adapter | None]:
-    argv = ["--model.tokenizer_path=bytes", *SIZES, f"--adapter.kind={kind}", *words]
+def build_model(kind: str, rank: int, arguments: Sequence[str] = ()) -> tuple[nn.Module, Adapter | None]:
+    argv = ["--model.tokenizer_path=bytes", *SIZES, f"--adapter.kind={kind}", *arguments]
     model, _, adapter = parts.adapted_model(load(argv + [f"--adapter.rank={rank}"] * (kind != "none")))
     model.to_empty(device="cpu")
     initialize(model, 0, model.init_rule)
@@ -42,8 +42,8 @@ def made(kind: str, rank: int, words: Sequence[str] = ()) -> tuple[nn.Module, Ad
     return model, adapter
 
 
-def step_of(kind: str, rank: int, samples: int, words: Sequence[str] = ()) -> Callable[[], None]:
-    model, _ = made(kind, rank, words)
+def build_step(kind: str, rank: int, samples: int, arguments: Sequence[str] = ()) -> Callable[[], None]:
+    model, _ = build_model(kind, rank, arguments)
     optimizer = build_optimizers([model], name="AdamW", lr=1e-4, weight_decay=0.1, shared=SHARED)
     tokens = torch.randint(0, 2048, (samples, TOKENS + 1), generator=torch.Generator().manual_seed(0))
 
@@ -55,17 +55,17 @@ def step_of(kind: str, rank: int, samples: int, words: Sequence[str] = ()) -> Ca
     return step
 
 
-def share_of_flops(rank: int, words: Sequence[str] = ()) -> float:
+def flops_ratio(rank: int, arguments: Sequence[str] = ()) -> float:
     """What a step of LoRA has to compute of what a full one has, with attention: no program gets below it for long."""
     config = load(["--model.tokenizer_path=bytes", *SIZES])
-    args, (_, adapter) = parts.model_args(config), made("lora", rank, words)
+    args, (_, adapter) = parts.model_args(config), build_model("lora", rank, arguments)
     plain = parts.model_spec(config).flops_per_token(args, TOKENS)
     return adapter.flops_per_token(plain, args.num_matmul_parameters, TOKENS).causal / plain.causal
 
 
 def merge_seconds(rank: int) -> list[float]:
     """For each billion bytes of matrices that something is folded into."""
-    model, adapter = made("lora", rank)
+    model, adapter = build_model("lora", rank)
     size = (
         sum(t.nbytes for name, t in model.state_dict().items() if name in adapter.frozen_parameters and ".w" in name)
         / 1e9
@@ -87,13 +87,15 @@ def main() -> None:
     pairs, repeats, samples = (2, 1, 1) if options.quick else (4, 5, 8)
     SIZES.extend([TINY] * options.quick)
     for rank in options.rank:
-        for where, words in TARGETS.items():
-            turns = take_turns(step_of("lora", rank, samples, words), step_of("none", rank, samples), pairs, repeats)
-            print(row(f"lora / full step, rank {rank}{where}", turns.ratios(turns.cpu), Goal("<=", 0.75), "CPU time"))
-            print(row("  operations of matrix products", [share_of_flops(rank, words)], None))
+        for label, arguments in TARGETS.items():
+            turns = take_turns(
+                build_step("lora", rank, samples, arguments), build_step("none", rank, samples), pairs, repeats
+            )
+            print(row(f"lora / full step, rank {rank}{label}", turns.ratios(turns.cpu), Goal("<=", 0.75), "CPU time"))
+            print(row("  operations of matrix products", [flops_ratio(rank, arguments)], None))
     first = options.rank[0]
     for kind in ("dora", "qlora", "lora_int8"):
-        turns = take_turns(step_of(kind, first, samples), step_of("lora", first, samples), pairs, repeats)
+        turns = take_turns(build_step(kind, first, samples), build_step("lora", first, samples), pairs, repeats)
         print(row(f"{kind} / lora step, rank {first}", turns.ratios(turns.cpu), None, "CPU time"))
     print(row(f"folding in, seconds a GB, rank {first}", merge_seconds(first), None))
 

@@ -172,7 +172,7 @@ def compare(options: argparse.Namespace) -> None:
         measured = {
             "wall": turns.ratios(turns.wall, "B", "A"),
             "cpu": turns.ratios(turns.cpu, "B", "A"),
-            "step_seconds": [turns.median(turns.wall, who) for who in "AB"],
+            "step_seconds": [turns.median(turns.wall, side) for side in "AB"],
             "cpu_seconds": cpu.tolist(),
         }
         (options.folder / "measured.json").write_text(json.dumps(measured))
@@ -182,7 +182,7 @@ def compare(options: argparse.Namespace) -> None:
 # The table
 
 
-def compared(name: str, ranks: int, options: argparse.Namespace) -> str:
+def comparison_rows(name: str, ranks: int, options: argparse.Namespace) -> str:
     """The two rows of one setting: by the clock, and by CPU time, which others on the machine disturb less."""
     with tempfile.TemporaryDirectory() as folder:
         worker = [str(Path(__file__).resolve()), "--worker", name, "--folder", folder]
@@ -205,18 +205,18 @@ def compared(name: str, ranks: int, options: argparse.Namespace) -> str:
     )
 
 
-def steps_of(folder: str) -> list[dict[str, Any]]:
+def logged_steps(folder: str) -> list[dict[str, Any]]:
     """What a run has logged of its steps, without its events."""
     return [record for record in read_records(Path(folder, "metrics.jsonl")) if "loss" in record]
 
 
-def job_alone(name: str, ranks: int, options: argparse.Namespace) -> str:
+def measure_job(name: str, ranks: int, options: argparse.Namespace) -> str:
     """A short job as its user starts it: time to the first step, speed, memory."""
     with tempfile.TemporaryDirectory() as folder:
         job = arguments(options.sizes, Path(folder), **SETTINGS[name], **{"training.steps": 3 if options.quick else 20})
         command = [sys.executable, "-m", "torchtitan.launch", str(ranks), *job]
         seconds = seconds_to_first_step(command, max(1, options.threads // ranks))
-        records = steps_of(folder)
+        records = logged_steps(folder)
     speed = median(record["tokens_per_second"] for record in records[1:])
     memory = max(record["memory_gib"] for record in records)
     return (
@@ -232,7 +232,7 @@ def job_of_plan(name: str, sizes: bench_bare.Sizes, folder: Path, steps: int) ->
     return ranks, arguments(sizes, folder, **job)
 
 
-def plan_alone(name: str, options: argparse.Namespace) -> str:
+def measure_plan(name: str, options: argparse.Namespace) -> str:
     """Speed of a plan, and CPU time a step: that of a job of 25 steps less that of one of 5."""
     few, many = (2, 4) if options.quick else (5, 25)
     spent = []
@@ -244,7 +244,7 @@ def plan_alone(name: str, options: argparse.Namespace) -> str:
             seconds_to_first_step(command, max(1, options.threads // ranks))
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-            speeds = [record["tokens_per_second"] for record in steps_of(folder)]
+            speeds = [record["tokens_per_second"] for record in logged_steps(folder)]
     cpu = (spent[1] - spent[0]) / (many - few)
     return f"{name:<34} {median(speeds[1:]):8,.0f} tok/s {cpu:6.2f} CPU seconds a step, all ranks"
 
@@ -271,15 +271,15 @@ def main() -> None:
     print(heading(threads=options.threads), flush=True)
     if options.plans is not None:
         for name in options.plans or PLANS:
-            print(plan_alone(name, options), flush=True)
+            print(measure_plan(name, options), flush=True)
         return
     for ranks in options.ranks:
         names = [name for name in options.only if ranks == 1 or name != "compiled model"]  # needs a rank of its own
         for name in names[:1] if options.aa else names:
-            print(compared(name, ranks, options), flush=True)
+            print(comparison_rows(name, ranks, options), flush=True)
         if not options.aa:
             for name in names:
-                print(job_alone(name, ranks, options), flush=True)
+                print(measure_job(name, ranks, options), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.bench_adapters import SHARED, made
+from scripts.bench_adapters import SHARED, build_model
 from scripts.bench_timing import Goal, row, take_turns
 from torchtitan.core.tensor_storage import packed_names
 from torchtitan.datasets.sample_packing import best_fit
@@ -32,7 +32,7 @@ def lengths(count: int, longest: int) -> np.ndarray:
     return drawn.astype(int).clip(4, longest)
 
 
-def fullness(count: int, window: int) -> tuple[float, float]:
+def measure_packing(count: int, window: int) -> tuple[float, float]:
     """Of packs of 2,049 tokens, and seconds to find them for 100,000 records."""
     sizes, packs = lengths(count, 2049), 0
     started = time.perf_counter()
@@ -61,29 +61,29 @@ def batch(packed: bool, samples: int) -> tuple[dict[str, torch.Tensor], int]:
     return {name: torch.from_numpy(array) for name, array in zip(names, arrays, strict=True)}, int(trained.sum())
 
 
-def step_of(packed: bool, samples: int) -> tuple[Callable[[], None], int]:
+def build_step(packed: bool, samples: int) -> tuple[Callable[[], None], int]:
     """A step, and the tokens of records that it learns."""
-    model, _ = made("none", 1)
+    model, _ = build_model("none", 1)
     optimizer = build_optimizers([model], name="AdamW", lr=1e-4, weight_decay=0.1, shared=SHARED)
-    held, tokens = batch(packed, samples)
+    batch_tensors, tokens = batch(packed, samples)
 
     def step() -> None:
-        (model(**held) / tokens).backward()
+        (model(**batch_tensors) / tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step, tokens
 
 
-def bytes_of_a_weight(kind: str) -> float:
+def bytes_per_frozen_weight(kind: str) -> float:
     """Of the matrices that are frozen beside an adapter, with what belongs to their form."""
-    model, _ = made(kind, 16)
-    plain, _ = made("lora", 16)
+    model, _ = build_model(kind, 16)
+    plain, _ = build_model("lora", 16)
     packed = packed_names(model)
-    whole = {name for name, p in plain.named_parameters() if not p.requires_grad and p.ndim == 2}
-    matrices = whole - {name for name, _ in model.named_parameters()} if packed else whole
-    held = [p for name, p in model.named_parameters() if (name in packed if packed else name in matrices)]
-    return sum(p.nbytes for p in held) / sum(plain.get_parameter(name).numel() for name in matrices)
+    frozen = {name for name, p in plain.named_parameters() if not p.requires_grad and p.ndim == 2}
+    matrices = frozen - {name for name, _ in model.named_parameters()} if packed else frozen
+    stored = [p for name, p in model.named_parameters() if (name in packed if packed else name in matrices)]
+    return sum(p.nbytes for p in stored) / sum(plain.get_parameter(name).numel() for name in matrices)
 
 
 def main() -> None:
@@ -92,15 +92,15 @@ def main() -> None:
     options = parser.parse_args()
     count, pairs, repeats, samples = (2000, 2, 1, 1) if options.quick else (100_000, 4, 5, 4)
     for window in (100, 1000, count):
-        full, seconds = fullness(count, window)
+        full, seconds = measure_packing(count, window)
         note = f"{seconds:.2f} s for 100,000 records"
         print(row(f"packs of 2,049 tokens, windows of {window}: full", [full], None, note))
-    (packed, more), (padded, few) = step_of(True, samples), step_of(False, samples)
+    (packed, more), (padded, few) = build_step(True, samples), build_step(False, samples)
     turns = take_turns(packed, padded, pairs, repeats)
     gained = [more / few / ratio for ratio in turns.ratios(turns.cpu)]
     print(row("tokens of records, packed / padded", gained, Goal(">=", 2.0), "CPU time"))
     for kind in ("lora", "qlora"):
-        print(row(f"bytes of a frozen weight, {kind}", [bytes_of_a_weight(kind)], None))
+        print(row(f"bytes of a frozen weight, {kind}", [bytes_per_frozen_weight(kind)], None))
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ def read_cache(
     """q [1, S, H, E] and queries [1, S, C]: what is found of a full cache of that size is read, [1, S, H, E]."""
     options, keys = Neurocache(), store.entries[0, "key"]
     counts = torch.tensor([size])
-    found = with_neighbours(nearest(queries, keys, counts, options.topk), options.window, size, counts)
-    return reading(q, Retrieved(gathered(keys, entry_places(found, size, counts)), found.exists))
+    hits = with_neighbours(nearest(queries, keys, counts, options.topk), options.window, size, counts)
+    return reading(q, Retrieved(gathered(keys, entry_places(hits, size, counts)), hits.exists))
 
 
 @torch.no_grad()
@@ -59,11 +59,11 @@ def by_size(tokens: int, sizes: tuple[int, ...], pairs: int, repeats: int) -> No
             max(1, min(pairs, 4 * SIZES[2] // size)),  # large ones take seconds
             repeats,
         )
-        seconds, told = turns.median(turns.wall, "A"), cache_bytes(options, DIM, 1, 1, training=False)
+        seconds, predicted_bytes = turns.median(turns.wall, "A"), cache_bytes(options, DIM, 1, 1, training=False)
         ratio = sorted(turns.ratios(turns.wall))[repeats // 2]
         speed = f"{tokens / seconds:>10,.0f} tokens/s"
-        kept = f"{store.bytes / 1e6:>8.1f} MB (by the formula {told / 1e6:.1f})"
-        print(f"{size:>8,} entries  {kept}  {speed}  {ratio:.2f} of full attention's time")
+        memory = f"{store.bytes / 1e6:>8.1f} MB (by the formula {predicted_bytes / 1e6:.1f})"
+        print(f"{size:>8,} entries  {memory}  {speed}  {ratio:.2f} of full attention's time")
 
 
 @torch.no_grad()
@@ -71,10 +71,10 @@ def absorbed(tokens: int, pairs: int, repeats: int) -> None:
     reading = EntryAttention(DIM // 4, HEADS, DIM // HEADS, 2, scrambled=False)
     torch.nn.init.normal_(reading.wk), torch.nn.init.normal_(reading.wv)
     q, rows = torch.randn(1, tokens, HEADS, DIM // HEADS), [torch.randn(1, tokens, 32, DIM // 4) for _ in range(2)]
-    there = torch.ones(1, tokens, 1, 64, dtype=torch.bool)
+    exists = torch.ones(1, tokens, 1, 64, dtype=torch.bool)
     turns = take_turns(
-        partial(reading.attend_absorbed, q, rows, there),
-        partial(reading.attend_expanded, q, rows, there),
+        partial(reading.attend_absorbed, q, rows, exists),
+        partial(reading.attend_expanded, q, rows, exists),
         pairs,
         repeats,
     )

@@ -47,7 +47,9 @@ class Matrices(nn.ModuleDict):
         """fully_shard asks for one."""
 
 
-def made(kind: str, options: dict[str, Any], width: int, ranks: int) -> tuple[nn.Module, Optimizers]:
+def build_model_and_optimizers(
+    kind: str, options: dict[str, Any], width: int, ranks: int
+) -> tuple[nn.Module, Optimizers]:
     """Two layers' matrices and an embedding, with gradients."""
     dtype = torch.bfloat16 if kind == "AdamWBF16" else torch.float32
     wide = 11 * width // 4
@@ -69,15 +71,15 @@ def made(kind: str, options: dict[str, Any], width: int, ranks: int) -> tuple[nn
     return model, optimizers
 
 
-def bytes_a_parameter(model: nn.Module, optimizers: Optimizers, ranks: int) -> float:
+def bytes_per_parameter(model: nn.Module, optimizers: Optimizers, ranks: int) -> float:
     """Of this rank's state, by the parameters that it has if all have the same share."""
     tensors, _ = optimizer_state([model], optimizers)
     return ranks * sum(local_part(t).nbytes for t in tensors.values()) / sum(p.numel() for p in model.parameters())
 
 
-def refreshes(width: int, ranks: int, basis: str, repeats: int) -> tuple[list[float], list[float]]:
+def time_refreshes(width: int, ranks: int, basis: str, repeats: int) -> tuple[list[float], list[float]]:
     """For each repeat: seconds of finding all bases, and their share of a step at the usual gap."""
-    model, optimizers = made("GaLore", {"update_gap": 10**9, "basis": basis}, width, ranks)
+    model, optimizers = build_model_and_optimizers("GaLore", {"update_gap": 10**9, "basis": basis}, width, ranks)
     seconds, shares = [], []
     for _ in range(repeats):
         timed = {}
@@ -94,9 +96,9 @@ def refreshes(width: int, ranks: int, basis: str, repeats: int) -> tuple[list[fl
     return seconds, shares
 
 
-def turns(function: Callable[[], Any], other: Callable[[], Any], pairs: int, repeats: int) -> list[float]:
-    found = take_turns(function, other, pairs, repeats)
-    return found.ratios(found.wall)
+def step_ratios(function: Callable[[], Any], other: Callable[[], Any], pairs: int, repeats: int) -> list[float]:
+    timings = take_turns(function, other, pairs, repeats)
+    return timings.ratios(timings.wall)
 
 
 def main() -> None:
@@ -117,18 +119,20 @@ def measure(rank: int, options: argparse.Namespace) -> None:
     if options.ranks > 1:
         store = dist.TCPStore("127.0.0.1", 29_577, options.ranks, rank == 0)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
-    say = print if rank == 0 else lambda *words: None
-    say(f"matrices of {width} columns, {options.ranks} rank(s), one thread each, rank {width // 8}")
-    reference_model, reference = made("AdamW", {}, width, options.ranks)
-    say(f"{'AdamW, fused':20} {bytes_a_parameter(reference_model, reference, options.ranks):6.3f} bytes a parameter")
+    report = print if rank == 0 else lambda *args: None
+    report(f"matrices of {width} columns, {options.ranks} rank(s), one thread each, rank {width // 8}")
+    reference_model, reference = build_model_and_optimizers("AdamW", {}, width, options.ranks)
+    report(
+        f"{'AdamW, fused':20} {bytes_per_parameter(reference_model, reference, options.ranks):6.3f} bytes a parameter"
+    )
     for name, (kind, more) in KINDS.items():
-        model, optimizers = made(kind, more, width, options.ranks)
-        size = bytes_a_parameter(model, optimizers, options.ranks)
-        ratios = turns(optimizers.step, reference.step, pairs, repeats)
-        say(row(f"{name:20} {size:6.3f} bytes a parameter; step / AdamW's", ratios, None))
+        model, optimizers = build_model_and_optimizers(kind, more, width, options.ranks)
+        size = bytes_per_parameter(model, optimizers, options.ranks)
+        ratios = step_ratios(optimizers.step, reference.step, pairs, repeats)
+        report(row(f"{name:20} {size:6.3f} bytes a parameter; step / AdamW's", ratios, None))
     for basis in ("gram", "svd", "rsvd", "power"):
-        seconds, shares = refreshes(width, options.ranks, basis, repeats)
-        say(
+        seconds, shares = time_refreshes(width, options.ranks, basis, repeats)
+        report(
             row(
                 f"bases by {basis}: percent of an optimizer step at gap {GAP}",
                 shares,

@@ -30,7 +30,7 @@ def main(path: str, arguments: list[str]) -> None:
 
     note("package")
     torch.set_num_threads(1)
-    before, join = resident("VmRSS"), distributed.init
+    before, join = resident_gib("VmRSS"), distributed.init
 
     def init(*args: object) -> object:
         note("build")
@@ -48,19 +48,19 @@ def main(path: str, arguments: list[str]) -> None:
         steps.append(time.process_time() - began)
         note("first step" if len(steps) == 1 else "later steps")
     if trainer.ranks.is_main:
-        found = {"phases": phases, "steps": steps[1:], "gib": resident("VmHWM") - before, "peak": products()}
+        results = {"phases": phases, "steps": steps[1:], "gib": resident_gib("VmHWM") - before, "peak": matmul_gflops()}
         with open(path, "w") as file:
-            json.dump(found, file)
+            json.dump(results, file)
     exit_with(lambda: 0)
 
 
-def resident(name: str) -> float:
+def resident_gib(name: str) -> float:
     """GiB of this process: VmRSS now, VmHWM at most."""
     with open("/proc/self/status") as file:
         return int(file.read().split(f"{name}:")[1].split()[0]) / 2**20
 
 
-def products() -> float:
+def matmul_gflops() -> float:
     """GFLOP/s of plain matrix products of a thousand rows and columns, float32, by the CPU time of one thread."""
     import torch
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_rank import products
+from bench_rank import matmul_gflops
 from bench_scaling_page import PHASES, PICTURE, Rows, draw, shown, write_page
 from bench_timing import ROOT, heading, throw_lines_away
 from bench_trainer import MemoryMap, arguments, megabytes_of_state, saves_in_turn, shuffled, trainer_of, write_shards
@@ -226,7 +226,7 @@ def measure_generation(folder: Path, options: argparse.Namespace) -> Rows:
     trainer = trainer_of(folder, model__overrides=shape)
     model, args = trainer.model.parts[0].eval(), parts.model_args(trainer.config)
     tokenizer, reader = build_tokenizer("bytes"), CachedDecoder(model)
-    peak, speed, table = products(), reading_speed(model), []
+    peak, speed, table = matmul_gflops(), reading_speed(model), []
     for length in lengths:
         prompt, prompt_speeds, decode_speeds = torch.randint(256, (length,)).tolist(), [], []
         for _ in range(options.times):

@@ -134,10 +134,10 @@ def loop_overhead(folder: Path, options: argparse.Namespace) -> Iterator[str]:
     with HostSyncs() as syncs:
         for _ in range(count):
             trainer.train_step(batches)
-    meant = sum(syncs.callers[name] for name in ON_HOST)
-    others = (syncs.callers.total() - meant) / count
-    note = f"and {meant / count:.0f} for values that are on the host ({', '.join(sorted(syncs.callers))})"
-    yield row("1 host waits of a step between logged ones", [others], Goal("<=", 0), note)
+    expected = sum(syncs.callers[name] for name in ON_HOST)
+    other_waits = (syncs.callers.total() - expected) / count
+    note = f"and {expected / count:.0f} for values that are on the host ({', '.join(sorted(syncs.callers))})"
+    yield row("1 host waits of a step between logged ones", [other_waits], Goal("<=", 0), note)
 
 
 class HostSyncs(TorchDispatchMode):
@@ -173,8 +173,8 @@ def first_step(folder: Path, options: argparse.Namespace) -> Iterator[str]:
         pair = [ours if not options.aa else torchrun(ranks, bare), torchrun(ranks, bare)]
         seconds: list[list[float]] = [[], []]
         for turn in range(options.launches):
-            for who in (0, 1) if turn % 2 == 0 else (1, 0):
-                seconds[who].append(seconds_to_first_step(pair[who], THREADS))
+            for program in (0, 1) if turn % 2 == 0 else (1, 0):
+                seconds[program].append(seconds_to_first_step(pair[program], THREADS))
         a, b = seconds
         note = f"{median(a):.2f} / {median(b):.2f} s"
         ratios = [x / y for x, y in zip(a, b, strict=True)]
@@ -191,15 +191,17 @@ def first_step(folder: Path, options: argparse.Namespace) -> Iterator[str]:
 
 def loading(folder: Path, options: argparse.Namespace) -> Iterator[str]:
     batch, seq_len = 8, 2048
-    many = 16 if options.quick else 256  # batches in a turn
+    batches_per_turn = 16 if options.quick else 256  # batches in a turn
     floor = MemoryMap(folder / "shards", batch, seq_len)
     loader = iter(shuffled(folder / "shards", batch, seq_len))
 
-    def take(batches: Iterator[object]) -> Callable[[], None]:
-        return lambda: [None for _ in islice(batches, many)] and None
+    def read_batches(batches: Iterator[object]) -> Callable[[], None]:
+        return lambda: [None for _ in islice(batches, batches_per_turn)] and None
 
-    turns = take_turns(take(iter(floor) if options.aa else loader), take(iter(floor)), options.pairs, options.repeats)
-    speed = [batch * seq_len * many / turns.median(turns.cpu, who) / 1e6 for who in "AB"]
+    turns = take_turns(
+        read_batches(iter(floor) if options.aa else loader), read_batches(iter(floor)), options.pairs, options.repeats
+    )
+    speed = [batch * seq_len * batches_per_turn / turns.median(turns.cpu, side) / 1e6 for side in "AB"]
     note = f"{speed[0]:.0f} / {speed[1]:.0f} million tokens/s"
     ratios = turns.ratios(turns.cpu, "B", "A")
     yield row("3 loader / memory-map slice and copy, tokens/s", ratios, Goal(">=", 0.5).unless(options.aa), note)
@@ -211,7 +213,7 @@ def loading(folder: Path, options: argparse.Namespace) -> Iterator[str]:
         "model__tokenizer_path": ROOT / "tests/assets/tokenizer/tiktoken.model",
     }
     for name, more in (("prepared shards", {}), ("text, tokenized in the trainer", text)):
-        shares = [waiting(folder, options.quick, more) for _ in range(options.repeats)]
+        shares = [waiting_share(folder, options.quick, more) for _ in range(options.repeats)]
         yield row(f"3 share of a step spent waiting for {name}", shares, Goal("<=", 0.01), digits=4)
 
 
@@ -238,7 +240,7 @@ class MemoryMap:
             yield torch.from_numpy(tokens), torch.from_numpy(labels)
 
 
-def waiting(folder: Path, quick: bool, options: dict[str, object]) -> float:
+def waiting_share(folder: Path, quick: bool, options: dict[str, object]) -> float:
     """Of the debug job: its model on its own settings but one thread."""
     length = {"training__steps": 4 if quick else 20, "model__overrides": "{n_layers=1}" if quick else "{}"}
     settings = {"training__mixed_precision_param": "bfloat16", "metrics__log_freq": 1}

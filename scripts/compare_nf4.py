@@ -29,18 +29,18 @@ def weights() -> torch.Tensor:
     return (0.02 * sizes * torch.special.ndtri(spread).view(ROWS, COLUMNS)).float()
 
 
-def ours(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def our_quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [ROWS, COLUMNS], and the weights as they are computed with."""
     parts = NF4().quantize(weight.unflatten(1, (-1, 64)), weight.abs().amax(1))
     return codes_of(parts[0]), NF4().dequantize(*parts, dtype=torch.float32)
 
 
-def codes_of(both: torch.Tensor) -> torch.Tensor:
+def codes_of(packed: torch.Tensor) -> torch.Tensor:
     """uint8, two codes each, the first in the high bits."""
-    return torch.stack((both >> 4, both & 15), dim=-1).flatten(-2).long().view(ROWS, COLUMNS)
+    return torch.stack((packed >> 4, packed & 15), dim=-1).flatten(-2).long().view(ROWS, COLUMNS)
 
 
-def theirs(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def torchao_quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same of torchao, as it packs them, and its levels."""
     from torchao.quantization import to_nf4
 
@@ -53,16 +53,18 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="keep torchao's codes for the tests")
     options = parser.parse_args()
     weight = weights()
-    both, unpacked, levels = theirs(weight)
-    (mine, again), other = ours(weight), codes_of(both)
-    lost, lost_there = ((each - weight).norm() / weight.norm() for each in (again, unpacked))
-    apart = (mine - other).abs()
-    print(f"the same code: {(apart == 0).float().mean():.2%}, at most {apart.max()} apart")
-    print(f"lost of the weights' norm: {lost:.4%} here, {lost_there:.4%} there")
+    packed_codes, torchao_weights, levels = torchao_quantize(weight)
+    (our_codes, our_weights), torchao_codes = our_quantize(weight), codes_of(packed_codes)
+    our_error, torchao_error = (
+        (reconstructed - weight).norm() / weight.norm() for reconstructed in (our_weights, torchao_weights)
+    )
+    difference = (our_codes - torchao_codes).abs()
+    print(f"the same code: {(difference == 0).float().mean():.2%}, at most {difference.max()} apart")
+    print(f"lost of the weights' norm: {our_error:.4%} here, {torchao_error:.4%} there")
     if options.write:
-        kept = {"torchao": version("torchao"), "levels": levels.tolist(), "lost": lost_there.item()}
-        kept["codes"] = both.flatten().numpy().tobytes().hex()
-        FIXTURE.write_text(json.dumps(kept, indent=1) + "\n")
+        fixture = {"torchao": version("torchao"), "levels": levels.tolist(), "lost": torchao_error.item()}
+        fixture["codes"] = packed_codes.flatten().numpy().tobytes().hex()
+        FIXTURE.write_text(json.dumps(fixture, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def jobs(steps: int) -> dict[str, list[dict[str, object]]]:
     relora |= {"adapter.relora.every": third // 2, "adapter.relora.reset": "magnitude"}
     relora |= {"lr_scheduler.warmup_steps": steps // 30, "lr_scheduler.restart_warmup_steps": max(1, steps // 60)}
     low = f"rank = 32, update_gap = {steps // 6}, scale = 1.0"
-    others = {
+    other_optimizers = {
         "AdamW, 8 bits": ("AdamW8bit", "{}"),
         "GaLore": ("GaLore", f"{{{low}}}"),
         "GaLore, 8 bits": ("GaLore", f'{{{low}, inner = "adamw_8bit"}}'),
@@ -66,11 +66,11 @@ def jobs(steps: int) -> dict[str, list[dict[str, object]]]:
         ],
     } | {
         name: [full | {"training.steps": steps, "optimizer.name": kind, "optimizer.options": options}]
-        for name, (kind, options) in others.items()
+        for name, (kind, options) in other_optimizers.items()
     }
 
 
-def words(folder: Path, options: dict[str, object], start: Path | None) -> list[str]:
+def command_arguments(folder: Path, options: dict[str, object], start: Path | None) -> list[str]:
     """Of a job's command line."""
     settings = {
         "job.dump_folder": folder,
@@ -156,16 +156,16 @@ def main() -> None:
         curves[name], start = [], None
         for number, part in enumerate(parts):
             folder = (options.folder / f"{name.replace(', ', '_').replace(' ', '_')}_{number}").resolve()
-            command = [sys.executable, "-m", "torchtitan", "train", *words(folder, part, start)]
+            command = [sys.executable, "-m", "torchtitan", "train", *command_arguments(folder, part, start)]
             subprocess.run(command, cwd=ROOT, check=True)
             curves[name] += read_records(folder / "metrics.jsonl")
             start = folder
         states[name] = state_bytes(start)
-    print(made := table(curves, states))
+    print(rows := table(curves, states))
     draw(curves, PICTURE if options.write else options.folder / PICTURE.name)
     if options.write:
-        head, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{head}{BEGIN}\n{made}\n{END}{rest.partition(END)[2]}")
+        head, _, after = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(f"{head}{BEGIN}\n{rows}\n{END}{after.partition(END)[2]}")
     (options.folder / "curves.json").write_text(json.dumps(curves))
 
 

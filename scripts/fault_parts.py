@@ -317,8 +317,8 @@ def local_weight(trainer):
     """This rank's part of a weight that every token reads."""
     from torchtitan.core.initialization import local_part
 
-    named = dict(trainer.model.named_parameters())
-    return local_part(named["layers.0.attention.wq.weight"].detach())[0].view(-1)
+    parameters = dict(trainer.model.named_parameters())
+    return local_part(parameters["layers.0.attention.wq.weight"].detach())[0].view(-1)
 
 
 def nan_weight(trainer) -> None:

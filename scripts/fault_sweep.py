@@ -100,7 +100,7 @@ def draw(seed: random.Random) -> dict:
     return {"place": place, "rank": rank, "after": seed.random() < 0.5, "hit": 1 if seldom else seed.randint(1, 7)}
 
 
-def rank_main(kills: list[dict], argv: list[str]) -> None:
+def run_rank(kills: list[dict], argv: list[str]) -> None:
     """A rank's program: the trainer's, with a fault at this start's place."""
     import importlib
 
@@ -133,8 +133,8 @@ def rank_main(kills: list[dict], argv: list[str]) -> None:
 
 def run_job(folder: Path, options: dict, kills: list[dict]) -> int:
     """All ranks of a job under the launcher, in a process of its own; its exit code."""
-    words = [f"--{name}={value}" for name, value in (JOB | options | {"job.dump_folder": folder}).items()]
-    command = [sys.executable, __file__, "--launch", json.dumps(kills), *words]
+    arguments = [f"--{name}={value}" for name, value in (JOB | options | {"job.dump_folder": folder}).items()]
+    command = [sys.executable, __file__, "--launch", json.dumps(kills), *arguments]
     folder.mkdir(parents=True)
     with (folder / "log").open("w") as log:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder.parent / "tmp")}
@@ -157,18 +157,20 @@ def last_state(folder: Path, steps: int = STEPS) -> str:
     return digest.hexdigest()
 
 
-def left_behind(folder: Path, before: set[int], temporary: set[Path]) -> list[str]:
+def find_leftovers(folder: Path, before: set[int], temporary: set[Path]) -> list[str]:
     """Processes that were not there before and know the folder; temporary files but for those that any run leaves
     (torch's cache of compiled code); locks and unfinished checkpoints."""
-    found = [path.name for path in set((folder.parent / "tmp").iterdir()) - temporary]
+    leftovers = [path.name for path in set((folder.parent / "tmp").iterdir()) - temporary]
     for path in Path("/proc").iterdir():
         if path.name.isdigit() and int(path.name) not in before and start_of(int(path.name)) is not None:
             try:
                 if str(folder) in (path / "cmdline").read_text():
-                    found.append(f"process {path.name}")
+                    leftovers.append(f"process {path.name}")
             except OSError:
                 continue
-    return found + [path.name for path in folder.glob("run.lock*")] + [p.name for p in folder.glob("checkpoint/.tmp*")]
+    return (
+        leftovers + [path.name for path in folder.glob("run.lock*")] + [p.name for p in folder.glob("checkpoint/.tmp*")]
+    )
 
 
 def sweep(name: str, options: dict, kills: int, seed: random.Random, place: Path) -> bool:
@@ -183,18 +185,18 @@ def sweep(name: str, options: dict, kills: int, seed: random.Random, place: Path
         code = run_job(folder, options, plan)
         events = [row for row in read_records(folder / "metrics.jsonl") if row.get("event") == "restart"]
         lost = max((row["steps_lost"] for row in events), default=0)
-        left = left_behind(folder, before, temporary)
+        leftovers = find_leftovers(folder, before, temporary)
         log = (folder / "log").read_text()
         done = log.count("restart ")
         same = code == 0 and last_state(folder) == expected
         most = INTERVAL * (2 if "checkpoint.async_mode" in options else 1)
-        fine = same and lost <= most and not left and done == len(plan)
+        fine = same and lost <= most and not leftovers and done == len(plan)
         good &= fine
         seconds = time.monotonic() - started
         print(
             f"{name}, job {job}: {done} of {len(plan)} kills, exit code {code}, "
             f"{'the same bits' if same else 'OTHER BITS'}, at most {lost} steps again, left behind: "
-            f"{', '.join(left) or 'nothing'}; {seconds:.0f} s{'' if fine else '  <-- ' + json.dumps(plan)}",
+            f"{', '.join(leftovers) or 'nothing'}; {seconds:.0f} s{'' if fine else '  <-- ' + json.dumps(plan)}",
             flush=True,
         )
         if not fine:
@@ -205,7 +207,9 @@ def sweep(name: str, options: dict, kills: int, seed: random.Random, place: Path
 def run_case(case: Case, folder: Path) -> list[int]:
     """Run a case on machines that are forks of this process; the launchers' exit codes."""
     settings = JOB | SHORT | case.options | {"job.dump_folder": folder}
-    words = [f"--{name}={str(value).lower() if value in (True, False) else value}" for name, value in settings.items()]
+    arguments = [
+        f"--{name}={str(value).lower() if value in (True, False) else value}" for name, value in settings.items()
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -213,12 +217,12 @@ def run_case(case: Case, folder: Path) -> list[int]:
     launchers = []
     for machine in range(case.machines):
         if (pid := os.fork()) == 0:
-            be_launcher(case, machine, port, folder, words)
+            run_launcher(case, machine, port, folder, arguments)
         launchers.append(pid)
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in launchers]
 
 
-def be_launcher(case: Case, machine: int, port: int, folder: Path, words: list[str]) -> NoReturn:
+def run_launcher(case: Case, machine: int, port: int, folder: Path, arguments: list[str]) -> NoReturn:
     from tests.support.forked_job import fork_ranks
     from torchtitan.launcher import restarts
     from torchtitan.process.exit import exit_with
@@ -232,7 +236,7 @@ def be_launcher(case: Case, machine: int, port: int, folder: Path, words: list[s
         os.environ |= {"HEAD_ADDR": "127.0.0.1", "HEAD_PORT": str(port)}
     arm_starts(case.faults, folder)
     fork_ranks()
-    exit_with(lambda: launch.main([str(2 // case.machines), *words]))
+    exit_with(lambda: launch.main([str(2 // case.machines), *arguments]))
 
 
 def judge(case: Case, folder: Path, codes: list[int], expected: str) -> dict:
@@ -250,16 +254,16 @@ def judge(case: Case, folder: Path, codes: list[int], expected: str) -> dict:
         same = False
         log += f"not whole: {error}"
     restarts = log.count("restart ")
-    left = [path.name for path in [*folder.glob("run.lock*"), *folder.glob("checkpoint/.tmp*")]]
+    leftovers = [path.name for path in [*folder.glob("run.lock*"), *folder.glob("checkpoint/.tmp*")]]
     ended = set(codes[: case.machines]) == {case.exit_code} and set(codes[case.machines :]) <= {0}
-    good = same and ended and restarts == case.expected_restarts and not left and case.log in log
+    good = same and ended and restarts == case.expected_restarts and not leftovers and case.log in log
     return {
         "case": case.name,
         "faults": sum(map(len, case.faults)),
         "codes": codes,
         "same": same,
         "restarts": restarts,
-        "left": left,
+        "left": leftovers,
         "good": good,
         "log": "" if good else log[-3000:],
     }
@@ -319,7 +323,7 @@ def table(rows: list[dict]) -> str:
 def main() -> int:
     sys.path.insert(0, str(ROOT))  # for tests.support
     if sys.argv[1:2] == ["--rank"]:
-        rank_main(json.loads(sys.argv[2]), sys.argv[3:])
+        run_rank(json.loads(sys.argv[2]), sys.argv[3:])
     if sys.argv[1:2] == ["--launch"]:
         return launch_main(sys.argv[2], sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

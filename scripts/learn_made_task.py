@@ -59,10 +59,10 @@ plot = false
 
 def questions(asks: int) -> tuple[list[str], list[str], int]:
     """Those that are asked, those that are learned, and how many there are in all; the same ones every time."""
-    words = [letters for length in LENGTHS for letters in product(LETTERS, repeat=length)]
-    found = [" ".join([order, *letters]) for order in ORDERS for letters in words]
-    random.Random(0).shuffle(found)
-    return found[:asks], found[asks:][:LEARNED], len(found)
+    letter_groups = [letters for length in LENGTHS for letters in product(LETTERS, repeat=length)]
+    all_questions = [" ".join([order, *letters]) for order in ORDERS for letters in letter_groups]
+    random.Random(0).shuffle(all_questions)
+    return all_questions[:asks], all_questions[asks:][:LEARNED], len(all_questions)
 
 
 def answer(question: str) -> str:
@@ -70,38 +70,44 @@ def answer(question: str) -> str:
     return " ".join(letters[:: ORDERS[order]])
 
 
-def write_job(folder: Path, learned: list[str], ranks: int, steps: int) -> Path:
+def write_job(folder: Path, training_questions: list[str], ranks: int, steps: int) -> Path:
     """With its records. A step has the same 8 samples on one rank as on two."""
-    rows = [{"messages": [said("user", text), said("assistant", answer(text))]} for text in learned]
+    rows = [{"messages": [turn("user", text), turn("assistant", answer(text))]} for text in training_questions]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "job.toml").write_text(JOB.format(folder=folder, samples=8 // ranks, steps=steps))
     return folder / "job.toml"
 
 
-def said(role: str, content: str) -> dict[str, str]:
+def turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def share_answered(checkpoint: Path, asked: list[str]) -> float:
+def share_answered(checkpoint: Path, test_questions: list[str]) -> float:
     """By the command that a user would give."""
     command = [sys.executable, "-m", "torchtitan", "chat", checkpoint, "--apart", "--max_new_tokens=12"]
-    done = subprocess.run(command, cwd=ROOT, input="\n".join(asked), stdout=subprocess.PIPE, text=True, check=True)
-    told = done.stdout.split("\n")[:-1]
-    if len(told) != len(asked):  # a young model writes lines of its own, and whose they are is not to be seen
+    done = subprocess.run(
+        command, cwd=ROOT, input="\n".join(test_questions), stdout=subprocess.PIPE, text=True, check=True
+    )
+    answers = done.stdout.split("\n")[:-1]
+    if len(answers) != len(
+        test_questions
+    ):  # a young model writes lines of its own, and whose they are is not to be seen
         return 0.0
-    return sum(answer(question) == each for question, each in zip(asked, told, strict=True)) / len(asked)
+    return sum(
+        answer(question) == given_answer for question, given_answer in zip(test_questions, answers, strict=True)
+    ) / len(test_questions)
 
 
 def learn(folder: Path, ranks: int, steps: int, quick: bool) -> None:
     asks, asked_of, sizes = (2, (steps,), TINY) if quick else (200, (1, steps), ())
-    asked, learned, of = questions(asks)
-    job = write_job(folder, learned, ranks, steps)
+    test_questions, training_questions, total = questions(asks)
+    job = write_job(folder, training_questions, ranks, steps)
     began = time.perf_counter()
     subprocess.run([sys.executable, "-m", "torchtitan.launch", str(ranks), job, *sizes], cwd=ROOT, check=True)
     seconds = time.perf_counter() - began
-    print(f"{len(learned):,} of {of:,} questions shown, {steps} steps, ranks: {ranks}, {seconds:.0f} s")
+    print(f"{len(training_questions):,} of {total:,} questions shown, {steps} steps, ranks: {ranks}, {seconds:.0f} s")
     for step in asked_of:
-        share = share_answered(folder / f"run/checkpoint/step-{step:08d}", asked)
+        share = share_answered(folder / f"run/checkpoint/step-{step:08d}", test_questions)
         print(f"step {step}: {share:.0%} of {asks} others answered", flush=True)
 
 

@@ -299,10 +299,13 @@ def adapters() -> list[Combination]:
 
 def in_part() -> list[Combination]:
     """Some of the model's own parameters: some of each module, and of a pipeline's stages some without any."""
-    some, last = (dict(adapter=name, microbatch_size=1) for name in ("unfrozen", "unfrozen, last"))
-    rows = [Combination(**LAYOUTS["FSDP 2"], **each, recompute="full") for each in (some, last)]
-    rows += [Combination(**COMPOSED["TP 2"], **some), Combination(**COMPOSED["TP 2"], **last, sequence_parallel=False)]
-    rows += [Combination(**COMPOSED["PP 2"], **some, schedule=schedule) for schedule in ("1F1B", "ZBVZeroBubble")]
+    first_part, last = (dict(adapter=name, microbatch_size=1) for name in ("unfrozen", "unfrozen, last"))
+    rows = [Combination(**LAYOUTS["FSDP 2"], **row_options, recompute="full") for row_options in (first_part, last)]
+    rows += [
+        Combination(**COMPOSED["TP 2"], **first_part),
+        Combination(**COMPOSED["TP 2"], **last, sequence_parallel=False),
+    ]
+    rows += [Combination(**COMPOSED["PP 2"], **first_part, schedule=schedule) for schedule in ("1F1B", "ZBVZeroBubble")]
     rows += [Combination(**COMPOSED["PP 2"], **last)]
     return rows
 
@@ -358,19 +361,19 @@ def low_rank() -> list[Combination]:
 
 def trained_scale() -> list[Combination]:
     """A number of each linear, of which tensor-parallel ranks have parts of the gradient."""
-    learned = dict(adapter="lora, tanh(s)", microbatch_size=1)
-    rows = [Combination(**LAYOUTS[name], **learned) for name in ("FSDP 2", "DDP 2")]
-    rows += [Combination(**COMPOSED[name], **learned) for name in ("TP 2", "PP 2")]
-    rows += [Combination(**COMPOSED["TP 2"], **learned, sequence_parallel=False, recompute="full", compile="block")]
+    options = dict(adapter="lora, tanh(s)", microbatch_size=1)
+    rows = [Combination(**LAYOUTS[name], **options) for name in ("FSDP 2", "DDP 2")]
+    rows += [Combination(**COMPOSED[name], **options) for name in ("TP 2", "PP 2")]
+    rows += [Combination(**COMPOSED["TP 2"], **options, sequence_parallel=False, recompute="full", compile="block")]
     return rows
 
 
 def factors_alone() -> list[Combination]:
     """Linears without the matrices that A and B stand beside."""
-    alone = dict(adapter="lora only", microbatch_size=1)
-    rows = [Combination(**LAYOUTS[name], **alone) for name in ("one rank", "FSDP 2", "DDP 2")]
-    rows += [Combination(**COMPOSED[name], **alone) for name in ("TP 2", "CP 2", "PP 2")]
-    rows += [Combination(**COMPOSED["TP 2"], **alone, model="deepseek", sequence_parallel=False, recompute="op")]
+    options = dict(adapter="lora only", microbatch_size=1)
+    rows = [Combination(**LAYOUTS[name], **options) for name in ("one rank", "FSDP 2", "DDP 2")]
+    rows += [Combination(**COMPOSED[name], **options) for name in ("TP 2", "CP 2", "PP 2")]
+    rows += [Combination(**COMPOSED["TP 2"], **options, model="deepseek", sequence_parallel=False, recompute="op")]
     rows += [Combination(**LAYOUTS["FSDP 2"], adapter="lora only", precision="bfloat16", recompute="full")]
     rows += [Combination(ranks=1, adapter="lora only", compile="block")]
     return rows
@@ -445,9 +448,9 @@ def remembering_beside() -> list[Combination]:
     """
     rows, exact = [], dict(accumulation=4, microbatch_size=1)
     layouts = [LAYOUTS["FSDP 2"], COMPOSED["TP 2"]]
-    for beside in ("dora", "qlora", "lora_int8"):  # packs of 4 bits are cut between blocks of 16 inputs
-        model = "mistral" if beside == "qlora" else "llama3"
-        rows += [Combination(**layout, **exact, adapter=f"neurocache, {beside}", model=model) for layout in layouts]
+    for kind in ("dora", "qlora", "lora_int8"):  # packs of 4 bits are cut between blocks of 16 inputs
+        model = "mistral" if kind == "qlora" else "llama3"
+        rows += [Combination(**layout, **exact, adapter=f"neurocache, {kind}", model=model) for layout in layouts]
     rows += [Combination(**layout, **exact, adapter="neurocache") for layout in layouts]
     narrow = dict(accumulation=4, precision="bfloat16", adapter="neurocache, all found")
     rows += [Combination(**layout, **narrow) for layout in layouts]
@@ -527,18 +530,18 @@ def gpt2() -> list[Combination]:
 
 def roberta() -> list[Combination]:
     """Words that are hidden, told by what stands on both sides of them, and classes of samples, of GPT-2 too."""
-    words, exact = dict(model="roberta", task="masked_lm"), dict(microbatch_size=1, document_mask=True)
+    options, exact = dict(model="roberta", task="masked_lm"), dict(microbatch_size=1, document_mask=True)
     rows = [
-        Combination(ranks=2, cp=2, method=method, balance=b, **words, **exact)
+        Combination(ranks=2, cp=2, method=method, balance=b, **options, **exact)
         for method in METHODS
         for b in (True, False)
     ]
-    rows += [Combination(**COMPOSED[name], **words, **exact) for name in ("TP 2", "PP 2", "PP 2 x CP 2")]
-    rows += [Combination(**COMPOSED["FSDP 2 x TP 2"], **words, **exact, loss_chunks=2)]
-    rows += [Combination(**words, compile="block"), Combination(**words, precision="bfloat16", recompute="op")]
-    rows += [Combination(**LAYOUTS[name], **words, accumulation=2, recompute="full") for name in ("FSDP 2", "DDP 2")]
-    rows += [Combination(**COMPOSED["TP 2"], **words, sequence_parallel=False, compile="block")]
-    rows += [Combination(**layout, **words, adapter="lora") for layout in (LAYOUTS["FSDP 2"], COMPOSED["TP 2"])]
+    rows += [Combination(**COMPOSED[name], **options, **exact) for name in ("TP 2", "PP 2", "PP 2 x CP 2")]
+    rows += [Combination(**COMPOSED["FSDP 2 x TP 2"], **options, **exact, loss_chunks=2)]
+    rows += [Combination(**options, compile="block"), Combination(**options, precision="bfloat16", recompute="op")]
+    rows += [Combination(**LAYOUTS[name], **options, accumulation=2, recompute="full") for name in ("FSDP 2", "DDP 2")]
+    rows += [Combination(**COMPOSED["TP 2"], **options, sequence_parallel=False, compile="block")]
+    rows += [Combination(**layout, **options, adapter="lora") for layout in (LAYOUTS["FSDP 2"], COMPOSED["TP 2"])]
     classes = dict(model="roberta", task="seq_cls", microbatch_size=1, loss_chunks=2)
     rows += [Combination(**classes), Combination(**LAYOUTS["FSDP 2"], **classes, accumulation=2)]
     rows += [
@@ -586,12 +589,12 @@ def packed_with_options() -> list[Combination]:
     """What A reads is dropped, and how strong they are is learned, beside packed matrices as beside plain ones."""
     rows = []
     for kind in ("qlora", "lora_int8"):
-        drops, learned = (dict(adapter=kind + option, microbatch_size=1) for option in ("_dropout", ", tanh(s)"))
+        drops, scaled = (dict(adapter=kind + option, microbatch_size=1) for option in ("_dropout", ", tanh(s)"))
         rows += [Combination(**LAYOUTS["FSDP 2"], **drops, recompute="op", accumulation=2)]
         rows += [Combination(**COMPOSED["TP 2"], **drops, model="qwen3_moe")]
         rows += [Combination(**COMPOSED["PP 2"], **drops, schedule="ZBVZeroBubble")]
-        rows += [Combination(**LAYOUTS["FSDP 2"], **learned), Combination(**COMPOSED["PP 2"], **learned)]
-        rows += [Combination(**COMPOSED["TP 2"], **learned, model="qwen3_moe", sequence_parallel=False)]
+        rows += [Combination(**LAYOUTS["FSDP 2"], **scaled), Combination(**COMPOSED["PP 2"], **scaled)]
+        rows += [Combination(**COMPOSED["TP 2"], **scaled, model="qwen3_moe", sequence_parallel=False)]
     return rows
 
 

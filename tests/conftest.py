@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.leftovers import taken_away
+from tests.support.leftovers import restore_after_test
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -36,7 +36,7 @@ def messages_in_one_piece(nothing_left_by_a_test: None, monkeypatch: pytest.Monk
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_left_by_a_module() -> Iterator[None]:
-    with taken_away():
+    with restore_after_test():
         yield
 
 
@@ -44,7 +44,7 @@ def nothing_left_by_a_module() -> Iterator[None]:
 def nothing_left_by_a_test(nothing_left_by_a_module: None) -> Iterator[None]:
     """What fixtures of its module have made stays as long as they do. This comes ahead of monkeypatch, so that what
     a test has replaced is put back when it is looked what it has left."""
-    with taken_away():
+    with restore_after_test():
         yield
 
 

@@ -29,39 +29,39 @@ EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
 SCALES = f"{EXPERT}_scale_inv"
 
 
-def quantized(weight, block):
+def quantize(weight, block):
     """8 bits, scales, and the product of the two block by block."""
     rows, columns = block
-    bits, back = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
+    codes, dequantized = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
     scales = torch.empty(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
-            place = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
-            scales[i, j] = weight[place].abs().max() / 448
-            bits[place] = (weight[place] / scales[i, j]).to(torch.float8_e4m3fn)
-            back[place] = bits[place].float() * scales[i, j]
-    return bits, scales, back
+            block_slice = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+            scales[i, j] = weight[block_slice].abs().max() / 448
+            codes[block_slice] = (weight[block_slice] / scales[i, j]).to(torch.float8_e4m3fn)
+            dequantized[block_slice] = codes[block_slice].float() * scales[i, j]
+    return codes, scales, dequantized
 
 
 def config_of(block, **change):
     return {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)} | change}
 
 
-def stored(case, block):
+def folder_tensors(case, block):
     """A folder's tensors, and what they are as the model's."""
     family, args, hf = FAMILIES[case]
     tensors, expected = {}, {}
     for name, weight in hf.to_hf(build(family, args).state_dict(), args).items():
         tensors[name] = expected[name] = weight
         if weight.dim() == 2 and not any(part in name for part in IN_16_BITS):
-            tensors[name], tensors[f"{name}_scale_inv"], expected[name] = quantized(weight, block)
+            tensors[name], tensors[f"{name}_scale_inv"], expected[name] = quantize(weight, block)
     return tensors, hf.from_hf(expected, args)
 
 
 @pytest.mark.parametrize("case, block", [("wide", (128, 128)), ("v3", (7, 10)), ("v3", (100, 100)), ("qwen", (7, 10))])
-def test_a_folder_in_8_bits_is_read_exactly(case, block, tmp_path):
+def test_an_fp8_folder_is_dequantized_exactly(case, block, tmp_path):
     family, args, hf = FAMILIES[case]
-    tensors, expected = stored(case, block)
+    tensors, expected = folder_tensors(case, block)
     assert sum(value.dtype == torch.float8_e4m3fn for value in tensors.values()) > 20
     write_folder(tmp_path, tensors, args, hf, config=config_of(block))
     model = build(family, args, seed=1)
@@ -69,7 +69,7 @@ def test_a_folder_in_8_bits_is_read_exactly(case, block, tmp_path):
     assert same(model.state_dict(), expected)
 
 
-def sharded(folder, case, dim):
+def load_sharded(folder, case, dim):
     """Over two ranks by rows or by columns; vectors and experts by rows."""
     family, args, hf = FAMILIES[case]
     model = build(family, args, seed=1)
@@ -80,15 +80,15 @@ def sharded(folder, case, dim):
 
 
 @pytest.mark.parametrize("case, block, dim", [("wide", (128, 128), 0), ("v3", (7, 10), 1), ("qwen", (7, 10), 0)])
-def test_each_rank_reads_its_part(case, block, dim, tmp_path):
+def test_each_rank_loads_its_shard(case, block, dim, tmp_path):
     _, args, hf = FAMILIES[case]
-    tensors, expected = stored(case, block)
+    tensors, expected = folder_tensors(case, block)
     write_folder(tmp_path, tensors, args, hf, config=config_of(block))
-    for state in run_ranks(2, sharded, str(tmp_path), case, dim):
+    for state in run_ranks(2, load_sharded, str(tmp_path), case, dim):
         assert same(state, expected)
 
 
-class Recorded:
+class RecordingTensor:
     def __init__(self, tensor):
         self.tensor, self.read = tensor, []
 
@@ -97,9 +97,9 @@ class Recorded:
         return self.tensor[spans]
 
 
-def test_only_the_blocks_of_a_part_are_read():
-    bits, scales, back = quantized(torch.randn(200, 300, generator=torch.Generator().manual_seed(0)), (16, 24))
-    weight, numbers = Recorded(bits), Recorded(scales)
+def test_only_the_blocks_of_a_slice_are_read():
+    bits, scales, back = quantize(torch.randn(200, 300, generator=torch.Generator().manual_seed(0)), (16, 24))
+    weight, numbers = RecordingTensor(bits), RecordingTensor(scales)
     part = Dequantized(weight, numbers, (16, 24))[100:112, 48:299]
     assert torch.equal(part, back[100:112, 48:299])
     assert weight.read == [((100, 112), (48, 299))]
@@ -107,9 +107,9 @@ def test_only_the_blocks_of_a_part_are_read():
 
 
 @pytest.mark.parametrize("block", [(100, 10**12), (10**30, 10**30)])
-def test_blocks_larger_than_their_matrices_are_read(block, tmp_path):
+def test_blocks_larger_than_their_matrices_load(block, tmp_path):
     """A size is a file's word: as much as a matrix is made of it, and no more."""
-    tensors, expected = stored("v3", (100, 100))
+    tensors, expected = folder_tensors("v3", (100, 100))
     write_folder(tmp_path, tensors, TINY, HF, config=config_of(block))
     model = build(Deepseek, TINY, seed=1)
     HF.load_hf(tmp_path, model, TINY)
@@ -126,15 +126,17 @@ def split_experts(folder, dim):
 
 
 @pytest.mark.parametrize("dim", [1, 2])
-def test_experts_are_split_within_their_matrices_too(dim, tmp_path):
-    tensors, expected = stored("wide", (128, 128))
+def test_experts_load_sharded_within_their_matrices(dim, tmp_path):
+    tensors, expected = folder_tensors("wide", (128, 128))
     write_folder(tmp_path, tensors, WIDE, HF, config=config_of((128, 128)))
     for state in run_ranks(2, split_experts, str(tmp_path), dim):
         assert all(torch.equal(value, expected[name]) for name, value in state.items())
 
 
-def refused(folder, message, change=None, config=None):
-    tensors = {n: value for n, value in (stored("v3", (7, 10))[0] | (change or {})).items() if value is not None}
+def assert_refused(folder, message, change=None, config=None):
+    tensors = {
+        n: value for n, value in (folder_tensors("v3", (7, 10))[0] | (change or {})).items() if value is not None
+    }
     write_folder(folder, tensors, TINY, HF, config=config_of((7, 10)) if config is None else config)
     refuse_folder(Deepseek, TINY, HF, folder, message)
 
@@ -154,8 +156,8 @@ def refused(folder, message, change=None, config=None):
         ({SCALES.replace("3", "8"): torch.ones(3, 4)}, "experts.8.up_proj.weight_scale_inv is not part of the model"),
     ],
 )
-def test_scales_that_do_not_fit_are_named(change, message, tmp_path):
-    refused(tmp_path, message, change)
+def test_scales_that_do_not_fit_are_reported(change, message, tmp_path):
+    assert_refused(tmp_path, message, change)
 
 
 @pytest.mark.parametrize(
@@ -175,17 +177,17 @@ def test_scales_that_do_not_fit_are_named(change, message, tmp_path):
     ],
 )
 def test_another_quantization_is_refused(config, message, tmp_path):
-    refused(tmp_path, message, config=config)
+    assert_refused(tmp_path, message, config=config)
 
 
-def test_matrices_in_8_bits_need_a_config_that_says_so(tmp_path):
-    tensors = {n: value for n, value in stored("v3", (7, 10))[0].items() if not n.endswith("_scale_inv")}
+def test_fp8_matrices_need_a_quantization_config(tmp_path):
+    tensors = {n: value for n, value in folder_tensors("v3", (7, 10))[0].items() if not n.endswith("_scale_inv")}
     write_folder(tmp_path, tensors, TINY, HF)
     message = "is stored as F8_E4M3; readable are BF16, F16, F32, F64, and F8_E4M3 for matrices if config.json has a"
     refuse_folder(Deepseek, TINY, HF, tmp_path, message)
 
 
-def test_the_published_config_is_understood():
+def test_the_published_quantization_config_is_read():
     published = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
     assert block_of({"quantization_config": published}) == (128, 128)
     assert block_of({}) is None

@@ -82,17 +82,17 @@ TORCH_FREE = (
 )
 
 
-def imports(path: Path) -> list[tuple[ast.AST, str]]:
+def imports_of(path: Path) -> list[tuple[ast.AST, str]]:
     """(where, room) of every import of the package's own modules."""
-    found = []
+    rooms = []
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        found += [(node, room_of(name.split(".")[1:])) for name in names if name.startswith("torchtitan.")]
-    return found
+        rooms += [(node, room_of(name.split(".")[1:])) for name in names if name.startswith("torchtitan.")]
+    return rooms
 
 
 def room_of(names: Sequence[str]) -> str:
@@ -100,7 +100,7 @@ def room_of(names: Sequence[str]) -> str:
     return names[0]
 
 
-def names_of(path: Path) -> tuple[str, ...]:
+def names_below_package(path: Path) -> tuple[str, ...]:
     """The module's names below the package; of a folder's own file, the folder's."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts
@@ -116,18 +116,18 @@ def test_imports_follow_the_table_of_rooms():
     offenders = [
         f"{path.relative_to(PACKAGE)}:{node.lineno} imports {room}"
         for path in FILES
-        for node, room in imports(path)
-        if room not in ROOMS[room_of(names_of(path))] | {room_of(names_of(path))}
+        for node, room in imports_of(path)
+        if room not in ROOMS[room_of(names_below_package(path))] | {room_of(names_below_package(path))}
     ]
     assert not offenders, "imports go downwards only; what a room may import stands in ROOMS"
 
 
-def test_the_table_of_rooms_is_exact_and_goes_downwards():
-    rooms = {room_of(names_of(path)) for path in FILES}
+def test_the_table_of_rooms_is_exact_and_ordered():
+    rooms = {room_of(names_below_package(path)) for path in FILES}
     assert rooms == set(ROOMS)
     used = {room: set() for room in ROOMS}
     for path in FILES:
-        used[room_of(names_of(path))] |= {room for _, room in imports(path)}
+        used[room_of(names_below_package(path))] |= {room for _, room in imports_of(path)}
     unused = {room: allowed - used[room] for room, allowed in ROOMS.items() if allowed - used[room]}
     assert not unused, "take out of ROOMS what is no longer imported"
     order = list(ROOMS)
@@ -135,9 +135,9 @@ def test_the_table_of_rooms_is_exact_and_goes_downwards():
     assert not {room: names for room, names in upward.items() if names}
 
 
-def test_no_circle_of_imports():
+def test_no_circular_imports():
     """File by file: what a module imports at its top has never imported that module in turn."""
-    modules = {".".join(("torchtitan", *names_of(path))): path for path in FILES}
+    modules = {".".join(("torchtitan", *names_below_package(path))): path for path in FILES}
     arrows = {}
     for name, path in modules.items():
         below = set()
@@ -147,8 +147,8 @@ def test_no_circle_of_imports():
                     inner = f"{node.module}.{alias.name}"
                     below.add(inner if inner in modules else node.module)
         arrows[name] = below
-    while leaves := [name for name, below in arrows.items() if not below & arrows.keys()]:
-        for name in leaves:
+    while independent := [name for name, below in arrows.items() if not below & arrows.keys()]:
+        for name in independent:
             del arrows[name]
     assert not arrows
 
@@ -196,8 +196,8 @@ FORBIDDEN = (
 UNSAFE_CALLS = ("eval", "exec", "pickle.load", "pickle.loads", "torch.load")
 
 
-def test_nothing_that_is_read_is_executed():
-    texts = [f"{name}: {word}" for name, text, _ in SOURCES for word in FORBIDDEN if word in text]
+def test_no_code_from_files_is_executed():
+    texts = [f"{name}: {pattern}" for name, text, _ in SOURCES for pattern in FORBIDDEN if pattern in text]
     calls = [
         f"{name}:{node.lineno} {called}"
         for name, _, tree in SOURCES
@@ -238,13 +238,13 @@ OF_THE_CLASS = ("__init__", "__call__", "forward", "backward")
 CLASSES = [node for _, _, tree in SOURCES for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
 
 
-def says_shapes(node: ast.AST) -> bool:
+def names_shapes(node: ast.AST) -> bool:
     return bool(SHAPE.search(ast.get_docstring(node) or ""))
 
 
-def takes_or_gives_tensors(function: Function) -> bool:
-    given = function.args
-    arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+def has_tensor_arguments(function: Function) -> bool:
+    signature = function.args
+    arguments = [*signature.posonlyargs, *signature.args, *signature.kwonlyargs, signature.vararg, signature.kwarg]
     annotations = [function.returns, *(argument.annotation for argument in arguments if argument is not None)]
     texts = [BY_NAME.sub("", ast.unparse(annotation)) for annotation in annotations if annotation is not None]
     return any(re.search(r"\bTensor\b", text) for text in texts)
@@ -269,13 +269,13 @@ def is_protocol(owner: ast.ClassDef) -> bool:
     return any(ast.unparse(base) == "Protocol" for base in owner.bases)
 
 
-def is_said(owner: ast.ClassDef | None, function: Function) -> bool:
+def has_documented_shapes(owner: ast.ClassDef | None, function: Function) -> bool:
     """By the function, by its class, or by an interface that it only carries out: whose words it need not repeat."""
-    if says_shapes(function) or owner is None:
-        return says_shapes(function)
-    for each in (owner, *interfaces(owner)):
-        own = methods(each).get(function.name)
-        if (own is not None and says_shapes(own)) or (function.name in OF_THE_CLASS and says_shapes(each)):
+    if names_shapes(function) or owner is None:
+        return names_shapes(function)
+    for interface in (owner, *interfaces(owner)):
+        method = methods(interface).get(function.name)
+        if (method is not None and names_shapes(method)) or (function.name in OF_THE_CLASS and names_shapes(interface)):
             return True
     return False
 
@@ -288,17 +288,17 @@ def public_functions(tree: ast.Module) -> Iterator[tuple[ast.ClassDef | None, Fu
                 yield owner, node
 
 
-def test_whoever_takes_or_gives_tensors_says_their_shapes():
+def test_docstrings_name_the_shapes_of_tensors():
     silent = [
         f"{name}:{function.lineno} {function.name}"
         for name, _, tree in SOURCES
         for owner, function in public_functions(tree)
-        if takes_or_gives_tensors(function) and not is_said(owner, function)
+        if has_tensor_arguments(function) and not has_documented_shapes(owner, function)
     ]
     assert not silent, "say the tensors' shapes in the docstring, as [B, S, D], or that it is any shape"
 
 
-def test_the_rule_knows_words_from_silence(monkeypatch):
+def test_the_rule_on_shapes_finds_missing_ones(monkeypatch):
     """A shape said here, by the class, by an interface, by nobody."""
     tree = ast.parse("""
 def said(x: torch.Tensor): "[B, S]"
@@ -316,5 +316,7 @@ class Longer(Kept):
     def further(self, x: torch.Tensor): ...
 """)
     monkeypatch.setitem(globals(), "CLASSES", [node for node in tree.body if isinstance(node, ast.ClassDef)])
-    functions = [f for owner, f in public_functions(tree) if takes_or_gives_tensors(f) and not is_said(owner, f)]
+    functions = [
+        f for owner, f in public_functions(tree) if has_tensor_arguments(f) and not has_documented_shapes(owner, f)
+    ]
     assert [function.name for function in functions] == ["silent", "other", "further"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.tiny_moe import ARGS, made, tokens
+from tests.support.tiny_moe import ARGS, build_moe, tokens
 from torchtitan.core.errors import JobError
 from torchtitan.models.moe import experts as products
 from torchtitan.models.moe.experts import Experts, grouped_mm
@@ -89,7 +89,7 @@ def test_alignment_decides_as_torch_does():
 
 def test_gradients_of_the_layers_own_functions():
     layer, x = (
-        made(dataclasses.replace(ARGS, n_shared_experts=1), dtype=torch.float64),
+        build_moe(dataclasses.replace(ARGS, n_shared_experts=1), dtype=torch.float64),
         tokens(1, 3, dtype=torch.float64),
     )
     x = x.requires_grad_()
@@ -114,7 +114,7 @@ def test_shapes_are_known_without_values():
 
 
 def test_autocast_computes_experts_in_its_type():
-    layer = made(ARGS)
+    layer = build_moe(ARGS)
     with torch.autocast("cpu", torch.bfloat16):
         x = tokens().to(torch.bfloat16).requires_grad_()
         y = layer(x)
@@ -174,7 +174,7 @@ ROUTINGS = {
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_equal_to_the_formula(routing):
     args = dataclasses.replace(ARGS, **ROUTINGS[routing])
-    layer, x = made(args, dtype=torch.float64), tokens(dtype=torch.float64).requires_grad_()
+    layer, x = build_moe(args, dtype=torch.float64), tokens(dtype=torch.float64).requires_grad_()
     if args.expert_bias:
         layer.router.expert_bias.copy_(torch.linspace(-0.2, 0.2, 8))
     weight = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -199,7 +199,7 @@ def test_rows_of_an_expert_stay_in_the_order_of_the_tokens():
 
 
 def test_all_tokens_to_one_expert():
-    layer, x = made(dataclasses.replace(ARGS, top_k=1)), tokens()
+    layer, x = build_moe(dataclasses.replace(ARGS, top_k=1)), tokens()
     with torch.no_grad():
         layer.router.gate.weight.zero_()
         layer.router.gate.weight[5] = 10
@@ -213,7 +213,7 @@ def test_all_tokens_to_one_expert():
 
 def test_a_bias_chooses_but_does_not_weigh():
     args = dataclasses.replace(ARGS, expert_bias=True, top_k=1)
-    router, x = made(args).router, tokens()
+    router, x = build_moe(args).router, tokens()
     before, _ = router(x)
     router.expert_bias[3] = 2  # scores are below 1
     ids, weights = router(x)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from tests.support.tiny_moe import ARGS, made, tokens
+from tests.support.tiny_moe import ARGS, build_moe, tokens
 from torchtitan.core.initialization import clean_name, initialize
 from torchtitan.models.deepseek import DEEPSEEK
 from torchtitan.models.deepseek.model import Deepseek
@@ -98,7 +98,7 @@ def test_nothing_is_counted_in_evaluation_nor_for_experts_that_were_chosen_befor
     model(token_ids())
     layers, load = balance.take_load(model)
     assert layers == ["layers.1", "layers.2"] and not load.any()
-    router, x = made(ARGS).router, tokens()
+    router, x = build_moe(ARGS).router, tokens()
     ids, weights = router(x)
     assert router.load.sum() == 60
     same_ids, same_weights = router(x, ids)
@@ -165,7 +165,7 @@ def test_the_auxiliary_loss_is_that_of_the_papers():
     """alpha sum_e f_e P_e of each sequence, averaged over tokens, with the gradient that autograd finds."""
     for score in ("softmax", "sigmoid"):
         args = dataclasses.replace(ARGS, score=score, aux_loss_weight=0.3)
-        router, x = made(args, dtype=torch.float64).router, tokens(4, 10, dtype=torch.float64).requires_grad_()
+        router, x = build_moe(args, dtype=torch.float64).router, tokens(4, 10, dtype=torch.float64).requires_grad_()
         valid = 40  # tokens of the world
         router.aux_scale = torch.tensor(1 / valid)
         ids, weights = router(x)
@@ -187,7 +187,7 @@ def test_the_auxiliary_loss_does_not_depend_on_microbatches_or_the_ranks_of_a_se
     args = dataclasses.replace(ARGS, score="sigmoid", aux_loss_weight=0.3)
 
     def gradient(pieces, counts=None):
-        router = made(args, dtype=torch.float64).router
+        router = build_moe(args, dtype=torch.float64).router
         router.aux_scale = torch.tensor(1 / 40)
         if counts is not None:
             balance.set_sequence_sum(nn.ModuleDict({"moe": nn.ModuleDict({"router": router})}), lambda local: counts)
@@ -202,7 +202,7 @@ def test_the_auxiliary_loss_does_not_depend_on_microbatches_or_the_ranks_of_a_se
     torch.testing.assert_close(parts, full_batch)
     torch.testing.assert_close(sum_of_losses, loss)
     # two ranks with half of the tokens of each sequence, which know the counts of all
-    router = made(args, dtype=torch.float64).router
+    router = build_moe(args, dtype=torch.float64).router
     router.aux_scale = torch.tensor(0.0)
     ids, _ = router(x)
     counts = F.one_hot(ids.view(4, 30), 8).sum(1)
@@ -212,7 +212,7 @@ def test_the_auxiliary_loss_does_not_depend_on_microbatches_or_the_ranks_of_a_se
 
 
 def test_the_auxiliary_loss_needs_its_scale():
-    layer = made(dataclasses.replace(ARGS, aux_loss_weight=0.1))
+    layer = build_moe(dataclasses.replace(ARGS, aux_loss_weight=0.1))
     with pytest.raises(AssertionError, match="set_aux_loss_scale"):
         layer(tokens())
     layer.eval()(tokens())

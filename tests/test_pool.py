@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.support import shared_meshes
 from tests.support.jobs import ROOT
-from tests.support.leftovers import taken_away
+from tests.support.leftovers import restore_after_test
 from tests.support.pool import RankCrashed, RankFailed, run_alone, run_ranks, run_script
 from tests.test_launcher import has_ended
 from torchtitan.checkpoint.agreement import Peers
@@ -61,7 +61,7 @@ def world_inside_and_afterwards() -> tuple[bool, list[str], bool]:
     os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
     os.environ |= {"CHANGED": "a", "REMOVED": "a"}
     environment = dict(os.environ)
-    with taken_away():
+    with restore_after_test():
         distributed.init(Ranks(), timeout_seconds=10)
         os.environ["CHANGED"] = "b"
         del os.environ["REMOVED"]

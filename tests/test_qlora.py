@@ -67,7 +67,7 @@ def test_codes_differ_from_torchaos_in_few_places():
     recorded = json.loads(compare_nf4.FIXTURE.read_text())
     assert torch.tensor(recorded["levels"]).allclose(torch.tensor(LEVELS), rtol=0, atol=5.1e-5)
     weight = compare_nf4.weights()
-    our_codes, unpacked = compare_nf4.ours(weight)
+    our_codes, unpacked = compare_nf4.our_quantize(weight)
     torchao_codes = compare_nf4.codes_of(torch.tensor(list(bytes.fromhex(recorded["codes"])), dtype=torch.uint8))
     distance = (our_codes - torchao_codes).abs()
     assert distance.max() == 1 and (distance > 0).float().mean() < 0.004

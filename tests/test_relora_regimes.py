@@ -76,7 +76,7 @@ def test_the_jobs_of_the_documented_comparison_are_valid(tmp_path, steps):
     for name, parts in compare_relora.jobs(steps).items():
         start = None
         for part in parts:
-            faults = check(manager.load(compare_relora.words(tmp_path / "run", part, start)), 1, "cpu")
+            faults = check(manager.load(compare_relora.command_arguments(tmp_path / "run", part, start)), 1, "cpu")
             assert {fault.key for fault in faults} <= {"checkpoint.initial_load_path"}, name  # an earlier job writes it
             start = tmp_path / "first"
         assert part["training.steps"] == steps

@@ -204,12 +204,12 @@ TRAINING = [
 
 @pytest.mark.parametrize("case", [*NAMES, *MODEL, *TRAINING], ids=name)
 def test_bad_jobs(case):
-    words, *expected = case
-    assert lines(*words, ranks=2) == expected
+    arguments, *expected = case
+    assert lines(*arguments, ranks=2) == expected
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["--training.global_batch_size=64"],
         ["--lr_scheduler.total_steps=5", "--training.steps=10"],  # the rate stays at its floor
@@ -229,11 +229,11 @@ def test_bad_jobs(case):
     ],
     ids=" ".join,
 )
-def test_good_jobs(words):
-    assert lines(*words, ranks=2) == []
+def test_good_jobs(arguments):
+    assert lines(*arguments, ranks=2) == []
 
 
-def test_schedules_that_do_not_fit():
+def test_schedules_that_do_not_fit_the_run_are_refused():
     """The schedule itself says why."""
     (line,) = lines("--lr_scheduler.warmup_steps=10", "--training.steps=10")
     assert line.startswith("lr_scheduler.warmup_steps: given 10; allowed: ")
@@ -243,7 +243,7 @@ def test_schedules_that_do_not_fit():
 
 
 @pytest.mark.parametrize("sizes", ["{n_kv_heads = 3}", "{n_heads = 3}"])
-def test_sizes_that_do_not_fit_together(sizes):
+def test_sizes_that_do_not_fit_together_are_refused(sizes):
     (line,) = lines(f"--model.overrides={sizes}")
     assert line.startswith(f"model.overrides: given {sizes}; allowed: sizes that fit together: ")
     assert sizes.strip("{}") in line
@@ -256,21 +256,21 @@ def test_sizes_that_may_be_zero(size):
     assert line == f"model.overrides: given {size} = -1; allowed: {size} >= 0"
 
 
-def test_sizes_beyond_all_numbers():
+def test_sizes_that_overflow_are_refused():
     (line,) = lines("--model.overrides={ffn_dim_multiplier = 1e308}")
     assert line == "model.overrides: given {ffn_dim_multiplier = 1e+308}; allowed: sizes of a model that can be"
 
 
-def test_names_that_no_file_can_have(tmp_path):
+def test_impossible_file_names_are_refused(tmp_path):
     job = '[checkpoint]\nenable = true\ninitial_load_path = "{0}"\n[model]\ntokenizer_path = "{0}"\n'
     job += '[training]\ndataset = "text"\ndataset_path = "{0}"\n'
     (tmp_path / "job.toml").write_text(job.replace("{0}", "x" * 5000))
-    found = check(load(["--job.config_file=job.toml", "--job.dump_folder", "x" * 5000]), 1, "cpu")
+    faults = check(load(["--job.config_file=job.toml", "--job.dump_folder", "x" * 5000]), 1, "cpu")
     keys = ["model.tokenizer_path", "training.dataset_path", "checkpoint.initial_load_path", "job.dump_folder"]
-    assert [fault.key for fault in found] == keys
+    assert [fault.key for fault in faults] == keys
 
 
-def test_a_fault_of_the_program_in_a_models_sizes_is_not_the_jobs(monkeypatch):
+def test_a_bug_in_a_models_sizes_keeps_its_traceback(monkeypatch):
     """Only what the sizes themselves refuse is; anything else keeps its traceback."""
 
     def broken(args):
@@ -281,11 +281,11 @@ def test_a_fault_of_the_program_in_a_models_sizes_is_not_the_jobs(monkeypatch):
         lines("--model.overrides={n_layers = 2}")
 
 
-def test_several_wrong_sizes_are_all_named():
+def test_all_wrong_sizes_are_reported():
     assert len(lines("--model.overrides={n_layer = 1, dim = 1.5, n_heads = 3, foo = 1}")) == 3
 
 
-def test_offload_does_not_go_with_the_whole_model_compiled():
+def test_offload_is_refused_with_a_compiled_model():
     (line,) = lines("--compile.enable", "--compile.scope=model", "--training.enable_cpu_offload")
     assert line == 'compile.scope: given "model"; allowed: "block" with training.enable_cpu_offload; write "block"'
 
@@ -293,18 +293,18 @@ def test_offload_does_not_go_with_the_whole_model_compiled():
 # Files
 
 
-def test_a_tokenizer_that_is_not_there():
+def test_a_missing_tokenizer_is_refused():
     (fault,) = check(load(["--model.tokenizer_path=no.model"]), 1, "cpu")
     assert (fault.file, fault.key, fault.given) == ("the job", "model.tokenizer_path", '"no.model"')
     assert "No such file" in fault.remedy and "huggingface.co" not in fault.remedy
     (fault,) = check(load(["--model.tokenizer_path=no.model", "--model.flavor=8B"]), 1, "cpu")
     assert "huggingface.co/meta-llama, after the licence is accepted" in fault.remedy
-    words = ["--model.tokenizer_path=no.model", "--model.name=qwen3_moe", "--model.flavor=30B-A3B"]
-    (fault,) = check(load(words), 1, "cpu")
+    arguments = ["--model.tokenizer_path=no.model", "--model.name=qwen3_moe", "--model.flavor=30B-A3B"]
+    (fault,) = check(load(arguments), 1, "cpu")
     assert fault.remedy.endswith("huggingface.co/Qwen")
 
 
-def test_a_vocabulary_larger_than_the_model():
+def test_a_vocabulary_larger_than_the_model_is_refused():
     (line,) = lines("--model.overrides={vocab_size = 100}", tokenizer=TOKENIZER)
     assert line == (
         f'model.tokenizer_path: given "{TOKENIZER}" with 2048 tokens; allowed: at most the 100 tokens of model '
@@ -313,17 +313,17 @@ def test_a_vocabulary_larger_than_the_model():
 
 
 @pytest.mark.parametrize("dataset", ["text", "tokens", "pretokenized", "c4_test", "huggingface"])
-def test_datasets_that_need_a_path(dataset):
+def test_datasets_that_need_a_path_are_refused_without(dataset):
     (line,) = lines(f"--training.dataset={dataset}")
     assert line.startswith(f'training.dataset_path: given nothing; allowed: data for dataset "{dataset}"; ')
 
 
-def test_data_that_cannot_be_used(tmp_path):
+def test_data_that_cannot_be_used_are_refused(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "tokens").mkdir()
-    words = ["--validation.enable", "--validation.dataset=tokens", f"--validation.dataset_path={tmp_path}/tokens"]
-    words += ["--training.dataset=text", f"--training.dataset_path={tmp_path}/empty.txt"]
-    training, validation = lines(*words)
+    arguments = ["--validation.enable", "--validation.dataset=tokens", f"--validation.dataset_path={tmp_path}/tokens"]
+    arguments += ["--training.dataset=text", f"--training.dataset_path={tmp_path}/empty.txt"]
+    training, validation = lines(*arguments)
     assert "empty" in training and training.startswith("training.dataset_path: ")
     assert "header.json" in validation and validation.startswith("validation.dataset_path: ")
 
@@ -337,10 +337,15 @@ def test_an_unknown_dataset_has_one_fault():
 # All together
 
 
-def test_all_rules_report_at_once_and_are_listed():
-    words = ["--model.name=x", "--training.global_batch_size=0", "--checkpoint.keep_latest_k=1", "--optimizer.name=y"]
-    words += ["--lr_scheduler.num_cycles=3", "--training.dataset=z", "--job.dump_folder="]
-    assert len(lines(*words)) == 7
+def test_all_rules_report_at_once():
+    arguments = [
+        "--model.name=x",
+        "--training.global_batch_size=0",
+        "--checkpoint.keep_latest_k=1",
+        "--optimizer.name=y",
+    ]
+    arguments += ["--lr_scheduler.num_cycles=3", "--training.dataset=z", "--job.dump_folder="]
+    assert len(lines(*arguments)) == 7
     assert len(RULES) == len(set(RULES))
 
 
@@ -350,12 +355,12 @@ def test_faults_name_the_files_of_the_job(tmp_path):
     assert fault.file == "job.toml"
 
 
-def test_facts_are_worked_out_once():
+def test_facts_are_computed_once():
     facts = Facts(load([f"--model.tokenizer_path={TOKENIZER}"]), 1, "cpu")
     assert facts.tokenizer is facts.tokenizer
 
 
-def test_names_are_those_of_the_registries():
+def test_names_equal_the_registries():
     from torch._dynamo import list_backends
 
     from torchtitan.models.spec import MODELS
@@ -377,7 +382,7 @@ def test_compiling_on_a_cpu_needs_a_compiler(monkeypatch):
 
 
 def test_offload_with_steps_in_backward_is_refused_on_a_gpu():
-    words = ["--training.enable_cpu_offload", "--optimizer.early_step_in_backward", "--training.max_norm=0"]
-    job = load([*words, "--model.tokenizer_path=bytes"])
+    arguments = ["--training.enable_cpu_offload", "--optimizer.early_step_in_backward", "--training.max_norm=0"]
+    job = load([*arguments, "--model.tokenizer_path=bytes"])
     assert not check(job, 2, "cpu")
     assert [fault.key for fault in check(job, 2, "cuda")] == ["optimizer.early_step_in_backward"]

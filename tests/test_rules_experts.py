@@ -90,9 +90,9 @@ EXPERTS = [
 
 
 @pytest.mark.parametrize("case", EXPERTS, ids=name)
-def test_expert_plans_that_cannot_work(case):
-    words, line = case
-    assert line in lines(*words, ranks=12 if {EP + "3", EP + "4"} & set(words) else 4)
+def test_impossible_expert_plans_are_refused(case):
+    arguments, line = case
+    assert line in lines(*arguments, ranks=12 if {EP + "3", EP + "4"} & set(arguments) else 4)
 
 
 @pytest.mark.parametrize(
@@ -107,24 +107,24 @@ def test_expert_plans_that_cannot_work(case):
         [TP + "2", "--model.overrides={n_dense_layers = 6}"],
     ],
 )
-def test_expert_plans_that_work(plan):
+def test_possible_expert_plans_pass(plan):
     assert lines(MOE, *plan, "--training.local_batch_size=8", ranks=4) == []
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         [EP + "3"],  # a model without experts lends them no ranks either
         [EP + "2", TP + "2", "--parallelism.disable_sequence_parallel"],
     ],
     ids=" ".join,
 )
-def test_a_model_without_experts_has_one_fault(words):
-    (line,) = lines(*words, ranks=4)
+def test_a_model_without_experts_has_one_fault(arguments):
+    (line,) = lines(*arguments, ranks=4)
     assert line.startswith("expert_parallel_degree: ") and line.endswith("llama3 has none")
 
 
-def test_experts_are_judged_when_tensor_parallel_can_be():
+def test_a_wrong_tensor_parallel_degree_hides_no_other_fault():
     """Ranks that could not lend anything are not counted among the lenders."""
     for degree in ("2", "4"):
         (line,) = lines(MOE, EP + degree, TP + "3")

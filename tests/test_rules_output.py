@@ -138,38 +138,38 @@ INPUT_AND_OUTPUT = [
 
 @pytest.mark.parametrize("case", INPUT_AND_OUTPUT, ids=name)
 def test_bad_jobs(case, tmp_path):
-    words, *expected = case
-    words = [word.replace("{0}", str(tmp_path)) for word in words]
-    assert lines(*words, ranks=2) == [line.replace("{0}", str(tmp_path)) for line in expected]
+    arguments, *expected = case
+    arguments = [argument.replace("{0}", str(tmp_path)) for argument in arguments]
+    assert lines(*arguments, ranks=2) == [line.replace("{0}", str(tmp_path)) for line in expected]
 
 
 def test_gpu_options_are_fine_on_a_gpu():
-    words = ["--training.dataloader.pin_memory", "--checkpoint.async_mode=async_with_pinned_mem"]
-    words += ["--profiling.enable_memory_snapshot", "--model.attention_backend=flex"]
-    assert lines(*words, device="cuda") == []
+    arguments = ["--training.dataloader.pin_memory", "--checkpoint.async_mode=async_with_pinned_mem"]
+    arguments += ["--profiling.enable_memory_snapshot", "--model.attention_backend=flex"]
+    assert lines(*arguments, device="cuda") == []
 
 
-def test_settings_of_what_is_off_as_a_whole_may_stay():
-    words = ["--checkpoint.folder=a", "--checkpoint.interval=5", "--checkpoint.interval_type=seconds"]
-    words += ["--checkpoint.keep_latest_k=3", "--checkpoint.async_mode=async", "--metrics.save_tb_folder=b"]
-    words += ["--compile.backend=eager", "--compile.components=loss", "--profiling.save_traces_folder=c"]
-    words += ["--profiling.profile_freq=1", "--validation.freq=3", "--activation_checkpoint.memory_budget=0.2"]
-    assert lines(*words) == []
+def test_settings_of_disabled_sections_are_accepted():
+    arguments = ["--checkpoint.folder=a", "--checkpoint.interval=5", "--checkpoint.interval_type=seconds"]
+    arguments += ["--checkpoint.keep_latest_k=3", "--checkpoint.async_mode=async", "--metrics.save_tb_folder=b"]
+    arguments += ["--compile.backend=eager", "--compile.components=loss", "--profiling.save_traces_folder=c"]
+    arguments += ["--profiling.profile_freq=1", "--validation.freq=3", "--activation_checkpoint.memory_budget=0.2"]
+    assert lines(*arguments) == []
 
 
-def test_a_run_with_checkpoints_of_its_own_needs_the_first_one_no_more(tmp_path, monkeypatch):
-    words = ["--checkpoint.enable", "--checkpoint.initial_load_path=gone"]
-    assert len(lines(*words)) == 1
+def test_initial_weights_may_be_gone_once_the_run_has_checkpoints(tmp_path, monkeypatch):
+    arguments = ["--checkpoint.enable", "--checkpoint.initial_load_path=gone"]
+    assert len(lines(*arguments)) == 1
     monkeypatch.setattr("torchtitan.rules.checkpoint.newest_complete", lambda root: (root / "step-00000001", []))
-    assert lines(*words) == []
+    assert lines(*arguments) == []
 
 
-def test_weights_to_start_from_are_nothing_that_a_translation_may_leave_out():
+def test_initial_weights_are_not_an_option_without_effect():
     job = load(["--checkpoint.enable", "--checkpoint.initial_load_in_hf"])
     assert [fault for rule in WITHOUT_EFFECT for fault in rule(Facts(job, 1, "cpu"))] == []
 
 
-def test_safetensors_to_start_from(tmp_path):
+def test_initial_safetensors_are_accepted(tmp_path):
     (tmp_path / "model.safetensors").touch()
     assert (
         lines("--checkpoint.enable", "--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={tmp_path}")
@@ -177,13 +177,13 @@ def test_safetensors_to_start_from(tmp_path):
     )
 
 
-def test_a_dump_folder_that_cannot_be_written(monkeypatch):
+def test_a_read_only_dump_folder_is_refused(monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)
     (line,) = [line for line in lines() if line.startswith("job.dump_folder")]
     assert "a folder that can be written to" in line
 
 
-def test_a_tracker_that_is_not_installed(monkeypatch):
+def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
     job = load(["--metrics.enable_wandb", "--model.tokenizer_path=bytes"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (fault,) = check(job, 1, "cpu")
@@ -194,7 +194,7 @@ def test_a_tracker_that_is_not_installed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["--checkpoint.folder=model"],
         ["--metrics.save_tb_folder=./metrics.jsonl"],
@@ -209,6 +209,6 @@ def test_a_tracker_that_is_not_installed(monkeypatch):
         ["--compile.enable", "--compile.scope=model", "--compile.components=loss"],
     ],
 )
-def test_what_would_do_nothing_or_harm_is_refused(words):
-    (fault,) = check(load([*words, "--model.tokenizer_path=bytes"]), 1, "cpu")
-    assert words[-1].split("=")[0] == f"--{fault.key}"
+def test_options_without_effect_or_with_harm_are_refused(arguments):
+    (fault,) = check(load([*arguments, "--model.tokenizer_path=bytes"]), 1, "cpu")
+    assert arguments[-1].split("=")[0] == f"--{fault.key}"

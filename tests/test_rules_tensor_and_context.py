@@ -106,13 +106,13 @@ CONTEXT = [
 
 
 @pytest.mark.parametrize("case", [*TENSOR, *CONTEXT], ids=name)
-def test_plans_that_cannot_work(case):
-    words, *expected = case
-    assert lines(*words) == expected
+def test_impossible_plans_are_refused(case):
+    arguments, *expected = case
+    assert lines(*arguments) == expected
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         [TP + "2"],
         [TP + "16", "--training.seq_len=32"],
@@ -128,18 +128,18 @@ def test_plans_that_cannot_work(case):
     ],
     ids=" ".join,
 )
-def test_plans_that_can_work(words):
-    assert lines(*words) == []
+def test_possible_plans_pass(arguments):
+    assert lines(*arguments) == []
 
 
 def test_async_tensor_parallel_on_gpus():
-    words = [TP + "2", "--parallelism.enable_async_tensor_parallel"]
-    assert lines(*words, "--compile.enable", device="cuda") == []
-    (line,) = lines(*words, device="cuda")
+    arguments = [TP + "2", "--parallelism.enable_async_tensor_parallel"]
+    assert lines(*arguments, "--compile.enable", device="cuda") == []
+    (line,) = lines(*arguments, device="cuda")
     assert line.endswith("add a compiled model (compile.enable), or leave it out")
 
 
-def test_rings_bring_their_own_attention():
+def test_flex_attention_is_refused_with_ring_and_alltoall():
     flex = [CP + "2", "--model.attention_backend=flex"]
     for method in ("ring", "alltoall"):
         (line,) = lines(*flex, METHOD + method, device="cuda")

@@ -25,7 +25,7 @@ from torchtitan.parallelisms.pipeline.runtime import build_table
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 
-def faults(tmp_path, text, ranks=2, num_stages=None, microbatches=2):
+def faults_of_file(tmp_path, text, ranks=2, num_stages=None, microbatches=2):
     """Of a file with this text, without its name; none if it is right."""
     path = tmp_path / "table.csv"
     path.write_text(text)
@@ -43,7 +43,7 @@ def faults(tmp_path, text, ranks=2, num_stages=None, microbatches=2):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_comes_back_from_its_file(schedule, tmp_path):
+def test_every_schedule_round_trips_through_csv(schedule, tmp_path):
     for table in (build_table(schedule, 4, 8, overlap=True), build_table(schedule, 4, 8, merge_backward=True)):
         path = tmp_path / "table.csv"
         path.write_text(to_csv(table))
@@ -54,7 +54,7 @@ def test_every_schedule_comes_back_from_its_file(schedule, tmp_path):
         assert [str(_Action.from_str(cell)) for cell in cells] == cells
 
 
-def test_a_file_of_torchs_has_idle_cells_and_is_read(tmp_path):
+def test_a_csv_file_of_torch_with_idle_cells_is_read(tmp_path):
     stages = [type("Stage", (), dict(num_stages=8, group_size=4, group_rank=0, submod=None)) for _ in range(2)]
     schedule = get_schedule_class("InterleavedZeroBubble")(stages, 8)
     schedule._dump_csv(tmp_path / "table.csv", format="compute_only")
@@ -62,7 +62,7 @@ def test_a_file_of_torchs_has_idle_cells_and_is_read(tmp_path):
     assert load_schedule_csv(tmp_path / "table.csv", 4, 8, 8) == build_table("InterleavedZeroBubble", 4, 8)
 
 
-def test_blanks_and_blank_rows_at_the_end_do_not_matter(tmp_path):
+def test_blanks_and_trailing_empty_rows_are_ignored(tmp_path):
     path = tmp_path / "table.csv"
     path.write_text("\ufeff 0F0 ,, 0F1,0I0,0W0,(0F2; 0B1)OVERLAP_F_B ,0B2,\r\n1F0,1B0,1F1,1B1,1F2,1B2\r\n,,\r\n\r\n")
     table = load_schedule_csv(path, 2, 2, 3)
@@ -75,7 +75,7 @@ def test_merged_and_apart():
     assert [str(a) for a in apart(table)[0]] == ["0F0", "0F1", "0I0", "0W0", "0F2", "0B1", "0I2", "0W2"]
 
 
-def test_inputs():
+def test_inputs_of_actions():
     assert needs(parse_action("0F3"), 2) == [] and needs(parse_action("1F3"), 2) == [(0, "F", 3)]
     assert needs(parse_action("0B3"), 2) == needs(parse_action("0I3"), 2) == [(0, "F", 3), (1, "I", 3)]
     assert needs(parse_action("1B3"), 2) == [(1, "F", 3)]
@@ -149,14 +149,14 @@ def test_inputs():
     ],
 )
 def test_faults_name_action_rank_and_step(text, expected, tmp_path):
-    found = faults(tmp_path, text, num_stages=2)
-    assert len(found) == len(expected), found
-    for line, beginning in zip(found, expected, strict=True):
+    lines = faults_of_file(tmp_path, text, num_stages=2)
+    assert len(lines) == len(expected), lines
+    for line, beginning in zip(lines, expected, strict=True):
         assert line.startswith(beginning)
 
 
-def test_right_files_have_no_faults(tmp_path):
-    assert faults(tmp_path, GOOD) == faults(tmp_path, GOOD, num_stages=2) == []
+def test_valid_files_have_no_faults(tmp_path):
+    assert faults_of_file(tmp_path, GOOD) == faults_of_file(tmp_path, GOOD, num_stages=2) == []
 
 
 @pytest.mark.parametrize(
@@ -167,19 +167,19 @@ def test_right_files_have_no_faults(tmp_path):
         (dict(ranks=4), "the table: given 2 rows; allowed: 4, one for each rank of the pipeline"),
     ],
 )
-def test_numbers_of_the_job(numbers, expected, tmp_path):
-    (found,) = faults(tmp_path, GOOD, **numbers)
-    assert found.startswith(expected)
+def test_a_table_for_other_numbers_than_the_job_is_refused(numbers, expected, tmp_path):
+    (fault,) = faults_of_file(tmp_path, GOOD, **numbers)
+    assert fault.startswith(expected)
 
 
-def test_without_a_number_of_stages_they_are_those_that_are_there(tmp_path):
-    (found,) = faults(tmp_path, GOOD.replace("1F0", "999999F0"))
+def test_the_number_of_stages_is_inferred_from_the_table(tmp_path):
+    (fault,) = faults_of_file(tmp_path, GOOD.replace("1F0", "999999F0"))
     # three different numbers occur, so there would be stages 0 to 2
-    assert found.startswith("rank 1, step 0, action 999999F0: given stage 999999; allowed: 0 to 2")
+    assert fault.startswith("rank 1, step 0, action 999999F0: given stage 999999; allowed: 0 to 2")
 
 
 @pytest.mark.parametrize(
-    ("text", "where", "given", "remedy"),
+    ("text", "where", "description", "remedy"),
     [
         (
             "0F0,0B0,0F1,0B1\n1F1,1F0,1B1,1B0\n",
@@ -209,23 +209,23 @@ def test_without_a_number_of_stages_they_are_those_that_are_there(tmp_path):
         ),
     ],
 )
-def test_a_deadlock_names_the_ring(text, where, given, remedy, tmp_path):
+def test_a_deadlock_is_reported_as_its_cycle(text, where, description, remedy, tmp_path):
     path = tmp_path / "table.csv"
     path.write_text(text)
     with pytest.raises(ScheduleTableError) as error:
         load_schedule_csv(path, 2, 2, 2)
     (fault,) = error.value.faults
-    assert (fault.where, fault.given, fault.remedy) == (f"{path}, {where}", given, remedy)
+    assert (fault.where, fault.given, fault.remedy) == (f"{path}, {where}", description, remedy)
     assert fault.allowed == "an order in which every action has its inputs before it is due"
 
 
-def test_long_lists_are_cut_short():
+def test_long_lists_are_shortened():
     table = build_table("1F1B", 2, 20)
     (fault,) = faults_of([[a for a in table[0] if a.kind == "F" or a.microbatch > 15], table[1]], 2, 2, 20)
     assert fault.given == "no action 0B0, 0B1, 0B2, 0B3, 0B4, 0B5 and 10 more"
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_unreadable_files_are_refused(tmp_path):
     (tmp_path / "binary").write_bytes(b"\x89PNG\xff")
     (tmp_path / "nul").write_bytes(b"0F0\0" + b'"' + b"a" * 200_000)
     os.mkfifo(tmp_path / "pipe")  # opening it would wait for ever
@@ -234,4 +234,4 @@ def test_files_that_cannot_be_read(tmp_path):
             load_schedule_csv(tmp_path / name, 2, 2, 2)
         (fault,) = error.value.faults
         refused = "what cannot be read (", "what is not a regular file but a"
-        assert any(f"the file: given {words}" in str(fault) for words in refused) or "no action" in fault.given
+        assert any(f"the file: given {reason}" in str(fault) for reason in refused) or "no action" in fault.given

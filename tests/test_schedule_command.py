@@ -30,13 +30,13 @@ def run(capsys, monkeypatch, tmp_path):
     return command
 
 
-def compared(out):
+def comparison_rows(out):
     """The rows of the comparison: name -> (makespan, bubble, peak)."""
     rows = re.findall(r"^[> ] (\S+) +([\d.]+) +([\d.]+%) +([\d.]+)$", out, re.MULTILINE)
     return {name: (float(makespan), bubble, float(peak)) for name, makespan, bubble, peak in rows}
 
 
-def test_what_it_says(run, tmp_path):
+def test_output_for_a_schedule(run, tmp_path):
     code, out, err = run("--pp", 4, "--microbatches", 16, "--schedule", "zbvzerobubble")
     assert (code, err) == (0, "")
     head = [
@@ -46,7 +46,7 @@ def test_what_it_says(run, tmp_path):
         "peak activations       4 4 4 4 by rank, in a rank's layers x a microbatch",
     ]
     assert out.splitlines()[:4] == head
-    assert compared(out) == {
+    assert comparison_rows(out) == {
         "InterleavedZeroBubble": (49.5, "3.0%", 4),
         "ZBVZeroBubble": (49.5, "3.0%", 4),
         "DualPipeV": (49.5, "3.0%", 4.5),
@@ -73,21 +73,21 @@ def test_costs_chunks_messages_and_overlap(run):
     table = build_table("Interleaved1F1B", 4, 16, 3)
     expected = simulate(table, Costs(1, 1.2, 0.8), 0.25).makespan
     assert "4 ranks x 3 stages, 16 microbatches, F:I:W = 1:1.2:0.8, messages 0.25" in out
-    assert compared(out)["Interleaved1F1B"][0] == pytest.approx(float(expected), rel=1e-5)
+    assert comparison_rows(out)["Interleaved1F1B"][0] == pytest.approx(float(expected), rel=1e-5)
     out = run("--schedule", "DualPipeV", "--overlap", "0.8")[1]
     assert out.startswith(
         "DualPipeV              4 ranks x 2 stages, 16 microbatches, F:I:W = 1:1:1, overlapping pairs"
     )
     assert "makespan               43.2, of which a rank works 41.1 to 41.7\n" in out
-    assert compared(out)["ZBVZeroBubble"][0] == 49.5
+    assert comparison_rows(out)["ZBVZeroBubble"][0] == 49.5
 
 
-def test_schedules_that_the_numbers_do_not_allow_say_why(run):
+def test_impossible_schedules_are_explained(run):
     out = run("--pp", 4, "--microbatches", 7)[1]
     assert (
         "DualPipeV              DualPipeV with 8 stages needs at least 8 microbatches in a local batch, not 7\n" in out
     )
-    assert "DualPipeV" not in compared(out) and len(compared(out)) == 6
+    assert "DualPipeV" not in comparison_rows(out) and len(comparison_rows(out)) == 6
 
 
 def test_merged_backward(run):
@@ -97,13 +97,13 @@ def test_merged_backward(run):
     assert "apart" not in run("--schedule", "1F1B", "--merge_backward")[1]
 
 
-def test_a_table_of_ones_own(run, tmp_path):
+def test_a_table_from_a_csv_file(run, tmp_path):
     out = run("--schedule", "DualPipeV", "--overlap", "0.8", "--write_csv", "mine.csv", "--pp", 2)[1]
     assert "table                  mine.csv\n" in out
     assert load_schedule_csv(tmp_path / "mine.csv", 2, 4, 8) == build_table("DualPipeV", 2, 8, overlap=True)
     code, out, _ = run("--csv", "mine.csv", "--pp", 2)
     assert code == 0 and out.startswith("mine.csv               2 ranks x 2 stages, 8 microbatches")
-    assert re.findall("^> (.*?) ", out, re.MULTILINE) == ["mine.csv"] and len(compared(out)) == 8
+    assert re.findall("^> (.*?) ", out, re.MULTILINE) == ["mine.csv"] and len(comparison_rows(out)) == 8
     code, out, err = run("--csv", "mine.csv", "--pp", 2, "--chunks", 3)
     assert code == 2 and "the table: given 4 stages; allowed: 6" in err and out == ""
     (tmp_path / "uneven.csv").write_text("0F0,2F0,2B0,0B0\n1F0,1B0\n")
@@ -152,13 +152,13 @@ LONG = 300 * "a"
     ],
     ids=lambda words: words[:40],
 )
-def test_mistakes(argv, message, run, tmp_path):
+def test_bad_arguments_are_refused(argv, message, run, tmp_path):
     code, out, err = run(*argv.split())
     assert code == 2 and message in " ".join(err.split()) and "Traceback" not in err and out == ""
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_may_not_be_read(run, monkeypatch):
+def test_a_folder_without_permission_is_refused(run, monkeypatch):
     """As only root finds none."""
 
     def refuse(path, **_):
@@ -170,12 +170,12 @@ def test_a_folder_that_may_not_be_read(run, monkeypatch):
     assert "--out: given 'a.svg'; allowed: a file; Permission denied; name another" in err
 
 
-def test_folders_of_what_is_written_are_made(run, tmp_path):
+def test_folders_of_outputs_are_created(run, tmp_path):
     assert run("--out", "some/new/a.svg", "--write_csv", "other/a.csv")[0] == 0
     assert (tmp_path / "some/new/a.svg").exists() and (tmp_path / "other/a.csv").exists()
 
 
-def test_a_disk_that_does_not_take_it(run, monkeypatch):
+def test_a_full_disk_is_reported(run, monkeypatch):
     """What cannot be seen before."""
     monkeypatch.setattr(schedule, "check_file", lambda *of: None)
     code, _, err = run("--write_csv", "/dev/full")
@@ -200,7 +200,7 @@ def job(tmp_path):
     return arguments
 
 
-def test_numbers_of_a_job(run, job, tmp_path):
+def test_stages_and_microbatches_come_from_the_job(run, job, tmp_path):
     interleaved = {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}
     out = run(*job(**interleaved))[1]
     assert out.startswith("Interleaved1F1B        2 ranks x 2 stages, 4 microbatches, F:I:W = 1:1:1\n")
@@ -210,7 +210,7 @@ def test_numbers_of_a_job(run, job, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_options_go_before_the_job(run, job):
+def test_options_override_the_job(run, job):
     argv = ["--pp", 4, "--microbatches", 16, "--schedule", "1F1B", "--costs", "2:1:1"]
     _, out, err = run(*argv, *job(parallelism__pipeline_parallel_schedule="ZBVZeroBubble"))
     assert err == ""
@@ -232,14 +232,14 @@ NAMED = '[["tok_embeddings", "layers.0"], ["layers.1"], ["layers.2"], ["layers.3
         ({"parallelism__module_fqns_per_model_part": NAMED}, "1F1B", "1F1B|1 stage"),
     ],
 )
-def test_a_schedule_replaces_what_the_job_says_of_its_own(stages, schedule, head, run, job):
-    name, each = head.split("|")
+def test_a_schedule_option_replaces_the_jobs_cut_where_needed(stages, schedule, head, run, job):
+    name, stages_text = head.split("|")
     _, out, err = run("--schedule", schedule, *job(parallelism__pipeline_parallel_schedule="Interleaved1F1B", **stages))
     assert err == ""
-    assert out.startswith(f"{name:22} 2 ranks x {each}, 4 microbatches, ")
+    assert out.startswith(f"{name:22} 2 ranks x {stages_text}, 4 microbatches, ")
 
 
-def test_a_schedule_and_a_table_replace_each_other(run, job, tmp_path):
+def test_schedule_and_csv_options_replace_each_other(run, job, tmp_path):
     for table, kind in (("one", "1F1B"), ("two", "Interleaved1F1B")):
         assert run("--write_csv", f"{table}.csv", "--schedule", kind, "--pp", 2, "--microbatches", 4)[0] == 0
     table = {"parallelism__pipeline_parallel_schedule_csv": tmp_path / "two.csv"}
@@ -255,7 +255,7 @@ def test_a_schedule_and_a_table_replace_each_other(run, job, tmp_path):
     assert (code, out) == (2, "") and 'pipeline_parallel_schedule: given "ZBV"; allowed: one of "GPipe"' in err
 
 
-def test_unequal_stages_of_a_job_are_told(run, job):
+def test_unequal_stages_of_a_job_are_reported(run, job):
     """Embedding and head count as a layer each: 1 + 1, 2 and 1 + 1 are equal."""
     sizes = "{{dim=32, n_layers={}, n_heads=4, vocab_size=260}}"
     three = {"parallelism__pipeline_parallel_degree": 3, "model__overrides": sizes.format(4)}
@@ -274,7 +274,7 @@ def test_recompute_merges_the_backward(run, job):
     assert "F:I:W = 1:1:1, merged backward\n" in out and "apart the bubble would be 4.0%\n" in out
 
 
-def test_a_jobs_own_table(run, job, tmp_path):
+def test_a_csv_table_of_the_job(run, job, tmp_path):
     (tmp_path / "a.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     csv = {"parallelism__pipeline_parallel_schedule_csv": tmp_path / "a.csv"}
     out = run(*job(**csv, training__local_batch_size=4, training__global_batch_size=4))[1]
@@ -296,24 +296,24 @@ def test_a_jobs_own_table(run, job, tmp_path):
         ({"pipeline_parallel_schdule": "1F1B"}, "did you mean parallelism.pipeline_parallel_schedule?"),
     ],
 )
-def test_mistakes_of_a_job(options, message, run, job):
+def test_faults_of_a_job_are_reported(options, message, run, job):
     code, out, err = run(*job(**{f"parallelism__{name}": value for name, value in options.items()}))
     assert code == 2 and message in err and out == ""
 
 
-def test_a_job_without_its_model(run, job):
+def test_an_unknown_flavor_of_a_job_is_reported(run, job):
     code, _, err = run(*job(model__flavor="12B"))
     assert code == 2 and 'model.flavor: given "12B"' in err
 
 
-def test_what_has_nothing_to_do_with_the_pipeline_is_no_fault_here(run, job):
+def test_faults_outside_the_pipeline_are_ignored(run, job):
     assert run(*job(training__dataset_path="/none", parallelism__data_parallel_shard_degree=2))[0] == 0
 
 
 # The picture
 
 
-def drawn(path, table, **options):
+def draw_svg(path, table, **options):
     schedule.draw_schedule(simulate(table, **options), path, "title <&>", "subtitle")
     return path.read_text()
 
@@ -322,47 +322,47 @@ def fills(svg):
     return {color.lower() for color in re.findall(r"fill: (#[0-9a-fA-F]{6})", svg)}
 
 
-def test_colors_tell_what_a_rank_does(tmp_path):
-    svg = drawn(tmp_path / "a.svg", build_table("ZBVZeroBubble", 2, 4))
+def test_colors_distinguish_actions(tmp_path):
+    svg = draw_svg(tmp_path / "a.svg", build_table("ZBVZeroBubble", 2, 4))
     colors = {kind: schedule.COLORS[kind].lower() for kind in "FIWB"}
     assert {colors["F"], colors["I"], colors["W"]} <= fills(svg) and colors["B"] not in fills(svg)
     assert "<pattern" in svg and schedule.IDLE["edgecolor"] in svg  # idle is hatched
-    svg = drawn(tmp_path / "a.svg", build_table("1F1B", 2, 4))
+    svg = draw_svg(tmp_path / "a.svg", build_table("1F1B", 2, 4))
     assert {colors["F"], colors["B"]} <= fills(svg) and not {colors["I"], colors["W"]} & fills(svg)
     assert len({*colors.values(), schedule.IDLE["facecolor"]}) == 5
 
 
-def test_shades_tell_stages():
+def test_shades_distinguish_stages():
     shades = [schedule.shade("F", chunk, 3) for chunk in range(3)]
     assert sum(shades[0][0]) < sum(shades[1][0]) < sum(shades[2][0])
     assert shades[0][1] == "white" and shades[2][1] == schedule.INK
     assert schedule.shade("F", 0, 1) == shades[0]
 
 
-def numbers(svg):
+def numbers_in(svg):
     """Texts are drawn as paths, and each is in a comment."""
     return re.findall(r"<!-- (\d+) -->", svg)
 
 
-def test_numbers_are_there_when_they_fit(tmp_path):
-    few = drawn(tmp_path / "a.svg", build_table("Interleaved1F1B", 2, 4))
-    assert sorted(numbers(few)) == sorted(list("0123") * 8)  # 2 ranks x 2 stages, forward and backward
-    many = drawn(tmp_path / "a.svg", build_table("Interleaved1F1B", 2, 128))
-    assert numbers(many) == []
+def test_microbatch_numbers_are_drawn_where_they_fit(tmp_path):
+    few = draw_svg(tmp_path / "a.svg", build_table("Interleaved1F1B", 2, 4))
+    assert sorted(numbers_in(few)) == sorted(list("0123") * 8)  # 2 ranks x 2 stages, forward and backward
+    many = draw_svg(tmp_path / "a.svg", build_table("Interleaved1F1B", 2, 128))
+    assert numbers_in(many) == []
 
 
-def test_pairs_that_overlap_share_the_row(tmp_path):
+def test_overlapping_pairs_share_a_row(tmp_path):
     table = build_table("DualPipeV", 2, 4, overlap=True)
-    assert "halves of a row" in drawn(tmp_path / "a.svg", table, overlap=1)
-    assert "halves of a row" not in drawn(tmp_path / "a.svg", table)
+    assert "halves of a row" in draw_svg(tmp_path / "a.svg", table, overlap=1)
+    assert "halves of a row" not in draw_svg(tmp_path / "a.svg", table)
 
 
-def test_the_same_picture_twice_is_the_same_file(tmp_path):
-    one, two = (drawn(tmp_path / f"{name}.svg", build_table("1F1B", 2, 2)) for name in "ab")
+def test_pictures_are_reproducible(tmp_path):
+    one, two = (draw_svg(tmp_path / f"{name}.svg", build_table("1F1B", 2, 2)) for name in "ab")
     assert one == two
 
 
-def test_many_ranks(tmp_path):
+def test_a_picture_of_many_ranks_is_limited_in_height(tmp_path):
     path = tmp_path / "a.png"
     schedule.draw_schedule(simulate(build_table("1F1B", 64, 64)), path, "title", "subtitle")
     with Image.open(path) as picture:

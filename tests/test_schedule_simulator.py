@@ -31,11 +31,11 @@ TRIPLES = [(f, i, w) for f, i, w in product((HALF, 1, 2), (HALF, 1, 3 * HALF), (
 SHAPES = [(p, n * p) for p in (2, 4, 8) for n in (2, 4)]
 
 
-def simulated(schedule, p, m, v=None, costs=(1, 1, 1), **options):
+def simulate_schedule(schedule, p, m, v=None, costs=(1, 1, 1), **options):
     return simulate(build_table(schedule, p, m, v), Costs(*costs), **options)
 
 
-def the_bubble(simulation):
+def common_bubble(simulation):
     """That of every rank, which is the same."""
     (idle,) = set(simulation.bubbles)
     return idle
@@ -44,32 +44,32 @@ def the_bubble(simulation):
 # Tables
 
 
-def of_torch(schedule, p, m, v):
+def build_torch_table(schedule, p, m, v):
     ops = get_schedule_ops(schedule, p, m, v, with_comms=False)
-    kept = [[a for a in row if a is not None and a.computation_type.value != "REDUCE_GRAD"] for row in ops]
-    return [[parse_action(str(action)) for action in row] for row in kept]
+    actions = [[a for a in row if a is not None and a.computation_type.value != "REDUCE_GRAD"] for row in ops]
+    return [[parse_action(str(action)) for action in row] for row in actions]
 
 
 @pytest.mark.parametrize(("p", "m"), [*SHAPES, (4, 10)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_tables_are_those_of_torch_where_torchs_are_right(schedule, p, m):
+def test_tables_equal_those_of_torch_where_these_are_valid(schedule, p, m):
     for v in (2, 3) if not SCHEDULES[schedule].exact else (SCHEDULES[schedule].stages_per_rank,):
-        ours, theirs = build_table(schedule, p, m, v, overlap=True), of_torch(schedule, p, m, v)
-        wrong = faults_of(theirs, p, p * v, m)
-        assert ours == theirs or (schedule == "1F1B" and wrong)
+        ours, reference = build_table(schedule, p, m, v, overlap=True), build_torch_table(schedule, p, m, v)
+        torch_faults = faults_of(reference, p, p * v, m)
+        assert ours == reference or (schedule == "1F1B" and torch_faults)
         assert faults_of(ours, p, p * v, m) == []
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 7])
-def test_few_microbatches(m):
+def test_tables_of_few_microbatches_are_valid(m):
     for schedule in SCHEDULES.keys() - {"DualPipeV"}:
         table = build_table(schedule, 4, m)
         assert faults_of(table, 4, num_stages_of(table), m) == []
-    assert the_bubble(simulated("1F1B", 4, m)) == 9
+    assert common_bubble(simulate_schedule("1F1B", 4, m)) == 9
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_stages_are_where_the_cut_puts_them(schedule):
+def test_tables_place_stages_as_the_cut_does(schedule):
     traits, table = SCHEDULES[schedule], build_table(schedule, 4, 8)
     stages = num_stages_of(table)
     ranks = {stage: rank for rank in range(4) for stage in stages_of_rank(rank, 4, stages, traits.style)}
@@ -77,7 +77,7 @@ def test_stages_are_where_the_cut_puts_them(schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_torchs_runtime_takes_the_tables_also_merged_and_with_pairs(schedule):
+def test_torchs_runtime_accepts_the_tables(schedule):
     for merge_backward, overlap in product((False, True), repeat=2):
         table = build_table(schedule, 4, 8, merge_backward=merge_backward, overlap=overlap)
         assert faults_of(table, 4, num_stages_of(table), 8) == []
@@ -103,7 +103,7 @@ def test_torchs_runtime_takes_the_tables_also_merged_and_with_pairs(schedule):
         (("2F2B", 4, 8), "choose one of GPipe"),
     ],
 )
-def test_what_a_schedule_cannot_do_is_refused(arguments, message):
+def test_impossible_schedules_are_refused(arguments, message):
     with pytest.raises(JobError, match=message):
         build_table(*arguments)
 
@@ -112,7 +112,7 @@ def test_what_a_schedule_cannot_do_is_refused(arguments, message):
 
 
 def bubbles(table, costs):
-    return [the_bubble(simulate(table, Costs(*triple))) for triple in costs]
+    return [common_bubble(simulate(table, Costs(*triple))) for triple in costs]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_bubble_of_interleaved_zero_bubble(p, v):
 
 @pytest.mark.parametrize(("p", "m"), SHAPES)
 def test_bubble_of_zbv_with_a_barrier(p, m):
-    assert the_bubble(simulated("ZBVZeroBubble", p, m)) == Fraction(p - 1, 2)
+    assert common_bubble(simulate_schedule("ZBVZeroBubble", p, m)) == Fraction(p - 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -149,9 +149,9 @@ def test_bubble_of_zbv_with_a_barrier(p, m):
 def test_bubbles_of_v_schedules_at_other_costs(costs, zbv, dualpipev):
     """On 8 ranks. No closed form: the figures of the specification, from another simulation of torch's tables."""
     for m in (16, 32):
-        assert float(the_bubble(simulated("ZBVZeroBubble", 8, m, costs=costs))) == zbv
+        assert float(common_bubble(simulate_schedule("ZBVZeroBubble", 8, m, costs=costs))) == zbv
         pairs = build_table("DualPipeV", 8, m, overlap=True)
-        assert float(the_bubble(simulate(pairs, Costs(*costs)))) == dualpipev
+        assert float(common_bubble(simulate(pairs, Costs(*costs)))) == dualpipev
 
 
 @pytest.mark.parametrize(("p", "m"), SHAPES)
@@ -162,35 +162,35 @@ def test_bubble_of_dualpipev(p, m):
     for x in (1, 9 * TENTH, 8 * TENTH, 7 * TENTH):
         result = simulate(build_table("DualPipeV", p, m, overlap=True), overlap=x)
         assert result.bubbles[-1] == (p - 1) * (x * 3 + 2 - 3) * chunk
-    assert the_bubble(simulate(build_table("DualPipeV", p, m, overlap=True))) == p - 1
+    assert common_bubble(simulate(build_table("DualPipeV", p, m, overlap=True))) == p - 1
 
 
 def test_makespans_of_dualpipev_break_even_with_zbv():
-    for m, alone, pairs, zbv in ((16, 12, 39, 49.5), (8, 12, 15, 25.5)):
+    for m, unpaired, pairs, zbv in ((16, 12, 39, 49.5), (8, 12, 15, 25.5)):
         table = build_table("DualPipeV", 4, m, overlap=True)
         for x in (1, 9 * TENTH, 8 * TENTH, 7 * TENTH):
-            assert simulate(table, overlap=x).makespan == alone + pairs * x
-        assert simulated("ZBVZeroBubble", 4, m).makespan == zbv
+            assert simulate(table, overlap=x).makespan == unpaired + pairs * x
+        assert simulate_schedule("ZBVZeroBubble", 4, m).makespan == zbv
 
 
 def test_makespans_at_even_costs():
     expected = {"GPipe": 57, "1F1B": 57, "InterleavedZeroBubble": 49.5, "ZBVZeroBubble": 49.5}
     expected |= {"Interleaved1F1B": 52.5, "LoopedBFS": 52.5, "DualPipeV": 49.5}
-    assert {name: simulated(name, 4, 16).makespan for name in SCHEDULES} == expected
-    assert simulated("Interleaved1F1B", 4, 16, 4).makespan == 50.25
+    assert {name: simulate_schedule(name, 4, 16).makespan for name in SCHEDULES} == expected
+    assert simulate_schedule("Interleaved1F1B", 4, 16, 4).makespan == 50.25
     pairs = build_table("DualPipeV", 4, 16, overlap=True)
     assert simulate(pairs).makespan == 51 and simulate(pairs, overlap=8 * TENTH).makespan == 432 * TENTH
 
 
 @pytest.mark.parametrize(("p", "m"), SHAPES)
-def test_pairs_taken_apart_are_never_slower(p, m):
+def test_separated_pairs_are_never_slower(p, m):
     tables = [build_table("DualPipeV", p, m, overlap=overlap) for overlap in (False, True)]
     for costs in TRIPLES[::5]:
-        apart, paired = (simulate(table, Costs(*costs)).makespan for table in tables)
-        assert apart <= paired
+        separate, paired = (simulate(table, Costs(*costs)).makespan for table in tables)
+        assert separate <= paired
 
 
-def test_bubble_shares():
+def test_bubble_shares_equal_the_formulas():
     def bubble(schedule, pp, microbatches, costs=Costs(), **options):  # noqa: B008
         return simulate(
             build_table(schedule, pp, microbatches, 1 if schedule == "1F1B" else 2, **options), costs
@@ -207,7 +207,7 @@ def test_bubble_shares():
 
 
 @pytest.mark.parametrize(("p", "m"), SHAPES)
-def test_peak_activations(p, m):
+def test_peak_activations_equal_the_formulas(p, m):
     def peaks(*arguments, **options):
         return simulate(build_table(*arguments, **options)).peak_activations
 
@@ -216,9 +216,9 @@ def test_peak_activations(p, m):
     assert peaks("ZBVZeroBubble", p, m) == peaks("InterleavedZeroBubble", p, m) == [p] * p
     assert peaks("DualPipeV", p, m) == peaks("DualPipeV", p, m, overlap=True) == [p + HALF] * p
     for v in (2, 4):
-        ahead = [Fraction(min((v - 1) * p + 2 * (p - 1 - r) + 1, m * v), v) for r in range(p)]
-        assert peaks("Interleaved1F1B", p, m, v) == ahead
-    assert simulated("Interleaved1F1B", 4, 16, 2).peak_activations == [5.5, 4.5, 3.5, 2.5]
+        expected = [Fraction(min((v - 1) * p + 2 * (p - 1 - r) + 1, m * v), v) for r in range(p)]
+        assert peaks("Interleaved1F1B", p, m, v) == expected
+    assert simulate_schedule("Interleaved1F1B", 4, 16, 2).peak_activations == [5.5, 4.5, 3.5, 2.5]
 
 
 # The simulation itself
@@ -240,7 +240,7 @@ def test_spans_of_a_small_pipeline():
     assert result.peak_activations == [2, 1]
 
 
-def test_messages_take_their_time_between_ranks_only():
+def test_p2p_time_counts_between_ranks_only():
     forwards = simulate(table_of("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"), p2p=TENTH)
     starts = {str(s.action): s.start for row in forwards.spans for s in row}
     assert starts == {
@@ -255,19 +255,21 @@ def test_messages_take_their_time_between_ranks_only():
     }
 
 
-def test_a_pair():
+def test_spans_of_an_overlapping_pair():
     table = table_of("0F0 0F1 (0F2;0B0)OVERLAP_F_B 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")
-    alone, half = simulate(table), simulate(table, overlap=HALF)
-    starts = [[(str(s.action), s.start, s.end, s.overlapped) for s in r.spans[0][2:4]] for r in (alone, half)]
+    sequential, overlapped = simulate(table), simulate(table, overlap=HALF)
+    starts = [
+        [(str(s.action), s.start, s.end, s.overlapped) for s in r.spans[0][2:4]] for r in (sequential, overlapped)
+    ]
     assert starts[0] == [("0F2", 2, 3, False), ("0B0", 4, 6, False)]
     assert starts[1] == [("0F2", 4, 5.5, True), ("0B0", 4, 5.5, True)]
-    assert alone.busy[0] == 9 and half.busy[0] == 7.5
+    assert sequential.busy[0] == 9 and overlapped.busy[0] == 7.5
     # the forward's result leaves with the backward's
-    assert next(s.start for s in alone.spans[1] if str(s.action) == "1F2") == 7
-    assert alone.peak_activations == [3, 1]
+    assert next(s.start for s in sequential.spans[1] if str(s.action) == "1F2") == 7
+    assert sequential.peak_activations == [3, 1]
 
 
-def test_ranks_that_wait_for_one_another():
+def test_deadlocks_and_missing_inputs_are_reported():
     with pytest.raises(ScheduleTableError, match="rank 0, step 1, action 0B0: given a deadlock"):
         simulate(table_of("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"))
     with pytest.raises(ScheduleTableError, match="rank 1, step 0, action 1F1: given without its input 0F1"):

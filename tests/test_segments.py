@@ -35,26 +35,26 @@ POLICIES = {
 }
 
 
-def nothing(meta, *tensors):
+def first_tensor(meta, *tensors):
     return tensors[0]
 
 
-def moe(name="b"):
+def moe_program(name="b"):
     return Program(
         name,
         (
-            Segment("attention", nothing, ("x",), ("h",)),
-            Segment("route", nothing, ("h",), ("xs", "w"), light=True),
+            Segment("attention", first_tensor, ("x",), ("h",)),
+            Segment("route", first_tensor, ("h",), ("xs", "w"), light=True),
             CountExchange(),
             Exchange("dispatch", "xs", "y"),
-            Segment("experts", nothing, ("y",), ("z",)),
+            Segment("experts", first_tensor, ("y",), ("z",)),
             Exchange("combine", "z", "zc", back=True),
-            Segment("rest", nothing, ("h", "w", "zc"), ("out",), light=True),
+            Segment("rest", first_tensor, ("h", "w", "zc"), ("out",), light=True),
         ),
     )
 
 
-def texts(nodes):
+def node_texts(nodes):
     return [str(node) for node in nodes]
 
 
@@ -62,32 +62,32 @@ def texts(nodes):
 
 
 @pytest.mark.parametrize(
-    "steps, words",
+    "steps, message",
     [
-        ((Segment("a", nothing, ("y",), ("out",)),), "needs 'y'"),
-        ((Segment("a", nothing, ("x",), ("x",)),), "a second time"),
-        ((Segment("a", nothing, ("x",), ("y",)),), "no step makes the output 'out'"),
-        ((Exchange("a", "x", "out"), Segment("b", nothing, ("x",), ("out",))), "a second time"),
+        ((Segment("a", first_tensor, ("y",), ("out",)),), "needs 'y'"),
+        ((Segment("a", first_tensor, ("x",), ("x",)),), "a second time"),
+        ((Segment("a", first_tensor, ("x",), ("y",)),), "no step makes the output 'out'"),
+        ((Exchange("a", "x", "out"), Segment("b", first_tensor, ("x",), ("out",))), "a second time"),
     ],
 )
-def test_a_program_with_a_wrong_name_is_refused(steps, words):
-    with pytest.raises(ValueError, match=words):
+def test_a_program_with_a_wrong_name_is_refused(steps, message):
+    with pytest.raises(ValueError, match=message):
         Program("block", steps)
 
 
 @pytest.mark.parametrize(
-    "arguments, words", [({"mode": "half"}, "choose one of"), ({"mode": "selective"}, "operators to save")]
+    "arguments, message", [({"mode": "half"}, "choose one of"), ({"mode": "selective"}, "operators to save")]
 )
-def test_an_impossible_policy_is_refused(arguments, words):
-    with pytest.raises(ValueError, match=words):
+def test_an_impossible_policy_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
         Policy(**arguments)
 
 
 # Lists of nodes
 
 
-def test_forward_waits_as_late_as_it_can():
-    assert texts(NodeLists([moe()], Policy()).forward) == [
+def test_forward_waits_as_late_as_possible():
+    assert node_texts(NodeLists([moe_program()], Policy()).forward) == [
         "compute F b.attention",
         "compute F b.route",
         "post F b.counts",
@@ -102,8 +102,8 @@ def test_forward_waits_as_late_as_it_can():
     ]
 
 
-def test_backward_recomputes_the_experts_while_their_gradient_travels():
-    nodes = texts(NodeLists([moe()], Policy("full_keep_comm")).backward)
+def test_backward_recomputes_experts_during_the_all_to_all_of_their_gradient():
+    nodes = node_texts(NodeLists([moe_program()], Policy("full_keep_comm")).backward)
     assert nodes == [
         "compute R b.attention",
         "compute R b.route",
@@ -122,32 +122,32 @@ def test_backward_recomputes_the_experts_while_their_gradient_travels():
 
 
 @pytest.mark.parametrize("policy, exchanges", [("none", 0), ("full_keep_comm", 0), ("full", 2)])
-def test_recomputed_once_and_what_it_communicates(policy, exchanges):
-    lists = NodeLists([moe("a"), moe("b")], POLICIES[policy])
+def test_segments_are_recomputed_once_with_the_exchanges_of_the_policy(policy, exchanges):
+    lists = NodeLists([moe_program("a"), moe_program("b")], POLICIES[policy])
     for nodes in (lists.backward, lists.input_grads):
-        again = [node for node in nodes if node.phase == "R"]
-        computed = [node.name for node in again if node.kind == COMPUTE]
+        recomputed = [node for node in nodes if node.phase == "R"]
+        computed = [node.name for node in recomputed if node.kind == COMPUTE]
         assert len(computed) == len(set(computed)) == (0 if policy == "none" else 8)
-        assert sum(node.kind == ISSUE for node in again) == 2 * exchanges
+        assert sum(node.kind == ISSUE for node in recomputed) == 2 * exchanges
         assert not any(node.name.endswith("counts") for node in nodes)  # sizes are never exchanged again
 
 
 def test_split_backward_leaves_all_weights_of_heavy_segments():
-    lists = NodeLists([moe("a"), moe("b")], Policy())
+    lists = NodeLists([moe_program("a"), moe_program("b")], Policy())
     halves = [node.name for node in lists.input_grads if node.phase == "I" and node.kind == COMPUTE]
     assert halves == ["b.experts", "b.attention", "a.experts", "a.attention"]
 
 
-def test_every_second_block():
-    lists = NodeLists([moe("a"), moe("b"), moe("c")], Policy("selective", every=2))
+def test_every_second_block_is_recomputed():
+    lists = NodeLists([moe_program("a"), moe_program("b"), moe_program("c")], Policy("selective", every=2))
     assert {node.name[0] for node in lists.backward if node.phase == "R"} == {"a", "c"}
 
 
 # The order of a pair
 
 
-def test_pair_backward_first_then_in_turn():
-    lists = NodeLists([moe()], Policy())
+def test_a_pair_starts_with_the_backward_and_alternates():
+    lists = NodeLists([moe_program()], Policy())
     order = [(turn.of, str(turn.node)) for turn in merge(lists.forward, lists.backward)]
     issues = [(of, text) for of, text in order if text.startswith("issue")]
     assert issues == [
@@ -162,9 +162,9 @@ def test_pair_backward_first_then_in_turn():
             assert any(o != of and t.startswith("compute") for o, t in order[i:wait])
 
 
-def test_pair_sends_first_what_is_waited_for_sooner():
+def test_a_pair_sends_first_what_is_needed_sooner():
     """Where next to nothing is computed between the two."""
-    lists = NodeLists([moe()], Policy("full"))
+    lists = NodeLists([moe_program()], Policy("full"))
     order = [(turn.of, str(turn.node)) for turn in merge(lists.forward, lists.backward)]
     at = order.index((1, "issue B b.combine"))
     assert order[at + 1 : at + 3] == [(0, "issue F b.combine"), (1, "wait B b.combine")]
@@ -172,16 +172,16 @@ def test_pair_sends_first_what_is_waited_for_sooner():
 
 @pytest.mark.parametrize("forward, backward", [(1, 3), (3, 1), (0, 2), (2, 0), (0, 0)])
 def test_pair_of_unequal_stages_keeps_both_orders(forward, backward):
-    dense = Program("d", (Segment("all", nothing, ("x",), ("out",)),))
-    ahead = NodeLists([moe(str(i)) for i in range(forward)] or [dense], Policy()).forward
-    back = NodeLists([moe(str(i)) for i in range(backward)] or [dense], Policy("full")).backward
-    order = merge(ahead, back)
-    assert [turn.node for turn in order if turn.of == 0] == ahead
-    assert [turn.node for turn in order if turn.of == 1] == back
-    assert sum(len(slot) for slot in slots(back)) == len(back)
+    dense = Program("d", (Segment("all", first_tensor, ("x",), ("out",)),))
+    forward_nodes = NodeLists([moe_program(str(i)) for i in range(forward)] or [dense], Policy()).forward
+    backward_nodes = NodeLists([moe_program(str(i)) for i in range(backward)] or [dense], Policy("full")).backward
+    order = merge(forward_nodes, backward_nodes)
+    assert [turn.node for turn in order if turn.of == 0] == forward_nodes
+    assert [turn.node for turn in order if turn.of == 1] == backward_nodes
+    assert sum(len(slot) for slot in slots(backward_nodes)) == len(backward_nodes)
 
 
-class Recorder:
+class RecordingChunk:
     """In the place of a chunk."""
 
     place = "nowhere"
@@ -197,21 +197,21 @@ class Recorder:
 
 
 def test_weights_fill_a_gap_and_carried_ones_the_next_microbatch():
-    lists = NodeLists([moe()], Policy())
-    loop, chunk = Loop(carried=1), Recorder()
+    lists = NodeLists([moe_program()], Policy())
+    loop, chunk = Loop(carried=1), RecordingChunk()
     loop.run(alone(lists.backward), lambda: chunk)
     gap = chunk.nodes.index("wait B b.dispatch")
     assert chunk.nodes[gap - 2 : gap] == ["issue B b.dispatch", "compute W b.experts"]
     loop.catch_up(chunk)
     assert len(loop.weights) == 1  # the attention's
-    following = Recorder()
+    following = RecordingChunk()
     loop.run(alone(lists.forward), lambda: following)
     assert chunk.nodes[-1] == "compute W b.attention" and not loop.weights
 
 
 def test_without_overlap_nothing_is_in_flight():
-    lists = NodeLists([moe()], Policy("full"))
-    loop, chunk = Loop(overlap=False), Recorder()
+    lists = NodeLists([moe_program()], Policy("full"))
+    loop, chunk = Loop(overlap=False), RecordingChunk()
     loop.run(alone(lists.backward), lambda: chunk)
     for i, text in enumerate(chunk.nodes):
         if text.startswith("issue"):
@@ -249,34 +249,34 @@ def plain_gradients(dropout=0.3, dtype=torch.float64):
     part = toy_moe.Part(dropout=dropout).to(dtype)
     toy_moe.fill_(part)
     tokens, labels = toy_moe.batch(1, rank=0)
-    loss, own = toy_moe.plain_forward(part, tokens, labels)
+    loss, balancing_loss = toy_moe.plain_forward(part, tokens, labels)
     torch.rand(5)
-    (loss + own).backward()
-    return loss.item(), own.item(), {n: p.grad for n, p in part.named_parameters()}, torch.rand(1).item()
+    (loss + balancing_loss).backward()
+    return loss.item(), balancing_loss.item(), {n: p.grad for n, p in part.named_parameters()}, torch.rand(1).item()
 
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_equal_plain_autograd_with_dropout(policy, split):
     """The same sums in another order: 1e-12 in float64. Random numbers after it come as if nothing was recomputed."""
-    loss, own, grads, after = plain_gradients()
+    loss, balancing_loss, grads, after = plain_gradients()
     got = chunk_gradients(POLICIES[policy], split)
-    assert abs(got[0] - loss) < 1e-12 and abs(got[1] - own) < 1e-12 and got[3] == after
+    assert abs(got[0] - loss) < 1e-12 and abs(got[1] - balancing_loss) < 1e-12 and got[3] == after
     for name, grad in grads.items():
         torch.testing.assert_close(got[2][name], grad, rtol=1e-12, atol=1e-12, msg=name)
-    again = {"none": 0, "selective 2": 0.5}.get(policy, 1)
+    recomputed_share = {"none": 0, "selective 2": 0.5}.get(policy, 1)
     for (layer, segment), count in toy_moe.runs.items():
-        expected = 1 + (again if again != 0.5 else layer % 2 == 0) * (segment != "choose")
+        expected = 1 + (recomputed_share if recomputed_share != 0.5 else layer % 2 == 0) * (segment != "choose")
         assert count == expected, (layer, segment)
 
 
-def test_random_state_need_not_be_kept():
+def test_random_state_is_restored_only_if_preserved():
     expected = plain_gradients()[2]
     got = chunk_gradients(Policy("full", preserve_rng_state=False), split=False)[2]
     assert any(not torch.allclose(got[name], grad) for name, grad in expected.items())
 
 
-class Products(TorchDispatchMode):
+class ProductCounter(TorchDispatchMode):
     """Counts the matrix products that are really computed: those answered from a store do not come as far as here."""
 
     count = 0
@@ -286,16 +286,16 @@ class Products(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def test_selective_does_not_compute_saved_operators_again():
-    counted = {}
+def test_selective_recompute_skips_saved_operators():
+    products_of = {}
     for policy in ("none", "selective", "full_keep_comm"):
-        with Products() as products:
+        with ProductCounter() as products:
             chunk_gradients(POLICIES[policy], split=False)
-        counted[policy] = products.count
-    assert counted["none"] == counted["selective"] < counted["full_keep_comm"]
+        products_of[policy] = products.count
+    assert products_of["none"] == products_of["selective"] < products_of["full_keep_comm"]
 
 
-def test_autocast_is_the_same_in_recomputation():
+def test_recomputation_uses_the_same_autocast():
     results = []
     for policy in ("none", "full"):
         context = torch.autocast("cpu", torch.bfloat16)
@@ -304,7 +304,7 @@ def test_autocast_is_the_same_in_recomputation():
         assert grad is not None and torch.equal(grad, results[1][name]), name
 
 
-def test_notes_keep_no_graph():
+def test_notes_refuse_tensors_with_a_graph():
     part = toy_moe.Part([0])
     lists = NodeLists(part.segment_programs(), Policy())
     notes = Chunk(lists, NoExchange(), torch.zeros(1, 2, dtype=torch.long)).blocks[0].notes
@@ -312,7 +312,7 @@ def test_notes_keep_no_graph():
         notes.once("scores", lambda: torch.ones(1, requires_grad=True))
 
 
-def test_without_gradients_nothing_is_kept():
+def test_without_gradients_no_values_are_retained():
     part = toy_moe.Part().double()
     toy_moe.fill_(part)
     lists = NodeLists(part.segment_programs(), Policy("full"))
@@ -324,7 +324,7 @@ def test_without_gradients_nothing_is_kept():
     assert not any(block.graphs or block.random or block.values for block in chunk.blocks)
 
 
-def test_the_wrong_number_of_results_is_named():
+def test_a_wrong_number_of_outputs_is_reported():
     program = Program("b", (Segment("two", lambda meta, x: (x, x), ("x",), ("out",)),))
     chunk = Chunk(NodeLists([program], Policy()), NoExchange(), torch.zeros(1), place="stage 1, microbatch 2")
     with pytest.raises(AssertionError, match="two gave 2 tensors for out") as caught:
@@ -335,7 +335,7 @@ def test_the_wrong_number_of_results_is_named():
 # Backward in two halves
 
 
-def two_halves_equal_one(function, inputs, weights):
+def assert_split_backward_equals_one(function, inputs, weights):
     inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
     torch.manual_seed(0)
     outputs = function(*inputs)
@@ -356,21 +356,25 @@ def two_halves_equal_one(function, inputs, weights):
     assert not later  # and a second run does nothing
 
 
-def test_two_halves():
+def test_split_backward_equals_one_backward():
     torch.manual_seed(0)
     w = [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     b = torch.randn(4, dtype=torch.float64, requires_grad=True)
     x, h = (torch.randn(5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    two_halves_equal_one(lambda x: (torch.tanh(x @ w[0] @ w[1] + b),), [x], [w[0], w[1], b])
-    two_halves_equal_one(lambda x: (torch.tanh(torch.tanh(x @ w[0]) @ w[1]) @ w[0] + b,), [x], [w[0], w[1], b])
-    two_halves_equal_one(lambda x: (x @ torch.cat(w[:2], 1) @ torch.cat(w[:2]) @ w[2],), [x], w)
-    two_halves_equal_one(lambda x, h: (x * b, h + x @ w[0]), [x, h], [w[0], b])
-    two_halves_equal_one(lambda x: (F.rms_norm(x, (4,), b) @ w[0],), [x], [b, w[0]])
+    assert_split_backward_equals_one(lambda x: (torch.tanh(x @ w[0] @ w[1] + b),), [x], [w[0], w[1], b])
+    assert_split_backward_equals_one(
+        lambda x: (torch.tanh(torch.tanh(x @ w[0]) @ w[1]) @ w[0] + b,), [x], [w[0], w[1], b]
+    )
+    assert_split_backward_equals_one(lambda x: (x @ torch.cat(w[:2], 1) @ torch.cat(w[:2]) @ w[2],), [x], w)
+    assert_split_backward_equals_one(lambda x, h: (x * b, h + x @ w[0]), [x, h], [w[0], b])
+    assert_split_backward_equals_one(lambda x: (F.rms_norm(x, (4,), b) @ w[0],), [x], [b, w[0]])
     attention = nn.MultiheadAttention(4, 2, batch_first=True, dtype=torch.float64)
-    two_halves_equal_one(lambda x: (attention(x[None], x[None], x[None])[0],), [x], list(attention.parameters()))
+    assert_split_backward_equals_one(
+        lambda x: (attention(x[None], x[None], x[None])[0],), [x], list(attention.parameters())
+    )
 
 
-def test_two_halves_where_outputs_are_of_weights_alone():
+def test_split_backward_with_outputs_of_weights_only():
     torch.manual_seed(0)
     w = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
     x, h = (torch.randn(5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -379,5 +383,7 @@ def test_two_halves_where_outputs_are_of_weights_alone():
         twice = w * 2
         return x @ torch.cat((w, twice)).T, twice, twice.sin(), x
 
-    two_halves_equal_one(function, [x], [w])
-    two_halves_equal_one(lambda x, h: (x @ w, h + x @ w), [x.detach(), h.detach()], [w])  # an embedding's stage
+    assert_split_backward_equals_one(function, [x], [w])
+    assert_split_backward_equals_one(
+        lambda x, h: (x @ w, h + x @ w), [x.detach(), h.detach()], [w]
+    )  # an embedding's stage

@@ -48,7 +48,7 @@ def test_round_trip(tokenizer, text):
     assert tokenizer.decode(framed) == text
 
 
-def test_contract(tokenizer):
+def test_ids_fingerprint_and_pickling(tokenizer):
     assert tokenizer.bos_id != tokenizer.eos_id
     assert max(tokenizer.bos_id, tokenizer.eos_id) < tokenizer.vocab_size <= 2048
     assert len(tokenizer.fingerprint) == 64 and int(tokenizer.fingerprint, 16) >= 0
@@ -57,11 +57,11 @@ def test_contract(tokenizer):
     assert pickle.loads(pickle.dumps(tokenizer)).encode("import os") == tokenizer.encode("import os")
 
 
-def test_text_that_is_not_unicode(tokenizer):
+def test_lone_surrogates_become_replacement_characters(tokenizer):
     assert tokenizer.decode(tokenizer.encode("a\ud800b\udc00")) == "a\ufffdb\ufffd"
 
 
-def test_ids_outside_the_vocabulary_show(tokenizer):
+def test_ids_outside_the_vocabulary_decode_to_replacement_characters(tokenizer):
     ids = tokenizer.encode("ok")
     assert tokenizer.decode([*ids, tokenizer.vocab_size, -1]) == "ok\ufffd\ufffd"
 
@@ -116,7 +116,7 @@ def test_long_runs_are_safe(tokenizer, unit):
 
 
 @pytest.mark.parametrize("size", range(400, 440))
-def test_pieces_do_not_change_the_ids(monkeypatch, size):
+def test_encoding_in_pieces_gives_the_same_ids(monkeypatch, size):
     """Cut after newlines, a long text has the ids of the uncut one."""
     monkeypatch.setattr(byte_level, "MAX_PIECE", size)
     ours = build_tokenizer(str(ASSETS / "tiktoken.model"))
@@ -126,7 +126,7 @@ def test_pieces_do_not_change_the_ids(monkeypatch, size):
     assert ours.encode(text) == ours._encoding.encode_ordinary(text)
 
 
-def test_pieces_bound_runs():
+def test_pieces_limit_the_length_of_runs():
     text = "word " * 10_000 + " " * 40_000 + "x" * 40_000 + " end"
     pieces = list(byte_level._pieces(text))
     assert "".join(pieces) == text
@@ -146,7 +146,7 @@ def test_kind_is_read_from_the_content(tmp_path):
         assert type(same) is type(original) and same.fingerprint == original.fingerprint
 
 
-def test_folder(tmp_path):
+def test_tokenizer_folders(tmp_path):
     with pytest.raises(TokenizerError, match="no tokenizer"):
         build_tokenizer(str(tmp_path))
     shutil.copy(ASSETS / "tiktoken.model", tmp_path / "llama.tiktoken")
@@ -158,7 +158,7 @@ def test_folder(tmp_path):
     assert build_tokenizer(str(tmp_path)).bos_id == 0
 
 
-def test_fingerprints():
+def test_fingerprints_are_distinct():
     prints = {path: build_tokenizer(path).fingerprint for path in KINDS}
     assert len(set(prints.values())) == 4
     content = (ASSETS / "tiktoken.model").read_bytes()
@@ -175,14 +175,14 @@ def test_bos_and_eos_of_tokenizer_config(tmp_path):
     assert other.fingerprint != plain.fingerprint
     write(config, json.dumps({"bos_token": None}))  # as in Qwen's
     assert build_tokenizer(path).bos_id == plain.bos_id
-    for bad, message in {
+    for content, message in {
         '{"bos_token": "<nowhere>"}': "names '<nowhere>' as bos_token.*same model",
         '{"eos_token": 7}': "names 7 as eos_token",
         "[1]": "a list instead of an object",
         "{": "not JSON",
         " ": "empty",
     }.items():
-        write(config, bad)
+        write(config, content)
         with pytest.raises(TokenizerError, match=message):
             build_tokenizer(path)
 
@@ -224,14 +224,14 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("content, message", BAD_FILES.values(), ids=BAD_FILES)
-def test_bad_file(tmp_path, content, message):
+def test_bad_files_are_refused(tmp_path, content, message):
     path = write(tmp_path / "my.model", content)
     with pytest.raises(TokenizerError, match=message) as caught:
         build_tokenizer(path)
     assert path in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_missing_and_too_large(tmp_path, monkeypatch):
+def test_missing_and_too_large_files_are_refused(tmp_path, monkeypatch):
     with pytest.raises(TokenizerError, match="nowhere.model: the file cannot be read .No such file.*or the word bytes"):
         build_tokenizer(str(tmp_path / "nowhere.model"))
     monkeypatch.setattr(tokenizer_base, "MAX_BYTES", 1000)
@@ -239,7 +239,7 @@ def test_missing_and_too_large(tmp_path, monkeypatch):
         build_tokenizer(KINDS[1])
 
 
-def test_import_is_light():
+def test_importing_tokenizers_is_fast():
     """`torchtitan check` must answer at once."""
     code = "import sys, torchtitan.datasets.tokenizer; print(sorted(sys.modules))"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -23,7 +23,7 @@ GALORE = dict(optimizer__name="GaLore", optimizer__options="{rank = 4, update_ga
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("optimizer", [{}, GALORE], ids=["AdamW", "GaLore"])
-def test_stepping_in_backward_is_the_ordinary_step(optimizer, ranks, texts, tmp_path):
+def test_stepping_in_backward_equals_the_ordinary_step(optimizer, ranks, texts, tmp_path):
     options = dict(optimizer, training__local_batch_size=8 // ranks, training__max_norm=0, training__steps=8)
     plain = run_ranks(ranks, jobs.train, jobs.arguments(tmp_path / "a", texts, **options))[0]
     early = dict(options, optimizer__early_step_in_backward=True)
@@ -33,15 +33,15 @@ def test_stepping_in_backward_is_the_ordinary_step(optimizer, ranks, texts, tmp_
     assert all(row["grad_norm"] is None for row in got[0])  # they are gone before there is a norm to take
 
 
-def test_the_written_job_alone_repeats_the_run(texts, tmp_path):
+def test_the_saved_config_repeats_the_run(texts, tmp_path):
     options = dict(training__steps=5, optimizer__weight_decay=0.03, debug__seed=7)
     first, _ = run_ranks(1, jobs.train, jobs.arguments(tmp_path / "a", texts, **options))[0]
-    written = ["--job.config_file", str(tmp_path / "a" / "config.toml"), "--job.dump_folder", str(tmp_path / "b")]
-    again, _ = run_ranks(1, jobs.train, written)[0]
-    assert losses(again) == losses(first)
+    arguments = ["--job.config_file", str(tmp_path / "a" / "config.toml"), "--job.dump_folder", str(tmp_path / "b")]
+    repeated, _ = run_ranks(1, jobs.train, arguments)[0]
+    assert losses(repeated) == losses(first)
 
 
-def test_another_seed_is_another_run(texts, tmp_path):
+def test_another_seed_gives_other_losses(texts, tmp_path):
     runs = [
         run_ranks(1, jobs.train, jobs.arguments(tmp_path / str(seed), texts, training__steps=2, debug__seed=seed))[0]
         for seed in (0, 1)
@@ -49,7 +49,7 @@ def test_another_seed_is_another_run(texts, tmp_path):
     assert runs[0][0][0]["loss"] != runs[1][0][0]["loss"]
 
 
-def test_validation_changes_nothing_and_is_the_same_on_any_plan(texts, tmp_path):
+def test_validation_changes_no_loss_and_does_not_depend_on_the_plan(texts, tmp_path):
     held_out = jobs.write_texts(tmp_path / "held_out", documents=40)
     measured = {}  # of samples that neither ranks nor batches divide
     for ranks in (1, 2):
@@ -74,31 +74,31 @@ def test_validation_changes_nothing_and_is_the_same_on_any_plan(texts, tmp_path)
         assert two == pytest.approx(one, rel=1e-5)
 
 
-def test_weights_go_out_and_in_as_hugging_face_files(texts, tmp_path):
-    out = dict(
+def test_weights_are_exported_and_loaded_as_hugging_face_files(texts, tmp_path):
+    export_options = dict(
         training__steps=3,
         training__local_batch_size=4,
         checkpoint__enable=True,
         checkpoint__last_save_model_only=True,
         checkpoint__last_save_in_hf=True,
     )
-    run_ranks(2, jobs.train, jobs.arguments(tmp_path / "a", texts, **out))
+    run_ranks(2, jobs.train, jobs.arguments(tmp_path / "a", texts, **export_options))
     exported = tmp_path / "a" / "model_hf"
     from transformers import AutoModelForCausalLM
 
-    theirs = AutoModelForCausalLM.from_pretrained(exported)
-    assert sum(p.numel() for p in theirs.parameters()) > 10_000
-    back = dict(
+    reference = AutoModelForCausalLM.from_pretrained(exported)
+    assert sum(p.numel() for p in reference.parameters()) > 10_000
+    import_options = dict(
         training__steps=1,
         checkpoint__enable=True,
         checkpoint__initial_load_path=exported,
         checkpoint__initial_load_in_hf=True,
         optimizer__lr=1e-12,  # so that the first step leaves the weights as they came
     )
-    rows, _ = run_ranks(1, jobs.train, jobs.arguments(tmp_path / "b", texts, **back))[0]
+    rows, _ = run_ranks(1, jobs.train, jobs.arguments(tmp_path / "b", texts, **import_options))[0]
     ids = torch.randint(0, 260, (1, 16), generator=torch.Generator().manual_seed(0))
     ours = run_ranks(1, logits_of, str(tmp_path / "b"), ids)[0]
-    torch.testing.assert_close(ours, theirs(ids).logits.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours, reference(ids).logits.detach(), atol=1e-5, rtol=1e-5)
 
 
 def logits_of(folder, ids):
@@ -112,9 +112,9 @@ def logits_of(folder, ids):
         return inference_model.load_model(config, step_folder, torch.device("cpu"))[0](ids)
 
 
-def test_weights_alone_start_another_job(texts, tmp_path):
-    out = dict(training__steps=6, checkpoint__enable=True, checkpoint__last_save_model_only=True)
-    first, _ = run_ranks(1, jobs.train, jobs.arguments(tmp_path / "a", texts, **out))[0]
+def test_an_export_initializes_another_job(texts, tmp_path):
+    export_options = dict(training__steps=6, checkpoint__enable=True, checkpoint__last_save_model_only=True)
+    first, _ = run_ranks(1, jobs.train, jobs.arguments(tmp_path / "a", texts, **export_options))[0]
     start = dict(training__steps=2, checkpoint__enable=True, checkpoint__initial_load_path=tmp_path / "a" / "model")
     second, _ = run_ranks(1, jobs.train, jobs.arguments(tmp_path / "b", texts, **start))[0]
     assert [row["step"] for row in second] == [1, 2]
@@ -127,7 +127,7 @@ def test_deterministic_runs_repeat_bit_for_bit(texts, tmp_path):
     assert losses(runs[0][0]) == losses(runs[1][0]) and runs[0][1] == runs[1][1]
 
 
-def test_tensorboard_and_profiler_write_where_they_are_told(texts, tmp_path):
+def test_tensorboard_and_profiler_write_to_the_configured_folders(texts, tmp_path):
     options = dict(
         training__steps=6,
         metrics__enable_tensorboard=True,
@@ -140,7 +140,7 @@ def test_tensorboard_and_profiler_write_where_they_are_told(texts, tmp_path):
     assert len(list((tmp_path / "profile_traces").rglob("*.json*"))) == 2
 
 
-def test_picture_is_drawn_at_the_end(texts, tmp_path):
+def test_the_plot_is_drawn_at_the_end(texts, tmp_path):
     argv = jobs.arguments(tmp_path, texts, training__steps=3, metrics__plot=True)
     code, out, err = jobs.run(argv)
     assert code == 0, err

@@ -42,22 +42,22 @@ PACKED = ["--task.kind=sft", "--data.too_long=drop"]
 
 def options_with_paths() -> set[str]:
     """Options, and options of tables in lists, whose type expands a home's ~: the mark of a path (kinds.Place)."""
-    found = set()
+    names = set()
     for name, option in options().items():
         rows = {f"{name}[].{key}": column for key, column in columns(name).items()}
         for key, column in ({name: option} | rows).items():
             if "AfterValidator" in repr(column.annotation) and "expanduser" in repr(column.annotation):
-                found.add(key)
-    return found
+                names.add(key)
+    return names
 
 
-def test_paths_are_declared_as_paths():
+def test_options_named_like_paths_have_the_path_type():
     """So that `options_with_paths` has them all. Those without a type of path are names inside job.dump_folder."""
     endings = ("path", "file", "folder", "dir", "csv")
-    called_so = {name for name in options() if name.rpartition(".")[2].split("_")[-1] in endings}
+    by_name = {name for name in options() if name.rpartition(".")[2].split("_")[-1] in endings}
     inside = {"checkpoint.folder", "metrics.save_tb_folder", "profiling.save_traces_folder"}
     inside |= {"profiling.save_memory_snapshot_folder"}
-    assert called_so - options_with_paths() - inside == {"job.config_file"}
+    assert by_name - options_with_paths() - inside == {"job.config_file"}
 
 
 # option -> (what the name ends with, the rest of the command line that reads it)
@@ -80,8 +80,8 @@ READ_BY = {
     "validation.dataset_path": (".jsonl", ["--validation.enable", "--validation.dataset=text"]),
     "validation.sources[].dataset_path": (".jsonl", ["--validation.enable"]),
 }
-FINE = {("job.dump_folder", "folder"), ("data.cache_dir", "folder")}
-FINE |= {(option, "oversize") for option in READ_BY if option.endswith("dataset_path")}
+ACCEPTED = {("job.dump_folder", "folder"), ("data.cache_dir", "folder")}
+ACCEPTED |= {(option, "oversize") for option in READ_BY if option.endswith("dataset_path")}
 """What may be at such a path: data may have any size."""
 
 
@@ -94,13 +94,13 @@ def command_of(option: str, path: Path) -> list[str]:
     return [*CHECK, *ranks, *more, f"--{option}={path}"]
 
 
-def test_every_option_that_takes_a_path_refuses_what_is_no_file_for_it(tmp_path):
+def test_every_path_option_refuses_unsuitable_files(tmp_path):
     assert READ_BY.keys() == options_with_paths() | {"job.config_file"}
     cases = {(option, kind): make(kind, tmp_path / f"{option}-{kind}{READ_BY[option][0]}")
-             for option in READ_BY for kind in KINDS if (option, kind) not in FINE}  # fmt: skip
+             for option in READ_BY for kind in KINDS if (option, kind) not in ACCEPTED}  # fmt: skip
     commands = [command_of(option, path) for (option, _), path in cases.items()]
-    found = outcomes(commands, tmp_path)
-    problems = {case: got.problem(path.name) for (case, path), got in zip(cases.items(), found, strict=True)}
+    results = outcomes(commands, tmp_path)
+    problems = {case: got.problem(path.name) for (case, path), got in zip(cases.items(), results, strict=True)}
     assert [f"{case}: {problem}" for case, problem in problems.items() if problem] == []
 
 
@@ -164,15 +164,15 @@ FILES_OF_FOLDERS = {
     "metrics.jsonl": lambda folder: read_records(folder / "metrics.jsonl"),
 }
 DATA = ("part.jsonl", "part.parquet", "part.csv")
-MAY_BE = {(name, kind) for name in DATA for kind in ("folder", "oversize")}
-MAY_BE |= {("model.safetensors", "oversize"), ("metrics.jsonl", "oversize")}
+ACCEPTED_IN_FOLDERS = {(name, kind) for name in DATA for kind in ("folder", "oversize")}
+ACCEPTED_IN_FOLDERS |= {("model.safetensors", "oversize"), ("metrics.jsonl", "oversize")}
 """Data may have any size, and a folder of data folders of any name in it."""
 
 
 @pytest.mark.parametrize("name", FILES_OF_FOLDERS)
-def test_a_file_of_a_folder_that_is_no_file(tmp_path, name):
+def test_unsuitable_files_in_a_folder_are_refused(tmp_path, name):
     for kind in KINDS:
-        if (name, kind) in MAY_BE:
+        if (name, kind) in ACCEPTED_IN_FOLDERS:
             continue
         folder = tmp_path / kind if name in DATA else hf_folder(tmp_path / kind)
         make(kind, folder / name)
@@ -227,7 +227,7 @@ def text_arguments() -> set[tuple[str, str]]:
     return arguments
 
 
-def test_every_argument_that_names_a_file_to_read_refuses_what_is_none(tmp_path):
+def test_every_path_argument_refuses_unsuitable_files(tmp_path):
     other_tests = {("evaluate", "--tasks")}  # needs lm-eval; its reader is tested above
     assert text_arguments() == READ_ARGUMENTS.keys() | NO_FILES_TO_READ | other_tests
     folder, cases, commands = hf_folder(tmp_path / "model"), [], []
@@ -235,18 +235,18 @@ def test_every_argument_that_names_a_file_to_read_refuses_what_is_none(tmp_path)
         for kind in KINDS:
             if argument.startswith("--") or kind != "folder" or argument in ("job", "line"):
                 path = make(kind, tmp_path / f"{command}{argument}-{kind}")
-                given = [f"{argument}={path}"] if argument.startswith("--") else [str(path)]
-                words = {"FOLDER": str(folder), "--to=TARGET": f"--to={tmp_path}/new"}
-                words |= {"TARGET": f"{tmp_path}/new", "--output=TARGET": f"--output={tmp_path}/new"}
+                path_arguments = [f"{argument}={path}"] if argument.startswith("--") else [str(path)]
+                replacements = {"FOLDER": str(folder), "--to=TARGET": f"--to={tmp_path}/new"}
+                replacements |= {"TARGET": f"{tmp_path}/new", "--output=TARGET": f"--output={tmp_path}/new"}
                 cases.append((command, argument, kind, path.name))
-                commands.append([command, *given, *(words.get(each, each) for each in more)])
+                commands.append([command, *path_arguments, *(replacements.get(part, part) for part in more)])
     modules = [
         f"torchtitan.commands.{command}" for command in ("generate", "evaluate", "chat", "convert", "export", "plot")
     ]
     problems = [(*case, got.problem(case[-1])) for case, got in
                 zip(cases, outcomes(commands, tmp_path, *modules), strict=True)]  # fmt: skip
-    wrong = [each for each in problems if each[-1] is not None]
-    assert not wrong, "\n".join(map(str, wrong))
+    failures = [part for part in problems if part[-1] is not None]
+    assert not failures, "\n".join(map(str, failures))
 
 
 # All readers
@@ -288,9 +288,9 @@ OWN_FILES = {
 }
 
 
-def test_nothing_else_opens_files():
+def test_only_listed_modules_open_files():
     """But for what is no user's, and libraries that open a path after it has been judged."""
-    found = set()
+    files = set()
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
@@ -299,7 +299,7 @@ def test_nothing_else_opens_files():
                 if called in OF_CHECKPOINTS:
                     continue
                 if called in READS or called.rpartition(".")[2] in READS[3:] or is_method:
-                    found.add(str(path.relative_to(PACKAGE)))
-    assert found == CHECKED.keys() | OWN_FILES.keys()
+                    files.add(str(path.relative_to(PACKAGE)))
+    assert files == CHECKED.keys() | OWN_FILES.keys()
     for name in CHECKED.keys() - {"datasets/token_shards.py"}:
         assert "require_file(" in (PACKAGE / name).read_text()

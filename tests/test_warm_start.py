@@ -20,7 +20,7 @@ anywhere = judged.anywhere
 BASE = dict(checkpoint__enable=True, checkpoint__keep_latest_k=0, optimizer__lr=1e-3)
 
 
-def trained(argv):
+def train_and_report(argv):
     """Weights, logged rows, what the first step read, and the trainer's state at the end."""
     trainer = Trainer(manager.load(argv), read_ranks())
     began = trainer.step, trainer.state.tokens, next(iter(trainer.loader))["tokens"].tolist()
@@ -36,19 +36,21 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     texts = write_texts(folder / "texts")
     options = BASE | dict(training__steps=6, lr_scheduler__warmup_steps=2)
-    run_ranks(1, trained, arguments(folder / "run", texts, **options))
+    run_ranks(1, train_and_report, arguments(folder / "run", texts, **options))
     more = options | dict(training__steps=7, checkpoint__load_only=True)
-    again = run_ranks(1, trained, arguments(folder / "run", texts, **more))[0]
-    return folder / "run", texts, again[2][2]
+    resumed = run_ranks(1, train_and_report, arguments(folder / "run", texts, **more))[0]
+    return folder / "run", texts, resumed[2][2]
 
 
-def warm(folder, base, **options):
+def warm_start_job(folder, base, **options):
     start = dict(checkpoint__initial_load_path=base[0], checkpoint__initial_load_counters=True)
     return arguments(folder, base[1], **BASE | start | dict(training__steps=14, lr_scheduler__warmup_steps=4) | options)
 
 
-def test_it_counts_on_and_its_schedule_begins(tmp_path, base):
-    weights, rows, (step, tokens, batch), state = run_ranks(1, trained, warm(tmp_path, base, job__tags='["warm"]'))[0]
+def test_a_warm_start_continues_steps_and_data_and_begins_a_schedule(tmp_path, base):
+    weights, rows, (step, tokens, batch), state = run_ranks(
+        1, train_and_report, warm_start_job(tmp_path, base, job__tags='["warm"]')
+    )[0]
     assert (step, tokens, batch) == (6, 6 * 8 * 32, base[2]), "the data go on where they were"
     assert [row["step"] for row in rows] == list(range(7, 15)) and state["schedule_start"] == 6
     peaks = [row["lr"] / 1e-3 for row in rows]
@@ -57,43 +59,45 @@ def test_it_counts_on_and_its_schedule_begins(tmp_path, base):
     assert {"step": 6, "event": "tags", "tags": "warm"} in events
     # a resume has it from its own checkpoint, whatever the job says now
     (tmp_path / "checkpoint").rename(tmp_path / "all")
-    part = warm(tmp_path, base, training__steps=10, lr_scheduler__total_steps=8)
-    first = run_ranks(1, trained, part)[0]
-    rest = warm(tmp_path, base, lr_scheduler__total_steps=8, checkpoint__initial_load_counters=False)
-    again, late, began, state = run_ranks(1, trained, rest)[0]
+    part = warm_start_job(tmp_path, base, training__steps=10, lr_scheduler__total_steps=8)
+    first = run_ranks(1, train_and_report, part)[0]
+    last_part = warm_start_job(tmp_path, base, lr_scheduler__total_steps=8, checkpoint__initial_load_counters=False)
+    final_weights, last_rows, began, state = run_ranks(1, train_and_report, last_part)[0]
     assert first[3]["step"] == 10 == began[0] and state["schedule_start"] == 6
-    assert [row["lr"] for row in late[-4:]] == [row["lr"] for row in rows[4:]]
-    assert all((again[name] == weights[name]).all() for name in weights)
+    assert [row["lr"] for row in last_rows[-4:]] == [row["lr"] for row in rows[4:]]
+    assert all((final_weights[name] == weights[name]).all() for name in weights)
 
 
-def test_a_run_that_saves_nothing_begins_as_one_that_saves(tmp_path, base):
+def test_a_warm_start_without_saving_is_bit_equal(tmp_path, base):
     """To the bit; nothing of it is left but its rows."""
-    weights, rows, began, _ = run_ranks(1, trained, warm(tmp_path / "saved", base))[0]
-    again, late, began_again, _ = run_ranks(1, trained, warm(tmp_path / "trial", base, checkpoint__enable=False))[0]
-    assert began_again == began and [row["loss"] for row in late] == [row["loss"] for row in rows]
-    assert all((again[name] == weights[name]).all() for name in weights)
+    weights, rows, began, _ = run_ranks(1, train_and_report, warm_start_job(tmp_path / "saved", base))[0]
+    trial_weights, trial_rows, began_again, _ = run_ranks(
+        1, train_and_report, warm_start_job(tmp_path / "trial", base, checkpoint__enable=False)
+    )[0]
+    assert began_again == began and [row["loss"] for row in trial_rows] == [row["loss"] for row in rows]
+    assert all((trial_weights[name] == weights[name]).all() for name in weights)
     assert (tmp_path / "saved/checkpoint").exists() and not (tmp_path / "trial/checkpoint").exists()
 
 
-def test_weights_beside_a_training_state(tmp_path, base):
+def test_counters_come_from_a_training_state_of_relora(tmp_path, base):
     """As ReLoRA's scripts leave them."""
-    words = dict(checkpoint__last_save_model_only=True, checkpoint__last_save_in_hf=True, training__steps=1)
-    run_ranks(1, trained, arguments(tmp_path / "a", base[1], **BASE | words))
+    options = dict(checkpoint__last_save_model_only=True, checkpoint__last_save_in_hf=True, training__steps=1)
+    run_ranks(1, train_and_report, arguments(tmp_path / "a", base[1], **BASE | options))
     folder = tmp_path / "a/model_hf"
     state = {"update_step": 6, "tokens_seen": 99, "global_step": 12}
     (folder / "training_state.json").write_text(json.dumps(state))
-    words = warm(tmp_path / "b", base, checkpoint__initial_load_path=folder)
-    _, rows, began, _ = run_ranks(1, trained, words)[0]
+    options = warm_start_job(tmp_path / "b", base, checkpoint__initial_load_path=folder)
+    _, rows, began, _ = run_ranks(1, train_and_report, options)[0]
     assert began[:2] == (6, 99) and rows[0]["step"] == 7
 
 
-def test_other_data_are_begun_by_saying_so(tmp_path, base):
+def test_other_data_need_dataloader_in_exclude_from_loading(tmp_path, base):
     other = write_texts(tmp_path / "others", documents=90)
     options = dict(training__steps=12, training__dataset_path=other)
     with pytest.raises(RankFailed, match=r"checkpoint.exclude_from_loading = \[.dataloader.\]"):
-        run_ranks(1, trained, warm(tmp_path / "run", base, **options))
-    begun = options | dict(checkpoint__exclude_from_loading='["dataloader"]')
-    _, rows, began, _ = run_ranks(1, trained, warm(tmp_path / "run", base, **begun))[0]
+        run_ranks(1, train_and_report, warm_start_job(tmp_path / "run", base, **options))
+    without_position = options | dict(checkpoint__exclude_from_loading='["dataloader"]')
+    _, rows, began, _ = run_ranks(1, train_and_report, warm_start_job(tmp_path / "run", base, **without_position))[0]
     assert began[0] == 6 and len(rows) == 6
 
 
@@ -101,7 +105,7 @@ WARM = ["--checkpoint.enable", "--checkpoint.initial_load_counters"]
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "arguments, message",
     [
         (["--training.steps=6"], "training.steps: given 6; allowed: more than 6; "),
         (
@@ -112,16 +116,16 @@ WARM = ["--checkpoint.enable", "--checkpoint.initial_load_counters"]
     ],
     ids=str,
 )
-def test_faults(base, words, said):
+def test_faults_of_warm_starts(base, arguments, message):
     assert lines(*WARM, f"--checkpoint.initial_load_path={base[0]}") == []
-    assert any(said in line for line in lines(*WARM, f"--checkpoint.initial_load_path={base[0]}", *words))
+    assert any(message in line for line in lines(*WARM, f"--checkpoint.initial_load_path={base[0]}", *arguments))
 
 
-def test_weights_that_count_nothing(tmp_path, base):
-    (without,) = lines("--checkpoint.enable", "--checkpoint.initial_load_counters")
-    assert "checkpoint.initial_load_counters: given true; allowed: true only with initial_load_path" in without
-    (off,) = lines("--checkpoint.initial_load_counters")
-    assert "nothing with checkpoint.enable = false" in off
+def test_weights_without_counters_are_refused(tmp_path, base):
+    (fault,) = lines("--checkpoint.enable", "--checkpoint.initial_load_counters")
+    assert "checkpoint.initial_load_counters: given true; allowed: true only with initial_load_path" in fault
+    (disabled,) = lines("--checkpoint.initial_load_counters")
+    assert "nothing with checkpoint.enable = false" in disabled
     (tmp_path / "w").mkdir()
     (tmp_path / "w/model.safetensors").touch()
     (line,) = lines(*WARM, f"--checkpoint.initial_load_path={tmp_path}/w")

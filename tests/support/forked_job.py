@@ -23,7 +23,7 @@ class Forked:
 
     def __init__(self, command: list[str], env: dict[str, str], pass_fds: Any, start_new_session: bool) -> None:
         assert command[:2] == [sys.executable, "-m"] and start_new_session
-        self._process = get_context("fork").Process(target=_be_rank, args=(command[2:], env))
+        self._process = get_context("fork").Process(target=_run_rank, args=(command[2:], env))
         self._process.start()
         self.pid = self._process.pid
 
@@ -38,7 +38,7 @@ class Forked:
             os.kill(self.pid, number)
 
 
-def _be_rank(words: list[str], env: dict[str, str]) -> None:
+def _run_rank(argv: list[str], env: dict[str, str]) -> None:
     os.setsid()
     signal.set_wakeup_fd(-1)
     for number in (*stop_signals(), signal.SIGCHLD):
@@ -46,9 +46,9 @@ def _be_rank(words: list[str], env: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-    sys.argv = words
-    sys.modules.pop(words[0], None)  # a command of this process may have imported it, and runpy warns of it
-    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    sys.argv = argv
+    sys.modules.pop(argv[0], None)  # a command of this process may have imported it, and runpy warns of it
+    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
 
 
 def fork_ranks() -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def taken_away() -> Iterator[None]:
+def restore_after_test() -> Iterator[None]:
     """A process group that was not there before, and what else stands in the environment: torch's libraries read there
     how a job wants them. Imports nothing: where there is a group, torch has been imported.
     """
@@ -17,10 +17,10 @@ def taken_away() -> Iterator[None]:
     finally:
         if not had_world and has_world():
             sys.modules["torch.distributed"].destroy_process_group()
-        put_back(environment)
+        restore_environment(environment)
 
 
-def put_back(environment: dict[str, str]) -> None:
+def restore_environment(environment: dict[str, str]) -> None:
     """No variable is touched that is as it was: threads of libraries may be reading them."""
     for name in {*environment, *os.environ} - {"PYTEST_CURRENT_TEST"}:  # pytest's own, which changes within a test
         if name not in environment:

@@ -45,6 +45,6 @@ def write_tasks(folder, *tasks):
     folder.mkdir(exist_ok=True)
     (folder / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
     for task in tasks:
-        kept = {key: value for key, value in task.items() if value is not None}
-        (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump(kept))
+        fields = {key: value for key, value in task.items() if value is not None}
+        (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump(fields))
     return folder

@@ -257,15 +257,15 @@ UNSET_IN_V0_2_2 = """
 
 
 def option_names(text: str) -> list[str]:
-    found = []
+    qualified_names = []
     for line in text.strip().splitlines():
         section, _, names = line.partition("] ")
-        found += [f"{section[1:]}.{name}" for name in names.split()]
-    return found
+        qualified_names += [f"{section[1:]}.{name}" for name in names.split()]
+    return qualified_names
 
 
 def flatten(table: dict, prefix: str = "") -> dict:
-    found = {}
+    values = {}
     for key, value in table.items():
-        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
+        values |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return values

@@ -24,7 +24,7 @@ from multiprocessing import connection, forkserver, get_context, set_start_metho
 from pathlib import Path
 from typing import Any
 
-from tests.support.leftovers import put_back
+from tests.support.leftovers import restore_environment
 
 # Imported once for all ranks, because most of them need these and the import takes longer than their tests.
 PRELOAD = [
@@ -79,11 +79,11 @@ def _fork(target: Callable[..., None], *args: Any) -> Any:
     The fork server keeps the environment of its start, which may be during a test that has changed it.
     """
     environment = dict(os.environ)
-    put_back(_environment)
+    restore_environment(_environment)
     try:
         forkserver.ensure_running()
     finally:
-        put_back(environment)
+        restore_environment(environment)
     process = _context.Process(target=target, args=args)
     process.start()
     return process

@@ -75,8 +75,8 @@ def left_out_items(items: list[pytest.Item], quick: bool) -> set[pytest.Item]:
     if quick:
         slow = slow_modules(QUICK_SECONDS)
         cheap = [item for item, row in rows.items() if row.ranks <= 2 and row.compile == "no"]
-        others = {item for item in items if item not in rows and module_of(item.nodeid) in slow}
-        return others | rows.keys() - set(cheap[::EVERY_NTH_ROW])
+        slow_items = {item for item in items if item not in rows and module_of(item.nodeid) in slow}
+        return slow_items | rows.keys() - set(cheap[::EVERY_NTH_ROW])
     table = {item: row for item, row in rows.items() if row.optimizer == "none"}
     cover = pairwise_cover(table.values())
     uncovered = {item for item, row in table.items() if row not in cover}

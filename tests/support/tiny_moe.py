@@ -8,7 +8,7 @@ from torchtitan.models.moe.layer import MoE
 ARGS = MoEArgs(dim=16, expert_dim=24, n_experts=8, top_k=3)
 
 
-def made(args, seed=0, dtype=torch.float32):
+def build_moe(args, seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     layer = MoE(args)
     with torch.no_grad():

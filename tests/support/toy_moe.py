@@ -36,21 +36,24 @@ class Mixing(nn.Module):
 class Experts(nn.Module):
     """Those of one rank: `here` of them."""
 
-    def __init__(self, here: int):
+    def __init__(self, local_experts: int):
         super().__init__()
-        self.w1 = nn.Parameter(torch.empty(here, DIM, 2 * DIM))
-        self.w2 = nn.Parameter(torch.empty(here, 2 * DIM, DIM))
+        self.w1 = nn.Parameter(torch.empty(local_experts, DIM, 2 * DIM))
+        self.w2 = nn.Parameter(torch.empty(local_experts, 2 * DIM, DIM))
 
     def forward(self, rows, counts):
         """rows [tokens, D] by source rank, then expert; counts [ranks, here]."""
         pieces = rows.split(counts.flatten().tolist())
-        here = counts.shape[1]
-        done = [torch.tanh(piece @ self.w1[i % here]) @ self.w2[i % here] for i, piece in enumerate(pieces)]
+        local_experts = counts.shape[1]
+        done = [
+            torch.tanh(piece @ self.w1[i % local_experts]) @ self.w2[i % local_experts]
+            for i, piece in enumerate(pieces)
+        ]
         return torch.cat(done)
 
 
 class Block(nn.Module):
-    def __init__(self, number: int, kind: str, here: int, dropout: float):
+    def __init__(self, number: int, kind: str, local_experts: int, dropout: float):
         super().__init__()
         self.number, self.kind = number, kind
         self.mixing = Mixing(dropout)
@@ -59,7 +62,7 @@ class Block(nn.Module):
         else:
             self.router = nn.Linear(DIM, EXPERTS, bias=False)
             self.shared = nn.Linear(DIM, DIM)
-            self.experts = Experts(here)
+            self.experts = Experts(local_experts)
 
     def mix(self, meta, x):
         runs[self.number, "mix"] += 1
@@ -150,7 +153,7 @@ class Part(nn.Module):
 
 def plain_forward(part: Part, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss, balancing losses): the segments one after the other in one graph, all experts here."""
-    x, own = tokens, torch.zeros((), dtype=torch.float64)
+    x, balancing_loss = tokens, torch.zeros((), dtype=torch.float64)
     for program in part.segment_programs():
         meta, values = Notes(labels), {"x": x}
         for step in program.steps:
@@ -162,9 +165,9 @@ def plain_forward(part: Part, tokens: torch.Tensor, labels: torch.Tensor) -> tup
                 out = step.run(meta, *(values[name] for name in step.inputs))
                 out = out if isinstance(out, tuple) else (out,)
                 values.update(zip(step.outputs, out, strict=False))
-                own = own + sum(out[len(step.outputs) :])
+                balancing_loss = balancing_loss + sum(out[len(step.outputs) :])
         x = values["out"]
-    return x, own
+    return x, balancing_loss
 
 
 def fill_(part: Part, ep_rank: int = 0, ep: int = 1) -> None:
@@ -174,8 +177,8 @@ def fill_(part: Part, ep_rank: int = 0, ep: int = 1) -> None:
         shape = list(parameter.shape)
         if ".experts." in name:
             shape[0] = EXPERTS
-        whole = torch.randn(shape, generator=generator, dtype=torch.float64) * (0.5 if len(shape) > 1 else 1.0)
-        parameter.data.copy_(whole.chunk(ep)[ep_rank] if ".experts." in name else whole)
+        full_tensor = torch.randn(shape, generator=generator, dtype=torch.float64) * (0.5 if len(shape) > 1 else 1.0)
+        parameter.data.copy_(full_tensor.chunk(ep)[ep_rank] if ".experts." in name else full_tensor)
 
 
 def batch(microbatches: int, rank: int, size: int = 2, length: int = 4):
