@@ -1,8 +1,8 @@
-"""What adapters cost: a step of LoRA against one of the whole model, of QLoRA against LoRA, and how long a merge takes.
+"""Measure the cost of adapters: a step of LoRA relative to full training, of QLoRA to LoRA, and the time of a merge.
 
-One device, float32, the debug Llama with 8 samples of 256 tokens; both kinds take turns in one process. A frozen matrix
-needs no gradient of its own, a third of a step's matrix products, and AdamW has little to do; A and B add some.
-`--quick` makes one repeat of two pairs, with one sample and a tiny model.
+One device, float32, the debug Llama with 8 samples of 256 tokens; both kinds take turns in one process. Frozen matrices
+save their gradients, a third of a step's matrix products, and most of AdamW; A and B add a little. `--quick` makes one
+repeat of two pairs, with one sample and a tiny model.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from torchtitan.optimizers.build import build_optimizers
 
 TOKENS = 256
 TARGETS = {"": [], ", attention alone": ['--adapter.target=["*attention*"]']}
-"""How a row calls them, and the words of a job."""
+"""Name in a row -> arguments of the job."""
 SIZES: list[str] = []
-"""Words of a job that make the model another than the debug one."""
+"""Arguments of the job that change the debug model's sizes."""
 TINY = "--model.overrides={dim=64, n_layers=2, n_heads=4}"
 SHARED = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
@@ -56,7 +56,7 @@ def build_step(kind: str, rank: int, samples: int, arguments: Sequence[str] = ()
 
 
 def flops_ratio(rank: int, arguments: Sequence[str] = ()) -> float:
-    """What a step of LoRA has to compute of what a full one has, with attention: no program gets below it for long."""
+    """Return the FLOPs of a LoRA step relative to a full step, attention included: the lower bound of its time."""
     config = load(["--model.tokenizer_path=bytes", *SIZES])
     args, (_, adapter) = parts.model_args(config), build_model("lora", rank, arguments)
     plain = parts.model_spec(config).flops_per_token(args, TOKENS)
@@ -64,7 +64,7 @@ def flops_ratio(rank: int, arguments: Sequence[str] = ()) -> float:
 
 
 def merge_seconds(rank: int) -> list[float]:
-    """For each billion bytes of matrices that something is folded into."""
+    """Measure merging in seconds per 1e9 bytes of merged matrices, five times."""
     model, adapter = build_model("lora", rank)
     size = (
         sum(t.nbytes for name, t in model.state_dict().items() if name in adapter.frozen_parameters and ".w" in name)

@@ -1,13 +1,13 @@
-"""The debug shape on two cores: what the trainer does, and how that compares with a plain loop of torch's own parts.
+"""Compare the trainer with a plain loop of torch's own parts, for the debug model on two cores.
 
     python scripts/bench_debug.py [--ranks 1 2] [--only NAME ...] [--aa] [--quick]
     python scripts/bench_debug.py --plans [NAME ...]
 
 dim 256, 6 layers, 16 heads, vocabulary 2048, sequences of 256, 8 of them per rank, AdamW. The plain loop is set up as
 torchtitan is by default: fully_shard (on one rank too) with bfloat16 parameters, every second layer recomputed, the
-CPU's bfloat16 attention, fused AdamW, clipping. Each of our settings runs in a process (or two ranks) of its own, in
-which the real trainer and the plain loop take turns step by step. --plans times jobs that split the same 8 sequences
-over ranks (a model with experts among them), in float32, each by itself. docs/benchmarks.md has the details.
+CPU's bfloat16 attention, fused AdamW, clipping. Each of our settings runs in a separate process (or two ranks), where
+the real trainer and the plain loop take turns step by step. --plans times jobs that split the same 8 sequences over
+ranks (a model with experts among them), in float32, each by itself. docs/benchmarks.md has the details.
 """
 
 import argparse
@@ -86,7 +86,7 @@ MOE_SIZES = {
     "v_head_dim": 128,
     "bias_rate": 0.001,
 }
-"""Where torchtitan v0.2.2's debug model with experts, beside which ours is measured, differs from our own."""
+"""Sizes of torchtitan v0.2.2's debug model with experts that differ from ours; the two are compared."""
 PLANS: dict[str, tuple[int, int, dict[str, str]]] = {
     "one rank": (1, 1, SECOND),
     "FSDP 2": (2, 2, SECOND),
@@ -140,7 +140,7 @@ class PlainLoop:
 
 
 class PlainAttention(nn.Module):
-    """The CPU's own kernel in whatever type comes, for "same settings"."""
+    """The CPU's attention kernel in the dtype of its input, for "same settings"."""
 
     def prepare(self, queries: Tokens, keys: Tokens | None = None) -> None:
         assert queries.documents is None and keys is None
@@ -150,7 +150,7 @@ class PlainAttention(nn.Module):
 
 
 def compare(options: argparse.Namespace) -> None:
-    """This rank's part; rank 0 writes what was measured into the folder."""
+    """Run one rank of a comparison; rank 0 writes the measurements to the folder."""
     ranks = read_ranks()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     throw_lines_away()
@@ -183,7 +183,7 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def comparison_rows(name: str, ranks: int, options: argparse.Namespace) -> str:
-    """The two rows of one setting: by the clock, and by CPU time, which others on the machine disturb less."""
+    """Return the two rows of one setting: by wall time, and by CPU time, which other processes disturb less."""
     with tempfile.TemporaryDirectory() as folder:
         worker = [str(Path(__file__).resolve()), "--worker", name, "--folder", folder]
         worker += ["--pairs", str(options.pairs), "--repeats", str(options.repeats), *(["--aa"] if options.aa else [])]
@@ -206,12 +206,12 @@ def comparison_rows(name: str, ranks: int, options: argparse.Namespace) -> str:
 
 
 def logged_steps(folder: str) -> list[dict[str, Any]]:
-    """What a run has logged of its steps, without its events."""
+    """Read the logged steps of a run, without its events."""
     return [record for record in read_records(Path(folder, "metrics.jsonl")) if "loss" in record]
 
 
 def measure_job(name: str, ranks: int, options: argparse.Namespace) -> str:
-    """A short job as its user starts it: time to the first step, speed, memory."""
+    """Run a short job as a user starts it; report the time to the first step, speed and memory."""
     with tempfile.TemporaryDirectory() as folder:
         job = arguments(options.sizes, Path(folder), **SETTINGS[name], **{"training.steps": 3 if options.quick else 20})
         command = [sys.executable, "-m", "torchtitan.launch", str(ranks), *job]
@@ -233,7 +233,7 @@ def job_of_plan(name: str, sizes: bench_bare.Sizes, folder: Path, steps: int) ->
 
 
 def measure_plan(name: str, options: argparse.Namespace) -> str:
-    """Speed of a plan, and CPU time a step: that of a job of 25 steps less that of one of 5."""
+    """Measure the speed of a plan, and its CPU time a step: the difference of jobs of 25 and of 5 steps."""
     few, many = (2, 4) if options.quick else (5, 25)
     spent = []
     for steps_ in (few, many):
@@ -274,7 +274,7 @@ def main() -> None:
             print(measure_plan(name, options), flush=True)
         return
     for ranks in options.ranks:
-        names = [name for name in options.only if ranks == 1 or name != "compiled model"]  # needs a rank of its own
+        names = [name for name in options.only if ranks == 1 or name != "compiled model"]  # runs on one rank only
         for name in names[:1] if options.aa else names:
             print(comparison_rows(name, ranks, options), flush=True)
         if not options.aa:

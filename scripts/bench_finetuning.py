@@ -1,8 +1,8 @@
-"""What fine-tuning on whole records costs: how full packs are and how long they take to find, tokens of records learned
-in a second packed against padded, and the bytes of a frozen weight in 4 bits.
+"""Measure fine-tuning on whole records: fill and time of sample packing, training speed packed and padded, and the
+bytes of a frozen weight in 4 bits.
 
-Lengths of records are drawn as instruction data have them (log-normal, half of them up to 90 tokens, one in a hundred
-above 580). Steps are of the debug Llama on one device in float32, both kinds in turn in one process, by CPU time.
+Record lengths follow instruction data (log-normal, half of them up to 90 tokens, one in a hundred above 580). Steps are
+of the debug Llama on one device in float32; both kinds take turns in one process, and CPU time is compared.
 `--quick` makes one repeat of two pairs, with few records.
 """
 
@@ -33,7 +33,7 @@ def lengths(count: int, longest: int) -> np.ndarray:
 
 
 def measure_packing(count: int, window: int) -> tuple[float, float]:
-    """Of packs of 2,049 tokens, and seconds to find them for 100,000 records."""
+    """Return the fill of packs of 2,049 tokens, and the seconds of packing 100,000 records."""
     sizes, packs = lengths(count, 2049), 0
     started = time.perf_counter()
     for first in range(0, count, window):
@@ -42,7 +42,7 @@ def measure_packing(count: int, window: int) -> tuple[float, float]:
 
 
 def batch(packed: bool, samples: int) -> tuple[dict[str, torch.Tensor], int]:
-    """Rows of whole records, [samples, SEQ_LEN] each tensor, and how many tokens of records are in them."""
+    """Build a batch of records, [samples, SEQ_LEN] each tensor; return it and its number of record tokens."""
     room = SEQ_LEN + 1
     sizes = lengths(400, room)
     packs = best_fit(sizes, room) if packed else np.arange(len(sizes))
@@ -62,7 +62,7 @@ def batch(packed: bool, samples: int) -> tuple[dict[str, torch.Tensor], int]:
 
 
 def build_step(packed: bool, samples: int) -> tuple[Callable[[], None], int]:
-    """A step, and the tokens of records that it learns."""
+    """Build a training step; return it and the number of record tokens that it trains on."""
     model, _ = build_model("none", 1)
     optimizer = build_optimizers([model], name="AdamW", lr=1e-4, weight_decay=0.1, shared=SHARED)
     batch_tensors, tokens = batch(packed, samples)
@@ -76,7 +76,7 @@ def build_step(packed: bool, samples: int) -> tuple[Callable[[], None], int]:
 
 
 def bytes_per_frozen_weight(kind: str) -> float:
-    """Of the matrices that are frozen beside an adapter, with what belongs to their form."""
+    """Measure the bytes per element of the matrices that an adapter freezes, scales included."""
     model, _ = build_model(kind, 16)
     plain, _ = build_model("lora", 16)
     packed = packed_names(model)

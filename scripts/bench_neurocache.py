@@ -1,6 +1,5 @@
-"""What a cache costs by its size: the lookup and the reading of a segment and the bytes that are kept, by the formula,
-beside attention of the same tokens to all of the history; and attention brought to the entries against that written
-out.
+"""Measure Neurocache by cache size: lookup and reading of a segment relative to full attention over the history, and
+memory relative to the formula. Also compare attention with absorbed projections with the plain form.
 
 One device, float32, one row and layer of the width of OPT-125M; both sides of a ratio take turns in one process.
 `--quick` makes one repeat of one pair, of small sizes.
@@ -28,14 +27,14 @@ SIZES = (1024, 4096, 16384, 65536, 131072)
 
 
 def full_attention(q: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
-    """q [1, H, S, E] to all of the history [1, H, M, E], whose keys are its values."""
+    """Attend with q [1, H, S, E] to the full history [1, H, M, E], used as keys and values."""
     return F.scaled_dot_product_attention(q, history, history)
 
 
 def read_cache(
     reading: EntryAttention, q: torch.Tensor, queries: torch.Tensor, store: Store, size: int
 ) -> torch.Tensor:
-    """q [1, S, H, E] and queries [1, S, C]: what is found of a full cache of that size is read, [1, S, H, E]."""
+    """Look up queries [1, S, C] in a full cache of `size` entries and read them with q [1, S, H, E]: [1, S, H, E]."""
     options, keys = Neurocache(), store.entries[0, "key"]
     counts = torch.tensor([size])
     hits = with_neighbours(nearest(queries, keys, counts, options.topk), options.window, size, counts)

@@ -1,9 +1,9 @@
-"""What optimizers cost: bytes of state a parameter, a step against that of torch's fused AdamW, and what share of it
-finding GaLore's bases takes.
+"""Measure optimizers: bytes of state per parameter, a step relative to torch's fused AdamW, and the share of GaLore's
+basis refreshes in a step.
 
 Matrices of a Llama's layers and an embedding, float32, random gradients. Each optimizer takes turns with fused AdamW in
-one process (ABBA); with `--ranks 2` both are sharded by FSDP2 over gloo. A refresh costs what steps with one have more
-than steps without, divided by the gap. `--quick` makes one repeat of two pairs.
+one process (ABBA); with `--ranks 2` both are sharded by FSDP2 over gloo. The cost of a refresh is the additional time
+of steps with one, divided by the gap. `--quick` makes one repeat of two pairs.
 """
 
 import argparse
@@ -44,13 +44,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 class Matrices(nn.ModuleDict):
     def forward(self) -> None:
-        """fully_shard asks for one."""
+        """Do nothing; fully_shard requires a forward."""
 
 
 def build_model_and_optimizers(
     kind: str, options: dict[str, Any], width: int, ranks: int
 ) -> tuple[nn.Module, Optimizers]:
-    """Two layers' matrices and an embedding, with gradients."""
+    """Build the matrices of two layers and an embedding, with random gradients, and take one step."""
     dtype = torch.bfloat16 if kind == "AdamWBF16" else torch.float32
     wide = 11 * width // 4
     model = Matrices(
@@ -72,13 +72,13 @@ def build_model_and_optimizers(
 
 
 def bytes_per_parameter(model: nn.Module, optimizers: Optimizers, ranks: int) -> float:
-    """Of this rank's state, by the parameters that it has if all have the same share."""
+    """Return the bytes of this rank's state per parameter of its equal share of the model."""
     tensors, _ = optimizer_state([model], optimizers)
     return ranks * sum(local_part(t).nbytes for t in tensors.values()) / sum(p.numel() for p in model.parameters())
 
 
 def time_refreshes(width: int, ranks: int, basis: str, repeats: int) -> tuple[list[float], list[float]]:
-    """For each repeat: seconds of finding all bases, and their share of a step at the usual gap."""
+    """Return, for each repeat, the seconds of refreshing all bases, and their percentage of a step at gap GAP."""
     model, optimizers = build_model_and_optimizers("GaLore", {"update_gap": 10**9, "basis": basis}, width, ranks)
     seconds, shares = [], []
     for _ in range(repeats):
@@ -104,7 +104,7 @@ def step_ratios(function: Callable[[], Any], other: Callable[[], Any], pairs: in
 def main() -> None:
     parser = argparse.ArgumentParser(description="The cost of optimizers, as ratios within one process.")
     parser.add_argument("--quick", action="store_true", help="one repeat of two pairs, small matrices")
-    parser.add_argument("--ranks", type=int, default=1, help="shard over so many gloo ranks (default 1)")
+    parser.add_argument("--ranks", type=int, default=1, help="number of gloo ranks to shard over (default 1)")
     parser.add_argument("--width", type=int, default=512, help="of the matrices (default 512)")
     options = parser.parse_args()
     if options.ranks > 1:

@@ -1,5 +1,7 @@
-"""A rank of bench_scaling.py: a job's start taken apart, its steps and its memory. It imports nothing of weight at its
-top, so that imports are a phase too. Rank 0 writes what it finds into FILE; times are in seconds, memory in GiB.
+"""A rank of bench_scaling.py, which measures the phases of a job's start, its steps and its memory.
+
+It imports only the standard library at its top, so that imports are measured as a phase. Rank 0 writes the results to
+FILE; times are in seconds, memory in GiB.
 
     STARTED=SECONDS bench_rank.py FILE [arguments of a job]
 """
@@ -15,7 +17,7 @@ def main(path: str, arguments: list[str]) -> None:
 
     def note(phase: str) -> None:
         nonlocal last
-        now = time.time()  # the clock that both processes have
+        now = time.time()  # a clock that both processes share
         phases[phase], last = phases.get(phase, 0.0) + now - last, now
 
     note("launch")
@@ -55,13 +57,13 @@ def main(path: str, arguments: list[str]) -> None:
 
 
 def resident_gib(name: str) -> float:
-    """GiB of this process: VmRSS now, VmHWM at most."""
+    """Return the GiB of this process: VmRSS (now) or VmHWM (peak)."""
     with open("/proc/self/status") as file:
         return int(file.read().split(f"{name}:")[1].split()[0]) / 2**20
 
 
 def matmul_gflops() -> float:
-    """GFLOP/s of plain matrix products of a thousand rows and columns, float32, by the CPU time of one thread."""
+    """Measure the GFLOP/s of float32 matrix products of 1024 rows and columns, by the CPU time of one thread."""
     import torch
 
     a, b = torch.randn(2, 1024, 1024)

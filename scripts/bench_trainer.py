@@ -1,10 +1,10 @@
-"""What the trainer costs beside the bare work, each as a ratio taken in one run.
+"""Measure the overhead of the trainer, each time as a ratio taken in one run.
 
     python scripts/bench_trainer.py [--only N ...] [--aa] [--quick]
 
 1 a training step against a bare loop | 2 time to the first step against a bare script | 3 the loader against slicing a
-memory map | 4 what an asynchronous save blocks against a synchronous one | 5 the printed FLOPs against torch's count.
-docs/benchmarks.md tells how they are taken.
+memory map | 4 the stall of an asynchronous save against a synchronous one | 5 the printed FLOPs against torch's count.
+docs/benchmarks.md describes the method.
 """
 
 import argparse
@@ -51,13 +51,14 @@ from torchtitan.training.trainer import Trainer
 SEQ_LEN, BATCH = 256, 4
 THREADS = 1
 ON_HOST = ("count", "not_finite")
-"""Functions of the trainer that look at values: at labels before they go to the device; at the norm, on a CPU only."""
+"""Functions of the trainer that read values on the host: labels before the transfer; the norm, on a CPU only."""
 
 
 def arguments(folder: Path, **options: object) -> list[str]:
-    """The job: a Llama of 4 layers and width 256 in float32, on prepared shards.
+    """Return the arguments of the job: a Llama of 4 layers and width 256 in float32, on prepared shards.
 
-    Names with __ for the dot; None leaves an option out."""
+    `options` are further ones, with __ for the dot; None leaves an option out.
+    """
     settings = {
         "job.dump_folder": folder / "run",
         "model.overrides": "{n_layers=4}",
@@ -79,7 +80,7 @@ def trainer_of(folder: Path, **options: object) -> Trainer:
 
 
 def write_shards(folder: Path, tokens: int) -> None:
-    """Random bytes as documents of about 1000 tokens."""
+    """Write shards of random documents of about 1000 tokens."""
     tokenizer, random = build_tokenizer("bytes"), np.random.default_rng(0)
     folder.mkdir()
     writer = ShardWriter(folder, tokenizer.vocab_size)
@@ -92,7 +93,7 @@ def write_shards(folder: Path, tokens: int) -> None:
 
 
 class BareLoop:
-    """The trainer's model, optimizer and data in the loop that one would write by hand; it prints nothing."""
+    """A hand-written loop over the trainer's model, optimizer and data, without output."""
 
     def __init__(self, folder: Path):
         config = manager.load(arguments(folder))
@@ -130,7 +131,7 @@ def loop_overhead(folder: Path, options: argparse.Namespace) -> Iterator[str]:
     count = 5
     trainer = trainer_of(folder, training__steps=count + 2, metrics__log_freq=100)
     batches = iter(trainer.loader)
-    trainer.train_step(batches)  # is logged
+    trainer.train_step(batches)  # this step is logged
     with HostSyncs() as syncs:
         for _ in range(count):
             trainer.train_step(batches)
@@ -141,7 +142,7 @@ def loop_overhead(folder: Path, options: argparse.Namespace) -> Iterator[str]:
 
 
 class HostSyncs(TorchDispatchMode):
-    """Counts what makes the host wait for a value, by the function of torchtitan that asks for it."""
+    """Count host waits for a value, by the torchtitan function that causes them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,13 +219,13 @@ def loading(folder: Path, options: argparse.Namespace) -> Iterator[str]:
 
 
 def shuffled(shards: Path, batch: int, seq_len: int, document_mask: bool = False) -> Iterable[Any]:
-    """The loader of a job on prepared shards, in the trainer's process."""
+    """Build the loader of a job on prepared shards, in the trainer's process."""
     options = LoaderOptions(seq_len=seq_len, local_batch_size=batch, document_mask=document_mask)
     return build_loader([WeightedSource("tokens", TokenShards(shards))], build_tokenizer("bytes"), options)
 
 
 class MemoryMap:
-    """The least that a loader has to do: tokens and labels, slices of a memory map, copied into int64 batches."""
+    """The minimum that a loader has to do: copy slices of a memory map into int64 batches of tokens and labels."""
 
     def __init__(self, folder: Path, batch: int, seq_len: int):
         self.ids = np.asarray(np.memmap(folder / "shard-00000.bin", dtype="<u2", mode="r"))
@@ -241,12 +242,12 @@ class MemoryMap:
 
 
 def waiting_share(folder: Path, quick: bool, options: dict[str, object]) -> float:
-    """Of the debug job: its model on its own settings but one thread."""
+    """Return the share of a step that the debug job, on one thread, waits for data."""
     length = {"training__steps": 4 if quick else 20, "model__overrides": "{n_layers=1}" if quick else "{}"}
     settings = {"training__mixed_precision_param": "bfloat16", "metrics__log_freq": 1}
     trainer = trainer_of(folder, **(settings | length | options))
-    # Texts are tokenized whole, so each of the lanes costs most at its beginning: 0.1 s over the first 40 batches.
-    # What is left out here falls into the first step, which is marked.
+    # A text is tokenized at once, so the first batches of a lane cost most: 0.1 s over the first 40 batches. They are
+    # read in the first step, which is marked and left out below.
     trainer.loader = Later(trainer.loader, 4 if quick else 64)
     trainer.train()
     trainer.metrics.close()
@@ -260,8 +261,8 @@ def waiting_share(folder: Path, quick: bool, options: dict[str, object]) -> floa
 def saves_in_turn(
     folder: Path, overrides: str, modes: tuple[str, ...], saves: int
 ) -> tuple[list[Trainer], list[list[float]]]:
-    """A trainer of each `checkpoint.async_mode`, after so many saves of each, and the seconds that its loop stood still
-    for each of them. What is saved in the background ends before the next turn.
+    """Create a trainer for each `checkpoint.async_mode` and let them save in turn; return the trainers and the seconds
+    that each save blocked the loop. A background save ends before the next turn.
     """
     trainers = [
         trainer_of(
@@ -284,7 +285,7 @@ def saves_in_turn(
         for index in range(len(modes)) if step % 2 else reversed(range(len(modes))):
             saver = savers[index]
             trainers[index].state.step = 2 * step + 1
-            saver.interval = 2 * step + 1  # a step without a save, as a run has them: buffers are made in it
+            saver.interval = 2 * step + 1  # first a step without a save, as in a run: it allocates the buffers
             saver.maybe_save(2 * step)
             if saver.staging and saver.staging.preparing:
                 saver.staging.preparing.join()
@@ -296,7 +297,7 @@ def saves_in_turn(
 
 
 def megabytes_of_state(trainer: Trainer) -> float:
-    """Of parameters and AdamW's two moments in float32."""
+    """Return the size of parameters and AdamW's two moments in float32."""
     return sum(p.numel() for p in dict(trainer.model.named_parameters()).values()) * 12 / 1e6
 
 
@@ -317,7 +318,7 @@ def flops(folder: Path, options: argparse.Namespace) -> Iterator[str]:
     for name, overrides in jobs.items():
         trainer = trainer_of(folder, model__name=name, model__overrides=overrides)
         batch = next(iter(trainer.loader))
-        # torch knows no formula for the CPU's fused attention; its plain one is counted as if nothing were masked
+        # torch has no formula for the CPU's fused attention; the plain kernel is counted without a mask
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             trainer.model.parts[0](**trainer.preparer.to_device(batch)).backward()
         ratio = trainer.metrics.full * batch["tokens"].numel() / counter.get_total_flops()

@@ -1,7 +1,7 @@
-"""Our 4 bits (adapters/quantized.py) and those of torchao: how many codes are the same, and how much precision is lost.
+"""Compare our NF4 quantization (adapters/quantized.py) with torchao's: the share of equal codes, and each one's error.
 
-torchao is no dependency: give it an environment of its own, or a folder (pip install --no-deps --target there torchao,
-then PYTHONPATH=there). `--write` keeps its codes in tests/fixtures/nf4_torchao.json, which tests/test_qlora.py reads.
+torchao is no dependency: install it in a separate environment, or in a folder (pip install --no-deps --target FOLDER
+torchao, then PYTHONPATH=FOLDER). `--write` writes its codes to tests/fixtures/nf4_torchao.json for tests/test_qlora.py.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from torchtitan.adapters.quantized import NF4
 
 FIXTURE = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "nf4_torchao.json"
 ROWS, COLUMNS = 32, 512
-"""As few as torchao packs: 256 scales together, of 64 weights each."""
+"""The smallest size that torchao quantizes: 256 scales of 64 weights each."""
 
 
 def weights() -> torch.Tensor:
-    """[ROWS, COLUMNS], as normal as weights are, by a formula, with rows of unequal size."""
+    """Return normally distributed weights [ROWS, COLUMNS] by a formula, with rows of different scale."""
     golden = (5**0.5 - 1) / 2
     spread = torch.arange(1, ROWS * COLUMNS + 1, dtype=torch.float64).mul(golden).frac()
     sizes = torch.linspace(0.5, 2, ROWS, dtype=torch.float64)[:, None]
@@ -30,18 +30,18 @@ def weights() -> torch.Tensor:
 
 
 def our_quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [ROWS, COLUMNS], and the weights as they are computed with."""
+    """Quantize by our NF4; return the codes [ROWS, COLUMNS] and the dequantized weights."""
     parts = NF4().quantize(weight.unflatten(1, (-1, 64)), weight.abs().amax(1))
     return codes_of(parts[0]), NF4().dequantize(*parts, dtype=torch.float32)
 
 
 def codes_of(packed: torch.Tensor) -> torch.Tensor:
-    """uint8, two codes each, the first in the high bits."""
+    """Unpack uint8 with two codes each, the first in the high bits."""
     return torch.stack((packed >> 4, packed & 15), dim=-1).flatten(-2).long().view(ROWS, COLUMNS)
 
 
 def torchao_quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same of torchao, as it packs them, and its levels."""
+    """Quantize by torchao; return its packed codes, the dequantized weights, and its levels."""
     from torchao.quantization import to_nf4
 
     packed = to_nf4(weight)

@@ -1,11 +1,12 @@
-"""Full training by AdamW, LoRA, a warm start with ReLoRA behind it, and full training by optimizers that keep less, on
-the same text for the same number of steps: loss, time and state of each, as the table and the picture of
+"""Compare full training by AdamW, LoRA, a warm start followed by ReLoRA, and optimizers with less state.
+
+All train on the same text for the same number of steps. Loss, time and state of each make the table and the picture of
 docs/low_rank.md.
 
 The 9m preset with the debug tokenizer's 2,048 tokens on Python's library, one thread, float32: a demonstration of the
-mechanism. It says nothing of models that are worth training. Rates: 2e-3, and twice that with adapters, as the paper's
-rule of thumb has it; GaLore's scale is 1, so that its matrices have the same rate. `--quick` makes few steps; `--write`
-puts table and picture into docs/.
+mechanism, without evidence for larger models. Learning rates: 2e-3, and twice that with adapters, by the paper's rule
+of thumb; GaLore's scale is 1, so that its matrices have the same rate. `--quick` makes few steps; `--write` writes the
+table and the picture to docs/.
 """
 
 import argparse
@@ -43,7 +44,7 @@ COLORS = {
 
 
 def jobs(steps: int) -> dict[str, list[dict[str, object]]]:
-    """Of each curve its jobs, one after the other."""
+    """Return, for each curve, the options of its jobs, which run one after the other."""
     third, cosine = steps // 3, {"lr_scheduler.decay_type": "cosine", "lr_scheduler.warmup_steps": steps // 15}
     full = cosine | {"optimizer.lr": 2e-3}
     relora = ADAPTER | {"optimizer.lr": 4e-3, "lr_scheduler.decay_type": "relora_cosine"}
@@ -71,7 +72,7 @@ def jobs(steps: int) -> dict[str, list[dict[str, object]]]:
 
 
 def command_arguments(folder: Path, options: dict[str, object], start: Path | None) -> list[str]:
-    """Of a job's command line."""
+    """Return the arguments of a job; `start` is the folder of the run that it continues from."""
     settings = {
         "job.dump_folder": folder,
         "model.name": "llama2",
@@ -97,7 +98,7 @@ def command_arguments(folder: Path, options: dict[str, object], start: Path | No
 
 
 def state_bytes(folder: Path) -> int:
-    """Of the optimizer, in the last checkpoint."""
+    """Return the bytes of the optimizer's state in the last checkpoint."""
     newest, _ = newest_complete(folder / "checkpoint")
     assert newest is not None
     entries = read_manifest(newest).tensors.items()

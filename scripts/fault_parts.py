@@ -1,7 +1,7 @@
 """The parts of `fault_sweep.py` in addition to the drawn kills: faults, their jobs and the expected outcome.
 
-A case is one job under the launcher. `faults[n]` are those of its n-th start. A rank is a fork of the launcher, which
-is a fork of the sweep, so a start costs a second and each fault is a function that is replaced in the rank's memory.
+A case is one job under the launcher; `faults[n]` are the faults of its n-th start. A rank is a fork of the launcher,
+which is a fork of the sweep, so a start costs a second, and each fault is a function replaced in the rank's memory.
 """
 
 import importlib
@@ -27,7 +27,7 @@ class Fault:
     kind: str
     rank: int = 1
     step: int = 7
-    """In which it happens; of a kill at a point, the first save after the start counts."""
+    """The step at which it happens. A kill at a point happens in the first save after the start instead."""
     point: str = ""
     after: bool = False
 
@@ -40,10 +40,10 @@ class Case:
     restarts: int | None = None
     """Starts after the first; None: one for each fault."""
     log: str = ""
-    """What the log has to say."""
+    """Text that the log has to contain."""
     machines: int = 1
     exit_code: int = 0
-    """Of the job with the faults. Another than 0: the job is then started by hand once more, without faults."""
+    """Expected exit code of the job with the faults. After one other than 0 the job is started again without faults."""
 
     @property
     def expected_restarts(self) -> int:
@@ -94,7 +94,7 @@ EXPORT = ("saving:snapshot_of_model", "saving:_write", "saving:_commit", "folder
 
 
 def save_points() -> list[Fault]:
-    """Before and after 28 functions of a save, on alternate ranks where both run them."""
+    """Return kills before and after 28 functions of a save, on alternate ranks where both run them."""
     ranks = dict.fromkeys(OF_THE_FIRST, 0) | {name: index % 2 for index, name in enumerate(OF_EVERY_RANK)}
     ordered = [*OF_THE_FIRST, *OF_EVERY_RANK]
     return [Fault("kill", ranks[name], point=name, after=after) for name in ordered for after in (False, True)]
@@ -187,7 +187,7 @@ PARTS = {
 
 
 def arm_starts(faults: list[list[Fault]], folder: Path) -> None:
-    """Have ranks that are forked from this process meet the faults of their start."""
+    """Plant the faults of each start in the ranks that are forked from this process."""
     from torchtitan.training.trainer import Trainer
 
     original = Trainer.__init__
@@ -203,7 +203,7 @@ def arm_starts(faults: list[list[Fault]], folder: Path) -> None:
 
 
 def arm(fault: Fault, folder: Path) -> None:
-    """Replace what the fault changes in this process."""
+    """Plant a fault in this process."""
     from torchtitan.training.trainer import Trainer
 
     if fault.kind.startswith("kill") and fault.point != "step":
@@ -230,7 +230,7 @@ def kill(trainer=None) -> None:
 
 
 def arm_kill(fault: Fault) -> None:
-    """Kill this process before or after a function, within a save or an export."""
+    """Kill this process before or after a function, during a save or an export."""
     from torchtitan.checkpoint.checkpointer import Checkpointer
 
     inside = []
@@ -314,7 +314,7 @@ def nan_loss(trainer) -> None:
 
 
 def local_weight(trainer):
-    """This rank's part of a weight that every token reads."""
+    """Return this rank's shard of a weight that every token uses."""
     from torchtitan.core.initialization import local_part
 
     parameters = dict(trainer.model.named_parameters())
@@ -332,7 +332,7 @@ def flip(trainer) -> None:
 
 
 def skip_collective(trainer) -> None:
-    """The norm of one step is not added up."""
+    """Leave out the reduction of the gradient norm in one step."""
     import torch
 
     clip = trainer.model.clip_gradients

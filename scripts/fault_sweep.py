@@ -6,14 +6,14 @@
     python scripts/fault_sweep.py table    the table of docs/reliability.md, from --results
     python scripts/fault_sweep.py [--kills 54] [--seed 0] [--only FSDP] [--async]    kills at drawn places
 
-Kills at drawn places: for each plan a small job runs undisturbed, then others in which, start after start, a rank kills
-itself (SIGKILL) at a place in the code: which rank, where, before or after it and the how-manieth time are drawn from
-the seed. The launcher restarts the job each time. Compared: the files of the last checkpoint, byte by byte; the steps
-that were done again, against checkpoint.interval (--async: twice that, as a save in the background may last until the
-next one, which waits for it); processes and temporary files that are left. Exit code 1 if anything differs.
+Random kills: for each plan a small job runs undisturbed. Then, in further jobs, a rank kills itself (SIGKILL) in each
+start; the seed determines the rank, the function, the call, and whether before or after it. The launcher restarts the
+job each time. Compared are the files of the last checkpoint, byte by byte; the number of repeated steps, with
+checkpoint.interval (--async: twice that, as a background save may last until the next one, which waits for it); and
+processes and temporary files left behind. Exit code 1 if anything differs.
 
-The other parts compare the same after named faults: tensors of the last checkpoint with those of a job without faults,
-the exit code, the number of restarts, and what is left.
+The other parts compare the outcome after named faults: the tensors of the last checkpoint with a job without faults,
+the exit code, the number of restarts, and leftovers.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from torchtitan.launcher.processes import SignalQueue
 from torchtitan.metrics.json_lines import read_records
 
 STEPS, INTERVAL, PER_JOB = 40, 4, 9
-PLACES = {  # module, name: what every rank goes through, and what only the one that publishes does
+PLACES = {  # (module, name): functions that every rank calls, and one that only the publishing rank calls
     "restore": ("torchtitan.training.restore", "Origin.restore"),
     "fetch": ("torchtitan.training.trainer", "Trainer.fetch"),
     "forward and backward": ("torchtitan.parallelisms.parallel_model", "ParallelModel.forward_backward"),
@@ -77,7 +77,7 @@ JOB = {
     "job.max_restarts": PER_JOB,
 }
 SHORT = {"training.steps": 12, "checkpoint.interval": 3, "job.max_restarts": 40}
-"""Of the parts but for the drawn kills."""
+"""Options of all parts except the random kills."""
 WITHOUT_EFFECT = {
     *(
         "guard.spike",
@@ -101,7 +101,7 @@ def draw(seed: random.Random) -> dict:
 
 
 def run_rank(kills: list[dict], argv: list[str]) -> None:
-    """A rank's program: the trainer's, with a fault at this start's place."""
+    """Run the trainer as a rank, with the kill of this start planted."""
     import importlib
 
     from torchtitan import cli, train
@@ -132,7 +132,7 @@ def run_rank(kills: list[dict], argv: list[str]) -> None:
 
 
 def run_job(folder: Path, options: dict, kills: list[dict]) -> int:
-    """All ranks of a job under the launcher, in a process of its own; its exit code."""
+    """Run a job under the launcher in a separate process; return its exit code."""
     arguments = [f"--{name}={value}" for name, value in (JOB | options | {"job.dump_folder": folder}).items()]
     command = [sys.executable, __file__, "--launch", json.dumps(kills), *arguments]
     folder.mkdir(parents=True)
@@ -148,7 +148,7 @@ def launch_main(kills: str, argv: list[str]) -> int:
 
 
 def last_state(folder: Path, steps: int = STEPS) -> str:
-    """Of all tensors, and of the state beside them but for its versions and times."""
+    """Return the digest of all tensor files of a step."""
     step = folder / "checkpoint" / f"step-{steps:08d}"
     files = read_manifest(step).files
     digest = hashlib.sha256()
@@ -158,8 +158,9 @@ def last_state(folder: Path, steps: int = STEPS) -> str:
 
 
 def find_leftovers(folder: Path, before: set[int], temporary: set[Path]) -> list[str]:
-    """Processes that were not there before and know the folder; temporary files but for those that any run leaves
-    (torch's cache of compiled code); locks and unfinished checkpoints."""
+    """List leftovers: new processes with the folder in their command line, new temporary files except torch's cache of
+    compiled code, locks, and unfinished checkpoints.
+    """
     leftovers = [path.name for path in set((folder.parent / "tmp").iterdir()) - temporary]
     for path in Path("/proc").iterdir():
         if path.name.isdigit() and int(path.name) not in before and start_of(int(path.name)) is not None:
@@ -205,7 +206,7 @@ def sweep(name: str, options: dict, kills: int, seed: random.Random, place: Path
 
 
 def run_case(case: Case, folder: Path) -> list[int]:
-    """Run a case on machines that are forks of this process; the launchers' exit codes."""
+    """Run a case on machines that are forks of this process; return the launchers' exit codes."""
     settings = JOB | SHORT | case.options | {"job.dump_folder": folder}
     arguments = [
         f"--{name}={str(value).lower() if value in (True, False) else value}" for name, value in settings.items()
@@ -242,7 +243,7 @@ def run_launcher(case: Case, machine: int, port: int, folder: Path, arguments: l
 def judge(case: Case, folder: Path, codes: list[int], expected: str) -> dict:
     """Return the row of a case: its outcome, compared with the expected one.
 
-    `codes` are the exit codes of every machine's launcher, then those of the start by hand, if there was one.
+    `codes` are the exit codes of every machine's launcher, then the ones of the second start, if there was one.
     """
     log = (folder / "log-0").read_text(errors="replace")
     steps = int({**JOB, **SHORT, **case.options}["training.steps"])
@@ -304,14 +305,14 @@ def run_part(name: str, results: Path, place: Path) -> bool:
 
 
 def rows_of(results: Path) -> list[dict]:
-    """The newest row of every case."""
+    """Read the newest row of every case."""
     lines = results.read_text().splitlines() if results.exists() else []
     rows = [json.loads(line) for line in lines]
     return list({(row["part"], row["case"]): row for row in rows}.values())
 
 
 def table(rows: list[dict]) -> str:
-    """The Markdown table of the results."""
+    """Format the results as a Markdown table."""
     lines = ["| part | case | faults | restarts | ended with | bits |", "|---|---|---|---|---|---|"]
     for row in rows:
         codes = ", ".join(map(str, row["codes"]))
@@ -342,7 +343,7 @@ def main() -> int:
     seed, good = random.Random(options.seed), True
     if options.folder is not None:
         options.folder.mkdir(parents=True, exist_ok=True)
-    # removed by this process alone: the launchers are forks of it, and would take a context manager's folder with them
+    # no context manager, as the launchers are forks of this process and would delete the folder when they exit
     place = Path(tempfile.mkdtemp(prefix="fault-sweep-", dir=options.folder))
     for name in PARTS if options.part == "all" else [options.part]:
         if name in PARTS:

@@ -1,8 +1,8 @@
-"""Whether fine-tuning teaches what it is shown: the debug model learns a made task and is asked by `torchtitan chat`.
+"""Fine-tune the debug model on a synthetic task and measure its answers in `torchtitan chat`.
 
-The task is to say three or four letters again, or backwards, in the Alpaca template. Questions that are asked are none
-of those that are learned, and an answer is right if it is so letter by letter. The first step and the last are asked.
-`--quick` makes two steps of a tiny model and asks little, of the last alone.
+The task is to repeat three or four letters, or to reverse them, in the Alpaca template. Test questions are not in the
+training data, and an answer has to match letter by letter. The checkpoints of the first and the last step are tested.
+`--quick` makes two steps of a tiny model and asks two questions, of the last checkpoint only.
 """
 
 import argparse
@@ -58,7 +58,7 @@ plot = false
 
 
 def questions(asks: int) -> tuple[list[str], list[str], int]:
-    """Those that are asked, those that are learned, and how many there are in all; the same ones every time."""
+    """Return test questions, training questions, and the number of all questions; always the same ones."""
     letter_groups = [letters for length in LENGTHS for letters in product(LETTERS, repeat=length)]
     all_questions = [" ".join([order, *letters]) for order in ORDERS for letters in letter_groups]
     random.Random(0).shuffle(all_questions)
@@ -71,7 +71,7 @@ def answer(question: str) -> str:
 
 
 def write_job(folder: Path, training_questions: list[str], ranks: int, steps: int) -> Path:
-    """With its records. A step has the same 8 samples on one rank as on two."""
+    """Write a job and its training records; a step has the same 8 samples on one rank as on two."""
     rows = [{"messages": [turn("user", text), turn("assistant", answer(text))]} for text in training_questions]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "job.toml").write_text(JOB.format(folder=folder, samples=8 // ranks, steps=steps))
@@ -83,15 +83,13 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 
 def share_answered(checkpoint: Path, test_questions: list[str]) -> float:
-    """By the command that a user would give."""
+    """Ask a checkpoint the questions by `torchtitan chat`; return the share of right answers."""
     command = [sys.executable, "-m", "torchtitan", "chat", checkpoint, "--apart", "--max_new_tokens=12"]
     done = subprocess.run(
         command, cwd=ROOT, input="\n".join(test_questions), stdout=subprocess.PIPE, text=True, check=True
     )
     answers = done.stdout.split("\n")[:-1]
-    if len(answers) != len(
-        test_questions
-    ):  # a young model writes lines of its own, and whose they are is not to be seen
+    if len(answers) != len(test_questions):  # extra lines of an untrained model cannot be assigned to questions
         return 0.0
     return sum(
         answer(question) == given_answer for question, given_answer in zip(test_questions, answers, strict=True)

@@ -49,7 +49,7 @@ def byte_level_bpe(texts: list[str], vocab_size: int, special_tokens: list[str])
 
 
 def tiktoken_file(texts: list[str]) -> bytes:
-    """Ranks are the 256 bytes and then the merged tokens in the order they were learned."""
+    """Train a tiktoken file: ranks are the 256 bytes, then the merged tokens in the order of training."""
     # ByteLevel writes the printable bytes of Latin-1 as themselves and the others, in order, as U+0100 and on.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     byte_of = {chr(b): b for b in printable}
@@ -61,7 +61,7 @@ def tiktoken_file(texts: list[str]) -> bytes:
 
 
 def sentencepiece_file(texts: list[str]) -> bytes:
-    """With the training options of Llama 2 (source: the trainer_spec inside its tokenizer.model)."""
+    """Train with the options of Llama 2 (source: the trainer_spec inside its tokenizer.model)."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(line for text in texts for line in text.splitlines() if line.strip()),

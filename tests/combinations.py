@@ -37,8 +37,8 @@ class Combination:
     noise: bool = False  # on embeddings, in training
     rope: str = "plain"  # a kind of rope_scaling
     groups: bool = False  # attention inside groups, in training
-    adapter: str = "none"  # what is trained instead of the model's own parameters (tests/support/adapted.py)
-    optimizer: str = "none"  # what steps, of the rows of tests/combinations_optimizers.py
+    adapter: str = "none"  # trained instead of the model's own parameters (tests/support/adapted.py)
+    optimizer: str = "none"  # takes steps, in the rows of tests/combinations_optimizers.py
     model: str = "llama3"
     task: str = "pretrain"
 
@@ -49,23 +49,24 @@ class Combination:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """The degrees of all axes."""
+        """The parallel degrees of all axes."""
         return self.dp_replicate, self.dp_shard, self.cp, self.tp, self.pp, self.ep
 
     @property
     def layers(self) -> int:
-        """Enough for two stages a rank, and one that makes the cut uneven."""
+        """Number of layers: enough for two stages a rank, and one more that makes the cut uneven."""
         return 3 if self.pp == 1 else 2 * self.pp + 1
 
     @property
     def remembers(self) -> bool:
-        """Whether a batch is read with what the one before has left, row by row."""
+        """True if a batch is read with a cache of the previous one, row by row."""
         return "neurocache" in self.adapter
 
     @property
     def backend(self) -> str:
-        """Of the compiler: what is compiled becomes kernels, which takes half a minute, or is traced and differentiated
-        all the same and its operations run as they are, of which a budget of memory chooses those that run again.
+        """The compiler's backend: kernels (inductor), which takes half a minute, or tracing and autograd only.
+
+        A memory budget for recompute needs a backend that partitions the graph.
         """
         plain = self.model == "llama3" and self.adapter == "none"
         if (self.recompute == "memory_budget" and self.ranks == 1) or (self.compile == "model" and plain):
@@ -74,9 +75,10 @@ class Combination:
 
     @property
     def evaluated(self) -> bool:
-        """Whether the loss without gradients is compared too. Compiled it would be compiled a second time, and dropout,
-        noise and groups are in training only. Recompute has no part in it: layouts with many rows are evaluated in
-        those without.
+        """True if the loss in evaluation is compared too.
+
+        Not for compiled rows, as a second compilation takes long, nor for dropout, noise and groups, which act in
+        training only. Layouts with many rows are evaluated only in rows without recompute, which has no effect.
         """
         rare = self.pp > 2 or self.ep > 1 or self.precision == "bfloat16" or self.cpu_offload
         drops = self.noise or self.groups or self.model in ("gpt2", "classifier") or "dropout" in self.adapter
@@ -130,7 +132,7 @@ OFFLOADED = ("FSDP 2 x TP 2", "FSDP 2 x CP 2")
 
 def table() -> list[Combination]:
     rows = data_parallel() + tensor_and_context_parallel() + pipelines() + experts() + eight_ranks() + adapters()
-    rows += gpt2() + roberta() + remembering() + noisy() + stretched() + grouped()
+    rows += gpt2() + roberta() + neurocache() + embedding_noise() + rope_scaling() + group_attention()
     return once_in_float32(dict.fromkeys(row if row.pp > 1 else replace(row, microbatch_size=2) for row in rows))
 
 
@@ -286,19 +288,19 @@ def multi_token() -> list[Combination]:
 
 def adapters() -> list[Combination]:
     return (
-        one_number_a_block()
-        + low_rank()
+        scale_adapters()
+        + low_rank_adapters()
         + trained_scale()
-        + factors_alone()
-        + directed()
-        + dropping()
-        + packed()
-        + in_part()
+        + factors_only()
+        + dora_adapters()
+        + adapter_dropout()
+        + quantized_bases()
+        + partial_training()
     )
 
 
-def in_part() -> list[Combination]:
-    """Some of the model's own parameters: some of each module, and of a pipeline's stages some without any."""
+def partial_training() -> list[Combination]:
+    """Rows that train some of the model's own parameters: some of each module, or none in some pipeline stages."""
     first_part, last = (dict(adapter=name, microbatch_size=1) for name in ("unfrozen", "unfrozen, last"))
     rows = [Combination(**LAYOUTS["FSDP 2"], **row_options, recompute="full") for row_options in (first_part, last)]
     rows += [
@@ -310,8 +312,8 @@ def in_part() -> list[Combination]:
     return rows
 
 
-def one_number_a_block() -> list[Combination]:
-    """Little to compare: rows that differ in what a gradient passes through on its way to it."""
+def scale_adapters() -> list[Combination]:
+    """Rows with an adapter of one number a block, which cover the paths that its gradient takes."""
     scale, exact = dict(adapter="scale"), dict(adapter="scale", microbatch_size=1)
     rows = [Combination(**LAYOUTS[name], **exact) for name in ("one rank", "FSDP 2", "DDP 2")]
     rows += [Combination(**LAYOUTS["FSDP 2"], **scale, recompute=mode, accumulation=2) for mode in ("full", "op", "2")]
@@ -326,7 +328,7 @@ def one_number_a_block() -> list[Combination]:
     return rows
 
 
-def low_rank() -> list[Combination]:
+def low_rank_adapters() -> list[Combination]:
     lora, exact = dict(adapter="lora"), dict(adapter="lora", microbatch_size=1)
     rows = [Combination(**LAYOUTS[name], **exact) for name in ("one rank", "FSDP 2", "DDP 2", "HSDP 2x2")]
     rows += [Combination(**LAYOUTS["FSDP 2"], **lora, recompute=mode, accumulation=2) for mode in ("full", "op", "2")]
@@ -360,7 +362,7 @@ def low_rank() -> list[Combination]:
 
 
 def trained_scale() -> list[Combination]:
-    """A number of each linear, of which tensor-parallel ranks have parts of the gradient."""
+    """Rows with one trained scale for each linear; tensor-parallel ranks have parts of its gradient."""
     options = dict(adapter="lora, tanh(s)", microbatch_size=1)
     rows = [Combination(**LAYOUTS[name], **options) for name in ("FSDP 2", "DDP 2")]
     rows += [Combination(**COMPOSED[name], **options) for name in ("TP 2", "PP 2")]
@@ -368,8 +370,8 @@ def trained_scale() -> list[Combination]:
     return rows
 
 
-def factors_alone() -> list[Combination]:
-    """Linears without the matrices that A and B stand beside."""
+def factors_only() -> list[Combination]:
+    """Rows with linears that consist of A and B only, without a frozen matrix."""
     options = dict(adapter="lora only", microbatch_size=1)
     rows = [Combination(**LAYOUTS[name], **options) for name in ("one rank", "FSDP 2", "DDP 2")]
     rows += [Combination(**COMPOSED[name], **options) for name in ("TP 2", "CP 2", "PP 2")]
@@ -379,8 +381,8 @@ def factors_alone() -> list[Combination]:
     return rows
 
 
-def directed() -> list[Combination]:
-    """DoRA measures whole rows, of which a rank may have a part."""
+def dora_adapters() -> list[Combination]:
+    """Rows with DoRA, which takes norms of full rows; a rank may hold parts of rows."""
     dora, exact = dict(adapter="dora"), dict(adapter="dora", microbatch_size=1)
     rows = [Combination(**LAYOUTS[name], **exact) for name in ("one rank", "FSDP 2", "DDP 2")]
     rows += [Combination(**COMPOSED[name], **exact) for name in ("TP 2", "PP 2", "FSDP 2 x TP 2")]
@@ -391,8 +393,8 @@ def directed() -> list[Combination]:
     return rows
 
 
-def dropping() -> list[Combination]:
-    """What A reads is dropped by keys of token, layer and feature, whatever is cut, moved or computed again."""
+def adapter_dropout() -> list[Combination]:
+    """Rows with dropout on the input of A, keyed by token, layer and feature, so that no plan changes a mask."""
     lora, exact = dict(adapter="lora_dropout"), dict(adapter="lora_dropout", microbatch_size=1)
     rows = [Combination(**LAYOUTS["FSDP 2"], **exact, recompute="op", accumulation=2)]
     rows += [Combination(**LAYOUTS["DDP 2"], **exact, accumulation=2)]
@@ -413,8 +415,8 @@ def dropping() -> list[Combination]:
     return rows
 
 
-def remembering() -> list[Combination]:
-    """A cache of what earlier batches left, of which each row goes on where it ended."""
+def neurocache() -> list[Combination]:
+    """Rows with a cache of earlier batches; each row of a batch continues a sequence."""
     cache = dict(adapter="neurocache", accumulation=4)
     rows = [Combination(**cache, recompute=mode) for mode in ("none", "full", "op")]
     rows += [Combination(**cache, compile="block"), Combination(**cache, compile="model")]
@@ -439,12 +441,14 @@ def remembering() -> list[Combination]:
     layouts = [LAYOUTS["FSDP 2"], COMPOSED["CP 2"], COMPOSED["PP 2"]]
     rows += [Combination(**layout, **authors, microbatch_size=1, recompute="full") for layout in layouts]
     rows += [Combination(**authors, compile="block")]
-    return rows + remembering_beside()
+    return rows + neurocache_with_adapters()
 
 
-def remembering_beside() -> list[Combination]:
-    """What stands beside a cache, on bases in few bits too. In bfloat16 with a cache of which all is found: where
-    rounding chooses other entries, gradients differ by more than by rounding.
+def neurocache_with_adapters() -> list[Combination]:
+    """Rows with another adapter in addition to a cache, on quantized bases too.
+
+    In bfloat16 the lookup returns the entire cache: if rounding chose other entries, gradients would differ by more
+    than rounding.
     """
     rows, exact = [], dict(accumulation=4, microbatch_size=1)
     layouts = [LAYOUTS["FSDP 2"], COMPOSED["TP 2"]]
@@ -457,8 +461,8 @@ def remembering_beside() -> list[Combination]:
     return rows
 
 
-def noisy() -> list[Combination]:
-    """Noise on embeddings, by the lengths of records, whatever is cut, moved or computed again."""
+def embedding_noise() -> list[Combination]:
+    """Rows with noise on embeddings, scaled by the length of each record, under every plan."""
     exact = dict(noise=True, microbatch_size=1)
     rows = [Combination(**COMPOSED["CP 2 x TP 2"], **exact)]
     rows += [Combination(**LAYOUTS["FSDP 2"], **exact, recompute="full", accumulation=2)]
@@ -473,8 +477,8 @@ def noisy() -> list[Combination]:
     return rows
 
 
-def stretched() -> list[Combination]:
-    """Rotary wavelengths for longer contexts, by positions that ranks have a part of."""
+def rope_scaling() -> list[Combination]:
+    """Rows with rotary scaling for longer contexts; ranks hold parts of the positions."""
     rows = []
     for kind, model in (("linear", "mistral"), ("ntk", "qwen3"), ("yarn", "llama3"), ("llama3", "qwen3_moe")):
         exact = dict(rope=kind, model=model, microbatch_size=1)
@@ -486,8 +490,8 @@ def stretched() -> list[Combination]:
     return rows
 
 
-def grouped() -> list[Combination]:
-    """Attention inside groups, of which tensor parallel has the heads of one kind, and context parallel a part."""
+def group_attention() -> list[Combination]:
+    """Rows with attention inside groups; tensor parallel splits the heads, and context parallel the groups."""
     exact = dict(groups=True, microbatch_size=1)
     rows = [Combination(**COMPOSED["CP 2 x TP 2"], **exact)]
     rows += [Combination(**LAYOUTS["FSDP 2"], **exact, recompute=mode, accumulation=2) for mode in ("full", "op")]
@@ -520,7 +524,7 @@ def gpt2() -> list[Combination]:
         Combination(**COMPOSED["PP 2"], **drops, schedule=s, recompute="full") for s in ("ZBVZeroBubble", "DualPipeV")
     ]
     rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], **drops, microbatch_size=1, accumulation=2)]
-    # norms behind, and an embedding that is narrower than the model
+    # norms after attention and feed-forward, and an embedding that is narrower than the model
     rows += [Combination(**layout, model="opt") for layout in (LAYOUTS["FSDP 2"], LAYOUTS["DDP 2"])]
     composed = ("TP 2", "CP 2", "PP 2", "PP 2 x FSDP 2", "FSDP 2 x TP 2", "PP 2 x TP 2")
     rows += [Combination(**COMPOSED[name], model="opt") for name in composed]
@@ -529,7 +533,7 @@ def gpt2() -> list[Combination]:
 
 
 def roberta() -> list[Combination]:
-    """Words that are hidden, told by what stands on both sides of them, and classes of samples, of GPT-2 too."""
+    """Rows with masked language modelling and with classification, of GPT-2 too."""
     options, exact = dict(model="roberta", task="masked_lm"), dict(microbatch_size=1, document_mask=True)
     rows = [
         Combination(ranks=2, cp=2, method=method, balance=b, **options, **exact)
@@ -566,8 +570,8 @@ def other_models() -> list[Combination]:
     return rows
 
 
-def packed() -> list[Combination]:
-    """What every rank packs has to be the whole matrix's bits, for the loss to be one device's to 1e-10."""
+def quantized_bases() -> list[Combination]:
+    """Rows with quantized bases; each rank has to quantize its shard to the same bits as the full matrix."""
     qlora, exact = dict(adapter="qlora"), dict(adapter="qlora", microbatch_size=1)
     rows = [Combination(**LAYOUTS[name], **exact) for name in ("one rank", "FSDP 2", "DDP 2")]
     rows += [Combination(**COMPOSED["PP 2"], **exact, schedule=s) for s in ("1F1B", "ZBVZeroBubble", "DualPipeV")]
@@ -582,11 +586,11 @@ def packed() -> list[Combination]:
     rows += [Combination(**COMPOSED["PP 2"], **eight, schedule="ZBVZeroBubble")]
     rows += [Combination(**COMPOSED["TP 2"], **eight, model="deepseek", recompute="op")]
     rows += [Combination(**LAYOUTS["FSDP 2"], adapter="lora_int8", precision="bfloat16", compile="block")]
-    return rows + packed_with_options()
+    return rows + quantized_bases_with_options()
 
 
-def packed_with_options() -> list[Combination]:
-    """What A reads is dropped, and how strong they are is learned, beside packed matrices as beside plain ones."""
+def quantized_bases_with_options() -> list[Combination]:
+    """Rows with adapter dropout and with a trained scale on quantized bases."""
     rows = []
     for kind in ("qlora", "lora_int8"):
         drops, scaled = (dict(adapter=kind + option, microbatch_size=1) for option in ("_dropout", ", tanh(s)"))
@@ -618,7 +622,7 @@ def data_parallel() -> list[Combination]:
     for name, layout in LAYOUTS.items():
         rows += [Combination(**layout)]
         rows += [Combination(**layout, microbatch_size=1, recompute="full", accumulation=2, loss_chunks=2)]
-        if name == "FSDP 4":  # what two shards have shown besides does not ask how many there are
+        if name == "FSDP 4":  # the other options do not depend on the number of shards; FSDP 2 covers them
             continue
         rows += [Combination(**layout, recompute=mode) for mode in RECOMPUTE[1:]]
         rows += [Combination(**layout, accumulation=2, recompute="2", loss_chunks=3)]
@@ -632,7 +636,7 @@ def data_parallel() -> list[Combination]:
         rows += [Combination(**layout, compile="block", precision="bfloat16", document_mask=True, loss_chunks=2)]
         rows += [Combination(**layout, precision="bfloat16", recompute=mode) for mode in ("full", "op")]
     rows += [
-        # of as many samples a pass as DDP's, which the compiler then makes the same kernels for, and only once
+        # as many samples a pass as DDP's rows, so that the compiler can reuse their kernels
         Combination(ranks=1, compile="model", accumulation=2),
         Combination(ranks=1, compile="model", accumulation=2, recompute="2"),
         Combination(ranks=1, compile="model", precision="bfloat16"),

@@ -1,7 +1,8 @@
-"""Set before torch is imported: one thread per rank (2 cores), loopback only, no network, no shared autograd cache.
+"""Environment of the tests, set before torch is imported: one thread per rank, loopback only, no network, no shared
+autograd cache.
 
-And options that `./run_tests.sh` sets: --pairwise (its default), --quick and --record-durations, which
-tests/support/selection.py explains, and --slurm for the tests that need a cluster of SLURM.
+It also adds the options that `./run_tests.sh` sets: --pairwise (its default), --quick and --record-durations, which
+tests/support/selection.py explains, and --slurm for the tests that need a SLURM cluster.
 """
 
 import os
@@ -20,8 +21,8 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 for name in [name for name in os.environ if name.startswith("SLURM_")]:
-    del os.environ[name]  # of an allocation in which the tests run, and which their jobs shall not take for theirs
-# under nohup it is ignored, and what the tests start would inherit that
+    del os.environ[name]  # if the tests run inside an allocation, their jobs must not use its variables
+# nohup ignores SIGHUP, and the processes of the tests would inherit that
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # torch's on-disk autograd cache mixes up entries of different optimizers and wrappers (measured on 2.13)
 os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
@@ -29,8 +30,10 @@ os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 
 @pytest.fixture(autouse=True)
 def messages_in_one_piece(nothing_left_by_a_test: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a long message would go on in another line depends on how long the paths of this machine are that it names.
-    test_messages.py looks at that by itself."""
+    """Do not fold long messages, as the folding depends on the length of this machine's paths.
+
+    test_messages.py tests the folding.
+    """
     monkeypatch.setattr("torchtitan.core.errors.LONGEST_LINE", 10**6)
 
 
@@ -42,8 +45,10 @@ def nothing_left_by_a_module() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_by_a_test(nothing_left_by_a_module: None) -> Iterator[None]:
-    """What fixtures of its module have made stays as long as they do. This comes ahead of monkeypatch, so that what
-    a test has replaced is put back when it is looked what it has left."""
+    """Restore the process after each test; the state that module fixtures have set up is kept.
+
+    It is set up before monkeypatch, so that monkeypatch undoes its changes first.
+    """
     with restore_after_test():
         yield
 
@@ -64,7 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if passing := [item.nodeid for item in items if " at 0x" in item.nodeid]:
-        # an address differs from worker to worker, which then do not agree on what there is to run
+        # addresses differ between workers, which then disagree on the test ids
         raise pytest.UsageError(f"name the parameters, so that each run gives the same names: {passing}")
     if config.getoption("--quick") or config.getoption("--pairwise"):
         from tests.support.selection import left_out_items  # as above

@@ -219,7 +219,7 @@ def test_the_chat_format_follows_the_records_of_the_job(tmp_path):
     config = manager.load(jobs.arguments(tmp_path, rows))
     bare = build_tokenizer("bytes")
     templated = build_tokenizer("bytes", "alpaca")
-    # instruction records have a prompt format of their own, so a chat template does not matter
+    # instruction records have their own prompt format, so a chat template does not matter
     assert chat.form_of(config, bare) == chat.form_of(config, templated) == "alpaca"
     model = Echo()
     assert "".join(chat.Talk(model, bare, "alpaca", 300, options()).answer("Why?")) == "bcd"

@@ -99,7 +99,7 @@ def test_impossible_sizes_are_refused(name, change, message):
 
 # sums taken in another order: a few units of 2**-24, or of 2**-53, relative to the largest element
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("family, shape", [each for each in SHAPES if "classes" not in each.id])
+@pytest.mark.parametrize("family, shape", [case for case in SHAPES if "classes" not in case.id])
 def test_logits_and_every_gradient_equal_transformers(family, shape, dtype, tolerance):
     model = build(family.model, family.shapes[shape], dtype=dtype)
     compare(model, twin(family.word_model, family.config, model, family.hf, dtype, family.tied), family.hf, tolerance)

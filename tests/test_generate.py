@@ -42,7 +42,7 @@ TOKENIZERS = [
 
 
 class Scripted(torch.nn.Module):
-    """A model whose logits [B, S, V] depend on the last token only; it records its inputs."""
+    """A model with logits [B, S, V] that depend on the last token only; it records its inputs."""
 
     def __init__(self, logits: torch.Tensor):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Folders in 8 bits with a scale for each block: read exactly, whole and in parts, or refused."""
+"""Tests of loading folders in float8 with a scale for each block: exactly, in full and by shards, or refused."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ SCALES = f"{EXPERT}_scale_inv"
 
 
 def quantize(weight, block):
-    """8 bits, scales, and the product of the two block by block."""
+    """Quantize by blocks: (float8 codes, scales, dequantized weight)."""
     rows, columns = block
     codes, dequantized = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
     scales = torch.empty(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
@@ -48,7 +48,7 @@ def config_of(block, **change):
 
 
 def folder_tensors(case, block):
-    """A folder's tensors, and what they are as the model's."""
+    """Return a folder's tensors, quantized, and the model's state dict that they load as."""
     family, args, hf = FAMILIES[case]
     tensors, expected = {}, {}
     for name, weight in hf.to_hf(build(family, args).state_dict(), args).items():
@@ -70,7 +70,7 @@ def test_an_fp8_folder_is_dequantized_exactly(case, block, tmp_path):
 
 
 def load_sharded(folder, case, dim):
-    """Over two ranks by rows or by columns; vectors and experts by rows."""
+    """Load a model sharded over two ranks by rows or columns (vectors and experts by rows); return full tensors."""
     family, args, hf = FAMILIES[case]
     model = build(family, args, seed=1)
     columns = {p for name, p in model.named_parameters() if dim and p.dim() == 2}
@@ -108,7 +108,7 @@ def test_only_the_blocks_of_a_slice_are_read():
 
 @pytest.mark.parametrize("block", [(100, 10**12), (10**30, 10**30)])
 def test_blocks_larger_than_their_matrices_load(block, tmp_path):
-    """A size is a file's word: as much as a matrix is made of it, and no more."""
+    """A block size is an unchecked number of the config; no more memory than the matrix takes is allocated."""
     tensors, expected = folder_tensors("v3", (100, 100))
     write_folder(tmp_path, tensors, TINY, HF, config=config_of(block))
     model = build(Deepseek, TINY, seed=1)

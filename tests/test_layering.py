@@ -1,5 +1,5 @@
-"""What holds of every file, read off the sources: who may import whom (downwards only), how long files and functions
-are, that nothing is executed, that docstrings give the shapes of tensors.
+"""Tests of the sources of every file: imports go downwards only, files and functions are short, no code is executed
+from data, and docstrings name the shapes of tensors.
 """
 
 import ast
@@ -13,10 +13,10 @@ from tests.support.jobs import ROOT
 
 PACKAGE = ROOT / "torchtitan"
 
-# Rooms: the folders and files directly in the package. Each may import from those that stand above it in this table, as
-# far as its own line says so. Within a room imports are free, but never circular.
+# Rooms: the folders and files directly in the package. Each may import from the rooms that its line lists, all of them
+# above it in this table. Within a room imports are free, but never circular.
 ROOMS: dict[str, set[str]] = {
-    "core": set(),  # needs nothing of the package
+    "core": set(),  # imports nothing from the package
     "process": {"core"},
     "losses": {"core"},
     "parallelisms": {"core", "process"},
@@ -83,7 +83,7 @@ TORCH_FREE = (
 
 
 def imports_of(path: Path) -> list[tuple[ast.AST, str]]:
-    """(where, room) of every import of the package's own modules."""
+    """Return (node, room) of every import of the package's modules."""
     rooms = []
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
@@ -96,12 +96,12 @@ def imports_of(path: Path) -> list[tuple[ast.AST, str]]:
 
 
 def room_of(names: Sequence[str]) -> str:
-    """Return the room of a module, whose names below the package these are."""
+    """Return the room of a module, given the parts of its name below the package."""
     return names[0]
 
 
 def names_below_package(path: Path) -> tuple[str, ...]:
-    """The module's names below the package; of a folder's own file, the folder's."""
+    """Return the parts of a module's name below the package; for an __init__.py, the folder's."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts
 
@@ -119,7 +119,7 @@ def test_imports_follow_the_table_of_rooms():
         for node, room in imports_of(path)
         if room not in ROOMS[room_of(names_below_package(path))] | {room_of(names_below_package(path))}
     ]
-    assert not offenders, "imports go downwards only; what a room may import stands in ROOMS"
+    assert not offenders, "imports go downwards only; ROOMS lists the rooms that a room may import"
 
 
 def test_the_table_of_rooms_is_exact_and_ordered():
@@ -129,14 +129,14 @@ def test_the_table_of_rooms_is_exact_and_ordered():
     for path in FILES:
         used[room_of(names_below_package(path))] |= {room for _, room in imports_of(path)}
     unused = {room: allowed - used[room] for room, allowed in ROOMS.items() if allowed - used[room]}
-    assert not unused, "take out of ROOMS what is no longer imported"
+    assert not unused, "remove these rooms from ROOMS, as nothing imports them there any more"
     order = list(ROOMS)
     upward = {room: allowed & set(order[order.index(room) :]) for room, allowed in ROOMS.items()}
     assert not {room: names for room, names in upward.items() if names}
 
 
 def test_no_circular_imports():
-    """File by file: what a module imports at its top has never imported that module in turn."""
+    """No module imports itself, directly or through others, by imports at the top of files."""
     modules = {".".join(("torchtitan", *names_below_package(path))): path for path in FILES}
     arrows = {}
     for name, path in modules.items():
@@ -166,7 +166,7 @@ def test_own_modules_are_imported_at_the_top():
 
 
 def test_files_and_functions_stay_short():
-    """At most 400 lines a file and 60 a function: split by subject before it grows further."""
+    """Files have at most 400 lines and functions 60: split by subject before they grow further."""
     long_files = [name for name, text, _ in SOURCES if len(text.splitlines()) > 400]
     long_functions = [
         f"{name}:{node.lineno} {node.name}"
@@ -226,14 +226,14 @@ def test_ranks_exchange_no_pickles():
     assert not offenders
 
 
-# Whoever takes or gives tensors says of which shape
+# Functions with tensors in their signature document the shapes
 
 SHAPE = re.compile(r"\[[^\]]*\]|\bshape[sd]?\b|\bscalars?\b", re.IGNORECASE)
 """[B, S, D], "of any shape", "of its shape", "a scalar"."""
 BY_NAME = re.compile(r"(Mapping|dict|tuple)\[str, torch\.Tensor\]")
-"""Tensors by name: these have the shapes of what has the names."""
+"""Tensors by name, which have the shapes of the parameters or batch entries so named."""
 OF_THE_CLASS = ("__init__", "__call__", "forward", "backward")
-"""What a class is for: its own docstring may say these."""
+"""Methods that the docstring of the class may document."""
 
 CLASSES = [node for _, _, tree in SOURCES for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
 
@@ -255,7 +255,7 @@ def methods(owner: ast.ClassDef) -> dict[str, Function]:
 
 
 def interfaces(owner: ast.ClassDef) -> Iterator[ast.ClassDef]:
-    """Classes of the package that it derives from, and protocols of which it has every method."""
+    """Yield the classes of the package that a class derives from, and the protocols that it implements."""
     bases = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in owner.bases}
     for other in CLASSES:
         if other.name in bases and other is not owner:
@@ -270,7 +270,7 @@ def is_protocol(owner: ast.ClassDef) -> bool:
 
 
 def has_documented_shapes(owner: ast.ClassDef | None, function: Function) -> bool:
-    """By the function, by its class, or by an interface that it only carries out: whose words it need not repeat."""
+    """Return True if the function, its class, or an interface that it implements documents the shapes."""
     if names_shapes(function) or owner is None:
         return names_shapes(function)
     for interface in (owner, *interfaces(owner)):
@@ -299,7 +299,7 @@ def test_docstrings_name_the_shapes_of_tensors():
 
 
 def test_the_rule_on_shapes_finds_missing_ones(monkeypatch):
-    """A shape said here, by the class, by an interface, by nobody."""
+    """Shapes may be documented by the function, the class or an interface; one without any is reported."""
     tree = ast.parse("""
 def said(x: torch.Tensor): "[B, S]"
 def named(x: dict[str, torch.Tensor]): "State."

@@ -148,7 +148,7 @@ def test_unknown_options_without_a_value(arguments, end, capsys):
     assert line.endswith(end)
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="Linux has a folder in which nobody can make anything")
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs Linux's /proc, where no folder can be created")
 @pytest.mark.parametrize("folder", ["/proc/nope", "/proc/nope/deeper", "/proc"])
 def test_a_dump_folder_that_cannot_be_created_is_refused(folder, capsys):
     (line,) = load_faults(capsys, f"--job.dump_folder={folder}")

@@ -148,7 +148,7 @@ def test_log_probabilities_of_another_model_are_not_used(reference_run, tmp_path
 
 @pytest.mark.parametrize("kind", ["none", "lora", "qlora"])
 def test_an_extended_run_uses_its_initial_model_as_the_reference(tmp_path, kind):
-    """Losses equal those of a run that had the final length from the start."""
+    """Losses equal a run's that had the final length from the start."""
     rows, adapter = write_pairs(tmp_path / "rows.jsonl"), {}
     if kind != "none":
         adapter = dict(adapter__kind=kind, adapter__rank=2)

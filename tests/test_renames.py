@@ -95,7 +95,7 @@ def test_an_empty_job_of_v0_2_2_gets_the_defaults_of_that_version(capsys, tmp_pa
     """A default of the old version is written out where ours differs."""
     expected_differences = {"checkpoint.enable", "validation.enable", "validation.steps", "model.name"}
     expected_differences |= {"optimizer.implementation"}  # unset, it is the optimizer's first: fused, as it was
-    expected_differences |= {"training.dataloader.pin_memory"}  # now on where it helps; what is computed stays the same
+    expected_differences |= {"training.dataloader.pin_memory"}  # now on where it helps; it changes no result
     expected_differences |= {
         "parallelism.pipeline_parallel_expert_parallel_overlap"
     }  # hides time and changes no result either

@@ -51,7 +51,7 @@ def run(tmp_path_factory):
 
 def test_every_section_has_a_kind():
     top = {name.split(".")[0] for name in sections()}
-    assert top <= KINDS.keys(), "say in KINDS what a resume may change of the new section"
+    assert top <= KINDS.keys(), "add the new section to KINDS: which of its options may a resume change?"
     assert KINDS.keys() <= sections() | options().keys()
 
 

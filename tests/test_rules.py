@@ -1,5 +1,6 @@
-"""The rules of `torchtitan check` on names, the model, its data and its training, and all rules together: a table of
-jobs that cannot work and what is said of each. Those on plans and on output are in test_rules_*.py.
+"""Tests of the rules on names, the model, data and training, and of all rules together: bad jobs and their faults.
+
+The other test_rules_*.py cover rules on plans and on output.
 """
 
 from pathlib import Path
@@ -234,7 +235,7 @@ def test_good_jobs(arguments):
 
 
 def test_schedules_that_do_not_fit_the_run_are_refused():
-    """The schedule itself says why."""
+    """The fault quotes the reason that the schedule raises."""
     (line,) = lines("--lr_scheduler.warmup_steps=10", "--training.steps=10")
     assert line.startswith("lr_scheduler.warmup_steps: given 10; allowed: ")
     assert "10 steps" in line and "training.steps" in line
@@ -271,7 +272,7 @@ def test_impossible_file_names_are_refused(tmp_path):
 
 
 def test_a_bug_in_a_models_sizes_keeps_its_traceback(monkeypatch):
-    """Only what the sizes themselves refuse is; anything else keeps its traceback."""
+    """Only errors that the sizes raise on purpose become faults."""
 
     def broken(args):
         _one, _two = (1,)

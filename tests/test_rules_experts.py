@@ -1,4 +1,4 @@
-"""The rules on experts: a table of jobs that cannot work and what is said of each, and some that can."""
+"""Tests of the rules on experts: impossible jobs and their faults, and some possible jobs."""
 
 import pytest
 
@@ -125,7 +125,7 @@ def test_a_model_without_experts_has_one_fault(arguments):
 
 
 def test_a_wrong_tensor_parallel_degree_hides_no_other_fault():
-    """Ranks that could not lend anything are not counted among the lenders."""
+    """Ranks of an impossible tensor-parallel degree are not counted for expert parallel."""
     for degree in ("2", "4"):
         (line,) = lines(MOE, EP + degree, TP + "3")
         assert line.startswith("tensor_parallel_degree: given 3")

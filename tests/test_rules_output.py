@@ -1,4 +1,4 @@
-"""The rules on trackers, the profiler, checkpoints and folders, and on options that would do nothing."""
+"""Tests of the rules on trackers, the profiler, checkpoints and folders, and on options without effect."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from torchtitan.config.manager import load
 from torchtitan.rules import WITHOUT_EFFECT, Facts, check
 
 anywhere = judged.anywhere
-# Jobs -> faults. {0} stands for an empty folder.
+# Jobs -> faults. {0} is replaced by an empty folder.
 INPUT_AND_OUTPUT = [
     (
         ["--training.dataloader.prefetch_factor=2"],

@@ -1,4 +1,4 @@
-"""The rules on tensor and context parallel: a table of jobs that cannot work and what is said, some that can."""
+"""Tests of the rules on tensor and context parallel: impossible jobs and their faults, and some possible jobs."""
 
 import pytest
 
@@ -123,7 +123,7 @@ def test_impossible_plans_are_refused(case):
         [CP + "2", METHOD + "ring", "--compile.enable", "--compile.components=loss"],
         [CP + "8", TP + "2", METHOD + "ulysses", "--training.seq_len=64", "--compile.enable"],
         [CP + "2", TP + "2", "--training.seq_len=4"],  # a piece of head and tail each, of one token
-        [CP + "2", METHOD + "ulysses", "--training.seq_len=18"],  # whose ranks have whole sequences: no head and tail
+        [CP + "2", METHOD + "ulysses", "--training.seq_len=18"],  # no head and tail, as ranks have full sequences
         [CP + "2", "--parallelism.fsdp_prefetch=2"],  # parameters are sharded over the ranks of a sequence too
     ],
     ids=" ".join,

@@ -1,4 +1,4 @@
-"""Schedules from CSV files: what is right is read as torch writes it, what is wrong is named with its place."""
+"""Tests of schedules from CSV files: valid tables are read as torch writes them, faults name their place."""
 
 import os
 import re
@@ -26,7 +26,7 @@ GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 
 def faults_of_file(tmp_path, text, ranks=2, num_stages=None, microbatches=2):
-    """Of a file with this text, without its name; none if it is right."""
+    """Load a file with this text; return its fault lines without the file's name."""
     path = tmp_path / "table.csv"
     path.write_text(text)
     try:
@@ -39,7 +39,7 @@ def faults_of_file(tmp_path, text, ranks=2, num_stages=None, microbatches=2):
         return [line.removeprefix(f"{path}, ") for line in lines]
 
 
-# What is right
+# Valid files
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -83,7 +83,7 @@ def test_inputs_of_actions():
     assert needs(parse_action("(1F3;0B2)OVERLAP_F_B"), 2) == [(0, "F", 3), (0, "F", 2), (1, "I", 2)]
 
 
-# What is wrong
+# Invalid files
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_the_number_of_stages_is_inferred_from_the_table(tmp_path):
             "move 0I0 before 0W0",
         ),
         (
-            "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n",  # the two of a pair begin together
+            "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n",  # both actions of a pair start together
             "rank 0, step 1, action (0F1;0B0)OVERLAP_F_B",
             "a deadlock: (0F1;0B0)OVERLAP_F_B waits for (1F1;1B0)OVERLAP_F_B (rank 1, step 1); "
             "(1F1;1B0)OVERLAP_F_B waits for (0F1;0B0)OVERLAP_F_B (rank 0, step 1)",
@@ -228,7 +228,7 @@ def test_long_lists_are_shortened():
 def test_unreadable_files_are_refused(tmp_path):
     (tmp_path / "binary").write_bytes(b"\x89PNG\xff")
     (tmp_path / "nul").write_bytes(b"0F0\0" + b'"' + b"a" * 200_000)
-    os.mkfifo(tmp_path / "pipe")  # opening it would wait for ever
+    os.mkfifo(tmp_path / "pipe")  # opening it would block forever
     for name in ("binary", "nul", "none", "pipe", ".", "a\0b"):
         with pytest.raises(ScheduleTableError) as error:
             load_schedule_csv(tmp_path / name, 2, 2, 2)

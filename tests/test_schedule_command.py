@@ -1,4 +1,4 @@
-"""`torchtitan schedule`: what it prints, draws and refuses; options of its own and of a job."""
+"""Tests of `torchtitan schedule`: output, pictures and refused arguments, for its options and for a job."""
 
 import errno
 import re
@@ -16,7 +16,7 @@ from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
 
 @pytest.fixture
 def run(capsys, monkeypatch, tmp_path):
-    """Runs the command in an empty folder; exit code, output, errors."""
+    """Return a function that runs the command in an empty folder and returns (exit code, output, errors)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TORCHTITAN_TRACEBACK", raising=False)
 
@@ -31,7 +31,7 @@ def run(capsys, monkeypatch, tmp_path):
 
 
 def comparison_rows(out):
-    """The rows of the comparison: name -> (makespan, bubble, peak)."""
+    """Parse the rows of the comparison: name -> (makespan, bubble, peak)."""
     rows = re.findall(r"^[> ] (\S+) +([\d.]+) +([\d.]+%) +([\d.]+)$", out, re.MULTILINE)
     return {name: (float(makespan), bubble, float(peak)) for name, makespan, bubble, peak in rows}
 
@@ -124,7 +124,7 @@ LONG = 300 * "a"
         (
             "--p2p 1e99999999999999999999",
             "allowed: a number of 0 or more, like 1 or 0.25",
-        ),  # which would take years to compute
+        ),  # the exact fraction would take years to compute
         ("--overlap 0", "given '0'; allowed: a number above 0, at most 1"),
         ("--overlap 1.1", "given '1.1'; allowed: a number above 0, at most 1"),
         ("--pp 0", "--pp: given '0'; allowed: a whole number from 2 to 4096"),
@@ -150,7 +150,7 @@ LONG = 300 * "a"
         (f"--write_csv {LONG}", f"--write-csv: given '{LONG}'; allowed: a file; File name too long; name another"),
         (f"--out {LONG}/a.png", f"--out: given '{LONG}/a.png'; allowed: a folder; File name too long; name another"),
     ],
-    ids=lambda words: words[:40],
+    ids=lambda value: value[:40],
 )
 def test_bad_arguments_are_refused(argv, message, run, tmp_path):
     code, out, err = run(*argv.split())
@@ -159,7 +159,7 @@ def test_bad_arguments_are_refused(argv, message, run, tmp_path):
 
 
 def test_a_folder_without_permission_is_refused(run, monkeypatch):
-    """As only root finds none."""
+    """The error is simulated, as root may read every folder."""
 
     def refuse(path, **_):
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -176,7 +176,7 @@ def test_folders_of_outputs_are_created(run, tmp_path):
 
 
 def test_a_full_disk_is_reported(run, monkeypatch):
-    """What cannot be seen before."""
+    """The error cannot be known before writing."""
     monkeypatch.setattr(schedule, "check_file", lambda *of: None)
     code, _, err = run("--write_csv", "/dev/full")
     assert code == 2 and "the output: No space left on device; name a file that can be written" in err
@@ -225,7 +225,7 @@ NAMED = '[["tok_embeddings", "layers.0"], ["layers.1"], ["layers.2"], ["layers.3
 @pytest.mark.parametrize(
     ("stages", "schedule", "head"),
     [
-        # the job's own cut stays where the schedule can have it
+        # the job's cut is kept where the schedule allows it
         (SIX_LAYERS | {"parallelism__pipeline_parallel_layers_per_stage": 1}, "LoopedBFS", "LoopedBFS|3 stages"),
         (SIX_LAYERS | {"parallelism__pipeline_parallel_layers_per_stage": 1}, "1f1b", "1F1B|1 stage"),
         ({"parallelism__module_fqns_per_model_part": NAMED}, "LoopedBFS", "LoopedBFS|2 stages"),
@@ -256,7 +256,7 @@ def test_schedule_and_csv_options_replace_each_other(run, job, tmp_path):
 
 
 def test_unequal_stages_of_a_job_are_reported(run, job):
-    """Embedding and head count as a layer each: 1 + 1, 2 and 1 + 1 are equal."""
+    """Embedding and head count as one layer each, so stages of 1 + 1, 2 and 1 + 1 layers are equal."""
     sizes = "{{dim=32, n_layers={}, n_heads=4, vocab_size=260}}"
     three = {"parallelism__pipeline_parallel_degree": 3, "model__overrides": sizes.format(4)}
     assert "taken as equal" not in run(*job(**three))[1]
@@ -340,7 +340,7 @@ def test_shades_distinguish_stages():
 
 
 def numbers_in(svg):
-    """Texts are drawn as paths, and each is in a comment."""
+    """Return the numbers in a picture; texts are drawn as paths, with the text in a comment."""
     return re.findall(r"<!-- (\d+) -->", svg)
 
 

@@ -1,6 +1,6 @@
-"""Tables and simulation: equal to torch's tables and to the closed formulas, exactly where these are exact.
+"""Tests of schedule tables and their simulation: equality with torch's tables and with closed formulas.
 
-Definitions are the simulator's: F, I, W of a rank's whole share, B = I + W, p ranks, m microbatches, v stages a rank,
+Definitions are the simulator's: F, I, W of all stages of a rank, B = I + W, p ranks, m microbatches, v stages a rank,
 bubble = makespan - busy time, all ranks end at a common barrier.
 """
 
@@ -36,7 +36,7 @@ def simulate_schedule(schedule, p, m, v=None, costs=(1, 1, 1), **options):
 
 
 def common_bubble(simulation):
-    """That of every rank, which is the same."""
+    """Return the bubble of every rank, which has to be the same."""
     (idle,) = set(simulation.bubbles)
     return idle
 
@@ -147,7 +147,7 @@ def test_bubble_of_zbv_with_a_barrier(p, m):
     ],
 )
 def test_bubbles_of_v_schedules_at_other_costs(costs, zbv, dualpipev):
-    """On 8 ranks. No closed form: the figures of the specification, from another simulation of torch's tables."""
+    """There is no closed form; the figures for 8 ranks come from another simulation of torch's tables."""
     for m in (16, 32):
         assert float(common_bubble(simulate_schedule("ZBVZeroBubble", 8, m, costs=costs))) == zbv
         pairs = build_table("DualPipeV", 8, m, overlap=True)
@@ -156,8 +156,9 @@ def test_bubbles_of_v_schedules_at_other_costs(costs, zbv, dualpipev):
 
 @pytest.mark.parametrize(("p", "m"), SHAPES)
 def test_bubble_of_dualpipev(p, m):
-    """(P/2 - 1)(F&B + B - 3W) in times of one of the P = 2p chunks, with x (F + B) for F&B: that of the last rank,
-    which has the most pairs. Without overlap all have it."""
+    """The last rank, which has the most pairs, has the bubble (P/2 - 1)(F&B + B - 3W), with times of one of P = 2p
+    chunks and F&B = x (F + B). Without overlap all ranks have it.
+    """
     chunk = HALF
     for x in (1, 9 * TENTH, 8 * TENTH, 7 * TENTH):
         result = simulate(build_table("DualPipeV", p, m, overlap=True), overlap=x)

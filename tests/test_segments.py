@@ -1,4 +1,4 @@
-"""Programs, policies, lists of nodes, one microbatch alone, and backward in two halves. No process group."""
+"""Tests of segment programs, recompute policies, node lists, one microbatch, and split backward, on one process."""
 
 import pytest
 import torch
@@ -156,14 +156,14 @@ def test_a_pair_starts_with_the_backward_and_alternates():
         (1, "issue B b.dispatch"),
         (0, "issue F b.combine"),
     ]
-    for i, (of, text) in enumerate(order):  # beside every all-to-all the other direction computes
+    for i, (of, text) in enumerate(order):  # during every all-to-all the other direction computes
         if text.startswith("issue"):
             wait = order.index((of, text.replace("issue", "wait")))
             assert any(o != of and t.startswith("compute") for o, t in order[i:wait])
 
 
 def test_a_pair_sends_first_what_is_needed_sooner():
-    """Where next to nothing is computed between the two."""
+    """The recomputed combine is needed later than the backward's, with little computation in between."""
     lists = NodeLists([moe_program()], Policy("full"))
     order = [(turn.of, str(turn.node)) for turn in merge(lists.forward, lists.backward)]
     at = order.index((1, "issue B b.combine"))
@@ -182,7 +182,7 @@ def test_pair_of_unequal_stages_keeps_both_orders(forward, backward):
 
 
 class RecordingChunk:
-    """In the place of a chunk."""
+    """A fake chunk that records the nodes that a loop runs."""
 
     place = "nowhere"
 
@@ -258,7 +258,7 @@ def plain_gradients(dropout=0.3, dtype=torch.float64):
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_equal_plain_autograd_with_dropout(policy, split):
-    """The same sums in another order: 1e-12 in float64. Random numbers after it come as if nothing was recomputed."""
+    """Sums in another order differ by 1e-12 in float64. The generator's state afterwards is as without recompute."""
     loss, balancing_loss, grads, after = plain_gradients()
     got = chunk_gradients(POLICIES[policy], split)
     assert abs(got[0] - loss) < 1e-12 and abs(got[1] - balancing_loss) < 1e-12 and got[3] == after
@@ -277,7 +277,7 @@ def test_random_state_is_restored_only_if_preserved():
 
 
 class ProductCounter(TorchDispatchMode):
-    """Counts the matrix products that are really computed: those answered from a store do not come as far as here."""
+    """Count the matrix products that are computed; products returned from saved values do not reach this mode."""
 
     count = 0
 
@@ -332,7 +332,7 @@ def test_a_wrong_number_of_outputs_is_reported():
     assert "in segment b.two (compute, forward) of stage 1, microbatch 2" in caught.value.__notes__
 
 
-# Backward in two halves
+# Split backward
 
 
 def assert_split_backward_equals_one(function, inputs, weights):

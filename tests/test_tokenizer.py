@@ -1,4 +1,4 @@
-"""Every kind of tokenizer: equal to its library, reversible, safe on any text, and clear about a bad file."""
+"""Tests of every kind of tokenizer: equality with its library, round trips, any text, and bad files."""
 
 import argparse
 import base64
@@ -92,7 +92,7 @@ def test_equal_to_hugging_face():
 
 
 def test_llama3_numbering():
-    """Llama 3 numbers its specials after the ranks: 128000 begins, 128001 ends, 128009 ends a turn, 128256 in all."""
+    """Llama 3 numbers special tokens after the ranks: 128000 begin, 128001 end, 128009 end of turn, 128256 in total."""
     specials = byte_level.SPECIAL_TOKENS
     assert len(set(specials)) == 256
     assert [specials.index(f"<|{name}|>") for name in ("begin_of_text", "end_of_text", "eot_id")] == [0, 1, 9]
@@ -117,7 +117,7 @@ def test_long_runs_are_safe(tokenizer, unit):
 
 @pytest.mark.parametrize("size", range(400, 440))
 def test_encoding_in_pieces_gives_the_same_ids(monkeypatch, size):
-    """Cut after newlines, a long text has the ids of the uncut one."""
+    """A long text that is split after newlines has the ids of the unsplit text."""
     monkeypatch.setattr(byte_level, "MAX_PIECE", size)
     ours = build_tokenizer(str(ASSETS / "tiktoken.model"))
     text = "".join(f"    line {i}\n\n# über {i}\n" for i in range(600))
@@ -240,7 +240,7 @@ def test_missing_and_too_large_files_are_refused(tmp_path, monkeypatch):
 
 
 def test_importing_tokenizers_is_fast():
-    """`torchtitan check` must answer at once."""
+    """`torchtitan check` imports it, and has to answer within a second."""
     code = "import sys, torchtitan.datasets.tokenizer; print(sorted(sys.modules))"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not [m for m in ("'torch'", "'tiktoken'", "'tokenizers'", "'sentencepiece'") if m in modules]

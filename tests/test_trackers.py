@@ -79,7 +79,7 @@ def test_a_tracker_that_cannot_be_opened_is_retried():
     def open_it():
         tries.append(1)
         if len(tries) < 4:
-            raise ConnectionError("nobody there")
+            raise ConnectionError("refused")
         return service
 
     tracker = PatientTracker("it", open_it, pauses=QUICK)

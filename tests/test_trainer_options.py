@@ -1,4 +1,4 @@
-"""Options of the trainer that change how it runs and not what comes out, and the ways in and out of a run."""
+"""Tests of trainer options that change no result, and of exporting and loading weights."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_stepping_in_backward_equals_the_ordinary_step(optimizer, ranks, texts, 
     got = run_ranks(ranks, jobs.train, jobs.arguments(tmp_path / "b", texts, **early))[0]
     assert losses(got[0]) == losses(plain[0])
     assert got[1] == plain[1]
-    assert all(row["grad_norm"] is None for row in got[0])  # they are gone before there is a norm to take
+    assert all(row["grad_norm"] is None for row in got[0])  # gradients are freed before a norm could be computed
 
 
 def test_the_saved_config_repeats_the_run(texts, tmp_path):
@@ -51,7 +51,7 @@ def test_another_seed_gives_other_losses(texts, tmp_path):
 
 def test_validation_changes_no_loss_and_does_not_depend_on_the_plan(texts, tmp_path):
     held_out = jobs.write_texts(tmp_path / "held_out", documents=40)
-    measured = {}  # of samples that neither ranks nor batches divide
+    measured = {}  # 11 samples, which neither ranks nor batches divide
     for ranks in (1, 2):
         options = dict(training__local_batch_size=8 // ranks, training__steps=10)
         plain, _ = run_ranks(ranks, jobs.train, jobs.arguments(tmp_path / f"plain{ranks}", texts, **options))[0]

@@ -41,7 +41,7 @@ PACKED = ["--task.kind=sft", "--data.too_long=drop"]
 
 
 def options_with_paths() -> set[str]:
-    """Options, and options of tables in lists, whose type expands a home's ~: the mark of a path (kinds.Place)."""
+    """Return the options, also of tables in lists, with a type that expands ~, as all paths have (kinds.Place)."""
     names = set()
     for name, option in options().items():
         rows = {f"{name}[].{key}": column for key, column in columns(name).items()}
@@ -52,7 +52,7 @@ def options_with_paths() -> set[str]:
 
 
 def test_options_named_like_paths_have_the_path_type():
-    """So that `options_with_paths` has them all. Those without a type of path are names inside job.dump_folder."""
+    """`options_with_paths` relies on it. Options without the type are names inside job.dump_folder."""
     endings = ("path", "file", "folder", "dir", "csv")
     by_name = {name for name in options() if name.rpartition(".")[2].split("_")[-1] in endings}
     inside = {"checkpoint.folder", "metrics.save_tb_folder", "profiling.save_traces_folder"}
@@ -60,7 +60,7 @@ def test_options_named_like_paths_have_the_path_type():
     assert by_name - options_with_paths() - inside == {"job.config_file"}
 
 
-# option -> (what the name ends with, the rest of the command line that reads it)
+# option -> (suffix of the file's name, further arguments of the command that reads it)
 READ_BY = {
     "job.config_file": (".toml", []),
     "job.dump_folder": ("", []),
@@ -82,7 +82,7 @@ READ_BY = {
 }
 ACCEPTED = {("job.dump_folder", "folder"), ("data.cache_dir", "folder")}
 ACCEPTED |= {(option, "oversize") for option in READ_BY if option.endswith("dataset_path")}
-"""What may be at such a path: data may have any size."""
+"""Cases that are accepted: data may have any size, and an existing folder may be written to."""
 
 
 def command_of(option: str, path: Path) -> list[str]:
@@ -108,7 +108,7 @@ def test_every_path_option_refuses_unsuitable_files(tmp_path):
 
 
 def hf_folder(folder: Path) -> Path:
-    """A tokenizer with all files that may stand beside it, and weights with theirs."""
+    """Write a folder with a tokenizer, weights and a config."""
     folder.mkdir(parents=True)
     save_file({"w": torch.zeros(2)}, folder / "model.safetensors")
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -126,7 +126,7 @@ def read_tokenizer(folder: Path) -> object:
 
 
 def read_tokenizer_without_json(folder: Path) -> object:
-    """By the older files; the table stands in tokenizer.json until the file that is looked at is made."""
+    """Read the older tokenizer files, without tokenizer.json; a vocab.json is created if it is not the file tested."""
     (folder / "tokenizer.json").unlink(missing_ok=True)
     if not os.path.lexists(folder / "vocab.json"):
         (folder / "vocab.json").write_text('{"<|endoftext|>": 0}')
@@ -137,7 +137,7 @@ def read_weights(folder: Path) -> object:
     return hf_load._Shards(folder, hf_load._files(folder), None, ExitStack())
 
 
-# file of a folder -> who reads it
+# file of a folder -> function that reads it
 FILES_OF_FOLDERS = {
     "tokenizer.json": read_tokenizer,
     "tokenizer.model": read_tokenizer_without_json,
@@ -166,7 +166,7 @@ FILES_OF_FOLDERS = {
 DATA = ("part.jsonl", "part.parquet", "part.csv")
 ACCEPTED_IN_FOLDERS = {(name, kind) for name in DATA for kind in ("folder", "oversize")}
 ACCEPTED_IN_FOLDERS |= {("model.safetensors", "oversize"), ("metrics.jsonl", "oversize")}
-"""Data may have any size, and a folder of data folders of any name in it."""
+"""Data may have any size, and a data folder may hold folders of any name."""
 
 
 @pytest.mark.parametrize("name", FILES_OF_FOLDERS)
@@ -183,7 +183,7 @@ def test_unsuitable_files_in_a_folder_are_refused(tmp_path, name):
 
 # Arguments of commands
 
-# (command, argument) -> what else the command needs to read it: FOLDER is a model's, TARGET is not there
+# (command, argument) -> further arguments; FOLDER is replaced by a model's folder, TARGET by a path that is free
 READ_ARGUMENTS = {
     ("check", "job"): [],
     ("import", "line"): [],
@@ -212,11 +212,11 @@ NO_FILES_TO_READ = {
     *(("generate", "--prompt"), ("init", "file"), ("prepare", "--text-field"), ("presets", "arguments")),
     *(("presets", "--data"), ("schedule", "--schedule"), ("schedule", "--write-csv")),
 }
-"""Files that are written, which may be pipes, and text that is no path."""
+"""Arguments for files that are written, which may be pipes, and for text that is no path."""
 
 
 def text_arguments() -> set[tuple[str, str]]:
-    """Return (command, argument) of all that take any text: no number, flag or choice. Jobs stand under `check`."""
+    """Return (command, argument) of all that take free text: no number, flag or choice. Jobs are listed as `check`."""
     arguments = {("check", "job")}
     for command, parser in ((command, make_parser()) for command, make_parser in PARSERS.items()):
         jobs = ("job", "--config") if parser.takes == "job" else ()
@@ -254,7 +254,7 @@ def test_every_path_argument_refuses_unsuitable_files(tmp_path):
 READS = ("open", "os.open", "gzip.open", "read_text", "read_bytes", "safe_open", "load_file", "json.load", "memmap")
 READS += ("read_table", "read_metadata", "ParquetFile", "memory_map", "fromfile", "loadtxt")
 OF_CHECKPOINTS = ("read_bytes", "layout.read_bytes", "storage.read_metadata")
-"""Which read by files.read_file."""
+"""Functions of torchtitan/checkpoint that read by files.read_file."""
 CHECKED = {
     "adapters/neurocache/authors_format.py": "require_file before load_file",
     "adapters/peft_folder.py": "require_file before load_file",
@@ -266,8 +266,8 @@ CHECKED = {
 }
 OWN_FILES = {
     "core/files.py": "the one function",
-    "checkpoint/folders.py": "writes, and syncs what it has written",
-    "checkpoint/layout.py": "forget, of what has been written",
+    "checkpoint/folders.py": "writes, and syncs its files",
+    "checkpoint/layout.py": "forget, for a file that was just written",
     "cli.py": "/dev/null",
     "commands/bench.py": "writes; the log of a job that it has started",
     "commands/plot.py": "a picture that it has drawn",
@@ -289,7 +289,7 @@ OWN_FILES = {
 
 
 def test_only_listed_modules_open_files():
-    """But for what is no user's, and libraries that open a path after it has been judged."""
+    """OWN_FILES open no user's file; CHECKED call libraries that open a path after `require_file`."""
     files = set()
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,5 +1,6 @@
-"""Starts from another run's weights that count on: steps and tokens, the schedule from there, the data where they were;
-the tags of a run. What of it is wrong is said before the start.
+"""Tests of warm starts with counters: steps, tokens and data position continue, and the schedule begins there.
+
+Also the tags of a run, and faults that are reported before the start.
 """
 
 import json
@@ -21,7 +22,7 @@ BASE = dict(checkpoint__enable=True, checkpoint__keep_latest_k=0, optimizer__lr=
 
 
 def train_and_report(argv):
-    """Weights, logged rows, what the first step read, and the trainer's state at the end."""
+    """Train; return weights, logged rows, (step, tokens, first batch) at the start, and the final trainer state."""
     trainer = Trainer(manager.load(argv), read_ranks())
     began = trainer.step, trainer.state.tokens, next(iter(trainer.loader))["tokens"].tolist()
     trainer.train()
@@ -32,7 +33,7 @@ def train_and_report(argv):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A run of 6 steps, and what its 7th would read."""
+    """Train 6 steps; return the run's folder, its texts, and the batch that its 7th step would read."""
     folder = tmp_path_factory.mktemp("base")
     texts = write_texts(folder / "texts")
     options = BASE | dict(training__steps=6, lr_scheduler__warmup_steps=2)
@@ -51,13 +52,13 @@ def test_a_warm_start_continues_steps_and_data_and_begins_a_schedule(tmp_path, b
     weights, rows, (step, tokens, batch), state = run_ranks(
         1, train_and_report, warm_start_job(tmp_path, base, job__tags='["warm"]')
     )[0]
-    assert (step, tokens, batch) == (6, 6 * 8 * 32, base[2]), "the data go on where they were"
+    assert (step, tokens, batch) == (6, 6 * 8 * 32, base[2]), "the data continue at their position"
     assert [row["step"] for row in rows] == list(range(7, 15)) and state["schedule_start"] == 6
     peaks = [row["lr"] / 1e-3 for row in rows]
     assert peaks[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0]) and peaks[-1] == pytest.approx(0.1), "8 steps, not 14"
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {"step": 6, "event": "tags", "tags": "warm"} in events
-    # a resume has it from its own checkpoint, whatever the job says now
+    # a resume takes the schedule's start from its own checkpoint, whatever the job says now
     (tmp_path / "checkpoint").rename(tmp_path / "all")
     part = warm_start_job(tmp_path, base, training__steps=10, lr_scheduler__total_steps=8)
     first = run_ranks(1, train_and_report, part)[0]
@@ -69,7 +70,7 @@ def test_a_warm_start_continues_steps_and_data_and_begins_a_schedule(tmp_path, b
 
 
 def test_a_warm_start_without_saving_is_bit_equal(tmp_path, base):
-    """To the bit; nothing of it is left but its rows."""
+    """Its losses and weights are bit-equal, and it leaves no checkpoint."""
     weights, rows, began, _ = run_ranks(1, train_and_report, warm_start_job(tmp_path / "saved", base))[0]
     trial_weights, trial_rows, began_again, _ = run_ranks(
         1, train_and_report, warm_start_job(tmp_path / "trial", base, checkpoint__enable=False)
@@ -80,7 +81,7 @@ def test_a_warm_start_without_saving_is_bit_equal(tmp_path, base):
 
 
 def test_counters_come_from_a_training_state_of_relora(tmp_path, base):
-    """As ReLoRA's scripts leave them."""
+    """ReLoRA's scripts save a training_state.json next to the weights."""
     options = dict(checkpoint__last_save_model_only=True, checkpoint__last_save_in_hf=True, training__steps=1)
     run_ranks(1, train_and_report, arguments(tmp_path / "a", base[1], **BASE | options))
     folder = tmp_path / "a/model_hf"

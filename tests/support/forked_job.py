@@ -1,8 +1,7 @@
-"""`python -m torchtitan.launch` whose ranks are forks of the launcher, for `run_script` and tests of commands.
+"""Run `python -m torchtitan.launch` with ranks that are forks of the launcher, for `run_script` and tests of commands.
 
-A rank of an interpreter of its own imports for three seconds; one forked from a process that has imported what it needs
-begins at once, in an environment, a session and with signals as the other's. What many tests look at is what the job
-then does. That a rank comes to life from nothing is shown by those that start one (`jobs.start`).
+A rank in a new interpreter needs three seconds for imports; a fork of a process that has imported torch starts at once,
+with the same environment, session and signals. Tests that use `jobs.start` cover ranks in new interpreters.
 """
 
 import os
@@ -19,7 +18,7 @@ from torchtitan.process.exit import exit_with, stop_signals
 
 
 class Forked:
-    """What the launcher asks of a `subprocess.Popen`. Files that are not meant for the rank stay open in it."""
+    """The part of `subprocess.Popen` that the launcher uses. Files not listed in `pass_fds` stay open in the fork."""
 
     def __init__(self, command: list[str], env: dict[str, str], pass_fds: Any, start_new_session: bool) -> None:
         assert command[:2] == [sys.executable, "-m"] and start_new_session
@@ -52,7 +51,7 @@ def _run_rank(argv: list[str], env: dict[str, str]) -> None:
 
 
 def fork_ranks() -> None:
-    """From here on this process forks the ranks that it launches."""
+    """Let this process fork the ranks that it launches from now on."""
     processes.subprocess = SimpleNamespace(Popen=Forked)  # type: ignore[assignment]
 
 

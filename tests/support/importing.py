@@ -1,4 +1,4 @@
-"""What readers of other programs' jobs make of them, in tests."""
+"""Compare two jobs that importers have translated."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torchtitan.importers.translation import JobDraft
 
 
 def difference(first: JobDraft, then: JobDraft) -> tuple[dict[str, Any], str]:
-    """What the second has otherwise of the options, None where it has them not, and the notes that are new."""
+    """Return the second job's differing options, None where unset, and its additional notes."""
     assert then.faults == [], then.faults
     keys = first.values.keys() | then.values.keys()
     values = {key: then.values.get(key) for key in keys if first.values.get(key) != then.values.get(key)}

@@ -1,4 +1,4 @@
-"""What a job that is trained in the tests' own process leaves behind, which the next test shall not meet."""
+"""Remove traces of a job that was trained in the test process: environment variables and a process group."""
 
 import os
 import sys
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def restore_after_test() -> Iterator[None]:
-    """A process group that was not there before, and what else stands in the environment: torch's libraries read there
-    how a job wants them. Imports nothing: where there is a group, torch has been imported.
+    """Destroy a process group that was created inside, and restore the environment variables, which torch's libraries
+    read. Imports nothing: if there is a group, torch has been imported.
     """
     environment, had_world = dict(os.environ), has_world()
     try:
@@ -21,7 +21,7 @@ def restore_after_test() -> Iterator[None]:
 
 
 def restore_environment(environment: dict[str, str]) -> None:
-    """No variable is touched that is as it was: threads of libraries may be reading them."""
+    """Restore changed variables; others are not written, as threads of libraries may be reading them."""
     for name in {*environment, *os.environ} - {"PYTEST_CURRENT_TEST"}:  # pytest's own, which changes within a test
         if name not in environment:
             del os.environ[name]

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval, one for each kind of request, and their data."""
+"""Task definitions for lm-eval, one for each kind of request, and their documents."""
 
 import json
 

@@ -28,7 +28,7 @@ PAIRED = ("recompute", "schedule", "method", "adapter")
 
 
 def settings(row: Combination) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a row whose pairs are covered: its layout as one, and the others of PAIRED."""
+    """Yield the settings of a row that are covered in pairs: its layout as one, and the ones named in PAIRED."""
     yield "layout", row.layout
     yield from ((name, getattr(row, name)) for name in PAIRED)
 
@@ -102,11 +102,11 @@ def expected_seconds(items: list[pytest.Item]) -> dict[pytest.Item, float]:
     Items without a record share the rest of their module's time equally; items of new modules count as 0.
     """
     durations = json.loads(DURATIONS.read_text())
-    tests, rest = durations["tests"], Counter(durations["modules"])
+    tests, module_seconds = durations["tests"], Counter(durations["modules"])
     unrecorded = Counter(module_of(item.nodeid) for item in items if item.nodeid not in tests)
     for nodeid, seconds in tests.items():
-        rest[module_of(nodeid)] -= seconds
-    shares = {module: max(rest[module], 0.0) / number for module, number in unrecorded.items()}
+        module_seconds[module_of(nodeid)] -= seconds
+    shares = {module: max(module_seconds[module], 0.0) / number for module, number in unrecorded.items()}
     return {item: tests.get(item.nodeid, shares.get(module_of(item.nodeid), 0.0)) for item in items}
 
 

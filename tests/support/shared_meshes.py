@@ -1,7 +1,8 @@
-"""In a rank that many tests share: one mesh, and one group of all ranks, for all that ask for the same one.
+"""Share equal meshes and the group of all ranks between the tests that run in one rank process.
 
-Each group has two threads, and those of hundreds of tests would add up to a standstill. Meshes cannot be left behind:
-DTensor's caches keep the first of equal ones. Imported before whoever takes the names from where this puts others.
+Each group has two threads, and the threads of hundreds of tests would slow the process down. Meshes cannot be
+destroyed after a test, as DTensor's caches keep the first of equal ones. Import this module before modules that import
+the replaced functions by name.
 """
 
 import functools
@@ -20,7 +21,7 @@ _shared = False
 
 
 def share() -> None:
-    """From now on, in this process."""
+    """Share meshes and groups in this process from now on."""
     global _shared
     _shared = True
     share_gloo_device()
@@ -35,9 +36,10 @@ def _group(ranks: list[int] | None = None, **kwargs: Any) -> dist.ProcessGroup:
 
 
 def share_gloo_device() -> None:
-    """One device for all groups. A device has a thread that looks for news a hundred times a second: with one for each
-    group, as torch makes them, those of eight ranks took a third of the time of their tests. Through private names of
-    torch 2.13.
+    """Use one gloo device for all groups, through private names of torch 2.13.
+
+    A device has a thread that polls a hundred times a second. With a device for each group, as torch creates them, the
+    threads of eight ranks took a third of the time of their tests.
     """
     group, interface = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME", "")
     device = group.create_device(interface=interface) if interface else group.create_default_device()

@@ -1,4 +1,4 @@
-"""Tiny arguments of every family, in the shapes that differ in what is computed."""
+"""Tiny model sizes of every family, in the variants that compute something different."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A tiny layer with experts, its weights and what goes into it."""
+"""A tiny MoE layer with random weights, and its input."""
 
 import torch
 

@@ -1,5 +1,7 @@
-"""A small language model with experts, cut into segments: attention-like mixing with dropout, a router that leaves some
-experts without tokens, experts in a loop. Plain torch with NoExchange; the same code with a group's transport.
+"""A small MoE language model in segments, for tests of the overlapping pipeline.
+
+It has attention-like mixing with dropout, a router that leaves some experts without tokens, and experts in a loop. With
+NoExchange it is plain torch; with the transport of a group the same code runs expert parallel.
 """
 
 from collections import Counter
@@ -34,7 +36,7 @@ class Mixing(nn.Module):
 
 
 class Experts(nn.Module):
-    """Those of one rank: `here` of them."""
+    """The experts of one rank."""
 
     def __init__(self, local_experts: int):
         super().__init__()
@@ -42,7 +44,7 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(local_experts, 2 * DIM, DIM))
 
     def forward(self, rows, counts):
-        """rows [tokens, D] by source rank, then expert; counts [ranks, here]."""
+        """rows [tokens, D] sorted by source rank, then expert; counts [ranks, local_experts]."""
         pieces = rows.split(counts.flatten().tolist())
         local_experts = counts.shape[1]
         done = [
@@ -73,7 +75,7 @@ class Block(nn.Module):
         return h + self.ffn(h)
 
     def route(self, meta, h):
-        """-> rows by expert [tokens * TOP, D], their weights, and a balancing loss."""
+        """Return rows sorted by expert [tokens * TOP, D], their weights, and a balancing loss."""
         runs[self.number, "route"] += 1
         flat = h.flatten(0, -2)
         scores = torch.softmax(self.router(flat), -1)
@@ -86,9 +88,9 @@ class Block(nn.Module):
     def choose(self, scores):
         runs[self.number, "choose"] += 1
         scores = scores.detach().clone()
-        scores[:, self.number % EXPERTS] = -1  # never chosen
+        scores[:, self.number % EXPERTS] = -1  # no token chooses this expert
         if self.number == 3:
-            scores[:, 0] = 2  # by all
+            scores[:, 0] = 2  # all tokens choose this one
         return scores.topk(TOP).indices
 
     def compute(self, meta, y):
@@ -123,7 +125,7 @@ class Block(nn.Module):
 
 
 class Part(nn.Module):
-    """The layers of `numbers`; with the embedding where it has the first, with head and loss where the last."""
+    """The layers `numbers`, with the embedding if the first is among them, with head and loss if the last is."""
 
     def __init__(self, numbers=None, ep: int = 1, dropout: float = 0.0, kinds: str = LAYERS):
         super().__init__()
@@ -152,7 +154,7 @@ class Part(nn.Module):
 
 
 def plain_forward(part: Part, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, balancing losses): the segments one after the other in one graph, all experts here."""
+    """Compute (loss, balancing losses) by running all segments in one autograd graph, with all experts on this rank."""
     x, balancing_loss = tokens, torch.zeros((), dtype=torch.float64)
     for program in part.segment_programs():
         meta, values = Notes(labels), {"x": x}
@@ -171,7 +173,7 @@ def plain_forward(part: Part, tokens: torch.Tensor, labels: torch.Tensor) -> tup
 
 
 def fill_(part: Part, ep_rank: int = 0, ep: int = 1) -> None:
-    """Values by name and, for experts, by number."""
+    """Fill parameters with values that depend on their names and, for experts, their numbers, not on the ranks."""
     for name, parameter in part.named_parameters():
         generator = torch.Generator().manual_seed(sum(map(ord, name)))
         shape = list(parameter.shape)

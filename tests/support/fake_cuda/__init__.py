@@ -1,11 +1,11 @@
-"""A CUDA that computes nothing: devices, streams and collectives of any rank of any world, on a CPU in seconds.
+"""A fake CUDA without computation: devices, streams and collectives of any rank of any world size, on a CPU in seconds.
 
-What runs on it is the project's own step, with "cuda" tensors of torch's FakeTensorMode, a device of fake_cuda.cpp
-below Python, streams and events of device.py, and torch's fake process group. It shows a tensor on a wrong device, a
-type that a kernel refuses, where the host waits for the device, and what is sent to whom in which order. It cannot show
-NCCL, which kernels are chosen, races or speed.
+It runs the project's own training step on "cuda" tensors of torch's FakeTensorMode, with a device in fake_cuda.cpp,
+streams and events in device.py, and torch's fake process group. It shows tensors on a wrong device, types that a kernel
+refuses, where the host waits for the device, and the order of messages between ranks. It cannot show NCCL, the choice
+of kernels, races or speed.
 
-All is patched for good, so it runs in processes of its own: `python -m tests.support.fake_cuda`, see __main__.py.
+The patches are permanent, so it runs in a separate process: `python -m tests.support.fake_cuda`, see __main__.py.
 """
 
 import json
@@ -25,7 +25,7 @@ LIMIT = 300
 
 
 def missing() -> str:
-    """Why it cannot be built here; empty where it can."""
+    """Return why it cannot be built on this machine, or an empty string."""
     if sys.platform != "linux":
         return "the fake CUDA is built on Linux only"
     return "" if shutil.which("g++") else "the fake CUDA needs g++ (Debian, Ubuntu: apt install g++)"
@@ -43,7 +43,7 @@ def build(folder: Path) -> Path:
 
 
 class FakeCuda:
-    """`python -m tests.support.fake_cuda` with the library of `build`, for many questions."""
+    """A process of `python -m tests.support.fake_cuda` with the library of `build`, which answers many questions."""
 
     def __init__(self, library: Path):
         self.process = subprocess.Popen(
@@ -56,7 +56,7 @@ class FakeCuda:
         )
 
     def ask(self, name: str, argv: list[str], rank: int, world_size: int, mutant: str = "") -> tuple[bool, Any]:
-        """What a function of step.py answers, with a fault of mutants.py planted; else a traceback."""
+        """Call a function of step.py with a fault of mutants.py: (True, its result) or (False, a traceback)."""
         assert self.process.stdin is not None and self.process.stdout is not None
         print(json.dumps([name, mutant, argv, rank, world_size]), file=self.process.stdin, flush=True)
         ok, answer = json.loads(self.process.stdout.readline())

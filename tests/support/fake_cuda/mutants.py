@@ -10,13 +10,13 @@ from torchtitan.parallelisms.pipeline import pipeline_parallel
 
 
 def wrong_device() -> None:
-    """A tensor that is made where no device is named."""
+    """Create a tensor without naming a device."""
     forward = layers.RMSNorm.forward
     layers.RMSNorm.forward = lambda self, x: forward(self, x) + torch.ones(x.shape[-1])
 
 
 def host_wait() -> None:
-    """The norm is read in every step."""
+    """Read the gradient norm on the host in every step."""
     clip = parallel_model.clip_gradients
 
     def clip_and_read(*args, **kwargs):
@@ -28,12 +28,12 @@ def host_wait() -> None:
 
 
 def coalesced() -> None:
-    """Receives as before torch 2.12.1, which never meet plain sends."""
+    """Coalesce receives as torch did before 2.12.1; these never match plain sends."""
     schedules._batch_p2p = lambda operations, desc=None: dist.batch_isend_irecv(operations) if operations else []
 
 
 def other_order() -> None:
-    """The first two microbatches change places on odd ranks."""
+    """Swap the first two microbatches on odd ranks."""
     build = pipeline_parallel.build_table
 
     def build_by_rank(*args, **kwargs):
