@@ -294,8 +294,8 @@ def data_sources(config: JobConfig, section: Section) -> list[WeightedSource]:
     task = task_of(config)
     folder = cache_of(config)
     for source_config in sources_of(config, section).values():
-        reading = record_reader(source_config, config.data.default_system, task.whole_records, task.rows_per_sample > 1)
-        source = open_source(source_config.dataset, source_config.dataset_path, reading, fields(config))
+        reader = record_reader(source_config, config.data.default_system, task.whole_records, task.rows_per_sample > 1)
+        source = open_source(source_config.dataset, source_config.dataset_path, reader, fields(config))
         if tokenize_first and not isinstance(source, TokenShards):
             source = prepared_shards(
                 source,

@@ -28,7 +28,7 @@ class Dataset(NamedTuple):
         return self.open_text(path, text_field)
 
 
-def open_hub_dataset(name: str, split: str, path: str | None, reading: RecordReader) -> Source:
+def open_hub_dataset(name: str, split: str, path: str | None, record_reader: RecordReader) -> Source:
     """Open a dataset of the Hugging Face hub, a local folder in its layout, or one that save_to_disk wrote."""
     if path is None:
         raise DataError(
@@ -36,8 +36,8 @@ def open_hub_dataset(name: str, split: str, path: str | None, reading: RecordRea
             "owner/name:configuration), a local folder of one, or one that save_to_disk wrote"
         )
     if os.path.isdir(path) and (folder := saved_split(path, split)):
-        return sources_text.open_text_files(folder, reading)
-    return sources_huggingface.HubDataset(name, path, split, reading)
+        return sources_text.open_text_files(folder, record_reader)
+    return sources_huggingface.HubDataset(name, path, split, record_reader)
 
 
 def _hub_dataset(name: str, split: str) -> Dataset:
@@ -82,7 +82,7 @@ def has_records(dataset: str) -> bool:
 
 
 def open_source(
-    dataset: str, dataset_path: str | None, reading: RecordReader, fields: LabelledFields | None = None
+    dataset: str, dataset_path: str | None, record_reader: RecordReader, fields: LabelledFields | None = None
 ) -> Source:
     """Open a dataset, reading only names and sizes. `fields`: read labelled records instead of text.
 
@@ -95,7 +95,7 @@ def open_source(
         if entry.open_labelled is None:
             allowed = ", ".join(name for name, candidate in BUILT_IN.items() if candidate.open_labelled is not None)
             raise DataError(f"dataset {dataset!r} has no classes; allowed: {allowed}")
-        return entry.open_labelled(dataset_path, replace(fields, text=reading.text_field))
+        return entry.open_labelled(dataset_path, replace(fields, text=record_reader.text_field))
     if entry.open_records is not None:
-        return entry.open_records(dataset_path, reading)
-    return entry(dataset_path, reading.text_field)
+        return entry.open_records(dataset_path, record_reader)
+    return entry(dataset_path, record_reader.text_field)

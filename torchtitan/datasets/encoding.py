@@ -171,10 +171,10 @@ def _encode_rendered(tokenizer: Tokenizer, spans: Sequence[Span]) -> Tokens:
     return Tokens(np.array(ids, dtype=np.int64), np.array(trained, dtype=bool))
 
 
-def prompt_ids(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], place: str) -> list[int]:
+def prompt_ids(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], location: str) -> list[int]:
     """Return the prompt ids of a conversation, the same ids as in training. Raises errors like `encode`."""
-    spans = prompt_spans(tokenizer, messages, place)
-    return encode(tokenizer, Document(spans, place, has_begin_end=True)).ids.tolist()
+    spans = prompt_spans(tokenizer, messages, location)
+    return encode(tokenizer, Document(spans, location, has_begin_end=True)).ids.tolist()
 
 
 def _pieces(tokenizer: Tokenizer, document: Document) -> Iterator[tuple[Sequence[int], bool]]:
@@ -198,21 +198,21 @@ NAME_BREAK = "\ue0f2"
 Message = dict[str, Any]
 
 
-def chat_spans(tokenizer: Tokenizer, messages: Sequence[Message], place: str) -> list[Span]:
+def chat_spans(tokenizer: Tokenizer, messages: Sequence[Message], location: str) -> list[Span]:
     """Render a conversation with the tokenizer's template: trained and untrained texts, and special tokens as ids.
 
-    Raises DataError, which names `place`, if the template refuses the conversation, or would train the model to begin
-    twice or never to stop."""
-    text = _render(tokenizer, messages, place)
-    _check_special_tokens(tokenizer, text, messages, place)
-    return _split_spans(tokenizer, text, _answer_flags(messages, place), place)
+    Raises DataError, which names `location`, if the template refuses the conversation, or would train the model to
+    begin twice or never to stop."""
+    text = _render(tokenizer, messages, location)
+    _check_special_tokens(tokenizer, text, messages, location)
+    return _split_spans(tokenizer, text, _answer_flags(messages, location), location)
 
 
-def prompt_spans(tokenizer: Tokenizer, messages: Sequence[Message], place: str) -> list[Span]:
+def prompt_spans(tokenizer: Tokenizer, messages: Sequence[Message], location: str) -> list[Span]:
     """Render a conversation that the model is to answer, up to the beginning of the answer.
 
     The spans give the same prompt ids as in training."""
-    return _split_spans(tokenizer, _render(tokenizer, messages, place, prompt=True), [], place)
+    return _split_spans(tokenizer, _render(tokenizer, messages, location, prompt=True), [], location)
 
 
 def end_of_turn_ids(tokenizer: Tokenizer) -> frozenset[int]:
@@ -229,52 +229,52 @@ def end_of_turn_ids(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(ends)
 
 
-def _render(tokenizer: Tokenizer, messages: Sequence[Message], place: str, prompt: bool = False) -> str:
+def _render(tokenizer: Tokenizer, messages: Sequence[Message], location: str, prompt: bool = False) -> str:
     if tokenizer.chat_template is None:
         raise DataError(
-            f"{place}: a conversation, but the tokenizer has no chat template; give one with data.chat_template, with "
-            "chat_template.jinja beside the tokenizer's file, or in tokenizer_config.json"
+            f"{location}: a conversation, but the tokenizer has no chat template; give one with data.chat_template, "
+            "with chat_template.jinja beside the tokenizer's file, or in tokenizer_config.json"
         )
     try:
-        return _render_with_marks(tokenizer, messages, place, prompt)
+        return _render_with_marks(tokenizer, messages, location, prompt)
     except RenderingFailed as error:
-        raise _rendering_error(error, tokenizer, place) from None
+        raise _rendering_error(error, tokenizer, location) from None
 
 
-def _rendering_error(error: RenderingFailed, tokenizer: Tokenizer, place: str) -> DataError:
+def _rendering_error(error: RenderingFailed, tokenizer: Tokenizer, location: str) -> DataError:
     """Return the error of a failed rendering.
 
     It is a BadRecord, which a job may skip, unless the template itself is unusable."""
     if error.kind == TOO_LONG:
-        return BadRecord(f"{place}: the chat template makes more than {MAX_TEXT:,} characters of it; {REMEDY}")
+        return BadRecord(f"{location}: the chat template makes more than {MAX_TEXT:,} characters of it; {REMEDY}")
     if error.kind in (OUT_OF_TIME, TOO_MUCH_MEMORY, CRASH):
         text = f"ended its process ({error})" if error.kind == CRASH else f"needs more than {limits()}"
         return DataError(
-            f"{place}: {tokenizer.template_name} {text} for this conversation, which no template of a model does; give "
-            "another one with data.chat_template"
+            f"{location}: {tokenizer.template_name} {text} for this conversation, which no template of a model does; "
+            "give another one with data.chat_template"
         )
     kind = DataError if error.kind == SYNTAX else BadRecord  # a syntax error concerns all conversations
-    return kind(f"{place}: the chat template refuses this conversation: {error}; {REMEDY}")
+    return kind(f"{location}: the chat template refuses this conversation: {error}; {REMEDY}")
 
 
-def _answer_flags(messages: Sequence[Message], place: str) -> list[bool]:
+def _answer_flags(messages: Sequence[Message], location: str) -> list[bool]:
     """Return whether each answer is trained; a message sets this by `train`, or by `weight` 0 or 1."""
     flags = []
     for number, message in enumerate(messages):
         flag = message.get("train", message.get("weight", True))
         if not isinstance(flag, bool | int) or flag not in (0, 1):
-            raise DataError(f"{place}: message {number} has train = {flag!r}; allowed: true or false; {REMEDY}")
+            raise DataError(f"{location}: message {number} has train = {flag!r}; allowed: true or false; {REMEDY}")
         if message["role"] == "assistant":
             flags.append(bool(flag))
         elif flag and ("train" in message or "weight" in message):
             raise DataError(
-                f"{place}: message {number} of role {message['role']!r} is to be trained, but only the assistant's "
+                f"{location}: message {number} of role {message['role']!r} is to be trained, but only the assistant's "
                 'are; leave its flag out, or set data.train_on = "all"'
             )
     return flags
 
 
-def _check_special_tokens(tokenizer: Tokenizer, text: str, messages: Sequence[Message], place: str) -> None:
+def _check_special_tokens(tokenizer: Tokenizer, text: str, messages: Sequence[Message], location: str) -> None:
     """Raise DataError if the template writes another tokenizer's special tokens, or drops the system message.
 
     Special tokens of another tokenizer would be encoded as several ordinary tokens."""
@@ -283,22 +283,25 @@ def _check_special_tokens(tokenizer: Tokenizer, text: str, messages: Sequence[Me
     foreign = sorted(name for name in mentioned if name in text)
     if foreign:
         raise DataError(
-            f"{place}: the chat template writes {foreign[0]!r}, which is no special token of the tokenizer, so that it "
-            "would be read in pieces; give template and tokenizer of one model"
+            f"{location}: the chat template writes {foreign[0]!r}, which is no special token of the tokenizer, so that "
+            "it would be read in pieces; give template and tokenizer of one model"
         )
     names = tokenizer.special_tokens
     for number, message in enumerate(messages):
-        if message["role"] == "system" and _break_special_names(message["content"], names, place).strip() not in text:
+        if (
+            message["role"] == "system"
+            and _break_special_names(message["content"], names, location).strip() not in text
+        ):
             raise DataError(
-                f"{place}: the chat template leaves out what message {number} says, of role 'system'; give another "
+                f"{location}: the chat template leaves out what message {number} says, of role 'system'; give another "
                 "template, or leave the message out"
             )
 
 
-def _render_with_marks(tokenizer: Tokenizer, messages: Sequence[Message], place: str, prompt: bool) -> str:
+def _render_with_marks(tokenizer: Tokenizer, messages: Sequence[Message], location: str, prompt: bool) -> str:
     """Return the full text with trained parts between BEGIN and END; `prompt`: with the header of an answer."""
     names = tokenizer.special_tokens
-    cleaned = [_break_special_names(message, names, place) for message in messages]
+    cleaned = [_break_special_names(message, names, location) for message in messages]
     assert tokenizer.chat_template is not None
     by_id: dict[int | None, str] = {number: name for name, number in names.items()}
     ends = {"bos_token": by_id.get(tokenizer.bos_id, ""), "eos_token": by_id.get(tokenizer.eos_id, "")}
@@ -311,8 +314,8 @@ def _render_with_marks(tokenizer: Tokenizer, messages: Sequence[Message], place:
     for number, before, after in zip(answers, texts[::2], texts[1::2], strict=True):
         if not (full_text.startswith(after) and after.startswith(before)):
             raise DataError(
-                f"{place}: under the chat template the text up to message {number} is not how the whole text begins, "
-                "so its answer cannot be told; give a template that has {% generation %} around answers"
+                f"{location}: under the chat template the text up to message {number} is not how the whole text "
+                "begins, so its answer cannot be told; give a template that has {% generation %} around answers"
             )
         answer = _strip_after_end_token(after[len(before) :], names)
         marked_text += full_text[position : len(before)] + BEGIN + answer + END
@@ -326,16 +329,16 @@ def _strip_after_end_token(answer: str, names: Collection[str]) -> str:
     return stripped if stripped.endswith(tuple(names)) else answer
 
 
-def _break_special_names(value: Any, names: Collection[str], place: str) -> Any:
+def _break_special_names(value: Any, names: Collection[str], location: str) -> Any:
     """Return a message with the names of special tokens in its texts broken apart."""
     if isinstance(value, dict):
-        return {key: _break_special_names(inner, names, place) for key, inner in value.items()}
+        return {key: _break_special_names(inner, names, location) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_break_special_names(inner, names, place) for inner in value]
+        return [_break_special_names(inner, names, location) for inner in value]
     if not isinstance(value, str):
         return value
     if {BEGIN, END, NAME_BREAK} & set(value):
-        raise BadRecord(f"{place}: the characters U+E0F0 to U+E0F2 are kept for marks; {REMEDY}")
+        raise BadRecord(f"{location}: the characters U+E0F0 to U+E0F2 are kept for marks; {REMEDY}")
     return _pattern_of_names(tuple(names)).sub(lambda m: m[0][0] + NAME_BREAK + m[0][1:], value) if names else value
 
 
@@ -345,12 +348,12 @@ def _pattern_of_names(names: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("(" + "|".join(map(re.escape, names)) + ")")
 
 
-def _split_spans(tokenizer: Tokenizer, text: str, answers: Sequence[bool], place: str) -> list[Span]:
+def _split_spans(tokenizer: Tokenizer, text: str, answers: Sequence[bool], location: str) -> list[Span]:
     """Split rendered text into spans. `answers`: whether each answer is trained."""
     if text.count(BEGIN) != len(answers) and not all(answers):
         raise DataError(
-            f"{place}: the chat template marks {text.count(BEGIN)} stretches as generated in {len(answers)} messages "
-            "of the assistant, so which of them are not to be trained cannot be told; leave their flags out"
+            f"{location}: the chat template marks {text.count(BEGIN)} stretches as generated in {len(answers)} "
+            "messages of the assistant, so which of them are not to be trained cannot be told; leave their flags out"
         )
     flags = iter(answers if text.count(BEGIN) == len(answers) else repeat(True))
     signs = _pattern_of_names((BEGIN, END, *sorted(tokenizer.special_tokens, key=len, reverse=True)))
@@ -359,8 +362,8 @@ def _split_spans(tokenizer: Tokenizer, text: str, answers: Sequence[bool], place
     for piece in filter(None, signs.split(text)):
         if piece == END and last not in tokenizer.special_tokens:
             raise DataError(
-                f"{place}: under the chat template an answer ends in {last[-20:]!r} and not in a special token of the "
-                "tokenizer, so the model would never learn to stop; give template and tokenizer of one model"
+                f"{location}: under the chat template an answer ends in {last[-20:]!r} and not in a special token of "
+                "the tokenizer, so the model would never learn to stop; give template and tokenizer of one model"
             )
         if piece in (BEGIN, END):
             trained = piece == BEGIN and next(flags)
@@ -371,7 +374,9 @@ def _split_spans(tokenizer: Tokenizer, text: str, answers: Sequence[bool], place
             spans.append(Span(piece.replace(NAME_BREAK, ""), trained))
         last = piece
     if [span.content for span in spans[:2]] == [[tokenizer.bos_id]] * 2:
-        raise DataError(f"{place}: under the chat template the text begins twice; take one begin out of the template")
+        raise DataError(
+            f"{location}: under the chat template the text begins twice; take one begin out of the template"
+        )
     return spans
 
 

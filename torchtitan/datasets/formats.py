@@ -62,7 +62,7 @@ class PromptTemplate:
             required = {"format": "instruction", "no_input_format": "instruction", "system_format": "system"}.get(name)
             places = _PLACEHOLDER.findall(text) if required else []
             if required and (required not in places or set(places) - set(PLACEHOLDERS)):
-                allowed_places = ", ".join(f"{{{place}}}" for place in PLACEHOLDERS)
+                allowed_places = ", ".join(f"{{{location}}}" for location in PLACEHOLDERS)
                 raise LimitError(key, shown, f"text with {{{required}}}; places are {allowed_places}", "correct them")
         if "format" in template:
             template = {"no_input_format": template["format"]} | dict(template)
@@ -73,7 +73,7 @@ class PromptTemplate:
         values = {"instruction": instruction, "input": record_input, "system": system or self.system_prompt}
         body = self.format if record_input else self.no_input_format
         head = self.system_format if values["system"] and "{system}" not in body else ""
-        return _PLACEHOLDER.sub(lambda place: values[place[1]], head + body) + self.separator
+        return _PLACEHOLDER.sub(lambda match: values[match[1]], head + body) + self.separator
 
 
 ALPACA = PromptTemplate()
@@ -112,26 +112,26 @@ def read_alpaca(record: Record, prompt: PromptTemplate) -> list[Span]:
     return [Span(text, False), Span(record["output"])]
 
 
-def read_preference(record: Record, columns: Mapping[str, str], place: str, short_place: str) -> Document:
+def read_preference(record: Record, columns: Mapping[str, str], location: str, short_location: str) -> Document:
     """Convert a preference record to a pair of answers.
 
     Answers are texts after the prompt, or messages after the ones in `prompt` or `messages`; both answers may repeat
-    these. Raises DataError, which names `place`."""
+    these. Raises DataError, which names `location`."""
     answers = {name: record[name] for name in ("chosen", "rejected")}
     contexts = [record[name] for name in ("messages", "prompt") if record.get(name) not in (None, "")]
     if contexts and all(isinstance(part, str) for part in (contexts[0], *answers.values())):
         prompt, texts = contexts[0], list(answers.values())
         if all(text.startswith(prompt) and text != prompt for text in texts):  # the answers repeat the prompt
             texts = [text.removeprefix(prompt) for text in texts]
-        pair = [Document([Span(prompt, False), Span(text)], short_place) for text in texts]
-        return Document(Pair(*pair), short_place)
+        pair = [Document([Span(prompt, False), Span(text)], short_location) for text in texts]
+        return Document(Pair(*pair), short_location)
     for name, answer in answers.items():
         is_text = isinstance(answer, str) and bool(contexts)
         if not (is_text or isinstance(answer, list) and answer) or not all(isinstance(b, str | list) for b in contexts):
             kind = "nothing (null)" if answer is None else type(answer).__name__
             types = " and ".join(type(context).__name__ for context in contexts) or "nothing"
             raise DataError(
-                f"{place}: field {columns[name]!r} holds {kind}, with {types} as prompt; allowed: text after a "
+                f"{location}: field {columns[name]!r} holds {kind}, with {types} as prompt; allowed: text after a "
                 f"prompt or messages, or messages; {REMEDY}"
             )
     turns = [_turns(answer, "assistant") for answer in answers.values()]
@@ -144,13 +144,14 @@ def read_preference(record: Record, columns: Mapping[str, str], place: str, shor
             # e.g. `messages` holds the preferred conversation and `prompt` its beginning
             continue
         pair = [
-            to_document(conversation, columns[name], place, short_place)
+            to_document(conversation, columns[name], location, short_location)
             for name, conversation in zip(answers, conversations, strict=True)
         ]
-        return Document(Pair(*pair), short_place)
+        return Document(Pair(*pair), short_location)
     raise DataError(
-        f"{place}: fields {columns['chosen']!r} and {columns['rejected']!r} are not both answers to the same messages; "
-        f"allowed: both repeat prompt or messages, both continue them, or both begin with the same message; {REMEDY}"
+        f"{location}: fields {columns['chosen']!r} and {columns['rejected']!r} are not both answers to the same "
+        f"messages; allowed: both repeat prompt or messages, both continue them, or both begin with the same message; "
+        f"{REMEDY}"
     )
 
 
@@ -219,32 +220,34 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 """Role names of the ShareGPT format."""
 
 
-def to_document(value: Any, field: str, place: str, short_place: str) -> Document:
-    """Convert a field's value to a document. Raises DataError, which names `place`.
+def to_document(value: Any, field: str, location: str, short_location: str) -> Document:
+    """Convert a field's value to a document. Raises DataError, which names `location`.
 
     The value is text; a list of token ids, which includes begin and end; a list of segments {text, label}, trained if
     label is true; or a conversation, a list of messages {role, content} or {from, value}. The messages of the assistant
     are trained."""
     if isinstance(value, str):
-        return Document(value, short_place)
+        return Document(value, short_location)
     if isinstance(value, list) and all(type(item) is int and 0 <= item <= LARGEST_ID for item in value):
-        return Document([Span(value)], short_place, has_begin_end=True)
+        return Document([Span(value)], short_location, has_begin_end=True)
     if isinstance(value, list) and value and all(isinstance(item, dict) and ROLE_KEYS & item.keys() for item in value):
-        return Document(Chat([_standard_message(item, i, field, place) for i, item in enumerate(value)]), short_place)
+        return Document(
+            Chat([_standard_message(item, i, field, location) for i, item in enumerate(value)]), short_location
+        )
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
-        return Document([_segment_span(item, i, field, place) for i, item in enumerate(value)], short_place)
+        return Document([_segment_span(item, i, field, location) for i, item in enumerate(value)], short_location)
     kind = "nothing (null)" if value is None else type(value).__name__
     allowed = "not text, nor a list of token ids, of segments {text, label} or of messages {role, content}"
-    raise DataError(f"{place}: field {field!r} holds {kind}, {allowed}; {REMEDY}")
+    raise DataError(f"{location}: field {field!r} holds {kind}, {allowed}; {REMEDY}")
 
 
-def _segment_span(item: dict[str, Any], number: int, field: str, place: str) -> Span:
+def _segment_span(item: dict[str, Any], number: int, field: str, location: str) -> Span:
     content, trained = item.get("text"), item.get("label")
     if not isinstance(content, str) or not isinstance(trained, bool):
         types = ", ".join(f"{name}: {type(value).__name__}" for name, value in list(item.items())[:20]) or "nothing"
         raise DataError(
-            f"{place}: segment {number} of field {field!r} has {types}; allowed: text: str and label: bool (whether it "
-            f"is trained); {REMEDY}"
+            f"{location}: segment {number} of field {field!r} has {types}; allowed: text: str and label: bool (whether "
+            f"it is trained); {REMEDY}"
         )
     return Span(content, trained)
 
@@ -254,12 +257,12 @@ def standard_role(name: Any) -> Any:
     return SHAREGPT_ROLES.get(name, name) if isinstance(name, str) else name
 
 
-def _standard_message(item: dict[str, Any], number: int, field: str, place: str) -> dict[str, Any]:
+def _standard_message(item: dict[str, Any], number: int, field: str, location: str) -> dict[str, Any]:
     if "from" in item and "role" not in item:
         item = {"role": standard_role(item["from"]), "content": item.get("value")}
     item = {key: value for key, value in item.items() if value is not None}
     for key in ("role", "content"):
         if not isinstance(item.get(key), str):
             kind = type(item[key]).__name__ if key in item else "nothing"
-            raise DataError(f"{place}: message {number} of field {field!r} has {kind} as {key}, not text; {REMEDY}")
+            raise DataError(f"{location}: message {number} of field {field!r} has {kind} as {key}, not text; {REMEDY}")
     return item

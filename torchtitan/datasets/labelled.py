@@ -176,10 +176,10 @@ class Sentences(IndexedSource):
 
     def get(self, index: int) -> Document:
         text, label = self.rows[index]
-        place = f"{self.name}, sentence {index}"
+        location = f"{self.name}, sentence {index}"
         if self.fields is None:
-            return Document(text, place)
-        return self.fields.document({"text": text, "label": label}, place, place)
+            return Document(text, location)
+        return self.fields.document({"text": text, "label": label}, location, location)
 
     def probe(self) -> None:
         """Read the first sentence, which reveals wrong field names."""

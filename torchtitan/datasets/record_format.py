@@ -150,8 +150,8 @@ class RecordReader:
         columns = self._column_names(form)
         return [column for name, column in columns.items() if name in FORMATS[form].fields or name in self.fields]
 
-    def document(self, record: Record, place: str, short_place: str) -> Document:
-        """Convert a record to a document. Raises DataError, which names `place`, if it cannot be read."""
+    def document(self, record: Record, location: str, short_location: str) -> Document:
+        """Convert a record to a document. Raises DataError, which names `location`, if it cannot be read."""
         if missing := self.missing_field(record):
             field_names = ", ".join(map(repr, list(record)[:20])) or "none"
             formats = ", ".join(
@@ -160,27 +160,33 @@ class RecordReader:
                 if record_format.detectable
             )
             hint = "" if self._job_format else f", or give records of a known format: {formats}"
-            raise DataError(f"{place}: no field {missing}; the fields there are: {field_names}; {self.remedy()}{hint}")
+            raise DataError(
+                f"{location}: no field {missing}; the fields there are: {field_names}; {self.remedy()}{hint}"
+            )
         if unclear := self.ambiguity(record):
-            raise DataError(f"{place}: {unclear}")
+            raise DataError(f"{location}: {unclear}")
         form = self.format_of(record)
         if form is None:
-            return self._add_system_message(to_document(record[self.text_field], self.text_field, place, short_place))
+            return self._add_system_message(
+                to_document(record[self.text_field], self.text_field, location, short_location)
+            )
         columns = self._column_names(form)
         renamed = {name: record[column] for name, column in columns.items() if column in record}
         return self._add_system_message(
-            self._read(form, renamed, columns, place, short_place)._replace(format_name=form)
+            self._read(form, renamed, columns, location, short_location)._replace(format_name=form)
         )
 
-    def _read(self, form: str, record: Record, columns: Mapping[str, str], place: str, short_place: str) -> Document:
+    def _read(
+        self, form: str, record: Record, columns: Mapping[str, str], location: str, short_location: str
+    ) -> Document:
         if form == "preference":
-            record = {name: self._messages(value, columns[name], place) for name, value in record.items()}
-            return read_preference(record, columns, place, short_place)
+            record = {name: self._messages(value, columns[name], location) for name, value in record.items()}
+            return read_preference(record, columns, location, short_location)
         record_format = FORMATS[form]
         if record_format.read is None:
             name = columns[record_format.fields[0]]
-            value = self._messages(record[record_format.fields[0]], name, place)
-            document = to_document(value, name, place, short_place)
+            value = self._messages(record[record_format.fields[0]], name, location)
+            document = to_document(value, name, location, short_location)
             if (
                 self.format_name
                 and value
@@ -189,15 +195,17 @@ class RecordReader:
             ):
                 kind = "messages {role, content}" if record_format.content_type is Chat else "segments {text, label}"
                 problem = f"holds {type(value).__name__}, not a list of {kind}"
-                raise DataError(f"{place}: field {name!r} of format {form} {problem}; {REMEDY}")
+                raise DataError(f"{location}: field {name!r} of format {form} {problem}; {REMEDY}")
             return document
         for name, value in record.items():
             if not isinstance(value, str) and (name in record_format.fields or value is not None):
                 kind = "nothing (null)" if value is None else type(value).__name__
-                raise DataError(f"{place}: field {columns[name]!r} of format {form} holds {kind}, not text; {REMEDY}")
-        return Document(record_format.read(record, self.prompt), short_place)
+                raise DataError(
+                    f"{location}: field {columns[name]!r} of format {form} holds {kind}, not text; {REMEDY}"
+                )
+        return Document(record_format.read(record, self.prompt), short_location)
 
-    def _messages(self, value: Any, column: str, place: str) -> Any:
+    def _messages(self, value: Any, column: str, location: str) -> Any:
         """Rename the job's own names for role and content in messages to these names."""
         names = {name: self.fields[name] for name in MESSAGE_KEYS if name in self.fields}
         if not names or not isinstance(value, list):
@@ -208,8 +216,8 @@ class RecordReader:
                 if not isinstance(message, dict) or name not in message:
                     keys = ", ".join(map(repr, list(message)[:20])) if isinstance(message, dict) else "none"
                     raise DataError(
-                        f"{place}: message {number} of field {column!r} has no {name!r}; there are: {keys or 'none'}; "
-                        f"set training.fields, or {REMEDY}"
+                        f"{location}: message {number} of field {column!r} has no {name!r}; there are: "
+                        f"{keys or 'none'}; set training.fields, or {REMEDY}"
                     )
             extra = {key: inner for key, inner in message.items() if key not in names.values()}
             messages.append(extra | {name: message[alias] for name, alias in names.items()})
@@ -281,8 +289,8 @@ class LabelledFields:
             "ended": self.end_tokens,
         }
 
-    def document(self, row: Row, place: str, short_place: str) -> Document:
-        """Convert a row to a document. Raises DataError, which names `place`."""
+    def document(self, row: Row, location: str, short_location: str) -> Document:
+        """Convert a row to a document. Raises DataError, which names `location`."""
         texts = []
         for name in (self.text, *([self.second_text] if self.second_text else [])):
             value = row.get(name)
@@ -292,12 +300,12 @@ class LabelledFields:
                 keys = ", ".join(map(repr, list(row)[:20])) or "none"
                 issue = f"holds {type(value).__name__}, not text" if name in row else f"is not there; there are {keys}"
                 remedy = "set training.text_field and task.second_text_field"
-                raise DataError(f"{place}: field {name!r} {issue}; {remedy}, or {REMEDY}")
+                raise DataError(f"{location}: field {name!r} {issue}; {remedy}, or {REMEDY}")
         return Document(
-            LabelledTexts(texts, self._class_of(row, place), self.end_tokens), short_place, has_begin_end=True
+            LabelledTexts(texts, self._class_of(row, location), self.end_tokens), short_location, has_begin_end=True
         )
 
-    def _class_of(self, row: Row, place: str) -> int:
+    def _class_of(self, row: Row, location: str) -> int:
         label = row.get(self.label)
         if isinstance(label, str) and label in self.class_names:
             return self.class_names.index(label)
@@ -313,6 +321,6 @@ class LabelledFields:
         )
         fix = "correct task.label_field, task.labels or n_classes in model.overrides"
         raise DataError(
-            f"{place}: field {self.label!r} {problem}; allowed: a class from 0 to {self.num_classes - 1}{names}; "
+            f"{location}: field {self.label!r} {problem}; allowed: a class from 0 to {self.num_classes - 1}{names}; "
             f"{fix}, or {REMEDY}"
         )

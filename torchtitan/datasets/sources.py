@@ -310,12 +310,12 @@ def files_below(folder: str, suffixes: tuple[str, ...], excluded_folders: Collec
     return files
 
 
-def decode_utf8(content: bytes, place: str, offset: int) -> str:
+def decode_utf8(content: bytes, location: str, offset: int) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{place}: byte {offset + error.start} (0x{content[error.start]:02x}) is not UTF-8; "
+            f"{location}: byte {offset + error.start} (0x{content[error.start]:02x}) is not UTF-8; "
             f'convert the file to UTF-8, or set training.on_bad_data = "skip"'
         ) from None
 

@@ -47,10 +47,10 @@ class HubDataset(SequentialSource):
 
     packages = ("datasets",)
 
-    def __init__(self, name: str, path: str, split: str, reading: RecordReader) -> None:
+    def __init__(self, name: str, path: str, split: str, record_reader: RecordReader) -> None:
         self.path, _, self.configuration = (path, "", "") if os.path.isdir(path) else path.partition(":")
-        self.split, self.reading = split, reading
-        fingerprint: dict[str, Any] = {"dataset_path": path, "split": split} | reading.fingerprint
+        self.split, self.record_reader = split, record_reader
+        fingerprint: dict[str, Any] = {"dataset_path": path, "split": split} | record_reader.fingerprint
         if os.path.isdir(path):
             fingerprint |= files_fingerprint(find_files(path, DATA_SUFFIXES))
         elif path.startswith((".", "/", "~")):
@@ -78,24 +78,24 @@ class HubDataset(SequentialSource):
             remedy = "check its name, its split and the network, or give a local folder as dataset_path"
             raise DataError(f"{self.name}: cannot be opened: {type(error).__name__}: {error}; {remedy}") from None
         self.fingerprint["shards"] = count
-        return [HubShard(self.name, dataset.shard(count, i), i, self.reading) for i in range(count)]
+        return [HubShard(self.name, dataset.shard(count, i), i, self.record_reader) for i in range(count)]
 
 
 class HubShard(Part):
-    def __init__(self, source: str, dataset: Any, number: int, reading: RecordReader) -> None:
-        self.name, self.dataset, self.reading = f"{source}, shard {number}", dataset, reading
+    def __init__(self, source: str, dataset: Any, number: int, record_reader: RecordReader) -> None:
+        self.name, self.dataset, self.record_reader = f"{source}, shard {number}", dataset, record_reader
 
     def read(self, start: int) -> Iterator[DocumentOrError]:
         row = start
         try:
             # In batches, because iterating over rows would split them among loader workers a second time.
             for batch in self.dataset.skip(start).iter(BATCH):
-                problem = self.reading.missing_field(batch) or self.reading.ambiguity(batch)
-                names = list(batch) if problem else self.reading.columns(batch)
+                problem = self.record_reader.missing_field(batch) or self.record_reader.ambiguity(batch)
+                names = list(batch) if problem else self.record_reader.columns(batch)
                 for values in zip(*(batch[name] for name in names), strict=True):
-                    place = f"{self.name}, row {row}"
+                    location = f"{self.name}, row {row}"
                     record = dict(zip(names, values, strict=True))
-                    yield document_or_error(self.reading.document, record, place, place)
+                    yield document_or_error(self.record_reader.document, record, location, location)
                     row += 1
                     if problem:
                         return

@@ -26,24 +26,24 @@ from torchtitan.datasets.sources import (
 )
 
 
-def parse_line(line: bytes, place: str, short_place: str, offset: int, reading: RecordReader) -> Document:
-    """Convert one JSON object to a document. `place` names the record in errors; `offset`: where the line begins."""
+def parse_line(line: bytes, location: str, short_location: str, offset: int, record_reader: RecordReader) -> Document:
+    """Convert one JSON object to a document. `location` names the record in errors; `offset`: where the line begins."""
     if offset == 0 and line.startswith(BOM_UTF8):  # byte order mark of some editors
         line, offset = line[len(BOM_UTF8) :], len(BOM_UTF8)
-    content = decode_utf8(line, place, offset)
+    content = decode_utf8(line, location, offset)
     if not content.strip():
-        return Document("", short_place)
+        return Document("", short_location)
     try:
         record = json.loads(content)
     except json.JSONDecodeError as error:
         byte = offset + len(content[: error.pos].encode())
-        raise DataError(f"{place}: no valid JSON at byte {byte}: {error.msg}; {REMEDY}") from None
+        raise DataError(f"{location}: no valid JSON at byte {byte}: {error.msg}; {REMEDY}") from None
     except (ValueError, RecursionError) as error:  # a number with thousands of digits, or thousands of brackets
-        raise DataError(f"{place}: no usable JSON at byte {offset}: {error}; {REMEDY}") from None
+        raise DataError(f"{location}: no usable JSON at byte {offset}: {error}; {REMEDY}") from None
     if not isinstance(record, dict):
         kind = type(record).__name__
-        raise DataError(f"{place}: a {kind} at byte {offset}; each line must be a JSON object; {REMEDY}")
-    return reading.document(record, place, short_place)
+        raise DataError(f"{location}: a {kind} at byte {offset}; each line must be a JSON object; {REMEDY}")
+    return record_reader.document(record, location, short_location)
 
 
 class JsonArray(IndexedFile):
@@ -54,9 +54,9 @@ class JsonArray(IndexedFile):
 
     WINDOW = 2**24
 
-    def __init__(self, path: Path, name: str, reading: RecordReader) -> None:
+    def __init__(self, path: Path, name: str, record_reader: RecordReader) -> None:
         super().__init__(path, name)
-        self.reading = reading
+        self.record_reader = record_reader
 
     @cached_property
     def _spans(self) -> np.ndarray:
@@ -69,9 +69,9 @@ class JsonArray(IndexedFile):
 
     def get(self, index: int) -> Document:
         start, stop = (int(n) for n in self._spans[index])
-        place = f"element {index}"
+        location = f"element {index}"
         line = self.bytes(start, stop)
-        return parse_line(line, f"{self.path}, {place}", f"{self.name}, {place}", start, self.reading)
+        return parse_line(line, f"{self.path}, {location}", f"{self.name}, {location}", start, self.record_reader)
 
     def probe(self) -> None:
         """Scan the whole array, to check its end, and read the last element, which reveals a wrong text field."""
@@ -81,72 +81,72 @@ class JsonArray(IndexedFile):
     def _scan(self) -> Iterator[tuple[int, int]]:
         window = _Window(self.path, self.WINDOW)
         window.skip("[")
-        if window.sign() == "]":
+        if window.peek() == "]":
             window.skip("]")
         else:
             while True:
                 yield window.element()
-                if window.sign() != ",":
+                if window.peek() != ",":
                     break
                 window.skip(",")
             window.skip("]")
-        if window.sign():
+        if window.peek():
             raise window.broken("more after the end of the array")
 
 
 class _Window:
-    """A window that moves forward over a JSON file's text. `bytes_before`: bytes of the file before `place`."""
+    """A window that moves forward over a JSON file's text. `bytes_before`: bytes of the file before `cursor`."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.path, self.size = path, size
         self.file, self.decoder = open_file(path), getincrementaldecoder("utf-8")()
-        self.text, self.place, self.bytes_before, self.ended = "", 0, 0, False
-        if self.sign() == "\ufeff":
-            self._pass(self.place + 1)
+        self.text, self.cursor, self.bytes_before, self.ended = "", 0, 0, False
+        if self.peek() == "\ufeff":
+            self._advance(self.cursor + 1)
 
-    def sign(self) -> str:
+    def peek(self) -> str:
         """Skip blanks and return the next character, without consuming it; "" at the end."""
         while True:
-            blanks = len(self.text) - len(self.text[self.place :].lstrip(" \t\r\n"))
-            self._pass(blanks)
-            if self.place < len(self.text) or self.ended:
-                return self.text[self.place : self.place + 1]
-            self._more()
+            blanks = len(self.text) - len(self.text[self.cursor :].lstrip(" \t\r\n"))
+            self._advance(blanks)
+            if self.cursor < len(self.text) or self.ended:
+                return self.text[self.cursor : self.cursor + 1]
+            self._read_more()
 
     def skip(self, sign: str) -> None:
-        if self.sign() != sign:
+        if self.peek() != sign:
             raise self.broken(f"{sign!r} is expected")
-        self._pass(self.place + 1)
+        self._advance(self.cursor + 1)
 
     def element(self) -> tuple[int, int]:
         """Consume the next element and return its start and end, in bytes."""
-        self.sign()
+        self.peek()
         start = self.bytes_before
         while True:
             try:
-                _, end = json.JSONDecoder().raw_decode(self.text, self.place)
+                _, end = json.JSONDecoder().raw_decode(self.text, self.cursor)
                 if end < len(self.text) or self.ended:  # a number may continue in the next window
-                    self._pass(end)
+                    self._advance(end)
                     return start, self.bytes_before
             except json.JSONDecodeError as error:
                 if self.ended:
                     raise self.broken(error.msg) from None
             except (ValueError, RecursionError) as error:
                 raise self.broken(str(error)) from None
-            if len(self.text) - self.place > MAX_RECORD_BYTES:
+            if len(self.text) - self.cursor > MAX_RECORD_BYTES:
                 raise self.broken(f"an element of more than {MAX_RECORD_BYTES / 2**20:g} MiB")
-            self._more()
+            self._read_more()
 
     def broken(self, reason: str) -> DataError:
         return DataError(f"{self.path}: no JSON array at byte {self.bytes_before}: {reason}; {REMEDY}")
 
-    def _pass(self, place: int) -> None:
-        self.bytes_before += len(self.text[self.place : place].encode())
-        self.place = place
+    def _advance(self, cursor: int) -> None:
+        self.bytes_before += len(self.text[self.cursor : cursor].encode())
+        self.cursor = cursor
 
-    def _more(self) -> None:
+    def _read_more(self) -> None:
         """Read at least as much as is still held, so that a long element is not parsed from its start too often."""
-        content = self.file.read(max(self.size, len(self.text) - self.place))
+        content = self.file.read(max(self.size, len(self.text) - self.cursor))
         self.ended = not content
         try:
             text = self.decoder.decode(content, final=self.ended)
@@ -154,15 +154,15 @@ class _Window:
             raise DataError(
                 f"{self.path}: not UTF-8 before byte {self.file.tell()}: {error.reason}; {REMEDY}"
             ) from None
-        self.text, self.place = self.text[self.place :] + text, 0
+        self.text, self.cursor = self.text[self.cursor :] + text, 0
         if self.ended:
             self.file.close()
 
 
 class JsonLines(IndexedFile):
-    def __init__(self, path: Path, name: str, reading: RecordReader) -> None:
+    def __init__(self, path: Path, name: str, record_reader: RecordReader) -> None:
         super().__init__(path, name)
-        self.reading = reading
+        self.record_reader = record_reader
 
     @cached_property
     def _offsets(self) -> np.ndarray:
@@ -183,7 +183,7 @@ class JsonLines(IndexedFile):
         if stop - start > MAX_RECORD_BYTES:
             raise _too_long(f"{self.path}:{index + 1}")
         line = self.bytes(start, stop)
-        return parse_line(line, f"{self.path}:{index + 1}", f"{self.name}:{index + 1}", start, self.reading)
+        return parse_line(line, f"{self.path}:{index + 1}", f"{self.name}:{index + 1}", start, self.record_reader)
 
     def probe(self) -> None:
         """Read the last line: it is damaged if the file is truncated, and reveals a wrong text field."""
@@ -194,8 +194,8 @@ class JsonLines(IndexedFile):
 class CompressedJsonLines(Part):
     """Lines of a .gz or .zst file. zlib and zstandard check the checksums; a file that ends too soon is noticed."""
 
-    def __init__(self, path: Path, reading: RecordReader) -> None:
-        self.path, self.reading, self.size = path, reading, path.stat().st_size
+    def __init__(self, path: Path, record_reader: RecordReader) -> None:
+        self.path, self.record_reader, self.size = path, record_reader, path.stat().st_size
         _decompressor(path)  # raise at once if its package is missing
 
     def read(self, start: int) -> Iterator[DocumentOrError]:
@@ -203,8 +203,8 @@ class CompressedJsonLines(Part):
             if isinstance(line, DataError):
                 yield line
             elif number > start:
-                places = f"{self.path}:{number}", f"{self.path.name}:{number}"
-                yield document_or_error(parse_line, line, *places, offset, self.reading)
+                locations = f"{self.path}:{number}", f"{self.path.name}:{number}"
+                yield document_or_error(parse_line, line, *locations, offset, self.record_reader)
 
     def _lines(self) -> Iterator[tuple[int, int, bytes | DataError]]:
         """Yield (line number from 1, its offset in the decompressed text, the line or the error that ends it)."""
@@ -250,9 +250,9 @@ class CompressedJsonLines(Part):
                 yield DataError(f"{self.path}: truncated, it ends too soon at byte {file.tell()}; {REMEDY}")
 
 
-def _too_long(place: str) -> DataError:
+def _too_long(location: str) -> DataError:
     limit = f"{MAX_RECORD_BYTES / 2**20:g} MiB"
-    return DataError(f"{place}: more than {limit} without a line end; one document a line is expected; {REMEDY}")
+    return DataError(f"{location}: more than {limit} without a line end; one document a line is expected; {REMEDY}")
 
 
 def _decompressor(path: Path) -> tuple[Any, type[Exception]]:

@@ -54,22 +54,22 @@ def saved_split(folder: str, split: str) -> str | None:
 TEXTS = ("string", "large_string", "string_view", "binary", "large_binary")
 
 
-def record_columns(path: Path, schema: Any, reading: RecordReader) -> list[str]:
+def record_columns(path: Path, schema: Any, record_reader: RecordReader) -> list[str]:
     """Return the columns that a table's records are read from: texts, or lists (of ids, segments or messages). Raises
     DataError if they are missing or have other types."""
     names = ", ".join(schema.names)
-    if lack := reading.missing_field(schema.names):
-        raise DataError(f"{path}: has no column {lack}; its columns: {names}; {reading.remedy()}")
-    if unclear := reading.ambiguity(schema.names):
+    if lack := record_reader.missing_field(schema.names):
+        raise DataError(f"{path}: has no column {lack}; its columns: {names}; {record_reader.remedy()}")
+    if unclear := record_reader.ambiguity(schema.names):
         raise DataError(f"{path}: {unclear}")
-    columns = reading.columns(schema.names)
+    columns = record_reader.columns(schema.names)
     for name in columns:
         if schema.names.count(name) > 1:
             raise DataError(f"{path}: has several columns {name!r}; its columns: {names}; rename all but one")
         kind = schema.field(name).type
         kind = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary<") else kind
         if str(kind) not in (*TEXTS, "null") and not _is_list(kind):
-            raise DataError(f"{path}: has no text but {kind} in column {name!r}; {reading.remedy()}")
+            raise DataError(f"{path}: has no text but {kind} in column {name!r}; {record_reader.remedy()}")
     return columns
 
 
@@ -80,16 +80,16 @@ def cells(column: Any) -> list[Any]:
 
 
 def row_document(
-    reading: RecordReader, columns: Sequence[str], values: Sequence[Any], place: str, short_place: str
+    record_reader: RecordReader, columns: Sequence[str], values: Sequence[Any], location: str, short_location: str
 ) -> Document:
-    texts = [decode_utf8(value, place, 0) if isinstance(value, bytes) else value for value in values]
-    return reading.document(dict(zip(columns, texts, strict=True)), place, short_place)
+    texts = [decode_utf8(value, location, 0) if isinstance(value, bytes) else value for value in values]
+    return record_reader.document(dict(zip(columns, texts, strict=True)), location, short_location)
 
 
 class ArrowFile(IndexedFile):
-    def __init__(self, path: Path, name: str, reading: RecordReader) -> None:
+    def __init__(self, path: Path, name: str, record_reader: RecordReader) -> None:
         super().__init__(path, name)
-        self.reading = reading
+        self.record_reader = record_reader
         len(self)  # open it, so that a wrong field is reported at once
 
     def __len__(self) -> int:
@@ -97,14 +97,14 @@ class ArrowFile(IndexedFile):
 
     def get(self, index: int) -> Document:
         pyarrow = _pyarrow(self.path)
-        place = f"{self.path}, row {index}"
+        location = f"{self.path}, row {index}"
         try:
             row = self._table.slice(index, 1)
             row.validate(full=True)
             values = [cells(column)[0] for column in row.columns]
         except pyarrow.ArrowException as error:
-            raise DataError(f"{place}: damaged: {error}; {REMEDY}") from None
-        return row_document(self.reading, self._table.column_names, values, place, f"{self.name}, row {index}")
+            raise DataError(f"{location}: damaged: {error}; {REMEDY}") from None
+        return row_document(self.record_reader, self._table.column_names, values, location, f"{self.name}, row {index}")
 
     @cached_property
     def _table(self) -> Any:
@@ -121,7 +121,7 @@ class ArrowFile(IndexedFile):
             raise DataError(
                 f"{self.path}: damaged or truncated arrow file ({self.size} bytes): {error}; save it again"
             ) from None
-        return table.select(record_columns(self.path, table.schema, self.reading))
+        return table.select(record_columns(self.path, table.schema, self.record_reader))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the memory mapping; a worker process that is not forked opens its own."""
@@ -132,8 +132,8 @@ class CsvFile(Part):
     """Rows after a header line, read forward; quoted fields may hold line ends. The delimiter (comma, semicolon or tab)
     is detected from the header."""
 
-    def __init__(self, path: Path, name: str, reading: RecordReader) -> None:
-        self.path, self.name, self.reading, self.size = path, name, reading, path.stat().st_size
+    def __init__(self, path: Path, name: str, record_reader: RecordReader) -> None:
+        self.path, self.name, self.record_reader, self.size = path, name, record_reader, path.stat().st_size
         if self.size:
             self._layout()
 
@@ -146,14 +146,14 @@ class CsvFile(Part):
             raise DataError(f"{self.path}: its first line is not UTF-8 ({error}); convert it to UTF-8") from None
         headers = {sign: next(csv.reader([line], delimiter=sign), []) for sign in DELIMITERS[self.path.suffix.lower()]}
         for sign, names in headers.items():
-            if unclear := self.reading.ambiguity(names):
+            if unclear := self.record_reader.ambiguity(names):
                 raise DataError(f"{self.path}: {unclear}")
-            if not self.reading.missing_field(names):
-                return sign, {name: names.index(name) for name in self.reading.columns(names)}
+            if not self.record_reader.missing_field(names):
+                return sign, {name: names.index(name) for name in self.record_reader.columns(names)}
         names = max(headers.values(), key=len)
         raise DataError(
-            f"{self.path}: no field {self.reading.missing_field(names)} in its first line, which names "
-            f"{', '.join(map(repr, names[:20]))}; {self.reading.remedy()}"
+            f"{self.path}: no field {self.record_reader.missing_field(names)} in its first line, which names "
+            f"{', '.join(map(repr, names[:20]))}; {self.record_reader.remedy()}"
         )
 
     def read(self, start: int) -> Iterator[DocumentOrError]:
@@ -174,13 +174,15 @@ class CsvFile(Part):
             yield DataError(f"{self.path}, row {row}: cannot be read: {error}; {REMEDY}")
 
     def _document(self, fields: list[str], columns: dict[str, int], row: int) -> Document:
-        place, short_place = f"{self.path}, row {row}", f"{self.name}, row {row}"
+        location, short_location = f"{self.path}, row {row}", f"{self.name}, row {row}"
         if not fields:  # an empty line
-            return Document("", short_place)
+            return Document("", short_location)
         for name, column in columns.items():
             if column >= len(fields):
-                raise DataError(f"{place}: {len(fields)} fields, but {name!r} is the {column + 1}th; {REMEDY}")
-        return self.reading.document({name: fields[column] for name, column in columns.items()}, place, short_place)
+                raise DataError(f"{location}: {len(fields)} fields, but {name!r} is the {column + 1}th; {REMEDY}")
+        return self.record_reader.document(
+            {name: fields[column] for name, column in columns.items()}, location, short_location
+        )
 
 
 def _is_list(kind: Any) -> bool:
@@ -200,10 +202,17 @@ class RowGroup(Part):
     """A row group of a parquet file. `columns`: the columns that records are read from."""
 
     def __init__(
-        self, path: Path, name: str, number: int, first_row: int, rows: int, reading: RecordReader, columns: list[str]
+        self,
+        path: Path,
+        name: str,
+        number: int,
+        first_row: int,
+        rows: int,
+        record_reader: RecordReader,
+        columns: list[str],
     ) -> None:
         self.path, self.name, self.number, self.first_row, self.size = path, name, number, first_row, rows
-        self.reading, self.columns = reading, columns
+        self.record_reader, self.columns = record_reader, columns
 
     def read(self, start: int) -> Iterator[DocumentOrError]:
         parquet, errors = _parquet(self.path)
@@ -220,21 +229,23 @@ class RowGroup(Part):
             yield DataError(f"{self.path}, row {row}: cannot be read: {error}; {REMEDY}")
 
     def _document(self, values: Sequence[Any], row: int) -> Document:
-        return row_document(self.reading, self.columns, values, f"{self.path}, row {row}", f"{self.name}, row {row}")
+        return row_document(
+            self.record_reader, self.columns, values, f"{self.path}, row {row}", f"{self.name}, row {row}"
+        )
 
 
-def _row_groups(path: Path, name: str, reading: RecordReader) -> list[Part]:
+def row_groups(path: Path, name: str, record_reader: RecordReader) -> list[Part]:
     parquet, errors = _parquet(path)
     require_file(path)
     try:
         meta = parquet.read_metadata(path)
-        columns = record_columns(path, meta.schema.to_arrow_schema(), reading)
+        columns = record_columns(path, meta.schema.to_arrow_schema(), record_reader)
     except errors as error:
         size = path.stat().st_size
         raise DataError(f"{path}: damaged or truncated parquet file ({size} bytes): {error}; fetch it again") from None
     rows = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
     groups = enumerate(zip(accumulate(rows), rows, strict=True))
-    return [RowGroup(path, name, i, end - n, n, reading, columns) for i, (end, n) in groups]
+    return [RowGroup(path, name, i, end - n, n, record_reader, columns) for i, (end, n) in groups]
 
 
 def _parquet(path: Path) -> tuple[Any, tuple[type[Exception], ...]]:

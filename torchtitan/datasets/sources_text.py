@@ -34,19 +34,19 @@ from torchtitan.datasets.sources_tables import (
     SAVE_TO_DISK_FILES,
     ArrowFile,
     CsvFile,
-    _row_groups,
+    row_groups,
 )
 
 KINDS: dict[str, Callable[[Path, str, RecordReader], list[Part]]] = {
-    ".txt": lambda file, name, reading: [TextFile(file, name)],
-    ".jsonl": lambda *of: [JsonLines(*of)],
-    ".jsonl.gz": lambda file, name, reading: [CompressedJsonLines(file, reading)],
-    ".jsonl.zst": lambda file, name, reading: [CompressedJsonLines(file, reading)],
-    ".json": lambda *of: [JsonArray(*of) if _first_character(of[0]) == b"[" else JsonLines(*of)],
-    ".parquet": lambda *of: _row_groups(*of),
-    ".arrow": lambda *of: [ArrowFile(*of)],
-    ".csv": lambda *of: [CsvFile(*of)],
-    ".tsv": lambda *of: [CsvFile(*of)],
+    ".txt": lambda file, name, record_reader: [TextFile(file, name)],
+    ".jsonl": lambda *arguments: [JsonLines(*arguments)],
+    ".jsonl.gz": lambda file, name, record_reader: [CompressedJsonLines(file, record_reader)],
+    ".jsonl.zst": lambda file, name, record_reader: [CompressedJsonLines(file, record_reader)],
+    ".json": lambda file, *others: [(JsonArray if _first_character(file) == b"[" else JsonLines)(file, *others)],
+    ".parquet": row_groups,
+    ".arrow": lambda *arguments: [ArrowFile(*arguments)],
+    ".csv": lambda *arguments: [CsvFile(*arguments)],
+    ".tsv": lambda *arguments: [CsvFile(*arguments)],
 }
 """File name ending -> function that returns the parts. Arguments: file, its name in messages, record reader."""
 PIECE = 256 * 1024
@@ -63,7 +63,7 @@ def text(path: str | None, text_field: str) -> Source:
     return open_text_files(path, RecordReader(text_field))
 
 
-def open_text_files(path: str | None, reading: RecordReader) -> Source:
+def open_text_files(path: str | None, record_reader: RecordReader) -> Source:
     files = find_files(path, tuple(KINDS))
     if any(name.lower().endswith(".arrow") for name in files):
         files = {name: file for name, file in files.items() if file.name not in SAVE_TO_DISK_FILES}
@@ -71,16 +71,22 @@ def open_text_files(path: str | None, reading: RecordReader) -> Source:
         splits = ", ".join(sorted({name.split("/")[0] for name in files}))
         remedy = 'give the folder of one of them, or set training.dataset = "huggingface", which takes train'
         raise DataError(f"{path}: a dataset of several splits ({splits}); {remedy}")
-    fingerprint = {"dataset_path": os.path.normpath(path or ""), **reading.fingerprint, **files_fingerprint(files)}
-    parts = [part for name, file in files.items() for part in _parts(file, name, reading)]
+    fingerprint = {
+        "dataset_path": os.path.normpath(path or ""),
+        **record_reader.fingerprint,
+        **files_fingerprint(files),
+    }
+    parts = [part for name, file in files.items() for part in _parts(file, name, record_reader)]
     indexed = [part for part in parts if isinstance(part, IndexedFile)]
     if len(indexed) == len(parts):
         return IndexedSource(str(path), fingerprint, indexed)
     return SequentialSource(str(path), fingerprint, parts)
 
 
-def _parts(file: Path, name: str, reading: RecordReader) -> list[Part]:
-    return next(parts for ending, parts in KINDS.items() if file.name.lower().endswith(ending))(file, name, reading)
+def _parts(file: Path, name: str, record_reader: RecordReader) -> list[Part]:
+    return next(parts for ending, parts in KINDS.items() if file.name.lower().endswith(ending))(
+        file, name, record_reader
+    )
 
 
 def _first_character(file: Path) -> bytes:
@@ -100,8 +106,8 @@ class TextFile(IndexedFile):
         start, stop = self._border(index), self._border(index + 1)
         content = self.bytes(start, stop)
         skip = 3 if start == 0 and content.startswith(b"\xef\xbb\xbf") else 0  # byte order mark of some editors
-        place = f"{self.name}, bytes {start}-{stop}" if len(self) > 1 else self.name
-        return Document(decode_utf8(content[skip:], str(self.path), start + skip), place)
+        location = f"{self.name}, bytes {start}-{stop}" if len(self) > 1 else self.name
+        return Document(decode_utf8(content[skip:], str(self.path), start + skip), location)
 
     def _border(self, index: int) -> int:
         target = index * PIECE
