@@ -185,7 +185,7 @@ def test_samples_that_are_grouped_by_length_are_those_of_the_first_step(tmp_path
     words += [f"--training.dataset_path={tmp_path}/a.jsonl", "--data.packing=off", "--data.group_by_length"]
     words += ["--training.epochs=1", "--training.local_batch_size=8", f"--job.dump_folder={tmp_path}/run"]
     config, tokenizer = manager.load(words), build_tokenizer("bytes")
-    alone = parts.on_one_rank(config)
+    alone = parts.one_rank_job(config)
     trained = next(iter(training_loader(alone, tokenizer, 0, parts.dims(alone, 1))))["tokens"]
     shown = preview.first_batch(config, tokenizer, 2)["tokens"]
     assert torch.equal(shown[:, :8], trained[:2, :8])

@@ -51,7 +51,7 @@ from torchtitan.process.ranks import read_ranks
 logger = logging.getLogger(__name__)
 
 
-def fields(config: JobConfig) -> LabelledFields | None:
+def labelled_fields(config: JobConfig) -> LabelledFields | None:
     """Return the fields that hold a record's class; None if the task learns no classes."""
     if task_of(config).labels != "classes":
         return None
@@ -59,11 +59,11 @@ def fields(config: JobConfig) -> LabelledFields | None:
     return LabelledFields.from_task(config.task, args.n_classes, end_tokens=not args.causal)
 
 
-def labels(config: JobConfig) -> Labels:
+def label_kind(config: JobConfig) -> Labels:
     """Return the kind of labels. A bidirectional model classifies by its first token, a causal one by its last."""
-    label_kind = task_of(config).labels
-    if label_kind != "classes":
-        return label_kind
+    kind = task_of(config).labels
+    if kind != "classes":
+        return kind
     return "last" if model_args(config).causal else "first"
 
 
@@ -295,7 +295,7 @@ def data_sources(config: JobConfig, section: Section) -> list[WeightedSource]:
     folder = cache_of(config)
     for source_config in sources_of(config, section).values():
         reader = record_reader(source_config, config.data.default_system, task.whole_records, task.rows_per_sample > 1)
-        source = open_source(source_config.dataset, source_config.dataset_path, reader, fields(config))
+        source = open_source(source_config.dataset, source_config.dataset_path, reader, labelled_fields(config))
         if tokenize_first and not isinstance(source, TokenShards):
             source = prepared_shards(
                 source,
@@ -340,7 +340,7 @@ def _loader(
         joined=section == "training" and joins_sources(config),
         group_size=task_of(config).rows_per_sample,
         packing=packing(config, section, vocabulary.eos_id),
-        labels=labels(config),
+        labels=label_kind(config),
     )
     worker_options = WorkerOptions(**matching_options(workers, WorkerOptions) | {"pin_memory": pin_memory})
     return build_loader(data_sources(config, section), vocabulary, options, worker_options, state)

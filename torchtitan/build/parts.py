@@ -343,7 +343,7 @@ def checkpointer(
     )
 
 
-def on_one_rank(config: JobConfig) -> JobConfig:
+def one_rank_job(config: JobConfig) -> JobConfig:
     """Return the job without parallelism and gradient accumulation, for commands that inspect its data or model."""
     return dataclasses.replace(
         config, parallelism=Parallelism(), training=dataclasses.replace(config.training, global_batch_size=-1)

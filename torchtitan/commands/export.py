@@ -182,9 +182,9 @@ def go_on_alike(run: Answer, export: Answer, tolerance: float) -> bool:
 
 def held_out(config: JobConfig) -> Samples:
     """Read up to SAMPLES samples: of the validation data where the job validates, else of the training data."""
-    one, vocabulary = parts.dims(parts.on_one_rank(config), 1), parts.tokenizer(config)
+    one, vocabulary = parts.dims(parts.one_rank_job(config), 1), parts.tokenizer(config)
     make = data.validation_loader if config.validation.enable else data.training_loader
-    loader = make(parts.on_one_rank(config), vocabulary, 0, one)
+    loader = make(parts.one_rank_job(config), vocabulary, 0, one)
     samples: Samples = []
     try:
         for batch in loader:

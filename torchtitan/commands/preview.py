@@ -65,7 +65,7 @@ def first_batch(config: JobConfig, tokenizer: Tokenizer, samples: int) -> Batch:
     if config.data.group_by_length:  # samples are sorted within the steps of the job
         size = -(-samples // step) * step
     training = dataclasses.replace(config.training, local_batch_size=size, dataloader=DataLoader(pin_memory=False))
-    one_rank_config = parts.on_one_rank(dataclasses.replace(config, training=training))
+    one_rank_config = parts.one_rank_job(dataclasses.replace(config, training=training))
     batches = iter(training_loader(one_rank_config, tokenizer, 0, parts.dims(one_rank_config, 1)))
     device = torch.device("cpu")
     preparer = batch_preparer(one_rank_config, tokenizer, parts.dims(one_rank_config, 1), 0, device, draws=False)

@@ -45,7 +45,7 @@ def _hub_dataset(name: str, split: str) -> Dataset:
     return Dataset(
         lambda path, text_field: open_records(path, RecordReader(text_field)),
         open_records,
-        partial(labelled.saved, split=split),
+        partial(labelled.open_saved_dataset, split=split),
     )
 
 

@@ -37,7 +37,7 @@ LARGEST = 2**31
 """Largest decompressed file in bytes. It is held in memory, and a malicious file could expand to gigabytes."""
 
 
-def saved(path: str | None, fields: LabelledFields, split: str) -> IndexedSource:
+def open_saved_dataset(path: str | None, fields: LabelledFields, split: str) -> IndexedSource:
     """Open a split of a local folder saved by `datasets`, or all files of another folder. Raises DataError."""
     if not os.path.isdir(path or ""):
         raise DataError(f"{path}: no local folder; classes are read from local files: save the dataset there first")

@@ -33,7 +33,7 @@ from torchtitan.datasets.position import Position, merge_states, resume
 from torchtitan.datasets.sample_packing import Packing, steps_for, total_samples
 from torchtitan.datasets.samples import BatchFormat, Labels, Piece, RankSamples, ShardPieces, StreamPieces
 from torchtitan.datasets.sources import DataError, IndexedSource, SequentialSource, Source
-from torchtitan.datasets.sources_pretokenized import Blocks
+from torchtitan.datasets.sources_pretokenized import PretokenizedBlocks
 from torchtitan.datasets.streams import MAX_STREAMS, IndexedStreams, SequentialStreams, Streams
 from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.tokenizer import Tokenizer
@@ -309,7 +309,7 @@ def _open(
         if seq_len is not None:
             source.blocks(seq_len)
         return source
-    if isinstance(source, Blocks):
+    if isinstance(source, PretokenizedBlocks):
         assert seq_len is not None
         source.check_length(seq_len)
     if isinstance(source, IndexedSource):
@@ -331,7 +331,7 @@ def _fingerprint(
         fingerprint["packing"] = packing.fingerprint
     descriptions: list[dict[str, Any]] = [{"dataset": name} | source.fingerprint for name, source, _ in sources]
     for content, (_, source, _) in zip(descriptions, sources, strict=True):
-        content |= {} if isinstance(source, TokenShards | Blocks) else chat_tokenization(source, tokenizer)
+        content |= {} if isinstance(source, TokenShards | PretokenizedBlocks) else chat_tokenization(source, tokenizer)
     if len(descriptions) == 1:
         return fingerprint | descriptions[0]
     for content, (_, _, weight) in zip(descriptions, sources, strict=True):

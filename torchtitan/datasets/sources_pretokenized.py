@@ -1,4 +1,4 @@
-"""Blocks of token ids that were tokenized and cut before the run, as ReLoRA's scripts make and read them.
+"""PretokenizedBlocks of token ids that were tokenized and cut before the run, as ReLoRA's scripts make and read them.
 
 The folder was saved by the package `datasets` (save_to_disk), with the ids in the column input_ids, and has an
 args.json with the settings: {"tokenizer": ..., "sequence_length": ...}. A sample is one block. All its ids have a loss
@@ -19,14 +19,14 @@ ARGS, COLUMN = "args.json", "input_ids"
 
 
 def pretokenized(path: str | None, text_field: str) -> Source:
-    return Blocks(path, "train")
+    return PretokenizedBlocks(path, "train")
 
 
 def pretokenized_validation(path: str | None, text_field: str) -> Source:
-    return Blocks(path, "validation")
+    return PretokenizedBlocks(path, "validation")
 
 
-class Blocks(IndexedSource):
+class PretokenizedBlocks(IndexedSource):
     """The blocks of one split, or of a folder without splits. Raises DataError."""
 
     packages = ("pyarrow",)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtitan.config.options import show
 from torchtitan.core.errors import JobError
-from torchtitan.datasets.sources_pretokenized import Blocks
+from torchtitan.datasets.sources_pretokenized import PretokenizedBlocks
 from torchtitan.datasets.streams import stream_count
 from torchtitan.importers.relora_flags import FLAGS, translate_optimizer, with_file
 from torchtitan.importers.translation import CommandLine, Script, family_in, from_folder, replicated
@@ -299,7 +299,7 @@ class _ReLoRA(Script):
     def _held_out(self) -> int | None:
         """Return how many validation blocks are read before any repeats; None if the data are not on this machine."""
         try:
-            blocks = len(Blocks(self.options["dataset_path"], "validation"))
+            blocks = len(PretokenizedBlocks(self.options["dataset_path"], "validation"))
         except (OSError, JobError):  # `torchtitan check` reports problems of the data
             return None
         return blocks - blocks % stream_count(blocks)

@@ -13,7 +13,7 @@ from torchtitan.datasets import DATASETS, has_records, open_source
 from torchtitan.datasets.mixing import shares
 from torchtitan.datasets.sample_packing import document_lengths
 from torchtitan.datasets.sources import DataError
-from torchtitan.datasets.sources_pretokenized import Blocks
+from torchtitan.datasets.sources_pretokenized import PretokenizedBlocks
 from torchtitan.datasets.token_shards import TokenReader, TokenShards
 from torchtitan.models import CONFIGS, FROM_HF, HOMES, SIZES, family_of
 from torchtitan.models.hf.config import CONFIG, read_json
@@ -127,7 +127,7 @@ def data_is_there(facts: Facts) -> Iterator[Fault]:
                 document_lengths(TokenReader(source), seq_len) if facts.packs else source.blocks(seq_len)
                 if not isinstance(facts.tokenizer, Exception):
                     source.check_tokenizer(facts.tokenizer.fingerprint, facts.tokenizer.vocab_size)
-            elif isinstance(source, Blocks) and not isinstance(facts.tokenizer, Exception):
+            elif isinstance(source, PretokenizedBlocks) and not isinstance(facts.tokenizer, Exception):
                 source.check(seq_len, facts.tokenizer, facts.config.model.tokenizer_path)
         except (OSError, DataError) as error:
             yield facts.fault(f"{place}.dataset_path", f"data for dataset {show(source_config.dataset)}", str(error))

@@ -153,7 +153,7 @@ def prompts_of(config: JobConfig, vocabulary: Tokenizer) -> list[Prompt]:
     """Return the prompts of the first validation samples or pairs under any plan; fewer if the data has fewer."""
     training = dataclasses.replace(config.training, dataloader=DataLoader(pin_memory=False))  # a few, read once, here
     part = dataclasses.replace(config.validation, local_batch_size=1)
-    one_rank_config = parts.on_one_rank(dataclasses.replace(config, training=training, validation=part))
+    one_rank_config = parts.one_rank_job(dataclasses.replace(config, training=training, validation=part))
     loader = validation_loader(one_rank_config, vocabulary, 0, parts.dims(one_rank_config, 1))
     prompts = [prompt_of(batch, end_of_turn_ids(vocabulary)) for batch in islice(loader, config.validation.generated)]
     loader.close()
