@@ -42,7 +42,7 @@ KINDS: dict[str, Callable[[Path, str, RecordReader], list[Part]]] = {
     ".jsonl": lambda *arguments: [JsonLines(*arguments)],
     ".jsonl.gz": lambda file, name, record_reader: [CompressedJsonLines(file, record_reader)],
     ".jsonl.zst": lambda file, name, record_reader: [CompressedJsonLines(file, record_reader)],
-    ".json": lambda file, *others: [(JsonArray if _first_character(file) == b"[" else JsonLines)(file, *others)],
+    ".json": lambda file, *arguments: [(JsonArray if _first_character(file) == b"[" else JsonLines)(file, *arguments)],
     ".parquet": row_groups,
     ".arrow": lambda *arguments: [ArrowFile(*arguments)],
     ".csv": lambda *arguments: [CsvFile(*arguments)],
