@@ -73,7 +73,7 @@ class CallTimer:
         self.clock = clock
         self.steps: list[float] = []
 
-    def counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = self.clock()
             try:
@@ -116,17 +116,17 @@ class Steps:
         self.launcher = None if launched or read_ranks().rank else read_ranks().launcher.pid
         self.trainer.prefetcher = prefetcher(self.trainer.preparer, self.trainer.prefetcher.count, 10**6)
         self.judging, self.comparing, self.waiting = CallTimer(), CallTimer(), CallTimer(time.perf_counter)
-        self.trainer.enter = self.judging.counted(self.trainer.enter)
-        self.trainer.guards.leaves_out = self.judging.counted(self.trainer.guards.leaves_out)
-        self.trainer.guards.compare = self.comparing.counted(self.trainer.guards.compare)
+        self.trainer.enter = self.judging.wrap(self.trainer.enter)
+        self.trainer.guards.leaves_out = self.judging.wrap(self.trainer.guards.leaves_out)
+        self.trainer.guards.compare = self.comparing.wrap(self.trainer.guards.compare)
         self.summing = CallTimer()
         if (shards := self.trainer.guards.shards) is not None:
-            shards.record, shards.changed = self.summing.counted(shards.record), self.summing.counted(shards.changed)
+            shards.record, shards.changed = self.summing.wrap(shards.record), self.summing.wrap(shards.changed)
 
     def __call__(self) -> None:
         for timer in (self.judging, self.comparing, self.summing, self.waiting):
             timer.steps.append(0.0)
-        distributed.begin_sum = lambda *arguments: self.waiting.counted(BEGIN_SUM(*arguments))
+        distributed.begin_sum = lambda *arguments: self.waiting.wrap(BEGIN_SUM(*arguments))
         if self.launcher:
             os.kill(self.launcher, signal.SIGSTOP)
         self.trainer.enter("data", self.trainer.step + 1)

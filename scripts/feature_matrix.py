@@ -63,10 +63,10 @@ def matrix(rows: list[Combination]) -> str:
     titles = [TITLES.get(column.name, column.name.replace("_", " ")) for column in columns]
     lines = [["", *titles], ["---"] * (len(columns) + 1)]
     for layout in dict.fromkeys(map(layout_of, rows)):
-        own = [row for row in rows if layout_of(row) == layout]
-        sizes = ", ".join(str(n) for n in sorted({row.ranks for row in own}) if n > 1)
+        layout_rows = [row for row in rows if layout_of(row) == layout]
+        sizes = ", ".join(str(n) for n in sorted({row.ranks for row in layout_rows}) if n > 1)
         name = f"{layout} ({sizes} ranks)" if sizes else layout
-        lines.append([name, *(cell(own, column.name, column.default) for column in columns)])
+        lines.append([name, *(cell(layout_rows, column.name, column.default) for column in columns)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -90,8 +90,8 @@ def pairs(rows: list[Combination]) -> str:
 
 def written_into(text: str, block: str) -> str:
     """The text with the block between its marks. ValueError without both of them."""
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+    head, begin, after_begin = text.partition(BEGIN)
+    _, end, tail = after_begin.partition(END)
     if not begin or not end:
         raise ValueError(f"the page needs the lines {BEGIN} and {END}, between which the table goes")
     return f"{head}{BEGIN}\n{block}\n{END}{tail}"

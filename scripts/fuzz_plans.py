@@ -23,18 +23,18 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=4, help="at most")
     options = parser.parse_args()
-    bad = 0
-    for number, (ranks, words) in enumerate(plans(options.seed, options.count, options.ranks)):
+    num_different = 0
+    for number, (ranks, arguments) in enumerate(plans(options.seed, options.count, options.ranks)):
         try:
-            wrong = differences(words, ranks, run_ranks(ranks, on_ranks, words))
+            problems = differences(arguments, ranks, run_ranks(ranks, on_ranks, arguments))
         except RankFailed as error:
-            wrong = str(error).splitlines()[-1:]
-        bad += bool(wrong)
-        print(f"{number}: {ranks} ranks, {'; '.join(wrong[:3]) or 'equal'}", flush=True)
-        if wrong:
-            print(f"   {' '.join(words)}", flush=True)
-    print(f"{bad} of {options.count} plans differ")
-    return 1 if bad else 0
+            problems = str(error).splitlines()[-1:]
+        num_different += bool(problems)
+        print(f"{number}: {ranks} ranks, {'; '.join(problems[:3]) or 'equal'}", flush=True)
+        if problems:
+            print(f"   {' '.join(arguments)}", flush=True)
+    print(f"{num_different} of {options.count} plans differ")
+    return 1 if num_different else 0
 
 
 if __name__ == "__main__":

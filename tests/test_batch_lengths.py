@@ -47,9 +47,9 @@ MULTIPLES = [
 ]
 
 
-@pytest.mark.parametrize("words, device, multiple", MULTIPLES, ids=map(str, range(len(MULTIPLES))))
-def test_what_lengths_are_rounded_up_to(words, device, multiple):
-    assert Facts(load(["--model.tokenizer_path=bytes", *words]), 8, device).padding_multiple == multiple
+@pytest.mark.parametrize("arguments, device, multiple", MULTIPLES, ids=map(str, range(len(MULTIPLES))))
+def test_the_multiple_of_padded_lengths(arguments, device, multiple):
+    assert Facts(load(["--model.tokenizer_path=bytes", *arguments]), 8, device).padding_multiple == multiple
 
 
 def lengths(batches):
@@ -71,9 +71,9 @@ def test_batches_are_as_long_as_their_longest_sample_needs(tmp_path, kind):
         config, vocabulary = load(class_arguments(tmp_path, "gpt2", training__epochs=1)), build_tokenizer("debug")
     plan = parts.dims(config, 1)
     for make in (data.training_loader, data.validation_loader):
-        seen = list(lengths(make(config, vocabulary, 0, plan)))
-        assert all(width == -(-longest // 8) * 8 for width, longest in seen)
-        assert max(width for width, _ in seen) < config.training.seq_len and len(seen) > 1
+        widths = list(lengths(make(config, vocabulary, 0, plan)))
+        assert all(width == -(-longest // 8) * 8 for width, longest in widths)
+        assert max(width for width, _ in widths) < config.training.seq_len and len(widths) > 1
 
 
 QUICK = dict(training__steps=3, validation__freq=3, lr_scheduler__warmup_steps=1, model__overrides=DEEPER)
@@ -101,7 +101,7 @@ FEW = dict(training__local_batch_size=4, training__global_batch_size=4)
 
 
 @pytest.mark.parametrize("plan", ["one rank", "FSDP 2", "TP 2"])
-def test_pairs_learn_what_they_learn_padded_to_the_full_length(padded, plan, tmp_path):
+def test_preference_training_does_not_depend_on_padding(padded, plan, tmp_path):
     rows, steps, validated, _, _ = padded
     ranks, options = PLANS[plan]
     got, _ = run_ranks(ranks, jobs.train, dpo_arguments(tmp_path, rows, **options))[0]
@@ -113,14 +113,14 @@ def test_pairs_learn_what_they_learn_padded_to_the_full_length(padded, plan, tmp
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_classes_learn_what_they_learn_padded_to_the_full_length(padded, plan, tmp_path):
+def test_classification_does_not_depend_on_padding(padded, plan, tmp_path):
     _, _, _, steps, validated = padded
     ranks, options = PLANS[plan]
     argv = class_arguments(tmp_path, "roberta", **QUICK | FEW | options)
     got, _ = run_ranks(ranks, jobs.train, argv)[0]
     assert [step["loss"] for step in got] == pytest.approx([step["loss"] for step in steps], rel=1e-4)
-    for here, wanted in zip(validations(tmp_path), validated, strict=True):
-        assert here == pytest.approx(wanted, rel=1e-4)
+    for row, expected in zip(validations(tmp_path), validated, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4)
 
 
 TOLD = {
@@ -138,7 +138,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize("options", TOLD, ids=str)
-def test_the_start_says_what_is_padding_and_what_spares_it(tmp_path, caplog, options):
+def test_the_log_has_the_share_of_padding_and_a_remedy(tmp_path, caplog, options):
     caplog.set_level(logging.INFO)
     config = load([*dpo_arguments(tmp_path, write_pairs(tmp_path / "rows.jsonl"), training__seq_len=40), *options])
     data.with_steps(config, parts.dims(config, 2 if PP + "2" in options else 1))
@@ -150,9 +150,9 @@ def test_the_share_of_padding_is_counted(tmp_path):
     """Of every row seq_len + 1 tokens are read, of which the last one is a label alone."""
     config = load([*dpo_arguments(tmp_path, write_pairs(tmp_path / "rows.jsonl")), "--data.pad_to=seq_len"])
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, epochs=1))
-    sources = [each.source for each in data.data_sources(config, "training")]
-    seen = list(data.training_loader(config, BYTES, 0, parts.dims(config, 1)))
-    real = sum(int((d == d[:, :1]).sum()) for d in (batch["document_ids"] for batch in seen))
+    sources = [entry.source for entry in data.data_sources(config, "training")]
+    batches = list(data.training_loader(config, BYTES, 0, parts.dims(config, 1)))
+    real = sum(int((d == d[:, :1]).sum()) for d in (batch["document_ids"] for batch in batches))
     share = 1 - real / (64 * 25)
     assert f"{100 * share:.1f} % of the tokens are padding" in data.describe_samples(config, sources)
 
@@ -164,15 +164,20 @@ def test_a_batch_of_classes_has_as_many_records_as_its_size_says(tmp_path):
     assert int((batch["labels"] != -100).sum()) == 96
 
 
-def test_classes_take_a_length_without_more_words(anywhere):
+def test_classification_needs_no_padding_options(anywhere):
     assert lines(*ROBERTA, TWO_CLASSES, "--data.pad_to=batch") == []
     (line,) = lines(*ROBERTA, TWO_CLASSES, "--data.pad_to=batch", "--data.packing=best_fit")
     assert line.startswith('data.pad_to: given "batch"; allowed: unset with data.packing = best_fit')
-    kept = ["--data.packing=best_fit", "--data.pad_to=seq_len"]  # as a job of an earlier version has them written out
-    assert lines(*ROBERTA, TWO_CLASSES, *kept) == [] and lines(*kept) == []
+    older_options = [
+        "--data.packing=best_fit",
+        "--data.pad_to=seq_len",
+    ]  # as a job of an earlier version has them written out
+    assert lines(*ROBERTA, TWO_CLASSES, *older_options) == [] and lines(*older_options) == []
 
 
-@pytest.mark.parametrize("before, now, told", [(1, 100, '"off"'), (100, 1, '"best_fit" and data.packing_window = 100')])
-def test_a_run_whose_samples_were_packed_otherwise_is_told_how_to_go_on(before, now, told):
-    with pytest.raises(JobError, match="the checkpoint's samples were packed with data.packing = " + told):
+@pytest.mark.parametrize(
+    "before, now, message", [(1, 100, '"off"'), (100, 1, '"best_fit" and data.packing_window = 100')]
+)
+def test_a_changed_packing_is_refused_on_resume_with_a_remedy(before, now, message):
+    with pytest.raises(JobError, match="the checkpoint's samples were packed with data.packing = " + message):
         check_same_data({"fingerprint": {"packing": {"window": before}}}, {"packing": {"window": now}})

@@ -32,9 +32,9 @@ TAKEN = {
 @pytest.mark.parametrize("part", TAKEN, ids=lambda part: part.__name__)
 def test_options_reach_their_part(part):
     section, prefix, expected = TAKEN[part]
-    taken = parts.matching_options(section, part, prefix)
-    assert expected <= taken.keys() <= signature(part).parameters.keys()
-    for name, value in taken.items():
+    arguments = parts.matching_options(section, part, prefix)
+    assert expected <= arguments.keys() <= signature(part).parameters.keys()
+    for name, value in arguments.items():
         assert value == getattr(section, name if hasattr(section, name) else prefix + name)
 
 

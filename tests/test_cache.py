@@ -76,10 +76,10 @@ def test_the_same_tokens_are_sampled(context):
     """Also where the context is full and moves on: then, as before, all of it is read for each token."""
     family, args = MODELS["qwen3_moe"]
     model = build(family, args, dtype=torch.float64)
-    how = dict(max_new_tokens=30, context=context, temperature=1.5, top_k=0, seed=3)
-    expected = list(sample(model, [62, 5, 6], Small(), **how))
+    options = dict(max_new_tokens=30, context=context, temperature=1.5, top_k=0, seed=3)
+    expected = list(sample(model, [62, 5, 6], Small(), **options))
     watched = Watched(build(family, args, dtype=torch.float64))
-    assert list(sample(CachedDecoder(watched.model), [62, 5, 6], Small(), **how)) == expected
+    assert list(sample(CachedDecoder(watched.model), [62, 5, 6], Small(), **options)) == expected
     assert len(expected) > 15
     grown = min(len(expected) - 1, context - 3)
     assert watched.read[: grown + 1] == [3] + [1] * grown

@@ -67,17 +67,17 @@ def test_names_are_those_of_torch(tmp_path, kind):
     job = Job(tmp_path, kind)
     job.train(1)
     sharing = StateDictOptions(flatten_optimizer_state_dict=True)
-    theirs = get_model_state_dict(job.model)
-    del theirs["output.weight"]  # tied: ours has it once
+    torch_state = get_model_state_dict(job.model)
+    del torch_state["output.weight"]  # tied: ours has it once
     ours = {name.removeprefix("model."): tensor for name, tensor in tensors.model_tensors([job.model]).items()}
     assert {name: tensor.data_ptr() for name, tensor in ours.items()} == {
-        name: tensor.data_ptr() for name, tensor in theirs.items()
+        name: tensor.data_ptr() for name, tensor in torch_state.items()
     }
-    theirs = get_optimizer_state_dict(job.model, job.optimizers, options=sharing)
+    torch_state = get_optimizer_state_dict(job.model, job.optimizers, options=sharing)
     ours, values = tensors.optimizer_state([job.model], job.optimizers)
     assert values == {}
     assert {name.removeprefix("optimizer."): tensor.data_ptr() for name, tensor in ours.items()} == {
-        name: value.data_ptr() for name, value in theirs.items() if name.startswith("state.")
+        name: value.data_ptr() for name, value in torch_state.items() if name.startswith("state.")
     }
 
 
@@ -117,12 +117,14 @@ def test_optimizer_state_that_is_no_tensor_is_restored(tmp_path):
     job = Job(tmp_path)
     job.checkpointer.optimizers[:] = job.optimizers = [CountingSGD(job.model.parameters(), lr=0.1, momentum=0.9)]
     job.train(2)
-    again = Job(tmp_path)
-    again.checkpointer.optimizers[:] = again.optimizers = [CountingSGD(again.model.parameters(), lr=0.1, momentum=0.9)]
-    again.checkpointer.load()
-    assert {state["count"] for state in again.optimizers[0].state.values()} == {2}
+    resumed = Job(tmp_path)
+    resumed.checkpointer.optimizers[:] = resumed.optimizers = [
+        CountingSGD(resumed.model.parameters(), lr=0.1, momentum=0.9)
+    ]
+    resumed.checkpointer.load()
+    assert {state["count"] for state in resumed.optimizers[0].state.values()} == {2}
     with pytest.raises(CheckpointError, match="it lacks optimizer.state.tok_embeddings.weight.count"):
-        tensors.set_optimizer_values([again.model], again.optimizers, {})
+        tensors.set_optimizer_values([resumed.model], resumed.optimizers, {})
 
 
 # When
@@ -178,11 +180,11 @@ def test_what_is_in_the_way_is_moved_aside_and_never_written_into(tmp_path, capl
     (tmp_path / "other" / "step-00000004").rename(folder)
     if unfinished:
         (folder / "manifest.json").unlink()
-    held = sorted(path.name for path in folder.iterdir())
+    names = sorted(path.name for path in folder.iterdir())
     Job(tmp_path).train(2)
     assert ("never finished" if unfinished else "another step") in caplog.text
     (aside,) = tmp_path.glob(".aside-step-00000002-*")
-    assert sorted(path.name for path in aside.iterdir()) == held
+    assert sorted(path.name for path in aside.iterdir()) == names
     assert Job(tmp_path).checkpointer.load() == 2
 
 

@@ -153,17 +153,17 @@ def test_the_torch_module_gives_away_only_its_dtypes(folder, planted, name):
 
 def test_the_records_allowed_are_those_that_torch_writes(folder):
     """Re-collected on every torch that the tests run on: a new record type shows up here and not at a user's."""
-    asked = set()
+    requested = set()
 
     class Collecting(pickle.Unpickler):
         def find_class(self, module, name):
-            asked.add((module, name))
+            requested.add((module, name))
             return super().find_class(module, name)
 
     with (folder / ".metadata").open("rb") as file:
         Collecting(file).load()
-    dtypes = {(module, name) for module, name in asked if module == "torch" and name != "Size"}
-    assert asked - dtypes <= safe_unpickle.KNOWN
+    dtypes = {(module, name) for module, name in requested if module == "torch" and name != "Size"}
+    assert requested - dtypes <= safe_unpickle.KNOWN
     assert dtypes == {("torch", "float32")}
 
 
@@ -194,8 +194,8 @@ class AttributeOf:
 )
 def test_no_attribute_is_got(arguments):
     """An enum's member, as some Pythons write it, is a record like any other."""
-    made = safe_unpickle._Inert(io.BytesIO(pickle.dumps(AttributeOf(*arguments)))).load()
-    assert isinstance(made, safe_unpickle._Made) and made.kind == ("builtins", "getattr")
+    loaded = safe_unpickle._Inert(io.BytesIO(pickle.dumps(AttributeOf(*arguments)))).load()
+    assert isinstance(loaded, safe_unpickle._Made) and loaded.kind == ("builtins", "getattr")
 
 
 def test_metadata_cannot_change_the_classes_it_is_made_of(folder, planted):
@@ -208,9 +208,12 @@ def test_metadata_cannot_change_the_classes_it_is_made_of(folder, planted):
 
 
 def test_what_is_read_is_what_torch_reads(folder):
-    theirs, ours = FileSystemReader(folder).read_metadata(), storage.read_metadata(folder, layout.read_manifest(folder))
-    assert ours.state_dict_metadata == theirs.state_dict_metadata
-    assert ours.storage_data == theirs.storage_data
+    expected, ours = (
+        FileSystemReader(folder).read_metadata(),
+        storage.read_metadata(folder, layout.read_manifest(folder)),
+    )
+    assert ours.state_dict_metadata == expected.state_dict_metadata
+    assert ours.storage_data == expected.storage_data
 
 
 @pytest.mark.parametrize(
@@ -259,8 +262,8 @@ def twice_the_first_half(metadata):
     rows = entry.size[0] // 2
     assert 2 * rows < entry.size[0] or rows
     chunk = DCP.ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([rows, entry.size[1]]))
-    rest = DCP.ChunkStorageMetadata(torch.Size([1, 0]), torch.Size([entry.size[0] - rows, entry.size[1]]))
-    entry.chunks[:] = [chunk, rest] if rows > 1 else entry.chunks
+    other_chunk = DCP.ChunkStorageMetadata(torch.Size([1, 0]), torch.Size([entry.size[0] - rows, entry.size[1]]))
+    entry.chunks[:] = [chunk, other_chunk] if rows > 1 else entry.chunks
 
 
 def beyond_the_end(metadata):

@@ -40,7 +40,7 @@ SMALL = 1500
 """Bytes that a rank may tell: names and checksums of its files, no tensors' names and no generators' states."""
 
 
-class Counted:
+class CountingDistributed:
     """torchtitan.process.distributed for one module, counting the bytes of what this rank gives, by function."""
 
     def __init__(self):
@@ -57,23 +57,26 @@ class Counted:
         return call
 
 
-def told(folder: Path, layers: int) -> list[tuple[Counter, Counter]]:
+def sent_bytes(folder: Path, layers: int) -> list[tuple[Counter, Counter]]:
     """By us and by torch's planner, in the first save, the second, and a load."""
     job = Job(folder, "fsdp", TinyModel(layers=layers), interval=1, verify=False, keep_latest_k=0)
-    found = []
+    counts = []
     with pytest.MonkeyPatch.context() as patch:
         for action in (lambda: job.train(1), lambda: job.train(1), job.checkpointer.load):
-            ours, theirs = Counted(), Counted()
-            patch.setattr(agreement, "distributed", ours)
-            patch.setattr(storage, "distributed", theirs)
+            own_counter, storage_counter = CountingDistributed(), CountingDistributed()
+            patch.setattr(agreement, "distributed", own_counter)
+            patch.setattr(storage, "distributed", storage_counter)
             action()
-            found.append((ours.given, theirs.given))
-    return found
+            counts.append((own_counter.given, storage_counter.given))
+    return counts
 
 
-def test_what_a_rank_tells_does_not_grow_with_model_or_state(tmp_path):
-    for told_by_rank in run_ranks(2, told, tmp_path / "small", 2), run_ranks(2, told, tmp_path / "large", 20):
-        for saves in told_by_rank:
+def test_messages_do_not_grow_with_model_or_state(tmp_path):
+    for bytes_by_rank in (
+        run_ranks(2, sent_bytes, tmp_path / "small", 2),
+        run_ranks(2, sent_bytes, tmp_path / "large", 20),
+    ):
+        for saves in bytes_by_rank:
             for ours, _ in saves[:2]:
                 assert "all_gather_json" not in ours
                 assert 0 < ours["gather_json"] < SMALL
@@ -103,7 +106,7 @@ def test_ranks_send_no_pickles(tmp_path):
         assert step == 2 and "does not fit" in text
 
 
-def test_what_is_planned_arrives_as_it_was():
+def test_plans_survive_serialization():
     """Of a shard, of a whole tensor, of each kind of error; nothing else is sent."""
     size = torch.Size([8, 2])
     chunk = ChunkStorageMetadata(torch.Size([4, 0]), torch.Size([4, 2]))
@@ -122,8 +125,8 @@ def test_what_is_planned_arrives_as_it_was():
     assert isinstance(arrived.items[0].tensor_data.size, torch.Size) and arrived.items[0].index.index == 1
     entry = TensorStorageMetadata(tensor, size, [chunk])
     arrived = storage.decode_plan(json.loads(json.dumps(storage.encode_plan(Metadata({"model.w": entry})))))
-    found = arrived.state_dict_metadata["model.w"]
-    assert (found.size, found.properties.dtype) == (size, torch.bfloat16)
+    received = arrived.state_dict_metadata["model.w"]
+    assert (received.size, received.properties.dtype) == (size, torch.bfloat16)
     failure = _wrap_exception(OSError(28, "No space left on device"))
     for value in (failure, CheckpointException("write", {1: failure})):
         arrived = storage.decode_plan(json.loads(json.dumps(storage.encode_plan(value))))
@@ -136,8 +139,8 @@ def test_what_is_planned_arrives_as_it_was():
         storage._dtype("torch.load")
 
 
-def test_a_plan_is_told_once(tmp_path):
-    for first, second, _ in run_ranks(2, told, tmp_path, 20):
+def test_a_plan_is_sent_once(tmp_path):
+    for first, second, _ in run_ranks(2, sent_bytes, tmp_path, 20):
         # what is left is what has been written, of which the index is made
         assert first[1]["gather_json"] > 2 * second[1]["gather_json"], (first[1], second[1])
 
@@ -150,11 +153,11 @@ def saved(folder: Path) -> None:
 def resumed(folder: Path) -> tuple[bool, float]:
     job = Job(folder, "fsdp")
     assert job.checkpointer.load() == 2
-    (own,) = (state for number, state in enumerate(job.resumed_with[1]) if number == rank())
-    return "rng" in own, random.random()
+    (local_state,) = (state for number, state in enumerate(job.resumed_with[1]) if number == rank())
+    return "rng" in local_state, random.random()
 
 
-def test_a_rank_keeps_its_generators_in_a_file_of_its_own(tmp_path):
+def test_each_rank_saves_its_random_state_in_its_own_file(tmp_path):
     run_ranks(2, saved, tmp_path)
     (folder,) = tmp_path.iterdir()
     state = json.loads((folder / "state.json").read_text())
@@ -202,7 +205,7 @@ def of_another_width(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_what_only_one_rank_wants_is_named_by_all(tmp_path):
+def test_a_name_that_one_rank_lacks_is_reported_by_all(tmp_path):
     """Each rank knows its own names alone."""
     run_ranks(2, saved, tmp_path)
     for text in run_ranks(2, of_another_width, tmp_path):

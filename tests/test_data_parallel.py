@@ -17,21 +17,21 @@ PASSES = {"FSDP 2": dict(dp_shard=2), "DDP 2": dict(dp_replicate=2)}
 """The second exchanges gradients once, behind the last of them."""
 
 
-def accumulated(where):
+def accumulation_errors(where):
     """How far what a step adds up is from the sum in float64 of the gradients of each microbatch, all computed in
     bfloat16, relative to it; and how far a sum in bfloat16 is."""
     row = Combination(ranks=2, **PASSES[where], precision="bfloat16")
-    model, whole = test_combinations.assembled(row), test_combinations.batch()
-    rows = {name: whole[name][:1] for name in ("tokens", "labels", "positions", "document_ids")}
+    model, full_batch = test_combinations.assembled(row), test_combinations.batch()
+    rows = {name: full_batch[name][:1] for name in ("tokens", "labels", "positions", "document_ids")}
     batches = [rows | {"tokens": (rows["tokens"] + number) % 100} for number in range(DISTINCT)]
 
     def gradients():
         parameters = [parameter for _, parameter in model.named_parameters()]
         assert all(parameter.grad.dtype == torch.float32 for parameter in parameters)
-        found = torch.cat([parameter.grad.full_tensor().flatten() for parameter in parameters])
+        flat_gradients = torch.cat([parameter.grad.full_tensor().flatten() for parameter in parameters])
         for parameter in parameters:
             parameter.grad = None
-        return found
+        return flat_gradients
 
     ones = []
     for batch in batches:
@@ -42,13 +42,13 @@ def accumulated(where):
     for number in range(MICROBATCHES):
         narrow = narrow + ones[number % DISTINCT].bfloat16()
         model.forward_backward(batches[number % DISTINCT], 1, is_last=number == MICROBATCHES - 1)
-    return [float((found.double() - exact).norm() / exact.norm()) for found in (gradients(), narrow)]
+    return [float((sums.double() - exact).norm() / exact.norm()) for sums in (gradients(), narrow)]
 
 
 @pytest.mark.parametrize("where", PASSES)
 def test_gradients_of_many_microbatches_add_up_in_float32(where):
     """64 additions round by 2^-24 each, some 5e-7 where all go the same way; in bfloat16 by 2^-9."""
-    summed, narrow = run_ranks(2, accumulated, where)[0]
+    summed, narrow = run_ranks(2, accumulation_errors, where)[0]
     assert summed < 1e-6 and narrow > 1e-3
 
 

@@ -70,9 +70,9 @@ def test_every_format(tmp_path, name):
     source = text(str(tmp_path / name), "text")
     parts = source.files if isinstance(source, IndexedSource) else source.parts
     for part in parts:  # any start
-        whole = [item.text for item in part.read(0)]
-        assert [[item.text for item in part.read(i)] for i in range(len(whole) + 1)] == [
-            whole[i:] for i in range(len(whole) + 1)
+        texts = [item.text for item in part.read(0)]
+        assert [[item.text for item in part.read(i)] for i in range(len(texts) + 1)] == [
+            texts[i:] for i in range(len(texts) + 1)
         ]
 
 
@@ -170,9 +170,9 @@ def test_pieces_are_not_found_by_reading_the_file(tmp_path):
 def test_byte_order_mark(tmp_path):
     assert documents(write(tmp_path / "a.txt", b"\xef\xbb\xbfbegin")) == ["begin"]
     assert "byte 5 (0xff) is not UTF-8" in refusal(write(tmp_path / "a.txt", b"\xef\xbb\xbfab\xff"))
-    marked = b"\xef\xbb\xbf" + lines()
-    assert documents(write(tmp_path / "a.jsonl", marked)) == documents(write(tmp_path / "a.json", marked)) == TEXTS
-    assert documents(write(tmp_path / "a.jsonl.gz", gzip.compress(marked))) == TEXTS
+    content = b"\xef\xbb\xbf" + lines()
+    assert documents(write(tmp_path / "a.jsonl", content)) == documents(write(tmp_path / "a.json", content)) == TEXTS
+    assert documents(write(tmp_path / "a.jsonl.gz", gzip.compress(content))) == TEXTS
     assert "no valid JSON at byte 4" in refusal(write(tmp_path / "a.jsonl", b"\xef\xbb\xbf{"))
 
 
@@ -346,10 +346,10 @@ def test_a_kind_of_file_is_a_line_in_a_table(tmp_path, monkeypatch):
 
 def test_how_records_are_read_is_said_to_those_that_have_them(tmp_path, monkeypatch):
     write(tmp_path / "a.jsonl", lines(field="output"))
-    words = ["--training.dataset=mine", f"--training.dataset_path={tmp_path}", "--training.text_field=output"]
+    arguments = ["--training.dataset=mine", f"--training.dataset_path={tmp_path}", "--training.text_field=output"]
     monkeypatch.setitem(DATASETS, "mine", Dataset(text))
-    assert judged.lines(*words) == []
-    as_records = [*words[:2], "--training.format=prompt_completion", "--training.fields={prompt = 'id'}"]
+    assert judged.lines(*arguments) == []
+    as_records = [*arguments[:2], "--training.format=prompt_completion", "--training.fields={prompt = 'id'}"]
     form, fields = judged.lines(*as_records)
     assert form == (
         'training.format: given "prompt_completion"; allowed: unset where no source has '

@@ -84,28 +84,28 @@ def test_logits_and_every_gradient_equal_transformers(shape):
 @pytest.mark.parametrize("shape", DEEPSEEK)
 def test_logits_and_every_gradient_equal_transformers_exactly(shape, monkeypatch):
     model = build(Deepseek, DEEPSEEK[shape], dtype=torch.float64)
-    theirs = theirs_of(model, torch.float64)
+    hf_model = theirs_of(model, torch.float64)
     modeling = THEIRS[2 if DEEPSEEK[shape].score == "softmax" else 3][2]
     if modeling is modeling_deepseek_v2:
         monkeypatch.setattr(modeling, "apply_rotary_emb", exact_rotation)
-    lengthening = theirs.model.rotary_emb.attention_scaling
-    with exact(modeling, model, theirs, monkeypatch):
+    lengthening = hf_model.model.rotary_emb.attention_scaling
+    with exact(modeling, model, hf_model, monkeypatch):
         plain = model.rotary.forward
         model.rotary.forward = lambda positions: plain(positions) * lengthening
-        compare(model, theirs, HF, 1e-12)
+        compare(model, hf_model, HF, 1e-12)
 
 
 @pytest.mark.parametrize("scaling", [None, YARN, YarnScaling(), YarnScaling(factor=0.5), YarnScaling(beta_fast=1.0)])
 def test_frequencies_are_those_of_transformers(scaling):
     args = dataclasses.replace(SIZES["deepseek"]["671B"], rope_scaling=scaling)
     config = DeepseekV3Config(**HF.config_to_hf(args))
-    theirs = modeling_deepseek_v3.DeepseekV3RotaryEmbedding(config)
+    hf_rotary = modeling_deepseek_v3.DeepseekV3RotaryEmbedding(config)
     with torch.device("meta"):
         rotary = Deepseek(dataclasses.replace(args, n_layers=1, n_dense_layers=0)).rotary
     ours = rotary.frequencies(torch.device("cpu"))
-    torch.testing.assert_close(ours, theirs.inv_freq, rtol=3e-7, atol=0)  # float32, one rounding or two
+    torch.testing.assert_close(ours, hf_rotary.inv_freq, rtol=3e-7, atol=0)  # float32, one rounding or two
     positions = torch.tensor([[0, 5, 4000]])
-    cos, sin = theirs(torch.zeros(1), positions)
+    cos, sin = hf_rotary(torch.zeros(1), positions)
     expected = torch.stack((cos, sin), dim=-1)[:, :, None, :32]
     torch.testing.assert_close(rotary(positions), expected, rtol=1e-5, atol=1e-3)  # angles of 4000, in float32
 

@@ -87,9 +87,11 @@ def test_the_auxiliary_loss_is_logged(texts, tmp_path):
         run_ranks(ranks, jobs.train, jobs.arguments(tmp_path / str(ranks), texts, **options | plan))[0][0]
         for ranks, plan in ((1, {}), (2, EP | HALF), (4, OVERLAP | dict(activation_checkpoint__mode="full")))
     ]
-    for one, *others in zip(*rows, strict=True):
+    for one, *other_rows in zip(*rows, strict=True):
         assert 0.03 <= one["expert_aux_loss"] < 0.08
-        assert [other["expert_aux_loss"] for other in others] == pytest.approx([one["expert_aux_loss"]] * 2, rel=1e-5)
+        assert [other["expert_aux_loss"] for other in other_rows] == pytest.approx(
+            [one["expert_aux_loss"]] * 2, rel=1e-5
+        )
 
 
 def test_a_model_without_a_layer_of_experts_logs_nothing_of_them(texts, tmp_path):

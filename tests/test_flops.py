@@ -28,7 +28,7 @@ def test_llama_32_1b_at_4096():
     assert round(flops.causal / 1e9, 2) == 8.22
 
 
-def counted(args, build, length=64):
+def counted_per_token(args, build, length=64):
     """By torch, per token."""
     return counted_of(build(args), length)
 
@@ -47,7 +47,7 @@ def counted_of(model, length=64):
 @pytest.mark.parametrize("family", ["llama3", "llama3.1", "llama3.2", "mistral", "qwen3", "gpt2", "opt", "roberta"])
 def test_equal_to_torchs_counter(family):
     args = dataclasses.replace(SIZES[family]["debugmodel"], n_layers=2, vocab_size=256)
-    assert counted(args, MODELS[family].build) == pytest.approx(flops_per_token(args, 64).full, rel=1e-3)
+    assert counted_per_token(args, MODELS[family].build) == pytest.approx(flops_per_token(args, 64).full, rel=1e-3)
 
 
 LATENT = {"n_layers": 3, "n_heads": 2, "vocab_size": 256, "ffn_dim": 128, "kv_lora_rank": 64}
@@ -67,7 +67,7 @@ def test_experts_equal_to_torchs_counter(family, change, monkeypatch):
     monkeypatch.setattr(experts, "_native", None)
     args = dataclasses.replace(SIZES[family]["debugmodel"], **change)
     spec = MODELS[family]
-    assert counted(args, spec.build) == pytest.approx(spec.flops_per_token(args, 64).full, rel=1e-3)
+    assert counted_per_token(args, spec.build) == pytest.approx(spec.flops_per_token(args, 64).full, rel=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -92,8 +92,8 @@ def test_a_model_with_experts_costs_its_active_weights():
 
 @pytest.mark.parametrize("window", [1, 4, 10, 20])
 def test_keys_per_query_in_a_window_by_counting(window):
-    seen = torch.ones(10, 10).tril().triu(1 - window)
-    assert causal_keys(10, window) == pytest.approx(seen.sum().item() / 10)
+    visible = torch.ones(10, 10).tril().triu(1 - window)
+    assert causal_keys(10, window) == pytest.approx(visible.sum().item() / 10)
 
 
 def test_a_window_bounds_the_keys():
@@ -133,6 +133,6 @@ def test_what_is_frozen_costs_two_thirds(family, options, kind, change, monkeypa
     adapter.options = dataclasses.replace(adapter.options, train_fully=options["train_fully"] + embedded)
     adapter.install(model, MODELS[family].plan)
     plain = MODELS[family].flops_per_token(args, 64)
-    mine = adapter.flops_per_token(plain, args.num_matmul_parameters, 64)
-    assert counted_of(model) == pytest.approx(mine.full, rel=5e-3)
-    assert mine.causal - plain.causal == mine.full - plain.full < 0
+    adapted = adapter.flops_per_token(plain, args.num_matmul_parameters, 64)
+    assert counted_of(model) == pytest.approx(adapted.full, rel=5e-3)
+    assert adapted.causal - plain.causal == adapted.full - plain.full < 0

@@ -27,15 +27,15 @@ def test_the_tables_with_free_names():
     assert set(free_tables()) == tables | {"adapter.neurocache.retrieval_map"}
 
 
-@pytest.mark.parametrize("word", ["--optimizer.options.rank=32", "--optimizer.options.rank 32"])
-def test_an_entry_is_what_it_is_in_toml(word, tmp_path):
+@pytest.mark.parametrize("option", ["--optimizer.options.rank=32", "--optimizer.options.rank 32"])
+def test_an_entry_is_what_it_is_in_toml(option, tmp_path):
     file = tmp_path / "job.toml"
     file.write_text('[optimizer]\nname = "GaLore"\noptions.rank = 32\n')
-    assert load([*GALORE, *word.split()]).optimizer == load([str(file)]).optimizer
+    assert load([*GALORE, *option.split()]).optimizer == load([str(file)]).optimizer
 
 
 def test_entries_have_the_types_of_their_values():
-    words = [
+    entries = [
         "rank=32",
         "scale=2.5e-1",
         "side=left",
@@ -43,13 +43,13 @@ def test_entries_have_the_types_of_their_values():
         'targets=["*attention*", "*feed_forward*"]',
         "basis='svd'",
     ]
-    config = load([*GALORE, *(f"--optimizer.options.{word}" for word in words)])
+    config = load([*GALORE, *(f"--optimizer.options.{entry}" for entry in entries)])
     expected = dict(
         rank=32, scale=0.25, side="left", stagger=True, targets=["*attention*", "*feed_forward*"], basis="svd"
     )
     assert config.optimizer.options == expected and check(config, 1, "cpu") == []
-    words = ["--training.format=alpaca", "--training.template.separator=12", "--training.fields.output=1"]
-    training = load(words).training
+    entries = ["--training.format=alpaca", "--training.template.separator=12", "--training.fields.output=1"]
+    training = load(entries).training
     assert (training.template, training.fields) == ({"separator": "12"}, {"output": "1"}), "these tables hold text"
 
 
@@ -59,18 +59,22 @@ def test_other_entries_of_the_table_stay(tmp_path):
         '[optimizer]\nname = "GaLore"\n[optimizer.options]\nrank = 64\nupdate_gap = 50\n'
         "[model.overrides]\nn_layers = 2\nrope_scaling = {factor = 2.0, original_max_seq_len = 512}\n"
     )
-    words = ["--optimizer.options.rank=128", "--model.overrides.rope_scaling.factor=4.0", "--model.overrides.dim=128"]
-    config = load([str(file), *words])
+    arguments = [
+        "--optimizer.options.rank=128",
+        "--model.overrides.rope_scaling.factor=4.0",
+        "--model.overrides.dim=128",
+    ]
+    config = load([str(file), *arguments])
     assert config.optimizer.options == {"rank": 128, "update_gap": 50}
     scaling = {"factor": 4.0, "original_max_seq_len": 512}
     assert config.model.overrides == {"n_layers": 2, "rope_scaling": scaling, "dim": 128}
-    whole = load([str(file), "--optimizer.options={rank = 128}"])
-    assert whole.optimizer.options == {"rank": 128}, "a table that is given whole replaces the other"
-    assert said_by([str(file), words[0]])["optimizer.options"] == f"{file} + command line"
+    replaced = load([str(file), "--optimizer.options={rank = 128}"])
+    assert replaced.optimizer.options == {"rank": 128}, "a table that is given whole replaces the other"
+    assert said_by([str(file), arguments[0]])["optimizer.options"] == f"{file} + command line"
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["--optimizer.options.rnak=128"], "optimizer.options: given rnak = 128; allowed: options of GaLore: rank"),
         (["--optimizer.options.rank=many"], 'optimizer.options: given rank = "many"; allowed: rank = a whole number'),
@@ -90,8 +94,8 @@ def test_other_entries_of_the_table_stay(tmp_path):
         (["--training.rank=128"], 'training.rank: given "128"; allowed: a known option; did you mean adapter.rank?'),
     ],
 )
-def test_an_entry_is_judged_by_its_table(words, expected):
-    (line,) = faults(*GALORE, *words)
+def test_an_entry_is_judged_by_its_table(arguments, expected):
+    (line,) = faults(*GALORE, *arguments)
     assert expected in line
 
 

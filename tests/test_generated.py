@@ -185,10 +185,10 @@ class CountingModel:
         return logits
 
 
-def continued(prompts, **how):
+def continued(prompts, **options):
     model = CountingModel(50)
-    how = dict(max_new_tokens=4, context=12, multiple=1, vocab_size=50, end_ids={20}) | how
-    return validation.generate_greedily(model, prompts, **how), model
+    options = dict(max_new_tokens=4, context=12, multiple=1, vocab_size=50, end_ids={20}) | options
+    return validation.generate_greedily(model, prompts, **options), model
 
 
 def test_each_continuation_ends_at_its_end_token(monkeypatch):

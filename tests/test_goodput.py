@@ -125,10 +125,10 @@ def test_only_a_run_of_an_hour_or_more_is_advised_how_often_to_save(train_second
     clock.spend(goodput, "train", train_seconds)
     clock.spend(goodput, "save", 4)
     goodput.saves = 2
-    words = [f"--job.dump_folder={tmp_path}", "--model.tokenizer_path=bytes", "--training.steps=100"]
+    arguments = [f"--job.dump_folder={tmp_path}", "--model.tokenizer_path=bytes", "--training.steps=100"]
     with caplog.at_level("INFO"):
         ranks = Mock(is_main=True, world_size=5000)
-        reporting.log_end(load(words), ranks, Mock(path=tmp_path / "metrics.jsonl"), goodput, {}, 100)
+        reporting.log_end(load(arguments), ranks, Mock(path=tmp_path / "metrics.jsonl"), goodput, {}, 100)
     assert ("Young" in caplog.text) == advised
     if advised:  # sqrt(2 x 36000 s x 2 s) = 379 s, at 36 s a step
         assert "saves       best every 6:19, or 11 steps, by as many failures as others report" in caplog.text
@@ -140,13 +140,13 @@ def test_a_run_accounts_for_itself_over_its_starts(tmp_path):
     for steps in (4, 6):
         run_ranks(1, jobs.train, jobs.arguments(tmp_path / "run", texts, training__steps=steps, **options))
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    found = [row for row in rows if row.get("event") == "goodput"]
-    assert [row["step"] for row in found] == [2, 4, 6]
-    assert found[2]["save_seconds"] > found[1]["save_seconds"] > found[0]["save_seconds"] > 0
-    assert all(0 < row["goodput"] < 1 and row["start_seconds"] > 0 and row["compile_seconds"] > 0 for row in found)
-    for earlier, later in zip(found, found[1:], strict=False):
+    events = [row for row in rows if row.get("event") == "goodput"]
+    assert [row["step"] for row in events] == [2, 4, 6]
+    assert events[2]["save_seconds"] > events[1]["save_seconds"] > events[0]["save_seconds"] > 0
+    assert all(0 < row["goodput"] < 1 and row["start_seconds"] > 0 and row["compile_seconds"] > 0 for row in events)
+    for earlier, later in zip(events, events[1:], strict=False):
         assert all(later[f"{cause}_seconds"] >= earlier[f"{cause}_seconds"] for cause in CAUSES)
-    assert found[2]["start_seconds"] > found[1]["start_seconds"]  # of both starts
+    assert events[2]["start_seconds"] > events[1]["start_seconds"]  # of both starts
 
 
 def test_a_restart_is_marked_in_the_picture(tmp_path, monkeypatch):
@@ -163,13 +163,13 @@ def test_a_restart_is_marked_in_the_picture(tmp_path, monkeypatch):
 
 
 def test_a_picture_that_cannot_be_drawn_ends_nothing(tmp_path, monkeypatch, caplog):
-    def full(*words):
+    def full(*args):
         raise OSError(28, "No space left on device")
 
     (tmp_path / "metrics.jsonl").write_text("")
     monkeypatch.setattr(reporting, "draw_training_curve", full)
-    words = [f"--job.dump_folder={tmp_path}", "--model.tokenizer_path=bytes"]
+    arguments = [f"--job.dump_folder={tmp_path}", "--model.tokenizer_path=bytes"]
     metrics = Mock(path=tmp_path / "metrics.jsonl")
-    reporting.log_end(load(words), Mock(is_main=True), metrics, Mock(best_interval=lambda ranks: None), {}, 1)
+    reporting.log_end(load(arguments), Mock(is_main=True), metrics, Mock(best_interval=lambda ranks: None), {}, 1)
     assert "training.png cannot be drawn: [Errno 28]" in caplog.text
     metrics.summary.assert_called_once_with({"metrics": metrics.path, "job": tmp_path / "config.toml"})

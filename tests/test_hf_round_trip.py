@@ -28,7 +28,7 @@ TOKENIZER = jobs.ROOT / "tests/assets/tokenizer/tiktoken.model"
 FAMILIES = ["llama3.2", "deepseek v2", "deepseek v3", "gpt2", "mistral", "opt 350M", "qwen3", "qwen3_moe"]
 
 
-def write_theirs(shape: str, folder: Path) -> None:
+def write_hf_model(shape: str, folder: Path) -> None:
     """With a tokenizer, a chat template, two ends of a text, and numbers that no model of ours computes with."""
     args, config_class = SHAPES[shape]
     args = dataclasses.replace(args, vocab_size=2048)
@@ -36,9 +36,9 @@ def write_theirs(shape: str, folder: Path) -> None:
     config |= {"max_position_embeddings": 77, "router_aux_loss_coef": 0.125, "eos_token_id": [1793, 1801]}
     config |= {"bos_token_id": 1792, "initializer_range": 0.3}
     torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(config_class(**config), **eager(args))
-    theirs.generation_config = GenerationConfig(temperature=0.25, do_sample=True, eos_token_id=[1793, 1801])
-    theirs.save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config_class(**config), **eager(args))
+    model.generation_config = GenerationConfig(temperature=0.25, do_sample=True, eos_token_id=[1793, 1801])
+    model.save_pretrained(folder)
     for name, content in build_tokenizer(str(TOKENIZER)).as_hf_files().items():
         (folder / name).write_bytes(content)
     (folder / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
@@ -72,8 +72,8 @@ def greedy(folder: Path, prompt: str, tokens: int) -> str:
 
 
 @pytest.mark.parametrize("shape", FAMILIES)
-def test_there_and_back(shape, tmp_path, capsys):
-    write_theirs(shape, tmp_path / "theirs")
+def test_round_trip_through_training(shape, tmp_path, capsys):
+    write_hf_model(shape, tmp_path / "theirs")
     (steps, _) = run_ranks(1, jobs.train, job(shape.split()[0], tmp_path))[0]
     assert len(steps) == 2
     assert (
@@ -83,8 +83,8 @@ def test_there_and_back(shape, tmp_path, capsys):
         == 0
     )
     out = tmp_path / "run/model_hf"
-    said = greedy(out, "def f", 9).rstrip("\ufffd")  # a character that is not whole yet is not printed
-    assert said + "\n" == capsys.readouterr().out
+    text = greedy(out, "def f", 9).rstrip("\ufffd")  # a character that is not whole yet is not printed
+    assert text + "\n" == capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer.encode("import os", add_special_tokens=False) == build_tokenizer(str(TOKENIZER)).encode(
         "import os"
@@ -98,8 +98,8 @@ def test_there_and_back(shape, tmp_path, capsys):
     }
     generation = GenerationConfig.from_pretrained(out)
     assert (generation.temperature, generation.eos_token_id) == (0.25, [1793, 1801])
-    again = parts.model_args(load(job(shape.split()[0], tmp_path, model__hf_folder=out)))
-    assert again == parts.model_args(load(job(shape.split()[0], tmp_path)))
+    reloaded = parts.model_args(load(job(shape.split()[0], tmp_path, model__hf_folder=out)))
+    assert reloaded == parts.model_args(load(job(shape.split()[0], tmp_path)))
 
 
 def save_sharded(folder: str) -> str:
@@ -116,8 +116,8 @@ def save_sharded(folder: str) -> str:
     return heard.getvalue()
 
 
-def test_an_export_of_a_sharded_model_opens_and_says_nothing_of_its_gathering(tmp_path):
-    write_theirs("llama3", tmp_path / "theirs")
+def test_a_sharded_export_prints_no_warning(tmp_path):
+    write_hf_model("llama3", tmp_path / "theirs")
     jobs.write_texts(tmp_path / "data")
     assert run_ranks(4, save_sharded, str(tmp_path)) == [""] * 4
     AutoModelForCausalLM.from_pretrained(tmp_path / "run/model_hf")
@@ -129,39 +129,41 @@ ARGS = SHAPES["llama3"][0]
 FILES = {"tokenizer.json": b"{}"}
 
 
-def written(source: Source | None, args=ARGS, bos_id: int | None = 1, ends=(2,)) -> tuple[dict, dict]:
+def written_configs(source: Source | None, args=ARGS, bos_id: int | None = 1, ends=(2,)) -> tuple[dict, dict]:
     """config.json and generation_config.json."""
     files = beside_weights(CONFIG, args, "bfloat16", source=source, tokenizer_files=FILES, bos_id=bos_id, end_ids=ends)
     assert set(files) == {"config.json", "generation_config.json", "tokenizer.json"}
     return json.loads(files["config.json"]), json.loads(files["generation_config.json"])
 
 
-def test_without_a_source_the_tokenizer_says_the_ids():
-    config, generation = written(None)
+def test_without_a_source_the_ids_come_from_the_tokenizer():
+    config, generation = written_configs(None)
     assert config == CONFIG.to_hf(ARGS, "bfloat16") | {"bos_token_id": 1, "eos_token_id": 2}
     assert generation == {"bos_token_id": 1, "eos_token_id": 2}
-    assert written(None, bos_id=None)[0]["bos_token_id"] is None
+    assert written_configs(None, bos_id=None)[0]["bos_token_id"] is None
 
 
-def test_what_is_of_the_form_of_the_source_is_left_out():
-    said = CONFIG.to_hf(ARGS) | {
+def test_keys_of_the_source_format_are_dropped():
+    source_config = CONFIG.to_hf(ARGS) | {
         "use_cache": True,
         "auto_map": {"A": "b.C"},
         "dtype": "float16",
         "eos_token_id": [7, 2],
     }
-    said |= {"rope_parameters": {"rope_theta": ARGS.rope_theta, "rope_type": "default"}}
+    source_config |= {"rope_parameters": {"rope_theta": ARGS.rope_theta, "rope_type": "default"}}
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [4, 4]}
-    config, generation = written(Source(said | {"quantization_config": fp8}, {"top_k": 3, "transformers_version": "5"}))
+    config, generation = written_configs(
+        Source(source_config | {"quantization_config": fp8}, {"top_k": 3, "transformers_version": "5"})
+    )
     assert config == CONFIG.to_hf(ARGS, "bfloat16") | {"use_cache": True, "bos_token_id": 1, "eos_token_id": [7, 2]}
     assert generation == {"top_k": 3, "bos_token_id": 1, "eos_token_id": [7, 2]}
 
 
-def test_of_another_model_or_tokenizer_the_source_says_nothing():
-    said = CONFIG.to_hf(ARGS) | {"use_cache": True, "eos_token_id": [7, 8]}
-    assert written(Source(said))[0]["eos_token_id"] == 2, "the tokenizer is another"
-    assert "use_cache" not in written(Source(said), dataclasses.replace(ARGS, n_layers=1))[0]
-    assert "use_cache" not in written(Source(said | {"model_type": "mistral"}))[0]
+def test_the_source_of_another_model_or_tokenizer_is_ignored():
+    source_config = CONFIG.to_hf(ARGS) | {"use_cache": True, "eos_token_id": [7, 8]}
+    assert written_configs(Source(source_config))[0]["eos_token_id"] == 2, "the tokenizer is another"
+    assert "use_cache" not in written_configs(Source(source_config), dataclasses.replace(ARGS, n_layers=1))[0]
+    assert "use_cache" not in written_configs(Source(source_config | {"model_type": "mistral"}))[0]
 
 
 def test_a_source_that_cannot_be_read(tmp_path):

@@ -59,8 +59,8 @@ def test_a_small_file_that_becomes_a_huge_line_is_taken_for_damage(tmp_path, uni
     """40 MiB of one letter are 40 kB; tokenized they would be gigabytes."""
     content = b'{"text": "' + b"a" * (40 * 2**20) + b'"}\n' if unit == "record" else b"a" * (40 * 2**20)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content, 1))
-    (found,) = [item for item in text(str(tmp_path / "a.jsonl.gz"), "text").documents()]
-    assert isinstance(found, DataError) and "more than 32 MiB without a line end" in str(found)
+    (document,) = [item for item in text(str(tmp_path / "a.jsonl.gz"), "text").documents()]
+    assert isinstance(document, DataError) and "more than 32 MiB without a line end" in str(document)
 
 
 def test_a_model_that_no_machine_holds_is_refused():
@@ -83,16 +83,20 @@ def test_a_pipe_in_a_folder_of_hugging_face_is_not_waited_for(tmp_path, name):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_weights_that_are_not_finite_are_not_started_from(tmp_path, ranks):
     texts = jobs.write_texts(tmp_path / "texts")
-    made = dict(checkpoint__enable=True, checkpoint__last_save_model_only=True, checkpoint__last_save_in_hf=True)
-    run_ranks(1, jobs.train, jobs.arguments(tmp_path / "a", texts, training__steps=1, **made))
+    save_options = dict(
+        checkpoint__enable=True, checkpoint__last_save_model_only=True, checkpoint__last_save_in_hf=True
+    )
+    run_ranks(1, jobs.train, jobs.arguments(tmp_path / "a", texts, training__steps=1, **save_options))
     (file,) = (tmp_path / "a" / "model_hf").glob("*.safetensors")
     weights = load_file(file)
     weights["model.layers.3.mlp.up_proj.weight"][-1, -1] = torch.nan  # the last rank's
     save_file(weights, file, metadata={"format": "pt"})
-    take = dict(checkpoint__enable=True, checkpoint__initial_load_in_hf=True, training__local_batch_size=8 // ranks)
-    take |= dict(checkpoint__initial_load_path=tmp_path / "a" / "model_hf", training__steps=1)
+    load_options = dict(
+        checkpoint__enable=True, checkpoint__initial_load_in_hf=True, training__local_batch_size=8 // ranks
+    )
+    load_options |= dict(checkpoint__initial_load_path=tmp_path / "a" / "model_hf", training__steps=1)
     with pytest.raises(RankFailed, match=r"NotFinite: .*model_hf: model.layers.3.feed_forward.\S+ holds NaN"):
-        run_ranks(ranks, jobs.train, jobs.arguments(tmp_path / "b", texts, **take))
+        run_ranks(ranks, jobs.train, jobs.arguments(tmp_path / "b", texts, **load_options))
 
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -108,7 +112,7 @@ def test_published_constants_of_a_config_are_taken(theta):
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
         ({"rope_theta": 1e308}, r"rope_theta = 1e\+308; allowed: from 1 to 1e\+12"),
         ({"rope_theta": 0.0}, "rope_theta = 0.0; allowed: from 1 to"),
@@ -121,6 +125,6 @@ def test_published_constants_of_a_config_are_taken(theta):
     ],
     ids=str,
 )
-def test_absurd_constants_of_a_config_are_refused(change, said):
-    with pytest.raises(JobError, match=said):
+def test_absurd_constants_of_a_config_are_refused(change, message):
+    with pytest.raises(JobError, match=message):
         CONFIGS["llama3"].args_from(LLAMA | change)

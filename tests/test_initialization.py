@@ -158,12 +158,12 @@ def test_what_a_checkpoint_fills_is_not_drawn(tmp_path):
     adapter = dict(adapter__kind="lora", adapter__rank=4, checkpoint__initial_load_path=base)
     jobs = [job("first"), job("first", 2), job("other", checkpoint__initial_load_path=base), job("lora", **adapter)]
     jobs += [job("lora", 2, **adapter)]
-    ((first, *others),) = run_ranks(1, draws_of_jobs, *jobs)
+    ((first, *resumed),) = run_ranks(1, draws_of_jobs, *jobs)
     assert first[0] > 0
-    assert [count for count, _ in others[:2]] == [0, 0]
-    assert 0 < others[2][0] < first[0]
-    assert others[3][0] == 0
-    assert all(math.isfinite(squares) for _, squares in others)
+    assert [count for count, _ in resumed[:2]] == [0, 0]
+    assert 0 < resumed[2][0] < first[0]
+    assert resumed[3][0] == 0
+    assert all(math.isfinite(squares) for _, squares in resumed)
 
 
 def test_only_seed_name_and_shape_matter():
@@ -224,9 +224,9 @@ def test_a_tied_tensor_is_drawn_once_under_its_first_name():
             self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
             self.b.weight = self.a.weight
 
-    asked = []
-    initialize(Tied(), 0, lambda name: asked.append(name) or Normal(1.0))
-    assert asked == ["a.weight"]
+    names = []
+    initialize(Tied(), 0, lambda name: names.append(name) or Normal(1.0))
+    assert names == ["a.weight"]
 
 
 def test_a_model_without_storage_is_our_mistake():

@@ -76,9 +76,9 @@ def test_pairs_and_names(tmp_path):
 def test_numbers_are_classes_beside_names_in_a_table_of_text(kind, tmp_path):
     fields = LabelledFields("", "label", 2, class_names=("bad", "good"))
     assert [label for _, label in read(write(tmp_path, kind), fields)] == [0, 1]
-    named = [{"sentence": "it rains", "label": "1"}, {"sentence": "it shines", "label": "0"}]
+    rows = [{"sentence": "it rains", "label": "1"}, {"sentence": "it shines", "label": "0"}]
     fields = LabelledFields("", "label", 2, class_names=("1", "0"))
-    assert [label for _, label in read(write(tmp_path, kind, named), fields)] == [0, 1]
+    assert [label for _, label in read(write(tmp_path, kind, rows), fields)] == [0, 1]
 
 
 def test_quotation_marks_of_tabbed_text_are_text(tmp_path):
@@ -151,7 +151,7 @@ def test_made_sentences_are_held_out_from_each_other():
     assert len(held_out) > 500 and 0.45 < np.mean([label for _, label in held_out]) < 0.55
 
 
-def made(*texts, label=1, ended=False, longest=None):
+def encode_record(*texts, label=1, ended=False, longest=None):
     document = Document(LabelledTexts(texts, label, ended), "here", has_begin_end=True)
     ids, trained = encode(BYTES, document)
     if longest is not None:
@@ -162,15 +162,15 @@ def made(*texts, label=1, ended=False, longest=None):
 
 def test_what_a_text_and_its_class_become():
     a, b = list(b"ab"), list(b"c")
-    assert made("ab") == [BOS, *a, 1]
-    assert made("ab", ended=True) == [BOS, *a, EOS, 1]
-    assert made("ab", "c") == [BOS, *a, EOS, *b, 1]
-    assert made("ab", "c", ended=True) == [BOS, *a, EOS, EOS, *b, EOS, 1]  # as RoBERTa's tokenizer joins two
+    assert encode_record("ab") == [BOS, *a, 1]
+    assert encode_record("ab", ended=True) == [BOS, *a, EOS, 1]
+    assert encode_record("ab", "c") == [BOS, *a, EOS, *b, 1]
+    assert encode_record("ab", "c", ended=True) == [BOS, *a, EOS, EOS, *b, EOS, 1]  # as RoBERTa's tokenizer joins two
 
 
 def test_a_text_that_is_cut_keeps_its_end_and_its_class():
-    assert made("abcdef", longest=5) == [BOS, *b"abc", 1]
-    assert made("abcdef", ended=True, longest=5) == [BOS, *b"ab", EOS, 1]
+    assert encode_record("abcdef", longest=5) == [BOS, *b"abc", 1]
+    assert encode_record("abcdef", ended=True, longest=5) == [BOS, *b"ab", EOS, 1]
 
 
 ROW = [BOS, 5, 6, 1, BOS, 7, 0, 9, 9]  # two records of classes 1 and 0, and padding
@@ -183,8 +183,8 @@ ROW = [BOS, 5, 6, 1, BOS, 7, 0, 9, 9]  # two records of classes 1 and 0, and pad
 def test_a_class_is_the_label_of_one_token(first, labels):
     rows, begins = np.array([ROW]), (np.array([0, 0, 0]), np.array([0, 4, 7]))
     trained = np.isin(np.arange(9), [3, 6])[None]
-    tokens, found, documents, positions = class_arrays(rows, begins, 258, trained, 9, first)
-    assert found.tolist() == [labels]
+    tokens, label_array, documents, positions = class_arrays(rows, begins, 258, trained, 9, first)
+    assert label_array.tolist() == [labels]
     assert tokens.tolist() == [[BOS, 5, 6, 9, BOS, 7, 9, 9]], "no token shows the class"
     assert documents.tolist() == [[0, 0, 0, 1, 2, 2, 3, 4]]
     assert positions.tolist() == [[0, 1, 2, 0, 0, 1, 0, 0]]

@@ -155,29 +155,29 @@ def test_blocks_share_one_graph_without_breaks():
         block.compile(backend=count, fullgraph=True)
     torch.testing.assert_close(model(x, document_ids=documents), expected, rtol=1e-5, atol=1e-5)
     assert len(graphs) == 1
-    whole = torch.compile(build(args), backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(whole(x, document_ids=documents), expected, rtol=1e-5, atol=1e-5)
+    compiled = torch.compile(build(args), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, document_ids=documents), expected, rtol=1e-5, atol=1e-5)
 
 
 def angles_in_blocks():
     model = build()
-    seen = []
+    rotations = []
     for block in model.layers.values():
-        block.register_forward_pre_hook(lambda module, args: seen.append(args[1].rotation))
+        block.register_forward_pre_hook(lambda module, args: rotations.append(args[1].rotation))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)  # as data_parallel.py has it
     mesh = init_device_mesh("cpu", (2,))
     for block in model.layers.values():
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     logits = model(tokens())
-    return logits.dtype, seen
+    return logits.dtype, rotations
 
 
 def test_angles_stay_exact_under_fsdp_in_bfloat16():
     exact = build().rotary(torch.arange(12)[None])
-    for dtype, seen in run_ranks(2, angles_in_blocks):
+    for dtype, rotations in run_ranks(2, angles_in_blocks):
         assert dtype == torch.bfloat16
-        assert len(seen) == 2 and all(torch.equal(rotation, exact) for rotation in seen)
+        assert len(rotations) == 2 and all(torch.equal(rotation, exact) for rotation in rotations)
 
 
 def test_patterns_find_modules_through_wrappers():

@@ -28,8 +28,8 @@ def test_lines_are_plain_unless_times_are_asked_for(capsys):
     set_up_logging(Ranks())
     logger.info("hello")
     logger.warning("look out")
-    said = capsys.readouterr()
-    assert said.out == "hello\n" and said.err == "WARNING: look out\n"
+    printed = capsys.readouterr()
+    assert printed.out == "hello\n" and printed.err == "WARNING: look out\n"
     set_up_logging(Ranks(rank=1, logs=True), timestamps=True)
     logger.info("hello")
     logger.info("\nthe end\n  of it")
@@ -52,11 +52,11 @@ class Full(io.StringIO):
 
 def test_a_file_that_cannot_be_written_ends_nothing(tmp_path, capsys):
     set_up_logging(Ranks(), folder=tmp_path)
-    (file,) = [each for each in logging.getLogger("torchtitan").handlers if isinstance(each, LogFile)]
+    (file,) = [handler for handler in logging.getLogger("torchtitan").handlers if isinstance(handler, LogFile)]
     file.setStream(Full())
     logger.info("hello")
-    said = capsys.readouterr()
-    assert said.out == "hello\n" and said.err == ""
+    printed = capsys.readouterr()
+    assert printed.out == "hello\n" and printed.err == ""
 
 
 def test_lines_that_nobody_takes_end_nothing_and_are_told_of_once(monkeypatch, capsys):
@@ -64,8 +64,8 @@ def test_lines_that_nobody_takes_end_nothing_and_are_told_of_once(monkeypatch, c
     set_up_logging(Ranks())
     logger.info("hello")
     logger.info("hello again")
-    told = "the run's lines cannot be written (No space left on device); it goes on without\n"
-    assert capsys.readouterr().err == told
+    message = "the run's lines cannot be written (No space left on device); it goes on without\n"
+    assert capsys.readouterr().err == message
 
 
 def test_paths_are_said_from_where_the_run_was_started(tmp_path, capsys, monkeypatch):
@@ -88,17 +88,17 @@ def test_a_run_that_is_asked_to_writes_a_file_for_each_rank(tmp_path):
         assert "INFO step 2/2  loss" in (tmp_path / f"run/logs/rank-0000{rank}.log").read_text()
 
 
-def logged(argv: list[str]) -> list[str]:
+def train_and_log(argv: list[str]) -> list[str]:
     """What the run says on this rank."""
-    kept: list[str] = []
+    lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: kept.append(record.getMessage())
+    handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("torchtitan").addHandler(handler)
     try:
         jobs.train(argv)
     finally:
         logging.getLogger("torchtitan").removeHandler(handler)
-    return kept
+    return lines
 
 
 def test_a_resumed_run_says_that_its_learning_rate_jumps(tmp_path):
@@ -106,8 +106,10 @@ def test_a_resumed_run_says_that_its_learning_rate_jumps(tmp_path):
     options = dict(checkpoint__enable=True, lr_scheduler__warmup_steps=2)
 
     def run(steps: int) -> list[str]:
-        (said,) = run_ranks(1, logged, jobs.arguments(tmp_path / "run", texts, training__steps=steps, **options))
-        return [line for line in said if "jumps" in line]
+        (log_lines,) = run_ranks(
+            1, train_and_log, jobs.arguments(tmp_path / "run", texts, training__steps=steps, **options)
+        )
+        return [line for line in log_lines if "jumps" in line]
 
     assert run(4) == [] == run(4)  # the second has nothing left to do
     (line,) = run(12)

@@ -38,10 +38,10 @@ def test_impossible_windows_are_refused():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_and_every_gradient_equal_transformers(shape, dtype, tolerance, monkeypatch):
     model = build(Mistral, SHAPES[shape], dtype=dtype)
-    theirs = twin(MistralForCausalLM, MistralConfig, model, HF, dtype)
+    hf_model = twin(MistralForCausalLM, MistralConfig, model, HF, dtype)
     exactly = dtype == torch.float64
-    with exact(modeling_mistral, model, theirs, monkeypatch) if exactly else nullcontext():
-        compare(model, theirs, HF, tolerance)
+    with exact(modeling_mistral, model, hf_model, monkeypatch) if exactly else nullcontext():
+        compare(model, hf_model, HF, tolerance)
 
 
 @torch.no_grad()
@@ -58,10 +58,10 @@ def test_a_layer_reaches_back_one_window():
 def test_a_window_as_long_as_the_sequence_hides_nothing():
     tokens = tokens_for(WINDOW, 1, 20)
     models = [build(Mistral, dataclasses.replace(WINDOW, sliding_window=window)) for window in (0, 20, 19)]
-    every, whole, shorter = (model(tokens) for model in models)
-    assert torch.equal(every, whole)
-    assert torch.equal(every[:, :19], shorter[:, :19]) or close(shorter[:, :19], every[:, :19], 2e-6)
-    assert not close(shorter[:, 19:], every[:, 19:], 1e-4)
+    unlimited, full, shorter = (model(tokens) for model in models)
+    assert torch.equal(unlimited, full)
+    assert torch.equal(unlimited[:, :19], shorter[:, :19]) or close(shorter[:, :19], unlimited[:, :19], 2e-6)
+    assert not close(shorter[:, 19:], unlimited[:, 19:], 1e-4)
 
 
 @pytest.mark.parametrize("flavor", SIZES["mistral"])
@@ -76,10 +76,10 @@ def test_what_a_config_leaves_out_is_as_in_transformers():
     for name in ("sliding_window", "head_dim", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings"):
         del config[name]
     config["num_attention_heads"] = 8
-    ours, theirs = HF.config.args_from(config), MistralConfig(**config)
+    ours, hf_config = HF.config.args_from(config), MistralConfig(**config)
     assert (ours.sliding_window, ours.head_dim, ours.n_kv_heads) == (4096, 4, 8)
-    assert (theirs.sliding_window, theirs.head_dim, theirs.num_key_value_heads) == (4096, 4, 8)
-    assert (ours.norm_eps, ours.max_seq_len) == (theirs.rms_norm_eps, theirs.max_position_embeddings)
+    assert (hf_config.sliding_window, hf_config.head_dim, hf_config.num_key_value_heads) == (4096, 4, 8)
+    assert (ours.norm_eps, ours.max_seq_len) == (hf_config.rms_norm_eps, hf_config.max_position_embeddings)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

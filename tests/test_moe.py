@@ -58,9 +58,9 @@ def test_the_native_product_equals_the_loop(sizes, dtype, monkeypatch):
     # relative to the largest: float32 sums of 24 terms, and results rounded to 11 or 8 bits, some of them twice
     tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
     for product in (products._loop, products._opaque):
-        for got, wanted, precise in zip(ours, product_and_gradients(product, x, w, sizes), exact, strict=True):
+        for got, expected, precise in zip(ours, product_and_gradients(product, x, w, sizes), exact, strict=True):
             largest = precise.abs().max().item() if precise.numel() else 0.0
-            torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance * largest)
+            torch.testing.assert_close(got, expected, rtol=0, atol=tolerance * largest)
             torch.testing.assert_close(got.double(), precise, rtol=0, atol=tolerance * largest)
 
 
@@ -71,8 +71,8 @@ def test_the_loop_runs_where_the_native_product_does_not(sizes, dtype, width, mo
     x, w = torch.randn(sum(sizes), width, dtype=dtype), torch.randn(4, width, 7, dtype=dtype)
     exact = product_and_gradients(by_rows, x.double(), w.double(), sizes)
     for product in (grouped_mm, products._opaque):
-        for got, wanted in zip(product_and_gradients(product, x, w, sizes), exact, strict=True):
-            torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+        for got, expected in zip(product_and_gradients(product, x, w, sizes), exact, strict=True):
+            torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_alignment_decides_as_torch_does():
@@ -184,11 +184,11 @@ def test_equal_to_the_formula(routing):
         inputs = {"x": x, **dict(layer.named_parameters())}
         gradients = torch.autograd.grad((y * weight).sum(), list(inputs.values()), allow_unused=True)
         results.append({"y": y, **dict(zip(inputs, gradients, strict=True))})
-    for name, wanted in results[1].items():
+    for name, expected in results[1].items():
         got = results[0][name]
-        if wanted is None:  # normalized over a single expert, its score has no say
-            wanted = torch.zeros_like(got)
-        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10 * wanted.abs().max().item(), msg=name)
+        if expected is None:  # normalized over a single expert, its score has no say
+            expected = torch.zeros_like(got)
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item(), msg=name)
 
 
 def test_rows_of_an_expert_stay_in_the_order_of_the_tokens():

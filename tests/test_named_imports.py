@@ -25,12 +25,12 @@ LAZY = ("numpy.random", "torch._dynamo", "torch._dynamo.config", "torch._inducto
 @cache
 def is_module(name: str) -> bool:
     """Whether there is a file or folder for it. Only the first of its packages may get imported by asking."""
-    root, *rest = name.split(".")
+    root, *subpackages = name.split(".")
     spec = find_spec(root)
-    if spec is None or not rest:
+    if spec is None or not subpackages:
         return spec is not None
     return any(
-        Path(place, *rest).with_suffix(".py").is_file() or Path(place, *rest, "__init__.py").is_file()
+        Path(place, *subpackages).with_suffix(".py").is_file() or Path(place, *subpackages, "__init__.py").is_file()
         for place in spec.submodule_search_locations or ()
     )
 
@@ -48,9 +48,9 @@ def bound(tree: ast.Module) -> tuple[dict[str, str], set[str]]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             imported.add(node.module)
             for alias in node.names:
-                if is_module(whole := f"{node.module}.{alias.name}"):
-                    imported.add(whole)
-                    names[alias.asname or alias.name] = whole
+                if is_module(full_name := f"{node.module}.{alias.name}"):
+                    imported.add(full_name)
+                    names[alias.asname or alias.name] = full_name
     return names, {".".join(name.split(".")[:end]) for name in imported for end in range(1, name.count(".") + 2)}
 
 
@@ -84,8 +84,10 @@ def with_packages() -> set[str]:
 
 
 def test_no_module_is_used_that_its_file_has_not_imported():
-    found = [f"{path.relative_to(ROOT)}:{line}: {name}" for path in FILES for line, name in forgotten(path.read_text())]
-    assert not found, "\n".join(found)
+    missing = [
+        f"{path.relative_to(ROOT)}:{line}: {name}" for path in FILES for line, name in forgotten(path.read_text())
+    ]
+    assert not missing, "\n".join(missing)
 
 
 def test_one_that_is_forgotten_is_found():

@@ -18,7 +18,7 @@ from torchtitan.rules import check
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
+def outside_of_repository(tmp_path, monkeypatch):
     """Far from the repository."""
     monkeypatch.chdir(tmp_path)
 
@@ -35,15 +35,15 @@ def test_a_file_of_the_same_name_goes_first(tmp_path):
     assert load(["--job.config_file=debug_model"]).training.steps == 7
 
 
-def test_a_job_is_named_as_people_do(tmp_path):
+def test_a_job_file_may_be_given_in_several_ways(tmp_path):
     (tmp_path / "job.toml").write_text("[training]\nsteps = 7\n")
-    for words in (
+    for arguments in (
         ["job.toml"],
         ["--config", "job.toml"],
         ["--config_file=job.toml"],
         ["--job.config-file", "job.toml"],
     ):
-        assert load(words).training.steps == 7
+        assert load(arguments).training.steps == 7
     assert load(["job.toml", "--training.steps", "9"]).training.steps == 9
     with pytest.raises(ConfigError, match="jobs are .toml files, or names of `torchtitan list jobs`"):
         load(["job"])
@@ -57,11 +57,11 @@ def test_the_debug_tokenizer_is_part_of_the_package():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_without_a_job_it_is_said_what_to_type(ranks, capsys, monkeypatch):
+def test_without_a_job_the_error_suggests_commands(ranks, capsys, monkeypatch):
     monkeypatch.setattr("torchtitan.launch.load_job", lambda *arguments: pytest.fail("ten thousand steps would begin"))
     assert launch(ranks, []) == 2
-    said = capsys.readouterr().err
-    assert "torchtitan train debug_model" in said and "torchtitan init my_job.toml" in said
+    errors = capsys.readouterr().err
+    assert "torchtitan train debug_model" in errors and "torchtitan init my_job.toml" in errors
 
 
 def test_version(capsys):
@@ -83,7 +83,7 @@ def test_init_writes_a_job_that_runs(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["there.toml"], "there.toml: exists; give another name"),
         (["a", "b"], "torchtitan init: one argument too many: b"),
@@ -91,9 +91,9 @@ def test_init_writes_a_job_that_runs(tmp_path, capsys):
         (["no/folder/job.toml"], "cannot be written (No such file or directory)"),
     ],
 )
-def test_init_refuses(words, said, tmp_path, capsys):
+def test_init_refuses(arguments, message, tmp_path, capsys):
     (tmp_path / "there.toml").write_text("mine")
-    assert cli.main(["init", *words]) == 2 and said in capsys.readouterr().err
+    assert cli.main(["init", *arguments]) == 2 and message in capsys.readouterr().err
     assert (tmp_path / "there.toml").read_text() == "mine"
 
 
@@ -103,7 +103,7 @@ def test_init_refuses(words, said, tmp_path, capsys):
 def test_bash_completes_commands_options_and_words(tmp_path):
     assert shutil.which("bash")
     (tmp_path / "script").write_text(completion.bash())
-    for words, expected in (
+    for typed, expected in (
         ("torchtitan pre", {"preview", "prepare", "presets"}),
         ("torchtitan presets cp sft_q", {"sft_qlora"}),
         ("torchtitan presets c", {"cat", "cp"}),
@@ -111,11 +111,11 @@ def test_bash_completes_commands_options_and_words(tmp_path):
         ("torchtitan train --activation_checkpoint.mode f", {"full", "full_keep_comm"}),
         ("torchtitan train debug", {"debug_model"}),
     ):
-        parts = " ".join(f"'{word}'" for word in words.split())
-        given = f"COMP_WORDS=({parts}); COMP_CWORD={len(words.split()) - 1}"
-        line = f"source ./script; {given}; _torchtitan; echo ${{COMPREPLY[@]}}"
-        found = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True, cwd=tmp_path)
-        assert set(found.stdout.split()) == expected
+        parts = " ".join(f"'{argument}'" for argument in typed.split())
+        variables = f"COMP_WORDS=({parts}); COMP_CWORD={len(typed.split()) - 1}"
+        line = f"source ./script; {variables}; _torchtitan; echo ${{COMPREPLY[@]}}"
+        completed = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True, cwd=tmp_path)
+        assert set(completed.stdout.split()) == expected
 
 
 @pytest.mark.parametrize("shell", command_lines.SHELLS)
@@ -149,5 +149,5 @@ def test_the_schema_has_every_option(capsys):
 
 def test_list_names_what_is_shipped(capsys):
     assert cli.main(["list", "jobs", "tokenizers"]) == 0
-    said = capsys.readouterr().out
-    assert "\n  debug_model\n" in said and "\n  debug\n" in said
+    output = capsys.readouterr().out
+    assert "\n  debug_model\n" in output and "\n  debug\n" in output

@@ -61,9 +61,9 @@ def test_check_and_preview_speak_of_pairs(tmp_path, capsys):
     rows = write_pairs(tmp_path / "rows.jsonl")
     argv = dpo_arguments(tmp_path / "run", rows)
     assert cli.main(["check", *argv, "--no-memory"]) == 0
-    said = capsys.readouterr().out
-    assert "4 pairs (8 answers) of up to 24 tokens a step, in 2 forward passes" in said
-    assert "batch sizes count pairs, not answers: a job that was written when they counted answers needs half" in said
+    output = capsys.readouterr().out
+    assert "4 pairs (8 answers) of up to 24 tokens a step, in 2 forward passes" in output
+    assert "batch sizes count pairs, not answers: a job that was written when they counted answers needs half" in output
     assert cli.main(["preview", *argv, "--samples", "3"]) == 0
     assert capsys.readouterr().out.count("\nsample ") == 6
     assert cli.main(["prepare", *argv]) == 0
@@ -108,21 +108,21 @@ def test_a_run_that_counted_answers_goes_on_with_half_of_the_sizes(before):
 def test_a_run_that_counted_answers_does_not_go_on_with_twice_as_many(before, monkeypatch):
     rows, _, folder = before
     old = dict(training__local_batch_size=4, training__global_batch_size=8, lr_scheduler__total_steps=8)
-    told = (
+    message = (
         "batch sizes count pairs now: write training.local_batch_size = 2 and training.global_batch_size = 4; else "
         "bring it back"
     )
-    with pytest.raises(RankFailed, match=told):
+    with pytest.raises(RankFailed, match=message):
         run_ranks(1, jobs.train, dpo_arguments(folder, rows, **old))
-    argv = [word for word in dpo_arguments(folder, rows, **old) if "tokenizer_path" not in word]
+    argv = [argument for argument in dpo_arguments(folder, rows, **old) if "tokenizer_path" not in argument]
     (line,) = (line for line in lines(*argv) if "global_batch_size" in line)
-    assert "training.global_batch_size: given 8; allowed: 4, as in step-00000004" in line and told in line
+    assert "training.global_batch_size: given 8; allowed: 4, as in step-00000004" in line and message in line
 
 
 def test_what_is_kept_says_what_it_counts(tmp_path):
     config = job(tmp_path)
-    kept = parts.job_of_checkpoint(config, parts.dims(config, 1))
-    assert (kept["samples"], kept[ROWS_PER_SAMPLE]) == (6, 2)
+    saved_job = parts.job_of_checkpoint(config, parts.dims(config, 1))
+    assert (saved_job["samples"], saved_job[ROWS_PER_SAMPLE]) == (6, 2)
     plain = dataclasses.replace(config, task=type(config.task)())
     assert parts.job_of_checkpoint(plain, parts.dims(plain, 1))[ROWS_PER_SAMPLE] == 1
     assert torch.is_tensor(batches.zero_batch(config, parts.dims(config, 1), False)["tokens"])

@@ -41,12 +41,12 @@ def test_other_time_does_not_count():
 def test_another_thread_has_no_bound_and_goes_on():
     done = []
 
-    def beside():
+    def in_another_thread():
         with at_most(0.001), unhurried():
             time.sleep(0.02)
             done.append(True)
 
-    thread = threading.Thread(target=beside)
+    thread = threading.Thread(target=in_another_thread)
     thread.start()
     thread.join()
     assert done

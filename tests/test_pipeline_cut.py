@@ -37,9 +37,9 @@ def even_cut(num_layers: int, num_stages: int, first_less: int, last_less: int) 
 def test_cut_is_torchtitans_where_that_leaves_no_stage_empty():
     compared = 0
     for layers, stages, first, last in product(range(1, 41), range(2, 9), range(4), range(4)):
-        wanted = even_cut(layers, stages, first, last)
-        if min(wanted) >= 1:
-            assert layers_of_stages(layers, stages, first, last) == wanted
+        expected = even_cut(layers, stages, first, last)
+        if min(expected) >= 1:
+            assert layers_of_stages(layers, stages, first, last) == expected
             compared += 1
     assert compared > 2000
 
@@ -66,62 +66,64 @@ def test_names_of_a_cut():
 def test_names_given_by_hand():
     modules = model_modules(3)
     check_modules([modules[:2], modules[2:]], modules)
-    for stages, words in (
+    for stages, message in (
         ([modules[:2], modules[2:-1]], "no stage has output"),
         ([modules[:2], [*modules[1:]]], "layers.0 is named more than once"),
         ([[*modules[:2], "layers.7"], modules[2:]], "the model has no layers.7"),
         ([[modules[1], modules[0]], modules[2:]], "layers.0 stands where tok_embeddings comes in the model"),
         ([modules[:1], modules[1:]], "stage 0 has none of the layers"),
     ):
-        with pytest.raises(JobError, match=f"{words}.*in order are tok_embeddings, layers.0, .*, norm, output"):
+        with pytest.raises(JobError, match=f"{message}.*in order are tok_embeddings, layers.0, .*, norm, output"):
             check_modules(stages, modules)
 
 
-def test_places_are_torchs():
+def test_stages_are_assigned_to_ranks_as_in_torch():
     from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
 
-    for pp, each, style in product((1, 2, 3, 4, 8), (1, 2, 3, 4), ("loop", "v")):
-        of_rank = generate_rank_to_stage_mapping(pp, pp * each, style)
-        assert [stages_of_rank(rank, pp, pp * each, style) for rank in range(pp)] == [of_rank[r] for r in range(pp)]
+    for pp, stages_per_rank, style in product((1, 2, 3, 4, 8), (1, 2, 3, 4), ("loop", "v")):
+        of_rank = generate_rank_to_stage_mapping(pp, pp * stages_per_rank, style)
+        assert [stages_of_rank(rank, pp, pp * stages_per_rank, style) for rank in range(pp)] == [
+            of_rank[r] for r in range(pp)
+        ]
 
 
-@pytest.mark.parametrize("pp, each, style", product((1, 2, 3, 4), (1, 2, 4), ("loop", "v")))
-def test_forward_order(pp, each, style):
+@pytest.mark.parametrize("pp, stages_per_rank, style", product((1, 2, 3, 4), (1, 2, 4), ("loop", "v")))
+def test_forward_order(pp, stages_per_rank, style):
     """All pairs once, each after the one before it; no rank is idle but while the pipeline fills and empties; and what
     is on the way (begun and not at the last stage) does not grow with the number of microbatches.
     """
     from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-    of_stage = generate_stage_to_rank_mapping(pp, pp * each, style)
-    ranks = [of_stage[stage] for stage in range(pp * each)]
+    of_stage = generate_stage_to_rank_mapping(pp, pp * stages_per_rank, style)
+    ranks = [of_stage[stage] for stage in range(pp * stages_per_rank)]
     for microbatches in (1, 2, 5, 16):
         order = forward_order(ranks, microbatches)
-        assert sorted(order) == list(product(range(pp * each), range(microbatches)))
+        assert sorted(order) == list(product(range(pp * stages_per_rank), range(microbatches)))
         free, done, on_the_way = [0] * pp, {}, 0
         for stage, microbatch in order:
             done[stage, microbatch] = max(free[ranks[stage]], done.get((stage - 1, microbatch), 0)) + 1
             free[ranks[stage]] = done[stage, microbatch]
-            on_the_way += (stage == 0) - (stage == pp * each - 1)
+            on_the_way += (stage == 0) - (stage == pp * stages_per_rank - 1)
             assert on_the_way <= 2 * pp
-        assert max(free) <= (microbatches + pp - 1) * each
+        assert max(free) <= (microbatches + pp - 1) * stages_per_rank
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_numbers_that_torchs_classes_take(name):
+def test_schedules_accept_the_same_numbers_as_torchs_classes(name):
     """Ours are the same, but for 1F1B, which runs by a table of ours with fewer microbatches than stages too."""
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     schedule = get_schedule_class(name)
-    for pp, each, count in product((2, 3, 4), (1, 2, 3), range(1, 14)):
-        num_stages = pp * each
+    for pp, stages_per_rank, count in product((2, 3, 4), (1, 2, 3), range(1, 14)):
+        num_stages = pp * stages_per_rank
         stages = [
             SimpleNamespace(
                 num_stages=num_stages, group_size=pp, group_rank=0, submod=None, stage_index=i, is_last=False
             )
-            for i in range(each)
+            for i in range(stages_per_rank)
         ]
         if SCHEDULES[name].stages_per_rank == 1:
-            if each > 1:
+            if stages_per_rank > 1:
                 with pytest.raises(JobError, match=f"needs exactly 1 stage per rank, {pp} on {pp} ranks"):
                     check_stages(name, pp, num_stages)
             else:
@@ -130,15 +132,15 @@ def test_numbers_that_torchs_classes_take(name):
             continue
         try:
             schedule(stages, count)
-            taken = each > 1  # torch also runs a schedule of several stages with one
+            is_accepted = stages_per_rank > 1  # torch also runs a schedule of several stages with one
         except ValueError:
-            taken = False
+            is_accepted = False
         try:
             check_stages(name, pp, num_stages)
             check_microbatches(name, count, pp, num_stages)
-            assert taken, (pp, each, count)
+            assert is_accepted, (pp, stages_per_rank, count)
         except JobError:
-            assert not taken, (pp, each, count)
+            assert not is_accepted, (pp, stages_per_rank, count)
 
 
 def test_number_of_stages():
@@ -146,7 +148,7 @@ def test_number_of_stages():
     assert num_stages_for("ZBVZEROBUBBLE", 2, 5, None) == 4
     assert num_stages_for("Interleaved1F1B", 2, 6, 2, 1, 1) == 4
     assert num_stages_for("LoopedBFS", 2, 6, 1, 0, 0) == 6
-    for arguments, words in (
+    for arguments, message in (
         (("1F1B", 4, 3, None), "3 layers cannot fill 4 pipeline stages .* at most 3 stages"),
         (("DualPipeV", 4, 6, None), "6 layers cannot fill 8 pipeline stages"),
         (("ZBVZeroBubble", 2, 6, 3), "3 layers per stage make 3 stages .* exactly 2 stages per rank, 4 on 2 .* do: 2$"),
@@ -155,7 +157,7 @@ def test_number_of_stages():
         (("LoopedBFS", 4, 6, 3, 1, 1), "multiple of 4 ranks, at least 8; layers per stage that would do: none"),
         (("ZBV", 4, 6, 3), "no pipeline schedule 'ZBV'; choose one of GPipe, 1F1B, .*, DualPipeV"),
     ):
-        with pytest.raises(JobError, match=words):
+        with pytest.raises(JobError, match=message):
             num_stages_for(*arguments)
 
 
@@ -173,15 +175,15 @@ def test_microbatches_of_a_local_batch():
 
 
 @pytest.mark.parametrize(
-    "name, count, pp, words",
+    "name, count, pp, message",
     [
         ("Interleaved1F1B", 7, 2, "in 3 rounds of equal size, .* nearest numbers that would do: 6, 8$"),
         ("InterleavedZeroBubble", 11, 4, "in 2 rounds of equal size, .* nearest numbers that would do: 10, 12$"),
         ("DualPipeV", 3, 2, "with 4 stages needs at least 4 microbatches in a local batch, not 3"),
     ],
 )
-def test_microbatches_that_a_schedule_does_not_take(name, count, pp, words):
-    with pytest.raises(JobError, match=words):
+def test_microbatches_that_a_schedule_does_not_take(name, count, pp, message):
+    with pytest.raises(JobError, match=message):
         check_microbatches(name, count, pp, 2 * pp)
 
 

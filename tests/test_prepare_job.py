@@ -15,18 +15,18 @@ from torchtitan.datasets import preparing
 from torchtitan.datasets.token_shards import TokenShards
 
 
-def prepared(argv, capsys):
+def prepare_and_read(argv, capsys):
     assert prepare.main(argv) == 0
     return capsys.readouterr().out.splitlines()
 
 
-def test_the_run_starts_on_it(tmp_path, capsys, monkeypatch):
+def test_a_run_uses_the_prepared_tokens(tmp_path, capsys, monkeypatch):
     """Also with validation data of its own, and more workers."""
-    rows, others = write_rows(tmp_path / "rows"), write_rows(tmp_path / "others", count=9)
-    own = dict(validation__split=None, validation__dataset="text", validation__dataset_path=others)
-    argv = [word for word in sft_arguments(tmp_path / "run", rows, **own) if not word.endswith("=None")]
+    rows, validation_rows = write_rows(tmp_path / "rows"), write_rows(tmp_path / "others", count=9)
+    options = dict(validation__split=None, validation__dataset="text", validation__dataset_path=validation_rows)
+    argv = [argument for argument in sft_arguments(tmp_path / "run", rows, **options) if not argument.endswith("=None")]
     (tmp_path / "job.toml").write_text(manager.to_toml(manager.load(argv)))
-    shown = prepared([str(tmp_path / "job.toml"), "--data.num_proc=2"], capsys)
+    shown = prepare_and_read([str(tmp_path / "job.toml"), "--data.num_proc=2"], capsys)
     monkeypatch.setattr(preparing, "prepare", lambda *args: pytest.fail("tokenized again"))
     config = manager.load(argv)
     plan = parts.dims(config, 1)
@@ -35,16 +35,16 @@ def test_the_run_starts_on_it(tmp_path, capsys, monkeypatch):
     (training,) = data.data_sources(config, "training")
     data.data_sources(config, "validation")
     assert isinstance(training.source, TokenShards)
-    made = data.describe_samples(config, [training.source])
-    assert shown[-2].startswith(f"samples {made}; ") and [len(line.split()) for line in shown[1:3]] == [12, 12]
+    samples = data.describe_samples(config, [training.source])
+    assert shown[-2].startswith(f"samples {samples}; ") and [len(line.split()) for line in shown[1:3]] == [12, 12]
 
 
-def test_what_became_of_the_records_is_a_table(tmp_path, capsys):
+def test_the_output_has_a_table_of_the_records(tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     lengths = [10] * 50 + [60] * 40 + [90] * 10  # with begin, end and a prompt of one byte
     records = [{"prompt": "a", "completion": "b" * (length - 3)} for length in lengths]
     rows.write_text("".join(json.dumps(record) + "\n" for record in records))
-    shown = prepared(sft_arguments(tmp_path / "run", rows, training__seq_len=63), capsys)
+    shown = prepare_and_read(sft_arguments(tmp_path / "run", rows, training__seq_len=63), capsys)
     header, row, advice, samples, _ = shown
     assert header.split()[:4] == ["records", "whole", "cut", "left"]
     assert row.split()[2:] == ["100", "90", "0", "10", "60", "90", "90", "90", "2,900", "93.8%"]
@@ -54,13 +54,13 @@ def test_what_became_of_the_records_is_a_table(tmp_path, capsys):
 
 def test_texts_of_epochs_have_no_records(tmp_path, capsys):
     argv = arguments(tmp_path / "run", write_texts(tmp_path), training__epochs=1)
-    _, row, samples, _ = prepared([word for word in argv if "training.steps" not in word], capsys)
+    _, row, samples, _ = prepare_and_read([argument for argument in argv if "training.steps" not in argument], capsys)
     assert row.split()[2:3] == ["120"] and row.endswith("100.0%") and "in a pass; " in samples
 
 
 def test_a_job_for_gpus_is_prepared_anywhere(tmp_path, capsys):
     argv = sft_arguments(tmp_path / "run", write_rows(tmp_path), training__dataloader__pin_memory=True)
-    assert "samples " in prepared(argv, capsys)[-2]
+    assert "samples " in prepare_and_read(argv, capsys)[-2]
 
 
 def test_refusals(tmp_path):
@@ -75,9 +75,9 @@ def test_refusals(tmp_path):
 def test_where_all_records_are_too_long(tmp_path):
     rows = write_rows(tmp_path / "rows")
     argv = sft_arguments(tmp_path / "run", rows, training__seq_len=64, validation__enable=False)
-    argv = [word for word in argv if not word.startswith("--validation.") or "enable" in word]
-    told = (
+    argv = [argument for argument in argv if not argument.startswith("--validation.") or "enable" in argument]
+    message = (
         r"rows.jsonl: no record is left of it \(0 whole, 60 dropped; lengths .*; training.seq_len = \d+ would keep 99 %"
     )
-    with pytest.raises(JobError, match=told):
+    with pytest.raises(JobError, match=message):
         prepare.main(argv)

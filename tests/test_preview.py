@@ -75,9 +75,9 @@ def test_long_documents_show_their_ends():
     tokenizer = build_tokenizer("bytes")
     view = preview.View(tokenizer, 10, ids=False, colour=False)
     tokens = tokenizer.encode("abcdefghijklmnop")
-    learned = [True] * 16
-    assert view._piece(tokens, learned, 8) == "abcdef\n... 8 more tokens ...\nop"
-    assert view._piece(tokens[:8], learned[:8], 8) == "abcdefgh"
+    loss_mask = [True] * 16
+    assert view._piece(tokens, loss_mask, 8) == "abcdef\n... 8 more tokens ...\nop"
+    assert view._piece(tokens[:8], loss_mask[:8], 8) == "abcdefgh"
 
 
 SEGMENTS = [{"text": "Two? ", "label": False}, {"text": "Four.", "label": True}]
@@ -170,9 +170,9 @@ def test_a_record_of_a_pack_begins_in_it(tmp_path, capsys):
     """Also under a template that writes no token ahead of it."""
     (tmp_path / "a.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 4)
     template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
-    words = ["--task.kind=sft", "--model.tokenizer_path=bytes", "--training.dataset=text", "--training.seq_len=24"]
-    words += [f"--training.dataset_path={tmp_path}/a.jsonl", f"--data.chat_template={template}"]
-    assert preview.main([*words, f"--job.dump_folder={tmp_path}/run", "--samples", "1"]) == 0
+    arguments = ["--task.kind=sft", "--model.tokenizer_path=bytes", "--training.dataset=text", "--training.seq_len=24"]
+    arguments += [f"--training.dataset_path={tmp_path}/a.jsonl", f"--data.chat_template={template}"]
+    assert preview.main([*arguments, f"--job.dump_folder={tmp_path}/run", "--samples", "1"]) == 0
     shown = capsys.readouterr().out
     assert "--- document 1: tokens 10-19, positions 0-9 ---" in shown and "begun in an earlier" not in shown
 
@@ -181,11 +181,11 @@ def test_samples_that_are_grouped_by_length_are_those_of_the_first_step(tmp_path
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"prompt": "x" * n, "completion": "y"}) + "\n" for n in range(1, 41))
     )
-    words = ["--task.kind=sft", "--model.tokenizer_path=bytes", "--training.dataset=text", "--training.seq_len=64"]
-    words += [f"--training.dataset_path={tmp_path}/a.jsonl", "--data.packing=off", "--data.group_by_length"]
-    words += ["--training.epochs=1", "--training.local_batch_size=8", f"--job.dump_folder={tmp_path}/run"]
-    config, tokenizer = manager.load(words), build_tokenizer("bytes")
-    alone = parts.one_rank_job(config)
-    trained = next(iter(training_loader(alone, tokenizer, 0, parts.dims(alone, 1))))["tokens"]
+    arguments = ["--task.kind=sft", "--model.tokenizer_path=bytes", "--training.dataset=text", "--training.seq_len=64"]
+    arguments += [f"--training.dataset_path={tmp_path}/a.jsonl", "--data.packing=off", "--data.group_by_length"]
+    arguments += ["--training.epochs=1", "--training.local_batch_size=8", f"--job.dump_folder={tmp_path}/run"]
+    config, tokenizer = manager.load(arguments), build_tokenizer("bytes")
+    one_rank_job = parts.one_rank_job(config)
+    trained = next(iter(training_loader(one_rank_job, tokenizer, 0, parts.dims(one_rank_job, 1))))["tokens"]
     shown = preview.first_batch(config, tokenizer, 2)["tokens"]
     assert torch.equal(shown[:, :8], trained[:2, :8])

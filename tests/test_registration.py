@@ -131,7 +131,7 @@ def test_names_of_an_installed_package_are_known_like_ours(installed, tmp_path, 
 
 def test_a_job_of_such_names_trains_as_one_of_ours(installed, tmp_path):
     texts = jobs.write_texts(tmp_path / "data")
-    ours = jobs.arguments(
+    builtin_arguments = jobs.arguments(
         tmp_path / "ours",
         texts,
         training__steps=3,
@@ -139,9 +139,11 @@ def test_a_job_of_such_names_trains_as_one_of_ours(installed, tmp_path):
         optimizer__options="{momentum = 0.5}",
         optimizer__weight_decay=0,
     )
-    words = {key.replace(".", "__"): value for key, value in WORDS.items()}
-    theirs = jobs.arguments(tmp_path / "theirs", texts, training__steps=3, optimizer__weight_decay=0, **words)
-    assert run_alone(trained, str(installed), theirs) == run_alone(trained, str(installed), ours)
+    options = {key.replace(".", "__"): value for key, value in WORDS.items()}
+    plugin_arguments = jobs.arguments(
+        tmp_path / "theirs", texts, training__steps=3, optimizer__weight_decay=0, **options
+    )
+    assert run_alone(trained, str(installed), plugin_arguments) == run_alone(trained, str(installed), builtin_arguments)
 
 
 def trained(folder, argv):
@@ -157,11 +159,11 @@ def test_checking_imports_what_the_job_names_and_no_torch(installed, tmp_path):
     texts = jobs.write_texts(tmp_path / "data")
     argv = jobs.arguments(tmp_path / "run", texts, **{key.replace(".", "__"): value for key, value in WORDS.items()})
     program = "import sys; from torchtitan import cli; code = cli.main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    for words in (argv, ["--model.tokenizer_path=bytes"], ["--help-config"]):
+    for arguments in (argv, ["--model.tokenizer_path=bytes"], ["--help-config"]):
         environment = {**os.environ, "PYTHONPATH": f"{installed}:{jobs.ROOT}"}
-        command = [sys.executable, "-c", f"{program}; sys.exit(code)", "check", "--no-memory", *words]
+        command = [sys.executable, "-c", f"{program}; sys.exit(code)", "check", "--no-memory", *arguments]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, ""), words
+        assert (done.returncode, done.stderr) == (0, ""), arguments
 
 
 def test_listed_with_their_package(installed, capsys):

@@ -14,8 +14,8 @@ NAMED = sorted(set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", PAGE)))
 @pytest.mark.parametrize("file", sorted({file for file, _ in NAMED}))
 def test_every_test_that_the_page_names_is_there(file):
     tree = ast.parse((ROOT / "tests" / file).read_text())
-    there = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert {name for where, name in NAMED if where == file} <= there
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert {name for where, name in NAMED if where == file} <= defined
 
 
 def test_every_row_names_a_test():

@@ -156,7 +156,7 @@ def test_it_goes_on_as_if_it_had_never_been_interrupted(case, data, tmp_path):
     options |= dict(checkpoint__enable=True, checkpoint__interval=SAVED, training__local_batch_size=4)
     options |= dict(training__global_batch_size=4) | more
     argv = jobs.arguments(tmp_path, data / path if path else "", **options)
-    argv = argv if path else [word for word in argv if not word.endswith("dataset_path=")]
+    argv = argv if path else [argument for argument in argv if not argument.endswith("dataset_path=")]
     (results,) = run_ranks(1, straight_resumed_and_back, argv)
     straight, resumed, went_back = results
     assert [step for step, _ in straight[0]] == list(range(1, len(straight[0]) + 1))

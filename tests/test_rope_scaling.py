@@ -38,7 +38,7 @@ class Family(NamedTuple):
     model: type
     args: Any
     hf: Any
-    theirs: type
+    hf_class: type
     config: type
 
 
@@ -62,13 +62,13 @@ def test_kinds_of_stretching_equal_transformers(family, kind):
     """Frequencies to 1e-6, logits and gradients, of a model that transformers reads off the config that is written."""
     args = stretched(family, kind)
     model = build(family.model, args)
-    theirs = twin(family.theirs, family.config, model, family.hf)
-    turned = theirs.model.rotary_emb
+    hf_model = twin(family.hf_class, family.config, model, family.hf)
+    turned = hf_model.model.rotary_emb
     # eight rounded operations in float32 each; ntk is written as another theta, which is rounded once more
     torch.testing.assert_close(model.rotary.frequencies(torch.device("cpu")), turned.inv_freq, rtol=1e-6, atol=0)
     assert model.rotary.magnitude == pytest.approx(turned.attention_scaling, rel=1e-12)
     assert (model.rotary.magnitude != 1) == (kind == "yarn")
-    compare(model, theirs, family.hf, 4e-6, length=100)
+    compare(model, hf_model, family.hf, 4e-6, length=100)
     plain = build(family.model, dataclasses.replace(args, rope_scaling=None)).rotary.frequencies(torch.device("cpu"))
     assert not torch.equal(plain, model.rotary.frequencies(torch.device("cpu")))
 
@@ -77,11 +77,11 @@ def test_ntk_is_what_transformers_calls_dynamic_at_one_length():
     """At `length` with factor f and a model of m tokens, theta grows by (f length / m - f + 1) to the d / (d - 2)."""
     family = FAMILIES["llama"]
     args, length = stretched(family, "ntk"), 2 * 32 - 32 // 4  # where 4 * length / 32 - 3 is 4
-    said = LLAMA_HF.config_to_hf(args) | {"rope_theta": args.rope_theta, "max_position_embeddings": 32}
-    said["rope_scaling"] = {"rope_type": "dynamic", "factor": 4.0}
-    theirs, _ = ROPE_INIT_FUNCTIONS["dynamic"](LlamaConfig(**said), "cpu", length)
+    hf_config = LLAMA_HF.config_to_hf(args) | {"rope_theta": args.rope_theta, "max_position_embeddings": 32}
+    hf_config["rope_scaling"] = {"rope_type": "dynamic", "factor": 4.0}
+    expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](LlamaConfig(**hf_config), "cpu", length)
     ours = build(Llama, args).rotary.frequencies(torch.device("cpu"))
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
 
 
 @EACH

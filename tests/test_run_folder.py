@@ -40,8 +40,8 @@ def saving(folder: Path, texts: Path, **changed: object) -> list[str]:
 # What looks empty
 
 
-def judge(run: Path, *words: str) -> list[str]:
-    return lines("--checkpoint.enable", f"--job.dump_folder={run}", *words)
+def judge(run: Path, *arguments: str) -> list[str]:
+    return lines("--checkpoint.enable", f"--job.dump_folder={run}", *arguments)
 
 
 def refused(run: Path, before: str) -> str:
@@ -136,8 +136,8 @@ def test_no_record_of_metrics_is_ever_lost(tmp_path):
     write(None, 5, 6, 7)
     write(6, 8)
     write(5, 9)
-    kept = {file.name: [record["step"] for record in read_records(file)] for file in tmp_path.iterdir()}
-    assert kept == {
+    steps_by_file = {file.name: [record["step"] for record in read_records(file)] for file in tmp_path.iterdir()}
+    assert steps_by_file == {
         "metrics.jsonl": [5, 9],
         "metrics.previous.jsonl": [1, 2, 3],
         "metrics.previous-2.jsonl": [4],
@@ -148,12 +148,12 @@ def test_no_record_of_metrics_is_ever_lost(tmp_path):
 # The place of the checkpoints
 
 
-def claimed(folder: Path, what: str) -> str:
+def claimed(folder: Path, problem: str) -> str:
     """On two ranks: the first step is not paid for where one cannot write, or sees another folder."""
     with pytest.MonkeyPatch.context() as patch:
-        if rank() == 1 and what == "full":
+        if rank() == 1 and problem == "full":
             patch.setattr(folders.os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left")))
-        if rank() == 1 and what == "elsewhere":
+        if rank() == 1 and problem == "elsewhere":
             patch.setattr(folders.Place, "marker", property(lambda self: folder.parent / "another" / ".place"))
         try:
             Job(folder, "fsdp").checkpointer.prepare()
@@ -163,15 +163,15 @@ def claimed(folder: Path, what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("problem", "message"),
     [("nothing", ""), ("full", "rank 1: OSError.*No space left"), ("elsewhere", "the same on all hosts")],
 )
-def test_an_unwritable_place_is_found_before_the_first_step(tmp_path, what, said):
-    one, two = run_ranks(2, claimed, tmp_path / "checkpoint", what)
+def test_an_unwritable_place_is_found_before_the_first_step(tmp_path, problem, message):
+    one, two = run_ranks(2, claimed, tmp_path / "checkpoint", problem)
     assert one == two
-    assert bool(said) == bool(one)
+    assert bool(message) == bool(one)
 
-    assert re.search(said, one)
+    assert re.search(message, one)
     assert saved_steps(tmp_path / "checkpoint") == [".place"]
 
 

@@ -14,10 +14,10 @@ from torchtitan.core.errors import JobError
 
 def test_tasks_are_read_with_the_files_beside_them(tmp_path):
     folder = write_tasks(tmp_path / "tasks", CHOICE, WRITTEN)
-    found = tasks_in(folder)
-    assert list(found) == ["choice", "written"] and list(tasks_in(folder / "choice.yaml")) == ["choice"]
+    tasks = tasks_in(folder)
+    assert list(tasks) == ["choice", "written"] and list(tasks_in(folder / "choice.yaml")) == ["choice"]
     place = str((folder / "lines.jsonl").resolve())
-    assert found["choice"] == CHOICE | {"dataset_kwargs": {"data_files": {"test": place}}}
+    assert tasks["choice"] == CHOICE | {"dataset_kwargs": {"data_files": {"test": place}}}
 
 
 def test_the_task_of_the_docs_is_read(tmp_path):
@@ -83,8 +83,8 @@ def test_what_is_no_data_is_refused(tmp_path, change, message):
         tasks_in(folder)
 
 
-def steps(*told):
-    return {"filter_list": [{"name": "a", "filter": list(told)}]}
+def steps(*filters):
+    return {"filter_list": [{"name": "a", "filter": list(filters)}]}
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def initialized(model):
     return model
 
 
-def plain(first=-1, last=4, **row):
+def plain_part(first=-1, last=4, **row):
     """Layers `first` to `last` of a Llama of three, its embedding being number -1 and its head 3: a part, cut as by a
     pipeline.
     """
@@ -68,22 +68,22 @@ def plain(first=-1, last=4, **row):
     return model
 
 
-def split(mesh, dims, first=-1, last=4, options=None, **row):
+def split_part(mesh, dims, first=-1, last=4, options=None, **row):
     """The same under tensor parallel."""
     with torch.device("meta"):
-        model = plain(first, last, **row)
+        model = plain_part(first, last, **row)
     dtype = test_combinations.DTYPE[row.get("precision", "float32")]
     parallelize(model, mesh, dims, DECODER_PLAN, replace(ParallelOptions(param_dtype=dtype), **(options or {})))
     return initialized(model.to_empty(device="cpu"))
 
 
-def meshed(world_size):
+def build_mesh(world_size):
     dims = ParallelDims(world_size=world_size, tp=2)
     return dims.build_mesh("cpu"), dims
 
 
 def initial_weights(world_size, model):
-    built = split(*meshed(world_size), model=model)
+    built = split_part(*build_mesh(world_size), model=model)
     sizes = {name: parameter.to_local().numel() for name, parameter in built.named_parameters()}
     return {name: parameter.detach().full_tensor() for name, parameter in built.named_parameters()}, sizes
 
@@ -91,7 +91,7 @@ def initial_weights(world_size, model):
 @pytest.mark.parametrize("model", ["llama3", "llama3.2"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_initial_weights_are_those_of_one_rank(world_size, model):
-    expected = dict(initialized(plain(model=model)).named_parameters())
+    expected = dict(initialized(plain_part(model=model)).named_parameters())
     for tensors, sizes in run_ranks(world_size, initial_weights, world_size, model):
         assert tensors.keys() == expected.keys()
         for name, parameter in expected.items():
@@ -123,7 +123,7 @@ class Squeezed(nn.Module):
         return self.out(heads.flatten(-2))
 
 
-class Other(nn.Module):
+class OtherModel(nn.Module):
     """Not a Llama: biases, LayerNorm, other names, and a second kind of layer that looks at single tokens."""
 
     def __init__(self):
@@ -157,14 +157,14 @@ OTHER = ParallelPlan(
 FROZEN = ("blocks.0.mix.gate.weight", "blocks.1.before.weight", "blocks.1.mix.out.bias", "last_norm.bias")
 
 
-def other_model(plan=None):
+def plain_other_model(plan=None):
     """The plain model with its gradients, or with a plan of two ranks."""
     with torch.device("meta" if plan else "cpu"):
-        model = Other().double()
+        model = OtherModel().double()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in FROZEN)
     if plan:
-        mesh, dims = meshed(2)
+        mesh, dims = build_mesh(2)
         parallelize(model, mesh, dims, OTHER, replace(ParallelOptions(param_dtype=torch.float64), **plan))
         model.to_empty(device="cpu")
     initialize(model, 3, lambda name: Normal(0.3))
@@ -175,17 +175,17 @@ def other_model(plan=None):
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def other_split(plan):
-    loss, grads = other_model(plan)
+def split_other_model(plan):
+    loss, grads = plain_other_model(plan)
     return loss, {name: None if grad is None else grad.full_tensor() for name, grad in grads.items()}
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("loss_parallel", [True, False])
-def test_another_model_says_its_plan_in_a_few_lines(sequence_parallel, loss_parallel):
-    loss, grads = other_model()
+def test_a_plan_for_another_model(sequence_parallel, loss_parallel):
+    loss, grads = plain_other_model()
     plan = dict(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
-    for got_loss, got in run_ranks(2, other_split, plan):
+    for got_loss, got in run_ranks(2, split_other_model, plan):
         assert got_loss == pytest.approx(loss, rel=1e-12)
         for name, grad in grads.items():
             if name in FROZEN:
@@ -203,11 +203,11 @@ class LowRank(nn.Linear):
     def forward(self, x):
         return nn.Linear.forward(self, x) + x @ self.a.t() @ self.b.t()
 
-    def tensor_placements(self, role, whole):
+    def tensor_placements(self, role, weight_placement):
         if role == "row":
-            return {"a": (Shard(1), Shard(1)), "b": (Replicate(), whole)}
-        by_output = (Replicate(), whole) if role == "replicated" else (Shard(0), Shard(0))
-        return {"a": (Replicate(), whole), "b": by_output}
+            return {"a": (Shard(1), Shard(1)), "b": (Replicate(), weight_placement)}
+        by_output = (Replicate(), weight_placement) if role == "replicated" else (Shard(0), Shard(0))
+        return {"a": (Replicate(), weight_placement), "b": by_output}
 
 
 class Scaled(nn.LayerNorm):
@@ -233,9 +233,9 @@ def with_more_parameters(model):
 def gradients_with_more(plan=None):
     """Of the plain model, or of one split over two ranks."""
     with torch.device("cpu" if plan is None else "meta"):
-        model = with_more_parameters(Other().double())
+        model = with_more_parameters(OtherModel().double())
     if plan is not None:
-        parallelize(model, *meshed(2), OTHER, replace(ParallelOptions(param_dtype=torch.float64), **plan))
+        parallelize(model, *build_mesh(2), OTHER, replace(ParallelOptions(param_dtype=torch.float64), **plan))
         model.to_empty(device="cpu")
     initialize(model, 3, lambda name: Normal(0.3))
     tokens = torch.randint(0, WORDS, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
@@ -244,7 +244,7 @@ def gradients_with_more(plan=None):
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_a_module_says_how_its_own_parameters_lie(sequence_parallel):
+def test_a_module_defines_placements_of_its_parameters(sequence_parallel):
     """A part of each matrix and of what is added to it: gradients are those of one device."""
     grads = gradients_with_more()
     assert sum(name.endswith((".a", ".b", ".scale")) for name in grads) == 2 * 9 + 5
@@ -253,22 +253,22 @@ def test_a_module_says_how_its_own_parameters_lie(sequence_parallel):
             assert (got[name] - grad).abs().max() <= 1e-10 * grad.abs().max(), name
 
 
-def say_wrong_things():
+def misplacements():
     messages = []
     for change in (
         lambda m: setattr(m.blocks[0]["mix"].gate, "c", nn.Parameter(torch.empty(4))),
         lambda m: setattr(m.blocks[1]["mix"].gate, "b", nn.Parameter(torch.empty(7, 3))),
     ):
-        model = with_more_parameters(Other())
+        model = with_more_parameters(OtherModel())
         change(model)
         with pytest.raises(ValueError) as caught:
-            parallelize(model, *meshed(2), OTHER, ParallelOptions())
+            parallelize(model, *build_mesh(2), OTHER, ParallelOptions())
         messages.append(str(caught.value))
     return messages
 
 
-def test_parameters_that_nobody_can_place():
-    for unknown, uneven in run_ranks(2, say_wrong_things):
+def test_parameters_without_a_placement_are_refused():
+    for unknown, uneven in run_ranks(2, misplacements):
         assert unknown.startswith("blocks.0.mix.gate.c: ") and "say in tensor_placements of LowRank" in unknown
         assert "given 2, which does not divide dimension 0 of blocks.1.mix.gate.b 7; allowed:" in uneven
 
@@ -291,7 +291,7 @@ def gradients_of_sizes(name, is_split):
         model = MODELS[family].build(replace(SIZES[family]["debugmodel"], **EXPERTS | sizes)).double()
     model.loss = SummedCrossEntropy()
     if is_split:
-        parallelize(model, *meshed(2), MODELS[family].plan, ParallelOptions(param_dtype=torch.float64))
+        parallelize(model, *build_mesh(2), MODELS[family].plan, ParallelOptions(param_dtype=torch.float64))
         model.to_empty(device="cpu")
     initialized(model)
     tokens = torch.randint(0, WORDS, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
@@ -300,7 +300,7 @@ def gradients_of_sizes(name, is_split):
 
 
 @pytest.mark.parametrize("name", SIZES_THAT_LACK)
-def test_sizes_that_lack_what_others_have(name):
+def test_sizes_without_optional_modules(name):
     grads = gradients_of_sizes(name, False)
     for got in run_ranks(2, gradients_of_sizes, name, True):
         assert got.keys() == grads.keys()
@@ -314,9 +314,9 @@ def test_sizes_that_lack_what_others_have(name):
 def run_parts(cuts, options):
     """Forward through all parts and back on two ranks, handing on by hand what a pipeline sends."""
     everything = test_combinations.batch()
-    bounds, meshes = [-1, *cuts, 4], meshed(2)
+    bounds, meshes = [-1, *cuts, 4], build_mesh(2)
     parts = [
-        split(*meshes, first, last, options, precision="float64", loss_chunks=3)
+        split_part(*meshes, first, last, options, precision="float64", loss_chunks=3)
         for first, last in zip(bounds, bounds[1:], strict=False)
     ]
     sent, shapes = [], []
@@ -339,7 +339,7 @@ def run_parts(cuts, options):
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_parts_of_a_pipeline(cuts, sequence_parallel):
     everything = test_combinations.batch()
-    model = initialized(plain(precision="float64"))
+    model = initialized(plain_part(precision="float64"))
     loss = model(everything["tokens"], labels=everything["labels"])
     loss.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -354,8 +354,8 @@ def test_parts_of_a_pipeline(cuts, sequence_parallel):
 
 def split_backward(num_chunks, options):
     """The last part's backward in two halves, as zero-bubble schedules run it."""
-    mesh, dims = meshed(2)
-    part = split(mesh, dims, 2, 4, options, precision="float64", loss_chunks=num_chunks)
+    mesh, dims = build_mesh(2)
+    part = split_part(mesh, dims, 2, 4, options, precision="float64", loss_chunks=num_chunks)
     x, labels = last_part_inputs()
     positions = counted(x)
     if options.get("sequence_parallel", True):
@@ -378,14 +378,16 @@ def last_part_inputs():
 
 @pytest.mark.parametrize("num_chunks", [1, 3])
 @pytest.mark.parametrize("options", [{}, dict(sequence_parallel=False), dict(loss_parallel=False)], ids=str)
-def test_backward_of_inputs_and_of_weights_apart(num_chunks, options):
-    part = initialized(plain(2, 4, precision="float64"))
+def test_a_split_backward_of_inputs_and_weights(num_chunks, options):
+    part = initialized(plain_part(2, 4, precision="float64"))
     x, labels = last_part_inputs()
     x.requires_grad_()
     part(x, counted(x), labels=labels).backward()
     answers = run_ranks(2, split_backward, num_chunks, options)
-    whole = torch.cat([answer[0] for answer in answers], dim=1) if options != dict(sequence_parallel=False) else None
-    torch.testing.assert_close(answers[1][0] if whole is None else whole, x.grad, rtol=1e-10, atol=1e-14)
+    full_grad = (
+        torch.cat([answer[0] for answer in answers], dim=1) if options != dict(sequence_parallel=False) else None
+    )
+    torch.testing.assert_close(answers[1][0] if full_grad is None else full_grad, x.grad, rtol=1e-10, atol=1e-14)
     for _, grads, before in answers:
         assert not before, "weights' gradients came with the input's"
         for name, parameter in part.named_parameters():
@@ -397,14 +399,14 @@ def test_backward_of_inputs_and_of_weights_apart(num_chunks, options):
 
 def logits_of(options):
     with torch.no_grad():
-        logits = split(*meshed(2), options=options)(test_combinations.batch()["tokens"])
+        logits = split_part(*build_mesh(2), options=options)(test_combinations.batch()["tokens"])
     return isinstance(logits, DTensor), full(logits)
 
 
 @pytest.mark.parametrize("loss_parallel", [True, False])
 def test_logits(loss_parallel):
     with torch.no_grad():
-        expected = initialized(plain(precision="float32"))(test_combinations.batch()["tokens"])
+        expected = initialized(plain_part(precision="float32"))(test_combinations.batch()["tokens"])
     for is_split, logits in run_ranks(2, logits_of, dict(loss_parallel=loss_parallel)):
         assert is_split == loss_parallel
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
@@ -417,7 +419,7 @@ def compile_blocks():
     """How many graphs three blocks make, and what a compiled block says to an input that is still on its way."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    model = split(*meshed(2), options=dict(compile_model=True, compile_backend=counter))
+    model = split_part(*build_mesh(2), options=dict(compile_model=True, compile_backend=counter))
     everything = test_combinations.batch()
     for _ in range(2):
         model(everything["tokens"], labels=everything["labels"]).backward()
@@ -462,11 +464,11 @@ def test_asynchronous_tensor_parallel(monkeypatch):
 # Errors
 
 
-def refusal(changes, plan, options, tokens=2):
+def refusal_message(changes, plan, options, tokens=2):
     """What is said when a Llama with these modules in place of its own is given the plan, and then `tokens`."""
-    mesh, dims = meshed(2)
+    mesh, dims = build_mesh(2)
     with torch.device("meta"):
-        model = plain()
+        model = plain_part()
         for name, module in changes.items():
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, module)
@@ -512,17 +514,17 @@ REFUSALS = {
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals(name):
     changes, plan, message = REFUSALS[name]
-    for answer in run_ranks(2, refusal, changes, replace(DECODER_PLAN, **plan), {}):
+    for answer in run_ranks(2, refusal_message, changes, replace(DECODER_PLAN, **plan), {}):
         assert re.search(message, answer), answer
 
 
 def test_a_sequence_that_does_not_divide_is_refused():
-    for answer in run_ranks(2, refusal, {}, DECODER_PLAN, {}, 7):
+    for answer in run_ranks(2, refusal_message, {}, DECODER_PLAN, {}, 7):
         assert answer == (
             "training.seq_len (or validation.seq_len): given 7; allowed: a multiple of tensor_parallel 2 (sequence "
             "parallel); write 6 or 8"
         )
-    for answer in run_ranks(2, refusal, {}, DECODER_PLAN, dict(sequence_parallel=False), 7):
+    for answer in run_ranks(2, refusal_message, {}, DECODER_PLAN, dict(sequence_parallel=False), 7):
         assert answer == "no error"
 
 

@@ -55,11 +55,13 @@ def add(*parts):
 
 def sizes(row):
     """Return elements of a rank before FSDP: (blocks, others). Tensor parallel splits matrices but not norms."""
-    blocks = others = 0
+    blocks = other_elements = 0
     for name, parameter in test_combinations.build_plain(Combination(model=row.model)).named_parameters():
         elements = parameter.numel() // (1 if "norm" in name else row.tp)
-        blocks, others = (blocks + elements, others) if name.startswith("layers.") else (blocks, others + elements)
-    return blocks, others
+        blocks, other_elements = (
+            (blocks + elements, other_elements) if name.startswith("layers.") else (blocks, other_elements + elements)
+        )
+    return blocks, other_elements
 
 
 def num_other_units(row):
@@ -77,11 +79,11 @@ def fully_sharded(row):
 
     The head is a separate unit, so that its reduction, the largest, overlaps the backward of the blocks.
     """
-    (blocks, others), (gathered, reduced), n = sizes(row), precision(row), row.dp_shard
+    (blocks, other_elements), (gathered, reduced), n = sizes(row), precision(row), row.dp_shard
     part, times = Fraction(n - 1, n), row.accumulation if n > 1 else 0
     regathers = 1 if row.reshard else 0
-    gather = part * gathered * ((1 + regathers) * blocks + others)
-    reduce = part * reduced * (blocks + others)
+    gather = part * gathered * ((1 + regathers) * blocks + other_elements)
+    reduce = part * reduced * (blocks + other_elements)
     return {
         ("all_gather", "dp_shard"): (times * (LAYERS * (1 + regathers) + num_other_units(row)), times * gather),
         ("reduce_scatter", "dp_shard"): (times * (LAYERS + num_other_units(row)), times * reduce),
@@ -90,8 +92,8 @@ def fully_sharded(row):
 
 def replicas(row):
     """Replicas sum FSDP's reduced gradients once per step, for any number of microbatches."""
-    (blocks, others), (_, reduced), r = sizes(row), precision(row), row.dp_replicate
-    sent = Fraction(2 * (r - 1), r) * (blocks + others) / row.dp_shard * reduced
+    (blocks, other_elements), (_, reduced), r = sizes(row), precision(row), row.dp_replicate
+    sent = Fraction(2 * (r - 1), r) * (blocks + other_elements) / row.dp_shard * reduced
     return {("all_reduce", "dp_replicate"): (LAYERS + num_other_units(row) if r > 1 else 0, sent)}
 
 

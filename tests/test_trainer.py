@@ -125,8 +125,8 @@ def test_resumed_run_is_bit_equal(ranks, mode, texts, tmp_path):
 def test_resume_on_another_number_of_ranks(ranks, texts, tmp_path):
     on_two = saving(training__local_batch_size=4, training__steps=10, lr_scheduler__total_steps=20)
     before = run_ranks(2, jobs.train, jobs.arguments(tmp_path, texts, **on_two))[0]
-    again = saving(training__local_batch_size=8 // ranks, training__steps=10, lr_scheduler__total_steps=20)
-    loaded = run_ranks(ranks, jobs.train, jobs.arguments(tmp_path, texts, **again))[0]
+    options = saving(training__local_batch_size=8 // ranks, training__steps=10, lr_scheduler__total_steps=20)
+    loaded = run_ranks(ranks, jobs.train, jobs.arguments(tmp_path, texts, **options))[0]
     assert loaded[1] == before[1]  # nothing left to train: parameters and moments as saved
     longer = saving(training__local_batch_size=8 // ranks)
     resumed = run_ranks(ranks, jobs.train, jobs.arguments(tmp_path, texts, **longer))[0]
@@ -204,15 +204,15 @@ def test_sigterm_saves_also_with_loader_workers(texts, tmp_path):
 
 
 def test_bad_validation_data_on_one_rank_stops_all(texts, tmp_path):
-    bad = tmp_path / "bad.jsonl"
+    file = tmp_path / "bad.jsonl"
     lines = texts.read_text().splitlines()[:40]
-    bad.write_text("\n".join([lines[0], '{"text": 3}', *lines[1:]]))
+    file.write_text("\n".join([lines[0], '{"text": 3}', *lines[1:]]))
     options = dict(
         training__local_batch_size=4,
         training__shuffle=False,
         validation__enable=True,
         validation__dataset="text",
-        validation__dataset_path=bad,
+        validation__dataset_path=file,
         validation__local_batch_size=2,
         validation__freq=2,
     )
@@ -243,12 +243,12 @@ def test_the_ranks_that_print_are_chosen(texts, tmp_path):
 
 
 def test_data_that_ends_badly_on_one_rank_stops_all(texts, tmp_path):
-    bad = tmp_path / "bad.jsonl"
+    file = tmp_path / "bad.jsonl"
     lines = texts.read_text().splitlines()
-    bad.write_text("\n".join([*lines[:50], '{"text": "cut o', *lines[50:]]))
+    file.write_text("\n".join([*lines[:50], '{"text": "cut o', *lines[50:]]))
     options = dict(training__local_batch_size=4, training__steps=200, training__shuffle=False)
     options |= dict(model__overrides=jobs.SHALLOW)
-    argv = jobs.arguments(tmp_path, bad, **options)
+    argv = jobs.arguments(tmp_path, file, **options)
     code, out, err = jobs.run(argv, ranks=2)
     assert code == 2
     assert "bad.jsonl" in err and "51" in err
@@ -261,8 +261,8 @@ def test_non_finite_loss_stops_with_its_own_code_and_saves_nothing_after_it(text
     assert code == 4
     assert err.startswith("ERROR: the ") and "optimizer.lr" in err and "Traceback" not in err
     assert err.count("ERROR") == 1  # of what all ranks know, one speaks
-    bad = len(jobs.logged_steps(tmp_path)) + 1
-    assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == [f"step-{bad - 1:08d}"]
+    bad_step = len(jobs.logged_steps(tmp_path)) + 1
+    assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == [f"step-{bad_step - 1:08d}"]
 
 
 def test_damaged_checkpoints_are_never_a_fresh_start(texts, tmp_path):
@@ -289,12 +289,12 @@ def timeouts_of_groups(argv: list[str]) -> list[dict[str, float]]:
     axes = [trainer.model.mesh.get_group(axis) for axis in ("dp_replicate", "dp_shard")]
     groups = {"world": dist.group.WORLD, "axis": axes[0], "other axis": axes[1], "saves": Peers("saves").group}
     backends = {name: group._get_backend(torch.device("cpu")) for name, group in groups.items()}
-    seen = []
+    timeouts = []
     for seconds in (None, 78):
         if seconds:
             distributed.set_timeout(seconds)
-        seen.append({name: backend.options._timeout.total_seconds() for name, backend in backends.items()})
-    return seen
+        timeouts.append({name: backend.options._timeout.total_seconds() for name, backend in backends.items()})
+    return timeouts
 
 
 def test_until_the_first_step_every_group_but_those_of_checkpoints_waits_as_long_as_the_job_says(texts, tmp_path):

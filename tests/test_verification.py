@@ -80,8 +80,8 @@ def test_whatever_ends_the_comparison_ends_the_run(error, shards, monkeypatch, c
     caplog.set_level("INFO")
     monkeypatch.setattr(verification, "FOREGROUND_BYTES", 0)
     monkeypatch.setattr(TokenShards, "verify", lambda *_, **__: (_ for _ in ()).throw(error))
-    found = start_verification([TokenShards(shards)])
-    found._thread.join()
+    comparison = start_verification([TokenShards(shards)])
+    comparison._thread.join()
     with pytest.raises(DataError, match="cannot be compared with its sums"):
-        found.raise_if_damaged()
+        comparison.raise_if_damaged()
     assert "match their sums" not in caplog.text

@@ -55,11 +55,11 @@ class Outcome(NamedTuple):
 
     def problem(self, name: str) -> str | None:
         """What is wrong with the way in which a command refused a file called `name`; None if nothing is."""
-        named = name in self.text or "/dev/zero" in self.text  # to which some links lead
-        if self.code == 2 and named and "Traceback" not in self.text and "usage:" not in self.text:
+        is_named = name in self.text or "/dev/zero" in self.text  # to which some links lead
+        if self.code == 2 and is_named and "Traceback" not in self.text and "usage:" not in self.text:
             return None
-        how = {-14: "it hung", 99: "it raised"}.get(self.code, f"exit code {self.code}")
-        return f"{how}: {self.text[-500:]}"
+        ending = {-14: "it hung", 99: "it raised"}.get(self.code, f"exit code {self.code}")
+        return f"{ending}: {self.text[-500:]}"
 
 
 def make(kind: str, path: Path) -> Path:
@@ -92,7 +92,7 @@ def outcomes(commands: list[list[str]], folder: Path, *modules: str) -> list[Out
         timeout=SECONDS * (len(commands) + 1),
     )
     assert done.returncode == 0, done.stderr
-    return [Outcome(*each) for each in json.loads(done.stdout)]
+    return [Outcome(*result) for result in json.loads(done.stdout)]
 
 
 def in_child(read: Callable[[], object]) -> Outcome:

@@ -26,12 +26,12 @@ def anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not (tmp_path / "outputs").exists()
 
 
-def lines(*words: str, ranks: int | None = None, device: str = "cpu", tokenizer: object = "bytes") -> list[str]:
+def lines(*arguments: str, ranks: int | None = None, device: str = "cpu", tokenizer: object = "bytes") -> list[str]:
     """Return the faults of a job. By default it runs on as many ranks as its parallelism degrees need."""
-    for word in words if ranks is None else ():
-        degree = re.fullmatch(r"--parallelism\.(?!expert)\w+_degree=(\d+)", word)
+    for argument in arguments if ranks is None else ():
+        degree = re.fullmatch(r"--parallelism\.(?!expert)\w+_degree=(\d+)", argument)
         ranks = (ranks or 1) * (int(degree[1]) if degree else 1)
-    faults = check(load([f"--model.tokenizer_path={tokenizer}", *words]), ranks or 1, device)
+    faults = check(load([f"--model.tokenizer_path={tokenizer}", *arguments]), ranks or 1, device)
     return [str(fault).removeprefix("the job: ").removeprefix("parallelism.") for fault in faults]
 
 

@@ -54,8 +54,8 @@ def module_of(name: str) -> Any:
 if __name__ == "__main__":
     warnings.simplefilter("error", SyntaxWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
-    asked = json.load(sys.stdin)
-    standard = {*asked["standard"], *sys.stdlib_module_names}
-    for file in asked["files"]:
-        for line in unknown(Path(file), standard, set(asked["builtins"])):
+    request = json.load(sys.stdin)
+    standard = {*request["standard"], *sys.stdlib_module_names}
+    for file in request["files"]:
+        for line in unknown(Path(file), standard, set(request["builtins"])):
             print(line)

@@ -11,21 +11,21 @@ class Peak(TorchDispatchMode):
 
     def __init__(self, model: nn.Module | None = None):
         super().__init__()
-        own = () if model is None else model.parameters()
-        self.own = {parameter.untyped_storage()._cdata for parameter in own}
+        parameters = () if model is None else model.parameters()
+        self.own = {parameter.untyped_storage()._cdata for parameter in parameters}
         self.living: dict[int, tuple[StorageWeakRef, int]] = {}
         self.bytes = self.at_most = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **kwargs or {})
-        for tensor in filter(torch.is_tensor, made if isinstance(made, tuple | list) else (made,)):
+        outputs = func(*args, **kwargs or {})
+        for tensor in filter(torch.is_tensor, outputs if isinstance(outputs, tuple | list) else (outputs,)):
             if tensor.device.type == "cpu":  # shapes are asked of a meta model
                 self.count(tensor.untyped_storage())
         if self.at_most > self.bytes:  # look who is gone only where it may matter
-            self.living = {key: kept for key, kept in self.living.items() if not kept[0].expired()}
+            self.living = {key: entry for key, entry in self.living.items() if not entry[0].expired()}
             self.at_most = sum(size for _, size in self.living.values())
             self.bytes = max(self.bytes, self.at_most)
-        return made
+        return outputs
 
     def count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()

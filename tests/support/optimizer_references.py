@@ -12,8 +12,8 @@ class InFloat64:
     """`names`: of the parameters, for what tells them apart."""
 
     def __init__(self, parameters: Iterable[Any], lr: float, decay: float, **options: Any):
-        named = [p if isinstance(p, tuple) else ("", p) for p in parameters]
-        self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
+        named_parameters = [p if isinstance(p, tuple) else ("", p) for p in parameters]
+        self.names, self.parameters = [name for name, _ in named_parameters], [p for _, p in named_parameters]
         self.lr, self.decay, self.options = lr, decay, options
         self.states: list[dict[str, Any]] = [{} for _ in self.parameters]
         self.count = 0
@@ -101,12 +101,12 @@ class GaLore(InFloat64):
         if gradient.dim() != 2:
             return self.lr * self.adam(gradient, state)
         tall = gradient.shape[0] >= gradient.shape[1]
-        seen = gradient if tall else gradient.T
+        wide_gradient = gradient if tall else gradient.T
         if (self.count - 1) % self.options["gap"] == 0:
-            basis = torch.linalg.svd(seen)[2][: self.options["rank"]]
+            basis = torch.linalg.svd(wide_gradient)[2][: self.options["rank"]]
             largest = basis.gather(1, basis.abs().argmax(1, keepdim=True))
             state["basis"] = basis * largest.sign()
-        change = self.lr * 0.25 * self.adam(seen @ state["basis"].T, state) @ state["basis"]
+        change = self.lr * 0.25 * self.adam(wide_gradient @ state["basis"].T, state) @ state["basis"]
         return change if tall else change.T
 
 
@@ -121,8 +121,10 @@ class APOLLO(InFloat64):
         shape = (rank, columns) if tall else (rows, rank)
         key = f"{name}/{(self.count - 1) // self.options['gap']}"
         drawn = normal(key, (0, 0), shape, gradient.device).double() / rank**0.5
-        seen = gradient @ drawn.T if tall else drawn.T @ gradient
-        factors = self.adam(seen, state).norm(dim=int(tall), keepdim=True) / seen.norm(dim=int(tall), keepdim=True)
+        projected = gradient @ drawn.T if tall else drawn.T @ gradient
+        factors = self.adam(projected, state).norm(dim=int(tall), keepdim=True) / projected.norm(
+            dim=int(tall), keepdim=True
+        )
         step = gradient * factors
         norm, most = step.norm(), 1.01 * state.get("norm", torch.inf)
         state["norm"] = min(norm, most)

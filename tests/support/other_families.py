@@ -54,8 +54,8 @@ class OtherArgs:
     @property
     def num_parameters(self) -> int:
         norms = 2 * self.dim * (2 * self.n_layers + 1)
-        words = (self.vocab_size + self.max_seq_len) * self.dim
-        return self.n_layers * (12 * self.dim**2 + 9 * self.dim) + norms + words + self.dim * self.vocab_size
+        embeddings = (self.vocab_size + self.max_seq_len) * self.dim
+        return self.n_layers * (12 * self.dim**2 + 9 * self.dim) + norms + embeddings + self.dim * self.vocab_size
 
 
 class Other(Decoder):
@@ -98,8 +98,8 @@ class SequenceClasses(Objective):
         classes = torch.where(first.any(1), batch["classes"], IGNORE_INDEX)
         return (hidden * first[..., None]).sum(1), classes  # [B, D], [B]
 
-    def compute_loss(self, head, hidden, *others):
-        return summed_cross_entropy(head(hidden), *others)
+    def compute_loss(self, head, hidden, *targets):
+        return summed_cross_entropy(head(hidden), *targets)
 
 
 class PairMargin(Objective):
@@ -113,8 +113,8 @@ class PairMargin(Objective):
     def rows(self, hidden, batch):
         return hidden.unflatten(0, (-1, 2)), batch["labels"].unflatten(0, (-1, 2))  # [P, 2, S, D], [P, 2, S]
 
-    def compute_loss(self, head, hidden, *others):
-        (labels,) = others
+    def compute_loss(self, head, hidden, *targets):
+        (labels,) = targets
         losses = cross_entropies(head(hidden.flatten(0, 2)), labels.flatten()).view(labels.shape).sum(-1)  # [P, 2]
         return -F.logsigmoid(losses[:, 1] - losses[:, 0]).sum()
 

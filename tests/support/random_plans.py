@@ -62,9 +62,9 @@ def plans(seed: int, count: int, most_ranks: int = 4) -> Iterator[tuple[int, lis
     for index in range(count):
         chooser = random.Random(f"{seed}/{index}")
         while True:
-            ranks, words = _proposed(chooser, most_ranks)
-            if not check(load(words), ranks, "cpu"):
-                yield ranks, words
+            ranks, arguments = _proposed(chooser, most_ranks)
+            if not check(load(arguments), ranks, "cpu"):
+                yield ranks, arguments
                 break
 
 
@@ -155,21 +155,21 @@ def batch_of(config: JobConfig, samples: int) -> dict[str, torch.Tensor]:
 
 
 @patch.dict(parts.DTYPES, IN_FLOAT64)
-def on_ranks(words: list[str]) -> tuple[float, dict[str, np.ndarray]]:
+def on_ranks(arguments: list[str]) -> tuple[float, dict[str, np.ndarray]]:
     """On every rank of a plan: the loss of a step and the gradients of this rank's parameters, whole."""
     torch._dynamo.reset()
-    config = load(words)
+    config = load(arguments)
     dims = parts.dims(config, dist.get_world_size())
     model = parts.model(config, dims.build_mesh("cpu"), dims, torch.device("cpu"))
     perturb_parameters(model.named_parameters())
     samples, size = parts.global_batch_size(config, dims), config.training.local_batch_size
-    whole, rank = batch_of(config, samples), dims.dp_rank(model.mesh)
-    valid = parts.objective(config).count(whole)
-    mine = {name: tensor[rank :: dims.dp] for name, tensor in whole.items()}
+    full_batch, rank = batch_of(config, samples), dims.dp_rank(model.mesh)
+    valid = parts.objective(config).count(full_batch)
+    local_batch = {name: tensor[rank :: dims.dp] for name, tensor in full_batch.items()}
     passes = samples // (size * dims.dp)
     loss = torch.zeros((), dtype=torch.float64)
     for index in range(passes):
-        part = {name: tensor[index * size : (index + 1) * size] for name, tensor in mine.items()}
+        part = {name: tensor[index * size : (index + 1) * size] for name, tensor in local_batch.items()}
         loss += model.forward_backward(part, valid, is_last=index == passes - 1)
     dist.all_reduce(loss)
     model.clip_gradients(0.0)
@@ -179,9 +179,9 @@ def on_ranks(words: list[str]) -> tuple[float, dict[str, np.ndarray]]:
 
 @cache
 @patch.dict(parts.DTYPES, IN_FLOAT64)
-def on_one_device(words: tuple[str, ...], samples: int) -> tuple[float, dict[str, torch.Tensor]]:
+def on_one_device(arguments: tuple[str, ...], samples: int) -> tuple[float, dict[str, torch.Tensor]]:
     """The plain model, in one pass."""
-    config = load(list(words))
+    config = load(list(arguments))
     config = replace(config, parallelism=Parallelism())
     model, _, adapter = parts.adapted_model(config)
     model.to_empty(device="cpu")
@@ -200,20 +200,20 @@ def on_one_device(words: tuple[str, ...], samples: int) -> tuple[float, dict[str
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
-def differences(words: list[str], ranks: int, answers: list[tuple[float, dict[str, np.ndarray]]]) -> list[str]:
+def differences(arguments: list[str], ranks: int, answers: list[tuple[float, dict[str, np.ndarray]]]) -> list[str]:
     """What the ranks have otherwise than one device."""
-    config = load(words)
+    config = load(arguments)
     samples = parts.global_batch_size(config, parts.dims(config, ranks))
-    loss, grads = on_one_device(tuple(words), samples)
+    loss, grads = on_one_device(tuple(arguments), samples)
     norm = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads.values()])).item()
-    found, wrong = set(), []
+    checked_names, problems = set(), []
     for got_loss, got in answers:
         if abs(got_loss - loss) > TOLERANCE * abs(loss):
-            wrong.append(f"loss {got_loss} instead of {loss}")
+            problems.append(f"loss {got_loss} instead of {loss}")
         for name, grad in got.items():
             expected = grads[name if name in grads else "tok_embeddings.weight"]
             error = (torch.from_numpy(grad) - expected).abs().max().item()
             if not error <= TOLERANCE * expected.abs().max().item() + CANCELLED * norm:
-                wrong.append(f"{name}: {error:.2e}, its largest entry {expected.abs().max():.2e}, norm {norm:.2e}")
-        found |= got.keys()
-    return wrong + [f"{name} has no gradient on any rank" for name in grads.keys() - found]
+                problems.append(f"{name}: {error:.2e}, its largest entry {expected.abs().max():.2e}, norm {norm:.2e}")
+        checked_names |= got.keys()
+    return problems + [f"{name} has no gradient on any rank" for name in grads.keys() - checked_names]

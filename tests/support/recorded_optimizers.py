@@ -34,13 +34,13 @@ def recorded() -> dict[str, torch.Tensor]:
 
 
 def _signed_svd(matrix, full_matrices=True):
-    left, values, right = _svd(matrix.double(), full_matrices=full_matrices)
+    u, values, vh = _svd(matrix.double(), full_matrices=full_matrices)
     count = min(matrix.shape)
-    signs = [right[:count], left[:, :count].T]
+    signs = [vh[:count], u[:, :count].T]
     for vectors in signs:
         largest = vectors.gather(1, vectors.abs().argmax(1, keepdim=True))
         vectors.mul_(largest.sign())
-    return left.to(matrix.dtype), values.to(matrix.dtype), right.to(matrix.dtype)
+    return u.to(matrix.dtype), values.to(matrix.dtype), vh.to(matrix.dtype)
 
 
 _svd = torch.linalg.svd
@@ -51,29 +51,29 @@ def _record() -> None:
     import galore_torch
 
     torch.linalg.svd = _signed_svd
-    found = {}
+    results = {}
     for inner in INNER:
         for side in SIDES:
             for shape in SHAPES:
                 weight = torch.nn.Parameter(normal(*shape, seed=0))
                 group = dict(params=[weight], rank=RANK, update_proj_gap=GAP, scale=SCALE, proj_type=side)
                 if inner == "adamw":
-                    theirs = galore_torch.GaLoreAdamW([group], RATE, BETAS, EPS, no_deprecation_warning=True)
+                    optimizer = galore_torch.GaLoreAdamW([group], RATE, BETAS, EPS, no_deprecation_warning=True)
                 else:
                     fixed = dict(scale_parameter=False, relative_step=False, warmup_init=False)
-                    theirs = galore_torch.GaLoreAdafactor([group], RATE, **fixed)
+                    optimizer = galore_torch.GaLoreAdafactor([group], RATE, **fixed)
                 for step in range(STEPS):
                     weight.grad = normal(*shape, seed=step + 1)
-                    theirs.step()
-                found[f"galore/{inner}/{side}/{shape[0]}x{shape[1]}"] = weight.detach().clone()
+                    optimizer.step()
+                results[f"galore/{inner}/{side}/{shape[0]}x{shape[1]}"] = weight.detach().clone()
     torch.linalg.svd = _svd
     weight = torch.nn.Parameter(normal(*PACKED, seed=0, dtype=torch.float32))
-    theirs = bitsandbytes.optim.AdamW8bit([weight], RATE, BETAS, 1e-8, weight_decay=0.1)
+    optimizer = bitsandbytes.optim.AdamW8bit([weight], RATE, BETAS, 1e-8, weight_decay=0.1)
     for step in range(10):
         weight.grad = scaled(step)
-        theirs.step()
-    found["adamw_8bit"] = weight.detach().clone()
-    save_file(found, FILE)
+        optimizer.step()
+    results["adamw_8bit"] = weight.detach().clone()
+    save_file(results, FILE)
 
 
 if __name__ == "__main__":

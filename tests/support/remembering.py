@@ -50,11 +50,11 @@ def read(model, installed, batches, begins=None, filled=None):
     """The logits of each batch, one after the other; every one is stored."""
     out = []
     for index, tokens in enumerate(batches):
-        told = {}
+        segment_ends = {}
         if begins is not None:
-            told["begins"] = torch.tensor(begins[index])
+            segment_ends["begins"] = torch.tensor(begins[index])
         if filled is not None:
-            told["filled"] = torch.tensor(filled[index])
-        out.append(model(tokens, **told))
+            segment_ends["filled"] = torch.tensor(filled[index])
+        out.append(model(tokens, **segment_ends))
         installed.after_batch([model])
     return torch.stack(out)

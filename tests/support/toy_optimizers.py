@@ -42,7 +42,7 @@ class ByName(Sign):
             assert all(".weight" in name for name in group["param_names"])
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.sub_(parameter.grad / whole(parameter.grad).norm().clamp_min(1e-9), alpha=group["lr"])
+                    parameter.sub_(parameter.grad / gather(parameter.grad).norm().clamp_min(1e-9), alpha=group["lr"])
         every, self.param_groups = self.param_groups, [g for g in self.param_groups if not g["whole"]]
         super().step()
         self.param_groups = every
@@ -68,7 +68,7 @@ class LowRank(Sign):
                     self._step(parameter, group)
 
     def _step(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        gradient, state = whole(parameter.grad), self.state[parameter]
+        gradient, state = gather(parameter.grad), self.state[parameter]
         gradient = gradient.view(len(gradient), -1)
         assert gradient.numel() == parameter.shape.numel()  # of the whole tensor, also where it is sharded
         step = state.get("step", 0)
@@ -84,7 +84,7 @@ class LowRank(Sign):
         parameter.sub_(update, alpha=group["lr"])
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gather(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -21,12 +21,12 @@ _context = multiprocessing.get_context("fork")
 
 def answered(*question: Any) -> tuple[bool, Any]:
     """By a process that begins where this one is, which has imported all, and takes with it what it has changed."""
-    ours, theirs = _context.Pipe(duplex=False)
-    process = _context.Process(target=answer, args=(theirs, *question))
+    pipe, child_pipe = _context.Pipe(duplex=False)
+    process = _context.Process(target=answer, args=(child_pipe, *question))
     process.start()
-    theirs.close()
+    child_pipe.close()
     try:
-        return ours.recv() if ours.poll(LIMIT) else (False, f"no answer within {LIMIT} s")
+        return pipe.recv() if pipe.poll(LIMIT) else (False, f"no answer within {LIMIT} s")
     except EOFError:
         return False, "the process ended without an answer"
     finally:

@@ -33,7 +33,7 @@ groups: set[tuple[int, ...]] = set()
 _last: list = [None, 0]
 
 
-def waits(what: str) -> None:
+def waits(operation: str) -> None:
     """The host would wait for the device here. A whole list that is read number by number is one wait."""
     frame = sys._getframe(1)
     while frame.f_back is not None and "/torchtitan/" not in frame.f_code.co_filename:
@@ -42,7 +42,7 @@ def waits(what: str) -> None:
         return
     _last[:] = frame, frame.f_lasti
     order.append(("wait", 0))
-    host_waits[f"{what} {Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
+    host_waits[f"{operation} {Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
 
 
 class Event:

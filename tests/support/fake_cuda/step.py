@@ -75,7 +75,7 @@ class HostWaits(TorchDispatchMode):
 def _on_device(args: tuple) -> bool:
     """Whether any of what a collective is given is a tensor of the device, or a list of them."""
     lists = [arg if isinstance(arg, (list, tuple)) else [arg] for arg in args]
-    return any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for each in lists for x in each)
+    return any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for tensors in lists for x in tensors)
 
 
 def _torch_votes() -> bool:
@@ -90,19 +90,19 @@ def recorded_messages() -> Iterator[list[tuple[str, int, list[int], bool]]]:
     is one of a batch, which NCCL coalesces and carries in another communicator than a plain one.
     """
     messages: list[tuple[str, int, list[int], bool]] = []
-    kept = {name: getattr(c10d, name) for name in ("isend", "irecv", "batch_isend_irecv")}
+    originals = {name: getattr(c10d, name) for name in ("isend", "irecv", "batch_isend_irecv")}
     in_batch = False
 
     def one(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(kept[name]).bind(tensor, *args, **kwargs).arguments
+        bound = inspect.signature(originals[name]).bind(tensor, *args, **kwargs).arguments
         messages.append((name, bound["group_dst" if name == "isend" else "group_src"], list(tensor.shape), in_batch))
-        return kept[name](tensor, *args, **kwargs)
+        return originals[name](tensor, *args, **kwargs)
 
     def several(operations: list) -> Any:
         nonlocal in_batch
         in_batch = True
         try:
-            return kept["batch_isend_irecv"](operations)
+            return originals["batch_isend_irecv"](operations)
         finally:
             in_batch = False
 
@@ -113,22 +113,22 @@ def recorded_messages() -> Iterator[list[tuple[str, int, list[int], bool]]]:
         yield messages
     finally:
         for module in (c10d, dist):
-            module.__dict__.update(kept)
+            module.__dict__.update(originals)
 
 
 def outside_fake(owner: Any, *names: str) -> None:
     """Methods that work with ranks' real numbers, whatever mode is on."""
     for name in names:
-        kept = owner.__dict__[name]
-        wrapped = isinstance(kept, (staticmethod, classmethod))
-        function = kept.__func__ if wrapped else kept
+        original = owner.__dict__[name]
+        wrapped = isinstance(original, (staticmethod, classmethod))
+        function = original.__func__ if wrapped else original
 
         @functools.wraps(function)
         def call(*args, _function=function, **kwargs):
             with unset_fake_temporarily():
                 return _function(*args, **kwargs)
 
-        setattr(owner, name, type(kept)(call) if wrapped else call)
+        setattr(owner, name, type(original)(call) if wrapped else call)
 
 
 MESH = ("__init__", "__getitem__", "_flatten", "_concatenate", "get_local_rank", "get_coordinate", "get_group")
@@ -210,7 +210,7 @@ def gathers_and_reductions(argv: list[str], rank: int, world_size: int) -> list[
         train_step(model, optimizers, batch)
         device.order.clear()
         train_step(model, optimizers, batch)
-    return [each for each in device.order if each[0] != "wait"]
+    return [event for event in device.order if event[0] != "wait"]
 
 
 def sizes_of_groups(argv: list[str], rank: int, world_size: int) -> list[int]:
@@ -228,12 +228,12 @@ def messages(argv: list[str], rank: int, world_size: int) -> list[tuple[str, int
     """Of rank `rank` in the second step of the job `argv`."""
     config = manager.load(argv)
     built, answers = job_on_rank(config, rank, world_size), HostWaits(rows_per_peer(config))
-    with recorded_messages() as found, built as (model, _, batch), answers:
+    with recorded_messages() as recorded, built as (model, _, batch), answers:
         model.forward_backward(batch, VALID_TOKENS)
-        found.clear()  # among the first step's are shapes that torch agrees on
+        recorded.clear()  # among the first step's are shapes that torch agrees on
         model.forward_backward(batch, VALID_TOKENS)
         model.pipeline.sum_tied_gradients()  # of weights that two ranks have copies of
-    return found
+    return recorded
 
 
 def messages_by_schedule(argv: list[str], stride: int, world_size: int) -> dict[str, list]:
