@@ -267,7 +267,7 @@ def arm_tracker(kind: str) -> None:
     from torchtitan.metrics.trackers import TRACKERS, interface
 
     interface.CLOSE_SECONDS = 2.0
-    interface.PatientTracker.__init__.__defaults__ = (interface.PAUSES, 2.0)
+    interface.TrackerThread.__init__.__defaults__ = (interface.PAUSES, 2.0)
     tracker = TRACKERS["tensorboard"]
 
     def fail(self, *args, **kwargs):

@@ -80,7 +80,7 @@ def fake_jobs(monkeypatch, codes, rows=4):
         log.write(b"something before\nthe reason of it\n\n")
         return code
 
-    monkeypatch.setattr(bench, "code_of", run)
+    monkeypatch.setattr(bench, "exit_code_of", run)
     return started
 
 
@@ -136,7 +136,7 @@ def test_data_that_end_too_early_are_a_failure(tiny, monkeypatch):
 
 def test_a_measurement_is_stopped_at_its_timeout():
     with open("log", "wb") as log:
-        assert bench.code_of([sys.executable, "-c", "import time; time.sleep(60)"], log, 0.2) is None
+        assert bench.exit_code_of([sys.executable, "-c", "import time; time.sleep(60)"], log, 0.2) is None
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_bad_options_of_the_command(arguments):
 @pytest.mark.parametrize("name", [name for name in shipped() if "debug" in name])
 def test_shipped_jobs_stay_valid_when_cut_to_the_measured_steps(name):
     options = parse_command("bench", [name])[0]
-    (config,) = bench.judged([{}], [name], options)
+    (config,) = bench.checked_configs([{}], [name], options)
     assert config.training.steps == options.steps + 1
 
 
@@ -198,7 +198,7 @@ def test_shipped_jobs_stay_valid_when_cut_to_the_measured_steps(name):
 )
 def test_options_that_need_a_disabled_section_are_reset(arguments):
     job = ["debug_model", *arguments]
-    (config,) = bench.judged([{}], job, parse_command("bench", job)[0])
+    (config,) = bench.checked_configs([{}], job, parse_command("bench", job)[0])
     assert config.job.clean_start == "never" and config.early_stop.patience is None
     assert config.guard.non_finite == "stop"
 

@@ -15,7 +15,7 @@ from torchtitan import cli
 from torchtitan.build import data as build_data
 from torchtitan.build.parts import dims
 from torchtitan.commands.evaluate import check_caches
-from torchtitan.commands.job_of import job_of
+from torchtitan.commands.job_of import find_job
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
@@ -158,9 +158,9 @@ def test_a_context_that_is_longer_than_the_cache_is_refused(tmp_path):
     """Every command that loads a run's job refuses it."""
     cache = 'kind = "neurocache"\nneurocache = {cache_size = 64}'
     (tmp_path / "config.toml").write_text(f'[model]\ntokenizer_path = "bytes"\n[adapter]\n{cache}\n')
-    assert job_of(tmp_path, ["--training.seq_len=64"]).training.seq_len == 64
+    assert find_job(tmp_path, ["--training.seq_len=64"]).training.seq_len == 64
     with pytest.raises(JobError, match="cache_size: given 64; allowed: at least 65, a segment's tokens"):
-        job_of(tmp_path, ["--training.seq_len=65"])
+        find_job(tmp_path, ["--training.seq_len=65"])
 
 
 @pytest.mark.parametrize(

@@ -306,11 +306,11 @@ def test_answers_equal_those_of_lm_eval_for_transformers(home, context):
 def test_metrics_equal_those_of_lm_eval(home, tmp_path, capsys):
     from lm_eval.evaluator import evaluate
 
-    from torchtitan.commands.evaluate_tasks import _opened
+    from torchtitan.commands.evaluate_tasks import _open_tasks
 
     assert cli.main(command(home, "--out", tmp_path / "found.json")) == 0, capsys.readouterr().err
     results, output = json.loads((tmp_path / "found.json").read_text()), capsys.readouterr().out
-    tasks = {"tasks": _opened(tasks_in(home / "tasks"), str(tmp_path))}
+    tasks = {"tasks": _open_tasks(tasks_in(home / "tasks"), str(tmp_path))}
     model = lm_eval_model(home, max_length=64, add_bos_token=False)
     rolling = evaluate(model, {"tasks": {"rolling": tasks["tasks"].pop("rolling")}}, bootstrap_iters=0)
     expected = evaluate(lm_eval_model(home, max_length=64), tasks, bootstrap_iters=0)["results"] | rolling["results"]
@@ -379,10 +379,13 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
                 "doc_to_target": "{{'a' * 40}}",
                 "metric_list": [{"metric": "exact_match", "regexes_to_ignore": ["(a+)+b"]}],
             },
-            "a metric of written fails: TooLong: no end after 1 s",
+            "a metric of written fails: TimeLimitExceeded: no end after 1 s",
         ),
-        ({"doc_to_text": f"{{% if not answer %}}{ENDLESS}{{% endif %}}"}, "a metric of written fails: TooLong"),
-        ({"doc_to_text": ENDLESS}, "lm-eval does not open it: TooLong: no end after 3 s"),
+        (
+            {"doc_to_text": f"{{% if not answer %}}{ENDLESS}{{% endif %}}"},
+            "a metric of written fails: TimeLimitExceeded",
+        ),
+        ({"doc_to_text": ENDLESS}, "lm-eval does not open it: TimeLimitExceeded: no end after 3 s"),
     ],
     ids=["pattern", "template", "first"],
 )

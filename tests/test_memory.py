@@ -26,7 +26,7 @@ from torchtitan.core.initialization import local_part
 from torchtitan.parallelisms import data_parallel
 from torchtitan.planner import estimate as prediction
 from torchtitan.planner import rehearsal
-from torchtitan.planner.live_tensors import Live
+from torchtitan.planner.live_tensors import LiveTensors
 from torchtitan.planner.rehearsal import Rehearsal, rehearse
 from torchtitan.process.distributed import device_type
 from torchtitan.training.batches import zero_batch
@@ -150,7 +150,7 @@ def actual_traffic(jobs):
         model = parts.model(config, dims.build_mesh(device.type), dims, device)
         batch, passes = zero_batch(config, dims, model.needs_keys), num_batches_per_step(config, dims)
         rehearsal = Rehearsal(config, model, parts.optimizers(config, model), batch, passes)
-        traffic.append(dict(rehearsal.step(Live()).sent))
+        traffic.append(dict(rehearsal.step(LiveTensors()).sent))
     return traffic
 
 
@@ -417,7 +417,7 @@ def test_a_thinned_pipeline_keeps_its_cut():
     """Rehearsed stages keep embeddings, head and first layers, renumbered; each other stage keeps one layer."""
     stages = [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "layers.3", "layers.4"], ["layers.5", "norm"]]
     config = manager.load(argv({"parallelism.pipeline_parallel_degree": 3}))
-    thin = prediction._thinned(config, stages, {1: 2}, parts.dims(config, 3))
+    thin = prediction._with_layers(config, stages, {1: 2}, parts.dims(config, 3))
     cut = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2"], ["layers.3", "norm"]]
     assert thin.parallelism.module_fqns_per_model_part == cut
     assert parts.model_args(thin).n_layers == 4

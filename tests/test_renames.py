@@ -63,7 +63,7 @@ def test_renames_point_to_options_and_shadow_none():
     for old, moved in renames.MOVED.items():
         assert moved.to in options() and old not in options() and old not in renames.GONE, old
     for old, removed in renames.GONE.items():
-        assert old not in options() and removed.why, old
+        assert old not in options() and removed.reason, old
     for key in [*renames.VALUES, *(key for defaults in translation.DEFAULTS.values() for key in defaults)]:
         assert key in options(), key
     assert not {"experimental", "quantize", "float8"} & sections()

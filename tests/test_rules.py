@@ -296,7 +296,7 @@ def test_offload_is_refused_with_a_compiled_model():
 
 def test_a_missing_tokenizer_is_refused():
     (fault,) = check(load(["--model.tokenizer_path=no.model"]), 1, "cpu")
-    assert (fault.file, fault.key, fault.given) == ("the job", "model.tokenizer_path", '"no.model"')
+    assert (fault.file, fault.key, fault.value) == ("the job", "model.tokenizer_path", '"no.model"')
     assert "No such file" in fault.remedy and "huggingface.co" not in fault.remedy
     (fault,) = check(load(["--model.tokenizer_path=no.model", "--model.flavor=8B"]), 1, "cpu")
     assert "huggingface.co/meta-llama, after the licence is accepted" in fault.remedy

@@ -21,7 +21,7 @@ from tests.test_metrics import build
 from torchtitan.metrics.logger import histogram
 from torchtitan.metrics.trackers import interface
 from torchtitan.metrics.trackers.aim import Aim
-from torchtitan.metrics.trackers.interface import PatientTracker, Run
+from torchtitan.metrics.trackers.interface import Run, TrackerThread
 from torchtitan.metrics.trackers.mlflow import MLflow, allowed_name
 from torchtitan.metrics.trackers.tensorboard import TensorBoard
 from torchtitan.metrics.trackers.wandb import WeightsAndBiases
@@ -53,7 +53,7 @@ class Service:
 
 def test_a_tracker_that_works_gets_every_record_in_order():
     service = Service()
-    tracker = PatientTracker("it", lambda: service)
+    tracker = TrackerThread("it", lambda: service)
     for step in range(50):
         tracker.log({}, step)
     tracker.close()
@@ -62,7 +62,7 @@ def test_a_tracker_that_works_gets_every_record_in_order():
 
 def test_a_tracker_that_raises_is_retried_and_loses_nothing(caplog):
     service = Service(failures=3)
-    tracker = PatientTracker("it", lambda: service, pauses=QUICK)
+    tracker = TrackerThread("it", lambda: service, pauses=QUICK)
     for step in range(5):
         tracker.log({}, step)
     tracker._waiting.put(None)
@@ -82,7 +82,7 @@ def test_a_tracker_that_cannot_be_opened_is_retried():
             raise ConnectionError("refused")
         return service
 
-    tracker = PatientTracker("it", open_it, pauses=QUICK)
+    tracker = TrackerThread("it", open_it, pauses=QUICK)
     tracker.log({}, 1)
     tracker._waiting.put(None)
     tracker._thread.join(30)
@@ -90,7 +90,7 @@ def test_a_tracker_that_cannot_be_opened_is_retried():
 
 
 def test_a_tracker_that_always_fails_reports_its_missing_records(caplog):
-    tracker = PatientTracker("it", lambda: Service(failures=10**9), pauses=(60.0,))
+    tracker = TrackerThread("it", lambda: Service(failures=10**9), pauses=(60.0,))
     for step in range(3):
         tracker.log({}, step)
     tracker.close()
@@ -101,7 +101,7 @@ def test_a_tracker_that_always_fails_reports_its_missing_records(caplog):
 def test_a_tracker_that_blocks_delays_neither_the_run_nor_its_end(caplog, monkeypatch):
     monkeypatch.setattr(interface, "LONGEST_QUEUE", 4)
     service = Service(blocks=True)
-    tracker = PatientTracker("it", lambda: service, close_seconds=0.01)
+    tracker = TrackerThread("it", lambda: service, close_seconds=0.01)
     tracker.log({}, 0)
     assert service.busy.wait(30)
     for step in range(1, 10):
@@ -161,7 +161,7 @@ def test_tensorboard_shows_a_repeated_step_once(tmp_path):
         boards.append(TensorBoard(run_description(tmp_path, resume_step=1, job=JOB)))
         return boards[-1]
 
-    metrics = build(tmp_path, trackers=[PatientTracker("it", board)])
+    metrics = build(tmp_path, trackers=[TrackerThread("it", board)])
     for step in (2, 3, 4):
         metrics.record_validation(step, 10.0 * step)
     metrics.go_back(1, 0)

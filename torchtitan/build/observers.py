@@ -15,7 +15,7 @@ from torchtitan.launcher import run_folder
 from torchtitan.metrics.device import Profiler
 from torchtitan.metrics.logger import MetricsLogger
 from torchtitan.metrics.trackers import TRACKERS
-from torchtitan.metrics.trackers.interface import PatientTracker, Run
+from torchtitan.metrics.trackers.interface import Run, TrackerThread
 from torchtitan.optimizers.build import Optimizers
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process.ranks import Ranks, slurm_seconds_left
@@ -26,15 +26,15 @@ def time_limit(config: JobConfig) -> TimeLimit:
     return TimeLimit(shortest(None if limit is None else seconds_of(limit), slurm_seconds_left()))
 
 
-def trackers(config: JobConfig, ranks: Ranks, resumed_from: int | None) -> list[PatientTracker]:
+def trackers(config: JobConfig, ranks: Ranks, resumed_from: int | None) -> list[TrackerThread]:
     """Return the trackers of this rank, each in a separate thread so that it cannot delay the run."""
     options, folder = config.metrics, Path(config.job.dump_folder)
     events = folder / options.save_tb_folder
     events = events / f"rank_{ranks.rank}" if options.save_for_all_ranks else events
     run = Run(folder, events, resumed_from, config.job.description, as_dict(config))
     kinds = [TRACKERS[name] for name in trackers_of(config).values()]
-    chosen = [kind for kind in kinds if ranks.is_main or (kind.of_every_rank and options.save_for_all_ranks)]
-    return [PatientTracker(kind.name, partial(kind, run)) for kind in chosen]
+    chosen = [kind for kind in kinds if ranks.is_main or (kind.runs_on_all_ranks and options.save_for_all_ranks)]
+    return [TrackerThread(kind.name, partial(kind, run)) for kind in chosen]
 
 
 def findings(config: JobConfig) -> Findings:

@@ -85,10 +85,10 @@ def main(argv: list[str]) -> int:
     if options.plot:
         check_format(Path(options.plot))
     cases = list(combinations(options.sweep))
-    configs = judged(cases, job_args, options)
+    configs = checked_configs(cases, job_args, options)
     try:
         with Path(options.out).open("a") as file:
-            rows = [file_row(file, row) for row in measured(cases, configs, options)]
+            rows = [append_row(file, row) for row in measure(cases, configs, options)]
         if options.plot:
             draw(rows, Path(options.plot))
     except OSError as error:
@@ -121,29 +121,29 @@ def combinations(sweeps: list[str]) -> Iterator[dict[str, str]]:
         yield dict(zip(axes, chosen, strict=True))
 
 
-def judged(cases: list[dict[str, str]], words: list[str], options: argparse.Namespace) -> list[JobConfig]:
+def checked_configs(cases: list[dict[str, str]], words: list[str], options: argparse.Namespace) -> list[JobConfig]:
     """Return the job of each combination. Raises one JobError with the faults of all combinations."""
     configs, faults = [], dict[str, str]()
     for case in cases:
-        case_args = [*words, *words_of(case)]
+        case_args = [*words, *arguments_of(case)]
         try:
             job = load(case_args)
             config = only_steps(job, options.steps)
             case_faults = [
-                *left_out(case, job, config),
+                *ineffective_options(case, job, config),
                 *check(config, options.ranks, likely_device(), said_by(case_args)),
             ]
             configs.append(config)
         except ConfigError as error:
             case_faults = error.faults
-        faults |= {str(fault): named(case) for fault in reversed(case_faults) if str(fault) not in faults}
+        faults |= {str(fault): case_name(case) for fault in reversed(case_faults) if str(fault) not in faults}
     if faults:
         lines = [f"{fault}" + f"  ({name})" * bool(name) for fault, name in faults.items()]
         raise JobError("\n".join([*lines, "nothing was measured"]))
     return configs
 
 
-def words_of(case: dict[str, str]) -> list[str]:
+def arguments_of(case: dict[str, str]) -> list[str]:
     job_args = []
     for key, value in case.items():
         family, _, flavor = value.partition("/")
@@ -151,7 +151,7 @@ def words_of(case: dict[str, str]) -> list[str]:
     return job_args
 
 
-def left_out(case: dict[str, str], job: JobConfig, config: JobConfig) -> Iterator[Fault]:
+def ineffective_options(case: dict[str, str], job: JobConfig, config: JobConfig) -> Iterator[Fault]:
     """Yield a fault for each swept option that bench overrides or that does not affect a step."""
     for key, value in case.items():
         option = attrgetter(free_table(key) or key)
@@ -160,7 +160,7 @@ def left_out(case: dict[str, str], job: JobConfig, config: JobConfig) -> Iterato
             yield Fault("", f"--sweep {key}", value, allowed, remedy)
 
 
-def named(case: dict[str, str]) -> str:
+def case_name(case: dict[str, str]) -> str:
     return ", ".join(f"{key} = {value}" for key, value in case.items())
 
 
@@ -198,7 +198,7 @@ def schedule_of(config: JobConfig) -> LRScheduler:
     return dataclasses.replace(job_schedule, total_steps=length, t_max=None, t_max_unit="epoch", warmup_steps=warmup)
 
 
-def measured(cases: list[dict[str, str]], configs: list[JobConfig], options: argparse.Namespace) -> Iterator[Row]:
+def measure(cases: list[dict[str, str]], configs: list[JobConfig], options: argparse.Namespace) -> Iterator[Row]:
     """Measure each combination; print and yield its result row."""
     widths = {key: max(len(key), *(len(case[key]) for case in cases)) for key in cases[0]}
     heads = [f"{key:>{width}}" for key, width in widths.items()]
@@ -229,8 +229,8 @@ def result_of(config: JobConfig, home: Path, number: int, options: argparse.Name
     file.write_text(to_toml(dataclasses.replace(config, job=job, data=data)))
     command = [sys.executable, "-m", "torchtitan.launch", str(options.ranks), "--job.config_file", str(file)]
     with log.open("wb") as log_file:
-        code = code_of(command, log_file, options.timeout)
-    result = told_by(code, folder, options.steps)
+        code = exit_code_of(command, log_file, options.timeout)
+    result = outcome_of(code, folder, options.steps)
     if result["result"] == "failed":
         log_lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         result["reason"] = folded(log_lines[-1] if log_lines else f"exit code {code}")
@@ -238,7 +238,7 @@ def result_of(config: JobConfig, home: Path, number: int, options: argparse.Name
     return model | {"local_batch_size": config.training.local_batch_size, "exit_code": code, **result}
 
 
-def code_of(words: list[str], log: Any, seconds: float) -> int | None:
+def exit_code_of(words: list[str], log: Any, seconds: float) -> int | None:
     """Run the job's launcher and return its exit code, or None after `seconds`. Its ranks end with it."""
     process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
     try:
@@ -250,7 +250,7 @@ def code_of(words: list[str], log: Any, seconds: float) -> int | None:
         process.wait()
 
 
-def told_by(code: int | None, folder: Path, steps: int) -> Row:
+def outcome_of(code: int | None, folder: Path, steps: int) -> Row:
     """Return the run's result: the medians after the first step and the first rank's peak memory, or the failure."""
     if code is None:
         return {"result": "too slow", "reason": "stopped by --timeout"}
@@ -263,6 +263,6 @@ def told_by(code: int | None, folder: Path, steps: int) -> Row:
     return {"result": "ok", **medians, "memory_gib": max(row["memory_gib"] for row in rows)}
 
 
-def file_row(file: Any, row: Row) -> Row:
+def append_row(file: Any, row: Row) -> Row:
     print(json.dumps(row | {"at": round(time.time())}), file=file, flush=True)
     return row

@@ -21,7 +21,7 @@ from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.generate import (
     CONTROLS,
     find_checkpoint,
-    refuse_without_next_words,
+    require_causal_decoder,
     sample,
 )
 from torchtitan.config.job import JobConfig, sources_of
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         raise JobError(f"--system: format {options.format} has no place for it")
     sys.stdout.reconfigure(errors="replace")  # for characters that the terminal cannot show
     config, step_folder = find_checkpoint(Path(options.folder), options.config, job_args, options.best)
-    refuse_without_next_words(config)
+    require_causal_decoder(config)
     tokenizer = parts.tokenizer(config)
     form = options.format or form_of(config, tokenizer)
     if options.system is not None and form != CHAT:

@@ -33,7 +33,7 @@ from torchtitan.checkpoint.layout import MODEL
 from torchtitan.checkpoint.saving import Care, Snapshot, save
 from torchtitan.checkpoint.weight_sources import Weights, opened
 from torchtitan.commands.command_lines import FORMS, parse_command
-from torchtitan.commands.job_of import JOB, job_of, names_its_tokenizer
+from torchtitan.commands.job_of import JOB, find_job, names_its_tokenizer
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import to_toml
 from torchtitan.core.errors import JobError
@@ -56,11 +56,11 @@ SUPPRESSED = "suppress_tokens"
 class Resizing:
     """A change of the vocabulary's size.
 
-    `known`: number of rows of existing tokens. `tokens`: number of tokens afterwards. `args`: model sizes with the new
-    number of rows.
+    `num_known`: rows of existing tokens. `tokens`: number of tokens afterwards. `args`: model sizes with the new number
+    of rows.
     """
 
-    known: int
+    num_known: int
     tokens: int
     args: Any
     vocabulary: Tokenizer
@@ -69,12 +69,12 @@ class Resizing:
         """Return the source with the new number of rows in its config."""
         return Source(source.config | {"vocab_size": self.args.vocab_size}, source.generation)
 
-    def beside(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    def extra_files(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
         """Return the files next to the weights, with the new rows and the rows without a token marked."""
         config, generation = (json.loads(files[name]) for name in (CONFIG, GENERATION))
         rows = self.args.vocab_size
-        new = sorted({*untrained(config), *range(self.known, self.tokens)} & {*range(self.tokens)})
-        hidden = [token_id for token_id in generation.get(SUPPRESSED) or [] if token_id < self.known] + [
+        new = sorted({*untrained(config), *range(self.num_known, self.tokens)} & {*range(self.tokens)})
+        hidden = [token_id for token_id in generation.get(SUPPRESSED) or [] if token_id < self.num_known] + [
             *range(self.tokens, rows)
         ]
         for content, key, ids in ((config, UNTRAINED, new), (generation, SUPPRESSED, hidden)):
@@ -124,7 +124,7 @@ class Resized(Weights):
         value = self.weights.whole(name)
         if name not in self.by_token:
             return value
-        trained_rows, rows = value[: self.to.known], self.to.args.vocab_size
+        trained_rows, rows = value[: self.to.num_known], self.to.args.vocab_size
         mean = sum(part.double().sum(0) for part in trained_rows.split(AT_ONCE)) / len(trained_rows)
         resized = mean.to(value.dtype).expand(rows, *value.shape[1:]).clone()
         resized[: len(trained_rows)] = trained_rows
@@ -145,7 +145,7 @@ def main(argv: list[str]) -> int:
     )
     if resizes and form == "file":
         raise JobError(f"{target}: one file holds no tokenizer, which says what the rows are; give a folder")
-    config = job_of(place, job_args, with_tokenizer=False)
+    config = find_job(place, job_args, with_tokenizer=False)
     with ExitStack() as stack:
         args, to = parts.model_args(config), None
         weights = stack.enter_context(opened(place, config.model.name, args))
@@ -157,7 +157,7 @@ def main(argv: list[str]) -> int:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             if form == "file":
-                parts.model_spec(config).hf.save_hf_file(target, _unread(config, args, weights), args, dtype)
+                parts.model_spec(config).hf.save_hf_file(target, _unread_tensors(config, args, weights), args, dtype)
             else:
                 write = {"hf": _write_hf, "ours": _write_ours}[form]
                 write(target, place, config, args, weights, dtype, to)
@@ -165,11 +165,13 @@ def main(argv: list[str]) -> int:
             raise JobError(f"{target}: not written: {error}") from error
     print(f"{place} -> {target}: {config.model.name}, {args.num_parameters:,} parameters, {FORMS[form]}")
     if to is not None:
-        print(f"{to.tokens:,} tokens, {to.tokens - to.known:,} of them new, in {args.vocab_size:,} rows")
+        print(f"{to.tokens:,} tokens, {to.tokens - to.num_known:,} of them new, in {args.vocab_size:,} rows")
     return 0
 
 
-def _beside(place: Path, config: JobConfig, args: Any, dtype: torch.dtype, to: Resizing | None) -> dict[str, bytes]:
+def _extra_files(
+    place: Path, config: JobConfig, args: Any, dtype: torch.dtype, to: Resizing | None
+) -> dict[str, bytes]:
     """Return the files to write next to the weights: config.json and, if there is a tokenizer, its files.
 
     A missing tokenizer is reported. Weights count as trained unless there is a config.json next to them.
@@ -191,7 +193,7 @@ def _beside(place: Path, config: JobConfig, args: Any, dtype: torch.dtype, to: R
         bos_id=vocabulary.bos_id,
         end_ids=sorted(end_of_turn_ids(vocabulary)),
     )
-    return to.beside(files) if to else files
+    return to.extra_files(files) if to else files
 
 
 def _tokenizer(config: JobConfig, args: Any) -> Tokenizer | None:
@@ -204,7 +206,7 @@ def _tokenizer(config: JobConfig, args: Any) -> Tokenizer | None:
     return vocabulary if spare == 0 or (spare > 0 and names_its_tokenizer(config)) else None
 
 
-def _unread(config: JobConfig, args: Any, weights: Weights) -> dict[str, Deferred]:
+def _unread_tensors(config: JobConfig, args: Any, weights: Weights) -> dict[str, Deferred]:
     """Return every tensor, unread, by our names. A tied output head is left out."""
     shapes = parts.model_spec(config).hf.shapes(args)
     tied = {"output.weight"} if args.tied_embeddings else set()
@@ -214,9 +216,11 @@ def _unread(config: JobConfig, args: Any, weights: Weights) -> dict[str, Deferre
 def _write_hf(
     target: Path, place: Path, config: JobConfig, args: Any, weights: Weights, dtype: torch.dtype, to: Resizing | None
 ) -> None:
-    beside = _beside(place, config, args, dtype, to)
+    beside = _extra_files(place, config, args, dtype, to)
     with published(target.resolve(), write=True) as folder:
-        parts.model_spec(config).hf.save_hf(folder, _unread(config, args, weights), args, dtype=dtype, beside=beside)
+        parts.model_spec(config).hf.save_hf(
+            folder, _unread_tensors(config, args, weights), args, dtype=dtype, beside=beside
+        )
 
 
 def _write_ours(
@@ -227,12 +231,12 @@ def _write_ours(
     A model that transformers does not support gets the job instead of a config.json.
     """
     try:
-        extra_files = _beside(place, config, args, dtype, to)
+        extra_files = _extra_files(place, config, args, dtype, to)
     except JobError:
         if to is not None:
             raise
         extra_files = {JOB: to_toml(parts.portable_job(config)).encode()}
-    unread = _unread(config, args, weights)
+    unread = _unread_tensors(config, args, weights)
     narrow = {name for name in unread if weights.dtype(name).is_floating_point and not name.endswith("expert_bias")}
     types = {name: dtype if name in narrow else weights.dtype(name) for name in unread}
     shells = {

@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchtitan.adapters.neurocache.generation import UNLIMITED, incremental_reader
 from torchtitan.build import parts
-from torchtitan.commands.generate import refuse_without_next_words, sample
+from torchtitan.commands.generate import require_causal_decoder, sample
 from torchtitan.commands.task_files import greedy_of, tasks_in, without_effect
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
@@ -44,7 +44,7 @@ OPENING, COUNTING, OF_DOCUMENT = 300.0, 60.0, 1.0
 """Time limits in seconds: to read the data; for templates, filters and metrics; and in addition for each document."""
 
 
-class Asked(Protocol):
+class EvalRequest(Protocol):
     """A request of lm-eval."""
 
     args: tuple[Any, ...]
@@ -65,7 +65,7 @@ class Answers:
             self.rows = 1 if model.memory.options.scope == "global" else rows
         self.first = tokenizer.begin_ids or [tokenizer.eos_id]
 
-    def loglikelihood(self, requests: Sequence[Asked]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[EvalRequest]) -> list[tuple[float, bool]]:
         """Return (log-likelihood of the continuation, True if greedy decoding would produce it) per request.
 
         The args of a request are (context, continuation).
@@ -75,7 +75,7 @@ class Answers:
             for answer in self._likelihoods([self._pair(*request.args) for request in requests])
         ]
 
-    def loglikelihood_rolling(self, requests: Sequence[Asked]) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[EvalRequest]) -> list[float]:
         """Return the log-likelihood of each text, in windows if it is longer than the context. Args are (text,)."""
         owners, pieces = [], []
         for number, request in enumerate(requests):
@@ -87,7 +87,7 @@ class Answers:
             sums[number] += answer.log
         return sums
 
-    def generate_until(self, requests: Sequence[Asked]) -> list[str]:
+    def generate_until(self, requests: Sequence[EvalRequest]) -> list[str]:
         """Return greedy continuations up to the first stop string. Args are (context, generation_kwargs)."""
         with (
             incremental_reader(self.model, self.seq_len) as (reader, context),
@@ -95,7 +95,7 @@ class Answers:
         ):
             texts = []
             for request in requests:
-                texts.append(self._written(reader, context, *request.args))
+                texts.append(self._generate(reader, context, *request.args))
                 bar.update()
         return texts
 
@@ -109,9 +109,9 @@ class Answers:
             )
         return most, until
 
-    def _written(self, reader: Any, context: int, text: str, options: object) -> str:
+    def _generate(self, reader: Any, context: int, text: str, options: object) -> str:
         most, until = self.refuse_long(options, "a task")
-        prompt = self._begun(self.tokenizer.encode(text))[-(context - most) :]
+        prompt = self._with_begin_token(self.tokenizer.encode(text))[-(context - most) :]
         kwargs: dict[str, Any] = dict(max_new_tokens=most, context=context, temperature=0, top_k=0, seed=0)
         continuation = ""
         for piece in decode_stream(sample(reader, prompt, self.tokenizer, **kwargs), prompt, self.tokenizer):
@@ -132,9 +132,9 @@ class Answers:
                 f"an answer, {continuation!r}, given behind {bare[-20:]!r}, which together have no token of the "
                 "answer's own; allowed: answers that begin a word; see target_delimiter"
             )
-        return self._begun(context_ids), full_ids[len(context_ids) :]
+        return self._with_begin_token(context_ids), full_ids[len(context_ids) :]
 
-    def _begun(self, ids: list[int]) -> list[int]:
+    def _with_begin_token(self, ids: list[int]) -> list[int]:
         return self.tokenizer.begin_ids + ids or self.first
 
     def _likelihoods(self, requests: list[Request]) -> list[Likelihood]:
@@ -149,7 +149,7 @@ class Answers:
 
 def evaluate_tasks(config: JobConfig, place: Path, path: Path, limit: int) -> dict[str, Any]:
     """Return the metrics of the model in `place` on the tasks of `path`, on `limit` documents of each (0: all)."""
-    refuse_without_next_words(config)
+    require_causal_decoder(config)
     if importlib.util.find_spec("lm_eval") is None:
         raise JobError("--tasks needs the package lm_eval; install it with: pip install 'torchtitan-toml[eval]'")
     with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder, _sandboxed():
@@ -157,7 +157,7 @@ def evaluate_tasks(config: JobConfig, place: Path, path: Path, limit: int) -> di
         for name, task in tasks_by_name.items():
             if unused_keys := without_effect(task):
                 print(f"{name}: without effect here: {', '.join(unused_keys)}", file=sys.stderr)
-        tasks = _opened(tasks_by_name, folder)
+        tasks = _open_tasks(tasks_by_name, folder)
         model, _ = inference_model.load_model(config, place, torch.device(device_type()))
         assert isinstance(model, Decoder)
         rows = config.validation.local_batch_size
@@ -165,10 +165,10 @@ def evaluate_tasks(config: JobConfig, place: Path, path: Path, limit: int) -> di
         for name, task in tasks_by_name.items():
             if task.get("output_type", "generate_until") == "generate_until":
                 answers.refuse_long(task.get("generation_kwargs") or {}, name)
-        return {"of": str(place), "seq_len": answers.seq_len, "tasks": _counted(answers, tasks, limit)}
+        return {"of": str(place), "seq_len": answers.seq_len, "tasks": _measure(answers, tasks, limit)}
 
 
-def _opened(tasks: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
+def _open_tasks(tasks: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
     """Load the tasks with lm-eval, which caches their data in `folder`."""
     from lm_eval.tasks import TaskManager
 
@@ -177,7 +177,7 @@ def _opened(tasks: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
     for name, task in tasks.items():
         data_kwargs = {"dataset_kwargs": task["dataset_kwargs"] | {"cache_dir": folder}}
         try:
-            with at_most(OPENING):
+            with time_limit(OPENING):
                 opened |= manager.load([{"num_fewshot": 0} | task | data_kwargs])["tasks"]
         except Exception as error:  # exceptions of lm-eval and its data readers have no common base
             error_text = f"{type(error).__name__}: {error}"
@@ -186,7 +186,7 @@ def _opened(tasks: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
     return opened
 
 
-def _counted(answers: Answers, tasks: dict[str, Any], limit: int) -> dict[str, dict[str, Any]]:
+def _measure(answers: Answers, tasks: dict[str, Any], limit: int) -> dict[str, dict[str, Any]]:
     """Return per task the number of documents and each metric, with a standard error if lm-eval has one."""
     from lm_eval.api.model import LM
     from lm_eval.evaluator import evaluate
@@ -198,16 +198,16 @@ def _counted(answers: Answers, tasks: dict[str, Any], limit: int) -> dict[str, d
             LM.__init__(self)
             self.__dict__ |= vars(answers)
 
-        def loglikelihood(self, requests: Sequence[Asked]) -> list[tuple[float, bool]]:
-            with unhurried():
+        def loglikelihood(self, requests: Sequence[EvalRequest]) -> list[tuple[float, bool]]:
+            with without_time_limit():
                 return super().loglikelihood(requests)
 
-        def loglikelihood_rolling(self, requests: Sequence[Asked]) -> list[float]:
-            with unhurried():
+        def loglikelihood_rolling(self, requests: Sequence[EvalRequest]) -> list[float]:
+            with without_time_limit():
                 return super().loglikelihood_rolling(requests)
 
-        def generate_until(self, requests: Sequence[Asked]) -> list[str]:
-            with unhurried():
+        def generate_until(self, requests: Sequence[EvalRequest]) -> list[str]:
+            with without_time_limit():
                 return super().generate_until(requests)
 
     # hides its messages on answers that are not among the choices
@@ -215,7 +215,7 @@ def _counted(answers: Answers, tasks: dict[str, Any], limit: int) -> dict[str, d
     try:
         kwargs: dict[str, Any] = dict(limit=limit or None, log_samples=False, bootstrap_iters=DRAWS)
         documents = sum(min(limit or len(task.eval_docs), len(task.eval_docs)) for task in tasks.values())
-        with at_most(COUNTING + OF_DOCUMENT * documents):
+        with time_limit(COUNTING + OF_DOCUMENT * documents):
             results = evaluate(Model(), {"tasks": tasks}, **kwargs)
     except Exception as error:  # exceptions of lm-eval, templates and metrics have no common base
         # an error of the model
@@ -261,13 +261,13 @@ def tasks_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-class TooLong(Exception):
+class TimeLimitExceeded(Exception):
     """Raised when code exceeds its time limit."""
 
 
 @contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """Raise TooLong after `seconds`, also inside a regular expression, which checks for signals while it runs.
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeLimitExceeded after `seconds`, also inside a regular expression, which checks for signals.
 
     There is no limit outside of the main thread, because only that one receives signals. An outer limit continues
     afterwards with the time that it had left.
@@ -277,7 +277,7 @@ def at_most(seconds: float) -> Iterator[None]:
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise TooLong(f"no end after {seconds:g} s")
+        raise TimeLimitExceeded(f"no end after {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     remaining, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -289,7 +289,7 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def unhurried() -> Iterator[None]:
+def without_time_limit() -> Iterator[None]:
     """Suspend the surrounding time limit."""
     remaining = 0.0
     if threading.current_thread() is threading.main_thread():

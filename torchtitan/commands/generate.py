@@ -25,7 +25,7 @@ from torchtitan.build import parts
 from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.checkpoint.best_metric import best_in
 from torchtitan.commands.command_lines import parse_command
-from torchtitan.commands.job_of import job_of
+from torchtitan.commands.job_of import find_job
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError, read_file
@@ -93,7 +93,7 @@ def generate(options: argparse.Namespace, job_args: list[str], text: str, ranks:
     if ranks.launcher is not None:
         die_with(ranks.launcher.pid)
     config, place = find_checkpoint(Path(options.folder), options.config, job_args, options.best)
-    refuse_without_next_words(config)
+    require_causal_decoder(config)
     tokenizer = parts.tokenizer(config)
     if ranks.world_size > 1:
         model = inference_model.load_model_over_ranks(config, place, ranks)
@@ -121,7 +121,7 @@ def generate(options: argparse.Namespace, job_args: list[str], text: str, ranks:
     print()
 
 
-def refuse_without_next_words(config: JobConfig) -> None:
+def require_causal_decoder(config: JobConfig) -> None:
     """Raise JobError for a model that does not predict the next token."""
     args, name = parts.model_args(config), config.model.name
     if not getattr(args, "causal", True):
@@ -156,7 +156,7 @@ def find_checkpoint(
     `words` are further options of the job. Raises JobError if the job or the weights are missing, or if the model or
     tokenizer cannot be built.
     """
-    config = job_of(folder, (["--job.config_file", config_path] if config_path else []) + (words or []))
+    config = find_job(folder, (["--job.config_file", config_path] if config_path else []) + (words or []))
     checkpoints = folder.resolve() / config.checkpoint.folder
     if best:
         return config, best_in(checkpoints if checkpoints.is_dir() else folder.resolve()).folder

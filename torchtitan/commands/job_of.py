@@ -22,7 +22,7 @@ LONGEST_CONTEXT = 8192
 """Maximum seq_len, in tokens, for a model without a job. A job can set a larger one."""
 
 
-def job_of(path: Path, arguments: list[str], with_tokenizer: bool = True) -> JobConfig:
+def find_job(path: Path, arguments: list[str], with_tokenizer: bool = True) -> JobConfig:
     """Return the job of the weights at `path`.
 
     `arguments` are options of a job, as on the command line. They take precedence, and if they name a job or a model,
@@ -39,7 +39,7 @@ def job_of(path: Path, arguments: list[str], with_tokenizer: bool = True) -> Job
         hf_config = config_beside(path)
         if hf_config is not None:
             given_names = {argument.partition("=")[0] for argument in arguments}
-            hf_arguments = _words_of(path, home, hf_config.get("model_type"))
+            hf_arguments = _hf_arguments(path, home, hf_config.get("model_type"))
             arguments = [
                 argument for argument in hf_arguments if argument.partition("=")[0] not in given_names
             ] + arguments
@@ -63,7 +63,7 @@ def job_of(path: Path, arguments: list[str], with_tokenizer: bool = True) -> Job
     return config
 
 
-def _words_of(path: Path, home: Path, model_type: object) -> list[str]:
+def _hf_arguments(path: Path, home: Path, model_type: object) -> list[str]:
     """Return the options for a Hugging Face folder or file, with the model's context up to LONGEST_CONTEXT."""
     family = family_of(model_type)
     if family is None:

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
 class Head:
     """The first comment of a preset, split into its summary sentence and its hardware."""
 
-    what: str
+    summary: str
     hardware: str
 
 
@@ -55,7 +55,7 @@ def list_all(keywords: list[str]) -> int:
         print(f"no job's head has {' and '.join(keywords)}; there are {', '.join(heads)}", file=sys.stderr)
         return 2
     for name, head in matches.items():
-        print(f"{name:17} {head.hardware:27} {head.what}")
+        print(f"{name:17} {head.hardware:27} {head.summary}")
     return 0
 
 
@@ -85,13 +85,13 @@ def copy(name: str, text: str, path: Path, options: argparse.Namespace) -> int:
         family = family_in(folder)
         if family is None:
             raise JobError(f"{folder}: a model of another family; allowed: one of {', '.join(SIZES)}")
-        text = with_value(text.replace(json.dumps(MODEL_PLACEHOLDER), quoted(str(folder))), "name", family)
+        text = set_value(text.replace(json.dumps(MODEL_PLACEHOLDER), quoted(str(folder))), "name", family)
     if options.data is not None:
         text = text.replace(json.dumps(RECORDS_PLACEHOLDER), quoted(options.data))
     for base in shipped_jobs():
         # the base is not in the folder of the copy
         text = text.replace(f'extends = "{base}.toml"', f'extends = "{base}"')
-    text = with_value(text, "dump_folder", f"./outputs/{path.stem}")
+    text = set_value(text, "dump_folder", f"./outputs/{path.stem}")
     write_new_file(path, text)
     print(f"wrote {path}; its head says what to change and how to start it\n  torchtitan check {path}")
     return 0
@@ -102,7 +102,7 @@ def quoted(value: str) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def with_value(text: str, key: str, value: str) -> str:
+def set_value(text: str, key: str, value: str) -> str:
     """Replace the first assignment of `key` by `value`, and drop the comment on its line."""
     return re.sub(rf"^{key} = .*$", lambda _: f"{key} = {quoted(value)}", text, count=1, flags=re.MULTILINE)
 

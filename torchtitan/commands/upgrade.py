@@ -61,7 +61,7 @@ class Comments:
 
     head: list[str] = field(default_factory=list)
     above: dict[str, list[str]] = field(default_factory=dict)
-    beside: dict[str, str] = field(default_factory=dict)
+    inline: dict[str, str] = field(default_factory=dict)
 
     def read(self, text: str) -> None:
         pending: list[str] = []
@@ -76,15 +76,15 @@ class Comments:
             elif pending:
                 self.above[name], pending = self.above.get(name, []) + pending, []
             if item.trivia.comment:
-                self.beside[name] = item.trivia.comment
+                self.inline[name] = item.trivia.comment
         self.above[""] = self.above.get("", []) + pending
 
-    def homeless(self, kept: set[str]) -> list[str]:
+    def without_option(self, kept: set[str]) -> list[str]:
         """Return the comments of options that were not translated, each followed by the option's name."""
         lines = [
             f"{line}  [{name}]" for name, lines in self.above.items() if name not in kept for line in lines if name
         ]
-        return lines + [f"{line}  [{name}]" for name, line in self.beside.items() if name not in kept]
+        return lines + [f"{line}  [{name}]" for name, line in self.inline.items() if name not in kept]
 
 
 def _items(table: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -109,9 +109,9 @@ def as_file(head: list[str], values: Values, comments: Comments | None = None) -
     comments = comments or Comments()
     ordered = {key: values[key] for key in options() if key in values}
     sections = dict.fromkeys(key.rpartition(".")[0] for key in ordered)
-    lines = [*comments.head, *(f"# {line}" for line in head), *comments.homeless({*ordered, *sections})]
+    lines = [*comments.head, *(f"# {line}" for line in head), *comments.without_option({*ordered, *sections})]
     for section in sections:
-        comment = comments.beside.get(section, "")
+        comment = comments.inline.get(section, "")
         lines += ["", *comments.above.get(section, []), f"[{section}]  {comment}".rstrip()]
         of_section = {key: value for key, value in ordered.items() if key.rpartition(".")[0] == section}
         for key, value in sorted(of_section.items(), key=lambda pair: _is_table(pair[1])):
@@ -120,7 +120,7 @@ def as_file(head: list[str], values: Values, comments: Comments | None = None) -
                 lines += _tables(key, value)
             else:
                 text = tomli_w.dumps({key.rpartition(".")[2]: value}).rstrip()
-                lines += [f"{text}  {comments.beside.get(key, '')}".rstrip()]
+                lines += [f"{text}  {comments.inline.get(key, '')}".rstrip()]
     return "\n".join([*lines, *comments.above.get("", [])])
 
 

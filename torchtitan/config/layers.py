@@ -32,7 +32,7 @@ from torchtitan.config.options import (
     sections,
     show,
 )
-from torchtitan.config.renames import Gone, Moved, old_section, renamed
+from torchtitan.config.renames import Moved, Removed, old_section, renamed
 from torchtitan.core.cadence import NO_LIMIT
 from torchtitan.core.errors import JobError
 from torchtitan.process.ranks import MEMORY_LIMIT
@@ -107,7 +107,7 @@ class Layer:
 
     def all_faults(self) -> list[Fault]:
         """Return all faults, including wrong values and one for each option of an older dialect."""
-        first = next((key for key in self.old if not isinstance(renamed(key), Gone)), None)
+        first = next((key for key in self.old if not isinstance(renamed(key), Removed)), None)
         old = (_old_fault(self.name, key, value, advise=key == first) for key, value in self.old.items())
         return [*self.faults, *_wrong_values(self.name, self.values), *old]
 
@@ -183,8 +183,8 @@ def number_of(text: str) -> int | float | str:
 def _old_fault(name: str, key: str, value: Any, advise: bool) -> Fault:
     """Return the fault of an option of an older dialect. `advise`: mention that the file can be translated."""
     rename = renamed(key)
-    if isinstance(rename, Gone):
-        return Fault(name, key, show(value), f"no such option here ({rename.why})", "leave it out")
+    if isinstance(rename, Removed):
+        return Fault(name, key, show(value), f"no such option here ({rename.reason})", "leave it out")
     assert rename is not None
     translate = (
         "" if name == COMMAND_LINE or not advise else f", or let `torchtitan check {name} --upgrade` translate the file"
@@ -251,7 +251,7 @@ def _flags_like(section: str, last: str) -> list[str]:
 def _unusual(name: str, key: str, value: Any) -> Fault | None:
     """Return the fault of a TOML value that JSON cannot represent; options are validated as JSON."""
     allowed = describe(options()[key].annotation)
-    for leaf in _leaves(value):
+    for leaf in _scalars(value):
         if isinstance(leaf, (date, time)):
             return Fault(name, key, f"a date or time, {leaf}", allowed, "quote it if it is meant as text")
         if isinstance(leaf, float) and not math.isfinite(leaf):
@@ -324,9 +324,9 @@ def _remedy(option: Option, value: Any, key: str = "") -> str:
     return f"help: {' '.join(option.help.split())}"
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _scalars(value: Any) -> Iterator[Any]:
     if isinstance(value, (list, dict)):
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(inner)
+            yield from _scalars(inner)
     else:
         yield value

@@ -28,14 +28,14 @@ class Fault:
 
     file: str
     key: str
-    given: str
+    value: str
     allowed: str
     remedy: str
     intended: str = ""
     """The option or section closest to `key`, if `key` is not an option."""
 
     def __str__(self) -> str:
-        parts = [f"given {self.given}" * bool(self.given), f"allowed: {self.allowed}" * bool(self.allowed), self.remedy]
+        parts = [f"given {self.value}" * bool(self.value), f"allowed: {self.allowed}" * bool(self.allowed), self.remedy]
         line = ": ".join(filter(None, (self.file, self.key, "; ".join(filter(None, parts)))))
         # one fault is one line, and control characters of a file never reach a terminal
         return line if line.isprintable() else line.encode("unicode_escape").decode()
@@ -44,14 +44,15 @@ class Fault:
 class ConfigError(JobError):
     """All faults of a job, one line each.
 
-    `rest`: the job without the faulty values, if that is a valid job. `unknown`: options that have no valid value.
+    `remaining_config`: the job without the faulty values, if that is a valid job. `unknown`: options without a valid
+    value.
     """
 
     def __init__(
-        self, faults: Iterable[Fault], rest: JobConfig | None = None, unknown: Collection[str] = frozenset()
+        self, faults: Iterable[Fault], remaining_config: JobConfig | None = None, unknown: Collection[str] = frozenset()
     ) -> None:
         self.faults = list(dict.fromkeys(faults))
-        self.rest, self.unknown = rest, unknown
+        self.rest, self.unknown = remaining_config, unknown
         super().__init__("\n".join(map(str, self.faults)))
 
 

@@ -20,13 +20,13 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Gone:
-    why: str
+class Removed:
+    reason: str
     harmless: tuple[Any, ...] | None = ()
     """Values at which the option changed nothing, so that a translation may leave it out; None: any value."""
 
 
-def _not(value: Any) -> Any:
+def _negated(value: Any) -> Any:
     return not value if isinstance(value, bool) else value  # other values are refused at the new option
 
 
@@ -34,7 +34,7 @@ def _fused(value: Any) -> Any:
     return {True: "fused", False: "foreach"}[value] if isinstance(value, bool) else value
 
 
-def _words(**new_names: str | None) -> Callable[[Any], Any]:
+def _new_values(**new_names: str | None) -> Callable[[Any], Any]:
     """Return a function that renames values and leaves others, to be checked at the new option."""
     return lambda value: new_names.get(value, value) if isinstance(value, str) else value
 
@@ -52,7 +52,7 @@ def _split_points(value: Any) -> None:
 
 
 _masks = {"causal": None, "block_causal": True}
-_schedule = _words(
+_schedule = _new_values(
     **{"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B"},
     # classes that ran the schedule of a file; None: left out, since the file is enough
     **{"PipelineScheduleSingle": None, "PipelineScheduleMulti": None, "_PipelineScheduleRuntime": None},
@@ -72,8 +72,8 @@ _flat += ("context_parallel_rotate_method", "fsdp_reshard_after_forward", "disab
 
 MOVED: dict[str, Moved] = {
     "job.print_args": Moved("job.print_config"),
-    "metrics.enable_color_printing": Moved("metrics.disable_color_printing", _not),
-    "metrics.rank_0_only": Moved("metrics.save_for_all_ranks", _not),
+    "metrics.enable_color_printing": Moved("metrics.disable_color_printing", _negated),
+    "metrics.rank_0_only": Moved("metrics.save_for_all_ranks", _negated),
     "model.hf_assets_path": Moved("model.tokenizer_path"),
     "model.attn_mask_type": Moved("training.document_mask", lambda value: _masks.get(value, value)),
     "optimizer.fused": Moved("optimizer.implementation", _fused),
@@ -83,7 +83,7 @@ MOVED: dict[str, Moved] = {
     "training.compile": Moved("compile.enable"),
     "training.seed": Moved("debug.seed"),
     "training.deterministic": Moved("debug.deterministic"),
-    "training.enable_loss_parallel": Moved("parallelism.disable_loss_parallel", _not),
+    "training.enable_loss_parallel": Moved("parallelism.disable_loss_parallel", _negated),
     "training.data_parallel_degree": Moved("parallelism.data_parallel_shard_degree"),
     "training.data_parallel_type": Moved(
         "parallelism.data_parallel_replicate_degree",
@@ -105,26 +105,26 @@ MOVED: dict[str, Moved] = {
     "validation.enabled": Moved("validation.enable"),
 }
 
-GONE: dict[str, Gone] = {
-    "job.use_for_integration_test": Gone("it marked files for torchtitan's own tests", None),
-    "job.save_config_file": Gone("the resolved job is always written, as config.toml in job.dump_folder", None),
-    "job.custom_config_module": Gone(_plugin, ("",)),
-    "experimental.custom_import": Gone(_plugin, ("",)),
-    "experimental.custom_args_module": Gone(_plugin, ("",)),
-    "experimental.custom_model_path": Gone(_plugin, ("",)),
-    "experimental.enable_compiled_autograd": Gone("compiled autograd is not in this version", (False,)),
-    "parallelism.enable_compiled_autograd": Gone("compiled autograd is not in this version", (False,)),
-    "experimental.pipeline_parallel_split_mode": Gone("models are cut by module names alone", ("manual",)),
-    "model.use_flex_attn": Gone("model.attention_backend chooses the kernel that fits the mask", None),
+GONE: dict[str, Removed] = {
+    "job.use_for_integration_test": Removed("it marked files for torchtitan's own tests", None),
+    "job.save_config_file": Removed("the resolved job is always written, as config.toml in job.dump_folder", None),
+    "job.custom_config_module": Removed(_plugin, ("",)),
+    "experimental.custom_import": Removed(_plugin, ("",)),
+    "experimental.custom_args_module": Removed(_plugin, ("",)),
+    "experimental.custom_model_path": Removed(_plugin, ("",)),
+    "experimental.enable_compiled_autograd": Removed("compiled autograd is not in this version", (False,)),
+    "parallelism.enable_compiled_autograd": Removed("compiled autograd is not in this version", (False,)),
+    "experimental.pipeline_parallel_split_mode": Removed("models are cut by module names alone", ("manual",)),
+    "model.use_flex_attn": Removed("model.attention_backend chooses the kernel that fits the mask", None),
     # norms that compute the same, by other kernels
-    "model.norm_type": Gone("norms are RMSNorm", ("rmsnorm", "fused_rmsnorm", "compiled_rmsnorm")),
-    "model.converters": Gone("float8, mx and other conversions are not in this version", ([], "")),
-    "model.print_after_conversion": Gone("there are no model converters", None),
-    "training.enable_float8_linear": Gone(_fp8, (False,)),
-    "float8.enable_float8_linear": Gone(_fp8, (False,)),
+    "model.norm_type": Removed("norms are RMSNorm", ("rmsnorm", "fused_rmsnorm", "compiled_rmsnorm")),
+    "model.converters": Removed("float8, mx and other conversions are not in this version", ([], "")),
+    "model.print_after_conversion": Removed("there are no model converters", None),
+    "training.enable_float8_linear": Removed(_fp8, (False,)),
+    "float8.enable_float8_linear": Removed(_fp8, (False,)),
     # settings of the features that the switches above turn on
     **{
-        f"{section}.{key}": Gone(reason, None)
+        f"{section}.{key}": Removed(reason, None)
         for section, reason, keys in (
             ("training", _fp8, "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp"),
             ("training", _fp8, "float8_scaling_type_input float8_scaling_type_weight float8_scaling_type_grad_output"),
@@ -152,16 +152,16 @@ GONE: dict[str, Gone] = {
         )
         for key in keys.split()
     },
-    "fault_tolerance.enable": Gone(_ft, (False,)),
-    "memory_estimation.enable": Gone(_estimate, (False,)),
-    "memory_estimation.enabled": Gone(_estimate, (False,)),
-    "parallelism.expert_tensor_parallel_degree": Gone("tensor parallel leaves experts whole", (1,)),
-    "parallelism.expert_parallel_comm_backend": Gone("tokens travel by torch's own all-to-all", ("standard",)),
-    "debug.moe_force_load_balance": Gone(_balance, (False,)),
-    "training.debug_moe_force_load_balance": Gone(_balance, (False,)),
+    "fault_tolerance.enable": Removed(_ft, (False,)),
+    "memory_estimation.enable": Removed(_estimate, (False,)),
+    "memory_estimation.enabled": Removed(_estimate, (False,)),
+    "parallelism.expert_tensor_parallel_degree": Removed("tensor parallel leaves experts whole", (1,)),
+    "parallelism.expert_parallel_comm_backend": Removed("tokens travel by torch's own all-to-all", ("standard",)),
+    "debug.moe_force_load_balance": Removed(_balance, (False,)),
+    "training.debug_moe_force_load_balance": Removed(_balance, (False,)),
     # options of torchtitan's experiments, which have no meaning for a language model trained here
     **{
-        f"{section}.{key}": Gone(reason)
+        f"{section}.{key}": Removed(reason)
         for section, reason, keys in (
             ("training", _image, "classifer_free_guidance_prob classifier_free_guidance_prob img_size test_mode"),
             ("encoder", _image, "t5_encoder clip_encoder autoencoder_path max_t5_encoding_len test_mode"),
@@ -179,27 +179,29 @@ GONE: dict[str, Gone] = {
         )
         for key in keys.split()
     },
-    "checkpoint.create_seed_checkpoint": Gone(
+    "checkpoint.create_seed_checkpoint": Removed(
         "initial weights are a function of debug.seed and the parameter's name, equal on any number of ranks", (False,)
     ),
-    "checkpoint.initial_load_in_hf_quantized": Gone("the folder's config.json says how its weights are stored", None),
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Gone(
+    "checkpoint.initial_load_in_hf_quantized": Removed(
+        "the folder's config.json says how its weights are stored", None
+    ),
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Removed(
         '"op" keeps every matrix product', (["moe.router.gate"], [])
     ),
-    "activation_checkpoint.visualize_memory_budget_pareto": Gone("the budget's curve is not drawn", (False,)),
-    "activation_checkpoint.determinism_check": Gone("torch's own check stays at its default", ("default",)),
-    "activation_checkpoint.debug": Gone("recompute has no debug mode here", (False,)),
-    "comm.save_traces_folder": Gone(_recorder, ("comm_traces",)),
-    "comm.save_traces_file_prefix": Gone(_recorder, ("rank_",)),
-    "comm.mode": Gone("a job trains; it does not run without communication", ("default",)),
-    "validation.dataloader.num_workers": Gone("validation reads as training.dataloader says", (0,)),
-    "validation.dataloader.persistent_workers": Gone("validation reads as training.dataloader says", (False,)),
-    "validation.dataloader.pin_memory": Gone("validation reads as training.dataloader says", (False,)),
-    "validation.dataloader.prefetch_factor": Gone("validation reads as training.dataloader says"),
+    "activation_checkpoint.visualize_memory_budget_pareto": Removed("the budget's curve is not drawn", (False,)),
+    "activation_checkpoint.determinism_check": Removed("torch's own check stays at its default", ("default",)),
+    "activation_checkpoint.debug": Removed("recompute has no debug mode here", (False,)),
+    "comm.save_traces_folder": Removed(_recorder, ("comm_traces",)),
+    "comm.save_traces_file_prefix": Removed(_recorder, ("rank_",)),
+    "comm.mode": Removed("a job trains; it does not run without communication", ("default",)),
+    "validation.dataloader.num_workers": Removed("validation reads as training.dataloader says", (0,)),
+    "validation.dataloader.persistent_workers": Removed("validation reads as training.dataloader says", (False,)),
+    "validation.dataloader.pin_memory": Removed("validation reads as training.dataloader says", (False,)),
+    "validation.dataloader.prefetch_factor": Removed("validation reads as training.dataloader says"),
 }
 
 VALUES: dict[str, Callable[[Any], Any]] = {
-    "training.dataset": _words(c4_mini="c4_test"),
+    "training.dataset": _new_values(c4_mini="c4_test"),
     "parallelism.pipeline_parallel_schedule": _schedule,
     "parallelism.context_parallel_load_balancer": lambda value: value or "none",
     "parallelism.pipeline_parallel_schedule_csv": lambda value: value or None,
@@ -207,7 +209,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
 """Values that were renamed where the option was not; None: left out, as what it said is the default now."""
 
 
-def renamed(key: str) -> Moved | Gone | None:
+def renamed(key: str) -> Moved | Removed | None:
     return MOVED.get(key) or GONE.get(key)
 
 

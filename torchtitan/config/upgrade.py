@@ -11,7 +11,7 @@ and numbers cannot express becomes a note, or the reason why there is no transla
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.config.renames import VALUES, Gone, Values, renamed
+from torchtitan.config.renames import VALUES, Removed, Values, renamed
 from torchtitan.core.errors import JobError
 
 V0_2_2 = "v0.2.2"
@@ -20,7 +20,7 @@ JULY_2024 = "July 2024"
 
 
 @dataclass
-class Today:
+class CurrentModel:
     name: str
     flavor: str
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -77,7 +77,7 @@ _DENSE_QWEN3 = {
 }
 
 
-def today(era: str, name: str, flavor: str, seq_len: int) -> Today | None:
+def current_model(era: str, name: str, flavor: str, seq_len: int) -> CurrentModel | None:
     """Return the model that an era had under this name, or None. Raises JobError if it is not supported any more."""
     for prefix in EXPERIMENTS:
         name = name.removeprefix(prefix)
@@ -88,7 +88,7 @@ def today(era: str, name: str, flavor: str, seq_len: int) -> Today | None:
         model = _llama3(era, base)
     elif name == "llama2" and era == JULY_2024:
         overrides = _LLAMA2_SIZES.get(base, {"n_layers": 8} if base == "debugmodel" else {})
-        model = Today("llama2", "7B" if base in _LLAMA2_SIZES else base, overrides)
+        model = CurrentModel("llama2", "7B" if base in _LLAMA2_SIZES else base, overrides)
     elif name == "deepseek_v3":
         model = _deepseek(base, seq_len)
     elif name == "qwen3":
@@ -111,16 +111,16 @@ def advice(name: str) -> str:
     return NOT_HERE.get(name, "")
 
 
-def _llama3(era: str, flavor: str) -> Today:
+def _llama3(era: str, flavor: str) -> CurrentModel:
     if era == V0_2_2:  # positions were always scaled, by Llama 3.1's factors
-        return Today("llama3.1", flavor, {"n_kv_heads": 16} if flavor == "debugmodel" else {})
+        return CurrentModel("llama3.1", flavor, {"n_kv_heads": 16} if flavor == "debugmodel" else {})
     if flavor == "debugmodel" and era == JULY_2024:
-        return Today("llama3", flavor, {"n_layers": 8})
-    return Today("llama3", flavor, {"rope_scaling": False} if flavor == "405B" else {})
+        return CurrentModel("llama3", flavor, {"n_layers": 8})
+    return CurrentModel("llama3", flavor, {"rope_scaling": False} if flavor == "405B" else {})
 
 
-def _deepseek(flavor: str, seq_len: int) -> Today:
-    model = Today("deepseek", flavor, document_mask=flavor in _DEEPSEEK and flavor != "debugmodel")
+def _deepseek(flavor: str, seq_len: int) -> CurrentModel:
+    model = CurrentModel("deepseek", flavor, document_mask=flavor in _DEEPSEEK and flavor != "debugmodel")
     if flavor in _DEEPSEEK:
         scale = _MSCALE[flavor]
         yarn = {"mscale": scale, "mscale_all_dim": scale} if seq_len > _YARN_FROM else False
@@ -131,12 +131,12 @@ def _deepseek(flavor: str, seq_len: int) -> Today:
     return model
 
 
-def _qwen3(flavor: str) -> Today:
+def _qwen3(flavor: str) -> CurrentModel:
     if flavor in _DENSE_QWEN3:
-        return Today("qwen3", flavor, _DENSE_QWEN3[flavor])
+        return CurrentModel("qwen3", flavor, _DENSE_QWEN3[flavor])
     now, sizes = _QWEN3.get(flavor, (flavor, {}))
     notes = ["written out, as nothing evened the experts' load: model.overrides, aux_loss_weight"]
-    return Today("qwen3_moe", now, {**sizes, "aux_loss_weight": 0.0}, notes=notes)
+    return CurrentModel("qwen3_moe", now, {**sizes, "aux_loss_weight": 0.0}, notes=notes)
 
 
 __all__ = ["ERAS", "TODAY", "Upgrade", "era_of", "upgrade"]
@@ -239,11 +239,11 @@ def upgrade(old: Values, values: Values, era: str | None = None) -> Upgrade:
     old = _combined(dict(old), values, result)
     for key, value in old.items():
         rename = renamed(key)
-        if isinstance(rename, Gone):
+        if isinstance(rename, Removed):
             if rename.harmless is None or value in rename.harmless:
-                result.notes.append(f"left out, changed nothing: {key} ({rename.why})")
+                result.notes.append(f"left out, changed nothing: {key} ({rename.reason})")
             else:
-                result.stuck.append((key, value, rename.why))
+                result.stuck.append((key, value, rename.reason))
             continue
         try:
             new = rename.translate(value)
@@ -334,7 +334,7 @@ def _with_old_model(values: Values, result: Upgrade) -> Values:
     if not (isinstance(name, str) and isinstance(flavor, str) and isinstance(length, int)):
         return values  # reported as faults
     try:
-        model = today(result.era, name, flavor, length)
+        model = current_model(result.era, name, flavor, length)
     except JobError as error:
         result.stuck.append(("model.name", name, str(error)))
         return values

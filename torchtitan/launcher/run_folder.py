@@ -25,7 +25,7 @@ from torchtitan.checkpoint import folders, layout
 from torchtitan.config.job import JobConfig, as_dict, trackers_of
 from torchtitan.core.errors import JobError
 from torchtitan.launcher.lock import is_lock
-from torchtitan.metrics.trackers import left_by
+from torchtitan.metrics.trackers import entries_of
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +238,9 @@ def _foreign(config: JobConfig, root: Path) -> Iterator[Path]:
     cache = Path(config.data.cache_dir or root / "data").resolve()
     options = [config.checkpoint.folder, config.metrics.save_tb_folder]
     options += [config.profiling.save_traces_folder, config.profiling.save_memory_snapshot_folder]
-    allowed = {os.path.normpath(folder).split(os.sep)[0] for folder in options} | left_by(trackers_of(config).values())
+    allowed = {os.path.normpath(folder).split(os.sep)[0] for folder in options} | entries_of(
+        trackers_of(config).values()
+    )
     if root in cache.parents:
         allowed.add(cache.relative_to(root).parts[0])
     for path in sorted(root.iterdir()):

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.metrics import console
 from torchtitan.metrics.device import find_peak, read_memory
 from torchtitan.metrics.json_lines import JsonLines, Record
-from torchtitan.metrics.trackers.interface import Histogram, PatientTracker
+from torchtitan.metrics.trackers.interface import Histogram, TrackerThread
 from torchtitan.process import distributed
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class MetricsLogger:
         flops_per_token_causal: float,
         resume_step: int | None = None,
         tokens_seen: int = 0,
-        trackers: Sequence[PatientTracker] = (),
+        trackers: Sequence[TrackerThread] = (),
         color: bool = False,
         log_lr: bool = True,
         histogram_freq: int = 0,
@@ -294,7 +294,7 @@ def histograms_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, H
     return histograms
 
 
-def of_all_ranks(found: dict[str, Histogram]) -> dict[str, Histogram]:
+def gather_histograms(found: dict[str, Histogram]) -> dict[str, Histogram]:
     """Gather the histograms of all pipeline stages on the first rank; other ranks get none."""
     if dist.get_world_size() == 1:
         return found

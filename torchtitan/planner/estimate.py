@@ -120,7 +120,7 @@ class _Share:
     dims: ParallelDims
     layers: dict[int, int]
     """Stage of the rank -> its number of layers."""
-    kept: list[dict[int, int]]
+    layer_counts: list[dict[int, int]]
     """Layers per stage in each rehearsal: first the fewest of all stages, then more of each stage that has more."""
     passes: int
     """Number of forward passes through these layers in a rehearsal."""
@@ -130,7 +130,7 @@ class _Share:
         pipeline = parts.pipeline_options(config)
         local_stages = [0] if dims.pp == 1 else pipeline.stages_of_rank(place, dims.pp, len(stages))
         layers = {stage: sum(map(_is_layer, stages[stage])) for stage in local_stages}
-        fewest = {stage: _kept(config, stages[stage], dims) for stage in local_stages}
+        fewest = {stage: _fewest_layers(config, stages[stage], dims) for stage in local_stages}
         passes = (1 if dims.pp == 1 else pipeline.microbatches) * min(2, num_batches_per_step(config, dims))
         if sum(layers.values()) * passes <= AT_ONCE or _layers_differ(config):
             fewest = layers
@@ -141,11 +141,11 @@ class _Share:
 
     @property
     def work(self) -> int:
-        return self.passes * sum(sum(kept.values()) for kept in self.kept)
+        return self.passes * sum(sum(kept.values()) for kept in self.layer_counts)
 
-    def joined(self, base: Rehearsed, *more: Rehearsed) -> Rehearsed:
+    def extrapolate(self, base: Rehearsed, *more: Rehearsed) -> Rehearsed:
         """Extrapolate to all layers from the rehearsals, which are in the order of `self.kept`."""
-        total, (fewest, *deeper) = base, self.kept
+        total, (fewest, *deeper) = base, self.layer_counts
         for kept, rehearsal in zip(deeper, more, strict=True):
             (stage,) = (stage for stage in kept if kept[stage] > fewest[stage])
             times = (self.layers[stage] - fewest[stage]) / (kept[stage] - fewest[stage])
@@ -157,14 +157,14 @@ class _Share:
 def _rehearsed(shares: list[_Share], stages: list[list[str]], device: Device) -> Iterator[Rehearsed]:
     """Yield each share's rehearsal, extrapolated to all layers."""
     tasks = [
-        (_thinned(share.config, stages, kept, share.dims), share.rank, share.dims.world_size, device)
+        (_with_layers(share.config, stages, kept, share.dims), share.rank, share.dims.world_size, device)
         for share in shares
-        for kept in share.kept
+        for kept in share.layer_counts
     ]
     in_parallel = sum(share.work for share in shares) >= TOGETHER
     rehearsals = iter(run_in_processes(rehearse, tasks) if in_parallel else [rehearse(*task) for task in tasks])
     for share in shares:
-        yield share.joined(*islice(rehearsals, len(share.kept)))
+        yield share.extrapolate(*islice(rehearsals, len(share.layer_counts)))
 
 
 def _on_the_device(moments: Moments) -> Moments:
@@ -221,7 +221,7 @@ def _period(config: JobConfig) -> int:
     return int(recompute.selective_ac_option) if by_number else 1
 
 
-def _kept(config: JobConfig, stage: list[str], dims: ParallelDims) -> int:
+def _fewest_layers(config: JobConfig, stage: list[str], dims: ParallelDims) -> int:
     """Return the fewest layers of a stage to rehearse: all before the first one with experts, and some more."""
     period, fewest = _period(config), FIRST if dims.pp == 1 else 1
     dense = sum(_number(name) < _num_dense(config) for name in filter(_is_layer, stage))
@@ -237,7 +237,9 @@ def _num_dense(config: JobConfig) -> int:
     return getattr(parts.model_args(config), "n_dense_layers", 0)
 
 
-def _thinned(config: JobConfig, stages: list[list[str]], layer_counts: dict[int, int], dims: ParallelDims) -> JobConfig:
+def _with_layers(
+    config: JobConfig, stages: list[list[str]], layer_counts: dict[int, int], dims: ParallelDims
+) -> JobConfig:
     """Return the job with only the first `layer_counts` layers of each stage, and one layer of other ranks' stages."""
     if all(layer_counts.get(stage) == sum(map(_is_layer, names)) for stage, names in enumerate(stages)):
         return config

@@ -1,6 +1,6 @@
 """Dispatch modes that watch a rehearsal. They see every operator, so they must be cheap.
 
-`Live` counts live tensors by kind while a program runs. `Answers` supplies numbers that tensors without values lack.
+`LiveTensors` counts live tensors by kind while a program runs. `FakeValues` supplies numbers for value-less tensors.
 
 Why not torch's MemTracker and FSDPMemTracker (torch.distributed._tools, torch 2.13): their totals agree with ours
 (201.3 and 132.4 MiB for the debug model on one rank and on one of 8, within 0.3 %). But they keep one peak per step,
@@ -24,8 +24,8 @@ _DEVICE = torch.ops.prim.device.default
 """Query of a fake tensor's device, which autograd makes before most operators: more than half of all calls."""
 
 
-class Watching(TorchDispatchMode):
-    """A dispatch mode that calls `saw` in place of every operator and returns its result."""
+class OperatorMode(TorchDispatchMode):
+    """A dispatch mode that calls `call` in place of every operator and returns its result."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # torch's own makes two more calls per operator
@@ -34,9 +34,9 @@ class Watching(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        return self.saw(func, args, kwargs or {})
+        return self.call(func, args, kwargs or {})
 
-    def saw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
 
@@ -45,7 +45,7 @@ Bytes = Counter[str]
 """Bytes by kind of memory."""
 
 
-class Live(Watching):
+class LiveTensors(OperatorMode):
     """Counts the bytes of live storages that operators have made, by kind: `now`, and `peak` at the highest total.
 
     A new storage is an activation, or work of backward during backward. Inside `of` it has the kind given there.
@@ -58,22 +58,22 @@ class Live(Watching):
         self.now: Bytes = Counter()
         self.peak: Bytes = Counter()
         self.total = self.most = 0
-        self._said: list[str] = []
+        self._kind_stack: list[str] = []
 
     @contextmanager
     def of(self, kind: str) -> Iterator[None]:
         """Count storages made inside the block as this kind."""
-        self._said.append(kind)
+        self._kind_stack.append(kind)
         try:
             yield
         finally:
-            self._said.pop()
+            self._kind_stack.pop()
 
     def begin(self, kind: str) -> None:
-        self._said.append(kind)
+        self._kind_stack.append(kind)
 
     def end(self) -> None:
-        self._said.pop()
+        self._kind_stack.pop()
 
     def forget_peak(self) -> None:
         """Start a new peak from the current total."""
@@ -100,8 +100,8 @@ class Live(Watching):
         return result
 
     def _kind(self) -> str:
-        if self._said:
-            return self._said[-1]
+        if self._kind_stack:
+            return self._kind_stack[-1]
         return ACTIVATIONS if torch._C._current_autograd_node() is None else BACKWARD
 
     def _count(self, tensor: torch.Tensor, kind: str | None = None) -> None:
@@ -115,26 +115,26 @@ class Live(Watching):
             before, counted_size = self.kinds[key]
             if size == counted_size and kind in (None, before):
                 return
-            self._take(before, counted_size)
+            self._subtract(before, counted_size)
             kind = kind or before
         else:
             weakref.finalize(storage, self._drop, key)
-        self._give(key, kind or self._kind(), size)
+        self._add(key, kind or self._kind(), size)
 
-    def _give(self, key: int, kind: str, size: int) -> None:
+    def _add(self, key: int, kind: str, size: int) -> None:
         self.kinds[key] = kind, size
         self.now[kind] += size
         self.total += size
         if self.total > self.most:
             self.most, self.peak = self.total, self.now.copy()
 
-    def _take(self, kind: str, size: int) -> None:
+    def _subtract(self, kind: str, size: int) -> None:
         self.now[kind] -= size
         self.total -= size
 
     def _drop(self, key: int) -> None:
         if key in self.kinds:
-            self._take(*self.kinds.pop(key))
+            self._subtract(*self.kinds.pop(key))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -155,7 +155,7 @@ class Live(Watching):
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
-class Answers(Watching):
+class FakeValues(OperatorMode):
     """Supplies values for tensors without values: numbers are 1 and masks are True everywhere.
 
     The `rows` that go to the `peers` of an expert-parallel group are spread evenly.

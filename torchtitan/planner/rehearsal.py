@@ -35,7 +35,7 @@ from torchtitan.models.attention import AttentionKernel
 from torchtitan.optimizers.build import Optimizers
 from torchtitan.parallelisms.attention_kernel import Tokens
 from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
-from torchtitan.planner.live_tensors import ACTIVATIONS, BACKWARD, Answers, Bytes, Live
+from torchtitan.planner.live_tensors import ACTIVATIONS, BACKWARD, Bytes, FakeValues, LiveTensors
 from torchtitan.planner.traffic import Group, Traffic, axes_of
 from torchtitan.process.exit import die_with
 from torchtitan.training.batches import zero_batch
@@ -97,7 +97,7 @@ def rehearse(config: JobConfig, rank: int, world_size: int, device: str) -> Rehe
     with warnings.catch_warnings(), _quiet(), _alone_as(rank, world_size):
         warnings.simplefilter("ignore")
         dims, cpu = build.dims(config, world_size), torch.device("cpu")
-        live = Live()
+        live = LiveTensors()
         model = build.model(config, dims.build_mesh("cpu"), dims, cpu, drawn=False, storage=WITHOUT_VALUES)
         optimizers = build.optimizers(config, model)
         if device == "cuda":
@@ -106,7 +106,7 @@ def rehearse(config: JobConfig, rank: int, world_size: int, device: str) -> Rehe
         batch = zero_batch(config, dims, model.needs_keys)
         rehearsal = Rehearsal(config, model, optimizers, batch, num_batches_per_step(config, dims))
         ref_model = _reference(config, model, device)
-        with WITHOUT_VALUES, Answers(_rows_of_experts(config), dims.ep), live.watching():
+        with WITHOUT_VALUES, FakeValues(_rows_of_experts(config), dims.ep), live.watching():
             before = {} if ref_model is None else _ask(ref_model, batch, live)
             del ref_model
             gc.collect()  # FSDP's modules are in reference cycles
@@ -129,7 +129,7 @@ class Rehearsal:
         # computed now, because a mesh needs tensors with values, which a rehearsed step lacks
         self.groups = self._groups()
 
-    def step(self, live: Live) -> Rehearsed:
+    def step(self, live: LiveTensors) -> Rehearsed:
         """Run a step as the trainer does.
 
         Memory that the step leaves allocated, such as the optimizer state of a first step, counts in all its parts, as
@@ -192,7 +192,7 @@ def _reference(config: JobConfig, model: ParallelModel, device: str) -> Parallel
     return ref_model
 
 
-def _ask(ref_model: ParallelModel, batch: Batch, live: Live) -> Moments:
+def _ask(ref_model: ParallelModel, batch: Batch, live: LiveTensors) -> Moments:
     for part in ref_model.parts:
         for parameter in part.parameters():
             live.add(parameter, REFERENCE)
@@ -208,7 +208,7 @@ def _keeps_more(config: JobConfig) -> bool:
     return config.optimizer.early_step_in_backward or config.adapter.kind == "neurocache"
 
 
-def _name_what_stays(live: Live, optimizers: Optimizers) -> None:
+def _name_what_stays(live: LiveTensors, optimizers: Optimizers) -> None:
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for tensor in filter(torch.is_tensor, state.values()):
@@ -216,7 +216,7 @@ def _name_what_stays(live: Live, optimizers: Optimizers) -> None:
     live.rename({ACTIVATIONS, BACKWARD}, BUFFERS)
 
 
-def _count_state(live: Live, parts: list[nn.Module]) -> None:
+def _count_state(live: LiveTensors, parts: list[nn.Module]) -> None:
     """Count parameters and buffers, and from now on gradients and the loss, each as a separate kind."""
 
     def gradient(parameter: torch.Tensor) -> None:

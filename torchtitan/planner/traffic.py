@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.planner.live_tensors import Watching
+from torchtitan.planner.live_tensors import OperatorMode
 
 # operation -> its kind, and the index of the argument with the bytes: a rank's part, or the tensor to reduce
 KINDS = {
@@ -45,7 +45,7 @@ class Exchange:
     dtype: torch.dtype
 
 
-class Traffic(Watching):
+class Traffic(OperatorMode):
     """Records the exchanges in order in `exchanges`. An unknown operation raises AssertionError."""
 
     def __init__(self) -> None:

@@ -90,7 +90,7 @@ def patterns_fit_the_model(facts: Facts) -> Iterator[Fault]:
         if not any(fnmatchcase(name, pattern) for name in names):
             allowed_patterns = ", ".join(sorted(with_wildcards(names)))
             yield facts.fault(
-                key, f"patterns that fit one of {allowed_patterns}", "correct or drop it", given=show(pattern)
+                key, f"patterns that fit one of {allowed_patterns}", "correct or drop it", value=show(pattern)
             )
 
 
@@ -138,7 +138,7 @@ def adapter_alone_has_its_model(facts: Facts) -> Iterator[Fault]:
     save = facts.adapter_save
     if save == "alone" and not checkpoint.initial_load_path:
         reason = "checkpoints without the model have to say where it is"
-        yield facts.fault("adapter.save", '"whole" without checkpoint.initial_load_path', reason, given=show(save))
+        yield facts.fault("adapter.save", '"whole" without checkpoint.initial_load_path', reason, value=show(save))
     if save == "alone" and not checkpoint.initial_load_model_only:
         remedy = "the first start would take the other job's step and data too"
         yield facts.fault("checkpoint.initial_load_model_only", 'true with adapter.save = "alone"', remedy)

@@ -39,7 +39,7 @@ def changes_that_can_be_allowed(facts: Facts) -> Iterator[Fault]:
             reason = (
                 "a resume takes any value of it" if name in options() else hint(name, allowed_names) or "no such option"
             )
-            yield facts.fault(key, "options that a resume does not let change by itself", reason, given=show(name))
+            yield facts.fault(key, "options that a resume does not let change by itself", reason, value=show(name))
 
 
 def same_job_as_the_checkpoint(facts: Facts) -> Iterator[Fault]:
@@ -56,7 +56,7 @@ def same_job_as_the_checkpoint(facts: Facts) -> Iterator[Fault]:
     )
     changed = changes(saved_job, now)
     for change in refused(changed, options.allow_config_change):
-        yield facts.fault(change.key, f"{change.before}, as in {folder.name}", remedy(change), given=change.now)
+        yield facts.fault(change.key, f"{change.before}, as in {folder.name}", remedy(change), value=change.now)
     changed_keys = [entry.key for entry in changed if entry.key in TRAINED and entry.key in options.allow_config_change]
     if changed_keys and "optimizer" not in options.exclude_from_loading:
         reason = f"{folder.name} has the optimizer of what was trained then: it begins anew"
@@ -105,7 +105,7 @@ def moments_are_of_this_plan(facts: Facts) -> Iterator[Fault]:
         plan = f"dp_shard {shard}, cp {cp}, tp {tp}"
         allowed = f"a plan that shards {', '.join(with_wildcards(flipped))} by the sides of {folder.name} ({plan})"
         remedy = 'take that plan, or begin the moments anew by checkpoint.exclude_from_loading = ["optimizer"]'
-        yield facts.fault("optimizer.options", allowed, remedy, given='on_conflict = "flip"')
+        yield facts.fault("optimizer.options", allowed, remedy, value='on_conflict = "flip"')
 
 
 def adapter_is_of_this_model(facts: Facts) -> Iterator[Fault]:
@@ -143,7 +143,7 @@ def checkpoints_are_still_there(facts: Facts) -> Iterator[Fault]:
         given = f"{show(options.folder)}: no checkpoint in {folder}"
         allowed = f"the folder that this run has saved to ({before})"
         reason = "mount its disk or bring it back; to begin anew, give another job.dump_folder"
-        yield facts.fault("checkpoint.folder", allowed, reason, given=given)
+        yield facts.fault("checkpoint.folder", allowed, reason, value=given)
 
 
 def checkpoint_rules(facts: Facts) -> Iterator[Fault]:
@@ -236,7 +236,7 @@ def _counters(facts: Facts, kind: Kind, place: Path) -> Iterator[Fault]:
         )
     elif facts.steps is not None and facts.steps <= counters.step:
         reason = f"{place} has counted {counters.step}, and this run counts on"
-        yield facts.fault("training.steps", f"more than {counters.step}", reason, given=str(facts.steps))
+        yield facts.fault("training.steps", f"more than {counters.step}", reason, value=str(facts.steps))
 
 
 def _other_sizes(facts: Facts, folder: Path, key: str) -> Iterator[Fault]:

@@ -42,15 +42,16 @@ class Facts:
     said_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The file or command line that set an option, by option. For all other options, faults name the job's files."""
 
-    def fault(self, key: str, allowed: str, remedy: str, given: str = "") -> Fault:
-        """Return a fault of the option `key`, with its value unless `given` replaces it. In a list of tables the key
-        names one of them, or an option of it: "training.sources[0].weight".
+    def fault(self, key: str, allowed: str, remedy: str, value: str = "") -> Fault:
+        """Return a fault of the option `key`. `value`: text to show as its value; by default the value itself.
+
+        In a list of tables the key names one of them, or an option of it: "training.sources[0].weight".
         """
-        value: Any = self.config
+        option_value: Any = self.config
         for name, number in re.findall(r"(\w+)|\[(\d+)\]", key):
-            value = getattr(value, name) if name else value[int(number)]
+            option_value = getattr(option_value, name) if name else option_value[int(number)]
         files = " + ".join(self.config.job.config_file) or "the job"
-        return Fault(self.said_by.get(option_at(key), files), key, given or show(value), allowed, remedy)
+        return Fault(self.said_by.get(option_at(key), files), key, value or show(option_value), allowed, remedy)
 
     def refused(self, error: LimitError) -> Fault:
         return self.fault(error.option, error.allowed, error.remedy, error.given)

@@ -42,7 +42,7 @@ def model_sizes(facts: Facts) -> Iterator[Fault]:
         yield facts.fault(key, "sizes of a model that can be", "")
     elif facts.args is not None and facts.args.num_parameters > MOST_PARAMETERS:
         given = f"{facts.args.num_parameters:.3g} parameters"
-        yield facts.fault(key, f"at most {MOST_PARAMETERS:.0e}", "a slip in a size?", given=given)
+        yield facts.fault(key, f"at most {MOST_PARAMETERS:.0e}", "a slip in a size?", value=given)
 
 
 def positions_are_learned(facts: Facts) -> Iterator[Fault]:
@@ -98,7 +98,7 @@ def tokenizer_fits(facts: Facts) -> Iterator[Fault]:
             key,
             f"at most the {facts.args.vocab_size} tokens of model {facts.config.model.flavor}",
             f"use its tokenizer, or set model.overrides = {{vocab_size = {facts.tokenizer.vocab_size}}}",
-            given=f"{show(facts.config.model.tokenizer_path)} with {facts.tokenizer.vocab_size} tokens",
+            value=f"{show(facts.config.model.tokenizer_path)} with {facts.tokenizer.vocab_size} tokens",
         )
 
 

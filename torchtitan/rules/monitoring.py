@@ -11,7 +11,7 @@ from torchtitan.config.options import Fault, hint, options, show
 from torchtitan.core.cadence import CadenceError, cadence_of
 from torchtitan.core.constraints import check_measured_saves, check_pinned, check_snapshots, check_window
 from torchtitan.launcher.run_folder import LOGS, OWN, out_of_place
-from torchtitan.metrics.trackers import TRACKERS, left_by
+from torchtitan.metrics.trackers import TRACKERS, entries_of
 from torchtitan.process.machine import amount_of
 from torchtitan.rules.facts import Facts, Rule
 
@@ -20,7 +20,7 @@ def trackers(facts: Facts) -> Iterator[Fault]:
     for place, name in trackers_of(facts.config).items():
         if name not in TRACKERS:
             remedy = hint(name, TRACKERS, quote=True)
-            yield facts.fault(place, f"names of {', '.join(map(show, TRACKERS))}", remedy, given=show(name))
+            yield facts.fault(place, f"names of {', '.join(map(show, TRACKERS))}", remedy, value=show(name))
         elif obstacle := TRACKERS[name].obstacle():
             yield facts.fault(place, *obstacle)
 
@@ -42,7 +42,7 @@ def memory_has_a_size(facts: Facts) -> Iterator[Fault]:
         yield from facts.judged(amount_of, facts.config.memory.limit)
 
 
-USED_BY_THE_RUN = {".", *OWN, *left_by()}
+USED_BY_THE_RUN = {".", *OWN, *entries_of()}
 
 
 def folders(facts: Facts) -> Iterator[Fault]:

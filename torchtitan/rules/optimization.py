@@ -62,7 +62,7 @@ def optimizer_options(facts: Facts) -> Iterator[Fault]:
     shared = {key: getattr(given, key) for key in SHARED}
     shared = {key: v for key, v in shared.items() if key in spec.shared or v != getattr(default, key)}
     for key, value, allowed, remedy in spec.wrong(given.name, shared, given.options):
-        yield facts.fault(key, allowed, remedy, given=value)
+        yield facts.fault(key, allowed, remedy, value=value)
     if given.implementation is not None and given.implementation not in spec.implementations:
         allowed_names = ", ".join(map(show, spec.implementations))
         yield facts.fault(
@@ -197,7 +197,7 @@ def optimizer_has_matrices(facts: Facts) -> Iterator[Fault]:
         if not any(taken(name, shape, target_patterns) for name, shape in trained_matrices(facts).items()):
             remedy = "correct or drop it" if target_patterns else 'or write optimizer.name = "AdamW"'
             yield facts.fault(
-                OPTIONS, f"targets that fit one of {matrices}", remedy, given=f"targets = {show(target_patterns)}"
+                OPTIONS, f"targets that fit one of {matrices}", remedy, value=f"targets = {show(target_patterns)}"
             )
 
 
@@ -211,7 +211,7 @@ def optimizer_projects_something(facts: Facts) -> Iterator[Fault]:
     if chosen and not any(projected.values()):
         longest = max(map(min, chosen.values()))
         remedy = "lower it, or write another optimizer.name: with such a rank nothing is saved"
-        yield facts.fault(OPTIONS, f"rank below {longest}, the longest short side of its matrices", remedy, given=rank)
+        yield facts.fault(OPTIONS, f"rank below {longest}, the longest short side of its matrices", remedy, value=rank)
     if options.get("on_conflict") != "error":
         return
     shards, tp = facts.fsdp_shards or 1, facts.tp
@@ -225,7 +225,7 @@ def optimizer_projects_something(facts: Facts) -> Iterator[Fault]:
         remedy = 'as FSDP shards rows; write side = "right" too'
         if tp > 1:
             remedy = "as each rank has a part of the side that becomes short; or leave these out of targets"
-        yield facts.fault(OPTIONS, f'on_conflict = "gather" or "flip" for {names}', remedy, given=given)
+        yield facts.fault(OPTIONS, f'on_conflict = "gather" or "flip" for {names}', remedy, value=given)
 
 
 def optimizer_suits_the_precision(facts: Facts) -> Iterator[Fault]:

@@ -76,7 +76,7 @@ def named_parts_are_the_model(facts: Facts) -> Iterator[Fault]:
         try:
             check_modules(parts, model_modules(facts.args.n_layers))
         except JobError as error:
-            yield facts.fault(PARTS, "a list of module names for each stage", str(error), given=f"{len(parts)} stages")
+            yield facts.fault(PARTS, "a list of module names for each stage", str(error), value=f"{len(parts)} stages")
 
 
 def stages_suit_the_schedule(facts: Facts) -> Iterator[Fault]:
@@ -89,7 +89,7 @@ def stages_suit_the_schedule(facts: Facts) -> Iterator[Fault]:
     except JobError as error:
         allowed = f"stages that suit {traits.name} on {facts.pp} ranks"
         if degrees.module_fqns_per_model_part is not None:
-            yield facts.fault(PARTS, allowed, str(error), given=f"{len(degrees.module_fqns_per_model_part)} stages")
+            yield facts.fault(PARTS, allowed, str(error), value=f"{len(degrees.module_fqns_per_model_part)} stages")
         elif degrees.pipeline_parallel_layers_per_stage is not None:
             yield facts.fault(SIZE, allowed, str(error))
         else:
@@ -107,7 +107,7 @@ def schedule_of_a_file(facts: Facts) -> Iterator[Fault]:
         yield facts.fault(SIZE, f"unset with {CSV}, whose stages decide", "drop one of the two")
     if isinstance(table, ScheduleTableError):
         for fault in table.faults:
-            yield facts.fault(CSV, fault.allowed, fault.remedy, given=f"{fault.where}: {fault.given}")
+            yield facts.fault(CSV, fault.allowed, fault.remedy, value=f"{fault.where}: {fault.given}")
     elif table is not None and facts.args and num_stages_of(table) > facts.args.n_layers:
         allowed = f"at most as many stages as layers, {facts.args.n_layers}"
         given = f"{degrees.pipeline_parallel_schedule_csv} with {num_stages_of(table)} stages"

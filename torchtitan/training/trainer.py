@@ -25,7 +25,7 @@ from torchtitan.guards import BadStep, ReplicasDiffer, RollBack, not_finite
 from torchtitan.launcher import run_folder
 from torchtitan.metrics.device import describe_memory
 from torchtitan.metrics.goodput import CAUSE_OF, Goodput
-from torchtitan.metrics.logger import histograms_of, of_all_ranks
+from torchtitan.metrics.logger import gather_histograms, histograms_of
 from torchtitan.process import distributed
 from torchtitan.process.heartbeat import Progress
 from torchtitan.process.machine import collect_garbage
@@ -245,7 +245,9 @@ class Trainer:
         if not steps_in_backward:  # otherwise the gradients are already freed
             norm = self.model.clip_gradients(self.config.training.max_norm)
         if self.metrics.histograms_due(self.step + 1):
-            self.metrics.record_histograms(self.step + 1, of_all_ranks(histograms_of(self.model.named_parameters())))
+            self.metrics.record_histograms(
+                self.step + 1, gather_histograms(histograms_of(self.model.named_parameters()))
+            )
         skip_reason = self.guards.leaves_out(self.step + 1, loss, norm, can_skip=not steps_in_backward)
         lr = self.schedulers.last_lr
         state.is_complete = False

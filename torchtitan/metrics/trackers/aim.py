@@ -20,14 +20,14 @@ class Aim(Tracker):
 
         run.folder.mkdir(parents=True, exist_ok=True)
         self._run = aim.Run(
-            run.kept_id(self.package),
+            run.saved_id(self.package),
             repo=os.environ.get("AIM_REPO") or str(run.folder),
             experiment=run.name,
             system_tracking_interval=None,  # would start a separate process
             log_system_params=False,  # would include environment variables
             capture_terminal_logs=False,
         )
-        run.keep_id(self.package, self._run.hash)
+        run.save_id(self.package, self._run.hash)
         for tag in run.tags if run.resume_step is None else ():
             self._run.add_tag(tag)
         self._run["job"] = dict(run.job)

@@ -32,12 +32,12 @@ class Run:
     name: str
     job: Mapping[str, Any]
 
-    def kept_id(self, tracker: str) -> str | None:
+    def saved_id(self, tracker: str) -> str | None:
         """Return the tracker's id of this run if the run resumes, else None."""
         file = self._id_file(tracker)
         return read_file(file, LONGEST_ID).decode().strip() if self.resume_step is not None and file.exists() else None
 
-    def keep_id(self, tracker: str, number: str) -> None:
+    def save_id(self, tracker: str, number: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._id_file(tracker).write_text(number)
 
@@ -79,15 +79,15 @@ class Histogram:
 class Tracker(ABC):
     """An interface to a service or file format for metrics. `log` gets a logged step's values by tag.
 
-    Methods may raise and block, because they run in a separate thread (PatientTracker)."""
+    Methods may raise and block, because they run in a separate thread (TrackerThread)."""
 
     name: ClassVar[str]
     """The product's name, for messages."""
     package: ClassVar[str]
     """The Python package that it needs."""
-    leaves: ClassVar[tuple[str, ...]] = ()
-    """Names that it creates at the top of the job's folder, in addition to the id file that `keep_id` writes."""
-    of_every_rank: ClassVar[bool] = False
+    entries: ClassVar[tuple[str, ...]] = ()
+    """Names that it creates at the top of the job's folder, in addition to the id file that `save_id` writes."""
+    runs_on_all_ranks: ClassVar[bool] = False
     """True if metrics.save_for_all_ranks also applies to this tracker."""
 
     @abstractmethod
@@ -122,7 +122,7 @@ PAUSES = (1.0, 5.0, 30.0, 60.0)
 """Seconds before each retry. The last value applies to all further ones."""
 
 
-class PatientTracker:
+class TrackerThread:
     """A tracker in a separate thread, so that its errors and delays do not affect the run. It retries after errors.
 
     `make` opens the tracker, also in the thread, because it may wait minutes for a service that cannot be reached.
@@ -138,22 +138,22 @@ class PatientTracker:
         self.name, self.make, self.pauses, self.close_seconds = name, make, pauses, close_seconds
         self.dropped = 0
         self._waiting: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(LONGEST_QUEUE)
-        self._leaving = threading.Event()
+        self._closing = threading.Event()
         self._tracker: Tracker | None = None
         # a daemon, so that a blocked tracker does not keep the process alive
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        self._have(lambda tracker: tracker.log(values, step))
+        self._enqueue(lambda tracker: tracker.log(values, step))
 
     def histograms(self, found: Mapping[str, Histogram], step: int) -> None:
-        self._have(lambda tracker: tracker.histograms(found, step))
+        self._enqueue(lambda tracker: tracker.histograms(found, step))
 
     def go_back(self, step: int) -> None:
-        self._have(lambda tracker: tracker.go_back(step))
+        self._enqueue(lambda tracker: tracker.go_back(step))
 
-    def _have(self, done: Callable[[Tracker], None]) -> None:
+    def _enqueue(self, done: Callable[[Tracker], None]) -> None:
         try:
             self._waiting.put_nowait(done)
         except queue.Full:
@@ -163,7 +163,7 @@ class PatientTracker:
 
     def close(self) -> None:
         """Wait up to `close_seconds` for the tracker to write the remaining records."""
-        self._leaving.set()
+        self._closing.set()
         try:
             self._waiting.put_nowait(None)
         except queue.Full:
@@ -176,14 +176,14 @@ class PatientTracker:
 
     def _work(self) -> None:
         while (write := self._waiting.get()) is not None:
-            if not self._try(partial(self._do, write)):
+            if not self._try(partial(self._apply, write)):
                 self.dropped += 1
-            if self._leaving.is_set() and self._waiting.empty():
+            if self._closing.is_set() and self._waiting.empty():
                 break
         if self._tracker is not None:
             self._try(self._tracker.close)
 
-    def _do(self, write: Callable[[Tracker], None]) -> None:
+    def _apply(self, write: Callable[[Tracker], None]) -> None:
         write(self._open())
 
     def _open(self) -> Tracker:
@@ -201,7 +201,7 @@ class PatientTracker:
                 if tries == 0:
                     text = f"{type(error).__name__}: {error}"
                     logger.warning("%s fails (%s): the run goes on, and it is tried again", self.name, text)
-                if self._leaving.wait(self.pauses[min(tries, len(self.pauses) - 1)]):
+                if self._closing.wait(self.pauses[min(tries, len(self.pauses) - 1)]):
                     return False
                 tries += 1
                 continue

@@ -27,7 +27,7 @@ class MLflow(Tracker):
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        self._client, id_ = MlflowClient(), run.kept_id(self.package)
+        self._client, id_ = MlflowClient(), run.saved_id(self.package)
         if id_ is not None:
             self._client.update_run(id_, status="RUNNING")
             self._id = id_
@@ -36,7 +36,7 @@ class MLflow(Tracker):
         existing = self._client.get_experiment_by_name(experiment_name)
         experiment = self._client.create_experiment(experiment_name) if existing is None else existing.experiment_id
         self._id = self._client.create_run(experiment, run_name=run.name, tags=dict.fromkeys(run.tags, "")).info.run_id
-        run.keep_id(self.package, self._id)
+        run.save_id(self.package, self._id)
         parameters = [Param(key, str(value)[:LONGEST]) for key, value in run.options().items()]
         for start in range(0, len(parameters), MOST_AT_ONCE):
             self._client.log_batch(self._id, params=parameters[start : start + MOST_AT_ONCE])

@@ -12,7 +12,7 @@ class TensorBoard(Tracker):
     TensorBoard hides the events after a step at which the run resumes or to which it returns.
     """
 
-    name, package, of_every_rank = "TensorBoard", "tensorboard", True
+    name, package, runs_on_all_ranks = "TensorBoard", "tensorboard", True
 
     def __init__(self, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter  # the import takes a second

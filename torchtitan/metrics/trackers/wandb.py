@@ -25,10 +25,10 @@ class WeightsAndBiases(Tracker):
             name=run.name,
             tags=run.tags or None,
             config=dict(run.job),
-            id=run.kept_id(self.package),
+            id=run.saved_id(self.package),
             resume="allow",
         )
-        run.keep_id(self.package, self._run.id)
+        run.save_id(self.package, self._run.id)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
