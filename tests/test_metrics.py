@@ -6,13 +6,14 @@ import logging
 import math
 import re
 import types
+from dataclasses import fields
 
 import pytest
 import torch
 
 from torchtitan.metrics import console, device, plot
 from torchtitan.metrics.json_lines import JsonLines, read_records
-from torchtitan.metrics.logger import MetricsLogger, tags_of
+from torchtitan.metrics.logger import LogOptions, MetricsLogger, Workload, tags_of
 
 CPU = torch.device("cpu")
 
@@ -38,9 +39,8 @@ class Recorder:
 
 
 def build(folder, clock=None, **options) -> MetricsLogger:
-    defaults = dict(
-        writes=True,
-        log_freq=4,
+    """Return a logger; `options` are its arguments, and fields of its workload and of its log options."""
+    workload = dict(
         total_steps=10,
         device=CPU,
         compute_dtype=torch.bfloat16,
@@ -49,7 +49,10 @@ def build(folder, clock=None, **options) -> MetricsLogger:
         flops_per_token_full=57.91e9,
         flops_per_token_causal=51.47e9,
     )
-    return MetricsLogger(folder, clock=clock or Clock(), **(defaults | options))
+    log_options = {field.name: options.pop(field.name) for field in fields(LogOptions) if field.name in options}
+    workload |= {field.name: options.pop(field.name) for field in fields(Workload) if field.name in options}
+    arguments = dict(writes=True, clock=clock or Clock()) | options
+    return MetricsLogger(folder, Workload(**workload), LogOptions(**{"log_freq": 4} | log_options), **arguments)
 
 
 def train(metrics: MetricsLogger, clock: Clock, first: int, last: int, seconds: float = 0.5) -> None:

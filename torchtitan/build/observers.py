@@ -13,7 +13,7 @@ from torchtitan.guards import Guards, Replicas, ShardSums, StepGuard
 from torchtitan.guards.stop_conditions import Findings, TimeLimit, seconds_of, shortest
 from torchtitan.launcher import run_folder
 from torchtitan.metrics.device import Profiler
-from torchtitan.metrics.logger import MetricsLogger
+from torchtitan.metrics.logger import LogOptions, MetricsLogger, Workload
 from torchtitan.metrics.trackers import TRACKERS
 from torchtitan.metrics.trackers.interface import Run, TrackerThread
 from torchtitan.optimizers.build import Optimizers
@@ -64,11 +64,7 @@ def metrics(
     flops = model_spec(config).flops_per_token(args, config.training.seq_len)
     if installed is not None:
         flops = installed.flops_per_token(flops, args.num_matmul_parameters, config.training.seq_len)
-    return MetricsLogger(
-        folder,
-        writes=ranks.is_main,
-        **matching_options(options, MetricsLogger)
-        | {"trackers": trackers(config, ranks, resumed_from), "log_freq": cadence(config).log},
+    workload = Workload(
         total_steps=config.training.steps,
         device=device,
         compute_dtype=parallel_options(config).param_dtype,
@@ -76,9 +72,21 @@ def metrics(
         num_parameters=args.num_parameters,
         flops_per_token_full=flops.full,
         flops_per_token_causal=flops.causal,
+    )
+    log_options = LogOptions(
+        log_freq=cadence(config).log,
+        histogram_freq=options.histogram_freq,
+        log_lr=options.log_lr,
+        color=ranks.on_terminal and not options.disable_color_printing,
+    )
+    return MetricsLogger(
+        folder,
+        workload,
+        log_options,
+        writes=ranks.is_main,
         resume_step=resumed_from,
         tokens_seen=tokens_seen,
-        color=ranks.on_terminal and not options.disable_color_printing,
+        trackers=trackers(config, ranks, resumed_from),
     )
 
 

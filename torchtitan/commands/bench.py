@@ -121,11 +121,11 @@ def combinations(sweeps: list[str]) -> Iterator[dict[str, str]]:
         yield dict(zip(axes, chosen, strict=True))
 
 
-def checked_configs(cases: list[dict[str, str]], words: list[str], options: argparse.Namespace) -> list[JobConfig]:
+def checked_configs(cases: list[dict[str, str]], job_args: list[str], options: argparse.Namespace) -> list[JobConfig]:
     """Return the job of each combination. Raises one JobError with the faults of all combinations."""
     configs, faults = [], dict[str, str]()
     for case in cases:
-        case_args = [*words, *arguments_of(case)]
+        case_args = [*job_args, *arguments_of(case)]
         try:
             job = load(case_args)
             config = only_steps(job, options.steps)
@@ -238,9 +238,9 @@ def result_of(config: JobConfig, home: Path, number: int, options: argparse.Name
     return model | {"local_batch_size": config.training.local_batch_size, "exit_code": code, **result}
 
 
-def exit_code_of(words: list[str], log: Any, seconds: float) -> int | None:
+def exit_code_of(command: list[str], log: Any, seconds: float) -> int | None:
     """Run the job's launcher and return its exit code, or None after `seconds`. Its ranks end with it."""
-    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -197,15 +197,15 @@ def _bytes_of_a_rank(facts: Facts) -> tuple[float, str]:
     matrices = trained_matrices(facts)
     # norms, biases, experts
     other_parameters = facts.args.num_parameters - sum(map(math.prod, matrices.values()))
-    held = (
+    state_size = (
         spec.held(options, "", (other_parameters,))
         if facts.config.adapter.kind == NONE and other_parameters > 0
         else Held()
     )
     for matrix, shape in matrices.items():
-        held = held.plus(spec.held(options, matrix, shape))
+        state_size = state_size.plus(spec.held(options, matrix, shape))
     share = local_parameters / facts.args.num_parameters
-    state_bytes = (share * held.values + held.everywhere / facts.pp) * value + share * held.bytes
+    state_bytes = (share * state_size.values + state_size.everywhere / facts.pp) * value + share * state_size.bytes
     return local_parameters * 2 * value + state_bytes, f"what {name} keeps"
 
 

@@ -216,10 +216,10 @@ def _unread_tensors(config: JobConfig, args: Any, weights: Weights) -> dict[str,
 def _write_hf(
     target: Path, place: Path, config: JobConfig, args: Any, weights: Weights, dtype: torch.dtype, to: Resizing | None
 ) -> None:
-    beside = _extra_files(place, config, args, dtype, to)
+    extra_files = _extra_files(place, config, args, dtype, to)
     with published(target.resolve(), write=True) as folder:
         parts.model_spec(config).hf.save_hf(
-            folder, _unread_tensors(config, args, weights), args, dtype=dtype, beside=beside
+            folder, _unread_tensors(config, args, weights), args, dtype=dtype, beside=extra_files
         )
 
 

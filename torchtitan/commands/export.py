@@ -123,7 +123,7 @@ def write(
 ) -> tuple[Answer, str]:
     """Write the weights. Return the run's answer to the samples, and the base that its adapter was merged into."""
     as_asked = dataclasses.replace(config.checkpoint, export_dtype=dtype)
-    beside = parts.hf_extra_files(dataclasses.replace(config, checkpoint=as_asked), parts.tokenizer(config))
+    extra_files = parts.hf_extra_files(dataclasses.replace(config, checkpoint=as_asked), parts.tokenizer(config))
     hf, args = parts.model_spec(config).hf, parts.model_args(config)
     model, adapter = inference_model.load_model(config, step_folder, torch.device("cpu"))
     run_answer = answer(config, model, samples)
@@ -132,7 +132,7 @@ def write(
             inference_model.plain_state(config, model, adapter, into_unpacked) as (state, into),
             published(folder, write=True) as place,
         ):
-            hf.save_hf(place, state, args, dtype=parts.DTYPES[dtype], beside=beside)
+            hf.save_hf(place, state, args, dtype=parts.DTYPES[dtype], beside=extra_files)
     except OSError as error:
         raise JobError(f"{folder}: the weights were not written: {error}; the run is untouched") from error
     return run_answer, into

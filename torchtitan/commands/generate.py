@@ -42,12 +42,12 @@ LOOK_SECONDS, FOLLOW_SECONDS, SPEAK_SECONDS = 0.05, 2, 3
 other than the first reports a failure, which the first usually has reported by then."""
 
 
-def run_on_ranks(words: list[str], num_ranks: int) -> int:
+def run_on_ranks(arguments: list[str], num_ranks: int) -> int:
     """Run `torchtitan WORDS` on each rank. Returns the exit code of the first failure, or 0.
 
     No rank outlives this process.
     """
-    world = Processes([sys.executable, "-m", "torchtitan", *words], num_ranks)
+    world = Processes([sys.executable, "-m", "torchtitan", *arguments], num_ranks)
     deadline = float("inf")
     try:
         while world.running and time.monotonic() < deadline:
@@ -149,14 +149,14 @@ def prompt_of(options: argparse.Namespace) -> str:
 
 
 def find_checkpoint(
-    folder: Path, config_path: str | None, words: list[str] | None = None, best: bool = False
+    folder: Path, config_path: str | None, job_args: list[str] | None = None, best: bool = False
 ) -> tuple[JobConfig, Path]:
     """Return the job and the path of the weights: `folder` itself, or its newest complete (or `best`) checkpoint.
 
     `words` are further options of the job. Raises JobError if the job or the weights are missing, or if the model or
     tokenizer cannot be built.
     """
-    config = find_job(folder, (["--job.config_file", config_path] if config_path else []) + (words or []))
+    config = find_job(folder, (["--job.config_file", config_path] if config_path else []) + (job_args or []))
     checkpoints = folder.resolve() / config.checkpoint.folder
     if best:
         return config, best_in(checkpoints if checkpoints.is_dir() else folder.resolve()).folder

@@ -79,12 +79,16 @@ class Comments:
                 self.inline[name] = item.trivia.comment
         self.above[""] = self.above.get("", []) + pending
 
-    def without_option(self, kept: set[str]) -> list[str]:
+    def without_option(self, translated: set[str]) -> list[str]:
         """Return the comments of options that were not translated, each followed by the option's name."""
         lines = [
-            f"{line}  [{name}]" for name, lines in self.above.items() if name not in kept for line in lines if name
+            f"{line}  [{name}]"
+            for name, lines in self.above.items()
+            if name not in translated
+            for line in lines
+            if name
         ]
-        return lines + [f"{line}  [{name}]" for name, line in self.inline.items() if name not in kept]
+        return lines + [f"{line}  [{name}]" for name, line in self.inline.items() if name not in translated]
 
 
 def _items(table: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -218,18 +218,20 @@ def _unknown(name: str, key: str, value: Any) -> Fault:
     if key in sections():
         return Fault(name, key, show(value), f"a table: [{key}] and options under it", "")
     if isinstance(value, dict) and not key.rpartition(".")[0]:
-        known = {section for section in sections() if "." not in section}
-        remedy = hint(key, known) or "sections are " + ", ".join(sorted(known))
-        return Fault(name, key, f"the section [{key}]", "a section of the job", remedy, nearest(key, known))
+        section_names = {section for section in sections() if "." not in section}
+        remedy = hint(key, section_names) or "sections are " + ", ".join(sorted(section_names))
+        return Fault(name, key, f"the section [{key}]", "a section of the job", remedy, nearest(key, section_names))
     stem = ".".join(key.split(".")[:2])
     if stem not in options() and key != stem and (table := nearest(stem, free_tables(), 0.8)):
         remedy = f"did you mean {table}{key.removeprefix(stem)}?"
         return Fault(name, key, show(value), "a known option", remedy, table)
     section, _, last = key.rpartition(".")
     siblings = {k[len(section) + 1 :].split(".")[0] for k in options() if k.startswith(f"{section}.")}
-    elsewhere = [known for known in options() if known.rpartition(".")[2] == last]
-    depth = min((known.count(".") for known in elsewhere), default=0)  # prefer lr_scheduler's warmup to an adapter's
-    elsewhere = [known for known in elsewhere if known.count(".") == depth]
+    elsewhere = [section_names for section_names in options() if section_names.rpartition(".")[2] == last]
+    depth = min(
+        (section_names.count(".") for section_names in elsewhere), default=0
+    )  # prefer lr_scheduler's warmup to an adapter's
+    elsewhere = [section_names for section_names in elsewhere if section_names.count(".") == depth]
     if close := difflib.get_close_matches(last, siblings, n=1, cutoff=0.75):
         remedy, intended = f"did you mean {section}.{close[0]}?", f"{section}.{close[0]}"
     elif name == COMMAND_LINE and (close := _flags_like(section, last)):

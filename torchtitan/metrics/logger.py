@@ -39,39 +39,56 @@ class Window:
     marks: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The constants of a run that rates, MFU and remaining time are computed from."""
+
+    total_steps: int
+    device: torch.device
+    compute_dtype: torch.dtype
+    world_size: int
+    num_parameters: int
+    flops_per_token_full: float
+    """FLOPs per token if attention is counted in full."""
+    flops_per_token_causal: float
+    """FLOPs per token if only the attention that a causal mask allows is counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    """Steps between logged steps and between histograms (0: none), and the look of console lines."""
+
+    log_freq: int
+    histogram_freq: int = 0
+    log_lr: bool = True
+    color: bool = False
+
+
 class MetricsLogger:
     """The metrics of a run. Every rank has a logger and records every step.
 
-    `writes`: True on the rank that writes files. The logging set-up decides which rank shows its lines."""
+    `writes`: True on the rank that writes files. The logging set-up decides which rank shows its lines. `resume_step`:
+    step at which a run resumes, None for a new one. `tokens_seen`: tokens trained on before.
+    """
 
     def __init__(
         self,
         folder: Path,
+        workload: Workload,
+        options: LogOptions,
         *,
         writes: bool,
-        log_freq: int,
-        total_steps: int,
-        device: torch.device,
-        compute_dtype: torch.dtype,
-        world_size: int,
-        num_parameters: int,
-        flops_per_token_full: float,
-        flops_per_token_causal: float,
         resume_step: int | None = None,
         tokens_seen: int = 0,
         trackers: Sequence[TrackerThread] = (),
-        color: bool = False,
-        log_lr: bool = True,
-        histogram_freq: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.path = folder / "metrics.jsonl"
-        self.log_freq, self.total_steps, self.world_size = log_freq, total_steps, world_size
-        self.histogram_freq = histogram_freq
-        self.device, self.peak = device, find_peak(device, compute_dtype)
-        self.num_parameters, self.full, self.causal = num_parameters, flops_per_token_full, flops_per_token_causal
-        self.tokens_seen = tokens_seen
-        self._color, self._log_lr, self._clock = color, log_lr, clock
+        self.options, self.total_steps, self.world_size = options, workload.total_steps, workload.world_size
+        self.device, self.peak = workload.device, find_peak(workload.device, workload.compute_dtype)
+        self.num_parameters = workload.num_parameters
+        self.full, self.causal = workload.flops_per_token_full, workload.flops_per_token_causal
+        self.tokens_seen, self._clock = tokens_seen, clock
         self._file = JsonLines(self.path, resume_step) if writes else None
         self._trackers = list(trackers)
         self._first: Record | None = None
@@ -99,7 +116,7 @@ class MetricsLogger:
 
     def due(self, step: int) -> bool:
         """Return True if the step, counted from 1, is logged."""
-        return step % self.log_freq == 0 or step in (1, self.total_steps)
+        return step % self.options.log_freq == 0 or step in (1, self.total_steps)
 
     def mark(self, reason: str) -> None:
         """Mark the current window: something other than training happens in it."""
@@ -149,7 +166,9 @@ class MetricsLogger:
         self._window = Window(now)
         self._write(record, {**tags_of(record, self.world_size, self.full), **memory_tags})
         seconds_left = self._seconds_left(step)
-        logger.info(console.training_line(record, self.total_steps, seconds_left, self._color, self._log_lr))
+        logger.info(
+            console.training_line(record, self.total_steps, seconds_left, self.options.color, self.options.log_lr)
+        )
 
     def record_validation(
         self, step: int, loss: float, measured: Mapping[str, float] | None = None
@@ -164,27 +183,28 @@ class MetricsLogger:
         values = {"loss": loss, **(measured or {})}
         metrics = {f"validation_{name}": value for name, value in values.items()}
         self._write({"step": step} | metrics, {f"validation_metrics/{name}": value for name, value in values.items()})
-        logger.info(console.validation_line(step, self.total_steps, loss, self._color, measured))
+        logger.info(console.validation_line(step, self.total_steps, loss, self.options.color, measured))
         return metrics
 
     def histograms_due(self, step: int) -> bool:
         """Return True if histograms are taken in the step, counted from 1, before its update."""
-        return self.histogram_freq > 0 and step % self.histogram_freq == 0
+        freq = self.options.histogram_freq
+        return freq > 0 and step % freq == 0
 
-    def record_histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
+    def record_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         for tracker in self._trackers:
-            tracker.histograms(found, step)
+            tracker.histograms(histograms, step)
 
-    def record_event(self, step: int, event: str, told: Mapping[str, float | str]) -> None:
+    def record_event(self, step: int, event: str, fields: Mapping[str, float | str]) -> None:
         """Write an event of the run at the state after `step` to metrics.jsonl, with the fields in `told`."""
         if self._file:
-            self._file.write({"step": step, "event": event, **told})
+            self._file.write({"step": step, "event": event, **fields})
 
-    def record_skip(self, step: int, why: str, count: int) -> None:
+    def record_skip(self, step: int, reason: str, count: int) -> None:
         """Log that a step's update was skipped; called before its record. `count`: skipped updates so far."""
-        logger.warning("step %d is left out: %s; %d left out so far", step, why, count)
+        logger.warning("step %d is left out: %s; %d left out so far", step, reason, count)
         self.mark("skipped")
-        self.record_event(step, "skip", {"cause": why, "steps_skipped": count})
+        self.record_event(step, "skip", {"cause": reason, "steps_skipped": count})
 
     def go_back(self, step: int, tokens: int) -> None:
         """Return to the state after `step`: move later records to metrics.redone.jsonl and notify the trackers."""
@@ -294,11 +314,11 @@ def histograms_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, H
     return histograms
 
 
-def gather_histograms(found: dict[str, Histogram]) -> dict[str, Histogram]:
+def gather_histograms(histograms: dict[str, Histogram]) -> dict[str, Histogram]:
     """Gather the histograms of all pipeline stages on the first rank; other ranks get none."""
     if dist.get_world_size() == 1:
-        return found
-    gathered = distributed.gather_json({tag: asdict(histogram) for tag, histogram in found.items()})
+        return histograms
+    gathered = distributed.gather_json({tag: asdict(histogram) for tag, histogram in histograms.items()})
     return {tag: Histogram(**fields) for part in gathered or () for tag, fields in part.items()}
 
 

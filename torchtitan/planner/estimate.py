@@ -141,14 +141,14 @@ class _Share:
 
     @property
     def work(self) -> int:
-        return self.passes * sum(sum(kept.values()) for kept in self.layer_counts)
+        return self.passes * sum(sum(counts.values()) for counts in self.layer_counts)
 
     def extrapolate(self, base: Rehearsed, *more: Rehearsed) -> Rehearsed:
         """Extrapolate to all layers from the rehearsals, which are in the order of `self.kept`."""
         total, (fewest, *deeper) = base, self.layer_counts
-        for kept, rehearsal in zip(deeper, more, strict=True):
-            (stage,) = (stage for stage in kept if kept[stage] > fewest[stage])
-            times = (self.layers[stage] - fewest[stage]) / (kept[stage] - fewest[stage])
+        for counts, rehearsal in zip(deeper, more, strict=True):
+            (stage,) = (stage for stage in counts if counts[stage] > fewest[stage])
+            times = (self.layers[stage] - fewest[stage]) / (counts[stage] - fewest[stage])
             total = total.extended_by(times, base, rehearsal)
         offloaded = self.config.training.enable_cpu_offload
         return dataclasses.replace(total, moments=_on_the_device(total.moments) if offloaded else total.moments)
@@ -157,9 +157,9 @@ class _Share:
 def _rehearsed(shares: list[_Share], stages: list[list[str]], device: Device) -> Iterator[Rehearsed]:
     """Yield each share's rehearsal, extrapolated to all layers."""
     tasks = [
-        (_with_layers(share.config, stages, kept, share.dims), share.rank, share.dims.world_size, device)
+        (_with_layers(share.config, stages, counts, share.dims), share.rank, share.dims.world_size, device)
         for share in shares
-        for kept in share.layer_counts
+        for counts in share.layer_counts
     ]
     in_parallel = sum(share.work for share in shares) >= TOGETHER
     rehearsals = iter(run_in_processes(rehearse, tasks) if in_parallel else [rehearse(*task) for task in tasks])

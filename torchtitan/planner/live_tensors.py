@@ -88,7 +88,7 @@ class LiveTensors(OperatorMode):
         self.kinds = {key: (kind if old in kinds else old, size) for key, (old, size) in self.kinds.items()}
         self.now[kind] += sum(self.now.pop(old, 0) for old in kinds)
 
-    def saw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         if func.namespace == "fsdp" and kwargs.get("out") is not None:
             kind = BACKWARD if "chunk_cat" in func.name() else GATHERED
@@ -165,7 +165,7 @@ class FakeValues(OperatorMode):
         super().__init__()
         self.rows, self.peers = rows, peers
 
-    def saw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self._number(args[0])
         if func is torch.ops.aten.index.Tensor:

@@ -52,7 +52,7 @@ class Traffic(OperatorMode):
         super().__init__()
         self.exchanges: list[Exchange] = []
 
-    def saw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if "c10d" in func.namespace:
             name = func.name().split(".")[0]
             if name in KINDS:

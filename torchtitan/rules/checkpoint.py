@@ -140,10 +140,10 @@ def checkpoints_are_still_there(facts: Facts) -> Iterator[Fault]:
     except OSError:  # the rule on folders reports it
         return
     if before is not None:
-        given = f"{show(options.folder)}: no checkpoint in {folder}"
+        value = f"{show(options.folder)}: no checkpoint in {folder}"
         allowed = f"the folder that this run has saved to ({before})"
         reason = "mount its disk or bring it back; to begin anew, give another job.dump_folder"
-        yield facts.fault("checkpoint.folder", allowed, reason, value=given)
+        yield facts.fault("checkpoint.folder", allowed, reason, value=value)
 
 
 def checkpoint_rules(facts: Facts) -> Iterator[Fault]:

@@ -41,8 +41,8 @@ def model_sizes(facts: Facts) -> Iterator[Fault]:
     elif facts.sizes and not facts.wrong_overrides and facts.args is None:
         yield facts.fault(key, "sizes of a model that can be", "")
     elif facts.args is not None and facts.args.num_parameters > MOST_PARAMETERS:
-        given = f"{facts.args.num_parameters:.3g} parameters"
-        yield facts.fault(key, f"at most {MOST_PARAMETERS:.0e}", "a slip in a size?", value=given)
+        size = f"{facts.args.num_parameters:.3g} parameters"
+        yield facts.fault(key, f"at most {MOST_PARAMETERS:.0e}", "a slip in a size?", value=size)
 
 
 def positions_are_learned(facts: Facts) -> Iterator[Fault]:

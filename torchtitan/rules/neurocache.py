@@ -125,8 +125,8 @@ def cache_options_have_a_cache(facts: Facts) -> Iterator[Fault]:
                 remedy = 'write kind = "neurocache", or leave it out'
                 yield facts.fault(KEY + field.name, f'nothing with adapter.kind = "{adapter_options.kind}"', remedy)
         return
-    beside = adapter_options.neurocache.beside
-    if beside not in BESIDE:
+    adapter_kind = adapter_options.neurocache.beside
+    if adapter_kind not in BESIDE:
         yield facts.fault(KEY + "beside", f"one of {', '.join(BESIDE)}", "")
     if linear_adapter_options(adapter_options) is None:
         for name in LOW_RANK_OPTIONS:

@@ -55,18 +55,18 @@ def schedule_fits(facts: Facts) -> Iterator[Fault]:
 
 def optimizer_options(facts: Facts) -> Iterator[Fault]:
     """Refuse options that the optimizer rejects or does not read."""
-    given, default = facts.config.optimizer, Optimizer()
-    spec = OPTIMIZERS.get(given.name)
+    optimizer, default = facts.config.optimizer, Optimizer()
+    spec = OPTIMIZERS.get(optimizer.name)
     if spec is None:
         return
-    shared = {key: getattr(given, key) for key in SHARED}
+    shared = {key: getattr(optimizer, key) for key in SHARED}
     shared = {key: v for key, v in shared.items() if key in spec.shared or v != getattr(default, key)}
-    for key, value, allowed, remedy in spec.wrong(given.name, shared, given.options):
+    for key, value, allowed, remedy in spec.wrong(optimizer.name, shared, optimizer.options):
         yield facts.fault(key, allowed, remedy, value=value)
-    if given.implementation is not None and given.implementation not in spec.implementations:
+    if optimizer.implementation is not None and optimizer.implementation not in spec.implementations:
         allowed_names = ", ".join(map(show, spec.implementations))
         yield facts.fault(
-            "optimizer.implementation", f'{allowed_names} with optimizer.name = "{given.name}"', "leave it out"
+            "optimizer.implementation", f'{allowed_names} with optimizer.name = "{optimizer.name}"', "leave it out"
         )
 
 
@@ -221,11 +221,11 @@ def optimizer_projects_something(facts: Facts) -> Iterator[Fault]:
         if sharded_sides(name, shards, tp).intersection(projected_sides)
     ]
     if cut:
-        given, names = 'on_conflict = "error"', ", ".join(with_wildcards(cut))
+        value, names = 'on_conflict = "error"', ", ".join(with_wildcards(cut))
         remedy = 'as FSDP shards rows; write side = "right" too'
         if tp > 1:
             remedy = "as each rank has a part of the side that becomes short; or leave these out of targets"
-        yield facts.fault(OPTIONS, f'on_conflict = "gather" or "flip" for {names}', remedy, value=given)
+        yield facts.fault(OPTIONS, f'on_conflict = "gather" or "flip" for {names}', remedy, value=value)
 
 
 def optimizer_suits_the_precision(facts: Facts) -> Iterator[Fault]:

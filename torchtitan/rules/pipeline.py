@@ -110,8 +110,8 @@ def schedule_of_a_file(facts: Facts) -> Iterator[Fault]:
             yield facts.fault(CSV, fault.allowed, fault.remedy, value=f"{fault.where}: {fault.given}")
     elif table is not None and facts.args and num_stages_of(table) > facts.args.n_layers:
         allowed = f"at most as many stages as layers, {facts.args.n_layers}"
-        given = f"{degrees.pipeline_parallel_schedule_csv} with {num_stages_of(table)} stages"
-        yield facts.fault(CSV, allowed, "write a schedule with fewer stages", given)
+        value = f"{degrees.pipeline_parallel_schedule_csv} with {num_stages_of(table)} stages"
+        yield facts.fault(CSV, allowed, "write a schedule with fewer stages", value)
 
 
 def named_parts_alone(facts: Facts) -> Iterator[Fault]:

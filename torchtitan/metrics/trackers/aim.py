@@ -13,7 +13,7 @@ class Aim(Tracker):
     """
 
     name, package = "Aim", "aim"
-    leaves = (".aim",)
+    entries = (".aim",)
 
     def __init__(self, run: Run) -> None:
         import aim

@@ -96,7 +96,7 @@ class Tracker(ABC):
     @abstractmethod
     def log(self, values: Mapping[str, float], step: int) -> None: ...
 
-    def histograms(self, found: Mapping[str, Histogram], step: int) -> None:  # noqa: B027
+    def histograms(self, histograms: Mapping[str, Histogram], step: int) -> None:  # noqa: B027
         """Log histograms of weights and gradients; does nothing unless overridden."""
 
     def go_back(self, step: int) -> None:  # noqa: B027
@@ -147,8 +147,8 @@ class TrackerThread:
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._enqueue(lambda tracker: tracker.log(values, step))
 
-    def histograms(self, found: Mapping[str, Histogram], step: int) -> None:
-        self._enqueue(lambda tracker: tracker.histograms(found, step))
+    def histograms(self, histograms: Mapping[str, Histogram], step: int) -> None:
+        self._enqueue(lambda tracker: tracker.histograms(histograms, step))
 
     def go_back(self, step: int) -> None:
         self._enqueue(lambda tracker: tracker.go_back(step))

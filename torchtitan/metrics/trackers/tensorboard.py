@@ -34,8 +34,8 @@ class TensorBoard(Tracker):
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
 
-    def histograms(self, found: Mapping[str, Histogram], step: int) -> None:
-        for tag, histogram in found.items():
+    def histograms(self, histograms: Mapping[str, Histogram], step: int) -> None:
+        for tag, histogram in histograms.items():
             self._writer.add_histogram_raw(
                 tag,
                 min=histogram.minimum,

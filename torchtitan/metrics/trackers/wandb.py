@@ -14,7 +14,7 @@ class WeightsAndBiases(Tracker):
     Project, entity and mode are wandb's own settings (WANDB_PROJECT and others)."""
 
     name, package = "Weights & Biases", "wandb"
-    leaves = ("wandb",)
+    entries = ("wandb",)
 
     def __init__(self, run: Run) -> None:
         import wandb
