@@ -403,13 +403,13 @@ def test_an_adapter_learns_other_text(tmp_path, texts):
         (
             ["--model.name=llama3.2", '--adapter.target=["output"]', "--checkpoint.enable"]
             + ["--checkpoint.last_save_model_only"],
-            "checkpoint.last_save_model_only: given true; allowed: false with an adapter beside a tied head",
+            "checkpoint.last_save_model_only: given true; allowed: false with an adapter on a tied head",
         ),
         (
             ["--model.name=llama3.2", '--adapter.target=["output"]', "--adapter.relora.every=10"]
             + ["--lr_scheduler.decay_type=relora_cosine", "--lr_scheduler.cycle_length=10", "--training.steps=40"]
             + ["--lr_scheduler.warmup_steps=2", "--lr_scheduler.restart_warmup_steps=2"],
-            "adapter.relora.every: given 10; allowed: unset with an adapter beside a tied head",
+            "adapter.relora.every: given 10; allowed: unset with an adapter on a tied head",
         ),
     ],
     ids=str,

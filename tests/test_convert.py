@@ -308,7 +308,7 @@ JOB = ["--checkpoint.enable"]
     "options, message",
     [
         (["--checkpoint.initial_load_in_hf"], "true with a folder or file of Hugging Face only"),
-        (["--checkpoint.no-initial_load_model_only"], "of torchtitan's checkpoints the weights alone are read"),
+        (["--checkpoint.no-initial_load_model_only"], "only the weights of torchtitan's checkpoints are read"),
     ],
 )
 def test_check_of_a_checkpoint_of_torchtitan(options, message, tmp_path, monkeypatch):

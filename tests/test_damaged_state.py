@@ -253,7 +253,7 @@ def test_a_resumed_run_raises_no_alarm(texts, tmp_path):
 def test_checksums_are_refused_with_steps_in_backward(anywhere):
     arguments = ["--guard.shard_checksums", "--optimizer.early_step_in_backward", "--training.max_norm=0"]
     assert lines(*arguments) == [
-        "guard.shard_checksums: given true; allowed: false with optimizer.early_step_in_backward; each update is made "
+        "guard.shard_checksums: given true; allowed: false with optimizer.early_step_in_backward; each update happens "
         "in backward, before the checksums can be compared"
     ]
 

@@ -352,8 +352,8 @@ def test_how_records_are_read_is_said_to_those_that_have_them(tmp_path, monkeypa
     as_records = [*arguments[:2], "--training.format=prompt_completion", "--training.fields={prompt = 'id'}"]
     form, fields = judged.lines(*as_records)
     assert form == (
-        'training.format: given "prompt_completion"; allowed: unset where no source has '
-        "records of several fields; drop it, or read text or huggingface"
+        'training.format: given "prompt_completion"; allowed: unset if no source has '
+        "records with several fields; drop it, or read text or huggingface"
     )
     assert fields.startswith("training.fields: ")
     monkeypatch.setitem(DATASETS, "mine", Dataset(text, open_text_files))

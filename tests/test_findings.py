@@ -133,7 +133,7 @@ FAULTS = [
         ["--checkpoint.best_metric=validation_loss", "--checkpoint.enable", "--validation.enable"]
         + ["--checkpoint.interval_type=seconds"],
         'checkpoint.interval_type: given "seconds"; allowed: "steps" with checkpoint.best_metric; each checkpoint '
-        "falls on a validation, and these are counted in steps",
+        "must coincide with a validation, and validations are scheduled in steps",
     ),
     (
         ["--checkpoint.best_metric=validation_loss", "--checkpoint.enable", "--validation.enable"]
@@ -145,7 +145,7 @@ FAULTS = [
         ["--checkpoint.best_metric=validation_loss", "--checkpoint.enable", "--validation.enable"]
         + ["--checkpoint.export_best"],
         "checkpoint.export_best: given true; allowed: false without checkpoint.last_save_model_only or "
-        "adapter.last_save_in_peft; they say what is exported; set one of them",
+        "adapter.last_save_in_peft; they select the export; set one of them",
     ),
     (
         ["--checkpoint.best_mode=max"],
@@ -162,8 +162,8 @@ FAULTS = [
     ),
     (
         ["--early_stop.patience=2", "--early_stop.metric=validation_accuracy", "--validation.enable"],
-        'early_stop.metric: given "validation_accuracy"; allowed: "validation_loss"; these are measured in a '
-        "validation of this task",
+        'early_stop.metric: given "validation_accuracy"; allowed: "validation_loss"; a validation '
+        "of this task measures only these",
     ),
 ]
 

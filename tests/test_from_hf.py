@@ -118,7 +118,7 @@ LLAMA3 = MODELS["llama3"].hf.config_to_hf(LLAMA["llama3"])
 )
 def test_configs_that_the_model_cannot_represent_are_refused(tmp_path, change, expected):
     message = faults_of_config(tmp_path, LLAMA3 | change)
-    assert f'model.hf_folder: given "{tmp_path}"; allowed: a folder whose config.json is a llama3\'s' in message
+    assert f'model.hf_folder: given "{tmp_path}"; allowed: a folder with the config.json of a llama3 model' in message
     assert expected in message
 
 

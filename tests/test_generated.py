@@ -217,6 +217,6 @@ def test_rules(tmp_path):
     ]
     for axis, name in ((PP, "pipeline"), (CP, "context")):
         (line,) = lines(*arguments, f"{axis}2")
-        assert f"allowed: 0 with {name}_parallel_degree = 2, as no rank has all that makes a word; leave it" in line
+        assert f"allowed: 0 with {name}_parallel_degree = 2, as no single rank can generate text; leave it" in line
     (line,) = lines("--validation.enable", "--validation.generated=2", "--task.kind=documents")
     assert "allowed: 0 with task.kind = documents, or one of pretrain, sft, dpo, ipo, orpo; leave it out" in line

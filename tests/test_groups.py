@@ -166,14 +166,20 @@ def faults(ranks, *options):
 
 
 WRONG = [
-    (["--model.s2_group_size=64"], "less than training.seq_len = 64, of which groups are parts; write 16, or 0"),
-    (["--model.s2_group_size=15"], "given 15; allowed: an even number, by half of which groups are shifted; write 14"),
+    (
+        ["--model.s2_group_size=64"],
+        "less than training.seq_len = 64, as a group is a part of the sequence; write 16, or 0",
+    ),
+    (
+        ["--model.s2_group_size=15"],
+        "given 15; allowed: an even number, as groups are shifted by half a group; write 14",
+    ),
     (["--model.name=mistral"], "0 for a model with a sliding window (64); write 0, or model.overrides = {sliding_w"),
     (["--model.name=gpt2", "--model.overrides={attention_dropout = 0.1}"], "a model with attention_dropout (0.1)"),
-    (["--model.name=roberta"], "0 for roberta, whose tokens see those behind them; write 0, or train a decoder"),
-    (["--model.overrides={n_heads = 1, dim = 16}"], "n_heads = 1, an odd number, of which half attend in shifted gro"),
-    (["--task.kind=dpo"], '0 with task.kind = "dpo", which sets answers beside a reference as evaluation sees them'),
-    (["--task.kind=documents"], '0 with task.kind = "documents", which reads again what a cache has kept'),
+    (["--model.name=roberta"], "0 for roberta, which has bidirectional attention; write 0, or train a decoder"),
+    (["--model.overrides={n_heads = 1, dim = 16}"], "n_heads = 1, an odd number: half of the heads use shifted groups"),
+    (["--task.kind=dpo"], '0 with task.kind = "dpo", which compares answers with a reference in evaluation mode'),
+    (["--task.kind=documents"], '0 with task.kind = "documents", which replays cached documents'),
 ]
 
 

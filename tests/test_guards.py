@@ -327,12 +327,12 @@ def test_steps_in_backward_are_rolled_back_and_never_skipped(texts, tmp_path):
         (
             ["--guard.spike=skip", "--optimizer.early_step_in_backward", "--training.max_norm=0"],
             'guard.spike: given "skip"; allowed: "stop" or "rollback" with optimizer.early_step_in_backward; each '
-            "update is made in backward, before the loss or the norm is known",
+            "update happens in backward, before the loss or the norm is known",
         ),
         (
             ["--guard.non_finite=rollback"],
-            'guard.non_finite: given "rollback"; allowed: "rollback" only with checkpoint.enable; there is nothing to '
-            "go back to without; set it, or write skip",
+            'guard.non_finite: given "rollback"; allowed: "rollback" only with checkpoint.enable; a rollback needs '
+            "a checkpoint; set it, or write skip",
         ),
         (
             ["--guard.spike_sigmas=3"],
@@ -348,8 +348,8 @@ def test_steps_in_backward_are_rolled_back_and_never_skipped(texts, tmp_path):
         ),
         (
             ["--guard.loss_threshold=3", "--guard.loss_policy=rollback"],
-            'guard.loss_policy: given "rollback"; allowed: "rollback" only with checkpoint.enable; there is nothing to '
-            "go back to without; set it, or write skip",
+            'guard.loss_policy: given "rollback"; allowed: "rollback" only with checkpoint.enable; a rollback needs '
+            "a checkpoint; set it, or write skip",
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

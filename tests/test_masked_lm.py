@@ -179,14 +179,12 @@ def test_faults_of_masked_lm_jobs():
     debug = {"tokenizer": "debug"}
     assert lines(*JOB, f"--task.mask_token={SPECIAL}", **debug) == []
     (fault,) = lines(*JOB, **debug)
-    assert fault.startswith(
-        "task.mask_token: given nothing; allowed: a special token that hides words: none of <mask>, [MASK]"
-    )
+    assert fault.startswith("task.mask_token: given nothing; allowed: a mask token: none of <mask>, [MASK]")
     (fault,) = lines(*JOB, "--task.mask_token=<no>", **debug)
     assert "'<no>' is none of the special tokens of the tokenizer" in fault
     faults = lines("--task.kind=masked_lm", f"--task.mask_token={SPECIAL}", **debug)
     assert faults == [
-        'task.kind: given "masked_lm"; allowed: pretrain for model llama3, whose tokens do not see those behind them; '
+        'task.kind: given "masked_lm"; allowed: pretrain for model llama3, which has causal attention; '
         "write that, or train an encoder, such as roberta"
     ]
     assert lines("--task.mask_share=0.3") == [

@@ -170,7 +170,10 @@ def test_an_estimate_without_a_job_asks_for_one(capsys):
 
 def test_a_batch_larger_than_memory_is_refused(capsys):
     (line,) = load_faults(capsys, "--training.local_batch_size=999999999")
-    assert "training.local_batch_size: given 999999999; allowed: a batch whose ids fit into this machine's " in line
+    assert (
+        "training.local_batch_size: given 999999999; allowed: a batch of token ids that fits into this machine's "
+        in line
+    )
     most = int(line.rpartition(" than ")[2].replace(",", ""))
     assert check(load([f"--training.local_batch_size={most // 2}"]), 1, "cpu") == []
 

@@ -192,6 +192,6 @@ def test_tensor_parallel_is_refused():
     options += ("--adapter.neurocache.cache_size=4096", "--parallelism.tensor_parallel_degree=2")
     (fault,) = lines(*options, ranks=2)
     assert fault == (
-        "adapter.neurocache.compat_head_layout: given true; allowed: false with tensor parallel; each rank has some of "
-        "the heads, and this layout mixes the numbers of all: use another parallelism"
+        "adapter.neurocache.compat_head_layout: given true; allowed: false with tensor parallel; each rank has only "
+        "some heads, and this layout mixes values of all heads: use another parallelism"
     )

@@ -116,7 +116,8 @@ def test_noise_is_refused_where_it_cannot_be_repeated():
     deep = [*arguments, "--model.name=deepseek", "--model.overrides={n_mtp_layers = 1}"]
     (fault,) = check(load(deep), 1, "cpu")
     assert str(fault).partition("training.")[2] == (
-        "neftune_alpha: given 5.0; allowed: 0 for a model with n_mtp_layers = 1, which read embeddings of their own; "
+        "neftune_alpha: given 5.0; allowed: 0 for a model with n_mtp_layers = 1, as these layers embed tokens "
+        "without noise; "
         "leave it out, or write model.overrides = {n_mtp_layers = 0}"
     )
     lanes = ["--task.kind=documents", "--adapter.kind=neurocache", "--training.dataset=text"]
@@ -124,8 +125,8 @@ def test_noise_is_refused_where_it_cannot_be_repeated():
         str(fault) for fault in check(load([*arguments, *lanes, f"--training.dataset_path={__file__}"]), 1, "cpu")
     ]
     message = (
-        'neftune_alpha: given 5.0; allowed: 0 with task.kind = "documents", where a run that goes on reads again, '
-        "without noise, what it has kept; leave it out"
+        'neftune_alpha: given 5.0; allowed: 0 with task.kind = "documents", because a resumed run replays cached '
+        "documents without noise; leave it out"
     )
     assert any(fault.endswith(message) for fault in faults)
     with pytest.raises(JobError, match="allowed: 0 for Linear, which is no Decoder"):

@@ -324,14 +324,14 @@ UNEVEN = [
     ),
     (
         ["--data.packing=off", "--data.group_by_length", "--parallelism.data_parallel_shard_degree=2"],
-        "data.group_by_length: given true; allowed: on several ranks with training.global_batch_size, as the order is",
+        "data.group_by_length: given true; allowed: on several ranks only with training.global_batch_size, as sa",
     ),
     (
         [
             *("--data.packing=off", "--data.group_by_length", "--training.global_batch_size=8"),
             '--training.sources=[{dataset = "python_stdlib"}, {dataset = "python_stdlib_validation"}]',
         ],
-        "data.group_by_length: given true; allowed: with training.epochs, as sources that are mixed by weight have no",
+        "data.group_by_length: given true; allowed: with training.epochs, as sources mixed by weight cannot be group",
     ),
     (["--data.shards=3/2"], 'data.shards: given "3/2"; allowed: at most 2/2; correct it'),
     (
@@ -340,11 +340,11 @@ UNEVEN = [
     ),
     (
         ["--data.packing=off", "--data.pad_to=multiple:4", "--compile.enable"],
-        "allowed: seq_len with compile.enable, which wants all batches of one shape; drop it",
+        "allowed: seq_len with compile.enable, which requires batches of one shape; drop it",
     ),
     (
         ["--data.packing=off", "--data.pad_to=multiple:4", "--parallelism.pipeline_parallel_degree=2"],
-        "allowed: seq_len with parallelism.pipeline_parallel_degree, which wants all batches of one shape",
+        "allowed: seq_len with parallelism.pipeline_parallel_degree, which requires batches of one shape",
     ),
     (
         ["--data.packing=off", "--data.pad_to=multiple:3", "--parallelism.tensor_parallel_degree=2"],
@@ -382,8 +382,9 @@ def test_rules(folders):
         "validation.split: given 1.5; allowed: a share below 1, or a whole number of records; write 1",
         'validation.dataset: given "text"; allowed: unset with validation.split; drop one of the two',
         "validation.seq_len: given 16; allowed: training.seq_len with validation.split; drop it",
-        'data.too_long: given "split"; allowed: not split with validation.split, or both sides would have parts; drop '
-        "or truncate them, or give validation data of its own",
+        'data.too_long: given "split"; allowed: not split with validation.split: both sides could get parts '
+        "of a record; "
+        "drop or truncate long records, or give separate validation data",
         "data.chat_template: given \"chatml2\"; allowed: a chat template; 'chatml2' is no template; give chatml, "
         "llama3, llama2, alpaca, a file that ends in .jinja, or Jinja",
     ]

@@ -428,7 +428,7 @@ def test_references_that_cannot_be_used_are_refused(one_rank_run, tmp_path):
 def test_rules():
     pairs = ["--task.kind=ipo", "--training.local_batch_size=1"]
     assert lines(*pairs, "--data.train_on=all", "--data.too_long=split", "--dpo.label_smoothing=0.1") == [
-        'data.train_on: given "all"; allowed: unset with task.kind = ipo, which learns last answers; drop it',
+        'data.train_on: given "all"; allowed: unset with task.kind = ipo, which trains on last answers; drop it',
         'data.too_long: given "split"; allowed: not split with task.kind = ipo; drop or truncate them',
         "dpo.label_smoothing: given 0.1; allowed: 0 with task.kind = ipo; drop it",
     ]
@@ -436,4 +436,4 @@ def test_rules():
         'dpo.beta: given 0.2; allowed: 0.1 with task.kind = pretrain; set task.kind = "dpo", or drop it'
     ]
     (line,) = lines(*pairs, "--compile.enable")
-    assert "allowed: without loss with task.kind = ipo, which measures in it" in line
+    assert "allowed: without loss with task.kind = ipo, which computes metrics in it" in line

@@ -374,7 +374,7 @@ REFUSED = [
     ),
     (
         ['--training.sources=[{dataset = "text", dataset_path = "FILE", format = "chat", text_field = "a"}]'],
-        'training.sources[0].text_field: given "a"; allowed: unset beside format',
+        'training.sources[0].text_field: given "a"; allowed: unset with format',
     ),
 ]
 
@@ -400,7 +400,7 @@ def test_a_special_token_in_a_prompt_is_refused():
     template = toml({"format": "<|begin_of_text|>{instruction}", "no_input_format": "{instruction}"})
     faults = lines(*from_text, f"--training.template={template}")
     (fault,) = (fault_line for fault_line in faults if fault_line.startswith("training.template: given {"))
-    assert "text without <|begin_of_text|>, which a prompt would have in pieces" in fault
-    assert "for turns write messages, with data.chat_template" in fault
+    assert "text without the special token <|begin_of_text|>, as prompts are encoded as plain text" in fault
+    assert "for turns use messages and data.chat_template" in fault
     plain = toml({"format": "<|im_start|>{instruction}", "no_input_format": "{instruction}"})
     assert not any("template" in fault_line for fault_line in lines(*from_text, f"--training.template={plain}"))

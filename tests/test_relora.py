@@ -71,7 +71,7 @@ def test_axolotls_ramps_multiply_any_schedule():
     ):
         assert any(message in line for line in lines(*options, *(f"--adapter.relora.{suffix}" for suffix in suffixes)))
     (both,) = lines(*SOUND, "--adapter.relora.warmup_steps=3")
-    assert 'allowed: 0 with decay_type = "relora_cosine", which comes back by itself' in both
+    assert 'allowed: 0 with decay_type = "relora_cosine", which has restarts itself' in both
     config = manager.load([*options, "--adapter.relora.warmup_steps=3", "--lr_scheduler.warmup_steps=4"])
     assert parts.lr_schedule(config).ramps == Ramps(10, 3)
 
@@ -283,7 +283,7 @@ def test_all_faults_of_a_job_are_reported_together(capsys):
     errors = capsys.readouterr().err
     for part in (
         'adapter.target: given ["*nothing*"]; allowed: patterns that fit one of layers.*.attention.wq',
-        'adapter.relora.every: given 10; allowed: unset, except with adapter.kind = "lora"; each restart would round',
+        'adapter.relora.every: given 10; allowed: unset, except with adapter.kind = "lora"; each restart would quan',
         'adapter.save: given "alone"; allowed: "whole" with adapter.relora',
         "lr_scheduler.restart_warmup_steps: given nothing",
         "training.global_batch_size: given 9",
@@ -374,9 +374,12 @@ SOUND += ["--lr_scheduler.warmup_steps=5", "--lr_scheduler.restart_warmup_steps=
             ["--lr_scheduler.decay_type=relora_cyclical", "--lr_scheduler.warmup_steps=0"],
             "lr_scheduler.warmup_steps: given 0; allowed: at least 1 with adapter.relora.reset",
         ),
-        (["--lr_scheduler.adjust_step=3"], "given 3; allowed: 0 with adapter.relora.reset; leave it out, else a reset"),
-        (["--lr_scheduler.cycle_length=20"], "allowed: what divides the 10 steps between resets; leave it out"),
-        (["--adapter.kind=qlora"], "each restart would round the packed matrices again"),
+        (
+            ["--lr_scheduler.adjust_step=3"],
+            "given 3; allowed: 0 with adapter.relora.reset; leave it out, otherwise a r",
+        ),
+        (["--lr_scheduler.cycle_length=20"], "allowed: a divisor of the 10 steps between resets; leave it out"),
+        (["--adapter.kind=qlora"], "each restart would quantize the matrices again"),
         (["--adapter.kind=dora"], "it is made for A and B"),
         (["--adapter.relora.prune_ratio=0.5"], 'unset with reset = "zero"'),
         (["--optimizer.name=SGD", "--optimizer.implementation=foreach"], "it is made for the two moments of Adam"),

@@ -138,7 +138,7 @@ def test_values_that_became_the_default_are_left_out(capsys, tmp_path):
     code, out, err = upgrade(capsys, tmp_path, old)
     assert (code, err) == (0, []) and "parallelism" not in tomli.loads(out)
     for name in ("pipeline_parallel_schedule", "pipeline_parallel_schedule_csv"):
-        assert f"# left out, as it is the default now: parallelism.{name}\n" in out
+        assert f"# left out, because it is the default now: parallelism.{name}\n" in out
 
 
 OVERLAP = "pipeline_parallel_expert_parallel_overlap"
@@ -179,7 +179,7 @@ def test_options_without_effect_in_an_old_job_are_left_out(old, left_out, capsys
 
 
 def test_a_default_without_effect_ends_the_search(capsys, tmp_path, monkeypatch):
-    """A rule that faults an option at its default flatten nothing to remove; the search must end."""
+    """A rule that faults an option at its default leaves nothing to remove; the search must end."""
     calls = iter(range(3))
 
     def at_its_default(facts):
@@ -278,7 +278,7 @@ def test_translations(old, new, capsys, tmp_path):
         ),
         (
             "[parallelism]\nexpert_tensor_parallel_degree = 2",
-            "parallelism.expert_tensor_parallel_degree: given 2; has no translation: tensor parallel flatten experts "
+            "parallelism.expert_tensor_parallel_degree: given 2; has no translation: tensor parallel leaves experts "
             "whole",
         ),
         (

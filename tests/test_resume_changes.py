@@ -106,12 +106,10 @@ def test_other_trained_parameters_need_a_new_optimizer_state(run):
     arguments = ['--training.unfrozen=["*norm*"]']
     (line,) = faults_of_resume(run, arguments)
     allow, exclude = "checkpoint.allow_config_change", "checkpoint.exclude_from_loading"
-    assert f'{allow} = ["training.unfrozen"], beside {exclude} = ["optimizer"], or start anew' in line
+    assert f'{allow} = ["training.unfrozen"], beside {exclude} = ["optimizer"], or start from scratch' in line
     arguments.append(f"--{allow}=training.unfrozen")
     (line,) = faults_of_resume(run, arguments)
-    assert line.startswith(
-        f'{exclude}: given []; allowed: "optimizer" among them, with another training.unfrozen; step-'
-    )
+    assert line.startswith(f'{exclude}: given []; allowed: a list with "optimizer" if training.unfrozen changes; step-')
     assert faults_of_resume(run, [*arguments, f"--{exclude}=optimizer"]) == []
 
 
@@ -182,7 +180,7 @@ def test_a_newer_option_is_compared_with_its_default():
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [("optimizer.lrr", "did you mean optimizer.lr?"), ("training.steps", "a resume takes any value of it")],
+    [("optimizer.lrr", "did you mean optimizer.lr?"), ("training.steps", "a resume accepts any value of it")],
 )
 def test_names_that_need_no_allowance_are_refused(name, remedy):
     (line,) = lines("--checkpoint.enable", f"--checkpoint.allow_config_change={name}")
@@ -260,8 +258,8 @@ def test_moments_of_flipped_sides_need_the_same_plan(tmp_path):
     (line,) = lines(*flipped)
     assert line == (
         'optimizer.options: given on_conflict = "flip"; allowed: a plan that shards '
-        "layers.*.feed_forward.w2.weight by the sides of step-00000060 (dp_shard 2, cp 1, tp 1); take that plan, or "
-        'begin the moments anew by checkpoint.exclude_from_loading = ["optimizer"]'
+        "layers.*.feed_forward.w2.weight by the sides of step-00000060 (dp_shard 2, cp 1, tp 1); use that plan, or "
+        'reset the moments: checkpoint.exclude_from_loading = ["optimizer"]'
     )
     checkpoint(tmp_path / "checkpoint", right, step=61, ranks=2)
     assert not lines(*right)

@@ -165,7 +165,7 @@ TRAINING = [
     (
         ["--optimizer.early_step_in_backward"],
         "training.max_norm: given 1.0; allowed: 0 with optimizer.early_step_in_backward; clipping needs all gradients "
-        "at once, and here each is gone before the next is there",
+        "at once, but each is freed before the next is computed",
     ),
     (
         ["--optimizer.early_step_in_backward", "--training.max_norm=0", "--training.global_batch_size=32"],
@@ -183,13 +183,13 @@ TRAINING = [
     ),
     (
         ["--activation_checkpoint.mode=memory_budget"],
-        'activation_checkpoint.mode: given "memory_budget"; allowed: with a compiled model only, as the compiler keeps '
-        'to the budget; set compile.enable = true with "model" in compile.components, or another mode',
+        'activation_checkpoint.mode: given "memory_budget"; allowed: with a compiled model only, as the compiler '
+        'applies the budget; set compile.enable = true with "model" in compile.components, or another mode',
     ),
     (
         ["--activation_checkpoint.mode=memory_budget", "--compile.enable", "--compile.components=loss"],
-        'activation_checkpoint.mode: given "memory_budget"; allowed: with a compiled model only, as the compiler keeps '
-        'to the budget; set compile.enable = true with "model" in compile.components, or another mode',
+        'activation_checkpoint.mode: given "memory_budget"; allowed: with a compiled model only, as the compiler '
+        'applies the budget; set compile.enable = true with "model" in compile.components, or another mode',
     ),
     (
         ["--compile.enable", "--compile.components="],
@@ -197,7 +197,7 @@ TRAINING = [
     ),
     (
         ["--compile.enable", "--compile.scope=model"],
-        'compile.scope: given "model"; allowed: "block" where parameters are sharded (here over 2 ranks); write '
+        'compile.scope: given "model"; allowed: "block" if parameters are sharded (here over 2 ranks); write '
         '"block", or parallelism.data_parallel_shard_degree = 1 with replicas',
     ),
 ]
@@ -259,7 +259,7 @@ def test_sizes_that_may_be_zero(size):
 
 def test_sizes_that_overflow_are_refused():
     (line,) = lines("--model.overrides={ffn_dim_multiplier = 1e308}")
-    assert line == "model.overrides: given {ffn_dim_multiplier = 1e+308}; allowed: sizes of a model that can be"
+    assert line == "model.overrides: given {ffn_dim_multiplier = 1e+308}; allowed: possible sizes of a model"
 
 
 def test_impossible_file_names_are_refused(tmp_path):

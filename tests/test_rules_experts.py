@@ -46,25 +46,26 @@ EXPERTS = [
     (
         [MOE, EP + "2", "--compile.enable", "--activation_checkpoint.mode=selective"]
         + ["--activation_checkpoint.selective_ac_option=op"],
-        'activation_checkpoint.selective_ac_option: given "op"; allowed: every how many layers, with a compiled model '
-        "and parallelism.expert_parallel_degree; the operators of what is compiled cannot be chosen from outside; "
+        'activation_checkpoint.selective_ac_option: given "op"; allowed: a number n (every n-th layer) with a '
+        "compiled model "
+        "and parallelism.expert_parallel_degree; operators inside a compiled block cannot be selected; "
         'write "2", or another mode',
     ),
     (
         [MOE, EP + "2", PP + "2", OVERLAP, "--compile.enable"],
-        "pipeline_parallel_expert_parallel_overlap: given true; allowed: false with a compiled model; it takes "
-        "gradients of inputs and of weights apart, which a compiled part hands back at once; set compile.enable = "
-        "false",
+        "pipeline_parallel_expert_parallel_overlap: given true; allowed: false with a compiled model; it computes "
+        "the gradients of inputs and weights separately, a compiled block both at once; set compile.enable = false",
     ),
     (
         [MOE, EP + "2", "--activation_checkpoint.mode=memory_budget"],
-        'activation_checkpoint.mode: given "memory_budget"; allowed: another mode with expert parallel; experts that '
-        'travel are not compiled, so no budget is theirs; write "full" or "selective"',
+        'activation_checkpoint.mode: given "memory_budget"; allowed: another mode with expert parallel; '
+        "expert-parallel "
+        'layers are not compiled, so a budget does not apply; write "full" or "selective"',
     ),
     (
         [OVERLAP],
         "pipeline_parallel_expert_parallel_overlap: given true; allowed: true with expert_parallel_degree > 1 and "
-        "pipeline_parallel_degree > 1, whose all-to-alls it hides; leave it out",
+        "pipeline_parallel_degree > 1, as it hides all-to-alls; leave it out",
     ),
     (
         [MOE, EP + "2", PP + "2", "--activation_checkpoint.mode=full_keep_comm"],
@@ -73,7 +74,7 @@ EXPERTS = [
     ),
     (
         [MOE, EP + "4", "--training.local_batch_size=1"],
-        "expert_parallel_degree: given 4; allowed: a degree that leaves 12 / 4 = 3 ranks, which divide the 2 experts "
+        "expert_parallel_degree: given 4; allowed: a degree that leaves 12 / 4 = 3 ranks that divide the 2 experts "
         "of each, or dim 256 and expert_dim 256; write 1",
     ),
     (

@@ -44,8 +44,8 @@ def test_muon_is_refused_with_offload_on_gpus():
     arguments = ["--training.enable_cpu_offload", "--optimizer.name=Muon"]
     (line,) = lines(*arguments, ranks=2, device="cuda")
     assert line == (
-        'training.enable_cpu_offload: given true; allowed: false with optimizer.name = "Muon"; its step sums over '
-        "ranks, and between GPUs that goes for what is on them"
+        'training.enable_cpu_offload: given true; allowed: false with optimizer.name = "Muon"; its step reduces '
+        "over ranks, which needs tensors on the GPU"
     )
     assert not lines(*arguments, ranks=2) and not lines(*arguments[:1], ranks=2, device="cuda")
 
@@ -123,7 +123,7 @@ def test_sides_that_are_sharded_can_be_refused():
     (line,) = lines(*arguments, ranks=2)
     assert line == (
         'optimizer.options: given on_conflict = "error"; allowed: on_conflict = "gather" or "flip" for '
-        'layers.*.feed_forward.w2.weight; as FSDP shards rows; write side = "right" too'
+        'layers.*.feed_forward.w2.weight; FSDP shards rows; write side = "right" too'
     )
     assert not lines(*GALORE, '--optimizer.options={rank = 8, on_conflict = "error", side = "right"}', ranks=2)
 
@@ -135,8 +135,7 @@ def test_sides_that_tensor_parallel_splits_can_be_refused():
     (line,) = lines(*split, options % '"*.wo.*", "*.wq.*"', ranks=2)
     assert line == (
         'optimizer.options: given on_conflict = "error"; allowed: on_conflict = "gather" or "flip" for '
-        "layers.*.attention.wo.weight; as each rank has a part of the side that becomes short; or leave these out of "
-        "targets"
+        "layers.*.attention.wo.weight; each rank has only a part of the projected side; or leave these out of targets"
     )
     assert not lines(*split, options % '"*.wq.*", "*.w2.*"', ranks=2)
     adapter = ["--adapter.kind=lora", "--adapter.rank=16", options.replace("targets", 'side = "reverse_std", targets')]

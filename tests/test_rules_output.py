@@ -46,8 +46,8 @@ INPUT_AND_OUTPUT = [
     ),
     (
         ["--checkpoint.keep_latest_k=1"],
-        "checkpoint.keep_latest_k: given 1; allowed: 0 (all) or at least 2; the only checkpoint would be deleted for "
-        "one that nobody has read yet",
+        "checkpoint.keep_latest_k: given 1; allowed: 0 (all) or at least 2; the only checkpoint would be deleted "
+        "before the new one has been verified",
     ),
     (
         ["--checkpoint.load_step=5"],

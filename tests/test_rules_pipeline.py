@@ -106,18 +106,18 @@ PIPELINE = [
     ),
     (
         [CP + "2", "--optimizer.early_step_in_backward", "--training.max_norm=0"],
-        "optimizer.early_step_in_backward: given true; allowed: false with tensor or context parallel; it has been "
-        "shown equal to one device with data parallel alone",
+        "optimizer.early_step_in_backward: given true; allowed: false with tensor or context parallel; it has only "
+        "been verified with data parallel",
     ),
     (
         [PP + "2", "--optimizer.early_step_in_backward", "--training.max_norm=0"],
-        "optimizer.early_step_in_backward: given true; allowed: false with a pipeline; each microbatch adds to the "
-        "gradients, and a step is due after the last",
+        "optimizer.early_step_in_backward: given true; allowed: false with a pipeline; gradients are complete "
+        "only after the last microbatch",
     ),
     (
         [PP + "2", "--parallelism.data_parallel_shard_degree=2", "--parallelism.fsdp_prefetch=1"]
         + ["--parallelism.fsdp_reshard_after_forward=always"],
-        "fsdp_prefetch: given 1; allowed: 0 with a pipeline; stages keep what they gather until the last microbatch",
+        "fsdp_prefetch: given 1; allowed: 0 with a pipeline; stages keep gathered parameters until the last microbatch",
         'fsdp_reshard_after_forward: given "always"; allowed: "default" or "never" with a pipeline; parameters would '
         "be gathered again for each microbatch",
     ),
@@ -125,7 +125,7 @@ PIPELINE = [
 ONE_CAUSE = [
     (  # also without sharding
         [PP + "2", "--parallelism.fsdp_prefetch=1"],
-        "fsdp_prefetch: given 1; allowed: 0 with a pipeline; stages keep what they gather until the last microbatch",
+        "fsdp_prefetch: given 1; allowed: 0 with a pipeline; stages keep gathered parameters until the last microbatch",
     ),
     (
         [PP + "2", "--parallelism.fsdp_reshard_after_forward=always"],

@@ -13,8 +13,7 @@ anywhere = judged.anywhere
 COMPILE = [
     (
         [TP + "2", CP + "2", PP + "2", "--compile.enable", "--compile.scope=model"],
-        'compile.scope: given "model"; allowed: "block" where the model itself is cut (tp 2, cp 2, pp 2); write '
-        '"block"',
+        'compile.scope: given "model"; allowed: "block" if the model is split (tp 2, cp 2, pp 2); write "block"',
     ),
 ]
 

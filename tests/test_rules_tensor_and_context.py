@@ -36,12 +36,12 @@ TENSOR = [
     (
         [TP + "2", "--compile.enable", "--activation_checkpoint.mode=memory_budget"],
         'activation_checkpoint.mode: given "memory_budget"; allowed: another mode with tensor parallel; the compiler '
-        'cannot tell how large the meshes of split weights are (torch 2.13); write "full" or "selective"',
+        'cannot determine the mesh sizes of sharded weights (torch 2.13); write "full" or "selective"',
     ),
     (
         [TP + "2", "--activation_checkpoint.mode=memory_budget"],
         'activation_checkpoint.mode: given "memory_budget"; allowed: another mode with tensor parallel; the compiler '
-        'cannot tell how large the meshes of split weights are (torch 2.13); write "full" or "selective"',
+        'cannot determine the mesh sizes of sharded weights (torch 2.13); write "full" or "selective"',
     ),
     (
         [TP + "2", "--training.seq_len=33"],
@@ -90,7 +90,7 @@ CONTEXT = [
         (
             [CP + "2", METHOD + method, "--compile.enable"],
             f'context_parallel_rotate_method: given "{method}"; allowed: "allgather" or "ulysses" with a compiled '
-            'model, whose graph has no messages between two ranks; write "allgather", or compile.enable = false',
+            'model, as its graph cannot send between two ranks; write "allgather", or compile.enable = false',
         )
         for method in ("ring", "alltoall")
     ),
@@ -145,7 +145,7 @@ def test_flex_attention_is_refused_with_ring_and_alltoall():
         (line,) = lines(*flex, METHOD + method, device="cuda")
         assert line == (
             'model.attention_backend: given "flex"; allowed: "auto" or "sdpa" with context_parallel_rotate_method = '
-            f'"{method}", which joins attention of pieces; write "auto"'
+            f'"{method}", which merges the attention of chunks; write "auto"'
         )
     for method in ("allgather", "ulysses"):
         assert lines(*flex, METHOD + method, device="cuda") == []

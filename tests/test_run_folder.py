@@ -46,8 +46,9 @@ def judge(run: Path, *arguments: str) -> list[str]:
 
 def refused(run: Path, before: str) -> str:
     return (
-        f'checkpoint.folder: given "checkpoint": no checkpoint in {run / "checkpoint"}; allowed: the folder that this '
-        f"run has saved to ({before}); mount its disk or bring it back; to begin anew, give another job.dump_folder"
+        f'checkpoint.folder: given "checkpoint": no checkpoint in {run / "checkpoint"}; allowed: the folder to '
+        f"which this run saved ({before}); mount its disk or restore it; to start from scratch, give another "
+        "job.dump_folder"
     )
 
 

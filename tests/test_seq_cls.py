@@ -200,12 +200,13 @@ def test_faults_of_classification_jobs(anywhere):
         'task.labels: given ["a", "b", "c"]; allowed: 2 names, one for each of n_classes; correct either'
     ]
     assert lines(*ROBERTA, TWO_CLASSES, '--task.labels=["a", "a"]') == [
-        'task.labels: given ["a", "a"]; allowed: names that are different; drop what is there twice'
+        'task.labels: given ["a", "a"]; allowed: distinct names; drop the repeated ones'
     ]
     assert lines(*ROBERTA, TWO_CLASSES, "--data.train_on=all", "--data.too_long=split") == [
-        'data.train_on: given "all"; allowed: unset with task.kind = seq_cls, which learns the class of a record '
-        "alone; drop it",
-        'data.too_long: given "split"; allowed: error, drop or truncate with task.kind = seq_cls: the class is of the '
+        'data.train_on: given "all"; allowed: unset with task.kind = seq_cls, which only learns the class of a '
+        "record; drop it",
+        'data.too_long: given "split"; allowed: error, drop or truncate with task.kind = seq_cls, as a class '
+        "belongs to a "
         'whole record; write "truncate"',
     ]
     (fault,) = lines(*ROBERTA[:3], TWO_CLASSES)
@@ -213,7 +214,7 @@ def test_faults_of_classification_jobs(anywhere):
     (fault,) = lines(*ROBERTA, TWO_CLASSES, "--task.label_field=stars")
     assert "sentiment, sentence 0: field 'stars' is not there" in fault
     (fault,) = lines("--model.name=llama3", *ROBERTA[1:])
-    assert "another one for model llama3, which has no head of classes" in fault
+    assert "another task for model llama3, which has no classification head" in fault
     (fault,) = lines(*ROBERTA, "--model.overrides={n_classes = 3}", TP + "2")
     assert "which does not divide n_classes 3" in fault
 

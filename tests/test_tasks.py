@@ -38,8 +38,8 @@ def test_the_default_task_is_next_token_prediction():
 
 def test_next_token_prediction_requires_a_causal_model():
     assert lines("--model.name=roberta", "--model.overrides={n_classes = 2}") == [
-        'task.kind: given "pretrain"; allowed: masked_lm or seq_cls for model roberta, whose tokens see those behind '
-        "them; write one of these, or train a decoder, such as gpt2",
+        'task.kind: given "pretrain"; allowed: masked_lm or seq_cls for model roberta, which has bidirectional '
+        "attention; write one of these, or train a decoder, such as gpt2",
         'model.overrides: given n_classes = 2; allowed: n_classes = 0 with task.kind = "pretrain"; leave it out, or '
         'write task.kind = "seq_cls"',
     ]
@@ -53,8 +53,8 @@ def test_faults_of_jobs_of_pairs(pairs):
     assert lines(options[0], *odd) == []
     assert lines(*options, PP + "2") == []
     assert lines(*options, CP + "2") == [
-        "context_parallel_degree: given 2; allowed: 1 with task.kind = pairs, whose loss is no sum over the tokens "
-        "that ranks share out; shard the model further instead (parallelism.data_parallel_shard_degree)"
+        "context_parallel_degree: given 2; allowed: 1 with task.kind = pairs: its loss is not a sum over tokens, "
+        "so ranks cannot split a sample; shard the model further instead (parallelism.data_parallel_shard_degree)"
     ]
 
     assert lines(*options, "--training.tokens=1000") == [

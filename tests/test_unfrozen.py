@@ -103,7 +103,10 @@ def test_invalid_patterns_are_refused(texts, tmp_path, capsys, monkeypatch):
     assert fault.startswith('adapter.train_fully: given "*attention.wq.weight"; '), "quantized weights are packed"
     arguments = ['--training.unfrozen=["*norm*"]', "--adapter.kind=lora"]
     (fault,) = lines(*arguments)
-    assert 'nothing with adapter.kind = "lora"; write adapter.train_fully for what is trained beside it' in fault
+    assert (
+        'nothing with adapter.kind = "lora"; write adapter.train_fully for parameters to train with the adapter'
+        in fault
+    )
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", UNTRAINED: [3]}))
     arguments = ['--training.unfrozen=["*norm*"]', "--checkpoint.enable", f"--checkpoint.initial_load_path={tmp_path}"]
     assert any(

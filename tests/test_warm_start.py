@@ -130,7 +130,7 @@ def test_weights_without_counters_are_refused(tmp_path, base):
     (tmp_path / "w").mkdir()
     (tmp_path / "w/model.safetensors").touch()
     (line,) = lines(*WARM, f"--checkpoint.initial_load_path={tmp_path}/w")
-    assert "weights beside a training_state.json" in line and "does not say how far they were trained" in line
+    assert "weights next to a training_state.json" in line and "does not record the number of trained steps" in line
     (line,) = lines("--checkpoint.enable", f"--checkpoint.initial_load_path={tmp_path}/nothing")
     assert "checkpoint.initial_load_path" in line and "no such file or folder" in line
     assert read_state(next((base[0] / "checkpoint").glob("step-*6")))["trainer"]["schedule_start"] == 0

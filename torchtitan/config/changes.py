@@ -145,7 +145,7 @@ def remedy(change: Change) -> str:
     extra = ', beside checkpoint.exclude_from_loading = ["optimizer"]' if change.key in TRAINED else ""
     return (
         f'{change.note}bring it back, or allow the change by checkpoint.allow_config_change = ["{change.key}"]{extra}, '
-        "or start anew in another job.dump_folder"
+        "or start from scratch in another job.dump_folder"
     )
 
 

@@ -87,7 +87,7 @@ class Layer:
     name: str
     values: Values
     faults: list[Fault]
-    """Of what is in neither of the other two."""
+    """Faults of values in neither of the other two."""
     old: Values
     """Options of older dialects, see renames.py."""
 

@@ -25,7 +25,7 @@ __all__ = ["ConfigError", "Fault", "load", "to_toml"]
 
 LONGEST_CHAIN, MOST_FILES = 8, 64
 LARGEST_FILE = 2**20
-"""Bytes. A job is a page; what is larger is something else given by mistake, and is not read into memory."""
+"""Largest job file in bytes. A larger file is given by mistake, and is not read into memory."""
 NOT_KEPT = {("job", "config_file"), ("job", "print_config")}
 """Options about loading itself: not part of the resolved job, which stands alone."""
 
@@ -143,7 +143,7 @@ def _not_a_job(name: str, path: Path, said_by: str, key: str, chain: tuple[Path,
         return Fault(said_by, key, show(name), "a file that does not extend this one", f"the cycle is {cycle}")
     if said_by != COMMAND_LINE and path.suffix != ".toml":
         # errors quote lines of the file: a stranger's job must not reveal other files of this machine
-        return Fault(said_by, key, show(name), "a file whose name, links followed, ends in .toml", "name it so")
+        return Fault(said_by, key, show(name), "a file with a name in .toml, after following links", "name it so")
     return None
 
 

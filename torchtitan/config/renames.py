@@ -61,7 +61,7 @@ _fp8 = "training in float8 is not in this version"
 _mx = "mx formats are not in this version"
 _ft = "fault tolerance by torchft is not in this version"
 _plugin = "code named by a job file is not run"
-_estimate = "memory is foretold by a command of its own, torchtitan estimate"
+_estimate = "torchtitan estimate predicts the memory"
 _recorder = "the flight recorder writes where torch's environment variables say"
 _image = "models of images (flux, vlm) are not in this version"
 _compiler = "passes of experimental compilers are not in this version"
@@ -206,7 +206,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "parallelism.context_parallel_load_balancer": lambda value: value or "none",
     "parallelism.pipeline_parallel_schedule_csv": lambda value: value or None,
 }
-"""Values that were renamed where the option was not; None: left out, as what it said is the default now."""
+"""Renamed values of options that kept their names; None: left out, as the value is the default now."""
 
 
 def renamed(key: str) -> Moved | Removed | None:

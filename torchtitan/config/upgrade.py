@@ -29,10 +29,10 @@ class CurrentModel:
 
 
 MASKED = ("_flex_attn", "_flex", "_varlen_attn", "_varlen")
-"""Ends of flavors that were the same model with document masks."""
+"""Suffixes of flavors that were the same model with document masks."""
 _LLAMA3 = ("llama", "llama3", "llama3_ft", "llama3_simple_fsdp")
 EXPERIMENTS = ("simple_fsdp.", "compiler_toolkit.", "autoparallel.", "auto_parallel.")
-"""Names before that of a model, for other ways to run the same model."""
+"""Prefixes of a model's name, for other ways to run the same model."""
 NOT_HERE = {
     "llama4": "Llama 4 is not in this version",
     "llama4_simple_fsdp": "Llama 4 is not in this version",
@@ -234,7 +234,9 @@ def upgrade(old: Values, values: Values, era: str | None = None) -> Upgrade:
             values = values | {"training.dataset_path": SAMPLES[dataset]}
             result.notes.append(f"written out, as {dataset} lay there: training.dataset_path")
     values = {key: VALUES[key](value) if key in VALUES else value for key, value in values.items()}
-    result.notes += [f"left out, as it is the default now: {key}" for key, value in values.items() if value is None]
+    result.notes += [
+        f"left out, because it is the default now: {key}" for key, value in values.items() if value is None
+    ]
     values = {key: value for key, value in values.items() if value is not None}
     old = _combined(dict(old), values, result)
     for key, value in old.items():

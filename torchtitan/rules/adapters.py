@@ -34,11 +34,11 @@ def adapter_fits_the_model(facts: Facts) -> Iterator[Fault]:
         yield facts.fault(key, allowed, remedy)
     adapts_tied_head = facts.args.tied_embeddings and HEAD in target_linears(layers, options)
     if facts.config.checkpoint.last_save_model_only and adapts_tied_head:
-        reason = "the head is the embedding's matrix, and folding in would make them two: set adapter.last_save_in_peft"
-        yield facts.fault("checkpoint.last_save_model_only", "false with an adapter beside a tied head", reason)
+        reason = "merging would untie the head from the embedding: set adapter.last_save_in_peft"
+        yield facts.fault("checkpoint.last_save_model_only", "false with an adapter on a tied head", reason)
     if options.relora.every is not None and adapts_tied_head:
-        reason = "a restart would fold the head's adapter into the embedding too: leave output out of adapter.target"
-        yield facts.fault("adapter.relora.every", "unset with an adapter beside a tied head", reason)
+        reason = "a restart would merge the head's adapter into the embedding too: leave output out of adapter.target"
+        yield facts.fault("adapter.relora.every", "unset with an adapter on a tied head", reason)
 
 
 def packs_divide_over_tensor_parallel(facts: Facts) -> Iterator[Fault]:
@@ -73,7 +73,7 @@ def trained_whole(facts: Facts) -> tuple[str, list[str], str] | None:
 def what_is_unfrozen_is_the_models(facts: Facts) -> Iterator[Fault]:
     """Refuse training.unfrozen with an adapter, which has adapter.train_fully instead."""
     if facts.config.training.unfrozen and facts.config.adapter.kind != NONE:
-        remedy = "write adapter.train_fully for what is trained beside it"
+        remedy = "write adapter.train_fully for parameters to train with the adapter"
         yield facts.fault("training.unfrozen", f'nothing with adapter.kind = "{facts.config.adapter.kind}"', remedy)
 
 
@@ -137,10 +137,10 @@ def adapter_alone_has_its_model(facts: Facts) -> Iterator[Fault]:
         return
     save = facts.adapter_save
     if save == "alone" and not checkpoint.initial_load_path:
-        reason = "checkpoints without the model have to say where it is"
+        reason = "checkpoints without the model must record its path"
         yield facts.fault("adapter.save", '"whole" without checkpoint.initial_load_path', reason, value=show(save))
     if save == "alone" and not checkpoint.initial_load_model_only:
-        remedy = "the first start would take the other job's step and data too"
+        remedy = "the first start would load the step and data position of the other job too"
         yield facts.fault("checkpoint.initial_load_model_only", 'true with adapter.save = "alone"', remedy)
 
 
@@ -152,7 +152,7 @@ def adapter_folders_fit(facts: Facts) -> Iterator[Fault]:
         yield from _adapter_is_of_this_kind(facts, Path(options.initial_path))
     for name in ("train_fully", "train_dense_rest"):
         if options.last_save_in_peft and getattr(options, name):
-            remedy = "its folder holds low-rank matrices alone; keep checkpoints, or fold the adapter in"
+            remedy = "its folder can only hold low-rank matrices; keep checkpoints, or merge the adapter"
             yield facts.fault("adapter.last_save_in_peft", f"false with adapter.{name}", remedy)
 
 
@@ -177,14 +177,14 @@ def scaling_is_trained_by_lora(facts: Facts) -> Iterator[Fault]:
     if not options.train_scaling or options.kind == NONE:
         return
     if options.kind not in ("lora", *QUANTIZED_MULTIPLES):
-        yield facts.fault(key, f'false with adapter.kind = "{options.kind}"', "it is the strength of A and B alone")
+        yield facts.fault(key, f'false with adapter.kind = "{options.kind}"', "it only scales A and B")
     for name in ("alpha", "rslora"):
         if getattr(options, name) != getattr(Adapter(), name):
-            reason = "the learned number stands in its place: leave one of them out"
+            reason = "the learned scale replaces it: leave one of them out"
             yield facts.fault(f"adapter.{name}", "unset with adapter.train_scaling", reason)
     for name, off in (("last_save_in_peft", "false"), ("initial_path", "unset")):
         if getattr(options, name):
-            yield facts.fault(f"adapter.{name}", f"{off} with adapter.train_scaling", "peft knows no such number")
+            yield facts.fault(f"adapter.{name}", f"{off} with adapter.train_scaling", "peft has no learned scale")
 
 
 def matrices_are_not_needed(facts: Facts) -> Iterator[Fault]:
@@ -193,16 +193,16 @@ def matrices_are_not_needed(facts: Facts) -> Iterator[Fault]:
     if not options.lora_only or options.kind == NONE:
         return
     if options.kind != "lora":
-        remedy = 'there is no matrix to pack or to measure: write kind = "lora", or leave it out'
+        remedy = 'there is no matrix to quantize or to normalize by: write kind = "lora", or leave it out'
         yield facts.fault("adapter.lora_only", f'false with adapter.kind = "{options.kind}"', remedy)
     if options.relora.every is not None:
         yield facts.fault("adapter.relora.every", "unset with adapter.lora_only", "there is no matrix to merge into")
     if checkpoint.initial_load_path is not None and checkpoint.initial_load_model_only:
-        reason = "the matrices of another model would have no place: leave one of them out"
+        reason = "the matrices of another model would be unused: leave one of them out"
         yield facts.fault("checkpoint.initial_load_path", "unset with adapter.lora_only", reason)
     for name, off in (("last_save_in_peft", "false"), ("initial_path", "unset")):
         if getattr(options, name):
-            yield facts.fault(f"adapter.{name}", f"{off} with adapter.lora_only", "peft has a matrix beside A and B")
+            yield facts.fault(f"adapter.{name}", f"{off} with adapter.lora_only", "peft has a matrix next to A and B")
 
 
 def restarts_make_sense(facts: Facts) -> Iterator[Fault]:
@@ -217,7 +217,7 @@ def restarts_make_sense(facts: Facts) -> Iterator[Fault]:
         return
     if options.kind != "lora":
         packs = options.kind in QUANTIZED_MULTIPLES
-        reason = "each restart would round the packed matrices again" if packs else "it is made for A and B"
+        reason = "each restart would quantize the matrices again" if packs else "it is made for A and B"
         yield facts.fault(key + "every", 'unset, except with adapter.kind = "lora"', reason)
     if options.save == "alone":
         reason = "the matrices themselves change at each restart"
@@ -233,7 +233,7 @@ def _ramps_fit(facts: Facts) -> Iterator[Fault]:
     relora_options, shape = facts.config.adapter.relora, facts.config.lr_scheduler.decay_type
     key, period = "adapter.relora.warmup_steps", relora_options.reset_period
     if relora_options.warmup_steps and shape in (JAGGED, CYCLICAL):
-        yield facts.fault(key, f'0 with decay_type = "{shape}", which comes back by itself', "leave it out")
+        yield facts.fault(key, f'0 with decay_type = "{shape}", which has restarts itself', "leave it out")
     if relora_options.anneal_steps > 1 and not relora_options.warmup_steps:
         yield facts.fault("adapter.relora.anneal_steps", "1 without adapter.relora.warmup_steps", "set that too")
     if relora_options.warmup_steps + relora_options.anneal_steps > period:
@@ -256,7 +256,7 @@ def _reset_is_ramped(facts: Facts) -> Iterator[Fault]:
     if relora_options.warmup_steps:
         return
     if shape not in (JAGGED, CYCLICAL) and not relora_options.reset_step:
-        reason = "moments of 0 beside an old count make the next steps several times too long, and runs diverge"
+        reason = "moments of 0 with an old step count make the next steps several times too long, and runs diverge"
         remedy = f'{reason}: set lr_scheduler.decay_type = "{JAGGED}", or adapter.relora.reset_step = true'
         remedy += ", or adapter.relora.warmup_steps"
         yield facts.fault(key, f'"none" with lr_scheduler.decay_type = "{shape}"', remedy)
@@ -267,9 +267,9 @@ def _reset_is_ramped(facts: Facts) -> Iterator[Fault]:
 def _ramps_are_there(facts: Facts) -> Iterator[Fault]:
     """Require that the schedule restarts, with a warmup, wherever the optimizer state is reset."""
     schedule, period = facts.config.lr_scheduler, facts.config.adapter.relora.reset_period
-    reason = "else a reset meets the full rate; or set adapter.relora.reset_step = true"
+    reason = "otherwise a reset occurs at the full rate; or set adapter.relora.reset_step = true"
     if schedule.cycle_length is not None and period % schedule.cycle_length:
-        allowed = f"what divides the {period} steps between resets"
+        allowed = f"a divisor of the {period} steps between resets"
         yield facts.fault("lr_scheduler.cycle_length", allowed, f"leave it out, {reason}")
     if schedule.adjust_step % (schedule.cycle_length or period):
         yield facts.fault("lr_scheduler.adjust_step", "0 with adapter.relora.reset", f"leave it out, {reason}")

@@ -37,9 +37,11 @@ def changes_that_can_be_allowed(facts: Facts) -> Iterator[Fault]:
     for name in facts.config.checkpoint.allow_config_change:
         if name not in allowed_names:
             reason = (
-                "a resume takes any value of it" if name in options() else hint(name, allowed_names) or "no such option"
+                "a resume accepts any value of it"
+                if name in options()
+                else hint(name, allowed_names) or "no such option"
             )
-            yield facts.fault(key, "options that a resume does not let change by itself", reason, value=show(name))
+            yield facts.fault(key, "options that a resume otherwise refuses to change", reason, value=show(name))
 
 
 def same_job_as_the_checkpoint(facts: Facts) -> Iterator[Fault]:
@@ -59,9 +61,9 @@ def same_job_as_the_checkpoint(facts: Facts) -> Iterator[Fault]:
         yield facts.fault(change.key, f"{change.before}, as in {folder.name}", remedy(change), value=change.now)
     changed_keys = [entry.key for entry in changed if entry.key in TRAINED and entry.key in options.allow_config_change]
     if changed_keys and "optimizer" not in options.exclude_from_loading:
-        reason = f"{folder.name} has the optimizer of what was trained then: it begins anew"
+        reason = f"{folder.name} has the optimizer state of the parameters trained then; start with a new one"
         yield facts.fault(
-            "checkpoint.exclude_from_loading", f'"optimizer" among them, with another {changed_keys[0]}', reason
+            "checkpoint.exclude_from_loading", f'a list with "optimizer" if {changed_keys[0]} changes', reason
         )
 
 
@@ -104,7 +106,7 @@ def moments_are_of_this_plan(facts: Facts) -> Iterator[Fault]:
     if flipped:
         plan = f"dp_shard {shard}, cp {cp}, tp {tp}"
         allowed = f"a plan that shards {', '.join(with_wildcards(flipped))} by the sides of {folder.name} ({plan})"
-        remedy = 'take that plan, or begin the moments anew by checkpoint.exclude_from_loading = ["optimizer"]'
+        remedy = 'use that plan, or reset the moments: checkpoint.exclude_from_loading = ["optimizer"]'
         yield facts.fault("optimizer.options", allowed, remedy, value='on_conflict = "flip"')
 
 
@@ -141,15 +143,15 @@ def checkpoints_are_still_there(facts: Facts) -> Iterator[Fault]:
         return
     if before is not None:
         value = f"{show(options.folder)}: no checkpoint in {folder}"
-        allowed = f"the folder that this run has saved to ({before})"
-        reason = "mount its disk or bring it back; to begin anew, give another job.dump_folder"
+        allowed = f"the folder to which this run saved ({before})"
+        reason = "mount its disk or restore it; to start from scratch, give another job.dump_folder"
         yield facts.fault("checkpoint.folder", allowed, reason, value=value)
 
 
 def checkpoint_rules(facts: Facts) -> Iterator[Fault]:
     options, key = facts.config.checkpoint, "checkpoint."
     if options.keep_latest_k == 1:
-        reason = "the only checkpoint would be deleted for one that nobody has read yet"
+        reason = "the only checkpoint would be deleted before the new one has been verified"
         yield facts.fault(key + "keep_latest_k", "0 (all) or at least 2", reason)
     if options.load_only and (options.last_save_model_only or options.enable_first_step_checkpoint):
         name = "last_save_model_only" if options.last_save_model_only else "enable_first_step_checkpoint"
@@ -162,7 +164,7 @@ def checkpoint_rules(facts: Facts) -> Iterator[Fault]:
     if options.initial_load_counters and options.enable and options.initial_load_path is None:
         yield facts.fault(key + "initial_load_counters", "true only with initial_load_path", "set the path")
     if options.initial_load_counters and not options.initial_load_model_only:
-        reason = "without it all is taken, the counters too"
+        reason = "everything is loaded anyway, including the counters"
         yield facts.fault(key + "initial_load_counters", "false with initial_load_model_only = false", reason)
     if options.initial_load_path is not None:
         yield from _initial_load(facts, Path(options.initial_load_path))
@@ -182,7 +184,7 @@ def _initial_load(facts: Facts, path: Path) -> Iterator[Fault]:
         reason = f"{place} is a checkpoint of {'this project' if kind == 'ours' else 'torchtitan'}; leave it out"
         yield facts.fault("checkpoint.initial_load_in_hf", "true with a folder or file of Hugging Face only", reason)
     if kind == "torchtitan" and not options.initial_load_model_only:
-        reason = "of torchtitan's checkpoints the weights alone are read"
+        reason = "only the weights of torchtitan's checkpoints are read"
         yield facts.fault("checkpoint.initial_load_model_only", "true with this initial_load_path", reason)
     if kind == "hf" and not options.initial_load_model_only and not options.initial_load_in_hf:
         reason = "safetensors of Hugging Face hold no optimizer state"
@@ -230,12 +232,12 @@ def _sizes_of_another_run(facts: Facts, place: Path, key: str) -> Iterator[Fault
 def _counters(facts: Facts, kind: Kind, place: Path) -> Iterator[Fault]:
     counters, key = counters_of(kind, place), "checkpoint.initial_load_counters"
     if counters is None:
-        reason = f"{place} does not say how far they were trained; leave it out"
+        reason = f"{place} does not record the number of trained steps; leave it out"
         yield facts.fault(
-            key, "true with a checkpoint of this project, or weights beside a training_state.json", reason
+            key, "true with a checkpoint of this project, or weights next to a training_state.json", reason
         )
     elif facts.steps is not None and facts.steps <= counters.step:
-        reason = f"{place} has counted {counters.step}, and this run counts on"
+        reason = f"{place} ends at step {counters.step}, and this run continues the count"
         yield facts.fault("training.steps", f"more than {counters.step}", reason, value=str(facts.steps))
 
 

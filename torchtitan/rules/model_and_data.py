@@ -39,10 +39,10 @@ def model_sizes(facts: Facts) -> Iterator[Fault]:
     if isinstance(facts.args_or_error, JobError):
         yield facts.fault(key, f"sizes that fit together: {facts.args_or_error}", "")
     elif facts.sizes and not facts.wrong_overrides and facts.args is None:
-        yield facts.fault(key, "sizes of a model that can be", "")
+        yield facts.fault(key, "possible sizes of a model", "")
     elif facts.args is not None and facts.args.num_parameters > MOST_PARAMETERS:
         size = f"{facts.args.num_parameters:.3g} parameters"
-        yield facts.fault(key, f"at most {MOST_PARAMETERS:.0e}", "a slip in a size?", value=size)
+        yield facts.fault(key, f"at most {MOST_PARAMETERS:.0e}", "check the sizes for a typing error", value=size)
 
 
 def positions_are_learned(facts: Facts) -> Iterator[Fault]:
@@ -66,9 +66,9 @@ def folder_has_sizes(facts: Facts) -> Iterator[Fault]:
         return
     if isinstance(facts.sizes_or_error, JobError):
         remedy = f"{facts.sizes_or_error}{_other_family(model.name, model.hf_folder)}"
-        yield facts.fault(key, f"a folder whose config.json is a {model.name}'s", remedy)
+        yield facts.fault(key, f"a folder with the config.json of a {model.name} model", remedy)
     if model.tokenizer_path == options()["model.tokenizer_path"].default:
-        remedy = f"write model.tokenizer_path = {show(model.hf_folder)}, or where it is"
+        remedy = f"write model.tokenizer_path = {show(model.hf_folder)}, or its path"
         yield facts.fault("model.tokenizer_path", "the tokenizer of the model in model.hf_folder", remedy)
 
 
@@ -90,7 +90,7 @@ def tokenizer_fits(facts: Facts) -> Iterator[Fault]:
         remedy = str(facts.tokenizer)
         home = HOMES.get(facts.config.model.name, "")
         if home and facts.config.model.flavor != "debugmodel" and "No such file" in remedy:
-            remedy += f"; its own is in the models of huggingface.co/{home}"
+            remedy += f"; download it from a model of huggingface.co/{home}"
             remedy += ", after the licence is accepted" * (home == "meta-llama")
         yield facts.fault(key, "a tokenizer", remedy)
     elif facts.args and facts.tokenizer.vocab_size > facts.args.vocab_size:
@@ -140,7 +140,7 @@ def sources_are_said_once(facts: Facts) -> Iterator[Fault]:
         for name in ("dataset", "dataset_path"):
             if part.sources and getattr(part, name) != options()[f"{section}.{name}"].default:
                 remedy = f"make it one of {section}.sources, or leave it out"
-                yield facts.fault(f"{section}.{name}", f"nothing beside {section}.sources", remedy)
+                yield facts.fault(f"{section}.{name}", f"nothing with {section}.sources", remedy)
 
 
 def epochs_take_all(facts: Facts) -> Iterator[Fault]:
@@ -242,8 +242,8 @@ def prompts_are_text(facts: Facts) -> Iterator[Fault]:
                     if "[" in place and _source_option(facts, place, "template")
                     else "training.template"
                 )
-                allowed = f"text without {special_token}, which a prompt would have in pieces, as it is a special token"
-                remedy = "records begin and end by themselves; for turns write messages, with data.chat_template"
+                allowed = f"text without the special token {special_token}, as prompts are encoded as plain text"
+                remedy = "begin and end tokens are added automatically; for turns use messages and data.chat_template"
                 yield facts.fault(key, allowed, remedy)
                 break
 
@@ -251,22 +251,22 @@ def prompts_are_text(facts: Facts) -> Iterator[Fault]:
 def fields_are_said_once(facts: Facts) -> Iterator[Fault]:
     """Refuse text_field with a format or template, which select the fields themselves."""
     training = facts.config.training
-    remedy = "drop it, and name the fields in fields where they are called otherwise"
+    remedy = "drop it, and map other field names in fields"
     applies = training.text_field != options()["training.text_field"].default and not training.sources
     if applies and (training.format or training.template):
         yield facts.fault("training.text_field", "unset with training.format", remedy)
     for place in facts.sources:
         applies = "[" in place and (_source_option(facts, place, "format") or _source_option(facts, place, "template"))
         if applies and _source_option(facts, place, "text_field"):
-            yield facts.fault(f"{place}.text_field", "unset beside format", remedy)
+            yield facts.fault(f"{place}.text_field", "unset with format", remedy)
 
 
 def _unset(facts: Facts, dataset: str = "") -> str:
     if facts.tells_classes:
-        return f"unset with task.kind = {facts.config.task.kind}, whose fields [task] names"
+        return f"unset with task.kind = {facts.config.task.kind}, where [task] names the fields"
     if not dataset:
-        return "unset where no source has records of several fields"
-    return f"unset with dataset {dataset}, which has no records of several fields"
+        return "unset if no source has records with several fields"
+    return f"unset with dataset {dataset}, which has no records with several fields"
 
 
 def _source_option(facts: Facts, place: str, name: str) -> object:

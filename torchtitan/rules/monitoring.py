@@ -105,7 +105,7 @@ def _cannot_be_filled(folder: Path) -> tuple[str, str] | None:
     except FileExistsError:  # another check made it
         return None
     except OSError as error:
-        reason = f"nothing can be made in {folder.resolve()} ({error.strerror or error})"
+        reason = f"no file can be created in {folder.resolve()} ({error.strerror or error})"
         return "a folder that can be written to", reason
     return None
 
@@ -150,14 +150,14 @@ def policies_can_be_followed(facts: Facts) -> Iterator[Fault]:
     for name in POLICIES:
         policy, key = getattr(guard, name), f"guard.{name}"
         if policy == "skip" and facts.config.optimizer.early_step_in_backward:
-            reason = "each update is made in backward, before the loss or the norm is known"
+            reason = "each update happens in backward, before the loss or the norm is known"
             yield facts.fault(key, '"stop" or "rollback" with optimizer.early_step_in_backward', reason)
         if policy == "rollback" and (not saves.enable or saves.load_only):
-            reason = "there is nothing to go back to without; set it, or write skip"
+            reason = "a rollback needs a checkpoint; set it, or write skip"
             allowed = '"rollback" only with checkpoint.enable' + (" and without load_only" if saves.load_only else "")
             yield facts.fault(key, allowed, reason)
     if guard.shard_checksums and facts.config.optimizer.early_step_in_backward:
-        reason = "each update is made in backward, before the checksums can be compared"
+        reason = "each update happens in backward, before the checksums can be compared"
         yield facts.fault("guard.shard_checksums", "false with optimizer.early_step_in_backward", reason)
 
 
@@ -188,7 +188,7 @@ def _measured(facts: Facts, key: str, name: str) -> Iterator[Fault]:
     if not facts.config.validation.enable:
         yield facts.fault(key, "nothing without validation.enable", "set both, or leave it out")
     elif name not in metrics:
-        remedy = hint(name, metrics, 0.8, quote=True) or "these are measured in a validation of this task"
+        remedy = hint(name, metrics, 0.8, quote=True) or "a validation of this task measures only these"
         yield facts.fault(key, ", ".join(map(show, metrics)), remedy)
 
 
@@ -203,7 +203,7 @@ def best_is_measured(facts: Facts) -> Iterator[Fault]:
     if options.load_only:
         yield facts.fault(key, "nothing with checkpoint.load_only, which never saves", "drop one of the two")
     if options.export_best and not (options.last_save_model_only or facts.config.adapter.last_save_in_peft):
-        reason = "they say what is exported"
+        reason = "they select the export"
         needed = "checkpoint.last_save_model_only or adapter.last_save_in_peft"
         yield facts.fault("checkpoint.export_best", f"false without {needed}", f"{reason}; set one of them")
 
@@ -217,7 +217,7 @@ def saves_are_measured(facts: Facts) -> Iterator[Fault]:
     if config.checkpoint.best_metric is None or not config.validation.enable:
         return
     if config.checkpoint.interval_type == "seconds":
-        reason = "each checkpoint falls on a validation, and these are counted in steps"
+        reason = "each checkpoint must coincide with a validation, and validations are scheduled in steps"
         yield facts.fault("checkpoint.interval_type", '"steps" with checkpoint.best_metric', reason)
         return
     intervals = config.checkpoint.interval, config.validation.freq

@@ -40,7 +40,7 @@ def cache_fits_the_model(facts: Facts) -> Iterator[Fault]:
             misfits.append(misfit._replace(key=KEY + "eval_cache_sizes"))
     yield from (facts.fault(*misfit) for misfit in misfits)
     if options.compat_head_layout and facts.tp > 1:
-        remedy = "each rank has some of the heads, and this layout mixes the numbers of all: use another parallelism"
+        remedy = "each rank has only some heads, and this layout mixes values of all heads: use another parallelism"
         yield facts.fault(KEY + "compat_head_layout", "false with tensor parallel", remedy)
     if misfits or facts.pp == 1:
         return
@@ -82,17 +82,21 @@ def cache_reads_documents(facts: Facts) -> Iterator[Fault]:
         return
     if config.task.kind != "documents":
         yield facts.fault(
-            "task.kind", '"documents" with adapter.kind = "neurocache"', "rows have to go on from batch to batch"
+            "task.kind",
+            '"documents" with adapter.kind = "neurocache"',
+            "each row must continue its document from batch to batch",
         )
     if config.adapter.neurocache.scope == "global" and facts.pp > 1:
-        remedy = "microbatches of a pipeline would find what others store, as the schedule has it"
+        remedy = "microbatches of a pipeline would retrieve entries of other microbatches, depending on the schedule"
         yield facts.fault(KEY + "scope", '"lane" with a pipeline', remedy)
     if config.adapter.neurocache.track_hits and facts.pp > 1:
-        yield facts.fault(KEY + "track_hits", "false with a pipeline", "only its first part knows the tokens")
+        yield facts.fault(KEY + "track_hits", "false with a pipeline", "only the first pipeline stage has the tokens")
     for key in ("checkpoint.last_save_model_only", "checkpoint.last_save_in_hf", "adapter.last_save_in_peft"):
         section, name = key.split(".")
         if getattr(getattr(config, section), name):
-            yield facts.fault(key, 'false with adapter.kind = "neurocache"', "the model alone has no place for a cache")
+            yield facts.fault(
+                key, 'false with adapter.kind = "neurocache"', "an export of the model alone cannot hold the cache"
+            )
 
 
 def cache_is_shared(facts: Facts) -> Iterator[Fault]:
@@ -108,9 +112,9 @@ def cache_is_shared(facts: Facts) -> Iterator[Fault]:
         yield facts.fault(KEY + "cache_size", f'a multiple of {facts.tp} ranks with cache_shard = "tp"', remedy)
     elif any(size % facts.tp for size in options.eval_cache_sizes):
         allowed = f'multiples of {facts.tp} ranks with cache_shard = "tp"'
-        yield facts.fault(KEY + "eval_cache_sizes", allowed, "each rank keeps as many entries as the others")
+        yield facts.fault(KEY + "eval_cache_sizes", allowed, "all ranks keep the same number of entries")
     if options.resume_warmup == "saved":
-        remedy = "each rank has another part of the caches: write replay"
+        remedy = "each rank has a different part of the caches: write replay"
         yield facts.fault(KEY + "resume_warmup", 'not "saved" with cache_shard = "tp"', remedy)
 
 
@@ -144,10 +148,10 @@ def documents_are_read_whole(facts: Facts) -> Iterator[Fault]:
             "training.document_mask", f"false with task.kind = {kind}", "a row has one document at a time"
         )
     if training.epochs is not None:
-        remedy = "set training.steps: rows end their documents at different times"
+        remedy = "set training.steps: rows finish their documents at different times"
         yield facts.fault("training.epochs", f"unset with task.kind = {kind}", remedy)
     if training.tokens is not None:
-        remedy = "set training.steps: the last segment of a document is filled up with tokens that do not count"
+        remedy = "set training.steps: the last segment of a document is padded with tokens that do not count"
         yield facts.fault("training.tokens", f"unset with task.kind = {kind}", remedy)
     for section in ("training", "validation"):
         for number, source in enumerate(getattr(facts.config, section).sources):

@@ -75,17 +75,17 @@ def step_in_backward(facts: Facts) -> Iterator[Fault]:
     if not config.optimizer.early_step_in_backward:
         return
     if config.training.max_norm > 0:
-        reason = "clipping needs all gradients at once, and here each is gone before the next is there"
+        reason = "clipping needs all gradients at once, but each is freed before the next is computed"
         yield facts.fault("training.max_norm", f"0 with {key}", reason)
     if facts.samples and config.training.global_batch_size > facts.samples:
         reason = "accumulation keeps gradients from one forward pass to the next"
         yield facts.fault("training.global_batch_size", f"-1 or {facts.samples} with {key}", reason)
     if facts.tp > 1 or facts.cp > 1:
         reason = "norms' gradients are summed over tensor-parallel ranks after backward"
-        reason = reason if facts.tp > 1 else "it has been shown equal to one device with data parallel alone"
+        reason = reason if facts.tp > 1 else "it has only been verified with data parallel"
         yield facts.fault(key, "false with tensor or context parallel", reason)
     if config.training.enable_cpu_offload and facts.device == "cuda":
-        reason = "before torch 2.13, FSDP2 hands over gradients whose copy to the host has not ended (pytorch #180666)"
+        reason = "before torch 2.13, FSDP2 does not wait for the copy of gradients to the host (pytorch #180666)"
         yield facts.fault(key, "false with training.enable_cpu_offload on a GPU", reason)
 
 
@@ -99,31 +99,31 @@ def precision(facts: Facts) -> Iterator[Fault]:
 def recompute_and_compile(facts: Facts) -> Iterator[Fault]:
     config, compiled = facts.config, facts.config.compile
     if config.activation_checkpoint.mode == "memory_budget" and facts.tp > 1:
-        reason = "the compiler cannot tell how large the meshes of split weights are (torch 2.13)"
+        reason = "the compiler cannot determine the mesh sizes of sharded weights (torch 2.13)"
         remedy = f'{reason}; write "full" or "selective"'
         yield facts.fault("activation_checkpoint.mode", "another mode with tensor parallel", remedy)
     elif config.activation_checkpoint.mode == "memory_budget" and facts.ep > 1:
-        remedy = 'experts that travel are not compiled, so no budget is theirs; write "full" or "selective"'
+        remedy = 'expert-parallel layers are not compiled, so a budget does not apply; write "full" or "selective"'
         yield facts.fault("activation_checkpoint.mode", "another mode with expert parallel", remedy)
     elif config.activation_checkpoint.mode == "memory_budget" and not facts.compiles_model:
-        allowed = "with a compiled model only, as the compiler keeps to the budget"
+        allowed = "with a compiled model only, as the compiler applies the budget"
         remedy = 'set compile.enable = true with "model" in compile.components, or another mode'
         yield facts.fault("activation_checkpoint.mode", allowed, remedy)
     if compiled.enable and not compiled.components:
         yield facts.fault("compile.components", '"model", "loss" or both', "or set compile.enable = false")
     if compiled.enable and compiled.scope == "model" and set(compiled.components) != {"model", "loss"}:
-        reason = "the whole model has its loss in it"
+        reason = "the loss is part of the whole model"
         yield facts.fault("compile.components", '["model", "loss"] with compile.scope = "model"', reason)
     if compiled.enable and compiled.scope == "model" and (facts.shard or 1) > 1:
-        allowed = f'"block" where parameters are sharded (here over {facts.shard} ranks)'
+        allowed = f'"block" if parameters are sharded (here over {facts.shard} ranks)'
         remedy = 'write "block", or parallelism.data_parallel_shard_degree = 1 with replicas'
         yield facts.fault("compile.scope", allowed, remedy)
     cut = [f"{name} {degree}" for name, degree in (("tp", facts.tp), ("cp", facts.cp), ("pp", facts.pp)) if degree > 1]
     if compiled.enable and compiled.scope == "model" and cut:
-        yield facts.fault("compile.scope", f'"block" where the model itself is cut ({", ".join(cut)})', 'write "block"')
+        yield facts.fault("compile.scope", f'"block" if the model is split ({", ".join(cut)})', 'write "block"')
     if compiled.enable and compiled.backend == "inductor" and facts.device == "cpu" and not has_cpp_compiler():
         remedy = "install one (Debian, Ubuntu: apt install g++), or set compile.enable = false"
-        yield facts.fault("compile.enable", "with a C++ compiler only, which inductor calls on a CPU", remedy)
+        yield facts.fault("compile.enable", "true only with a C++ compiler, which inductor needs on a CPU", remedy)
     if compiled.enable and compiled.scope == "model" and config.training.enable_cpu_offload:
         yield facts.fault("compile.scope", '"block" with training.enable_cpu_offload', 'write "block"')
 
@@ -210,7 +210,7 @@ def optimizer_projects_something(facts: Facts) -> Iterator[Fault]:
     rank = f"rank = {options['rank']}"
     if chosen and not any(projected.values()):
         longest = max(map(min, chosen.values()))
-        remedy = "lower it, or write another optimizer.name: with such a rank nothing is saved"
+        remedy = "lower it, or write another optimizer.name: such a rank saves no memory"
         yield facts.fault(OPTIONS, f"rank below {longest}, the longest short side of its matrices", remedy, value=rank)
     if options.get("on_conflict") != "error":
         return
@@ -222,9 +222,9 @@ def optimizer_projects_something(facts: Facts) -> Iterator[Fault]:
     ]
     if cut:
         value, names = 'on_conflict = "error"', ", ".join(with_wildcards(cut))
-        remedy = 'as FSDP shards rows; write side = "right" too'
+        remedy = 'FSDP shards rows; write side = "right" too'
         if tp > 1:
-            remedy = "as each rank has a part of the side that becomes short; or leave these out of targets"
+            remedy = "each rank has only a part of the projected side; or leave these out of targets"
         yield facts.fault(OPTIONS, f'on_conflict = "gather" or "flip" for {names}', remedy, value=value)
 
 
@@ -240,7 +240,7 @@ def optimizer_reaches_the_other_ranks(facts: Facts) -> Iterator[Fault]:
     name, offloaded = facts.config.optimizer.name, facts.config.training.enable_cpu_offload
     between_gpus = facts.device == "cuda" and facts.world_size > 1
     if name in OPTIMIZERS and OPTIMIZERS[name].sums and offloaded and between_gpus:
-        reason = "its step sums over ranks, and between GPUs that goes for what is on them"
+        reason = "its step reduces over ranks, which needs tensors on the GPU"
         yield facts.fault("training.enable_cpu_offload", f'false with optimizer.name = "{name}"', reason)
 
 

@@ -87,7 +87,7 @@ def batch_fits_the_memory(facts: Facts) -> Iterator[Fault]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
     if training.local_batch_size * bytes_of_a_sample > memory:
         key = "local_batch_size" if training.local_batch_size > 1 else "seq_len"
-        allowed = f"a batch whose ids fit into this machine's {memory / 2**30:.0f} GiB"
+        allowed = f"a batch of token ids that fits into this machine's {memory / 2**30:.0f} GiB"
         most = int(memory // (bytes_of_a_sample if key == "local_batch_size" else bytes_of_a_sample / training.seq_len))
         yield facts.fault(f"training.{key}", allowed, f"write much less than {most:,}")
 
@@ -155,7 +155,7 @@ def dropped_attention_has_whole_rows(facts: Facts) -> Iterator[Fault]:
 def ring_is_not_compiled(facts: Facts) -> Iterator[Fault]:
     method = facts.config.parallelism.context_parallel_rotate_method
     if facts.cp > 1 and method in RINGS and facts.compiles_model:
-        allowed = '"allgather" or "ulysses" with a compiled model, whose graph has no messages between two ranks'
+        allowed = '"allgather" or "ulysses" with a compiled model, as its graph cannot send between two ranks'
         remedy = 'write "allgather", or compile.enable = false'
         yield facts.fault("parallelism.context_parallel_rotate_method", allowed, remedy)
 
@@ -163,7 +163,9 @@ def ring_is_not_compiled(facts: Facts) -> Iterator[Fault]:
 def rings_have_their_own_attention(facts: Facts) -> Iterator[Fault]:
     method = facts.config.parallelism.context_parallel_rotate_method
     if facts.cp > 1 and method in RINGS and facts.config.model.attention_backend == "flex":
-        allowed = f'"auto" or "sdpa" with context_parallel_rotate_method = "{method}", which joins attention of pieces'
+        allowed = (
+            f'"auto" or "sdpa" with context_parallel_rotate_method = "{method}", which merges the attention of chunks'
+        )
         yield facts.fault("model.attention_backend", allowed, 'write "auto"')
 
 
@@ -187,10 +189,10 @@ S2_KEY = "model.s2_group_size"
 def groups_are_parts_of_a_sequence(facts: Facts) -> Iterator[Fault]:
     size, longest = facts.config.model.s2_group_size, facts.config.training.seq_len
     if size >= longest:
-        allowed = f"less than training.seq_len = {longest}, of which groups are parts"
-        yield facts.fault(S2_KEY, allowed, f"write {longest // 8 * 2 or 2}, or 0 for attention to all of it")
+        allowed = f"less than training.seq_len = {longest}, as a group is a part of the sequence"
+        yield facts.fault(S2_KEY, allowed, f"write {longest // 8 * 2 or 2}, or 0 for full attention")
     elif size % 2:
-        yield facts.fault(S2_KEY, "an even number, by half of which groups are shifted", f"write {max(size - 1, 2)}")
+        yield facts.fault(S2_KEY, "an even number, as groups are shifted by half a group", f"write {max(size - 1, 2)}")
 
 
 def groups_fit_the_model(facts: Facts) -> Iterator[Fault]:
@@ -204,9 +206,9 @@ def groups_fit_the_model(facts: Facts) -> Iterator[Fault]:
         remedy = f"write 0, or model.overrides = {{{key} = 0}}"
         yield facts.fault(S2_KEY, f"0 for a model with {description} ({getattr(args, key)})", remedy)
     if not getattr(args, "causal", True):
-        yield facts.fault(S2_KEY, f"0 for {name}, whose tokens see those behind them", "write 0, or train a decoder")
+        yield facts.fault(S2_KEY, f"0 for {name}, which has bidirectional attention", "write 0, or train a decoder")
     if args.n_heads % 2:
-        allowed = f"0 for a model with n_heads = {args.n_heads}, an odd number, of which half attend in shifted groups"
+        allowed = f"0 for a model with n_heads = {args.n_heads}, an odd number: half of the heads use shifted groups"
         yield facts.fault(S2_KEY, allowed, "write 0")
 
 
@@ -216,10 +218,10 @@ def groups_are_of_training_alone(facts: Facts) -> Iterator[Fault]:
     if not facts.config.model.s2_group_size or facts.task is None:
         return
     if facts.task.streams_documents or facts.task.rows_per_sample > 1:
-        reason = (
-            "reads again what a cache has kept" if facts.task.streams_documents else "sets answers beside a reference"
+        reason = "replays cached documents" if facts.task.streams_documents else "compares answers with a reference"
+        yield facts.fault(
+            S2_KEY, f'0 with task.kind = "{kind}", which {reason} in evaluation mode, without groups', "write 0"
         )
-        yield facts.fault(S2_KEY, f'0 with task.kind = "{kind}", which {reason} as evaluation sees them', "write 0")
 
 
 def groups_have_all_keys(facts: Facts) -> Iterator[Fault]:
@@ -267,7 +269,7 @@ def experts_divide_over_what_is_left(facts: Facts) -> Iterator[Fault]:
     ranks, local_experts = lenders // facts.ep, args.n_experts // facts.ep
     if local_experts % ranks and (args.dim % ranks or args.expert_dim % ranks):
         allowed = (
-            f"a degree that leaves {lenders} / {facts.ep} = {ranks} ranks, which divide the {local_experts} experts of "
+            f"a degree that leaves {lenders} / {facts.ep} = {ranks} ranks that divide the {local_experts} experts of "
         )
         allowed += f"each, or dim {args.dim} and expert_dim {args.expert_dim}"
         fits = [ep for ep in range(1, lenders + 1) if _fits(ep, lenders, args)]
@@ -287,7 +289,7 @@ def _fits(ep: int, lenders: int, args: Any) -> bool:
 
 def overlap_needs_a_pipeline_and_experts(facts: Facts) -> Iterator[Fault]:
     if facts.config.parallelism.pipeline_parallel_expert_parallel_overlap and (facts.ep == 1 or facts.pp == 1):
-        allowed = "true with expert_parallel_degree > 1 and pipeline_parallel_degree > 1, whose all-to-alls it hides"
+        allowed = "true with expert_parallel_degree > 1 and pipeline_parallel_degree > 1, as it hides all-to-alls"
         yield facts.fault(OVERLAP, allowed, "leave it out")
 
 
@@ -304,11 +306,11 @@ def experts_that_travel_are_compiled_in_parts(facts: Facts) -> Iterator[Fault]:
         return
     recompute = facts.config.activation_checkpoint
     if facts.config.parallelism.pipeline_parallel_expert_parallel_overlap:
-        reason = "it takes gradients of inputs and of weights apart, which a compiled part hands back at once"
+        reason = "it computes the gradients of inputs and weights separately, a compiled block both at once"
         yield facts.fault(OVERLAP, "false with a compiled model", f"{reason}; set compile.enable = false")
     if recompute.mode == "selective" and recompute.selective_ac_option == "op":
-        reason = "the operators of what is compiled cannot be chosen from outside"
-        allowed = f"every how many layers, with a compiled model and {EXPERT_DEGREE}"
+        reason = "operators inside a compiled block cannot be selected"
+        allowed = f"a number n (every n-th layer) with a compiled model and {EXPERT_DEGREE}"
         yield facts.fault("activation_checkpoint.selective_ac_option", allowed, f'{reason}; write "2", or another mode')
 
 

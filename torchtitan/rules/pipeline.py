@@ -104,7 +104,7 @@ def schedule_of_a_file(facts: Facts) -> Iterator[Fault]:
     if degrees.pipeline_parallel_schedule != Parallelism().pipeline_parallel_schedule:
         yield facts.fault(SCHEDULE, f"its default with {CSV}", "drop one of the two")
     if degrees.pipeline_parallel_layers_per_stage is not None:
-        yield facts.fault(SIZE, f"unset with {CSV}, whose stages decide", "drop one of the two")
+        yield facts.fault(SIZE, f"unset with {CSV}, which sets the stages", "drop one of the two")
     if isinstance(table, ScheduleTableError):
         for fault in table.faults:
             yield facts.fault(CSV, fault.allowed, fault.remedy, value=f"{fault.where}: {fault.given}")
@@ -184,10 +184,10 @@ def excluded_by_a_pipeline(facts: Facts) -> Iterator[Fault]:
     if facts.pp == 1:
         return
     if config.optimizer.early_step_in_backward:
-        reason = "each microbatch adds to the gradients, and a step is due after the last"
+        reason = "gradients are complete only after the last microbatch"
         yield facts.fault("optimizer.early_step_in_backward", "false with a pipeline", reason)
     if config.parallelism.fsdp_prefetch:
-        reason = "stages keep what they gather until the last microbatch"
+        reason = "stages keep gathered parameters until the last microbatch"
         yield facts.fault("parallelism.fsdp_prefetch", "0 with a pipeline", reason)
     if config.parallelism.fsdp_reshard_after_forward == "always":
         reason = "parameters would be gathered again for each microbatch"

@@ -17,7 +17,7 @@ from torchtitan.rules.facts import Facts, Rule
 def sequence_is_whole(facts: Facts) -> Iterator[Fault]:
     kind = facts.config.task.kind
     if facts.cp > 1 and facts.task is not None and not facts.task.loss_per_token:
-        allowed = f"1 with task.kind = {kind}, whose loss is no sum over the tokens that ranks share out"
+        allowed = f"1 with task.kind = {kind}: its loss is not a sum over tokens, so ranks cannot split a sample"
         remedy = "shard the model further instead (parallelism.data_parallel_shard_degree)"
         yield facts.fault("parallelism.context_parallel_degree", allowed, remedy)
 
@@ -29,16 +29,16 @@ def model_can_learn_it(facts: Facts) -> Iterator[Fault]:
         return
     labels, causal, classes = facts.task.labels, getattr(args, "causal", True), getattr(args, "n_classes", 0)
     if labels == "next" and not causal:
-        allowed = f"masked_lm or seq_cls for model {name}, whose tokens see those behind them"
+        allowed = f"masked_lm or seq_cls for model {name}, which has bidirectional attention"
         yield facts.fault("task.kind", allowed, "write one of these, or train a decoder, such as gpt2")
     if labels == "same" and causal:
-        allowed = f"pretrain for model {name}, whose tokens do not see those behind them"
+        allowed = f"pretrain for model {name}, which has causal attention"
         yield facts.fault("task.kind", allowed, "write that, or train an encoder, such as roberta")
     if labels != "classes" and classes:
         setting, allowed = f"n_classes = {classes}", f'n_classes = 0 with task.kind = "{kind}"'
         yield facts.fault("model.overrides", allowed, 'leave it out, or write task.kind = "seq_cls"', setting)
     if labels == "classes" and not hasattr(args, "n_classes"):
-        allowed = f'another one for model {name}, which has no head of classes; "sft" can teach it their names'
+        allowed = f'another task for model {name}, which has no classification head; "sft" can teach it class names'
         yield facts.fault("task.kind", allowed, "train gpt2, opt or roberta")
     elif labels == "classes" and classes < 2:
         setting, allowed = f"n_classes = {classes}", f'n_classes of at least 2 with task.kind = "{kind}"'
@@ -55,17 +55,19 @@ def noise_is_the_same_again(facts: Facts) -> Iterator[Fault]:
     if not facts.config.training.neftune_alpha:
         return
     if facts.task is not None and facts.task.streams_documents:
-        allowed = f'0 with task.kind = "{kind}", where a run that goes on reads again, without noise, what it has kept'
+        allowed = f'0 with task.kind = "{kind}", because a resumed run replays cached documents without noise'
         yield facts.fault(key, allowed, "leave it out")
     if getattr(facts.args, "n_mtp_layers", 0):
-        allowed = f"0 for a model with n_mtp_layers = {facts.args.n_mtp_layers}, which read embeddings of their own"
+        allowed = (
+            f"0 for a model with n_mtp_layers = {facts.args.n_mtp_layers}, as these layers embed tokens without noise"
+        )
         yield facts.fault(key, allowed, "leave it out, or write model.overrides = {n_mtp_layers = 0}")
 
 
 def classes_have_names(facts: Facts) -> Iterator[Fault]:
     names, classes = facts.config.task.labels, getattr(facts.args, "n_classes", 0)
     if len(set(names)) < len(names):
-        yield facts.fault("task.labels", "names that are different", "drop what is there twice")
+        yield facts.fault("task.labels", "distinct names", "drop the repeated ones")
     if names and classes > 1 and len(names) != classes:
         yield facts.fault("task.labels", f"{classes} names, one for each of n_classes", "correct either")
 
@@ -76,8 +78,8 @@ def words_are_hidden_by_something(facts: Facts) -> Iterator[Fault]:
         try:
             mask_token(facts.tokenizer.special_tokens, task.mask_token)
         except JobError as error:
-            remedy = "name one, or use the tokenizer of a model that was made so"
-            yield facts.fault("task.mask_token", f"a special token that hides words: {error}", remedy)
+            remedy = "name one, or use the tokenizer of a masked language model"
+            yield facts.fault("task.mask_token", f"a mask token: {error}", remedy)
 
 
 OF_LABELS = {"label_field": "classes", "second_text_field": "classes", "labels": "classes"}
@@ -99,10 +101,10 @@ def options_are_of_the_task(facts: Facts) -> Iterator[Fault]:
         return
     for name in ("train_on", "train_on_eos"):
         if getattr(data, name) != getattr(Data(), name):
-            allowed = f"unset with task.kind = {task.kind}, which learns the class of a record alone"
+            allowed = f"unset with task.kind = {task.kind}, which only learns the class of a record"
             yield facts.fault(f"data.{name}", allowed, "drop it")
     if data.too_long == "split":
-        allowed = f"error, drop or truncate with task.kind = {task.kind}: the class is of the whole record"
+        allowed = f"error, drop or truncate with task.kind = {task.kind}, as a class belongs to a whole record"
         yield facts.fault("data.too_long", allowed, 'write "truncate"')
 
 
@@ -143,8 +145,10 @@ def split_is_possible(facts: Facts) -> Iterator[Fault]:
     if part.seq_len not in (None, facts.config.training.seq_len):
         yield facts.fault("validation.seq_len", "training.seq_len with validation.split", "drop it")
     if facts.config.data.too_long == "split":
-        remedy = "drop or truncate them, or give validation data of its own"
-        yield facts.fault("data.too_long", "not split with validation.split, or both sides would have parts", remedy)
+        remedy = "drop or truncate long records, or give separate validation data"
+        yield facts.fault(
+            "data.too_long", "not split with validation.split: both sides could get parts of a record", remedy
+        )
 
 
 def prompts_can_be_continued(facts: Facts) -> Iterator[Fault]:
@@ -161,8 +165,8 @@ def prompts_can_be_continued(facts: Facts) -> Iterator[Fault]:
         yield facts.fault(key, f"0 with task.kind = {facts.config.task.kind}, or one of {kinds}", "leave it out")
     for degree, name in ((facts.pp, "pipeline"), (facts.cp, "context")):
         if degree > 1:
-            allowed = f"0 with {name}_parallel_degree = {degree}, as no rank has all that makes a word"
-            yield facts.fault(key, allowed, "leave it out, and ask a checkpoint by torchtitan generate")
+            allowed = f"0 with {name}_parallel_degree = {degree}, as no single rank can generate text"
+            yield facts.fault(key, allowed, "leave it out, and use torchtitan generate on a checkpoint")
 
 
 def template_is_there(facts: Facts) -> Iterator[Fault]:
@@ -186,7 +190,7 @@ def pairs_are_learned_as_asked(facts: Facts) -> Iterator[Fault]:
                 yield facts.fault(key, allowed, 'set task.kind = "dpo", or drop it')
         return
     if config.data.train_on != Data().train_on:
-        yield facts.fault("data.train_on", f"unset with task.kind = {kind}, which learns last answers", "drop it")
+        yield facts.fault("data.train_on", f"unset with task.kind = {kind}, which trains on last answers", "drop it")
     if config.data.too_long == "split":
         yield facts.fault("data.too_long", f"not split with task.kind = {kind}", "drop or truncate them")
     if kind != "dpo" and config.dpo.label_smoothing:
@@ -195,9 +199,13 @@ def pairs_are_learned_as_asked(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("dpo.reference", f"unset with task.kind = {kind}, which has no reference", "drop it")
     if config.compile.enable and "loss" in config.compile.components:
         remedy = 'set compile.components = ["model"]'
-        yield facts.fault("compile.components", f"without loss with task.kind = {kind}, which measures in it", remedy)
+        yield facts.fault(
+            "compile.components", f"without loss with task.kind = {kind}, which computes metrics in it", remedy
+        )
     elif config.compile.enable and config.compile.scope == "model":
-        yield facts.fault("compile.scope", f"block with task.kind = {kind}, which measures in its loss", "write it")
+        yield facts.fault(
+            "compile.scope", f"block with task.kind = {kind}, which computes metrics in its loss", "write it"
+        )
 
 
 def samples_may_differ_in_length(facts: Facts) -> Iterator[Fault]:
@@ -214,10 +222,10 @@ def samples_may_differ_in_length(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("data.group_by_length", allowed, "drop one of the two")
     several_ranks = facts.samples is not None and facts.samples > config.training.local_batch_size
     if data.group_by_length and config.training.global_batch_size < 1 and several_ranks:
-        allowed = "on several ranks with training.global_batch_size, as the order is of steps and not of the ranks"
+        allowed = "on several ranks only with training.global_batch_size, as samples are grouped by step"
         yield facts.fault("data.group_by_length", allowed, f"write training.global_batch_size = {facts.samples}")
     if data.group_by_length and len(config.training.sources) > 1 and not joins_sources(config):
-        allowed = "with training.epochs, as sources that are mixed by weight have no steps of their own"
+        allowed = "with training.epochs, as sources mixed by weight cannot be grouped"
         yield facts.fault("data.group_by_length", allowed, 'set training.mixing = "sizes", or drop it')
     shard, shards = map(int, data.shards.split("/"))
     if shard > shards:
@@ -228,7 +236,7 @@ def samples_may_differ_in_length(facts: Facts) -> Iterator[Fault]:
     if data.padding == "left":
         yield facts.fault("data.pad_to", 'seq_len with data.padding = "left"', "drop one of the two")
     for key in fixed_by(config):
-        yield facts.fault("data.pad_to", f"seq_len with {key}, which wants all batches of one shape", "drop it")
+        yield facts.fault("data.pad_to", f"seq_len with {key}, which requires batches of one shape", "drop it")
     needs = facts.needs_of_a_sequence(split=bool(facts.sequence_parallel))
     multiple, needed = int(data.pad_to.partition(":")[2] or 1), math.lcm(*needs.values())
     if multiple % needed:

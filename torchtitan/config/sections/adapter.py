@@ -1,7 +1,4 @@
-"""A cache of past states beside a frozen model (arXiv:2407.02486).
-
-What is trained instead of the model's own parameters.
-"""
+"""Adapters, trained instead of the model's own parameters: LoRA, ReLoRA, and Neurocache (arXiv:2407.02486)."""
 
 from dataclasses import field
 from typing import Annotated, Literal
@@ -21,10 +18,10 @@ class Neurocache:
     topk: Positive = 16
     """Entries that each token retrieves."""
     window: Positive = 2
-    """Entries read around each retrieved one, in the order of the document: 1, or an even number, of which half end
-    with the retrieved one and half follow it."""
+    """Neighbouring entries read with each retrieved one, in the order of the document: 1 (only itself), or an even
+    number, half of them up to the retrieved one and half after it."""
     context: Positive = 2
-    """Tokens whose retrieved entries are read together: a token's own, and those of the context - 1 tokens before
+    """Tokens that share their retrieved entries: a token also attends to the entries of the context - 1 tokens before
     it."""
     similarity: Literal["l2", "dot"] = "l2"
     """Similarity of two keys: l2 distance, or dot product."""
@@ -32,7 +29,7 @@ class Neurocache:
     """Search for the nearest entries. exact: over all entries. bucketed: the best of each of 512 buckets, then the best
     of these."""
     cache_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Type in which entries are stored."""
+    """Data type of stored entries."""
     ordering: Literal["fifo", "lru"] = "fifo"
     """Eviction from a full cache: the oldest entries (fifo), or the least recently retrieved ones (lru)."""
     scope: Literal["lane", "global"] = "lane"
@@ -42,8 +39,8 @@ class Neurocache:
     """Layers before which tokens look up entries, mapped to the layers that stored these, e.g. {"18" = 18}. Empty: the
     layer at 3/4 of the depth, for both."""
     attention_layers: list[int] = field(default_factory=list)
-    """Layers that attend to retrieved entries, each to those of the nearest lookup at or below it. Empty: all layers
-    from the first lookup on."""
+    """Layers that attend to retrieved entries, from the nearest lookup at or below them. Empty: all layers from the
+    first lookup on."""
     init: Literal["self_attention", "random", "pca"] = "self_attention"
     """Initial weights of the attention to the cache. self_attention: columns of the layer's own keys and values, as
     many as an entry is wide. random: random weights. pca: entries keep the principal directions of states on the
@@ -79,7 +76,7 @@ class Relora:
     reset_every: Annotated[int, Field(ge=2)] | None = None
     """Steps between resets of A's and B's optimizer state. Unset: every."""
     reset: Literal["zero", "magnitude", "random", "none"] = "zero"
-    """Part of that state which a reset clears: all of it (zero), the smallest entries (magnitude), random entries, or
+    """Part of the optimizer state that a reset clears: all (zero), the smallest entries (magnitude), random entries, or
     nothing."""
     prune_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Fraction of the optimizer state pruned by reset = "magnitude" or "random"."""
@@ -87,8 +84,8 @@ class Relora:
     """Entries pruned from the two moments: the same in both (joint), or chosen for each. independent is for comparison:
     it diverges."""
     warmup_steps: NonNegative = 0
-    """Steps of warmup after each restart, from a thousandth of the rate as in Axolotl, for decays without restarts of
-    their own."""
+    """Steps of warmup after each restart, from a thousandth of the rate as in Axolotl, for decays without built-in
+    restarts."""
     anneal_steps: Positive = 1
     """Steps over which the rate falls before each restart, with warmup_steps. 1: none."""
     reset_step: bool = False
@@ -112,11 +109,11 @@ class Adapter:
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout rate of the input of A, in linear layers of the blocks."""
     rslora: bool = False
-    """Multiply by alpha / sqrt(rank) instead, which keeps higher ranks learning."""
+    """Multiply by alpha / sqrt(rank) instead, which stabilizes training at high ranks (rsLoRA)."""
     train_scaling: bool = False
     """Multiply by tanh of a learned number per linear layer, initially 1, instead of alpha / rank."""
     lora_only: bool = False
-    """Drop the targets' own matrices, so that they compute with A and B alone, as in training a low-rank model from
+    """Drop the original matrices of the targets and compute with A and B alone, to train a low-rank model from
     scratch."""
     target: list[str] = field(default_factory=lambda: ["*attn*", "*attention*", "*mlp*", "*feed_forward*"])
     """Names of the linear layers and stacks of experts that get low-rank matrices; * matches anything. "all-linear":
@@ -134,7 +131,7 @@ class Adapter:
     layers: list[NonNegative] = field(default_factory=list)
     """Numbers of the layers that are adapted. Empty: all."""
     train_dense_rest: bool = False
-    """Train everything that is not a target too (embeddings, head, norms, biases), as in training from scratch."""
+    """Also train all parameters that are not targets (embeddings, head, norms, biases), as in training from scratch."""
     train_fully: list[str] = field(default_factory=list)
     """Names of model parameters trained together with the adapter; * matches anything, e.g. ["*norm*",
     "output.weight"]."""

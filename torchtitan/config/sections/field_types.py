@@ -10,7 +10,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 Place = Annotated[str, AfterValidator(os.path.expanduser)]
-"""Of a file or a folder. A home's ~ is taken for it here, so that no reader of a path has to."""
+"""Path of a file or a folder. A leading ~ is expanded here, so that readers need not do it."""
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 DegreeOrRest = Annotated[int, Field(ge=-1)]
@@ -28,10 +28,10 @@ class Form:
 
 @dataclass(frozen=True)
 class NameIn:
-    """Marks a text field whose values are the names of a registry. Help and shell completion list them.
+    """Marks a text field that takes the names of a registry. Help and shell completion list them.
 
     `registry`: its module and name, as "torchtitan.optimizers:OPTIMIZERS", imported only when the names are listed.
-    `more`: names that it takes in addition.
+    `more`: further allowed names.
     """
 
     registry: str
@@ -43,7 +43,7 @@ class NameIn:
 
 InEpochs = Annotated[str, Field(pattern=r"^(epoch|[1-9]\d{0,5}/epoch)$"), Form('"epoch" or "N/epoch", as "4/epoch"')]
 Cadence = Positive | PartOfRun | InEpochs
-"""How often: every so many steps, after each such share of the run, or so many times in an epoch (core/cadence.py)."""
+"""Interval between events: a number of steps, a fraction of the run, or a number per epoch (core/cadence.py)."""
 
 Dataset = Annotated[str, NameIn("torchtitan.datasets:DATASETS")]
 RecordFormat = Annotated[str, NameIn("torchtitan.datasets.formats:FORMATS")]

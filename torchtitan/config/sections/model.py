@@ -27,7 +27,7 @@ class Model:
     flavor: str = "debugmodel"
     """Size within the family. "from_hf": take it, and all constants, from the config.json in hf_folder."""
     hf_folder: Place | None = None
-    """Folder in Hugging Face format whose config.json gives the sizes for flavor = "from_hf"."""
+    """Folder in Hugging Face format with the config.json that gives the sizes for flavor = "from_hf"."""
     tokenizer_path: Place = "debug"
     """Tokenizer: a tiktoken .model (Llama 3), a sentencepiece .model (Llama 2), a Hugging Face tokenizer.json (the file
     or its folder), or one of two words: `bytes`, or `debug` for 2,048 tokens shipped with the package."""
@@ -46,20 +46,20 @@ class ActivationCheckpoint:
     """Recompute of activations in the backward pass."""
 
     mode: Literal["none", "full", "full_keep_comm", "selective", "memory_budget"] = "selective"
-    """Activations recomputed in backward instead of stored: none, those of every block (full), the same without
-    all-to-all outputs (full_keep_comm, needs pipeline_parallel_expert_parallel_overlap), some (selective, see
+    """Activations recomputed in backward instead of stored: none, all of every block (full), all except all-to-all
+    outputs (full_keep_comm, needs pipeline_parallel_expert_parallel_overlap), some (selective, see
     selective_ac_option), or as many as memory_budget requires (needs compile)."""
     selective_ac_option: Annotated[
         str, Field(pattern=r"^(op|[1-9]\d*)$"), Form('"op" or a whole number >= 1 in quotes, as "2"')
     ] = "2"
     """"op": keep matrix products and attention, recompute the rest; a number n: recompute every n-th block."""
     memory_budget: Fraction = 0.5
-    """Fraction of activations to store. 0 recomputes everything, 1 nothing; in between the compiler stores what is most
-    expensive to recompute."""
+    """Fraction of activations to store. 0 recomputes everything, 1 nothing; in between the compiler stores the activations
+    that are most expensive to recompute."""
     preserve_rng_state: bool = True
     """Restore the random state for recompute, so that dropout is repeated exactly."""
     early_stop: bool = False
-    """Stop recomputing as soon as backward has everything it needs."""
+    """Stop recomputing as soon as backward has all needed activations."""
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -88,8 +88,8 @@ class Parallelism:
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free the gathered parameters of a block after its forward. default: always, except with pipeline parallel."""
     fsdp_prefetch: NonNegative = 0
-    """Blocks whose parameters are gathered in advance, in forward and backward. 0: FSDP2's implicit prefetch; at least
-    1 with expert parallel, where the host waits in each block."""
+    """Number of blocks to gather parameters for in advance, in forward and backward. 0: FSDP2's implicit prefetch, but
+    at least 1 with expert parallel, where the host waits in each block."""
     tensor_parallel_degree: Positive = 1
     """Ranks over which each weight matrix is split."""
     disable_sequence_parallel: bool = False
@@ -104,9 +104,9 @@ class Parallelism:
     module_fqns_per_model_part: list[list[str]] | None = None
     """Module names of each pipeline stage. Unset: split by cost."""
     pipeline_parallel_first_stage_less_layers: NonNegative = 1
-    """Layers by which the first stage, which has the embedding, is shorter."""
+    """Number of layers that the first stage has fewer than others, because it has the embedding."""
     pipeline_parallel_last_stage_less_layers: NonNegative = 1
-    """Layers by which the last stage, which has the output head, is shorter."""
+    """Number of layers that the last stage has fewer than others, because it has the output head."""
     pipeline_parallel_layers_per_stage: Positive | None = None
     """Layers of a stage; determines the number of stages per rank."""
     pipeline_parallel_schedule: str = "1F1B"

@@ -66,6 +66,6 @@ class LRScheduler:
     """Steps of a cycle of relora_cosine and relora_cyclical. Unset: adapter.relora.reset_every, or
     adapter.relora.every."""
     restart_warmup_steps: NonNegative | None = None
-    """Steps over which relora_cosine returns to its curve after each cut."""
+    """Steps over which relora_cosine returns to its curve after each restart."""
     adjust_step: NonNegative = 0
-    """Steps by which all cuts of relora_cosine are moved forward, including the first."""
+    """Number of steps to move all restarts of relora_cosine forward, including the first."""

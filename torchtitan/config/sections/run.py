@@ -30,11 +30,11 @@ class Job:
         ]
         | None
     ) = None
-    """Maximum duration of the run, as [days-]hours:minutes:seconds; it saves and stops before it is over, as on a
+    """Maximum duration of the run, as [days-]hours:minutes:seconds; the run saves and stops shortly before, as on a
     signal. Unset: only the end of a SLURM allocation."""
     clean_start: Literal["never", "unsaved", "always"] = "never"
     """Empty dump_folder before the run: never, only if it has no checkpoint or export (unsaved), or always. Only files
-    that a run has made are deleted. With "always" a command that is given again (by hand, systemd, Kubernetes) starts
+    that a run has made are deleted. With "always" a repeated command (by hand, systemd, Kubernetes) starts
     from scratch; only restarts by our launcher and by SLURM resume."""
     print_config: bool = False
     """Print the resolved job as TOML before anything else."""
@@ -94,7 +94,7 @@ class Guard:
     error does not recur. With skip and rollback the host waits for the device in every step. If the weights are not
     finite, the run goes back once per step, and ends if it happens again."""
     spike: Literal["off", "stop", "skip", "rollback"] = "off"
-    """Reaction to a loss or gradient norm far above those of previous steps, as non_finite."""
+    """Reaction to an outlier: a loss or gradient norm far above previous steps. Choices as in non_finite."""
     spike_window: Annotated[int, Field(ge=4)] = 128
     """Previous steps with which a step's loss and norm are compared; comparison begins after half as many."""
     spike_sigmas: Annotated[float, Field(gt=0)] = 6.0
@@ -113,7 +113,7 @@ class Guard:
     patience: Positive = 5
     """Consecutive bad steps, or rollbacks to one checkpoint, that end the run."""
     replica_check_interval: NonNegative = 100
-    """Steps between comparisons of everything that several ranks must hold alike, which also precede every save; 0:
+    """Steps between comparisons of the state that must be equal on several ranks, also compared before every save; 0:
     never."""
     shard_checksums: bool = False
     """Compute checksums of all weights and optimizer moments after each step, and compare them before the next update
@@ -149,7 +149,7 @@ class Metrics:
     """Log to Weights & Biases (needs `pip install 'torchtitan-toml[wandb]'`)."""
     trackers: list[Annotated[str, NameIn("torchtitan.metrics.trackers:TRACKERS")]] = field(default_factory=list)
     """Trackers to log to in addition to metrics.jsonl: "tensorboard", "wandb", "mlflow", "aim", or another of
-    `torchtitan list trackers`. The first two also have options of their own."""
+    `torchtitan list trackers`. The first two also have separate options."""
     histogram_freq: NonNegative = 0
     """Steps between histograms of all weights and gradients in TensorBoard; 0: none."""
     log_timestamps: bool = False

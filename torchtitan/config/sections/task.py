@@ -41,8 +41,7 @@ class Data:
     train_on: Literal["completion", "all", "last_turn"] = "completion"
     """Part of a record that is learned: the answers (completion), everything, or the last answer."""
     train_on_eos: Literal["turn", "last", "all", "none"] = "turn"
-    """Turns of which the final token is learned: each answer (turn), the last answer, all turns of any role, or
-    none."""
+    """Turns with a trained end-of-turn token: each answer (turn), the last answer, all turns of any role, or none."""
     too_long: Literal["error", "drop", "truncate", "split"] = "error"
     """Handling of records longer than training.seq_len. Conversations are never cut."""
     max_empty_ratio: Fraction = 0.01
@@ -88,4 +87,4 @@ class Dpo:
     """Reference model, of the same family and sizes: a Hugging Face folder, a checkpoint or a run. Unset: the model
     that training starts from (dpo, ipo)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Fraction of pairs assumed to be labelled the wrong way round (dpo)."""
+    """Assumed fraction of pairs with swapped labels (dpo)."""

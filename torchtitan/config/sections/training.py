@@ -1,4 +1,4 @@
-"""Data, batches and steps; the measure on held-out data."""
+"""Training data, batches, steps and precision; validation on held-out data."""
 
 from dataclasses import field
 from typing import Annotated, Literal
@@ -33,7 +33,7 @@ class DataLoader:
 @dataclass(config=STRICT, kw_only=True)
 class DataSource:
     dataset: Dataset
-    """Dataset by name: one that is known, or "text" and "tokens" for files at dataset_path."""
+    """Dataset by name (see `torchtitan list datasets`); "text" and "tokens" read the files at dataset_path."""
     dataset_path: Place | None = None
     """Path or name of the data, as training.dataset_path."""
     text_field: str | None = None
@@ -53,7 +53,7 @@ class Training:
     """Training data, batch sizes, length of the run and precision."""
 
     dataset: Dataset = "python_stdlib"
-    """Dataset by name: one that is known, or "text" and "tokens" for files at dataset_path."""
+    """Dataset by name (see `torchtitan list datasets`); "text" and "tokens" read the files at dataset_path."""
     dataset_path: Place | None = None
     """File, folder or glob for dataset = "text" and "tokens"; local copy or other name of a Hugging Face dataset."""
     sources: list[DataSource] = field(default_factory=list)
@@ -65,9 +65,8 @@ class Training:
     """Field that holds the text, token ids or segments in .json, .jsonl, .csv, .parquet, .arrow and Hugging Face
     datasets."""
     format: RecordFormat | None = None
-    """The format of records. Unset: records that have text_field are read
-    by that, others by the format that their fields tell; those that have both are refused where whole records are
-    learned."""
+    """Format of records. Unset: plain text for records with text_field, else the format that matches their fields. If
+    both apply, tasks on whole records refuse the record."""
     fields: dict[str, str] = field(default_factory=dict)
     """Names in the records of the format's fields, if they differ, e.g. {instruction = "question"}; role and content
     are those inside messages."""
@@ -104,7 +103,7 @@ class Training:
     """Scale of uniform noise on token embeddings in training, divided by sqrt(tokens of the record x width) (NEFTune).
     With task.kind = "dpo" the first loss is then not ln 2, as the reference has no noise. 0: none."""
     loss_chunks: NonNegative = 0
-    """Chunks in which the output head and the cross-entropy run, which keeps the logits small. 0: as many as keep a
+    """Number of chunks to compute the output head and cross-entropy in, which keeps the logits small. 0: as many as keep a
     chunk's float32 logits under 512 MiB."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (FSDP)."""
@@ -113,7 +112,7 @@ class Training:
     mixed_precision_param: Precision = "bfloat16"
     """Type of the computation in forward and backward."""
     mixed_precision_reduce: Precision = "float32"
-    """Type in which gradients are reduced."""
+    """Data type of gradient reductions."""
     gc_freq: Positive = 50
     """Steps between collections of Python's garbage, on all ranks at once."""
     gc_debug: bool = False
@@ -128,7 +127,7 @@ class Validation:
     enable: bool = False
     """Measure the loss on held-out data."""
     dataset: Dataset = "python_stdlib_validation"
-    """Dataset by name: one that is known, or "text" and "tokens" for files at dataset_path."""
+    """Dataset by name (see `torchtitan list datasets`); "text" and "tokens" read the files at dataset_path."""
     dataset_path: Place | None = None
     """Path or name of the held-out data, as training.dataset_path."""
     sources: list[DataSource] = field(default_factory=list)
