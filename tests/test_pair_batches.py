@@ -110,7 +110,7 @@ def test_a_run_that_counted_answers_does_not_go_on_with_twice_as_many(before, mo
     old = dict(training__local_batch_size=4, training__global_batch_size=8, lr_scheduler__total_steps=8)
     message = (
         "batch sizes count pairs now: write training.local_batch_size = 2 and training.global_batch_size = 4; else "
-        "bring it back"
+        "undo the change"
     )
     with pytest.raises(RankFailed, match=message):
         run_ranks(1, jobs.train, dpo_arguments(folder, rows, **old))

@@ -106,7 +106,7 @@ def test_other_trained_parameters_need_a_new_optimizer_state(run):
     arguments = ['--training.unfrozen=["*norm*"]']
     (line,) = faults_of_resume(run, arguments)
     allow, exclude = "checkpoint.allow_config_change", "checkpoint.exclude_from_loading"
-    assert f'{allow} = ["training.unfrozen"], beside {exclude} = ["optimizer"], or start from scratch' in line
+    assert f'{allow} = ["training.unfrozen"], together with {exclude} = ["optimizer"], or start from scratch' in line
     arguments.append(f"--{allow}=training.unfrozen")
     (line,) = faults_of_resume(run, arguments)
     assert line.startswith(f'{exclude}: given []; allowed: a list with "optimizer" if training.unfrozen changes; step-')

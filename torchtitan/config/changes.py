@@ -142,9 +142,9 @@ def refused(differences: list[Change], allowed: list[str]) -> list[Change]:
 
 
 def remedy(change: Change) -> str:
-    extra = ', beside checkpoint.exclude_from_loading = ["optimizer"]' if change.key in TRAINED else ""
+    extra = ', together with checkpoint.exclude_from_loading = ["optimizer"]' if change.key in TRAINED else ""
     return (
-        f'{change.note}bring it back, or allow the change by checkpoint.allow_config_change = ["{change.key}"]{extra}, '
+        f'{change.note}undo the change, or allow it by checkpoint.allow_config_change = ["{change.key}"]{extra}, '
         "or start from scratch in another job.dump_folder"
     )
 

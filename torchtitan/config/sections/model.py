@@ -54,8 +54,8 @@ class ActivationCheckpoint:
     ] = "2"
     """"op": keep matrix products and attention, recompute the rest; a number n: recompute every n-th block."""
     memory_budget: Fraction = 0.5
-    """Fraction of activations to store. 0 recomputes everything, 1 nothing; in between the compiler stores the activations
-    that are most expensive to recompute."""
+    """Fraction of activations to store. 0 recomputes everything, 1 nothing; in between the compiler stores the
+    activations that are most expensive to recompute."""
     preserve_rng_state: bool = True
     """Restore the random state for recompute, so that dropout is repeated exactly."""
     early_stop: bool = False
