@@ -104,7 +104,7 @@ def test_entries_are_swept(tmp_path, monkeypatch):
         for case, config in zip(cases, configs, strict=True):
             yield {"options": case, "rank": config.optimizer.options["rank"], "result": "ok"}
 
-    monkeypatch.setattr(bench, "measured", measured)
+    monkeypatch.setattr(bench, "measure", measured)
     sweep = ["--sweep", "optimizer.options.rank=16,32", "--out", str(tmp_path / "out")]
     assert cli.main(["bench", "--optimizer.name=GaLore", "--model.tokenizer_path=bytes", *sweep]) == 0
     rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
