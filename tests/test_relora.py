@@ -369,7 +369,7 @@ SOUND += ["--lr_scheduler.warmup_steps=5", "--lr_scheduler.restart_warmup_steps=
         (["--lr_scheduler.restart_warmup_steps=11"], "at most the cycle's 10; shorten it"),
         (["--lr_scheduler.min_lr_factor=0"], "more than 0 with relora_cosine"),
         (["--lr_scheduler.decay_ratio=0.5"], 'unset with decay_type = "relora_cosine"'),
-        (["--lr_scheduler.restart_warmup_steps=0"], "at least 1 with adapter.relora.reset; give it, else a"),
+        (["--lr_scheduler.restart_warmup_steps=0"], "at least 1 with adapter.relora.reset; give it, otherwise a"),
         (
             ["--lr_scheduler.decay_type=relora_cyclical", "--lr_scheduler.warmup_steps=0"],
             "lr_scheduler.warmup_steps: given 0; allowed: at least 1 with adapter.relora.reset",
