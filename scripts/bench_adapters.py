@@ -34,6 +34,7 @@ SHARED = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 
 def build_model(kind: str, rank: int, arguments: Sequence[str] = ()) -> tuple[nn.Module, Adapter | None]:
+    """Build the debug model under an adapter, with initial weights; `kind` none is full training."""
     argv = ["--model.tokenizer_path=bytes", *SIZES, f"--adapter.kind={kind}", *arguments]
     model, _, adapter = parts.adapted_model(load(argv + [f"--adapter.rank={rank}"] * (kind != "none")))
     model.to_empty(device="cpu")
@@ -43,6 +44,7 @@ def build_model(kind: str, rank: int, arguments: Sequence[str] = ()) -> tuple[nn
 
 
 def build_step(kind: str, rank: int, samples: int, arguments: Sequence[str] = ()) -> Callable[[], None]:
+    """Build a training step of a model under an adapter, on one batch of `samples` sequences."""
     model, _ = build_model(kind, rank, arguments)
     optimizer = build_optimizers([model], name="AdamW", lr=1e-4, weight_decay=0.1, shared=SHARED)
     tokens = torch.randint(0, 2048, (samples, TOKENS + 1), generator=torch.Generator().manual_seed(0))

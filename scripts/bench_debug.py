@@ -226,6 +226,7 @@ def measure_job(name: str, ranks: int, options: argparse.Namespace) -> str:
 
 
 def job_of_plan(name: str, sizes: bench_bare.Sizes, folder: Path, steps: int) -> tuple[int, list[str]]:
+    """Return the ranks and arguments of the job that times a plan."""
     ranks, data_parallel, options = PLANS[name]
     job = {"training.mixed_precision_param": "float32", "activation_checkpoint.selective_ac_option": "2"}
     job |= options | {"training.local_batch_size": sizes.batch // data_parallel, "training.steps": steps}

@@ -43,6 +43,7 @@ def read_cache(
 
 @torch.no_grad()
 def by_size(tokens: int, sizes: tuple[int, ...], pairs: int, repeats: int) -> None:
+    """Print memory, speed and time relative to full attention for each cache size."""
     width = DIM // Neurocache().compression
     reading = EntryAttention(width, HEADS, DIM // HEADS, 2, scrambled=False)
     torch.nn.init.normal_(reading.wk), torch.nn.init.normal_(reading.wv)
@@ -67,6 +68,7 @@ def by_size(tokens: int, sizes: tuple[int, ...], pairs: int, repeats: int) -> No
 
 @torch.no_grad()
 def absorbed(tokens: int, pairs: int, repeats: int) -> None:
+    """Print the time of attention with absorbed projections relative to the plain form."""
     reading = EntryAttention(DIM // 4, HEADS, DIM // HEADS, 2, scrambled=False)
     torch.nn.init.normal_(reading.wk), torch.nn.init.normal_(reading.wv)
     q, rows = torch.randn(1, tokens, HEADS, DIM // HEADS), [torch.randn(1, tokens, 32, DIM // 4) for _ in range(2)]

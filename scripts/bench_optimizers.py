@@ -97,6 +97,7 @@ def time_refreshes(width: int, ranks: int, basis: str, repeats: int) -> tuple[li
 
 
 def step_ratios(function: Callable[[], Any], other: Callable[[], Any], pairs: int, repeats: int) -> list[float]:
+    """Return the ratios of two functions' wall times, which take turns."""
     timings = take_turns(function, other, pairs, repeats)
     return timings.ratios(timings.wall)
 
@@ -114,6 +115,7 @@ def main() -> None:
 
 
 def measure(rank: int, options: argparse.Namespace) -> None:
+    """Measure all optimizers on one rank; rank 0 prints the rows."""
     torch.set_num_threads(1)
     pairs, repeats, width = (2, 1, 64) if options.quick else (4, 5, options.width)
     if options.ranks > 1:

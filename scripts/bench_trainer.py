@@ -114,6 +114,7 @@ class BareLoop:
 
 
 def loop_overhead(folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    """Compare a training step with a bare loop, and count host waits between logged steps."""
     trainer = trainer_of(folder, training__steps=steps(options.pairs, options.repeats))
     bare = BareLoop(folder)
     if options.aa:
@@ -161,6 +162,7 @@ class HostSyncs(TorchDispatchMode):
 
 
 def first_step(folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    """Compare the time to the first step with a bare script's, on one rank and two."""
     bare = str(ROOT / "scripts/bench_bare.py")
     for ranks in (1, 2):
         job = arguments(
@@ -191,6 +193,7 @@ def first_step(folder: Path, options: argparse.Namespace) -> Iterator[str]:
 
 
 def loading(folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    """Compare the loader with slicing a memory map, and report the time that steps wait for data."""
     batch, seq_len = 8, 2048
     batches_per_turn = 16 if options.quick else 256  # batches in a turn
     floor = MemoryMap(folder / "shards", batch, seq_len)
@@ -302,6 +305,7 @@ def megabytes_of_state(trainer: Trainer) -> float:
 
 
 def saving(folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    """Compare the stall of an asynchronous save with a synchronous one."""
     sizes = "{dim=64, n_layers=2, n_heads=4}" if options.quick else "{dim=576, n_layers=12, n_heads=9}"
     modes = ("disabled", "disabled") if options.aa else ("async", "disabled")
     trainers, (a, b) = saves_in_turn(folder, sizes, modes, options.saves)
@@ -314,6 +318,7 @@ def saving(folder: Path, options: argparse.Namespace) -> Iterator[str]:
 
 
 def flops(folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    """Compare the printed FLOPs with torch's count."""
     jobs = {"llama3": "{n_layers=4}", "llama3.2": "{n_layers=3, n_kv_heads=4}"}  # the second has a tied head
     for name, overrides in jobs.items():
         trainer = trainer_of(folder, model__name=name, model__overrides=overrides)

@@ -110,6 +110,7 @@ def state_bytes(folder: Path) -> int:
 
 
 def table(curves: dict[str, list[dict]], states: dict[str, int]) -> str:
+    """Format losses, step times and state sizes as a Markdown table."""
     lines = ["| | held-out loss | step, to full's | optimizer state |", "|---|---|---|---|"]
     seconds = {
         name: statistics.median(row["step_seconds"] for row in rows if "loss" in row and "marked" not in row)

@@ -24,6 +24,8 @@ WATCHED = {"comm.train_timeout_seconds": 20}
 
 @dataclass(frozen=True)
 class Fault:
+    """A fault, planted in one rank's process."""
+
     kind: str
     rank: int = 1
     step: int = 7
@@ -34,6 +36,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Case:
+    """A job with faults, and its expected outcome."""
+
     name: str
     faults: list[list[Fault]]
     options: dict = field(default_factory=dict)
@@ -101,12 +105,14 @@ def save_points() -> list[Fault]:
 
 
 def cases_of_saves() -> list[Case]:
+    """Return cases that kill ranks around the functions of a save, several kills in one job."""
     points, size = save_points(), 8
     parts = [points[start : start + size] for start in range(0, len(points), size)]
     return [Case(f"{len(part)} points, from {part[0].point}", [[one] for one in part], LONG) for part in parts]
 
 
 def cases_of_exports() -> list[Case]:
+    """Return cases that kill rank 0 around the functions of an export."""
     faults = [[Fault("kill in export", 0, point=name, after=after)] for name in EXPORT for after in (False, True)]
     options = {"checkpoint.last_save_model_only": True}
     return [
@@ -264,6 +270,7 @@ def arm_kill(fault: Fault) -> None:
 
 
 def arm_tracker(kind: str) -> None:
+    """Let TensorBoard be absent, raise or block."""
     from torchtitan.metrics.trackers import TRACKERS, interface
 
     interface.CLOSE_SECONDS = 2.0
@@ -294,16 +301,18 @@ def arm_slow_disk(folder: Path, seconds: float = 0.05) -> None:
 
 
 def spike(trainer) -> None:
+    """Add 1000 to the loss of one step."""
     forward_backward = trainer.model.forward_backward
 
-    def much(*args, **kwargs):
+    def spiked(*args, **kwargs):
         trainer.model.forward_backward = forward_backward
         return forward_backward(*args, **kwargs) + 1e3
 
-    trainer.model.forward_backward = much
+    trainer.model.forward_backward = spiked
 
 
 def nan_loss(trainer) -> None:
+    """Make the loss of one step NaN."""
     forward_backward = trainer.model.forward_backward
 
     def nan(*args, **kwargs):

@@ -94,6 +94,7 @@ WITHOUT_EFFECT = {
 
 
 def draw(seed: random.Random) -> dict:
+    """Draw a kill: function, rank, before or after it, and at which call."""
     place = seed.choice(list(PLACES))
     rank = 0 if place == "publish" else seed.randrange(2)
     seldom = place in ("restore", "write", "commit", "publish")
@@ -142,6 +143,7 @@ def run_job(folder: Path, options: dict, kills: list[dict]) -> int:
 
 
 def launch_main(kills: str, argv: list[str]) -> int:
+    """Run the launcher with ranks that kill themselves as `kills` says."""
     config = launch.load_job(argv, 2)
     program = (sys.executable, __file__, "--rank", kills)
     return launch.run(config, argv, 2, SignalQueue(), First(), program)
@@ -175,6 +177,7 @@ def find_leftovers(folder: Path, before: set[int], temporary: set[Path]) -> list
 
 
 def sweep(name: str, options: dict, kills: int, seed: random.Random, place: Path) -> bool:
+    """Run the jobs of one plan with random kills, and compare each with an undisturbed job."""
     (place / "tmp").mkdir(parents=True)
     assert run_job(place / "straight", options, []) == 0, (place / "straight" / "log").read_text()
     expected, good = last_state(place / "straight"), True
@@ -224,6 +227,7 @@ def run_case(case: Case, folder: Path) -> list[int]:
 
 
 def run_launcher(case: Case, machine: int, port: int, folder: Path, arguments: list[str]) -> NoReturn:
+    """Run the launcher of one machine in this fork, with the case's faults planted; never returns."""
     from tests.support.forked_job import fork_ranks
     from torchtitan.launcher import restarts
     from torchtitan.process.exit import exit_with

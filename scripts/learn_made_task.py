@@ -97,6 +97,7 @@ def share_answered(checkpoint: Path, test_questions: list[str]) -> float:
 
 
 def learn(folder: Path, ranks: int, steps: int, quick: bool) -> None:
+    """Train on the task and print the shares of right answers."""
     asks, asked_of, sizes = (2, (steps,), TINY) if quick else (200, (1, steps), ())
     test_questions, training_questions, total = questions(asks)
     job = write_job(folder, training_questions, ranks, steps)

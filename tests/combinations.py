@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True)
 class Combination:
+    """A job's layout and options, run by one row of the table."""
+
     ranks: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -131,6 +133,7 @@ OFFLOADED = ("FSDP 2 x TP 2", "FSDP 2 x CP 2")
 
 
 def table() -> list[Combination]:
+    """Return all rows of the table."""
     rows = data_parallel() + tensor_and_context_parallel() + pipelines() + experts() + eight_ranks() + adapters()
     rows += gpt2() + roberta() + neurocache() + embedding_noise() + rope_scaling() + group_attention()
     return once_in_float32(dict.fromkeys(row if row.pp > 1 else replace(row, microbatch_size=2) for row in rows))
@@ -154,6 +157,7 @@ def once_in_float32(rows: Iterable[Combination]) -> list[Combination]:
 
 
 def tensor_and_context_parallel() -> list[Combination]:
+    """Rows with tensor parallel, context parallel and both."""
     rows = []
     for name in ("TP 2", "FSDP 2 x TP 2", "CP 2", "FSDP 2 x CP 2", "CP 2 x TP 2"):
         layout = COMPOSED[name]
@@ -185,6 +189,7 @@ def tensor_and_context_parallel() -> list[Combination]:
 
 
 def pipelines() -> list[Combination]:
+    """Rows with pipelines of every schedule, on two and four ranks, alone and with other axes."""
     rows = []
     for schedule in SCHEDULES:
         pp2 = dict(ranks=2, pp=2, schedule=schedule)
@@ -238,6 +243,7 @@ EXPERT_LAYOUTS = {
 
 
 def experts() -> list[Combination]:
+    """Rows with expert parallel, in every layout and schedule."""
     rows = []
     for model in MOE:
         rows += [Combination(ranks=1, model=model, recompute=mode) for mode in RECOMPUTE]
@@ -270,6 +276,7 @@ def experts() -> list[Combination]:
 
 
 def multi_token() -> list[Combination]:
+    """Rows with multi-token prediction."""
     one, two = (dict(model="deepseek", multi_token_prediction=depths) for depths in (1, 2))
     exact = dict(microbatch_size=1, document_mask=True, loss_chunks=2)
     rows = [Combination(**one, recompute=mode) for mode in ("full", "2")]
@@ -329,6 +336,7 @@ def scale_adapters() -> list[Combination]:
 
 
 def low_rank_adapters() -> list[Combination]:
+    """Rows with LoRA."""
     lora, exact = dict(adapter="lora"), dict(adapter="lora", microbatch_size=1)
     rows = [Combination(**LAYOUTS[name], **exact) for name in ("one rank", "FSDP 2", "DDP 2", "HSDP 2x2")]
     rows += [Combination(**LAYOUTS["FSDP 2"], **lora, recompute=mode, accumulation=2) for mode in ("full", "op", "2")]
@@ -558,7 +566,7 @@ def roberta() -> list[Combination]:
 
 
 def other_models() -> list[Combination]:
-    """What the project's own tasks are not: tensors of whole samples, pairs. Not in the table of docs/features.md:
+    """Rows with batch entries of tasks outside the package: tensors of whole samples, pairs. Not in docs/features.md:
     tests/support/other_families.py.
     """
     classes = dict(model="classifier", microbatch_size=1, loss_chunks=2)
@@ -603,6 +611,7 @@ def quantized_bases_with_options() -> list[Combination]:
 
 
 def eight_ranks() -> list[Combination]:
+    """Rows with several axes, on eight and sixteen ranks."""
     rows = [Combination(**layout) for layout in EIGHT.values()]
     rows += [Combination(**EIGHT["PP 2 x FSDP 2 x TP 2"], schedule=s, recompute="full") for s in SCHEDULES[3:]]
     rows += [Combination(**EIGHT["PP 2 x CP 2 x TP 2"], schedule="DualPipeV", method="ulysses", document_mask=True)]
@@ -618,6 +627,7 @@ def eight_ranks() -> list[Combination]:
 
 
 def data_parallel() -> list[Combination]:
+    """Rows on one rank, and with FSDP, DDP and HSDP, by recompute and further options."""
     rows = []
     for name, layout in LAYOUTS.items():
         rows += [Combination(**layout)]

@@ -26,6 +26,7 @@ anywhere = judged.anywhere
 
 
 def adapted(family="llama3", **options):
+    """Build a tiny model with LoRA and dropout, with B nonzero."""
     with torch.device("meta"):
         model = MODELS[family].build(SIZES[family]["debugmodel"])
     adapter = LoRA(Options(kind="lora", rank=4, dropout=0.25, **options))

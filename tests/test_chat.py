@@ -32,6 +32,7 @@ TALK = [{"role": role, "content": content} for role, content in TURNS]
 
 
 def tokenizers(folder):
+    """Build tokenizers with every kind of chat template, by name."""
     by_name = {name: build_tokenizer(folder_with(folder / name, NAMED[name])) for name in ("chatml", "llama3")}
     by_name["unmarked"] = build_tokenizer(folder_with(folder / "unmarked", unmarked(CHATML)))
     by_name["unmarked llama3"] = build_tokenizer(folder_with(folder / "unmarked3", unmarked(LLAMA3)))

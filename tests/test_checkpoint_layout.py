@@ -29,6 +29,7 @@ def manifest_of(files: dict[str, bytes], step: int, **changes) -> Manifest:
 
 
 def make_step(root: Path, step: int, **changes) -> Path:
+    """Publish a complete checkpoint folder without torch."""
     target = root / layout.step_name(step)
     files = {"state.json": b"{}", ".metadata": b"index", "__0_0.distcp": b"payload"}
     temporary = folders.create_temporary(target)
@@ -48,6 +49,7 @@ def retain(root: Path, keep: int, protected: set[Path]) -> None:
 
 
 def edit_manifest(folder: Path, reseal: bool = True, **changes) -> None:
+    """Change a manifest's fields; `reseal`: update its checksum."""
     body = json.loads((folder / layout.MANIFEST).read_text())
     body.update(changes)
     if reseal:
@@ -268,7 +270,7 @@ def test_only_temporary_folders_of_this_project_are_removed(tmp_path):
 
 
 def test_random_actions_always_leave_the_newest_complete_checkpoint(tmp_path):
-    """Over 120 random saves, damages and retentions, a complete checkpoint exists and the newest one is retained."""
+    """A complete checkpoint exists and the newest one is retained, over 120 random saves, damages and retentions."""
     rng = random.Random(0)
     make_step(tmp_path, 0)
     for step in range(1, 121):

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def train(folder: Path, kind: str, steps: int, options: dict) -> tuple[list[float], dict[str, str]]:
+    """Resume if possible, train, and return this rank's losses and the digest of its state."""
     job = Job(folder, kind, **options)
     job.checkpointer.load()
     job.train(steps)
@@ -36,6 +37,7 @@ def train(folder: Path, kind: str, steps: int, options: dict) -> tuple[list[floa
 
 
 def load(folder: Path, kind: str) -> tuple[int, dict[str, str], int]:
+    """Load a checkpoint; return its step, the digest, and the number of ranks that saved it."""
     job = Job(folder, kind)
     step = job.checkpointer.load()
     return step, job.digest(), len(job.resumed_with[1])
@@ -67,6 +69,7 @@ def test_one_and_two_ranks_resume_a_checkpoint_of_four(tmp_path):
 
 
 def compare_names_with_torch(folder: Path, kind: str) -> None:
+    """Compare tensor names and values with torch's own state dicts."""
     job = Job(folder, kind)
     job.train(1)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -87,6 +90,7 @@ def test_tensor_names_equal_those_of_torch(tmp_path, kind):
 
 
 def export_and_infer(folder: Path) -> dict[str, str]:
+    """Train and export on two ranks, load the export, and return its digest."""
     job = Job(folder / "run", "fsdp")
     job.train(2)
     assert job.checkpointer.export_model(folder / "export", torch.bfloat16, job.step)
@@ -159,6 +163,7 @@ POINTS = [
 
 
 def failing_save(folder: Path, mode: str, number: int) -> tuple[list[str], int | None, bool]:
+    """Let a save fail on one rank; return the saved steps, the loaded step, and if its state is equal."""
     failing_rank, owner, name = POINTS[number]
     job = Job(folder, "fsdp", async_mode=mode)
     job.train(2)
@@ -224,6 +229,7 @@ def test_a_failure_in_the_background_is_raised_on_all_ranks_at_the_same_step(tmp
 
 
 def damage_seen_by_one_rank(folder: Path) -> tuple[int, str]:
+    """Damage rank 1's shard; return the step that loads and the error for the damaged one."""
     job = Job(folder, "fsdp", interval=1)
     job.train(2)
     dist.barrier()
@@ -282,6 +288,7 @@ def test_a_folder_that_the_hosts_do_not_share_is_reported(tmp_path):
 
 
 def agree_on_failures() -> list:
+    """Return what `Peers.agree` raises and returns on this rank."""
     peers = Peers("test")
     texts = []
     for failing in ([1], [0, 1]):
@@ -322,6 +329,7 @@ KILLS = [
 
 
 def killed_save(folder: Path, mode: str, number: int, after: bool) -> None:
+    """Save on two ranks, one of which exits before or after a function of the save."""
     failing_rank, module, name = KILLS[number]
     job = Job(folder, "fsdp", async_mode=mode)
     job.train(2)

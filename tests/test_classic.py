@@ -49,6 +49,8 @@ from torchtitan.models.roberta.model import Roberta
 
 
 class Family(NamedTuple):
+    """A family's classes here and in transformers, and its tiny sizes."""
+
     model: type
     hf: Any
     shapes: dict

@@ -587,6 +587,7 @@ def test_a_fault_is_one_printable_line():
 
 
 def random_value(random: random.Random, annotation: Any) -> Any:
+    """Draw a value that an option's type allows."""
     if get_origin(annotation) is Annotated:
         inner, *extra = get_args(annotation)
         limits = {

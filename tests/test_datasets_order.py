@@ -55,6 +55,8 @@ def test_permutations_never_change():
 
 
 class Numbers(Part):
+    """A part of a source with consecutive numbers as documents."""
+
     def __init__(self, first, count, bad_numbers=(), size=1):
         self.first, self.count, self.bad_numbers, self.size = first, count, bad_numbers, size
         self.read_from = []
@@ -226,7 +228,7 @@ def test_items_for_a_lane_in_a_later_epoch_are_dropped():
 
 @pytest.mark.parametrize("gz", [False, True])
 def test_alternating_data_reach_all_lanes_evenly_without_shuffle(gz, tmp_path):
-    """With questions and answers in turn, a fixed assignment would give each lane only one kind."""
+    """A fixed assignment of questions and answers in turn would give each lane only one kind."""
     texts = [body for n in range(2048) for body in (f"{n} " + "long " * 50, "s")]
     lines = [json.dumps({"text": body}) for body in texts]
     path = tmp_path / ("a.jsonl.gz" if gz else "a.jsonl")

@@ -56,7 +56,7 @@ SOURCES = {"one": ["a"], "one with flags": ["b"], "two": ["a", "b"]}
 @pytest.mark.parametrize("names", SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_every_epoch_has_every_sample_once(data, names, epochs):
-    """On any number of ranks, the last step is filled up with rows without loss."""
+    """The last step is filled up with rows without loss, on any number of ranks."""
     sources = [("tokens", data[name], 1.0) for name in names]
     one_pass = [
         sample
@@ -123,7 +123,7 @@ def prepare_texts(data, folder, name="texts", tokenizer="bytes", workers=1):
 
 
 def test_text_is_tokenized_once(data, tmp_path, monkeypatch):
-    """Of several threads that need the tokens at the same time, one tokenizes."""
+    """One thread tokenizes if several need the tokens at the same time."""
     calls, results = [], []
     original = preparing.prepare
     monkeypatch.setattr(preparing, "prepare", lambda *args: calls.append(args) or original(*args))
@@ -378,6 +378,7 @@ def train_and_collect_log(argv):
 
 @pytest.fixture
 def texts_and_steps(tmp_path):
+    """Return a function folder -> arguments of a job, and the steps of two epochs."""
     path = jobs.write_texts(tmp_path / "texts", documents=24)
 
     def options(folder):

@@ -215,6 +215,7 @@ needs_lm_eval = pytest.mark.skipif(not LM_EVAL, reason="needs the package lm_eva
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
+    """Create a folder with a tiny model, its tokenizer, and tasks."""
     folder = tmp_path_factory.mktemp("evaluated")
     HF.save_hf(folder / "model", build(Llama, ARGS).state_dict(), ARGS)
     for name, content in BYTES.as_hf_files().items():

@@ -14,12 +14,14 @@ SMALL = ("--model.tokenizer_path=bytes", "--compile.no_enable")
 
 @pytest.fixture(scope="module")
 def card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fake_cuda.FakeCuda]:
+    """Start a process with the fake CUDA."""
     card = fake_cuda.FakeCuda(fake_cuda.build(tmp_path_factory.mktemp("fake_cuda")))
     yield card
     card.close()
 
 
 def ask_card(card: fake_cuda.FakeCuda, question: str, rank: int, world_size: int, *argv: str, mutant: str = "") -> Any:
+    """Call a function of step.py for one rank of a job; fail if it raises."""
     ok, answer = card.ask(question, list(argv), rank, world_size, mutant)
     assert ok, answer[-3000:]
     return answer

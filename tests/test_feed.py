@@ -22,6 +22,7 @@ OBJECTIVE = SummedCrossEntropy()
 
 
 def agreed() -> tuple[int, bool, float]:
+    """Agree on a batch where rank 1 has padding; return tokens, stop flag, and this rank's share."""
     rank = torch.distributed.get_rank()
     preparer = BatchPreparer(OBJECTIVE, ParallelDims(2, dp_shard=2), rank, torch.device("cpu"), BatchSpec())
     labels = torch.zeros(2, 4, dtype=torch.int64)
@@ -39,6 +40,7 @@ class ReferencesWithAMissingPair:
 
 
 def error_without_reference() -> str:
+    """Fetch a batch whose reference is missing on rank 1; return this rank's error."""
     preparer = BatchPreparer(OBJECTIVE, ParallelDims(2, dp_shard=2), 0, torch.device("cpu"), BatchSpec())
     preparer.references = ReferencesWithAMissingPair()
     batches, failure = preparer.fetch(iter([{"labels": torch.zeros(2, 4, dtype=torch.int64)}]), 1)
@@ -94,7 +96,7 @@ def collectives_of_steps(argv):
 
 
 def test_agreement_on_a_step_overlaps_the_previous_one(tmp_path):
-    """In a step that is not logged, the host waits for the other ranks only at its end, and after the last step no
+    """The host waits for other ranks only at the end of a step that is not logged, and after the last step no
     reduction is pending.
     """
     steps = dict(training__local_batch_size=4, training__steps=4, metrics__log_freq=4)
@@ -132,7 +134,7 @@ class CountingLoader:
 )
 @pytest.mark.parametrize("samples", [1, 7, 12])
 def test_held_out_samples_do_not_depend_on_the_plan(samples, size, ranks, group_size):
-    """With group_size = 2, pairs are held out as a unit."""
+    """Pairs (group_size = 2) are held out as a unit."""
     parts = [
         HeldOutBatches(CountingLoader(RankSamples(0, r, ranks, size, group_size)), samples, OBJECTIVE.first)
         for r in range(ranks)

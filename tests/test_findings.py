@@ -187,7 +187,7 @@ def test_cadences_in_shares_are_judged_before_the_start():
     [("0.1", "0.05", 2), ("epoch", "2/epoch", 2), ("0.15", "0.05", 3), ("0.05", "0.05", 1), ("epoch", "3/epoch", 3)],
 )
 def test_intervals_stay_multiples_of_validations_for_every_total(interval, freq, multiple):
-    """In floats 0.15 / 0.05 is no whole number. A save falls at most one validation after its exact step."""
+    """A save falls at most one validation after its exact step, though 0.15 / 0.05 is no whole number in floats."""
     arguments = ["--checkpoint.best_metric=validation_loss", "--checkpoint.enable", "--validation.enable"]
     config = manager.load([*arguments, f"--checkpoint.interval={interval}", f"--validation.freq={freq}"])
     config.training.epochs = 3

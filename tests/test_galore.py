@@ -35,12 +35,14 @@ class Matrix(nn.Module):
 
 
 def build_galore(model, name="GaLore", lr=0.01, decay=0.1, **options):
+    """Build an optimizer, GaLore by default, for all parameters of a model."""
     adafactor_beta2 = {"beta2": 0.95} if options.get("inner") == "adafactor" else {}
     settings = dict(shared=ADAM | adafactor_beta2, weight_decay=decay, options=options)
     return build_optimizers([model], name=name, lr=lr, **settings).optimizers[0]
 
 
 def take_steps(model, optimizer, steps=5, gradient=lambda step, p: random(*p.shape, seed=step, dtype=p.dtype)):
+    """Take optimizer steps with gradients of a function of (step, parameter); return the model."""
     for step in range(steps):
         for parameter in model.parameters():
             parameter.grad = gradient(step, parameter)
@@ -437,6 +439,7 @@ def test_galore_projects_the_matrices_of_an_adapter(tmp_path):
 
 
 def state_of(argv):
+    """Train a job and return the shapes of its optimizer state by parameter."""
     trainer = Trainer(load(argv), read_ranks())
     trainer.train()
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}

@@ -13,6 +13,7 @@ SCRIPT = ROOT / "scripts/gpu_hour.sh"
 
 
 def steps(gpus: int) -> dict[str, list[str]]:
+    """Return the commands that the script would run, by name."""
     done = subprocess.run(["bash", SCRIPT, "--list", str(gpus)], capture_output=True, text=True, check=True)
     rows = [line.split("\t") for line in done.stdout.splitlines()]
     assert all(len(row) == 3 and row[1] for row in rows)

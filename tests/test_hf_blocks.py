@@ -117,6 +117,7 @@ def test_blocks_larger_than_their_matrices_load(block, tmp_path):
 
 
 def split_experts(folder, dim):
+    """Load a folder with experts sharded along a dimension; return their full tensors."""
     model = build(Deepseek, WIDE, seed=1)
     experts = model.layers["2"].moe.experts
     mesh = init_device_mesh("cpu", (2,))
@@ -134,6 +135,7 @@ def test_experts_load_sharded_within_their_matrices(dim, tmp_path):
 
 
 def assert_refused(folder, message, change=None, config=None):
+    """Write a folder with a fault and expect this message when it loads."""
     tensors = {
         n: value for n, value in (folder_tensors("v3", (7, 10))[0] | (change or {})).items() if value is not None
     }

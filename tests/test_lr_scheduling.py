@@ -140,6 +140,7 @@ def rates(optimizers: list[torch.optim.Optimizer]) -> list[float]:
 
 
 def run(optimizers, schedulers, steps: int) -> list[float]:
+    """Take steps; return the rate of each, which all groups have to follow."""
     rates_of_steps = []
     for _ in range(steps):
         rates_of_steps.append(schedulers.last_lr)

@@ -34,6 +34,7 @@ SMALL = dataclasses.replace(
 
 
 def small_model(scale=1.0, **change):
+    """Build a tiny DeepSeek model with this scale of the auxiliary loss."""
     model = Deepseek(dataclasses.replace(SMALL, **change))
     initialize(model, 0, model.init_rule)
     balance.set_aux_loss_scale(model, scale)
@@ -45,6 +46,7 @@ def token_ids(batch=4, length=16):
 
 
 def step(model, batch):
+    """Run forward and backward; return gradients, expert load, and auxiliary losses."""
     model(batch).square().sum().backward()
     totals = [router.aux_loss.item() for router in balance.routers(model).values()]
     return {clean_name(n): p.grad for n, p in model.named_parameters()}, balance.take_load(model)[1], totals

@@ -31,6 +31,7 @@ class Reference:
         self.stored: list[list[torch.Tensor]] = []  # states by lane, in order
 
     def compressed(self, states):
+        """Project states to the width of the cache, if the cache compresses."""
         if "memory.h_proj.weight" not in self.weights:
             return states
         norm = [self.weights[f"memory.h_norm.{name}"] for name in ("weight", "bias")]
@@ -86,6 +87,7 @@ class Reference:
         return out
 
     def hook(self, layer, module, inputs, output):
+        """Add the attention to the cache to a layer's attention output."""
         x = inputs[0]
         if layer == LAYER:
             self.retrieved = [[self.entries(lane, state) for state in states] for lane, states in enumerate(x)]
@@ -94,6 +96,7 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, model, batches):
+        """Return the logits of segments read one after another."""
         self.stored = [[] for _ in batches[0]]
         for layer in range(LAYER, len(model.layers)):
             attention = model.layers[str(layer)].attention
@@ -118,6 +121,7 @@ def model_with_authors_layout(family="llama", dtype=torch.float64, **cache):
 
 
 def expected_of(model, batches, family="llama", dtype=torch.float64, training=False, **cache):
+    """Compute the logits of the authors' program with a model's weights."""
     base = plain(family, dtype, n_layers=3).train(training)
     base.load_state_dict(model.state_dict(), strict=False)
     return Reference(model, training, **cache).logits(base, batches)

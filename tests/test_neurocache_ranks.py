@@ -76,7 +76,7 @@ def read_store(size: int, similarity: str, ranks: int) -> tuple[list, list, int]
 @pytest.mark.parametrize("similarity", ["l2", "dot"])
 @pytest.mark.parametrize("size", [8, 12, 24])
 def test_a_store_shared_by_ranks_equals_an_unshared_one(size, similarity):
-    """Of equal scores the latest entry wins, whichever rank holds it, in a partly filled, full and wrapped store."""
+    """The latest of entries with equal scores wins, whichever rank holds it, in a partly filled and a wrapped store."""
     *one_rank, _ = read_store(size, similarity, 1)
     assert len({age for segment in one_rank[0] for lane in segment for token in lane for age in token}) > 5
     options = Cache(cache_size=size, cache_shard="tp", cache_dtype="float32", compression=8)

@@ -73,6 +73,7 @@ def test_noise_depends_on_the_length_of_the_record():
 
 
 def model_of(*arguments):
+    """Build a job's model with initial weights; return it and its plan."""
     model, plan, _ = parts.adapted_model(load(["--model.tokenizer_path=bytes", *arguments]))
     model = model.to_empty(device="cpu")
     initialize(model, 0, model.init_rule)

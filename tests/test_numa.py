@@ -72,7 +72,7 @@ def test_nothing_is_bound_without_a_usable_node(node, lists, machine, caplog):
 
 
 def test_a_rank_is_not_bound_to_too_few_processors(machine, caplog):
-    """With 3 of 16 allowed processors on the GPU's node, a bound rank would be slow."""
+    """A rank bound to 3 of its 16 allowed processors would be slow."""
     caplog.set_level("INFO")
     bound = machine(1, {0: "0-12", 1: "13-15"})
     numa.stay_near(ADDRESS)

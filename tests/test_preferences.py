@@ -155,6 +155,7 @@ def test_forms_of_text_and_records_that_are_no_pair(tmp_path):
 
 
 def shards_of(folder, rows, **options):
+    """Tokenize records of pairs; return the token shards."""
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = PrepareOptions(TrainOn("last_turn"), max_tokens=16, group_size=2, **options)
@@ -211,6 +212,7 @@ def write_pairs(path):
 
 
 def dpo_arguments(folder, rows, **options):
+    """Return the arguments of a small DPO job on a file of pairs."""
     settings = dict(task__kind="dpo", training__seq_len=24, training__local_batch_size=2, training__global_batch_size=4)
     settings |= dict(training__steps=8)
     settings |= dict(validation__enable=True, validation__split=0.2, validation__samples=0, validation__freq=4)
@@ -220,6 +222,7 @@ def dpo_arguments(folder, rows, **options):
 
 @pytest.fixture(scope="module")
 def one_rank_run(tmp_path_factory):
+    """Train on one rank; return the records, the logged steps, and the run's folder."""
     folder = tmp_path_factory.mktemp("dpo")
     rows = write_pairs(folder / "rows.jsonl")
     ((steps, _),) = run_ranks(1, jobs.train, dpo_arguments(folder / "one", rows))

@@ -32,6 +32,7 @@ def run(path, output, *more, tokenizer="bytes"):
 
 
 def all_tokens(folder):
+    """Read the tokens of all shards, and where documents start."""
     shards = TokenShards(folder)
     reader = BlockReader(shards, shards.tokens - 1, 0, shuffle=False)
     rows, (_, starts) = reader.read(np.array([0]))

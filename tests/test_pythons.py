@@ -31,6 +31,7 @@ def python_of(version: str) -> Path:
 
 
 def unknown_names(python: Path, files: list[Path]) -> list[str]:
+    """List the names in files that a Python does not know."""
     query = {"files": list(map(str, files)), "standard": list(sys.stdlib_module_names), "builtins": dir(builtins)}
     command = [python, "-I", ROOT / "tests/support/known_names.py"]
     done = subprocess.run(command, input=json.dumps(query), capture_output=True, text=True, check=True)

@@ -316,6 +316,7 @@ def test_hub_datasets_are_read_by_format(tmp_path):
 
 
 def arguments(folder, path, **options):
+    """Return the arguments of a fine-tuning job with a prompt template and renamed fields."""
     settings = dict(task__kind="sft", training__format="alpaca", training__seq_len=200, training__local_batch_size=2)
     settings |= dict(training__global_batch_size=2, training__template=toml(TEMPLATE), training__fields=toml(FIELDS))
     return jobs.arguments(folder, path, **settings | options)

@@ -52,6 +52,7 @@ def train_and_count_reference_batches(argv, failing_at=None, error=None, seconds
 
 @pytest.fixture(scope="module")
 def reference_run(tmp_path_factory):
+    """Train on one rank without interruption; return the records and the losses."""
     folder = tmp_path_factory.mktemp("reference_run")
     rows = write_pairs(folder / "rows.jsonl")
     ((steps, _),) = run_ranks(1, jobs.train, dpo_arguments(folder / "run", rows))
@@ -64,7 +65,7 @@ def losses(folder):
 
 @pytest.mark.parametrize("ranks, options", [(1, {}), (2, FSDP)], ids=["one rank", "FSDP 2"])
 def test_only_pairs_that_the_run_reads_are_computed(reference_run, tmp_path, ranks, options):
-    """Of 40 pairs, 2 steps read 8, and validation another 8."""
+    """Two steps read 8 of 40 pairs, and validation another 8."""
     rows, _ = reference_run
     two_steps = dict(training__steps=2, checkpoint__enable=False) | options
     run_ranks(ranks, jobs.train, dpo_arguments(tmp_path / "alone", rows, validation__enable=False, **two_steps)[:])

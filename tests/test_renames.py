@@ -46,6 +46,7 @@ def a_place(tmp_path, monkeypatch):
 
 
 def run_check(capsys, *argv: str) -> tuple[int, str, str]:
+    """Run `torchtitan check`; return its exit code, output and errors."""
     code = command.main(list(argv))
     out, err = capsys.readouterr()
     return code, out, err
@@ -70,6 +71,7 @@ def test_renames_point_to_options_and_shadow_none():
 
 
 def upgrade(capsys, tmp_path, content: str) -> tuple[int, str, list[str]]:
+    """Translate a job by `check --upgrade`; return exit code, output and lines of errors."""
     (tmp_path / "old.toml").write_text(content)
     code, out, err = run_check(capsys, "old.toml", "--upgrade")
     return code, out, err.splitlines()

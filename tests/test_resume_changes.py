@@ -44,6 +44,7 @@ def checkpoint(folder: Path, arguments: list[str], step: int = 60, ranks: int = 
 
 @pytest.fixture
 def run(tmp_path_factory):
+    """Create the folder of a run with one checkpoint."""
     folder = tmp_path_factory.mktemp("run")
     checkpoint(folder / "checkpoint", JOB)
     return folder

@@ -45,6 +45,7 @@ def common_bubble(simulation):
 
 
 def build_torch_table(schedule, p, m, v):
+    """Build the table of torch's schedule, without actions that only reduce gradients."""
     ops = get_schedule_ops(schedule, p, m, v, with_comms=False)
     actions = [[a for a in row if a is not None and a.computation_type.value != "REDUCE_GRAD"] for row in ops]
     return [[parse_action(str(action)) for action in row] for row in actions]

@@ -225,6 +225,7 @@ def test_without_overlap_nothing_is_in_flight():
 
 
 def chunk_gradients(policy, split, dropout=0.3, dtype=torch.float64, overlap=True, context=None):
+    """Run one microbatch by segments; return loss, balancing losses, gradients, and a random number."""
     torch.manual_seed(3)
     part = toy_moe.Part(dropout=dropout).to(dtype)
     toy_moe.fill_(part)
@@ -245,6 +246,7 @@ def chunk_gradients(policy, split, dropout=0.3, dtype=torch.float64, overlap=Tru
 
 
 def plain_gradients(dropout=0.3, dtype=torch.float64):
+    """Return the same as `chunk_gradients`, by plain autograd."""
     torch.manual_seed(3)
     part = toy_moe.Part(dropout=dropout).to(dtype)
     toy_moe.fill_(part)
@@ -336,6 +338,7 @@ def test_a_wrong_number_of_outputs_is_reported():
 
 
 def assert_split_backward_equals_one(function, inputs, weights):
+    """Compare gradients of `backward_inputs` and `later.run()` with one backward."""
     inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
     torch.manual_seed(0)
     outputs = function(*inputs)

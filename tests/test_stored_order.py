@@ -36,6 +36,7 @@ def write_parts(folder, texts, count):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
+    """Write the texts as an indexed file, as one compressed file, and as many."""
     folder = tmp_path_factory.mktemp("stored")
     paths = {"indexed": write(folder / "a.jsonl", TEXTS), "one stream": write_parts(folder / "one", TEXTS, 1)}
     # 75 parts are enough to give each lane its own parts, if it were not for shuffle = false

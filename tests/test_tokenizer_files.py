@@ -83,7 +83,7 @@ def test_the_sentencepiece_model_is_exported_for_llama_cpp():
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
 def test_sentencepiece_models_without_a_begin_token(kind, tmp_path):
-    """Like T5: unigram, compiled normalization rules, collapsed blanks, no begin token."""
+    """T5 has such a model: unigram, compiled normalization rules, collapsed blanks, no begin token."""
     rules = "nmt_nfkc" if kind == "unigram" else "identity"
     model = train_sentencepiece(tmp_path / "m", model_type=kind, normalization_rule_name=rules, pad_id=3)
     ours = build_tokenizer(model)
@@ -132,7 +132,7 @@ def test_companion_files_are_exported(tmp_path):
 
 
 def test_tokens_that_only_tokenizer_config_defines(tmp_path):
-    """As in torchtitan's own tests, tokenizer.json lacks the tokens, and their ids belong to a larger vocabulary."""
+    """tokenizer.json lacks the tokens and their ids belong to a larger vocabulary, as in torchtitan's own tests."""
     tokenizer = tokenizers.Tokenizer.from_file(str(ASSETS / "tokenizer.json"))
     content = json.loads(tokenizer.to_str())
     content["added_tokens"] = []
@@ -232,6 +232,7 @@ def test_patterns_that_may_backtrack_are_recognized(pattern):
 
 
 def with_pattern(folder: Path, pattern: str) -> str:
+    """Write a tokenizer.json that first splits by a pattern; return its folder."""
     content = json.loads((ASSETS / "tokenizer.json").read_text())
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     content["pre_tokenizer"] = {

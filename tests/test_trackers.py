@@ -407,6 +407,7 @@ def test_a_histogram_covers_all_finite_values():
 
 
 def read_histograms(folder: Path) -> dict[str, list]:
+    """Read all histograms of a run from its TensorBoard events."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder / "tb"), size_guidance={"histograms": 0}).Reload()

@@ -38,6 +38,7 @@ class Forked:
 
 
 def _run_rank(argv: list[str], env: dict[str, str]) -> None:
+    """Run a rank's module as `python -m` would, in this fork."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     for number in (*stop_signals(), signal.SIGCHLD):

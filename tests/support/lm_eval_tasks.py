@@ -42,6 +42,7 @@ LINES = [
 
 
 def write_tasks(folder, *tasks):
+    """Write tasks and their documents to a folder; fields that are None are left out."""
     folder.mkdir(exist_ok=True)
     (folder / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
     for task in tasks:

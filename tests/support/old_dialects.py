@@ -257,6 +257,7 @@ UNSET_IN_V0_2_2 = """
 
 
 def option_names(text: str) -> list[str]:
+    """Return the full names of the options listed in a dialect."""
     qualified_names = []
     for line in text.strip().splitlines():
         section, _, names = line.partition("] ")
@@ -265,6 +266,7 @@ def option_names(text: str) -> list[str]:
 
 
 def flatten(table: dict, prefix: str = "") -> dict:
+    """Flatten nested tables to {"section.option": value}."""
     values = {}
     for key, value in table.items():
         values |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}

@@ -9,6 +9,7 @@ ARGS = MoEArgs(dim=16, expert_dim=24, n_experts=8, top_k=3)
 
 
 def build_moe(args, seed=0, dtype=torch.float32):
+    """Build a MoE layer with weights drawn from a seed."""
     generator = torch.Generator().manual_seed(seed)
     layer = MoE(args)
     with torch.no_grad():

@@ -55,6 +55,8 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
+    """A layer with attention-like mixing and a feed-forward, dense or of experts."""
+
     def __init__(self, number: int, kind: str, local_experts: int, dropout: float):
         super().__init__()
         self.number, self.kind = number, kind
@@ -86,6 +88,7 @@ class Block(nn.Module):
         return flat[order // TOP], weights, 0.1 * scores.mean(0).square().sum() * len(flat)
 
     def choose(self, scores):
+        """Choose TOP experts a token; one expert is never chosen, and in layer 3 one always."""
         runs[self.number, "choose"] += 1
         scores = scores.detach().clone()
         scores[:, self.number % EXPERTS] = -1  # no token chooses this expert
@@ -184,6 +187,7 @@ def fill_(part: Part, ep_rank: int = 0, ep: int = 1) -> None:
 
 
 def batch(microbatches: int, rank: int, size: int = 2, length: int = 4):
+    """Draw the tokens and labels of a rank, each [microbatches * size, length]."""
     generator = torch.Generator().manual_seed(100 + rank)
     tokens = torch.randint(VOCAB, (microbatches * size, length + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
