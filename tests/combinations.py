@@ -19,12 +19,12 @@ class Combination:
     tp: int = 1
     pp: int = 1
     ep: int = 1
-    method: str = "allgather"  # of context parallel
+    method: str = "allgather"  # rotate method of context parallel
     balance: bool = True
     sequence_parallel: bool = True
     loss_parallel: bool = True
     schedule: str = "1F1B"
-    overlap: bool = False  # of expert parallelism's all-to-alls
+    overlap: bool = False  # overlap the all-to-alls of expert parallel
     microbatch_size: int = 2  # samples a microbatch of a pipeline; 1 gives more of them than fill the pipeline
     accumulation: int = 1
     recompute: str = "none"  # none, full, op, 2 (every 2nd layer), memory_budget
@@ -264,7 +264,7 @@ def experts() -> list[Combination]:
     layout = EXPERT_LAYOUTS["PP 2 x FSDP 2"] | dict(model="deepseek", microbatch_size=1)
     for schedule in SCHEDULES:
         rows += [Combination(**layout, schedule=schedule, recompute=mode) for mode in ("none", "full", "op")]
-        twice = 1 if schedule == "DualPipeV" else 2  # which wants all of the few samples at once
+        twice = 1 if schedule == "DualPipeV" else 2  # DualPipeV needs all the microbatches in one pass
         rows += [Combination(**layout, schedule=schedule, overlap=True, accumulation=twice)]
     for mode in ("full", "full_keep_comm", "op", "2"):
         rows += [Combination(**layout, schedule="DualPipeV", overlap=True, recompute=mode)]

@@ -226,4 +226,4 @@ def test_the_moe_benchmark_has_the_sizes_of_torchtitans_debug_model(monkeypatch,
     latent = (args.kv_lora_rank, args.qk_nope_head_dim, args.qk_rope_head_dim, args.v_head_dim)
     assert latent == (512, 128, 64, 128)
     assert (args.n_experts, args.top_k, args.n_shared_experts, args.expert_dim) == (8, 3, 2, 256)
-    assert args.bias_rate == 0.001  # what moves the load
+    assert args.bias_rate == 0.001  # the rate at which the router's biases move

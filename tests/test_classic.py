@@ -149,7 +149,7 @@ def test_roberta_attends_to_later_tokens_of_the_same_document():
 def test_initial_weights_follow_the_recipe():
     model = GPT2(WORD_ARGS["gpt2"])
     assert model.init_rule("layers.1.attention.wo.weight") == model.init_rule("layers.0.feed_forward.w2.weight")
-    assert model.init_rule("layers.1.attention.wo.weight") == Normal(0.02 / 2)  # of 2 layers
+    assert model.init_rule("layers.1.attention.wo.weight") == Normal(0.02 / 2)  # scaled by 1 / sqrt(2 x 2 layers)
     assert model.init_rule("layers.1.attention.wq.weight") == model.init_rule("tok_embeddings.weight") == Normal(0.02)
     assert model.init_rule("norm.weight") == Constant(1.0)
     assert model.init_rule("layers.1.attention.wo.bias") == Constant(0.0)

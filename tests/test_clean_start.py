@@ -67,7 +67,7 @@ def test_checkpoints_are_deleted_only_by_always(run, monkeypatch):
     checkpoint(run / "checkpoint", ["--checkpoint.enable"])
     with pytest.raises(JobError, match='step 60 is saved in it.*write "always"'):
         empty_folder(job(run))
-    other = ["--model.tokenizer_path=bytes", "--optimizer.lr=0.5"]  # which a resume would refuse
+    other = ["--model.tokenizer_path=bytes", "--optimizer.lr=0.5"]  # a resume would refuse these
     assert any("optimizer.lr" in fault.key for fault in check(job(run, "unsaved", *other), 1, "cpu"))
     assert check(job(run, "always", *other), 1, "cpu") == []
     assert (run / "checkpoint").exists()

@@ -116,7 +116,7 @@ def test_windows_score_each_token_once_with_the_longest_context(length, context)
     assert [token for _, continuation in pairs for token in continuation] == ids
     for prefix, continuation in pairs:
         window = prefix + continuation
-        assert window == [-1, *ids][window[0] + 1 : window[-1] + 2]  # in the text's order, without a gap
+        assert window == [-1, *ids][window[0] + 1 : window[-1] + 2]  # in text order, without gaps
         assert len(window) == min(context, length) + 1
 
 

@@ -39,18 +39,18 @@ class Reference:
         return torch.nn.functional.layer_norm(narrow, narrow.shape[-1:], *norm)
 
     def entries(self, lane, state):
-        """Rows [N, C] that a token reads: with each of its nearest entries the one that was stored after it."""
+        """Return the rows [N, C] that a token reads: its nearest entries, each with the entries around it."""
         stored, options = self.stored[lane], self.options
         keys = [self.compressed(entry).float().to(self.dtype) for entry in stored]
         query = self.compressed(state)
         scores = [(2 * (query @ key) - key @ key).item() for key in keys]
         nearest = sorted(range(len(keys)), key=lambda i: (-scores[i], -i))[: options["topk"]]
         states = []
-        for place in range(options["topk"]):
-            for after in range(
+        for index in range(options["topk"]):
+            for offset in range(
                 -(options["window"] // 2) + 1 if options["window"] > 1 else 0, options["window"] // 2 + 1
             ):
-                number = nearest[place] + after if place < len(nearest) else -1
+                number = nearest[index] + offset if index < len(nearest) else -1
                 exists = 0 <= number < len(keys)
                 if self.training and "memory.h_proj.weight" in self.weights:
                     raw = stored[number].float().to(self.dtype) if exists else torch.zeros_like(state)

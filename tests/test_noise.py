@@ -40,7 +40,7 @@ def test_noise_is_uniform_up_to_its_bound():
     drawn = noise(keys()).double() * (LENGTH * WIDTH) ** 0.5 / ALPHA  # 262144 of them
     assert -1 <= drawn.min() < -0.9999 and 0.9999 < drawn.max() <= 1
     assert drawn.mean().item() == pytest.approx(0, abs=0.005)  # standard error 0.0011
-    assert drawn.square().mean().item() == pytest.approx(1 / 3, abs=0.003)  # and 0.0006
+    assert drawn.square().mean().item() == pytest.approx(1 / 3, abs=0.003)  # standard error 0.0006
     shares = torch.histc(drawn, 8, -1, 1) / drawn.numel()
     assert shares.tolist() == pytest.approx([1 / 8] * 8, abs=0.003)
     # the norm of a record is alpha / sqrt(3); the mean square of these many draws is known to 1.4 %
@@ -59,7 +59,9 @@ def test_noise_is_independent_of_neighbours_dropout_steps_and_seeds():
 
 
 def test_noise_depends_on_the_length_of_the_record():
-    documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 0]])  # of the first the last is padding
+    documents = torch.tensor(
+        [[0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 0]]
+    )  # the last document of the first row is padding
     lengths = record_lengths({"tokens": documents, "document_ids": documents})
     assert lengths.tolist() == [[3, 3, 3, 2, 2, 3, 3, 3], [8] * 8]
     assert record_lengths({"tokens": documents}).tolist() == [[8] * 8] * 2

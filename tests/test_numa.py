@@ -55,10 +55,10 @@ def test_all_threads_run_on_the_processors_of_the_gpus_node(machine, caplog):
 @pytest.mark.parametrize(
     ("node", "lists"),
     [
-        (-1, {0: "0-15"}),  # one node, that has no number
+        (-1, {0: "0-15"}),  # a single node, without a number
         (0, {0: "0-15"}),
         (1, {0: "0-7"}),  # a container that hides the other node
-        (1, {0: "0-15", 1: "16-31"}),  # where the process may not run
+        (1, {0: "0-15", 1: "16-31"}),  # a node with forbidden processors
         (1, {0: "0-7", 1: ""}),  # a node of memory alone
         ("none", {}),
     ],

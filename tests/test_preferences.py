@@ -287,7 +287,7 @@ def test_the_reference_is_the_model_at_the_start_and_a_resume_keeps_it(one_rank_
                 expected = logs.gather(-1, labels[answer_mask][:, None]).sum()
                 assert batch_references[row].item() == pytest.approx(expected.item(), rel=1e-5)
                 rows_compared += 1
-    assert rows_compared == 4 * 8 + 16 and len(saved["values"]) <= rows_compared  # of 4 steps, and of validation
+    assert rows_compared == 4 * 8 + 16 and len(saved["values"]) <= rows_compared  # those of 4 steps and of validation
     run_ranks(1, jobs.train, dpo_arguments(tmp_path, rows, lr_scheduler__total_steps=8))
     assert [step["loss"] for step in jobs.logged_steps(tmp_path)] == [step["loss"] for step in steps]
     other = {name: tensor + 1 for name, tensor in batch.items()}

@@ -554,7 +554,7 @@ def test_comments_are_kept(capsys, tmp_path):
 def test_translated_debug_jobs_train(old, capsys, tmp_path):
     code, out, err = upgrade(capsys, tmp_path, old)
     assert (code, err) == (0, [])
-    (tmp_path / "new.toml").write_text(out.replace("n_layers = 8\n", "n_layers = 1\n"))  # of 64 experts each
+    (tmp_path / "new.toml").write_text(out.replace("n_layers = 8\n", "n_layers = 1\n"))  # each layer has 64 experts
     small = [
         "--training.steps=2",
         "--lr_scheduler.warmup_steps=1",

@@ -158,7 +158,7 @@ def test_only_the_step_to_load_is_compared(run):
     checkpoint(run / "checkpoint", [*JOB, "--optimizer.lr=0.5"], step=70)
     assert "as in step-00000070" in faults_of_resume(run, [])[0]
     assert faults_of_resume(run, ["--checkpoint.load_step=60"]) == []
-    assert faults_of_resume(run, ["--checkpoint.load_step=65"]) == []  # which loading refuses
+    assert faults_of_resume(run, ["--checkpoint.load_step=65"]) == []  # refused later, when it is loaded
     (run / "checkpoint" / "step-00000070" / "state.json").write_text("{")
     assert faults_of_resume(run, ["--optimizer.lr=0.5"]) != []  # the older one is what will be loaded
 

@@ -204,7 +204,7 @@ def test_stages_and_microbatches_come_from_the_job(run, job, tmp_path):
     interleaved = {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}
     out = run(*job(**interleaved))[1]
     assert out.startswith("Interleaved1F1B        2 ranks x 2 stages, 4 microbatches, F:I:W = 1:1:1\n")
-    # where embedding and head do not count, six layers make six stages
+    # six layers make six stages if embedding and head do not count as layers
     out = run(*job(**interleaved, **SIX_LAYERS, parallelism__pipeline_parallel_layers_per_stage=1))[1]
     assert "2 ranks x 3 stages, 4 microbatches" in out
     assert not (tmp_path / "run").exists()

@@ -226,7 +226,7 @@ def test_wandb_keeps_the_first_value_of_a_repeated_step(tmp_path, monkeypatch):
             pass
 
         def log(self, values, step):
-            if step > max(logged, default=0):  # as wandb: steps only grow, and what comes late is ignored
+            if step > max(logged, default=0):  # as in wandb: steps only grow, and late records are ignored
                 logged[step] = values
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=Run))

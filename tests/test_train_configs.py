@@ -151,6 +151,6 @@ def test_fine_tuning_jobs_train_two_steps(path, user_arguments, tmp_path):
         assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
         assert steps[0]["reward_margin"] == pytest.approx(0, abs=1e-5)
     else:
-        assert 7 < steps[0]["loss"] < 9.5  # of initial weights: about ln 2,112 + 1/2 = 8.2
+        assert 7 < steps[0]["loss"] < 9.5  # initial weights give about ln 2,112 + 1/2 = 8.2
     assert (tmp_path / "checkpoint/step-00000002").is_dir()
     assert list(tmp_path.glob("adapter/*.safetensors" if "lora" in path.stem else "model_hf/*.safetensors"))

@@ -93,7 +93,7 @@ def test_weights_are_exported_and_loaded_as_hugging_face_files(texts, tmp_path):
         checkpoint__enable=True,
         checkpoint__initial_load_path=exported,
         checkpoint__initial_load_in_hf=True,
-        optimizer__lr=1e-12,  # so that the first step leaves the weights as they came
+        optimizer__lr=1e-12,  # so that the first step does not change the weights
     )
     rows, _ = run_ranks(1, jobs.train, jobs.arguments(tmp_path / "b", texts, **import_options))[0]
     ids = torch.randint(0, 260, (1, 16), generator=torch.Generator().manual_seed(0))
