@@ -69,7 +69,7 @@ def test_tokens_that_end_an_answer(tmp_path):
 
 def test_a_template_that_changes_earlier_text_is_refused(tmp_path):
     template = unmarked(CHATML).replace("{%- for m", "{{ add_generation_prompt }}{%- for m")
-    with pytest.raises(DataError, match="the text up to message 2 is not how the whole text begins"):
+    with pytest.raises(DataError, match="the text up to message 2 is not the beginning of"):
         prompt_ids(build_tokenizer(folder_with(tmp_path / "t", template)), TALK[:4], "it")
 
 

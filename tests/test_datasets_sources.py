@@ -272,10 +272,10 @@ def test_bad_lines(tmp_path, name):
     assert message(broken).startswith(f"/{name}:2: no valid JSON at byte {start + 15}: Expecting property name")
     assert 'training.on_bad_data = "skip"' in message(broken)
     assert message(b"[1, 2]").startswith(f"/{name}:2: a list at byte {start}; each line must be a JSON object")
-    assert "no field 'text'; the fields there are: 'body', 'id'; set training.text_field" in message(
+    assert "no field 'text'; the record's fields: 'body', 'id'; set training.text_field" in message(
         b'{"body": "x", "id": 1}'
     )
-    assert "no field 'text'; the fields there are: none" in message(b"{}")
+    assert "no field 'text'; the record's fields: none" in message(b"{}")
     assert message(b'{"text": null}').startswith(f"/{name}:2: field 'text' holds nothing (null), not text")
     assert "field 'text' holds list, not text" in message(b'{"text": ["a"]}')
     assert message(b'{"text": "\xff"}').startswith(f"/{name}:2: byte {start + 10} (0xff) is not UTF-8; convert")
@@ -420,7 +420,7 @@ def test_hugging_face_folder(tmp_path):
 def test_hugging_face_refusals(tmp_path):
     folder = hub_folder(tmp_path, shards=1, rows=3)
     (error,) = DATASETS["huggingface"](folder, "body").documents()
-    assert "shard 0, row 0: no field 'body'; the fields there are: 'id', 'text'; set training.text_field" in str(error)
+    assert "shard 0, row 0: no field 'body'; the record's fields: 'id', 'text'; set training.text_field" in str(error)
     assert "field 'id' holds int, not text" in str(next(DATASETS["huggingface"](folder, "id").documents()))
     with pytest.raises(DataError, match="needs dataset_path: the name of a dataset on the hub"):
         DATASETS["huggingface"](None, "text")

@@ -83,7 +83,7 @@ def test_a_number_is_not_taken_for_its_first_digits(tmp_path, monkeypatch):
         (b'[{"text": "a"}, ' + b"[" * 100_000, "no JSON array at byte 16: "),
         (b'[{"text": "\xff"}]', "not UTF-8 before byte"),
         (b'[{"text": "a"}, 7]', "element 1: a int at byte 16; each line must be a JSON object"),
-        (b'[{"body": "a"}]', "element 0: no field 'text'; the fields there are: 'body'"),
+        (b'[{"body": "a"}]', "element 0: no field 'text'; the record's fields: 'body'"),
     ],
 )
 def test_malformed_json_arrays_are_refused(tmp_path, content, message):

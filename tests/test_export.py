@@ -191,7 +191,7 @@ def test_another_base_is_refused(tmp_path, texts, capsys):
     MODELS["llama3"].hf.save_hf(tmp_path / "base", other.state_dict(), other.args)
     assert export(run, tmp_path / "out", "--merge") == 2
     errors = capsys.readouterr().err
-    assert "is not the matrix that the run has packed; put the run's base there again, or merge into the" in errors
+    assert "is not the matrix that the run quantized; restore the run's base at this path, or merge into the" in errors
     (tmp_path / "base").rename(tmp_path / "moved")
     assert export(run, tmp_path / "out", "--merge") == 2
     errors = capsys.readouterr().err

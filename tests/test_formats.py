@@ -59,13 +59,13 @@ def test_the_text_field_of_the_job_takes_precedence():
     [
         (
             dict(prompt="a"),
-            "a.jsonl:3: no field 'text'; the fields there are: 'prompt'; set training.text_field, or",
+            "a.jsonl:3: no field 'text'; the record's fields: 'prompt'; set training.text_field, or",
         ),
         (dict(prompt="a", completion=None), "field 'completion' of format prompt_completion holds nothing (null), not"),
         (dict(instruction=5, output="b"), "field 'instruction' of format alpaca holds int, not text"),
         (dict(instruction="a", output="b", input=5), "field 'input' of format alpaca holds int, not text"),
         (dict(segments=[5, {}]), "field 'segments' holds list, not text"),
-        ({}, "the fields there are: none; set"),
+        ({}, "the record's fields: none; set"),
     ],
 )
 def test_records_of_no_format_are_refused(record, message):

@@ -91,7 +91,7 @@ def test_train_flags_need_a_template_with_markers(tmp_path):
     once = "{% generation %}{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}{% endgeneration %}"
     tokenizer = build_tokenizer(folder_with(tmp_path / "t", once))
     assert decode_with_mask(tokenizer, messages(*TWO)) == "[a>b>c>d>]"
-    with pytest.raises(DataError, match="marks 1 stretches as generated in 2 messages of the assistant"):
+    with pytest.raises(DataError, match="marks 1 parts as generated in 2 messages of the assistant"):
         decode_with_mask(tokenizer, [*messages(*TWO)[:3], {"role": "assistant", "content": "d", "train": False}])
 
 
@@ -207,9 +207,7 @@ def test_counts_and_lengths_of_records_are_reported(tmp_path, workers):
     assert len(TokenReader(shards).documents) == 18
     cut = prepare_source(path, PrepareOptions(max_tokens=21, too_long="truncate", max_empty_ratio=1), tmp_path / "data")
     assert cut.folder != shards.folder and prepare_source(path, recipe, tmp_path / "data").folder == shards.folder
-    with pytest.raises(
-        DataError, match=r"2 of 42 records have nothing that is trained, the first a.jsonl:41; allowed: 0"
-    ):
+    with pytest.raises(DataError, match=r"2 of 42 records have no trained token, the first a.jsonl:41; allowed: 0"):
         prepare_source(path, PrepareOptions(max_tokens=50, max_empty_ratio=0.04), tmp_path / "data")
 
 

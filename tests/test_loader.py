@@ -329,7 +329,7 @@ def test_a_state_of_other_data_is_refused(tmp_path, data):
         ("version", 9, "has version 9, this program reads 2"),
         ("version", 1, "has version 1, this program reads 2, another order; finish with the program that began"),
         ("lanes", 8, "streams: 8 in the checkpoint, 16 now"),
-        ("cursors", {}, "is not whole: stream 0 is at sample 0 instead of 1; join the states"),
+        ("cursors", {}, "is incomplete: stream 0 is at sample 0 instead of 1; join the states"),
     ]:
         with pytest.raises(JobError, match=message):
             loader(write_documents(path), state={**state, key: value})

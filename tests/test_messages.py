@@ -250,7 +250,7 @@ def test_unknown_chat_records_are_answered_with_the_known_formats(tmp_path, caps
     ]
     assert cli.main([*arguments, "--training.seq_len=32"]) == 2
     errors = " ".join(capsys.readouterr().err.split())
-    assert "chat.jsonl:1: no field 'text'; the fields there are: 'dialog'; set training.text_field" in errors
+    assert "chat.jsonl:1: no field 'text'; the record's fields: 'dialog'; set training.text_field" in errors
     assert "chat (messages), sharegpt (conversations)" in errors
 
 

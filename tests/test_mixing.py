@@ -198,7 +198,7 @@ def test_a_state_of_other_sources_is_refused(data):
         loader(sources=other, state=state)
     with pytest.raises(JobError, match="sources: 2: {.*c.jsonl.gz.*} in the checkpoint, nothing now"):
         loader(sources=data[:2], state=state)
-    with pytest.raises(JobError, match="is not whole: stream 0 is at sample 0 instead of"):
+    with pytest.raises(JobError, match="is incomplete: stream 0 is at sample 0 instead of"):
         loader(sources=data, state=state | {"cursors": {}})
 
 

@@ -228,7 +228,7 @@ def test_differing_jobs_are_refused_in_one_message(tmp_path):
     machines = [jobs.start(argv[index], ranks=1, NODE_RANK=str(index), **where) for index in range(2)]
     (code_0, _, err_0), (code_1, out_1, err_1) = (jobs.finish(machine) for machine in machines)
     assert (code_0, code_1, err_1) == (2, 2, "")
-    assert err_0.startswith("ERROR: preflight: not all ranks fit together, and nothing was started")
+    assert err_0.startswith("ERROR: preflight: the ranks do not match, and nothing was started")
     host = socket.gethostname()
     differences = [line.split() for line in err_0.splitlines()[1:]]
     assert differences == [

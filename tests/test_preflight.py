@@ -173,10 +173,8 @@ def test_all_ranks_start_or_none(fault, message, argv):
     if not fault:
         assert (first, other) == ("started", "started")
         return
-    assert first.startswith("preflight: not all ranks fit together, and nothing was started") and re.search(
-        message, first
-    )
-    assert other == "peer: the preflight has found what cannot work"
+    assert first.startswith("preflight: the ranks do not match, and nothing was started") and re.search(message, first)
+    assert other == "peer: the preflight check failed"
 
 
 def test_without_preflight_a_wrong_sum_is_not_noticed(argv):

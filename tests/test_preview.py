@@ -136,7 +136,7 @@ def test_refusals(job, capsys, tmp_path):
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
 REFUSED = {
     "no JSON": ("{", [], r"a\.jsonl:\d: .*JSON"),
-    "another field": ('{"body": "a"}', [], r"a\.jsonl:\d: no field 'text'; the fields there are: 'body'"),
+    "another field": ('{"body": "a"}', [], r"a\.jsonl:\d: no field 'text'; the record's fields: 'body'"),
     "no text": ('{"text": ""}', [], "no text in 8 epochs"),
     "no template": (json.dumps({"messages": TALK}), [], r"a\.jsonl:1: .*no chat template; give one with data\.chat_"),
     "template": (
@@ -153,7 +153,7 @@ REFUSED = {
     "nothing learned": (
         json.dumps({"text": [{"text": "a", "label": False}]}),
         ["--task.kind=sft"],
-        "8 of 8 records have nothing that is trained",
+        "8 of 8 records have no trained token",
     ),
 }
 

@@ -134,7 +134,7 @@ MISSING = [
     (
         dict(format_name="alpaca", fields={"instruction": "question"}),
         {"instruction": "a", "output": "b"},
-        "a.jsonl:3: no field 'question', which format alpaca needs; the fields there are: 'instruction', 'output'; set",
+        "a.jsonl:3: no field 'question', which format alpaca needs; the record's fields: 'instruction', 'output'; set",
     ),
     (
         dict(format_name="alpaca", fields={"input": "context"}),
@@ -144,7 +144,7 @@ MISSING = [
     (
         dict(format_name="chat"),
         {},
-        "no field 'messages', which format chat needs; the fields there are: none; set training.f",
+        "no field 'messages', which format chat needs; the record's fields: none; set training.f",
     ),
     (
         dict(format_name="chat"),
@@ -312,7 +312,7 @@ def test_hub_datasets_are_read_by_format(tmp_path):
         item.content for item in open_hub_dataset("huggingface", "train", str(tmp_path), READER).documents()
     ] == expected
     (item,) = open_hub_dataset("huggingface", "train", str(tmp_path), RecordReader()).documents()
-    assert "no field 'text'; the fields there are: 'question', 'context', 'reply'" in str(item)
+    assert "no field 'text'; the record's fields: 'question', 'context', 'reply'" in str(item)
 
 
 def arguments(folder, path, **options):

@@ -203,7 +203,7 @@ def test_formats_of_conversations(folders):
         (CHATML, [{"role": "user"}], "a.jsonl:3: message 0 of field 'messages' has nothing as content, not text"),
         (CHATML, [{"role": "user", "content": 5}], "message 0 of field 'messages' has int as content, not text"),
         (CHATML, messages([("tool", "x")]), "the chat template refuses this conversation: no role tool"),
-        (CHATML, messages([("user", "a\ue0f0")]), "the characters U+E0F0 to U+E0F2 are kept for marks"),
+        (CHATML, messages([("user", "a\ue0f0")]), "the characters U+E0F0 to U+E0F2 are reserved as marks"),
         ("{% if %}", messages(CHATS[0]), "the chat template refuses this conversation"),
         ("{{ ''.__class__.__mro__ }}", messages(CHATS[0]), "the chat template refuses this conversation: access to"),
         ("{{ 'x' * 9999999 }}", messages(CHATS[0]), "makes more than 4,194,304 characters of it"),

@@ -250,7 +250,7 @@ def _rendering_error(error: RenderingFailed, tokenizer: Tokenizer, location: str
     if error.kind in (OUT_OF_TIME, TOO_MUCH_MEMORY, CRASH):
         text = f"ended its process ({error})" if error.kind == CRASH else f"needs more than {limits()}"
         return DataError(
-            f"{location}: {tokenizer.template_name} {text} for this conversation, which no template of a model does; "
+            f"{location}: {tokenizer.template_name} {text} for this conversation, which published templates never do; "
             "give another one with data.chat_template"
         )
     kind = DataError if error.kind == SYNTAX else BadRecord  # a syntax error concerns all conversations
@@ -284,7 +284,7 @@ def _check_special_tokens(tokenizer: Tokenizer, text: str, messages: Sequence[Me
     if foreign:
         raise DataError(
             f"{location}: the chat template writes {foreign[0]!r}, which is no special token of the tokenizer, so that "
-            "it would be read in pieces; give template and tokenizer of one model"
+            "it would be split into several tokens; give template and tokenizer of one model"
         )
     names = tokenizer.special_tokens
     for number, message in enumerate(messages):
@@ -314,8 +314,8 @@ def _render_with_marks(tokenizer: Tokenizer, messages: Sequence[Message], locati
     for number, before, after in zip(answers, texts[::2], texts[1::2], strict=True):
         if not (full_text.startswith(after) and after.startswith(before)):
             raise DataError(
-                f"{location}: under the chat template the text up to message {number} is not how the whole text "
-                "begins, so its answer cannot be told; give a template that has {% generation %} around answers"
+                f"{location}: under the chat template the text up to message {number} is not the beginning of "
+                "the full text, so its answer cannot be located; use a template with {% generation %} around answers"
             )
         answer = _strip_after_end_token(after[len(before) :], names)
         marked_text += full_text[position : len(before)] + BEGIN + answer + END
@@ -338,7 +338,7 @@ def _break_special_names(value: Any, names: Collection[str], location: str) -> A
     if not isinstance(value, str):
         return value
     if {BEGIN, END, NAME_BREAK} & set(value):
-        raise BadRecord(f"{location}: the characters U+E0F0 to U+E0F2 are kept for marks; {REMEDY}")
+        raise BadRecord(f"{location}: the characters U+E0F0 to U+E0F2 are reserved as marks; {REMEDY}")
     return _pattern_of_names(tuple(names)).sub(lambda m: m[0][0] + NAME_BREAK + m[0][1:], value) if names else value
 
 
@@ -352,8 +352,8 @@ def _split_spans(tokenizer: Tokenizer, text: str, answers: Sequence[bool], locat
     """Split rendered text into spans. `answers`: whether each answer is trained."""
     if text.count(BEGIN) != len(answers) and not all(answers):
         raise DataError(
-            f"{location}: the chat template marks {text.count(BEGIN)} stretches as generated in {len(answers)} "
-            "messages of the assistant, so which of them are not to be trained cannot be told; leave their flags out"
+            f"{location}: the chat template marks {text.count(BEGIN)} parts as generated in {len(answers)} "
+            "messages of the assistant, so their flags cannot be matched to the marks; leave the flags out"
         )
     flags = iter(answers if text.count(BEGIN) == len(answers) else repeat(True))
     signs = _pattern_of_names((BEGIN, END, *sorted(tokenizer.special_tokens, key=len, reverse=True)))
@@ -375,7 +375,7 @@ def _split_spans(tokenizer: Tokenizer, text: str, answers: Sequence[bool], locat
         last = piece
     if [span.content for span in spans[:2]] == [[tokenizer.bos_id]] * 2:
         raise DataError(
-            f"{location}: under the chat template the text begins twice; take one begin out of the template"
+            f"{location}: under the chat template the text begins twice; remove one begin token from the template"
         )
     return spans
 

@@ -90,7 +90,7 @@ class Format(NamedTuple):
     fields: tuple[str, ...]
     """Required fields of a record."""
     read: Callable[[Record, PromptTemplate], list[Span]] | None = None
-    """Function from a record to spans. None if the first field holds the whole document, which document_of reads."""
+    """Function from a record to spans. None if the first field holds the whole document, which to_document reads."""
     question_field: str = ""
     """Name of the field that holds the question, if prompts can be built in this format."""
     optional_fields: tuple[str, ...] = ()

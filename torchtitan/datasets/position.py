@@ -89,7 +89,7 @@ def resume(
         count = cursors.get(stream, Cursor()).samples
         if count != expected:
             raise JobError(
-                f"the checkpoint's data position is not whole: stream {stream} is at sample {count} instead of "
+                f"the checkpoint's data position is incomplete: stream {stream} is at sample {count} instead of "
                 f"{expected}; join the states of all data-parallel ranks with merge_states"
             )
     return Position(state["samples"], len(streams), cursors, fingerprint)

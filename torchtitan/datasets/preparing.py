@@ -155,7 +155,7 @@ class RecordStatistics:
         records, empty = sum(self.outcomes.values()), self.outcomes["empty"]
         if options.max_tokens is not None and empty > options.max_empty_ratio * records:
             raise DataError(
-                f"{name}: {empty} of {records} records have nothing that is trained, the first {self.first_empty}; "
+                f"{name}: {empty} of {records} records have no trained token, the first {self.first_empty}; "
                 f"allowed: {options.max_empty_ratio:.3g} of all (data.max_empty_ratio); look at them with torchtitan "
                 "preview, and correct data.train_on or the records"
             )

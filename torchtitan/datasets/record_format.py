@@ -161,7 +161,7 @@ class RecordReader:
             )
             hint = "" if self._job_format else f", or give records of a known format: {formats}"
             raise DataError(
-                f"{location}: no field {missing}; the fields there are: {field_names}; {self.remedy()}{hint}"
+                f"{location}: no field {missing}; the record's fields: {field_names}; {self.remedy()}{hint}"
             )
         if unclear := self.ambiguity(record):
             raise DataError(f"{location}: {unclear}")

@@ -286,7 +286,7 @@ def document_lengths(reader: TokenReader, seq_len: int) -> np.ndarray:
         raise DataError(
             f"{reader.shards.folder}: {too_long} of {len(lengths)} documents have more than {seq_len + 1} tokens, the "
             f"longest {lengths.max()}; raise training.seq_len to {lengths.max() - 1}, or let the job read the text "
-            "itself, where data.too_long says what becomes of them"
+            "itself, where data.too_long applies"
         )
     return lengths
 

@@ -168,7 +168,7 @@ class SequentialStreams:
             if count == enough:
                 break
         if not count:
-            raise DataError(f"{self.source.name}: there is not one document in it; give data with text")
+            raise DataError(f"{self.source.name}: there are no documents in it; give data with text")
         return count
 
 

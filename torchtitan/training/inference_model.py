@@ -142,7 +142,8 @@ def _original(weights: Weights, name: str, store: Store, path: str) -> torch.Ten
     matrix = weights.whole(name)
     if not store.holds(matrix):
         raise JobError(
-            f"{path}: its {name} is not the matrix that the run has packed; put the run's base there again, {UNPACKED}"
+            f"{path}: its {name} is not the matrix that the run quantized; restore the run's base at this path, "
+            f"{UNPACKED}"
         )
     return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
 

@@ -304,6 +304,6 @@ def _refuse(faults: Sequence[str], ranks: Ranks) -> None:
     if not refused:
         return
     if not ranks.is_main:
-        raise PeerStopped("the preflight has found what cannot work")
-    headline = "preflight: not all ranks fit together, and nothing was started; mend it, or set job.preflight = false"
+        raise PeerStopped("the preflight check failed")
+    headline = "preflight: the ranks do not match, and nothing was started; correct this, or set job.preflight = false"
     raise JobError("\n".join([headline, *(f"  {line}" for line in faults)]))
