@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.bench_timing import take_turns
 from torchtitan.adapters.neurocache.attention import EntryAttention, Retrieved
 from torchtitan.adapters.neurocache.cache import Store, entry_places, nearest, with_neighbours
-from torchtitan.adapters.neurocache.memory import gathered
+from torchtitan.adapters.neurocache.memory import gather_places
 from torchtitan.adapters.neurocache.sizes import cache_bytes, widths
 from torchtitan.config.sections.adapter import Neurocache
 
@@ -38,7 +38,7 @@ def read_cache(
     options, keys = Neurocache(), store.entries[0, "key"]
     counts = torch.tensor([size])
     hits = with_neighbours(nearest(queries, keys, counts, options.topk), options.window, size, counts)
-    return reading(q, Retrieved(gathered(keys, entry_places(hits, size, counts)), hits.exists))
+    return reading(q, Retrieved(gather_places(keys, entry_places(hits, size, counts)), hits.exists))
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from tests.support.pool import run_ranks
 from tests.test_combinations import run_row
 from torchtitan.adapters.neurocache import memory
 from torchtitan.adapters.neurocache.cache import CacheShard, Segment, Store, entry_places, nearest, with_neighbours
-from torchtitan.adapters.neurocache.memory import gathered
+from torchtitan.adapters.neurocache.memory import gather_places
 from torchtitan.adapters.neurocache.sizes import cache_bytes
 from torchtitan.config.sections.adapter import Neurocache as Cache
 from torchtitan.core.errors import JobError
@@ -63,7 +63,7 @@ def read_store(size: int, similarity: str, ranks: int) -> tuple[list, list, int]
         lookup_options = dict(similarity=similarity, share=share)
         hits = with_neighbours(nearest(states, keys, store.counts, 5, **lookup_options), 2, reach, store.counts)
         places = entry_places(hits, reach, store.counts)
-        read = share.combine(gathered(keys, places // share.ranks), places)
+        read = share.combine(gather_places(keys, places // share.ranks), places)
         ages.append(hits.ages.where(hits.exists, -1).tolist())
         rows.append(read.where(hits.exists[..., None], 0).tolist())
         filled = torch.tensor([7, 1 + segment])

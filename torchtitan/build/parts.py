@@ -296,13 +296,13 @@ def lr_schedulers(config: JobConfig, built: Optimizers, start: int) -> LRSchedul
 
 
 def global_batch_size(config: JobConfig, plan: ParallelDims) -> int:
-    """Samples (or pairs) of one optimizer step over all ranks."""
+    """Return the samples (or pairs) of one optimizer step over all ranks."""
     size = config.training.global_batch_size
     return size if size > 0 else config.training.local_batch_size * plan.dp
 
 
 def global_rows(config: JobConfig, plan: ParallelDims) -> int:
-    """Rows of one optimizer step over all ranks."""
+    """Return the rows of one optimizer step over all ranks."""
     return global_batch_size(config, plan) * rows_per_sample(config)
 
 

@@ -86,8 +86,8 @@ def check(config: JobConfig, ranks: Ranks, tokenizer: str, model: ParallelModel)
     facts = RankFacts(
         socket.gethostname(), fingerprints, bytes=checkpoint_bytes
     )  # with two moments of each trained parameter
-    _talk(facts, model.mesh, model.device)
-    _compute(facts, model.device)
+    _time_all_reduces(facts, model.mesh, model.device)
+    _time_matmul(facts, model.device)
     folder = Path(config.job.dump_folder)
     saves = config.checkpoint.enable and not config.checkpoint.load_only
     if saves:
@@ -127,7 +127,7 @@ def check_data(config: JobConfig, ranks: Ranks, fingerprint: Mapping[str, Any]) 
 # Measurements of each rank
 
 
-def _talk(facts: RankFacts, mesh: DeviceMesh, device: torch.device) -> None:
+def _time_all_reduces(facts: RankFacts, mesh: DeviceMesh, device: torch.device) -> None:
     """Time an all-reduce along each axis of the mesh and check its result."""
     for axis in mesh.mesh_dim_names or ():
         group, size = mesh[axis].get_group(), mesh[axis].size()
@@ -136,10 +136,10 @@ def _talk(facts: RankFacts, mesh: DeviceMesh, device: torch.device) -> None:
         took = []
         for _ in range(1 + REPEATS):  # the first one connects
             vector = torch.full((ELEMENTS[device.type],), 1.0 + mesh[axis].get_local_rank(), device=device)
-            _wait(device)
+            _synchronize(device)
             began = time.perf_counter()
             dist.all_reduce(vector, group=group)
-            _wait(device)
+            _synchronize(device)
             took.append(time.perf_counter() - began)
         facts.seconds[f"sum along {axis}"] = min(took[1:])
         if not bool((vector == size * (size + 1) / 2).all()):
@@ -148,26 +148,26 @@ def _talk(facts: RankFacts, mesh: DeviceMesh, device: torch.device) -> None:
     facts.clock = time.time()
 
 
-def _compute(facts: RankFacts, device: torch.device) -> None:
+def _time_matmul(facts: RankFacts, device: torch.device) -> None:
     """Time the same matrix product on every rank."""
     matrix = torch.ones(512 if device.type == "cpu" else 4096, 512, device=device)
     took = []
     for _ in range(1 + REPEATS):
-        _wait(device)
+        _synchronize(device)
         began = time.perf_counter()
         torch.mm(matrix, matrix.T)
-        _wait(device)
+        _synchronize(device)
         took.append(time.perf_counter() - began)
     facts.seconds["product"] = min(took[1:])
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _sees_new_file(folder: Path, ranks: Ranks, patience: float) -> bool:
-    """Return True if this rank sees a file that rank 0 creates in the folder, after `patience` seconds at most."""
+def _sees_new_file(folder: Path, ranks: Ranks, timeout: float) -> bool:
+    """Return True if this rank sees a file that rank 0 creates in the folder, after `timeout` seconds at most."""
     name = ""
     if ranks.is_main:
         with suppress(OSError):  # the first save reports a folder that cannot be written
@@ -180,13 +180,13 @@ def _sees_new_file(folder: Path, ranks: Ranks, patience: float) -> bool:
     while True:
         visible = not name or (folder / name).exists()
         waited = time.monotonic() - began
-        blind, over = distributed.sum_over_ranks(not visible, ranks.is_main and waited > patience)
+        blind, over = distributed.sum_over_ranks(not visible, ranks.is_main and waited > timeout)
         if not blind or over:
             break
         if not logged and waited > FOLDER_LOG_SECONDS:
             logged = True
             text = "preflight  %d of %d ranks do not see yet what rank 0 has made in %s; NFS may take %.0f s to show it"
-            logger.info(text, blind, ranks.world_size, folder, patience)
+            logger.info(text, blind, ranks.world_size, folder, timeout)
         time.sleep(0.1)
     if ranks.is_main and name:
         with suppress(OSError):

@@ -50,8 +50,9 @@ FILE = REFERENCE
 LATER_OPTIONS = ("save", "last_save_in_peft", "relora")
 """Options of [adapter] that do not change the model before the first step."""
 MODEL, IDENTITY, ROWS = "model", "identity", "rows"
-"""Of the file's metadata: the path of the reference; what its values depend on; how many rows of the training data it
-covers from the first one on. A file of an earlier version has the first alone, and covers all data of its run."""
+"""Keys of the file's metadata: the path of the reference, a digest of all that its values depend on, and the number of
+rows of training data that it covers, from the first one on. A file of an earlier version has only the first key, and
+covers all data of its run."""
 DIGEST_BYTES = 16
 SAVE_SECONDS = 5
 PAIRS_OF_A_CHUNK = 16
@@ -222,9 +223,9 @@ class PairData:
         self.held_out = held_out(self.config, self.vocabulary, preparer.dp_rank, preparer.dims, preparer.objective)
         before = 0 if state is None else state["samples"]
         self.rows = before + self.steps * parts.global_rows(config, preparer.dims)
-        """Of the training data, up to the last step."""
+        """Number of training rows read up to the last step."""
         self.validation = self.held_out.samples if isinstance(self.held_out, HeldOutBatches) else 0
-        """Rows that validations read."""
+        """Number of rows that validations read."""
 
     @property
     def pairs(self) -> int:
@@ -274,7 +275,7 @@ class _ReferencePass:
         self.saved_at, self.computed = time.monotonic(), False
 
     def lacks_any(self, pair_data: PairData) -> bool:
-        return any(_most_of_ranks(int(self.references.missing(chunk).sum())) for _, chunk in pair_data.chunks())
+        return any(_max_over_ranks(int(self.references.missing(chunk).sum())) for _, chunk in pair_data.chunks())
 
     def compute(self, pair_data: PairData, reference: ParallelModel | None, model: ParallelModel) -> None:
         """Compute all missing values. `reference`: if None, it is built next to `model` once a pair is missing."""
@@ -283,7 +284,7 @@ class _ReferencePass:
                 for rows, chunk in pair_data.chunks():
                     self.progress.enter("load")
                     missing = self.references.missing(chunk)
-                    most = _most_of_ranks(int(missing.sum()))
+                    most = _max_over_ranks(int(missing.sum()))
                     if not most:
                         continue
                     reference = self._build(model) if reference is None else reference
@@ -320,7 +321,7 @@ class _ReferencePass:
                     log.float().flatten().cpu().numpy() for part_objective in objectives for log in part_objective.asked
                 ]
                 values = np.concatenate(logs) if logs else np.full(rows, np.nan, dtype=np.float32)
-                self.references.update(*_over_ranks(digests_of(batch), values))
+                self.references.update(*_gather_over_ranks(digests_of(batch), values))
                 self.progress.enter("load")
                 report.show(len(self.references.values) // 2)
                 if time.monotonic() - self.saved_at > SAVE_SECONDS:
@@ -336,7 +337,7 @@ class _ReferencePass:
         self.saved_at = time.monotonic()
 
 
-def _most_of_ranks(count: int) -> int:
+def _max_over_ranks(count: int) -> int:
     most = torch.tensor([count])
     if dist.get_world_size() > 1:
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -357,7 +358,7 @@ def _pad_chunk(chunk: Batch, missing: torch.Tensor, most: int, per_batch: int) -
     return {name: tensor[rows] for name, tensor in chunk.items()}
 
 
-def _over_ranks(digests: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _gather_over_ranks(digests: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Gather the digests and values of all ranks. Drop the NaN of pipeline ranks without the last stage."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         local = torch.from_numpy(digests.copy()), torch.from_numpy(values)

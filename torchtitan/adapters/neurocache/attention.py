@@ -189,16 +189,16 @@ class CachedAttention(GroupedQueryAttention):
             return
         for name, target in (("wq", self.cache.wq.weight), ("wo", self.cache.wo.weight)):
             local_part(target)[0].copy_(local_part(_weight(getattr(self, name)))[0])
-        for target, source in self._of_entries():
+        for target, source in self._key_value_matrices():
             target.copy_(source[:, : target.shape[1]])
 
     @torch.no_grad()
     def init_from_directions(self, directions: torch.Tensor) -> None:
         """Project the layer's own key and value matrices on the directions [D, C] that an entry retains."""
-        for target, source in self._of_entries():
+        for target, source in self._key_value_matrices():
             target.copy_(source @ directions.to(source))
 
-    def _of_entries(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _key_value_matrices(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield this rank's rows of the cache's key and value matrices, each with the layer's rows of it."""
         for name, target in (("wk", self.cache.reading.wk), ("wv", self.cache.reading.wv)):
             yield local_part(target)[0], local_part(_weight(getattr(self, name)))[0]

@@ -203,22 +203,22 @@ class Memory(nn.Module):
                 stored_widths = widths(self.options, self.dim, self.training)
                 if microbatch.pairs is not None:
                     tensors["pairs"], stored_widths["pairs"] = microbatch.pairs, 2
-                microbatch.states |= {(layer, name): _in_sequence(kernel, tensors[name]) for name in stored_widths}
+                microbatch.states |= {(layer, name): _gather_sequence(kernel, tensors[name]) for name in stored_widths}
         if layer not in self.layers.readers:
             return shared
         return shared._replace(retrieved=self._retrieve(microbatch, layer, keys, kernel))
 
     def _states(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the input of the block's attention, under tensor parallel gathered over all tokens."""
+        """Return the input of the block's attention, under tensor parallel gather_places over all tokens."""
         if not self.reads_stream:
-            if hasattr(block, "unshard"):  # FSDP; its weights are then gathered for the block too
+            if hasattr(block, "unshard"):  # FSDP; its weights are then gather_places for the block too
                 block.unshard()
             x = block.attention_norm(x)
         return x if self.border is None else self.border.enter(x)
 
     @torch.no_grad()
     def _add_moments(self, block: nn.Module, x: torch.Tensor, kernel: nn.Module) -> None:
-        states, filled = _in_sequence(kernel, self._states(block, x)), self.pending[-1].filled
+        states, filled = _gather_sequence(kernel, self._states(block, x)), self.pending[-1].filled
         if filled is not None:
             states = states[torch.arange(states.shape[1], device=states.device) < filled[:, None]]
         states = states.flatten(0, -2).double()
@@ -250,7 +250,7 @@ class Memory(nn.Module):
             )
             if microbatch.pairs is not None:
                 places = entry_places(hits, size, microbatch.counts)
-                local_places = gathered(
+                local_places = gather_places(
                     store.entries[layer, "pairs"][microbatch.lanes, :local_size], places // store.share.ranks
                 )
                 self.hits.note(
@@ -258,18 +258,18 @@ class Memory(nn.Module):
                 )
             entries = with_neighbours(hits, options.window, size, microbatch.counts)
             if options.ordering == "lru":
-                full_entries = _everywhere(kernel, entries)
+                full_entries = _gather_entries(kernel, entries)
                 earlier = microbatch.used.get(layer)
-                microbatch.used[layer] = full_entries if earlier is None else _joined(earlier, full_entries)
+                microbatch.used[layer] = full_entries if earlier is None else _concatenate(earlier, full_entries)
             entries, joined = self._with_earlier(layer, entries, kernel)
             places = entry_places(entries, size, microbatch.counts)
         local_places = places // store.share.ranks
         if self.training and self.h_proj is not None:
-            rows = self._reencoded(
+            rows = self._compress_again(
                 store.entries[layer, "state"][microbatch.lanes, :local_size], local_places, queries.dtype
             )
         else:
-            rows = gathered(keys, local_places).to(queries.dtype)
+            rows = gather_places(keys, local_places).to(queries.dtype)
         rows = store.share.combine(rows, places)
         if options.compat_head_layout:
             rows = rows.where(entries.exists[..., None], self._empty_row(rows))
@@ -289,7 +289,7 @@ class Memory(nn.Module):
         context, is_sharded = self.options.context, isinstance(kernel, ContextParallelAttention)
         if context == 1 or not (is_sharded or self.decodes):
             return entries, False
-        full_entries = _everywhere(kernel, entries)
+        full_entries = _gather_entries(kernel, entries)
         if layer in self.tail:
             full_entries = EntryAges(
                 *(torch.cat(pair, dim=1) for pair in zip(self.tail[layer], full_entries, strict=True))
@@ -305,19 +305,19 @@ class Memory(nn.Module):
             return EntryAges(*(kernel.layout.share(tensor, kernel.rank) for tensor in with_earlier)), True
         return EntryAges(*(tensor[:, -entries.ages.shape[1] :] for tensor in with_earlier)), True
 
-    def _reencoded(self, states: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _compress_again(self, states: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Gather states [B or 1, M, D] at places [B, S, N] and compress them with the current weights: [B, S, N, C].
 
         All states are compressed before the gather if that is less work.
         """
         if states.shape[1] <= places[0].numel():
-            return gathered(self.encode(states.to(dtype)), places)
-        return self.encode(gathered(states, places).to(dtype))
+            return gather_places(self.encode(states.to(dtype)), places)
+        return self.encode(gather_places(states, places).to(dtype))
 
     @torch.no_grad()
     def commit(self) -> None:
         """Store the states of the pending microbatches, which do not read the old cache any more."""
-        for microbatch in [_of_pieces(self.pending)] if self.decodes and self.pending else self.pending:
+        for microbatch in [_join_pieces(self.pending)] if self.decodes and self.pending else self.pending:
             if not microbatch.states:  # a pipeline stage without storing layers, or no cache
                 continue
             length = next(iter(microbatch.states.values())).shape[1]
@@ -335,7 +335,7 @@ class Memory(nn.Module):
         self.pending = []
 
 
-def _of_pieces(pieces: list[Microbatch]) -> Microbatch:
+def _join_pieces(pieces: list[Microbatch]) -> Microbatch:
     """Join the pieces of one segment."""
     first = pieces[0]
     states = {key: torch.cat([piece.states[key] for piece in pieces], dim=1) for key in first.states}
@@ -348,23 +348,23 @@ def _of_pieces(pieces: list[Microbatch]) -> Microbatch:
     return replace(first, states=states, used=used)
 
 
-def gathered(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def gather_places(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Gather rows [B or 1, M, W] at places [B, S, N]: [B, S, N, W]."""
     rows = rows.expand(len(places), -1, -1)
     index = places.flatten(1)[..., None].expand(-1, -1, rows.shape[-1])
     return rows.gather(1, index).unflatten(1, places.shape[1:])
 
 
-def _joined(first: EntryAges, second: EntryAges) -> EntryAges:
+def _concatenate(first: EntryAges, second: EntryAges) -> EntryAges:
     return EntryAges(*(torch.cat(pair, dim=-1) for pair in zip(first, second, strict=True)))
 
 
-def _everywhere(kernel: nn.Module, entries: EntryAges) -> EntryAges:
-    ages = _in_sequence(kernel, entries.ages.where(entries.exists, -1))
+def _gather_entries(kernel: nn.Module, entries: EntryAges) -> EntryAges:
+    ages = _gather_sequence(kernel, entries.ages.where(entries.exists, -1))
     return EntryAges(ages, ages >= 0)
 
 
-def _in_sequence(kernel: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def _gather_sequence(kernel: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Gather x [B, s, ...] over the context-parallel ranks to [B, S, ...]."""
     if not isinstance(kernel, ContextParallelAttention):
         return x
