@@ -1,7 +1,7 @@
-"""What composes with what, as Markdown tables of the rows that tests/combinations*.py hold equal to one device.
+"""Print Markdown tables of the feature combinations that tests/combinations*.py compare with one device.
 
-Prints them; with --write, puts the whole matrix between the two `matrix` marks of docs/combinations.md, and the pairs
-of parallelisms between those of docs/features.md.
+With --write it writes the matrix between the `matrix` marks of docs/combinations.md, and the pairs of parallelisms
+between the marks of docs/features.md.
 """
 
 import sys
@@ -48,7 +48,7 @@ def layout_of(row: Combination) -> str:
 
 
 def cell(rows: Iterable[Combination], column: str, default: object) -> str:
-    """Of an option with words for values, those that occur; of others, a mark where it is on."""
+    """Return the values of a text option that occur, or a check mark if another option is on."""
     rows = [row for row in rows if column not in ONLY_WITH or getattr(row, ONLY_WITH[column]) > 1]
     values = list(dict.fromkeys(getattr(row, column) for row in rows))
     if column in ALL and set(values) == set(ALL[column]):
@@ -71,7 +71,7 @@ def matrix(rows: list[Combination]) -> str:
 
 
 def pairs(rows: list[Combination]) -> str:
-    """Which parallelisms are tested together, and with how many ranks at most."""
+    """Return the table of parallelisms that are tested together, with the largest number of ranks."""
     on = {
         "FSDP": lambda row: row.dp_shard > 1,
         "DDP": lambda row: row.dp_replicate > 1,
@@ -89,7 +89,7 @@ def pairs(rows: list[Combination]) -> str:
 
 
 def written_into(text: str, block: str) -> str:
-    """The text with the block between its marks. ValueError without both of them."""
+    """Return the text with the block between its marks. Raises ValueError if a mark is missing."""
     head, begin, after_begin = text.partition(BEGIN)
     _, end, tail = after_begin.partition(END)
     if not begin or not end:

@@ -1,10 +1,10 @@
-"""Random legal plans against one device: do loss and all gradients agree?
+"""Compare loss and gradients of random legal plans with one device.
 
     python scripts/fuzz_plans.py --seed 1 --count 50 [--ranks 4]
 
-All families, odd degrees, uneven cuts, every schedule and way of context parallel, recompute, adapters: each plan is
-one that `torchtitan check` lets through, on CPU ranks in float64. Prints the words of each plan that differs or fails,
-to be given to `torchtitan check`; exit code 1 if there is one. A seed and a number give the same plans everywhere.
+Plans cover all families, odd degrees, uneven cuts, all schedules and context-parallel methods, recompute and adapters.
+Each passes `torchtitan check` and runs on CPU ranks in float64. Prints the arguments of each plan that differs or
+fails, for `torchtitan check`; then the exit code is 1. A seed and a number give the same plans everywhere.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""Samples that are not packed are padded to the longest of their batch by default, where the plan allows it: with the
-loss of samples that are padded to training.seq_len.
+"""Unpacked samples are padded to the longest of their batch if the plan allows it, with the same loss as samples that
+are padded to training.seq_len.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ def test_the_multiple_of_padded_lengths(arguments, device, multiple):
 
 
 def lengths(batches):
-    """Of each batch its length, and that of its longest sample."""
+    """Yield each batch's length and the length of its longest sample."""
     for batch in batches:
         documents = batch["document_ids"]
         yield documents.shape[1], int((documents == documents[:, :1]).sum(1).max())
@@ -87,7 +87,7 @@ PLANS = {
 
 @pytest.fixture(scope="module")
 def padded(tmp_path_factory):
-    """Curve and validations of each task, with every sample padded to training.seq_len."""
+    """Losses and validations of each task with all samples padded to training.seq_len."""
     folder = tmp_path_factory.mktemp("padded")
     rows = write_pairs(folder / "rows.jsonl")
     full = dict(data__pad_to="seq_len")
@@ -147,7 +147,7 @@ def test_the_log_has_the_share_of_padding_and_a_remedy(tmp_path, caplog, options
 
 
 def test_the_share_of_padding_is_counted(tmp_path):
-    """Of every row seq_len + 1 tokens are read, of which the last one is a label alone."""
+    """Each row reads seq_len + 1 tokens; the last one is only a label."""
     config = load([*dpo_arguments(tmp_path, write_pairs(tmp_path / "rows.jsonl")), "--data.pad_to=seq_len"])
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, epochs=1))
     sources = [entry.source for entry in data.data_sources(config, "training")]

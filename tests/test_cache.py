@@ -24,7 +24,7 @@ MODELS = {
 
 
 class Watched:
-    """The model, and how many tokens it was given at a time."""
+    """Wraps a model and records the number of tokens of each call."""
 
     def __init__(self, model):
         self.model, self.read = model, []
@@ -73,7 +73,7 @@ class Small(ByteTokenizer):
 
 @pytest.mark.parametrize("context", [64, 12])
 def test_the_same_tokens_are_sampled(context):
-    """Also where the context is full and moves on: then, as before, all of it is read for each token."""
+    """This holds when the context is full too: then the full window is read again for each token."""
     family, args = MODELS["qwen3_moe"]
     model = build(family, args, dtype=torch.float64)
     options = dict(max_new_tokens=30, context=context, temperature=1.5, top_k=0, seed=3)

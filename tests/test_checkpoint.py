@@ -1,4 +1,4 @@
-"""Saving and resuming in one process: bit-equal, when it is due, in the background, and what is refused."""
+"""Saving and resuming in one process: bit-equality, cadence, background saves, and errors."""
 
 import copy
 import threading
@@ -27,7 +27,7 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(tmp_path, kind, mode
     first.checkpointer.finish()
     resumed = Job(tmp_path / "run", kind, async_mode=mode, interval=3)
     assert resumed.checkpointer.load() == 3
-    assert resumed.checkpointer.maybe_save(3, last=True) is False  # it is what was loaded
+    assert resumed.checkpointer.maybe_save(3, last=True) is False  # it was loaded and has not changed
     resumed.train(4, last=True)
     resumed.checkpointer.finish()
     assert resumed.losses == straight.losses[3:]
@@ -37,7 +37,7 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(tmp_path, kind, mode
 
 @pytest.mark.parametrize("lost", ["optimizer", "rng", "dataloader", "lr_scheduler"])
 def test_every_part_of_the_state_matters(tmp_path, lost):
-    """The negative control of the test above: without any one part, the resumed run is another one."""
+    """Control of the test above: without any one part, the resumed run differs."""
     straight, first = Job(tmp_path / "straight", interval=100), Job(tmp_path / "run", interval=3)
     straight.train(6)
     first.train(3)
@@ -68,7 +68,7 @@ def test_names_are_those_of_torch(tmp_path, kind):
     job.train(1)
     sharing = StateDictOptions(flatten_optimizer_state_dict=True)
     torch_state = get_model_state_dict(job.model)
-    del torch_state["output.weight"]  # tied: ours has it once
+    del torch_state["output.weight"]  # tied, so our state has it once
     ours = {name.removeprefix("model."): tensor for name, tensor in tensors.model_tensors([job.model]).items()}
     assert {name: tensor.data_ptr() for name, tensor in ours.items()} == {
         name: tensor.data_ptr() for name, tensor in torch_state.items()
@@ -127,7 +127,7 @@ def test_optimizer_state_that_is_no_tensor_is_restored(tmp_path):
         tensors.set_optimizer_values([resumed.model], resumed.optimizers, {})
 
 
-# When
+# Cadence and retention
 
 
 def steps_saved(folder: Path, steps: int, **options) -> list[int]:
@@ -231,7 +231,7 @@ def test_the_latest_are_kept_and_the_one_loaded_from(tmp_path):
 
 
 def test_the_background_saves_the_values_of_the_moment(tmp_path, monkeypatch):
-    """Training goes on while the writer waits; what is on disk must be the step that was asked for."""
+    """The checkpoint on disk has the state of its step, although training continues while the writer waits."""
     gate, write = threading.Event(), storage.write_tensors
 
     def slow(*args):
@@ -288,7 +288,7 @@ def test_a_failure_in_the_background_is_raised_at_the_next_call(tmp_path, monkey
             job.checkpointer.finish()
         else:
             job.checkpointer.maybe_save(5 if where == "next step" else 6)
-    assert saved_steps(tmp_path) == ["step-00000002"]  # retention did not run, nothing is left over
+    assert saved_steps(tmp_path) == ["step-00000002"]  # retention did not run, and nothing is left
     job.train(2)
     job.checkpointer.finish()
     assert saved_steps(tmp_path) == ["step-00000002", "step-00000006"]

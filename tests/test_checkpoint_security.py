@@ -1,4 +1,4 @@
-"""Opening a checkpoint executes nothing that is in it, and reads no file but its own."""
+"""Opening a checkpoint executes none of its content and reads no files outside of it."""
 
 import dataclasses
 import io
@@ -49,7 +49,7 @@ def folder(tmp_path):
 
 
 def seal(folder: Path) -> None:
-    """As a stranger would: make the manifest agree with the files that were changed."""
+    """Make the manifest agree with the changed files, as an attacker would."""
     manifest = layout.read_manifest(folder)
     files = {
         path.name: layout.FileEntry(path.stat().st_size, layout.sha256_of(path))
@@ -103,7 +103,7 @@ def test_an_entry_that_is_no_tensor_is_refused_and_not_unpickled(folder, planted
 
 
 def test_a_payload_in_a_shard_is_refused_and_not_run(folder, planted, tmp_path):
-    """Every tensor's bytes are replaced by a pickle of the payload, at the place where the metadata says it lies."""
+    """Every tensor's bytes are replaced by a pickle of the payload, at the offset in the metadata."""
     torch.save(Payload(planted), tmp_path / "evil.pt")
     evil = (tmp_path / "evil.pt").read_bytes()
     metadata = FileSystemReader(folder).read_metadata()
@@ -298,7 +298,7 @@ def beyond_the_file(metadata):
     ],
 )
 def test_every_element_of_every_tensor_has_its_place(folder, planted, change, reason):
-    """Sealed by a stranger: else half a weight would stay at its initial values without a word."""
+    """Otherwise half a weight could silently keep its initial values."""
     metadata = FileSystemReader(folder).read_metadata()
     change(metadata)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))

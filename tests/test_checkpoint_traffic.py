@@ -1,4 +1,4 @@
-"""What ranks tell one another for a save and a load, beside the tensors' files: thousands of them must be able to."""
+"""Messages between ranks in a save and a load, in addition to tensors' files; they must scale to thousands of ranks."""
 
 import json
 import random
@@ -37,11 +37,11 @@ from torchtitan.process import distributed
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 SMALL = 1500
-"""Bytes that a rank may tell: names and checksums of its files, no tensors' names and no generators' states."""
+"""Bytes that a rank may send: names and checksums of its files, but no tensor names or random states."""
 
 
 class CountingDistributed:
-    """torchtitan.process.distributed for one module, counting the bytes of what this rank gives, by function."""
+    """Replaces torchtitan.process.distributed in one module and counts the bytes that this rank sends, by function."""
 
     def __init__(self):
         self.given = Counter()
@@ -58,7 +58,7 @@ class CountingDistributed:
 
 
 def sent_bytes(folder: Path, layers: int) -> list[tuple[Counter, Counter]]:
-    """By us and by torch's planner, in the first save, the second, and a load."""
+    """Count bytes sent by the project's code and by torch's planner in two saves and a load."""
     job = Job(folder, "fsdp", TinyModel(layers=layers), interval=1, verify=False, keep_latest_k=0)
     counts = []
     with pytest.MonkeyPatch.context() as patch:
@@ -86,7 +86,7 @@ def test_messages_do_not_grow_with_model_or_state(tmp_path):
 
 
 def without_pickles(folder: Path) -> tuple[int, str]:
-    """A save, a load, and a load that fails on all ranks, where nothing that ranks send may be a pickle."""
+    """Save, load, and fail to load on all ranks, while pickling between ranks is forbidden."""
 
     def refuse(*args):
         raise AssertionError("a pickle is sent")
@@ -107,7 +107,7 @@ def test_ranks_send_no_pickles(tmp_path):
 
 
 def test_plans_survive_serialization():
-    """Of a shard, of a whole tensor, of each kind of error; nothing else is sent."""
+    """Plans of a shard, of a full tensor and each kind of error; nothing else is sent."""
     size = torch.Size([8, 2])
     chunk = ChunkStorageMetadata(torch.Size([4, 0]), torch.Size([4, 2]))
     tensor = TensorProperties(torch.bfloat16, requires_grad=True)
@@ -141,7 +141,7 @@ def test_plans_survive_serialization():
 
 def test_a_plan_is_sent_once(tmp_path):
     for first, second, _ in run_ranks(2, sent_bytes, tmp_path, 20):
-        # what is left is what has been written, of which the index is made
+        # the rest lists the written files, for the index
         assert first[1]["gather_json"] > 2 * second[1]["gather_json"], (first[1], second[1])
 
 
@@ -175,7 +175,7 @@ def test_each_rank_saves_its_random_state_in_its_own_file(tmp_path):
 
 
 def seal(folder: Path) -> None:
-    """Have the manifest list what is there now."""
+    """Make the manifest list the current files."""
     manifest = layout.read_manifest(folder)
     names = [name for name in manifest.files if (folder / name).exists()]
     entries = {n: layout.FileEntry((folder / n).stat().st_size, layout.sha256_of(folder / n)) for n in names}
@@ -206,7 +206,7 @@ def of_another_width(folder: Path) -> str:
 
 
 def test_a_name_that_one_rank_lacks_is_reported_by_all(tmp_path):
-    """Each rank knows its own names alone."""
+    """Each rank knows only the names that it loads."""
     run_ranks(2, saved, tmp_path)
     for text in run_ranks(2, of_another_width, tmp_path):
         assert "does not fit this job: it lacks model.layers.2.0.bias" in text

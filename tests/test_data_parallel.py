@@ -1,4 +1,4 @@
-"""What fully_shard is told; that its gradients are right, the table of combinations says."""
+"""Settings of fully_shard. The table of combinations compares its gradients."""
 
 import pytest
 import torch
@@ -14,12 +14,14 @@ from torchtitan.parallelisms.data_parallel import apply_data_parallel
 
 MICROBATCHES, DISTINCT = 64, 4
 PASSES = {"FSDP 2": dict(dp_shard=2), "DDP 2": dict(dp_replicate=2)}
-"""The second exchanges gradients once, behind the last of them."""
+"""The second reduces gradients once, after the last microbatch."""
 
 
 def accumulation_errors(where):
-    """How far what a step adds up is from the sum in float64 of the gradients of each microbatch, all computed in
-    bfloat16, relative to it; and how far a sum in bfloat16 is."""
+    """Return relative errors of a step's gradient sum and of a sum in bfloat16.
+
+    The reference is the sum in float64 of the microbatches' gradients, which are all computed in bfloat16.
+    """
     row = Combination(ranks=2, **PASSES[where], precision="bfloat16")
     model, full_batch = test_combinations.assembled(row), test_combinations.batch()
     rows = {name: full_batch[name][:1] for name in ("tokens", "labels", "positions", "document_ids")}
@@ -47,13 +49,13 @@ def accumulation_errors(where):
 
 @pytest.mark.parametrize("where", PASSES)
 def test_gradients_of_many_microbatches_add_up_in_float32(where):
-    """64 additions round by 2^-24 each, some 5e-7 where all go the same way; in bfloat16 by 2^-9."""
+    """64 additions in float32 round by at most 5e-7 in total; each addition in bfloat16 rounds by 2^-9."""
     summed, narrow = run_ranks(2, accumulation_errors, where)[0]
     assert summed < 1e-6 and narrow > 1e-3
 
 
 class Divided(TorchDispatchMode):
-    """Sizes of flat tensors that are divided by a number into another."""
+    """Records sizes of flat tensors that are divided by a number into another tensor."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +68,7 @@ class Divided(TorchDispatchMode):
 
 
 def backward_over_one_rank(tied):
-    """Flat gradients that are divided, and how many units the model has."""
+    """Return sizes of divided flat gradients, and the number of the model's FSDP units."""
     model = test_combinations.build_plain(Combination(model="llama3.2" if tied else "llama3"))
     model.loss, batch = SummedCrossEntropy(num_chunks=2), test_combinations.batch()
     types = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

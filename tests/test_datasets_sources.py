@@ -1,4 +1,4 @@
-"""Text from files: what is read, and how bad input is named."""
+"""Text from files: formats, positions, and errors of bad input."""
 
 import gzip
 import json
@@ -46,7 +46,7 @@ WRITERS = {
 
 
 def documents(path, field="text"):
-    """Texts, and errors as they are."""
+    """Return texts and errors of a source."""
     return [item.text if isinstance(item, Document) else item for item in text(str(path), field).documents()]
 
 
@@ -60,7 +60,7 @@ def refusal(path, field="text"):
     return str(error.value)
 
 
-# What is read
+# Formats
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -331,10 +331,10 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, name, package):
     with pytest.raises(
         DataError, match=f"reading it needs {package}; install it with: pip install 'torchtitan-toml.dat"
     ):
-        text(str(tmp_path), "text")  # as it is opened, so that `torchtitan check` says it
+        text(str(tmp_path), "text")  # when the source is opened, so that `torchtitan check` reports it
 
 
-# What others add
+# Registered kinds of sources
 
 
 def test_a_kind_of_file_is_a_line_in_a_table(tmp_path, monkeypatch):

@@ -66,7 +66,7 @@ def test_impossible_sizes_are_refused(change, message):
 
 
 def exact_rotation(xq, xk, freqs_cis):
-    """transformers' V2, whose own goes through float32."""
+    """Rotate like transformers' V2, but without its detour through float32."""
     turned = []
     for x in (xq, xk):
         pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * freqs_cis.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Jobs with experts through the whole trainer: plans, resuming, what is logged, a router that breaks."""
+"""Jobs with experts in the trainer: plans, resuming, metrics, and a router with NaN."""
 
 import math
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_what_is_logged_of_the_experts(plain):
 
 def test_a_resumed_job_goes_on_with_its_biases_under_another_plan(plain, texts, tmp_path):
     saving = dict(checkpoint__enable=True, checkpoint__interval=10)
-    # the schedule of the learning rate is that of all 20 steps from the start
+    # the learning rate's schedule has 20 steps from the start
     half_way = dict(lr_scheduler__total_steps=20, training__steps=10)
     run_ranks(2, jobs.train, jobs.arguments(tmp_path, texts, **JOB, **saving, **EP, **HALF, **half_way))
     second = jobs.arguments(tmp_path, texts, **JOB, **saving, **EP, **PP, **HALF)

@@ -29,7 +29,7 @@ def test_llama_32_1b_at_4096():
 
 
 def counted_per_token(args, build, length=64):
-    """By torch, per token."""
+    """Count FLOPs per token with torch's counter."""
     return counted_of(build(args), length)
 
 
@@ -124,7 +124,7 @@ ADAPTED = [
 
 @pytest.mark.parametrize("family, options, kind, change", ADAPTED)
 def test_what_is_frozen_costs_two_thirds(family, options, kind, change, monkeypatch):
-    """With embeddings that are trained everything runs backward, so torch counts what the convention does."""
+    """With trained embeddings the backward reaches every layer, so torch counts like the convention."""
     monkeypatch.setattr(experts, "_native", None)
     args = dataclasses.replace(SIZES[family]["debugmodel"], **{"n_layers": 2, "vocab_size": 256} | change)
     options = {"train_fully": []} | options

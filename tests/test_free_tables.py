@@ -1,5 +1,6 @@
-"""Tables whose names are free (optimizer.options, model.overrides, training.fields, training.template): an entry of one
-can be named on the command line, as in TOML, and is judged by whoever reads it.
+"""Tables with free names: optimizer.options, model.overrides, training.fields, training.template.
+
+Their entries can be set on the command line as in TOML, and the code that reads a table validates them.
 """
 
 import json

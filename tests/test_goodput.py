@@ -72,7 +72,7 @@ def test_a_restart_counts_from_the_failure_and_knows_what_is_done_again(clock):
 
 @pytest.mark.parametrize(("background", "failed"), [(False, False), (False, True), (True, False), (True, True)])
 def test_the_save_that_a_run_goes_on_from_is_counted(background, failed, clock, tmp_path):
-    """Its state is from before its end. In the background the run trained on meanwhile, in vain if it failed then."""
+    """The state is from the save's start. A background save overlaps training, which is lost if the run fails then."""
     first = Goodput(clock=clock, wall=clock)
     clock.spend(first, "train", 30)
     first.enter("save")

@@ -1,5 +1,6 @@
-"""Round trips in every family: transformers writes a folder, we load it by its config.json alone, train and export, and
-transformers opens model and tokenizer of that and goes on with a text as `torchtitan generate` does.
+"""Round trips in every family: transformers writes a folder, and we load it by its config.json, train and export.
+
+transformers opens the exported model and tokenizer, and continues a text like `torchtitan generate`.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ FAMILIES = ["llama3.2", "deepseek v2", "deepseek v3", "gpt2", "mistral", "opt 35
 
 
 def write_hf_model(shape: str, folder: Path) -> None:
-    """With a tokenizer, a chat template, two ends of a text, and numbers that no model of ours computes with."""
+    """Write a transformers model with tokenizer, chat template, two end tokens and keys that our models do not use."""
     args, config_class = SHAPES[shape]
     args = dataclasses.replace(args, vocab_size=2048)
     config = MODELS[shape.split()[0]].hf.config_to_hf(args)
@@ -63,7 +64,7 @@ def job(family: str, home: Path, **options: object) -> list[str]:
 
 
 def greedy(folder: Path, prompt: str, tokens: int) -> str:
-    """Of the model and tokenizer that transformers opens: the whole text, without caches."""
+    """Continue a prompt greedily with transformers' model and tokenizer, without a cache; return the full text."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     with torch.no_grad():
@@ -103,7 +104,7 @@ def test_round_trip_through_training(shape, tmp_path, capsys):
 
 
 def save_sharded(folder: str) -> str:
-    """What torch has to say on this rank, FSDP with tensor parallel, while tensors become whole."""
+    """Export under FSDP with tensor parallel; return the warnings that torch prints on this rank."""
     heard = io.StringIO()
     handler = logging.StreamHandler(heard)
     torchs = logging.getLogger("torch.distributed.tensor._redistribute")
@@ -123,14 +124,14 @@ def test_a_sharded_export_prints_no_warning(tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "run/model_hf")
 
 
-# What stands beside the weights
+# Config files next to the weights
 
 ARGS = SHAPES["llama3"][0]
 FILES = {"tokenizer.json": b"{}"}
 
 
 def written_configs(source: Source | None, args=ARGS, bos_id: int | None = 1, ends=(2,)) -> tuple[dict, dict]:
-    """config.json and generation_config.json."""
+    """Return the contents of config.json and generation_config.json."""
     files = beside_weights(CONFIG, args, "bfloat16", source=source, tokenizer_files=FILES, bos_id=bos_id, end_ids=ends)
     assert set(files) == {"config.json", "generation_config.json", "tokenizer.json"}
     return json.loads(files["config.json"]), json.loads(files["generation_config.json"])

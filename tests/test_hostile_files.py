@@ -1,5 +1,7 @@
-"""Files that were made to hurt: each is refused in a line, at once, and nothing of this machine is shown. What concerns
-checkpoints is in test_checkpoint_security.py, what concerns tokenizers in theirs."""
+"""Hostile files are refused at once in one line, without showing other files of this machine.
+
+test_checkpoint_security.py covers checkpoints; the tokenizers' tests cover tokenizers.
+"""
 
 import gzip
 import json
@@ -29,7 +31,7 @@ def faults(file: Path) -> list[str]:
 
 
 def test_jobs_that_extend_one_another_widely_are_read_no_further(tmp_path):
-    """Seven deep, eight wide: two million readings."""
+    """Seven levels of eight files each would be read two million times."""
     for depth in range(7):
         bases = [f"{depth + 1}.toml"] * 8 if depth < 6 else []
         (tmp_path / f"{depth}.toml").write_text(f"extends = {json.dumps(bases)}\n")

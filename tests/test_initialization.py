@@ -22,8 +22,8 @@ from torchtitan.training.trainer import Trainer
 
 
 class Small(nn.Module):
-    """Shapes that sit badly on blocks and ranks: 301 rows in blocks of 65, 7 rows, a vector, three dimensions, of which
-    two may be more than a block.
+    """Shapes that do not divide into blocks and ranks: 301 rows in blocks of 65, 7 rows, a vector, a 3-d tensor with
+    slices larger than a block.
     """
 
     def __init__(self):
@@ -64,7 +64,7 @@ def by_columns(model):
 
 
 def inside_experts(model):
-    """As where there are fewer experts than ranks: each has a part of all of them."""
+    """Shard inside experts, as with fewer experts than ranks: each rank has a part of every expert."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.shape[1:] == (1200, 500) else Shard(0))
 
@@ -111,7 +111,7 @@ def test_every_sharding_starts_from_the_same_bits(world_size, prepare):
 
 @contextmanager
 def counted_draws():
-    """How many numbers each call of the generator gave."""
+    """Record how many numbers each call of the generator draws."""
     counts, original = [], initialization._values
     initialization._values = lambda shape, *args: counts.append(math.prod(shape)) or original(shape, *args)
     try:
@@ -128,14 +128,14 @@ def draws_of_rank(prepare):
 
 @pytest.mark.parametrize("world_size, prepare", [(2, by_rows), (2, inside_experts), (4, inside_experts)])
 def test_a_rank_draws_only_the_blocks_it_needs(world_size, prepare):
-    """Those at an edge are drawn by both their ranks: up to two of each matrix, of experts of each expert."""
+    """Both ranks of a border draw its block: up to two blocks per matrix, or per expert."""
     total = sum(p.numel() for p in Small().parameters())
     for elements in run_ranks(world_size, draws_of_rank, prepare):
         assert elements < total / world_size + 8 * initialization.BLOCK_ELEMENTS
 
 
 def draws_of_jobs(*jobs):
-    """Of each in turn, which trains a step, and the sum of its weights' squares after that."""
+    """Train a step of each job; return the numbers drawn and the sum of squared weights after it."""
     answers = []
     for argv in jobs:
         with counted_draws() as counts:
@@ -148,7 +148,7 @@ def draws_of_jobs(*jobs):
 
 
 def test_what_a_checkpoint_fills_is_not_drawn(tmp_path):
-    """Also of an adapter, whose own matrices are all that is drawn beside a base that is read."""
+    """With an adapter and a loaded base, only the adapter's matrices are drawn."""
     texts = write_texts(tmp_path)
 
     def job(name, steps=1, **options):

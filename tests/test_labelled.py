@@ -1,4 +1,4 @@
-"""Records of texts and classes: from every kind of file, what is wrong with them, and their labels in a batch."""
+"""Records of texts and classes: kinds of files, errors, and labels in a batch."""
 
 import csv
 import gzip

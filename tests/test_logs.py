@@ -1,4 +1,4 @@
-"""The lines of a run: times and a file for each rank where they are asked for, short paths, a rate that jumps."""
+"""Log lines of a run: optional times and a file per rank, short paths, and jumps of the learning rate."""
 
 import io
 import logging
@@ -89,7 +89,7 @@ def test_a_run_that_is_asked_to_writes_a_file_for_each_rank(tmp_path):
 
 
 def train_and_log(argv: list[str]) -> list[str]:
-    """What the run says on this rank."""
+    """Train and return the lines that this rank logs."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

@@ -40,7 +40,7 @@ def product_and_gradients(product, x, w, sizes):
 
 
 def by_rows(x, w, ends):
-    """Each row by itself."""
+    """Multiply row by row."""
     experts = torch.bucketize(torch.arange(len(x)), ends, right=True)
     return torch.einsum("ri,rio->ro", x, w[experts])
 
@@ -263,7 +263,7 @@ def test_buffers_leave_the_meta_device_with_their_values_and_keep_their_type():
     with torch.device("meta"):
         layer = MoE(dataclasses.replace(ARGS, expert_bias=True))
     layer = layer.to(torch.bfloat16)
-    torch.use_deterministic_algorithms(True)  # fills what is empty with NaN or the largest number
+    torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN or the largest number
     try:
         layer.to_empty(device="cpu")
     finally:

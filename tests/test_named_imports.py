@@ -1,8 +1,7 @@
-"""Every file imports the modules whose names it spells out.
+"""Every file imports the modules that it names as a.b.c.
 
-A submodule is an attribute of its package once anybody has imported it. Ranks and scripts of tests are forks of a
-process that has imported nearly all there is (tests/support/pool.py), and would not notice one that a file has
-forgotten; a user's fresh interpreter would.
+A submodule is an attribute of its package as soon as any file has imported it. Ranks and scripts of tests are forks of
+a process with nearly all imports (tests/support/pool.py), so a missing import would fail only in a user's interpreter.
 """
 
 import ast
@@ -17,14 +16,14 @@ from tests.support.jobs import ROOT
 
 FILES = sorted(path for folder in ("torchtitan", "scripts") for path in (ROOT / folder).rglob("*.py"))
 PACKAGES = ("numpy", "torch", "yaml")
-"""Of those whose modules are spelled out, the ones of others."""
+"""External packages with modules that files name as a.b.c."""
 LAZY = ("numpy.random", "torch._dynamo", "torch._dynamo.config", "torch._inductor", "torch._inductor.config")
-"""What they import by themselves once somebody spells it out."""
+"""Modules that these packages import on first use."""
 
 
 @cache
 def is_module(name: str) -> bool:
-    """Whether there is a file or folder for it. Only the first of its packages may get imported by asking."""
+    """Return True if the module has a file or folder. At most its first package gets imported."""
     root, *subpackages = name.split(".")
     spec = find_spec(root)
     if spec is None or not subpackages:
@@ -36,7 +35,7 @@ def is_module(name: str) -> bool:
 
 
 def bound(tree: ast.Module) -> tuple[dict[str, str], set[str]]:
-    """What names of the file are which modules, and all modules that its imports import."""
+    """Return the file's names of modules, and all modules that its imports import."""
     names, imported = {}, set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -55,7 +54,7 @@ def bound(tree: ast.Module) -> tuple[dict[str, str], set[str]]:
 
 
 def spelled(tree: ast.Module, names: dict[str, str]) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of every a.b.c that begins with a module."""
+    """Yield line and dotted name of every a.b.c that begins with a module."""
     for node in ast.walk(tree):
         parts, at = [], node
         while isinstance(at, ast.Attribute):
@@ -66,7 +65,7 @@ def spelled(tree: ast.Module, names: dict[str, str]) -> Iterator[tuple[int, str]
 
 
 def forgotten(source: str) -> set[tuple[int, str]]:
-    """Line and name of modules that are spelled out and not imported, but for those that come with their package."""
+    """Return line and name of modules that are used and not imported, unless their package imports them."""
     tree = ast.parse(source)
     names, imported = bound(tree)
     return {
@@ -78,7 +77,7 @@ def forgotten(source: str) -> set[tuple[int, str]]:
 
 @cache
 def with_packages() -> set[str]:
-    """What a fresh interpreter has imported with these alone."""
+    """Return the modules that a fresh interpreter has after importing these packages."""
     code = f"import sys, {', '.join(PACKAGES)}; print(*sys.modules)"
     return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
 

@@ -1,4 +1,4 @@
-"""What must hold beside gradients: one order of collectives in a group, errors that end all ranks, bounded memory."""
+"""Overlapped pipelines: one order of collectives per group, errors that end all ranks, bounded memory."""
 
 import gc
 import inspect
@@ -60,7 +60,7 @@ def test_fifty_schedules_and_routings_issue_the_same_on_both_ranks_of_a_group():
 
 
 def rank_dependent_traces():
-    """Were the order of a pair to depend on the rank."""
+    """Record the order of collectives if it depended on the rank."""
     table = build_table("DualPipeV", PP, MICROBATCHES, 2, overlap=True)
     case = ("", table, CUTS[4], toy_moe.LAYERS, "full", True, MICROBATCHES)
     traces = [fake_step(0, case, 2)]
@@ -85,7 +85,7 @@ class Fault(RuntimeError):
 
 
 def failing_rank(rank, folder, phase):
-    """A rank in a process of its own; its end is in a file."""
+    """Run a rank that fails in `phase` in a separate process; it writes its end to a file."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
@@ -152,7 +152,7 @@ def test_an_error_names_its_place_and_stops_the_others(phase, tmp_path):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operators made and that live; views of parameters are none of them."""
+    """Tracks bytes of live storages that operators created, without views of parameters."""
 
     def __init__(self, parts):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the package has beside training: jobs and a tokenizer by name, a first job, completion, a schema."""
+"""Other parts of the package: shipped jobs and tokenizer, `torchtitan init`, shell completion, the schema."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from torchtitan.rules import check
 
 @pytest.fixture(autouse=True)
 def outside_of_repository(tmp_path, monkeypatch):
-    """Far from the repository."""
+    """Run in a folder outside of the repository."""
     monkeypatch.chdir(tmp_path)
 
 

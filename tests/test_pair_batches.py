@@ -1,5 +1,6 @@
-"""Batch sizes of tasks with pairs count pairs, as those of trl and Axolotl do. Jobs and checkpoints from when they
-counted answers are told so, and a resumed run reads on where it was.
+"""Batch sizes of tasks with pairs count pairs, as in trl and Axolotl.
+
+Jobs and checkpoints from versions that counted answers get an error with a remedy, and resume at their position.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ def job(folder, **options):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_has_as_many_pairs_as_its_size_says(tmp_path, kind):
-    """40 records, of which 8 are held out; each has two answers, two rows of a batch."""
+    """40 records, 8 of them held out; each record has two answers, which are two rows of a batch."""
     config = job(tmp_path, task__kind=kind, training__epochs=1)
     plan = parts.dims(config, 1)
     batches = list(data.training_loader(config, BYTES, 0, plan))
@@ -74,7 +75,7 @@ def test_check_and_preview_speak_of_pairs(tmp_path, capsys):
 
 
 def as_it_was(step_folder):
-    """Rewrite a checkpoint as a program would have saved it that counted answers."""
+    """Rewrite a checkpoint as an older version saved it, which counted answers."""
     state, manifest = layout.read_state(step_folder), layout.read_manifest(step_folder)
     trainer = state["trainer"]
     assert trainer.pop(ROWS_PER_SAMPLE) == 2

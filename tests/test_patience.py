@@ -1,4 +1,4 @@
-"""What a file says ends in a time that is given."""
+"""Work that a user's file defines ends within a time limit."""
 
 import re
 import signal

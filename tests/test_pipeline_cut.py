@@ -1,4 +1,4 @@
-"""Cuts, places and the numbers that schedules ask for, against torchtitan's formula and torch's own classes."""
+"""Pipeline cuts, stages of ranks and limits of schedules, against torchtitan's formula and torch's classes."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ from torchtitan.parallelisms.pipeline.cut import (
 
 
 def even_cut(num_layers: int, num_stages: int, first_less: int, last_less: int) -> list[int]:
-    """torchtitan's formula: all layers and the two ends' worth in equal shares, the earlier stages one more."""
+    """Return torchtitan's cut: layers plus the ends' weights in equal shares, the first stages one more."""
     share, more = divmod(num_layers + first_less + last_less, num_stages)
     layers = [share + (stage < more) for stage in range(num_stages)]
     layers[0] -= first_less
@@ -89,8 +89,9 @@ def test_stages_are_assigned_to_ranks_as_in_torch():
 
 @pytest.mark.parametrize("pp, stages_per_rank, style", product((1, 2, 3, 4), (1, 2, 4), ("loop", "v")))
 def test_forward_order(pp, stages_per_rank, style):
-    """All pairs once, each after the one before it; no rank is idle but while the pipeline fills and empties; and what
-    is on the way (begun and not at the last stage) does not grow with the number of microbatches.
+    """Each stage runs each microbatch once, in order; ranks are idle only while the pipeline fills and drains.
+
+    The number of microbatches in flight does not grow with their total.
     """
     from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 

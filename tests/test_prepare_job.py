@@ -1,4 +1,4 @@
-"""`torchtitan prepare job.toml`: the run starts on what it made, and it says what that is."""
+"""`torchtitan prepare job.toml`: a run uses the prepared tokens, and the output describes them."""
 
 import json
 
@@ -21,7 +21,7 @@ def prepare_and_read(argv, capsys):
 
 
 def test_a_run_uses_the_prepared_tokens(tmp_path, capsys, monkeypatch):
-    """Also with validation data of its own, and more workers."""
+    """This includes separate validation data and several workers."""
     rows, validation_rows = write_rows(tmp_path / "rows"), write_rows(tmp_path / "others", count=9)
     options = dict(validation__split=None, validation__dataset="text", validation__dataset_path=validation_rows)
     argv = [argument for argument in sft_arguments(tmp_path / "run", rows, **options) if not argument.endswith("=None")]

@@ -103,7 +103,7 @@ def test_what_is_only_read_is_marked(job, capsys, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("padding", ["right", "left"])
 def test_padding_is_no_document(job, capsys, tmp_path, padding):
-    """In the place where it is; a sample that is full has none."""
+    """Padding is shown on its side; a full sample has none."""
     rows = [{"prompt": "Two?", "completion": "Four."}, {"prompt": "a" * 20, "completion": "b" * 11}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--task.kind=sft", "--training.seq_len=32", "--data.packing=off", f"--data.padding={padding}"]
@@ -160,7 +160,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("line, options, message", REFUSED.values(), ids=REFUSED)
 def test_data_that_are_refused(line, options, message, job, tmp_path):
-    """The reason is that of the trainer, whether data are read before the first batch or in it."""
+    """The message equals the trainer's, whether data are read before the first batch or for it."""
     (tmp_path / "a.jsonl").write_text((line + "\n") * 8)
     with pytest.raises(JobError, match=message):
         preview.main([*job, *options, f"--job.dump_folder={tmp_path}/run"])

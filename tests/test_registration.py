@@ -82,7 +82,7 @@ falling = acme_titan.light:falling
 
 
 def install(folder: Path, name: str, entries: str, **modules: str) -> Path:
-    """A package as an installer leaves it in a folder of sys.path."""
+    """Write a package as an installer would into a folder of sys.path."""
     code, about = folder / name.replace("-", "_"), folder / f"{name.replace('-', '_')}-1.0.dist-info"
     code.mkdir(parents=True)
     about.mkdir()
@@ -95,7 +95,7 @@ def install(folder: Path, name: str, entries: str, **modules: str) -> Path:
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """The folder of an installed package that adds one of each."""
+    """Install a package that adds one of each kind; the folder."""
     monkeypatch.syspath_prepend(install(tmp_path / "site", "acme-titan", ENTRIES, light=LIGHT, heavy=HEAVY))
     registry.added.cache_clear()
     yield tmp_path / "site"

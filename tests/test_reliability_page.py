@@ -1,4 +1,4 @@
-"""Every test that docs/reliability.md names is there, under that name."""
+"""Every test that docs/reliability.md names exists."""
 
 import ast
 import re

@@ -1,5 +1,5 @@
-"""Every task and every dataset resumes: from a checkpoint in a new start, and after a rollback inside a run, with the
-losses and the state of a run that was never interrupted.
+"""Every task and every dataset resumes from a checkpoint and after a rollback, with the losses and the state of an
+uninterrupted run.
 """
 
 import gzip
@@ -50,7 +50,7 @@ TASKS = {
     "ipo": ("pairs.jsonl", {}),
     "orpo": ("pairs.jsonl", {}),
 }
-"""Of each task, where its records are and what else it needs."""
+"""Task -> its records and further options."""
 
 FILES = ("jsonl", "jsonl.gz", "csv", "parquet")
 DATASETS = {
@@ -117,7 +117,7 @@ def data(tmp_path_factory):
 
 
 class GoesBack(Trainer):
-    """Goes back to its checkpoint once, after the step behind it."""
+    """A trainer that goes back to its checkpoint once, after the next step."""
 
     went_back = False
 
@@ -129,7 +129,7 @@ class GoesBack(Trainer):
 
 
 def straight_resumed_and_back(argv):
-    """Losses and final state of the job, three times."""
+    """Return losses and final state of the job: uninterrupted, resumed, and after a rollback."""
     folder = manager.load(argv).job.dump_folder
     results = [jobs.train(argv)]
     forget_the_last(folder)

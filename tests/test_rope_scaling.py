@@ -1,5 +1,6 @@
-"""Stretched rotary wavelengths of every family that has them, against transformers: frequencies, logits and gradients,
-and config.json both ways.
+"""Scaled rotary embeddings of every family that has them, against transformers.
+
+Compares frequencies, logits and gradients, and converts config.json in both directions.
 """
 
 import dataclasses

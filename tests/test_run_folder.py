@@ -1,4 +1,4 @@
-"""A folder that only looks empty is no fresh start, and where nothing can be saved is known before the first step."""
+"""A run's folder without its checkpoints is refused, and folders that cannot be written fail before the first step."""
 
 import re
 import shutil
@@ -37,7 +37,7 @@ def saving(folder: Path, texts: Path, **changed: object) -> list[str]:
     )
 
 
-# What looks empty
+# Folders without checkpoints
 
 
 def judge(run: Path, *arguments: str) -> list[str]:
@@ -61,7 +61,7 @@ def test_a_used_folder_without_checkpoints_is_refused(run):
     assert judge(run) == [refused(run, "step-00000060 by last_checkpoint")]
     (run / "checkpoint").rmdir()
     assert judge(run) == [refused(run, "step-00000060 by last_checkpoint")]
-    assert lines(f"--job.dump_folder={run}") == []  # without checkpoints there is nothing to go on from
+    assert lines(f"--job.dump_folder={run}") == []  # without checkpoints there is nothing to resume
 
 
 def test_leftovers_that_hold_a_checkpoint_are_no_empty_folder(run):
@@ -150,7 +150,7 @@ def test_no_record_of_metrics_is_ever_lost(tmp_path):
 
 
 def claimed(folder: Path, problem: str) -> str:
-    """On two ranks: the first step is not paid for where one cannot write, or sees another folder."""
+    """Check the folder on two ranks, one of which has the problem; return the error or ""."""
     with pytest.MonkeyPatch.context() as patch:
         if rank() == 1 and problem == "full":
             patch.setattr(folders.os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left")))
@@ -200,7 +200,7 @@ def test_an_unmounted_disk_is_noticed_and_nothing_is_written_beside_it(tmp_path,
 
 
 def test_without_a_marker_the_control_saves_beside_the_disk(tmp_path):
-    """What the marker is for: without it an unmounted disk is not seen."""
+    """Control: without the marker an unmounted disk goes unnoticed."""
     job = Job(tmp_path / "disk")
     job.train(2)
     (tmp_path / "disk").rename(tmp_path / "elsewhere")
@@ -209,7 +209,7 @@ def test_without_a_marker_the_control_saves_beside_the_disk(tmp_path):
 
 
 def test_a_place_that_takes_nothing_ends_the_job_before_it_starts(texts, tmp_path):
-    """No rights are missing there, and yet nothing can be made."""
+    """Permissions allow it, and yet no file can be created there."""
     (tmp_path / "checkpoint").symlink_to("/proc")
     code, out, err = jobs.run(saving(tmp_path, texts))
     assert code == 2

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval as files are data; what they ask for that is not done here is said before anything is asked."""
+"""lm-eval's task files are read as data; unsupported features are reported before the model runs."""
 
 import os
 import re
@@ -145,7 +145,7 @@ def test_what_has_no_effect_here_is_known():
         "task: [",
         "task: a\x00",
         "task: a\ntask: b\n",
-        "metric_list: [&a [1, 1], &b [*a, *a]]\n",  # a short file of which more can be made than memory holds
+        "metric_list: [&a [1, 1], &b [*a, *a]]\n",  # a short file that expands beyond the memory
         f"num_fewshot: {'1' * 5000}\n",
     ],
     ids=["function", "python", "broken", "control", "twice", "alias", "number"],

@@ -1,4 +1,4 @@
-"""Chat templates: ids and masks equal those of transformers, and users' text never becomes a special token."""
+"""Chat templates: ids and masks as in transformers, and users' text never becomes a special token."""
 
 import json
 from itertools import islice
@@ -134,7 +134,7 @@ def folder_with_gpt2_pattern(folder, template):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_ids_do_not_depend_on_what_is_trained(name, tmp_path):
-    """Ids equal those of transformers for every train_on, and masks too if answers are trained."""
+    """Ids are as in transformers for every train_on, and masks too if answers are trained."""
     untrimmed = TEMPLATES[name].replace(" | trim", "")
     folder = str(folder_with_gpt2_pattern(tmp_path / "marked", untrimmed))
     both = [

@@ -1,4 +1,4 @@
-"""Tensor parallel where the table of combinations does not look: other plans, parts, split backward, errors."""
+"""Tensor parallel beyond the table of combinations: other plans, pipeline parts, split backward, errors."""
 
 import re
 from dataclasses import replace
@@ -56,9 +56,7 @@ def initialized(model):
 
 
 def plain_part(first=-1, last=4, **row):
-    """Layers `first` to `last` of a Llama of three, its embedding being number -1 and its head 3: a part, cut as by a
-    pipeline.
-    """
+    """Build layers `first` to `last` of a Llama with three layers, as a pipeline part. -1: embedding; 3: head."""
     model = test_combinations.build_plain(Combination(**row))
     model.layers = nn.ModuleDict({name: block for name, block in model.layers.items() if first <= int(name) < last})
     if first > -1:
@@ -69,7 +67,7 @@ def plain_part(first=-1, last=4, **row):
 
 
 def split_part(mesh, dims, first=-1, last=4, options=None, **row):
-    """The same under tensor parallel."""
+    """Build the same part under tensor parallel."""
     with torch.device("meta"):
         model = plain_part(first, last, **row)
     dtype = test_combinations.DTYPE[row.get("precision", "float32")]
@@ -101,8 +99,8 @@ def test_initial_weights_are_those_of_one_rank(world_size, model):
 
 
 class Squeezed(nn.Module):
-    """A region as in latent attention: what is whole on all ranks, and normed, stands between and beside split
-    matrices, and is used by all heads, which are normed together.
+    """A region as in latent attention: replicated, normalized activations between and next to split matrices, used by
+    all heads, which share a norm.
     """
 
     def __init__(self):
@@ -124,7 +122,7 @@ class Squeezed(nn.Module):
 
 
 class OtherModel(nn.Module):
-    """Not a Llama: biases, LayerNorm, other names, and a second kind of layer that looks at single tokens."""
+    """A model unlike Llama: biases, LayerNorm, other names, and a second kind of layer without attention."""
 
     def __init__(self):
         super().__init__()
@@ -158,7 +156,7 @@ FROZEN = ("blocks.0.mix.gate.weight", "blocks.1.before.weight", "blocks.1.mix.ou
 
 
 def plain_other_model(plan=None):
-    """The plain model with its gradients, or with a plan of two ranks."""
+    """Build the model and run it backward, plain or under a plan of two ranks."""
     with torch.device("meta" if plan else "cpu"):
         model = OtherModel().double()
     for name, parameter in model.named_parameters():
@@ -194,11 +192,11 @@ def test_a_plan_for_another_model(sequence_parallel, loss_parallel):
                 assert (got[name] - grad).abs().max() <= 1e-10 * grad.abs().max(), name
 
 
-# Modules with parameters of their own
+# Modules with additional parameters
 
 
 class LowRank(nn.Linear):
-    """x W' + b + x A' B', split as its linear is."""
+    """x W' + b + x A' B', split like its linear."""
 
     def forward(self, x):
         return nn.Linear.forward(self, x) + x @ self.a.t() @ self.b.t()
@@ -211,7 +209,7 @@ class LowRank(nn.Linear):
 
 
 class Scaled(nn.LayerNorm):
-    """In whole modules nothing has to be said."""
+    """Modules that are not split need no placements."""
 
     def forward(self, x):
         return nn.LayerNorm.forward(self, x) * self.scale
@@ -231,7 +229,7 @@ def with_more_parameters(model):
 
 
 def gradients_with_more(plan=None):
-    """Of the plain model, or of one split over two ranks."""
+    """Return gradients of the plain model, or of one split over two ranks."""
     with torch.device("cpu" if plan is None else "meta"):
         model = with_more_parameters(OtherModel().double())
     if plan is not None:
@@ -245,7 +243,7 @@ def gradients_with_more(plan=None):
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_a_module_defines_placements_of_its_parameters(sequence_parallel):
-    """A part of each matrix and of what is added to it: gradients are those of one device."""
+    """Ranks have a part of each matrix and of its addition; gradients equal one device's."""
     grads = gradients_with_more()
     assert sum(name.endswith((".a", ".b", ".scale")) for name in grads) == 2 * 9 + 5
     for got in run_ranks(2, gradients_with_more, dict(sequence_parallel=sequence_parallel)):
@@ -273,7 +271,7 @@ def test_parameters_without_a_placement_are_refused():
         assert "given 2, which does not divide dimension 0 of blocks.1.mix.gate.b 7; allowed:" in uneven
 
 
-# Sizes that lack what others have
+# Sizes without optional modules
 
 LATENT = dict(qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, kv_lora_rank=8, ffn_dim=32)
 EXPERTS = dict(dim=16, n_layers=2, n_heads=2, vocab_size=WORDS, expert_dim=16, n_experts=4, aux_loss_weight=0.0)
@@ -312,7 +310,7 @@ def test_sizes_without_optional_modules(name):
 
 
 def run_parts(cuts, options):
-    """Forward through all parts and back on two ranks, handing on by hand what a pipeline sends."""
+    """Run forward and backward through all parts on two ranks, passing activations and gradients by hand."""
     everything = test_combinations.batch()
     bounds, meshes = [-1, *cuts, 4], build_mesh(2)
     parts = [
@@ -353,7 +351,7 @@ def test_parts_of_a_pipeline(cuts, sequence_parallel):
 
 
 def split_backward(num_chunks, options):
-    """The last part's backward in two halves, as zero-bubble schedules run it."""
+    """Run the last part's backward in two halves, like zero-bubble schedules."""
     mesh, dims = build_mesh(2)
     part = split_part(mesh, dims, 2, 4, options, precision="float64", loss_chunks=num_chunks)
     x, labels = last_part_inputs()
@@ -416,7 +414,7 @@ def test_logits(loss_parallel):
 
 
 def compile_blocks():
-    """How many graphs three blocks make, and what a compiled block says to an input that is still on its way."""
+    """Return the number of graphs of three blocks, and a compiled block's error for an unfinished input."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     model = split_part(*build_mesh(2), options=dict(compile_model=True, compile_backend=counter))
@@ -465,7 +463,7 @@ def test_asynchronous_tensor_parallel(monkeypatch):
 
 
 def refusal_message(changes, plan, options, tokens=2):
-    """What is said when a Llama with these modules in place of its own is given the plan, and then `tokens`."""
+    """Return the error of a Llama with replaced modules under the plan, or when it then reads `tokens`."""
     mesh, dims = build_mesh(2)
     with torch.device("meta"):
         model = plain_part()

@@ -1,4 +1,4 @@
-"""The whole trainer: the plan does not change the losses, a resumed run is the uninterrupted one, faults end well."""
+"""The trainer: plans do not change the losses, a resumed run equals the uninterrupted one, errors end cleanly."""
 
 import os
 import signal
@@ -73,7 +73,7 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(texts, tmp_path_factory):
-    """Twenty steps on one rank, of which every plan has to reproduce the first five."""
+    """Losses of twenty steps on one rank; every plan has to reproduce the first five."""
     argv = jobs.arguments(tmp_path_factory.mktemp("plain"), texts)
     return run_ranks(1, jobs.train, argv)[0]
 
@@ -112,7 +112,7 @@ def saving(**options):
 def test_resumed_run_is_bit_equal(ranks, mode, texts, tmp_path):
     options = saving(training__local_batch_size=8 // ranks, checkpoint__async_mode=mode)
     straight = run_ranks(ranks, jobs.train, jobs.arguments(tmp_path / "a", texts, **options))[0]
-    # the schedule's length stays that of the whole run
+    # the schedule keeps the full run's length
     first = dict(options, training__steps=10, lr_scheduler__total_steps=20)
     run_ranks(ranks, jobs.train, jobs.arguments(tmp_path / "b", texts, **first))
     resumed = run_ranks(ranks, jobs.train, jobs.arguments(tmp_path / "b", texts, **options))[0]
@@ -134,7 +134,7 @@ def test_resume_on_another_number_of_ranks(ranks, texts, tmp_path):
     assert [row["loss"] for row in resumed[0]] == pytest.approx([row["loss"] for row in straight[0]], rel=1e-5)
 
 
-# The job as its user starts it
+# Complete jobs
 
 
 def test_killed_run_is_resumed_to_the_same_bits(texts, tmp_path):
@@ -167,7 +167,7 @@ def test_interrupt_stops_all_ranks_at_one_step_saved(texts, tmp_path):
 
 
 class StopsInForward(Trainer):
-    """Is asked to stop on one rank alone, while that rank is inside its fourth step."""
+    """A trainer that is asked to stop on one rank only, during its fourth step."""
 
     def log(self, *args, **options):
         if self.step == 4 and self.ranks.rank == 1:
@@ -284,7 +284,7 @@ def test_bad_job_is_explained_before_anything_starts(tmp_path):
 
 
 def timeouts_of_groups(argv: list[str]) -> list[dict[str, float]]:
-    """At the trainer's start, and when it sets another."""
+    """Return the groups' timeouts at the trainer's start and after each change."""
     trainer = Trainer(manager.load(argv), read_ranks())
     axes = [trainer.model.mesh.get_group(axis) for axis in ("dp_replicate", "dp_shard")]
     groups = {"world": dist.group.WORLD, "axis": axes[0], "other axis": axes[1], "saves": Peers("saves").group}

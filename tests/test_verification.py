@@ -29,7 +29,7 @@ def loader(tmp_path, shards, state=None):
 
 
 def rot(shards):
-    """One bit of the last token, which no block reads."""
+    """Flip one bit of the last token, which no block reads."""
     file = shards / "shard-00000.bin"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -67,7 +67,7 @@ def test_sound_shards_are_compared_once_and_read(tmp_path, shards, monkeypatch, 
 
 
 def test_a_resume_is_refused_too(tmp_path, shards):
-    """The first start may have ended for this reason: the second must not train on the same shards."""
+    """The first start may have ended because of the damage, so a resume must not train on the same shards."""
     state = loader(tmp_path, shards).state_dict()
     verification._verifications.clear()
     rot(shards)

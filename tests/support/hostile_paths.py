@@ -1,4 +1,4 @@
-"""Paths that hurt who opens them, and commands run on them where neither a hang nor memory can hurt the tests."""
+"""Hostile paths, and commands that open them in a child process with limits of time and memory."""
 
 import json
 import os
@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
     """All that it printed."""
 
     def problem(self, name: str) -> str | None:
-        """What is wrong with the way in which a command refused a file called `name`; None if nothing is."""
+        """Describe how a command failed to refuse a file called `name` properly; None if it did."""
         is_named = name in self.text or "/dev/zero" in self.text  # to which some links lead
         if self.code == 2 and is_named and "Traceback" not in self.text and "usage:" not in self.text:
             return None
@@ -96,7 +96,7 @@ def outcomes(commands: list[list[str]], folder: Path, *modules: str) -> list[Out
 
 
 def in_child(read: Callable[[], object]) -> Outcome:
-    """The same of a function, in a fork of this process. Code 2: it raised a JobError; 0: it returned."""
+    """Run a function in a fork of this process with the same limits. Code 2: it raised a JobError; 0: it returned."""
     log = os.memfd_create("log")
     if child := os.fork():
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

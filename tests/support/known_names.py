@@ -1,8 +1,8 @@
-"""Whether the Python that runs this knows what files are written in: their syntax, and each name that they take from
-the standard library or from the builtins. Prints what it does not know, a line each.
+"""Check that this Python knows the syntax of files, and each name that they use from the standard library or builtins.
+Prints each unknown name on a line.
 
-Other Pythons than the tests' run it, which may have no packages, so it uses the standard library alone. Who asks
-tells them `files`, and the names of its own `standard` modules and `builtins`.
+Other versions of Python than the tests' run it, perhaps without packages, so it uses only the standard library. The
+request on stdin has the `files`, and the caller's names of `standard` modules and `builtins`.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""How much memory tensors take, counted and not asked of the machine."""
+"""Counts the memory of tensors, without asking the operating system."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Peak(TorchDispatchMode):
-    """`bytes`: of all tensors on the CPU, but those of `model`, that operators have made and that live at once."""
+    """Tracks live CPU tensors that operators created. `bytes`: their peak, without parameters of `model`."""
 
     def __init__(self, model: nn.Module | None = None):
         super().__init__()

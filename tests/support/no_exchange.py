@@ -9,7 +9,7 @@ from torchtitan.parallelisms.pipeline.overlap.exchange import Sizes
 
 
 class NoExchange:
-    """A group of one rank: what is sent is what is received."""
+    """A group of one rank, which receives the rows that it sends."""
 
     size = 1
 
@@ -17,7 +17,7 @@ class NoExchange:
         return _Here(rows)
 
     def issue_counts(self, counts: torch.Tensor) -> "_Here":
-        return _Here(Sizes(counts[None], [], []))  # nobody asks for the sizes, so the host does not wait for them
+        return _Here(Sizes(counts[None], [], []))  # the sizes are not used, so the host does not wait for them
 
 
 class _Here(NamedTuple):

@@ -1,4 +1,4 @@
-"""Families that are built and taught otherwise than the project's: what models may be, each in a few lines."""
+"""Small model families and tasks that differ from the project's own, as examples of what models may do."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ class OtherArgs:
     dropout: float = 0.0
     attention_dropout: float = 0.0
     tied_embeddings: bool = False
-    n_classes: int = 0  # instead of words, what the head tells apart
+    n_classes: int = 0  # classes of the head in place of a vocabulary
     norm_eps: float = 1e-5
     max_seq_len: int = 32
 
@@ -59,9 +59,8 @@ class OtherArgs:
 
 
 class Other(Decoder):
-    """LayerNorm with biases before (GPT-2) or behind (BERT) what adds to the stream, learned positions, a plain
-    feed-forward, biases everywhere but in the head, dropout of what is added and of the probabilities of attention;
-    causal or to all.
+    """A decoder or encoder with pre- or post-norm LayerNorms, learned positions, a plain feed-forward, biases
+    everywhere except in the head, and dropout of residuals and attention probabilities.
     """
 
     def __init__(self, args: OtherArgs, attention_backend: str = "auto"):
@@ -86,7 +85,7 @@ class Other(Decoder):
 
 
 class SequenceClasses(Objective):
-    """One class for each sample, classes [B], told from its first token."""
+    """Classification of samples by their first token; classes [B]."""
 
     targets = ("classes",)
 
@@ -103,9 +102,7 @@ class SequenceClasses(Objective):
 
 
 class PairMargin(Objective):
-    """Rows 2i and 2i + 1 are two answers, of which the first is to be the likelier one: -log sigmoid of the difference
-    of their log-probabilities.
-    """
+    """Preference loss: -log sigmoid of the difference of log-probabilities of rows 2i (preferred) and 2i + 1."""
 
     def count(self, batch):
         return len(batch["labels"]) // 2
@@ -137,4 +134,4 @@ SPEC = ModelSpec(build=Other, plan=PLAN, hf=None, flops_per_token=flops_per_toke
 MODELS = dict.fromkeys(SIZES, SPEC)
 FAMILIES = {name: Family(sizes=sizes, config=None, spec=f"{__name__}:SPEC") for name, sizes in SIZES.items()}
 OBJECTIVES = {"classifier": SequenceClasses, "pairs": PairMargin}
-"""Of the families that do not learn the next token."""
+"""Tasks of the families that do not predict the next token."""

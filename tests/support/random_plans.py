@@ -1,7 +1,7 @@
 """Random legal plans: jobs as a user could write them, each held against the plain model on one device.
 
-What is legal is asked of the rules, so a plan that they let through and that fails or computes something else is a
-fault of theirs or of the engine.
+The rules decide which plans are legal. A legal plan that fails or computes something else is a bug of the rules or of
+the engine.
 """
 
 import random
@@ -28,14 +28,13 @@ from torchtitan.parallelisms.pipeline.cut import SCHEDULES, model_modules
 from torchtitan.rules import check
 
 IN_FLOAT64 = {"float32": torch.float64}
-"""Both sides compute so. In float32 one device itself is off by up to 2e-5 of a gradient's largest entry (of A below
-several layers, whose sums cancel), and a plan, which adds up in another order, by as much: where more than that is
-tolerated, a small fault passes for rounding. In float64 rounding is a billion times smaller, and a fault is not."""
+"""The type of both computations. In float32 rounding reaches 2e-5 of a gradient's largest entry (LoRA's A below several
+layers), and a tolerance above that would hide small faults. In float64 rounding is a billion times smaller."""
 TOLERANCE = 1e-10
-"""Of a gradient's largest entry: sums in another order."""
+"""Tolerance relative to a gradient's largest entry, for other orders of sums."""
 CANCELLED = 1e-12
-"""Of the whole gradient's norm: less is not looked at. The entries of a router's gate cancel (weights that are
-normalised do not change when all scores grow), and of such a sum nothing but rounding is left."""
+"""Smaller gradients, relative to the norm of all, are not compared. Normalized routing weights do not change when all
+scores grow, so sums over a router's gate cancel and only rounding is left."""
 COMMON = dict(dim=48, n_heads=6, vocab_size=264)
 SIZES_OF = {
     **dict.fromkeys(("llama2",), dict(multiple_of=16)),
@@ -58,7 +57,7 @@ AXES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "t
 
 
 def plans(seed: int, count: int, most_ranks: int = 4) -> Iterator[tuple[int, list[str]]]:
-    """Ranks and the words of a command line."""
+    """Yield numbers of ranks and command lines of legal jobs."""
     for index in range(count):
         chooser = random.Random(f"{seed}/{index}")
         while True:
@@ -126,7 +125,7 @@ def _proposed(chooser: random.Random, most_ranks: int) -> tuple[int, list[str]]:
 
 
 def _cut(chooser: random.Random, layers: int, stages: int) -> list[list[str]]:
-    """Any in which each stage has a layer."""
+    """Draw a cut with at least one layer per stage."""
     modules = model_modules(layers)
     ends = sorted(chooser.sample(range(1, layers), min(stages, layers) - 1))
     starts = [0, *(1 + end for end in ends)]
@@ -138,7 +137,7 @@ def _toml(table: dict[str, int]) -> str:
 
 
 def batch_of(config: JobConfig, samples: int) -> dict[str, torch.Tensor]:
-    """Documents of uneven length; labels that are left out unevenly over samples, so over ranks."""
+    """Return documents of uneven lengths with masked labels spread unevenly over samples and so over ranks."""
     generator, length = torch.Generator().manual_seed(1), config.training.seq_len
     tokens = torch.randint(0, COMMON["vocab_size"], (samples, length + 1), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -156,7 +155,7 @@ def batch_of(config: JobConfig, samples: int) -> dict[str, torch.Tensor]:
 
 @patch.dict(parts.DTYPES, IN_FLOAT64)
 def on_ranks(arguments: list[str]) -> tuple[float, dict[str, np.ndarray]]:
-    """On every rank of a plan: the loss of a step and the gradients of this rank's parameters, whole."""
+    """Run a step on every rank of a plan; return the loss and the full gradients of this rank's parameters."""
     torch._dynamo.reset()
     config = load(arguments)
     dims = parts.dims(config, dist.get_world_size())
@@ -180,7 +179,7 @@ def on_ranks(arguments: list[str]) -> tuple[float, dict[str, np.ndarray]]:
 @cache
 @patch.dict(parts.DTYPES, IN_FLOAT64)
 def on_one_device(arguments: tuple[str, ...], samples: int) -> tuple[float, dict[str, torch.Tensor]]:
-    """The plain model, in one pass."""
+    """Run the plain model on all samples in one pass."""
     config = load(list(arguments))
     config = replace(config, parallelism=Parallelism())
     model, _, adapter = parts.adapted_model(config)
@@ -201,7 +200,7 @@ def on_one_device(arguments: tuple[str, ...], samples: int) -> tuple[float, dict
 
 
 def differences(arguments: list[str], ranks: int, answers: list[tuple[float, dict[str, np.ndarray]]]) -> list[str]:
-    """What the ranks have otherwise than one device."""
+    """Return descriptions of the differences between ranks and one device."""
     config = load(arguments)
     samples = parts.global_batch_size(config, parts.dims(config, ranks))
     loss, grads = on_one_device(tuple(arguments), samples)

@@ -1,6 +1,6 @@
-"""Steps of other libraries' optimizers, recorded, as they are no dependencies: galore-torch 1.0 (Apache 2.0) and
-bitsandbytes 0.50.2 (MIT) on a CPU. Where both are installed, `python -m tests.support.recorded_optimizers` makes the
-file anew.
+"""Recorded steps of optimizers of galore-torch 1.0 (Apache 2.0) and bitsandbytes 0.50.2 (MIT) on a CPU.
+
+They are no dependencies. Where both are installed, `python -m tests.support.recorded_optimizers` records them again.
 
 A singular vector's sign is arbitrary, and with moments that stay while the basis changes it changes what follows. So
 galore-torch's are given ours before it takes them: the largest component is positive.
@@ -25,7 +25,7 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.
 
 
 def scaled(step: int) -> torch.Tensor:
-    """A gradient whose rows differ by three powers of ten."""
+    """Return a gradient with rows that differ by three powers of ten."""
     return normal(*PACKED, seed=step + 1, dtype=torch.float32) * torch.logspace(-3, 0, PACKED[0])[:, None]
 
 

@@ -29,7 +29,7 @@ def plain(family="llama", dtype=torch.float32, **sizes):
 
 
 def remembering(family="llama", dtype=torch.float32, layers=2, adapter=None, sizes=None, **cache):
-    """A model of two layers and its adapter, whose compression and reading have learned something at random."""
+    """Return a small model with a Neurocache and its adapter, with random compression and attention weights."""
     model = plain(family, dtype, n_layers=layers, **sizes or {})
     installed = Neurocache(Options(kind="neurocache", neurocache=Cache(**SMALL | cache), **(adapter or {})))
     from torchtitan.models.spec import MODELS
@@ -41,13 +41,13 @@ def remembering(family="llama", dtype=torch.float32, layers=2, adapter=None, siz
 
 
 def segments(count, lanes=2, length=8, vocab=64, seed=0):
-    """[count] batches of tokens [lanes, length], of documents that go on."""
+    """Return `count` batches of tokens [lanes, length], segments of long documents."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab, (count, lanes, length), generator=generator)
 
 
 def read(model, installed, batches, begins=None, filled=None):
-    """The logits of each batch, one after the other; every one is stored."""
+    """Run all batches in order and commit each to the cache; return their logits."""
     out = []
     for index, tokens in enumerate(batches):
         segment_ends = {}

@@ -1,5 +1,5 @@
-"""Three optimizers, each of a kind that the project has none of: without Adam's betas, with two groups of parameters by
-name, and with a state that is computed from whole matrices. Small, not good.
+"""Three minimal optimizers of kinds that the project lacks: without Adam's betas, with two parameter groups by name,
+and with a state computed from full matrices. They are not good optimizers.
 """
 
 from typing import Any
@@ -108,7 +108,7 @@ TOYS = {
 
 
 def add_toys() -> None:
-    """In this process. For a test that runs in the session's own process, the fixture `toys` takes them out again."""
+    """Register the optimizers in this process. In the test session's process the fixture `toys` unregisters them."""
     OPTIMIZERS.update(TOYS)
 
 

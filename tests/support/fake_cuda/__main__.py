@@ -20,7 +20,7 @@ _context = multiprocessing.get_context("fork")
 
 
 def answered(*question: Any) -> tuple[bool, Any]:
-    """By a process that begins where this one is, which has imported all, and takes with it what it has changed."""
+    """Answer in a fork of this process, which has all imports and whose changes end with it."""
     pipe, child_pipe = _context.Pipe(duplex=False)
     process = _context.Process(target=answer, args=(child_pipe, *question))
     process.start()

@@ -73,13 +73,13 @@ class HostWaits(TorchDispatchMode):
 
 
 def _on_device(args: tuple) -> bool:
-    """Whether any of what a collective is given is a tensor of the device, or a list of them."""
+    """Return True if any argument of a collective is a tensor on the device, or a list of these."""
     lists = [arg if isinstance(arg, (list, tuple)) else [arg] for arg in args]
     return any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for tensors in lists for x in tensors)
 
 
 def _torch_votes() -> bool:
-    """Whether torch's pipelining agrees on shapes, which it does once, in the first step."""
+    """Return True while torch's pipelining exchanges shapes, once in the first step."""
     frames = traceback.extract_stack()[-10:]
     return any("pipelining/stage" in f.filename or f.name == "_warmup_p2p" for f in frames)
 
@@ -117,7 +117,7 @@ def recorded_messages() -> Iterator[list[tuple[str, int, list[int], bool]]]:
 
 
 def outside_fake(owner: Any, *names: str) -> None:
-    """Methods that work with ranks' real numbers, whatever mode is on."""
+    """Make methods work with the ranks' real numbers, outside of the fake mode."""
     for name in names:
         original = owner.__dict__[name]
         wrapped = isinstance(original, (staticmethod, classmethod))
@@ -174,7 +174,7 @@ def train_step(model: ParallelModel, optimizers: Any, batch: dict[str, torch.Ten
 
 
 def rows_per_peer(config: JobConfig) -> int:
-    """Of one forward, with tokens spread evenly over the experts."""
+    """Return the rows per peer in one forward if tokens are spread evenly over the experts."""
     degrees, samples = config.parallelism, config.training.local_batch_size
     if degrees.pipeline_parallel_degree > 1:
         samples = degrees.pipeline_parallel_microbatch_size
@@ -183,7 +183,7 @@ def rows_per_peer(config: JobConfig) -> int:
 
 
 def host_waits(argv: list[str], rank: int, world_size: int) -> dict[str, int]:
-    """In the second step of the job `argv` (the first one finds out shapes), by place."""
+    """Count host waits by place in the second step of the job `argv`; the first step infers shapes."""
     config = manager.load(argv)
     with job_on_rank(config, rank, world_size) as (model, optimizers, batch), HostWaits(rows_per_peer(config)):
         train_step(model, optimizers, batch)
@@ -193,7 +193,7 @@ def host_waits(argv: list[str], rank: int, world_size: int) -> dict[str, int]:
 
 
 def gathers_and_waits(argv: list[str], rank: int, world_size: int) -> list[tuple[str, int]]:
-    """Of the forward of the second step, in order: gathers of more than one number, and where the host waits."""
+    """Return gathers of more than one number and host waits in the second step's forward, in order."""
     config = manager.load(argv)
     with job_on_rank(config, rank, world_size) as (model, optimizers, batch), HostWaits(rows_per_peer(config)):
         train_step(model, optimizers, batch)
@@ -204,7 +204,7 @@ def gathers_and_waits(argv: list[str], rank: int, world_size: int) -> list[tuple
 
 
 def gathers_and_reductions(argv: list[str], rank: int, world_size: int) -> list[tuple[str, int]]:
-    """Of the second step, in order, with the numbers that are gathered or reduced."""
+    """Return gathers and reductions of the second step with their numbers of elements, in order."""
     config = manager.load(argv)
     with job_on_rank(config, rank, world_size) as (model, optimizers, batch), HostWaits(rows_per_peer(config)):
         train_step(model, optimizers, batch)
@@ -214,7 +214,7 @@ def gathers_and_reductions(argv: list[str], rank: int, world_size: int) -> list[
 
 
 def sizes_of_groups(argv: list[str], rank: int, world_size: int) -> list[int]:
-    """Of the groups that exchange tensors of the device in the second step, when it is logged."""
+    """Return sizes of groups that exchange device tensors in a second step that is logged."""
     config = manager.load(argv)
     with job_on_rank(config, rank, world_size) as (model, optimizers, batch), HostWaits(rows_per_peer(config)):
         train_step(model, optimizers, batch)
@@ -225,19 +225,19 @@ def sizes_of_groups(argv: list[str], rank: int, world_size: int) -> list[int]:
 
 
 def messages(argv: list[str], rank: int, world_size: int) -> list[tuple[str, int, list[int], bool]]:
-    """Of rank `rank` in the second step of the job `argv`."""
+    """Return the messages of rank `rank` in the second step of the job `argv`."""
     config = manager.load(argv)
     built, answers = job_on_rank(config, rank, world_size), HostWaits(rows_per_peer(config))
     with recorded_messages() as recorded, built as (model, _, batch), answers:
         model.forward_backward(batch, VALID_TOKENS)
-        recorded.clear()  # among the first step's are shapes that torch agrees on
+        recorded.clear()  # the first step also exchanges shapes
         model.forward_backward(batch, VALID_TOKENS)
-        model.pipeline.sum_tied_gradients()  # of weights that two ranks have copies of
+        model.pipeline.sum_tied_gradients()  # for weights with copies on two ranks
     return recorded
 
 
 def messages_by_schedule(argv: list[str], stride: int, world_size: int) -> dict[str, list]:
-    """Of every pipeline rank, which are `stride` apart, under each schedule that `--schedules=A,B` names."""
+    """Return messages of all pipeline ranks, `stride` apart, under each schedule of `--schedules=A,B`."""
     schedules, *job = argv
     return {
         schedule: [
