@@ -35,6 +35,8 @@ SHAPE = (4, 8)
 
 
 class SleepingBackward(torch.autograd.Function):
+    """An identity whose backward sleeps for `seconds`."""
+
     @staticmethod
     def forward(ctx, x, seconds):
         ctx.seconds = seconds
@@ -63,6 +65,8 @@ class Channel:
 
 
 class Arrival:
+    """A result that can be read from time `at` on."""
+
     def __init__(self, value, at: float):
         self.value, self.at = value, at
 
@@ -72,6 +76,8 @@ class Arrival:
 
 
 class Layers(nn.Module):
+    """A stage of `number` blocks with sleeping segments in place of attention and experts."""
+
     def __init__(self, number: int, unit: float, is_last: bool):
         super().__init__()
         self.unit, self.is_last = unit, is_last
@@ -110,6 +116,7 @@ class Layers(nn.Module):
 
 
 def build(run: str, policy: str, args: argparse.Namespace, a: float) -> SegmentedSchedule:
+    """Build the schedule of a run with this rank's stages."""
     name, overlap = RUNS[run]
     table = build_table(name, args.p, args.m, 2, overlap=overlap)
     hidden = torch.empty(SHAPE, device="meta", requires_grad=True)

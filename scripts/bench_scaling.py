@@ -64,6 +64,7 @@ def fastest_seconds(call: Callable[[], object], times: int) -> float:
 
 
 def spread(key: str, values: list[float]) -> dict[str, float]:
+    """Return median, minimum and maximum as columns of a row."""
     return {key: median(values), f"{key}_low": min(values), f"{key}_high": max(values)}
 
 
@@ -106,6 +107,7 @@ def measure_job(folder: Path, job: list[str]) -> dict[str, Any]:
 
 
 def by_seq_len(mask: bool, folder: Path, options: argparse.Namespace) -> Rows:
+    """Measure steps by sequence length, with as many tokens in each."""
     lengths, tokens = ((256, 512, 1024, 2048, 4096), 4096) if not options.quick else ((16, 32), 32)
     common = {"model__overrides": overrides(options), "training__document_mask": str(mask).lower()}
     cases = {n: common | {"training__seq_len": n, "training__local_batch_size": tokens // n} for n in lengths}
@@ -113,24 +115,28 @@ def by_seq_len(mask: bool, folder: Path, options: argparse.Namespace) -> Rows:
 
 
 def by_layers(folder: Path, options: argparse.Namespace) -> Rows:
+    """Measure steps by number of layers."""
     depths = (1,) if options.quick else (2, 4, 8, 16, 24)
     cases = {n: batch(options) | {"model__overrides": overrides(options, n)} for n in depths}
     return measure_steps("layers", cases, folder, options)
 
 
 def by_vocabulary(folder: Path, options: argparse.Namespace) -> Rows:
+    """Measure steps by size of the vocabulary."""
     sizes = (512, 1024) if options.quick else (2048, 8192, 32000, 128000)
     cases = {n: batch(options) | {"model__overrides": overrides(options, vocab_size=n)} for n in sizes}
     return measure_steps("vocabulary", cases, folder, options)
 
 
 def overrides(options: argparse.Namespace, layers: int = 4, **more: int) -> str:
+    """Return model.overrides for a model of this depth."""
     sizes = {"dim": 32, "n_layers": min(layers, 2)} if options.quick else {"dim": 256, "n_layers": layers}
     sizes |= {"n_heads": 4, "n_kv_heads": 4, **more}
     return f"{{{', '.join(f'{name} = {size}' for name, size in sizes.items())}}}"
 
 
 def batch(options: argparse.Namespace) -> dict[str, object]:
+    """Return the options of the batch."""
     return {"training__local_batch_size": 4, "training__seq_len": 32 if options.quick else 256}
 
 
@@ -138,6 +144,7 @@ def batch(options: argparse.Namespace) -> dict[str, object]:
 
 
 def measure_saves(folder: Path, options: argparse.Namespace) -> Rows:
+    """Measure saves and loads by size of the state, next to plain writes and reads of as many bytes."""
     sizes = ((256, 4), (512, 8), (768, 12)) if not options.quick else ((32, 1),)
     table = []
     for dim, layers in sizes:
@@ -163,6 +170,7 @@ def measure_saves(folder: Path, options: argparse.Namespace) -> Rows:
 
 
 def write(path: Path, content: bytes) -> None:
+    """Write a file and wait until it is on the disk."""
     with path.open("wb") as file:
         file.write(content)
         os.fsync(file.fileno())
@@ -179,6 +187,7 @@ def uncached_seconds(read: Callable[[], object], path: Path) -> float:
 
 
 def measure_data(folder: Path, options: argparse.Namespace) -> Rows:
+    """Measure `prepare` next to the tokenizer, and the loader next to a memory map."""
     texts = folder / "texts"
     texts.mkdir()
     library = open_source("python_stdlib", None, RecordReader()).documents()
@@ -221,6 +230,7 @@ def measure_data(folder: Path, options: argparse.Namespace) -> Rows:
 
 
 def measure_generation(folder: Path, options: argparse.Namespace) -> Rows:
+    """Measure tokens per second of reading a prompt and of generating, by length of the prompt."""
     lengths, more = ((256, 1024, 4096), 64) if not options.quick else ((8, 16), 4)
     shape = "{dim = 512, n_layers = 8, n_heads = 8}" if not options.quick else overrides(options)
     trainer = trainer_of(folder, model__overrides=shape)
@@ -260,6 +270,7 @@ def reading_speed(model: torch.nn.Module) -> float:
 
 
 def measure_starts(folder: Path, options: argparse.Namespace) -> Rows:
+    """Measure the phases of a start, by size of the model and number of ranks."""
     shapes = {6: "{}", 88: "{dim = 768, n_layers = 12, n_heads = 12}"} if not options.quick else {6: "{n_layers = 1}"}
     table = []
     for (millions, shape), ranks in product(shapes.items(), (1, 2)):

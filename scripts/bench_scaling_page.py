@@ -23,6 +23,7 @@ SHADES = ("#9ca3af", "#6b7280", "#1d4ed8", "#a5c0f3", "#0f766e", "#d9480f", "#6d
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw all results into one figure."""
     rows = {name: part["rows"] for name, part in results.items()}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12, 10.5), dpi=110, layout="constrained")
@@ -37,6 +38,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def draw_steps(speed: Any, memory: Any, key: str, rows: Rows, color: str = LOSS, name: str = "measured") -> None:
+    """Draw time and memory of steps by one size, with their bounds as dashed lines."""
     sizes = [row[key] for row in rows]
     seconds, flops = ([row[quantity] / row["tokens"] for row in rows] for quantity in ("seconds", "gflop"))
     speed.plot(sizes, [1e6 * value for value in seconds], "o-", color=color, label=name)
@@ -53,6 +55,7 @@ def draw_steps(speed: Any, memory: Any, key: str, rows: Rows, color: str = LOSS,
 
 
 def draw_saves(axes: Any, rows: Rows) -> None:
+    """Draw the speed of saves and loads next to plain writes and reads."""
     sizes = [row["megabytes"] for row in rows]
     for key, plain, color in (("save", "plain_write", LOSS), ("load", "plain_read", SPEED)):
         axes.plot(sizes, [row[key] for row in rows], "o-", color=color, label=key)
@@ -63,6 +66,7 @@ def draw_saves(axes: Any, rows: Rows) -> None:
 
 
 def draw_generation(axes: Any, rows: Rows) -> None:
+    """Draw the speed of generation and its bounds by length of the prompt."""
     prompts = [row["prompt"] for row in rows]
     for key, color in (("read", LOSS), ("written", HELD_OUT)):
         axes.plot(prompts, [row[key] for row in rows], "o-", color=color, label=f"{key}, tokens/s")
@@ -73,6 +77,7 @@ def draw_generation(axes: Any, rows: Rows) -> None:
 
 
 def draw_start(axes: Any, rows: Rows) -> None:
+    """Draw the phases of starts as stacked bars."""
     names, offsets = [f"{row['millions']} M, {row['ranks']} rank(s)" for row in rows], [0.0] * len(rows)
     for number, phase in enumerate(PHASES[:-1]):
         seconds = [row[phase] for row in rows]
@@ -84,6 +89,8 @@ def draw_start(axes: Any, rows: Rows) -> None:
 
 
 def ranged(key: str, form: str) -> Cell:
+    """Return a cell with median, minimum and maximum."""
+
     def cell(row: Row) -> str:
         low, middle, high = (form.format(row[name]) for name in (f"{key}_low", key, f"{key}_high"))
         return f"{middle} ({low} .. {high})"
@@ -92,26 +99,30 @@ def ranged(key: str, form: str) -> Cell:
 
 
 def plain(key: str, form: str = "{:,}") -> Cell:
+    """Return a cell with one formatted value."""
     return lambda row: form.format(row[key])
 
 
 def share(key: str, bound: str) -> Cell:
+    """Return a cell with a value as a fraction of its bound."""
     return lambda row: f"{row[key] / row[bound]:.2f}"
 
 
 def steps_by(key: str) -> Columns:
+    """Return the columns of a table of steps by one size."""
     return {
         key: plain(key),
         "tokens/s": lambda row: f"{row['tokens'] / row['seconds']:,.0f}",
         "CPU seconds a step": ranged("seconds", "{:.2f}"),
         "GFLOP": plain("gflop", "{:,.0f}"),
-        "of plain products' speed": ranged("share", "{:.2f}"),
+        "share of matmul speed": ranged("share", "{:.2f}"),
         "GiB": plain("gib", "{:.2f}"),
-        "foretold": plain("estimated", "{:.2f}"),
+        "predicted GiB": plain("estimated", "{:.2f}"),
     }
 
 
 def stall(row: Row) -> str:
+    """Return the time for which an asynchronous save blocks training, also as a fraction of a synchronous save."""
     of_a_save = row["stall"] * row["save"] / row["megabytes"]
     return f"{ranged('stall', '{:.3f}')(row)}, {of_a_save:.2f} of a synchronous one"
 
@@ -154,6 +165,7 @@ TABLES: dict[str, Columns] = {
 
 
 def shown(name: str, result: dict[str, Any]) -> str:
+    """Return the Markdown table of a result."""
     columns = TABLES[name]
     rows = [[cell(row) for cell in columns.values()] for row in result["rows"]]
     heads, *lines = (f"| {' | '.join(cells)} |" for cells in [list(columns), *rows])
@@ -161,6 +173,7 @@ def shown(name: str, result: dict[str, Any]) -> str:
 
 
 def write_page(results: dict[str, Any]) -> None:
+    """Write all tables into docs/benchmarks.md."""
     head, _, after = PAGE.read_text().partition(BEGIN)
     tables = "\n\n".join(shown(name, results[name]) for name in TABLES)
     PAGE.write_text(f"{head}{BEGIN}\n{tables}\n{END}{after.partition(END)[2]}")

@@ -79,6 +79,7 @@ EXPERT_PLANS: dict[str, Plan] = {
 
 
 def job_of_plan(plan: Plan, folder: str, steps: int, extra: list[str]) -> tuple[int, list[str]]:
+    """Return the number of ranks and the command line of the job under a plan."""
     ranks, data_parallel, options = plan
     job = JOB | {"job.dump_folder": folder, "training.steps": steps}
     job |= {"training.local_batch_size": job["training.global_batch_size"] // data_parallel} | options
@@ -86,6 +87,7 @@ def job_of_plan(plan: Plan, folder: str, steps: int, extra: list[str]) -> tuple[
 
 
 def losses(name: str, plans: dict[str, Plan], steps: int, extra: list[str]) -> list[float]:
+    """Run the job under a plan and return its losses."""
     with tempfile.TemporaryDirectory() as folder:
         ranks, arguments = job_of_plan(plans[name], folder, steps, extra)
         command = [sys.executable, "-m", "torchtitan.launch", str(ranks), *arguments]

@@ -37,6 +37,8 @@ UNIT = 1.0  # time of attention and of experts, for each of F, I and W
 
 
 class Rank:
+    """The state of one rank: its clock, when its channel is free, and its microbatches."""
+
     def __init__(self, overlap: bool):
         self.now = self.channel = 0.0
         self.loop = Loop(overlap)
@@ -94,6 +96,7 @@ def step(table: Table, policy: str, a: float, overlap: bool) -> float:
 
 
 def _begin(rank: Rank, single: Action, a: float, arrivals: dict[tuple, float], stages: int) -> Share:
+    """Begin an action: wait for its input and return its microbatch."""
     arrival = max((arrivals[key] for key in needs(single, stages)), default=0.0)
     share = rank.chunks.setdefault((single.stage, single.microbatch), Share(rank, a))
     if single.kind == FORWARD:
@@ -104,10 +107,12 @@ def _begin(rank: Rank, single: Action, a: float, arrivals: dict[tuple, float], s
 
 
 def _nodes(lists: NodeLists, kind: str) -> list[Node]:
+    """Return the nodes of an action of this kind."""
     return {FORWARD: lists.forward, BACKWARD: lists.backward, INPUT_GRAD: lists.input_grads}[kind]
 
 
 def _order(group: Sequence[Action], orders: Sequence[list[Node]]) -> list[Turn]:
+    """Return the order in which the nodes of one action or of a pair run."""
     if len(group) == 1:
         return alone(*orders)
     if group[1].kind == FORWARD:  # of two forwards the first one leads, as a backward does
@@ -147,6 +152,7 @@ def weights_last(table: Table) -> Table:
 
 
 def _split(action: Action) -> list[Action]:
+    """Split a backward into input gradients and weight gradients."""
     return [action._replace(kind=kind) for kind in (INPUT_GRAD, WEIGHT_GRAD)] if action.kind == BACKWARD else [action]
 
 

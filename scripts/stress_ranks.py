@@ -47,6 +47,7 @@ CRASH = re.compile(r"Fatal Python error|was ended by SIG(?!KILL)\w+|RankCrashed|
 
 
 def draw(seed: random.Random) -> dict:
+    """Draw the settings of a run."""
     end = seed.choice(["pool", "pool", "pool", "finish", "stop", "kill"])
     return {
         "plan": seed.choice(list(PLANS)),
@@ -102,6 +103,7 @@ def run_under_launcher(run: dict, folder: Path, argv: list[str]) -> int:
 
 
 def _be_launcher(run: dict, folder: Path, argv: list[str]) -> NoReturn:
+    """Become the launcher of a job, with output to the run's log."""
     from tests.support.forked_job import fork_ranks
     from torchtitan import launch
     from torchtitan.process.exit import exit_with

@@ -34,6 +34,7 @@ FOUR_SHARDS = ("AdamW8bit", "Muon", "GaLore", "Fira")
 
 
 def optimizers() -> list[Combination]:
+    """Return the rows of all optimizers."""
     exact, rows = dict(precision="float64"), []
     for kind in KINDS:
         plans = [*(LAYOUTS[name] for name in ("FSDP 2", "DDP 2")), *(COMPOSED[name] for name in ("TP 2", "PP 2"))]

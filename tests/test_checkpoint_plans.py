@@ -37,6 +37,7 @@ def is_whole(job: PlannedModel) -> bool:
 
 
 def save_all(root: Path, plans: list[Plan]) -> None:
+    """Save a checkpoint under each plan, in turn with every mode of async saves."""
     for index, plan in enumerate(plans):
         job = PlannedModel(plan).train()
         assert is_whole(job), plan
@@ -68,6 +69,7 @@ def load_all(root: Path, plans: list[Plan], every: int) -> list[tuple[str, str, 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
+    """Save checkpoints of all plans; return their folder."""
     root = tmp_path_factory.mktemp("plans")
     for world, plans in PLANS.items():
         run_ranks(world, save_all, root, plans)
@@ -171,6 +173,7 @@ def start_from(root: Path, plan: Plan) -> bool:
 
 @pytest.fixture(scope="module")
 def exported(saved) -> Path:
+    """Export the weights of a pipeline in bfloat16 next to the checkpoints."""
     run_ranks(4, export, saved, Plan(tp=2, pp=2, stages=2, style="v"))
     return saved
 

@@ -39,7 +39,7 @@ SAMPLES, SEQ_LEN = 8, 24
 FAMILIES = {**MODELS, **other_families.MODELS}
 MICRO_SIZE = dict(dim=48, n_heads=4, vocab_size=104)
 LATENT = dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
-# the weight of the auxiliary loss is a hundred times a usual one, to be seen in the gradients
+# the weight of the auxiliary loss is a hundred times the usual one, to be visible in the gradients
 MICRO_SIZES = {
     "llama2": dict(multiple_of=16),
     **{name: dict(multiple_of=16, n_kv_heads=2) for name in ("llama3", "llama3.1", "llama3.2")},
@@ -55,6 +55,7 @@ MICRO_SIZES = {
 
 
 def objective(row: Combination) -> Objective:
+    """Return the objective of the row's task."""
     other = other_families.OBJECTIVES.get(row.model)
     return (other or resolve_name(TASKS[row.task].objective))(row.loss_chunks)
 
@@ -134,6 +135,7 @@ def local_batch_size(row: Combination, dims: ParallelDims) -> int:
 
 
 def assembled(row: Combination) -> ParallelModel:
+    """Build this rank's parallel model of the row."""
     dims = ParallelDims(row.ranks, row.dp_replicate, row.dp_shard, row.cp, row.tp, row.pp, row.ep)
     with torch.device("meta"):
         model, plan, adapter = build_adapted(row)
@@ -191,15 +193,15 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], floa
 
     torch._dynamo.reset()
     model = assembled(row)
-    everything = with_task_labels(row)
+    full_batch = with_task_labels(row)
     names = model_input_names(row, model.needs_keys)
     group_size = samples_per_loss(row)
     local_samples = global_sample_numbers(
         torch.arange(SAMPLES // model.dims.dp), model.dims.dp_rank(model.mesh), model.dims.dp, group_size
     )
-    local_batch = {name: everything[name][local_samples] for name in names}
+    local_batch = {name: full_batch[name][local_samples] for name in names}
     size = local_batch_size(row, model.dims)
-    valid = objective(row).count(everything)
+    valid = objective(row).count(full_batch)
     losses = torch.zeros(2, dtype=DTYPE[row.precision])
     if row.evaluated:
         model.train(False)
@@ -215,7 +217,9 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], floa
     grads = {name: full(p.grad).numpy() for name, p in model.named_parameters() if p.requires_grad}
     assert all(p.grad is None for _, p in model.named_parameters() if not p.requires_grad)
     trained = [p for _, p in model.named_parameters() if p.requires_grad]
-    assert all(p.grad.stride() == p.stride() for p in trained), "fused optimizers read both in the order of memory"
+    assert all(p.grad.stride() == p.stride() for p in trained), (
+        "fused optimizers need equal strides of parameter and gradient"
+    )
     model.after_step()
     return losses[0].item(), norm.item(), grads, losses[1].item(), model.extra_metrics()
 
@@ -235,14 +239,14 @@ def build_with_initial_weights(row: Combination) -> torch.nn.Module:
 def reference(row: Combination) -> tuple[float, float, dict[str, torch.Tensor], float, float]:
     """Compute on one device: loss, norm, gradients, largest expert load, and loss of multi-token prediction."""
     model, balance = build_with_initial_weights(row), FAMILIES[row.model].balance
-    everything = with_task_labels(row)
-    valid = objective(row).count(everything)
+    full_batch = with_task_labels(row)
+    valid = objective(row).count(full_batch)
     if balance is not None:
         balance.set_aux_loss_scale(model, 1 / valid)
     # a cache holds earlier batches, and a step's batch on all ranks is a run of consecutive samples
     loss = torch.zeros((), dtype=DTYPE[row.precision])
     for samples in torch.arange(SAMPLES).chunk(row.accumulation):
-        part = model(**{name: everything[name][samples] for name in model_input_names(row, model.needs_keys)}) / valid
+        part = model(**{name: full_batch[name][samples] for name in model_input_names(row, model.needs_keys)}) / valid
         part.backward()
         loss += part.detach()
         if row.remembers:

@@ -51,6 +51,7 @@ class KernelHolder(nn.Module):
 
 
 def parallel_kernel(ranks, method, balance, kernel=None):
+    """Return the attention kernel that context parallel makes of the model's one."""
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
     holder = KernelHolder(kernel)
     apply_context_parallel(holder, mesh["cp"], method, balance)
@@ -138,6 +139,8 @@ def test_equal_to_written_out_attention(method, balance, ranks):
 
 
 class NonCausal(AttentionKernel):
+    """A kernel without a causal mask."""
+
     def __init__(self):
         super().__init__(causal=False)
 
@@ -154,6 +157,8 @@ class HalvedQueries(AttentionKernel):
 
 
 class HalvedQueriesOfParts(HalvedQueries):
+    """The same, declared to support parts of a sequence."""
+
     takes_parts = True
 
 
@@ -192,6 +197,7 @@ KERNELS = {
 
 
 def attend_or_return_error(method, balance, name):
+    """Compare the named kernel with its reference, or return the error that refuses it."""
     kernel = globals()[name]
     cases = [(4, 2, 5, torch.float64, False), (4, 2, 8, torch.float64, True)]
     try:
@@ -239,6 +245,7 @@ def batch(documents):
 
 
 def one_device(documents, dtype=torch.float64):
+    """Return loss and gradients of the model on one device."""
     model = build(dtype)
     loss = model(**batch(documents))
     loss.backward()
@@ -328,6 +335,7 @@ class Traffic(TorchDispatchMode):
 
 
 def measure_traffic(ranks, method, dtype):
+    """Return the bytes sent by prepare, forward and backward."""
     kernel, layout, rank = parallel_kernel(ranks, method, True), sequence_layout(ranks, method, True), dist.get_rank()
     *qkv, grad, documents = full_tensors(4, 2, dtype)
     local = [layout.share(x, rank, dim=2).requires_grad_() for x in qkv]

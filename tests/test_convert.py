@@ -51,6 +51,7 @@ def run_convert(capsys, *options: object) -> str:
 
 
 def errors_of_convert(capsys, *options: object) -> str:
+    """Run `torchtitan convert`, which must fail, and return its errors."""
     assert cli.main(["convert", *map(str, options)]) == 2
     return capsys.readouterr().err
 
@@ -59,6 +60,7 @@ def errors_of_convert(capsys, *options: object) -> str:
 
 
 def expected() -> dict:
+    """Return the tokens and logits that torchtitan v0.2.2 recorded."""
     return json.loads((TORCHTITAN_RUN / "expected.json").read_text())
 
 
@@ -100,6 +102,7 @@ def test_every_format_converts_to_every_other_and_back(tmp_path, capsys):
 
 
 def generate(capsys, folder: Path, *options: str) -> str:
+    """Return the text that `torchtitan generate` continues greedily from a fixed prompt."""
     options = [str(folder), "--prompt", "def", "--temperature", "0", "--max_new_tokens", "8", *options]
     assert cli.main(["generate", *options]) == 0
     return capsys.readouterr().out
@@ -136,7 +139,7 @@ def to_torchtitan_form(state: dict, family: str, args) -> dict:
         ("qwen3_moe", QWEN3_MOE["published"]),
     ],
 )
-def test_experts_and_rows_of_torchtitan(family, args, prefix, tmp_path):
+def test_torchtitans_layout_of_experts_and_rotary_rows_is_converted(family, args, prefix, tmp_path):
     model, other = (build(MODELS[family].build, args, seed) for seed in (0, 1))
     state = {prefix + name: value for name, value in to_torchtitan_form(model.state_dict(), family, args).items()}
     other_entries = {
@@ -183,6 +186,8 @@ def test_a_job_starts_with_the_same_weights_from_every_format_and_number_of_rank
 
 
 class Payload:
+    """An object whose unpickling creates a folder."""
+
     def __init__(self, path: Path):
         self.path = path
 
@@ -197,6 +202,7 @@ def copy(tmp_path) -> Path:
 
 
 def change_metadata(folder: Path, change) -> None:
+    """Write a changed copy of the original metadata into a checkpoint."""
     metadata = FileSystemReader(TORCHTITAN_RUN / "step-4").read_metadata()
     change(metadata)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -311,13 +317,13 @@ JOB = ["--checkpoint.enable"]
         (["--checkpoint.no-initial_load_model_only"], "only the weights of torchtitan's checkpoints are read"),
     ],
 )
-def test_check_of_a_checkpoint_of_torchtitan(options, message, tmp_path, monkeypatch):
+def test_faults_of_jobs_from_a_torchtitan_checkpoint(options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (fault,) = lines(*JOB, f"--checkpoint.initial_load_path={TORCHTITAN_RUN}", *MODEL_OPTIONS, *options)
     assert message in fault
 
 
-def test_check_of_a_folder_of_other_sizes(tmp_path, monkeypatch, capsys):
+def test_faults_of_jobs_from_a_folder_of_other_sizes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run_convert(capsys, TORCHTITAN_RUN, tmp_path / "hf", *MODEL_OPTIONS)
     options = [*JOB, f"--checkpoint.initial_load_path={tmp_path / 'hf'}"]

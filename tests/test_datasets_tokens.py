@@ -13,6 +13,7 @@ VOCABULARY = 258
 
 
 def make(folder, documents, vocab_size=VOCABULARY, shard_tokens=100):
+    """Write token shards."""
     folder.mkdir()
     writer = ShardWriter(folder, vocab_size, shard_tokens)
     for document in documents:
@@ -33,16 +34,16 @@ def test_blocks_are_the_concatenated_documents(tmp_path, vocab_size, dtype, shar
     documents = [*random_documents(), [vocab_size - 1] * 3]
     shards = TokenShards(make(tmp_path / "shards", documents, vocab_size, shard_tokens))
     shards.verify()
-    everything = [i for document in documents for i in document]
+    all_ids = [i for document in documents for i in document]
     starts = np.cumsum([0, *map(len, documents)]).tolist()
-    assert shards.header["dtype"] == dtype and shards.tokens == len(everything)
-    assert len(shards.header["shards"]) == -(-len(everything) // shard_tokens)
+    assert shards.header["dtype"] == dtype and shards.tokens == len(all_ids)
+    assert len(shards.header["shards"]) == -(-len(all_ids) // shard_tokens)
     reader = BlockReader(shards, seq_len, seed=0, shuffle=False)
-    assert reader.blocks == (len(everything) - 1) // seq_len
+    assert reader.blocks == (len(all_ids) - 1) // seq_len
     rows, (begin_rows, begin_columns) = reader.read(reader.order(np.arange(reader.blocks)))
     for block in range(reader.blocks):
         first = block * seq_len
-        assert rows[block].tolist() == everything[first : first + seq_len + 1]
+        assert rows[block].tolist() == all_ids[first : first + seq_len + 1]
         begins = begin_columns[begin_rows == block].tolist()
         assert begins == [s - first for s in starts if first <= s <= first + seq_len]
 
@@ -78,6 +79,7 @@ def good(tmp_path_factory):
 
 
 def damage(good, folder, change):
+    """Apply `change` to a copy of good shards; return the error of verifying it."""
     shutil.copytree(good, folder)
     change(folder)
     with pytest.raises(DataError) as error:
@@ -87,6 +89,8 @@ def damage(good, folder, change):
 
 
 def edit(**changes):
+    """Return a change of the header."""
+
     def change(folder):
         path = folder / "header.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -95,6 +99,8 @@ def edit(**changes):
 
 
 def edit_shard(**changes):
+    """Return a change of the header's first shard."""
+
     def change(folder):
         path = folder / "header.json"
         header = json.loads(path.read_text())
@@ -105,6 +111,8 @@ def edit_shard(**changes):
 
 
 def flip(name):
+    """Return a change that flips one bit of a file."""
+
     def change(folder):
         content = bytearray((folder / name).read_bytes())
         content[len(content) // 2] ^= 4
@@ -114,6 +122,7 @@ def flip(name):
 
 
 def cut(name):
+    """Return a change that truncates a file by two bytes."""
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-2])
 
 

@@ -57,9 +57,9 @@ def test_a_users_setting_is_kept():
 def exchange_values() -> tuple:
     rank = dist.get_rank()
     value = {"of": rank, "text": "\u00e9" * 10**rank, "list": [1.5, None, True], "nested": {"a": [rank] * 3}}
-    decided = distributed.broadcast_json(value if rank == 0 else object())  # values of other ranks are ignored
-    dealt = distributed.scatter_json([["x" * 10**exponent] for exponent in range(3)] if rank == 0 else None)
-    return distributed.gather_json(value), distributed.all_gather_json(value), decided, dealt
+    broadcast_value = distributed.broadcast_json(value if rank == 0 else object())  # values of other ranks are ignored
+    scattered_value = distributed.scatter_json([["x" * 10**exponent] for exponent in range(3)] if rank == 0 else None)
+    return distributed.gather_json(value), distributed.all_gather_json(value), broadcast_value, scattered_value
 
 
 def test_plain_values_arrive_unchanged():

@@ -45,6 +45,7 @@ def visibility_mask(heads, documents=None):
 
 
 def reference_attention(q, k, v, mask):
+    """Compute attention with explicit scores, [B, H, S, E]."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return ((q @ k.mT) * q.shape[-1] ** -0.5).masked_fill(~mask, -math.inf).softmax(-1) @ v
 

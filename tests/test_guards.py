@@ -56,24 +56,24 @@ def test_no_spike_is_seen_before_half_a_window_or_below_the_floor():
     for step in range(1, 4):
         assert guard.judge(step, 1.0, 1.0).action == "go on"
     assert guard.judge(4, 100.0, 1.0).action == "go on"
-    even = StepGuard(spike="skip", spike_window=8)
+    constant = StepGuard(spike="skip", spike_window=8)
     for step in range(1, 9):
-        even.judge(step, 1.0, 1.0)
-    assert even.judge(9, 1.05, 1.0).action == "go on" and even.judge(10, 1.2, 1.0).action == "skip"
+        constant.judge(step, 1.0, 1.0)
+    assert constant.judge(9, 1.05, 1.0).action == "go on" and constant.judge(10, 1.2, 1.0).action == "skip"
 
 
 def test_a_resumed_guard_decides_as_an_uninterrupted_one():
     series = [(step, loss * (3 if step % 97 == 0 else 1), norm) for step, loss, norm in normal_steps(600)]
-    straight, first = (StepGuard(spike="skip", loss_rise=50.0) for _ in range(2))
-    decided = [straight.judge(*step).action for step in series]
+    uninterrupted, first = (StepGuard(spike="skip", loss_rise=50.0) for _ in range(2))
+    verdicts = [uninterrupted.judge(*step).action for step in series]
     for step in series[:250]:
         first.judge(*step)
     second = StepGuard(spike="skip", loss_rise=50.0)
     second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
-    assert [second.judge(*step).action for step in series[250:]] == decided[250:]
-    assert "skip" in decided[250:] and second.state_dict() == straight.state_dict()
+    assert [second.judge(*step).action for step in series[250:]] == verdicts[250:]
+    assert "skip" in verdicts[250:] and second.state_dict() == uninterrupted.state_dict()
     forgetful = StepGuard(spike="skip", loss_rise=50.0)  # the control: its window is not restored
-    assert [forgetful.judge(*step).action for step in series[250:]] != decided[250:]
+    assert [forgetful.judge(*step).action for step in series[250:]] != verdicts[250:]
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run():
@@ -119,14 +119,14 @@ def test_loss_threshold_counts_steps_in_a_row():
     losses = [9, 9, 1, 9, 9, 9, 9, 1, 9, 5.0]  # the last one is not above 5
     for policy, action in (("stop", "stop"), ("skip", "skip"), ("rollback", "roll back")):
         guard = StepGuard(loss_threshold=5.0, loss_patience=3, loss_policy=policy)
-        decided = [guard.judge(step, loss, 1.0) for step, loss in enumerate(losses, 1)]
-        assert [verdict.action for verdict in decided] == ["go on"] * 5 + [action] * 2 + ["go on"] * 3
-        assert "the loss is 9, above 5 for 3 steps (guard.loss_threshold)" in decided[5].why
-    straight, first, second = (StepGuard(loss_threshold=5.0) for _ in range(3))
+        verdicts = [guard.judge(step, loss, 1.0) for step, loss in enumerate(losses, 1)]
+        assert [verdict.action for verdict in verdicts] == ["go on"] * 5 + [action] * 2 + ["go on"] * 3
+        assert "the loss is 9, above 5 for 3 steps (guard.loss_threshold)" in verdicts[5].why
+    uninterrupted, first, second = (StepGuard(loss_threshold=5.0) for _ in range(3))
     for step in (1, 2):
-        straight.judge(step, 9, 1.0), first.judge(step, 9, 1.0)
+        uninterrupted.judge(step, 9, 1.0), first.judge(step, 9, 1.0)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.judge(3, 9, 1.0) == straight.judge(3, 9, 1.0) and second.above == 3
+    assert second.judge(3, 9, 1.0) == uninterrupted.judge(3, 9, 1.0) and second.above == 3
     assert StepGuard(loss_threshold=5.0, loss_patience=1, non_finite="skip").judge(1, math.nan, 1.0).action == "skip"
 
 
@@ -155,6 +155,8 @@ class FaultyTrainer(Trainer):
 
 
 class FaultyModel(ParallelModel):
+    """A model with a wrong loss or gradient norm, according to `fault`."""
+
     fault = ""
 
     def forward_backward(self, *args, **kwargs):
@@ -222,20 +224,22 @@ def test_a_step_that_one_rank_finds_bad_is_skipped_by_all(plan, texts, tmp_path)
     rows = jobs.logged_steps(tmp_path)
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert [row["steps_skipped"] for row in rows] == [0] * 4 + [1] * 4 and "skipped" in rows[BAD - 1]["marked"]
-    straight = run_ranks(
+    uninterrupted = run_ranks(
         2, train_with_fault, jobs.arguments(tmp_path / "straight", texts, **options(**PLANS[plan])), ""
     )[0]
-    assert straight[2][BAD - 1] == states[BAD - 1] and straight[4] == one[4]  # a skipped step consumes its data
+    assert (
+        uninterrupted[2][BAD - 1] == states[BAD - 1] and uninterrupted[4] == one[4]
+    )  # a skipped step consumes its data
 
 
 @pytest.mark.parametrize("plan", ["FSDP", "PP", "EP"])
 def test_a_transient_error_leaves_no_trace_after_a_rollback(plan, texts, tmp_path):
     """The run equals one without the error, bit for bit. An error that comes again is skipped."""
     job = options(guard__non_finite="rollback", **PLANS[plan])
-    straight = run_ranks(2, train_with_fault, jobs.arguments(tmp_path / "straight", texts, **job), "")[0]
+    uninterrupted = run_ranks(2, train_with_fault, jobs.arguments(tmp_path / "straight", texts, **job), "")[0]
     once = run_ranks(2, train_with_fault, jobs.arguments(tmp_path / "once", texts, **job), "inf", True)
     assert [answer[3] for answer in once] == [{"steps_skipped": 0, "rolled_back": 1}] * 2
-    assert once[0][2] == straight[2] and once[0][4] == straight[4]
+    assert once[0][2] == uninterrupted[2] and once[0][4] == uninterrupted[4]
     rows = [json.loads(line) for line in (tmp_path / "once/metrics.jsonl").read_text().splitlines()]
     (event,) = [row for row in rows if row.get("event") == "rollback"]
     assert (event["step"], event["steps_lost"]) == (3, 1) and "gradient norm is inf" in event["cause"]
@@ -244,7 +248,7 @@ def test_a_transient_error_leaves_no_trace_after_a_rollback(plan, texts, tmp_pat
     if plan == "FSDP":
         repeated = run_ranks(2, train_with_fault, jobs.arguments(tmp_path / "again", texts, **job), "inf")
         assert [answer[3] for answer in repeated] == [{"steps_skipped": 1, "rolled_back": 1}] * 2
-        assert repeated[0][2][BAD] == straight[2][BAD - 1]
+        assert repeated[0][2][BAD] == uninterrupted[2][BAD - 1]
 
 
 def test_a_stop_request_is_obeyed_after_a_rollback(texts, tmp_path):
@@ -296,12 +300,12 @@ def test_policy_stop_saves_the_last_good_step(texts, tmp_path):
 
 def test_the_guard_state_is_restored_on_resume(texts, tmp_path):
     job = options(guard__non_finite="skip", guard__patience=2, **SPIKES)
-    straight = run_ranks(1, train_with_fault, jobs.arguments(tmp_path / "a", texts, **job), "nan")[0]
+    uninterrupted = run_ranks(1, train_with_fault, jobs.arguments(tmp_path / "a", texts, **job), "nan")[0]
     for steps in (6, 8):
         argv = jobs.arguments(tmp_path / "b", texts, **job | dict(training__steps=steps, lr_scheduler__total_steps=8))
         resumed = run_ranks(1, train_with_fault, argv, "nan")[0]
-    assert resumed[3] == straight[3] == {"steps_skipped": 1, "rolled_back": 0}
-    assert resumed[2][8] == straight[2][8]
+    assert resumed[3] == uninterrupted[3] == {"steps_skipped": 1, "rolled_back": 0}
+    assert resumed[2][8] == uninterrupted[2][8]
 
 
 def test_steps_in_backward_are_rolled_back_and_never_skipped(texts, tmp_path):
@@ -311,9 +315,9 @@ def test_steps_in_backward_are_rolled_back_and_never_skipped(texts, tmp_path):
     def run(folder, error_kind, once=False):
         return run_ranks(1, train_with_fault, jobs.arguments(tmp_path / folder, texts, **job), error_kind, once)[0]
 
-    straight = run("straight", "")
+    uninterrupted = run("straight", "")
     lost = run("once", "loss", True)
-    assert lost[2] == straight[2] and lost[3] == {"steps_skipped": 0, "rolled_back": 1}
+    assert lost[2] == uninterrupted[2] and lost[3] == {"steps_skipped": 0, "rolled_back": 1}
     assert run("again", "loss")[0] == NonFiniteError.__name__
     assert not (tmp_path / "again/checkpoint" / f"step-{BAD - 1:08d}").exists()
 

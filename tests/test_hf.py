@@ -171,18 +171,18 @@ def test_export_dtype_is_respected(tmp_path):
 def sharded_round_trip(folder):
     """Save and load under FSDP on two ranks, with rows cut inside a head and one matrix sharded by columns."""
     args = dataclasses.replace(LLAMA["llama3"], n_heads=4, n_kv_heads=1)
-    model, fresh = build_llama(args), build_llama(args, seed=1)
+    model, loaded = build_llama(args), build_llama(args, seed=1)
     reference = {name: p.detach().clone() for name, p in model.named_parameters()}
     mesh = init_device_mesh("cpu", (2,))
-    column = fresh.layers["0"].attention
-    for part in (model, fresh):
+    column = loaded.layers["0"].attention
+    for part in (model, loaded):
         fully_shard(part, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p is column.wq.weight else Shard(0))
     assert column.wq.weight.placements == (Shard(1),)
     assert model.layers["0"].attention.wk.weight.to_local().shape[0] == 4, "half a head per rank"
     HF.save_hf(folder, model.state_dict(), args, write=mesh.get_rank() == 0)
     torch.distributed.barrier()
-    HF.load_hf(folder, fresh, args)
-    return all(torch.equal(p.full_tensor(), reference[name]) for name, p in fresh.named_parameters())
+    HF.load_hf(folder, loaded, args)
+    return all(torch.equal(p.full_tensor(), reference[name]) for name, p in loaded.named_parameters())
 
 
 def test_sharded_models_save_and_load(tmp_path):

@@ -76,16 +76,16 @@ def test_expert_biases_are_saved_in_float32(tmp_path):
 
 
 def sharded_round_trip(folder):
-    model, fresh = build(Deepseek, TINY), build(Deepseek, TINY, seed=1)
+    model, loaded = build(Deepseek, TINY), build(Deepseek, TINY, seed=1)
     expected = {name: value.detach().clone() for name, value in model.state_dict().items()}
     mesh = init_device_mesh("cpu", (2,))
-    for part in (model, fresh):
+    for part in (model, loaded):
         fully_shard(part, mesh=mesh)
-    assert fresh.layers["2"].moe.experts.w1.to_local().shape[0] == 4
+    assert loaded.layers["2"].moe.experts.w1.to_local().shape[0] == 4
     HF.save_hf(folder, model.state_dict(), TINY, write=mesh.get_rank() == 0)
     torch.distributed.barrier()
-    HF.load_hf(folder, fresh, TINY)
-    return same({name: full(v) for name, v in fresh.state_dict().items()}, expected)
+    HF.load_hf(folder, loaded, TINY)
+    return same({name: full(v) for name, v in loaded.state_dict().items()}, expected)
 
 
 def test_sharded_models_save_and_load(tmp_path):

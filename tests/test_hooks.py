@@ -44,6 +44,7 @@ def test_hooks_run_in_order_and_are_saved_by_name():
 
 
 def train_with_a_diary(argv):
+    """Train a job with a Diary hook; return the steps and the model parts that it recorded."""
     make, diary = build.model, Diary()
 
     def with_diary(*args, **options):

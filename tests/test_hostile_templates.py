@@ -124,7 +124,7 @@ def test_the_child_ends_with_its_parent_even_if_that_is_killed():
         except FileNotFoundError:
             return
         time.sleep(0.1)
-    raise AssertionError("the child lives on")
+    raise AssertionError("the child outlives its parent")
 
 
 def test_documented_limits_are_the_real_ones():

@@ -418,7 +418,7 @@ def test_small_held_out_data_are_read_once(tmp_path):
     assert values["validation.samples"] == 8 and values["validation.steps"] is None
     data = save(tmp_path / "more", [[number % 250] * 16 for number in range(1030)])
     values = changed_options(f"--max_length 16 --dataset_path {data}")[0]
-    assert values["validation.samples"] == 1024, "whole rounds of its lanes: none twice"
+    assert values["validation.samples"] == 1024, "a whole number of rounds over the streams, so no sample twice"
 
 
 def test_a_tilde_is_expanded_as_by_a_shell(tmp_path, monkeypatch):

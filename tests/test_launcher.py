@@ -79,6 +79,7 @@ def nothing_is_left():
 
 
 def lines(process: subprocess.Popen, count: int) -> list[list[str]]:
+    """Read lines that ranks sent, each split into words."""
     return [process.stdout.readline().split() for _ in range(count)]
 
 
@@ -92,6 +93,7 @@ def end(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 def has_ended(pid: int, seconds: float = 60) -> bool:
+    """True if a process ends, or is a zombie, within `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:

@@ -152,6 +152,7 @@ def test_mismatching_templates_are_refused(folder):
 
 
 def prepare(recipe, value, tokenizer=BYTES):
+    """Apply the options of `prepare` to one record; return its pieces (ids, flags) and what happened to it."""
     document = to_document(value, "f", "a.jsonl:3", "3")
     result = recipe.apply(*encode(tokenizer, document), document)
     pieces = [(i.tolist(), [True] * len(i) if t is None else t.tolist()) for i, t in result.pieces]
@@ -187,6 +188,7 @@ def test_too_long_records(folder):
 
 
 def prepare_source(path, recipe, folder, workers=1):
+    """Prepare a file of records into token shards."""
     opened = open_source("text", str(path), RecordReader())
     return prepared_shards(opened, str(path), "bytes", folder, workers=workers, stop=True, options=recipe)
 

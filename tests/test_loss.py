@@ -119,6 +119,7 @@ class LiveLogits(TorchDispatchMode):
 
 
 def peak_logits_bytes(num_chunks):
+    """Return the peak bytes of logits in forward and backward."""
     hidden, head, labels = example(torch.bfloat16, batch=4, length=64)
     with LiveLogits() as tracker:
         SummedCrossEntropy(num_chunks)(hidden, head, {"labels": labels}).backward()
@@ -152,7 +153,7 @@ def test_compiled_chunks_share_one_graph():
         (grad,) = torch.autograd.grad(loss(hidden, head, {"labels": labels}), head.weight)
         torch.testing.assert_close(grad, expected)
     heads = sum("cross_entropy" in graph.code for graph in counter.graphs)
-    assert heads == 1, "one graph for all pieces, reused in the next step"
+    assert heads == 1, "one graph for all chunks, reused in the next step"
 
 
 class Model(nn.Module):
@@ -205,6 +206,7 @@ class SplitHead(nn.Module):
 
 
 def split_loss(num_chunks, dtype, scale, compiled):
+    """Compute loss and gradients on this rank of a split vocabulary."""
     torch._dynamo.reset()
     hidden, head, labels = example(dtype)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))

@@ -57,12 +57,14 @@ def moved_model(family, args, options, seed=0):
 
 
 def plain_copy(model, adapter, family):
+    """Return a plain model with the adapted model's base weights."""
     plain = MODELS[family].build(model.args)
     plain.load_state_dict({n: t for n, t in model.state_dict().items() if n not in adapter.added_parameters})
     return plain
 
 
 def adapter_tensors(model, adapter):
+    """Return the tensors that the adapter added."""
     return {name: tensor.detach() for name, tensor in model.state_dict().items() if name in adapter.added_parameters}
 
 
@@ -284,6 +286,7 @@ def test_every_plan_merges_to_the_same_tensors(kind, degrees):
 
 
 def reference_merged(kind, degrees):
+    """Return the merged tensors of the same adapter on one device."""
     from tests.combinations import Combination
     from tests.support.adapted import perturb_parameters
     from tests.test_combinations import build_adapted

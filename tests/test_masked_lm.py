@@ -32,27 +32,28 @@ def batch(samples=64, length=256):
 
 
 def mask_tokens(plain, step=5, samples=None, masking=HIDE):
+    """Return the batch with masked tokens and labels at a step."""
     numbers = torch.arange(len(plain["tokens"])) if samples is None else samples
     return masking.hide(plain, numbers, step)
 
 
 def test_shares_of_hidden_tokens_and_their_replacements():
-    plain, shown = batch(), mask_tokens(batch())
-    tokens, labels = plain["tokens"], shown["labels"]
-    chosen = labels != IGNORE_INDEX
+    plain, masked = batch(), mask_tokens(batch())
+    tokens, labels = plain["tokens"], masked["labels"]
+    is_masked = labels != IGNORE_INDEX
     candidates = (tokens > 1) & (plain["labels"] != IGNORE_INDEX)
-    assert not (chosen & ~candidates).any(), "no special token and no padding is masked"
-    assert torch.equal(labels[chosen], tokens[chosen])
-    assert torch.equal(shown["tokens"][~chosen], tokens[~chosen])
+    assert not (is_masked & ~candidates).any(), "no special token and no padding is masked"
+    assert torch.equal(labels[is_masked], tokens[is_masked])
+    assert torch.equal(masked["tokens"][~is_masked], tokens[~is_masked])
     # 15,500 candidates and about 2,330 masked: the standard deviations of the shares are 0.003 and 0.008
-    share = chosen.sum() / candidates.sum()
-    replacements = shown["tokens"][chosen]
-    same = (replacements == tokens[chosen]).float().mean().item()
+    share = is_masked.sum() / candidates.sum()
+    replacements = masked["tokens"][is_masked]
+    same = (replacements == tokens[is_masked]).float().mean().item()
     by_mask = (replacements == MASK).float().mean().item()
     assert share.item() == pytest.approx(0.15, abs=0.012)
     assert by_mask == pytest.approx(0.8 + 0.1 / WORDS, abs=0.035)
     assert same == pytest.approx(0.1 + 0.1 / WORDS, abs=0.025)
-    assert len(replacements.unique()) > 80, "words of the whole vocabulary"
+    assert len(replacements.unique()) > 80, "replacements come from the whole vocabulary"
 
 
 PAD = 3
@@ -140,6 +141,7 @@ def losses_of_run(folder):
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
+    """Train on one rank; return the texts' path and the losses."""
     folder = tmp_path_factory.mktemp("masked")
     texts = jobs.write_texts(folder)
     run_ranks(1, jobs.train, job_arguments(folder / "one", texts))

@@ -317,7 +317,7 @@ def test_format_of_durations():
     assert texts == ["0:00", "0:07", "1:00", "12:34", "5h 03m", "-"]
 
 
-def test_summary_says_where_things_are(tmp_path):
+def test_the_summary_names_the_written_files(tmp_path):
     clock = Clock()
     metrics = build(tmp_path, clock, total_steps=1)
     train(metrics, clock, 1, 1)
@@ -348,7 +348,7 @@ def test_trackers_see_every_logged_step(tmp_path):
     assert tracker.logged[4]["n_tokens_seen"] == 400
 
 
-def test_further_losses_have_their_tags():
+def test_additional_losses_have_tags():
     record = dict(step=1, loss=2.0, grad_norm=None, lr=1.0, tokens=1, tokens_per_second=1.0, step_seconds=1.0)
     tags = tags_of(record | {"data_seconds": 0.0, "max_loss": 3.0, "mtp_loss": 4.0}, 1, 1.0)
     assert tags["loss_metrics/global_max_loss"] == 3.0 and "grad_norm" not in tags

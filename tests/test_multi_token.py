@@ -67,6 +67,7 @@ def gradients(model):
 
 
 def rms(x, weight, eps):
+    """Compute RMSNorm in plain torch."""
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 

@@ -36,6 +36,7 @@ def test_a_restored_cache_is_on_the_compute_device(compression):
 
 
 def calibrated_weights(offloaded):
+    """Return the weights of a PCA calibration, with or without offloaded weights."""
     torch.manual_seed(0)
     model, installed = remembering(dtype=torch.float64, init="pca")
     weights = model.memory.state_dict()
@@ -57,6 +58,7 @@ def test_pca_calibration_works_with_offloaded_weights():
 
 
 def hit_metrics(offloaded):
+    """Return the hit metrics of a few batches, with or without offloaded weights."""
     torch.manual_seed(0)
     model, installed = remembering(track_hits=True)
     model.loss = SummedCrossEntropy(1)

@@ -27,6 +27,7 @@ def adapted_model(**options):
 
 
 def save_adapter(folder):
+    """Write an adapter with random weights; return its model and the adapter."""
     model, installed = adapted_model()
     generator = torch.Generator().manual_seed(1)
     for name in installed.added_parameters:
@@ -68,10 +69,12 @@ def test_names_and_config_are_those_of_the_authors_library(tmp_path):
 
 def test_a_written_adapter_gives_the_same_outputs_when_read(tmp_path):
     model, installed = save_adapter(tmp_path / "adapter")
-    other, fresh = adapted_model()
-    fresh.load_tensors([other], fresh.read_folder(tmp_path / "adapter", form(model.args)))
+    other, other_adapter = adapted_model()
+    other_adapter.load_tensors([other], other_adapter.read_folder(tmp_path / "adapter", form(model.args)))
     with torch.no_grad():
-        outputs = [read(network.eval(), by, segments(3)) for network, by in ((model, installed), (other, fresh))]
+        outputs = [
+            read(network.eval(), by, segments(3)) for network, by in ((model, installed), (other, other_adapter))
+        ]
     assert torch.equal(*outputs)
     scrambled, by = adapted_model(compat_head_layout=True)  # the head layout of the authors' library
     by.load_tensors([scrambled], by.read_folder(tmp_path / "adapter", form(model.args)))
@@ -148,8 +151,8 @@ def test_an_exported_adapter_initializes_another_run(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("the adapter of step-00000002, in the layout of the authors' library\n")
     assert cli.main(["export", str(tmp_path / "first"), "--to", str(tmp_path / "merged"), "--merge"]) != 0
     assert "without a cache" in capsys.readouterr().err
-    begun = settings | dict(training__steps=1, adapter__initial_path=tmp_path / "adapter")
-    (continued,) = run_ranks(1, losses, arguments(tmp_path / "second", texts, **begun))
+    from_adapter = settings | dict(training__steps=1, adapter__initial_path=tmp_path / "adapter")
+    (continued,) = run_ranks(1, losses, arguments(tmp_path / "second", texts, **from_adapter))
     (plain,) = run_ranks(1, losses, arguments(tmp_path / "third", texts, **settings | dict(training__steps=1)))
     assert continued != plain
     options = ["--task.kind=documents", "--adapter.kind=neurocache", "--checkpoint.enable"]

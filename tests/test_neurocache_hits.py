@@ -52,14 +52,14 @@ def count_hits(tokens, labels, length, topk):
     Each token retrieves `topk` entries of earlier segments: the latest ones of the same token, then the latest others.
     """
     hits = same = entries = lookups = 0
-    for place, token in enumerate(tokens):
-        before = range(place // length * length - 1, -1, -1)
+    for position, token in enumerate(tokens):
+        before = range(position // length * length - 1, -1, -1)
         candidates = sorted(before, key=lambda n: tokens[n] != token)[:topk]
         if candidates:
             lookups += 1
             entries += len(candidates)
             same += sum(tokens[n] == token for n in candidates)
-            hits += any(labels[n] == labels[place] for n in candidates)
+            hits += any(labels[n] == labels[position] for n in candidates)
     return hits, lookups, same, entries
 
 
@@ -256,9 +256,9 @@ def test_the_jobs_of_the_comparison_are_valid(tmp_path):
     texts = tmp_path / "train"
     texts.mkdir()
     (texts / "a.txt").write_text("a text")
-    begun = {"checkpoint.initial_load_path": tmp_path}
+    from_base = {"checkpoint.initial_load_path": tmp_path}
     for name, options in {"base": {}, **compare_neurocache.adapters(1, 20)}.items():
-        options_of_run = compare_neurocache.job_arguments(tmp_path, name, 20, options | (begun if options else {}))
+        options_of_run = compare_neurocache.job_arguments(tmp_path, name, 20, options | (from_base if options else {}))
         config = manager.load(options_of_run)
         faults = {fault.key for fault in check(config, 1, "cpu")}  # only files that earlier jobs will write
         assert faults <= {"checkpoint.initial_load_path", "validation.dataset_path"}, name

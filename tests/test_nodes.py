@@ -78,6 +78,7 @@ def test_impossible_settings_are_refused_before_any_rank_starts(environment, mes
 
 
 def wait_for_absent_machine(port: int) -> str:
+    """Join as the second machine of a job without a first one; return the error."""
     ranks = Ranks(rank=1, world_size=2, local_world_size=1, head=("127.0.0.1", port))
     try:
         distributed._meet(ranks, Launcher(1, "", "", "", "", 3), timedelta(seconds=1))
@@ -149,8 +150,8 @@ def test_two_machines_form_one_world_and_stop_together(tmp_path, monkeypatch):
     ends = [jobs.finish(machine) for machine in start(shorter)]
     assert [code for code, _, _ in ends] == [0, 0], ends
     rows = jobs.logged_steps(tmp_path / "run")
-    straight = jobs.arguments(tmp_path / "straight", texts, **options | dict(training__steps=last + 3))
-    expected = run_ranks(2, jobs.train, [*straight, "--lr_scheduler.total_steps=400"])[0][0]
+    uninterrupted = jobs.arguments(tmp_path / "straight", texts, **options | dict(training__steps=last + 3))
+    expected = run_ranks(2, jobs.train, [*uninterrupted, "--lr_scheduler.total_steps=400"])[0][0]
     assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
 
 
@@ -167,9 +168,9 @@ def test_a_rank_killed_on_one_machine_restarts_both_to_the_same_bits(tmp_path):
     assert out_0.count("preflight  2 ranks on 1 host agree; sum along dp_shard ") == 2  # of both starts
     assert "restart 1 of 3" in err_0 and err_1 == "rank 1 was ended by SIGKILL\n"
     rows = jobs.logged_steps(tmp_path / "run")
-    straight = run_ranks(2, jobs.train, jobs.arguments(tmp_path / "straight", texts, **options))[0][0]
+    uninterrupted = run_ranks(2, jobs.train, jobs.arguments(tmp_path / "straight", texts, **options))[0][0]
     assert [row["step"] for row in rows] == list(range(1, 51))
-    assert [row["loss"] for row in rows] == [row["loss"] for row in straight]
+    assert [row["loss"] for row in rows] == [row["loss"] for row in uninterrupted]
 
 
 def test_a_run_resumes_to_the_same_bits_after_a_network_failure(tmp_path):
@@ -199,9 +200,9 @@ def test_a_run_resumes_to_the_same_bits_after_a_network_failure(tmp_path):
     assert "gone; waiting for a new connection for up to 900 s" in err_0 and "restart 1 of 3" in err_0
     assert not (tmp_path / "run" / SECRET).exists()
     rows = jobs.logged_steps(tmp_path / "run")
-    straight = run_ranks(2, jobs.train, jobs.arguments(tmp_path / "straight", texts, **options))[0][0]
+    uninterrupted = run_ranks(2, jobs.train, jobs.arguments(tmp_path / "straight", texts, **options))[0][0]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
-    assert [row["loss"] for row in rows] == [row["loss"] for row in straight]
+    assert [row["loss"] for row in rows] == [row["loss"] for row in uninterrupted]
 
 
 def test_a_job_refused_by_one_machine_ends_on_all(tmp_path):

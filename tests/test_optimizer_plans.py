@@ -40,12 +40,12 @@ def weights_after_steps(row: Combination, name: str, options: dict) -> dict[str,
     """Train on this rank of the row; return the full weights of its part of the model."""
     model = assembled(row)
     stepping = optimizers_of(model.parts, name, options)
-    everything, size = batch(), local_batch_size(row, model.dims)
+    full_batch, size = batch(), local_batch_size(row, model.dims)
     local_batch = {
-        name: everything[name][model.dims.dp_rank(model.mesh) :: model.dims.dp]
+        name: full_batch[name][model.dims.dp_rank(model.mesh) :: model.dims.dp]
         for name in model_input_names(row, False)
     }
-    valid = objective(row).count(everything)
+    valid = objective(row).count(full_batch)
     for _ in range(STEPS):
         for index in range(row.accumulation):
             part = {name: tensor[index * size : (index + 1) * size] for name, tensor in local_batch.items()}
@@ -58,14 +58,15 @@ def weights_after_steps(row: Combination, name: str, options: dict) -> dict[str,
 
 @cache
 def on_one_device(row: Combination, kind: str) -> dict[str, torch.Tensor]:
+    """Return the weights after the same steps on one device."""
     model, balance = build_with_initial_weights(row), FAMILIES[row.model].balance
     stepping = optimizers_of([model], *KINDS[kind])
-    everything = batch()
-    valid = objective(row).count(everything)
+    full_batch = batch()
+    valid = objective(row).count(full_batch)
     for _ in range(STEPS):
         if balance is not None:
             balance.set_aux_loss_scale(model, 1 / valid)
-        (model(**{name: everything[name] for name in model_input_names(row, False)}) / valid).backward()
+        (model(**{name: full_batch[name] for name in model_input_names(row, False)}) / valid).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         stepping.step()
         stepping.zero_grad()

@@ -157,12 +157,12 @@ def test_parameters_are_grouped_by_name(toys):
 @pytest.mark.parametrize("early", [False, True])
 def test_a_checkpoint_holds_the_full_optimizer_state(name, early, toys):
     """Restore as a resume does: allocate the state, then overwrite it. The resumed run continues bit for bit."""
-    straight, resumed = network(), network()
-    first = build_optimizers([straight], **options_of(name))
-    train(straight, first, steps=3)
-    tensors, values = optimizer_state([straight], first)
+    uninterrupted, resumed = network(), network()
+    first = build_optimizers([uninterrupted], **options_of(name))
+    train(uninterrupted, first, steps=3)
+    tensors, values = optimizer_state([uninterrupted], first)
     saved, values = {key: tensor.clone() for key, tensor in tensors.items()}, dict(values)
-    resumed.load_state_dict(straight.state_dict())
+    resumed.load_state_dict(uninterrupted.state_dict())
     second = build_optimizers([resumed], in_backward=early, **options_of(name))
     allocate_state(second)
     live, names = optimizer_state([resumed], second)
@@ -170,9 +170,9 @@ def test_a_checkpoint_holds_the_full_optimizer_state(name, early, toys):
     for key, tensor in live.items():
         tensor.copy_(saved[key])
     set_optimizer_values([resumed], second, values)
-    train(straight, first)
+    train(uninterrupted, first)
     train(resumed, second)
-    assert same(straight, resumed)
+    assert same(uninterrupted, resumed)
 
 
 def test_a_schedule_applies_to_steps_in_backward():
@@ -205,6 +205,7 @@ def test_optimizer_state_moves_between_step_modes():
 
 
 def sharded_steps(name, implementation, in_backward):
+    """Take steps under FSDP; return which backwards freed all gradients, and the full weights."""
     add_toys()
     model = network()
     mesh = init_device_mesh("cpu", (2,))
@@ -258,12 +259,12 @@ def test_a_job_with_a_custom_optimizer_trains_resumes_and_is_sharded(name, tmp_p
         more = dict(optimizer__name=name, optimizer__lr=1e-3, training__steps=4, checkpoint__enable=True)
         return jobs.arguments(tmp_path / folder, texts, **(more | {"checkpoint__interval": 2} | options))
 
-    (straight,) = run_ranks(1, rows_and_state, job("straight"))
+    (uninterrupted,) = run_ranks(1, rows_and_state, job("straight"))
     run_ranks(1, rows_and_state, [*job("resumed", training__steps=2, lr_scheduler__total_steps=4)])
     (resumed,) = run_ranks(1, rows_and_state, [*job("resumed", lr_scheduler__total_steps=4)])
-    assert resumed[1] == straight[1] and len(straight[0]) == 4
+    assert resumed[1] == uninterrupted[1] and len(uninterrupted[0]) == 4
     both = run_ranks(2, rows_and_state, job("both", training__local_batch_size=4, training__global_batch_size=8))
-    losses = [[row["loss"] for row in rows] for rows, _ in (straight, both[0])]
+    losses = [[row["loss"] for row in rows] for rows, _ in (uninterrupted, both[0])]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][-1] < losses[0][0]
     (early,) = run_ranks(1, rows_and_state, job("early", optimizer__early_step_in_backward=True, training__max_norm=0))
     assert len(early[0]) == 4

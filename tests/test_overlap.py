@@ -16,6 +16,7 @@ from torchtitan.parallelisms.pipeline.runtime import build_table
 
 
 def table_case(schedule, policy):
+    """Run a named schedule under a recompute policy on this rank."""
     name, chunks, overlap = SCHEDULES[schedule]
     table = build_table(name, PP, MICROBATCHES, chunks, overlap=overlap)
     return run_case(name, policy, overlap, table, CUTS[PP * chunks])
@@ -30,6 +31,7 @@ def test_every_schedule_and_policy_gives_the_gradients_of_one_process(schedule, 
 
 
 def random_cases(seed, number):
+    """Run random schedules on this rank."""
     results = []
     chooser = random.Random(seed)
     for _ in range(number):
@@ -58,6 +60,7 @@ def shard(part, mesh, precision):
 
 
 def run_under_fsdp(schedule, policy, dtype=torch.float64, kinds=toy_moe.LAYERS, microbatches=MICROBATCHES):
+    """Run a schedule on this rank with stages under FSDP."""
     name, chunks, overlap = SCHEDULES[schedule]
     mesh = dist.init_device_mesh("cpu", (PP, EP), mesh_dim_names=("pp", "dp"))["dp"]
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float64, cast_forward_inputs=False)

@@ -27,12 +27,14 @@ def random(*shape, seed=0, dtype=torch.float32):
 
 
 def one_matrix(*shape, dtype=torch.float32):
+    """Return a module with one random weight."""
     model = nn.Module()
     model.weight = nn.Parameter(random(*shape).to(dtype))
     return model
 
 
 def take_steps(model, optimizers, steps=4):
+    """Take steps with gradients that depend on step and parameter only; return the model."""
     for step in range(steps):
         for seed, parameter in enumerate(model.parameters()):
             gradient = random(*parameter.shape, seed=100 * step + seed).to(parameter.dtype)
@@ -95,6 +97,7 @@ LAYOUTS = {"rows": (Shard(0),), "columns": (Shard(1),), "replicas": (Replicate()
 
 
 def sharded_step(name, options, layout, shape, dtype):
+    """Take steps with a sharded weight; return the full weight."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = one_matrix(*shape, dtype=dtype)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, LAYOUTS[layout]))
@@ -170,7 +173,7 @@ def test_ten_thousand_small_changes_reach_a_weight_in_bfloat16():
     assert (plain == 1).all()
     total = kahan.double() + lost.double()
     assert (total - 2).abs().max() < 0.05  # the compensation has 8 bits too
-    # 4096 walks of 1000 steps with a spread of at most half a gap (2^-8) each: 5 standard deviations of their mean
+    # 4096 random walks of 1000 steps of at most half a gap (2^-8) each: 5 standard deviations of their mean
     assert abs(chance.double().mean() - 2) < 5 * 2**-8 * 1000**0.5 / 64
 
 

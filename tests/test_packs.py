@@ -48,6 +48,7 @@ def documents(folder):
 
 
 def packed(folders, names="ab", **options):
+    """Return a loader of the folders with sample packing."""
     sources = [("tokens", folders[name], 1.0) for name in names]
     return loader(sources=sources, **dict(seq_len=SEQ_LEN, document_mask=True, packing=PACKED) | options)
 
@@ -241,6 +242,7 @@ def test_documents_longer_than_a_sample_are_refused(folders):
 
 
 def job(folders, *options):
+    """Load the configuration of a job on both folders."""
     names = [f"[[training.sources]]\ndataset = 'tokens'\ndataset_path = '{folders[name]}'\n" for name in "ab"]
     path = folders["a"].parent / "job.toml"
     path.write_text("".join(names))
@@ -308,8 +310,8 @@ def test_validation_loss_is_the_same_packed_or_not(folders):
                 for b in batches
             )
         measurements.append((float(total), sum(int((b["labels"] != IGNORE).sum()) for b in batches), len(batches)))
-    (packed_loss, packed_count, few), (loss, count, many) = measurements
-    assert packed_count == count and few < many
+    (packed_loss, packed_count, packed_batches), (loss, count, num_batches) = measurements
+    assert packed_count == count and packed_batches < num_batches
     assert packed_loss == pytest.approx(loss, rel=1e-10)
 
 

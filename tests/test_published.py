@@ -132,6 +132,7 @@ def test_a_shard_that_shrinks_is_named(tmp_path):
 
 
 def read_shrunk_shard(folder, check):
+    """Read a shard after it was truncated, with or without the check of its size."""
     folder.mkdir()
     writer = ShardWriter(folder, 300)
     writer.write(np.arange(100_000) % 300)

@@ -101,7 +101,7 @@ def test_other_values_are_refused_by_name(value, message):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json", ".parquet", ".arrow"])
-def test_every_kind_of_file_gives_them(tmp_path, suffix):
+def test_every_file_type_gives_the_same_documents(tmp_path, suffix):
     for kind, values in (("ids", [[3, 1], [2], []]), ("segments", [segments(("q", False), ("a", True))] * 2)):
         path = tmp_path / f"{kind}{suffix}"
         table = {"text": values}
@@ -137,7 +137,7 @@ def test_a_text_is_trained_between_its_begin_and_end(tokenizer):
 @pytest.mark.parametrize(
     "question, answer", [("Q: two words?\nA:", "yes"), ("the ", "answer"), ("a", " b"), ("x", "\ny")]
 )
-def test_a_border_is_one_of_tokens_and_leaves_no_mark(tokenizer, question, answer):
+def test_prompt_and_answer_are_tokenized_separately(tokenizer, question, answer):
     """The prompt has the same ids as without an answer, and all ids together decode to the original text."""
     half = len(question) // 2
     spans = [Span(question[:half], False), Span(question[half:], False), Span(answer)]
@@ -149,12 +149,12 @@ def test_a_border_is_one_of_tokens_and_leaves_no_mark(tokenizer, question, answe
     assert tokenizer.decode(ids[trained]).strip(" ") == answer.strip(" ") and ids[-1] == tokenizer.eos_id
 
 
-def test_begin_and_end_count_as_their_neighbours_do(tokenizer):
+def test_begin_and_end_tokens_have_the_flags_of_their_neighbours(tokenizer):
     _, trained = encode(tokenizer, Document([Span("a"), Span("b", False)], ""))
     assert trained.tolist()[0] and not trained.tolist()[-1]
 
 
-def test_ids_stay_as_they_are(tokenizer):
+def test_token_ids_are_unchanged(tokenizer):
     ids, trained = encode(tokenizer, Document([Span([5, 7], False), Span([9])], "", has_begin_end=True))
     assert (ids.tolist(), trained.tolist()) == ([5, 7, 9], [False, False, True])
     ids, _ = encode(tokenizer, Document([Span([5]), Span("a")], ""))
@@ -182,7 +182,7 @@ def data(tmp_path_factory):
 
 @pytest.mark.parametrize("document_mask", [False, True])
 @pytest.mark.parametrize("kind", ["indexed", "stream", "prepared"])
-def test_labels_are_the_trained_tokens(data, kind, document_mask):
+def test_only_trained_tokens_have_labels(data, kind, document_mask):
     """Only trained tokens have labels."""
     samples = global_samples(80, **data[kind], document_mask=document_mask)
     letters = [pair for row in samples for pair in zip(row[0][1:], row[1][:-1], strict=True) if pair[0] < 256]
@@ -194,7 +194,7 @@ def test_labels_are_the_trained_tokens(data, kind, document_mask):
     assert (ends, begins) == ({BYTES.eos_id}, {IGNORE})
 
 
-def test_all_but_the_labels_is_as_without_a_mask(data, tmp_path):
+def test_a_mask_changes_only_the_labels(data, tmp_path):
     texts = ["".join(segment["text"] for segment in record) for record in records()]
     plain = global_samples(60, dataset_path=write(tmp_path / "a.jsonl", texts), document_mask=True)
     masked = global_samples(60, **data["indexed"], document_mask=True)
@@ -204,7 +204,7 @@ def test_all_but_the_labels_is_as_without_a_mask(data, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["indexed", "stream", "prepared"])
-def test_masks_follow_their_tokens_on_any_ranks_workers_and_resumes(data, kind):
+def test_masks_are_the_same_for_any_ranks_workers_and_resumes(data, kind):
     expected = global_samples(60, **data[kind])
     assert global_samples(60, 3, local_batch_size=1, **data[kind]) == expected
     first = loader(**data[kind], num_workers=2)
@@ -275,7 +275,7 @@ def first_loss(argv):
     return (losses[labels != IGNORE].sum() / (labels != IGNORE).sum()).item(), (labels != IGNORE).double().mean().item()
 
 
-def test_the_loss_is_the_sum_over_trained_tokens_by_their_global_number(data, tmp_path):
+def test_the_loss_is_the_mean_over_all_trained_tokens(data, tmp_path):
     """Ranks and microbatches have unequal numbers of trained tokens, some none."""
     options = dict(training__document_mask=True, training__steps=3, training__seq_len=8)
     path = data["indexed"]["dataset_path"]

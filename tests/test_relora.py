@@ -39,9 +39,9 @@ def test_the_jagged_schedule_has_the_published_values():
     )
 
 
-def test_adjust_step_moves_the_cuts():
+def test_adjust_step_moves_the_restarts():
     moved = [step for step in range(100) if jagged(step, 100, 5, 20, 5, 0.1, adjust=10) == 0]
-    assert moved == [0, 10, 30, 50, 70, 90], "also the first one, which a guard on the raw step would forget"
+    assert moved == [0, 10, 30, 50, 70, 90], "adjust_step moves the first restart too"
 
 
 def test_the_cyclical_schedule():
@@ -58,7 +58,7 @@ def test_axolotls_ramps_multiply_any_schedule():
         ramps = Ramps(20, 5, anneal)
         ramped = LRSchedule(100, 10, decay_type="cosine", ramps=ramps)
         share = [ramped.multiplier(step) / plain.multiplier(step) for step in range(100)]
-        assert share[:15] == pytest.approx([1.0] * 15), "none in the first warmup, which is the curve's"
+        assert share[:15] == pytest.approx([1.0] * 15), "the first warmup is that of the schedule itself"
         for cut in (20, 40, 60, 80):
             assert share[cut : cut + 6] == pytest.approx([0.001, 0.2008, 0.4006, 0.6004, 0.8002, 1.0])
         assert share[36:40] == pytest.approx([1.0] * 4 if anneal == 1 else [1.0, 0.75025, 0.5005, 0.25075])
@@ -97,7 +97,9 @@ def test_a_merge_changes_no_output(dtype, tolerance):
         merge_product(module)
         restart_matrices(module, "second")
     assert (module(x) - before).abs().max() < tolerance
-    assert {name: id(p) for name, p in module.named_parameters()} == parameter_ids, "optimizers hold the parameters"
+    assert {name: id(p) for name, p in module.named_parameters()} == parameter_ids, (
+        "parameters must stay the same objects, since optimizers hold them"
+    )
     assert not module.lora_B.any() and not torch.equal(module.lora_A, old["lora_A"])
     change = 0.5 * old["lora_B"] @ old["lora_A"]
     torch.testing.assert_close(module.weight - old["weight"], change, rtol=tolerance, atol=tolerance)
@@ -181,7 +183,7 @@ def test_a_reset_changes_only_the_moments_of_adapters(reset, share):
     for parameter in (module.lora_A, module.lora_B):
         first, second = (optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq"))
         assert (second == 0).double().mean().item() == pytest.approx(share, abs=0.03 if reset == "random" else 1e-3)
-        assert not (first != 0)[second == 0].any(), "no first moment without its second"
+        assert not (first != 0)[second == 0].any(), "both moments are pruned together"
         assert optimizer.state[parameter]["step"] == 3
     for parameter, before in zip(other_layer.parameters(), untouched, strict=True):
         assert all(torch.equal(value, before[key]) for key, value in optimizer.state[parameter].items())
@@ -247,7 +249,7 @@ def test_restarts_get_below_the_best_of_their_rank():
     joint, _ = train_toy(Relora(every=50, reset="magnitude"))
     assert joint < 2
     independent, _ = train_toy(Relora(every=50, reset="magnitude", mask="independent"))
-    assert not independent <= 1e6, "the reason why the choice is joint"
+    assert not independent <= 1e6, "independent masks diverge, so the mask is joint"
 
 
 def test_the_larger_toy():

@@ -68,11 +68,13 @@ def texts(tmp_path_factory):
     return write_texts(tmp_path_factory.mktemp("texts"))
 
 
-def test_cadence_and_resume(tmp_path, texts):
+def test_restarts_happen_at_the_cadence_and_resume_exactly(tmp_path, texts):
     saving = dict(checkpoint__enable=True, checkpoint__interval=1, checkpoint__keep_latest_k=0)
     changed, rates, weights, counts, frozen = run_ranks(1, train_and_record_restarts, job(tmp_path, texts, **saving))[0]
     assert changed == [11, 21] and counts == {"merges": 2, "resets": 2}
-    assert [step for step, rate in rates.items() if rate == 0] == [1, 11, 21], "steps count from 1, the rate's from 0"
+    assert [step for step, rate in rates.items() if rate == 0] == [1, 11, 21], (
+        "steps count from 1, steps of the schedule from 0"
+    )
     assert frozen == sorted(
         f"layers.{i}.{m}.weight"
         for i in range(4)
@@ -96,17 +98,17 @@ def merge_traffic():
     return [(exchange.kind, exchange.sent) for exchange in traffic.exchanges], size
 
 
-def test_a_sharded_merge_gathers_a_alone():
+def test_a_sharded_merge_gathers_only_a():
     for exchanges, size in run_ranks(2, merge_traffic):
         assert {kind for kind, _ in exchanges} == {"all_gather"}
-        assert sum(sent for _, sent in exchanges) == size / 2, "a rank's half of each A, to the other"
+        assert sum(sent for _, sent in exchanges) == size / 2, "each rank sends its half of each A to the other"
 
 
 PLANS = [{}, {"parallelism__data_parallel_replicate_degree": 2}, {"tp": 2}, {"pp": 2}]
 
 
 @pytest.mark.parametrize("degrees", PLANS, ids=str)
-def test_several_ranks_are_one(tmp_path, texts, degrees):
+def test_several_ranks_equal_one(tmp_path, texts, degrees):
     """Compare after two merges and resets. Differences from the order of sums grow with the steps: 1e-3."""
     options = dict(optimizer__lr=1e-3, optimizer__eps=1e-5)
     one_rank = run_ranks(1, train_and_record_restarts, job(tmp_path / "a", texts, **options))[0]
@@ -125,7 +127,7 @@ def test_several_ranks_are_one(tmp_path, texts, degrees):
         assert abs(gathered[name] - weight).max() <= 1e-3 * abs(weight).max() + 1e-6, name
 
 
-def test_learned_strengths_are_logged_alike(tmp_path, texts):
+def test_trained_scales_are_logged_the_same_under_every_plan(tmp_path, texts):
     """The logged scale of each linear is tanh of a number that starts at 1, and that a restart resets."""
     options = dict(adapter__train_scaling=True, training__steps=12, optimizer__lr=1e-3)
     names = [f"adapter_scaling_{which}" for which in ("min", "mean", "max")]

@@ -100,7 +100,7 @@ def base(tmp_path_factory, data):
 def test_full_rank_replicated_and_sharded(base, data, tmp_path):
     """Regimes 1 to 3."""
     folder, (passes, steps, _, weights) = base
-    assert passes == 2, "24 a rank on two of them, 96 in all"
+    assert passes == 2, "a batch of 24 on each of two ranks, 96 in total"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "validation_loss" in row] == list(range(2, 21, 2))
     assert sorted(path.name for path in (folder / "checkpoint").glob("step-*")) == ["step-00000010", "step-00000020"]

@@ -38,7 +38,7 @@ def can_acquire(folder: Path, **changes) -> bool:
         return False
 
 
-def test_a_folder_is_one_runs_and_free_again_afterwards(tmp_path):
+def test_a_folder_is_locked_during_a_run_and_released_afterwards(tmp_path):
     with held(tmp_path / "new", HERE), pytest.raises(JobError) as refusal, held(tmp_path / "new", HERE):
         raise AssertionError
     message = str(refusal.value)
@@ -48,7 +48,7 @@ def test_a_folder_is_one_runs_and_free_again_afterwards(tmp_path):
     assert locks(tmp_path / "new") == [] and can_acquire(tmp_path / "new")
 
 
-def test_what_is_no_file_is_passed_over(tmp_path, monkeypatch):
+def test_lock_names_that_are_no_files_are_skipped(tmp_path, monkeypatch):
     """The name is taken by something other than a lock file; it used to be tried forever."""
     tries = iter([1, 2])
     monkeypatch.setattr(lock, "_refuse_if_owned", lambda locks_found, owner: next(tries))
@@ -76,7 +76,7 @@ ALIVE = {
 
 
 @pytest.mark.parametrize("owner", [*DEAD, *ALIVE])
-def test_dead_owners_are_taken_over_and_no_others(owner, tmp_path, monkeypatch):
+def test_only_locks_of_dead_owners_are_taken_over(owner, tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "job_is_over", {"8": True, "9": False}.__getitem__)
     monkeypatch.setattr(lives, "__defaults__", (lock.job_is_over,))
     forge(tmp_path, 5, **(DEAD | ALIVE)[owner])
@@ -85,7 +85,7 @@ def test_dead_owners_are_taken_over_and_no_others(owner, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there it is not told from a living one")
-def test_a_process_that_nobody_has_taken_leave_of_is_dead(tmp_path):
+def test_a_zombie_counts_as_dead(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     started = lock.start_of(child.pid)
     child.stdout.read()
@@ -95,19 +95,19 @@ def test_a_process_that_nobody_has_taken_leave_of_is_dead(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"host": 3}', "x" * 10**6])
-def test_a_lock_torn_by_a_crash_is_no_owner(content, tmp_path, monkeypatch):
+def test_a_lock_damaged_by_a_crash_has_no_owner(content, tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "WRITING_SECONDS", 0.1)
     (tmp_path / "run.lock.3").write_text(content)
     assert can_acquire(tmp_path) and locks(tmp_path) == []
 
 
-def test_a_lock_that_is_just_being_written_is_waited_for(tmp_path, monkeypatch):
+def test_an_incomplete_lock_is_read_again(tmp_path, monkeypatch):
     (tmp_path / "run.lock.3").touch()
     monkeypatch.setattr(lock.time, "sleep", lambda seconds: forge(tmp_path, 3))
     assert not can_acquire(tmp_path)
 
 
-def test_a_name_that_went_to_another_while_it_was_written_is_the_others(tmp_path, monkeypatch):
+def test_a_lock_taken_over_while_it_was_written_belongs_to_the_other(tmp_path, monkeypatch):
     """A process that paused so long that its lock counted as torn then writes into the deleted file."""
     write = lock._write
 
@@ -151,14 +151,14 @@ for turn in range(10):
 """
 
 
-def test_without_it_the_save_of_another_job_is_taken_for_a_leftover(tmp_path):
+def test_without_the_lock_an_unfinished_save_of_another_job_is_deleted(tmp_path):
     """The control: without the lock, a job deletes the unfinished save of another."""
     temporary = folders.create_temporary(tmp_path / "step-00000004")
     folders.remove_leftovers(tmp_path / "step-00000008")
     assert not temporary.exists()
 
 
-def test_of_several_starters_one_at_a_time_is_inside(tmp_path):
+def test_of_several_starters_only_one_holds_the_lock(tmp_path):
     """All of them try to take over the lock of a dead owner."""
     forge(tmp_path, 2, pid=2**22 + 1)
     command = [sys.executable, "-c", STARTER, str(tmp_path)]
@@ -175,7 +175,7 @@ def test_of_several_starters_one_at_a_time_is_inside(tmp_path):
 
 
 @pytest.mark.parametrize("number", [1, 7])
-def test_a_listing_that_is_not_of_today_misleads_nobody(number, tmp_path, monkeypatch):
+def test_an_outdated_directory_listing_does_no_harm(number, tmp_path, monkeypatch):
     """Clients of a file server may not see the newest names at once."""
     forge(tmp_path, number)
     read = lock._read
@@ -184,14 +184,14 @@ def test_a_listing_that_is_not_of_today_misleads_nobody(number, tmp_path, monkey
     assert not can_acquire(tmp_path) and locks(tmp_path) == [f"run.lock.{number}"]
 
 
-def test_a_folder_that_cannot_be_used_is_told_with_the_remedy(tmp_path):
+def test_an_unusable_folder_is_refused_with_a_remedy(tmp_path):
     (tmp_path / "file").write_text("")
     message = re.escape(f"given '{tmp_path}/file/run'") + ".*cannot be written.*allowed"
     with pytest.raises(JobError, match=message), held(tmp_path / "file" / "run", HERE):
         raise AssertionError
 
 
-def test_a_full_disk_is_told_without_a_name_where_there_is_none(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_also_without_a_file_name(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -203,7 +203,7 @@ def test_a_full_disk_is_told_without_a_name_where_there_is_none(tmp_path, monkey
 
 
 @pytest.mark.parametrize("under", ["launcher", "torchrun"])
-def test_a_second_job_in_a_folder_is_refused_and_leaves_it_as_it_is(under, tmp_path, monkeypatch):
+def test_a_second_job_in_a_folder_is_refused_and_changes_nothing(under, tmp_path, monkeypatch):
     if under == "torchrun":
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", "1")

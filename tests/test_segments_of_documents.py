@@ -91,13 +91,13 @@ def test_four_rows_read_the_same_on_any_number_of_ranks(documents, ranks, state_
         for part_loader in saved:
             list(itertools.islice(part_loader, 5))
         options["state"] = json.loads(json.dumps(merge_states([part_loader.state_dict() for part_loader in saved])))
-    spread = [loader(documents, rows=4 // ranks, rank=rank, ranks=ranks, **options) for rank in range(ranks)]
-    for expected, *parts in itertools.islice(zip(reference, *spread, strict=True), 20):
+    rank_loaders = [loader(documents, rows=4 // ranks, rank=rank, ranks=ranks, **options) for rank in range(ranks)]
+    for expected, *parts in itertools.islice(zip(reference, *rank_loaders, strict=True), 20):
         for name in expected.keys() - {"lanes"}:  # which each rank numbers for itself
             local_rows = torch.arange(4 // ranks)
             order = torch.cat([global_sample_numbers(local_rows, rank, ranks, 1) for rank in range(ranks)])
             assert torch.equal(torch.cat([part[name] for part in parts]), expected[name][order]), name
-    assert {part_loader.samples for part_loader in spread} == {reference.samples}
+    assert {part_loader.samples for part_loader in rank_loaders} == {reference.samples}
 
 
 def test_rows_begin_inside_their_first_document(documents):
@@ -164,7 +164,7 @@ def test_held_out_documents_are_the_same_for_any_rows_and_ranks(documents, sampl
         counts.add(len(batches))
         numbers += [tokens[0] // 100 for row in read(batches).values() for tokens, _ in row]
     assert len(counts) == 1
-    # of 8 tokens: 4 segments of the first document, none of the second, 1 of the third
+    # segments of 8 tokens: 4 of the first document, none of the second, 1 of the third
     assert sorted(numbers) == {0: [0, 2, 3, 4, 5, 6, 7], 4: [0], 5: [0, 2]}[samples]
 
 

@@ -62,7 +62,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_curve_is_that_of_one_rank(one_rank, plan, tmp_path):
+def test_losses_under_every_plan_equal_one_rank(one_rank, plan, tmp_path):
     rows, losses, measures = one_rank
     steps, _ = run_ranks(2, jobs.train, sft_arguments(tmp_path, rows, **PLANS[plan]))[0]
     assert len(losses) == steps[-1]["step"] > 6  # the exact number of two passes
@@ -101,7 +101,7 @@ def unpacked_arguments(folder, rows, **options):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_step_is_the_same_however_it_is_cut(one_forward_pass, way, tmp_path):
+def test_a_step_does_not_depend_on_how_its_batch_is_split(one_forward_pass, way, tmp_path):
     """Loss and gradients are means over all tokens of the step, not means of means."""
     rows, steps = one_forward_pass
     ranks, options = WAYS[way]
@@ -114,7 +114,7 @@ def test_a_step_is_the_same_however_it_is_cut(one_forward_pass, way, tmp_path):
     assert (got[-1]["tokens"] < steps[-1]["tokens"]) == shortened and steps[-1]["tokens"] == 3 * 4 * 384
 
 
-def test_on_from_the_middle_of_a_window_on_two_ranks(one_rank, tmp_path):
+def test_a_resume_inside_a_packing_window_on_two_ranks(one_rank, tmp_path):
     rows, losses, _ = one_rank
     saving = dict(checkpoint__enable=True, checkpoint__interval=100)
     first = sft_arguments(tmp_path, rows, **saving)
@@ -158,7 +158,7 @@ class Fails(torch.optim.SGD):
 """
 
 
-def test_a_first_rank_that_crashes_is_one_message_and_the_end_of_all(tmp_path):
+def test_a_crash_of_the_first_rank_is_one_message_and_ends_all_ranks(tmp_path):
     """The other ranks, which wait for it, are ended long before the collective timeout of 300 seconds."""
     entries = "[torchtitan.optimizers]\nFails = acme_fails.light:SPEC\n"
     site = install(tmp_path / "site", "acme-fails", entries, light=SPEC, heavy=FAILS)
@@ -173,20 +173,22 @@ def test_a_first_rank_that_crashes_is_one_message_and_the_end_of_all(tmp_path):
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
-def test_a_run_that_is_terminated_goes_on_exactly(tmp_path):
+def test_a_terminated_run_resumes_exactly(tmp_path):
     """A signal stops the launcher; after the restart all losses equal an uninterrupted run bit for bit."""
     rows = write_rows(tmp_path / "rows")
     options = dict(training__epochs=5, training__local_batch_size=1, validation__freq=8, model__overrides=jobs.SHALLOW)
     options |= dict(checkpoint__enable=True, checkpoint__interval=1000)
-    straight = run_ranks(2, jobs.train, sft_arguments(tmp_path / "straight", rows, **options))[0]
+    uninterrupted = run_ranks(2, jobs.train, sft_arguments(tmp_path / "straight", rows, **options))[0]
     argv = sft_arguments(tmp_path / "run", rows, **options)
     process = jobs.start(argv, ranks=2, OMP_NUM_THREADS="1")
     jobs.wait_for_step(tmp_path / "run", 3, process)
     process.send_signal(signal.SIGTERM)
     code, _, err = jobs.finish(process)
     stopped = jobs.logged_steps(tmp_path / "run")[-1]["step"]
-    assert (code, err) == (143, "") and 3 <= stopped < straight[0][-1]["step"]
+    assert (code, err) == (143, "") and 3 <= stopped < uninterrupted[0][-1]["step"]
     steps, weights = run_ranks(2, jobs.train, argv)[0]
-    assert weights == straight[1]
-    assert [(step["step"], step["loss"]) for step in steps] == [(step["step"], step["loss"]) for step in straight[0]]
+    assert weights == uninterrupted[1]
+    assert [(step["step"], step["loss"]) for step in steps] == [
+        (step["step"], step["loss"]) for step in uninterrupted[0]
+    ]
     assert validation_losses(tmp_path / "run") == validation_losses(tmp_path / "straight")

@@ -110,7 +110,7 @@ class Job:
         return sorted(pids)
 
 
-def test_a_launch_finds_machines_and_gpus_by_itself_and_fails_the_job_where_nothing_is_saved(slurm, texts, tmp_path):
+def test_a_launch_detects_machines_and_gpus_and_fails_without_a_save(slurm, texts, tmp_path):
     options = dict(training__local_batch_size=2, training__steps=100000, checkpoint__enable=False)
     job = Job(slurm, tmp_path, texts, "--gpus-per-node=2", **options)
     job.wait_for_step(1)
@@ -122,7 +122,7 @@ def test_a_launch_finds_machines_and_gpus_by_itself_and_fails_the_job_where_noth
     assert "== job " in job.log.read_text() and "dp_shard 4 on cpu" in job.log.read_text()
 
 
-def test_a_killed_rank_and_a_notice_lead_to_the_undisturbed_runs_losses(slurm, texts, undisturbed, tmp_path):
+def test_after_a_killed_rank_and_a_signal_losses_equal_an_uninterrupted_run(slurm, texts, undisturbed, tmp_path):
     """A killed rank restarts within the allocation; a signalled job saves and is queued again."""
     job = Job(slurm, tmp_path, texts, checkpoint__interval=10)
     job.wait_for_step(13)
@@ -140,7 +140,7 @@ def test_a_killed_rank_and_a_notice_lead_to_the_undisturbed_runs_losses(slurm, t
     assert log.count("== job ") == 2 and "started again 1 times" in log and "== queued again" in log
 
 
-def test_a_preempted_job_goes_on_and_a_cancelled_one_does_not(slurm, texts, tmp_path):
+def test_a_preempted_job_resumes_and_a_cancelled_one_does_not(slurm, texts, tmp_path):
     job = Job(slurm, tmp_path, texts, training__steps=100000)
     job.wait_for_step(3)
     urgent = ["--partition=high", "--nodes=2", "--exclusive", "--wrap=sleep 1", f"--output={tmp_path / 'urgent'}"]
@@ -170,7 +170,7 @@ def test_a_time_limit_shorter_than_the_job_takes_several_starts(slurm, texts, tm
     assert len(job.losses()) > saved and "before the time limit" in log and "Traceback" not in log
 
 
-def test_a_refused_job_is_told_once_and_keeps_its_code(slurm, texts, tmp_path):
+def test_a_refused_job_is_reported_once_and_keeps_its_exit_code(slurm, texts, tmp_path):
     job = Job(slurm, tmp_path, texts, training__seq_len=-3)
     state = slurm.ended(job.id)
     assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0")
@@ -178,7 +178,7 @@ def test_a_refused_job_is_told_once_and_keeps_its_code(slurm, texts, tmp_path):
     assert log.count("training.seq_len") == 1 and "Traceback" not in log
 
 
-def test_a_task_per_rank_is_one_world(slurm, texts, tmp_path):
+def test_one_task_per_rank_forms_one_world(slurm, texts, tmp_path):
     """Two tasks share a machine, and each sees both of its GPUs."""
     argv = jobs.arguments(tmp_path / "run", texts, **OPTIONS | dict(training__steps=5))
     command = ["srun", "--nodes=1", "--ntasks=2", "--gpus-per-node=2", sys.executable, "-m", "torchtitan", "train"]
@@ -187,7 +187,7 @@ def test_a_task_per_rank_is_one_world(slurm, texts, tmp_path):
     assert "dp_shard 2 on cpu" in done.stdout and len(jobs.logged_steps(tmp_path / "run")) == 5
 
 
-def test_tasks_that_are_neither_machines_nor_ranks_are_refused_in_one_line(slurm, texts, tmp_path):
+def test_a_wrong_number_of_tasks_is_refused_in_one_line(slurm, texts, tmp_path):
     argv = jobs.arguments(tmp_path / "run", texts)
     command = ["srun", "--nodes=1", "--ntasks=2", sys.executable, "-m", "torchtitan.launch", "2", *argv]
     done = subprocess.run(command, env=slurm.environment, cwd=jobs.ROOT, capture_output=True, text=True)
@@ -196,7 +196,7 @@ def test_tasks_that_are_neither_machines_nor_ranks_are_refused_in_one_line(slurm
     assert errors[0].startswith("srun: 2 tasks on 1 machine, with NGPU = 2; allowed: a task a machine")
 
 
-def test_an_interactive_allocation_starts_its_launchers_by_itself(slurm, texts, tmp_path):
+def test_launchers_start_by_themselves_in_an_interactive_allocation(slurm, texts, tmp_path):
     argv = jobs.arguments(tmp_path / "run", texts, **OPTIONS | dict(training__steps=5))
     command = ["salloc", "--nodes=2", "--gpus-per-node=1", sys.executable, "-m", "torchtitan", "train", *argv]
     done = subprocess.run(command, env=slurm.environment, cwd=jobs.ROOT, capture_output=True, text=True)

@@ -93,7 +93,7 @@ def batch(rank=0):
 
 
 @pytest.mark.parametrize("order", ["pre", "post"])
-def test_a_block_of_experts_takes_the_norm_the_order_and_the_dropout_of_its_family(order):
+def test_a_moe_block_uses_norm_order_and_dropout_of_its_family(order):
     attention = GroupedQueryAttention(QWEN, AttentionKernel())
     block = MoEBlock(QWEN, attention, partial(nn.LayerNorm, 16), order, dropout=0.25).double()
     initialize(block, 0, lambda name: Normal(0.3))
@@ -116,12 +116,14 @@ def loss_and_gradients(model, loss):
 
 
 def by_forward(model, inputs):
+    """Return loss and gradients of the model's own forward."""
     loss = model(**inputs)
     (0.05 * loss).backward()
     return loss_and_gradients(model, loss)
 
 
 def by_segments(model, inputs, policy, transport, split):
+    """Return loss and gradients of the model's steps, run as segments by the pipeline's loop."""
     lists = NodeLists(programs_of(model), policy)
     inputs = dict(inputs)
     tokens = inputs.pop("tokens")
@@ -149,7 +151,7 @@ def largest_difference(one, other):
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MODELS_HERE)
-def test_segments_are_the_model(name, policy, split):
+def test_segments_compute_the_same_as_the_model(name, policy, split):
     expected = by_forward(build_float64(name), batch())
     assert (
         largest_difference(expected, by_segments(build_float64(name), batch(), POLICIES[policy], NoExchange(), split))
@@ -157,7 +159,7 @@ def test_segments_are_the_model(name, policy, split):
     )
 
 
-def test_a_part_without_ends_hands_hidden_states_on():
+def test_a_middle_stage_returns_hidden_states():
     model = build_float64("qwen3_moe")
     model.tok_embeddings = model.norm = model.output = None
     x = torch.randn(1, 6, 16, dtype=torch.float64)
@@ -178,7 +180,7 @@ def difference_under_expert_parallel(name, policy):
 
 @pytest.mark.parametrize("policy", ["none", "full_keep_comm", "full"])
 @pytest.mark.parametrize("name", ["deepseek", "qwen3_moe"])
-def test_segments_are_the_model_under_expert_parallel(name, policy):
+def test_segments_compute_the_same_under_expert_parallel(name, policy):
     assert max(run_ranks(2, difference_under_expert_parallel, name, policy)) < 1e-12
 
 
@@ -212,7 +214,7 @@ def run_halved(row):
         return test_combinations.run_row(row)
 
 
-def test_overlap_runs_the_model_that_the_file_says():
+def test_overlap_runs_changed_residuals():
     """With changed residuals, loss and gradients still equal one device."""
     plain = test_combinations.plain_twin(OVERLAPPED)
     usual = test_combinations.reference(plain)[0]
@@ -226,16 +228,22 @@ def test_overlap_runs_the_model_that_the_file_says():
 
 
 class OwnForward(MoEBlock):
+    """A block with a changed forward, which disagrees with its steps."""
+
     def forward(self, x, shared):
         return 0.5 * super().forward(x, shared)
 
 
 class OwnModel(Deepseek):
+    """A model with its own forward."""
+
     def forward(self, tokens, **batch):
         return super().forward(tokens, **batch)
 
 
 class OwnSteps(MoEBlock):
+    """A block with changed steps, which its forward runs too."""
+
     def steps(self):
         *segments, last = super().steps()
         return (*segments, last._replace(outputs=("y",)), Segment("half", lambda _, y: y / 2, ("y",), ("out",)))
@@ -261,7 +269,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_forward_beside_the_steps_is_refused_by_name(case):
+def test_a_forward_that_bypasses_the_steps_is_refused_by_name(case):
     change, message = REFUSED[case]
     plan = MODELS["deepseek"].plan
     require_steps(build_float64("deepseek"), plan)
@@ -270,7 +278,7 @@ def test_a_forward_beside_the_steps_is_refused_by_name(case):
     assert "turn the overlap off" in str(caught.value)
 
 
-def test_steps_of_ones_own_are_run_by_both():
+def test_custom_steps_run_in_forward_and_segments():
     def change(model):
         model.layers["1"].__class__ = OwnSteps
 
@@ -284,6 +292,7 @@ def test_steps_of_ones_own_are_run_by_both():
 
 
 def assembled_with_own_forward():
+    """Assemble an overlapped pipeline of a model with a changed forward; return the error."""
     build = test_combinations.build_adapted
 
     def with_own_forward(row):
@@ -299,11 +308,11 @@ def assembled_with_own_forward():
     return "no error"
 
 
-def test_the_overlap_asks_first():
+def test_overlap_checks_for_custom_forwards():
     for message in run_ranks(4, assembled_with_own_forward):
         assert message.startswith("layers.1 (OwnForward) has a forward of its own")
 
 
-def test_a_module_without_steps_says_so():
+def test_a_module_without_steps_is_named():
     with pytest.raises(NotImplementedError):
         Stepwise()(torch.zeros(1))

@@ -92,7 +92,7 @@ def options(texts, **more):
 
 
 @pytest.fixture(scope="module")
-def straight(texts, tmp_path_factory):
+def uninterrupted(texts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("straight")
     return *run_ranks(2, jobs.train, jobs.arguments(folder, texts, **options(texts)))[0], validations(folder)
 
@@ -106,26 +106,26 @@ ENDS = {
 
 
 @pytest.mark.parametrize("event", ENDS)
-def test_the_last_complete_step_is_saved_and_resumes_bit_equal(event, straight, texts, tmp_path):
+def test_the_last_complete_step_is_saved_and_resumes_bit_equal(event, uninterrupted, texts, tmp_path):
     argv = jobs.arguments(tmp_path, texts, **options(texts))
     assert run_ranks(2, train_with_event, argv, event) == [(raised, BAD_STEP - 1) for raised in ENDS[event]]
     assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == [f"step-{BAD_STEP - 1:08d}"]
     rows, state = run_ranks(2, jobs.train, argv)[0]
     assert [row["step"] for row in rows] == list(range(1, 9))
-    assert [row["loss"] for row in rows] == [row["loss"] for row in straight[0]]
-    assert state == straight[1]
+    assert [row["loss"] for row in rows] == [row["loss"] for row in uninterrupted[0]]
+    assert state == uninterrupted[1]
 
 
 def validations(folder):
     return [row for row in read_records(folder / "metrics.jsonl") if "validation_loss" in row]
 
 
-def test_a_stop_in_the_last_step_saves_first_and_validates_then(straight, texts, tmp_path):
+def test_a_stop_in_the_last_step_saves_first_and_validates_then(uninterrupted, texts, tmp_path):
     argv = jobs.arguments(tmp_path, texts, **options(texts))
     assert run_ranks(2, train_with_event, argv, "a stop in the last step") == [(None, 8)] * 2
     assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == ["step-00000008"]
-    assert [row["step"] for row in straight[2]] == [4, 8]
-    assert validations(tmp_path) == straight[2]
+    assert [row["step"] for row in uninterrupted[2]] == [4, 8]
+    assert validations(tmp_path) == uninterrupted[2]
 
 
 @pytest.mark.parametrize(("event", "ranks"), [(UNREADABLE, 2), (WITHOUT_MEMORY, 1)])
@@ -138,12 +138,12 @@ def test_a_complete_run_is_exported_though_its_last_validation_fails(event, rank
         assert (tmp_path / "model").is_dir() and (tmp_path / "checkpoint/step-00000008").is_dir()
 
 
-def test_a_last_validation_that_was_killed_is_done_on_restart(straight, texts, tmp_path):
+def test_a_last_validation_that_was_killed_is_done_on_restart(uninterrupted, texts, tmp_path):
     argv = jobs.arguments(tmp_path, texts, **options(texts))
     assert run_ranks(2, train_with_event, argv, KILLED) == [("KeyboardInterrupt", 8)] * 2
     assert [row["step"] for row in validations(tmp_path)] == [4]
     run_ranks(2, jobs.train, argv)
-    assert validations(tmp_path) == straight[2]
+    assert validations(tmp_path) == uninterrupted[2]
 
 
 def random_numbers_by_step(argv, event):
@@ -165,11 +165,12 @@ def random_numbers_by_step(argv, event):
 @pytest.mark.parametrize("event", ["data", "gradient"])
 def test_an_abandoned_step_restores_the_random_state(event, texts, tmp_path):
     argv = jobs.arguments(tmp_path / "straight", texts, **options(texts) | dict(validation__enable=False))
-    straight = run_ranks(2, random_numbers_by_step, argv, "nothing")
+    uninterrupted = run_ranks(2, random_numbers_by_step, argv, "nothing")
     argv = jobs.arguments(tmp_path / "stopped", texts, **options(texts) | dict(validation__enable=False))
     run_ranks(2, random_numbers_by_step, argv, event)
     assert run_ranks(2, random_numbers_by_step, argv, "nothing") == [
-        {step: numbers for step, numbers in drawn_by_step.items() if step >= BAD_STEP} for drawn_by_step in straight
+        {step: numbers for step, numbers in drawn_by_step.items() if step >= BAD_STEP}
+        for drawn_by_step in uninterrupted
     ]
 
 

@@ -20,6 +20,7 @@ _SMALL = Options(rank=4, alpha=8.0, target=["all-linear", "output"])
 
 
 def _unfrozen(*patterns: str) -> Callable[[Options], Adapter]:
+    """Return a constructor of an adapter that trains the parameters with these patterns."""
     return lambda options: Unfrozen(patterns)
 
 
@@ -84,6 +85,7 @@ ROWS = {
 
 
 def installed(name: str, model: nn.Module, plan: ParallelPlan) -> tuple[ParallelPlan, Adapter | None]:
+    """Install the adapter of this name; return the changed plan and the adapter."""
     if name == "none":
         return plan, None
     kind, options = ROWS[name]

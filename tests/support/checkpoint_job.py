@@ -21,6 +21,8 @@ WIDTH, VOCABULARY = 6, 11
 
 
 class TinyModel(nn.Module):
+    """A tied MLP with dropout and a buffer."""
+
     def __init__(self, width: int = WIDTH, layers: int = 2):
         super().__init__()
         self.tok_embeddings = nn.Embedding(VOCABULARY, width)
@@ -121,6 +123,7 @@ class Job:
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:
+    """Return dtype, shape and sha256 of a full tensor."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return f"{full.dtype} {list(full.shape)} {hashlib.sha256(full.contiguous().numpy().tobytes()).hexdigest()}"
 

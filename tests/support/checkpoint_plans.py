@@ -164,12 +164,14 @@ class PlannedModel:
 
 
 def reference(args: LlamaArgs, seed: int = 0) -> Llama:
+    """Return the initialized plain model."""
     model = Llama(args)
     initialize(model, seed, model.init_rule)
     return model
 
 
 def cut(model: Llama, names: list[str]) -> Llama:
+    """Return a copy of the model with only the named modules, as a pipeline stage has them."""
     part = copy.deepcopy(model)
     for end in ("tok_embeddings", "norm", "output"):
         if end not in names:
@@ -194,6 +196,7 @@ def apply_tensor_parallel(part: Llama, mesh: DeviceMesh) -> None:
 
 
 def tied_name(part: nn.Module, name: str) -> str:
+    """Return the name of the parameter that a tied copy belongs to."""
     return getattr(part, "tied_names", {}).get(clean_name(name), clean_name(name))
 
 
@@ -206,6 +209,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same(value: Any, expected: Any) -> bool:
+    """True if a value, or this rank's part of a tensor, is bit-equal to the expected one."""
     if not is_tensor(value):
         return value == expected
     return value.dtype == expected.dtype and torch.equal(local(value), expected)

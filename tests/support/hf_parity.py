@@ -44,6 +44,7 @@ def to_memory_names(state, args):
 
 
 def eager(args):
+    """Return the options that make transformers run experts one by one."""
     return {"experts_implementation": "eager"} if hasattr(args, "n_experts") else {}
 
 
@@ -85,6 +86,7 @@ def exact(modeling: ModuleType, model, hf_model, monkeypatch):
 
 
 def close(ours, reference, tolerance):
+    """True if the largest difference is within `tolerance` of the largest value."""
     return (ours - reference).abs().max() <= tolerance * reference.abs().max()
 
 
@@ -122,10 +124,12 @@ def compare_positions(model, hf_model, first=0):
 
 
 def same(state, other):
+    """True if two state dicts have the same names and bit-equal tensors."""
     return set(state) == set(other) and all(torch.equal(state[name], other[name]) for name in state)
 
 
 def check_names_convert_both_ways(model, hf):
+    """Convert a state dict to Hugging Face names and back."""
     state = model.state_dict()
     assert same(hf.from_hf(hf.to_hf(state, model.args), model.args), state)
 
@@ -163,11 +167,13 @@ def refuse_folder(family, model_args, hf, folder, message, args=None):
 
 
 def refuse_config(args, hf, change, message):
+    """Check that a config with this change is refused."""
     with pytest.raises(JobError, match=message):
         hf.config.args_from(hf.config_to_hf(args) | change)
 
 
 def write_folder(folder, tensors, args, hf, index=None, config=None):
+    """Write a Hugging Face folder of these tensors, with changes of its config and an index if given."""
     (folder / "config.json").write_text(json.dumps(hf.config_to_hf(args) | (config or {})))
     save_file({name: value.contiguous() for name, value in tensors.items()}, folder / SINGLE)
     if index is not None:

@@ -120,6 +120,7 @@ def run(argv: list[str], ranks: int = 1, **environment: str) -> tuple[int | None
 
 
 def finish(process: subprocess.Popen, seconds: float = 600) -> tuple[int, str, str]:
+    """Wait for a job; return exit code, output and errors."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -129,6 +130,7 @@ def finish(process: subprocess.Popen, seconds: float = 600) -> tuple[int, str, s
 
 
 def wait_for_step(folder: Path, step: int, process, seconds: float = 600) -> None:
+    """Wait until the job has logged `step`; fail if it ends before."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         ended = process.poll() is not None  # checked first, so that rows logged before the end are seen

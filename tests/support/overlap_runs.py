@@ -151,6 +151,7 @@ def errors(runtime, stages, expected, microbatches):
 
 
 def run_case(name, policy, overlap, table, cuts, kinds=toy_moe.LAYERS, microbatches=MICROBATCHES, **more):
+    """Run a schedule on this rank; return its errors, the trace of its transport and how often each segment ran."""
     pp_group, ep_group, counts_group = groups()
     transport = Traced(AllToAll(ep_group, counts_group))
     ep_rank = dist.get_rank() % EP
@@ -221,6 +222,8 @@ class SimulatedPeer:
 
 
 class Finished:
+    """The handle of an exchange that is complete."""
+
     def __init__(self, value):
         self.value = value
 
@@ -235,6 +238,7 @@ def assume_known_shapes(schedule, stages, *args):
 
 
 def start_fake(rank, world):
+    """Initialize a process group of simulated peers."""
     SegmentedSchedule._warmup_p2p = assume_known_shapes
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -14,6 +14,8 @@ SCALE = AdapterSpec(make="tests.support.scale_adapter:ScaleAdapter")
 
 
 class ScaledNorm(RMSNorm):
+    """An RMSNorm with a trained scale, which can be merged into its weight."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return RMSNorm.forward(self, x) * self.scale.to(x.dtype)
 

@@ -73,6 +73,8 @@ PartitionName=high Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 Preempt
 
 @dataclass
 class Cluster:
+    """A running cluster: its folder, the environment of its commands, and the version of SLURM."""
+
     folder: Path
     environment: dict[str, str]
     version: str
