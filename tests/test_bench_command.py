@@ -155,12 +155,16 @@ def test_a_measurement_is_stopped_at_its_timeout():
         (["--ranks=3", "--sweep=parallelism.data_parallel_shard_degree=2"], "nothing was measured"),
         (
             ["--sweep=training.steps=10,20"],
-            "--sweep training.steps: given 10; allowed: options of what a step computes; what a measured job leaves "
+            "--sweep training.steps: given 10; allowed: options that affect the computation of a step; what a "
+            "measured job leaves "
             "out is the same in all  (training.steps = 10)",
         ),
-        (["--sweep=job.dump_folder=a,b"], "--sweep job.dump_folder: given a; allowed: options of what a step computes"),
-        (["--sweep=validation.freq=10,100"], "--sweep validation.freq: given 100; allowed: options of what a step"),
-        (["--sweep=guard.spike=off,stop"], "--sweep guard.spike: given stop; allowed: options of what a step"),
+        (
+            ["--sweep=job.dump_folder=a,b"],
+            "--sweep job.dump_folder: given a; allowed: options that affect the computation of a step",
+        ),
+        (["--sweep=validation.freq=10,100"], "--sweep validation.freq: given 100; allowed: options that affect the"),
+        (["--sweep=guard.spike=off,stop"], "--sweep guard.spike: given stop; allowed: options that affect the"),
         (["--plot=a.gif"], "--plot: given 'a.gif'; allowed: names with .svg or .png"),
         (["--out=none/a.jsonl"], "none/a.jsonl: cannot be written (No such file or directory); give another name"),
     ],

@@ -133,7 +133,7 @@ def fake_checkpoint(monkeypatch, *arguments):
 
 def test_a_classifier_is_refused(monkeypatch):
     fake_checkpoint(monkeypatch, "--model.name=gpt2", "--model.flavor=debugmodel", "--model.overrides={n_classes = 2}")
-    with pytest.raises(JobError, match="this gpt2 tells 2 classes apart; give a decoder of words"):
+    with pytest.raises(JobError, match="this gpt2 distinguishes 2 classes; give a causal language model"):
         chat.main(["folder", "--format=alpaca"])
 
 

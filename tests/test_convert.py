@@ -89,7 +89,7 @@ def test_every_format_converts_to_every_other_and_back(tmp_path, capsys):
     run_convert(capsys, tmp_path / "hf", tmp_path / "ours")
     run_convert(capsys, tmp_path / "ours", tmp_path / "a.safetensors")
     output = run_convert(capsys, tmp_path / "a.safetensors", tmp_path / "again", "--to", "hf")
-    assert "no tokenizer goes along: --model.tokenizer_path says which is its own" in output
+    assert "no tokenizer is written: give the model's tokenizer with --model.tokenizer_path" in output
     (before,), (after,) = ((tmp_path / name).glob("*.safetensors") for name in ("hf", "again"))
     assert before.read_bytes() == after.read_bytes()
     run_convert(capsys, tmp_path / "a.safetensors", tmp_path / "narrow", "--to", "ours", "--dtype", "bfloat16")

@@ -198,4 +198,4 @@ def test_pairs_of_answers_are_no_documents(home, tmp_path, capsys):
 def test_a_model_of_classes_is_refused(home, capsys):
     argv = ["--model.name=gpt2", "--model.flavor=debugmodel", "--model.overrides={n_classes = 2}"]
     assert cli.main(["evaluate", str(home / "model"), *data_arguments(home), *argv]) == 2
-    assert "does not tell the next token" in capsys.readouterr().err
+    assert "does not predict next tokens" in capsys.readouterr().err

@@ -211,7 +211,7 @@ def test_an_export_that_fails_verification_keeps_its_temporary_name(tmp_path, te
     assert not (tmp_path / "wrong").exists() and (tmp_path / "wrong.unverified" / "config.json").exists()
     refused = [["--to", str(tmp_path / "whole")], ["--to", str(tmp_path / "wrong"), "--merge"]]
     for options, message in zip(
-        refused, ("it is there already", "it is there, from an export that failed"), strict=True
+        refused, ("exists; give another directory", "exists, from an export that failed"), strict=True
     ):
         assert cli.main(["export", str(run), *options]) == 2
         assert message in capsys.readouterr().err

@@ -464,7 +464,7 @@ def test_the_command_prints_a_job_that_loads(capsys, tmp_path, monkeypatch):
     [
         (
             ["python train.py --lr 1"],
-            "train.py: not one that is read; allowed: relora (torchrun_main.py), galore",
+            "train.py: not a supported program; allowed: relora (torchrun_main.py), galore",
         ),
         (["--from", "galor", LAUNCHED], "--from: given 'galor'; allowed: relora, galore, "),
         (["echo hello"], "no script (a word that ends in .py)"),

@@ -95,7 +95,7 @@ CHANGES = [
         "--optimizer lora",
         {"optimizer.name": "AdamW", "adapter.rank": 8, "adapter.alpha": 8.0, "adapter.train_dense_rest": True}
         | {"adapter.dropout": 0.1, "adapter.target": ["*attention.wq", "*attention.wv"]},
-        "weight decay is that of the flag",
+        "weight decay is as in the flag",
     ),
     (
         """--optimizer lora --lora_config '{"r": 4, "lora_alpha": 16, "target_modules": ["down_proj"]}'""",

@@ -73,7 +73,7 @@ WRONG = [  # regexes, and a part of the error
     (["model.layers.[1]"], "all rows of a matrix are trained, or none: drop [1]"),
     (["model.layers.9."], "regexes of how some of these begin: model.embed_tokens.weight, model.layers.*."),
     (["lm_head", "a" * 201], "regexes without longer than 200 characters"),
-    (["model\\.norm"], "a backslash, except in \\d: a dot stands for itself"),
+    (["model\\.norm"], "a backslash, except in \\d: write a plain dot instead"),
     (["((a))"], "a group in a group"),
     (["(?=a)"], "a group of another kind than (?:)"),
     (["(a"], "a ( without its )"),

@@ -200,7 +200,7 @@ def test_generate_refuses_an_encoder(one_rank, tmp_path, capsys):
     run_ranks(1, jobs.train, argv)
     assert cli.main(["generate", str(tmp_path / "run")]) != 0
     errors = capsys.readouterr().err
-    assert "this roberta finds hidden words by what stands on both sides of them; give a decoder of words" in errors
+    assert "this roberta predicts masked words from both sides; give a causal language model" in errors
 
 
 def test_preview_shows_what_is_hidden(one_rank, tmp_path, capsys):

@@ -193,7 +193,7 @@ def test_wandb_without_a_key_is_refused(capsys, monkeypatch, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: name if name == "wandb" else find(name, *args))
     (line,) = load_faults(capsys, "--metrics.enable_wandb")
-    assert "would ask where nobody answers; run wandb login once, set WANDB_API_KEY, or" in line
+    assert "because a run cannot answer its prompt; run wandb login once, set WANDB_API_KEY, or" in line
     config = load(["--metrics.enable_wandb"])
     for name, value in (("WANDB_API_KEY", "x"), ("WANDB_MODE", "offline")):
         with monkeypatch.context() as patch:

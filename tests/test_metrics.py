@@ -325,8 +325,8 @@ def test_the_summary_names_the_written_files(tmp_path):
     assert lines[1:] == [f"  metrics  {tmp_path}/metrics.jsonl", "  picture  x.png"]
     assert (
         build(tmp_path, resume_step=10).summary({})
-        == "nothing was left to train; raise training.steps, training.epochs or training.tokens to go on, or start "
-        "anew in another job.dump_folder"
+        == "nothing was left to train; raise training.steps, training.epochs or training.tokens to continue, or start "
+        "from scratch in another job.dump_folder"
     )
 
 

@@ -58,7 +58,7 @@ def test_the_shards_hold_the_documents(tmp_path, capfd, monkeypatch, workers, na
     assert captured.err == ""  # no bar without a terminal
     assert sorted(p.name for p in tmp_path.iterdir()) == [name, "out"]
     assert prepare.main(["--verify", str(tmp_path / "out")]) == 0
-    assert "every checksum is right" in capfd.readouterr().out
+    assert "all checksums match" in capfd.readouterr().out
 
 
 def test_prepared_documents_train_like_the_text(tmp_path):

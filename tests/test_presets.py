@@ -29,7 +29,7 @@ def test_presets_are_listed_and_found_by_words_of_their_first_comment(capsys):
     assert presets("ls", "LORA", "pairs") == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["dpo_lora", "orpo_lora"]
     assert presets("ls", "nothing", "such") == 2
-    assert "no job's head has nothing and such; there are debug_model, " in capsys.readouterr().err
+    assert "no preset mentions nothing and such; available: debug_model, " in capsys.readouterr().err
 
 
 def test_cat_prints_a_preset_unchanged(capsys):
@@ -56,7 +56,7 @@ def test_the_family_of_a_copy_is_that_of_the_model_folder(workdir, capsys):
         assert tomli.loads((workdir / f"{model_type}.toml").read_text())["model"]["name"] == family
     (workdir / "config.json").write_text('{"model_type": "mamba"}')
     assert presets("cp", "sft_qlora", "no.toml", "--model", workdir) == 2
-    assert "a model of another family; allowed: one of llama3, " in capsys.readouterr().err
+    assert "an unsupported model family; allowed: one of llama3, " in capsys.readouterr().err
     (workdir / "config.json").write_text("{")
     assert presets("cp", "sft_qlora", "no.toml", "--model", workdir) == 2
     assert "config.json cannot be read as JSON" in capsys.readouterr().err
@@ -87,7 +87,7 @@ def test_every_copy_has_the_options_of_its_preset(name, workdir):
         (["cat", "sft_qlor"], "did you mean sft_qlora?"),
         (["cat"], "torchtitan presets cat: given 0 arguments; allowed: a name"),
         (["cp", "sft_lora", "a", "b"], "torchtitan presets cp: given 3 arguments; allowed: a name"),
-        (["cp", "debug_model", "a.toml", "--data=x"], "--data: the job debug_model asks for none"),
+        (["cp", "debug_model", "a.toml", "--data=x"], "--data: the preset debug_model has no place for it"),
         (["cat", "sft_lora", "--model=x"], "--model, --data: allowed with torchtitan presets cp"),
         (["cp", "sft_lora", "there.toml"], "there.toml: exists; give another name, or remove it"),
         (["cp", "sft_lora", "none/a.toml"], "none/a.toml: cannot be written (No such file or directory)"),

@@ -113,10 +113,10 @@ def test_padding_is_no_document(job, capsys, tmp_path, padding):
     text = "[-<begin>Two?-]Four.<end>"
     # the last token of a sample is a label alone, so 32 of 33 are read
     if padding == "right":
-        borders = "document 0: tokens 0-10, positions 0-10 ", "padding: tokens 11-31, which nobody sees or learns "
+        borders = "document 0: tokens 0-10, positions 0-10 ", "padding: tokens 11-31, masked in attention and loss "
         assert first[1:] == [f"--- {borders[0]}".ljust(100, "-"), text, f"--- {borders[1]}".ljust(100, "-")]
     else:
-        assert first[1].startswith("--- padding: tokens 0-21, which nobody sees or learns -")
+        assert first[1].startswith("--- padding: tokens 0-21, masked in attention and loss -")
         assert first[2].startswith("--- document 1: tokens 22-31, positions 0-9 -")
     assert first[0] == "sample 0: 32 tokens, 1 document, 6 of 32 labels trained"
     assert second[0] == "sample 1: 32 tokens, 1 document, 12 of 32 labels trained"

@@ -515,7 +515,7 @@ def test_the_era_can_be_named(capsys, tmp_path):
 def test_upgrade_reports_a_translation_that_cannot_start(old, fault, capsys, tmp_path):
     """--upgrade reports the faults that check finds in the translation."""
     code, out, err = upgrade(capsys, tmp_path, old)
-    assert code == 2 and err[0] == "translated; but the job cannot start as it is:"
+    assert code == 2 and err[0] == "translated, but the job cannot start without changes:"
     (tmp_path / "new.toml").write_text(out)
     code, _, checked = run_check(capsys, "new.toml")
     assert code == 2 and fault in checked

@@ -119,7 +119,7 @@ def test_spare_rows_are_removed_and_added(bases, tmp_path, capsys):
     assert all(torch.equal(after, before[:259]) for before, after in zip(old, new, strict=True))
     assert convert(more, plain, "--add-tokens", NEW[0], NEW[0], "--eos-token", NEW[0]) == 0  # takes a spare row
     assert convert(plain, fewer, "--vocab-multiple", 1, "--add-tokens", NEW[0]) == 0
-    assert f"{NEW[0]!r} is there already, as number 258" in capsys.readouterr().err
+    assert f"{NEW[0]!r} exists already, with id 258" in capsys.readouterr().err
     for folder in (plain, fewer):
         config, generation = (
             json.loads((folder / f"{name}.json").read_text()) for name in ("config", "generation_config")
@@ -292,7 +292,7 @@ def test_tokens_that_cannot_be_added(tmp_path, monkeypatch):
 
 def test_invalid_arguments_are_refused(bases, tmp_path, capsys):
     error = refusal(capsys, bases["tied"], tmp_path / "a.safetensors", "--vocab-multiple", 8)
-    assert "one file holds no tokenizer, which says what the rows are; give a folder" in error
+    assert "a single file cannot hold the tokenizer that resized weights need; give a folder" in error
     (tmp_path / "alone").mkdir()
     for name in ("config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"):
         (tmp_path / "alone" / name).write_bytes((bases["tied"] / name).read_bytes())
@@ -305,7 +305,7 @@ def test_invalid_arguments_are_refused(bases, tmp_path, capsys):
     error = refusal(
         capsys, jobs.ROOT / "tests/assets/torchtitan_v022", tmp_path / "x", "--eos-token", "<t>", *arguments
     )
-    assert "which tokens the model has is not known: --model.tokenizer_path says which is its tokenizer" in error
+    assert "the tokens of the model are unknown: give its tokenizer with --model.tokenizer_path" in error
     for multiple in (0, 2**16 + 1):
         assert convert(bases["tied"], tmp_path / "x", "--vocab-multiple", multiple) == 2
         assert "a whole number from 1 to 65536" in capsys.readouterr().err

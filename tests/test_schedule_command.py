@@ -42,7 +42,7 @@ def test_output_for_a_schedule(run, tmp_path):
     head = [
         "ZBVZeroBubble          4 ranks x 2 stages, 16 microbatches, F:I:W = 1:1:1",
         "bubble                 3.0% of the ranks' time",
-        "makespan               49.5, of which a rank works 48",
+        "makespan               49.5, each rank is busy 48",
         "peak activations       4 4 4 4 by rank, in a rank's layers x a microbatch",
     ]
     assert out.splitlines()[:4] == head
@@ -78,7 +78,7 @@ def test_costs_chunks_messages_and_overlap(run):
     assert out.startswith(
         "DualPipeV              4 ranks x 2 stages, 16 microbatches, F:I:W = 1:1:1, overlapping pairs"
     )
-    assert "makespan               43.2, of which a rank works 41.1 to 41.7\n" in out
+    assert "makespan               43.2, each rank is busy 41.1 to 41.7\n" in out
     assert comparison_rows(out)["ZBVZeroBubble"][0] == 49.5
 
 
@@ -117,7 +117,7 @@ LONG = 300 * "a"
     ("argv", "message"),
     [
         ("--costs 1:1", "given '1:1'; allowed: three numbers F:I:W"),
-        ("--costs 0:1:1", "given '0:1:1'; allowed: three numbers F:I:W, of which F > 0"),
+        ("--costs 0:1:1", "given '0:1:1'; allowed: three numbers F:I:W with F > 0"),
         ("--costs 1:a:1", "given 'a'; allowed: a number of 0 or more, like 1 or 0.25"),
         ("--p2p 1/0", "given '1/0'; allowed: a number of 0 or more, like 1 or 0.25"),
         ("--p2p=-1", "given '-1'; allowed: a number of 0 or more, like 1 or 0.25"),

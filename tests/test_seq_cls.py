@@ -228,4 +228,4 @@ def test_preview_shows_the_class_of_each_record(tmp_path, capsys):
 
 def test_generate_refuses_a_classifier(trained, capsys):
     assert cli.main(["generate", str(trained / "gpt2")]) != 0
-    assert "this gpt2 tells 2 classes apart; give a decoder of words" in capsys.readouterr().err
+    assert "this gpt2 distinguishes 2 classes; give a causal language model" in capsys.readouterr().err

@@ -217,7 +217,7 @@ def test_rows_are_buffered_while_the_disk_is_full(tmp_path, caplog):
     (tmp_path / "copy.jsonl").write_bytes(disk.content)
     assert [row["step"] for row in read_records(tmp_path / "copy.jsonl")] == [1, 2, 3, 4, 5]
     full = "metrics.jsonl cannot be written (No space left on device); "
-    full += "the run goes on, and rows are kept until they can be"
+    full += "the run continues, and rows are buffered until it can"
     recovered, lost = "metrics.jsonl is written again, 3 rows that waited too", "1 rows of metrics.jsonl are lost"
     assert [record.getMessage() for record in caplog.records] == [full, recovered, full, lost]
 

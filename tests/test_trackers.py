@@ -108,7 +108,7 @@ def test_a_tracker_that_blocks_delays_neither_the_run_nor_its_end(caplog, monkey
         tracker.log({}, step)  # returns at once
     assert tracker.dropped == 5
     tracker.close()
-    assert "does not keep up" in caplog.text and "is left behind" in caplog.text
+    assert "does not keep up" in caplog.text and "is abandoned" in caplog.text
     service.free.set()
     tracker._thread.join(30)
     assert service.logged == [0, 1, 2, 3, 4]

@@ -75,7 +75,7 @@ MODEL = "model"
 MOST = 200
 """Combinations."""
 OF_THE_RUN = "job."
-"""Options of what a run is called and where it lies: each combination has its own folder."""
+"""Prefix of options on the run's name and folder, which bench sets itself for each combination."""
 KILLED = (-9, 128 + 9)
 Row = dict[str, Any]
 
@@ -156,7 +156,10 @@ def ineffective_options(case: dict[str, str], job: JobConfig, config: JobConfig)
     for key, value in case.items():
         option = attrgetter(free_table(key) or key)
         if key.startswith(OF_THE_RUN) or (key != MODEL and option(job) != option(config)):
-            allowed, remedy = "options of what a step computes", "what a measured job leaves out is the same in all"
+            allowed, remedy = (
+                "options that affect the computation of a step",
+                "bench sets this option to the same value in all combinations",
+            )
             yield Fault("", f"--sweep {key}", value, allowed, remedy)
 
 

@@ -278,4 +278,4 @@ def _upgrade(argv: list[str], options: argparse.Namespace) -> int:
         return _refuse(error.faults)
     print(text, flush=True)
     faults = check(config, options.world_size or fewest_ranks(config), options.device)
-    return _refuse(["translated; but the job cannot start as it is:", *faults], len(faults)) if faults else 0
+    return _refuse(["translated, but the job cannot start without changes:", *faults], len(faults)) if faults else 0

@@ -59,7 +59,7 @@ def _check() -> CommandParser:
 def _add_ranks_and_device(parser: CommandParser) -> None:
     ranks = "ranks of the job (default: the fewest that its parallel degrees allow)"
     parser.add_argument("--world-size", type=whole_number(1), metavar="N", help=ranks)
-    device = "device of the ranks, which this machine need not have (default: what it has)"
+    device = "device of the ranks, also one that this machine lacks (default: its own)"
     parser.add_argument("--device", type=OneOf(("cpu", "cuda")), default=likely_device(), metavar="DEVICE", help=device)
 
 
@@ -70,7 +70,9 @@ def _estimate() -> CommandParser:
     parser.add_argument("--memory", type=_bytes, metavar="SIZE", help=memory)
     remedies = "do not look for changes that make the job fit"
     parser.add_argument("--no-remedies", action="store_true", help=remedies)
-    parser.add_argument("--traffic", action="store_true", help="also show what a rank sends per step, by mesh axis")
+    parser.add_argument(
+        "--traffic", action="store_true", help="also show the bytes that a rank sends per step, by mesh axis"
+    )
     for name, (default, description) in SPEEDS.items():
         kind = whole_number(1) if isinstance(default, int) else number_above_0
         parser.add_argument(f"--{name}", type=kind, metavar="X", help=f"{description} (default {default:g})")
@@ -108,15 +110,15 @@ def _schedule() -> CommandParser:
     table = parser.add_mutually_exclusive_group()
     schedules = OneOf("torchtitan.parallelisms.pipeline.cut:SCHEDULES")
     table.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(schedules.names)} (default 1F1B)")
-    table.add_argument("--csv", help="a table instead: a row per rank, cells like 0F0, 1I3, 1W3, 2B1")
+    table.add_argument("--csv", help="CSV table instead: a row per rank, cells like 0F0, 1I3, 1W3, 2B1")
     chunks = "stages per rank (default: the schedule's usual number)"
     parser.add_argument("--chunks", dest="stages_per_rank", type=count, metavar="N", help=chunks)
-    costs = "times of forward, input gradient and weight gradient of a rank's layers (default 1:1:1)"
+    costs = "relative times of forward, input gradient and weight gradient of a rank's layers (default 1:1:1)"
     parser.add_argument("--costs", type=_times, default=(Fraction(1),) * 3, metavar="F:I:W", help=costs)
     parser.add_argument("--p2p", type=_time, default=Fraction(0), metavar="T", help="time of a message (default 0)")
     overlap = "time of DualPipeV's overlapping pairs, as a fraction of F + B (default: they do not overlap)"
     parser.add_argument("--overlap", type=_share, metavar="X", help=overlap)
-    merge = "run I and W as one, as recompute needs it"
+    merge = "run I and W as one action, as recompute requires"
     parser.add_argument("--merge-backward", action="store_true", help=merge)
     parser.add_argument("--out", type=Path, default=Path("schedule.png"), help=".png or .svg (default schedule.png)")
     parser.add_argument("--write-csv", type=Path, metavar="FILE", help="also write the table")
@@ -133,7 +135,7 @@ def _times(text: str) -> tuple[Fraction, ...]:
     times = tuple(_time(part) for part in text.split(":"))
     if len(times) == 3 and times[0] > 0:
         return times
-    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: three numbers F:I:W, of which F > 0, e.g. 1:1.2:0.8")
+    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: three numbers F:I:W with F > 0, e.g. 1:1.2:0.8")
 
 
 def _share(text: str) -> Fraction:
@@ -144,7 +146,7 @@ def _share(text: str) -> Fraction:
 
 
 def _bench() -> CommandParser:
-    parser = CommandParser("bench", "Each combination runs in processes of its own and in a folder of its own.", "job")
+    parser = CommandParser("bench", "Each combination runs in separate processes and in a separate folder.", "job")
     sweep = "an option and its values, as training.seq_len=512,1024 or model=llama3.2/1B,qwen3/0.6B; may be repeated"
     parser.add_argument("--sweep", action="append", default=[], metavar="KEY=VALUE,VALUE", help=sweep)
     parser.add_argument("--ranks", type=whole_number(1), default=1, metavar="N", help="ranks per job (default 1)")
@@ -159,7 +161,9 @@ def _bench() -> CommandParser:
 
 def _prepare() -> CommandParser:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parser = CommandParser("prepare", "With a job: tokenize what the job would tokenize before it starts.", takes="job")
+    parser = CommandParser(
+        "prepare", "With a job: tokenize all data that the job would tokenize before it starts.", takes="job"
+    )
     datasets = OneOf(lambda: [name for name in resolve_name("torchtitan.datasets:DATASETS") if name != "tokens"])
     parser.add_argument("--dataset", default="text", type=datasets, metavar="NAME", help="dataset (default text)")
     parser.add_argument("--dataset-path", type=expanduser, help="file, folder or glob; a name for dataset huggingface")
@@ -198,13 +202,13 @@ def _chat() -> CommandParser:
 def _add_sampling(parser: CommandParser, max_new_tokens: int, temperature: float) -> None:
     """Add the options of a command that generates text, with these defaults."""
     _add_checkpoint(parser)
-    length = f"most tokens to generate (default {max_new_tokens})"
+    length = f"maximum number of tokens to generate (default {max_new_tokens})"
     parser.add_argument("--max-new-tokens", type=whole_number(1), default=max_new_tokens, metavar="N", help=length)
-    heat = f"0 takes the likeliest token (default {temperature:g})"
+    heat = f"0 always takes the likeliest token (default {temperature:g})"
     parser.add_argument("--temperature", type=_temperature, default=temperature, metavar="T", help=heat)
-    top = "choose among this many tokens; 0: all (default 50)"
+    top = "number of likeliest tokens to sample from; 0: all (default 50)"
     parser.add_argument("--top-k", type=whole_number(0), default=50, metavar="K", help=top)
-    parser.add_argument("--seed", type=whole_number(0), default=0, metavar="N", help="seed of the choice (default 0)")
+    parser.add_argument("--seed", type=whole_number(0), default=0, metavar="N", help="seed for sampling (default 0)")
 
 
 def _temperature(text: str) -> float:
@@ -278,12 +282,12 @@ def _export() -> CommandParser:
 def _import() -> CommandParser:
     parser = CommandParser(
         "import",
-        "The job is printed as TOML, with everything that has another meaning here in comments at its head. Exit code: "
+        "The job is printed as TOML; comments at its head list options with a different meaning here. Exit code: "
         "0 if the job can start, 2 if a flag has no meaning here or the job cannot start.",
     )
     sources = OneOf("torchtitan.importers:SOURCES")
     parser.add_argument("--from", dest="source", type=sources, metavar="SOURCE", help="reader (default: by the script)")
-    ranks = "ranks of the job (default: what the line says)"
+    ranks = "ranks of the job (default: as in the command line)"
     parser.add_argument("--world-size", type=whole_number(1), metavar="N", help=ranks)
     parser.add_argument("--run", action="store_true", help="write the job into its folder as imported.toml, and run it")
     line = "the command line, quoted or as separate words, or an options file and further flags"
@@ -310,11 +314,12 @@ def _checkpoints() -> CommandParser:
 def _presets() -> CommandParser:
     parser = CommandParser(
         "presets",
-        "ls [WORD ...] lists the jobs whose heads have all the words; cat NAME prints a job; cp NAME [FILE] copies it "
+        "ls [WORD ...] lists the jobs with all the words in their first comment; cat NAME prints a job; cp "
+        "NAME [FILE] copies it "
         "to a new FILE (default NAME.toml), with runs in outputs/FILE.",
     )
     actions = OneOf(("ls", "cat", "cp"))
-    parser.add_argument("action", type=actions, metavar="{ls,cat,cp}", help="what to do")
+    parser.add_argument("action", type=actions, metavar="{ls,cat,cp}", help="action")
     parser.add_argument("arguments", nargs="*", metavar="NAME", help=f"of {', '.join(shipped_jobs())}")
     parser.add_argument("--model", metavar="FOLDER", help="cp: Hugging Face folder of the model to train")
     parser.add_argument("--data", metavar="FILES", help="cp: records to train on: a file, a folder or a glob")
@@ -322,13 +327,13 @@ def _presets() -> CommandParser:
 
 
 def _init() -> CommandParser:
-    parser = CommandParser("init", "The job runs as it is, on text of Python's library.")
+    parser = CommandParser("init", "The job runs unchanged, on text of Python's library.")
     parser.add_argument("file", nargs="?", default="job.toml", help="file to write (default job.toml)")
     return parser
 
 
 def _completion() -> CommandParser:
-    parser = CommandParser("completion", "The script holds all words; write it again after an update.")
+    parser = CommandParser("completion", "The script contains all options; write it again after an update.")
     parser.add_argument("shell", type=OneOf(SHELLS), metavar="{bash,zsh,fish}", help="the shell")
     return parser
 

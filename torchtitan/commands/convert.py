@@ -92,11 +92,11 @@ def resizing(
 ) -> Iterator[Resizing]:
     """Yield the resizing of the job's model. Raises JobError if its tokenizer is unknown or cannot take the tokens."""
     if not names_its_tokenizer(config):
-        raise JobError("which tokens the model has is not known: --model.tokenizer_path says which is its tokenizer")
+        raise JobError("the tokens of the model are unknown: give its tokenizer with --model.tokenizer_path")
     before = parts.tokenizer(config)
     new = missing_tokens(before, tokens)
     for token in sorted(set(tokens) - set(new)):
-        print(f"{token!r} is there already, as number {before.special_tokens[token]}", file=sys.stderr)
+        print(f"{token!r} exists already, with id {before.special_tokens[token]}", file=sys.stderr)
     with TemporaryDirectory(prefix="torchtitan-") as folder:
         for name, content in extended(before, new, eos).items():
             Path(folder, name).write_bytes(content)
@@ -144,7 +144,7 @@ def main(argv: list[str]) -> int:
         "file" if target.suffix == ".safetensors" else "ours" if kind == "hf" and not resizes else "hf"
     )
     if resizes and form == "file":
-        raise JobError(f"{target}: one file holds no tokenizer, which says what the rows are; give a folder")
+        raise JobError(f"{target}: a single file cannot hold the tokenizer that resized weights need; give a folder")
     config = find_job(place, job_args, with_tokenizer=False)
     with ExitStack() as stack:
         args, to = parts.model_args(config), None
@@ -181,7 +181,7 @@ def _extra_files(
     is_trained = config_beside(place) is None
     source = source_of(folder, trained=is_trained) if folder and Path(folder, CONFIG).is_file() else None
     if vocabulary is None:
-        print("no tokenizer goes along: --model.tokenizer_path says which is its own", file=sys.stderr)
+        print("no tokenizer is written: give the model's tokenizer with --model.tokenizer_path", file=sys.stderr)
         config_files = beside_weights(form, args, dtype, source=source, tokenizer_files={}, bos_id=None, end_ids=[])
         return {CONFIG: config_files[CONFIG]}
     files = beside_weights(

@@ -25,9 +25,9 @@ TO_BE_FETCHED = (
     *("model.tokenizer_path", "training.dataset", "training.sources", "validation.", "data."),
     *("checkpoint.", "job.", "metrics.", "profiling.", "adapter.initial_path"),
 )
-"""Prefixes of options whose faults prevent a job from starting but not from being simulated."""
+"""Prefixes of options with faults that prevent a job from starting but not from being simulated."""
 WAITED_FOR = ("tp", "cp", "ep")
-"""Axes whose messages the next matrix product needs. docs/parallelism.md says what can hide each of them."""
+"""Axes with messages that the next matrix product needs. docs/parallelism.md describes how each can be hidden."""
 NO_JOB = """\
 torchtitan estimate: no job is given; give a file, a name of `torchtitan list jobs`, or options of a job, as in
   torchtitan estimate llama3_8b --world-size 8 --device cuda --memory 80GiB

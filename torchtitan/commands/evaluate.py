@@ -123,7 +123,7 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
     """Return the metrics of the model stored in `place`."""
     args = build.model_args(config)
     if getattr(args, "n_classes", 0) or not getattr(args, "causal", True):
-        raise JobError(f"{config.model.name} does not tell the next token, which is what is measured; give a decoder")
+        raise JobError(f"{config.model.name} does not predict next tokens, as the evaluation needs; give a decoder")
     tokenizer, seq_len = build.tokenizer(config), build_data.seq_len_of(config, "validation")
     try:
         documents = build_data.documents(config, "validation")

@@ -129,7 +129,7 @@ class Answers:
         full_ids = self.tokenizer.encode(bare + context[len(bare) :] + continuation)
         if continuation and len(full_ids) <= len(context_ids):  # with no new token its probability is 1
             raise JobError(
-                f"an answer, {continuation!r}, given behind {bare[-20:]!r}, which together have no token of the "
+                f"an answer, {continuation!r}, given after {bare[-20:]!r}, which together have no token of the "
                 "answer's own; allowed: answers that begin a word; see target_delimiter"
             )
         return self._with_begin_token(context_ids), full_ids[len(context_ids) :]
@@ -222,7 +222,7 @@ def _measure(answers: Answers, tasks: dict[str, Any], limit: int) -> dict[str, d
         if isinstance(error, (JobError, RuntimeError)) and not isinstance(error, RecursionError):
             raise
         error_text = f"a template, a filter or a metric of {', '.join(tasks)} fails: {type(error).__name__}: {error}"
-        raise JobError(f"{error_text}; mend it, or the document that lacks what it asks for") from None
+        raise JobError(f"{error_text}; correct it, or the document without a field that it needs") from None
     counts = results["n-samples"]
     figures = {}
     for name, row in results["results"].items():

@@ -34,13 +34,13 @@ from torchtitan.losses.tasks import task_of
 from torchtitan.training import inference_model
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
-"""Of the loss, relative: what rounding a model's weights to the type once may change. Of two tokens' logits, beside the
-largest: what lies as close is as good."""
+"""Relative tolerance by dtype: of the loss, for rounding the weights to the dtype once, and of the difference of two
+tokens' logits to the largest logit, below which either token may be chosen."""
 PACKED_TOLERANCE = 3e-2
-"""Of the loss where the run computed with a packed base, and what is written has the weights that were packed; tokens
-then are others."""
+"""Relative tolerance of the loss if the run computed with a quantized base and the export has the original weights.
+Generated tokens then differ."""
 ROUNDING = {"bfloat16": "8 significant bits, by up to 0.4 %", "float16": "11 significant bits, and none above 65,504"}
-"""What a weight of float32 becomes in a narrower type."""
+"""Loss of precision of a float32 weight in a narrower dtype."""
 SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 8, 32, 16
 UNVERIFIED = 1
 
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     options, _ = parse_command("export", argv)
     target = Path(options.to)
     if target.exists():
-        raise JobError(f"--to {target}: it is there already; name a directory that is not")
+        raise JobError(f"--to {target}: exists; give another directory")
     config, step_folder = find_checkpoint(Path(options.folder), options.config, best=options.best)
     if options.merge:
         dtype = options.dtype or config.training.dtype
@@ -95,7 +95,7 @@ class Answer:
 def export(config: JobConfig, step_folder: Path, target: Path, dtype: str, into_unpacked: bool) -> int:
     unverified = target.with_name(target.name + ".unverified")
     if unverified.exists():
-        raise JobError(f"{unverified}: it is there, from an export that failed; remove it")
+        raise JobError(f"{unverified}: exists, from an export that failed; remove it")
     samples = held_out(config)
     before, into = write(config, step_folder, unverified, dtype, into_unpacked, samples)
     reloaded = parts.meta_model(config).to(parts.DTYPES[config.training.dtype]).to_empty(device="cpu").eval()
@@ -106,7 +106,7 @@ def export(config: JobConfig, step_folder: Path, target: Path, dtype: str, into_
     (unverified / "export.json").write_text(json.dumps(manifest, indent=2) + "\n")
     losses = f"loss {verdict['loss_of_the_run']:.5f}, read again {verdict['loss_of_the_export']:.5f}"
     if not verdict["verified"]:
-        print(f"{unverified}: NOT what the run has: {losses}, same tokens: {verdict['same_tokens']}", file=sys.stderr)
+        print(f"{unverified}: NOT equal to the run: {losses}, same tokens: {verdict['same_tokens']}", file=sys.stderr)
         return UNVERIFIED
     unverified.rename(target)
     print(f"{target}: {step_folder.name} in {dtype}; {losses} on {len(samples)} samples")

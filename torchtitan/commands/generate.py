@@ -125,12 +125,12 @@ def require_causal_decoder(config: JobConfig) -> None:
     """Raise JobError for a model that does not predict the next token."""
     args, name = parts.model_args(config), config.model.name
     if not getattr(args, "causal", True):
-        description = "finds hidden words by what stands on both sides of them"
+        description = "predicts masked words from both sides"
     elif getattr(args, "n_classes", 0):
-        description = f"tells {args.n_classes} classes apart"
+        description = f"distinguishes {args.n_classes} classes"
     else:
         return
-    raise JobError(f"text is written word by word, and this {name} {description}; give a decoder of words")
+    raise JobError(f"text generation needs a decoder, but this {name} {description}; give a causal language model")
 
 
 def prompt_of(options: argparse.Namespace) -> str:

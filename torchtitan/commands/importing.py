@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         print(text, end="")
     ranks = line.ranks or fewest_ranks(config)
     if faults := check(config, ranks, likely_device()):
-        print("translated; but the job cannot start as it is:", *faults, sep="\n", file=sys.stderr)
+        print("translated, but the job cannot start without changes:", *faults, sep="\n", file=sys.stderr)
         return REFUSED
     return _run(text, config, ranks, measures) if options.run else 0
 
@@ -68,7 +68,8 @@ def translate(line: CommandLine, source: str | None) -> Translation:
         sources = ", ".join(f"{name} ({entry})" for name, entry in SOURCES.items())
         near = hint(name or line.script, [*SOURCES, *(entry.script for entry in SOURCES.values() if entry.script)])
         raise JobError(
-            f"{name or line.script}: not one that is read; allowed: {sources}; {near or 'say whose it is, --from'}"
+            f"{name or line.script}: not a supported program; allowed: {sources}; "
+            f"{near or 'name the program with --from'}"
         )
     draft = resolve_name(SOURCES[name].reader)(line)
     launchers.add(line, draft, SOURCES[name].uses_accelerate)
@@ -78,7 +79,7 @@ def translate(line: CommandLine, source: str | None) -> Translation:
     origin = line.script if line.script == line.config else f"a command line of {line.script}"
     head = [f"Translated from {origin} ({name}).", *draft.notes]
     if draft.evaluate_args:
-        head.append(f"it trains nothing: torchtitan evaluate {shlex.join(draft.evaluate_args)} --config THIS_FILE")
+        head.append(f"this only evaluates: torchtitan evaluate {shlex.join(draft.evaluate_args)} --config THIS_FILE")
     return Translation(
         as_file(head, layer.values) + "\n", assemble(layer.values, ["the translation"]), draft.evaluate_args
     )

@@ -19,15 +19,15 @@ from torchtitan.optimizers import OPTIMIZERS
 KINDS: dict[str, tuple[str, Registry[Any]]] = {
     "models": ("model.name, with flavors for model.flavor", SIZES),
     "datasets": ("training.dataset, validation.dataset", DATASETS),
-    "tokenizers": ("model.tokenizer_path, beside the path of a file", TOKENIZERS),
+    "tokenizers": ("model.tokenizer_path, in addition to paths of files", TOKENIZERS),
     "tasks": ("task.kind", TASKS),
-    "optimizers": ("optimizer.name, with what stands in optimizer.options", OPTIMIZERS),
+    "optimizers": ("optimizer.name, with its optimizer.options", OPTIMIZERS),
     "adapters": ("adapter.kind", ADAPTERS),
     "trackers": ("metrics.trackers", TRACKERS),
-    "schedules": ("lr_scheduler.decay_type, beside constant", DECAYS),
+    "schedules": ("lr_scheduler.decay_type, in addition to constant", DECAYS),
 }
 JOBS = "jobs"
-"""A kind of its own: no registry, but the files that come with the package."""
+"""A kind without a registry: the files that come with the package."""
 KIND_NAMES = (*KINDS, JOBS)
 REFUSED = 2
 

@@ -51,7 +51,9 @@ def read(path: Path) -> tuple[Points, Points]:
         for key in ("loss", "validation_loss")
     )
     if not losses:
-        raise JobError(f"{path}: no loss in it; allowed: what a run has logged; look again after its first logged step")
+        raise JobError(
+            f"{path}: no loss in it; allowed: the metrics of a run with a logged step; try again after its first one"
+        )
     return losses, held_out
 
 

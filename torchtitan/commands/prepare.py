@@ -105,11 +105,11 @@ def main(argv: list[str]) -> int:
     if job_args:
         for name in ("dataset_path", "tokenizer_path", "output", "verify"):
             if getattr(options, name):
-                raise JobError(f"--{name.replace('_', '-')}: not allowed with a job, whose options say it")
+                raise JobError(f"--{name.replace('_', '-')}: not allowed with a job, which sets it itself")
         return prepare_job(job_args)
     if options.verify:
         TokenShards(Path(options.verify)).verify()
-        print(f"{options.verify}: every checksum is right")
+        print(f"{options.verify}: all checksums match")
         return 0
     if not options.tokenizer_path or not options.output:
         raise JobError("torchtitan prepare: give a job, or --tokenizer-path and --output")

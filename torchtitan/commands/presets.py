@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
         allowed = "a name" if most == 1 else "a name, and a file to write"
         raise JobError(f"torchtitan presets {options.action}: given {len(arguments)} arguments; allowed: {allowed}")
     if options.action != "cp" and (options.model or options.data):
-        raise JobError("--model, --data: allowed with torchtitan presets cp, which writes them into the copy")
+        raise JobError("--model, --data: only allowed with torchtitan presets cp, which writes them into the copy")
     if options.action == "ls":
         return list_all(arguments)
     text = job_named(arguments[0]).read_text()
@@ -52,7 +52,7 @@ def list_all(keywords: list[str]) -> int:
     heads = {name: path.read_text().split("\n\n")[0] for name, path in shipped_jobs().items()}
     matches = {name: head_of(text) for name, text in heads.items() if all(w.lower() in text.lower() for w in keywords)}
     if not matches:
-        print(f"no job's head has {' and '.join(keywords)}; there are {', '.join(heads)}", file=sys.stderr)
+        print(f"no preset mentions {' and '.join(keywords)}; available: {', '.join(heads)}", file=sys.stderr)
         return 2
     for name, head in matches.items():
         print(f"{name:17} {head.hardware:27} {head.summary}")
@@ -76,7 +76,9 @@ def copy(name: str, text: str, path: Path, options: argparse.Namespace) -> int:
     replaced = ("--model", options.model, MODEL_PLACEHOLDER), ("--data", options.data, RECORDS_PLACEHOLDER)
     for flag, value, placeholder in replaced:
         if value is not None and placeholder not in text:
-            raise JobError(f"{flag}: the job {name} asks for none; drop it, or take one of the fine-tuning jobs")
+            raise JobError(
+                f"{flag}: the preset {name} has no place for it; drop it, or use one of the fine-tuning presets"
+            )
     if options.model is not None:
         folder = Path(options.model).expanduser()
         if not (folder / CONFIG).is_file():
@@ -84,7 +86,7 @@ def copy(name: str, text: str, path: Path, options: argparse.Namespace) -> int:
             raise JobError(f"--model: given {options.model}; allowed: {allowed}; give the folder of your download")
         family = family_in(folder)
         if family is None:
-            raise JobError(f"{folder}: a model of another family; allowed: one of {', '.join(SIZES)}")
+            raise JobError(f"{folder}: an unsupported model family; allowed: one of {', '.join(SIZES)}")
         text = set_value(text.replace(json.dumps(MODEL_PLACEHOLDER), quoted(str(folder))), "name", family)
     if options.data is not None:
         text = text.replace(json.dumps(RECORDS_PLACEHOLDER), quoted(options.data))
@@ -93,7 +95,7 @@ def copy(name: str, text: str, path: Path, options: argparse.Namespace) -> int:
         text = text.replace(f'extends = "{base}.toml"', f'extends = "{base}"')
     text = set_value(text, "dump_folder", f"./outputs/{path.stem}")
     write_new_file(path, text)
-    print(f"wrote {path}; its head says what to change and how to start it\n  torchtitan check {path}")
+    print(f"wrote {path}; its first comment explains what to change and how to start it\n  torchtitan check {path}")
     return 0
 
 
@@ -130,10 +132,10 @@ steps = 60                               # optimizer steps
 lr = 3e-3                                # the peak; warmup and decay follow from the number of steps
 
 [metrics]
-log_freq = 1                             # a line every so many steps
+log_freq = 1                             # steps between log lines
 
 [checkpoint]
-enable = true                            # started again, the job goes on where it stopped
+enable = true                            # a job that is started again resumes
 interval = 50
 """
 

@@ -112,13 +112,13 @@ class View:
         head = f"sample {number}: {len(tokens)} tokens, {_count(count, 'document')}"
         trained = [label != IGNORE for label in labels]
         lines = ["", self._paint(HEAD, f"{head}, {sum(trained)} of {len(labels)} labels trained")]
-        # a token is the label of the previous position, or of its own, or the whole sample has one label
+        # a token is the label of the previous or the same position, or the whole sample has one label
         has_loss = {"next": [False, *trained[:-1]], "same": trained, "classes": [True] * len(tokens)}[self.labels]
         start = 0
         for document, group in groupby(documents):
             stop = start + len(list(group))
             if document == padding:
-                border = f"--- padding: tokens {start}-{stop - 1}, which nobody sees or learns "
+                border = f"--- padding: tokens {start}-{stop - 1}, masked in attention and loss "
                 lines.append(self._paint(FAINT, border.ljust(100, "-")))
                 start = stop
                 continue

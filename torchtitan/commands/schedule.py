@@ -46,9 +46,9 @@ OF_THE_PIPELINE = (
     "parallelism.module_fqns_per_model_part",
     "parallelism.pipeline_",
 )
-"""How the names of options begin whose faults keep a job's pipeline from being shown; others may be put right later."""
+"""Prefixes of options with faults that prevent showing a job's pipeline. Other faults do not matter here."""
 MOST_WORK = 50_000
-"""Forwards that are simulated, which takes seconds."""
+"""Largest number of simulated forwards, which takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class Question:
     microbatches: int
     schedule: str
     stages_per_rank: int | None
-    """Stages per rank; None: as many as the schedule is used to."""
+    """Stages per rank; None: the schedule's usual number."""
     csv: str | None
     merge_backward: bool
     costs: Costs
     p2p: Fraction
     overlap: Fraction | None
     layers: tuple[int, ...] = ()
-    """Of the job's stages, where they do not cost the same, as the simulation takes them to."""
+    """Layers of each stage of the job if the stages differ in cost, which the simulation ignores."""
 
     @property
     def name(self) -> str:
@@ -219,7 +219,7 @@ def report(question: Question, table: Table, simulation: Simulation) -> list[str
     lines = [
         f"{question.name:22} {about(question, table)}",
         f"bubble                 {simulation.bubble_share:.1%} of the ranks' time",
-        f"makespan               {_short(simulation.makespan)}, of which a rank works {' to '.join(works)}",
+        f"makespan               {_short(simulation.makespan)}, each rank is busy {' to '.join(works)}",
         f"peak activations       {peaks} by rank, in a rank's layers x a microbatch",
     ]
     if question.layers:
@@ -282,9 +282,9 @@ NAMES = {
 COLORS = {FORWARD: "#1d4ed8", INPUT_GRAD: "#ea7317", WEIGHT_GRAD: "#0f8a7e", BACKWARD: "#a8204e"}
 IDLE: dict[str, Any] = {"facecolor": "#f8fafc", "edgecolor": "#d5dbe3", "hatch": "////", "linewidth": 0}
 WIDTH, HEAD, TALLEST = 14.0, 2.1, 16.0
-"""Inches: the picture, what is above and below the rows, all rows at most."""
+"""Inches: width of the picture, height above and below the rows, and maximum height of all rows."""
 LARGEST_FONT, SMALLEST_FONT, DIGIT = 9.0, 4.5, 0.7
-"""Points; and the width of a digit in units of the font's size."""
+"""Font sizes in points, and the width of a digit relative to the font size."""
 
 
 def draw_schedule(simulation: Simulation, path: Path, title: str, subtitle: str) -> None:

@@ -169,7 +169,7 @@ def _read(file: Path) -> dict[str, Any]:
         raise JobError(f"{error}; a task is read as data: give a YAML without tags such as !function") from None
     if not isinstance(task.get("task"), str):
         raise JobError(f"{file}: no task, a table with task = its name; take the file out of the folder, or mend it")
-    code = "what names code, fetches something or includes another file is not read: write out what it stands for"
+    code = "keys that name code, download data or include other files are not read: write the content out"
     refuse_unknown(str(file), task, KEYS, code)
     greedy_of(task.get("generation_kwargs") or {}, file)
     refuse_what_is_not_counted(task, str(file))
@@ -221,7 +221,7 @@ def _data_of(task: Mapping[str, Any], file: Path) -> object:
         if isinstance(name, list):
             return [place(entry) for entry in name]
         if not isinstance(name, str) or PATTERNS.search(name):
-            message = "allowed: names of files, without * ? [ ] and ::, which would stand for others"
+            message = "allowed: plain file names, without the patterns * ? [ ] and ::"
             raise JobError(f"{file}: data_files: given {name!r}; {message}")
         # realpath does not fail on a cycle of links
         folder, target = file.parent.resolve(), Path(os.path.realpath(file.parent / name))

@@ -175,7 +175,7 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     while number < len(argv):
         name, equals, value = argv[number].partition("=")
         if not name.startswith("--") or len(name) < 3:
-            raise JobError(f"{argv[number]!r} is neither a flag nor its value; quote what has blanks")
+            raise JobError(f"{argv[number]!r} is neither a flag nor its value; quote values with blanks")
         number += 1
         if not equals and number < len(argv) and not argv[number].startswith("--"):
             value, equals = argv[number], "="

@@ -154,7 +154,7 @@ def unfrozen(regexes: Sequence[str], folder: str, draft: JobDraft) -> list[str]:
         hf_names = _hf_names(folder)
     except JobError as error:
         remedy = "download the model, so that they can be tried on its names, or write training.unfrozen into the job"
-        allowed = f"regexes of a model whose config.json is in {folder}"
+        allowed = f"regexes for a model with its config.json in {folder}"
         draft.refuse(KEY, list(regexes), allowed, f"{remedy} ({error})")
         return []
     chosen = set()
@@ -268,7 +268,7 @@ class _Parser:
             return self._class()
         if char == "\\":
             if not self._skip("d"):
-                raise RegexError("a backslash, except in \\d: a dot stands for itself")
+                raise RegexError("a backslash, except in \\d: write a plain dot instead")
             return _one_of(frozenset(digits))
         if char in "*+?{":
             raise RegexError(f"nothing before {char} to be repeated")

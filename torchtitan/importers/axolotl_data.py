@@ -204,7 +204,7 @@ class Data:
             }
             return {key: value for key, value in settings.items() if value}
         if kind:
-            self.note(f"{label}.type {kind}: the format is told by the fields of a record, see docs/data.md")
+            self.note(f"{label}.type {kind}: the format is detected from the fields of a record, see docs/data.md")
         return {"text_field": field} if isinstance(field, str) else {}
 
     def _kind(self, label: str, entry: Mapping[str, Any]) -> str:
@@ -351,7 +351,7 @@ class Tokens:
         except JobError:
             tokenizer_config = {}
         if special_tokens and tokenizer_config is None:
-            self.note(f"special_tokens: those of {path.parent} are used and have to be the same")
+            self.note(f"special_tokens: the special tokens of {path.parent} are used and must be the same")
             return None
         differing = {
             name: token

@@ -208,11 +208,11 @@ PLAN: dict[str, Option] = {
     "ddp_broadcast_buffers": _note("bool", "buffers are the same on all ranks"),
     "fsdp": Option("list"),
     "fsdp_config": Option("table"),
-    "fsdp_version": _note("int", "FSDP is that of fully_shard, Axolotl's version 2"),
+    "fsdp_version": _note("int", "FSDP2 (fully_shard) is used, Axolotl's version 2"),
     "deepspeed": Option("text"),
     "zero_optimization": _refusal("any", "a key of a DeepSpeed file; name that file by deepspeed"),
     "strict": _note("bool", "unknown options are always refused"),
-    "debug": _note("bool", "torchtitan preview shows what the model will see"),
+    "debug": _note("bool", "torchtitan preview shows the samples"),
     **same("is_file read_text", _refusal("any", NO_OPTION)),
 }
 OPTIONS = MODEL | DATA | ADAPTER | PRECISION | OPTIMIZATION | OUTPUT | PREFERENCE | PLAN

@@ -102,7 +102,7 @@ class _Script(Script):
         if options["shuffle"]:
             self.note("a stream is shuffled within a buffer; the script did not shuffle streams")
         tokens = self.budget(int(options["num_training_tokens"]))
-        self.note(f"{tokens:,} tokens are read once; the script took so many documents --num_epochs times;")
+        self.note(f"{tokens:,} tokens are read once; the script read as many documents --num_epochs times;")
         self.note("--tmax is the same fraction of the run as of these epochs; the rate does not rise again after it")
 
     def finetuning(self) -> None:
@@ -160,7 +160,7 @@ class _Script(Script):
             self.refuse("lora_config", config["targets"], f"targets among {', '.join(LINEARS)}")
         self.values |= {"adapter.kind": "lora", "adapter.rank": config["r"], "adapter.alpha": float(config["alpha"])}
         self.values |= {"adapter.dropout": config["dropout"], "adapter.target": targets_of(supported_targets)}
-        self.note("weight decay is that of the flag; the script did not apply it to LoRA")
+        self.note("weight decay is as in the flag; the script did not apply it to LoRA")
         if not self.is_pretraining and self.options["model"] in HEADS:
             self.values["adapter.train_fully"] = HEADS[self.options["model"]]
             self.note("the classification head is trained with the adapters: the script left it at its random values")

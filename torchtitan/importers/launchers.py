@@ -71,13 +71,13 @@ DEEPSPEED: dict[str, Option] = {
     "zero3_save_16bit_model": _noted("checkpoint.export_dtype is the type of exported weights"),
     **same("deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter", MACHINES_TEXT),
     "deepspeed_multinode_launcher": MACHINES_TEXT,
-    "deepspeed_moe_layer_cls_names": _noted("parameters are gathered block by block, also those of experts"),
+    "deepspeed_moe_layer_cls_names": _noted("parameters are gathered block by block, including experts"),
 }
 FSDP: dict[str, Option] = {
     "use_fsdp": FLAG,
     **same("fsdp_sharding_strategy fsdp_reshard_after_forward fsdp_offload_params fsdp_activation_checkpointing", TEXT),
     "fsdp_activation_checkpointing_offload": TEXT,
-    "fsdp_version": _noted("FSDP is that of fully_shard, version 2"),
+    "fsdp_version": _noted("FSDP2 (fully_shard) is used"),
     **same(
         "fsdp_auto_wrap_policy fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap",
         _noted("each block of the model is always gathered by itself"),

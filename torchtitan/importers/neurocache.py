@@ -168,10 +168,12 @@ class _Script(Script):
             values[f"{section}.local_batch_size"] = both if both and name not in options else options[name]
         passes, ranks = options["gradient_accumulation_steps"], self.line.ranks
         if ranks is None:
-            self.note("no --num_processes: the batch is that of one rank; give the number with --world-size N")
+            self.note("no --num_processes: the batch is for one rank; give the number with --world-size N")
         values["training.global_batch_size"] = values["training.local_batch_size"] * (ranks or 1) * passes
         if passes == 1 and self.has_cache:
-            self.note("one forward pass per step: the cached states lag behind the weights; the authors saw divergence")
+            self.note(
+                "one forward pass per step: the cached states are older than the weights; the authors saw divergence"
+            )
         self.note("parameters are sharded over the ranks, where the script kept all on each; losses are the same")
         self.note("validation is a mean over tokens, with its own caches; the script's was over batches, one more")
 

@@ -42,7 +42,7 @@ class JsonLines:
         self._unwritten += json.dumps(finite, allow_nan=False).encode() + b"\n"
         error = self._write_what_waits()
         if error is not None and not waiting:
-            logger.warning("%s cannot be written (%s); the run goes on, and rows are kept until they can be", *error)
+            logger.warning("%s cannot be written (%s); the run continues, and rows are buffered until it can", *error)
         elif error is None and waiting:
             logger.info("%s is written again, %d rows that waited too", self._file.name, waiting)
 

@@ -202,7 +202,7 @@ class MetricsLogger:
 
     def record_skip(self, step: int, reason: str, count: int) -> None:
         """Log that a step's update was skipped; called before its record. `count`: skipped updates so far."""
-        logger.warning("step %d is left out: %s; %d left out so far", step, reason, count)
+        logger.warning("step %d is skipped: %s; %d skipped so far", step, reason, count)
         self.mark("skipped")
         self.record_event(step, "skip", {"cause": reason, "steps_skipped": count})
 
@@ -219,8 +219,8 @@ class MetricsLogger:
     def summary(self, places: Mapping[str, object]) -> str:
         """Return a few lines for the end of the run. `places`: paths of its outputs by name."""
         if self._first is None or self._last is None:
-            remedy = "raise training.steps, training.epochs or training.tokens to go on"
-            done = f"nothing was left to train; {remedy}, or start anew in another job.dump_folder"
+            remedy = "raise training.steps, training.epochs or training.tokens to continue"
+            done = f"nothing was left to train; {remedy}, or start from scratch in another job.dump_folder"
             return done + console.aligned(places)
         first, last = self._first, self._last
         result = [f"step {last['step']}/{self.total_steps}"]

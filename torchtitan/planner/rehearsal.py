@@ -48,7 +48,7 @@ Moments = dict[str, Bytes]
 Sent = Counter[tuple[str, str, str]]
 """Totals by (axis of the mesh, kind of message, "calls" or "bytes")."""
 ANY_COUNT = 1000
-"""An arbitrary number of valid tokens, by which losses are divided."""
+"""An arbitrary number of valid tokens, the divisor of losses."""
 WITHOUT_VALUES = FakeTensorMode(allow_non_fake_inputs=True)
 """The fake mode that all rehearsals in a process share, because cached tensors, such as the tables of 8-bit moments,
 belong to the mode in which they were created. The process must not train afterwards.

@@ -159,7 +159,7 @@ class TrackerThread:
         except queue.Full:
             self.dropped += 1
             if self.dropped == 1:
-                logger.warning("%s does not keep up: records are dropped, the run goes on", self.name)
+                logger.warning("%s does not keep up: records are dropped, the run continues", self.name)
 
     def close(self) -> None:
         """Wait up to `close_seconds` for the tracker to write the remaining records."""
@@ -170,7 +170,7 @@ class TrackerThread:
             self.dropped += 1
         self._thread.join(self.close_seconds)
         if self._thread.is_alive():
-            logger.warning("%s is left behind after %g s with records unwritten", self.name, self.close_seconds)
+            logger.warning("%s is abandoned after %g s with unwritten records", self.name, self.close_seconds)
         elif self.dropped:
             logger.warning("%s lacks %d records; metrics.jsonl has them all", self.name, self.dropped)
 
@@ -200,7 +200,7 @@ class TrackerThread:
             except Exception as error:  # a tracker's library may raise any type
                 if tries == 0:
                     text = f"{type(error).__name__}: {error}"
-                    logger.warning("%s fails (%s): the run goes on, and it is tried again", self.name, text)
+                    logger.warning("%s fails (%s): the run continues, and it is tried again", self.name, text)
                 if self._closing.wait(self.pauses[min(tries, len(self.pauses) - 1)]):
                     return False
                 tries += 1
