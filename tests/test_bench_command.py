@@ -155,9 +155,8 @@ def test_a_measurement_is_stopped_at_its_timeout():
         (["--ranks=3", "--sweep=parallelism.data_parallel_shard_degree=2"], "nothing was measured"),
         (
             ["--sweep=training.steps=10,20"],
-            "--sweep training.steps: given 10; allowed: options that affect the computation of a step; what a "
-            "measured job leaves "
-            "out is the same in all  (training.steps = 10)",
+            "--sweep training.steps: given 10; allowed: options that affect the computation of a step; bench "
+            "sets this option to the same value in all combinations  (training.steps = 10)",
         ),
         (
             ["--sweep=job.dump_folder=a,b"],
