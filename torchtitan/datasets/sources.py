@@ -11,11 +11,11 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError, open_file, require_file
@@ -117,6 +117,25 @@ class Pair(NamedTuple):
 
 
 DocumentOrError = Document | DataError
+
+
+class RecordParser(Protocol):
+    """Converts the records of a file to documents; record_format.py implements it."""
+
+    def document(self, record: Mapping[str, Any], location: str, short_location: str) -> Document:
+        """Convert a record to a document. Raises DataError, which names `location`, if it cannot be read."""
+
+    def columns(self, fields: Collection[str]) -> list[str]:
+        """Return the columns of a table with these fields that its records are read from."""
+
+    def missing_field(self, fields: Collection[str]) -> str:
+        """Return a description of the field that a record lacks; empty if it can be read."""
+
+    def ambiguity(self, fields: Collection[str]) -> str:
+        """Return why a record with these fields is ambiguous, with a remedy; empty if it is not."""
+
+    def remedy(self) -> str:
+        """Return the remedy for a missing field."""
 
 
 def document_or_error(read: Callable[..., Document], *args: Any) -> DocumentOrError:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from torchtitan.core.files import open_file
-from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import (
     MAX_RECORD_BYTES,
     REMEDY,
@@ -20,13 +19,14 @@ from torchtitan.datasets.sources import (
     DocumentOrError,
     IndexedFile,
     Part,
+    RecordParser,
     decode_utf8,
     document_or_error,
     missing_package,
 )
 
 
-def parse_line(line: bytes, location: str, short_location: str, offset: int, record_reader: RecordReader) -> Document:
+def parse_line(line: bytes, location: str, short_location: str, offset: int, record_reader: RecordParser) -> Document:
     """Convert one JSON object to a document. `location` names the record in errors; `offset`: where the line begins."""
     if offset == 0 and line.startswith(BOM_UTF8):  # byte order mark of some editors
         line, offset = line[len(BOM_UTF8) :], len(BOM_UTF8)
@@ -54,7 +54,7 @@ class JsonArray(IndexedFile):
 
     WINDOW = 2**24
 
-    def __init__(self, path: Path, name: str, record_reader: RecordReader) -> None:
+    def __init__(self, path: Path, name: str, record_reader: RecordParser) -> None:
         super().__init__(path, name)
         self.record_reader = record_reader
 
@@ -160,7 +160,7 @@ class _Window:
 
 
 class JsonLines(IndexedFile):
-    def __init__(self, path: Path, name: str, record_reader: RecordReader) -> None:
+    def __init__(self, path: Path, name: str, record_reader: RecordParser) -> None:
         super().__init__(path, name)
         self.record_reader = record_reader
 
@@ -194,7 +194,7 @@ class JsonLines(IndexedFile):
 class CompressedJsonLines(Part):
     """Lines of a .gz or .zst file. zlib and zstandard check the checksums; a file that ends too soon is noticed."""
 
-    def __init__(self, path: Path, record_reader: RecordReader) -> None:
+    def __init__(self, path: Path, record_reader: RecordParser) -> None:
         self.path, self.record_reader, self.size = path, record_reader, path.stat().st_size
         _decompressor(path)  # raise at once if its package is missing
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.core.files import open_file, read_file, require_file
-from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import (
     MAX_RECORD_BYTES,
     REMEDY,
@@ -23,6 +22,7 @@ from torchtitan.datasets.sources import (
     DocumentOrError,
     IndexedFile,
     Part,
+    RecordParser,
     decode_utf8,
     document_or_error,
     missing_package,
@@ -54,7 +54,7 @@ def saved_split(folder: str, split: str) -> str | None:
 TEXTS = ("string", "large_string", "string_view", "binary", "large_binary")
 
 
-def record_columns(path: Path, schema: Any, record_reader: RecordReader) -> list[str]:
+def record_columns(path: Path, schema: Any, record_reader: RecordParser) -> list[str]:
     """Return the columns that a table's records are read from: texts, or lists (of ids, segments or messages). Raises
     DataError if they are missing or have other types."""
     names = ", ".join(schema.names)
@@ -80,14 +80,14 @@ def cells(column: Any) -> list[Any]:
 
 
 def row_document(
-    record_reader: RecordReader, columns: Sequence[str], values: Sequence[Any], location: str, short_location: str
+    record_reader: RecordParser, columns: Sequence[str], values: Sequence[Any], location: str, short_location: str
 ) -> Document:
     texts = [decode_utf8(value, location, 0) if isinstance(value, bytes) else value for value in values]
     return record_reader.document(dict(zip(columns, texts, strict=True)), location, short_location)
 
 
 class ArrowFile(IndexedFile):
-    def __init__(self, path: Path, name: str, record_reader: RecordReader) -> None:
+    def __init__(self, path: Path, name: str, record_reader: RecordParser) -> None:
         super().__init__(path, name)
         self.record_reader = record_reader
         len(self)  # open it, so that a wrong field is reported at once
@@ -132,7 +132,7 @@ class CsvFile(Part):
     """Rows after a header line, read forward; quoted fields may hold line ends. The delimiter (comma, semicolon or tab)
     is detected from the header."""
 
-    def __init__(self, path: Path, name: str, record_reader: RecordReader) -> None:
+    def __init__(self, path: Path, name: str, record_reader: RecordParser) -> None:
         self.path, self.name, self.record_reader, self.size = path, name, record_reader, path.stat().st_size
         if self.size:
             self._layout()
@@ -208,7 +208,7 @@ class RowGroup(Part):
         number: int,
         first_row: int,
         rows: int,
-        record_reader: RecordReader,
+        record_reader: RecordParser,
         columns: list[str],
     ) -> None:
         self.path, self.name, self.number, self.first_row, self.size = path, name, number, first_row, rows
@@ -234,7 +234,7 @@ class RowGroup(Part):
         )
 
 
-def row_groups(path: Path, name: str, record_reader: RecordReader) -> list[Part]:
+def row_groups(path: Path, name: str, record_reader: RecordParser) -> list[Part]:
     parquet, errors = _parquet(path)
     require_file(path)
     try:
