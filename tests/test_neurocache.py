@@ -273,7 +273,9 @@ def test_compressing_the_cache_or_the_hits_gives_the_same():
     memory, states, widths = model.memory, torch.randn(2, 24, 32).double(), []
     memory.h_norm.register_forward_hook(lambda _, inputs, out: widths.append(out.shape[1:-1]))
     places = torch.randint(0, 24, (2, 8, 6))
-    of_hits, of_cache = (memory._reencoded(states, indices, torch.float64) for indices in (places[..., :2], places))
+    of_hits, of_cache = (
+        memory._compress_again(states, indices, torch.float64) for indices in (places[..., :2], places)
+    )
     assert widths == [(8, 2), (24,)]
     torch.testing.assert_close(of_hits, of_cache[:, :, :2], rtol=1e-12, atol=1e-12)
 
