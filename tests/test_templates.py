@@ -207,13 +207,17 @@ def test_formats_of_conversations(folders):
         ("{% if %}", messages(CHATS[0]), "the chat template refuses this conversation"),
         ("{{ ''.__class__.__mro__ }}", messages(CHATS[0]), "the chat template refuses this conversation: access to"),
         ("{{ 'x' * 9999999 }}", messages(CHATS[0]), "makes more than 4,194,304 characters of it"),
-        ("{{ bos_token }}" + LLAMA3, messages(CHATS[0]), "under the chat template the text begins twice; take one"),
+        ("{{ bos_token }}" + LLAMA3, messages(CHATS[0]), "under the chat template the text begins twice; remove one"),
         (
             LLAMA3.replace("<|eot_id|>", "</end>"),
             messages(CHATS[0]),
             "an answer ends in 'Four.</end>' and not in a spec",
         ),
-        ("{{ messages | length }}{{ messages[0].content }}", messages(CHATS[1]), "the text up to message 2 is not how"),
+        (
+            "{{ messages | length }}{{ messages[0].content }}",
+            messages(CHATS[1]),
+            "the text up to message 2 is not the beginning",
+        ),
     ],
 )
 def test_invalid_conversations_and_templates_are_refused(template, chat, message, tmp_path):
