@@ -133,7 +133,7 @@ def test_folders_that_options_name_are_deleted(run):
 
 
 def test_files_of_trackers_are_deleted(run, monkeypatch):
-    ledger = type("Ledger", (Tracker,), dict(name="Ledger", package="ledgers", leaves=("ledger.csv",)))
+    ledger = type("Ledger", (Tracker,), dict(name="Ledger", package="ledgers", entries=("ledger.csv",)))
     for name in ("ledger.csv", "ledgers_run_id"):
         (run / name).write_text("x")
     arguments = ("always", "--metrics.trackers=ledger")

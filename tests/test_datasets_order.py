@@ -206,7 +206,7 @@ def test_errors_are_returned_at_their_position():
 
 
 def test_a_stream_without_documents_is_an_error():
-    with pytest.raises(DataError, match="not one document"):
+    with pytest.raises(DataError, match="no documents in it"):
         SequentialStreams(stream(0, 0), 0, True, True)
     # A lane that receives nothing, epoch after epoch, raises instead of waiting forever.
     lanes = SequentialStreams(stream(8, 8), 0, False, True)

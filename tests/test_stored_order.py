@@ -68,7 +68,7 @@ def test_a_position_in_another_order_is_refused(data):
     options = dict(dataset_path=data["indexed"], shuffle=False)
     state = merge_states([loader(**options).state_dict()])
     assert state["lanes"] == 1
-    with pytest.raises(JobError, match="read its text in 16 lanes although training.shuffle = false, so not in the"):
+    with pytest.raises(JobError, match="read its text in 16 streams although training.shuffle = false, so not in the"):
         loader(**options, state=state | {"lanes": 16})
     shuffled = loader(dataset_path=data["indexed"]).state_dict()
     assert shuffled["lanes"] == 16
