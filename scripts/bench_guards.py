@@ -35,7 +35,7 @@ from torchtitan import launch
 from torchtitan.config import manager
 from torchtitan.core.initialization import local_part
 from torchtitan.launcher.lock import held, this_process
-from torchtitan.launcher.multi_node import First
+from torchtitan.launcher.multi_node import Coordinator
 from torchtitan.launcher.processes import SignalQueue
 from torchtitan.process import distributed
 from torchtitan.process.exit import exit_with
@@ -236,7 +236,7 @@ def main() -> int:
             )  # one of the trainers sends no heartbeats
             flags = [f"--{name}" for name in ("aa", "quick", "agreement", "checksums") if getattr(options, name)]
             program = (sys.executable, __file__, "--rank", name, "--pairs", str(options.pairs), *flags)
-            if code := launch.run(config, [], ranks, queue, First(), program):
+            if code := launch.run(config, [], ranks, queue, Coordinator(), program):
                 return code
     return 0
 

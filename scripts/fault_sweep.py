@@ -37,7 +37,7 @@ from fault_parts import PARTS, Case, arm_starts, remove_cgroups
 from torchtitan import launch
 from torchtitan.checkpoint.layout import CheckpointError, check_complete, read_manifest
 from torchtitan.launcher.lock import start_of
-from torchtitan.launcher.multi_node import First
+from torchtitan.launcher.multi_node import Coordinator
 from torchtitan.launcher.processes import SignalQueue
 from torchtitan.metrics.json_lines import read_records
 
@@ -146,7 +146,7 @@ def launch_main(kills: str, argv: list[str]) -> int:
     """Run the launcher with ranks that kill themselves as `kills` says."""
     config = launch.load_job(argv, 2)
     program = (sys.executable, __file__, "--rank", kills)
-    return launch.run(config, argv, 2, SignalQueue(), First(), program)
+    return launch.run(config, argv, 2, SignalQueue(), Coordinator(), program)
 
 
 def last_state(folder: Path, steps: int = STEPS) -> str:

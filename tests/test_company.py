@@ -24,11 +24,11 @@ from tests.test_nodes import free_port
 from tests.test_restarts import ATTEMPT, CRASH, read_evidence
 from torchtitan.core.errors import JobError
 from torchtitan.launcher import admission, multi_node, restarts
-from torchtitan.launcher.exit_report import End, read_end, together
+from torchtitan.launcher.exit_report import ExitReport, combine_reports, read_report
 from torchtitan.launcher.hangs import Evidence
-from torchtitan.launcher.monitor import Watch
-from torchtitan.launcher.multi_node import First, Other
-from torchtitan.launcher.nodes import Line, Nodes
+from torchtitan.launcher.monitor import RankMonitor
+from torchtitan.launcher.multi_node import Coordinator, Worker
+from torchtitan.launcher.nodes import Connection, Nodes
 from torchtitan.launcher.processes import SignalQueue
 from torchtitan.launcher.restarts import supervise
 from torchtitan.process.exit import CRASHED, HUNG, NON_FINITE, TERMINATED
@@ -40,32 +40,32 @@ import os, sys
 from dataclasses import replace
 from pathlib import Path
 from torchtitan.launcher import hangs, monitor, restarts
-from torchtitan.launcher.multi_node import First, Other
+from torchtitan.launcher.multi_node import Coordinator, Worker
 from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.nodes import Nodes
 from torchtitan.launcher.processes import Processes
 from torchtitan.launcher.restarts import follow, supervise
 from torchtitan.launcher.processes import SignalQueue
-from torchtitan.launcher.monitor import Watch
-monitor.FOLLOW_SECONDS, monitor.LOOK_SECONDS = {follow}, 0.2
+from torchtitan.launcher.monitor import RankMonitor
+monitor.FOLLOW_SECONDS, monitor.POLL_SECONDS = {follow}, 0.2
 restarts.FIRST_PAUSE_SECONDS, hangs.ANSWER_SECONDS = {pause}, 0.5
 program, folder, index, port = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 queue, nodes = SignalQueue(), Nodes(2, index, "127.0.0.1", port)
 secret_file = folder / "launch.secret"
-company = Other(nodes, 1, secret_file) if index else First(nodes, 1)
-assert (company.meet(queue, 100) if index else company.meet(queue, 100, secret_file)) is None
+company = Worker(nodes, 1, secret_file) if index else Coordinator(nodes, 1)
+assert (company.join(queue, 100) if index else company.wait_for_workers(queue, 100, secret_file)) is None
 def watched(restart, port, listener=None):
     ranks = Processes([sys.executable, "-c", program], 1, restart, replace(nodes, port=port), listener)
-    return Watch(ranks, queue, Limits(100, {limit}), folder / "hangs", company)
+    return RankMonitor(ranks, queue, Limits(100, {limit}), folder / "hangs", company)
 def newest():
     return int((folder / "saved").read_text()) if (folder / "saved").exists() else -1
 def start(restart):
-    nodes, listener = company.begin(restart)
+    nodes, listener = company.order_start(restart)
     return watched(restart, nodes.port, listener)
 if index:
     sys.exit(follow(lambda port, restart: watched(restart, port), queue, company, {rejoin}))
 code = supervise(start, queue, {budget}, newest, company, {rejoin})
-company.dismiss(code)
+company.end_run(code)
 sys.exit(code)
 """
 
@@ -155,26 +155,26 @@ def test_a_machine_that_waits_while_another_works_does_not_hang(busy, tmp_path):
 
 def test_a_machine_whose_ranks_have_just_ended_collects_nothing():
     """An order to collect evidence that arrives this late would report a successful run as a hang."""
-    watch = Watch.__new__(Watch)
-    watch.hung, watch.processes = None, SimpleNamespace(running={})
-    watch.hear({"kind": "collect", "name": "now", "seconds": 5.0})
-    assert watch.hung is None
+    watch = RankMonitor.__new__(RankMonitor)
+    watch.hang_evidence, watch.processes = None, SimpleNamespace(running={})
+    watch.handle_message({"kind": "collect", "name": "now", "seconds": 5.0})
+    assert watch.hang_evidence is None
 
 
 def test_evidence_is_collected_once_all_working_machines_report_no_progress(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(multi_node.time, "monotonic", lambda: now[0])
-    first = First()
+    first = Coordinator()
     first.nodes = Nodes(3, 0, "127.0.0.1", 1)
 
     def orders(index: int) -> list[str]:
-        first._heed({"kind": "hung", "attempt": 0, "seconds": 5.0}, index)
-        return [order["kind"] for order in first.look()]
+        first._handle({"kind": "hung", "attempt": 0, "seconds": 5.0}, index)
+        return [order["kind"] for order in first.take_orders()]
 
     assert [orders(1), orders(0)] == [[], []]
     now[0] += multi_node.FRESH_SECONDS + 1  # the report is stale: the others have made progress since
     assert [orders(2), orders(1)] == [[], []]
-    first._end_of(0, End(0, done=True))
+    first._record_exit(0, ExitReport(0, done=True))
     assert [orders(2), orders(1), orders(2)] == [["collect"], [], []]
 
 
@@ -202,15 +202,17 @@ def test_a_stop_while_exit_reports_are_gathered_ends_the_run(on_coordinator, que
     monkeypatch.setattr(restarts, "FIRST_PAUSE_SECONDS", 0.01)
     first, other = connected_pair(queue, tmp_path)
 
-    def crashed(code: int) -> End:
-        os.kill(os.getpid(), signal.SIGUSR1) if on_coordinator else other.tell("stop", number=signal.SIGUSR1)
-        threading.Timer(0.2, lambda: other.tell("end", **End(CRASHED, "b", followed=True).plain())).start()
-        return End(code, "a")
+    def crashed(code: int) -> ExitReport:
+        os.kill(os.getpid(), signal.SIGUSR1) if on_coordinator else other.report_event("stop", number=signal.SIGUSR1)
+        threading.Timer(
+            0.2, lambda: other.report_event("end", **ExitReport(CRASHED, "b", followed=True).to_fields())
+        ).start()
+        return ExitReport(code, "a")
 
     watches = [SimpleNamespace(until_the_end=lambda: CRASHED, end=crashed)]
     assert supervise(lambda restart: watches.pop(), queue, 3, lambda: -1, first) == 128 + signal.SIGUSR1
     assert [order["kind"] for order in receive(other, 1 + on_coordinator)] == ["follow"] + ["stop"] * on_coordinator
-    first.dismiss(0)
+    first.end_run(0)
 
 
 def test_a_deterministic_failure_gives_all_machines_its_exit_code(tmp_path):
@@ -241,11 +243,11 @@ def test_without_the_first_machine_the_others_end(tmp_path):
 # Connecting
 
 
-def receive(company: First | Other, count: int = 1) -> list[dict]:
+def receive(company: Coordinator | Worker, count: int = 1) -> list[dict]:
     """Receive messages until there are `count`. On a busy machine they take a moment even over loopback."""
     messages = []
     while len(messages) < count and select.select(company.sockets, [], [], 60)[0]:
-        messages += company.look()
+        messages += company.take_orders()
     return messages
 
 
@@ -275,7 +277,7 @@ def run_concurrently(foreground: Callable, *background: Callable) -> list:
         return [outcome(foreground), *(future.result(60) for future in waiting)]
 
 
-def connect_and_greet(first: First, path: Path, hello: dict) -> Line:
+def connect_and_greet(first: Coordinator, path: Path, hello: dict) -> Connection:
     """Connect as a machine that knows the secret, send its greeting, and return the connection."""
     while not path.exists():
         time.sleep(0.01)
@@ -296,73 +298,76 @@ def connect_and_greet(first: First, path: Path, hello: dict) -> Line:
     ids=str,
 )
 def test_a_machine_that_cannot_join_is_named(hello, message, queue, tmp_path):
-    first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 2), tmp_path / "launch.secret"
+    first, path = Coordinator(Nodes(2, 0, "127.0.0.1", free_port()), 2), tmp_path / "launch.secret"
     seconds = 1 if "did not come" in message else 20
     error, line = run_concurrently(
-        lambda: first.meet(queue, seconds, path), lambda: connect_and_greet(first, path, hello)
+        lambda: first.wait_for_workers(queue, seconds, path), lambda: connect_and_greet(first, path, hello)
     )
     assert isinstance(error, JobError) and str(error).startswith(message), error
-    first.dismiss(2)
+    first.end_run(2)
     assert line.receive() in ([{"kind": "leave", "code": 2}], []) and not path.exists()
 
 
 def test_one_node_rank_on_two_machines_is_refused(queue, tmp_path):
-    first, path = First(Nodes(3, 0, "127.0.0.1", free_port()), 2), tmp_path / "launch.secret"
-    workers = [Other(Nodes(3, 1, "127.0.0.1", first.nodes.port), 2, path) for _ in range(2)]
-    meetings = [lambda other=other: other.meet(NO_SIGNALS, 20) for other in workers]
-    error, *outcomes = run_concurrently(lambda: first.meet(queue, 20, path), *meetings)
+    first, path = Coordinator(Nodes(3, 0, "127.0.0.1", free_port()), 2), tmp_path / "launch.secret"
+    workers = [Worker(Nodes(3, 1, "127.0.0.1", first.nodes.port), 2, path) for _ in range(2)]
+    meetings = [lambda other=other: other.join(NO_SIGNALS, 20) for other in workers]
+    error, *outcomes = run_concurrently(lambda: first.wait_for_workers(queue, 20, path), *meetings)
     assert re.match("NODE_RANK: given 1 on both .* and .*; allowed: on each machine another", str(error))
-    first.dismiss(2)
+    first.end_run(2)
     assert outcomes == [None, None] and [other.next_order(queue, print)["code"] for other in workers] == [2, 2]
 
 
 def test_a_launcher_of_an_earlier_start_is_sent_away_and_not_counted(queue, tmp_path):
-    first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
-    old, new = (Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, path) for _ in range(2))
+    first, path = Coordinator(Nodes(2, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
+    old, new = (Worker(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, path) for _ in range(2))
     old.attempt = 3
 
     def join():
-        assert old.meet(NO_SIGNALS, 20) is None
+        assert old.join(NO_SIGNALS, 20) is None
         order = old.next_order(NO_SIGNALS, print)
-        return order, new.meet(NO_SIGNALS, 20)
+        return order, new.join(NO_SIGNALS, 20)
 
-    first_outcome, (order, new_outcome) = run_concurrently(lambda: first.meet(queue, 20, path), join)
-    assert first_outcome is None and new_outcome is None and first.hosts[1] and not first.gone
+    first_outcome, (order, new_outcome) = run_concurrently(lambda: first.wait_for_workers(queue, 20, path), join)
+    assert first_outcome is None and new_outcome is None and first.hosts[1] and not first.lost_machines
     assert order["kind"] == "leave" and "the run was started again" in order["text"]
-    first.dismiss(0)
+    first.end_run(0)
 
 
-def connected_pair(queue, folder: Path, port: int = 0) -> tuple[First, Other]:
+def connected_pair(queue, folder: Path, port: int = 0) -> tuple[Coordinator, Worker]:
     """The launchers of two machines, in one process. `port`: where the other looks for the first."""
-    first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 1), folder / "launch.secret"
-    other = Other(Nodes(2, 1, "127.0.0.1", port or first.nodes.port), 1, path)
-    assert run_concurrently(lambda: first.meet(queue, 20, path), lambda: other.meet(NO_SIGNALS, 20)) == [None, None]
+    first, path = Coordinator(Nodes(2, 0, "127.0.0.1", free_port()), 1), folder / "launch.secret"
+    other = Worker(Nodes(2, 1, "127.0.0.1", port or first.nodes.port), 1, path)
+    assert run_concurrently(lambda: first.wait_for_workers(queue, 20, path), lambda: other.join(NO_SIGNALS, 20)) == [
+        None,
+        None,
+    ]
     return first, other
 
 
 @pytest.mark.parametrize("event", ["stop", "nothing"])
 def test_machines_that_joined_are_heard_while_others_are_awaited(event, queue, tmp_path):
     """A stop is heard even if it arrives together with the greeting; so is a lost connection."""
-    first, path = First(Nodes(3, 0, "127.0.0.1", free_port()), 2), tmp_path / "launch.secret"
+    first, path = Coordinator(Nodes(3, 0, "127.0.0.1", free_port()), 2), tmp_path / "launch.secret"
 
     def join() -> None:
         line = connect_and_greet(first, path, {"count": 3})
         line.send({"kind": "stop", "number": 2}) if event == "stop" else line.close()
 
-    outcome, _ = run_concurrently(lambda: first.meet(queue, 20, path), join)
+    outcome, _ = run_concurrently(lambda: first.wait_for_workers(queue, 20, path), join)
     if event == "stop":
         assert outcome == 2
     else:
         assert str(outcome) == "machine 1 (b) gone before all had come; start all machines again"
-    first.dismiss(2)
+    first.end_run(2)
 
 
 def test_a_first_machine_that_refuses_its_job_sends_the_others_home(queue, tmp_path, monkeypatch):
     """There is no secret then, because a refused job leaves no folder."""
     monkeypatch.setattr(multi_node, "LATE_SECONDS", 20)
-    first = First(Nodes(2, 0, "127.0.0.1", free_port()), 1)
-    other = Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, tmp_path / "launch.secret")
-    assert run_concurrently(lambda: first.dismiss(2), lambda: other.meet(NO_SIGNALS, 20)) == [None, None]
+    first = Coordinator(Nodes(2, 0, "127.0.0.1", free_port()), 1)
+    other = Worker(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, tmp_path / "launch.secret")
+    assert run_concurrently(lambda: first.end_run(2), lambda: other.join(NO_SIGNALS, 20)) == [None, None]
     assert other.next_order(queue, print)["code"] == 2
 
 
@@ -400,8 +405,8 @@ STRANGE_MESSAGES = {
 @pytest.mark.parametrize("sent", STRANGE_MESSAGES.values(), ids=STRANGE_MESSAGES)
 def test_a_stranger_is_refused_and_machines_are_admitted(sent, queue, tmp_path):
     """Whatever it sends, a stranger is not admitted: a machine would learn the store's port."""
-    first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
-    other = Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, path)
+    first, path = Coordinator(Nodes(2, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
+    other = Worker(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, path)
     stranger = socket.create_connection(("127.0.0.1", first.nodes.port))
 
     def join() -> tuple:
@@ -410,43 +415,43 @@ def test_a_stranger_is_refused_and_machines_are_admitted(sent, queue, tmp_path):
             stranger.sendall(sent)
         except OSError:
             refused = True
-        return is_closed(stranger) or refused, other.meet(NO_SIGNALS, 20)
+        return is_closed(stranger) or refused, other.join(NO_SIGNALS, 20)
 
-    assert run_concurrently(lambda: first.meet(queue, 60, path), join) == [None, (True, None)]
+    assert run_concurrently(lambda: first.wait_for_workers(queue, 60, path), join) == [None, (True, None)]
     assert set(first.hosts) == {0, 1} and first.hosts[1] == socket.gethostname()
-    first.dismiss(0)
+    first.end_run(0)
 
 
 def test_a_deeply_nested_message_ends_its_connection_and_nothing_else():
     local, remote = socket.socketpair(socket.AF_UNIX)
-    line = Line(local)
+    line = Connection(local)
     remote.sendall(b"[" * 100_000 + b"\n")
-    assert line.receive() == [] and not line.open
+    assert line.receive() == [] and not line.is_open
 
 
 def test_a_recorded_conversation_proves_nothing(queue, tmp_path):
     """A replayed proof of another machine is refused, and so is the coordinator's own proof sent back."""
-    first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
+    first, path = Coordinator(Nodes(2, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
     path.write_bytes(admission.create_secret(path))
-    first._door.key = path.read_bytes()
+    first._admission.key = path.read_bytes()
     nonces = []
 
     def answer(nonce: str) -> socket.socket:
         peer = socket.create_connection(("127.0.0.1", first.nodes.port))
-        first._door.greet()
+        first._admission.poll()
         nonces.append(receive_message(peer)["nonce"])
         proof = admission.make_proof(path.read_bytes(), "other machine", nonces[0], nonce)
         peer.sendall(json.dumps({"kind": "proof", "nonce": nonce, "proof": proof}).encode() + b"\n")
-        first._door.greet()
+        first._admission.poll()
         return peer
 
     genuine, replayed = answer("1" * 64), answer("1" * 64)
     assert receive_message(genuine)["kind"] == "welcome" and receive_message(replayed)["kind"] == "stranger"
-    assert nonces[0] != nonces[1] and first._door.strangers == 1
+    assert nonces[0] != nonces[1] and first._admission.num_strangers == 1
     # the proof contains the role, so the coordinator's own proof sent back is no proof
     mirrored = admission.make_proof(path.read_bytes(), "first machine", nonces[1], "2" * 64)
     assert not admission.is_proof(mirrored, path.read_bytes(), "other machine", nonces[1], "2" * 64)
-    first.dismiss(0)
+    first.end_run(0)
 
 
 def test_an_impostor_of_the_coordinator_is_not_followed(tmp_path, monkeypatch):
@@ -465,19 +470,19 @@ def test_an_impostor_of_the_coordinator_is_not_followed(tmp_path, monkeypatch):
         except TimeoutError:
             return
 
-    other = Other(Nodes(2, 1, "127.0.0.1", listener.getsockname()[1]), 1, path)
-    _, error = run_concurrently(pretend, lambda: other.meet(NO_SIGNALS, 20))
+    other = Worker(Nodes(2, 1, "127.0.0.1", listener.getsockname()[1]), 1, path)
+    _, error = run_concurrently(pretend, lambda: other.join(NO_SIGNALS, 20))
     assert re.match("job.dump_folder: not the folder of the first machine .127.0.0.1.: it does not know", str(error))
-    assert other.line is None
+    assert other.connection is None
 
 
 def test_strangers_are_limited_in_number_and_time(queue, tmp_path, monkeypatch):
     """A hundred silent connections keep no machine out."""
-    monkeypatch.setattr(admission, "MOST_VISITORS", 8)
-    monkeypatch.setattr(admission, "GREETING_SECONDS", 2)
-    first, path = First(Nodes(3, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
+    monkeypatch.setattr(admission, "MAX_CANDIDATES", 8)
+    monkeypatch.setattr(admission, "INTRODUCTION_SECONDS", 2)
+    first, path = Coordinator(Nodes(3, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
     strangers = [socket.create_connection(("127.0.0.1", first.nodes.port)) for _ in range(100)]
-    other = Other(Nodes(3, 1, "127.0.0.1", first.nodes.port), 1, path)
+    other = Worker(Nodes(3, 1, "127.0.0.1", first.nodes.port), 1, path)
     socket_counts = []
 
     def wait(seconds, also=()):
@@ -485,11 +490,13 @@ def test_strangers_are_limited_in_number_and_time(queue, tmp_path, monkeypatch):
         return NO_SIGNALS.wait(seconds, also)
 
     watched = SimpleNamespace(wait=wait)
-    error, outcome = run_concurrently(lambda: first.meet(watched, 6, path), lambda: other.meet(NO_SIGNALS, 20))
+    error, outcome = run_concurrently(
+        lambda: first.wait_for_workers(watched, 6, path), lambda: other.join(NO_SIGNALS, 20)
+    )
     assert outcome is None and "of which 2 did not come" in str(error)
     assert max(socket_counts) <= 8 + 2 and socket_counts[-1] == 2  # the listener and the machine
     assert all(map(is_closed, strangers))
-    first.dismiss(2)
+    first.end_run(2)
 
 
 def test_the_secret_is_in_a_file_of_its_owner_alone_and_new_at_every_launch(tmp_path):
@@ -522,20 +529,20 @@ def test_a_file_system_without_permissions_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("content", ["nothing", "another"])
 def test_a_folder_that_is_not_shared_is_reported_on_both_machines(content, queue, tmp_path, monkeypatch):
     monkeypatch.setattr(multi_node, "FOLDER_SECONDS", 0.5)
-    first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 1), tmp_path / "b" / "launch.secret"
+    first, path = Coordinator(Nodes(2, 0, "127.0.0.1", free_port()), 1), tmp_path / "b" / "launch.secret"
     path.parent.mkdir()
     if content == "another":
         admission.create_secret(path)
-    other = Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, path)
+    other = Worker(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, path)
     at_first, at_other = run_concurrently(
-        lambda: first.meet(queue, 5, tmp_path / "launch.secret"), lambda: other.meet(NO_SIGNALS, 60)
+        lambda: first.wait_for_workers(queue, 5, tmp_path / "launch.secret"), lambda: other.join(NO_SIGNALS, 60)
     )
     problem = "it does not know" if content == "another" else ""
     assert str(at_other).startswith(f"job.dump_folder: not the folder of the first machine (127.0.0.1): {problem}")
     assert "allowed: one folder that all machines share" in str(at_other)
     hint = "could not prove that they belong to this run: give a job.dump_folder that all machines share"
     assert "of which 1 did not come" in str(at_first) and (hint in str(at_first)) == (content == "another")
-    first.dismiss(2)
+    first.end_run(2)
 
 
 # Orders
@@ -545,25 +552,25 @@ def test_messages_sent_together_with_an_order_are_not_lost(queue, tmp_path):
     first, other = connected_pair(queue, tmp_path)
     stop = {"kind": "stop", "number": 2}
     orders = [{"kind": "start", "attempt": 1, "port": 5, "restart": None}, stop]
-    first.lines[1].connection.sendall(b"".join(json.dumps(order).encode() + b"\n" for order in orders))
-    assert [other.next_order(queue, print), other.look(), other.look()] == [orders[0], [stop], []]
-    first.dismiss(0)
+    first.connections[1].connection.sendall(b"".join(json.dumps(order).encode() + b"\n" for order in orders))
+    assert [other.next_order(queue, print), other.take_orders(), other.take_orders()] == [orders[0], [stop], []]
+    first.end_run(0)
 
 
 def test_a_stop_that_crosses_a_start_stops_what_was_started(queue, tmp_path):
     first, other = connected_pair(queue, tmp_path)
-    first.lines[1].send({"kind": "start", "attempt": 1, "port": 5, "restart": None})
+    first.connections[1].send({"kind": "start", "attempt": 1, "port": 5, "restart": None})
     os.kill(os.getpid(), signal.SIGTERM)
     assert other.next_order(queue, print)["kind"] == "start"
     stop = {"kind": "stop", "number": signal.SIGTERM}
-    assert other.look() == [stop] and receive(first) == [stop | {"attempt": 0}]
-    first.dismiss(0)
+    assert other.take_orders() == [stop] and receive(first) == [stop | {"attempt": 0}]
+    first.end_run(0)
 
 
 def test_a_missing_coordinator_is_reported(queue, tmp_path):
-    other = Other(Nodes(2, 1, "127.0.0.1", port := free_port()), 1, tmp_path / "launch.secret")
+    other = Worker(Nodes(2, 1, "127.0.0.1", port := free_port()), 1, tmp_path / "launch.secret")
     with pytest.raises(JobError, match=f"HEAD_ADDR, HEAD_PORT: given 127.0.0.1, {port}, where no launcher answers"):
-        other.meet(queue, 0.1)
+        other.join(queue, 0.1)
 
 
 # A network that is cut
@@ -663,64 +670,66 @@ def test_a_launcher_that_is_started_again_joins_the_run(tmp_path):
 
 def test_a_machine_that_knows_of_the_cut_before_the_first_takes_its_old_place(queue, tmp_path):
     """Machine 1's connection is closed on both ends; machine 2 reconnects while its old connection still seems open."""
-    first, path = First(Nodes(3, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
-    workers = [Other(Nodes(3, index, "127.0.0.1", first.nodes.port), 1, path) for index in (1, 2)]
-    meetings = [lambda other=other: other.meet(NO_SIGNALS, 20) for other in workers]
-    assert run_concurrently(lambda: first.meet(queue, 20, path), *meetings) == [None] * 3
-    first.begin(None)[1].close()
+    first, path = Coordinator(Nodes(3, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
+    workers = [Worker(Nodes(3, index, "127.0.0.1", first.nodes.port), 1, path) for index in (1, 2)]
+    meetings = [lambda other=other: other.join(NO_SIGNALS, 20) for other in workers]
+    assert run_concurrently(lambda: first.wait_for_workers(queue, 20, path), *meetings) == [None] * 3
+    first.order_start(None)[1].close()
     for other in workers:
         assert other.next_order(queue, print)["attempt"] == 1
-    old = workers[1].line
-    workers[0].line.close()
-    assert select.select(first.sockets, [], [], 60)[0] and [message["kind"] for message in first.look()] == ["follow"]
+    old = workers[1].connection
+    workers[0].connection.close()
+    assert select.select(first.sockets, [], [], 60)[0] and [message["kind"] for message in first.take_orders()] == [
+        "follow"
+    ]
     texts = []
     back = [lambda other=other: other.rejoin(NO_SIGNALS, 60, texts.append) for other in workers]
-    assert run_concurrently(lambda: first.rejoin(queue, 60, texts.append), *back[::-1]) == [None] * 3
-    assert first.gone == [] and set(first.lines) == {1, 2} and old.open
+    assert run_concurrently(lambda: first.wait_for_lost(queue, 60, texts.append), *back[::-1]) == [None] * 3
+    assert first.lost_machines == [] and set(first.connections) == {1, 2} and old.is_open
     # a late message about the old start is not taken as one about the new start
-    first.begin(None)[1].close()
-    workers[0].tell("end", **End(CRASHED, "of the first start").plain())
+    first.order_start(None)[1].close()
+    workers[0].report_event("end", **ExitReport(CRASHED, "of the first start").to_fields())
     assert workers[0].next_order(queue, print)["attempt"] == 2
-    workers[0].tell("end", **End(0, "of the second", done=True).plain())
-    workers[1].line.close()
-    outcomes = first.gather(End(0, done=True), queue)
+    workers[0].report_event("end", **ExitReport(0, "of the second", done=True).to_fields())
+    workers[1].connection.close()
+    outcomes = first.gather_reports(ExitReport(0, done=True), queue)
     assert sorted(end.cause for end in outcomes if end.code == 0) == ["", "of the second"]
     assert [end.cause for end in outcomes if end.code] == [f"machine 2 ({socket.gethostname()}) is gone"]
-    first.dismiss(0)
+    first.end_run(0)
 
 
 def test_joined_machines_are_told_who_is_awaited(queue, tmp_path, monkeypatch):
     """Each message extends their patience."""
     first, other = connected_pair(queue, tmp_path)
     for text in ("waiting for machine 2", "still"):
-        first.lines[1].send({"kind": "waiting", "text": text})
-    threading.Timer(1.5, first.lines[1].send, [{"kind": "leave", "code": 3}]).start()
+        first.connections[1].send({"kind": "waiting", "text": text})
+    threading.Timer(1.5, first.connections[1].send, [{"kind": "leave", "code": 3}]).start()
     texts = []
-    first.lines[1].send({"kind": "waiting", "text": "1"})
-    threading.Timer(0.8, first.lines[1].send, [{"kind": "waiting", "text": "2"}]).start()
+    first.connections[1].send({"kind": "waiting", "text": "1"})
+    threading.Timer(0.8, first.connections[1].send, [{"kind": "waiting", "text": "2"}]).start()
     assert other.next_order(queue, texts.append, patience=1.2)["code"] == 3
     assert texts == ["waiting for machine 2", "still", "1", "2"]
-    first.dismiss(0)
+    first.end_run(0)
 
 
 def test_progress_is_reported_while_a_machine_is_awaited(queue, tmp_path, monkeypatch):
     monkeypatch.setattr(multi_node, "REPORT_SECONDS", 0.4)
     first, other = connected_pair(queue, tmp_path)
     first.attempt = other.attempt = 1
-    other.line.close()
-    assert select.select(first.sockets, [], [], 60)[0] and first.look()
+    other.connection.close()
+    assert select.select(first.sockets, [], [], 60)[0] and first.take_orders()
     texts, heard = [], []
-    assert first.rejoin(queue, 2, texts.append) is None and first.gone
+    assert first.wait_for_lost(queue, 2, texts.append) is None and first.lost_machines
     assert re.fullmatch(r"waiting for machine 1 \(.*\): \d+ of 2 s", texts[1])
     assert other.rejoin(queue, 2, heard.append) is None and not other.sockets
     assert re.fullmatch(r"trying to reach the first machine \(.*\): \d+ of 2 s \(Connection refused\)", heard[1])
-    first.dismiss(1)
+    first.end_run(1)
 
 
 def test_a_connection_whose_other_end_is_silent_is_closed_by_the_kernel():
     """TCP_USER_TIMEOUT covers unacknowledged data, for which keepalive alone does not end the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        line = Line(socket.create_connection(listener.getsockname()))
+        line = Connection(socket.create_connection(listener.getsockname()))
         options = (socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE)
         assert [line.connection.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [30_000, 10]
         line.close()
@@ -731,33 +740,33 @@ def test_a_connection_whose_other_end_is_silent_is_closed_by_the_kernel():
 
 def test_exit_reports_survive_serialization():
     evidence = Evidence(3.0, "place", "", {1: ("train", 3, 1.5)}, {1: "S"}, {1: {"entries": []}})
-    for report in (End(0, done=True), End(HUNG, evidence=evidence)):
-        received = read_end(json.loads(json.dumps(report.plain())))
+    for report in (ExitReport(0, done=True), ExitReport(HUNG, evidence=evidence)):
+        received = read_report(json.loads(json.dumps(report.to_fields())))
         assert received.evidence is None or received.evidence.states == {1: "S"}
-        assert json.dumps(received.plain()) == json.dumps(report.plain())
+        assert json.dumps(received.to_fields()) == json.dumps(report.to_fields())
 
 
 @pytest.mark.parametrize(
     ("reports", "code", "cause"),
     [
-        ([End(0, done=True), End(0, done=True)], 0, ""),
-        ([End(1, "a"), End(137, "b", by_signal=True)], 137, "b"),
-        ([End(137, "a", by_signal=True, followed=True), End(1, "b")], 1, "b"),
-        ([End(CRASHED, "a"), End(NON_FINITE, "b")], NON_FINITE, "b"),
-        ([End(TERMINATED, "a"), End(CRASHED, "b")], CRASHED, "b"),
-        ([End(0, "a", done=True), End(CRASHED, "b")], CRASHED, "b"),
+        ([ExitReport(0, done=True), ExitReport(0, done=True)], 0, ""),
+        ([ExitReport(1, "a"), ExitReport(137, "b", by_signal=True)], 137, "b"),
+        ([ExitReport(137, "a", by_signal=True, followed=True), ExitReport(1, "b")], 1, "b"),
+        ([ExitReport(CRASHED, "a"), ExitReport(NON_FINITE, "b")], NON_FINITE, "b"),
+        ([ExitReport(TERMINATED, "a"), ExitReport(CRASHED, "b")], CRASHED, "b"),
+        ([ExitReport(0, "a", done=True), ExitReport(CRASHED, "b")], CRASHED, "b"),
     ],
     ids=str,
 )
 def test_the_most_informative_exit_report_wins(reports, code, cause):
-    end = together(reports)
+    end = combine_reports(reports)
     assert (end.code, end.cause) == (code, cause)
-    assert together(reports[::-1]).code == code
+    assert combine_reports(reports[::-1]).code == code
 
 
 def test_a_silent_machine_is_not_waited_for_for_ever(queue, monkeypatch, tmp_path):
     monkeypatch.setattr(multi_node, "QUIET_SECONDS", 0.1)
     first, other = connected_pair(queue, tmp_path)
-    end = together(first.gather(End(0, done=True), queue))
-    assert end.code == 1 and first.gone == [f"machine 1 ({socket.gethostname()})"]
+    end = combine_reports(first.gather_reports(ExitReport(0, done=True), queue))
+    assert end.code == 1 and first.lost_machines == [f"machine 1 ({socket.gethostname()})"]
     assert receive(other)[-1] == {"kind": "follow"}

@@ -25,12 +25,12 @@ from torchtitan.launcher import monitor, processes
 from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.processes import Processes
 from torchtitan.launcher.processes import SignalQueue
-from torchtitan.launcher.monitor import Watch
+from torchtitan.launcher.monitor import RankMonitor
 from torchtitan.process.exit import exit_with
 monitor.FOLLOW_SECONDS, monitor.SHUTDOWN_SECONDS, processes.ONE_REQUEST_SECONDS = {follow}, {shutdown}, 0
 queue = SignalQueue()
 ranks = Processes([sys.executable, "-c", sys.argv[1]], 2)
-exit_with(Watch(ranks, queue, Limits(1000, 1000), Path("unused")).until_the_end)
+exit_with(RankMonitor(ranks, queue, Limits(1000, 1000), Path("unused")).wait)
 """
 # Helpers for the programs of ranks: report a phase to the launcher, and send lines to the test.
 RANK = r"""

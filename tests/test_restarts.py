@@ -44,13 +44,13 @@ from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.processes import Processes
 from torchtitan.launcher.restarts import supervise
 from torchtitan.launcher.processes import SignalQueue
-from torchtitan.launcher.monitor import Watch
-monitor.FOLLOW_SECONDS, monitor.LOOK_SECONDS = {follow}, 0.1
+from torchtitan.launcher.monitor import RankMonitor
+monitor.FOLLOW_SECONDS, monitor.POLL_SECONDS = {follow}, 0.1
 restarts.FIRST_PAUSE_SECONDS, hangs.ANSWER_SECONDS, hangs.BUSY = {pause}, {answer}, {busy}
 queue, folder = SignalQueue(), Path(sys.argv[2])
 def start(restart):
     ranks = Processes([sys.executable, "-c", sys.argv[1]], 2, restart)
-    return Watch(ranks, queue, Limits({start}, {limit}), folder / "hangs", remedy="export it again")
+    return RankMonitor(ranks, queue, Limits({start}, {limit}), folder / "hangs", remedy="export it again")
 def newest():
     return int((folder / "saved").read_text()) if (folder / "saved").exists() else -1
 sys.exit(supervise(start, queue, {budget}, newest))

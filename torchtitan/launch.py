@@ -23,9 +23,9 @@ from torchtitan.core.errors import JobError, folded
 from torchtitan.launcher import slurm
 from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.lock import held, this_process
-from torchtitan.launcher.monitor import Watch
-from torchtitan.launcher.multi_node import LATE_SECONDS, First, Other
-from torchtitan.launcher.nodes import Nodes, stay_on_the_way_to
+from torchtitan.launcher.monitor import RankMonitor
+from torchtitan.launcher.multi_node import LATE_SECONDS, Coordinator, Worker
+from torchtitan.launcher.nodes import Nodes, use_head_interface
 from torchtitan.launcher.processes import Processes, SignalQueue
 from torchtitan.launcher.restarts import follow, supervise
 from torchtitan.launcher.run_folder import HANGS, SECRET, empty_folder, how_to_export
@@ -89,7 +89,7 @@ def launch(num_ranks: int | None, arguments: list[str]) -> int:
 def lead(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue) -> int:
     """Run the job from the first or only machine: check it, lock the run folder, and restart all ranks after crashes
     and hangs."""
-    company, code = First(nodes, num_ranks), CRASHED  # the code that an unexpected exception sends
+    company, code = Coordinator(nodes, num_ranks), CRASHED  # the code that an unexpected exception sends
     try:
         config = load_job(arguments, nodes.count * num_ranks)
         if config is None:
@@ -99,26 +99,26 @@ def lead(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue)
             code = 128 + number
             return code
         if nodes.count > 1:
-            stay_on_the_way_to(nodes)
+            use_head_interface(nodes)
         with held(Path(config.job.dump_folder), this_process(*slurm_job())):
             if message := empty_folder(config, slurm_job()[1]):
                 print(message, flush=True)
             try:
                 secret_file = Path(config.job.dump_folder) / SECRET
-                stopped = company.meet(queue, config.comm.init_timeout_seconds, secret_file)
+                stopped = company.wait_for_workers(queue, config.comm.init_timeout_seconds, secret_file)
                 code = 128 + stopped if stopped else run(config, arguments, num_ranks, queue, company)
             except JobError as error:
                 print(folded(error), file=sys.stderr)
                 code = REFUSED
             finally:
-                company.dismiss(code)  # before the lock ends, as the secret is deleted here
+                company.end_run(code)  # before the lock ends, as the secret is deleted here
         return code
     except JobError as error:
         print(folded(error), file=sys.stderr)
         code = REFUSED
         return code
     finally:
-        company.dismiss(code)
+        company.end_run(code)
 
 
 def run(
@@ -126,11 +126,11 @@ def run(
     arguments: list[str],
     num_ranks: int,
     queue: SignalQueue,
-    company: First,
+    company: Coordinator,
     program: Sequence[str] = PROGRAM,
 ) -> int:
-    def start(restart: Restart | None) -> Watch:
-        nodes, listener = company.begin(restart)
+    def start(restart: Restart | None) -> RankMonitor:
+        nodes, listener = company.order_start(restart)
         watch = started(config, arguments, num_ranks, queue, company, restart, nodes, listener, program)
         if listener is not None:
             listener.close()  # the first rank has inherited it
@@ -151,21 +151,21 @@ def _restarts(config: JobConfig) -> int:
 
 def follow_the_first(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue) -> int:
     """Run the job on another machine than the first, and report the faults that this machine finds to the first."""
-    stay_on_the_way_to(nodes)
+    use_head_interface(nodes)
     config, faults = judge(arguments, nodes.count * num_ranks)
     folder = _folder_of(arguments) if config is None else config.job.dump_folder
-    other = Other(nodes, num_ranks, Path(folder).expanduser() / SECRET)
+    other = Worker(nodes, num_ranks, Path(folder).expanduser() / SECRET)
     if config is None:
         try:
-            other.meet(queue, LATE_SECONDS, faults)
+            other.join(queue, LATE_SECONDS, faults)
         except JobError:
             print(faults, file=sys.stderr)
         return REFUSED
-    stopped = other.meet(queue, config.comm.init_timeout_seconds)
+    stopped = other.join(queue, config.comm.init_timeout_seconds)
     if stopped:
         return 128 + stopped
 
-    def start(port: int, restart: Restart | None) -> Watch:
+    def start(port: int, restart: Restart | None) -> RankMonitor:
         return started(config, arguments, num_ranks, queue, other, restart, replace(nodes, port=port), None)
 
     return follow(start, queue, other, config.job.rejoin_seconds if _restarts(config) else 0)
@@ -184,17 +184,17 @@ def started(
     arguments: list[str],
     num_ranks: int,
     queue: SignalQueue,
-    peers: First | Other,
+    peers: Coordinator | Worker,
     restart: Restart | None,
     nodes: Nodes,
     listener: socket.socket | None,
     program: Sequence[str] = PROGRAM,
-) -> Watch:
+) -> RankMonitor:
     """Start the ranks of this machine and return their monitor."""
     command = [*program, *arguments]
     limits = Limits(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds)
     ranks = Processes(command, num_ranks, restart, nodes, listener)
-    return Watch(ranks, queue, limits, Path(config.job.dump_folder) / HANGS, peers, how_to_export(config))
+    return RankMonitor(ranks, queue, limits, Path(config.job.dump_folder) / HANGS, peers, how_to_export(config))
 
 
 def load_job(argv: list[str], world_size: int, explain: bool = True) -> JobConfig | None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan.core.errors import JobError
-from torchtitan.launcher.nodes import LONGEST_GREETING, LONGEST_MESSAGE, Line, Message, Nodes, listen
+from torchtitan.launcher.nodes import MAX_GREETING_BYTES, MAX_MESSAGE_BYTES, Connection, Message, Nodes, listen
 from torchtitan.launcher.processes import SignalQueue
 from torchtitan.process.exit import CRASHED, REFUSED
 
@@ -123,9 +123,9 @@ def is_nonce(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
-MOST_VISITORS = 64
+MAX_CANDIDATES = 64
 """Connections that have not introduced themselves; one more closes the oldest. An introduction takes milliseconds."""
-GREETING_SECONDS = 10.0
+INTRODUCTION_SECONDS = 10.0
 """Time for a connection to introduce itself."""
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 30.0
 """Timeouts of another machine: to connect, and for the first machine's answer, which may still be loading its job."""
@@ -133,122 +133,127 @@ _LOOK_SECONDS = 0.05
 
 
 @dataclass
-class _Visitor:
-    line: Line
+class _Candidate:
+    connection: Connection
     nonce: str
-    until: float
-    proved: bool = False
+    deadline: float
+    is_proved: bool = False
 
 
 STARTED_AGAIN = "the run was started again on the first machine; this launcher is of the earlier start and leaves"
 
 
-def send_away(line: Line, text: str) -> None:
+def refuse_connection(line: Connection, text: str) -> None:
     line.send({"kind": "leave", "code": REFUSED, "text": text})
     line.close()
 
 
-class Door:
+class Admission:
     """The first machine's listening socket, and the connections that have not introduced themselves yet."""
 
     def __init__(self, nodes: Nodes, key: bytes | None = None) -> None:
         self.listener = listen(nodes, nodes.port)
         self.key = key
         """The secret. Until it is known, connections are accepted and not answered."""
-        self.visitors: list[_Visitor] = []
-        self.strangers = 0
+        self.candidates: list[_Candidate] = []
+        self.num_strangers = 0
         """Connections that could not prove that they belong to the run."""
 
     @property
     def sockets(self) -> list[socket.socket]:
-        return [self.listener, *(visitor.line.connection for visitor in self.visitors if visitor.line.open)]
+        return [
+            self.listener,
+            *(visitor.connection.connection for visitor in self.candidates if visitor.connection.is_open),
+        ]
 
-    def greet(self) -> list[tuple[Line, Message]]:
+    def poll(self) -> list[tuple[Connection, Message]]:
         """Return the connections that have introduced themselves since the last call, with their "here"."""
         self._accept()
         newcomers = []
-        for visitor in list(self.visitors):
-            message = self._hear(visitor)
+        for visitor in list(self.candidates):
+            message = self._receive_introduction(visitor)
             if message is not None:
-                newcomers.append((visitor.line, message))
-            elif visitor.line.open and time.monotonic() > visitor.until:
-                visitor.line.close()
-            if message is not None or not visitor.line.open:
-                self.visitors.remove(visitor)
+                newcomers.append((visitor.connection, message))
+            elif visitor.connection.is_open and time.monotonic() > visitor.deadline:
+                visitor.connection.close()
+            if message is not None or not visitor.connection.is_open:
+                self.candidates.remove(visitor)
         return newcomers
 
     def _accept(self) -> None:
-        for _ in range(MOST_VISITORS):
+        for _ in range(MAX_CANDIDATES):
             if not select.select([self.listener], [], [], 0)[0]:
                 return
             try:
-                line = Line(self.listener.accept()[0], LONGEST_GREETING)
+                line = Connection(self.listener.accept()[0], MAX_GREETING_BYTES)
             except OSError:  # the peer has disconnected again
                 continue
-            visitor = _Visitor(line, new_nonce(), time.monotonic() + GREETING_SECONDS)
+            visitor = _Candidate(line, new_nonce(), time.monotonic() + INTRODUCTION_SECONDS)
             if self.key is not None:
                 line.send({"kind": "challenge", "nonce": visitor.nonce})
-            self.visitors.append(visitor)
-            while len(self.visitors) > MOST_VISITORS:
-                self.visitors.pop(0).line.close()
+            self.candidates.append(visitor)
+            while len(self.candidates) > MAX_CANDIDATES:
+                self.candidates.pop(0).connection.close()
 
-    def _hear(self, visitor: _Visitor) -> Message | None:
+    def _receive_introduction(self, visitor: _Candidate) -> Message | None:
         """Return the visitor's "here" message if it has proved that it belongs to the run."""
-        messages = visitor.line.receive()
-        if messages and not visitor.proved:
-            if not self._is_proof(visitor, messages.pop(0)):
-                self.strangers += 1
-                visitor.line.send({"kind": "stranger"})
-                visitor.line.close()
+        messages = visitor.connection.receive()
+        if messages and not visitor.is_proved:
+            if not self._check_proof(visitor, messages.pop(0)):
+                self.num_strangers += 1
+                visitor.connection.send({"kind": "stranger"})
+                visitor.connection.close()
                 return None
-            visitor.proved, visitor.line.longest = True, LONGEST_MESSAGE
+            visitor.is_proved, visitor.connection.max_bytes = True, MAX_MESSAGE_BYTES
         if not messages:
             return None
-        visitor.line.put_back(messages[1:])
+        visitor.connection.put_back(messages[1:])
         if messages[0]["kind"] == "here":
             return messages[0]
-        visitor.line.close()
+        visitor.connection.close()
         return None
 
-    def _is_proof(self, visitor: _Visitor, message: Message) -> bool:
+    def _check_proof(self, visitor: _Candidate, message: Message) -> bool:
         nonce, proof = str(message.get("nonce")), str(message.get("proof"))
         if self.key is None or message["kind"] != "proof" or not is_nonce(nonce):
             return False
         if not is_proof(proof, self.key, "other machine", visitor.nonce, nonce):
             return False
-        visitor.line.send({"kind": "welcome", "proof": make_proof(self.key, "first machine", visitor.nonce, nonce)})
+        visitor.connection.send(
+            {"kind": "welcome", "proof": make_proof(self.key, "first machine", visitor.nonce, nonce)}
+        )
         return True
 
-    def turn_away(self, code: int) -> int:
+    def refuse_all(self, code: int) -> int:
         """Tell all waiting machines that there is no run, and which exit code to use. Return how many there were."""
         self._accept()
-        for visitor in self.visitors:
-            visitor.line.send({"kind": "refuse", "code": code})
-            visitor.line.close()
-        count = len(self.visitors)
-        self.visitors.clear()
+        for visitor in self.candidates:
+            visitor.connection.send({"kind": "refuse", "code": code})
+            visitor.connection.close()
+        count = len(self.candidates)
+        self.candidates.clear()
         return count
 
     def close(self) -> None:
-        for visitor in self.visitors:
-            visitor.line.close()
-        self.visitors.clear()
+        for visitor in self.candidates:
+            visitor.connection.close()
+        self.candidates.clear()
         self.listener.close()
 
 
-class NoAnswer(Exception):
+class CoordinatorUnreachable(Exception):
     """The first machine was not reached; the message says why. `foreign` is True if it was reached, but its secret is
     not in this machine's folder.
     """
 
     def __init__(self, text: str, foreign: bool = False) -> None:
         super().__init__(text)
-        self.foreign = foreign
+        self.has_other_secret = foreign
 
 
-def connect(nodes: Nodes, secret_file: Path, queue: SignalQueue, may_refuse: bool) -> Line | int:
+def connect(nodes: Nodes, secret_file: Path, queue: SignalQueue, may_refuse: bool) -> Connection | int:
     """Reach the first machine and prove that this one belongs to the run; return the connection, or the number of a
-    signal that ended the wait. Raises `NoAnswer`.
+    signal that ended the wait. Raises `CoordinatorUnreachable`.
 
     `may_refuse`: accept an order to end the run without a proof, because a first machine that refuses its job has not
     written a secret yet. Its order is then the next message.
@@ -256,16 +261,16 @@ def connect(nodes: Nodes, secret_file: Path, queue: SignalQueue, may_refuse: boo
     connection = _open(nodes, queue)
     if isinstance(connection, int):
         return connection
-    line = Line(connection, LONGEST_GREETING)
+    line = Connection(connection, MAX_GREETING_BYTES)
     try:
-        number = _introduce(line, secret_file, queue, may_refuse)
+        number = _authenticate(line, secret_file, queue, may_refuse)
     except BaseException:
         line.close()
         raise
     if number is not None:
         line.close()
         return number
-    line.longest = LONGEST_MESSAGE
+    line.max_bytes = MAX_MESSAGE_BYTES
     return line
 
 
@@ -278,7 +283,7 @@ def _open(nodes: Nodes, queue: SignalQueue) -> socket.socket | int:
         family, kind, _, _, address = socket.getaddrinfo(nodes.head, nodes.port, type=socket.SOCK_STREAM)[0]
         connection = socket.socket(family, kind)
     except OSError as error:
-        raise NoAnswer(error.strerror or str(error)) from None
+        raise CoordinatorUnreachable(error.strerror or str(error)) from None
     connection.setblocking(False)
     code, deadline = connection.connect_ex(address), time.monotonic() + CONNECT_SECONDS
     while code == errno.EINPROGRESS:
@@ -291,15 +296,15 @@ def _open(nodes: Nodes, queue: SignalQueue) -> socket.socket | int:
             code = errno.ETIMEDOUT
     if code:
         connection.close()
-        raise NoAnswer(os.strerror(code))
+        raise CoordinatorUnreachable(os.strerror(code))
     return connection
 
 
-def _introduce(line: Line, secret_file: Path, queue: SignalQueue, may_refuse: bool) -> int | None:
+def _authenticate(line: Connection, secret_file: Path, queue: SignalQueue, may_refuse: bool) -> int | None:
     """Do the other machine's part of the authentication; return the number of a signal that interrupted it."""
     key, first_nonce, nonce = None, "", new_nonce()
     deadline = time.monotonic() + ANSWER_SECONDS
-    while line.open and time.monotonic() < deadline:
+    while line.is_open and time.monotonic() < deadline:
         for number in queue.wait(_LOOK_SECONDS, [line.connection]):
             return number
         messages = line.receive()
@@ -308,18 +313,18 @@ def _introduce(line: Line, secret_file: Path, queue: SignalQueue, may_refuse: bo
             if kind == "challenge" and key is None and is_nonce(message.get("nonce")):
                 key, first_nonce = read_secret(secret_file), message["nonce"]
                 if key is None:
-                    raise NoAnswer(f"{secret_file} is not there on this machine", foreign=True)
+                    raise CoordinatorUnreachable(f"{secret_file} is not there on this machine", foreign=True)
                 answer = make_proof(key, "other machine", first_nonce, nonce)
                 line.send({"kind": "proof", "nonce": nonce, "proof": answer})
             elif kind == "welcome" and key is not None:
                 if not is_proof(message.get("proof"), key, "first machine", first_nonce, nonce):
-                    raise NoAnswer(f"it does not know {secret_file} of this machine", foreign=True)
+                    raise CoordinatorUnreachable(f"it does not know {secret_file} of this machine", foreign=True)
                 line.put_back(messages[index + 1 :])
                 return None
             elif kind == "stranger":
-                raise NoAnswer(f"it does not know {secret_file} of this machine", foreign=True)
+                raise CoordinatorUnreachable(f"it does not know {secret_file} of this machine", foreign=True)
             elif kind == "refuse" and may_refuse:
                 code = message.get("code")
                 line.put_back([{"kind": "leave", "code": code if code in range(1, 256) else CRASHED}])
                 return None
-    raise NoAnswer("it does not answer" if line.open else "the connection was closed")
+    raise CoordinatorUnreachable("it does not answer" if line.is_open else "the connection was closed")

@@ -9,7 +9,7 @@ from torchtitan.process.exit import EXPLAINED, HUNG, STOPPED
 
 
 @dataclass(frozen=True)
-class End:
+class ExitReport:
     """The end of a machine's ranks. Plain values, because machines send it to each other."""
 
     code: int
@@ -34,7 +34,7 @@ class End:
     evidence: Evidence | None = None
     """Evidence of a hang."""
 
-    def plain(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, Any]:
         return asdict(self)
 
     @property
@@ -43,18 +43,18 @@ class End:
         return self.code == 0 or self.code in EXPLAINED or self.asked or self.trained
 
 
-def read_end(fields: dict[str, Any]) -> End:
-    """Invert `End.plain` after a transfer as JSON, which turns integer keys into strings."""
+def read_report(fields: dict[str, Any]) -> ExitReport:
+    """Invert `ExitReport.to_fields` after a transfer as JSON, which turns integer keys into strings."""
     evidence = fields["evidence"]
     if evidence is not None:
         by_rank = {
             name: {int(rank): value for rank, value in evidence[name].items()} for name in ("doing", "states", "logs")
         }
         evidence = Evidence(**evidence | by_rank)
-    return End(**fields | {"evidence": evidence})
+    return ExitReport(**fields | {"evidence": evidence})
 
 
-def together(ends: Sequence[End]) -> End:
+def combine_reports(ends: Sequence[ExitReport]) -> ExitReport:
     """Combine the ends of all machines, in the order of their reports, to the run's."""
     first = min(ends, key=_order)
     evidence = [end.evidence for end in ends if end.evidence is not None]
@@ -70,7 +70,7 @@ def together(ends: Sequence[End]) -> End:
     )
 
 
-def _order(end: End) -> int:
+def _order(end: ExitReport) -> int:
     """Return a sort key: the end that best explains why the run ended comes first."""
     if end.code in EXPLAINED - STOPPED:
         return 0

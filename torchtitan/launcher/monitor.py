@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TextIO
 
 from torchtitan.launcher import hangs
-from torchtitan.launcher.exit_report import End
+from torchtitan.launcher.exit_report import ExitReport
 from torchtitan.launcher.hangs import Evidence, Limits, Watchdog
-from torchtitan.launcher.multi_node import First, Other
+from torchtitan.launcher.multi_node import Coordinator, Worker
 from torchtitan.launcher.nodes import Message
 from torchtitan.launcher.processes import Ended, Processes, Requests, SignalQueue
 from torchtitan.process.exit import EXPLAINED, HUNG, NOT_EXPORTED, SAID_BY_THE_FIRST, STOPPED
@@ -24,16 +24,16 @@ FOLLOW_SECONDS = 5
 """Longest wait for the other ranks once one has failed, or once all are to stop during their start."""
 SHUTDOWN_SECONDS = 300
 """Longest wait for a rank that reports no progress while it saves after a stop request, or while it exits."""
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 
 
-def say(text: str, where: TextIO | None = None) -> None:
+def print_message(text: str, where: TextIO | None = None) -> None:
     """Print a message, and ignore a closed terminal: it must not end the run."""
     with suppress(OSError):
         print(text, file=where or sys.stdout, flush=True)
 
 
-class Watch:
+class RankMonitor:
     """Monitors one start of this machine's ranks.
 
     Evidence of a hang is written below `folder`. `others` connects it to the other machines.
@@ -46,69 +46,71 @@ class Watch:
         queue: SignalQueue,
         limits: Limits,
         folder: Path,
-        others: First | Other | None = None,
+        peers: Coordinator | Worker | None = None,
         remedy: str = "",
     ) -> None:
         self.remedy = remedy
         self.processes, self.queue, self.folder = processes, queue, folder
-        self.others = others or First()
+        self.peers = peers or Coordinator()
         self.watchdog = Watchdog(processes, limits)
-        self.hung: Evidence | None = None
-        self.told_of_failure = False
+        self.hang_evidence: Evidence | None = None
+        self.failure_reported = False
         self.followed_at: float | None = None
         """Time when another machine was reported to have failed while this machine's ranks were fine."""
         self.requests = Requests()
-        self.asked_at = 0.0
+        self.requested_at = 0.0
         self.gave_up = False
 
-    def until_the_end(self) -> int:
+    def wait(self) -> int:
         """Wait for this machine's ranks to end and return their exit code."""
         try:
             while self.processes.running:
-                for number in self.queue.wait(LOOK_SECONDS, self.others.sockets):
-                    self.ask_to_stop(number)
+                for number in self.queue.wait(POLL_SECONDS, self.peers.sockets):
+                    self.request_stop(number)
                 self.processes.look()
-                if not self.told_of_failure and not self.well:
-                    self.told_of_failure = True
-                    self.others.tell("failed")
-                for message in self.others.look():
-                    self.hear(message)
+                if not self.failure_reported and not self.no_failure:
+                    self.failure_reported = True
+                    self.peers.report_event("failed")
+                for message in self.peers.take_orders():
+                    self.handle_message(message)
                 deadline = self.deadline()
                 if self.processes.running and deadline is not None and time.monotonic() >= deadline:
-                    self.kill_the_rest()
-                elif self.well and self.followed_at is None:
-                    self.look_for_a_hang()
+                    self.kill_remaining()
+                elif self.no_failure and self.followed_at is None:
+                    self.check_for_hang()
         finally:
-            self.steps = self.reached()
+            self.steps = self.last_step()
             self.processes.close()
         return self.exit_code()
 
     @property
-    def well(self) -> bool:
+    def no_failure(self) -> bool:
         """True if no rank has ended before its work was done."""
         return all(ended.doing.phase == "end" for ended in self.processes.ended)
 
-    def hear(self, message: Message) -> None:
+    def handle_message(self, message: Message) -> None:
         """Handle a message from another machine."""
         if message["kind"] == "stop" and not self.requests.count:
-            self.ask_to_stop(message["number"], told=True)
-        elif message["kind"] == "follow" and self.well and self.followed_at is None:
+            self.request_stop(message["number"], told=True)
+        elif message["kind"] == "follow" and self.no_failure and self.followed_at is None:
             self.followed_at = time.monotonic()
-        elif message["kind"] == "collect" and self.hung is None and self.processes.running:  # they may just have ended
-            self.hung = hangs.collect(self.processes, self.folder / message["name"], message["seconds"])
+        elif (
+            message["kind"] == "collect" and self.hang_evidence is None and self.processes.running
+        ):  # they may just have ended
+            self.hang_evidence = hangs.collect(self.processes, self.folder / message["name"], message["seconds"])
             self.processes.signal(signal.SIGKILL)
 
-    def ask_to_stop(self, number: int, told: bool = False) -> None:
+    def request_stop(self, number: int, told: bool = False) -> None:
         if not self.requests.add(number):
             return
         if self.requests.count == 1:
-            self.asked_at = time.monotonic()
+            self.requested_at = time.monotonic()
             if not told:
-                self.others.tell("stop", number=number)
-            say("stopping after this step (twice more to stop at once, without saving)")
+                self.peers.report_event("stop", number=number)
+            print_message("stopping after this step (twice more to stop at once, without saving)")
             self.processes.signal(signal.SIGTERM)  # always TERM: during its start a rank would print a traceback on INT
         elif self.requests.count == 2:
-            say("still stopping (once more to stop at once, without saving)")
+            print_message("still stopping (once more to stop at once, without saving)")
         else:
             self.processes.signal(signal.SIGKILL)
 
@@ -122,27 +124,27 @@ class Watch:
             deadlines.append(max(row.since for row in doing) + SHUTDOWN_SECONDS)
         if self.requests.count:
             if any(row.phase in WITHOUT_STATE for row in doing):
-                deadlines.append(self.asked_at + FOLLOW_SECONDS)
-            deadlines.append(max([self.asked_at, *(row.since for row in doing)]) + SHUTDOWN_SECONDS)
+                deadlines.append(self.requested_at + FOLLOW_SECONDS)
+            deadlines.append(max([self.requested_at, *(row.since for row in doing)]) + SHUTDOWN_SECONDS)
         return min(deadlines, default=None)
 
-    def look_for_a_hang(self) -> None:
-        if self.hung is not None:
+    def check_for_hang(self) -> None:
+        if self.hang_evidence is not None:
             return
         standing = self.watchdog.standing(time.monotonic())
         if standing is not None:
-            self.others.tell("hung", seconds=standing)  # once all machines are stuck, all collect evidence
+            self.peers.report_event("hung", seconds=standing)  # once all machines are stuck, all collect evidence
 
-    def reached(self) -> int:
+    def last_step(self) -> int:
         """Return the last step that any rank completed; 0 if none was completed since the start."""
         rows = [self.processes.progress[rank] for rank in range(len(self.processes.shared))]
         return max(max(0, row.step - (row.phase in ("first", "data", "train"))) for row in rows)
 
-    def end(self, code: int) -> End:
+    def exit_report(self, code: int) -> ExitReport:
         """Return how the ranks ended, for the coordinator."""
         failed = [ended for ended in self.processes.ended if ended.code]
         first = failed[0] if failed else None
-        return End(
+        return ExitReport(
             code,
             str(first) if first else "",
             first.rank if first else self.processes.first,
@@ -150,36 +152,36 @@ class Watch:
             by_signal=first is not None and first.code < 0,
             followed=self.followed_at is not None,
             asked=self.requests.count > 0,
-            done=self.all_in("end"),
-            trained=self.all_in(*TRAINED),
-            evidence=self.hung,
+            done=self.all_in_phase("end"),
+            trained=self.all_in_phase(*TRAINED),
+            evidence=self.hang_evidence,
         )
 
-    def all_in(self, *phases: str) -> bool:
+    def all_in_phase(self, *phases: str) -> bool:
         """Return True if the last phase that every rank of this machine reported is one of these."""
         return all(self.processes.progress[rank].phase in phases for rank in range(len(self.processes.shared)))
 
-    def kill_the_rest(self) -> None:
+    def kill_remaining(self) -> None:
         if not self.processes.ended and self.followed_at is None:
             self.gave_up = True
             rank_names = ", ".join(f"rank {self.processes.first + local}" for local in self.processes.running)
-            say(f"not stopped in time and killed: {rank_names}", sys.stderr)
+            print_message(f"not stopped in time and killed: {rank_names}", sys.stderr)
         self.processes.signal(signal.SIGKILL)
 
     def exit_code(self) -> int:
         """Return the exit code of the first failure and print its message. Consequences of it are not printed."""
         failed = [ended for ended in self.processes.ended if ended.code]
-        if self.hung is not None:
+        if self.hang_evidence is not None:
             return HUNG
         if not failed:
             return 0
-        if self.requests.first is not None and self.stopped_as_asked(failed):
+        if self.requests.first is not None and self.stopped_on_request(failed):
             return 128 + self.requests.first
         first = failed[0]
-        if first.exit_code not in EXPLAINED and first.doing.phase == "export" and self.all_in(*TRAINED):
+        if first.exit_code not in EXPLAINED and first.doing.phase == "export" and self.all_in_phase(*TRAINED):
             if self.followed_at is None:
                 remedy = self.remedy and f"; {self.remedy}"
-                say(f"training is complete, but the export failed: {first}{remedy}", sys.stderr)
+                print_message(f"training is complete, but the export failed: {first}{remedy}", sys.stderr)
             return NOT_EXPORTED
         unreported = first.exit_code in SAID_BY_THE_FIRST and self.processes.first not in {
             ended.rank for ended in failed if ended.exit_code == first.exit_code
@@ -187,10 +189,10 @@ class Watch:
         if (first.exit_code not in EXPLAINED or unreported) and not self.gave_up and self.followed_at is None:
             hint = "" if first.code < 0 else "; its output above tells why"
             hint = " and the others did not" if unreported else hint
-            say(f"{first}{hint}", sys.stderr)
+            print_message(f"{first}{hint}", sys.stderr)
         return first.exit_code
 
-    def stopped_as_asked(self, failed: list[Ended]) -> bool:
+    def stopped_on_request(self, failed: list[Ended]) -> bool:
         """Return True if all ranks ended because of the stop request: by themselves, killed with nothing to save, or
         killed by the third request.
         """

@@ -15,10 +15,10 @@ from typing import Any
 
 from torchtitan.core.errors import JobError
 from torchtitan.launcher import admission
-from torchtitan.launcher.admission import Door, NoAnswer, connect, send_away
-from torchtitan.launcher.exit_report import End, read_end
+from torchtitan.launcher.admission import Admission, CoordinatorUnreachable, connect, refuse_connection
+from torchtitan.launcher.exit_report import ExitReport, read_report
 from torchtitan.launcher.hangs import folder_name
-from torchtitan.launcher.nodes import Line, Message, Nodes, listen
+from torchtitan.launcher.nodes import Connection, Message, Nodes, listen
 from torchtitan.launcher.processes import SignalQueue
 from torchtitan.process.exit import CRASHED, TERMINATED
 from torchtitan.process.ranks import Restart
@@ -38,68 +38,68 @@ _HOST = socket.gethostname()
 Report = Callable[[str], None]
 
 
-class First:
+class Coordinator:
     """The coordinator, on the first machine or the only one."""
 
     def __init__(self, nodes: Nodes | None = None, num_ranks: int = 1) -> None:
         self.nodes, self.num_ranks = nodes or Nodes(), num_ranks
-        self.lines: dict[int, Line] = {}
+        self.connections: dict[int, Connection] = {}
         self.hosts = {0: _HOST}
         self.attempt = 0
         """Number of the newest start of the ranks. Messages about an older one are ignored."""
-        self._door = Door(self.nodes) if self.nodes.count > 1 else None
+        self._admission = Admission(self.nodes) if self.nodes.count > 1 else None
         self._secret_file: Path | None = None
         self._key: bytes | None = None
         self._orders: list[Message] = []
         """Orders for this machine, from itself or others, that it has not processed."""
-        self._ends: list[End] = []
-        self._ended: set[int] = set()
+        self._exit_reports: list[ExitReport] = []
+        self._ended_machines: set[int] = set()
         self._lost: set[int] = set()
-        self._standing: dict[int, float] = {}
+        self._stuck_reports: dict[int, float] = {}
         """Machine -> when it last reported that its ranks are stuck."""
         self._collected = False
 
     @property
     def sockets(self) -> list[socket.socket]:
-        waiting = self._door.sockets if self._door is not None else []
-        return waiting + [line.connection for line in self.lines.values() if line.open]
+        waiting = self._admission.sockets if self._admission is not None else []
+        return waiting + [line.connection for line in self.connections.values() if line.is_open]
 
     @property
-    def gone(self) -> list[str]:
+    def lost_machines(self) -> list[str]:
         """Machines with a launcher that is not reachable any more."""
         return [f"machine {index} ({self.hosts[index]})" for index in sorted(self._lost)]
 
     # Connecting all machines
 
-    def meet(self, queue: SignalQueue, seconds: float, secret_file: Path) -> int | None:
+    def wait_for_workers(self, queue: SignalQueue, seconds: float, secret_file: Path) -> int | None:
         """Wait for all launchers; return the number of a signal, here or there, that ended the wait. `secret_file`, in
         a shared folder, is written first. Raises `JobError` if some do not come, cannot take part or are gone again."""
-        if self._door is None:
+        if self._admission is None:
             return None
-        self._key = self._door.key = admission.create_secret(secret_file)
+        self._key = self._admission.key = admission.create_secret(secret_file)
         self._secret_file = secret_file
         deadline = time.monotonic() + seconds
         while len(self.hosts) < self.nodes.count:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise JobError(self._absence(seconds))
+                raise JobError(self._absence_message(seconds))
             for number in queue.wait(min(remaining, _LOOK_SECONDS), self.sockets):
                 return number
-            for line, message in self._door.greet():
+            for line, message in self._admission.poll():
                 if fault := self._admit(line, message):
                     raise JobError(fault)
-            for message in self.look():
+            for message in self.take_orders():
                 if message["kind"] == "stop":
                     return message["number"]
             if self._lost:
-                raise JobError(f"{', '.join(self.gone)} gone before all had come; start all machines again")
-        self._close_door()
+                raise JobError(f"{', '.join(self.lost_machines)} gone before all had come; start all machines again")
+        self._close_admission()
         return None
 
-    def _absence(self, seconds: float) -> str:
+    def _absence_message(self, seconds: float) -> str:
         missing = sorted(set(range(self.nodes.count)) - set(self.hosts))
         present = ", ".join(f"{index} ({host})" for index, host in sorted(self.hosts.items()))
-        strangers = self._door.strangers if self._door is not None else 0
+        strangers = self._admission.num_strangers if self._admission is not None else 0
         unknown = (
             f"; {strangers} connections could not prove that they belong to this run: give a job.dump_folder that all "
             "machines share"
@@ -111,14 +111,14 @@ class First:
             f"them, and let them through the firewall{unknown if strangers else ''}"
         )
 
-    def _admit(self, line: Line, message: Message) -> str:
+    def _admit(self, line: Connection, message: Message) -> str:
         """Admit a machine that has proved to belong to the run. Return what prevents it from taking part, or ""."""
         index, host, ranks = message.get("index"), str(message.get("host")), message.get("ranks")
         if not isinstance(index, int) or not 0 < index < self.nodes.count:
             line.close()
             return ""
         if not self.attempt and message.get("attempt"):  # no rank runs yet: it is of an earlier launch
-            send_away(line, admission.STARTED_AGAIN)
+            refuse_connection(line, admission.STARTED_AGAIN)
             return ""
         fault = ""
         if index in self.hosts and not self.attempt:
@@ -131,155 +131,157 @@ class First:
         if message.get("refused"):
             fault = f"machine {index} ({host}) refuses the job:\n{message['refused']}"
         if fault and (self.attempt or index in self.hosts):
-            send_away(line, fault)
+            refuse_connection(line, fault)
             return fault
-        if index in self.lines:  # it noticed the broken connection before this machine did
-            self.lines[index].close()
-        self.lines[index], self.hosts[index] = line, host
+        if index in self.connections:  # it noticed the broken connection before this machine did
+            self.connections[index].close()
+        self.connections[index], self.hosts[index] = line, host
         self._lost.discard(index)
         return fault
 
-    def rejoin(self, queue: SignalQueue, seconds: float, report: Report) -> int | None:
+    def wait_for_lost(self, queue: SignalQueue, seconds: float, report: Report) -> int | None:
         """Wait for lost machines to reconnect. All ranks have ended by then, on every machine. Return the number of a
         signal that ended the wait. Machines that did not come in time are still `gone`."""
         began = reported = time.monotonic()
-        names, limit = ", ".join(self.gone), f"{seconds:.0f} s (job.rejoin_seconds)"
-        self._tell_waiting(report, f"{names} gone; waiting for a new connection for up to {limit}")
+        names, limit = ", ".join(self.lost_machines), f"{seconds:.0f} s (job.rejoin_seconds)"
+        self._report_waiting(report, f"{names} gone; waiting for a new connection for up to {limit}")
         while self._lost and (waited := time.monotonic() - began) < seconds:
-            if self._door is None:
+            if self._admission is None:
                 with suppress(JobError):  # the port may be in use for a moment
-                    self._door = Door(self.nodes, self._key)
+                    self._admission = Admission(self.nodes, self._key)
             for number in queue.wait(min(seconds - waited, _LOOK_SECONDS), self.sockets):
                 return number
-            for line, message in self._door.greet() if self._door is not None else ():
+            for line, message in self._admission.poll() if self._admission is not None else ():
                 if fault := self._admit(line, message):
                     report(f"sent away again: {fault}")
-            for message in self.look():
+            for message in self.take_orders():
                 if message["kind"] == "stop":
                     return message["number"]
             if time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
-                text = f"waiting for {', '.join(self.gone)}: {reported - began:.0f} of {seconds:.0f} s"
-                self._tell_waiting(report, text)
-        self._close_door()
+                text = f"waiting for {', '.join(self.lost_machines)}: {reported - began:.0f} of {seconds:.0f} s"
+                self._report_waiting(report, text)
+        self._close_admission()
         if not self._lost:
             report(f"{names} back after {time.monotonic() - began:.0f} s")
         return None
 
-    def _tell_waiting(self, report: Report, text: str) -> None:
+    def _report_waiting(self, report: Report, text: str) -> None:
         report(text)
-        self._to_all({"kind": "waiting", "text": text})
+        self._broadcast({"kind": "waiting", "text": text})
 
-    def _close_door(self) -> None:
-        if self._door is not None:
-            self._door.close()
-            self._door = None
+    def _close_admission(self) -> None:
+        if self._admission is not None:
+            self._admission.close()
+            self._admission = None
 
     # While ranks run
 
-    def begin(self, restart: Restart | None) -> tuple[Nodes, socket.socket | None]:
+    def order_start(self, restart: Restart | None) -> tuple[Nodes, socket.socket | None]:
         """Start the ranks on all machines. Their store gets a new socket each time, so that no start waits for
         leftovers of the one before."""
-        self._orders, self._standing, self._collected = [], {}, False
-        self._ends, self._ended = [], set()  # drop those received between two starts
+        self._orders, self._stuck_reports, self._collected = [], {}, False
+        self._exit_reports, self._ended_machines = [], set()  # drop those received between two starts
         self.attempt += 1
         if self.nodes.count == 1:
             return self.nodes, None
         listener = listen(self.nodes, 0)
         nodes = replace(self.nodes, port=listener.getsockname()[1])
         fields = asdict(restart) if restart else None
-        self._to_all({"kind": "start", "attempt": self.attempt, "port": nodes.port, "restart": fields})
+        self._broadcast({"kind": "start", "attempt": self.attempt, "port": nodes.port, "restart": fields})
         return nodes, listener
 
-    def tell(self, kind: str, **more: Any) -> None:
+    def report_event(self, kind: str, **more: Any) -> None:
         """Report an event on this machine that concerns all: stop (number), failed; hung (seconds), at every poll."""
-        self._heed({"kind": kind, **more}, 0)
+        self._handle({"kind": kind, **more}, 0)
 
-    def look(self) -> list[Message]:
+    def take_orders(self) -> list[Message]:
         """Return the orders for this machine: stop (number), follow, collect (name, seconds)."""
-        self._listen()
+        self._receive()
         orders, self._orders = self._orders, []
         return orders
 
-    def _listen(self) -> None:
-        for index, line in self.lines.items():
+    def _receive(self) -> None:
+        for index, line in self.connections.items():
             for message in line.receive():
-                self._heed(message, index)
-            if not line.open and index not in self._lost:
+                self._handle(message, index)
+            if not line.is_open and index not in self._lost:
                 self._lost.add(index)
                 cause = f"machine {index} ({self.hosts[index]}) is gone"
-                if index not in self._ended:
-                    self._end_of(index, End(CRASHED, cause, index * self.num_ranks, by_signal=True))
+                if index not in self._ended_machines:
+                    self._record_exit(index, ExitReport(CRASHED, cause, index * self.num_ranks, by_signal=True))
 
-    def _heed(self, message: Message, index: int) -> None:
+    def _handle(self, message: Message, index: int) -> None:
         kind = message["kind"]
         if index and kind in ("failed", "hung", "end") and message.get("attempt") != self.attempt:
             return
         if kind == "stop":
-            self._to_all(message, but=index)
+            self._broadcast(message, but=index)
         elif kind == "failed":
-            self._to_all({"kind": "follow"}, but=index)
+            self._broadcast({"kind": "follow"}, but=index)
         elif kind == "hung":
-            self._standing[index] = time.monotonic()
-            if not self._collected and self._all_stand():
+            self._stuck_reports[index] = time.monotonic()
+            if not self._collected and self._all_stuck():
                 self._collected = True
                 order = {"kind": "collect", "name": folder_name(), "seconds": message["seconds"]}
-                self._to_all(order)
+                self._broadcast(order)
                 self._orders.append(order)
-        elif kind == "end" and index not in self._ended:
-            self._end_of(index, read_end({name: message[name] for name in message if name not in ("kind", "attempt")}))
+        elif kind == "end" and index not in self._ended_machines:
+            self._record_exit(
+                index, read_report({name: message[name] for name in message if name not in ("kind", "attempt")})
+            )
 
-    def _all_stand(self) -> bool:
+    def _all_stuck(self) -> bool:
         """Return True if no machine makes progress. While one machine's ranks wait, another's may be exporting, or
         compiling for longer."""
-        stuck = {index for index, at in self._standing.items() if time.monotonic() - at < FRESH_SECONDS}
-        return stuck | self._ended == set(range(self.nodes.count))
+        stuck = {index for index, at in self._stuck_reports.items() if time.monotonic() - at < FRESH_SECONDS}
+        return stuck | self._ended_machines == set(range(self.nodes.count))
 
-    def _end_of(self, index: int, end: End) -> None:
-        self._ended.add(index)
-        self._ends.append(end)
+    def _record_exit(self, index: int, end: ExitReport) -> None:
+        self._ended_machines.add(index)
+        self._exit_reports.append(end)
         if not end.done:
-            self._to_all({"kind": "follow"}, but=index)
+            self._broadcast({"kind": "follow"}, but=index)
 
-    def _to_all(self, message: Message, but: int | None = None) -> None:
-        for index, line in self.lines.items():
+    def _broadcast(self, message: Message, but: int | None = None) -> None:
+        for index, line in self.connections.items():
             if index != but:
                 line.send(message)
         if but not in (0, None):  # from another machine, so this one must act on it too
             self._orders.append(message)
 
-    def gather(self, local_end: End, queue: SignalQueue) -> list[End]:
+    def gather_reports(self, local_end: ExitReport, queue: SignalQueue) -> list[ExitReport]:
         """Return how this start ended on all machines, in the order of their reports. A stop signal received meanwhile
         stays in the queue for the next `look`."""
-        self._listen()
-        self._end_of(0, local_end)
+        self._receive()
+        self._record_exit(0, local_end)
         deadline = time.monotonic() + QUIET_SECONDS
-        while len(self._ended) < self.nodes.count and time.monotonic() < deadline:
+        while len(self._ended_machines) < self.nodes.count and time.monotonic() < deadline:
             for number in queue.wait(_LOOK_SECONDS, self.sockets):
-                self.tell("stop", number=number)
+                self.report_event("stop", number=number)
                 self._orders.append({"kind": "stop", "number": number})
-            self._listen()
-        for index in set(range(self.nodes.count)) - self._ended:
-            self.lines[index].close()
-        self._listen()
-        ends, self._ends, self._ended = self._ends, [], set()
+            self._receive()
+        for index in set(range(self.nodes.count)) - self._ended_machines:
+            self.connections[index].close()
+        self._receive()
+        ends, self._exit_reports, self._ended_machines = self._exit_reports, [], set()
         return ends
 
-    def dismiss(self, code: int) -> None:
+    def end_run(self, code: int) -> None:
         """End the run on all machines with the same exit code. Waits a moment for machines that have not come yet, so
         that they need not wait for long."""
         deadline, turned_away = time.monotonic() + LATE_SECONDS, 0
-        while self._door is not None and time.monotonic() < deadline:
+        while self._admission is not None and time.monotonic() < deadline:
             if len(self.hosts) + turned_away >= self.nodes.count:
                 break
             select.select(self.sockets, [], [], _LOOK_SECONDS)
             if self._key is None:
-                turned_away += self._door.turn_away(code)
+                turned_away += self._admission.refuse_all(code)
             else:
-                for line, message in self._door.greet():
+                for line, message in self._admission.poll():
                     self._admit(line, message)
-        self._close_door()
-        for line in self.lines.values():
+        self._close_admission()
+        for line in self.connections.values():
             line.send({"kind": "leave", "code": code})
             line.close()
         if self._secret_file is not None:
@@ -287,29 +289,29 @@ class First:
             self._secret_file = None
 
 
-class Other:
+class Worker:
     """A follower, on every machine except the first."""
 
     def __init__(self, nodes: Nodes, num_ranks: int, secret_file: Path) -> None:
         self.nodes, self.num_ranks, self.secret_file = nodes, num_ranks, secret_file
-        self.line: Line | None = None
+        self.connection: Connection | None = None
         self.attempt = 0
         """Number of the newest start of the ranks that the first machine has ordered."""
 
     @property
     def sockets(self) -> list[socket.socket]:
-        return [self.line.connection] if self.line is not None and self.line.open else []
+        return [self.connection.connection] if self.connection is not None and self.connection.is_open else []
 
-    def meet(self, queue: SignalQueue, seconds: float, refused: str = "") -> int | None:
+    def join(self, queue: SignalQueue, seconds: float, refused: str = "") -> int | None:
         """Connect to the first machine, which may start later; return the number of a signal that ended the wait.
         `refused`: why this machine refuses the job, or "". Raises `JobError` if the first machine is not found."""
         deadline, foreign_since = time.monotonic() + seconds, None
         while True:
-            number, failure = self._reach(queue, refused)
+            number, failure = self._try_to_join(queue, refused)
             if failure is None:
                 return number
             now = time.monotonic()
-            foreign_since = (foreign_since or now) if failure.foreign else None
+            foreign_since = (foreign_since or now) if failure.has_other_secret else None
             if foreign_since is not None and now > min(deadline, foreign_since + FOLDER_SECONDS):
                 raise JobError(
                     f"job.dump_folder: not the folder of the first machine ({self.nodes.head}): {failure}, "
@@ -332,7 +334,7 @@ class Other:
         first = f"the first machine ({self.nodes.head}, port {self.nodes.port})"
         report(f"{first} is gone; trying for up to {seconds:.0f} s to reach it again (job.rejoin_seconds)")
         while (waited := time.monotonic() - began) < seconds:
-            number, failure = self._reach(queue)
+            number, failure = self._try_to_join(queue)
             if failure is None:
                 if number is None:
                     report(f"{first} is back after {time.monotonic() - began:.0f} s")
@@ -344,30 +346,30 @@ class Other:
                 return number
         return None
 
-    def _reach(self, queue: SignalQueue, refused: str = "") -> tuple[int | None, NoAnswer | None]:
+    def _try_to_join(self, queue: SignalQueue, refused: str = "") -> tuple[int | None, CoordinatorUnreachable | None]:
         """Try once to connect and to introduce this machine: return the number of a signal, if one came, or the reason
         why the first machine was not reached."""
         try:
             result = connect(self.nodes, self.secret_file, queue, may_refuse=not self.attempt)
-        except NoAnswer as failure:
+        except CoordinatorUnreachable as failure:
             return None, failure
         if isinstance(result, int):
             return result, None
-        self.line = result
-        self.tell(
+        self.connection = result
+        self.report_event(
             "here", index=self.nodes.index, count=self.nodes.count, host=_HOST, ranks=self.num_ranks, refused=refused
         )
         return None, None
 
-    def tell(self, kind: str, **more: Any) -> None:
-        if self.line is not None:
-            self.line.send({"kind": kind, "attempt": self.attempt, **more})
+    def report_event(self, kind: str, **more: Any) -> None:
+        if self.connection is not None:
+            self.connection.send({"kind": kind, "attempt": self.attempt, **more})
 
-    def look(self) -> list[Message]:
-        if self.line is None:
+    def take_orders(self) -> list[Message]:
+        if self.connection is None:
             return []
-        orders = self.line.receive()
-        return orders if self.line.open else [*orders, {"kind": "follow"}]
+        orders = self.connection.receive()
+        return orders if self.connection.is_open else [*orders, {"kind": "follow"}]
 
     def next_order(self, queue: SignalQueue, report: Report, patience: float | None = None) -> Message:
         """Return the first machine's next order: start (attempt, port, restart) or leave (code); or lost (code, text)
@@ -376,13 +378,13 @@ class Other:
         while True:
             for number in queue.wait(_LOOK_SECONDS, self.sockets):
                 stop_signal = stop_signal or number
-                self.tell("stop", number=number)
-            orders = self.look()
+                self.report_event("stop", number=number)
+            orders = self.take_orders()
             for index, order in enumerate(orders):
                 if order["kind"] in ("start", "leave"):
-                    assert self.line is not None
+                    assert self.connection is not None
                     stop = [{"kind": "stop", "number": stop_signal}] if stop_signal else []  # sent before it arrived
-                    self.line.put_back(stop + orders[index + 1 :])
+                    self.connection.put_back(stop + orders[index + 1 :])
                     self.attempt = order.get("attempt", self.attempt)
                     return order
                 if order["kind"] == "waiting":
@@ -392,7 +394,7 @@ class Other:
                 text = f"the first machine ({self.nodes.head}) is gone"
                 return {"kind": "lost", "code": 128 + stop_signal if stop_signal else CRASHED, "text": text}
             if patience is not None and time.monotonic() - heard_at > patience:
-                assert self.line is not None
-                self.line.close()
+                assert self.connection is not None
+                self.connection.close()
                 text = f"the first machine ({self.nodes.head}) has not answered for {patience:.0f} s"
                 return {"kind": "lost", "code": TERMINATED if stop_signal else CRASHED, "text": text}

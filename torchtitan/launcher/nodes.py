@@ -66,7 +66,7 @@ def listen(nodes: Nodes, port: int) -> socket.socket:
     return listener
 
 
-def stay_on_the_way_to(nodes: Nodes) -> None:
+def use_head_interface(nodes: Nodes) -> None:
     """Make gloo and NCCL use the interface on this machine's route to the head, unless the user has set one."""
     name = interface_of(local_address(nodes))
     if name is not None:
@@ -120,9 +120,9 @@ def _interface_of_ipv6(address: str, table: Path = Path("/proc/net/if_inet6")) -
 
 Message = dict[str, Any]
 
-LONGEST_MESSAGE = 1 << 27
+MAX_MESSAGE_BYTES = 1 << 27
 """Largest message in bytes. After a hang a machine sends the flight recorder's log of each of its ranks."""
-LONGEST_GREETING = 1 << 12
+MAX_GREETING_BYTES = 1 << 12
 """Largest amount of data, in bytes, from the other end before it has proved that it belongs to the run."""
 SEND_SECONDS = 30.0
 SILENT_SECONDS = 30
@@ -136,11 +136,11 @@ _TCP_OPTIONS = {
 }
 
 
-class Line:
+class Connection:
     """Sends and receives messages over a TCP connection; none once it is closed. `longest`: bytes per message."""
 
-    def __init__(self, connection: socket.socket, longest: int = LONGEST_MESSAGE) -> None:
-        self.connection, self.longest, self.open = connection, longest, True
+    def __init__(self, connection: socket.socket, longest: int = MAX_MESSAGE_BYTES) -> None:
+        self.sock, self.max_bytes, self.is_open = connection, longest, True
         self._unread = b""
         self._put_back: list[Message] = []
         connection.settimeout(SEND_SECONDS)
@@ -151,25 +151,25 @@ class Line:
                     connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, message: Message) -> None:
-        if not self.open:
+        if not self.is_open:
             return
         try:
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
+            self.sock.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
             self.close()
 
     def receive(self) -> list[Message]:
         """Return the messages that have arrived, without waiting for more."""
         put_back, self._put_back = self._put_back, []
-        while self.open and select.select([self.connection], [], [], 0)[0]:
+        while self.is_open and select.select([self.sock], [], [], 0)[0]:
             try:
-                data = self.connection.recv(min(1 << 20, self.longest + 1))
+                data = self.sock.recv(min(1 << 20, self.max_bytes + 1))
             except OSError:
                 data = b""
             self._unread += data
-            if not data or len(self._unread) > self.longest:
+            if not data or len(self._unread) > self.max_bytes:
                 self.close()
-        if len(self._unread) > self.longest:
+        if len(self._unread) > self.max_bytes:
             self._unread = b""
         *lines, self._unread = self._unread.split(b"\n")
         try:
@@ -186,5 +186,5 @@ class Line:
         self._put_back = messages
 
     def close(self) -> None:
-        self.open = False
-        self.connection.close()
+        self.is_open = False
+        self.sock.close()

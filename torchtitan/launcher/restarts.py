@@ -9,9 +9,9 @@ import sys
 import time
 from collections.abc import Callable
 
-from torchtitan.launcher.exit_report import End, together
-from torchtitan.launcher.monitor import Watch, say
-from torchtitan.launcher.multi_node import QUIET_SECONDS, First, Other
+from torchtitan.launcher.exit_report import ExitReport, combine_reports
+from torchtitan.launcher.monitor import RankMonitor, print_message
+from torchtitan.launcher.multi_node import QUIET_SECONDS, Coordinator, Worker
 from torchtitan.launcher.nodes import Message
 from torchtitan.launcher.processes import SignalQueue
 from torchtitan.process.exit import CRASH_LOOP, CRASHED, HUNG, STOPPED
@@ -27,11 +27,11 @@ _THE_END = "the run ends. Start all machines again to resume from the newest che
 
 
 def supervise(
-    start: Callable[[Restart | None], Watch],
+    start: Callable[[Restart | None], RankMonitor],
     queue: SignalQueue,
     max_restarts: int,
     newest: Callable[[], int],
-    company: First | None = None,
+    company: Coordinator | None = None,
     rejoin_seconds: float = 0,
 ) -> int:
     """Start all ranks, restart them as needed, and return the exit code of the run.
@@ -39,23 +39,23 @@ def supervise(
     Runs on the first machine, for all. `newest()` is the step of the newest checkpoint. Lost machines are waited for
     for up to `rejoin_seconds`.
     """
-    company = company or First()
+    company = company or Coordinator()
     saved, attempts, num_restarts = newest(), 0, 0
     first = saved
     restart: Restart | None = None
     faults: list[str] = []
     while True:
         watch = start(restart)
-        local = watch.end(watch.until_the_end())
-        end = together(company.gather(local, queue))
+        local = watch.exit_report(watch.wait())
+        end = combine_reports(company.gather_reports(local, queue))
         if end.code == HUNG:
-            say(end.cause, sys.stderr)
-        if company.gone and local.done:  # all saved here, so the lost machines had saved too
-            say(f"{', '.join(company.gone)} gone, after everything was saved", sys.stderr)
+            print_message(end.cause, sys.stderr)
+        if company.lost_machines and local.done:  # all saved here, so the lost machines had saved too
+            print_message(f"{', '.join(company.lost_machines)} gone, after everything was saved", sys.stderr)
             return local.code
         if end.is_final or not max_restarts:
-            if company.gone:
-                say(f"{', '.join(company.gone)} gone; not started again", sys.stderr)
+            if company.lost_machines:
+                print_message(f"{', '.join(company.lost_machines)} gone; not started again", sys.stderr)
             return end.code
         if (code := _reunite(queue, company, rejoin_seconds)) is not None:
             return code
@@ -65,13 +65,15 @@ def supervise(
         cause, ended = end.cause.partition("; stacks")[0], time.monotonic()
         faults.append(f"step {end.reached}: {cause}")
         if attempts == max_restarts:
-            say(f"crashed {attempts + 1} times without saving anything in between; given up. Its faults:", sys.stderr)
-            say("\n".join(faults), sys.stderr)
+            print_message(
+                f"crashed {attempts + 1} times without saving anything in between; given up. Its faults:", sys.stderr
+            )
+            print_message("\n".join(faults), sys.stderr)
             return CRASH_LOOP
         attempts, num_restarts = attempts + 1, num_restarts + 1
         pause = min(FIRST_PAUSE_SECONDS * 2 ** (attempts - 1), LONGEST_PAUSE_SECONDS)
         repeated_steps = max(0, end.reached - max(step, 0))
-        say(
+        print_message(
             f"restart {attempts} of {max_restarts} in {pause:g} s: {cause} after step {end.reached}; going on from "
             f"step {max(step, 0)}, so that {repeated_steps} steps are done again",
             sys.stderr,
@@ -85,43 +87,43 @@ def supervise(
         restart = Restart(num_restarts, cause, end.rank, end.reached, watch.processes.began, has_saved, ended)
 
 
-def _reunite(queue: SignalQueue, company: First, seconds: float) -> int | None:
+def _reunite(queue: SignalQueue, company: Coordinator, seconds: float) -> int | None:
     """Wait until all machines are connected again. Return None, or the exit code if the run ends instead."""
-    if not company.gone:
+    if not company.lost_machines:
         return None
-    stop = company.rejoin(queue, seconds, _report) if seconds else None
+    stop = company.wait_for_lost(queue, seconds, _report) if seconds else None
     if stop is not None:
         return 128 + stop
-    if company.gone:
+    if company.lost_machines:
         waited = f" for {seconds:.0f} s (job.rejoin_seconds)" if seconds else ""
-        say(f"{', '.join(company.gone)} gone{waited}; {_THE_END}", sys.stderr)
+        print_message(f"{', '.join(company.lost_machines)} gone{waited}; {_THE_END}", sys.stderr)
         return CRASHED
     return None
 
 
 def _report(text: str) -> None:
-    say(text, sys.stderr)
+    print_message(text, sys.stderr)
 
 
-def _pause(queue: SignalQueue, seconds: float, company: First) -> int | None:
+def _pause(queue: SignalQueue, seconds: float, company: Coordinator) -> int | None:
     """Wait before a restart.
 
     Return the stop signal that ended the wait, if any, or that arrived while the ends were gathered.
     """
     deadline = time.monotonic() + seconds
     while True:
-        for message in company.look():
+        for message in company.take_orders():
             if message["kind"] == "stop":
                 return message["number"]
         remaining = deadline - time.monotonic()
-        if remaining <= 0 or company.gone:
+        if remaining <= 0 or company.lost_machines:
             return None
         for number in queue.wait(remaining, company.sockets):
             return number
 
 
 def follow(
-    start: Callable[[int, Restart | None], Watch], queue: SignalQueue, other: Other, rejoin_seconds: float = 0
+    start: Callable[[int, Restart | None], RankMonitor], queue: SignalQueue, other: Worker, rejoin_seconds: float = 0
 ) -> int:
     """Start and end ranks as the first machine orders, on any other machine; return the exit code of the run.
 
@@ -129,7 +131,7 @@ def follow(
     `rejoin_seconds`.
     """
     patience = None
-    end: End | None = None
+    end: ExitReport | None = None
     while True:
         order = other.next_order(queue, _report, patience)
         if order["kind"] == "lost":
@@ -139,15 +141,17 @@ def follow(
             continue
         if order["kind"] == "leave":
             if "text" in order:
-                say(order["text"], sys.stderr)
+                print_message(order["text"], sys.stderr)
             return order["code"]
         watch = start(order["port"], Restart(**order["restart"]) if order["restart"] else None)
-        end = watch.end(watch.until_the_end())
-        other.tell("end", **end.plain())
+        end = watch.exit_report(watch.wait())
+        other.report_event("end", **end.to_fields())
         patience = 2 * QUIET_SECONDS
 
 
-def _find_the_first(queue: SignalQueue, other: Other, lost: Message, end: End | None, seconds: float) -> int | None:
+def _find_the_first(
+    queue: SignalQueue, other: Worker, lost: Message, end: ExitReport | None, seconds: float
+) -> int | None:
     """Reconnect to the first machine after the connection was lost and all ranks here have ended. Return None on
     success, or the exit code if the run ends instead. `end`: how the newest start of the ranks ended here.
     """
@@ -157,7 +161,7 @@ def _find_the_first(queue: SignalQueue, other: Other, lost: Message, end: End | 
     if complete_code is not None:
         seconds = min(seconds, DONE_SECONDS)
     if end is None or not seconds or lost["code"] in STOPPED:
-        say(lost["text"], sys.stderr)
+        print_message(lost["text"], sys.stderr)
         return lost["code"] if complete_code is None else complete_code
     stop = other.rejoin(queue, seconds, _report)
     if stop is not None:
@@ -165,7 +169,7 @@ def _find_the_first(queue: SignalQueue, other: Other, lost: Message, end: End | 
     if other.sockets:
         return None
     if complete_code is not None:
-        say(f"{lost['text']}, after everything was saved", sys.stderr)
+        print_message(f"{lost['text']}, after everything was saved", sys.stderr)
         return complete_code
-    say(f"{lost['text']} for {seconds:.0f} s (job.rejoin_seconds); {_THE_END}", sys.stderr)
+    print_message(f"{lost['text']} for {seconds:.0f} s (job.rejoin_seconds); {_THE_END}", sys.stderr)
     return CRASHED

@@ -28,7 +28,7 @@ _SHAPE_OF_TASKS = (
 FIRST_PORT, PORTS = 20000, 10000
 """Range of ports below those that Linux assigns by itself, so that the one of a job and step is usually free."""
 ASK_SECONDS = 30
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 
 
 def in_step() -> bool:
@@ -66,7 +66,7 @@ def start_on_all(command: list[str], queue: SignalQueue) -> int:
     )
     requests = Requests()
     while srun.poll() is None:
-        for signaled in queue.wait(LOOK_SECONDS):
+        for signaled in queue.wait(POLL_SECONDS):
             if requests.add(signaled):
                 # srun passes USR1 on to the launchers; TERM would end the step at once
                 srun.send_signal(signal.SIGUSR1 if requests.count <= 3 else signal.SIGTERM)
