@@ -34,7 +34,7 @@ from bench_timing import WARM_UP, Goal, Turns, heading, row, take_turns, throw_l
 from torchtitan import launch
 from torchtitan.config import manager
 from torchtitan.core.initialization import local_part
-from torchtitan.launcher.lock import held, this_process
+from torchtitan.launcher.lock import hold_lock, this_process
 from torchtitan.launcher.multi_node import Coordinator
 from torchtitan.launcher.processes import SignalQueue
 from torchtitan.process import distributed
@@ -229,7 +229,7 @@ def main() -> int:
     print(heading(threads=1), flush=True)
     queue = SignalQueue()
     for ranks in options.ranks:
-        with tempfile.TemporaryDirectory() as name, held(Path(name), this_process()):
+        with tempfile.TemporaryDirectory() as name, hold_lock(Path(name), this_process()):
             folder = Path(name)
             config = manager.load(
                 job_arguments(folder, {"comm.train_timeout_seconds": 3600})

@@ -44,7 +44,7 @@ from torchtitan.datasets import open_source
 from torchtitan.datasets.preparing import prepare
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.launcher.lock import held, this_process
+from torchtitan.launcher.lock import hold_lock, this_process
 from torchtitan.launcher.multi_node import Coordinator
 from torchtitan.launcher.processes import SignalQueue
 from torchtitan.metrics.device import GIB
@@ -287,7 +287,7 @@ def measure_starts(folder: Path, options: argparse.Namespace) -> Rows:
             checked = time.time() - float(os.environ["STARTED"])
             os.environ["STARTED"] = str(time.time())
             config, program = manager.load(job), (sys.executable, str(ROOT / "scripts/bench_rank.py"), str(report))
-            with held(Path(config.job.dump_folder), this_process()):
+            with hold_lock(Path(config.job.dump_folder), this_process()):
                 assert launch.run(config, job, ranks, options.queue, Coordinator(), program) == 0
             rounds.append({"check": checked} | json.loads(report.read_text())["phases"])
         table.append({"millions": millions, "ranks": ranks} | {key: median(r[key] for r in rounds) for key in PHASES})

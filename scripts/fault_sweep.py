@@ -36,7 +36,7 @@ from fault_parts import PARTS, Case, arm_starts, remove_cgroups
 
 from torchtitan import launch
 from torchtitan.checkpoint.layout import CheckpointError, check_complete, read_manifest
-from torchtitan.launcher.lock import start_of
+from torchtitan.launcher.lock import start_time
 from torchtitan.launcher.multi_node import Coordinator
 from torchtitan.launcher.processes import SignalQueue
 from torchtitan.metrics.json_lines import read_records
@@ -165,7 +165,7 @@ def find_leftovers(folder: Path, before: set[int], temporary: set[Path]) -> list
     """
     leftovers = [path.name for path in set((folder.parent / "tmp").iterdir()) - temporary]
     for path in Path("/proc").iterdir():
-        if path.name.isdigit() and int(path.name) not in before and start_of(int(path.name)) is not None:
+        if path.name.isdigit() and int(path.name) not in before and start_time(int(path.name)) is not None:
             try:
                 if str(folder) in (path / "cmdline").read_text():
                     leftovers.append(f"process {path.name}")

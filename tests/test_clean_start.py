@@ -28,7 +28,7 @@ def run(tmp_path, monkeypatch):
     working_directory.mkdir()
     monkeypatch.chdir(working_directory)
     folder = tmp_path / "runs" / "one"
-    run_folder.keep_job(folder, "", 0)
+    run_folder.record_start(folder, "", 0)
     (folder / "metrics.jsonl").write_text("{}\n")
     (folder / "data" / TOKENIZED).mkdir(parents=True)
     (folder / "data" / TOKENIZED / "tokens").write_text("x")
@@ -259,19 +259,19 @@ def test_a_job_file_inside_the_folder_is_refused(run):
 def test_an_imported_job_file_is_kept_at_its_own_start(run, tmp_path):
     """An imported job file is kept if it is the job being started, and deleted with the rest otherwise."""
     text = f'[job]\ndump_folder = "{run}"\nclean_start = "always"\n'
-    for folder, expected in ((run, [run_folder.IMPORTED]), (tmp_path / "new", [run_folder.IMPORTED])):
+    for folder, expected in ((run, [run_folder.IMPORTED_JOB_FILE]), (tmp_path / "new", [run_folder.IMPORTED_JOB_FILE])):
         folder.mkdir(exist_ok=True)
-        path = folder / run_folder.IMPORTED
+        path = folder / run_folder.IMPORTED_JOB_FILE
         path.write_text(text.replace(str(run), str(folder)))
         empty_folder(load([str(path)]))
         assert entries(folder) == expected
     (tmp_path / "job.toml").write_text(text)
-    run_folder.keep_job(run, "", 0)
+    run_folder.record_start(run, "", 0)
     assert "3 entries" in empty_folder(load([str(tmp_path / "job.toml")])) and entries(run) == []
-    run_folder.keep_job(run, "", 0)
-    (run / run_folder.IMPORTED).symlink_to(tmp_path / "job.toml")
-    empty_folder(load([str(run / run_folder.IMPORTED)]))
-    assert entries(run) == [run_folder.IMPORTED] and (tmp_path / "job.toml").is_file()
+    run_folder.record_start(run, "", 0)
+    (run / run_folder.IMPORTED_JOB_FILE).symlink_to(tmp_path / "job.toml")
+    empty_folder(load([str(run / run_folder.IMPORTED_JOB_FILE)]))
+    assert entries(run) == [run_folder.IMPORTED_JOB_FILE] and (tmp_path / "job.toml").is_file()
 
 
 def test_the_launcher_empties_it_and_a_restart_does_not(tmp_path, capfd):

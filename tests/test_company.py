@@ -41,10 +41,10 @@ from dataclasses import replace
 from pathlib import Path
 from torchtitan.launcher import hangs, monitor, restarts
 from torchtitan.launcher.multi_node import Coordinator, Worker
-from torchtitan.launcher.hangs import Limits
+from torchtitan.launcher.hangs import HangLimits
 from torchtitan.launcher.nodes import Nodes
 from torchtitan.launcher.processes import Processes
-from torchtitan.launcher.restarts import follow, supervise
+from torchtitan.launcher.restarts import follow_coordinator, supervise
 from torchtitan.launcher.processes import SignalQueue
 from torchtitan.launcher.monitor import RankMonitor
 monitor.FOLLOW_SECONDS, monitor.POLL_SECONDS = {follow}, 0.2
@@ -56,14 +56,14 @@ company = Worker(nodes, 1, secret_file) if index else Coordinator(nodes, 1)
 assert (company.join(queue, 100) if index else company.wait_for_workers(queue, 100, secret_file)) is None
 def watched(restart, port, listener=None):
     ranks = Processes([sys.executable, "-c", program], 1, restart, replace(nodes, port=port), listener)
-    return RankMonitor(ranks, queue, Limits(100, {limit}), folder / "hangs", company)
+    return RankMonitor(ranks, queue, HangLimits(100, {limit}), folder / "hangs", company)
 def newest():
     return int((folder / "saved").read_text()) if (folder / "saved").exists() else -1
 def start(restart):
     nodes, listener = company.order_start(restart)
     return watched(restart, nodes.port, listener)
 if index:
-    sys.exit(follow(lambda port, restart: watched(restart, port), queue, company, {rejoin}))
+    sys.exit(follow_coordinator(lambda port, restart: watched(restart, port), queue, company, {rejoin}))
 code = supervise(start, queue, {budget}, newest, company, {rejoin})
 company.end_run(code)
 sys.exit(code)
@@ -127,7 +127,7 @@ def test_repeated_crashes_end_the_run_on_all_machines(tmp_path):
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_hang_is_explained_by_evidence_of_all_machines(late, tmp_path):
     program = (
-        f"answer(ranks.launcher); ready('train'); "
+        f"respond_to_launcher(ranks.launcher); ready('train'); "
         f"os.kill(os.getpid(), signal.SIGSTOP) if ranks.rank == {late} else wait()"
     )
     machines = start_machines(program, tmp_path, budget=0, limit=1)
@@ -292,14 +292,14 @@ def connect_and_greet(first: Coordinator, path: Path, hello: dict) -> Connection
         (dict(ranks=4), "NGPU, NNODES: given 4, 2 on machine 1 (b) and 2, 2 on the first"),
         (dict(count=3), "NGPU, NNODES: given 2, 3 on machine 1 (b) and 2, 2 on the first"),
         (dict(refused="optimizer.lr: ..."), "machine 1 (b) refuses the job:\noptimizer.lr: ..."),
-        (dict(index=5), "NNODES: given 2, of which 1 did not come within 1 s to 127.0.0.1"),
-        (dict(kind="GET / HTTP/1.1"), "NNODES: given 2, of which 1 did not come within 1 s to 127.0.0.1"),
+        (dict(index=5), "NNODES: given 2, but 1 did not connect to 127.0.0.1"),
+        (dict(kind="GET / HTTP/1.1"), "NNODES: given 2, but 1 did not connect to 127.0.0.1"),
     ],
     ids=str,
 )
 def test_a_machine_that_cannot_join_is_named(hello, message, queue, tmp_path):
     first, path = Coordinator(Nodes(2, 0, "127.0.0.1", free_port()), 2), tmp_path / "launch.secret"
-    seconds = 1 if "did not come" in message else 20
+    seconds = 1 if "did not connect" in message else 20
     error, line = run_concurrently(
         lambda: first.wait_for_workers(queue, seconds, path), lambda: connect_and_greet(first, path, hello)
     )
@@ -493,7 +493,7 @@ def test_strangers_are_limited_in_number_and_time(queue, tmp_path, monkeypatch):
     error, outcome = run_concurrently(
         lambda: first.wait_for_workers(watched, 6, path), lambda: other.join(NO_SIGNALS, 20)
     )
-    assert outcome is None and "of which 2 did not come" in str(error)
+    assert outcome is None and "but 2 did not connect" in str(error)
     assert max(socket_counts) <= 8 + 2 and socket_counts[-1] == 2  # the listener and the machine
     assert all(map(is_closed, strangers))
     first.end_run(2)
@@ -541,7 +541,7 @@ def test_a_folder_that_is_not_shared_is_reported_on_both_machines(content, queue
     assert str(at_other).startswith(f"job.dump_folder: not the folder of the first machine (127.0.0.1): {problem}")
     assert "allowed: one folder that all machines share" in str(at_other)
     hint = "could not prove that they belong to this run: give a job.dump_folder that all machines share"
-    assert "of which 1 did not come" in str(at_first) and (hint in str(at_first)) == (content == "another")
+    assert "but 1 did not connect" in str(at_first) and (hint in str(at_first)) == (content == "another")
     first.end_run(2)
 
 

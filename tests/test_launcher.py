@@ -15,14 +15,14 @@ import pytest
 
 from tests.support import jobs
 from torchtitan.launcher import processes
-from torchtitan.launcher.processes import Requests
-from torchtitan.process.exit import EXPLAINED, SAID_BY_THE_FIRST, STOP_SIGNALS
+from torchtitan.launcher.processes import StopRequests
+from torchtitan.process.exit import EXPLAINED, REPORTED_BY_FIRST_RANK, STOP_SIGNALS
 
 LAUNCHER = """
 import sys
 from pathlib import Path
 from torchtitan.launcher import monitor, processes
-from torchtitan.launcher.hangs import Limits
+from torchtitan.launcher.hangs import HangLimits
 from torchtitan.launcher.processes import Processes
 from torchtitan.launcher.processes import SignalQueue
 from torchtitan.launcher.monitor import RankMonitor
@@ -30,16 +30,16 @@ from torchtitan.process.exit import exit_with
 monitor.FOLLOW_SECONDS, monitor.SHUTDOWN_SECONDS, processes.ONE_REQUEST_SECONDS = {follow}, {shutdown}, 0
 queue = SignalQueue()
 ranks = Processes([sys.executable, "-c", sys.argv[1]], 2)
-exit_with(RankMonitor(ranks, queue, Limits(1000, 1000), Path("unused")).wait)
+exit_with(RankMonitor(ranks, queue, HangLimits(1000, 1000), Path("unused")).wait)
 """
 # Helpers for the programs of ranks: report a phase to the launcher, and send lines to the test.
 RANK = r"""
 import os, signal, sys, time
-from torchtitan.process.exit import die_with
+from torchtitan.process.exit import die_with_parent
 from torchtitan.process.heartbeat import Progress
 from torchtitan.process.ranks import read_ranks
 ranks = read_ranks()
-die_with(ranks.launcher.pid)
+die_with_parent(ranks.launcher.pid)
 tell = Progress(ranks.launcher.progress, ranks.local_rank).enter
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\n").encode())  # one write, so lines of two ranks do not mix
@@ -135,8 +135,8 @@ def test_the_exit_code_of_the_first_rank_to_fail_is_that_of_the_run(code):
     ended, out, err = end(start(program, follow=0.1))
     assert ended == code and out == ""
     explained = code in EXPLAINED or not code
-    explanation = " and the others did not" if code in SAID_BY_THE_FIRST else "; its output above tells why"
-    explained = explained and code not in SAID_BY_THE_FIRST  # the first rank, which would print it, was ended before
+    explanation = " and the others did not" if code in REPORTED_BY_FIRST_RANK else "; its output above tells why"
+    explained = explained and code not in REPORTED_BY_FIRST_RANK  # the first rank, which would print it, was ended before
     assert err == ("" if explained else f"rank 1 ended with exit code {code}{explanation}\n")
 
 
@@ -197,7 +197,9 @@ def test_ranks_die_with_their_launcher(where):
 
 
 def test_a_rank_whose_launcher_died_early_ends():
-    program = "import os; from torchtitan.process.exit import die_with; die_with(os.getpid()); print('alive')"
+    program = (
+        "import os; from torchtitan.process.exit import die_with_parent; die_with_parent(os.getpid()); print('alive')"
+    )
     done = subprocess.run([sys.executable, "-c", program], cwd=jobs.ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (137, "")
 
@@ -264,7 +266,7 @@ def test_duplicate_signals_count_once(monkeypatch):
     """srun, slurmstepd and an outer launcher forward the same signal."""
     clock = [0.0]
     monkeypatch.setattr(processes.time, "monotonic", lambda: clock[0])
-    requests, is_new = Requests(), []
+    requests, is_new = StopRequests(), []
     for clock[0], number in [(9.0, 15), (9.1, 15), (9.4, 1), (9.6, 2), (9.7, 15), (11.0, 15)]:
         is_new.append(requests.add(number))
     assert is_new == [True, False, False, True, False, True]

@@ -20,7 +20,7 @@ from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
 from torchtitan.launcher import nodes
 from torchtitan.launcher.nodes import Nodes
-from torchtitan.launcher.run_folder import SECRET
+from torchtitan.launcher.run_folder import SECRET_FILE
 from torchtitan.process import distributed
 from torchtitan.process.heartbeat import Progress
 from torchtitan.process.ranks import Launcher, Ranks, environment_of
@@ -189,7 +189,7 @@ def test_a_run_resumes_to_the_same_bits_after_a_network_failure(tmp_path):
     machines = [jobs.start(argv, ranks=1, **environment) for environment in where]
     try:
         jobs.wait_for_step(tmp_path / "run", 11, machines[0])
-        assert (tmp_path / "run" / SECRET).stat().st_mode & 0o777 == 0o600
+        assert (tmp_path / "run" / SECRET_FILE).stat().st_mode & 0o777 == 0o600
         proxy.cut()
         assert any("trying for up to 900 s" in line for line in machines[1].stderr)
         proxy.heal()
@@ -198,7 +198,7 @@ def test_a_run_resumes_to_the_same_bits_after_a_network_failure(tmp_path):
         proxy.close()
     assert (code_0, code_1) == (0, 0), (err_0, err_1)
     assert "gone; waiting for a new connection for up to 900 s" in err_0 and "restart 1 of 3" in err_0
-    assert not (tmp_path / "run" / SECRET).exists()
+    assert not (tmp_path / "run" / SECRET_FILE).exists()
     rows = jobs.logged_steps(tmp_path / "run")
     uninterrupted = run_ranks(2, jobs.train, jobs.arguments(tmp_path / "straight", texts, **options))[0][0]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))

@@ -24,11 +24,11 @@ from tests.test_launcher import RANK, end, has_ended, nothing_is_left, ready, st
 from torchtitan import train
 from torchtitan.config import manager
 from torchtitan.launcher import hangs
-from torchtitan.launcher.hangs import Limits
+from torchtitan.launcher.hangs import HangLimits
 from torchtitan.launcher.nodes import Nodes
 from torchtitan.launcher.processes import Processes
-from torchtitan.process.exit import EXPLAINED, kind_of
-from torchtitan.process.heartbeat import Doing
+from torchtitan.process.exit import EXPLAINED, failure_kind
+from torchtitan.process.heartbeat import Activity
 from torchtitan.process.ranks import Launcher, Restart, read_ranks
 from torchtitan.process.run_log import set_up_logging
 from torchtitan.training import final_export
@@ -40,17 +40,17 @@ SUPERVISOR = """
 import os, sys
 from pathlib import Path
 from torchtitan.launcher import hangs, monitor, restarts
-from torchtitan.launcher.hangs import Limits
+from torchtitan.launcher.hangs import HangLimits
 from torchtitan.launcher.processes import Processes
 from torchtitan.launcher.restarts import supervise
 from torchtitan.launcher.processes import SignalQueue
 from torchtitan.launcher.monitor import RankMonitor
 monitor.FOLLOW_SECONDS, monitor.POLL_SECONDS = {follow}, 0.1
-restarts.FIRST_PAUSE_SECONDS, hangs.ANSWER_SECONDS, hangs.BUSY = {pause}, {answer}, {busy}
+restarts.FIRST_PAUSE_SECONDS, hangs.ANSWER_SECONDS, hangs.BUSY_SHARE = {pause}, {answer}, {busy}
 queue, folder = SignalQueue(), Path(sys.argv[2])
 def start(restart):
     ranks = Processes([sys.executable, "-c", sys.argv[1]], 2, restart)
-    return RankMonitor(ranks, queue, Limits({start}, {limit}), folder / "hangs", remedy="export it again")
+    return RankMonitor(ranks, queue, HangLimits({start}, {limit}), folder / "hangs", remedy="export it again")
 def newest():
     return int((folder / "saved").read_text()) if (folder / "saved").exists() else -1
 sys.exit(supervise(start, queue, {budget}, newest))
@@ -58,7 +58,7 @@ sys.exit(supervise(start, queue, {budget}, newest))
 # Prefix of a rank's program: `number` counts restarts, `save` records a saved step in `folder`.
 ATTEMPT = r"""
 from pathlib import Path
-from torchtitan.launcher.hangs import answer
+from torchtitan.launcher.hangs import respond_to_launcher
 folder = Path({folder!r})
 number = ranks.launcher.restart.number if ranks.launcher.restart else 0
 def save(step):
@@ -77,7 +77,7 @@ def supervise(
     start: float = 100,
     limit: float = 100,
     answer: float = 0.5,
-    busy: float = hangs.BUSY,
+    busy: float = hangs.BUSY_SHARE,
 ) -> subprocess.Popen:
     """Start a launcher over two ranks that run `program`. `start`, `limit`: limits of a start and a step in seconds."""
     program = RANK + ATTEMPT.format(folder=str(folder)) + program
@@ -173,7 +173,8 @@ def read_evidence(folder: Path) -> dict[str, str]:
 
 
 WAIT_IN_PHASES = (
-    "answer(ranks.launcher); say('here'); tell('{0}' if ranks.rank else '{1}', {2} if ranks.rank else {3}); wait()"
+    "respond_to_launcher(ranks.launcher); say('here'); "
+    "tell('{0}' if ranks.rank else '{1}', {2} if ranks.rank else {3}); wait()"
 )
 
 
@@ -204,7 +205,8 @@ def test_the_rank_that_is_behind_is_named(rank_1, rank_0, tmp_path):
 
 def test_a_rank_that_is_stopped_is_named_and_not_the_one_that_waits_for_it(tmp_path):
     program = (
-        "answer(ranks.launcher); ready('train'); os.kill(os.getpid(), signal.SIGSTOP) if ranks.rank == 0 else wait()"
+        "respond_to_launcher(ranks.launcher); ready('train'); "
+        "os.kill(os.getpid(), signal.SIGSTOP) if ranks.rank == 0 else wait()"
     )
     process = supervise(program, tmp_path, budget=0, limit=1)
     pids = ready(process)
@@ -216,7 +218,7 @@ def test_a_rank_that_is_stopped_is_named_and_not_the_one_that_waits_for_it(tmp_p
 
 def test_a_rank_that_holds_the_gil_still_shows_its_stack(tmp_path):
     hold = "import ctypes\ndef hold():\n  ctypes.PyDLL(None).sleep(1000)\n"
-    program = f"{hold}answer(ranks.launcher); tell('train', 3); hold() if ranks.rank else wait()"
+    program = f"{hold}respond_to_launcher(ranks.launcher); tell('train', 3); hold() if ranks.rank else wait()"
     assert end(supervise(program, tmp_path, budget=0, limit=1))[0] == 6
     assert "in hold" in read_evidence(tmp_path)["rank-1.stacks.txt"]
 
@@ -259,8 +261,13 @@ class Spinning(Processes):
     """A rank on this machine that uses CPU time in a phase and makes no progress."""
 
     def __init__(self, machines: int, phase: str) -> None:
-        self.nodes, self.shared, self.running, self.began = Nodes(machines, 0, "head", 1), [None], {0: None}, 0.0
-        self.progress, self.computed = {0: Doing(phase, 3, 1.0)}, 0.0
+        self.nodes, self.rank_files, self.running, self.started_at = (
+            Nodes(machines, 0, "head", 1),
+            [None],
+            {0: None},
+            0.0,
+        )
+        self.progress, self.computed = {0: Activity(phase, 3, 1.0)}, 0.0
 
     def cpu_seconds(self, rank: int) -> float:
         self.computed += 10
@@ -276,8 +283,8 @@ class Spinning(Processes):
 def test_a_rank_that_spins_in_a_collective_with_another_machine_hangs(machines, phase, standing, monkeypatch):
     """An export is no hang, because one rank computes while the others wait."""
     monkeypatch.setattr(hangs, "ANSWER_SECONDS", 0.01)
-    watchdog = hangs.Watchdog(Spinning(machines, phase), Limits(1, 1))
-    assert watchdog.standing(100.0) == standing
+    watchdog = hangs.Watchdog(Spinning(machines, phase), HangLimits(1, 1))
+    assert watchdog.seconds_stuck(100.0) == standing
 
 
 @pytest.mark.parametrize(
@@ -285,7 +292,7 @@ def test_a_rank_that_spins_in_a_collective_with_another_machine_hangs(machines, 
     [("", "in its start"), ("tell('load')", "loading"), ("tell('first', 1)", "in step 1 (first)")],
 )
 def test_a_rank_that_waits_before_its_first_step_hangs(heartbeat, phase, tmp_path):
-    program = f"answer(ranks.launcher); {heartbeat}\nwait()"
+    program = f"respond_to_launcher(ranks.launcher); {heartbeat}\nwait()"
     code, out, err = end(supervise(program, tmp_path, budget=0, start=1.5))
     assert code == 6 and f"all ranks are {phase}, none is behind" in err
 
@@ -316,7 +323,7 @@ def flight_log(*entries: tuple[str, int, str], ranks: str = "[0, 1, 2]") -> dict
 
 
 SUM, GATHER = "gloo:all_reduce", "gloo:all_gather"
-STEP_3 = {rank: Doing("train", 3, 1.0) for rank in range(3)}
+STEP_3 = {rank: Activity("train", 3, 1.0) for rank in range(3)}
 SLEEPING = dict.fromkeys(range(3), "S")
 BOTH = [("0", 1, SUM), ("0", 2, GATHER)]
 
@@ -338,12 +345,12 @@ MIXED = (
     ids=["skipped", "swapped", "the same", "extra"],
 )
 def test_ranks_in_the_same_phase_are_distinguished_by_their_collectives(logs, rank, message):
-    late, reason = hangs.verdict(STEP_3, SLEEPING, {rank: flight_log(*entries) for rank, entries in enumerate(logs)})
+    late, reason = hangs.find_late_rank(STEP_3, SLEEPING, {rank: flight_log(*entries) for rank, entries in enumerate(logs)})
     assert late == rank and reason.startswith(message)
 
 
 def test_a_rank_without_a_log_is_no_evidence():
-    late, reason = hangs.verdict(STEP_3, SLEEPING, {0: flight_log(*BOTH), 1: flight_log(*BOTH), 2: {}})
+    late, reason = hangs.find_late_rank(STEP_3, SLEEPING, {0: flight_log(*BOTH), 1: flight_log(*BOTH), 2: {}})
     assert (late, reason) == (0, "all ranks are in step 3 (train), none is behind")
 
 
@@ -365,7 +372,7 @@ def test_a_rank_without_a_log_is_no_evidence():
     ids=str,
 )
 def test_kinds_of_failures(error, kind):
-    assert kind_of(error) == kind
+    assert failure_kind(error) == kind
 
 
 @pytest.fixture(scope="module")

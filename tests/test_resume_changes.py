@@ -240,7 +240,7 @@ def test_a_symlink_at_config_toml_is_replaced_and_not_followed(tmp_path):
     (tmp_path / "run" / "config.toml").symlink_to(victim)
     (tmp_path / "run" / ".config.toml.tmp").symlink_to(victim)
     for step in (0, 5):
-        run_folder.keep_job(tmp_path / "run", f"step = {step}", step)
+        run_folder.record_start(tmp_path / "run", f"step = {step}", step)
     assert victim.read_text() == "mine"
     assert not (tmp_path / "run" / "config.toml").is_symlink()
     assert (tmp_path / "run" / "config.toml").read_text() == "step = 5"

@@ -54,7 +54,7 @@ def refused(run: Path, before: str) -> str:
 
 def test_a_used_folder_without_checkpoints_is_refused(run):
     assert judge(run) == []
-    run_folder.note_saved(run, 60)
+    run_folder.record_save(run, 60)
     make_step(run / "checkpoint", 60)
     assert judge(run) == []
     shutil.rmtree(run / "checkpoint" / "step-00000060")
@@ -110,7 +110,7 @@ def test_the_trainer_notes_what_it_has_saved(texts, tmp_path):
 
 
 def test_a_note_that_cannot_be_written_fails_nothing(tmp_path, caplog):
-    run_folder.note_saved(tmp_path / "absent", 3)
+    run_folder.record_save(tmp_path / "absent", 3)
     assert "last_checkpoint cannot be written" in caplog.text
 
 
@@ -118,9 +118,9 @@ def test_a_note_that_cannot_be_written_fails_nothing(tmp_path, caplog):
 
 
 def test_a_way_back_is_remembered_for_its_step(tmp_path, caplog):
-    assert [run_folder.note_way_back(tmp_path, step) for step in (5, 7, 5)] == [False, False, True]
-    (tmp_path / run_folder.WAYS_BACK).write_text("[")
-    assert not run_folder.note_way_back(tmp_path, 5) and "ways_back.json cannot be used: " in caplog.text
+    assert [run_folder.record_rollback(tmp_path, step) for step in (5, 7, 5)] == [False, False, True]
+    (tmp_path / run_folder.ROLLBACKS_FILE).write_text("[")
+    assert not run_folder.record_rollback(tmp_path, 5) and "ways_back.json cannot be used: " in caplog.text
 
 
 def test_no_record_of_metrics_is_ever_lost(tmp_path):

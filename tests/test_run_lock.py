@@ -15,7 +15,7 @@ from tests.support import jobs
 from torchtitan.checkpoint import folders
 from torchtitan.core.errors import JobError
 from torchtitan.launcher import lock
-from torchtitan.launcher.lock import held, lives, this_process
+from torchtitan.launcher.lock import hold_lock, may_be_alive, this_process
 
 HERE = this_process()
 
@@ -31,7 +31,7 @@ def forge(folder: Path, number: int = 1, **changes) -> None:
 
 def can_acquire(folder: Path, **changes) -> bool:
     try:
-        with held(folder, replace(HERE, **changes)):
+        with hold_lock(folder, replace(HERE, **changes)):
             assert len(locks(folder)) == 1
             return True
     except JobError:
@@ -39,7 +39,7 @@ def can_acquire(folder: Path, **changes) -> bool:
 
 
 def test_a_folder_is_locked_during_a_run_and_released_afterwards(tmp_path):
-    with held(tmp_path / "new", HERE), pytest.raises(JobError) as refusal, held(tmp_path / "new", HERE):
+    with hold_lock(tmp_path / "new", HERE), pytest.raises(JobError) as refusal, hold_lock(tmp_path / "new", HERE):
         raise AssertionError
     message = str(refusal.value)
     assert (
@@ -54,7 +54,7 @@ def test_lock_names_that_are_no_files_are_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "_refuse_if_owned", lambda locks_found, owner: next(tries))
     (tmp_path / "run.lock.1").mkdir()
     (tmp_path / "run.lock.2").symlink_to(tmp_path / "nowhere")
-    with held(tmp_path, HERE):
+    with hold_lock(tmp_path, HERE):
         assert locks(tmp_path) == ["run.lock.1", "run.lock.2", "run.lock.3"]
 
 
@@ -78,7 +78,7 @@ ALIVE = {
 @pytest.mark.parametrize("owner", [*DEAD, *ALIVE])
 def test_only_locks_of_dead_owners_are_taken_over(owner, tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "job_is_over", {"8": True, "9": False}.__getitem__)
-    monkeypatch.setattr(lives, "__defaults__", (lock.job_is_over,))
+    monkeypatch.setattr(may_be_alive, "__defaults__", (lock.job_is_over,))
     forge(tmp_path, 5, **(DEAD | ALIVE)[owner])
     assert can_acquire(tmp_path, job="7", restarts=1) == (owner in DEAD)
     assert locks(tmp_path) == ([] if owner in DEAD else ["run.lock.5"])
@@ -87,10 +87,10 @@ def test_only_locks_of_dead_owners_are_taken_over(owner, tmp_path, monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="there it is not told from a living one")
 def test_a_zombie_counts_as_dead(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
-    started = lock.start_of(child.pid)
+    started = lock.start_time(child.pid)
     child.stdout.read()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not lives(replace(HERE, pid=child.pid, started=started or 0), HERE)
+    assert not may_be_alive(replace(HERE, pid=child.pid, started=started or 0), HERE)
     child.wait()
 
 
@@ -114,7 +114,7 @@ def test_a_lock_taken_over_while_it_was_written_belongs_to_the_other(tmp_path, m
     def late(path, owner):
         write(path, owner)
         path.unlink()
-        forge(tmp_path, pid=os.getppid(), started=lock.start_of(os.getppid()))
+        forge(tmp_path, pid=os.getppid(), started=lock.start_time(os.getppid()))
 
     monkeypatch.setattr(lock, "_write", late)
     assert not can_acquire(tmp_path) and json.loads((tmp_path / "run.lock.1").read_text())["pid"] == os.getppid()
@@ -125,7 +125,7 @@ def test_other_files_are_not_touched(tmp_path):
     for name in ("run.lock", "run.lock.x", "run.lock.01", "my.run.lock.1"):
         (tmp_path / name).write_text("kept")
     (tmp_path / "run.lock.4").symlink_to(tmp_path / "elsewhere")
-    with held(tmp_path, HERE):
+    with hold_lock(tmp_path, HERE):
         assert (tmp_path / "run.lock.1").is_file()
     assert (tmp_path / "elsewhere").read_text() == "kept" and len(list(tmp_path.iterdir())) == 6
 
@@ -187,7 +187,7 @@ def test_an_outdated_directory_listing_does_no_harm(number, tmp_path, monkeypatc
 def test_an_unusable_folder_is_refused_with_a_remedy(tmp_path):
     (tmp_path / "file").write_text("")
     message = re.escape(f"given '{tmp_path}/file/run'") + ".*cannot be written.*allowed"
-    with pytest.raises(JobError, match=message), held(tmp_path / "file" / "run", HERE):
+    with pytest.raises(JobError, match=message), hold_lock(tmp_path / "file" / "run", HERE):
         raise AssertionError
 
 
@@ -197,7 +197,7 @@ def test_a_full_disk_is_reported_also_without_a_file_name(tmp_path, monkeypatch)
 
     monkeypatch.setattr(lock.os, "fsync", full)
     message = re.escape("cannot be written (No space left on device); allowed")
-    with pytest.raises(JobError, match=message), held(tmp_path, HERE):
+    with pytest.raises(JobError, match=message), hold_lock(tmp_path, HERE):
         raise AssertionError
     assert not list(tmp_path.iterdir())
 
@@ -208,7 +208,7 @@ def test_a_second_job_in_a_folder_is_refused_and_changes_nothing(under, tmp_path
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", "1")
     texts = jobs.write_texts(tmp_path / "texts")
-    with held(tmp_path / "run", HERE):
+    with hold_lock(tmp_path / "run", HERE):
         before = sorted((tmp_path / "run").iterdir())
         command = [sys.executable, "-m", "torchtitan.train", *jobs.arguments(tmp_path / "run", texts)]
         done = subprocess.run(command, cwd=jobs.ROOT, capture_output=True, text=True)

@@ -21,14 +21,14 @@ from torchtitan.config.options import ConfigError
 from torchtitan.config.sections.run import Job
 from torchtitan.core.errors import JobError, folded
 from torchtitan.launcher import slurm
-from torchtitan.launcher.hangs import Limits
-from torchtitan.launcher.lock import held, this_process
+from torchtitan.launcher.hangs import HangLimits
+from torchtitan.launcher.lock import hold_lock, this_process
 from torchtitan.launcher.monitor import RankMonitor
 from torchtitan.launcher.multi_node import LATE_SECONDS, Coordinator, Worker
 from torchtitan.launcher.nodes import Nodes, use_head_interface
 from torchtitan.launcher.processes import Processes, SignalQueue
-from torchtitan.launcher.restarts import follow, supervise
-from torchtitan.launcher.run_folder import HANGS, SECRET, empty_folder, how_to_export
+from torchtitan.launcher.restarts import follow_coordinator, supervise
+from torchtitan.launcher.run_folder import HANGS_FOLDER, SECRET_FILE, empty_folder, export_advice
 from torchtitan.process.exit import CRASHED, REFUSED, exit_with
 from torchtitan.process.ranks import Restart, count_ranks, likely_device, read_nodes, set_default, slurm_job
 from torchtitan.rules import check, with_faults_of_the_rest
@@ -76,8 +76,8 @@ def launch(num_ranks: int | None, arguments: list[str]) -> int:
         if num_ranks > 1:
             set_default("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
         # the job is checked here, before any rank exists: once and within a second
-        part = follow_the_first if nodes.index else lead
-        return part(nodes, num_ranks, arguments, queue)
+        run_machine = run_as_worker if nodes.index else run_as_coordinator
+        return run_machine(nodes, num_ranks, arguments, queue)
     except JobError as error:
         if str(error):
             print(folded(error), file=sys.stderr)
@@ -86,10 +86,10 @@ def launch(num_ranks: int | None, arguments: list[str]) -> int:
         queue.close()
 
 
-def lead(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue) -> int:
+def run_as_coordinator(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue) -> int:
     """Run the job from the first or only machine: check it, lock the run folder, and restart all ranks after crashes
     and hangs."""
-    company, code = Coordinator(nodes, num_ranks), CRASHED  # the code that an unexpected exception sends
+    coordinator, code = Coordinator(nodes, num_ranks), CRASHED  # the code that an unexpected exception sends
     try:
         config = load_job(arguments, nodes.count * num_ranks)
         if config is None:
@@ -100,25 +100,25 @@ def lead(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue)
             return code
         if nodes.count > 1:
             use_head_interface(nodes)
-        with held(Path(config.job.dump_folder), this_process(*slurm_job())):
+        with hold_lock(Path(config.job.dump_folder), this_process(*slurm_job())):
             if message := empty_folder(config, slurm_job()[1]):
                 print(message, flush=True)
             try:
-                secret_file = Path(config.job.dump_folder) / SECRET
-                stopped = company.wait_for_workers(queue, config.comm.init_timeout_seconds, secret_file)
-                code = 128 + stopped if stopped else run(config, arguments, num_ranks, queue, company)
+                secret_file = Path(config.job.dump_folder) / SECRET_FILE
+                stop_signal = coordinator.wait_for_workers(queue, config.comm.init_timeout_seconds, secret_file)
+                code = 128 + stop_signal if stop_signal else run(config, arguments, num_ranks, queue, coordinator)
             except JobError as error:
                 print(folded(error), file=sys.stderr)
                 code = REFUSED
             finally:
-                company.end_run(code)  # before the lock ends, as the secret is deleted here
+                coordinator.end_run(code)  # before the lock ends, as the secret is deleted here
         return code
     except JobError as error:
         print(folded(error), file=sys.stderr)
         code = REFUSED
         return code
     finally:
-        company.end_run(code)
+        coordinator.end_run(code)
 
 
 def run(
@@ -126,22 +126,22 @@ def run(
     arguments: list[str],
     num_ranks: int,
     queue: SignalQueue,
-    company: Coordinator,
+    coordinator: Coordinator,
     program: Sequence[str] = PROGRAM,
 ) -> int:
     def start(restart: Restart | None) -> RankMonitor:
-        nodes, listener = company.order_start(restart)
-        watch = started(config, arguments, num_ranks, queue, company, restart, nodes, listener, program)
+        nodes, listener = coordinator.order_start(restart)
+        monitor = start_ranks(config, arguments, num_ranks, queue, coordinator, restart, nodes, listener, program)
         if listener is not None:
             listener.close()  # the first rank has inherited it
-        return watch
+        return monitor
 
     def newest() -> int:
         path, _ = newest_complete(Path(config.job.dump_folder) / config.checkpoint.folder)
         step = None if path is None else step_of(path.name)
         return -1 if step is None else step
 
-    return supervise(start, queue, _restarts(config), newest, company, config.job.rejoin_seconds)
+    return supervise(start, queue, _restarts(config), newest, coordinator, config.job.rejoin_seconds)
 
 
 def _restarts(config: JobConfig) -> int:
@@ -149,26 +149,26 @@ def _restarts(config: JobConfig) -> int:
     return config.job.max_restarts if config.checkpoint.enable and not config.checkpoint.load_only else 0
 
 
-def follow_the_first(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue) -> int:
+def run_as_worker(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue) -> int:
     """Run the job on another machine than the first, and report the faults that this machine finds to the first."""
     use_head_interface(nodes)
-    config, faults = judge(arguments, nodes.count * num_ranks)
+    config, faults = load_and_check(arguments, nodes.count * num_ranks)
     folder = _folder_of(arguments) if config is None else config.job.dump_folder
-    other = Worker(nodes, num_ranks, Path(folder).expanduser() / SECRET)
+    worker = Worker(nodes, num_ranks, Path(folder).expanduser() / SECRET_FILE)
     if config is None:
         try:
-            other.join(queue, LATE_SECONDS, faults)
+            worker.join(queue, LATE_SECONDS, faults)
         except JobError:
             print(faults, file=sys.stderr)
         return REFUSED
-    stopped = other.join(queue, config.comm.init_timeout_seconds)
-    if stopped:
-        return 128 + stopped
+    stop_signal = worker.join(queue, config.comm.init_timeout_seconds)
+    if stop_signal:
+        return 128 + stop_signal
 
     def start(port: int, restart: Restart | None) -> RankMonitor:
-        return started(config, arguments, num_ranks, queue, other, restart, replace(nodes, port=port), None)
+        return start_ranks(config, arguments, num_ranks, queue, worker, restart, replace(nodes, port=port), None)
 
-    return follow(start, queue, other, config.job.rejoin_seconds if _restarts(config) else 0)
+    return follow_coordinator(start, queue, worker, config.job.rejoin_seconds if _restarts(config) else 0)
 
 
 def _folder_of(arguments: list[str]) -> str:
@@ -179,7 +179,7 @@ def _folder_of(arguments: list[str]) -> str:
     return str(folder)
 
 
-def started(
+def start_ranks(
     config: JobConfig,
     arguments: list[str],
     num_ranks: int,
@@ -192,20 +192,20 @@ def started(
 ) -> RankMonitor:
     """Start the ranks of this machine and return their monitor."""
     command = [*program, *arguments]
-    limits = Limits(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds)
+    limits = HangLimits(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds)
     ranks = Processes(command, num_ranks, restart, nodes, listener)
-    return RankMonitor(ranks, queue, limits, Path(config.job.dump_folder) / HANGS, peers, how_to_export(config))
+    return RankMonitor(ranks, queue, limits, Path(config.job.dump_folder) / HANGS_FOLDER, peers, export_advice(config))
 
 
 def load_job(argv: list[str], world_size: int, explain: bool = True) -> JobConfig | None:
     """Return the checked job, or None after its faults are printed to stderr, one line each."""
-    config, faults = judge(argv, world_size)
+    config, faults = load_and_check(argv, world_size)
     if config is None and explain:
         print(faults, file=sys.stderr)
     return config
 
 
-def judge(argv: list[str], world_size: int) -> tuple[JobConfig | None, str]:
+def load_and_check(argv: list[str], world_size: int) -> tuple[JobConfig | None, str]:
     """Return the checked job and "", or None and its faults, one line each."""
     try:
         config = manager.load(argv)
@@ -214,8 +214,8 @@ def judge(argv: list[str], world_size: int) -> tuple[JobConfig | None, str]:
         faults = with_faults_of_the_rest(error, world_size, likely_device(), manager.said_by(argv))
     if not faults:
         return config, ""
-    end = f"{len(faults)} fault{'s' if len(faults) > 1 else ''} in the job; nothing was started"
-    return None, "\n".join([*map(folded, faults), end])
+    total = f"{len(faults)} fault{'s' if len(faults) > 1 else ''} in the job; nothing was started"
+    return None, "\n".join([*map(folded, faults), total])
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError, folded
 from torchtitan.launch import launch, load_job
-from torchtitan.launcher.hangs import answer
-from torchtitan.launcher.lock import held, this_process
-from torchtitan.launcher.processes import Requests
-from torchtitan.launcher.run_folder import LOGS, empty_folder
+from torchtitan.launcher.hangs import respond_to_launcher
+from torchtitan.launcher.lock import hold_lock, this_process
+from torchtitan.launcher.processes import StopRequests
+from torchtitan.launcher.run_folder import LOGS_FOLDER, empty_folder
 from torchtitan.process.exit import (
     CRASHED,
     DIFFERING,
@@ -36,8 +36,8 @@ from torchtitan.process.exit import (
     OUT_OF_MEMORY,
     REFUSED,
     ExportError,
-    die_with,
-    kind_of,
+    die_with_parent,
+    failure_kind,
     stop_signals,
 )
 from torchtitan.process.machine import no_gc_during_imports
@@ -55,29 +55,29 @@ def main(argv: list[str]) -> int:
     faulthandler.enable()  # print every thread's stack after a crash in native code
     ranks = read_ranks()
     if ranks.launcher is not None:
-        die_with(ranks.launcher.pid)
-        answer(ranks.launcher)
+        die_with_parent(ranks.launcher.pid)
+        respond_to_launcher(ranks.launcher)
     config = load_job(argv, ranks.world_size, explain=ranks.local_rank == 0)  # each machine has its own files
     if config is None:
         if ranks.local_rank:
-            wait_for_the_one_that_speaks(ranks)
+            wait_for_reporting_rank(ranks)
         return REFUSED
     if config.job.clean_start != "never" and ranks.launcher is None and ranks.world_size > 1:
         reason = "ranks that torchrun starts do not wait until the folder is empty; start them by torchtitan train"
         raise JobError(f"job.clean_start: given {config.job.clean_start}; allowed: never under torchrun; {reason}")
-    logs = Path(config.job.dump_folder, LOGS) if config.metrics.log_files else None
+    logs = Path(config.job.dump_folder, LOGS_FOLDER) if config.metrics.log_files else None
     set_up_logging(ranks, config.metrics.log_timestamps, logs)
     if config.job.print_config and ranks.is_main:
         print(manager.to_toml(config))
     if ranks.launcher is not None or not ranks.is_main:  # the launcher holds the folder for all of its ranks
         return run(config, ranks)
-    with held(Path(config.job.dump_folder), this_process(*slurm_job())):
+    with hold_lock(Path(config.job.dump_folder), this_process(*slurm_job())):
         if message := empty_folder(config, slurm_job()[1]):
             logger.info("%s", message)
         return run(config, ranks)
 
 
-def wait_for_the_one_that_speaks(ranks: Ranks, times: int = 1) -> None:
+def wait_for_reporting_rank(ranks: Ranks, times: int = 1) -> None:
     """Give the rank that reports the failure time to do so: torchrun ends all ranks when the first one exits."""
     if ranks.launcher is None:
         time.sleep(times * PATIENCE_SECONDS)
@@ -85,7 +85,7 @@ def wait_for_the_one_that_speaks(ranks: Ranks, times: int = 1) -> None:
 
 def run(config: JobConfig, ranks: Ranks) -> int:
     """Train the job on this rank and return the exit code (docs/troubleshooting.md)."""
-    requests = Requests()
+    requests = StopRequests()
     trainer = None
 
     def request_stop(number: int, frame: object) -> None:
@@ -112,14 +112,14 @@ def run(config: JobConfig, ranks: Ranks) -> int:
     except KeyboardInterrupt:
         return 128 + requests.first if requests.first else INTERRUPTED
     except training.PeerStopped:
-        wait_for_the_one_that_speaks(ranks, times=2)
+        wait_for_reporting_rank(ranks, times=2)
         return REFUSED
     except ExportError as error:
-        return not_exported(error, trainer, ranks)
+        return report_failed_export(error, trainer, ranks)
     except (JobError, training.BadStep, training.ReplicasDiffer) as error:
         if not ranks.is_main:
             # only the first rank reports a failure of all ranks: when it exits, torchrun ends this wait
-            wait_for_the_one_that_speaks(ranks)
+            wait_for_reporting_rank(ranks)
         # the launcher does not end ranks at once, so there only a machine's first rank reports a failure of all ranks
         on_all = isinstance(error, CheckpointError | training.BadStep | training.ReplicasDiffer)
         if not on_all or ranks.launcher is None or ranks.local_rank == 0:
@@ -130,7 +130,7 @@ def run(config: JobConfig, ranks: Ranks) -> int:
             return DIFFERING
         return NON_FINITE if isinstance(error, training.BadStep) else REFUSED
     except Exception as error:
-        kind = kind_of(error)
+        kind = failure_kind(error)
         if kind == "memory":
             logger.error("out of memory: %s\n%s", error, trainer.memory() if trainer else "  in the start of the run")
             return OUT_OF_MEMORY
@@ -145,7 +145,7 @@ def run(config: JobConfig, ranks: Ranks) -> int:
     return 0 if finished else 128 + (requests.first or signal.SIGTERM)
 
 
-def not_exported(error: Exception, trainer: Any, ranks: Ranks) -> int:
+def report_failed_export(error: Exception, trainer: Any, ranks: Ranks) -> int:
     """Report a run that is complete except for its export. The launcher does not restart it."""
     on_all = isinstance(error.__cause__, CheckpointError)
     if not on_all or ranks.local_rank == 0:
@@ -156,5 +156,5 @@ def not_exported(error: Exception, trainer: Any, ranks: Ranks) -> int:
     except Exception as another:  # from a tracker or the plot: the exit code stays
         logger.warning("the run's outputs were not closed: %s: %s", type(another).__name__, another)
     if not ranks.is_main:
-        wait_for_the_one_that_speaks(ranks)
+        wait_for_reporting_rank(ranks)
     return NOT_EXPORTED

@@ -47,7 +47,7 @@ def findings(config: JobConfig) -> Findings:
 def guards(config: JobConfig, built: ParallelModel, built_optimizers: Optimizers) -> Guards:
     steps = StepGuard(**matching_options(config.guard, StepGuard))
     replicas = Replicas(built.parts, built_optimizers.optimizers)
-    note_way_back = partial(run_folder.note_way_back, Path(config.job.dump_folder))
+    note_way_back = partial(run_folder.record_rollback, Path(config.job.dump_folder))
     shards = ShardSums(built.named_parameters(), built_optimizers.optimizers) if config.guard.shard_checksums else None
     return Guards(steps, replicas, built, config.guard.replica_check_interval, note_way_back, shards)
 

@@ -33,7 +33,7 @@ from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.base import decode_stream
 from torchtitan.launcher.processes import Processes
 from torchtitan.process.distributed import device_type
-from torchtitan.process.exit import die_with
+from torchtitan.process.exit import die_with_parent
 from torchtitan.process.ranks import Ranks, read_ranks, started_as_rank
 from torchtitan.training import inference_model
 
@@ -52,9 +52,9 @@ def run_on_ranks(arguments: list[str], num_ranks: int) -> int:
     try:
         while world.running and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
-            if any(ended.code for ended in world.look()):
+            if any(ended.code for ended in world.poll()):
                 deadline = min(deadline, time.monotonic() + FOLLOW_SECONDS)
-        return next((ended.exit_code for ended in world.ended if ended.code), 0)
+        return next((ended.exit_code for ended in world.exits if ended.code), 0)
     finally:
         world.close()
 
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
 def generate(options: argparse.Namespace, job_args: list[str], text: str, ranks: Ranks) -> None:
     """Generate on this rank, together with the others, and print the text."""
     if ranks.launcher is not None:
-        die_with(ranks.launcher.pid)
+        die_with_parent(ranks.launcher.pid)
     config, place = find_checkpoint(Path(options.folder), options.config, job_args, options.best)
     require_causal_decoder(config)
     tokenizer = parts.tokenizer(config)

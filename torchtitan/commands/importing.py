@@ -18,7 +18,7 @@ from torchtitan.config.options import ConfigError, hint
 from torchtitan.core.errors import JobError
 from torchtitan.importers import SOURCES, CommandLine, launchers, parse, split
 from torchtitan.launch import launch
-from torchtitan.launcher.run_folder import IMPORTED
+from torchtitan.launcher.run_folder import IMPORTED_JOB_FILE
 from torchtitan.process.exit import REFUSED
 from torchtitan.process.ranks import likely_device
 from torchtitan.rules import check
@@ -86,7 +86,7 @@ def translate(line: CommandLine, source: str | None) -> Translation:
 
 
 def _run(text: str, config: JobConfig, ranks: int, measures: list[str] | None) -> int:
-    path = Path(config.job.dump_folder, IMPORTED)
+    path = Path(config.job.dump_folder, IMPORTED_JOB_FILE)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text)

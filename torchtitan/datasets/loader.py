@@ -39,7 +39,7 @@ from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.verification import Verification
 from torchtitan.process.distributed import device_type
-from torchtitan.process.exit import die_with
+from torchtitan.process.exit import die_with_parent
 
 __all__ = ["Batch", "Loader", "LoaderOptions", "WeightedSource", "WorkerOptions", "build_loader", "merge_states"]
 
@@ -348,7 +348,7 @@ def _ignore_trainer_signals(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setpgid(0, 0)  # out of reach of a launcher that signals the rank's whole process group
-    die_with(os.getppid())
+    die_with_parent(os.getppid())
 
 
 class HeldOutBatches:

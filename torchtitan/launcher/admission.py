@@ -129,7 +129,7 @@ INTRODUCTION_SECONDS = 10.0
 """Time for a connection to introduce itself."""
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 30.0
 """Timeouts of another machine: to connect, and for the first machine's answer, which may still be loading its job."""
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 @dataclass
@@ -143,9 +143,9 @@ class _Candidate:
 STARTED_AGAIN = "the run was started again on the first machine; this launcher is of the earlier start and leaves"
 
 
-def refuse_connection(line: Connection, text: str) -> None:
-    line.send({"kind": "leave", "code": REFUSED, "text": text})
-    line.close()
+def refuse_connection(connection: Connection, text: str) -> None:
+    connection.send({"kind": "leave", "code": REFUSED, "text": text})
+    connection.close()
 
 
 class Admission:
@@ -163,21 +163,21 @@ class Admission:
     def sockets(self) -> list[socket.socket]:
         return [
             self.listener,
-            *(visitor.connection.connection for visitor in self.candidates if visitor.connection.is_open),
+            *(candidate.connection.connection for candidate in self.candidates if candidate.connection.is_open),
         ]
 
     def poll(self) -> list[tuple[Connection, Message]]:
         """Return the connections that have introduced themselves since the last call, with their "here"."""
         self._accept()
         newcomers = []
-        for visitor in list(self.candidates):
-            message = self._receive_introduction(visitor)
+        for candidate in list(self.candidates):
+            message = self._receive_introduction(candidate)
             if message is not None:
-                newcomers.append((visitor.connection, message))
-            elif visitor.connection.is_open and time.monotonic() > visitor.deadline:
-                visitor.connection.close()
-            if message is not None or not visitor.connection.is_open:
-                self.candidates.remove(visitor)
+                newcomers.append((candidate.connection, message))
+            elif candidate.connection.is_open and time.monotonic() > candidate.deadline:
+                candidate.connection.close()
+            if message is not None or not candidate.connection.is_open:
+                self.candidates.remove(candidate)
         return newcomers
 
     def _accept(self) -> None:
@@ -185,58 +185,58 @@ class Admission:
             if not select.select([self.listener], [], [], 0)[0]:
                 return
             try:
-                line = Connection(self.listener.accept()[0], MAX_GREETING_BYTES)
+                connection = Connection(self.listener.accept()[0], MAX_GREETING_BYTES)
             except OSError:  # the peer has disconnected again
                 continue
-            visitor = _Candidate(line, new_nonce(), time.monotonic() + INTRODUCTION_SECONDS)
+            candidate = _Candidate(connection, new_nonce(), time.monotonic() + INTRODUCTION_SECONDS)
             if self.key is not None:
-                line.send({"kind": "challenge", "nonce": visitor.nonce})
-            self.candidates.append(visitor)
+                connection.send({"kind": "challenge", "nonce": candidate.nonce})
+            self.candidates.append(candidate)
             while len(self.candidates) > MAX_CANDIDATES:
                 self.candidates.pop(0).connection.close()
 
-    def _receive_introduction(self, visitor: _Candidate) -> Message | None:
-        """Return the visitor's "here" message if it has proved that it belongs to the run."""
-        messages = visitor.connection.receive()
-        if messages and not visitor.is_proved:
-            if not self._check_proof(visitor, messages.pop(0)):
+    def _receive_introduction(self, candidate: _Candidate) -> Message | None:
+        """Return the candidate's "here" message if it has proved that it belongs to the run."""
+        messages = candidate.connection.receive()
+        if messages and not candidate.is_proved:
+            if not self._check_proof(candidate, messages.pop(0)):
                 self.num_strangers += 1
-                visitor.connection.send({"kind": "stranger"})
-                visitor.connection.close()
+                candidate.connection.send({"kind": "stranger"})
+                candidate.connection.close()
                 return None
-            visitor.is_proved, visitor.connection.max_bytes = True, MAX_MESSAGE_BYTES
+            candidate.is_proved, candidate.connection.max_bytes = True, MAX_MESSAGE_BYTES
         if not messages:
             return None
-        visitor.connection.put_back(messages[1:])
+        candidate.connection.put_back(messages[1:])
         if messages[0]["kind"] == "here":
             return messages[0]
-        visitor.connection.close()
+        candidate.connection.close()
         return None
 
-    def _check_proof(self, visitor: _Candidate, message: Message) -> bool:
+    def _check_proof(self, candidate: _Candidate, message: Message) -> bool:
         nonce, proof = str(message.get("nonce")), str(message.get("proof"))
         if self.key is None or message["kind"] != "proof" or not is_nonce(nonce):
             return False
-        if not is_proof(proof, self.key, "other machine", visitor.nonce, nonce):
+        if not is_proof(proof, self.key, "other machine", candidate.nonce, nonce):
             return False
-        visitor.connection.send(
-            {"kind": "welcome", "proof": make_proof(self.key, "first machine", visitor.nonce, nonce)}
+        candidate.connection.send(
+            {"kind": "welcome", "proof": make_proof(self.key, "first machine", candidate.nonce, nonce)}
         )
         return True
 
     def refuse_all(self, code: int) -> int:
         """Tell all waiting machines that there is no run, and which exit code to use. Return how many there were."""
         self._accept()
-        for visitor in self.candidates:
-            visitor.connection.send({"kind": "refuse", "code": code})
-            visitor.connection.close()
+        for candidate in self.candidates:
+            candidate.connection.send({"kind": "refuse", "code": code})
+            candidate.connection.close()
         count = len(self.candidates)
         self.candidates.clear()
         return count
 
     def close(self) -> None:
-        for visitor in self.candidates:
-            visitor.connection.close()
+        for candidate in self.candidates:
+            candidate.connection.close()
         self.candidates.clear()
         self.listener.close()
 
@@ -258,20 +258,20 @@ def connect(nodes: Nodes, secret_file: Path, queue: SignalQueue, may_refuse: boo
     `may_refuse`: accept an order to end the run without a proof, because a first machine that refuses its job has not
     written a secret yet. Its order is then the next message.
     """
-    connection = _open(nodes, queue)
-    if isinstance(connection, int):
-        return connection
-    line = Connection(connection, MAX_GREETING_BYTES)
+    sock = _open(nodes, queue)
+    if isinstance(sock, int):
+        return sock
+    connection = Connection(sock, MAX_GREETING_BYTES)
     try:
-        number = _authenticate(line, secret_file, queue, may_refuse)
+        number = _authenticate(connection, secret_file, queue, may_refuse)
     except BaseException:
-        line.close()
+        connection.close()
         raise
     if number is not None:
-        line.close()
+        connection.close()
         return number
-    line.max_bytes = MAX_MESSAGE_BYTES
-    return line
+    connection.max_bytes = MAX_MESSAGE_BYTES
+    return connection
 
 
 def _open(nodes: Nodes, queue: SignalQueue) -> socket.socket | int:
@@ -281,33 +281,33 @@ def _open(nodes: Nodes, queue: SignalQueue) -> socket.socket | int:
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(nodes.head, nodes.port, type=socket.SOCK_STREAM)[0]
-        connection = socket.socket(family, kind)
+        sock = socket.socket(family, kind)
     except OSError as error:
         raise CoordinatorUnreachable(error.strerror or str(error)) from None
-    connection.setblocking(False)
-    code, deadline = connection.connect_ex(address), time.monotonic() + CONNECT_SECONDS
+    sock.setblocking(False)
+    code, deadline = sock.connect_ex(address), time.monotonic() + CONNECT_SECONDS
     while code == errno.EINPROGRESS:
-        for number in queue.wait(_LOOK_SECONDS):
-            connection.close()
+        for number in queue.wait(_POLL_SECONDS):
+            sock.close()
             return number
-        if select.select([], [connection], [], 0)[1]:
-            code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if select.select([], [sock], [], 0)[1]:
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         elif time.monotonic() > deadline:
             code = errno.ETIMEDOUT
     if code:
-        connection.close()
+        sock.close()
         raise CoordinatorUnreachable(os.strerror(code))
-    return connection
+    return sock
 
 
-def _authenticate(line: Connection, secret_file: Path, queue: SignalQueue, may_refuse: bool) -> int | None:
+def _authenticate(connection: Connection, secret_file: Path, queue: SignalQueue, may_refuse: bool) -> int | None:
     """Do the other machine's part of the authentication; return the number of a signal that interrupted it."""
     key, first_nonce, nonce = None, "", new_nonce()
     deadline = time.monotonic() + ANSWER_SECONDS
-    while line.is_open and time.monotonic() < deadline:
-        for number in queue.wait(_LOOK_SECONDS, [line.connection]):
+    while connection.is_open and time.monotonic() < deadline:
+        for number in queue.wait(_POLL_SECONDS, [connection.connection]):
             return number
-        messages = line.receive()
+        messages = connection.receive()
         for index, message in enumerate(messages):
             kind = message["kind"]
             if kind == "challenge" and key is None and is_nonce(message.get("nonce")):
@@ -315,16 +315,16 @@ def _authenticate(line: Connection, secret_file: Path, queue: SignalQueue, may_r
                 if key is None:
                     raise CoordinatorUnreachable(f"{secret_file} is not there on this machine", foreign=True)
                 answer = make_proof(key, "other machine", first_nonce, nonce)
-                line.send({"kind": "proof", "nonce": nonce, "proof": answer})
+                connection.send({"kind": "proof", "nonce": nonce, "proof": answer})
             elif kind == "welcome" and key is not None:
                 if not is_proof(message.get("proof"), key, "first machine", first_nonce, nonce):
                     raise CoordinatorUnreachable(f"it does not know {secret_file} of this machine", foreign=True)
-                line.put_back(messages[index + 1 :])
+                connection.put_back(messages[index + 1 :])
                 return None
             elif kind == "stranger":
                 raise CoordinatorUnreachable(f"it does not know {secret_file} of this machine", foreign=True)
             elif kind == "refuse" and may_refuse:
                 code = message.get("code")
-                line.put_back([{"kind": "leave", "code": code if code in range(1, 256) else CRASHED}])
+                connection.put_back([{"kind": "leave", "code": code if code in range(1, 256) else CRASHED}])
                 return None
-    raise CoordinatorUnreachable("it does not answer" if line.is_open else "the connection was closed")
+    raise CoordinatorUnreachable("it does not answer" if connection.is_open else "the connection was closed")

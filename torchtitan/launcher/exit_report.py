@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torchtitan.launcher.hangs import Evidence, explain
+from torchtitan.launcher.hangs import Evidence, explain_hang
 from torchtitan.process.exit import EXPLAINED, HUNG, STOPPED
 
 
@@ -54,30 +54,30 @@ def read_report(fields: dict[str, Any]) -> ExitReport:
     return ExitReport(**fields | {"evidence": evidence})
 
 
-def combine_reports(ends: Sequence[ExitReport]) -> ExitReport:
+def combine_reports(reports: Sequence[ExitReport]) -> ExitReport:
     """Combine the ends of all machines, in the order of their reports, to the run's."""
-    first = min(ends, key=_order)
-    evidence = [end.evidence for end in ends if end.evidence is not None]
-    cause, rank = explain(evidence) if first.code == HUNG and evidence else (first.cause, first.rank)
+    first = min(reports, key=_order)
+    evidence = [report.evidence for report in reports if report.evidence is not None]
+    cause, rank = explain_hang(evidence) if first.code == HUNG and evidence else (first.cause, first.rank)
     return replace(
         first,
         cause=cause,
         rank=rank,
-        reached=max(end.reached for end in ends),
-        asked=any(end.asked for end in ends),
-        done=all(end.done for end in ends),
-        trained=all(end.trained for end in ends),
+        reached=max(report.reached for report in reports),
+        asked=any(report.asked for report in reports),
+        done=all(report.done for report in reports),
+        trained=all(report.trained for report in reports),
     )
 
 
-def _order(end: ExitReport) -> int:
+def _order(report: ExitReport) -> int:
     """Return a sort key: the end that best explains why the run ended comes first."""
-    if end.code in EXPLAINED - STOPPED:
+    if report.code in EXPLAINED - STOPPED:
         return 0
-    if end.code == HUNG:
+    if report.code == HUNG:
         return 1
-    if end.code == 0:
+    if report.code == 0:
         return 6
-    if end.code in STOPPED:
+    if report.code in STOPPED:
         return 5
-    return 4 if end.followed else 2 + (not end.by_signal)
+    return 4 if report.followed else 2 + (not report.by_signal)

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.launcher.processes import Processes
-from torchtitan.process.heartbeat import PHASES, Doing
+from torchtitan.process.heartbeat import PHASES, Activity
 from torchtitan.process.ranks import Launcher
 
 STACKS = signal.SIGUSR2
 
 
-def answer(launcher: Launcher) -> None:
+def respond_to_launcher(launcher: Launcher) -> None:
     """Let this rank respond to the launcher's requests for stacks and collectives from now on."""
     # stays open for the lifetime of the process
     faulthandler.register(STACKS, file=open(launcher.stacks, "w"), all_threads=True)  # noqa: SIM115
@@ -44,18 +44,18 @@ def _write_collectives(launcher: Launcher) -> None:
 
 ANSWER_SECONDS = 2.0
 """Time for ranks to write their stacks and collectives, and the period over which CPU usage is measured."""
-BUSY = 0.1
+BUSY_SHARE = 0.1
 """Share of a core above which a rank and the processes that it started count as computing and not as waiting. It is low
 because others may compute on the same core.
 """
-LONG = ("start", "load", "first", "export")
+LONG_PHASES = ("start", "load", "first", "export")
 """Phases limited by comm.init_timeout_seconds."""
-WITH_FILES = ("start", "load", "save", "export")
+FILE_PHASES = ("start", "load", "save", "export")
 """Phases in which file I/O counts as progress, because a large file reports nothing else for minutes."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class HangLimits:
     """Timeouts in seconds, from comm.*_timeout_seconds."""
 
     start: float
@@ -65,18 +65,18 @@ class Limits:
 class Watchdog:
     """Detects that no rank of this machine makes progress. Polled regularly."""
 
-    def __init__(self, processes: Processes, limits: Limits) -> None:
+    def __init__(self, processes: Processes, limits: HangLimits) -> None:
         self.processes, self.limits = processes, limits
         self._files: dict[int, tuple[int, float]] = {}
         self._busy_at = 0.0
 
-    def standing(self, now: float) -> float | None:
+    def seconds_stuck(self, now: float) -> float | None:
         """Return how long no rank has made progress if that exceeds the limit, else None."""
-        doing = {rank: self.processes.progress[rank] for rank in self.processes.running}
-        if not doing or any(row.phase == "end" for row in doing.values()):
+        activities = {rank: self.processes.progress[rank] for rank in self.processes.running}
+        if not activities or any(row.phase == "end" for row in activities.values()):
             return None
-        latest = max(self._busy_at, *(self._last(rank, row, now) for rank, row in doing.items()))
-        long = any(row.phase in LONG for row in doing.values())
+        latest = max(self._busy_at, *(self._last_progress(rank, row, now) for rank, row in activities.items()))
+        long = any(row.phase in LONG_PHASES for row in activities.values())
         limit = self.limits.start if long else self.limits.train
         if now - latest <= limit:
             return None
@@ -86,7 +86,7 @@ class Watchdog:
             self._busy_at = time.monotonic()
             return None
         # the check took a while, and a rank may have made progress meanwhile
-        moved = any(self.processes.progress[rank] != row for rank, row in doing.items())
+        moved = any(self.processes.progress[rank] != row for rank, row in activities.items())
         return None if moved else now - latest
 
     def _busy(self) -> bool:
@@ -94,11 +94,11 @@ class Watchdog:
         before = [self.processes.cpu_seconds(rank) for rank in ranks]
         time.sleep(ANSWER_SECONDS)
         after = [self.processes.cpu_seconds(rank) for rank in ranks]
-        return any(b - a > BUSY * ANSWER_SECONDS for a, b in zip(before, after, strict=True))
+        return any(b - a > BUSY_SHARE * ANSWER_SECONDS for a, b in zip(before, after, strict=True))
 
-    def _last(self, rank: int, doing: Doing, now: float) -> float:
-        reported = doing.since or self.processes.began
-        if doing.phase not in WITH_FILES:
+    def _last_progress(self, rank: int, activity: Activity, now: float) -> float:
+        reported = activity.since or self.processes.started_at
+        if activity.phase not in FILE_PHASES:
             return reported
         last_count, changed_at = self._files.get(rank, (-1, reported))
         count = self.processes.bytes_moved(rank)
@@ -123,86 +123,88 @@ class Evidence:
     logs: dict[int, dict[str, Any]]
 
 
-def folder_name() -> str:
+def hang_folder_name() -> str:
     """Return a folder name for a hang detected now."""
     return time.strftime("%Y%m%d-%H%M%S")
 
 
-def collect(processes: Processes, place: Path, seconds: float) -> Evidence:
+def collect_evidence(processes: Processes, folder: Path, seconds: float) -> Evidence:
     """Ask all ranks of this machine for their stacks and collectives and write them to `place`."""
     for rank in processes.running:
-        os.write(processes.shared[rank].ask, b"?")
+        os.write(processes.rank_files[rank].request_writer, b"?")
     processes.signal(STACKS)
     time.sleep(ANSWER_SECONDS)
-    local_ranks = {processes.first + local: local for local in processes.running}
-    logs = {rank: processes.shared[local].collectives.read() for rank, local in local_ranks.items()}
+    local_ranks = {processes.first_rank + local: local for local in processes.running}
+    logs = {rank: processes.rank_files[local].collectives.read() for rank, local in local_ranks.items()}
     problem = ""
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         for rank, local in local_ranks.items():
-            (place / f"rank-{rank}.stacks.txt").write_text(processes.shared[local].stacks.read())
-            (place / f"rank-{rank}.collectives.json").write_text(logs[rank])
+            (folder / f"rank-{rank}.stacks.txt").write_text(processes.rank_files[local].stacks.read())
+            (folder / f"rank-{rank}.collectives.json").write_text(logs[rank])
     except OSError as error:
         problem = str(error.strerror)
     return Evidence(
         seconds,
-        str(place),
+        str(folder),
         problem,
         {rank: astuple(processes.progress[local]) for rank, local in local_ranks.items()},
         {rank: processes.state(local) for rank, local in local_ranks.items()},
-        {rank: _parsed(text) for rank, text in logs.items()},
+        {rank: _parse_log(text) for rank, text in logs.items()},
     )
 
 
-def explain(reports: list[Evidence]) -> tuple[str, int]:
+def explain_hang(reports: list[Evidence]) -> tuple[str, int]:
     """Return a one-line explanation of a hang and the rank that is behind, from the evidence of all machines.
 
     The first machine also writes summary.txt.
     """
-    doing = {rank: Doing(*row) for report in reports for rank, row in report.doing.items()}
+    activities = {rank: Activity(*row) for report in reports for rank, row in report.doing.items()}
     states = {rank: state for report in reports for rank, state in report.states.items()}
-    late_rank, reason = verdict(doing, states, {rank: log for report in reports for rank, log in report.logs.items()})
+    late_rank, reason = find_late_rank(
+        activities, states, {rank: log for report in reports for rank, log in report.logs.items()}
+    )
     line = f"hang: no rank has got on for {max(report.seconds for report in reports):.0f} s; {reason}"
-    place = Path(reports[0].place)
-    table = [f"rank {rank}: {report}, process {states[rank]}" for rank, report in sorted(doing.items())]
+    folder = Path(reports[0].place)
+    table = [f"rank {rank}: {report}, process {states[rank]}" for rank, report in sorted(activities.items())]
     problem = next((report.problem for report in reports if report.problem), "")
     try:
-        (place / "summary.txt").write_text("\n".join([line, *table, ""]))
+        (folder / "summary.txt").write_text("\n".join([line, *table, ""]))
     except OSError as error:
         problem = problem or str(error.strerror)
     if problem:
-        return f"{line}; what the ranks were doing could not be written to {place} ({problem})", late_rank
-    return f"{line}; stacks and collectives of all ranks: {place}", late_rank
+        return f"{line}; what the ranks were doing could not be written to {folder} ({problem})", late_rank
+    return f"{line}; stacks and collectives of all ranks: {folder}", late_rank
 
 
-def verdict(
-    doing: Mapping[int, Doing], states: Mapping[int, str], logs: Mapping[int, dict[str, Any]]
+def find_late_rank(
+    activities: Mapping[int, Activity], states: Mapping[int, str], logs: Mapping[int, dict[str, Any]]
 ) -> tuple[int, str]:
     """Return the rank that is behind and the reason for this verdict. `states` are the kernel's process states
     (letters), `logs` the flight recorders' logs.
     """
-    entered = collectives(logs)
-    waiting = f"; {_waits(entered)}" if entered else ""
-    differing = disagreement(entered)
+    entered = entered_collectives(logs)
+    waiting = f"; {_describe_waiting(entered)}" if entered else ""
+    differing = find_mismatch(entered)
     if differing:
         return differing[0], f"the ranks are in different collectives: {differing[1]}"
     stopped = [rank for rank, state in states.items() if state in "Tt"]
     if stopped:
-        return stopped[0], f"{_named(stopped)} stopped by a signal, {doing[stopped[0]]}{waiting}"
-    position = {rank: (row.step, PHASES.index(row.phase)) for rank, row in doing.items()}
+        return stopped[0], f"{_ranks_are(stopped)} stopped by a signal, {activities[stopped[0]]}{waiting}"
+    position = {rank: (row.step, PHASES.index(row.phase)) for rank, row in activities.items()}
     last = [rank for rank in position if position[rank] == min(position.values())]
     if len(last) == len(position):
-        last = _behind(entered)
+        last = _most_delayed(entered)
     if not last:
-        return min(doing), f"all ranks are {doing[min(doing)]}, none is behind"
-    return last[0], f"{_named(last)} behind, {doing[last[0]]}{waiting}"
+        return min(activities), f"all ranks are {activities[min(activities)]}, none is behind"
+    return last[0], f"{_ranks_are(last)} behind, {activities[last[0]]}{waiting}"
 
 
 Entered = dict[tuple[str, str], dict[int, dict[int, str]]]
 """Maps (name, ranks) of a process group -> rank -> sequence number of a collective -> its description."""
 
 
-def collectives(logs: Mapping[int, dict[str, Any]]) -> Entered:
+def entered_collectives(logs: Mapping[int, dict[str, Any]]) -> Entered:
     """Return the collectives that each rank has entered, for groups that more than one rank has reported."""
     entered: Entered = {}
     for rank, log in logs.items():
@@ -217,7 +219,7 @@ def collectives(logs: Mapping[int, dict[str, Any]]) -> Entered:
     return {group: ranks for group, ranks in entered.items() if len(ranks) > 1}
 
 
-def disagreement(entered: Entered) -> tuple[int, str] | None:
+def find_mismatch(entered: Entered) -> tuple[int, str] | None:
     """Return the earliest mismatch, a sequence number with different collectives on different ranks: the rank in the
     minority, and a description of what each rank is in. None if there is no mismatch.
     """
@@ -234,7 +236,7 @@ def disagreement(entered: Entered) -> tuple[int, str] | None:
     return None
 
 
-def _behind(entered: Entered) -> list[int]:
+def _most_delayed(entered: Entered) -> list[int]:
     """Return the rank that lags most behind the newest collective of its groups, as a list; empty if none does."""
     late: dict[int, int] = {}
     for ranks in entered.values():
@@ -245,22 +247,22 @@ def _behind(entered: Entered) -> list[int]:
     return sorted(late, key=lambda rank: -late[rank])[:1]
 
 
-def _waits(entered: Entered) -> str:
+def _describe_waiting(entered: Entered) -> str:
     """Describe the newest collective that only some ranks of a group have entered, or say that there is none."""
     for (name, _), ranks in entered.items():
         newest = max(max(numbers) for numbers in ranks.values())
         waiting = [rank for rank, numbers in ranks.items() if max(numbers) == newest]
         if len(waiting) < len(ranks):
             collective = ranks[waiting[0]][newest]
-            return f"{_named(waiting)} waiting in {collective} (number {newest} of group {name or 'world'})"
+            return f"{_ranks_are(waiting)} waiting in {collective} (number {newest} of group {name or 'world'})"
     return "all have entered the same collectives"
 
 
-def _named(ranks: list[int]) -> str:
+def _ranks_are(ranks: list[int]) -> str:
     return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _parse_log(text: str) -> dict[str, Any]:
     """Return the fields of the flight recorder's log that the verdict needs; empty if a rank could not respond."""
     try:
         log = json.loads(text)

@@ -28,7 +28,7 @@ _NAME = re.compile(r"run\.lock\.([0-9]{1,9})")
 _LONGEST = 4096
 WRITING_SECONDS = 3.0
 """Time during which an empty lock file counts as one that is still being written."""
-AT_WORK = {"RUNNING", "COMPLETING", "CONFIGURING", "STOPPED", "SUSPENDED", "SIGNALING", "STAGE_OUT"}
+ALIVE_STATES = {"RUNNING", "COMPLETING", "CONFIGURING", "STOPPED", "SUSPENDED", "SIGNALING", "STAGE_OUT"}
 """States in which the processes of a SLURM job may be alive."""
 
 
@@ -66,10 +66,10 @@ def this_process(job: str = "", restarts: int = 0) -> Owner:
     space = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
     boot, machine = read("/proc/sys/kernel/random/boot_id"), read("/etc/machine-id")
     pid = os.getpid()
-    return Owner(socket.gethostname(), machine, boot, space, pid, start_of(pid) or 0, job, restarts)
+    return Owner(socket.gethostname(), machine, boot, space, pid, start_time(pid) or 0, job, restarts)
 
 
-def start_of(pid: int) -> int | None:
+def start_time(pid: int) -> int | None:
     """Return when a process of this machine started, in clock ticks since boot; None if it does not exist or is a
     zombie. Without /proc, return 0 for an existing process.
     """
@@ -97,10 +97,10 @@ def job_is_over(job: str) -> bool:
         return False
     if result.returncode:
         return "invalid job id" in result.stderr.lower()
-    return not AT_WORK & set(result.stdout.split())
+    return not ALIVE_STATES & set(result.stdout.split())
 
 
-def lives(owner: Owner, current: Owner, is_over: Callable[[str], bool] = job_is_over) -> bool:
+def may_be_alive(owner: Owner, current: Owner, is_over: Callable[[str], bool] = job_is_over) -> bool:
     """Return True if an owner may still be alive, as far as this process can tell."""
     if owner.job and owner.job == current.job and owner.restarts < current.restarts:
         return False
@@ -108,12 +108,12 @@ def lives(owner: Owner, current: Owner, is_over: Callable[[str], bool] = job_is_
         if owner.boot != current.boot:
             return False
         if owner.pid_space == current.pid_space:
-            return start_of(owner.pid) == owner.started
+            return start_time(owner.pid) == owner.started
     return not (owner.job and owner.job != current.job and is_over(owner.job))
 
 
 @contextmanager
-def held(folder: Path, current: Owner) -> Iterator[None]:
+def hold_lock(folder: Path, current: Owner) -> Iterator[None]:
     """Hold the folder's lock during the block. Raises `JobError` if another run holds it or it cannot be written."""
     try:
         lock_file = _acquire(folder, current)
@@ -149,7 +149,10 @@ def _acquire(folder: Path, current: Owner) -> Path:
         read_back = owners.pop(_number(lock_file) or 0, None)
         if read_back not in (current, None):  # while this process was paused, another took over its file
             continue
-        if not any(owner is not None and lives(owner, current) for owner in owners.values()) and lock_file.exists():
+        if (
+            not any(owner is not None and may_be_alive(owner, current) for owner in owners.values())
+            and lock_file.exists()
+        ):
             for number in owners:
                 (folder / f"run.lock.{number}").unlink(missing_ok=True)
             return lock_file
@@ -159,7 +162,7 @@ def _acquire(folder: Path, current: Owner) -> Path:
 
 def _refuse_if_owned(owners: dict[int, Owner | None], current: Owner) -> None:
     for number, owner in owners.items():
-        if owner is not None and lives(owner, current):
+        if owner is not None and may_be_alive(owner, current):
             raise JobError(
                 f"job.dump_folder: given a folder in which another run is at work ({owner}); allowed: one run a "
                 f"folder; stop that one or give another. If it is gone for certain, delete run.lock.{number} there"

@@ -13,11 +13,11 @@ from typing import TextIO
 
 from torchtitan.launcher import hangs
 from torchtitan.launcher.exit_report import ExitReport
-from torchtitan.launcher.hangs import Evidence, Limits, Watchdog
+from torchtitan.launcher.hangs import Evidence, HangLimits, Watchdog
 from torchtitan.launcher.multi_node import Coordinator, Worker
 from torchtitan.launcher.nodes import Message
-from torchtitan.launcher.processes import Ended, Processes, Requests, SignalQueue
-from torchtitan.process.exit import EXPLAINED, HUNG, NOT_EXPORTED, SAID_BY_THE_FIRST, STOPPED
+from torchtitan.launcher.processes import Processes, RankExit, SignalQueue, StopRequests
+from torchtitan.process.exit import EXPLAINED, HUNG, NOT_EXPORTED, REPORTED_BY_FIRST_RANK, STOPPED
 from torchtitan.process.heartbeat import TRAINED, WITHOUT_STATE
 
 FOLLOW_SECONDS = 5
@@ -27,10 +27,10 @@ SHUTDOWN_SECONDS = 300
 POLL_SECONDS = 0.5
 
 
-def print_message(text: str, where: TextIO | None = None) -> None:
+def print_message(text: str, stream: TextIO | None = None) -> None:
     """Print a message, and ignore a closed terminal: it must not end the run."""
     with suppress(OSError):
-        print(text, file=where or sys.stdout, flush=True)
+        print(text, file=stream or sys.stdout, flush=True)
 
 
 class RankMonitor:
@@ -44,7 +44,7 @@ class RankMonitor:
         self,
         processes: Processes,
         queue: SignalQueue,
-        limits: Limits,
+        limits: HangLimits,
         folder: Path,
         peers: Coordinator | Worker | None = None,
         remedy: str = "",
@@ -57,7 +57,7 @@ class RankMonitor:
         self.failure_reported = False
         self.followed_at: float | None = None
         """Time when another machine was reported to have failed while this machine's ranks were fine."""
-        self.requests = Requests()
+        self.requests = StopRequests()
         self.requested_at = 0.0
         self.gave_up = False
 
@@ -67,7 +67,7 @@ class RankMonitor:
             while self.processes.running:
                 for number in self.queue.wait(POLL_SECONDS, self.peers.sockets):
                     self.request_stop(number)
-                self.processes.look()
+                self.processes.poll()
                 if not self.failure_reported and not self.no_failure:
                     self.failure_reported = True
                     self.peers.report_event("failed")
@@ -86,26 +86,28 @@ class RankMonitor:
     @property
     def no_failure(self) -> bool:
         """True if no rank has ended before its work was done."""
-        return all(ended.doing.phase == "end" for ended in self.processes.ended)
+        return all(rank_exit.activity.phase == "end" for rank_exit in self.processes.exits)
 
     def handle_message(self, message: Message) -> None:
         """Handle a message from another machine."""
         if message["kind"] == "stop" and not self.requests.count:
-            self.request_stop(message["number"], told=True)
+            self.request_stop(message["number"], from_peer=True)
         elif message["kind"] == "follow" and self.no_failure and self.followed_at is None:
             self.followed_at = time.monotonic()
         elif (
             message["kind"] == "collect" and self.hang_evidence is None and self.processes.running
         ):  # they may just have ended
-            self.hang_evidence = hangs.collect(self.processes, self.folder / message["name"], message["seconds"])
+            self.hang_evidence = hangs.collect_evidence(
+                self.processes, self.folder / message["name"], message["seconds"]
+            )
             self.processes.signal(signal.SIGKILL)
 
-    def request_stop(self, number: int, told: bool = False) -> None:
+    def request_stop(self, number: int, from_peer: bool = False) -> None:
         if not self.requests.add(number):
             return
         if self.requests.count == 1:
             self.requested_at = time.monotonic()
-            if not told:
+            if not from_peer:
                 self.peers.report_event("stop", number=number)
             print_message("stopping after this step (twice more to stop at once, without saving)")
             self.processes.signal(signal.SIGTERM)  # always TERM: during its start a rank would print a traceback on INT
@@ -116,38 +118,40 @@ class RankMonitor:
 
     def deadline(self) -> float | None:
         """Return when the ranks that still run are killed, or None if there is no deadline."""
-        deadlines = [ended.at + FOLLOW_SECONDS for ended in self.processes.ended if ended.doing.phase != "end"]
+        deadlines = [
+            rank_exit.at + FOLLOW_SECONDS for rank_exit in self.processes.exits if rank_exit.activity.phase != "end"
+        ]
         if self.followed_at is not None:
             deadlines.append(self.followed_at + FOLLOW_SECONDS)
-        doing = [self.processes.progress[rank] for rank in self.processes.running]
-        if doing and all(row.phase == "end" for row in doing):  # nothing else would end a stuck exit
-            deadlines.append(max(row.since for row in doing) + SHUTDOWN_SECONDS)
+        activities = [self.processes.progress[rank] for rank in self.processes.running]
+        if activities and all(row.phase == "end" for row in activities):  # nothing else would end a stuck exit
+            deadlines.append(max(row.since for row in activities) + SHUTDOWN_SECONDS)
         if self.requests.count:
-            if any(row.phase in WITHOUT_STATE for row in doing):
+            if any(row.phase in WITHOUT_STATE for row in activities):
                 deadlines.append(self.requested_at + FOLLOW_SECONDS)
-            deadlines.append(max([self.requested_at, *(row.since for row in doing)]) + SHUTDOWN_SECONDS)
+            deadlines.append(max([self.requested_at, *(row.since for row in activities)]) + SHUTDOWN_SECONDS)
         return min(deadlines, default=None)
 
     def check_for_hang(self) -> None:
         if self.hang_evidence is not None:
             return
-        standing = self.watchdog.standing(time.monotonic())
-        if standing is not None:
-            self.peers.report_event("hung", seconds=standing)  # once all machines are stuck, all collect evidence
+        seconds_stuck = self.watchdog.seconds_stuck(time.monotonic())
+        if seconds_stuck is not None:
+            self.peers.report_event("hung", seconds=seconds_stuck)  # once all machines are stuck, all collect evidence
 
     def last_step(self) -> int:
         """Return the last step that any rank completed; 0 if none was completed since the start."""
-        rows = [self.processes.progress[rank] for rank in range(len(self.processes.shared))]
+        rows = [self.processes.progress[rank] for rank in range(len(self.processes.rank_files))]
         return max(max(0, row.step - (row.phase in ("first", "data", "train"))) for row in rows)
 
     def exit_report(self, code: int) -> ExitReport:
         """Return how the ranks ended, for the coordinator."""
-        failed = [ended for ended in self.processes.ended if ended.code]
+        failed = [rank_exit for rank_exit in self.processes.exits if rank_exit.code]
         first = failed[0] if failed else None
         return ExitReport(
             code,
             str(first) if first else "",
-            first.rank if first else self.processes.first,
+            first.rank if first else self.processes.first_rank,
             self.steps,
             by_signal=first is not None and first.code < 0,
             followed=self.followed_at is not None,
@@ -159,18 +163,18 @@ class RankMonitor:
 
     def all_in_phase(self, *phases: str) -> bool:
         """Return True if the last phase that every rank of this machine reported is one of these."""
-        return all(self.processes.progress[rank].phase in phases for rank in range(len(self.processes.shared)))
+        return all(self.processes.progress[rank].phase in phases for rank in range(len(self.processes.rank_files)))
 
     def kill_remaining(self) -> None:
-        if not self.processes.ended and self.followed_at is None:
+        if not self.processes.exits and self.followed_at is None:
             self.gave_up = True
-            rank_names = ", ".join(f"rank {self.processes.first + local}" for local in self.processes.running)
+            rank_names = ", ".join(f"rank {self.processes.first_rank + local}" for local in self.processes.running)
             print_message(f"not stopped in time and killed: {rank_names}", sys.stderr)
         self.processes.signal(signal.SIGKILL)
 
     def exit_code(self) -> int:
         """Return the exit code of the first failure and print its message. Consequences of it are not printed."""
-        failed = [ended for ended in self.processes.ended if ended.code]
+        failed = [rank_exit for rank_exit in self.processes.exits if rank_exit.code]
         if self.hang_evidence is not None:
             return HUNG
         if not failed:
@@ -178,13 +182,13 @@ class RankMonitor:
         if self.requests.first is not None and self.stopped_on_request(failed):
             return 128 + self.requests.first
         first = failed[0]
-        if first.exit_code not in EXPLAINED and first.doing.phase == "export" and self.all_in_phase(*TRAINED):
+        if first.exit_code not in EXPLAINED and first.activity.phase == "export" and self.all_in_phase(*TRAINED):
             if self.followed_at is None:
                 remedy = self.remedy and f"; {self.remedy}"
                 print_message(f"training is complete, but the export failed: {first}{remedy}", sys.stderr)
             return NOT_EXPORTED
-        unreported = first.exit_code in SAID_BY_THE_FIRST and self.processes.first not in {
-            ended.rank for ended in failed if ended.exit_code == first.exit_code
+        unreported = first.exit_code in REPORTED_BY_FIRST_RANK and self.processes.first_rank not in {
+            rank_exit.rank for rank_exit in failed if rank_exit.exit_code == first.exit_code
         }
         if (first.exit_code not in EXPLAINED or unreported) and not self.gave_up and self.followed_at is None:
             hint = "" if first.code < 0 else "; its output above tells why"
@@ -192,11 +196,12 @@ class RankMonitor:
             print_message(f"{first}{hint}", sys.stderr)
         return first.exit_code
 
-    def stopped_on_request(self, failed: list[Ended]) -> bool:
+    def stopped_on_request(self, failed: list[RankExit]) -> bool:
         """Return True if all ranks ended because of the stop request: by themselves, killed with nothing to save, or
         killed by the third request.
         """
         return self.requests.count > 2 or all(
-            ended.exit_code in STOPPED or (ended.code == -signal.SIGKILL and ended.doing.phase in WITHOUT_STATE)
-            for ended in failed
+            rank_exit.exit_code in STOPPED
+            or (rank_exit.code == -signal.SIGKILL and rank_exit.activity.phase in WITHOUT_STATE)
+            for rank_exit in failed
         )

@@ -17,7 +17,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.launcher import admission
 from torchtitan.launcher.admission import Admission, CoordinatorUnreachable, connect, refuse_connection
 from torchtitan.launcher.exit_report import ExitReport, read_report
-from torchtitan.launcher.hangs import folder_name
+from torchtitan.launcher.hangs import hang_folder_name
 from torchtitan.launcher.nodes import Connection, Message, Nodes, listen
 from torchtitan.launcher.processes import SignalQueue
 from torchtitan.process.exit import CRASHED, TERMINATED
@@ -33,7 +33,7 @@ FOLDER_SECONDS = 75.0
 """Time until another machine sees the secret: NFS clients cache a folder's entries for up to 60 s."""
 REPORT_SECONDS = 30.0
 """Interval between messages about machines that are waited for."""
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _HOST = socket.gethostname()
 Report = Callable[[str], None]
 
@@ -61,8 +61,8 @@ class Coordinator:
 
     @property
     def sockets(self) -> list[socket.socket]:
-        waiting = self._admission.sockets if self._admission is not None else []
-        return waiting + [line.connection for line in self.connections.values() if line.is_open]
+        sockets = self._admission.sockets if self._admission is not None else []
+        return sockets + [connection.connection for connection in self.connections.values() if connection.is_open]
 
     @property
     def lost_machines(self) -> list[str]:
@@ -83,10 +83,10 @@ class Coordinator:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise JobError(self._absence_message(seconds))
-            for number in queue.wait(min(remaining, _LOOK_SECONDS), self.sockets):
+            for number in queue.wait(min(remaining, _POLL_SECONDS), self.sockets):
                 return number
-            for line, message in self._admission.poll():
-                if fault := self._admit(line, message):
+            for connection, message in self._admission.poll():
+                if fault := self._admit(connection, message):
                     raise JobError(fault)
             for message in self.take_orders():
                 if message["kind"] == "stop":
@@ -99,26 +99,26 @@ class Coordinator:
     def _absence_message(self, seconds: float) -> str:
         missing = sorted(set(range(self.nodes.count)) - set(self.hosts))
         present = ", ".join(f"{index} ({host})" for index, host in sorted(self.hosts.items()))
-        strangers = self._admission.num_strangers if self._admission is not None else 0
-        unknown = (
-            f"; {strangers} connections could not prove that they belong to this run: give a job.dump_folder that all "
-            "machines share"
+        num_strangers = self._admission.num_strangers if self._admission is not None else 0
+        hint = (
+            f"; {num_strangers} connections could not prove that they belong to this run: give a job.dump_folder that "
+            "all machines share"
         )
         return (
-            f"NNODES: given {self.nodes.count}, of which {', '.join(map(str, missing))} did not come within "
-            f"{seconds:.0f} s to {self.nodes.head}, port {self.nodes.port} (comm.init_timeout_seconds); here: "
-            f"{present}; allowed: as many, with the same HEAD_ADDR and HEAD_PORT and each its NODE_RANK; start "
-            f"them, and let them through the firewall{unknown if strangers else ''}"
+            f"NNODES: given {self.nodes.count}, but {', '.join(map(str, missing))} did not connect to "
+            f"{self.nodes.head}, port {self.nodes.port}, within {seconds:.0f} s (comm.init_timeout_seconds); here: "
+            f"{present}; allowed: as many machines, with the same HEAD_ADDR and HEAD_PORT and each its NODE_RANK; "
+            f"start them, and let them through the firewall{hint if num_strangers else ''}"
         )
 
-    def _admit(self, line: Connection, message: Message) -> str:
+    def _admit(self, connection: Connection, message: Message) -> str:
         """Admit a machine that has proved to belong to the run. Return what prevents it from taking part, or ""."""
         index, host, ranks = message.get("index"), str(message.get("host")), message.get("ranks")
         if not isinstance(index, int) or not 0 < index < self.nodes.count:
-            line.close()
+            connection.close()
             return ""
         if not self.attempt and message.get("attempt"):  # no rank runs yet: it is of an earlier launch
-            refuse_connection(line, admission.STARTED_AGAIN)
+            refuse_connection(connection, admission.STARTED_AGAIN)
             return ""
         fault = ""
         if index in self.hosts and not self.attempt:
@@ -131,11 +131,11 @@ class Coordinator:
         if message.get("refused"):
             fault = f"machine {index} ({host}) refuses the job:\n{message['refused']}"
         if fault and (self.attempt or index in self.hosts):
-            refuse_connection(line, fault)
+            refuse_connection(connection, fault)
             return fault
         if index in self.connections:  # it noticed the broken connection before this machine did
             self.connections[index].close()
-        self.connections[index], self.hosts[index] = line, host
+        self.connections[index], self.hosts[index] = connection, host
         self._lost.discard(index)
         return fault
 
@@ -149,10 +149,10 @@ class Coordinator:
             if self._admission is None:
                 with suppress(JobError):  # the port may be in use for a moment
                     self._admission = Admission(self.nodes, self._key)
-            for number in queue.wait(min(seconds - waited, _LOOK_SECONDS), self.sockets):
+            for number in queue.wait(min(seconds - waited, _POLL_SECONDS), self.sockets):
                 return number
-            for line, message in self._admission.poll() if self._admission is not None else ():
-                if fault := self._admit(line, message):
+            for connection, message in self._admission.poll() if self._admission is not None else ():
+                if fault := self._admit(connection, message):
                     report(f"sent away again: {fault}")
             for message in self.take_orders():
                 if message["kind"] == "stop":
@@ -191,9 +191,9 @@ class Coordinator:
         self._broadcast({"kind": "start", "attempt": self.attempt, "port": nodes.port, "restart": fields})
         return nodes, listener
 
-    def report_event(self, kind: str, **more: Any) -> None:
+    def report_event(self, kind: str, **fields: Any) -> None:
         """Report an event on this machine that concerns all: stop (number), failed; hung (seconds), at every poll."""
-        self._handle({"kind": kind, **more}, 0)
+        self._handle({"kind": kind, **fields}, 0)
 
     def take_orders(self) -> list[Message]:
         """Return the orders for this machine: stop (number), follow, collect (name, seconds)."""
@@ -202,10 +202,10 @@ class Coordinator:
         return orders
 
     def _receive(self) -> None:
-        for index, line in self.connections.items():
-            for message in line.receive():
+        for index, connection in self.connections.items():
+            for message in connection.receive():
                 self._handle(message, index)
-            if not line.is_open and index not in self._lost:
+            if not connection.is_open and index not in self._lost:
                 self._lost.add(index)
                 cause = f"machine {index} ({self.hosts[index]}) is gone"
                 if index not in self._ended_machines:
@@ -216,14 +216,14 @@ class Coordinator:
         if index and kind in ("failed", "hung", "end") and message.get("attempt") != self.attempt:
             return
         if kind == "stop":
-            self._broadcast(message, but=index)
+            self._broadcast(message, except_index=index)
         elif kind == "failed":
-            self._broadcast({"kind": "follow"}, but=index)
+            self._broadcast({"kind": "follow"}, except_index=index)
         elif kind == "hung":
             self._stuck_reports[index] = time.monotonic()
             if not self._collected and self._all_stuck():
                 self._collected = True
-                order = {"kind": "collect", "name": folder_name(), "seconds": message["seconds"]}
+                order = {"kind": "collect", "name": hang_folder_name(), "seconds": message["seconds"]}
                 self._broadcast(order)
                 self._orders.append(order)
         elif kind == "end" and index not in self._ended_machines:
@@ -237,35 +237,35 @@ class Coordinator:
         stuck = {index for index, at in self._stuck_reports.items() if time.monotonic() - at < FRESH_SECONDS}
         return stuck | self._ended_machines == set(range(self.nodes.count))
 
-    def _record_exit(self, index: int, end: ExitReport) -> None:
+    def _record_exit(self, index: int, exit_report: ExitReport) -> None:
         self._ended_machines.add(index)
-        self._exit_reports.append(end)
-        if not end.done:
-            self._broadcast({"kind": "follow"}, but=index)
+        self._exit_reports.append(exit_report)
+        if not exit_report.done:
+            self._broadcast({"kind": "follow"}, except_index=index)
 
-    def _broadcast(self, message: Message, but: int | None = None) -> None:
-        for index, line in self.connections.items():
-            if index != but:
-                line.send(message)
-        if but not in (0, None):  # from another machine, so this one must act on it too
+    def _broadcast(self, message: Message, except_index: int | None = None) -> None:
+        for index, connection in self.connections.items():
+            if index != except_index:
+                connection.send(message)
+        if except_index not in (0, None):  # from another machine, so this one must act on it too
             self._orders.append(message)
 
-    def gather_reports(self, local_end: ExitReport, queue: SignalQueue) -> list[ExitReport]:
+    def gather_reports(self, local_report: ExitReport, queue: SignalQueue) -> list[ExitReport]:
         """Return how this start ended on all machines, in the order of their reports. A stop signal received meanwhile
-        stays in the queue for the next `look`."""
+        stays in the queue for the next `take_orders`."""
         self._receive()
-        self._record_exit(0, local_end)
+        self._record_exit(0, local_report)
         deadline = time.monotonic() + QUIET_SECONDS
         while len(self._ended_machines) < self.nodes.count and time.monotonic() < deadline:
-            for number in queue.wait(_LOOK_SECONDS, self.sockets):
+            for number in queue.wait(_POLL_SECONDS, self.sockets):
                 self.report_event("stop", number=number)
                 self._orders.append({"kind": "stop", "number": number})
             self._receive()
         for index in set(range(self.nodes.count)) - self._ended_machines:
             self.connections[index].close()
         self._receive()
-        ends, self._exit_reports, self._ended_machines = self._exit_reports, [], set()
-        return ends
+        reports, self._exit_reports, self._ended_machines = self._exit_reports, [], set()
+        return reports
 
     def end_run(self, code: int) -> None:
         """End the run on all machines with the same exit code. Waits a moment for machines that have not come yet, so
@@ -274,16 +274,16 @@ class Coordinator:
         while self._admission is not None and time.monotonic() < deadline:
             if len(self.hosts) + turned_away >= self.nodes.count:
                 break
-            select.select(self.sockets, [], [], _LOOK_SECONDS)
+            select.select(self.sockets, [], [], _POLL_SECONDS)
             if self._key is None:
                 turned_away += self._admission.refuse_all(code)
             else:
-                for line, message in self._admission.poll():
-                    self._admit(line, message)
+                for connection, message in self._admission.poll():
+                    self._admit(connection, message)
         self._close_admission()
-        for line in self.connections.values():
-            line.send({"kind": "leave", "code": code})
-            line.close()
+        for connection in self.connections.values():
+            connection.send({"kind": "leave", "code": code})
+            connection.close()
         if self._secret_file is not None:
             admission.remove_secret(self._secret_file)
             self._secret_file = None
@@ -302,34 +302,34 @@ class Worker:
     def sockets(self) -> list[socket.socket]:
         return [self.connection.connection] if self.connection is not None and self.connection.is_open else []
 
-    def join(self, queue: SignalQueue, seconds: float, refused: str = "") -> int | None:
+    def join(self, queue: SignalQueue, seconds: float, refusal: str = "") -> int | None:
         """Connect to the first machine, which may start later; return the number of a signal that ended the wait.
         `refused`: why this machine refuses the job, or "". Raises `JobError` if the first machine is not found."""
-        deadline, foreign_since = time.monotonic() + seconds, None
+        deadline, other_secret_since = time.monotonic() + seconds, None
         while True:
-            number, failure = self._try_to_join(queue, refused)
+            number, failure = self._try_to_join(queue, refusal)
             if failure is None:
                 return number
             now = time.monotonic()
-            foreign_since = (foreign_since or now) if failure.has_other_secret else None
-            if foreign_since is not None and now > min(deadline, foreign_since + FOLDER_SECONDS):
+            other_secret_since = (other_secret_since or now) if failure.has_other_secret else None
+            if other_secret_since is not None and now > min(deadline, other_secret_since + FOLDER_SECONDS):
                 raise JobError(
                     f"job.dump_folder: not the folder of the first machine ({self.nodes.head}): {failure}, "
-                    f"{now - foreign_since:.0f} s after that machine was reached; allowed: one folder that all "
+                    f"{now - other_secret_since:.0f} s after that machine was reached; allowed: one folder that all "
                     "machines share, e.g. on NFS"
                 )
             if now > deadline:
                 raise JobError(
                     f"HEAD_ADDR, HEAD_PORT: given {self.nodes.head}, {self.nodes.port}, where no launcher answers "
-                    f"within {seconds:.0f} s ({failure}); allowed: those of the machine with "
-                    "NODE_RANK = 0, alike everywhere; start all machines together"
+                    f"within {seconds:.0f} s ({failure}); allowed: address and port of the "
+                    "machine with NODE_RANK = 0, the same everywhere; start all machines together"
                 )
-            for number in queue.wait(_LOOK_SECONDS):
+            for number in queue.wait(_POLL_SECONDS):
                 return number
 
     def rejoin(self, queue: SignalQueue, seconds: float, report: Report) -> int | None:
         """Reconnect to the first machine after this one's ranks have ended; return the number of a signal that ended
-        the wait. `line` stays closed if it was not found in time."""
+        the wait. `connection` stays closed if it was not found in time."""
         began = reported = time.monotonic()
         first = f"the first machine ({self.nodes.head}, port {self.nodes.port})"
         report(f"{first} is gone; trying for up to {seconds:.0f} s to reach it again (job.rejoin_seconds)")
@@ -342,11 +342,11 @@ class Worker:
             if time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
                 report(f"trying to reach {first}: {reported - began:.0f} of {seconds:.0f} s ({failure})")
-            for number in queue.wait(min(_LOOK_SECONDS, seconds - waited)):
+            for number in queue.wait(min(_POLL_SECONDS, seconds - waited)):
                 return number
         return None
 
-    def _try_to_join(self, queue: SignalQueue, refused: str = "") -> tuple[int | None, CoordinatorUnreachable | None]:
+    def _try_to_join(self, queue: SignalQueue, refusal: str = "") -> tuple[int | None, CoordinatorUnreachable | None]:
         """Try once to connect and to introduce this machine: return the number of a signal, if one came, or the reason
         why the first machine was not reached."""
         try:
@@ -357,13 +357,13 @@ class Worker:
             return result, None
         self.connection = result
         self.report_event(
-            "here", index=self.nodes.index, count=self.nodes.count, host=_HOST, ranks=self.num_ranks, refused=refused
+            "here", index=self.nodes.index, count=self.nodes.count, host=_HOST, ranks=self.num_ranks, refused=refusal
         )
         return None, None
 
-    def report_event(self, kind: str, **more: Any) -> None:
+    def report_event(self, kind: str, **fields: Any) -> None:
         if self.connection is not None:
-            self.connection.send({"kind": kind, "attempt": self.attempt, **more})
+            self.connection.send({"kind": kind, "attempt": self.attempt, **fields})
 
     def take_orders(self) -> list[Message]:
         if self.connection is None:
@@ -376,7 +376,7 @@ class Worker:
         if the connection is lost. `patience`: how long that machine may be silent."""
         heard_at, stop_signal = time.monotonic(), 0
         while True:
-            for number in queue.wait(_LOOK_SECONDS, self.sockets):
+            for number in queue.wait(_POLL_SECONDS, self.sockets):
                 stop_signal = stop_signal or number
                 self.report_event("stop", number=number)
             orders = self.take_orders()

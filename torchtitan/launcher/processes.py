@@ -24,19 +24,19 @@ from types import FrameType
 
 from torchtitan.launcher.nodes import Nodes
 from torchtitan.process.exit import stop_signals
-from torchtitan.process.heartbeat import Doing, ProgressTable, SharedFile
+from torchtitan.process.heartbeat import Activity, ProgressTable, SharedFile
 from torchtitan.process.ranks import Launcher, Restart, environment_of
 
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass
-class Ended:
+class RankExit:
     """The end of a rank: its exit code, negative for a signal, and its last reported activity."""
 
     rank: int
     code: int
-    doing: Doing
+    activity: Activity
     at: float
     """End time on the monotonic clock."""
 
@@ -52,18 +52,18 @@ class Ended:
         return f"rank {self.rank} {outcome}"
 
 
-class Shared:
+class RankFiles:
     """Files and a pipe that one rank shares with the launcher, to diagnose a hang."""
 
     def __init__(self) -> None:
         self.stacks, self.collectives = SharedFile("torchtitan-stacks"), SharedFile("torchtitan-collectives")
-        self.asked, self.ask = os.pipe()
+        self.request_reader, self.request_writer = os.pipe()
 
     def close(self) -> None:
         self.stacks.close()
         self.collectives.close()
-        os.close(self.asked)
-        os.close(self.ask)
+        os.close(self.request_reader)
+        os.close(self.request_writer)
 
 
 class Processes:
@@ -79,55 +79,57 @@ class Processes:
         nodes: Nodes | None = None,
         listener: socket.socket | None = None,
     ) -> None:
-        self.began = time.monotonic()
+        self.started_at = time.monotonic()
         self.nodes, self.listener = nodes or Nodes(), listener
-        self.first = self.nodes.index * num_ranks
+        self.first_rank = self.nodes.index * num_ranks
         """Global rank of this machine's first rank."""
-        self.store, self.told = SharedFile("torchtitan-store"), SharedFile("torchtitan-progress")
-        self.shared = [Shared() for _ in range(num_ranks)]
-        self.progress = ProgressTable(self.told, num_ranks)
-        self.ended: list[Ended] = []
+        self.store, self.heartbeats = SharedFile("torchtitan-store"), SharedFile("torchtitan-progress")
+        self.rank_files = [RankFiles() for _ in range(num_ranks)]
+        self.progress = ProgressTable(self.heartbeats, num_ranks)
+        self.exits: list[RankExit] = []
         """Ranks that have ended, in the order in which this was noticed."""
-        self._not_ours = _children()
+        self._foreign_children = _children()
         _adopt_orphans()
         self.running = {rank: self._start(command, rank, restart) for rank in range(num_ranks)}
 
     @property
     def world_size(self) -> int:
         """Number of ranks on all machines."""
-        return self.nodes.count * len(self.shared)
+        return self.nodes.count * len(self.rank_files)
 
     def _start(self, command: list[str], rank: int, restart: Restart | None) -> subprocess.Popen[bytes]:
-        shared = self.shared[rank]
-        files = (self.store, self.told, shared.stacks, shared.collectives)
+        shared = self.rank_files[rank]
+        files = (self.store, self.heartbeats, shared.stacks, shared.collectives)
         listen = [] if self.listener is None or rank else [self.listener.fileno()]
         launcher = Launcher(
             os.getpid(),
             self.store.path,
-            self.told.path,
+            self.heartbeats.path,
             shared.stacks.path,
             shared.collectives.path,
-            ask=shared.asked,
+            ask=shared.request_reader,
             listen=listen[0] if listen else None,
             restart=restart,
         )
         return subprocess.Popen(
             command,
-            env=environment_of(rank, len(self.shared), launcher, astuple(self.nodes)),
-            pass_fds=[*(file.descriptor for file in files), shared.asked, *listen],
+            env=environment_of(rank, len(self.rank_files), launcher, astuple(self.nodes)),
+            pass_fds=[*(file.descriptor for file in files), shared.request_reader, *listen],
             start_new_session=True,
         )
 
-    def look(self) -> list[Ended]:
+    def poll(self) -> list[RankExit]:
         """Return the ranks that have ended since the last call."""
         newly_ended = []
         for rank, process in list(self.running.items()):
             code = process.poll()
             if code is not None:
-                newly_ended.append(Ended(self.first + rank, code, self.progress[rank], time.monotonic()))
+                newly_ended.append(RankExit(self.first_rank + rank, code, self.progress[rank], time.monotonic()))
                 del self.running[rank]
-        newly_ended.sort(key=lambda ended: ended.code >= 0)  # killed ranks first: others fail because they lost one
-        self.ended += newly_ended
+        newly_ended.sort(
+            key=lambda rank_exit: rank_exit.code >= 0
+        )  # killed ranks first: others fail because they lost one
+        self.exits += newly_ended
         return newly_ended
 
     def signal(self, number: int) -> None:
@@ -137,11 +139,11 @@ class Processes:
 
     def state(self, rank: int) -> str:
         """Return the kernel's letter for the process state: R runs, S sleeps, D waits for a disk, T is stopped."""
-        return self._of(rank, "stat").rpartition(")")[2].strip()[:1] or "?"
+        return self._read_proc(rank, "stat").rpartition(")")[2].strip()[:1] or "?"
 
     def bytes_moved(self, rank: int) -> int:
         """Return the bytes that the process has read and written so far."""
-        fields = dict(line.split(": ") for line in self._of(rank, "io").splitlines())
+        fields = dict(line.split(": ") for line in self._read_proc(rank, "io").splitlines())
         return sum(int(fields.get(name, 0)) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
 
     def cpu_seconds(self, rank: int) -> float:
@@ -156,7 +158,7 @@ class Processes:
                 pids += map(int, _read(task).split())
         return ticks / os.sysconf("SC_CLK_TCK")
 
-    def _of(self, rank: int, name: str) -> str:
+    def _read_proc(self, rank: int, name: str) -> str:
         return _read(f"/proc/{self.running[rank].pid}/{name}")
 
     def close(self) -> None:
@@ -164,14 +166,14 @@ class Processes:
         self.signal(signal.SIGKILL)
         for process in self.running.values():
             process.wait()
-        self.look()
-        while orphans := _children() - self._not_ours:  # repeated: the children of a killed process become ours
+        self.poll()
+        while orphans := _children() - self._foreign_children:  # repeated: the children of a killed process become ours
             for child in orphans:
                 with suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
                 with suppress(ChildProcessError):
                     os.waitpid(child, 0)
-        for shared in (self.store, self.told, *self.shared):
+        for shared in (self.store, self.heartbeats, *self.rank_files):
             shared.close()
 
 
@@ -203,7 +205,7 @@ ONE_REQUEST_SECONDS = 0.5
 """Signals within this time after a request count as copies of it."""
 
 
-class Requests:
+class StopRequests:
     """Counts stop requests. Used by the launcher and, without one, by the rank itself."""
 
     def __init__(self) -> None:
@@ -230,31 +232,31 @@ class SignalQueue:
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
-        self._came: list[int] = []
+        self._received: list[int] = []
         handlers = {number: self._remember for number in stop_signals()} | {signal.SIGCHLD: self._wake}
         self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self._came.append(number)
+        self._received.append(number)
 
     def _wake(self, number: int, frame: FrameType | None) -> None:
         """Do nothing. A signal without a handler would not end the wait."""
 
-    def wait(self, seconds: float, also: Sequence[socket.socket] = ()) -> list[int]:
+    def wait(self, seconds: float, sockets: Sequence[socket.socket] = ()) -> list[int]:
         """Return the stop signals received so far.
 
-        Waits at most `seconds` for one, or until a socket in `also` is readable.
+        Waits at most `seconds` for one, or until one of `sockets` is readable.
         """
-        if not self._came:
-            select.select([self._read, *(connection.fileno() for connection in also)], [], [], max(0.0, seconds))
+        if not self._received:
+            select.select([self._read, *(connection.fileno() for connection in sockets)], [], [], max(0.0, seconds))
         while True:
             try:
                 if not os.read(self._read, 4096):
                     break
             except BlockingIOError:
                 break
-        received, self._came = self._came, []
+        received, self._received = self._received, []
         return received
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ def supervise(
     queue: SignalQueue,
     max_restarts: int,
     newest: Callable[[], int],
-    company: Coordinator | None = None,
+    coordinator: Coordinator | None = None,
     rejoin_seconds: float = 0,
 ) -> int:
     """Start all ranks, restart them as needed, and return the exit code of the run.
@@ -39,31 +39,31 @@ def supervise(
     Runs on the first machine, for all. `newest()` is the step of the newest checkpoint. Lost machines are waited for
     for up to `rejoin_seconds`.
     """
-    company = company or Coordinator()
-    saved, attempts, num_restarts = newest(), 0, 0
-    first = saved
+    coordinator = coordinator or Coordinator()
+    saved_step, attempts, num_restarts = newest(), 0, 0
+    first_step = saved_step
     restart: Restart | None = None
     faults: list[str] = []
     while True:
-        watch = start(restart)
-        local = watch.exit_report(watch.wait())
-        end = combine_reports(company.gather_reports(local, queue))
-        if end.code == HUNG:
-            print_message(end.cause, sys.stderr)
-        if company.lost_machines and local.done:  # all saved here, so the lost machines had saved too
-            print_message(f"{', '.join(company.lost_machines)} gone, after everything was saved", sys.stderr)
-            return local.code
-        if end.is_final or not max_restarts:
-            if company.lost_machines:
-                print_message(f"{', '.join(company.lost_machines)} gone; not started again", sys.stderr)
-            return end.code
-        if (code := _reunite(queue, company, rejoin_seconds)) is not None:
+        monitor = start(restart)
+        local_report = monitor.exit_report(monitor.wait())
+        report = combine_reports(coordinator.gather_reports(local_report, queue))
+        if report.code == HUNG:
+            print_message(report.cause, sys.stderr)
+        if coordinator.lost_machines and local_report.done:  # all saved here, so the lost machines had saved too
+            print_message(f"{', '.join(coordinator.lost_machines)} gone, after everything was saved", sys.stderr)
+            return local_report.code
+        if report.is_final or not max_restarts:
+            if coordinator.lost_machines:
+                print_message(f"{', '.join(coordinator.lost_machines)} gone; not started again", sys.stderr)
+            return report.code
+        if (code := _wait_for_lost(queue, coordinator, rejoin_seconds)) is not None:
             return code
         step = newest()
-        if step != saved:  # lower if the run rolled back and moved newer checkpoints aside
-            saved, attempts, faults = step, 0, []
-        cause, ended = end.cause.partition("; stacks")[0], time.monotonic()
-        faults.append(f"step {end.reached}: {cause}")
+        if step != saved_step:  # lower if the run rolled back and moved newer checkpoints aside
+            saved_step, attempts, faults = step, 0, []
+        cause, failed_at = report.cause.partition("; stacks")[0], time.monotonic()
+        faults.append(f"step {report.reached}: {cause}")
         if attempts == max_restarts:
             print_message(
                 f"crashed {attempts + 1} times without saving anything in between; given up. Its faults:", sys.stderr
@@ -72,31 +72,33 @@ def supervise(
             return CRASH_LOOP
         attempts, num_restarts = attempts + 1, num_restarts + 1
         pause = min(FIRST_PAUSE_SECONDS * 2 ** (attempts - 1), LONGEST_PAUSE_SECONDS)
-        repeated_steps = max(0, end.reached - max(step, 0))
+        repeated_steps = max(0, report.reached - max(step, 0))
         print_message(
-            f"restart {attempts} of {max_restarts} in {pause:g} s: {cause} after step {end.reached}; going on from "
+            f"restart {attempts} of {max_restarts} in {pause:g} s: {cause} after step {report.reached}; going on from "
             f"step {max(step, 0)}, so that {repeated_steps} steps are done again",
             sys.stderr,
         )
-        stop = _pause(queue, pause, company)
-        if stop is not None:
-            return 128 + stop
-        if (code := _reunite(queue, company, rejoin_seconds)) is not None:
+        stop_signal = _pause(queue, pause, coordinator)
+        if stop_signal is not None:
+            return 128 + stop_signal
+        if (code := _wait_for_lost(queue, coordinator, rejoin_seconds)) is not None:
             return code
-        has_saved = step != first or (restart is not None and restart.saved)
-        restart = Restart(num_restarts, cause, end.rank, end.reached, watch.processes.began, has_saved, ended)
+        has_saved = step != first_step or (restart is not None and restart.saved)
+        restart = Restart(
+            num_restarts, cause, report.rank, report.reached, monitor.processes.started_at, has_saved, failed_at
+        )
 
 
-def _reunite(queue: SignalQueue, company: Coordinator, seconds: float) -> int | None:
+def _wait_for_lost(queue: SignalQueue, coordinator: Coordinator, seconds: float) -> int | None:
     """Wait until all machines are connected again. Return None, or the exit code if the run ends instead."""
-    if not company.lost_machines:
+    if not coordinator.lost_machines:
         return None
-    stop = company.wait_for_lost(queue, seconds, _report) if seconds else None
-    if stop is not None:
-        return 128 + stop
-    if company.lost_machines:
+    stop_signal = coordinator.wait_for_lost(queue, seconds, _report) if seconds else None
+    if stop_signal is not None:
+        return 128 + stop_signal
+    if coordinator.lost_machines:
         waited = f" for {seconds:.0f} s (job.rejoin_seconds)" if seconds else ""
-        print_message(f"{', '.join(company.lost_machines)} gone{waited}; {_THE_END}", sys.stderr)
+        print_message(f"{', '.join(coordinator.lost_machines)} gone{waited}; {_THE_END}", sys.stderr)
         return CRASHED
     return None
 
@@ -105,37 +107,37 @@ def _report(text: str) -> None:
     print_message(text, sys.stderr)
 
 
-def _pause(queue: SignalQueue, seconds: float, company: Coordinator) -> int | None:
+def _pause(queue: SignalQueue, seconds: float, coordinator: Coordinator) -> int | None:
     """Wait before a restart.
 
     Return the stop signal that ended the wait, if any, or that arrived while the ends were gathered.
     """
     deadline = time.monotonic() + seconds
     while True:
-        for message in company.take_orders():
+        for message in coordinator.take_orders():
             if message["kind"] == "stop":
                 return message["number"]
         remaining = deadline - time.monotonic()
-        if remaining <= 0 or company.lost_machines:
+        if remaining <= 0 or coordinator.lost_machines:
             return None
-        for number in queue.wait(remaining, company.sockets):
+        for number in queue.wait(remaining, coordinator.sockets):
             return number
 
 
-def follow(
-    start: Callable[[int, Restart | None], RankMonitor], queue: SignalQueue, other: Worker, rejoin_seconds: float = 0
+def follow_coordinator(
+    start: Callable[[int, Restart | None], RankMonitor], queue: SignalQueue, worker: Worker, rejoin_seconds: float = 0
 ) -> int:
     """Start and end ranks as the first machine orders, on any other machine; return the exit code of the run.
 
     `start` gets the port of the ranks' store. If the first machine is lost, this one tries to reconnect for up to
     `rejoin_seconds`.
     """
-    patience = None
-    end: ExitReport | None = None
+    timeout = None
+    report: ExitReport | None = None
     while True:
-        order = other.next_order(queue, _report, patience)
+        order = worker.next_order(queue, _report, timeout)
         if order["kind"] == "lost":
-            code = _find_the_first(queue, other, order, end, rejoin_seconds)
+            code = _reconnect(queue, worker, order, report, rejoin_seconds)
             if code is not None:
                 return code
             continue
@@ -143,30 +145,30 @@ def follow(
             if "text" in order:
                 print_message(order["text"], sys.stderr)
             return order["code"]
-        watch = start(order["port"], Restart(**order["restart"]) if order["restart"] else None)
-        end = watch.exit_report(watch.wait())
-        other.report_event("end", **end.to_fields())
-        patience = 2 * QUIET_SECONDS
+        monitor = start(order["port"], Restart(**order["restart"]) if order["restart"] else None)
+        report = monitor.exit_report(monitor.wait())
+        worker.report_event("end", **report.to_fields())
+        timeout = 2 * QUIET_SECONDS
 
 
-def _find_the_first(
-    queue: SignalQueue, other: Worker, lost: Message, end: ExitReport | None, seconds: float
+def _reconnect(
+    queue: SignalQueue, worker: Worker, lost: Message, report: ExitReport | None, seconds: float
 ) -> int | None:
     """Reconnect to the first machine after the connection was lost and all ranks here have ended. Return None on
     success, or the exit code if the run ends instead. `end`: how the newest start of the ranks ended here.
     """
-    if end is not None and end.asked:
-        return end.code
-    complete_code = end.code if end is not None and end.done else None
+    if report is not None and report.asked:
+        return report.code
+    complete_code = report.code if report is not None and report.done else None
     if complete_code is not None:
         seconds = min(seconds, DONE_SECONDS)
-    if end is None or not seconds or lost["code"] in STOPPED:
+    if report is None or not seconds or lost["code"] in STOPPED:
         print_message(lost["text"], sys.stderr)
         return lost["code"] if complete_code is None else complete_code
-    stop = other.rejoin(queue, seconds, _report)
-    if stop is not None:
-        return 128 + stop
-    if other.sockets:
+    stop_signal = worker.rejoin(queue, seconds, _report)
+    if stop_signal is not None:
+        return 128 + stop_signal
+    if worker.sockets:
         return None
     if complete_code is not None:
         print_message(f"{lost['text']}, after everything was saved", sys.stderr)

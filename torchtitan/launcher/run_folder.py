@@ -3,11 +3,11 @@
 They include the job of every start and the step of the last save, which distinguishes a folder that lost its
 checkpoints from a new one. Needs no torch.
 
-The folder is emptied before a new run begins in it if the job says so (job.clean_start). Only what certainly belongs to
-a run is deleted, and nothing that a user might miss. A folder belongs to a run if it contains the files of `keep_job`.
-It is refused if it has anything at its top level that no run of this job writes. Links are removed and never followed.
-A job that `torchtitan import --run` has written into the folder stays if the run is started from it. The file that
-marks the folder is deleted last, so that the next start can finish an interrupted deletion.
+The folder is emptied before a new run begins in it if the job says so (job.clean_start). Only files of a run are
+deleted, and none that a user might miss: a folder belongs to a run if it contains the files of `record_start`, and it
+is refused if it has anything at its top level that no run of this job writes. Links are removed and never followed. A
+job that `torchtitan import --run` has written into the folder stays if the run is started from it. The file that marks
+the folder is deleted last, so that the next start can finish an interrupted deletion.
 """
 
 import dataclasses
@@ -29,72 +29,90 @@ from torchtitan.metrics.trackers import entries_of
 
 logger = logging.getLogger(__name__)
 
-JOB, STARTS, LAST = "config.toml", "starts", "last_checkpoint"
-IMPORTED = "imported.toml"
+JOB_FILE, STARTS_FOLDER, LAST_SAVE_FILE = "config.toml", "starts", "last_checkpoint"
+IMPORTED_JOB_FILE = "imported.toml"
 """The job file that `torchtitan import --run` starts a run from."""
-LOGS = "logs"
+LOGS_FOLDER = "logs"
 """Folder of log files, one per rank, if the job asks for them."""
 EXPORTS = {"model", "model_hf", "adapter"}
 """The weights exported at the end of a run."""
-HANGS = "hangs"
+HANGS_FOLDER = "hangs"
 """Folder with the stacks of all ranks during hangs."""
-WAYS_BACK = "ways_back.json"
+ROLLBACKS_FILE = "ways_back.json"
 """The steps after which the run found its weights or optimizer state damaged and returned to a checkpoint."""
-SECRET = "launch.secret"
+SECRET_FILE = "launch.secret"
 """Authenticates the launchers of several machines to each other while the run lasts."""
-REFERENCE = "reference.safetensors"
-PICTURE = "training.png"
-FILES = {"metrics.jsonl", "generated.jsonl", PICTURE, REFERENCE}
-OWN = {JOB, STARTS, LAST, WAYS_BACK, IMPORTED, LOGS, "data", HANGS, SECRET} | FILES | EXPORTS
+REFERENCE_FILE = "reference.safetensors"
+PLOT_FILE = "training.png"
+FILES = {"metrics.jsonl", "generated.jsonl", PLOT_FILE, REFERENCE_FILE}
+KNOWN_NAMES = (
+    {
+        JOB_FILE,
+        STARTS_FOLDER,
+        LAST_SAVE_FILE,
+        ROLLBACKS_FILE,
+        IMPORTED_JOB_FILE,
+        LOGS_FOLDER,
+        "data",
+        HANGS_FOLDER,
+        SECRET_FILE,
+    }
+    | FILES
+    | EXPORTS
+)
 """Names at the top level of the folder that do not depend on options."""
 _EARLIER = re.compile(r"(metrics|generated)\.(previous(-[0-9]+)?|redone)\.jsonl")
 _START = re.compile(r"([0-9]{4,})-from-step-[0-9]{8,}\.toml")
 
 
-def keep_job(folder: Path, text: str, step: int) -> None:
+def record_start(folder: Path, text: str, step: int) -> None:
     """Save the job as it starts at `step`: as config.toml, and as a new file in the history of all starts."""
-    history = folder / STARTS
+    history = folder / STARTS_FOLDER
     history.mkdir(parents=True, exist_ok=True)
     numbers = [int(match[1]) for path in history.iterdir() if (match := _START.fullmatch(path.name))]
     folders.replace_file(history / f"{max(numbers, default=0) + 1:04d}-from-step-{step:08d}.toml", text)
-    folders.replace_file(folder / JOB, text)
+    folders.replace_file(folder / JOB_FILE, text)
 
 
-def is_of_a_run(folder: Path) -> bool:
-    """Return True if `keep_job` has written to this folder."""
-    starts = folder / STARTS
+def is_run_folder(folder: Path) -> bool:
+    """Return True if `record_start` has written to this folder."""
+    starts = folder / STARTS_FOLDER
     return starts.is_dir() and not starts.is_symlink() and any(_START.fullmatch(p.name) for p in starts.iterdir())
 
 
-def out_of_place(folder: Path) -> str | None:
+def find_misplaced(folder: Path) -> str | None:
     """Describe a folder where a run needs a file, or the reverse; None if there is none."""
-    for name in sorted({JOB, LAST, WAYS_BACK} | FILES):
+    for name in sorted({JOB_FILE, LAST_SAVE_FILE, ROLLBACKS_FILE} | FILES):
         if (folder / name).is_dir():
             return f"{folder / name} is a folder, where a run has a file"
-    for name in (STARTS, LOGS, HANGS):
+    for name in (STARTS_FOLDER, LOGS_FOLDER, HANGS_FOLDER):
         if os.path.lexists(folder / name) and not (folder / name).is_dir():
             return f"{folder / name} is no folder, where a run has one"
     return None
 
 
-def is_of_every_run(name: str) -> bool:
+def is_name_of_any_run(name: str) -> bool:
     """Return True if a top-level name belongs to any run, whatever its options, or is left by a crash."""
-    return name in OWN or _EARLIER.fullmatch(name) is not None or name.removesuffix(".tmp").removeprefix(".") in OWN
+    return (
+        name in KNOWN_NAMES
+        or _EARLIER.fullmatch(name) is not None
+        or name.removesuffix(".tmp").removeprefix(".") in KNOWN_NAMES
+    )
 
 
-def note_saved(folder: Path, step: int) -> None:
+def record_save(folder: Path, step: int) -> None:
     """Record that this step's checkpoint has been published. A failure to write the record is only logged."""
     try:
-        folders.replace_file(folder / LAST, layout.step_name(step) + "\n")
+        folders.replace_file(folder / LAST_SAVE_FILE, layout.step_name(step) + "\n")
     except OSError as error:
-        logger.warning("%s cannot be written: %s", folder / LAST, error)
+        logger.warning("%s cannot be written: %s", folder / LAST_SAVE_FILE, error)
 
 
-def note_way_back(folder: Path, step: int) -> bool:
+def record_rollback(folder: Path, step: int) -> bool:
     """Record that the run returns to a checkpoint because its state after `step` is damaged. Return True if it did so
     for this step before, in this process or an earlier one. A record that cannot be written or read is only logged.
     """
-    path = folder / WAYS_BACK
+    path = folder / ROLLBACKS_FILE
     steps: set[int] = set()
     try:
         if path.exists():
@@ -105,21 +123,21 @@ def note_way_back(folder: Path, step: int) -> bool:
     return step in steps
 
 
-def missing_checkpoints(folder: Path, checkpoints: Path) -> str | None:
+def find_lost_checkpoints(folder: Path, checkpoints: Path) -> str | None:
     """Return evidence that this run has saved before, if its checkpoints are missing; None without evidence."""
     if layout.step_folders(checkpoints):
         return None
     try:
-        name = layout.read_bytes(folder / LAST, most=100).decode(errors="replace").strip()
+        name = layout.read_bytes(folder / LAST_SAVE_FILE, most=100).decode(errors="replace").strip()
     except layout.CheckpointError:
         name = ""
     if layout.step_of(name) is not None:
-        return f"{name} by {LAST}"
+        return f"{name} by {LAST_SAVE_FILE}"
     aside = [path.name for path in checkpoints.glob(".aside-step-*")] if checkpoints.is_dir() else []
     return f"{aside[0]}, moved aside" if aside else None
 
 
-def how_to_export(config: JobConfig) -> str:
+def export_advice(config: JobConfig) -> str:
     """Return what to do about a run of this job that is complete except for its export."""
     options = config.checkpoint
     if not options.enable or options.load_only:
@@ -133,7 +151,7 @@ def how_to_export(config: JobConfig) -> str:
 # Emptying the folder (job.clean_start)
 
 CLEAN_START = "job.clean_start"
-NO_PLACES = ("job.dump_folder", "job.description", "job.tags", "data.cache_dir")
+NOT_INPUTS = ("job.dump_folder", "job.description", "job.tags", "data.cache_dir")
 """String options that are not paths, or are paths that only the run itself creates."""
 _TOKENIZED = re.compile(r"\.lock|[0-9a-f]{16}")
 """Names of the entries in a folder of tokenized data."""
@@ -161,14 +179,14 @@ def empty_folder(config: JobConfig, started_before: int = 0) -> str:
 
 
 def _empty(config: JobConfig, folder: Path) -> str:
-    config, job_file = _beside_its_file(config, folder)
+    config, job_file = _without_imported_file(config, folder)
     entries = [entry for entry in os.scandir(folder) if not is_lock(entry.name) and entry.name != job_file]
     if not entries:
         return ""
-    if reason := why_not(config, folder):
+    if reason := reason_not_to_empty(config, folder):
         allowed = "a folder that one run has made, and nothing else is in"
         raise JobError(f"{CLEAN_START}: given {config.job.clean_start} with {folder}; allowed: {allowed}; {reason}")
-    for entry in sorted(entries, key=lambda entry: entry.name == STARTS):
+    for entry in sorted(entries, key=lambda entry: entry.name == STARTS_FOLDER):
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)
         else:
@@ -176,18 +194,18 @@ def _empty(config: JobConfig, folder: Path) -> str:
     return f"{folder} is emptied of what an earlier run has left ({CLEAN_START}), {len(entries)} entries"
 
 
-def _beside_its_file(config: JobConfig, folder: Path) -> tuple[JobConfig, str]:
+def _without_imported_file(config: JobConfig, folder: Path) -> tuple[JobConfig, str]:
     """Return the job without the config file of `torchtitan import --run` in this folder, and that file's name; the job
     as is and "" if it has none.
     """
-    imported_file = folder.resolve() / IMPORTED
+    imported_file = folder.resolve() / IMPORTED_JOB_FILE
     files = [file for file in config.job.config_file if Path(file).parent.resolve() / Path(file).name != imported_file]
     if files == config.job.config_file:
         return config, ""
-    return dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=files)), IMPORTED
+    return dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=files)), IMPORTED_JOB_FILE
 
 
-def why_not(config: JobConfig, folder: Path) -> str:
+def reason_not_to_empty(config: JobConfig, folder: Path) -> str:
     """Return why an existing folder must not be emptied, or "". Raises `OSError` if the folder cannot be read."""
     if folder.is_symlink():
         return f"it is a link to {os.readlink(folder)}: name the folder itself"
@@ -198,28 +216,28 @@ def why_not(config: JobConfig, folder: Path) -> str:
         return "a home lies in it"
     if Path.cwd().is_relative_to(resolved):
         return "it is the folder that this was started in, or holds it"
-    if inside := next(_named_inside(as_dict(config), resolved), None):
+    if inside := next(_inputs_inside(as_dict(config), resolved), None):
         return f"the job reads {inside}, which lies in it: move that, or name another job.dump_folder"
-    if not is_of_a_run(resolved):
-        return f"no run has left its {STARTS} in it: empty it yourself, or name another job.dump_folder"
-    if protected := next(_held(resolved, config.job.clean_start == "always"), ""):
+    if not is_run_folder(resolved):
+        return f"no run has left its {STARTS_FOLDER} in it: empty it yourself, or name another job.dump_folder"
+    if protected := next(_protected_entries(resolved, config.job.clean_start == "always"), ""):
         return protected
     if foreign := next(_foreign(config, resolved), None):
         return f"{foreign} is nothing that a run of this job makes: move it, or name another job.dump_folder"
     return ""
 
 
-def _held(root: Path, always: bool) -> Iterator[str]:
+def _protected_entries(root: Path, delete_all: bool) -> Iterator[str]:
     """Yield messages about anything in the folder, at any depth, that must not be deleted."""
     for folder, subfolders, files in os.walk(root, onerror=_raise):
         path, names = Path(folder), sorted([*subfolders, *files])
         if ".git" in names:
             yield f"{path} is a work tree of git"
-        if path != root and (STARTS in names or any(map(is_lock, names))):
+        if path != root and (STARTS_FOLDER in names or any(map(is_lock, names))):
             yield f"{path} is another run's folder: move it, or name another job.dump_folder"
         if path != root and os.path.ismount(path):
             yield f"another disk is mounted at {path}: empty it yourself, or name another job.dump_folder"
-        if always:
+        if delete_all:
             continue
         for name in names:
             if (step := layout.step_of(name)) is not None or name.startswith(".aside-step-"):
@@ -244,21 +262,21 @@ def _foreign(config: JobConfig, root: Path) -> Iterator[Path]:
     if root in cache.parents:
         allowed.add(cache.relative_to(root).parts[0])
     for path in sorted(root.iterdir()):
-        if path.name not in allowed and not is_lock(path.name) and not is_of_every_run(path.name):
+        if path.name not in allowed and not is_lock(path.name) and not is_name_of_any_run(path.name):
             yield path
     if root in cache.parents and cache.is_dir():
         yield from (path for path in sorted(cache.iterdir()) if not _TOKENIZED.fullmatch(path.name))
 
 
-def _named_inside(value: Any, folder: Path, name: str = "") -> Iterator[str]:
+def _inputs_inside(value: Any, folder: Path, name: str = "") -> Iterator[str]:
     """Yield the job's strings that name a file, folder or glob in `folder`, except the run's own output."""
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _named_inside(item, folder, f"{name}.{key}".strip("."))
+            yield from _inputs_inside(item, folder, f"{name}.{key}".strip("."))
     elif isinstance(value, list):
         for item in value:
-            yield from _named_inside(item, folder, name)
-    elif isinstance(value, str) and value and "\0" not in value and name not in NO_PLACES:
+            yield from _inputs_inside(item, folder, name)
+    elif isinstance(value, str) and value and "\0" not in value and name not in NOT_INPUTS:
         fixed = value[: min((value.index(sign) for sign in "*?[" if sign in value), default=len(value))]
         try:
             path = Path(value)

@@ -14,7 +14,7 @@ from shutil import which
 
 from torchtitan.core.errors import JobError
 from torchtitan.launcher.nodes import Nodes
-from torchtitan.launcher.processes import Requests, SignalQueue
+from torchtitan.launcher.processes import SignalQueue, StopRequests
 from torchtitan.process.exit import STOPPED
 from torchtitan.process.ranks import likely_device, number, set_default
 
@@ -64,7 +64,7 @@ def start_on_all(command: list[str], queue: SignalQueue) -> int:
     srun = subprocess.Popen(
         ["srun", *options, *command], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
     )
-    requests = Requests()
+    requests = StopRequests()
     while srun.poll() is None:
         for signaled in queue.wait(POLL_SECONDS):
             if requests.add(signaled):

@@ -37,7 +37,7 @@ from torchtitan.parallelisms.attention_kernel import Tokens
 from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
 from torchtitan.planner.live_tensors import ACTIVATIONS, BACKWARD, Bytes, FakeValues, LiveTensors
 from torchtitan.planner.traffic import Group, Traffic, axes_of
-from torchtitan.process.exit import die_with
+from torchtitan.process.exit import die_with_parent
 from torchtitan.training.batches import zero_batch
 
 PARAMETERS, FROZEN, BUFFERS = "parameters", "frozen parameters", "buffers and caches"
@@ -312,7 +312,7 @@ def _begin() -> None:
     It uses one thread, because a fork has none of its parent's threads and must not wait for them. GPUs are hidden,
     because autograd would allocate memory on them.
     """
-    die_with(os.getppid())
+    die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(1)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

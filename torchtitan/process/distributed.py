@@ -89,8 +89,8 @@ def _meet(ranks: Ranks, launcher: Launcher, timeout: timedelta) -> dist.Store:
     except dist.DistError as error:
         raise JobError(
             f"HEAD_ADDR, HEAD_PORT: given {ranks.head[0]}, {ranks.head[1]}, where no store answers within "
-            f"{timeout.total_seconds():.0f} s ({str(error).splitlines()[0]}); allowed: those of the machine with "
-            "NODE_RANK = 0, alike everywhere; start all machines together"
+            f"{timeout.total_seconds():.0f} s ({str(error).splitlines()[0]}); allowed: address and port of the "
+            "machine with NODE_RANK = 0, the same everywhere; start all machines together"
         ) from None
 
 

@@ -27,13 +27,13 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 STOPPED = {128 + number for number in STOP_SIGNALS}
 EXPLAINED = {REFUSED, NOT_LOADED, NON_FINITE, NOT_SAVED, NOT_EXPORTED} | STOPPED
 """Exit codes of requested stops and of deterministic failures. The rank has logged the reason and is not restarted."""
-SAID_BY_THE_FIRST = {NOT_LOADED, NON_FINITE, NOT_SAVED}
+REPORTED_BY_FIRST_RANK = {NOT_LOADED, NON_FINITE, NOT_SAVED}
 """Exit codes with which all ranks end together. Only the first rank of each machine logs the reason."""
 
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Have this process killed when its parent, or the parent's thread that started it, ends in any way. Linux only."""
     if sys.platform != "linux":
         return
@@ -92,7 +92,7 @@ class ExportError(RuntimeError):
     """
 
 
-def kind_of(error: BaseException) -> Literal["memory", "peer"] | None:
+def failure_kind(error: BaseException) -> Literal["memory", "peer"] | None:
     """Classify a failure: "memory" if the device or machine has none left, "peer" if another rank is gone.
 
     The other rank has reported its own failure.

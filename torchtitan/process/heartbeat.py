@@ -30,7 +30,7 @@ _ROW_BYTES = 64
 
 
 @dataclass(frozen=True)
-class Doing:
+class Activity:
     phase: str
     step: int
     since: float
@@ -54,11 +54,11 @@ class Progress:
         _ROW.pack_into(self._memory, self._offset, PHASES.index(phase), step, time.monotonic())
 
     @property
-    def doing(self) -> Doing:
+    def activity(self) -> Activity:
         """Return the phase, step and time written last."""
         return _read(self._memory, self._offset)
 
-    def through(self, items: Iterable[T], phase: str, step: int) -> Iterator[T]:
+    def track(self, items: Iterable[T], phase: str, step: int) -> Iterator[T]:
         """Yield the items, and enter the phase again before each one."""
         for item in items:
             self.enter(phase, step)
@@ -72,13 +72,13 @@ class ProgressTable:
         os.ftruncate(file.descriptor, _ROW_BYTES * rows)
         self._memory = mmap.mmap(file.descriptor, 0)
 
-    def __getitem__(self, row: int) -> Doing:
+    def __getitem__(self, row: int) -> Activity:
         return _read(self._memory, _ROW_BYTES * row)
 
 
-def _read(memory: Any, offset: int) -> Doing:
+def _read(memory: Any, offset: int) -> Activity:
     phase, step, since = _ROW.unpack_from(memory, offset)
-    return Doing(PHASES[phase], step, since)
+    return Activity(PHASES[phase], step, since)
 
 
 class SharedFile:

@@ -20,7 +20,7 @@ from torchtitan.checkpoint.layout import (
 from torchtitan.config.changes import TRAINED, changes, kept_job, refusable, refused, remedy
 from torchtitan.config.options import Fault, hint, options, show
 from torchtitan.core.errors import JobError
-from torchtitan.launcher.run_folder import missing_checkpoints
+from torchtitan.launcher.run_folder import find_lost_checkpoints
 from torchtitan.models import CONFIGS, FROM_HF
 from torchtitan.models.hf.config import CONFIG
 from torchtitan.optimizers.state_sizes import sides, under_plan
@@ -138,7 +138,7 @@ def checkpoints_are_still_there(facts: Facts) -> Iterator[Fault]:
         return
     folder = Path(dump, options.folder)
     try:
-        before = missing_checkpoints(Path(dump), folder)
+        before = find_lost_checkpoints(Path(dump), folder)
     except OSError:  # the rule on folders reports it
         return
     if before is not None:

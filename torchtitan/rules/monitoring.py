@@ -10,7 +10,7 @@ from torchtitan.config.job import trackers_of
 from torchtitan.config.options import Fault, hint, options, show
 from torchtitan.core.cadence import CadenceError, cadence_of
 from torchtitan.core.constraints import check_measured_saves, check_pinned, check_snapshots, check_window
-from torchtitan.launcher.run_folder import LOGS, OWN, out_of_place
+from torchtitan.launcher.run_folder import KNOWN_NAMES, LOGS_FOLDER, find_misplaced
 from torchtitan.metrics.trackers import TRACKERS, entries_of
 from torchtitan.process.machine import amount_of
 from torchtitan.rules.facts import Facts, Rule
@@ -42,7 +42,7 @@ def memory_has_a_size(facts: Facts) -> Iterator[Fault]:
         yield from facts.judged(amount_of, facts.config.memory.limit)
 
 
-USED_BY_THE_RUN = {".", *OWN, *entries_of()}
+USED_BY_THE_RUN = {".", *KNOWN_NAMES, *entries_of()}
 
 
 def folders(facts: Facts) -> Iterator[Fault]:
@@ -66,7 +66,7 @@ def folders(facts: Facts) -> Iterator[Fault]:
         allowed, reason = fault
         yield facts.fault(key, allowed, f"{reason}; name another folder")
         return
-    if conflict := out_of_place(Path(dump)):
+    if conflict := find_misplaced(Path(dump)):
         remedy = f"{conflict}; move it away, or name another folder"
         yield facts.fault(key, "a run's folder, or a new one", remedy)
     folder = config.checkpoint.folder
@@ -98,7 +98,7 @@ def _cannot_be_filled(folder: Path) -> tuple[str, str] | None:
 
     A run's cleanup would remove a leftover folder of this name.
     """
-    trial = folder / f".{LOGS}.tmp"
+    trial = folder / f".{LOGS_FOLDER}.tmp"
     try:
         trial.mkdir()
         trial.rmdir()

@@ -16,7 +16,7 @@ from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.launcher import run_folder
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed
-from torchtitan.process.exit import ExportError, kind_of
+from torchtitan.process.exit import ExportError, failure_kind
 from torchtitan.process.ranks import Ranks
 from torchtitan.training.batches import PeerStopped
 
@@ -53,11 +53,11 @@ class Exports:
                 self._try(validate)
             self._write_all(model, checkpointer, step)
         except Exception as error:
-            if kind_of(error) == "peer":  # the rank that failed has logged the reason
+            if failure_kind(error) == "peer":  # the rank that failed has logged the reason
                 raise
             by_user = isinstance(error, JobError | OSError)
             reason = str(error) if by_user else f"{type(error).__name__}: {error}"
-            remedy = run_folder.how_to_export(self.config)
+            remedy = run_folder.export_advice(self.config)
             message = f"training is complete (step {step}), but the export failed: {reason}; {remedy}"
             raise ExportError(message) from error
 
@@ -67,7 +67,7 @@ class Exports:
             validate()
         except Exception as error:
             on_all = self.ranks.world_size == 1 or isinstance(error, DataError | PeerStopped)
-            if kind_of(error) == "peer":
+            if failure_kind(error) == "peer":
                 raise
             if not on_all:
                 raise RuntimeError(

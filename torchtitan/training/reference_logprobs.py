@@ -34,7 +34,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.files import require_file
 from torchtitan.datasets.loader import HeldOutBatches, trim_to_longest
 from torchtitan.datasets.sources import DataError
-from torchtitan.launcher.run_folder import REFERENCE
+from torchtitan.launcher.run_folder import REFERENCE_FILE
 from torchtitan.losses.objective import IGNORE_INDEX
 from torchtitan.losses.preference import Preference
 from torchtitan.parallelisms.parallel_model import ParallelModel
@@ -46,7 +46,7 @@ from torchtitan.training.reporting import ReferenceProgress
 
 logger = logging.getLogger(__name__)
 
-FILE = REFERENCE
+FILE = REFERENCE_FILE
 LATER_OPTIONS = ("save", "last_save_in_peft", "relora")
 """Options of [adapter] that do not change the model before the first step."""
 MODEL, IDENTITY, ROWS = "model", "identity", "rows"

@@ -18,7 +18,7 @@ from torchtitan.config.job import JobConfig, describe_sources, sources_of
 from torchtitan.core.files import FileError
 from torchtitan.core.progress_bar import DELAY_SECONDS, is_watched, progress_bar
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.launcher.run_folder import PICTURE
+from torchtitan.launcher.run_folder import PLOT_FILE
 from torchtitan.lr_scheduling import LRSchedulers
 from torchtitan.metrics.console import duration
 from torchtitan.metrics.goodput import Goodput
@@ -159,7 +159,7 @@ def log_end(
     paths = {"metrics": metrics.path, "job": Path(config.job.dump_folder, "config.toml")}
     paths |= {label: folder for label, folder in folders.items() if folder is not None}
     if config.metrics.plot and metrics.path.exists():
-        picture = Path(config.job.dump_folder) / PICTURE
+        picture = Path(config.job.dump_folder) / PLOT_FILE
         data = " + ".join(source.dataset for source in sources_of(config, "training").values())
         try:
             if ranks.is_main:
@@ -217,7 +217,7 @@ class StepProgress:
 
     def describe(self) -> str:
         """Say where the run is, in one line."""
-        doing, (step, total, tokens) = self.progress.doing, self.run()
+        doing, (step, total, tokens) = self.progress.activity, self.run()
         now, started = self.clock(), doing.since
         text = PHASE_TEXTS.get(doing.phase, "step {step}/{total}").format(step=doing.step, total=total)
         if doing.step == self.step == step + 1:

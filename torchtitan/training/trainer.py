@@ -99,7 +99,7 @@ class Trainer:
         """Restore the run or its initial weights, position the data loader, open the metrics."""
         hooks = TrainerHooks(self.trainer_state, self.rank_state, self.load_state, self.before_save)
         hooks.before_load = self.restorer.check_job
-        hooks.after_save = partial(run_folder.note_saved, self.folder)
+        hooks.after_save = partial(run_folder.record_save, self.folder)
         self.checkpointer = parts.checkpointer(self.config, self.model, self.optimizers, hooks)
         self.guards.checkpointer = self.checkpointer
         self.progress.enter("load")
@@ -126,7 +126,7 @@ class Trainer:
             config, self.model.device, self.ranks, resumed_step, state.tokens, self.model.adapter
         )
         if self.ranks.is_main:
-            run_folder.keep_job(self.folder, to_toml(parts.portable_job(self.job)), self.step)
+            run_folder.record_start(self.folder, to_toml(parts.portable_job(self.job)), self.step)
         loaded_from = self.checkpointer.loaded_from if resumed_step is not None else None
         record_start(config, restart, self.metrics, self.goodput, self.step, loaded_from)
 

@@ -77,7 +77,7 @@ class Validator:
         valid_tokens, stopping = self.preparer.agree(batches, failure, stop, "validation data")
         if stopping:
             return None
-        watched = partial(self.progress.through, batches, phase, step)
+        watched = partial(self.progress.track, batches, phase, step)
         totals = self.model.evaluate(lambda: map(self.preparer.to_device, watched()))
         losses = {f"loss{name}": (self.model.whole(total) / valid_tokens).item() for name, total in totals.items()}
         results = losses | self.preparer.task_metrics(self.model.parts)
