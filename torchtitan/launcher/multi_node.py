@@ -141,7 +141,7 @@ class Coordinator:
 
     def wait_for_lost(self, queue: SignalQueue, seconds: float, report: Report) -> int | None:
         """Wait for lost machines to reconnect. All ranks have ended by then, on every machine. Return the number of a
-        signal that ended the wait. Machines that did not come in time are still `gone`."""
+        signal that ended the wait. Machines that did not come in time stay in `lost_machines`."""
         began = reported = time.monotonic()
         names, limit = ", ".join(self.lost_machines), f"{seconds:.0f} s (job.rejoin_seconds)"
         self._report_waiting(report, f"{names} gone; waiting for a new connection for up to {limit}")
