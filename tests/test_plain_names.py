@@ -37,7 +37,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "config": (1, 0),
     "core": (3, 0),
     "guards": (4, 0),
-    "launcher": (11, 0),
+    "launcher": (1, 0),
     "losses": (2, 0),
     "lr_schedules": (1, 0),
     "models": (8, 0),

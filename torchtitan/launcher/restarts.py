@@ -49,13 +49,13 @@ def supervise(
         local_report = monitor.exit_report(monitor.wait())
         report = combine_reports(coordinator.gather_reports(local_report, queue))
         if report.code == HUNG:
-            print_message(report.cause, sys.stderr)
+            _print_error(report.cause)
         if coordinator.lost_machines and local_report.done:  # all saved here, so the lost machines had saved too
-            print_message(f"{', '.join(coordinator.lost_machines)} gone, after everything was saved", sys.stderr)
+            _print_error(f"{', '.join(coordinator.lost_machines)} gone, after everything was saved")
             return local_report.code
         if report.is_final or not max_restarts:
             if coordinator.lost_machines:
-                print_message(f"{', '.join(coordinator.lost_machines)} gone; not started again", sys.stderr)
+                _print_error(f"{', '.join(coordinator.lost_machines)} gone; not started again")
             return report.code
         if (code := _wait_for_lost(queue, coordinator, rejoin_seconds)) is not None:
             return code
@@ -65,18 +65,15 @@ def supervise(
         cause, failed_at = report.cause.partition("; stacks")[0], time.monotonic()
         faults.append(f"step {report.reached}: {cause}")
         if attempts == max_restarts:
-            print_message(
-                f"crashed {attempts + 1} times without saving anything in between; given up. Its faults:", sys.stderr
-            )
-            print_message("\n".join(faults), sys.stderr)
+            _print_error(f"crashed {attempts + 1} times without saving anything in between; given up. Its faults:")
+            _print_error("\n".join(faults))
             return CRASH_LOOP
         attempts, num_restarts = attempts + 1, num_restarts + 1
         pause = min(FIRST_PAUSE_SECONDS * 2 ** (attempts - 1), LONGEST_PAUSE_SECONDS)
         repeated_steps = max(0, report.reached - max(step, 0))
-        print_message(
+        _print_error(
             f"restart {attempts} of {max_restarts} in {pause:g} s: {cause} after step {report.reached}; going on from "
-            f"step {max(step, 0)}, so that {repeated_steps} steps are done again",
-            sys.stderr,
+            f"step {max(step, 0)}, so that {repeated_steps} steps are done again"
         )
         stop_signal = _pause(queue, pause, coordinator)
         if stop_signal is not None:
@@ -93,17 +90,17 @@ def _wait_for_lost(queue: SignalQueue, coordinator: Coordinator, seconds: float)
     """Wait until all machines are connected again. Return None, or the exit code if the run ends instead."""
     if not coordinator.lost_machines:
         return None
-    stop_signal = coordinator.wait_for_lost(queue, seconds, _report) if seconds else None
+    stop_signal = coordinator.wait_for_lost(queue, seconds, _print_error) if seconds else None
     if stop_signal is not None:
         return 128 + stop_signal
     if coordinator.lost_machines:
         waited = f" for {seconds:.0f} s (job.rejoin_seconds)" if seconds else ""
-        print_message(f"{', '.join(coordinator.lost_machines)} gone{waited}; {_THE_END}", sys.stderr)
+        _print_error(f"{', '.join(coordinator.lost_machines)} gone{waited}; {_THE_END}")
         return CRASHED
     return None
 
 
-def _report(text: str) -> None:
+def _print_error(text: str) -> None:
     print_message(text, sys.stderr)
 
 
@@ -135,7 +132,7 @@ def follow_coordinator(
     timeout = None
     report: ExitReport | None = None
     while True:
-        order = worker.next_order(queue, _report, timeout)
+        order = worker.next_order(queue, _print_error, timeout)
         if order["kind"] == "lost":
             code = _reconnect(queue, worker, order, report, rejoin_seconds)
             if code is not None:
@@ -143,7 +140,7 @@ def follow_coordinator(
             continue
         if order["kind"] == "leave":
             if "text" in order:
-                print_message(order["text"], sys.stderr)
+                _print_error(order["text"])
             return order["code"]
         monitor = start(order["port"], Restart(**order["restart"]) if order["restart"] else None)
         report = monitor.exit_report(monitor.wait())
@@ -163,15 +160,15 @@ def _reconnect(
     if complete_code is not None:
         seconds = min(seconds, DONE_SECONDS)
     if report is None or not seconds or lost["code"] in STOPPED:
-        print_message(lost["text"], sys.stderr)
+        _print_error(lost["text"])
         return lost["code"] if complete_code is None else complete_code
-    stop_signal = worker.rejoin(queue, seconds, _report)
+    stop_signal = worker.rejoin(queue, seconds, _print_error)
     if stop_signal is not None:
         return 128 + stop_signal
     if worker.sockets:
         return None
     if complete_code is not None:
-        print_message(f"{lost['text']}, after everything was saved", sys.stderr)
+        _print_error(f"{lost['text']}, after everything was saved")
         return complete_code
-    print_message(f"{lost['text']} for {seconds:.0f} s (job.rejoin_seconds); {_THE_END}", sys.stderr)
+    _print_error(f"{lost['text']} for {seconds:.0f} s (job.rejoin_seconds); {_THE_END}")
     return CRASHED
