@@ -136,7 +136,7 @@ def test_the_exit_code_of_the_first_rank_to_fail_is_that_of_the_run(code):
     assert ended == code and out == ""
     explained = code in EXPLAINED or not code
     explanation = " and the others did not" if code in REPORTED_BY_FIRST_RANK else "; its output above tells why"
-    explained = explained and code not in REPORTED_BY_FIRST_RANK  # the first rank, which would print it, was ended before
+    explained = explained and code not in REPORTED_BY_FIRST_RANK  # the first rank was ended before it could print it
     assert err == ("" if explained else f"rank 1 ended with exit code {code}{explanation}\n")
 
 

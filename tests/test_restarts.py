@@ -345,7 +345,8 @@ MIXED = (
     ids=["skipped", "swapped", "the same", "extra"],
 )
 def test_ranks_in_the_same_phase_are_distinguished_by_their_collectives(logs, rank, message):
-    late, reason = hangs.find_late_rank(STEP_3, SLEEPING, {rank: flight_log(*entries) for rank, entries in enumerate(logs)})
+    logs_by_rank = {number: flight_log(*entries) for number, entries in enumerate(logs)}
+    late, reason = hangs.find_late_rank(STEP_3, SLEEPING, logs_by_rank)
     assert late == rank and reason.startswith(message)
 
 
