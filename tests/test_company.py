@@ -552,7 +552,7 @@ def test_messages_sent_together_with_an_order_are_not_lost(queue, tmp_path):
     first, other = connected_pair(queue, tmp_path)
     stop = {"kind": "stop", "number": 2}
     orders = [{"kind": "start", "attempt": 1, "port": 5, "restart": None}, stop]
-    first.connections[1].connection.sendall(b"".join(json.dumps(order).encode() + b"\n" for order in orders))
+    first.connections[1].sock.sendall(b"".join(json.dumps(order).encode() + b"\n" for order in orders))
     assert [other.next_order(queue, print), other.take_orders(), other.take_orders()] == [orders[0], [stop], []]
     first.end_run(0)
 
@@ -731,7 +731,7 @@ def test_a_connection_whose_other_end_is_silent_is_closed_by_the_kernel():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         line = Connection(socket.create_connection(listener.getsockname()))
         options = (socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE)
-        assert [line.connection.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [30_000, 10]
+        assert [line.sock.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [30_000, 10]
         line.close()
 
 

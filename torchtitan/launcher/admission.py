@@ -163,7 +163,7 @@ class Admission:
     def sockets(self) -> list[socket.socket]:
         return [
             self.listener,
-            *(candidate.connection.connection for candidate in self.candidates if candidate.connection.is_open),
+            *(candidate.connection.sock for candidate in self.candidates if candidate.connection.is_open),
         ]
 
     def poll(self) -> list[tuple[Connection, Message]]:
@@ -305,7 +305,7 @@ def _authenticate(connection: Connection, secret_file: Path, queue: SignalQueue,
     key, first_nonce, nonce = None, "", new_nonce()
     deadline = time.monotonic() + ANSWER_SECONDS
     while connection.is_open and time.monotonic() < deadline:
-        for number in queue.wait(_POLL_SECONDS, [connection.connection]):
+        for number in queue.wait(_POLL_SECONDS, [connection.sock]):
             return number
         messages = connection.receive()
         for index, message in enumerate(messages):

@@ -62,7 +62,7 @@ class Coordinator:
     @property
     def sockets(self) -> list[socket.socket]:
         sockets = self._admission.sockets if self._admission is not None else []
-        return sockets + [connection.connection for connection in self.connections.values() if connection.is_open]
+        return sockets + [connection.sock for connection in self.connections.values() if connection.is_open]
 
     @property
     def lost_machines(self) -> list[str]:
@@ -300,7 +300,7 @@ class Worker:
 
     @property
     def sockets(self) -> list[socket.socket]:
-        return [self.connection.connection] if self.connection is not None and self.connection.is_open else []
+        return [self.connection.sock] if self.connection is not None and self.connection.is_open else []
 
     def join(self, queue: SignalQueue, seconds: float, refusal: str = "") -> int | None:
         """Connect to the first machine, which may start later; return the number of a signal that ended the wait.
