@@ -117,7 +117,7 @@ class Steps:
         self.trainer.prefetcher = prefetcher(self.trainer.preparer, self.trainer.prefetcher.count, 10**6)
         self.judging, self.comparing, self.waiting = CallTimer(), CallTimer(), CallTimer(time.perf_counter)
         self.trainer.enter = self.judging.wrap(self.trainer.enter)
-        self.trainer.guards.leaves_out = self.judging.wrap(self.trainer.guards.leaves_out)
+        self.trainer.guards.reason_to_skip = self.judging.wrap(self.trainer.guards.reason_to_skip)
         self.trainer.guards.compare = self.comparing.wrap(self.trainer.guards.compare)
         self.summing = CallTimer()
         if (shards := self.trainer.guards.shards) is not None:

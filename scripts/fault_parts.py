@@ -66,11 +66,11 @@ OF_EVERY_RANK = (
     "layout:sha256_of",
     "layout:dump_json",
     "saving:_read_back",
-    "layout:forget",
+    "layout:drop_page_cache",
     "saving:_commit",
     "agreement:Peers.agree",
-    "agreement:Peers.collect",
-    "agreement:Peers.tell",
+    "agreement:Peers.gather",
+    "agreement:Peers.broadcast",
     "saving:delete_old",
 )
 OF_THE_FIRST = (

@@ -54,7 +54,7 @@ def edit_manifest(folder: Path, reseal: bool = True, **changes) -> None:
     body.update(changes)
     if reseal:
         body.pop("sha256")
-        body["sha256"] = layout._seal(body)
+        body["sha256"] = layout._body_digest(body)
     (folder / layout.MANIFEST).write_text(json.dumps(body))
 
 

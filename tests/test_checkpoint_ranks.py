@@ -355,7 +355,7 @@ def test_a_rank_killed_during_a_save_leaves_a_complete_checkpoint(tmp_path, numb
     reference = run_ranks(2, train, tmp_path / "reference", "fsdp", 2, {})[0][1]
     with pytest.raises(RankFailed, match="process ended with exit code"):
         run_ranks(2, killed_save, tmp_path / "run", mode, number, after)
-    published = KILLS[number][2] == "retain" or (KILLS[number][2] == "publish" and after)
+    published = KILLS[number][2] == "delete_old" or (KILLS[number][2] == "publish" and after)
     step, digest, _ = run_ranks(1, load, tmp_path / "run", "plain")[0]
     assert step == (4 if published else 2)
     assert published or digest == reference

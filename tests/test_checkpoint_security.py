@@ -163,7 +163,7 @@ def test_the_records_allowed_are_those_that_torch_writes(folder):
     with (folder / ".metadata").open("rb") as file:
         Collecting(file).load()
     dtypes = {(module, name) for module, name in requested if module == "torch" and name != "Size"}
-    assert requested - dtypes <= safe_unpickle.KNOWN
+    assert requested - dtypes <= safe_unpickle.ALLOWED_NAMES
     assert dtypes == {("torch", "float32")}
 
 
@@ -194,8 +194,8 @@ class AttributeOf:
 )
 def test_no_attribute_is_got(arguments):
     """An enum's member, as some Pythons write it, is a record like any other."""
-    loaded = safe_unpickle._Inert(io.BytesIO(pickle.dumps(AttributeOf(*arguments)))).load()
-    assert isinstance(loaded, safe_unpickle._Made) and loaded.kind == ("builtins", "getattr")
+    loaded = safe_unpickle._SafeUnpickler(io.BytesIO(pickle.dumps(AttributeOf(*arguments)))).load()
+    assert isinstance(loaded, safe_unpickle._Record) and loaded.kind == ("builtins", "getattr")
 
 
 def test_metadata_cannot_change_the_classes_it_is_made_of(folder, planted):

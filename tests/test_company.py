@@ -209,7 +209,7 @@ def test_a_stop_while_exit_reports_are_gathered_ends_the_run(on_coordinator, que
         ).start()
         return ExitReport(code, "a")
 
-    watches = [SimpleNamespace(until_the_end=lambda: CRASHED, end=crashed)]
+    watches = [SimpleNamespace(wait=lambda: CRASHED, exit_report=crashed)]
     assert supervise(lambda restart: watches.pop(), queue, 3, lambda: -1, first) == 128 + signal.SIGUSR1
     assert [order["kind"] for order in receive(other, 1 + on_coordinator)] == ["follow"] + ["stop"] * on_coordinator
     first.end_run(0)

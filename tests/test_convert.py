@@ -23,7 +23,7 @@ from tests.support.tiny_decoders import DEEPSEEK, LLAMA, QWEN3, QWEN3_MOE
 from torchtitan import cli
 from torchtitan.checkpoint import CheckpointError, NothingLoadable
 from torchtitan.checkpoint.base_weights import find_weights
-from torchtitan.checkpoint.weight_sources import TorchtitanCheckpoint, Weights, load_foreign, opened
+from torchtitan.checkpoint.weight_sources import TorchtitanCheckpoint, Weights, load_foreign, open_weights
 from torchtitan.config.manager import load
 from torchtitan.models import CONFIGS, sizes_of
 from torchtitan.models.hf.names import FORMS
@@ -93,8 +93,11 @@ def test_every_format_converts_to_every_other_and_back(tmp_path, capsys):
     (before,), (after,) = ((tmp_path / name).glob("*.safetensors") for name in ("hf", "again"))
     assert before.read_bytes() == after.read_bytes()
     run_convert(capsys, tmp_path / "a.safetensors", tmp_path / "narrow", "--to", "ours", "--dtype", "bfloat16")
-    with opened(tmp_path / "narrow", "llama3.1", ARGS) as narrow, opened(TORCHTITAN_RUN, "llama3.1", ARGS) as wide:
-        assert torch.equal(narrow.whole("norm.weight"), wide.whole("norm.weight").bfloat16())
+    with (
+        open_weights(tmp_path / "narrow", "llama3.1", ARGS) as narrow,
+        open_weights(TORCHTITAN_RUN, "llama3.1", ARGS) as wide,
+    ):
+        assert torch.equal(narrow.full_tensor("norm.weight"), wide.full_tensor("norm.weight").bfloat16())
     text = {generate(capsys, tmp_path / name) for name in ("hf", "ours")}
     text |= {generate(capsys, tmp_path / "a.safetensors", f"--model.tokenizer_path={tmp_path / 'hf'}")}
     text |= {generate(capsys, TORCHTITAN_RUN, *MODEL_OPTIONS)}
@@ -150,7 +153,7 @@ def test_torchtitans_layout_of_experts_and_rotary_rows_is_converted(family, args
     dcp.save(state | other_entries, checkpoint_id=tmp_path / "step-3", no_dist=True)
     load_foreign(tmp_path / "step-3", [other], family, args)
     assert same(other.state_dict(), model.state_dict())
-    with opened(tmp_path, family, args) as weights:
+    with open_weights(tmp_path, family, args) as weights:
         assert weights.step == 3
 
 
@@ -394,7 +397,7 @@ def test_a_conversion_that_fails_leaves_nothing(to, tmp_path, capsys, monkeypatc
 def test_one_tensor_at_a_time_is_in_memory(to, tmp_path, capsys, monkeypatch):
     live: set[int] = set()
     peaks = []
-    plain = Weights.__subclasses__()[1].whole
+    plain = Weights.__subclasses__()[1].full_tensor
 
     def tracked_whole(self, name):
         value = plain(self, name)
@@ -403,6 +406,6 @@ def test_one_tensor_at_a_time_is_in_memory(to, tmp_path, capsys, monkeypatch):
         peaks.append(len(live))
         return value
 
-    monkeypatch.setattr(Weights.__subclasses__()[1], "whole", tracked_whole)
+    monkeypatch.setattr(Weights.__subclasses__()[1], "full_tensor", tracked_whole)
     run_convert(capsys, TORCHTITAN_RUN, tmp_path / "out", "--to", to, *MODEL_OPTIONS)
     assert len(peaks) == 30 and max(peaks) <= 1 + (to == "ours")

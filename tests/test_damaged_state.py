@@ -118,7 +118,7 @@ def run_with_nan_gradient(argv, where, step):
 
     trainer.model.clip_gradients = spoil
     if where != "step":
-        trainer.guards.leaves_out = lambda *args, **options: ""
+        trainer.guards.reason_to_skip = lambda *args, **options: ""
     try:
         trainer.train()
     except BadStep as error:

@@ -12,13 +12,13 @@ from tests.support.pool import RankFailed, run_ranks
 from torchtitan.build.parts import cadence, model_args
 from torchtitan.checkpoint.best_metric import Metric, best_in
 from torchtitan.checkpoint.layout import NothingLoadable, step_of
-from torchtitan.checkpoint.weight_sources import opened
+from torchtitan.checkpoint.weight_sources import open_weights
 from torchtitan.commands import checkpoints
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.config import manager
 from torchtitan.core.cadence import cadence_of
 from torchtitan.core.constraints import LimitError
-from torchtitan.guards.stop_conditions import Findings
+from torchtitan.guards.stop_conditions import ValidationResults
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
 
@@ -29,8 +29,8 @@ LOSS, ACCURACY = Metric.of("validation_loss", None), Metric.of("validation_accur
 def first_end(findings, values):
     """Return the number of the validation after which the run ends, or None."""
     for number, value in enumerate(values, 1):
-        findings.note(number, {findings.metric.name: value})
-        if findings.enough:
+        findings.record(number, {findings.metric.name: value})
+        if findings.stop_reason:
             return number
     return None
 
@@ -48,52 +48,52 @@ def first_end(findings, values):
     ],
 )
 def test_early_stop_after_patience_validations_without_improvement(metric, min_delta, values, end):
-    assert first_end(Findings(metric, 2, min_delta), values) == end
-    assert first_end(Findings(metric, None, min_delta), values) is None
+    assert first_end(ValidationResults(metric, 2, min_delta), values) == end
+    assert first_end(ValidationResults(metric, None, min_delta), values) is None
     for cut in range(len(values)):  # and with a resume after each validation
-        first, second = Findings(metric, 2, min_delta), Findings(metric, 2, min_delta)
+        first, second = ValidationResults(metric, 2, min_delta), ValidationResults(metric, 2, min_delta)
         if first_end(first, values[:cut]) is None:
             second.load_state_dict(cut, json.loads(json.dumps(first.state_dict(cut), allow_nan=False)))
-            assert second.lack(cut) == (cut == 0)  # a validation that was not finite counts too, and only once
+            assert second.is_missing(cut) == (cut == 0)  # a validation that was not finite counts too, and only once
             remaining = first_end(second, values[cut:])
             assert (remaining and remaining + cut) == end
 
 
 def test_message_and_state_of_early_stopping():
-    findings = Findings(LOSS, 1, 0.25)
-    findings.note(4, {"validation_loss": 2.0, "validation_f1": math.nan})
+    findings = ValidationResults(LOSS, 1, 0.25)
+    findings.record(4, {"validation_loss": 2.0, "validation_f1": math.nan})
     state = {"best": 2.0, "in_vain": 0, "step": 4, "metric": "validation_loss", "highest": False}
     assert findings.state_dict(4) == {"measured": {"validation_loss": 2.0}, "early_stop": state}
     assert findings.state_dict(5) == {"early_stop": state}  # a later step was not validated
-    findings.note(8, {"validation_loss": 1.9})
+    findings.record(8, {"validation_loss": 1.9})
     message = "validation_loss was not better than 2 by more than 0.25 in 1 validation (early_stop.patience)"
-    assert findings.enough == message
-    assert Findings(LOSS).state_dict(0) == {} and not Findings(LOSS).lack(3)
-    resumed = Findings(LOSS, 1)
+    assert findings.stop_reason == message
+    assert ValidationResults(LOSS).state_dict(0) == {} and not ValidationResults(LOSS).is_missing(3)
+    resumed = ValidationResults(LOSS, 1)
     resumed.load_state_dict(7, {})  # a checkpoint of a run without early stopping
-    assert resumed.enough == "" and resumed.lack(7)
+    assert resumed.stop_reason == "" and resumed.is_missing(7)
     assert Metric.of("validation_loss", "max").highest and not Metric.of("validation_accuracy", "min").highest
 
 
 @pytest.mark.parametrize("other", [ACCURACY, Metric("validation_loss", highest=True)], ids=["name", "direction"])
 def test_a_changed_metric_resets_the_count(other, caplog):
     """Values of different metrics cannot be compared: a loss of 2 would beat any accuracy."""
-    first = Findings(LOSS, 2)
+    first = ValidationResults(LOSS, 2)
     for step, loss in ((4, 2.0), (8, 3.0)):
-        first.note(step, {"validation_loss": loss, "validation_accuracy": 0.5})
-    assert first.in_vain == 1
+        first.record(step, {"validation_loss": loss, "validation_accuracy": 0.5})
+    assert first.since_best == 1
     for step_of_state, best in ((8, 0.5 if other is ACCURACY else 3.0), (9, None)):  # at 9 nothing was measured
         caplog.clear()
-        second = Findings(other, 2)
+        second = ValidationResults(other, 2)
         with caplog.at_level("INFO"):
             second.load_state_dict(step_of_state, first.state_dict(step_of_state))
-        assert (second.best, second.in_vain) == (best, 0)
+        assert (second.best, second.since_best) == (best, 0)
         message = f"early_stop: the checkpoint has counted by another metric, so {other.name} begins anew"
         assert caplog.messages == [message]
-    same = Findings(LOSS, 2)
+    same = ValidationResults(LOSS, 2)
     caplog.clear()
     same.load_state_dict(8, first.state_dict(8))
-    assert (same.best, same.in_vain) == (2.0, 1) and not caplog.messages
+    assert (same.best, same.since_best) == (2.0, 1) and not caplog.messages
 
 
 FAULTS = [
@@ -273,12 +273,14 @@ def test_the_best_checkpoint_is_retained_and_exported(texts, tmp_path, capsys):
         assert find_checkpoint(folder, f"{tmp_path}/config.toml", best=True)[1].name == "step-00000004"
     args = model_args(manager.load(argv))
     with (
-        opened(str(tmp_path / "model"), "llama3", args) as export,
-        opened(str(tmp_path / "checkpoint/step-00000004"), "llama3", args) as best,
-        opened(str(tmp_path / "checkpoint/step-00000012"), "llama3", args) as last,
+        open_weights(str(tmp_path / "model"), "llama3", args) as export,
+        open_weights(str(tmp_path / "checkpoint/step-00000004"), "llama3", args) as best,
+        open_weights(str(tmp_path / "checkpoint/step-00000012"), "llama3", args) as last,
     ):
         name = "layers.1.attention.wq.weight"
-        assert torch.equal(export.whole(name), best.whole(name)) and not torch.equal(best.whole(name), last.whole(name))
+        assert torch.equal(export.full_tensor(name), best.full_tensor(name)) and not torch.equal(
+            best.full_tensor(name), last.full_tensor(name)
+        )
 
 
 def test_runs_without_a_best_checkpoint(texts, tmp_path, capsys):

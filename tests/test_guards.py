@@ -46,8 +46,8 @@ def test_a_spike_is_skipped_and_not_added_to_the_window(quantity):
     loss, norm = window["loss"][-1], window["norm"][-1]
     far = (loss + 20 * 0.05, norm) if quantity == "loss" else (loss, norm * 8)
     verdict = guard.judge(301, *far)
-    assert verdict.action == "skip" and ("loss" if quantity == "loss" else "gradient norm") in verdict.why
-    assert "of the 32 steps before" in verdict.why
+    assert verdict.action == "skip" and ("loss" if quantity == "loss" else "gradient norm") in verdict.reason
+    assert "of the 32 steps before" in verdict.reason
     assert guard.state_dict()["seen"] == window and guard.judge(302, loss, norm).action == "go on"
 
 
@@ -87,10 +87,10 @@ def test_a_step_that_is_bad_again_after_a_rollback_is_skipped():
     guard = StepGuard(non_finite="rollback")
     assert guard.judge(7, math.nan, 1.0).action == "roll back"
     guard.load_state_dict({})  # the checkpoint is older than the rollback
-    guard.went_back_to(4)
+    guard.on_rollback(4)
     assert guard.judge(7, math.nan, 1.0).action == "skip"
     assert guard.counts() == {"steps_skipped": 1, "rolled_back": 1}
-    assert guard.judge(8, math.nan, 1.0, can_go_back=lambda: False).action == "skip"
+    assert guard.judge(8, math.nan, 1.0, can_roll_back=lambda: False).action == "skip"
     assert guard.judge(9, math.nan, None, can_skip=False).action == "roll back"
     guard.load_state_dict({})
     assert guard.judge(9, math.nan, None, can_skip=False).action == "stop"
@@ -101,9 +101,9 @@ def test_rollbacks_to_one_checkpoint_are_limited():
     for step in (5, 6, 7):
         assert guard.judge(step, math.nan, 1.0).action == "roll back"
         guard.load_state_dict({})
-        guard.went_back_to(4)
+        guard.on_rollback(4)
     verdict = guard.judge(8, math.nan, 1.0)
-    assert verdict.action == "stop" and "3 times back to step 4 (guard.patience)" in verdict.why
+    assert verdict.action == "stop" and "3 times back to step 4 (guard.patience)" in verdict.reason
 
 
 def test_a_loss_that_keeps_rising_stops_the_run():
@@ -112,7 +112,7 @@ def test_a_loss_that_keeps_rising_stops_the_run():
         assert guard.judge(step, 2.0 - step / 100, 1.0).action == "go on"
     rising = [guard.judge(step, 1.6 + (step - 40) / 10, 1.0) for step in range(40, 50)]
     stopped = next(verdict for verdict in rising if verdict.action == "stop")
-    assert "the mean loss of the last 4 steps is " in stopped.why and rising[0].action == "go on"
+    assert "the mean loss of the last 4 steps is " in stopped.reason and rising[0].action == "go on"
 
 
 def test_loss_threshold_counts_steps_in_a_row():
@@ -121,7 +121,7 @@ def test_loss_threshold_counts_steps_in_a_row():
         guard = StepGuard(loss_threshold=5.0, loss_patience=3, loss_policy=policy)
         verdicts = [guard.judge(step, loss, 1.0) for step, loss in enumerate(losses, 1)]
         assert [verdict.action for verdict in verdicts] == ["go on"] * 5 + [action] * 2 + ["go on"] * 3
-        assert "the loss is 9, above 5 for 3 steps (guard.loss_threshold)" in verdicts[5].why
+        assert "the loss is 9, above 5 for 3 steps (guard.loss_threshold)" in verdicts[5].reason
     uninterrupted, first, second = (StepGuard(loss_threshold=5.0) for _ in range(3))
     for step in (1, 2):
         uninterrupted.judge(step, 9, 1.0), first.judge(step, 9, 1.0)
@@ -132,7 +132,7 @@ def test_loss_threshold_counts_steps_in_a_row():
 
 def test_a_guard_without_options_has_no_state():
     guard = StepGuard()
-    assert not guard.looks and guard.state_dict() == {} and guard.counts() == {}
+    assert not guard.is_active and guard.state_dict() == {} and guard.counts() == {}
 
 
 # Guards in a run

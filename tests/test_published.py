@@ -28,16 +28,16 @@ def contents(folder):
 
 def test_an_export_replaces_all_of_an_older_one(tmp_path, caplog):
     target = tmp_path / "model_hf"
-    with folders.published(target, write=True) as folder:
+    with folders.replace_folder(target, write=True) as folder:
         write(folder, config__json="old", model1__safetensors="a", model2__safetensors="b")
         assert not target.exists()
-    with folders.published(target, write=True) as folder:
+    with folders.replace_folder(target, write=True) as folder:
         write(folder, config__json="new", model1__safetensors="c")
         assert contents(target)["config.json"] == "old"
     assert contents(target) == {"config.json": "new", "model1.safetensors": "c"}
     assert [path.name for path in tmp_path.iterdir()] == ["model_hf"]
     (target / "notes.txt").write_text("mine")
-    with folders.published(target, write=True) as folder:
+    with folders.replace_folder(target, write=True) as folder:
         write(folder, config__json="newer")
     assert contents(target) == {"config.json": "newer"}
     (aside,) = tmp_path.glob(".aside-model_hf-*")  # a user's own file is not deleted
@@ -46,15 +46,15 @@ def test_an_export_replaces_all_of_an_older_one(tmp_path, caplog):
 
 def test_a_failed_export_leaves_the_older_one(tmp_path):
     write(tmp_path / "model_hf", config__json="old")
-    with pytest.raises(OSError, match="planted"), folders.published(tmp_path / "model_hf", write=True) as folder:
+    with pytest.raises(OSError, match="planted"), folders.replace_folder(tmp_path / "model_hf", write=True) as folder:
         write(folder, config__json="half")
         raise OSError("planted")
     assert contents(tmp_path / "model_hf") == {"config.json": "old"}
     assert len(list(tmp_path.iterdir())) == 1
-    with folders.published(tmp_path / "other", write=False) as folder:
+    with folders.replace_folder(tmp_path / "other", write=False) as folder:
         assert folder == tmp_path / "other"
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError), folders.published(tmp_path / "file", write=True) as folder:
+    with pytest.raises(NotADirectoryError), folders.replace_folder(tmp_path / "file", write=True) as folder:
         write(folder)
 
 
@@ -68,7 +68,7 @@ def test_an_export_that_cannot_be_published_leaves_the_older_one(tmp_path, monke
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", refuse)
-    with pytest.raises(OSError, match="Input"), folders.published(tmp_path / "model_hf", write=True) as folder:
+    with pytest.raises(OSError, match="Input"), folders.replace_folder(tmp_path / "model_hf", write=True) as folder:
         write(folder, config__json="new")
     assert contents(tmp_path / "model_hf") == {"config.json": "old"}
     assert len(list(tmp_path.iterdir())) == 1

@@ -10,7 +10,7 @@ from tests.test_expert_jobs import JOB as DEEPSEEK
 from torchtitan.config import manager
 from torchtitan.core.initialization import local_part
 from torchtitan.guards import ReplicasDiffer
-from torchtitan.guards.checksums import digest, key_of, told
+from torchtitan.guards.checksums import describe_differences, digest, key_of
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
@@ -51,11 +51,14 @@ def test_keys_of_shards_are_distinct():
 
 def test_the_minority_of_ranks_is_named():
     names = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five"}
-    assert told({1: {0: 7, 1: 7, 2: 8, 3: 7}}, names) == "rank 2 differs from ranks 0, 1, 3 in one"
-    assert told({2: {1: 7, 3: 8}}, names) == "ranks 1, 3 differ, and which is right is not known in two"
+    assert describe_differences({1: {0: 7, 1: 7, 2: 8, 3: 7}}, names) == "rank 2 differs from ranks 0, 1, 3 in one"
+    assert describe_differences({2: {1: 7, 3: 8}}, names) == "ranks 1, 3 differ, and which is right is not known in two"
     many = dict.fromkeys(names, {0: 1, 1: 2, 2: 1})
-    assert told(many, names) == "rank 1 differs from ranks 0, 2 in five, four, one and 2 more"
-    assert told({1: {0: 1, 1: 1, 2: 1, 3: 5, 4: 6}}, names) == "ranks 3, 4 differ from ranks 0, 1, 2 in one"
+    assert describe_differences(many, names) == "rank 1 differs from ranks 0, 2 in five, four, one and 2 more"
+    assert (
+        describe_differences({1: {0: 1, 1: 1, 2: 1, 3: 5, 4: 6}}, names)
+        == "ranks 3, 4 differ from ranks 0, 1, 2 in one"
+    )
 
 
 # In a run

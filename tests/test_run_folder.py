@@ -155,7 +155,7 @@ def claimed(folder: Path, problem: str) -> str:
         if rank() == 1 and problem == "full":
             patch.setattr(folders.os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left")))
         if rank() == 1 and problem == "elsewhere":
-            patch.setattr(folders.Place, "marker", property(lambda self: folder.parent / "another" / ".place"))
+            patch.setattr(folders.CheckpointRoot, "marker", property(lambda self: folder.parent / "another" / ".place"))
         try:
             Job(folder, "fsdp").checkpointer.prepare()
         except CannotSave as error:

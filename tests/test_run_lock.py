@@ -140,7 +140,7 @@ print("ready", flush=True)
 sys.stdin.readline()
 for turn in range(10):
     try:
-        with lock.held(Path(sys.argv[1]), here):
+        with lock.hold_lock(Path(sys.argv[1]), here):
             print("in", flush=True)
             mark = Path(sys.argv[1], "inside")
             mark.touch(exist_ok=False)  # fails if another process holds the lock

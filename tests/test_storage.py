@@ -172,13 +172,13 @@ def test_a_rollback_skips_a_failed_save(tmp_path, monkeypatch, caplog, mode):
     remaining = fail_writes(monkeypatch, 1)
     job = Job(tmp_path, async_mode=mode, on_save_error="continue")
     job.train(2)
-    assert not job.checkpointer.can_go_back() and "the run goes on without it" in caplog.text
+    assert not job.checkpointer.can_roll_back() and "the run goes on without it" in caplog.text
     job.train(2)
-    assert job.checkpointer.can_go_back()
+    assert job.checkpointer.can_roll_back()
     remaining[0] = 1
     job.train(3)
-    assert job.checkpointer.can_go_back() and caplog.text.count("the run goes on without it") == 2
-    job.checkpointer.go_back()
+    assert job.checkpointer.can_roll_back() and caplog.text.count("the run goes on without it") == 2
+    job.checkpointer.roll_back()
     assert job.step == 4 and saved_steps(tmp_path) == ["step-00000004"]
     job.train(2)
     job.checkpointer.finish()
@@ -192,7 +192,7 @@ def test_a_run_that_stops_for_a_failed_save_does_not_roll_back(tmp_path, monkeyp
     fail_writes(monkeypatch, 1)
     job.train(2)
     with pytest.raises(CheckpointError, match="step 4 was not saved: .*Disk quota exceeded"):
-        job.checkpointer.can_go_back()
+        job.checkpointer.can_roll_back()
 
 
 Usage = namedtuple("Usage", "total used free")
@@ -253,17 +253,17 @@ def test_the_time_limit_leaves_room_for_two_steps_and_saves():
     now = itertools.count(0, 10)  # a step takes 10 seconds
     limit = TimeLimit(200, clock=lambda: next(now))
     turn_starts = []
-    while not limit.near(save_seconds=5):
-        turn_starts.append(limit._turn_began)
+    while not limit.is_near(save_seconds=5):
+        turn_starts.append(limit._step_started)
     # 200 - 2 * (10 + 5) - 5 % = 160
-    assert turn_starts[-1] == 150 and limit._turn_began == 160
+    assert turn_starts[-1] == 150 and limit._step_started == 160
     turns = iter([0, 1000, 1010, 1020])  # the first step compiles, so its duration does not count
     compiled = TimeLimit(2000, clock=lambda: next(turns, 1030))
-    assert not any(compiled.near(save_seconds=5) for _ in range(3))
-    assert TimeLimit.near(limit := TimeLimit(2000, clock=iter([0, 0, 1000]).__next__), 5) is False
-    assert limit.near(5)  # until the second step, the duration of the first is used
+    assert not any(compiled.is_near(save_seconds=5) for _ in range(3))
+    assert TimeLimit.is_near(limit := TimeLimit(2000, clock=iter([0, 0, 1000]).__next__), 5) is False
+    assert limit.is_near(5)  # until the second step, the duration of the first is used
     forever = TimeLimit(None, clock=lambda: next(now))
-    assert not any(forever.near(1e9) for _ in range(5))
+    assert not any(forever.is_near(1e9) for _ in range(5))
 
 
 def test_a_run_saves_before_its_time_limit_and_resumes(tmp_path):

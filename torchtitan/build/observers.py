@@ -10,7 +10,7 @@ from torchtitan.build.parts import best_metric, cadence, matching_options, model
 from torchtitan.checkpoint.best_metric import LOSS, Metric
 from torchtitan.config.job import JobConfig, as_dict, trackers_of
 from torchtitan.guards import Guards, Replicas, ShardSums, StepGuard
-from torchtitan.guards.stop_conditions import Findings, TimeLimit, seconds_of, shortest
+from torchtitan.guards.stop_conditions import TimeLimit, ValidationResults, seconds_of, shortest
 from torchtitan.launcher import run_folder
 from torchtitan.metrics.device import Profiler
 from torchtitan.metrics.logger import LogOptions, MetricsLogger, Workload
@@ -37,19 +37,19 @@ def trackers(config: JobConfig, ranks: Ranks, resumed_from: int | None) -> list[
     return [TrackerThread(kind.name, partial(kind, run)) for kind in chosen]
 
 
-def findings(config: JobConfig) -> Findings:
+def findings(config: JobConfig) -> ValidationResults:
     options, best = config.early_stop, best_metric(config)
     if best is None or options.metric not in (None, best.name):
         best = Metric.of(options.metric or LOSS, None)
-    return Findings(best, options.patience, options.min_delta)
+    return ValidationResults(best, options.patience, options.min_delta)
 
 
 def guards(config: JobConfig, built: ParallelModel, built_optimizers: Optimizers) -> Guards:
     steps = StepGuard(**matching_options(config.guard, StepGuard))
     replicas = Replicas(built.parts, built_optimizers.optimizers)
-    note_way_back = partial(run_folder.record_rollback, Path(config.job.dump_folder))
+    record_rollback = partial(run_folder.record_rollback, Path(config.job.dump_folder))
     shards = ShardSums(built.named_parameters(), built_optimizers.optimizers) if config.guard.shard_checksums else None
-    return Guards(steps, replicas, built, config.guard.replica_check_interval, note_way_back, shards)
+    return Guards(steps, replicas, built, config.guard.replica_check_interval, record_rollback, shards)
 
 
 def metrics(

@@ -375,4 +375,4 @@ def base_reference(config: JobConfig) -> dict[str, str]:
     """Return the reference to the base weights of an adapter job."""
     path = config.checkpoint.initial_load_path
     assert path is not None  # the rules require it
-    return base_weights.reference(path)
+    return base_weights.describe_base(path)

@@ -25,7 +25,7 @@ KINDS = (CheckpointError, CannotSave, NotFinite, NothingLoadable)
 T = TypeVar("T")
 
 
-def _as_it_is(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
@@ -36,10 +36,10 @@ class Peers:
     distributed.set_timeout recognizes the group by that name.
     """
 
-    _made = itertools.count()
+    _counter = itertools.count()
 
     def __init__(self, purpose: str) -> None:
-        self.name = f"{purpose} {next(self._made)}"
+        self.name = f"{purpose} {next(self._counter)}"
         """Unique in this process."""
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.group: dist.ProcessGroup | None = None
@@ -50,7 +50,7 @@ class Peers:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def collect(self, value: T) -> list[T] | None:
+    def gather(self, value: T) -> list[T] | None:
         """Gather the values of all ranks, as JSON. Return them on rank 0 and None on the others. Each value takes as
         much memory on rank 0 as the largest.
         """
@@ -70,7 +70,7 @@ class Peers:
         if not failed:
             return cast(T, result)
         ranks_of: dict[str, list[int]] = {}
-        for rank, text in enumerate(self.tell(self.collect(failure))):
+        for rank, text in enumerate(self.broadcast(self.gather(failure))):
             if text is not None:
                 ranks_of.setdefault(text, []).append(rank)
         if isinstance(cause, CheckpointError) and len(ranks_of) == 1 and len(ranks_of[str(cause)]) == self.size:
@@ -79,7 +79,7 @@ class Peers:
         raise CheckpointError(f"{doing} failed on {failures}") from cause
 
     def decide(
-        self, action: Callable[[], T], encode: Callable[[T], Any] = _as_it_is, decode: Callable[[Any], T] = _as_it_is
+        self, action: Callable[[], T], encode: Callable[[T], Any] = _identity, decode: Callable[[Any], T] = _identity
     ) -> T:
         """Run `action` on rank 0 and return its result, or raise its error as a `CheckpointError`, on all ranks. A
         result that is not JSON-able is encoded on rank 0 and decoded on the others.
@@ -95,12 +95,12 @@ class Peers:
             except Exception as error:
                 refusal = CheckpointError(f"{describe(error)} (on rank 0)")
         kind = KINDS.index(type(refusal)) if type(refusal) in KINDS else 0
-        failed, text, kind = self.tell((refusal is not None, text if refusal is None else str(refusal), kind))
+        failed, text, kind = self.broadcast((refusal is not None, text if refusal is None else str(refusal), kind))
         if failed:
             raise refusal or KINDS[kind](text)
         return cast(T, result) if self.is_main else decode(text)
 
-    def tell(self, value: T | None) -> T:
+    def broadcast(self, value: T | None) -> T:
         """Broadcast rank 0's value to all ranks, as JSON."""
         return cast(T, value if self.group is None else distributed.broadcast_json(value, self.group))
 

@@ -110,7 +110,7 @@ KEY = "base"
 """Key in the trainer's state."""
 
 
-def reference(path: str) -> dict[str, str]:
+def describe_base(path: str) -> dict[str, str]:
     """Return path and digest of a base model: a checkpoint of this project, the newest in a folder of them, or weights
     of another format, which are read completely.
     """
@@ -118,7 +118,7 @@ def reference(path: str) -> dict[str, str]:
     if kind == "ours":
         digest = sha256_of(place / MANIFEST)  # it lists the digests of all other files
     else:
-        digest = _of_files([place] if place.is_file() else _files_of(place, kind))
+        digest = _digest_of([place] if place.is_file() else _files_of(place, kind))
     return {"path": str(Path(path).resolve()), "sha256": digest}
 
 
@@ -152,14 +152,14 @@ def _stays(path: Path) -> bool:
         return False
 
 
-def size(path: str) -> int:
+def base_bytes(path: str) -> int:
     """Return the number of bytes that `reference` reads."""
     kind, place = find_weights(Path(path))
     files = [place / MANIFEST] if kind == "ours" else [place] if place.is_file() else _files_of(place, kind)
     return sum(file.stat().st_size for file in files if file.exists())
 
 
-def refuse_another(saved: dict[str, Any], job: dict[str, str]) -> None:
+def refuse_other_base(saved: dict[str, Any], job: dict[str, str]) -> None:
     """Raise `CheckpointError` unless the trainer's state `saved` belongs to the same base model."""
     base = saved.get(KEY)
     if not isinstance(base, dict):
@@ -192,7 +192,7 @@ def _files_of(folder: Path, kind: Kind) -> list[Path]:
     return [*folder.glob("*.safetensors"), folder / "config.json"]
 
 
-def _of_files(files: list[Path]) -> str:
+def _digest_of(files: list[Path]) -> str:
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(f"{path.name} {sha256_of(path)}\n".encode())

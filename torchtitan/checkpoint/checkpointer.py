@@ -28,19 +28,19 @@ from torchtitan.checkpoint.layout import (
     CheckpointError,
     NotFinite,
     NothingLoadable,
-    Refused,
+    RefusedCheckpoint,
 )
 from torchtitan.checkpoint.loading import (
     AdapterState,
+    LoadTargets,
     Source,
-    Wanted,
     claim,
     complete_steps,
     load_tensors,
     open_checkpoint,
     resolve,
 )
-from torchtitan.checkpoint.saving import Care, Snapshot, TrainerHooks
+from torchtitan.checkpoint.saving import SaveOptions, Snapshot, TrainerHooks
 from torchtitan.config.sections.run import Checkpoint
 from torchtitan.core.tensor_storage import Value
 
@@ -99,7 +99,7 @@ class Checkpointer:
         self.running_step = 0
         self.failure: BaseException | None = None
         self.loaded_from: Path | None = None
-        self.place: folders.Place | None = None
+        self.place: folders.CheckpointRoot | None = None
         self.saved_step: int | None = None
         self.published_step: int | None = None
         """Step of the last complete save. Unlike `saved_step`, it ignores saves that are in progress or have failed."""
@@ -142,10 +142,10 @@ class Checkpointer:
         except CheckpointError as error:
             if last and not was_running:
                 raise
-            self._go_on_without(error)
+            self._continue_without(error)
         return self._save_if_due(step, last) if was_running else False
 
-    def _go_on_without(self, error: CheckpointError) -> None:
+    def _continue_without(self, error: CheckpointError) -> None:
         if self.options.on_save_error == "stop":
             raise error
         self.saved_step = self.published_step
@@ -175,7 +175,7 @@ class Checkpointer:
         names = tensors.not_finite(self._tensors()[0])
         if self.main_peers.maximum(bool(names)) == [0]:
             return []
-        return sorted({name for local in self.main_peers.tell(self.main_peers.collect(names)) for name in local})
+        return sorted({name for local in self.main_peers.broadcast(self.main_peers.gather(names)) for name in local})
 
     def finish(self) -> None:
         """Wait for the save under way. Raises `CheckpointError` on all ranks if it failed on any."""
@@ -189,7 +189,10 @@ class Checkpointer:
         """
         self._wait()
         snapshot = saving.snapshot_of_model(step, self.model_parts, self.hooks.trainer_state, dtype, plain)
-        return saving.save(snapshot, Path(path).resolve(), None, self.save_peers, Care(verify=self.options.verify)) > 0
+        return (
+            saving.save(snapshot, Path(path).resolve(), None, self.save_peers, SaveOptions(verify=self.options.verify))
+            > 0
+        )
 
     def _due(self, step: int, last: bool) -> bool:
         """Return True, the same on all ranks, if a save is due; also handle the end of a background save."""
@@ -243,7 +246,7 @@ class Checkpointer:
 
     def _save(self, snapshot: Snapshot, target: Path) -> bool:
         started = time.monotonic()
-        care = Care(self.place, self.options.verify, self.needed_bytes, self.retry_pauses)
+        care = SaveOptions(self.place, self.options.verify, self.needed_bytes, self.retry_pauses)
         size = saving.save(snapshot, target, self.rewound_to, self.save_peers, care)
         self.published_step = snapshot.step
         self.rewound_to = None  # only now: after a failed save, newer checkpoints are still obsolete
@@ -280,16 +283,16 @@ class Checkpointer:
             try:
                 source = open_checkpoint(folder, self.main_peers)
             except CheckpointError as error:
-                refused.append(Refused(folder, str(error)))
+                refused.append(RefusedCheckpoint(folder, str(error)))
                 continue
             try:
                 self._restore(source, with_state=True)
             except NotFinite as error:  # saved by an old version; an older checkpoint may be finite
-                refused.append(Refused(folder, str(error)))
+                refused.append(RefusedCheckpoint(folder, str(error)))
                 continue
             break
         else:
-            raise NothingLoadable(self._nothing(refused))
+            raise NothingLoadable(self._nothing_loadable(refused))
         if self.main_peers.is_main:
             for skipped in refused:
                 logger.warning("checkpoint not used: %s", skipped)
@@ -300,20 +303,20 @@ class Checkpointer:
         self.saved_step = self.published_step = self.rewound_to = source.manifest.step
         return self.saved_step
 
-    def can_go_back(self) -> bool:
+    def can_roll_back(self) -> bool:
         """Return True, the same on all ranks, if this run has saved or loaded a complete checkpoint. Waits for the save
         under way, and raises its `CheckpointError` on all ranks if it failed, unless the run continues without it."""
         try:
             self._wait()
         except CheckpointError as error:
-            self._go_on_without(error)
+            self._continue_without(error)
         if self.saved_step is None or self.load_only:
             return False
         partial = self.excluded & {"optimizer", "lr_scheduler"}  # their initial state is not saved anywhere
         return not (partial and self.loaded_from and self.saved_step == layout.step_of(self.loaded_from.name))
 
-    def go_back(self) -> None:
-        """Load the newest checkpoint again in the middle of a run that `can_go_back`."""
+    def roll_back(self) -> None:
+        """Load the newest checkpoint again in the middle of a run that `can_roll_back`."""
         if self.rewound_to is None:  # the run has saved since it loaded: resume from its newest checkpoint
             self.load_step, self.excluded = -1, set()
         assert self.load() is not None
@@ -350,7 +353,7 @@ class Checkpointer:
         judge = partial(self.hooks.before_load, source.state["trainer"], not with_state)
         self.main_peers.agree(f"comparing the job with that of {source.folder.name}", judge)
         with_optimizer, with_data = (with_state and part not in self.excluded for part in ("optimizer", "dataloader"))
-        live = Wanted({}, {})
+        live = LoadTargets({}, {})
 
         def collect() -> None:
             live.tensors = tensors.model_tensors(self.model_parts)
@@ -388,7 +391,7 @@ class Checkpointer:
         if with_state:
             self.main_peers.agree(f"going on from {source.folder.name}", go_on)
 
-    def _nothing(self, refused: list[Refused]) -> str:
+    def _nothing_loadable(self, refused: list[RefusedCheckpoint]) -> str:
         if self.load_step >= 0:
             fault = f"no checkpoint of step {self.load_step} (checkpoint.load_step) can be loaded from {self.folder}"
         else:

@@ -26,13 +26,13 @@ _NONCE = r"[0-9a-f]{16}"
 def create_temporary(target: Path) -> Path:
     """Create a new folder next to `target` to write its content in."""
     target.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-    temporary = _beside(target, "tmp")
+    temporary = _sibling(target, "tmp")
     temporary.mkdir(mode=PRIVATE)
     return temporary
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointRoot:
     """The folder of a run's checkpoints, identified by a marker file that the run has left in it.
 
     Without the marker, an unmounted disk would leave an empty folder of the same name, which would silently accept
@@ -47,7 +47,7 @@ class Place:
         return self.root / ".place"
 
     @classmethod
-    def claim(cls, root: Path) -> "Place":
+    def claim(cls, root: Path) -> "CheckpointRoot":
         """Create the folder if needed, and mark it."""
         root.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         place = cls(root, secrets.token_hex(8))
@@ -122,7 +122,7 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 @contextmanager
-def published(target: Path, write: bool) -> Iterator[Path]:
+def replace_folder(target: Path, write: bool) -> Iterator[Path]:
     """Yield a temporary folder that replaces `target` atomically when the block ends.
 
     Until then, and after an error, the old folder stays unchanged. Without `write` (on other ranks) nothing is done.
@@ -132,7 +132,7 @@ def published(target: Path, write: bool) -> Iterator[Path]:
         yield target
         return
     remove_leftovers(target)
-    temporary = _beside(target, "tmp")
+    temporary = _sibling(target, "tmp")
     try:
         yield temporary
         for path in temporary.iterdir():
@@ -166,7 +166,7 @@ def _is_of_export(path: Path, newer: Path) -> bool:
 
 def move_aside(folder: Path) -> Path:
     """Rename a folder that is in the way of a save, without deleting anything."""
-    aside = _beside(folder, "aside")
+    aside = _sibling(folder, "aside")
     folder.rename(aside)
     return aside
 
@@ -180,7 +180,7 @@ def delete(folder: Path) -> None:
 def unpublish(folder: Path) -> None:
     """Delete a step folder of this project. It loses its name first, so that it is never seen half deleted."""
     assert layout.step_of(folder.name) is not None, folder
-    unpublished = _beside(folder, "tmp")
+    unpublished = _sibling(folder, "tmp")
     folder.rename(unpublished)
     sync_folder(folder.parent)
     delete(unpublished)
@@ -197,5 +197,5 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _beside(path: Path, prefix: str) -> Path:
+def _sibling(path: Path, prefix: str) -> Path:
     return path.with_name(f".{prefix}-{path.name}-{secrets.token_hex(8)}")

@@ -33,7 +33,7 @@ MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
 MODEL, OPTIMIZER, ADAPTER_STATE = "model.", "optimizer.", "kept."
 """Prefixes of tensor names. ADAPTER_STATE is followed by the number of the rank that it belongs to."""
 
-OWN = ("rng",)
+SEPARATE_STATE = ("rng",)
 """Parts of a rank's state in a separate file; older checkpoints have them in state.json, which all ranks read."""
 
 _STEP = re.compile(r"step-([0-9]{8,})")
@@ -88,7 +88,7 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedCheckpoint:
     folder: Path
     reason: str
 
@@ -117,7 +117,7 @@ def step_folders(root: Path) -> list[tuple[int, Path]]:
     return sorted(folders, reverse=True)
 
 
-def complete_steps(root: Path) -> tuple[list[Path], list[Refused]]:
+def complete_steps(root: Path) -> tuple[list[Path], list[RefusedCheckpoint]]:
     """Return the step folders, newest first, that are complete by manifest and file sizes, and the refused ones."""
     complete, refused = [], []
     for step, folder in step_folders(root):
@@ -126,11 +126,11 @@ def complete_steps(root: Path) -> tuple[list[Path], list[Refused]]:
                 raise CheckpointError("its manifest belongs to another step")
             complete.append(folder)
         except CheckpointError as error:
-            refused.append(Refused(folder, str(error)))
+            refused.append(RefusedCheckpoint(folder, str(error)))
     return complete, refused
 
 
-def newest_complete(root: Path) -> tuple[Path | None, list[Refused]]:
+def newest_complete(root: Path) -> tuple[Path | None, list[RefusedCheckpoint]]:
     """Return the newest complete checkpoint, from which a run resumes, and the incomplete folders with reasons."""
     complete, refused = complete_steps(root)
     return (complete[0] if complete else None), refused
@@ -165,7 +165,7 @@ def damaged_files(folder: Path, manifest: Manifest, names: Collection[str], bar:
         return [name for name in names if sha256_of(folder / name, progress.update) != manifest.files[name].sha256]
 
 
-def forget(path: Path) -> None:
+def drop_page_cache(path: Path) -> None:
     """Drop a file's pages from the page cache, where the system can, so that the next read comes from the disk."""
     if hasattr(os, "posix_fadvise"):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -193,7 +193,7 @@ def resolve(path: Path) -> Path:
 
 def manifest_text(manifest: Manifest) -> str:
     body = asdict(manifest)
-    return dump_json({**body, "sha256": _seal(body)})
+    return dump_json({**body, "sha256": _body_digest(body)})
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -204,7 +204,7 @@ def read_manifest(folder: Path) -> Manifest:
     body = read_json(path)
     if body.get("format") != FORMAT:
         raise CheckpointError(f"{MANIFEST}: format {body.get('format')!r} is unknown (known: {FORMAT})")
-    if body.pop("sha256", None) != _seal(body):
+    if body.pop("sha256", None) != _body_digest(body):
         raise CheckpointError(f"{MANIFEST} is damaged: its own checksum does not match")
     try:
         manifest = _MANIFEST.validate_json(json.dumps(body))
@@ -228,13 +228,13 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def own_name(rank: int) -> str:
+def rank_state_name(rank: int) -> str:
     return f"rank_{rank}.json"
 
 
-def read_own(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
+def read_rank_state(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
     """Read the separate state file of one rank; {} if it has none."""
-    return read_json(folder / own_name(rank)) if own_name(rank) in manifest.files else {}
+    return read_json(folder / rank_state_name(rank)) if rank_state_name(rank) in manifest.files else {}
 
 
 def dump_json(value: Any) -> str:
@@ -283,5 +283,5 @@ def sha256_of(path: Path, report: Callable[[int], object] = int) -> str:
     return digest.hexdigest()
 
 
-def _seal(body: dict[str, Any]) -> str:
+def _body_digest(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan.checkpoint import folders, layout, storage, tensors
 from torchtitan.checkpoint.agreement import Peers
-from torchtitan.checkpoint.layout import ADAPTER_STATE, MODEL, CheckpointError, Manifest, Refused, TensorEntry
+from torchtitan.checkpoint.layout import ADAPTER_STATE, MODEL, CheckpointError, Manifest, RefusedCheckpoint, TensorEntry
 from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.core.tensor_storage import Store, packed_names, stores
 
@@ -49,14 +49,14 @@ def open_checkpoint(folder: Path, peers: Peers) -> Source:
             if type(step) is not int or step != manifest.step:
                 raise CheckpointError(f"{layout.STATE} is of step {step}, its folder of {manifest.step}")
         if len(state["ranks"]) == peers.size:
-            state["ranks"][peers.rank] |= layout.read_own(folder, manifest, peers.rank)
+            state["ranks"][peers.rank] |= layout.read_rank_state(folder, manifest, peers.rank)
         return Source(folder, manifest, state, index)
 
     return peers.agree(f"checking {folder.name}", judge)
 
 
 @dataclass
-class Wanted:
+class LoadTargets:
     """The tensors that one rank's model, or its parts of a pipeline, loads from a checkpoint."""
 
     tensors: Tensors
@@ -75,7 +75,9 @@ class Wanted:
             self.stores = {MODEL + name: store for part in parts for name, store in stores(part)}
 
 
-def load_tensors(source: Source, live: Wanted, peers: Peers, *, prefixes: tuple[str, ...], cast: bool = False) -> None:
+def load_tensors(
+    source: Source, live: LoadTargets, peers: Peers, *, prefixes: tuple[str, ...], cast: bool = False
+) -> None:
     """Fill the live tensors of all ranks, which together must have exactly the checkpoint's names under `prefixes`.
 
     `cast` allows saved floating-point tensors to differ in dtype from the live ones; this is logged.
@@ -86,7 +88,7 @@ def load_tensors(source: Source, live: Wanted, peers: Peers, *, prefixes: tuple[
     for name, store in live.stores.items():
         packed |= tensors.entries({name: store.empty()})
     shares = (tensors.entries(live.tensors, live.values), tensors.entries(live.copies), packed)
-    reason, casts = _compare(tensors.united(shares), saved, cast, peers)
+    reason, casts = _compare(tensors.merge_entries(shares), saved, cast, peers)
     if reason is not None:
         raise CheckpointError(f"{source.folder} does not fit this job: {reason}")
     if casts and peers.is_main:
@@ -127,11 +129,13 @@ def _compare(
         return None, {saved[name].dtype for name in compress(names, marks[len(names) :])}
     mismatched_names = [name for name, entry in local.items() if saved.get(name) != entry]
     mismatched_entries: dict[str, Any] = {name: [local[name].dtype, local[name].shape] for name in mismatched_names}
-    gathered = peers.collect(mismatched_entries)
+    gathered = peers.gather(mismatched_entries)
     if gathered is not None:
-        requested |= tensors.united([{name: TensorEntry(*entry) for name, entry in part.items()} for part in gathered])
+        requested |= tensors.merge_entries(
+            [{name: TensorEntry(*entry) for name, entry in part.items()} for part in gathered]
+        )
     reason, casts = tensors.differences(requested, saved, cast)
-    reason, names = peers.tell((reason, sorted(casts)))
+    reason, names = peers.broadcast((reason, sorted(casts)))
     return reason, set(names)
 
 
@@ -197,7 +201,7 @@ def load_weights(path: Path, parts: Sequence[nn.Module], left_out: Collection[st
         {name: tensor for name, tensor in tensors_of.items() if name not in absent}
         for tensors_of in (tensors.model_tensors(parts), tensors.copied_tensors(parts))
     )
-    live = Wanted(targets, copies)
+    live = LoadTargets(targets, copies)
     live.unpack(parts, source)
     load_tensors(source, live, peers, prefixes=(MODEL,), cast=True)
     return source.manifest.step
@@ -208,15 +212,18 @@ def resolve(path: Path, peers: Peers) -> Path:
     return peers.decide(lambda: layout.resolve(path), str, Path)
 
 
-def complete_steps(root: Path, peers: Peers) -> tuple[list[Path], list[Refused]]:
+def complete_steps(root: Path, peers: Peers) -> tuple[list[Path], list[RefusedCheckpoint]]:
     """Run `layout.complete_steps` on rank 0, for all ranks."""
     return peers.decide(
         lambda: layout.complete_steps(root),
         lambda both: [list(map(str, both[0])), [[str(old.folder), old.reason] for old in both[1]]],
-        lambda plain: (list(map(Path, plain[0])), [Refused(Path(folder), reason) for folder, reason in plain[1]]),
+        lambda plain: (
+            list(map(Path, plain[0])),
+            [RefusedCheckpoint(Path(folder), reason) for folder, reason in plain[1]],
+        ),
     )
 
 
-def claim(root: Path, peers: Peers) -> folders.Place:
+def claim(root: Path, peers: Peers) -> folders.CheckpointRoot:
     """Run `folders.Place.claim` on rank 0, for all ranks."""
-    return folders.Place(root, peers.decide(lambda: folders.Place.claim(root).nonce))
+    return folders.CheckpointRoot(root, peers.decide(lambda: folders.CheckpointRoot.claim(root).nonce))

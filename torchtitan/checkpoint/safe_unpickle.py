@@ -28,7 +28,7 @@ _INDEX, _TENSOR, _CHUNK = (_DCP, "MetadataIndex"), (_DCP, "TensorStorageMetadata
 _PROPERTIES, _METADATA = (_DCP, "TensorProperties"), (_DCP, "Metadata")
 _PLACE, _SIZE = ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size")
 
-KNOWN = {
+ALLOWED_NAMES = {
     *((module, kind) for module in ("pathlib", "pathlib._local") for kind in ("PosixPath", "WindowsPath")),
     *(_INDEX, _TENSOR, _CHUNK, _PROPERTIES, _METADATA, _PLACE, _SIZE, _ENUM, (_DCP, "StorageMeta")),
     ("torch.serialization", "_get_layout"),
@@ -41,14 +41,14 @@ _VALUE = (_DCP, "BytesStorageMetadata")
 """Metadata of a pickled value in the files, which contain only its name. This project's checkpoints have none."""
 
 
-class _Kind:
+class _Name:
     """A name that a pickle refers to; the object itself is never imported."""
 
     def __init__(self, name: tuple[str, str]) -> None:
         self.name = name
 
 
-class _Made:
+class _Record:
     """A record of calling `kind` with `args` and then setting `state`; the call is never made."""
 
     __slots__ = ("args", "kind", "state")
@@ -57,28 +57,28 @@ class _Made:
         self.kind, self.args, self.state = kind, args, None
 
 
-class _Inert(pickle._Unpickler):  # the unpickler in Python: the one in C calls and hashes objects itself
+class _SafeUnpickler(pickle._Unpickler):  # the unpickler in Python: the one in C calls and hashes objects itself
     dispatch = dict(pickle._Unpickler.dispatch)
-    known = KNOWN
+    allowed_names = ALLOWED_NAMES
 
-    def find_class(self, module: str, name: str) -> _Kind:
-        is_allowed = (module, name) in self.known or (
+    def find_class(self, module: str, name: str) -> _Name:
+        is_allowed = (module, name) in self.allowed_names or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         )
         if not is_allowed:
-            raise _refused(f"asks for {module}.{name}")
-        return _Kind((module, name))
+            raise _refusal(f"asks for {module}.{name}")
+        return _Name((module, name))
 
     def _make(self) -> None:
         args, kind = self.stack.pop(), self.stack.pop()
-        if not isinstance(kind, _Kind):
-            raise _refused(f"calls a {type(kind).__name__}")
-        self.append(_Made(kind.name, args))
+        if not isinstance(kind, _Name):
+            raise _refusal(f"calls a {type(kind).__name__}")
+        self.append(_Record(kind.name, args))
 
     def _build(self) -> None:
         state, record = self.stack.pop(), self.stack[-1]
-        if not isinstance(record, _Made):
-            raise _refused(f"changes {record.name[1] if isinstance(record, _Kind) else type(record).__name__}")
+        if not isinstance(record, _Record):
+            raise _refusal(f"changes {record.name[1] if isinstance(record, _Name) else type(record).__name__}")
         record.state = state
 
     def _set_item(self) -> None:
@@ -96,12 +96,12 @@ class _Inert(pickle._Unpickler):  # the unpickler in Python: the one in C calls 
 
     def _fill(self, table: Any, items: list[Any]) -> None:
         keys = items[::2]
-        if type(table) is not dict or not all(type(key) in (str, int, _Made) for key in keys):
-            raise _refused("has a table with other keys than names and records")
+        if type(table) is not dict or not all(type(key) in (str, int, _Record) for key in keys):
+            raise _refusal("has a table with other keys than names and records")
         table.update(zip(keys, items[1::2], strict=True))
 
     def _refuse(self) -> None:
-        raise _refused("uses a form of pickle")
+        raise _refusal("uses a form of pickle")
 
     for _code, _load in {
         **dict.fromkeys((pickle.REDUCE, pickle.NEWOBJ), _make),
@@ -115,13 +115,13 @@ class _Inert(pickle._Unpickler):  # the unpickler in Python: the one in C calls 
         dispatch[_code[0]] = _load
 
 
-class _InertOfOthers(_Inert):
-    known = KNOWN | {_VALUE}
+class _ForeignUnpickler(_SafeUnpickler):
+    allowed_names = ALLOWED_NAMES | {_VALUE}
 
 
 def read(content: bytes, manifest: Manifest) -> metadata.Metadata:
     """Read the index of a checkpoint. Raises `CheckpointError` unless it is valid and agrees with the manifest."""
-    tensors, places = _parsed(_Inert(BytesIO(content)))
+    tensors, places = _parsed(_SafeUnpickler(BytesIO(content)))
     entries = {
         name: TensorEntry(str(tensor.properties.dtype).removeprefix("torch."), list(tensor.size))
         for name, tensor in tensors.items()
@@ -135,7 +135,7 @@ def read(content: bytes, manifest: Manifest) -> metadata.Metadata:
             raise CheckpointError(f"{METADATA} points outside the checkpoint's own files and tensors")
     result = metadata.Metadata(tensors, storage_data=places)
     for name in tensors:
-        if (fault := lack_of(name, result)) is not None:
+        if (fault := coverage_fault(name, result)) is not None:
             raise CheckpointError(f"{METADATA}: {name} {fault}")
     return result
 
@@ -144,24 +144,28 @@ def read_foreign(content: bytes) -> metadata.Metadata:
     """Read the index of a checkpoint that another program wrote: its tensors, and the locations of their pieces in its
     files. The files themselves are not checked. Values that are not tensors are left out. Raises `CheckpointError`.
     """
-    tensors, places = _parsed(_InertOfOthers(BytesIO(content)))
+    tensors, places = _parsed(_ForeignUnpickler(BytesIO(content)))
     return metadata.Metadata(tensors, storage_data={key: place for key, place in places.items() if key.fqn in tensors})
 
 
-def lack_of(name: str, index: metadata.Metadata) -> str | None:
+def coverage_fault(name: str, index: metadata.Metadata) -> str | None:
     """Describe why the pieces of a tensor do not cover each of its elements exactly once; None if they do."""
     places, tensor = index.storage_data, index.state_dict_metadata[name]
-    return _lack(tensor, lambda offset: metadata.MetadataIndex(name, offset) in places)
+    return _coverage_fault(tensor, lambda offset: metadata.MetadataIndex(name, offset) in places)
 
 
 def _parsed(
-    unpickler: _Inert,
+    unpickler: _SafeUnpickler,
 ) -> tuple[dict[str, metadata.TensorStorageMetadata], dict[metadata.MetadataIndex, filesystem._StorageInfo]]:
     try:
         tables = _state(unpickler.load(), _METADATA)
-        table = _a(dict, tables["state_dict_metadata"])
-        tensors = {_a(str, name): _tensor(record) for name, record in table.items() if _a(_Made, record).kind != _VALUE}
-        places = dict(_place(index, place) for index, place in _a(dict, tables["storage_data"]).items())
+        table = _typed(dict, tables["state_dict_metadata"])
+        tensors = {
+            _typed(str, name): _tensor(record)
+            for name, record in table.items()
+            if _typed(_Record, record).kind != _VALUE
+        }
+        places = dict(_place(index, place) for index, place in _typed(dict, tables["storage_data"]).items())
     except CheckpointError:
         raise
     except Exception as error:  # untrusted bytes may cause any exception in the unpickler
@@ -170,46 +174,46 @@ def _parsed(
     return tensors, places
 
 
-def _refused(action: str) -> CheckpointError:
+def _refusal(action: str) -> CheckpointError:
     return CheckpointError(f"{METADATA} {action}, which no checkpoint needs: not opened")
 
 
-def _a(kind: type, value: Any) -> Any:
+def _typed(kind: type, value: Any) -> Any:
     if type(value) is not kind:
         raise TypeError(f"a {type(value).__name__} in the place of a {kind.__name__}")
     return value
 
 
-def _made(value: Any, kind: tuple[str, str]) -> _Made:
-    if _a(_Made, value).kind != kind:
+def _record(value: Any, kind: tuple[str, str]) -> _Record:
+    if _typed(_Record, value).kind != kind:
         raise TypeError(f"a {value.kind[1]} in the place of a {kind[1]}")
     return value
 
 
 def _state(value: Any, kind: tuple[str, str]) -> dict[str, Any]:
-    return _a(dict, _made(value, kind).state)
+    return _typed(dict, _record(value, kind).state)
 
 
 def _number(value: Any) -> int:
-    if not 0 <= _a(int, value) < 2**63:
+    if not 0 <= _typed(int, value) < 2**63:
         raise ValueError("a number that no tensor or file has")
     return value
 
 
 def _size(value: Any) -> torch.Size:
-    (numbers,) = _a(tuple, _made(value, _SIZE).args)
-    return torch.Size(map(_number, _a(tuple, numbers)))
+    (numbers,) = _typed(tuple, _record(value, _SIZE).args)
+    return torch.Size(map(_number, _typed(tuple, numbers)))
 
 
 def _tensor(value: Any) -> metadata.TensorStorageMetadata:
     state = _state(value, _TENSOR)
-    dtype = _a(tuple, _made(state["properties"], _PROPERTIES).state)[0]
-    properties = metadata.TensorProperties(dtype=getattr(torch, _a(_Kind, dtype).name[1]))
+    dtype = _typed(tuple, _record(state["properties"], _PROPERTIES).state)[0]
+    properties = metadata.TensorProperties(dtype=getattr(torch, _typed(_Name, dtype).name[1]))
     if not isinstance(properties.dtype, torch.dtype):
         raise TypeError("no dtype")
     chunks = [
         metadata.ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"]))
-        for chunk in (_state(item, _CHUNK) for item in _a(list, state["chunks"]))
+        for chunk in (_state(item, _CHUNK) for item in _typed(list, state["chunks"]))
     ]
     return metadata.TensorStorageMetadata(properties, _size(state["size"]), chunks)
 
@@ -218,13 +222,13 @@ def _place(index: Any, place: Any) -> tuple[metadata.MetadataIndex, filesystem._
     index_state, place_state = _state(index, _INDEX), _state(place, _PLACE)
     offset = None if index_state.get("offset") is None else _size(index_state["offset"])
     hint = None if index_state.get("index") is None else _number(index_state["index"])
-    location = _a(str, place_state["relative_path"]), _number(place_state["offset"]), _number(place_state["length"])
-    return metadata.MetadataIndex(_a(str, index_state["fqn"]), offset, hint), filesystem._StorageInfo(
+    location = _typed(str, place_state["relative_path"]), _number(place_state["offset"]), _number(place_state["length"])
+    return metadata.MetadataIndex(_typed(str, index_state["fqn"]), offset, hint), filesystem._StorageInfo(
         *location, place_state.get("transform_descriptors")
     )
 
 
-def _lack(tensor: metadata.TensorStorageMetadata, is_stored: Callable[[torch.Size], bool]) -> str | None:
+def _coverage_fault(tensor: metadata.TensorStorageMetadata, is_stored: Callable[[torch.Size], bool]) -> str | None:
     """Describe why the pieces do not cover each element of a tensor exactly once; None if they do."""
     numel = math.prod(tensor.size)
     if any(len(chunk.offsets) != len(tensor.size) or len(chunk.sizes) != len(tensor.size) for chunk in tensor.chunks):

@@ -103,10 +103,10 @@ def snapshot_of_model(
 
 
 @dataclass(frozen=True)
-class Care:
+class SaveOptions:
     """Checks of a save's disk, and retries."""
 
-    place: folders.Place | None = None
+    place: folders.CheckpointRoot | None = None
     """The folder that must still be in place."""
     verify: bool = False
     """Read every file back from the disk before it is published."""
@@ -116,7 +116,7 @@ class Care:
     """Seconds before each retry."""
 
 
-def save(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers, care: Care) -> int:
+def save(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers, care: SaveOptions) -> int:
     """Write and publish `target`, with retries. Return its size in bytes, or 0 if it existed already. Raises
     `CheckpointError` on all ranks or on none.
     """
@@ -137,7 +137,7 @@ def save(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers,
     return size
 
 
-def _save_once(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers, care: Care) -> int:
+def _save_once(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers, care: SaveOptions) -> int:
     temporary = peers.decide(
         lambda: _open(snapshot, target, rewound_to, care),
         lambda folder: folder and str(folder),
@@ -149,7 +149,7 @@ def _save_once(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: 
         share, entries = peers.agree("writing a checkpoint", lambda: _write(snapshot, temporary, peers))
         if care.verify:
             peers.agree("reading a checkpoint back", lambda: _read_back(temporary, share))
-        gathered = peers.collect(asdict(share))
+        gathered = peers.gather(asdict(share))
         shares = None if gathered is None else [_share(fields) for fields in gathered]
         peers.agree("finishing a checkpoint", lambda: _commit(snapshot, temporary, target, shares, entries))
     except CheckpointError:
@@ -159,7 +159,7 @@ def _save_once(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: 
                 folders.delete(temporary)
         raise
     files = () if shares is None else (entry for share in shares for entry in share.files.values())
-    return peers.tell(sum(entry.size for entry in files))
+    return peers.broadcast(sum(entry.size for entry in files))
 
 
 @dataclass
@@ -176,7 +176,7 @@ def _share(fields: dict[str, Any]) -> _Share:
     return _Share(**fields | {"files": {name: FileEntry(**entry) for name, entry in fields["files"].items()}})
 
 
-def _open(snapshot: Snapshot, target: Path, rewound_to: int | None, care: Care) -> Path | None:
+def _open(snapshot: Snapshot, target: Path, rewound_to: int | None, care: SaveOptions) -> Path | None:
     """Return the temporary folder, once its final name is free; None if there is nothing to save."""
     if care.place is not None:
         care.place.check()
@@ -222,9 +222,9 @@ def _write(snapshot: Snapshot, temporary: Path, peers: Peers) -> tuple[_Share, d
     keep_plan = snapshot.kind == "full"
     entries = storage.write_tensors(temporary, snapshot.tensors, snapshot.staged, peers, keep_plan)
     names = storage.files_of_rank(temporary, peers.rank)
-    separate = {key: value for key, value in snapshot.rank.items() if key in layout.OWN}
+    separate = {key: value for key, value in snapshot.rank.items() if key in layout.SEPARATE_STATE}
     if separate:
-        names.append(layout.own_name(peers.rank))
+        names.append(layout.rank_state_name(peers.rank))
         folders.write_file(temporary / names[-1], layout.dump_json(separate))
     shared = {key: value for key, value in snapshot.rank.items() if key not in separate}
     files = {name: _entry(temporary / name) for name in names}
@@ -236,7 +236,7 @@ def _write(snapshot: Snapshot, temporary: Path, peers: Peers) -> tuple[_Share, d
 def _read_back(temporary: Path, share: _Share) -> None:
     """Compare the content on disk with what was written."""
     for name, entry in share.files.items():
-        layout.forget(temporary / name)
+        layout.drop_page_cache(temporary / name)
         if _entry(temporary / name) != entry:
             raise CheckpointError(f"{name} is read back with other content than was written: the disk is not sound")
 

@@ -114,7 +114,7 @@ def read_tensors(folder: Path, index: metadata.Metadata, tensors: Tensors, peers
         dcp.load(
             tensors,
             storage_reader=CheckedReader(folder, index),
-            planner=_ToldPlanner(progress.update),
+            planner=_ReportingPlanner(progress.update),
             process_group=peers.group,
             no_dist=peers.group is None,
         )
@@ -137,16 +137,16 @@ class CheckedReader(filesystem.FileSystemReader):
         return self.index
 
 
-class _ToldPlanner(DefaultLoadPlanner):
+class _ReportingPlanner(DefaultLoadPlanner):
     """Reports the number of bytes of each tensor, or piece of one, that was read."""
 
-    def __init__(self, tell: Callable[[int], object]):
+    def __init__(self, report: Callable[[int], object]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.tell = tell
+        self.report = report
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         super().commit_tensor(read_item, tensor)
-        self.tell(tensor.nbytes)
+        self.report(tensor.nbytes)
 
 
 class _StagedPlanner(DefaultSavePlanner):

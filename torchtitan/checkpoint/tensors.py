@@ -31,7 +31,7 @@ def model_tensors(model_parts: Iterable[nn.Module]) -> Tensors:
     """Return parameters and persistent buffers, sharing memory with the model; a tied tensor once, by its first
     name.
     """
-    return {MODEL + name: tensor.detach() for name, tensor in _named(model_parts)[0].items()}
+    return {MODEL + name: tensor.detach() for name, tensor in _owned_and_copied(model_parts)[0].items()}
 
 
 def optimizer_state(
@@ -59,7 +59,7 @@ def copied_tensors(model_parts: Iterable[nn.Module], optimizers: Iterable[torch.
     """Return copies of tensors that another part of a pipeline also holds and saves, and of their optimizer state, by
     the names of the originals. They are not saved, but filled by a load.
     """
-    _, copied_params = _named(model_parts)
+    _, copied_params = _owned_and_copied(model_parts)
     names = {tensor: name for name, tensor in copied_params.items()}
     copies = {MODEL + name: tensor.detach() for name, tensor in copied_params.items()}
     for optimizer in optimizers:
@@ -114,7 +114,7 @@ def entries(tensors: Tensors, values: Iterable[str] = ()) -> dict[str, TensorEnt
     return of_tensors | dict.fromkeys(values, VALUE)
 
 
-def united(shares: Iterable[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
+def merge_entries(shares: Iterable[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
     """Merge the ranks' entries; under a pipeline each rank has other layers."""
     union: dict[str, TensorEntry] = {}
     for share in shares:
@@ -129,12 +129,14 @@ def differences(
     """Return why a checkpoint does not fit (None: it does), and which dtypes a load would cast (if `cast`)."""
     shared = expected.keys() & saved.keys()
     casts = {name for name in shared if expected[name].dtype != saved[name].dtype}
-    allowed = {name for name in casts if cast and _floating(expected[name]) and _floating(saved[name])}
+    allowed = {name for name in casts if cast and _is_floating(expected[name]) and _is_floating(saved[name])}
     mismatched = {name for name in shared if expected[name].shape != saved[name].shape} | (casts - allowed)
     messages = [
-        _told("it lacks", sorted(expected.keys() - saved.keys())),
-        _told("it also holds", sorted(saved.keys() - expected.keys())),
-        _told("they differ in", [f"{name} (saved {saved[name]}, job {expected[name]})" for name in sorted(mismatched)]),
+        _join_names("it lacks", sorted(expected.keys() - saved.keys())),
+        _join_names("it also holds", sorted(saved.keys() - expected.keys())),
+        _join_names(
+            "they differ in", [f"{name} (saved {saved[name]}, job {expected[name]})" for name in sorted(mismatched)]
+        ),
     ]
     return "; ".join(text for text in messages if text) or None, {saved[name].dtype for name in allowed}
 
@@ -218,7 +220,7 @@ class Staging:
             self.buffers[name] = bytes_.view(part.dtype).view(part.shape)
 
 
-def _named(model_parts: Iterable[nn.Module]) -> tuple[Tensors, Tensors]:
+def _owned_and_copied(model_parts: Iterable[nn.Module]) -> tuple[Tensors, Tensors]:
     """Return the tensors that the parts own, and their copies of tied tensors, by the names used in checkpoints.
 
     Where a pipeline separates tied weights, the last part declares it: `tied_names` = {its name: first name}.
@@ -246,8 +248,8 @@ def _named(model_parts: Iterable[nn.Module]) -> tuple[Tensors, Tensors]:
 
 
 def _names(model_parts: Iterable[nn.Module]) -> tuple[dict[torch.Tensor, str], dict[torch.Tensor, str]]:
-    """Return `_named` with names by tensor."""
-    owned, copies = _named(model_parts)
+    """Return `_owned_and_copied` with names by tensor."""
+    owned, copies = _owned_and_copied(model_parts)
     return {tensor: name for name, tensor in owned.items()}, {tensor: name for name, tensor in copies.items()}
 
 
@@ -255,11 +257,11 @@ def _state_name(parameter: str, key: str) -> str:
     return f"{OPTIMIZER}state.{parameter}.{key}"
 
 
-def _floating(entry: TensorEntry) -> bool:
+def _is_floating(entry: TensorEntry) -> bool:
     return entry.dtype in ("float32", "bfloat16", "float16", "float64")
 
 
-def _told(prefix: str, names: list[str]) -> str:
+def _join_names(prefix: str, names: list[str]) -> str:
     if not names:
         return ""
     remainder = f" and {len(names) - _NAMED_IN_ERRORS} more" if len(names) > _NAMED_IN_ERRORS else ""

@@ -61,7 +61,7 @@ class TorchtitanCheckpoint:
             raise CheckpointError(f"{folder}: holds no weights, only {', '.join(sorted(entries)[:5]) or 'values'}")
         self._check_places()
         for name in self.tensors:
-            if (fault := safe_unpickle.lack_of(self.prefix + name, self.index)) is not None:
+            if (fault := safe_unpickle.coverage_fault(self.prefix + name, self.index)) is not None:
                 raise CheckpointError(f"{folder / METADATA}: {name} {fault}")
 
     def _is_weight(self, name: str) -> bool:
@@ -113,15 +113,15 @@ class Weights(ABC):
         """Return the dtype of a stored tensor."""
 
     @abstractmethod
-    def whole(self, name: str) -> torch.Tensor:
+    def full_tensor(self, name: str) -> torch.Tensor:
         """Return the full tensor on the CPU, with the model's shape and the stored dtype."""
 
-    def unread(self, name: str, shape: tuple[int, ...]) -> Deferred:
+    def deferred(self, name: str, shape: tuple[int, ...]) -> Deferred:
         """Return a placeholder that reads the tensor when its value is needed."""
-        return Deferred(shape, partial(self.whole, name))
+        return Deferred(shape, partial(self.full_tensor, name))
 
 
-class _Ours(Weights):
+class _NativeWeights(Weights):
     def __init__(self, folder: Path, shapes: Shapes, tied: bool):
         self.peers = Peers("weights")
         self.source: Source = open_checkpoint(folder, self.peers)
@@ -142,7 +142,7 @@ class _Ours(Weights):
         return target[MODEL + name]
 
 
-class _Theirs(Weights):
+class _TorchtitanWeights(Weights):
     """Weights of a torchtitan checkpoint. It describes the model only by names and shapes, which have to match."""
 
     def __init__(self, folder: Path, family: str, args: Any, shapes: Shapes, tied: bool):
@@ -174,7 +174,7 @@ class _Theirs(Weights):
         return self.form.to_ours(name, self.checkpoint.read(self.form.name(name)))
 
 
-class _HuggingFaces(Weights):
+class _HuggingFaceWeights(Weights):
     def __init__(self, stored: StoredWeights):
         self.stored = stored
 
@@ -186,7 +186,7 @@ class _HuggingFaces(Weights):
 
 
 @contextmanager
-def opened(path: str | os.PathLike[str], family: str, args: Any) -> Iterator[Weights]:
+def open_weights(path: str | os.PathLike[str], family: str, args: Any) -> Iterator[Weights]:
     """Open the weights at a path for a model of `family` with the sizes in `args`. Raises `JobError` if there are none
     or they do not fit.
     """
@@ -194,11 +194,11 @@ def opened(path: str | os.PathLike[str], family: str, args: Any) -> Iterator[Wei
     hf = MODELS[family].hf
     if kind == "hf":
         with hf.stored(location, args) as stored:
-            yield _HuggingFaces(stored)
+            yield _HuggingFaceWeights(stored)
     elif kind == "ours":
-        yield _Ours(location, hf.shapes(args), args.tied_embeddings)
+        yield _NativeWeights(location, hf.shapes(args), args.tied_embeddings)
     else:
-        yield _Theirs(location, family, args, hf.shapes(args), args.tied_embeddings)
+        yield _TorchtitanWeights(location, family, args, hf.shapes(args), args.tied_embeddings)
 
 
 @torch.no_grad()
@@ -210,11 +210,13 @@ def fill(model: nn.Module, weights: Weights, tied: bool, fresh: Collection[str] 
         for wrapped_name, tensor in tensors:
             name = clean_name(wrapped_name)
             if name not in fresh and name not in packed:
-                _copy_part(weights.whole("tok_embeddings.weight" if tied and name == "output.weight" else name), tensor)
+                _copy_part(
+                    weights.full_tensor("tok_embeddings.weight" if tied and name == "output.weight" else name), tensor
+                )
             progress.update()
     for name, store in stores(model):  # one at a time, because they are larger before they are packed
         values = store.empty()
-        _copy_part(weights.whole(name), values)
+        _copy_part(weights.full_tensor(name), values)
         store.write(values)
 
 
@@ -241,7 +243,7 @@ def load_foreign(
         for part in parts:
             missing = MODELS[family].hf.load_hf(place, part, args, fresh, may_lack)
         return missing
-    with opened(place, family, args) as weights:
+    with open_weights(place, family, args) as weights:
         for part in parts:
             fill(part, weights, args.tied_embeddings, fresh)
     return missing

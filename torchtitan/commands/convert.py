@@ -28,10 +28,10 @@ import torch
 from torchtitan.build import parts
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.checkpoint.base_weights import find_weights
-from torchtitan.checkpoint.folders import published
+from torchtitan.checkpoint.folders import replace_folder
 from torchtitan.checkpoint.layout import MODEL
-from torchtitan.checkpoint.saving import Care, Snapshot, save
-from torchtitan.checkpoint.weight_sources import Weights, opened
+from torchtitan.checkpoint.saving import SaveOptions, Snapshot, save
+from torchtitan.checkpoint.weight_sources import Weights, open_weights
 from torchtitan.commands.command_lines import FORMS, parse_command
 from torchtitan.commands.job_of import JOB, find_job, names_its_tokenizer
 from torchtitan.config.job import JobConfig
@@ -121,7 +121,7 @@ class Resized(Weights):
         return self.weights.dtype(name)
 
     def whole(self, name: str) -> torch.Tensor:
-        value = self.weights.whole(name)
+        value = self.weights.full_tensor(name)
         if name not in self.by_token:
             return value
         trained_rows, rows = value[: self.to.num_known], self.to.args.vocab_size
@@ -148,7 +148,7 @@ def main(argv: list[str]) -> int:
     config = find_job(place, job_args, with_tokenizer=False)
     with ExitStack() as stack:
         args, to = parts.model_args(config), None
-        weights = stack.enter_context(opened(place, config.model.name, args))
+        weights = stack.enter_context(open_weights(place, config.model.name, args))
         if resizes:
             vocabulary_changes = (options.add_tokens, options.eos_token, options.vocab_multiple)
             to = stack.enter_context(resizing(config, args, *vocabulary_changes))
@@ -210,14 +210,14 @@ def _unread_tensors(config: JobConfig, args: Any, weights: Weights) -> dict[str,
     """Return every tensor, unread, by our names. A tied output head is left out."""
     shapes = parts.model_spec(config).hf.shapes(args)
     tied = {"output.weight"} if args.tied_embeddings else set()
-    return {name: weights.unread(name, shape) for name, shape in shapes.items() if name not in tied}
+    return {name: weights.deferred(name, shape) for name, shape in shapes.items() if name not in tied}
 
 
 def _write_hf(
     target: Path, place: Path, config: JobConfig, args: Any, weights: Weights, dtype: torch.dtype, to: Resizing | None
 ) -> None:
     extra_files = _extra_files(place, config, args, dtype, to)
-    with published(target.resolve(), write=True) as folder:
+    with replace_folder(target.resolve(), write=True) as folder:
         parts.model_spec(config).hf.save_hf(
             folder, _unread_tensors(config, args, weights), args, dtype=dtype, beside=extra_files
         )
@@ -244,8 +244,8 @@ def _write_ours(
     }
     with progress_bar(f"writing {target.name}", sum(tensor.nbytes for tensor in shells.values())) as progress:
         snapshot = Snapshot("model", weights.step, shells, staged=_Read(unread, types, progress))
-        with published(target.resolve(), write=True) as folder:
-            save(snapshot, folder, None, Peers("convert"), Care())
+        with replace_folder(target.resolve(), write=True) as folder:
+            save(snapshot, folder, None, Peers("convert"), SaveOptions())
             for name, content in extra_files.items():
                 (folder / name).write_bytes(content)
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from torchtitan.adapters import NONE
 from torchtitan.build import data, parts
-from torchtitan.checkpoint.folders import published
+from torchtitan.checkpoint.folders import replace_folder
 from torchtitan.checkpoint.layout import read_manifest
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.generate import find_checkpoint, sample
@@ -130,7 +130,7 @@ def write(
     try:
         with (
             inference_model.plain_state(config, model, adapter, into_unpacked) as (state, into),
-            published(folder, write=True) as place,
+            replace_folder(folder, write=True) as place,
         ):
             hf.save_hf(place, state, args, dtype=parts.DTYPES[dtype], beside=extra_files)
     except OSError as error:

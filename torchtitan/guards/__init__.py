@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from torchtitan.guards.checksums import NAMED_IN_ERRORS, Replicas, ReplicasDiffer, ShardSums
+from torchtitan.guards.checksums import MAX_NAMES_IN_ERRORS, Replicas, ReplicasDiffer, ShardSums
 from torchtitan.guards.steps import BadStep, NonFiniteError, RollBack, StepGuard
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed
@@ -35,7 +35,7 @@ class Guards:
     """The guards of a run. Every rank has them and makes the same calls at the same steps.
 
     `compare_every`: interval, in steps, at which replicated tensors are compared across ranks; 0 disables it.
-    `note_way_back(step)` records, on rank 0, that the run returns to a checkpoint because its state after `step` is
+    `record_rollback(step)` records, on rank 0, that the run returns to a checkpoint because its state after `step` is
     damaged, and returns True if it has done so before.
     """
 
@@ -45,17 +45,17 @@ class Guards:
         replicas: Replicas,
         model: ParallelModel,
         compare_every: int,
-        note_way_back: Callable[[int], bool] = lambda step: False,
+        record_rollback: Callable[[int], bool] = lambda step: False,
         shards: ShardSums | None = None,
     ):
         self.steps, self.replicas, self.model, self.compare_every = steps, replicas, model, compare_every
-        self.note_way_back, self.shards = note_way_back, shards
+        self.record_rollback, self.shards = record_rollback, shards
         self.checkpointer: Any = None
         """The checkpointer that a rollback loads from; set by the trainer once it has one."""
         self._compared = -1
-        self._ways_back: set[int] = set()
+        self._rollback_steps: set[int] = set()
 
-    def leaves_out(
+    def reason_to_skip(
         self,
         step: int,
         loss: torch.Tensor,
@@ -69,7 +69,7 @@ class Guards:
         Raises, on all ranks, `RollBack`, or `BadStep` for a run that has to stop.
         """
         self.refuse_changed_shards(step - 1)
-        if not self.steps.looks:
+        if not self.steps.is_active:
             if norm is not None and norm.device.type == "cpu":  # on a CPU the check costs almost nothing
                 (ranks,) = distributed.sum_over_ranks(not_finite(norm))
                 self.refuse_non_finite("gradient norm", norm, ranks, step - 1)
@@ -80,18 +80,18 @@ class Guards:
         mean_norm = None if norm is None else norm_sum / dims.world_size
         finite = math.isfinite(total_loss) and math.isfinite(norm_sum)
         if not finite:  # with damaged weights every further step is bad too, so skipping this one would not help
-            self.go_back_if_damaged(step - 1)
-        verdict = self.steps.judge(step, total_loss, mean_norm, can_skip=can_skip, can_go_back=self.can_go_back)
+            self.roll_back_if_damaged(step - 1)
+        verdict = self.steps.judge(step, total_loss, mean_norm, can_skip=can_skip, can_roll_back=self.can_roll_back)
         if verdict.action == "go on":
             return ""
         layer_hint = self._first_layer()
         if verdict.action == "stop":
             if not finite:
-                self.stop_non_finite(verdict.why, step - 1, layer_hint)
-            raise BadStep(f"step {step}: {verdict.why}; the run stops before its update")
+                self.stop_non_finite(verdict.reason, step - 1, layer_hint)
+            raise BadStep(f"step {step}: {verdict.reason}; the run stops before its update")
         if verdict.action == "roll back":
-            raise RollBack(verdict.why + layer_hint)
-        return verdict.why + layer_hint
+            raise RollBack(verdict.reason + layer_hint)
+        return verdict.reason + layer_hint
 
     def refuse_non_finite(self, what: str, value: torch.Tensor | None, ranks: float, step: int) -> None:
         """Stop the run or roll it back if a scalar is not finite on `ranks` > 0 ranks. Once NaN, weights stay NaN.
@@ -101,7 +101,7 @@ class Guards:
         """
         if not ranks:
             return
-        self.go_back_if_damaged(step)
+        self.roll_back_if_damaged(step)
         flags = distributed.all_gather_json(not_finite(value))
         numbers = ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
         reading = f"NaN or infinite on rank {numbers} alone" if value is None or not all(flags) else str(float(value))
@@ -121,39 +121,39 @@ class Guards:
         self.refuse_non_finite("loss", torch.tensor(math.nan), losses, step)
         # neither value covers the last update: it may overflow, and with a step in backward there is no other check
         if names := damaged():
-            self.go_back(damage_of(names), step)
-            self.stop_non_finite(damage_of(names), step)
+            self.roll_back(describe_damage(names), step)
+            self.stop_non_finite(describe_damage(names), step)
 
     def stop_non_finite(self, fault: str, step: int, hint: str = "") -> NoReturn:
-        history = ", although the run went back to its checkpoint for that step before" * (step in self._ways_back)
+        history = ", although the run went back to its checkpoint for that step before" * (step in self._rollback_steps)
         raise NonFiniteError(
             f"{fault} after step {step}{hint}{history}; the run stops and saves no more. What usually helps, from the "
             "last checkpoint on: lower optimizer.lr, longer lr_scheduler.warmup_steps, training.max_norm = 1.0, float32"
         )
 
-    def can_go_back(self) -> bool:
+    def can_roll_back(self) -> bool:
         """Return True if the run has a checkpoint that it can load in the middle of a step. Every rank calls it."""
-        return self.checkpointer is not None and self.checkpointer.can_go_back()
+        return self.checkpointer is not None and self.checkpointer.can_roll_back()
 
-    def go_back_if_damaged(self, step: int) -> None:
-        """Raise `RollBack` if weights or moments after `step` are NaN or infinite and `go_back` allows it. Every rank
+    def roll_back_if_damaged(self, step: int) -> None:
+        """Raise `RollBack` if weights or moments after `step` are NaN or infinite and `roll_back` allows it. Every rank
         calls it. It reads all of them, so it is called only after a non-finite loss or gradient.
         """
         if self.checkpointer is not None and (names := self.checkpointer.not_finite()):
-            self.go_back(damage_of(names), step)
+            self.roll_back(describe_damage(names), step)
 
-    def go_back(self, damage: str, step: int) -> None:
+    def roll_back(self, damage: str, step: int) -> None:
         """Raise `RollBack` for a damaged state after `step`, once for each step: a hardware error does not recur, but a
         fault of the job itself does. Return if the run has to stop. Every rank calls it.
         """
-        if not self.can_go_back():
+        if not self.can_roll_back():
             return
         if self.steps.tries >= self.steps.patience and self.steps.target == self.checkpointer.saved_step:
             return
-        on_record = torch.distributed.get_rank() == 0 and self.note_way_back(step)
+        on_record = torch.distributed.get_rank() == 0 and self.record_rollback(step)
         (on_record,) = map(bool, distributed.of_the_first(on_record))
-        repeated = on_record or step in self._ways_back
-        self._ways_back.add(step)
+        repeated = on_record or step in self._rollback_steps
+        self._rollback_steps.add(step)
         if not repeated:
             raise RollBack(f"{damage} after step {step}")
 
@@ -165,9 +165,9 @@ class Guards:
         if not sum(distributed.sum_over_ranks(len(names))):
             return
         names_by_rank = distributed.all_gather_json(names)
-        damage = "; ".join(flips_of(rank, names) for rank, names in enumerate(names_by_rank) if names)
-        self.go_back(damage, step)
-        history = ", again" * (step in self._ways_back)
+        damage = "; ".join(describe_flips(rank, names) for rank, names in enumerate(names_by_rank) if names)
+        self.roll_back(damage, step)
+        history = ", again" * (step in self._rollback_steps)
         raise BadStep(
             f"{damage} after step {step}{history}; the run stops and saves no more. Have the memory of that machine "
             "tested, and start the run again without it"
@@ -185,9 +185,9 @@ class Guards:
             self.replicas.check()
             self._compared = step
 
-    def went_back_to(self, step: int) -> None:
+    def on_rollback(self, step: int) -> None:
         """Reset the guards after a rollback to `step`. Later steps are repeated, perhaps with other values."""
-        self.steps.went_back_to(step)
+        self.steps.on_rollback(step)
         self._compared = -1
         if self.shards is not None:
             self.shards.record()
@@ -204,12 +204,12 @@ def not_finite(value: torch.Tensor | None) -> int:
     return int(value is not None and not math.isfinite(value))
 
 
-def damage_of(names: list[str]) -> str:
+def describe_damage(names: list[str]) -> str:
     """Describe tensors that hold NaN or infinity."""
     return f"{len(names)} weights or moments are NaN or infinite, {names[0]} among them,"
 
 
-def flips_of(rank: int, names: list[str]) -> str:
+def describe_flips(rank: int, names: list[str]) -> str:
     """Describe the tensors of a rank that changed although no step has updated them."""
-    remainder = f" and {len(names) - NAMED_IN_ERRORS} more" if len(names) > NAMED_IN_ERRORS else ""
-    return f"bits have changed in the memory of rank {rank}, in {', '.join(names[:NAMED_IN_ERRORS])}{remainder},"
+    remainder = f" and {len(names) - MAX_NAMES_IN_ERRORS} more" if len(names) > MAX_NAMES_IN_ERRORS else ""
+    return f"bits have changed in the memory of rank {rank}, in {', '.join(names[:MAX_NAMES_IN_ERRORS])}{remainder},"

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from torchtitan.core.initialization import clean_name, local_part
 from torchtitan.process import distributed
 
-Place = tuple[str, tuple[int, ...], tuple[int, ...]]
+TensorPart = tuple[str, tuple[int, ...], tuple[int, ...]]
 """A tensor's name in the whole model, the offset of this rank's part in it, and that part's shape."""
-NAMED_IN_ERRORS = 3
+MAX_NAMES_IN_ERRORS = 3
 
 
 class ReplicasDiffer(RuntimeError):
@@ -39,7 +39,7 @@ class Replicas:
         self.parts, self.optimizers = parts, optimizers
         self.shared = 0
         """Number of this rank's tensors that other ranks also held at the last comparison."""
-        self._places: dict[torch.Tensor, Place] = {}
+        self._places: dict[torch.Tensor, TensorPart] = {}
         self._alone: set[int] = set()
         """Keys that only this rank holds; their tensors are not hashed again."""
 
@@ -52,7 +52,7 @@ class Replicas:
         if dist.get_world_size() == 1:
             return
         keys, tensors, names = [], [], {}
-        for place, tensor in held(self.parts, self.optimizers, self._places):
+        for place, tensor in replicated_tensors(self.parts, self.optimizers, self._places):
             key = key_of(place, tensor)
             if key not in self._alone and key not in names and tensor.numel():
                 names[key] = place[0]
@@ -72,12 +72,14 @@ class Replicas:
         }
         if digests_by_rank:
             named_keys = distributed.all_gather_json([[key, names[key]] for key in digests_by_rank if key in names])
-            raise ReplicasDiffer(told(digests_by_rank, {key: name for pairs in named_keys for key, name in pairs}))
+            raise ReplicasDiffer(
+                describe_differences(digests_by_rank, {key: name for pairs in named_keys for key, name in pairs})
+            )
 
 
-def held(
-    parts: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], places: dict[torch.Tensor, Place]
-) -> Iterator[tuple[Place, torch.Tensor]]:
+def replicated_tensors(
+    parts: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], places: dict[torch.Tensor, TensorPart]
+) -> Iterator[tuple[TensorPart, torch.Tensor]]:
     """Yield this rank's parameters, buffers and optimizer state, of any shape, with their places.
 
     Under a pipeline the copy of tied weights has the name of its original. Optimizer state is compared where its
@@ -102,7 +104,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def key_of(place: Place, tensor: torch.Tensor) -> int:
+def key_of(place: TensorPart, tensor: torch.Tensor) -> int:
     """Return a number that is the same on all ranks for a tensor of this shape and dtype at this place."""
     text = f"{place} {tuple(tensor.shape)} {tensor.dtype}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
@@ -130,7 +132,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     return (hashed * torch.arange(1, 2 * hashed.numel(), 2, device=hashed.device)).sum()
 
 
-def told(digests_by_rank: dict[int, dict[int, int]], names: dict[int, str]) -> str:
+def describe_differences(digests_by_rank: dict[int, dict[int, int]], names: dict[int, str]) -> str:
     """Describe the ranks that differ from the majority, and the tensors that differ."""
     tensors_of: dict[str, list[str]] = defaultdict(list)
     for key, ranks in digests_by_rank.items():
@@ -138,20 +140,20 @@ def told(digests_by_rank: dict[int, dict[int, int]], names: dict[int, str]) -> s
         majority = digest_counts[0][0]
         if digest_counts[0][1] * 2 > len(ranks):
             odd_ranks = [rank for rank, digest in ranks.items() if digest != majority]
-            peers = _named([rank for rank in ranks if rank not in odd_ranks])
-            tensors_of[f"{_named(odd_ranks)} differ{'s' if len(odd_ranks) == 1 else ''} from {peers}"].append(
+            peers = _rank_names([rank for rank in ranks if rank not in odd_ranks])
+            tensors_of[f"{_rank_names(odd_ranks)} differ{'s' if len(odd_ranks) == 1 else ''} from {peers}"].append(
                 names[key]
             )
         else:
-            tensors_of[f"{_named(list(ranks))} differ, and which is right is not known"].append(names[key])
+            tensors_of[f"{_rank_names(list(ranks))} differ, and which is right is not known"].append(names[key])
     return "; ".join(
-        f"{odd_ranks} in {', '.join(sorted(tensor_names)[:NAMED_IN_ERRORS])}"
-        + (f" and {len(tensor_names) - NAMED_IN_ERRORS} more" if len(tensor_names) > NAMED_IN_ERRORS else "")
+        f"{odd_ranks} in {', '.join(sorted(tensor_names)[:MAX_NAMES_IN_ERRORS])}"
+        + (f" and {len(tensor_names) - MAX_NAMES_IN_ERRORS} more" if len(tensor_names) > MAX_NAMES_IN_ERRORS else "")
         for odd_ranks, tensor_names in sorted(tensors_of.items())
     )
 
 
-def _named(ranks: list[int]) -> str:
+def _rank_names(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 

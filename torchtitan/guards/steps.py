@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 Policy = Literal["off", "stop", "skip", "rollback"]
 
-WORDS = {"loss": "loss", "norm": "gradient norm"}
+VALUE_NAMES = {"loss": "loss", "norm": "gradient norm"}
 SMALLEST_DEVIATION = 0.01
 """Smallest standard deviation, as a fraction of the mean.
 
@@ -39,7 +39,7 @@ class RollBack(Exception):
 @dataclass(frozen=True)
 class Verdict:
     action: Literal["go on", "skip", "roll back", "stop"]
-    why: str = ""
+    reason: str = ""
 
 
 class StepGuard:
@@ -69,7 +69,7 @@ class StepGuard:
     ) -> None:
         self.non_finite, self.spike, self.spike_sigmas = non_finite, spike, spike_sigmas
         self.loss_rise, self.patience, self.size = loss_rise, patience, spike_window
-        self.seen: dict[str, deque[float]] = {"loss": deque(maxlen=spike_window), "norm": deque(maxlen=spike_window)}
+        self.window: dict[str, deque[float]] = {"loss": deque(maxlen=spike_window), "norm": deque(maxlen=spike_window)}
         self.loss_threshold, self.loss_patience, self.loss_policy = loss_threshold, loss_patience, loss_policy
         self.above = 0
         """Number of steps in a row with a loss above the threshold."""
@@ -78,13 +78,13 @@ class StepGuard:
         self.skipped = self.in_a_row = 0
         # not reset by a rollback:
         self.rolled_back = 0
-        self.again: set[int] = set()
+        self.rollback_steps: set[int] = set()
         """Steps that the run has rolled back for. A step that is bad again is skipped."""
         self.target, self.tries = -1, 0
         """The checkpoint of the last rollback, and the number of rollbacks to it in a row."""
 
     @property
-    def looks(self) -> bool:
+    def is_active(self) -> bool:
         """True if the guard needs each step's loss and norm, which makes the host wait for the device."""
         thresholds = (self.loss_rise, self.loss_threshold)
         return self.non_finite != "stop" or self.spike != "off" or thresholds != (None, None)
@@ -95,25 +95,25 @@ class StepGuard:
         loss: float,
         norm: float | None,
         can_skip: bool = True,
-        can_go_back: Callable[[], bool] = lambda: True,
+        can_roll_back: Callable[[], bool] = lambda: True,
     ) -> Verdict:
         """Return the verdict on the `step`-th step of the run.
 
-        `norm`: gradient norm, None if unknown. `can_skip`: no part of the update has been applied. `can_go_back`:
+        `norm`: gradient norm, None if unknown. `can_skip`: no part of the update has been applied. `can_roll_back`:
         whether there is a checkpoint; called only if the run would roll back for this step.
         """
         policy, fault = self._fault(loss, norm)
         if not fault:
-            return self._go_on(loss, norm)
+            return self._accept(loss, norm)
         self.in_a_row += 1
         if policy == "stop":
             return Verdict("stop", fault)
         if self.in_a_row >= self.patience:
             return Verdict("stop", f"{fault}: bad step {self.in_a_row} in a row (guard.patience)")
-        if policy == "rollback" and step not in self.again and can_go_back():
+        if policy == "rollback" and step not in self.rollback_steps and can_roll_back():
             if self.tries >= self.patience:
                 return Verdict("stop", f"{fault}: {self.tries} times back to step {self.target} (guard.patience)")
-            self.again.add(step)
+            self.rollback_steps.add(step)
             return Verdict("roll back", fault)
         if not can_skip:
             return Verdict("stop", f"{fault}, and its update has been made in backward")
@@ -122,34 +122,34 @@ class StepGuard:
 
     def counts(self) -> dict[str, float]:
         """Return counters for the log; empty if no step is judged."""
-        return {"steps_skipped": self.skipped, "rolled_back": self.rolled_back} if self.looks else {}
+        return {"steps_skipped": self.skipped, "rolled_back": self.rolled_back} if self.is_active else {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON-able state; empty if no step is judged."""
-        if not self.looks:
+        if not self.is_active:
             return {}
         return {
-            "seen": {name: list(values) for name, values in self.seen.items()},
+            "seen": {name: list(values) for name, values in self.window.items()},
             "lowest": self.lowest,
             "above": self.above,
             "skipped": self.skipped,
             "in_a_row": self.in_a_row,
             "rolled_back": self.rolled_back,
-            "again": sorted(self.again),
+            "again": sorted(self.rollback_steps),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict`; empty if a checkpoint has none."""
-        for name, values in self.seen.items():
+        for name, values in self.window.items():
             values.clear()
             values.extend(state.get("seen", {}).get(name, ()))
         self.lowest, self.above = state.get("lowest"), state.get("above", 0)
         self.skipped, self.in_a_row = state.get("skipped", 0), state.get("in_a_row", 0)
         # after a rollback in this run, the live counters are newer than the checkpoint's
         self.rolled_back = max(self.rolled_back, state.get("rolled_back", 0))
-        self.again |= set(state.get("again", ()))
+        self.rollback_steps |= set(state.get("again", ()))
 
-    def went_back_to(self, target: int) -> None:
+    def on_rollback(self, target: int) -> None:
         """Count a rollback to the state of step `target`."""
         self.rolled_back += 1
         self.tries = self.tries + 1 if target == self.target else 1
@@ -161,29 +161,29 @@ class StepGuard:
         values = {"loss": loss} | ({} if norm is None else {"norm": norm})
         for name, value in values.items():
             if not math.isfinite(value):
-                return self.non_finite, f"the {WORDS[name]} is {value}"
+                return self.non_finite, f"the {VALUE_NAMES[name]} is {value}"
         if self.spike != "off":
             for name, value in values.items():
                 # half a window is enough for mean and deviation
-                if len(window := self.seen[name]) >= max(2, self.size // 2):
+                if len(window := self.window[name]) >= max(2, self.size // 2):
                     mean = statistics.fmean(window)
                     std = math.sqrt(statistics.fmean((past_value - mean) ** 2 for past_value in window))
                     deviation = max(std, SMALLEST_DEVIATION * abs(mean))
                     if value > mean + self.spike_sigmas * deviation:
                         baseline = f"{mean:.4g} +- {deviation:.2g} of the {len(window)} steps before"
-                        return self.spike, f"the {WORDS[name]} is {value:.4g}, against {baseline}"
+                        return self.spike, f"the {VALUE_NAMES[name]} is {value:.4g}, against {baseline}"
         if self.above >= self.loss_patience:
             duration = f"for {self.above} step{'s' * (self.above > 1)} (guard.loss_threshold)"
             return self.loss_policy, f"the loss is {loss:.4g}, above {self.loss_threshold:g} {duration}"
         return "off", ""
 
-    def _go_on(self, loss: float, norm: float | None) -> Verdict:
+    def _accept(self, loss: float, norm: float | None) -> Verdict:
         self.in_a_row = 0
-        self.seen["loss"].append(loss)
+        self.window["loss"].append(loss)
         if norm is not None:
-            self.seen["norm"].append(norm)
-        if self.loss_rise is not None and len(self.seen["loss"]) == self.size:
-            mean = statistics.fmean(self.seen["loss"])
+            self.window["norm"].append(norm)
+        if self.loss_rise is not None and len(self.window["loss"]) == self.size:
+            mean = statistics.fmean(self.window["loss"])
             self.lowest = mean if self.lowest is None else min(self.lowest, mean)
             if mean > self.lowest + self.loss_rise:
                 message = f"the mean loss of the last {self.size} steps is {mean:.4g}, and was {self.lowest:.4g} before"

@@ -17,7 +17,7 @@ EARLY_STOP = "early_stop"
 """Key in the trainer's state."""
 
 
-class Findings:
+class ValidationResults:
     """The validation results of one run. Every rank has them and notes the same values.
 
     With `patience` the run stops after this many validations in a row without an improvement. An improvement is larger
@@ -30,36 +30,38 @@ class Findings:
         self.measured: dict[str, float] = {}
         """Finite metrics of the validation at `step`, by their names in metrics.jsonl."""
         self.best: float | None = None
-        self.in_vain = 0
+        self.since_best = 0
         """Number of validations since the best one."""
 
-    def note(self, step: int, measured: Mapping[str, float]) -> None:
+    def record(self, step: int, measured: Mapping[str, float]) -> None:
         """Record the metrics of a validation at the state after `step`."""
         self.step, self.measured = step, {name: value for name, value in measured.items() if math.isfinite(value)}
         value = measured.get(self.metric.name, math.nan)
         if self.metric.is_better(value, self.best, self.min_delta):
-            self.best, self.in_vain = value, 0
+            self.best, self.since_best = value, 0
         else:
-            self.in_vain += 1
+            self.since_best += 1
 
-    def lack(self, step: int) -> bool:
+    def is_missing(self, step: int) -> bool:
         """Return True if a run that resumes after this step still has to validate it, as a stop prevented it."""
         return self.patience is not None and self.step != step
 
     @property
-    def enough(self) -> str:
+    def stop_reason(self) -> str:
         """The reason why the run stops early, or "" if it continues."""
-        if self.patience is None or self.in_vain < self.patience:
+        if self.patience is None or self.since_best < self.patience:
             return ""
         best = "never finite" if self.best is None else f"not better than {self.best:.4g}"
         margin = f" by more than {self.min_delta:g}" if self.min_delta else ""
-        count_text = f"{self.in_vain} validation{'s' * (self.in_vain > 1)}"
+        count_text = f"{self.since_best} validation{'s' * (self.since_best > 1)}"
         return f"{self.metric.name} was {best}{margin} in {count_text} (early_stop.patience)"
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Return the JSON-able state at the state after `step`."""
         metrics: dict[str, Any] = {MEASURED: self.measured} if self.measured and self.step == step else {}
-        early_stop = {EARLY_STOP: {"best": self.best, "in_vain": self.in_vain, "step": self.step} | self._looked_at}
+        early_stop = {
+            EARLY_STOP: {"best": self.best, "in_vain": self.since_best, "step": self.step} | self._metric_fields
+        }
         return metrics if self.patience is None else metrics | early_stop
 
     def load_state_dict(self, step: int, state: Mapping[str, Any]) -> None:
@@ -70,17 +72,17 @@ class Findings:
         """
         early_stop = state.get(EARLY_STOP, {})
         self.step, self.measured = (step if MEASURED in state else early_stop.get("step", -1)), state.get(MEASURED, {})
-        self.best, self.in_vain = None, 0
-        if self._looked_at.items() <= early_stop.items():
-            self.best, self.in_vain = early_stop["best"], early_stop["in_vain"]
+        self.best, self.since_best = None, 0
+        if self._metric_fields.items() <= early_stop.items():
+            self.best, self.since_best = early_stop["best"], early_stop["in_vain"]
             return
         if self.patience is not None and self.measured:
-            self.note(step, self.measured)
+            self.record(step, self.measured)
         if self.patience is not None and early_stop:
             logger.info("early_stop: the checkpoint has counted by another metric, so %s begins anew", self.metric.name)
 
     @property
-    def _looked_at(self) -> dict[str, Any]:
+    def _metric_fields(self) -> dict[str, Any]:
         return {"metric": self.metric.name, "highest": self.metric.highest}
 
 
@@ -104,22 +106,22 @@ class TimeLimit:
         self.clock = clock
         self.end = None if seconds is None else clock() + seconds
         self.reserve = 0.0 if seconds is None else min(RESERVE_SHARE * seconds, LONGEST_RESERVE)
-        self._turn_began: float | None = None
-        self._turns: list[float] = []
+        self._step_started: float | None = None
+        self._step_seconds: list[float] = []
         """Duration of the first turn, which may compile, and the longest of the others."""
 
-    def near(self, save_seconds: float) -> bool:
+    def is_near(self, save_seconds: float) -> bool:
         """Return True if one more step and the save after it might not finish in time. Called before every step.
         Assumes twice the longest duration of each so far, since step and save times vary.
         """
         now = self.clock()
-        if self._turn_began is not None:
-            self._turns = [*self._turns[:1], max([now - self._turn_began, *self._turns[1:]])]
-        self._turn_began = now
+        if self._step_started is not None:
+            self._step_seconds = [*self._step_seconds[:1], max([now - self._step_started, *self._step_seconds[1:]])]
+        self._step_started = now
         if self.end is None:
             return False
         # the first turn is the only estimate until the second ends, and is then ignored: compilation does not recur
-        longest_turn = self._turns[-1] if self._turns else 0.0
+        longest_turn = self._step_seconds[-1] if self._step_seconds else 0.0
         return now + 2 * (longest_turn + save_seconds) + self.reserve >= self.end
 
 

@@ -121,8 +121,8 @@ def adapter_is_of_this_model(facts: Facts) -> Iterator[Fault]:
         if newest is None:
             return
         state = read_state(newest)["trainer"]
-        if base_weights.size(options.initial_load_path) <= QUICKLY_READ:
-            base_weights.refuse_another(state, base_weights.reference(options.initial_load_path))
+        if base_weights.base_bytes(options.initial_load_path) <= QUICKLY_READ:
+            base_weights.refuse_other_base(state, base_weights.describe_base(options.initial_load_path))
     except NothingLoadable:
         return  # the rule on initial_load_path reports it
     except CheckpointError as error:

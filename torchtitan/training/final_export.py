@@ -105,7 +105,7 @@ class Exports:
             checkpointer.export_model(self.weights, dtype, step, plain_tensors(model))
             return
         try:
-            with folders.published(self.weights, write=self.ranks.is_main) as folder:
+            with folders.replace_folder(self.weights, write=self.ranks.is_main) as folder:
                 parts.model_spec(self.config).hf.save_hf(
                     folder,
                     plain_tensors(model),

@@ -18,7 +18,7 @@ from torchtitan.adapters.interface import Adapter
 from torchtitan.build import parts
 from torchtitan.checkpoint import base_weights, load_model_for_inference, read_state
 from torchtitan.checkpoint.base_weights import find_weights
-from torchtitan.checkpoint.weight_sources import Weights, fill, load_foreign, opened
+from torchtitan.checkpoint.weight_sources import Weights, fill, load_foreign, open_weights
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.model import ActivationCheckpoint, Compile, Parallelism
 from torchtitan.core.errors import JobError
@@ -55,7 +55,7 @@ def _fill(built: nn.Module, config: JobConfig, step_folder: Path, installed: Ada
     if config.adapter.kind != NONE and config.adapter.save is None:  # the job does not say; the checkpoint does
         adapter_only = base_weights.KEY in read_state(step_folder)["trainer"]
     if adapter_only:
-        base_weights.refuse_another(read_state(step_folder)["trainer"], parts.base_reference(config))
+        base_weights.refuse_other_base(read_state(step_folder)["trainer"], parts.base_reference(config))
         fill_base(config, built, installed)
     load_model_for_inference(step_folder, built, installed.frozen_parameters if adapter_only else ())
 
@@ -124,7 +124,7 @@ def plain_state(
     else:
         with ExitStack() as stack:
             try:
-                weights = stack.enter_context(opened(path, config.model.name, parts.model_args(config, path)))
+                weights = stack.enter_context(open_weights(path, config.model.name, parts.model_args(config, path)))
             except JobError as error:
                 raise JobError(f"{error}; {UNPACKED}") from error
             original = {
@@ -139,7 +139,7 @@ UNPACKED = "or merge into the dequantized weights: --merge-base unpacked"
 
 def _original(weights: Weights, name: str, store: Store, path: str) -> torch.Tensor:
     """Return a matrix of the original base, in float32 or a wider type."""
-    matrix = weights.whole(name)
+    matrix = weights.full_tensor(name)
     if not store.holds(matrix):
         raise JobError(
             f"{path}: its {name} is not the matrix that the run quantized; restore the run's base at this path, "
@@ -164,7 +164,7 @@ def load_reference_model(config: JobConfig, path: str, model: ParallelModel) -> 
     """Build a model from the weights at a path, sharded as the run's. JobError if they are of another model."""
     _, location = find_weights(Path(path))
     built = parts.model(parts.reference_job(config), model.mesh, model.dims, model.device, drawn=False)
-    with opened(location, config.model.name, parts.model_args(config, location)) as weights:
+    with open_weights(location, config.model.name, parts.model_args(config, location)) as weights:
         for part in built.parts:
             fill(part, weights, parts.model_args(config).tied_embeddings)
     logger.info("the reference of the pairs is %s", location)

@@ -207,7 +207,7 @@ def _identity(config: JobConfig) -> str:
 
 def _path_and_size(path: str) -> tuple[str, int]:
     try:
-        return str(find_weights(Path(path))[1].resolve()), base_weights.size(path)
+        return str(find_weights(Path(path))[1].resolve()), base_weights.base_bytes(path)
     except JobError:  # an adapter's folder, or no weights at all, which their reader reports
         return str(Path(path).resolve()), sum(file.stat().st_size for file in Path(path).glob("*") if file.is_file())
 

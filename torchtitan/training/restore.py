@@ -71,7 +71,7 @@ class Restorer:
         Raises CheckpointError for changes that alter the loss curve, except for those that the job allows.
         """
         if self.base is not None and not model_only:
-            base_weights.refuse_another(trainer, self.base)
+            base_weights.refuse_other_base(trainer, self.base)
         changed = changes(trainer, parts.job_of_checkpoint(self.config, self.dims), model_only)
         if refused_changes := refused(changed, self.config.checkpoint.allow_config_change):
             details = "; ".join(f"{change}: {remedy(change)}" for change in refused_changes)

@@ -188,7 +188,7 @@ class Trainer:
         gc.disable()  # a collection on one rank makes all others wait: collect on all together, every gc_freq steps
         try:
             with profiler, self.step_progress:
-                if self.restorer.resumed_step and self.findings.lack(self.step):
+                if self.restorer.resumed_step and self.findings.is_missing(self.step):
                     self.maybe_validate(False)
                 while self.step < self.config.training.steps and not self.done and not self.stopping:
                     try:
@@ -225,7 +225,7 @@ class Trainer:
 
     @property
     def done(self) -> bool:
-        return self.step == self.config.training.steps or bool(self.findings.enough)
+        return self.step == self.config.training.steps or bool(self.findings.stop_reason)
 
     def enter(self, phase: str, step: int) -> None:
         """Report a new phase of the run to the launcher's heartbeat and to the account of its time."""
@@ -248,7 +248,7 @@ class Trainer:
             self.metrics.record_histograms(
                 self.step + 1, gather_histograms(histograms_of(self.model.named_parameters()))
             )
-        skip_reason = self.guards.leaves_out(self.step + 1, loss, norm, can_skip=not steps_in_backward)
+        skip_reason = self.guards.reason_to_skip(self.step + 1, loss, norm, can_skip=not steps_in_backward)
         lr = self.schedulers.last_lr
         state.is_complete = False
         if not skip_reason:
@@ -286,7 +286,7 @@ class Trainer:
 
     def check_time_limit(self) -> None:
         save_seconds = self.checkpointer.longest_save_seconds if self.checkpointer is not None else 0.0
-        if self.ranks.is_main and not self.out_of_time and self.time_limit.near(save_seconds):
+        if self.ranks.is_main and not self.out_of_time and self.time_limit.is_near(save_seconds):
             logger.info("stopping after this step, before the time limit (job.time_limit or SLURM's) is reached")
             self.stop_requested = self.out_of_time = True
 
@@ -319,8 +319,8 @@ class Trainer:
         self.progress.enter("load", bad_step)
         self.optimizers.zero_grad()
         self.run_step_hooks(bad_step, updated=False)
-        self.checkpointer.go_back()
-        self.guards.went_back_to(self.step)
+        self.checkpointer.roll_back()
+        self.guards.on_rollback(self.step)
         self.goodput.enter("restart")
         self.stopping = self.prefetcher.drop()
         self.loader.close()
@@ -349,7 +349,7 @@ class Trainer:
         self.stopping = results is None
         if results is None:
             return
-        self.findings.note(self.step, self.metrics.record_validation(self.step, results.pop("loss"), results))
+        self.findings.record(self.step, self.metrics.record_validation(self.step, results.pop("loss"), results))
         self.validator.generate(self.step, phase)
 
     def maybe_save(self, done: bool) -> None:
@@ -392,4 +392,4 @@ class Trainer:
         folders = {"weights": self.exports.weights}
         if self.checkpointer and not self.checkpointer.load_only:
             folders = {"checkpoints": self.checkpointer.folder} | folders
-        log_end(self.config, self.ranks, self.metrics, self.goodput, folders, self.step, self.findings.enough)
+        log_end(self.config, self.ranks, self.metrics, self.goodput, folders, self.step, self.findings.stop_reason)
