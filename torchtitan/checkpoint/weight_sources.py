@@ -136,7 +136,7 @@ class _NativeWeights(Weights):
     def dtype(self, name: str) -> torch.dtype:
         return getattr(torch, self.source.manifest.tensors[MODEL + name].dtype)
 
-    def whole(self, name: str) -> torch.Tensor:
+    def full_tensor(self, name: str) -> torch.Tensor:
         target = {MODEL + name: torch.empty(self.shapes[name], dtype=self.dtype(name))}
         read_tensors(self.source.folder, self.source.index, target, self.peers)
         return target[MODEL + name]
@@ -170,7 +170,7 @@ class _TorchtitanWeights(Weights):
     def dtype(self, name: str) -> torch.dtype:
         return self.checkpoint.tensors[self.form.name(name)][0]
 
-    def whole(self, name: str) -> torch.Tensor:
+    def full_tensor(self, name: str) -> torch.Tensor:
         return self.form.to_ours(name, self.checkpoint.read(self.form.name(name)))
 
 
@@ -181,7 +181,7 @@ class _HuggingFaceWeights(Weights):
     def dtype(self, name: str) -> torch.dtype:
         return self.stored.dtype(name)
 
-    def whole(self, name: str) -> torch.Tensor:
+    def full_tensor(self, name: str) -> torch.Tensor:
         return self.stored.whole(name)
 
 

@@ -120,7 +120,7 @@ class Resized(Weights):
     def dtype(self, name: str) -> torch.dtype:
         return self.weights.dtype(name)
 
-    def whole(self, name: str) -> torch.Tensor:
+    def full_tensor(self, name: str) -> torch.Tensor:
         value = self.weights.full_tensor(name)
         if name not in self.by_token:
             return value
