@@ -59,7 +59,7 @@ OFF = {"guard.replica_check_interval": 0}
 ON = {"guard.non_finite": "skip", "guard.spike": "skip", "guard.replica_check_interval": INTERVAL}
 OFTEN = {"guard.replica_check_interval": 1}
 SUMS = OFF | {"guard.shard_checksums": "true"}
-BEGIN_SUM = distributed.begin_sum
+BEGIN_SUM = distributed.begin_sum_ints
 
 
 def job_arguments(folder: Path, options: dict) -> list[str]:
@@ -126,7 +126,7 @@ class Steps:
     def __call__(self) -> None:
         for timer in (self.judging, self.comparing, self.summing, self.waiting):
             timer.steps.append(0.0)
-        distributed.begin_sum = lambda *arguments: self.waiting.wrap(BEGIN_SUM(*arguments))
+        distributed.begin_sum_ints = lambda *arguments: self.waiting.wrap(BEGIN_SUM(*arguments))
         if self.launcher:
             os.kill(self.launcher, signal.SIGSTOP)
         self.trainer.enter("data", self.trainer.step + 1)

@@ -192,7 +192,7 @@ def continued(prompts, **options):
 
 
 def test_each_continuation_ends_at_its_end_token(monkeypatch):
-    monkeypatch.setattr(validation.distributed, "of_the_first", lambda *values: list(values))
+    monkeypatch.setattr(validation.distributed, "broadcast_floats", lambda *values: list(values))
     answers, model = continued([[1], [17], [5, 6, 19], list(range(30, 40)), list(range(12))], multiple=4)
     assert answers == [[2, 3, 4, 5], [18, 19], [], [40, 41], []]
     assert model.shapes == {(5, 12)} and model.calls == 4

@@ -10,7 +10,7 @@ from tests.support import jobs
 from tests.support.pool import run_ranks
 from torchtitan.lr_scheduling import LRSchedulers
 from torchtitan.process.ranks import Ranks
-from torchtitan.process.run_log import LogFile, set_up_logging
+from torchtitan.process.run_log import LogFileHandler, set_up_logging
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 logger = logging.getLogger("torchtitan").getChild("test")
@@ -52,7 +52,7 @@ class Full(io.StringIO):
 
 def test_a_file_that_cannot_be_written_ends_nothing(tmp_path, capsys):
     set_up_logging(Ranks(), folder=tmp_path)
-    (file,) = [handler for handler in logging.getLogger("torchtitan").handlers if isinstance(handler, LogFile)]
+    (file,) = [handler for handler in logging.getLogger("torchtitan").handlers if isinstance(handler, LogFileHandler)]
     file.setStream(Full())
     logger.info("hello")
     printed = capsys.readouterr()

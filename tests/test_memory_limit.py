@@ -10,8 +10,8 @@ from torchtitan.config import manager
 from torchtitan.config.manager import ConfigError
 from torchtitan.core.constraints import LimitError
 from torchtitan.process.distributed import limit_memory
-from torchtitan.process.machine import amount_of
-from torchtitan.process.ranks import MEMORY_LIMIT, heeded
+from torchtitan.process.machine import limit_in_bytes
+from torchtitan.process.ranks import MEMORY_LIMIT, describe_environment
 
 anywhere = judged.anywhere
 GPU = 24 * 2**30
@@ -42,7 +42,7 @@ def gpu(monkeypatch):
 @pytest.mark.parametrize("text, amount, share", FORMS)
 def test_every_format_is_parsed_and_passed_to_cuda(text, amount, share, gpu):
     limit = manager.load([f"--memory.limit={text}"]).memory.limit
-    assert amount_of(limit) == amount and lines(f"--memory.limit={text}") == []
+    assert limit_in_bytes(limit) == amount and lines(f"--memory.limit={text}") == []
     device = torch.device("cuda", 1)
     assert limit_memory(limit, device).startswith(f"at most {24 * share:.2f} of 24.00 GiB for each rank")
     assert gpu == [(pytest.approx(share, rel=1e-12), device)]
@@ -104,10 +104,10 @@ def test_the_environment_overrides_the_option(text, expected, monkeypatch, tmp_p
 def test_used_environment_variables_are_listed(monkeypatch):
     for name in ("CUDA_VISIBLE_DEVICES", MEMORY_LIMIT, "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    before = heeded()
+    before = describe_environment()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv(MEMORY_LIMIT, "0.9\n\x1b[31m")
     monkeypatch.setenv("WANDB_API_KEY", "secret")
-    assert heeded() == ", ".join(
+    assert describe_environment() == ", ".join(
         ["CUDA_VISIBLE_DEVICES=0,1", f"{MEMORY_LIMIT}=0.9\\n\\x1b[31m", *filter(None, [before])]
     )

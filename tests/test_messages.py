@@ -14,7 +14,7 @@ from torchtitan.config.help import help_text, overview
 from torchtitan.config.manager import load, said_by
 from torchtitan.config.options import sections
 from torchtitan.core import errors
-from torchtitan.core.errors import JobError, folded
+from torchtitan.core.errors import JobError, wrap_lines
 from torchtitan.launch import load_job
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.rules import check
@@ -306,5 +306,5 @@ def test_no_line_is_longer_than_200_characters(capsys, monkeypatch):
     assert len(lines) > 4 and max(map(len, lines)) <= LONGEST_LINE
     assert all(line.startswith(("    ", "command line: ", "the job: ", "3 faults")) for line in lines)
     path = "/a/path/" * 40
-    assert folded(f"{path}: {'words ' * 60}").splitlines()[0] == f"{path}:"  # so that it can be copied
-    assert folded("one\n\ntwo") == "one\n\ntwo"
+    assert wrap_lines(f"{path}: {'words ' * 60}").splitlines()[0] == f"{path}:"  # so that it can be copied
+    assert wrap_lines("one\n\ntwo") == "one\n\ntwo"

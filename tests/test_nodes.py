@@ -81,7 +81,7 @@ def wait_for_absent_machine(port: int) -> str:
     """Join as the second machine of a job without a first one; return the error."""
     ranks = Ranks(rank=1, world_size=2, local_world_size=1, head=("127.0.0.1", port))
     try:
-        distributed._meet(ranks, Launcher(1, "", "", "", "", 3), timedelta(seconds=1))
+        distributed._rendezvous_store(ranks, Launcher(1, "", "", "", "", 3), timedelta(seconds=1))
     except JobError as error:
         return str(error)
     raise AssertionError
@@ -100,7 +100,7 @@ def startup_timeouts(folder: Path) -> tuple[float, float]:
         timeouts.append(timeout.total_seconds())
         raise JobError("nobody there")
 
-    distributed._meet = record_timeout
+    distributed._rendezvous_store = record_timeout
     ranks = Ranks(rank=1, world_size=2, local_world_size=1, launcher=Launcher(1, "", os.devnull, "", "", 3))
     config = load(jobs.arguments(folder, folder, comm__init_timeout_seconds=50))
     with pytest.MonkeyPatch.context() as patch, suppress(JobError):

@@ -45,7 +45,7 @@ def test_all_threads_run_on_the_processors_of_the_gpus_node(machine, caplog):
     other = threading.Thread(target=leave.wait)
     other.start()
     bound[other.native_id] = {5}  # bound by another library before
-    numa.stay_near(ADDRESS)
+    numa.bind_near(ADDRESS)
     leave.set()
     near = {4, 5, 6, 7, 12, 13, 14, 15}  # 16 is another process's
     assert bound[0] == bound[thread.native_id] == near and bound[other.native_id] == {5}
@@ -66,8 +66,8 @@ def test_all_threads_run_on_the_processors_of_the_gpus_node(machine, caplog):
 def test_nothing_is_bound_without_a_usable_node(node, lists, machine, caplog):
     caplog.set_level("INFO")
     bound = machine(node, lists)
-    numa.stay_near(ADDRESS)
-    numa.stay_near("0000:00:00.0")  # a device without an entry in /sys
+    numa.bind_near(ADDRESS)
+    numa.bind_near("0000:00:00.0")  # a device without an entry in /sys
     assert not bound and not caplog.messages
 
 
@@ -75,14 +75,14 @@ def test_a_rank_is_not_bound_to_too_few_processors(machine, caplog):
     """A rank bound to 3 of its 16 allowed processors would be slow."""
     caplog.set_level("INFO")
     bound = machine(1, {0: "0-12", 1: "13-15"})
-    numa.stay_near(ADDRESS)
+    numa.bind_near(ADDRESS)
     assert not bound
     assert caplog.messages == ["processors: all 16; only 3 are of NUMA node 1, to which the GPU belongs"]
 
 
 def test_a_node_with_a_fair_share_of_processors_is_bound(machine):
     bound = machine(1, {0: "0-1", 1: "2-3", 2: "4-7", 3: "8-15", 4: ""})
-    numa.stay_near(ADDRESS)
+    numa.bind_near(ADDRESS)
     assert bound[0] == {2, 3}
 
 
@@ -93,7 +93,7 @@ def test_a_forbidden_binding_is_only_logged(machine, monkeypatch, caplog):
     caplog.set_level("INFO")
     machine(1, {0: "0-7", 1: "8-15"})
     monkeypatch.setattr(os, "sched_setaffinity", forbidden)
-    numa.stay_near(ADDRESS)
+    numa.bind_near(ADDRESS)
     (message,) = caplog.messages
     assert message.startswith("processors: all 16, as the system does not let a process be bound (")
 
@@ -106,7 +106,7 @@ def test_a_rank_is_bound_near_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: devices[device.index])
     monkeypatch.setattr(distributed, "set_up_libraries", lambda *args: None)
-    monkeypatch.setattr(numa, "stay_near", addresses.append)
+    monkeypatch.setattr(numa, "bind_near", addresses.append)
     with monkeypatch.context() as patch:  # undone at once, as a fixture looks for leftover process groups
         patch.setattr(torch.distributed, "is_initialized", lambda: True)
         distributed.init(Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2), 10)

@@ -97,9 +97,9 @@ def install(folder: Path, name: str, entries: str, **modules: str) -> Path:
 def installed(tmp_path, monkeypatch):
     """Install a package that adds one of each kind; the folder."""
     monkeypatch.syspath_prepend(install(tmp_path / "site", "acme-titan", ENTRIES, light=LIGHT, heavy=HEAVY))
-    registry.added.cache_clear()
+    registry.installed_entries.cache_clear()
     yield tmp_path / "site"
-    registry.added.cache_clear()
+    registry.installed_entries.cache_clear()
     for name in [name for name in sys.modules if name.partition(".")[0] in ("acme_titan", "other", "broken")]:
         del sys.modules[name]
 
@@ -148,7 +148,7 @@ def test_a_job_of_such_names_trains_as_one_of_ours(installed, tmp_path):
 
 def trained(folder, argv):
     sys.path.insert(0, folder)
-    registry.added.cache_clear()  # what was imported before this process was forked may have looked already
+    registry.installed_entries.cache_clear()  # what was imported before this process was forked may have looked already
     rows, state = jobs.train(argv)
     return [row["loss"] for row in rows], state
 
@@ -197,7 +197,7 @@ BROKEN = {
 @pytest.mark.parametrize("entry", BROKEN)
 def test_a_broken_package_is_one_line_that_names_it(entry, installed, capsys):
     install(installed, "broken", f"[torchtitan.optimizers]\n{entry}\n", torn="1 / 0", odd="X = 3")
-    registry.added.cache_clear()
+    registry.installed_entries.cache_clear()
     job = ["--optimizer.name=torn", "--model.tokenizer_path=bytes"]
     assert cli.main(["check", *job]) == 2
     assert capsys.readouterr().err.splitlines()[0] == BROKEN[entry]
@@ -213,7 +213,7 @@ def test_a_broken_package_is_one_line_that_names_it(entry, installed, capsys):
 def test_names_that_are_taken(installed, capsys):
     entries = "[torchtitan.optimizers]\nHalved = other.light:X\nAdamW = other.light:X\n"
     install(installed, "other", entries, light="from acme_titan.light import HALVED as X")
-    registry.added.cache_clear()
+    registry.installed_entries.cache_clear()
     with pytest.raises(JobError, match="'Halved' .* by the installed package acme-titan .*: other gives it too"):
         OPTIMIZERS["Halved"]
     assert OPTIMIZERS["AdamW"].shared and len(OPTIMIZERS) == len(list(OPTIMIZERS))

@@ -318,7 +318,7 @@ def test_a_malformed_mark_of_untrained_rows_is_ignored():
 
 def test_each_tensor_is_read_once(bases, tmp_path, monkeypatch):
     names = []
-    original = Resized.whole
-    monkeypatch.setattr(Resized, "whole", lambda self, name: names.append(name) or original(self, name))
+    original = Resized.full_tensor
+    monkeypatch.setattr(Resized, "full_tensor", lambda self, name: names.append(name) or original(self, name))
     assert convert(bases["tied"], tmp_path / "new", "--add-tokens", "<tool>") == 0
     assert len(names) == len(set(names)) and "output.weight" not in names and "tok_embeddings.weight" in names

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import NoReturn
 
-from torchtitan.core.errors import JobError, folded
+from torchtitan.core.errors import JobError, wrap_lines
 from torchtitan.process.exit import exit_with
 from torchtitan.process.machine import no_gc_during_imports
 
@@ -118,7 +118,7 @@ def guarded(run: Callable[[], int]) -> int:
         if os.environ.get("TORCHTITAN_TRACEBACK") == "1":
             traceback.print_exc()
         else:
-            print(folded(error), file=sys.stderr)
+            print(wrap_lines(error), file=sys.stderr)
         return REFUSED
 
 

@@ -19,7 +19,7 @@ from torchtitan.config.help import print_help_if_requested
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
 from torchtitan.config.sections.run import Job
-from torchtitan.core.errors import JobError, folded
+from torchtitan.core.errors import JobError, wrap_lines
 from torchtitan.launcher import slurm
 from torchtitan.launcher.hangs import HangLimits
 from torchtitan.launcher.lock import hold_lock, this_process
@@ -80,7 +80,7 @@ def launch(num_ranks: int | None, arguments: list[str]) -> int:
         return run_machine(nodes, num_ranks, arguments, queue)
     except JobError as error:
         if str(error):
-            print(folded(error), file=sys.stderr)
+            print(wrap_lines(error), file=sys.stderr)
         return REFUSED
     finally:
         queue.close()
@@ -108,13 +108,13 @@ def run_as_coordinator(nodes: Nodes, num_ranks: int, arguments: list[str], queue
                 stop_signal = coordinator.wait_for_workers(queue, config.comm.init_timeout_seconds, secret_file)
                 code = 128 + stop_signal if stop_signal else run(config, arguments, num_ranks, queue, coordinator)
             except JobError as error:
-                print(folded(error), file=sys.stderr)
+                print(wrap_lines(error), file=sys.stderr)
                 code = REFUSED
             finally:
                 coordinator.end_run(code)  # before the lock ends, as the secret is deleted here
         return code
     except JobError as error:
-        print(folded(error), file=sys.stderr)
+        print(wrap_lines(error), file=sys.stderr)
         code = REFUSED
         return code
     finally:
@@ -215,7 +215,7 @@ def load_and_check(argv: list[str], world_size: int) -> tuple[JobConfig | None, 
     if not faults:
         return config, ""
     total = f"{len(faults)} fault{'s' if len(faults) > 1 else ''} in the job; nothing was started"
-    return None, "\n".join([*map(folded, faults), total])
+    return None, "\n".join([*map(wrap_lines, faults), total])
 
 
 if __name__ == "__main__":

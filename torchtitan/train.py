@@ -19,7 +19,7 @@ from typing import Any
 from torchtitan.checkpoint import CannotSave, CheckpointError
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
-from torchtitan.core.errors import JobError, folded
+from torchtitan.core.errors import JobError, wrap_lines
 from torchtitan.launch import launch, load_job
 from torchtitan.launcher.hangs import respond_to_launcher
 from torchtitan.launcher.lock import hold_lock, this_process
@@ -123,7 +123,7 @@ def run(config: JobConfig, ranks: Ranks) -> int:
         # the launcher does not end ranks at once, so there only a machine's first rank reports a failure of all ranks
         on_all = isinstance(error, CheckpointError | training.BadStep | training.ReplicasDiffer)
         if not on_all or ranks.launcher is None or ranks.local_rank == 0:
-            logger.error("%s", folded(error))
+            logger.error("%s", wrap_lines(error))
         if isinstance(error, CheckpointError):
             return NOT_LOADED if trainer is None and not isinstance(error, CannotSave) else NOT_SAVED
         if isinstance(error, training.ReplicasDiffer):

@@ -120,11 +120,11 @@ class Checkpointer:
         try:
             self.place = claim(self.folder, self.main_peers)
 
-            def look() -> None:
+            def try_folder() -> None:
                 self.place.check()
                 self.place.try_writing(self.main_peers.rank)
 
-            self.main_peers.agree("trying to write", look)
+            self.main_peers.agree("trying to write", try_folder)
         except CheckpointError as error:
             raise CannotSave(f"checkpoints cannot be written to {self.folder}: {error}") from error
 

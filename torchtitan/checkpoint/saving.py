@@ -29,7 +29,7 @@ from torchtitan.checkpoint.agreement import Peers
 from torchtitan.checkpoint.best_metric import Metric, best_of
 from torchtitan.checkpoint.layout import MANIFEST, MODEL, STATE, CheckpointError, FileEntry, Manifest, TensorEntry
 from torchtitan.checkpoint.tensors import Tensors
-from torchtitan.core.errors import in_units
+from torchtitan.core.errors import format_bytes
 from torchtitan.core.initialization import clean_name
 from torchtitan.core.tensor_storage import Deferred, Value
 
@@ -200,8 +200,8 @@ def _look_for_space(root: Path, needed: int) -> None:
     needed = needed * 11 // 10  # headers, state, and concurrent writes of other programs
     if needed and root.is_dir() and (free := shutil.disk_usage(root).free) < needed:
         raise CheckpointError(
-            f"{root} has {in_units(free)} free and a checkpoint needs {in_units(needed)}: make room, or keep fewer "
-            "(checkpoint.keep_latest_k)"
+            f"{root} has {format_bytes(free)} free and a checkpoint needs {format_bytes(needed)}: make room, or keep "
+            "fewer (checkpoint.keep_latest_k)"
         )
 
 
@@ -348,14 +348,14 @@ def _without_needed(staying: list[Path], surplus: list[Path], known_good: set[Pa
 def is_undamaged(folder: Path, peers: Peers) -> bool:
     """Return True if all files of a checkpoint have the content that was written; the ranks share the reading."""
 
-    def look() -> None:
+    def verify() -> None:
         manifest = layout.check_complete(folder)
         share = sorted(manifest.files)[peers.rank :: peers.size]
         if damaged := layout.damaged_files(folder, manifest, share):
             raise CheckpointError(f"damaged: {', '.join(damaged)}")
 
     try:
-        peers.agree(f"looking at {folder.name}", look)
+        peers.agree(f"looking at {folder.name}", verify)
     except CheckpointError as error:
         if peers.is_main:
             logger.warning("%s is not sound any more (%s): older ones stay in its place", folder, error)

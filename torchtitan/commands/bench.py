@@ -30,7 +30,7 @@ from torchtitan.config.options import ConfigError, Fault, free_table
 from torchtitan.config.sections.optimization import LRScheduler
 from torchtitan.config.sections.run import Checkpoint, EarlyStop, Guard, Metrics, Profiling
 from torchtitan.config.sections.training import Training, Validation
-from torchtitan.core.errors import JobError, folded
+from torchtitan.core.errors import JobError, wrap_lines
 from torchtitan.core.progress_bar import waiting
 from torchtitan.metrics.json_lines import read_records
 from torchtitan.metrics.plot import GREY, HELD_OUT, INK, LOSS, SPEED, STYLE, check_format
@@ -236,7 +236,7 @@ def result_of(config: JobConfig, home: Path, number: int, options: argparse.Name
     result = outcome_of(code, folder, options.steps)
     if result["result"] == "failed":
         log_lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        result["reason"] = folded(log_lines[-1] if log_lines else f"exit code {code}")
+        result["reason"] = wrap_lines(log_lines[-1] if log_lines else f"exit code {code}")
     model = {"model": f"{config.model.name}/{config.model.flavor}", "seq_len": config.training.seq_len}
     return model | {"local_batch_size": config.training.local_batch_size, "exit_code": code, **result}
 

@@ -20,11 +20,11 @@ from torchtitan.config.manager import load, said_by, to_toml
 from torchtitan.config.options import ConfigError, Fault
 from torchtitan.config.upgrade import ERAS
 from torchtitan.core.cadence import NO_LIMIT, cadence_of, describe_end
-from torchtitan.core.errors import JobError, folded, in_units
+from torchtitan.core.errors import JobError, format_bytes, wrap_lines
 from torchtitan.core.progress_bar import waiting
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED, Held
-from torchtitan.process.machine import amount_of, in_words
+from torchtitan.process.machine import describe_limit, limit_in_bytes
 from torchtitan.rules import RULES, Device, Facts, check, with_faults_of_the_rest
 from torchtitan.rules.optimization import trained_matrices
 from torchtitan.rules.pipeline import layers_by_stage
@@ -107,11 +107,11 @@ def _memory(estimate_args: list[str]) -> str:
     error_lines = [line.strip() for line in result.stderr.splitlines()]
     # the last line of a traceback has the message
     reason = " ".join(error_lines if result.returncode == REFUSED else error_lines[-1:])
-    return folded(f"  memory    not foretold: {reason or f'exit code {result.returncode}'}")
+    return wrap_lines(f"  memory    not foretold: {reason or f'exit code {result.returncode}'}")
 
 
 def _refuse(faults: Iterable[Fault | Exception | str], number: int | None = None) -> int:
-    lines = list(map(folded, faults))
+    lines = list(map(wrap_lines, faults))
     number = number or len(lines)
     print(*lines, f"{number} fault{'s' if number > 1 else ''}", sep="\n", file=sys.stderr)
     return REFUSED
@@ -167,14 +167,15 @@ def _state(facts: Facts) -> list[str]:
         state, state_label = _bytes_of_a_rank(facts)
         scope = "on average (parameters" if facts.pp > 1 else "(parameters"
         lines = [
-            f"  state     {in_units(state)} a rank {scope}, gradients, {state_label} in {facts.config.training.dtype})"
+            f"  state     {format_bytes(state)} a rank {scope}, gradients, {state_label} in "
+            f"{facts.config.training.dtype})"
         ]
     if limit is not None:
-        amount = amount_of(limit)
+        amount = limit_in_bytes(limit)
         state_share = ""
         if amount is not None and state is not None:
             state_share = f", {state / amount:.0%} of it for the state" + " alone: too much" * (state > amount)
-        lines.append(f"  memory    at most {in_words(limit)} of a GPU for each rank{state_share}")
+        lines.append(f"  memory    at most {describe_limit(limit)} of a GPU for each rank{state_share}")
     return lines
 
 

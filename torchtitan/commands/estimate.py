@@ -15,10 +15,10 @@ from torchtitan.commands.command_lines import SPEEDS, parse_command
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
-from torchtitan.core.errors import JobError, in_units
+from torchtitan.core.errors import JobError, format_bytes
 from torchtitan.core.progress_bar import waiting
 from torchtitan.planner.estimate import BESIDE, Prediction, Remedy, flops_of_a_rank, predict, remedies, worst
-from torchtitan.process.machine import amount_of
+from torchtitan.process.machine import limit_in_bytes
 from torchtitan.rules import Device, check
 
 TO_BE_FETCHED = (
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         predictions = predict(config, world_size, options.device, options.traffic)
     name = " + ".join(config.job.config_file) or "the default job"
     most, ranks = worst(predictions), f"{world_size} rank{'s' if world_size > 1 else ''} ({options.device})"
-    print(f"{name} on {ranks}: {in_units(most.peak)} of tensors at most, in {most.moment}")
+    print(f"{name} on {ranks}: {format_bytes(most.peak)} of tensors at most, in {most.moment}")
     print("\n".join(table(predictions)))
     if options.traffic:
         print("\n".join(traffic(most, flops_of_a_rank(config, world_size), options)))
@@ -80,7 +80,7 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def allowed(config: JobConfig, device: str) -> float | None:
     """Return the memory limit of a rank in bytes; None if neither the job nor a local GPU sets one."""
-    amount = None if config.memory.limit is None else amount_of(config.memory.limit)
+    amount = None if config.memory.limit is None else limit_in_bytes(config.memory.limit)
     if device != "cuda" or amount is not None:
         return amount
     if not torch.cuda.is_available():
@@ -95,8 +95,8 @@ def table(predictions: list[Prediction]) -> list[str]:
         {kind for prediction in predictions for kind in prediction.kinds},
         key=lambda kind: -worst(predictions).kinds.get(kind, 0),
     )
-    rows = [(kind, [in_units(prediction.kinds.get(kind, 0)) for prediction in predictions]) for kind in kinds]
-    rows.append(("together", [in_units(prediction.peak) for prediction in predictions]))
+    rows = [(kind, [format_bytes(prediction.kinds.get(kind, 0)) for prediction in predictions]) for kind in kinds]
+    rows.append(("together", [format_bytes(prediction.peak) for prediction in predictions]))
     if len(predictions) > 1:
         rows.insert(0, ("pipeline rank", [str(prediction.pipeline_rank) for prediction in predictions]))
     return [f"  {kind:20}{''.join(f'{size:>12}' for size in sizes)}" for kind, sizes in rows]
@@ -118,7 +118,7 @@ def traffic(of_rank: Prediction, flops: float, speeds: argparse.Namespace) -> li
         took = size / 1e9 / (speeds.inside if near else speeds.outside)
         seconds[axis] += took
         place = "inside" if near else "between"
-        lines.append(f"  {axis:13}{kind:15}{calls:8,} calls{in_units(size):>12}{took:9.3f} s {place}")
+        lines.append(f"  {axis:13}{kind:15}{calls:8,} calls{format_bytes(size):>12}{took:9.3f} s {place}")
     computed = flops / 1e12 / speeds.tflops
     lines.append(f"  {'computes':28}{flops / 1e12:8,.1f} TFLOP{'':12}{computed:9.3f} s at {speeds.tflops:g} TFLOP/s")
     if seconds:
@@ -137,7 +137,9 @@ def verdict(most: Prediction, memory: float, device: Device) -> tuple[str, bool]
     overhead = f", with {BESIDE[device]:.0%} beside tensors for allocator, libraries and communicators" * bool(
         BESIDE[device]
     )
-    message = f"{'fits' if fits else 'does not fit'} in {in_units(memory)}: needs {in_units(most.needed(device))}"
+    message = (
+        f"{'fits' if fits else 'does not fit'} in {format_bytes(memory)}: needs {format_bytes(most.needed(device))}"
+    )
     return message + overhead, fits
 
 
@@ -150,7 +152,7 @@ def ways_out(candidates: list[Remedy], memory: float) -> list[str]:
         settings = " and ".join(
             f"{name} = {value if isinstance(value, int) else repr(value)}" for name, value in changes.items()
         )
-        lines.append(f"fits with {settings.replace(chr(39), chr(34))}: {in_units(needed)}")
+        lines.append(f"fits with {settings.replace(chr(39), chr(34))}: {format_bytes(needed)}")
     if candidates[0][1] > memory:
         lines = [f"least of what was tried, {lines[0].removeprefix('fits ')}; give it more ranks to share the state"]
     return lines

@@ -28,7 +28,7 @@ from torchtitan.checkpoint.layout import read_manifest
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.generate import find_checkpoint, sample
 from torchtitan.config.job import JobConfig
-from torchtitan.core.errors import JobError, in_units
+from torchtitan.core.errors import JobError, format_bytes
 from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy
 from torchtitan.losses.tasks import task_of
 from torchtitan.training import inference_model
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
 def announcement(config: JobConfig, dtype: str) -> str:
     """Describe the export in one line: its type and size, and the cost of rounding or the saving by it."""
     number, run_dtype = parts.model_args(config).num_parameters, config.training.dtype
-    size = in_units(number * parts.DTYPES[dtype].itemsize)
+    size = format_bytes(number * parts.DTYPES[dtype].itemsize)
     line = f"writing {number:,} parameters in {dtype}"
     if dtype != run_dtype:
         line += f", though the run has {run_dtype}: {size}"

@@ -7,7 +7,7 @@ from torchtitan.adapters import ADAPTERS
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.config.options import describe, show
 from torchtitan.core.files import shipped_jobs
-from torchtitan.core.registry import Registry, added, faults_of_packages, package_of
+from torchtitan.core.registry import Registry, faults_of_packages, installed_entries, package_of
 from torchtitan.datasets import DATASETS
 from torchtitan.datasets.tokenizer import TOKENIZERS
 from torchtitan.losses.tasks import TASKS
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
             if name in registry.data:
                 print(f"  {name}{_more(kind, registry[name])}")
             elif name not in broken:
-                package = package_of(added(registry.group)[name][0])
+                package = package_of(installed_entries(registry.group)[name][0])
                 print(f"  {name}{_more(kind, registry[name])}  [{package}]")
     print(*faults, sep="\n", end="\n" * bool(faults), file=sys.stderr)
     return REFUSED if faults else 0

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from torchtitan.core.errors import JobError
 
-Said = int | float | str
-SPEAKERS = ("metrics.log_freq", "validation.freq", "checkpoint.interval", "lr_scheduler.warmup_steps")
+CadenceValue = int | float | str
+CADENCE_OPTIONS = ("metrics.log_freq", "validation.freq", "checkpoint.interval", "lr_scheduler.warmup_steps")
 """The options that accept a cadence."""
 NO_LIMIT = 2**62
 """The value of training.steps in a job that ends by training.epochs or training.tokens alone."""
@@ -18,7 +18,7 @@ class CadenceError(JobError):
     """A cadence that has no meaning in its run."""
 
 
-def steps_of(value: Said, total: int, epochs: int | None) -> int:
+def steps_of(value: CadenceValue, total: int, epochs: int | None) -> int:
     """Convert a cadence to a number of steps in a run of `total` steps, rounded up.
 
     An int is in steps already, and a float is a share of all steps. "epoch" is the length of one of the run's `epochs`,
@@ -27,7 +27,7 @@ def steps_of(value: Said, total: int, epochs: int | None) -> int:
     return value if isinstance(value, int) else max(1, ceil(_exactly(value, total, epochs)))
 
 
-def _exactly(value: Said, total: int, epochs: int | None) -> Fraction:
+def _exactly(value: CadenceValue, total: int, epochs: int | None) -> Fraction:
     """Return the same number of steps before rounding."""
     if isinstance(value, int):
         return Fraction(value)
@@ -38,7 +38,7 @@ def _exactly(value: Said, total: int, epochs: int | None) -> Fraction:
     return Fraction(total, epochs * int(value.removesuffix("epoch").removesuffix("/") or 1))
 
 
-def _measured_saves(interval: Said, freq: Said, total: int, epochs: int | None) -> int:
+def _measured_saves(interval: CadenceValue, freq: CadenceValue, total: int, epochs: int | None) -> int:
     """Return the checkpoint interval in steps, so that each checkpoint falls on a validation.
 
     An interval that is a multiple of validation.freq as written may not be one after both are rounded up. It is then
@@ -69,7 +69,8 @@ class Cadence(NamedTuple):
             unit = checkpoint.interval_type.removesuffix("s")
             parts.append(("a checkpoint", self.save, checkpoint.interval, unit))
         return ", ".join(
-            f"{event} every {_counted(number, unit)}{_asked(setting)}" for event, number, setting, unit in parts
+            f"{event} every {_count_text(number, unit)}{_setting_text(setting)}"
+            for event, number, setting, unit in parts
         )
 
 
@@ -89,7 +90,7 @@ def with_end(config: Any, of_data: int | None) -> Any:
     if schedule.t_max is not None and units:
         schedule = replace(schedule, t_max=ceil(Fraction(schedule.t_max * of_data, units)), t_max_unit="step")
     config = replace(config, lr_scheduler=schedule)
-    for section, name in (key.split(".") for key in SPEAKERS):
+    for section, name in (key.split(".") for key in CADENCE_OPTIONS):
         options = getattr(config, section)
         if isinstance(value := getattr(options, name), str) and epochs is not None:
             in_steps = steps_of(value, of_data, epochs)
@@ -108,11 +109,11 @@ def describe_end(training: Any, of_data: int | None) -> str:
     return f"; {length}, which take {of_data} steps{limit}"
 
 
-def _counted(number: int, unit: str) -> str:
+def _count_text(number: int, unit: str) -> str:
     return unit if number == 1 else f"{number:,} {unit}s"
 
 
-def _asked(value: Said) -> str:
+def _setting_text(value: CadenceValue) -> str:
     return "" if isinstance(value, int) else f" ({value})"
 
 

@@ -10,9 +10,9 @@ from torchtitan.core.errors import JobError
 class LimitError(JobError):
     """Options that contradict each other, by their names in the job."""
 
-    def __init__(self, option: str, given: object, allowed: str, remedy: str) -> None:
-        self.option, self.given, self.allowed, self.remedy = option, str(given), allowed, remedy
-        super().__init__(f"{option}: given {given}; allowed: {allowed}; {remedy}")
+    def __init__(self, option: str, value: object, allowed: str, remedy: str) -> None:
+        self.option, self.given, self.allowed, self.remedy = option, str(value), allowed, remedy
+        super().__init__(f"{option}: given {value}; allowed: {allowed}; {remedy}")
 
 
 def check_global_batch(global_batch_size: int, local_batch_size: int, dp: int) -> None:

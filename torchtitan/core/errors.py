@@ -16,7 +16,7 @@ class JobError(ValueError):
     """
 
 
-def in_units(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Format a number of bytes in GiB, MiB, KiB or bytes: the largest unit with a value of at least 0.1."""
     for unit, digits, power in (("GiB", 2, 30), ("MiB", 1, 20), ("KiB", 1, 10)):
         if size >= 0.1 * 2**power:
@@ -24,7 +24,7 @@ def in_units(size: float) -> str:
     return f"{size:.0f} bytes"
 
 
-def folded(text: object) -> str:
+def wrap_lines(text: object) -> str:
     """Wrap lines longer than LONGEST_LINE and indent their continuation. A long path stays in one piece."""
     fold = textwrap.TextWrapper(
         LONGEST_LINE, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False, replace_whitespace=False

@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from torchtitan.core.errors import JobError, in_units
+from torchtitan.core.errors import JobError, format_bytes
 
 REMEDY = "give the path of a regular file that can be read"
 _KINDS = (
@@ -67,7 +67,7 @@ def read_file(path: str | os.PathLike[str], limit: int, follow_links: bool = Tru
         raise FileError(path, "cannot be read (it has no content to give now)")
     if max(size, len(content)) > limit:
         has = f"has {size:,} bytes" if size > limit else f"has more than {limit:,} bytes"
-        raise FileError(path, f"{has}; at most {limit:,} ({in_units(limit)}) are read")
+        raise FileError(path, f"{has}; at most {limit:,} ({format_bytes(limit)}) are read")
     return content
 
 

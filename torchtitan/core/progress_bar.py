@@ -52,7 +52,7 @@ def waiting(label: str) -> Iterator[None]:
 
 
 @contextmanager
-def set_aside() -> Iterator[None]:
+def hide_bars() -> Iterator[None]:
     """Hide visible bars while the block writes a line of text."""
     if not getattr(tqdm, "_instances", None):  # no bar exists
         yield

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 @cache
-def added(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+def installed_entries(group: str) -> dict[str, tuple[EntryPoint, ...]]:
     """Return the entry points of installed packages by name, without an import. Several packages may share a name."""
     points_by_name: dict[str, tuple[EntryPoint, ...]] = {}
     for point in sorted(entry_points(group=group), key=lambda point: (point.name, package_of(point))):
@@ -50,20 +50,20 @@ class Registry(UserDict[str, T]):
     def __getitem__(self, name: str) -> T:
         if name in self.data:
             return self.read(self.data[name])
-        points = added(self.group).get(name)
+        points = installed_entries(self.group).get(name)
         if points is None:
             raise KeyError(name)
         return self.read(_loaded(self.group, points, self.kind))
 
     def __contains__(self, name: object) -> bool:
-        return name in self.data or name in added(self.group)
+        return name in self.data or name in installed_entries(self.group)
 
     def __iter__(self) -> Iterator[str]:
         yield from self.data
-        yield from (name for name in added(self.group) if name not in self.data)
+        yield from (name for name in installed_entries(self.group) if name not in self.data)
 
     def __len__(self) -> int:
-        return len(self.data.keys() | added(self.group).keys())
+        return len(self.data.keys() | installed_entries(self.group).keys())
 
 
 def _loaded(group: str, points: tuple[EntryPoint, ...], kind: Any) -> Any:
@@ -86,7 +86,7 @@ def _loaded(group: str, points: tuple[EntryPoint, ...], kind: Any) -> Any:
 def faults_of_packages(registry: Registry[Any]) -> dict[str, str]:
     """Return name -> fault for the unusable entries that packages add to a registry. Imports every entry."""
     faults = {}
-    for name, points in added(registry.group).items():
+    for name, points in installed_entries(registry.group).items():
         if name in registry.data:
             packages = ", ".join(map(package_of, points))
             faults[name] = f"{name!r} of {packages} is not used: the project has one of that name; rename it"

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Sequence
 
-from torchtitan.core.errors import in_units
+from torchtitan.core.errors import format_bytes
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import TokenShards
 
@@ -32,7 +32,7 @@ class Verification:
     def _compare(self) -> None:
         in_front = self.size <= FOREGROUND_BYTES
         if not in_front:
-            logger.info("data       %s are compared with their sums during training", in_units(self.size))
+            logger.info("data       %s are compared with their sums during training", format_bytes(self.size))
         try:
             for folder in self.shards:
                 folder.verify(shown=in_front)
@@ -45,7 +45,7 @@ class Verification:
             names = ", ".join(str(folder.folder) for folder in self.shards)
             self.error = DataError(f"{names}: cannot be compared with its sums: {cause}; make the folder again")
         if self.error is None and not in_front:
-            logger.info("data       %s match their sums", in_units(self.size))
+            logger.info("data       %s match their sums", format_bytes(self.size))
 
     def raise_if_damaged(self) -> None:
         """Raise DataError, which names the file, if a difference has been found. Waits for small data."""

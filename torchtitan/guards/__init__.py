@@ -71,12 +71,12 @@ class Guards:
         self.refuse_changed_shards(step - 1)
         if not self.steps.is_active:
             if norm is not None and norm.device.type == "cpu":  # on a CPU the check costs almost nothing
-                (ranks,) = distributed.sum_over_ranks(not_finite(norm))
+                (ranks,) = distributed.sum_ints(not_finite(norm))
                 self.refuse_non_finite("gradient norm", norm, ranks, step - 1)
             return ""
         # the norm is global, but a faulty machine may compute another value, and all ranks must reach the same verdict
         dims = self.model.dims
-        total_loss, norm_sum = distributed.add_up(float(loss) / dims.tp, 0.0 if norm is None else float(norm))
+        total_loss, norm_sum = distributed.sum_floats(float(loss) / dims.tp, 0.0 if norm is None else float(norm))
         mean_norm = None if norm is None else norm_sum / dims.world_size
         finite = math.isfinite(total_loss) and math.isfinite(norm_sum)
         if not finite:  # with damaged weights every further step is bad too, so skipping this one would not help
@@ -93,7 +93,7 @@ class Guards:
             raise RollBack(verdict.reason + layer_hint)
         return verdict.reason + layer_hint
 
-    def refuse_non_finite(self, what: str, value: torch.Tensor | None, ranks: float, step: int) -> None:
+    def refuse_non_finite(self, quantity: str, value: torch.Tensor | None, ranks: float, step: int) -> None:
         """Stop the run or roll it back if a scalar is not finite on `ranks` > 0 ranks. Once NaN, weights stay NaN.
 
         All ranks must agree on the number of ranks first: replicas compute their own norms, so an error of one machine
@@ -105,7 +105,7 @@ class Guards:
         flags = distributed.all_gather_json(not_finite(value))
         numbers = ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
         reading = f"NaN or infinite on rank {numbers} alone" if value is None or not all(flags) else str(float(value))
-        self.stop_non_finite(f"the {what} is {reading}", step, self._first_layer())
+        self.stop_non_finite(f"the {quantity} is {reading}", step, self._first_layer())
 
     def refuse_to_save(
         self, step: int, loss: torch.Tensor, norm: torch.Tensor | None, damaged: Callable[[], list[str]]
@@ -116,7 +116,7 @@ class Guards:
         """
         self.compare(step, now=True)
         self.refuse_changed_shards(step)
-        norms, losses = distributed.sum_over_ranks(not_finite(norm), not_finite(loss))
+        norms, losses = distributed.sum_ints(not_finite(norm), not_finite(loss))
         self.refuse_non_finite("gradient norm", norm, norms, step)
         self.refuse_non_finite("loss", torch.tensor(math.nan), losses, step)
         # neither value covers the last update: it may overflow, and with a step in backward there is no other check
@@ -151,7 +151,7 @@ class Guards:
         if self.steps.tries >= self.steps.patience and self.steps.target == self.checkpointer.saved_step:
             return
         on_record = torch.distributed.get_rank() == 0 and self.record_rollback(step)
-        (on_record,) = map(bool, distributed.of_the_first(on_record))
+        (on_record,) = map(bool, distributed.broadcast_floats(on_record))
         repeated = on_record or step in self._rollback_steps
         self._rollback_steps.add(step)
         if not repeated:
@@ -162,7 +162,7 @@ class Guards:
         if self.shards is None:
             return
         names = self.shards.changed()
-        if not sum(distributed.sum_over_ranks(len(names))):
+        if not sum(distributed.sum_ints(len(names))):
             return
         names_by_rank = distributed.all_gather_json(names)
         damage = "; ".join(describe_flips(rank, names) for rank, names in enumerate(names_by_rank) if names)

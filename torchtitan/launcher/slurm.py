@@ -16,7 +16,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.launcher.nodes import Nodes
 from torchtitan.launcher.processes import SignalQueue, StopRequests
 from torchtitan.process.exit import STOPPED
-from torchtitan.process.ranks import likely_device, number, set_default
+from torchtitan.process.ranks import env_number, likely_device, set_default
 
 _SPECIAL_STEPS = 0xFFFFFFF0
 """Lowest step number that SLURM reserves for steps that srun did not create: the batch script and salloc's shell."""
@@ -108,8 +108,12 @@ def tasks_per_machine() -> int:
 
 def nodes_of_step(num_ranks: int) -> Nodes:
     """Return which machine this is, or which rank if each task is a rank. Raises `JobError` for other layouts."""
-    tasks, task, local = number("SLURM_STEP_NUM_TASKS", 1), number("SLURM_PROCID", 0), number("SLURM_LOCALID", 0)
-    machines, per_machine = number("SLURM_STEP_NUM_NODES", 1), tasks_per_machine()
+    tasks, task, local = (
+        env_number("SLURM_STEP_NUM_TASKS", 1),
+        env_number("SLURM_PROCID", 0),
+        env_number("SLURM_LOCALID", 0),
+    )
+    machines, per_machine = env_number("SLURM_STEP_NUM_NODES", 1), tasks_per_machine()
     if tasks > machines:
         if not per_machine or num_ranks > 1:
             if task:
@@ -122,8 +126,8 @@ def nodes_of_step(num_ranks: int) -> Nodes:
         _take_one_device(local)
     if tasks == 1:
         return Nodes()
-    port = FIRST_PORT + (number("SLURM_JOB_ID", 0) * 8 + number("SLURM_STEP_ID", 0)) % PORTS
-    return Nodes(tasks, task, _head(), number("HEAD_PORT", port))
+    port = FIRST_PORT + (env_number("SLURM_JOB_ID", 0) * 8 + env_number("SLURM_STEP_ID", 0)) % PORTS
+    return Nodes(tasks, task, _head(), env_number("HEAD_PORT", port))
 
 
 def _take_one_device(local: int) -> None:

@@ -375,7 +375,7 @@ class ParallelModel:
         for part in self.parts:
             part_sums = part.loss.take_sums()
             sums += 0 if part_sums is None else part_sums
-        *totals, count = distributed.add_up(*sums.tolist())
+        *totals, count = distributed.sum_floats(*sums.tolist())
         return {name: value / max(count, 1) for name, value in zip(names, totals, strict=True)}
 
     def not_finite_layers(self) -> list[str]:

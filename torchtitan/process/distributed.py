@@ -18,10 +18,10 @@ from torch.distributed import distributed_c10d
 
 from torchtitan.core.errors import JobError
 from torchtitan.process import machine
-from torchtitan.process.machine import in_words, share_of
+from torchtitan.process.machine import describe_limit, limit_as_share
 from torchtitan.process.ranks import Launcher, Ranks, set_default
 
-MEETING_SHARE = 0.8
+RENDEZVOUS_SHARE = 0.8
 """Fraction of the start's timeout for which a rank waits for the first of several machines."""
 
 
@@ -39,9 +39,9 @@ def init(
 ) -> torch.device:
     """Join the process group and return this rank's device. Collectives on CPU tensors use gloo on every machine.
 
-    `watchdog_seconds`: the launcher's watchdog ends a start that hangs for this time. The rank gives up waiting for the
-    first of several machines before that, at MEETING_SHARE of it, and reports it itself. `folder`: the run's folder, to
-    which NCCL dumps its collectives if one hangs.
+    `watchdog_seconds`: the launcher's watchdog ends a start that hangs for this time. A rank that waits for
+    the first of several machines gives up at RENDEZVOUS_SHARE of it and reports that itself. `folder`: the run's
+    folder, to which NCCL dumps its collectives if one hangs.
     """
     set_up_libraries(trace_buf_size, folder)
     timeout = timedelta(seconds=timeout_seconds)
@@ -53,7 +53,7 @@ def init(
             )
         device, backend = torch.device("cuda", ranks.local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-        machine.stay_near(_address(device))
+        machine.bind_near(_address(device))
     else:
         device, backend = torch.device("cpu"), "gloo"
     if dist.is_initialized():
@@ -64,7 +64,9 @@ def init(
     if ranks.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     elif ranks.launcher is not None:
-        store = _meet(ranks, ranks.launcher, timedelta(seconds=MEETING_SHARE * (watchdog_seconds or timeout_seconds)))
+        store = _rendezvous_store(
+            ranks, ranks.launcher, timedelta(seconds=RENDEZVOUS_SHARE * (watchdog_seconds or timeout_seconds))
+        )
         store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     else:
@@ -78,7 +80,7 @@ def _address(device: torch.device) -> str:
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
-def _meet(ranks: Ranks, launcher: Launcher, timeout: timedelta) -> dist.Store:
+def _rendezvous_store(ranks: Ranks, launcher: Launcher, timeout: timedelta) -> dist.Store:
     """Return the store for the rendezvous of the launcher's ranks: a file on one machine, else the first rank's TCP
     store on a socket that its launcher bound (torch itself would listen on every interface)."""
     if ranks.local_world_size == ranks.world_size:
@@ -131,9 +133,11 @@ def limit_memory(limit: int | float | str | None, device: torch.device) -> str:
     Raises LimitError for more memory than the device has.
     """
     if limit is None or device.type != "cuda":
-        return "" if limit is None else f"at most {in_words(limit)} of a GPU; on a {device.type} nothing is limited"
+        return (
+            "" if limit is None else f"at most {describe_limit(limit)} of a GPU; on a {device.type} nothing is limited"
+        )
     total = torch.cuda.get_device_properties(device).total_memory
-    share = share_of(limit, total)
+    share = limit_as_share(limit, total)
     torch.cuda.set_per_process_memory_fraction(share, device)
     return f"at most {share * total / 2**30:.2f} of {total / 2**30:.2f} GiB for each rank (memory.limit)"
 
@@ -158,7 +162,7 @@ def set_deterministic(warn_only: bool) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def add_up(*values: float) -> list[float]:
+def sum_floats(*values: float) -> list[float]:
     """Return the sums of host numbers over all ranks, in float64 over gloo. All ranks get the same bits."""
     if dist.get_world_size() == 1:
         return list(values)
@@ -167,18 +171,18 @@ def add_up(*values: float) -> list[float]:
     return tensor.tolist()
 
 
-def of_the_first(*values: float) -> list[float]:
+def broadcast_floats(*values: float) -> list[float]:
     """Return rank 0's host numbers on all ranks, as sums that ranks computed alone may differ in the last bits."""
-    return add_up(*(values if dist.get_rank() == 0 else [0.0] * len(values)))
+    return sum_floats(*(values if dist.get_rank() == 0 else [0.0] * len(values)))
 
 
-def sum_over_ranks(*values: int) -> list[int]:
+def sum_ints(*values: int) -> list[int]:
     """Return the sums of small host integers over all ranks, over gloo, so that the host does not wait for the GPU."""
-    return begin_sum(*values)()
+    return begin_sum_ints(*values)()
 
 
-def begin_sum(*values: int) -> Callable[[], list[int]]:
-    """Start `sum_over_ranks` in the background; the returned function waits for the sums and returns them.
+def begin_sum_ints(*values: int) -> Callable[[], list[int]]:
+    """Start `sum_ints` in the background; the returned function waits for the sums and returns them.
 
     All ranks must start their reductions in the same order, and each reduction must be waited for.
     """

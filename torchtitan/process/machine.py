@@ -26,11 +26,11 @@ SMALLEST = 256 * UNITS["MiB"]
 """Smallest limit in bytes. A CUDA context needs more, so a smaller value is a mistaken share or unit."""
 KEY = "memory.limit"
 
-Said = int | float | str
+MemoryLimit = int | float | str
 _AMOUNT = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})")
 
 
-def amount_of(limit: Said) -> int | None:
+def limit_in_bytes(limit: MemoryLimit) -> int | None:
     """Return a limit in bytes, or None for a share, which is a number up to 1. Whole numbers are MiB.
 
     Raises LimitError for less than `SMALLEST`.
@@ -45,26 +45,26 @@ def amount_of(limit: Said) -> int | None:
     return size
 
 
-def share_of(limit: Said, total: int) -> float:
+def limit_as_share(limit: MemoryLimit, total: int) -> float:
     """Return a limit as a share of a GPU's `total` bytes. Raises LimitError for more than that."""
-    amount = amount_of(limit)
+    amount = limit_in_bytes(limit)
     if amount is None:
         return float(limit)
     if amount > total:
         allowed = f"at most the {total / UNITS['GiB']:.2f} GiB of this GPU"
-        raise LimitError(KEY, in_words(limit), allowed, "lower it, or leave it out")
+        raise LimitError(KEY, describe_limit(limit), allowed, "lower it, or leave it out")
     return amount / total
 
 
-def in_words(limit: Said) -> str:
-    amount = amount_of(limit)
+def describe_limit(limit: MemoryLimit) -> str:
+    amount = limit_in_bytes(limit)
     return f"{float(limit) * 100:g} %" if amount is None else f"{amount / UNITS['GiB']:.4g} GiB"
 
 
 SYS = Path("/sys")
 
 
-def stay_near(address: str) -> None:
+def bind_near(address: str) -> None:
     """Bind this process to its processors on the NUMA node of the PCI device at `address` ("0000:1b:00.0").
 
     Nothing changes if the node is unknown, if the process is bound to that node already (torchrun's --numa-binding,
@@ -81,12 +81,12 @@ def stay_near(address: str) -> None:
         template = "processors: all %d; only %d are of NUMA node %d, to which the GPU belongs"
         logger.info(template, len(allowed), len(near), node)
         return
-    if _bound(allowed, near):
+    if _bind(allowed, near):
         template = "processors %d of %d: those of NUMA node %d, to which the GPU belongs"
         logger.info(template, len(near), len(allowed), node)
 
 
-def _bound(allowed: set[int], near: set[int]) -> bool:
+def _bind(allowed: set[int], near: set[int]) -> bool:
     """Bind the main thread and all threads with the same processors. Return False if the system, such as a container,
     forbids it."""
     try:

@@ -16,7 +16,7 @@ from torchtitan.core.errors import JobError
 
 LAUNCHER = "TORCHTITAN_LAUNCHER"
 MEMORY_LIMIT = "TORCH_PER_PROCESS_MEMORY_LIMIT"
-HEEDED = (
+LOGGED_VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", MEMORY_LIMIT, "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "CXX", "NCCL_DEBUG"),
     *("HF_HOME", "HF_HUB_OFFLINE", "DISABLE_MLFLOW_INTEGRATION", "MLFLOW_EXPERIMENT_NAME"),
     *("WANDB_MODE", "WANDB_PROJECT"),
@@ -86,7 +86,7 @@ class Ranks:
         return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
-def number(name: str, default: int, remedy: str = "let torchrun set it") -> int:
+def env_number(name: str, default: int, remedy: str = "let torchrun set it") -> int:
     """Return a whole number from the environment."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal():
@@ -95,23 +95,23 @@ def number(name: str, default: int, remedy: str = "let torchrun set it") -> int:
 
 
 def read_ranks() -> Ranks:
-    world_size = number("WORLD_SIZE", 1)
-    local_rank = number("LOCAL_RANK", 0)
+    world_size = env_number("WORLD_SIZE", 1)
+    local_rank = env_number("LOCAL_RANK", 0)
     chosen = [part.strip() for part in os.environ.get("LOG_RANK", "0").split(",")]
     return Ranks(
-        rank=number("RANK", 0),
+        rank=env_number("RANK", 0),
         local_rank=local_rank,
         world_size=world_size,
-        local_world_size=number("LOCAL_WORLD_SIZE", world_size),
-        logs=str(local_rank) in chosen and number("GROUP_RANK", 0) == 0,
-        head=(os.environ.get("MASTER_ADDR", ""), number("MASTER_PORT", 0)),
+        local_world_size=env_number("LOCAL_WORLD_SIZE", world_size),
+        logs=str(local_rank) in chosen and env_number("GROUP_RANK", 0) == 0,
+        head=(os.environ.get("MASTER_ADDR", ""), env_number("MASTER_PORT", 0)),
         launcher=read_launcher(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None,
     )
 
 
-def heeded() -> str:
-    """Describe the variables of HEEDED that are set, with their values."""
-    set_here = [(name, os.environ[name]) for name in HEEDED if name in os.environ]
+def describe_environment() -> str:
+    """Describe the variables in LOGGED_VARIABLES that are set, with their values."""
+    set_here = [(name, os.environ[name]) for name in LOGGED_VARIABLES if name in os.environ]
     return ", ".join(f"{name}={value.encode('unicode_escape').decode()[:200]}" for name, value in set_here)
 
 
@@ -136,7 +136,7 @@ def read_nodes() -> tuple[int, int, str, int]:
     """Return the number of machines, this machine's index, the first machine's address and its port."""
     remedy = "leave it out for one machine"
     count, index, port = (
-        number(name, default, remedy) for name, default in (("NNODES", 1), ("NODE_RANK", 0), ("HEAD_PORT", 29500))
+        env_number(name, default, remedy) for name, default in (("NNODES", 1), ("NODE_RANK", 0), ("HEAD_PORT", 29500))
     )
     return count, index, os.environ.get("HEAD_ADDR", ""), port
 

@@ -7,19 +7,19 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from torchtitan.core.progress_bar import set_aside
+from torchtitan.core.progress_bar import hide_bars
 from torchtitan.process.ranks import Ranks
 
 TIME = "%(asctime)s "
 
 
-class Lines(logging.StreamHandler):
+class ConsoleHandler(logging.StreamHandler):
     """Write log lines to a stream, above a progress bar and not into it."""
 
     lost = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        with set_aside():
+        with hide_bars():
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -36,7 +36,7 @@ class Lines(logging.StreamHandler):
 COLOUR = re.compile(r"\033\[[0-9;]*m")
 
 
-class Short(logging.Formatter):
+class RelativePathFormatter(logging.Formatter):
     """Shorten paths in the current folder to relative ones."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -46,14 +46,14 @@ class Short(logging.Formatter):
         return text.replace(prefix, "") if prefix != os.sep else text
 
 
-class Plain(logging.Formatter):
+class PlainFormatter(logging.Formatter):
     """Remove terminal colours."""
 
     def format(self, record: logging.LogRecord) -> str:
         return COLOUR.sub("", super().format(record))
 
 
-class LogFile(logging.FileHandler):
+class LogFileHandler(logging.FileHandler):
     """A log file that ignores write errors, so that the run continues when the disk is full."""
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -73,18 +73,18 @@ def set_up_logging(ranks: Ranks, timestamps: bool = False, folder: Path | None =
     logger.setLevel(logging.INFO)
     head = (TIME if timestamps else "") + ("" if ranks.is_main else f"[rank {ranks.rank}] ")
     if ranks.logs:
-        out = Lines(sys.stdout)
+        out = ConsoleHandler(sys.stdout)
         out.setLevel(logging.INFO)
         out.addFilter(lambda record: record.levelno < logging.WARNING)
-        out.setFormatter(Short(head + "%(message)s", "%Y-%m-%d %H:%M:%S"))
+        out.setFormatter(RelativePathFormatter(head + "%(message)s", "%Y-%m-%d %H:%M:%S"))
         logger.addHandler(out)
-    err = Lines(sys.stderr)
+    err = ConsoleHandler(sys.stderr)
     err.setLevel(logging.WARNING if ranks.logs else logging.ERROR)
-    err.setFormatter(Short(head + "%(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
+    err.setFormatter(RelativePathFormatter(head + "%(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
     logger.addHandler(err)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        file = LogFile(folder / f"rank-{ranks.rank:05}.log", encoding="utf-8")
-        file.setFormatter(Plain(TIME + "%(levelname)s %(message)s"))
+        file = LogFileHandler(folder / f"rank-{ranks.rank:05}.log", encoding="utf-8")
+        file.setFormatter(PlainFormatter(TIME + "%(levelname)s %(message)s"))
         logger.addHandler(file)
         logger.setLevel(logging.DEBUG)

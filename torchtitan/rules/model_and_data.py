@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torchtitan.config.options import Fault, options, show
 from torchtitan.config.sections.training import DataSource, Validation
-from torchtitan.core.cadence import SPEAKERS
+from torchtitan.core.cadence import CADENCE_OPTIONS
 from torchtitan.core.constraints import LimitError, check_persistence, check_prefetch
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import DATASETS, has_records, open_source
@@ -193,7 +193,7 @@ def loader_workers(facts: Facts) -> Iterator[Fault]:
 
 def epochs_are_counted(facts: Facts) -> Iterator[Fault]:
     """Refuse intervals in epochs without training.epochs."""
-    for key in SPEAKERS if facts.config.training.epochs is None else ():
+    for key in CADENCE_OPTIONS if facts.config.training.epochs is None else ():
         section, _, name = key.partition(".")
         if isinstance(getattr(getattr(facts.config, section), name), str):
             allowed = "steps, or a share of the run such as 0.1, without training.epochs"

@@ -12,7 +12,7 @@ from torchtitan.core.cadence import CadenceError, cadence_of
 from torchtitan.core.constraints import check_measured_saves, check_pinned, check_snapshots, check_window
 from torchtitan.launcher.run_folder import KNOWN_NAMES, LOGS_FOLDER, find_misplaced
 from torchtitan.metrics.trackers import TRACKERS, entries_of
-from torchtitan.process.machine import amount_of
+from torchtitan.process.machine import limit_in_bytes
 from torchtitan.rules.facts import Facts, Rule
 
 
@@ -39,7 +39,7 @@ def needs_a_gpu(facts: Facts) -> Iterator[Fault]:
 
 def memory_has_a_size(facts: Facts) -> Iterator[Fault]:
     if facts.config.memory.limit is not None:
-        yield from facts.judged(amount_of, facts.config.memory.limit)
+        yield from facts.judged(limit_in_bytes, facts.config.memory.limit)
 
 
 USED_BY_THE_RUN = {".", *KNOWN_NAMES, *entries_of()}

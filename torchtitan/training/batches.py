@@ -125,7 +125,7 @@ class BatchPreparer:
         counts = [part.loss.take_counts() for part in parts if isinstance(part.loss, ClassCrossEntropy)]
         local_counts = [count for count in counts if count is not None]  # only the last pipeline stage has any
         totals = sum(local_counts).tolist() if local_counts else [0] * num_classes**2
-        return measures(torch.tensor(distributed.sum_over_ranks(*totals)) // self.dims.tp)
+        return measures(torch.tensor(distributed.sum_ints(*totals)) // self.dims.tp)
 
     def sample_numbers(self, index: int, size: int, device: torch.device | None = None) -> torch.Tensor:
         """Return the numbers [size], within the step, of the samples of this rank's batch `index`."""
@@ -164,7 +164,7 @@ class PendingBatches:
     def begin(self, stop: bool) -> None:
         """Begin the reduction; all ranks begin theirs in the same order. `stop`: this rank was asked to stop."""
         tokens = sum(batch["labels"].numel() for batch in self.batches)
-        self.read_sums = distributed.begin_sum(self.local_valid_tokens, tokens, self.failure is not None, stop)
+        self.read_sums = distributed.begin_sum_ints(self.local_valid_tokens, tokens, self.failure is not None, stop)
 
     @cached_property
     def sums(self) -> list[int]:

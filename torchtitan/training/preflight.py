@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.options import show
-from torchtitan.core.errors import JobError, in_units
+from torchtitan.core.errors import JobError, format_bytes
 from torchtitan.core.initialization import local_part
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed
@@ -102,7 +102,7 @@ def check(config: JobConfig, ranks: Ranks, tokenizer: str, model: ParallelModel)
         (faults if fresh else warnings).extend(
             check_space(shutil.disk_usage(folder).free, sum(rank_facts.bytes for rank_facts in all_facts) // replicas)
         )
-    (other_jobs,) = distributed.sum_over_ranks(
+    (other_jobs,) = distributed.sum_ints(
         bool(all_facts) and len({rank_facts.fingerprints["job"] for rank_facts in all_facts}) > 1
     )
     if other_jobs:
@@ -180,7 +180,7 @@ def _sees_new_file(folder: Path, ranks: Ranks, timeout: float) -> bool:
     while True:
         visible = not name or (folder / name).exists()
         waited = time.monotonic() - began
-        blind, over = distributed.sum_over_ranks(not visible, ranks.is_main and waited > timeout)
+        blind, over = distributed.sum_ints(not visible, ranks.is_main and waited > timeout)
         if not blind or over:
             break
         if not logged and waited > FOLDER_LOG_SECONDS:
@@ -270,7 +270,7 @@ def differences(jobs: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> list
 def check_space(free: int, needed: int) -> list[str]:
     if free >= 2 * needed:
         return []
-    message = f"{in_units(free)} are free in job.dump_folder and two checkpoints take {in_units(2 * needed)}"
+    message = f"{format_bytes(free)} are free in job.dump_folder and two checkpoints take {format_bytes(2 * needed)}"
     return [f"{message}: make room or give another folder"]
 
 
@@ -300,7 +300,7 @@ def _format_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 def _refuse(faults: Sequence[str], ranks: Ranks) -> None:
     """Raise on all ranks if rank 0 has faults: JobError there, PeerStopped on the others."""
-    (refused,) = distributed.sum_over_ranks(len(faults))
+    (refused,) = distributed.sum_ints(len(faults))
     if not refused:
         return
     if not ranks.is_main:

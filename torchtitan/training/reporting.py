@@ -26,7 +26,7 @@ from torchtitan.metrics.logger import MetricsLogger
 from torchtitan.metrics.plot import draw_training_curve
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process.heartbeat import Progress
-from torchtitan.process.ranks import Ranks, Restart, heeded
+from torchtitan.process.ranks import Ranks, Restart, describe_environment
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def log_start(
         logger.warning("the learning rate jumps from %.3g, as the checkpoint's job had it, to %.3g", before, now)
     if limited:
         logger.info("memory     %s", limited)
-    if note := heeded():
+    if note := describe_environment():
         logger.info("variables  %s, of the environment", note)
     logger.info("folder     %s", Path(config.job.dump_folder).resolve())
     if not config.checkpoint.enable or config.checkpoint.load_only:

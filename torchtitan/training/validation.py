@@ -83,7 +83,7 @@ class Validator:
         results = losses | self.preparer.task_metrics(self.model.parts)
         self.has_run = True
         # rank 0's numbers on all ranks, so that all make the same decisions
-        return dict(zip(results, distributed.of_the_first(*results.values()), strict=True))
+        return dict(zip(results, distributed.broadcast_floats(*results.values()), strict=True))
 
     def generate(self, step: int, phase: str = "validate") -> None:
         """Write the continuations by the model after `step`."""
@@ -202,7 +202,7 @@ def generate_greedily(
             break
         last = torch.tensor([len(ids) - 1 for ids in rows])
         logits = next_logits(tokens, last)[:, :vocab_size]
-        choices = distributed.of_the_first(*logits.float().argmax(-1).tolist())
+        choices = distributed.broadcast_floats(*logits.float().argmax(-1).tolist())
         for number in sorted(going):
             choice, ids = int(choices[number]), rows[number]
             if choice not in end_ids:
