@@ -32,7 +32,6 @@ FRAGMENT_OPENINGS = {
 """A docstring that begins with one of these has, as a rule, neither a subject nor a verb."""
 
 LIMITS: dict[str, tuple[int, int]] = {
-    "commands": (1, 0),
     "config": (1, 0),
     "launcher": (1, 0),
     "losses": (2, 0),
