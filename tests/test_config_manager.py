@@ -77,7 +77,7 @@ def test_extends_finds_a_shipped_job_unless_a_file_has_its_name(tmp_path):
     training = load([f"--job.config_file={file}"]).training
     assert (training.steps, training.seq_len) == (7, load(["--job.config_file=debug_model"]).training.seq_len)
     write(tmp_path / "debug_model", "[training]\nseq_len = 3\n")
-    with pytest.raises(ConfigError, match=r"debug_model.*ends in \.toml"):  # the file is meant
+    with pytest.raises(ConfigError, match=r"debug_model.*a name in \.toml"):  # the file is meant
         load([f"--job.config_file={file}"])
 
 

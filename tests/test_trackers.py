@@ -68,7 +68,7 @@ def test_a_tracker_that_raises_is_retried_and_loses_nothing(caplog):
     tracker._waiting.put(None)
     tracker._thread.join(30)
     assert service.logged == list(range(5)) and service.closed
-    assert "it fails (OSError: [Errno 5] planted): the run goes on" in caplog.text
+    assert "it fails (OSError: [Errno 5] planted): the run continues" in caplog.text
     assert "it works again after 3 tries" in caplog.text
     assert caplog.text.count("planted") == 1
 
