@@ -207,7 +207,7 @@ def test_an_export_that_fails_verification_keeps_its_temporary_name(tmp_path, te
     assert export(run, tmp_path / "whole", "--merge") == 0
     monkeypatch.setattr(LowRankLinear, "merged_weight", lambda self, name, value: value)
     assert export(run, tmp_path / "wrong", "--merge") == 1
-    assert "NOT what the run has" in capsys.readouterr().err
+    assert "NOT equal to the run" in capsys.readouterr().err
     assert not (tmp_path / "wrong").exists() and (tmp_path / "wrong.unverified" / "config.json").exists()
     refused = [["--to", str(tmp_path / "whole")], ["--to", str(tmp_path / "wrong"), "--merge"]]
     for options, message in zip(

@@ -456,7 +456,7 @@ def test_the_command_prints_a_job_that_loads(capsys, tmp_path, monkeypatch):
     assert launched == [(2, ["--job.config_file", f"{tmp_path}/run/imported.toml"])]
     assert load([f"--job.config_file={tmp_path}/run/imported.toml"]).optimizer.lr == 1e-3
     assert cli.main(["import", "--run", f"{FULL} --tokenizer nowhere"]) == 2  # nothing is printed or started
-    assert "cannot start as it is" in capsys.readouterr().err and len(launched) == 1
+    assert "cannot start without changes" in capsys.readouterr().err and len(launched) == 1
 
 
 @pytest.mark.parametrize(

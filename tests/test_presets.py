@@ -40,7 +40,7 @@ def test_cat_prints_a_preset_unchanged(capsys):
 def test_a_copy_names_the_users_model_and_records_and_is_valid(workdir, capsys):
     model, records = write_model(workdir / 'my "model'), write_records(workdir / "my rows")
     assert presets("cp", "sft_full", "mine.toml", "--model", model, "--data", records["sft"]) == 0
-    assert "wrote mine.toml; its head says" in capsys.readouterr().out
+    assert "wrote mine.toml; its first comment" in capsys.readouterr().out
     config = manager.load(["--job.config_file", "mine.toml"])
     assert check(config, 8, "cuda") == []
     assert config.model.hf_folder == config.model.tokenizer_path == config.checkpoint.initial_load_path == str(model)
@@ -88,7 +88,7 @@ def test_every_copy_has_the_options_of_its_preset(name, workdir):
         (["cat"], "torchtitan presets cat: given 0 arguments; allowed: a name"),
         (["cp", "sft_lora", "a", "b"], "torchtitan presets cp: given 3 arguments; allowed: a name"),
         (["cp", "debug_model", "a.toml", "--data=x"], "--data: the preset debug_model has no place for it"),
-        (["cat", "sft_lora", "--model=x"], "--model, --data: allowed with torchtitan presets cp"),
+        (["cat", "sft_lora", "--model=x"], "--model, --data: only allowed with torchtitan presets cp"),
         (["cp", "sft_lora", "there.toml"], "there.toml: exists; give another name, or remove it"),
         (["cp", "sft_lora", "none/a.toml"], "none/a.toml: cannot be written (No such file or directory)"),
     ],
