@@ -89,7 +89,7 @@ def test_sentencepiece_models_without_a_begin_token(kind, tmp_path):
     ours = build_tokenizer(model)
     (tmp_path / "out").mkdir()
     reference = export_and_open(ours, tmp_path / "out")
-    assert ours.bos_id is None and ours.begin == [] and reference.bos_token_id is None
+    assert ours.bos_id is None and ours.begin_ids == [] and reference.bos_token_id is None
     assert ours.encode("def", bos=True, eos=True) == [*ours.encode("def"), ours.eos_id]
     assert_same_ids(reference, ours, {"words": "a  ﬁne  module ", "a module": Path(argparse.__file__).read_text()})
     tokens = encode(ours, Document("def f", "here"))
