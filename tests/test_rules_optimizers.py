@@ -140,7 +140,7 @@ def test_sides_that_tensor_parallel_splits_can_be_refused():
     assert not lines(*split, options % '"*.wq.*", "*.w2.*"', ranks=2)
     adapter = ["--adapter.kind=lora", "--adapter.rank=16", options.replace("targets", 'side = "reverse_std", targets')]
     (line,) = lines(*split, *adapter[:2], adapter[2] % '"*attention.w[qo].*"', ranks=2)
-    assert "for layers.*.attention.wo.lora_A, layers.*.attention.wq.lora_B; as each" in line
+    assert "for layers.*.attention.wo.lora_A, layers.*.attention.wq.lora_B; each rank has" in line
 
 
 def test_an_adapter_of_more_than_the_rank_is_projected():
