@@ -174,7 +174,7 @@ def test_nothing_of_the_state_is_executed(folder):
 
 
 class AttributeOf:
-    """What Python 3.11.0 to 3.11.3 pickle an enum's member as, for anything."""
+    """Pickles as a call of getattr, like an enum's member under Python 3.11.0 to 3.11.3."""
 
     def __init__(self, *arguments):
         self.arguments = arguments
@@ -233,7 +233,7 @@ def test_a_tuple_that_doubles_itself_is_refused_at_once(folder, planted, text):
 
 
 def test_records_that_hold_each_other_are_not_compared(folder, planted):
-    """As the name of an index, through objects instead of tuples."""
+    """Records that contain each other serve as the name of an index."""
     metadata = FileSystemReader(folder).read_metadata()
     nested = ()
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""Where a run's time goes: every second has one cause, over restarts and ways back too."""
+"""Goodput: every second of a run has one cause, also across restarts and rollbacks."""
 
 import json
 import math

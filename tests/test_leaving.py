@@ -1,4 +1,4 @@
-"""How a process ends: all that has to be done is done, but Python is not taken down around the threads of gloo."""
+"""Exit of a process: cleanup runs, but the interpreter is not finalized while gloo's threads run."""
 
 import os
 import subprocess

@@ -199,7 +199,7 @@ def test_a_pattern_without_a_module_is_refused():
 
 
 def test_tables_of_sizes_are_changed_in_part():
-    """As model.overrides says: a table changes some of it, false leaves it out, the rest stays."""
+    """model.overrides: a table changes some entries of a table, false removes it, others stay."""
     assert changed(LLAMA31["8B"], {"rope_scaling": {"factor": 4.0}}).rope_scaling == RopeScaling(factor=4.0)
     assert changed(LLAMA3["8B"], {"rope_scaling": {"factor": 4.0}}).rope_scaling == RopeScaling(factor=4.0)
     assert changed(LLAMA31["8B"], {"rope_scaling": False, "n_layers": 2}).rope_scaling is None

@@ -293,7 +293,7 @@ def touch_and_wait(folder):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
 def test_rehearsals_end_when_their_parent_dies(tmp_path, monkeypatch):
-    """As when Ctrl-C ends `torchtitan check`, which kills the process of its estimate."""
+    """Ctrl-C in `torchtitan check` kills the process of its estimate like this."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(rehearsal, "_processors", lambda: 2)
     parent = multiprocessing.get_context("fork").Process(

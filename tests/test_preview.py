@@ -167,7 +167,7 @@ def test_data_that_are_refused(line, options, message, job, tmp_path):
 
 
 def test_a_record_of_a_pack_begins_in_it(tmp_path, capsys):
-    """Also under a template that writes no token ahead of it."""
+    """This holds for a template too that writes no token before the record."""
     (tmp_path / "a.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 4)
     template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
     arguments = ["--task.kind=sft", "--model.tokenizer_path=bytes", "--training.dataset=text", "--training.seq_len=24"]
