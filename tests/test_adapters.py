@@ -209,7 +209,7 @@ def test_an_adapter_without_a_folder_format_is_neither_read_nor_written(tmp_path
         model = MODELS["llama3"].build(SIZES["llama3"]["debugmodel"])
     adapter = ScaleAdapter(Options(kind="scale"))
     adapter.install(model, MODELS["llama3"].plan)
-    form = MODELS["llama3"].hf.form(model.args)
+    form = MODELS["llama3"].hf.tensor_map(model.args)
     with pytest.raises(JobError, match="'scale' has no folder format; write the whole model"):
         adapter.write_folder(tmp_path / "adapter", form, {}, "")
     with pytest.raises(JobError, match="'scale' has no folder format"):

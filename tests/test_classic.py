@@ -162,14 +162,14 @@ def test_initial_weights_follow_the_recipe():
 def test_configs_round_trip_through_transformers(name, flavor, tmp_path):
     args, family = SIZES[name][flavor], FAMILIES[name]
     for stored in configs(args, family.hf, family.config, tmp_path):
-        assert family.hf.config.args_from(stored) == args
+        assert family.hf.config.args_from_config(stored) == args
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_number_of_classes_round_trips_through_config_json(name, tmp_path):
     args, family = dataclasses.replace(WORD_ARGS[name], n_classes=3), FAMILIES[name]
     for stored in configs(args, family.hf, family.config, tmp_path):
-        assert family.hf.config.args_from(json.loads(json.dumps(stored))) == args
+        assert family.hf.config.args_from_config(json.loads(json.dumps(stored))) == args
 
 
 @pytest.mark.parametrize("family, shape", SHAPES)
@@ -207,8 +207,8 @@ def test_names_without_the_base_prefix_load(name, tmp_path):
     """Load weights as the base model saves them and OpenAI published them, with the mask buffers of old folders."""
     family, args = FAMILIES[name], dataclasses.replace(WORD_ARGS[name], n_classes=2)
     model, other = (build(family.model, args, seed=seed) for seed in (0, 1))
-    form = family.hf.form(args)
-    bare = {key.removeprefix(form.base): t for key, t in family.hf.to_hf(model.state_dict(), args).items()}
+    form = family.hf.tensor_map(args)
+    bare = {key.removeprefix(form.optional_prefix): t for key, t in family.hf.to_hf(model.state_dict(), args).items()}
     bare |= {"h.0.attn.bias": torch.ones(1, 1, 8, 8)} if name == "gpt2" else {}
     write_folder(tmp_path, bare, args, family.hf)
     assert family.hf.load_hf(tmp_path, other, args) == frozenset()
@@ -220,11 +220,11 @@ def test_a_missing_classification_head_keeps_its_initial_weights(name, tmp_path)
     family, word_args = FAMILIES[name], WORD_ARGS[name]
     args = dataclasses.replace(word_args, n_classes=2)
     family.hf.save_hf(tmp_path, build(family.model, word_args).state_dict(), word_args)
-    head = family.hf.form(args).head
+    head = family.hf.tensor_map(args).head
     refuse_folder(family.model, args, family.hf, tmp_path, "(score|classifier.dense).weight is missing")
     model, body = build(family.model, args, seed=1), build(family.model, word_args).state_dict()
     drawn = {name: value.clone() for name, value in model.state_dict().items() if name in head}
-    assert family.hf.load_hf(tmp_path, model, args, may_lack=head) == head
+    assert family.hf.load_hf(tmp_path, model, args, optional_names=head) == head
     state = model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in drawn.items())
     assert all(torch.equal(value, body[name]) for name, value in state.items() if name not in head)

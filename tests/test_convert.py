@@ -25,8 +25,8 @@ from torchtitan.checkpoint import CheckpointError, NothingLoadable
 from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.checkpoint.weight_sources import TorchtitanCheckpoint, Weights, load_foreign, open_weights
 from torchtitan.config.manager import load
-from torchtitan.models import CONFIGS, sizes_of
-from torchtitan.models.hf.names import FORMS
+from torchtitan.models import CONFIG_CONVERTERS, resolve_sizes
+from torchtitan.models.hf.names import TORCHTITAN_NAMES
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.sizes import RopeScaling
@@ -74,7 +74,7 @@ def assert_logits(logits: torch.Tensor) -> None:
 @torch.no_grad()
 def test_a_torchtitan_checkpoint_gives_its_recorded_logits():
     assert find_weights(TORCHTITAN_RUN) == ("torchtitan", TORCHTITAN_RUN / "step-4")
-    assert sizes_of("llama3.1", "debugmodel", None, SIZES) == ARGS
+    assert resolve_sizes("llama3.1", "debugmodel", None, SIZES) == ARGS
     model = build(Llama, ARGS, seed=1)
     load_foreign(TORCHTITAN_RUN / "step-4", [model], "llama3.1", ARGS)
     assert_logits(model(torch.tensor(expected()["tokens"])))
@@ -158,7 +158,7 @@ def test_torchtitans_layout_of_experts_and_rotary_rows_is_converted(family, args
 
 
 def test_every_torchtitan_form_belongs_to_a_known_family():
-    assert FORMS.keys() <= MODELS.keys()
+    assert TORCHTITAN_NAMES.keys() <= MODELS.keys()
 
 
 def initial_state_hash(folder: str, path: str, options: list[str]) -> str:
@@ -359,7 +359,7 @@ def test_refused_conversions(tmp_path, capsys):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/config.json").write_text('{"model_type": "flux"}')
     (tmp_path / "bad/model.safetensors").write_bytes(b"x" * 20)
-    model_types = ", ".join(sorted({name for config in CONFIGS.values() for name in config.model_types}))
+    model_types = ", ".join(sorted({name for config in CONFIG_CONVERTERS.values() for name in config.model_types}))
     assert f"model_type = 'flux'; allowed: {model_types}\n" in errors_of_convert(
         capsys, tmp_path / "bad", tmp_path / "out"
     )

@@ -30,9 +30,9 @@ from tests.support.tiny_decoders import DEEPSEEK, GPT2, LLAMA, MISTRAL, MULTI_TO
 from torchtitan.build import parts as assembly
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
-from torchtitan.models import CONFIGS, sizes_of
+from torchtitan.models import CONFIG_CONVERTERS, resolve_sizes
 from torchtitan.models.deepseek.model import HF, Deepseek
-from torchtitan.models.hf.config import config_beside, header_of, tensor_files
+from torchtitan.models.hf.config import find_config, read_header, tensor_files
 from torchtitan.models.llama import RopeScaling
 from torchtitan.models.spec import MODELS
 from torchtitan.training import inference_model
@@ -61,7 +61,7 @@ def job(family: str, folder: Path, *arguments: str) -> list[str]:
 
 
 def test_every_family_is_covered():
-    assert {shape.split()[0] for shape in SHAPES} == set(CONFIGS) == set(MODELS)
+    assert {shape.split()[0] for shape in SHAPES} == set(CONFIG_CONVERTERS) == set(MODELS)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -155,14 +155,14 @@ def test_optional_numbers_are_checked_where_present(shape):
             refuse_config(args, hf, change, f"{name} = {value!r}; allowed: a (whole|finite) number.*leave it out for ")
     for name in may_be_null:
         two = {"num_experts_per_tok": 2}  # with null groups all experts are one group
-        hf.config.args_from(hf.config_to_hf(args) | two | {name: None})
+        hf.config.args_from_config(hf.config_to_hf(args) | two | {name: None})
 
 
 @pytest.mark.parametrize("family", ["llama3", "mistral", "qwen3"])
 def test_null_key_value_heads_equal_the_query_heads(family):
     """Follow transformers: null means the number of query heads, an absent key has another default."""
     args, hf = SHAPES[family][0], MODELS[family].hf
-    converted = hf.config.args_from(hf.config_to_hf(args) | {"num_key_value_heads": None})
+    converted = hf.config.args_from_config(hf.config_to_hf(args) | {"num_key_value_heads": None})
     assert converted.num_kv_heads == args.n_heads != args.num_kv_heads
 
 
@@ -171,7 +171,7 @@ def test_folders_without_a_usable_config_are_refused(tmp_path):
     assert "config.json cannot be read as JSON" in faults_of_config(tmp_path, "{")
     assert "config.json holds no JSON object" in faults_of_config(tmp_path, "[]")
     with pytest.raises(JobError, match="model.hf_folder is not set"):
-        sizes_of("llama3", "from_hf", None, {})
+        resolve_sizes("llama3", "from_hf", None, {})
 
 
 def test_the_debug_tokenizer_is_refused_with_a_folder(tmp_path):
@@ -229,7 +229,7 @@ def test_deepseek_v3_loads_with_every_form_of_yarn(rope, tmp_path):
     config = HF.config_to_hf(DEEPSEEK["v3"]) | {"rope_scaling": rope, "num_nextn_predict_layers": 1}
     reference = DeepseekV3ForCausalLM._from_config(DeepseekV3Config(**config), **eager(DEEPSEEK["v3"])).eval()
     reference.save_pretrained(tmp_path)
-    args = sizes_of("deepseek", "from_hf", str(tmp_path), {})
+    args = resolve_sizes("deepseek", "from_hf", str(tmp_path), {})
     model = build(Deepseek, args)
     HF.load_hf(tmp_path, model, args)
     tokens = tokens_for(args)
@@ -254,23 +254,23 @@ def test_yarn_factors_that_the_model_cannot_represent_are_refused(tmp_path):
 
 def test_mtp_depth_comes_from_the_tensors_of_the_folder(tmp_path):
     HF.save_hf(tmp_path, build(Deepseek, MULTI_TOKEN).state_dict(), MULTI_TOKEN)
-    assert sizes_of("deepseek", "from_hf", str(tmp_path), {}).n_mtp_layers == 2
+    assert resolve_sizes("deepseek", "from_hf", str(tmp_path), {}).n_mtp_layers == 2
     (tmp_path / "model.safetensors.index.json").unlink()
     (file,) = tmp_path.glob("*.safetensors")
     file.rename(tmp_path / "model.safetensors")
-    assert sizes_of("deepseek", "from_hf", str(tmp_path), {}).n_mtp_layers == 2
+    assert resolve_sizes("deepseek", "from_hf", str(tmp_path), {}).n_mtp_layers == 2
     (tmp_path / "model.safetensors").unlink()  # a config alone, to train from the start
-    assert sizes_of("deepseek", "from_hf", str(tmp_path), {}).n_mtp_layers == 2
+    assert resolve_sizes("deepseek", "from_hf", str(tmp_path), {}).n_mtp_layers == 2
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)  # reported when it is loaded
-    assert sizes_of("deepseek", "from_hf", str(tmp_path), {}).n_mtp_layers == 2
+    assert resolve_sizes("deepseek", "from_hf", str(tmp_path), {}).n_mtp_layers == 2
 
 
 def test_headers_of_safetensors(tmp_path):
     save_file({"a": torch.ones(2, 3)}, tmp_path / "x.safetensors", metadata={"format": "pt"})
-    assert header_of(tmp_path / "x.safetensors")["a"]["shape"] == [2, 3]
+    assert read_header(tmp_path / "x.safetensors")["a"]["shape"] == [2, 3]
     (tmp_path / "x.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(ValueError, match="x.safetensors is no safetensors file"):
-        header_of(tmp_path / "x.safetensors")
+        read_header(tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize("header", [b"[]", b"7", b"[" * 100_000, b"{"])
@@ -279,7 +279,7 @@ def test_damaged_headers_are_refused(tmp_path, header):
     file.write_bytes(len(header).to_bytes(8, "little") + header)
     assert tensor_files(tmp_path) == {}  # reported when it is loaded
     with pytest.raises(JobError, match="model.safetensors is no safetensors file"):
-        config_beside(file)
+        find_config(file)
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", 3, "[" * 100_000])
@@ -287,7 +287,7 @@ def test_a_damaged_config_inside_a_file_is_refused(tmp_path, text):
     header = json.dumps({"__metadata__": {"config.json": text}}).encode()
     (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(JobError, match="x.safetensors is no safetensors file, or one that is cut off: "):
-        config_beside(tmp_path / "x.safetensors")
+        find_config(tmp_path / "x.safetensors")
 
 
 def test_automodel_opens_an_exported_folder(tmp_path):

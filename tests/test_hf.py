@@ -83,7 +83,7 @@ def test_names_convert_both_ways_and_are_those_of_transformers(family):
     with torch.device("meta"):
         model, hf_model = Llama(args), LlamaForCausalLM(LlamaConfig(**HF.config_to_hf(args)))
     names = [name for name, _ in model.named_parameters()]
-    form = HF.form(args)
+    form = HF.tensor_map(args)
     assert {hf_name for name in names for hf_name in form.hf_names(name)} == {n for n, _ in hf_model.named_parameters()}
     assert [form.our_names(form.hf_names(name)[0]) for name in names] == [([name], None) for name in names]
     shapes = {name: tuple(value.shape) for name, value in HF.to_hf(model.state_dict(), args).items()}
@@ -99,7 +99,7 @@ def test_state_dicts_convert_both_ways(shape):
 def test_configs_convert_both_ways_and_through_transformers(family, flavor, tmp_path):
     args = SIZES[family][flavor]
     for stored in configs(args, HF, LlamaConfig, tmp_path):
-        read = HF.config.args_from(stored)
+        read = HF.config.args_from_config(stored)
         assert read.ffn_dim == args.ffn_dim
         same_width = dataclasses.replace(read, multiple_of=args.multiple_of, ffn_dim_multiplier=args.ffn_dim_multiplier)
         assert same_width == dataclasses.replace(args, n_kv_heads=args.num_kv_heads)
@@ -107,7 +107,7 @@ def test_configs_convert_both_ways_and_through_transformers(family, flavor, tmp_
 
 def test_a_feed_forward_narrower_than_usual_is_read_exactly():
     config = HF.config_to_hf(TINY) | {"intermediate_size": 50}
-    assert HF.config.args_from(config).ffn_dim == 50
+    assert HF.config.args_from_config(config).ffn_dim == 50
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.support.hf_parity import build, refuse_folder, same, write_folder
 from tests.support.pool import run_ranks
 from tests.support.tiny_decoders import DEEPSEEK, QWEN3_MOE
 from torchtitan.models.deepseek.model import HF, Deepseek
-from torchtitan.models.hf.config import block_of
+from torchtitan.models.hf.config import fp8_block_size
 from torchtitan.models.hf.load import Dequantized
 from torchtitan.models.qwen3_moe.model import HF as QWEN3_HF
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
@@ -191,5 +191,5 @@ def test_fp8_matrices_need_a_quantization_config(tmp_path):
 
 def test_the_published_quantization_config_is_read():
     published = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
-    assert block_of({"quantization_config": published}) == (128, 128)
-    assert block_of({}) is None
+    assert fp8_block_size({"quantization_config": published}) == (128, 128)
+    assert fp8_block_size({}) is None

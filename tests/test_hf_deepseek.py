@@ -42,7 +42,7 @@ def hf_classes(args):
 def test_configs_convert_both_ways_and_through_transformers(flavor, tmp_path):
     args = SIZES["deepseek"][flavor]
     for stored in configs(args, HF, hf_classes(args)[1], tmp_path):
-        assert dataclasses.replace(HF.config.args_from(stored), bias_rate=args.bias_rate) == args
+        assert dataclasses.replace(HF.config.args_from_config(stored), bias_rate=args.bias_rate) == args
 
 
 @pytest.mark.parametrize("shape", DEEPSEEK)

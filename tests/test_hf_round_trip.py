@@ -21,7 +21,7 @@ from torchtitan import cli
 from torchtitan.build import parts
 from torchtitan.config.manager import load
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.models.hf.save import Source, beside_weights, source_of
+from torchtitan.models.hf.save import SourceConfigs, build_extra_files, read_source
 from torchtitan.models.llama import CONFIG
 from torchtitan.models.spec import MODELS
 
@@ -130,9 +130,11 @@ ARGS = SHAPES["llama3"][0]
 FILES = {"tokenizer.json": b"{}"}
 
 
-def written_configs(source: Source | None, args=ARGS, bos_id: int | None = 1, ends=(2,)) -> tuple[dict, dict]:
+def written_configs(source: SourceConfigs | None, args=ARGS, bos_id: int | None = 1, ends=(2,)) -> tuple[dict, dict]:
     """Return the contents of config.json and generation_config.json."""
-    files = beside_weights(CONFIG, args, "bfloat16", source=source, tokenizer_files=FILES, bos_id=bos_id, end_ids=ends)
+    files = build_extra_files(
+        CONFIG, args, "bfloat16", source=source, tokenizer_files=FILES, bos_id=bos_id, end_ids=ends
+    )
     assert set(files) == {"config.json", "generation_config.json", "tokenizer.json"}
     return json.loads(files["config.json"]), json.loads(files["generation_config.json"])
 
@@ -154,7 +156,7 @@ def test_keys_of_the_source_format_are_dropped():
     source_config |= {"rope_parameters": {"rope_theta": ARGS.rope_theta, "rope_type": "default"}}
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [4, 4]}
     config, generation = written_configs(
-        Source(source_config | {"quantization_config": fp8}, {"top_k": 3, "transformers_version": "5"})
+        SourceConfigs(source_config | {"quantization_config": fp8}, {"top_k": 3, "transformers_version": "5"})
     )
     assert config == CONFIG.to_hf(ARGS, "bfloat16") | {"use_cache": True, "bos_token_id": 1, "eos_token_id": [7, 2]}
     assert generation == {"top_k": 3, "bos_token_id": 1, "eos_token_id": [7, 2]}
@@ -162,13 +164,13 @@ def test_keys_of_the_source_format_are_dropped():
 
 def test_the_source_of_another_model_or_tokenizer_is_ignored():
     source_config = CONFIG.to_hf(ARGS) | {"use_cache": True, "eos_token_id": [7, 8]}
-    assert written_configs(Source(source_config))[0]["eos_token_id"] == 2, "the tokenizer is another"
-    assert "use_cache" not in written_configs(Source(source_config), dataclasses.replace(ARGS, n_layers=1))[0]
-    assert "use_cache" not in written_configs(Source(source_config | {"model_type": "mistral"}))[0]
+    assert written_configs(SourceConfigs(source_config))[0]["eos_token_id"] == 2, "the tokenizer is another"
+    assert "use_cache" not in written_configs(SourceConfigs(source_config), dataclasses.replace(ARGS, n_layers=1))[0]
+    assert "use_cache" not in written_configs(SourceConfigs(source_config | {"model_type": "mistral"}))[0]
 
 
 def test_a_source_that_cannot_be_read(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(ValueError, match="generation_config.json holds no JSON object"):
-        source_of(tmp_path)
+        read_source(tmp_path)

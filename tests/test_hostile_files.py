@@ -19,7 +19,7 @@ from torchtitan.config.manager import ConfigError, load
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_text import text
-from torchtitan.models import CONFIGS
+from torchtitan.models import CONFIG_CONVERTERS
 from torchtitan.models.hf import config
 from torchtitan.models.hf import load as hf_load
 
@@ -109,7 +109,7 @@ LLAMA31 |= {"original_max_position_embeddings": 8192}
 
 @pytest.mark.parametrize("theta", [1e4, 1e6, 2_804_339_835.0, 45_830_000_000.0])
 def test_published_constants_of_a_config_are_taken(theta):
-    args = CONFIGS["llama3"].args_from(LLAMA | {"rope_theta": theta, "rms_norm_eps": 1e-12})
+    args = CONFIG_CONVERTERS["llama3"].args_from_config(LLAMA | {"rope_theta": theta, "rms_norm_eps": 1e-12})
     assert (args.rope_theta, args.norm_eps) == (theta, 1e-12)
 
 
@@ -129,4 +129,4 @@ def test_published_constants_of_a_config_are_taken(theta):
 )
 def test_absurd_constants_of_a_config_are_refused(change, message):
     with pytest.raises(JobError, match=message):
-        CONFIGS["llama3"].args_from(LLAMA | change)
+        CONFIG_CONVERTERS["llama3"].args_from_config(LLAMA | change)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Moe
 from tests.support.judged import lines
 from torchtitan.importers import axolotl, parse
 from torchtitan.importers.axolotl_adapter import RegexError, prefix_matcher
-from torchtitan.models import CONFIGS, family_of
+from torchtitan.models import CONFIG_CONVERTERS, family_for_model_type
 from torchtitan.models.sizes import parameters
 from torchtitan.models.spec import MODELS
 
@@ -60,10 +60,10 @@ def test_the_same_parameters_are_chosen(config, regexes, expected, tmp_path):
     expected_names = {
         name for name in hf_names if any(re.match(pattern.replace(".", "\\."), name) for pattern in regexes)
     }
-    family = family_of(config.model_type)
-    args = CONFIGS[family].args_of(tmp_path / "model")
+    family = family_for_model_type(config.model_type)
+    args = CONFIG_CONVERTERS[family].args_from_folder(tmp_path / "model")
     chosen = [name for name in parameters(args) if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    chosen_names = {pattern for name in chosen for pattern in MODELS[family].hf.form(args).hf_names(name)}
+    chosen_names = {pattern for name in chosen for pattern in MODELS[family].hf.tensor_map(args).hf_names(name)}
     if config is not EXPERTS:  # this transformers stacks experts; the one that Axolotl used did not
         assert chosen_names == expected_names
 

@@ -21,7 +21,7 @@ from torchtitan.core.initialization import initialize
 from torchtitan.models.gpt2.model import GPT2, HF
 from torchtitan.models.learned_positions.model import PLAN
 
-ARGS, FORM = TINY["words"], HF.form(TINY["words"])
+ARGS, FORM = TINY["words"], HF.tensor_map(TINY["words"])
 OPTIONS = Options(kind="lora", rank=4, alpha=8.0)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tests.support.pool import run_ranks
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import Constant, Normal, initialize
-from torchtitan.models import SIZES, changed
+from torchtitan.models import SIZES, apply_overrides
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.decoder import DECODER_PLAN
 from torchtitan.models.llama import LLAMA3, LLAMA31, LLAMA32, LlamaArgs
@@ -200,10 +200,10 @@ def test_a_pattern_without_a_module_is_refused():
 
 def test_tables_of_sizes_are_changed_in_part():
     """model.overrides: a table changes some entries of a table, false removes it, others stay."""
-    assert changed(LLAMA31["8B"], {"rope_scaling": {"factor": 4.0}}).rope_scaling == RopeScaling(factor=4.0)
-    assert changed(LLAMA3["8B"], {"rope_scaling": {"factor": 4.0}}).rope_scaling == RopeScaling(factor=4.0)
-    assert changed(LLAMA31["8B"], {"rope_scaling": False, "n_layers": 2}).rope_scaling is None
-    scaled = changed(LLAMA32["1B"], {"rope_scaling": {"low_freq_factor": 2.0}}).rope_scaling
+    assert apply_overrides(LLAMA31["8B"], {"rope_scaling": {"factor": 4.0}}).rope_scaling == RopeScaling(factor=4.0)
+    assert apply_overrides(LLAMA3["8B"], {"rope_scaling": {"factor": 4.0}}).rope_scaling == RopeScaling(factor=4.0)
+    assert apply_overrides(LLAMA31["8B"], {"rope_scaling": False, "n_layers": 2}).rope_scaling is None
+    scaled = apply_overrides(LLAMA32["1B"], {"rope_scaling": {"low_freq_factor": 2.0}}).rope_scaling
     assert (scaled.factor, scaled.low_freq_factor) == (32.0, 2.0)
     with pytest.raises(TypeError):
-        changed(LLAMA3["8B"], {"rope_scaling": {"facto": 4.0}})
+        apply_overrides(LLAMA3["8B"], {"rope_scaling": {"facto": 4.0}})

@@ -88,7 +88,7 @@ def test_logits_and_gradients_are_those_of_peft(tmp_path, family, args, options,
     options = Options(**{"kind": "lora", "rank": 4, "alpha": 6.0} | options)
     model, adapter = moved_model(family, args, options)
     hf = MODELS[family].hf
-    peft_folder.save(tmp_path, adapter_tensors(model, adapter), options, hf.form(args), "base")
+    peft_folder.save(tmp_path, adapter_tensors(model, adapter), options, hf.tensor_map(args), "base")
     peft_model = twin(theirs_class, config_class, plain_copy(model, adapter, family).eval(), hf)
     peft_model = PeftModel.from_pretrained(peft_model, tmp_path, is_trainable=True).eval()
     logits, expected = model(TOKENS), peft_model(TOKENS).logits
@@ -97,7 +97,7 @@ def test_logits_and_gradients_are_those_of_peft(tmp_path, family, args, options,
     (logits * weights).sum().backward()
     (expected * weights).sum().backward()
     ours = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    ours = peft_folder.to_peft(ours, hf.form(args))
+    ours = peft_folder.to_peft(ours, hf.tensor_map(args))
     peft_gradients = {
         name.replace(".default", "").replace("vector.weight", "vector"): p.grad
         for name, p in peft_model.named_parameters()
@@ -123,7 +123,7 @@ def test_a_folder_written_by_peft_is_read(tmp_path, kind):
                 parameter += 0.1 * torch.randn(parameter.shape)
     peft_model.save_pretrained(tmp_path)
     shapes = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(model, adapter).items()}
-    state = peft_folder.load(tmp_path, options, MODELS["llama3"].hf.form(args), shapes)
+    state = peft_folder.load(tmp_path, options, MODELS["llama3"].hf.tensor_map(args), shapes)
     model.load_state_dict(state, strict=False)
     torch.testing.assert_close(model(TOKENS), peft_model.eval()(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
@@ -131,7 +131,7 @@ def test_a_folder_written_by_peft_is_read(tmp_path, kind):
 def test_adapters_of_experts_are_stored_one_by_one(tmp_path):
     args, options = tiny_decoders.DEEPSEEK["v3"], Options(kind="lora", rank=4, target=["*experts*"])
     model, adapter = moved_model("deepseek", args, options)
-    state, form = adapter_tensors(model, adapter), MODELS["deepseek"].hf.form(args)
+    state, form = adapter_tensors(model, adapter), MODELS["deepseek"].hf.tensor_map(args)
     peft_folder.save(tmp_path, state, options, form)
     loaded = peft_folder.load(tmp_path, options, form, {name: tuple(tensor.shape) for name, tensor in state.items()})
     assert loaded.keys() == state.keys() and all(torch.equal(loaded[name], state[name]) for name in state)
@@ -149,7 +149,7 @@ def test_adapters_of_experts_are_stored_one_by_one(tmp_path):
 def test_another_adapter_is_refused(tmp_path, change, message):
     args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, target=["*wq"])
     model, adapter = moved_model("llama3", args, options)
-    form = MODELS["llama3"].hf.form(args)
+    form = MODELS["llama3"].hf.tensor_map(args)
     peft_folder.save(tmp_path, adapter_tensors(model, adapter), options, form)
     model, adapter = moved_model("llama3", args, replace(options, **change))
     shapes = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(model, adapter).items()}
@@ -161,7 +161,7 @@ def test_another_adapter_is_refused_before_a_job_starts(tmp_path):
     """All differing settings of its config are reported together."""
     args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, target=["*wq"])
     model, adapter = moved_model("llama3", args, options)
-    peft_folder.save(tmp_path, adapter_tensors(model, adapter), options, MODELS["llama3"].hf.form(args))
+    peft_folder.save(tmp_path, adapter_tensors(model, adapter), options, MODELS["llama3"].hf.tensor_map(args))
     options_of_job = [
         "--adapter.kind=dora",
         "--adapter.rank=4",
@@ -182,7 +182,7 @@ def save_peft_folder(folder):
     """Save an adapter in peft's layout; return the family's form, the options, the shapes and the config."""
     args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, target=["*wq"])
     model, adapter = moved_model("llama3", args, options)
-    state, form = adapter_tensors(model, adapter), MODELS["llama3"].hf.form(args)
+    state, form = adapter_tensors(model, adapter), MODELS["llama3"].hf.tensor_map(args)
     peft_folder.save(folder, state, options, form)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     return form, options, shapes, json.loads((folder / peft_folder.CONFIG).read_text())
@@ -222,7 +222,7 @@ def test_layer_replication_is_refused_by_name(tmp_path):
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path):
-    form, options = MODELS["llama3"].hf.form(tiny_decoders.LLAMA["llama3"]), Options(kind="lora")
+    form, options = MODELS["llama3"].hf.tensor_map(tiny_decoders.LLAMA["llama3"]), Options(kind="lora")
     with pytest.raises(JobError, match="no adapter in peft's layout"):
         peft_folder.load(tmp_path, options, form, {})
     (tmp_path / peft_folder.CONFIG).write_text("[]")
@@ -395,7 +395,9 @@ def test_the_adapter_refuses_unsupported_experts_and_too_large_ranks():
 def test_a_written_peft_config_names_modules_and_base(tmp_path):
     args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, rslora=True, target=["*wq"])
     model, adapter = moved_model("llama3", args, options)
-    peft_folder.save(tmp_path, adapter_tensors(model, adapter), options, MODELS["llama3"].hf.form(args), "where/it/is")
+    peft_folder.save(
+        tmp_path, adapter_tensors(model, adapter), options, MODELS["llama3"].hf.tensor_map(args), "where/it/is"
+    )
     config = json.loads((tmp_path / peft_folder.CONFIG).read_text())
     assert config["target_modules"] == ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]
     assert config["base_model_name_or_path"] == "where/it/is" and config["use_rslora"] and not config["use_dora"]
@@ -422,7 +424,9 @@ def test_a_peft_folder_without_all_trained_weights_is_refused(options, message, 
     args = tiny_decoders.LLAMA["llama3"]
     model, adapter = moved_model("llama3", args, Options(kind="lora", rank=4, **options))
     with pytest.raises(JobError, match=message):
-        adapter.write_folder(tmp_path / "adapter", MODELS["llama3"].hf.form(args), adapter.full_tensors([model]), "")
+        adapter.write_folder(
+            tmp_path / "adapter", MODELS["llama3"].hf.tensor_map(args), adapter.full_tensors([model]), ""
+        )
     assert not (tmp_path / "adapter").exists()
 
 

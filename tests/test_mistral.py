@@ -68,7 +68,7 @@ def test_a_window_as_long_as_the_sequence_hides_nothing():
 def test_config_goes_both_ways_and_through_transformers(flavor, tmp_path):
     args = SIZES["mistral"][flavor]
     for stored in configs(args, HF, MistralConfig, tmp_path):
-        assert HF.config.args_from(stored) == args
+        assert HF.config.args_from_config(stored) == args
 
 
 def test_what_a_config_leaves_out_is_as_in_transformers():
@@ -76,7 +76,7 @@ def test_what_a_config_leaves_out_is_as_in_transformers():
     for name in ("sliding_window", "head_dim", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings"):
         del config[name]
     config["num_attention_heads"] = 8
-    ours, hf_config = HF.config.args_from(config), MistralConfig(**config)
+    ours, hf_config = HF.config.args_from_config(config), MistralConfig(**config)
     assert (ours.sliding_window, ours.head_dim, ours.n_kv_heads) == (4096, 4, 8)
     assert (hf_config.sliding_window, hf_config.head_dim, hf_config.num_key_value_heads) == (4096, 4, 8)
     assert (ours.norm_eps, ours.max_seq_len) == (hf_config.rms_norm_eps, hf_config.max_position_embeddings)

@@ -16,7 +16,7 @@ from torchtitan import cli
 from torchtitan.adapters.neurocache.authors_format import CONFIG, WEIGHTS, differences
 from torchtitan.config.sections.adapter import Neurocache as Options
 from torchtitan.core.errors import JobError
-from torchtitan.models.llama.model import form
+from torchtitan.models.llama.model import tensor_map
 
 HOW = dict(layers=4, retrieval_map={"1": 2}, attention_layers=[1, 3], beside="lora")
 LOW_RANK = dict(rank=2, alpha=4.0, target=["*feed_forward.w2"], layers=[1, 3])
@@ -33,7 +33,7 @@ def save_adapter(folder):
     for name in installed.added_parameters:
         with torch.no_grad():
             model.get_parameter(name).copy_(torch.randn(model.get_parameter(name).shape, generator=generator) / 10)
-    installed.write_folder(folder, form(model.args), installed.full_tensors([model]), "the/model")
+    installed.write_folder(folder, tensor_map(model.args), installed.full_tensors([model]), "the/model")
     return model, installed
 
 
@@ -70,14 +70,14 @@ def test_names_and_config_are_those_of_the_authors_library(tmp_path):
 def test_a_written_adapter_gives_the_same_outputs_when_read(tmp_path):
     model, installed = save_adapter(tmp_path / "adapter")
     other, other_adapter = adapted_model()
-    other_adapter.load_tensors([other], other_adapter.read_folder(tmp_path / "adapter", form(model.args)))
+    other_adapter.load_tensors([other], other_adapter.read_folder(tmp_path / "adapter", tensor_map(model.args)))
     with torch.no_grad():
         outputs = [
             read(network.eval(), by, segments(3)) for network, by in ((model, installed), (other, other_adapter))
         ]
     assert torch.equal(*outputs)
     scrambled, by = adapted_model(compat_head_layout=True)  # the head layout of the authors' library
-    by.load_tensors([scrambled], by.read_folder(tmp_path / "adapter", form(model.args)))
+    by.load_tensors([scrambled], by.read_folder(tmp_path / "adapter", tensor_map(model.args)))
     with torch.no_grad():
         assert not torch.allclose(read(scrambled.eval(), by, segments(3)), outputs[0])
 
@@ -94,7 +94,7 @@ def test_an_adapter_of_another_job_is_refused(options, message, tmp_path):
     save_adapter(tmp_path / "adapter")
     model, installed = adapted_model(**options)
     with pytest.raises(JobError, match=message):
-        installed.read_folder(tmp_path / "adapter", form(model.args))
+        installed.read_folder(tmp_path / "adapter", tensor_map(model.args))
 
 
 def test_an_incomplete_folder_is_refused(tmp_path):
@@ -106,26 +106,28 @@ def test_an_incomplete_folder_is_refused(tmp_path):
     with pytest.raises(
         JobError, match=r"h_proj.weight has shape \(3, 3\), the job's is \(8, 32\); it lacks h_norm.bias"
     ):
-        installed.read_folder(tmp_path / "adapter", form(model.args))
+        installed.read_folder(tmp_path / "adapter", tensor_map(model.args))
     save_file({name: value for name, value in tensors.items() if "lora_A" not in name}, file)
     with pytest.raises(JobError, match="it lacks base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"):
-        installed.read_folder(tmp_path / "adapter", form(model.args))
+        installed.read_folder(tmp_path / "adapter", tensor_map(model.args))
     file.unlink()
     with pytest.raises(JobError, match=f"no {WEIGHTS} that can be read.*of a .bin file make one first"):
-        installed.read_folder(tmp_path / "adapter", form(model.args))
+        installed.read_folder(tmp_path / "adapter", tensor_map(model.args))
     (tmp_path / "adapter" / CONFIG).write_text("[]")
     with pytest.raises(JobError, match="holds no JSON object"):
-        installed.read_folder(tmp_path / "adapter", form(model.args))
+        installed.read_folder(tmp_path / "adapter", tensor_map(model.args))
     (tmp_path / "adapter" / CONFIG).unlink()
     os.mkfifo(tmp_path / "adapter" / CONFIG)
     with pytest.raises(JobError, match="is not a regular file"):  # opening it would block
-        installed.read_folder(tmp_path / "adapter", form(model.args))
+        installed.read_folder(tmp_path / "adapter", tensor_map(model.args))
 
 
 def test_other_trained_weights_cannot_be_written(tmp_path):
     model, installed = remembering(adapter=dict(train_fully=["norm.weight"]))
     with pytest.raises(JobError, match=r"trained too \(norm.weight\); keep the run's checkpoints"):
-        installed.write_folder(tmp_path / "adapter", form(model.args), installed.full_tensors([model]), "the/model")
+        installed.write_folder(
+            tmp_path / "adapter", tensor_map(model.args), installed.full_tensors([model]), "the/model"
+        )
     assert not (tmp_path / "adapter").exists()
 
 

@@ -86,7 +86,7 @@ def test_initial_weights_follow_the_recipe():
 def test_configs_convert_both_ways_and_through_transformers(name, flavor, tmp_path):
     args, family = SIZES[name][flavor], FAMILIES[name]
     for stored in configs(args, family.hf, family.config, tmp_path):
-        assert family.hf.config.args_from(stored) == args
+        assert family.hf.config.args_from_config(stored) == args
 
 
 @pytest.mark.parametrize("family, shape", SHAPES)

@@ -13,7 +13,7 @@ from torchtitan import cli
 from torchtitan.config.manager import load
 from torchtitan.core import registry
 from torchtitan.core.errors import JobError
-from torchtitan.models import CONFIGS, SIZES
+from torchtitan.models import CONFIG_CONVERTERS, SIZES
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.rules import check
 
@@ -116,7 +116,11 @@ WORDS = {
 
 
 def test_names_of_an_installed_package_are_known_like_ours(installed, tmp_path, capsys):
-    assert "acme" in SIZES and SIZES["acme"] is SIZES["llama3"] and list(SIZES)[-1] == "acme" == list(CONFIGS)[-1]
+    assert (
+        "acme" in SIZES
+        and SIZES["acme"] is SIZES["llama3"]
+        and list(SIZES)[-1] == "acme" == list(CONFIG_CONVERTERS)[-1]
+    )
     argv = [f"--{key}={value}" for key, value in (WORDS | {"training.dataset": "python_stdlib"}).items()]
     (fault,) = check(load([*argv, "--model.flavor=9B"]), 1, "cpu")
     assert str(fault).startswith('the job: model.flavor: given "9B"; allowed: one of "debugmodel", "8B"')

@@ -26,7 +26,7 @@ from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
 from torchtitan.datasets.tokenizer.chat_templates import CHATML
 from torchtitan.datasets.tokenizer.hf_json import extended, missing_tokens
-from torchtitan.models.hf.config import UNTRAINED, config_beside, untrained
+from torchtitan.models.hf.config import UNTRAINED, find_config, untrained_token_ids
 from torchtitan.models.spec import MODELS
 from torchtitan.rules import check
 from torchtitan.training import inference_model
@@ -99,7 +99,7 @@ def test_logits_stay_and_new_rows_are_the_mean(kind, bases, tmp_path):
         mean = old[:num_tokens].double().mean(0).float()
         torch.testing.assert_close(new[num_tokens:], mean.expand(264 - num_tokens, -1), rtol=1e-6, atol=1e-9)
     assert_close(logits_of(tmp_path / "new")[..., :num_tokens], logits_of(bases[kind])[..., :num_tokens])
-    assert untrained(config_beside(tmp_path / "new")) == [258, 259, 260]
+    assert untrained_token_ids(find_config(tmp_path / "new")) == [258, 259, 260]
     assert after.generation_config.suppress_tokens == [261, 262, 263]
     hf_tokenizer, tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new"), build_tokenizer(tmp_path / "new")
     assert (
@@ -126,11 +126,11 @@ def test_spare_rows_are_removed_and_added(bases, tmp_path, capsys):
         )
         assert config["vocab_size"] == 259 and config[UNTRAINED] == [258] and "suppress_tokens" not in generation
         assert generation["eos_token_id"] == 258 and build_tokenizer(folder).eos_id == 258
-    assert convert(fewer, narrow, "--to", "ours", "--dtype", "bfloat16") == 0 and config_beside(narrow)[UNTRAINED] == [
+    assert convert(fewer, narrow, "--to", "ours", "--dtype", "bfloat16") == 0 and find_config(narrow)[UNTRAINED] == [
         258
     ]
     assert convert(narrow, tmp_path / "ours", "--to", "ours", "--vocab-multiple", 64) == 0
-    assert find_weights(tmp_path / "ours")[0] == "ours" and config_beside(tmp_path / "ours")["vocab_size"] == 320
+    assert find_weights(tmp_path / "ours")[0] == "ours" and find_config(tmp_path / "ours")["vocab_size"] == 320
 
 
 def test_rows_without_a_token_are_never_sampled(bases, tmp_path):
@@ -202,7 +202,7 @@ def test_new_tokens_are_trained_with_an_adapter_and_exported(kind, ranks, bases,
     ):
         assert (rows[258:260] - old[258:260]).abs().amax(1).min() > 1e-2, "both rows have learned"
         assert not torch.equal(rows[258], rows[259])
-    assert UNTRAINED not in config_beside(merged) and hf_model.generation_config.suppress_tokens == [*range(260, 264)]
+    assert UNTRAINED not in find_config(merged) and hf_model.generation_config.suppress_tokens == [*range(260, 264)]
     assert hf_model.generation_config.eos_token_id == sorted(end_of_turn_ids(build_tokenizer(merged))) == [257, 259]
     assert convert(merged, tmp_path / "small", "--vocab-multiple", 1) == 0
     assert_close(logits_of(tmp_path / "small"), logits_of(merged)[..., :260])
@@ -221,8 +221,8 @@ def test_training_removes_the_mark_of_untrained_rows(bases, tmp_path):
     job |= dict(model__hf_folder=base, model__tokenizer_path=base, checkpoint__enable=True)
     job |= dict(checkpoint__initial_load_path=base, checkpoint__initial_load_in_hf=True)
     run_ranks(1, jobs.train, jobs.arguments(run, jobs.write_texts(tmp_path / "texts"), **job))
-    assert convert(run, hf_folder) == 0 and UNTRAINED not in config_beside(hf_folder)
-    assert convert(base, ours, "--to", "ours") == 0 and config_beside(ours)[UNTRAINED] == [258, 259]
+    assert convert(run, hf_folder) == 0 and UNTRAINED not in find_config(hf_folder)
+    assert convert(base, ours, "--to", "ours") == 0 and find_config(ours)[UNTRAINED] == [258, 259]
 
 
 def test_other_files_of_a_tokenizer_are_extended_too(tmp_path):
@@ -313,7 +313,12 @@ def test_invalid_arguments_are_refused(bases, tmp_path, capsys):
 
 
 def test_a_malformed_mark_of_untrained_rows_is_ignored():
-    assert untrained({}) == untrained({UNTRAINED: "all"}) == untrained({UNTRAINED: [True, "1", None]}) == []
+    assert (
+        untrained_token_ids({})
+        == untrained_token_ids({UNTRAINED: "all"})
+        == untrained_token_ids({UNTRAINED: [True, "1", None]})
+        == []
+    )
 
 
 def test_each_tensor_is_read_once(bases, tmp_path, monkeypatch):

@@ -90,7 +90,7 @@ def test_ntk_is_what_transformers_calls_dynamic_at_one_length():
 def test_kinds_of_stretching_go_both_ways(family, kind, tmp_path):
     args = stretched(family, kind)
     for stored in configs(args, family.hf, family.config, tmp_path):
-        read = family.hf.config.args_from(stored)
+        read = family.hf.config.args_from_config(stored)
         if kind == "ntk":  # another theta, to whoever reads it
             theta = args.rope_scaling.theta(args.rope_theta, args.head_dim)
             assert read.rope_scaling is None and read.rope_theta == theta

@@ -20,7 +20,7 @@ from torchtitan.datasets import open_source
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.losses.classification import ClassCrossEntropy, measures
-from torchtitan.models.hf.save import Source, beside_weights
+from torchtitan.models.hf.save import SourceConfigs, build_extra_files
 from torchtitan.models.roberta import CONFIG, RobertaArgs
 from torchtitan.training.inference_model import load_model
 
@@ -93,7 +93,9 @@ def test_an_exported_config_names_the_new_head():
     args = RobertaArgs(dim=16, n_layers=1, n_heads=2, ffn_dim=16, n_classes=2)
     source_config = CONFIG.to_hf(replace(args, n_classes=0)) | {"initializer_range": 0.3}
     ids = dict(tokenizer_files={}, bos_id=0, end_ids=[2])
-    config = json.loads(beside_weights(CONFIG, args, "float32", source=Source(source_config), **ids)["config.json"])
+    config = json.loads(
+        build_extra_files(CONFIG, args, "float32", source=SourceConfigs(source_config), **ids)["config.json"]
+    )
     assert config["architectures"] == ["RobertaForSequenceClassification"] and config["initializer_range"] == 0.3
     assert config["id2label"] == {"0": "LABEL_0", "1": "LABEL_1"} and config["pad_token_id"] == 1
 

@@ -32,7 +32,7 @@ from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.metrics.json_lines import read_records
 from torchtitan.models.hf import load as hf_load
-from torchtitan.models.hf.config import config_beside
+from torchtitan.models.hf.config import find_config
 
 # Options of a job
 
@@ -148,7 +148,7 @@ FILES_OF_FOLDERS = {
     "chat_template.jinja": read_tokenizer,
     "special_tokens_map.json": read_tokenizer,
     "added_tokens.json": read_tokenizer,
-    "config.json": config_beside,
+    "config.json": find_config,
     "model.safetensors": read_weights,
     "model.safetensors.index.json": read_weights,
     "adapter_config.json": peft_config.read_config,

@@ -169,7 +169,7 @@ def refuse_folder(family, model_args, hf, folder, message, args=None):
 def refuse_config(args, hf, change, message):
     """Check that a config with this change is refused."""
     with pytest.raises(JobError, match=message):
-        hf.config.args_from(hf.config_to_hf(args) | change)
+        hf.config.args_from_config(hf.config_to_hf(args) | change)
 
 
 def write_folder(folder, tensors, args, hf, index=None, config=None):

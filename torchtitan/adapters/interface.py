@@ -38,7 +38,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import clean_name, local_part
 from torchtitan.core.tensor_storage import Deferred, Value, packed_names, stores
 from torchtitan.models.flops import FlopsPerToken
-from torchtitan.models.hf.names import Form
+from torchtitan.models.hf.names import TensorMap
 from torchtitan.models.moe.experts import Experts
 from torchtitan.models.sizes import HEAD
 from torchtitan.parallelisms.plan import ParallelPlan
@@ -150,14 +150,14 @@ class Adapter:
         """Gather the adapter's parameters of these model parts as full tensors on the CPU. Every rank calls it."""
         return {name: full_tensor(parameter.detach()).cpu() for name, parameter in self._parameters(parts)}
 
-    def read_folder(self, folder: Path, form: Form) -> dict[str, torch.Tensor]:
+    def read_folder(self, folder: Path, form: TensorMap) -> dict[str, torch.Tensor]:
         """Read full tensors, by our names and of `added_shapes`, from a folder in the adapter's folder format.
 
         Raises JobError if the folder holds a different adapter, or if there is no such format.
         """
         raise JobError(f"adapter.kind = {self.options.kind!r} has no folder format that could be read")
 
-    def write_folder(self, folder: Path, form: Form, tensors: Mapping[str, torch.Tensor], base: str) -> None:
+    def write_folder(self, folder: Path, form: TensorMap, tensors: Mapping[str, torch.Tensor], base: str) -> None:
         """Write `full_tensors` to a folder, the inverse of `read_folder`; `base`: path of the model.
 
         Raises OSError, and JobError if the format cannot hold all trained parameters, or if there is no such format.

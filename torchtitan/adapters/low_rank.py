@@ -26,7 +26,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import Constant, Init, Uniform, local_part
 from torchtitan.core.tensor_storage import Deferred, Value
 from torchtitan.models.dropout import Dropout
-from torchtitan.models.hf.names import Form
+from torchtitan.models.hf.names import TensorMap
 from torchtitan.models.layers import autocast_dtype
 from torchtitan.models.moe.experts import Experts
 from torchtitan.parallelisms.plan import ParallelPlan
@@ -182,10 +182,10 @@ class LowRank(Adapter):
         )
         return plan
 
-    def read_folder(self, folder: Path, form: Form) -> dict[str, torch.Tensor]:
+    def read_folder(self, folder: Path, form: TensorMap) -> dict[str, torch.Tensor]:
         return peft_folder.load(folder, self.options, form, self.added_shapes)
 
-    def write_folder(self, folder: Path, form: Form, tensors: Mapping[str, torch.Tensor], base: str) -> None:
+    def write_folder(self, folder: Path, form: TensorMap, tensors: Mapping[str, torch.Tensor], base: str) -> None:
         require_complete_format(self)
         peft_folder.save(folder, {name: tensors[name] for name in self.added_shapes}, self.options, form, base)
 

@@ -19,7 +19,7 @@ from torchtitan.adapters.peft_config import CONFIG, PER_MODULE_KEYS, WEIGHTS, co
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import require_file
-from torchtitan.models.hf.names import Form
+from torchtitan.models.hf.names import TensorMap
 
 
 def adapted_modules(weights: Sequence[str], names: Collection[str]) -> list[str]:
@@ -81,7 +81,7 @@ _ENDINGS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitud
 Tensors = dict[str, torch.Tensor]
 
 
-def to_peft(state: Mapping[str, torch.Tensor], form: Form) -> Tensors:
+def to_peft(state: Mapping[str, torch.Tensor], form: TensorMap) -> Tensors:
     """Convert full adapter tensors by our names to peft's names and layout."""
     peft_tensors: Tensors = {}
     for name, value in state.items():
@@ -92,15 +92,17 @@ def to_peft(state: Mapping[str, torch.Tensor], form: Form) -> Tensors:
             peft_tensors |= {
                 peft_name: part.t().contiguous() for peft_name, part in zip(peft_names, value, strict=True)
             }
-        elif len(joined_weights := form.together(weight)) > 1:
+        elif len(joined_weights := form.joined_names(weight)) > 1:
             peft_tensors[peft_names[0]] = join_tensors(state, kind, joined_weights)
         else:
-            reordered = kind != "lora_A" and form.is_turned(weight)
+            reordered = kind != "lora_A" and form.is_reordered(weight)
             peft_tensors[peft_names[0]] = (form.rows_to_hf(value) if reordered else value).contiguous()
     return peft_tensors
 
 
-def from_peft(peft_tensors: Mapping[str, torch.Tensor], form: Form, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+def from_peft(
+    peft_tensors: Mapping[str, torch.Tensor], form: TensorMap, shapes: Mapping[str, tuple[int, ...]]
+) -> Tensors:
     """Convert peft's tensors to ours, which have these names and shapes. Raises JobError listing all misfits."""
     ours, peft_names, faults = {}, {}, []
     for name in shapes:
@@ -118,10 +120,10 @@ def from_peft(peft_tensors: Mapping[str, torch.Tensor], form: Form, shapes: Mapp
         parts = [peft_tensors[peft_name] for peft_name in peft_names[name]]
         if matrix:
             value = torch.stack([part.t() for part in parts]) if len({part.shape for part in parts}) == 1 else parts[0]
-        elif len(joined_weights := form.together(f"{module}.weight")) > 1:
+        elif len(joined_weights := form.joined_names(f"{module}.weight")) > 1:
             value = extract_tensor(parts[0], name, shape, joined_weights, shapes)
         else:
-            reordered = kind != "lora_A" and form.is_turned(f"{module}.weight")
+            reordered = kind != "lora_A" and form.is_reordered(f"{module}.weight")
             (value,) = parts
             value = form.rows_from_hf(value) if reordered and value.shape == shape else value
         if tuple(value.shape) != shape:
@@ -135,14 +137,14 @@ def from_peft(peft_tensors: Mapping[str, torch.Tensor], form: Form, shapes: Mapp
     return ours
 
 
-def peft_config(options: Options, names: list[str], form: Form, base: str) -> dict[str, Any]:
+def peft_config(options: Options, names: list[str], form: TensorMap, base: str) -> dict[str, Any]:
     """Return peft's config for an adapter with these names (ours); `base`: path of its model."""
     modules: dict[str, int] = {}  # module in Hugging Face -> number of our pairs joined in it
     transposed = False
     for module, _, matrix in map(_split, names):
         weight = f"{module}.{matrix or 'weight'}"
         transposed |= form.is_transposed(weight)
-        joined_weights = form.together(weight)
+        joined_weights = form.joined_names(weight)
         for hf_name in form.hf_names(weight):
             modules[hf_name.removesuffix(".weight")] = (
                 len(adapted_modules(joined_weights, names)) if len(joined_weights) > 1 else 1
@@ -161,7 +163,7 @@ def peft_config(options: Options, names: list[str], form: Form, base: str) -> di
     }
 
 
-def save(folder: Path, state: Mapping[str, torch.Tensor], options: Options, form: Form, base: str = "") -> None:
+def save(folder: Path, state: Mapping[str, torch.Tensor], options: Options, form: TensorMap, base: str = "") -> None:
     """Write full adapter tensors, given by our names. Raises OSError if the folder cannot be written."""
     from safetensors.torch import save_file
 
@@ -170,7 +172,7 @@ def save(folder: Path, state: Mapping[str, torch.Tensor], options: Options, form
     (folder / CONFIG).write_text(json.dumps(peft_config(options, list(state), form, base), indent=2) + "\n")
 
 
-def load(folder: Path, options: Options, form: Form, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+def load(folder: Path, options: Options, form: TensorMap, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
     """Read adapter tensors by our names. Raises JobError if the folder holds a different adapter, or none."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file

@@ -29,10 +29,10 @@ from torchtitan.losses.objective import Objective, auto_chunks
 from torchtitan.losses.tasks import task_of
 from torchtitan.lr_schedules import LRSchedule, schedule_of
 from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
-from torchtitan.models import CONFIGS, sizes_of
+from torchtitan.models import CONFIG_CONVERTERS, resolve_sizes
 from torchtitan.models.attention import use_shifted_groups
 from torchtitan.models.dropout import add_embedding_noise
-from torchtitan.models.hf.save import beside_weights, source_of
+from torchtitan.models.hf.save import build_extra_files, read_source
 from torchtitan.models.spec import MODELS, ModelSpec
 from torchtitan.optimizers.build import Optimizers, build_optimizers
 from torchtitan.optimizers.spec import SHARED
@@ -73,8 +73,8 @@ def tokenizer(config: JobConfig) -> Tokenizer:
 def model_args(config: JobConfig, weights: str | Path | None = None) -> Any:
     """Return the model's sizes with the job's overrides; with `weights`, the sizes to read foreign weights with."""
     model = config.model
-    args = sizes_of(model.name, model.flavor, model.hf_folder, model.overrides)
-    return args if weights is None else CONFIGS[model.name].of_weights(weights, args, model.overrides)
+    args = resolve_sizes(model.name, model.flavor, model.hf_folder, model.overrides)
+    return args if weights is None else CONFIG_CONVERTERS[model.name].args_for_weights(weights, args, model.overrides)
 
 
 def portable_job(config: JobConfig) -> JobConfig:
@@ -95,11 +95,11 @@ def hf_extra_files(config: JobConfig, vocabulary: Tokenizer) -> dict[str, bytes]
     """Return config and tokenizer files of a Hugging Face export, name -> content. JobError if it has no such model."""
     sources = (config.model.hf_folder, config.checkpoint.initial_load_path)
     folder = next((path for path in sources if path and Path(path, "config.json").is_file()), None)
-    return beside_weights(
-        CONFIGS[config.model.name],
+    return build_extra_files(
+        CONFIG_CONVERTERS[config.model.name],
         model_args(config),
         config.checkpoint.export_dtype,
-        source=source_of(folder, trained=True) if folder else None,
+        source=read_source(folder, trained=True) if folder else None,
         tokenizer_files=vocabulary.as_hf_files() | template_file(vocabulary),
         bos_id=vocabulary.bos_id,
         end_ids=sorted(end_of_turn_ids(vocabulary)),
@@ -109,7 +109,7 @@ def hf_extra_files(config: JobConfig, vocabulary: Tokenizer) -> dict[str, bytes]
 
 def head_parameters(config: JobConfig) -> frozenset[str]:
     """Return the names of the task head's parameters, which weights trained for another task lack."""
-    return model_spec(config).hf.form(model_args(config)).head
+    return model_spec(config).hf.tensor_map(model_args(config)).head
 
 
 def has_experts(config: JobConfig) -> bool:
@@ -201,11 +201,11 @@ def peft_tensors(config: JobConfig, installed: Adapter) -> dict[str, torch.Tenso
     """Read the full tensors of adapter.initial_path by their names in this project."""
     path = config.adapter.initial_path
     assert path is not None  # the caller has checked
-    return installed.read_folder(Path(path), model_spec(config).hf.form(model_args(config)))
+    return installed.read_folder(Path(path), model_spec(config).hf.tensor_map(model_args(config)))
 
 
 def save_peft(config: JobConfig, folder: Path, installed: Adapter, tensors: dict[str, torch.Tensor]) -> None:
-    form, path = model_spec(config).hf.form(model_args(config)), config.checkpoint.initial_load_path
+    form, path = model_spec(config).hf.tensor_map(model_args(config)), config.checkpoint.initial_load_path
     installed.write_folder(folder, form, tensors, path or "")
 
 

@@ -31,7 +31,7 @@ from torchtitan.core.initialization import clean_name, local_part
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.core.tensor_storage import Deferred, packed_names, stores
 from torchtitan.models.hf.load import StoredWeights
-from torchtitan.models.hf.names import FORMS
+from torchtitan.models.hf.names import TORCHTITAN_NAMES
 from torchtitan.models.spec import MODELS
 
 _FILE = re.compile(r"[A-Za-z0-9_]{1,128}\.distcp")
@@ -146,12 +146,19 @@ class _TorchtitanWeights(Weights):
     """Weights of a torchtitan checkpoint. It describes the model only by names and shapes, which have to match."""
 
     def __init__(self, folder: Path, family: str, args: Any, shapes: Shapes, tied: bool):
-        if family not in FORMS:
-            raise CheckpointError(f"{folder} is torchtitan's, which has no {family}; families are {', '.join(FORMS)}")
-        self.checkpoint, self.form = TorchtitanCheckpoint(folder), FORMS[family](args, MODELS[family].hf.form(args))
+        if family not in TORCHTITAN_NAMES:
+            raise CheckpointError(
+                f"{folder} is torchtitan's, which has no {family}; families are {', '.join(TORCHTITAN_NAMES)}"
+            )
+        self.checkpoint, self.torchtitan_names = (
+            TorchtitanCheckpoint(folder),
+            TORCHTITAN_NAMES[family](args, MODELS[family].hf.tensor_map(args)),
+        )
         self.step = int(folder.name.removeprefix("step-")) if folder.name.removeprefix("step-").isdecimal() else 0
         saved = self.checkpoint.tensors
-        expected = {self.form.name(name): self.form.shape(name, shape) for name, shape in shapes.items()}
+        expected = {
+            self.torchtitan_names.name(name): self.torchtitan_names.shape(name, shape) for name, shape in shapes.items()
+        }
         if tied:  # torchtitan saves both ends of tied weights
             saved = {name: entry for name, entry in saved.items() if name != "output.weight"}
             expected.pop("output.weight", None)
@@ -168,10 +175,10 @@ class _TorchtitanWeights(Weights):
             raise CheckpointError(f"{folder} does not fit the model: {'; '.join(faults[:8])}{remainder}. {remedy}")
 
     def dtype(self, name: str) -> torch.dtype:
-        return self.checkpoint.tensors[self.form.name(name)][0]
+        return self.checkpoint.tensors[self.torchtitan_names.name(name)][0]
 
     def full_tensor(self, name: str) -> torch.Tensor:
-        return self.form.to_ours(name, self.checkpoint.read(self.form.name(name)))
+        return self.torchtitan_names.to_ours(name, self.checkpoint.read(self.torchtitan_names.name(name)))
 
 
 class _HuggingFaceWeights(Weights):
@@ -182,7 +189,7 @@ class _HuggingFaceWeights(Weights):
         return self.stored.dtype(name)
 
     def full_tensor(self, name: str) -> torch.Tensor:
-        return self.stored.whole(name)
+        return self.stored.read_full(name)
 
 
 @contextmanager
@@ -193,7 +200,7 @@ def open_weights(path: str | os.PathLike[str], family: str, args: Any) -> Iterat
     kind, location = find_weights(Path(path))
     hf = MODELS[family].hf
     if kind == "hf":
-        with hf.stored(location, args) as stored:
+        with hf.stored_weights(location, args) as stored:
             yield _HuggingFaceWeights(stored)
     elif kind == "ours":
         yield _NativeWeights(location, hf.shapes(args), args.tied_embeddings)

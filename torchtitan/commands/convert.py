@@ -42,9 +42,9 @@ from torchtitan.core.tensor_storage import Deferred
 from torchtitan.datasets.encoding import end_of_turn_ids
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.datasets.tokenizer.hf_json import extended, missing_tokens, template_file
-from torchtitan.models import CONFIGS
-from torchtitan.models.hf.config import CONFIG, UNTRAINED, config_beside, untrained
-from torchtitan.models.hf.save import GENERATION, Source, beside_weights, source_of
+from torchtitan.models import CONFIG_CONVERTERS
+from torchtitan.models.hf.config import CONFIG, UNTRAINED, find_config, untrained_token_ids
+from torchtitan.models.hf.save import GENERATION, SourceConfigs, build_extra_files, read_source
 
 AT_ONCE = 2**14
 """Rows per chunk when summing in double precision."""
@@ -65,15 +65,15 @@ class Resizing:
     args: Any
     vocabulary: Tokenizer
 
-    def source(self, source: Source) -> Source:
+    def source(self, source: SourceConfigs) -> SourceConfigs:
         """Return the source with the new number of rows in its config."""
-        return Source(source.config | {"vocab_size": self.args.vocab_size}, source.generation)
+        return SourceConfigs(source.config | {"vocab_size": self.args.vocab_size}, source.generation)
 
     def extra_files(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
         """Return the files next to the weights, with the new rows and the rows without a token marked."""
         config, generation = (json.loads(files[name]) for name in (CONFIG, GENERATION))
         rows = self.args.vocab_size
-        new = sorted({*untrained(config), *range(self.num_known, self.tokens)} & {*range(self.tokens)})
+        new = sorted({*untrained_token_ids(config), *range(self.num_known, self.tokens)} & {*range(self.tokens)})
         hidden = [token_id for token_id in generation.get(SUPPRESSED) or [] if token_id < self.num_known] + [
             *range(self.tokens, rows)
         ]
@@ -177,14 +177,14 @@ def _extra_files(
     A missing tokenizer is reported. Weights count as trained unless there is a config.json next to them.
     """
     vocabulary = to.vocabulary if to else _tokenizer(config, args)
-    form, folder = CONFIGS[config.model.name], config.model.hf_folder
-    is_trained = config_beside(place) is None
-    source = source_of(folder, trained=is_trained) if folder and Path(folder, CONFIG).is_file() else None
+    form, folder = CONFIG_CONVERTERS[config.model.name], config.model.hf_folder
+    is_trained = find_config(place) is None
+    source = read_source(folder, trained=is_trained) if folder and Path(folder, CONFIG).is_file() else None
     if vocabulary is None:
         print("no tokenizer is written: give the model's tokenizer with --model.tokenizer_path", file=sys.stderr)
-        config_files = beside_weights(form, args, dtype, source=source, tokenizer_files={}, bos_id=None, end_ids=[])
+        config_files = build_extra_files(form, args, dtype, source=source, tokenizer_files={}, bos_id=None, end_ids=[])
         return {CONFIG: config_files[CONFIG]}
-    files = beside_weights(
+    files = build_extra_files(
         form,
         args,
         dtype,
@@ -219,7 +219,7 @@ def _write_hf(
     extra_files = _extra_files(place, config, args, dtype, to)
     with replace_folder(target.resolve(), write=True) as folder:
         parts.model_spec(config).hf.save_hf(
-            folder, _unread_tensors(config, args, weights), args, dtype=dtype, beside=extra_files
+            folder, _unread_tensors(config, args, weights), args, dtype=dtype, extra_files=extra_files
         )
 
 

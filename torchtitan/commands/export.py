@@ -132,7 +132,7 @@ def write(
             inference_model.plain_state(config, model, adapter, into_unpacked) as (state, into),
             replace_folder(folder, write=True) as place,
         ):
-            hf.save_hf(place, state, args, dtype=parts.DTYPES[dtype], beside=extra_files)
+            hf.save_hf(place, state, args, dtype=parts.DTYPES[dtype], extra_files=extra_files)
     except OSError as error:
         raise JobError(f"{folder}: the weights were not written: {error}; the run is untouched") from error
     return run_answer, into

@@ -10,8 +10,8 @@ from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError, options
 from torchtitan.core.errors import JobError
-from torchtitan.models import CONFIGS, family_of
-from torchtitan.models.hf.config import CONFIG, config_beside
+from torchtitan.models import CONFIG_CONVERTERS, family_for_model_type
+from torchtitan.models.hf.config import CONFIG, find_config
 from torchtitan.rules import Facts, known_names
 from torchtitan.rules.model_and_data import folder_has_sizes, model_sizes, positions_are_learned, tokenizer_fits
 from torchtitan.rules.neurocache import cache_fits_the_model
@@ -36,7 +36,7 @@ def find_job(path: Path, arguments: list[str], with_tokenizer: bool = True) -> J
     if not any(argument.startswith(ALL_OF_IT) for argument in arguments):
         homes = (home, home.parent, home.parent.parent)
         jobs = [folder / JOB for folder in homes if (folder / JOB).is_file()]
-        hf_config = config_beside(path)
+        hf_config = find_config(path)
         if hf_config is not None:
             given_names = {argument.partition("=")[0] for argument in arguments}
             hf_arguments = _hf_arguments(path, home, hf_config.get("model_type"))
@@ -65,11 +65,11 @@ def find_job(path: Path, arguments: list[str], with_tokenizer: bool = True) -> J
 
 def _hf_arguments(path: Path, home: Path, model_type: object) -> list[str]:
     """Return the options for a Hugging Face folder or file, with the model's context up to LONGEST_CONTEXT."""
-    family = family_of(model_type)
+    family = family_for_model_type(model_type)
     if family is None:
-        known_types = sorted({name for config in CONFIGS.values() for name in config.model_types})
+        known_types = sorted({name for config in CONFIG_CONVERTERS.values() for name in config.model_types})
         raise JobError(f"{path}: model_type = {model_type!r}; allowed: {', '.join(known_types)}")
-    length = CONFIGS[family].args_of(path).max_seq_len
+    length = CONFIG_CONVERTERS[family].args_from_folder(path).max_seq_len
     arguments = [f"--model.name={family}", "--model.flavor=from_hf", f"--model.hf_folder={path}"]
     return [*arguments, f"--model.tokenizer_path={home}", f"--training.seq_len={min(length, LONGEST_CONTEXT)}"]
 

@@ -22,7 +22,7 @@ from torchtitan.importers.translation import (
     from_folder,
     replicated,
 )
-from torchtitan.models import SIZES, family_of
+from torchtitan.models import SIZES, family_for_model_type
 from torchtitan.models.hf.config import CONFIG
 
 FAMILIES = ("mistral", "qwen3", "deepseek", "gpt2", "opt", "llama")
@@ -81,7 +81,7 @@ class _Axolotl:
         try:
             is_local = os.path.isfile(Path(folder, CONFIG))
             model_type = next(filter(folder.lower().count, FAMILIES), None)
-            family = family_in(Path(folder)) if is_local else family_of(model_type)
+            family = family_in(Path(folder)) if is_local else family_for_model_type(model_type)
         except JobError as error:
             is_local, family = True, None
             self.note(str(error))

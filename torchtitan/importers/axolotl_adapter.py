@@ -18,7 +18,7 @@ from string import digits
 
 from torchtitan.core.errors import JobError
 from torchtitan.importers.translation import LINEARS, JobDraft, Options, family_in, targets_of
-from torchtitan.models import CONFIGS
+from torchtitan.models import CONFIG_CONVERTERS
 from torchtitan.models.sizes import HEAD, parameters
 
 MODULES = {"embed_tokens": "tok_embeddings.weight", "lm_head": "output.weight", "norm": "norm.weight"}
@@ -176,8 +176,8 @@ def _hf_names(folder: str) -> dict[str, list[str]]:
     family = family_in(Path(folder))
     if family is None:
         raise JobError(f"{folder}: its family is not supported")
-    args = CONFIGS[family].args_of(folder)
-    form = resolve_name(FAMILIES)[family].hf.form(args)
+    args = CONFIG_CONVERTERS[family].args_from_folder(folder)
+    form = resolve_name(FAMILIES)[family].hf.tensor_map(args)
     names = [name for name in parameters(args) if not (args.tied_embeddings and name == f"{HEAD}.weight")]
     return {name: form.hf_names(name) for name in names}
 

@@ -17,7 +17,7 @@ from torchtitan.adapters.neurocache.sizes import KEY, layers_of
 from torchtitan.config.sections.adapter import Neurocache
 from torchtitan.core.errors import JobError
 from torchtitan.importers.translation import CommandLine, Option, Script, family_in, from_folder, targets_of
-from torchtitan.models import CONFIGS, SIZES
+from torchtitan.models import CONFIG_CONVERTERS, SIZES
 from torchtitan.models.hf.config import CONFIG
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_restarts": "cosine_restarts", "polynomial": "linear"}
@@ -134,7 +134,7 @@ class _Script(Script):
                 self.refuse("model_name_or_path", name, f"a model of {', '.join(SIZES)}", "no other family is here")
                 return None
             values |= from_folder(family, name)
-            return CONFIGS[family].args_of(name).n_layers
+            return CONFIG_CONVERTERS[family].args_from_folder(name).n_layers
         if published is None:
             allowed = f"a folder in Hugging Face format, or the name of one: {', '.join(PUBLISHED)}"
             self.refuse("model_name_or_path", name, allowed, "download the model to a folder")

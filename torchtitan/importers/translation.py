@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torchtitan.config.options import Fault, hint, show
-from torchtitan.models import FROM_HF, family_of
+from torchtitan.models import FROM_HF, family_for_model_type
 from torchtitan.models.hf.config import CONFIG, read_json
 
 COMMAND_LINE = "the command line"
@@ -302,7 +302,7 @@ def family_in(folder: Path) -> str | None:
 
     Raises JobError if the file cannot be read.
     """
-    return family_of(read_json(folder / CONFIG).get("model_type"))
+    return family_for_model_type(read_json(folder / CONFIG).get("model_type"))
 
 
 def from_folder(family: str, folder: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from torchtitan.core.errors import JobError
 from torchtitan.core.registry import Registry
 from torchtitan.models.deepseek import FAMILY as DEEPSEEK
-from torchtitan.models.family import ConfigForm, Family
+from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.gpt2 import FAMILY as GPT2
 from torchtitan.models.llama import LLAMAS
 from torchtitan.models.mistral import FAMILY as MISTRAL
@@ -36,27 +36,27 @@ FAMILIES: dict[str, Family] = {
 
 GROUP = "torchtitan.models"
 SIZES: Registry[Mapping[str, Any]] = Registry(GROUP, FAMILIES, Family, attrgetter("sizes"))
-CONFIGS: Registry[ConfigForm] = Registry(GROUP, FAMILIES, Family, attrgetter("config"))
+CONFIG_CONVERTERS: Registry[ConfigConverter] = Registry(GROUP, FAMILIES, Family, attrgetter("config"))
 """Conversion between config.json and sizes. If several families share one, the first reads a folder without a job."""
-HOMES: Registry[str] = Registry(GROUP, FAMILIES, Family, attrgetter("home"))
+PUBLISHERS: Registry[str] = Registry(GROUP, FAMILIES, Family, attrgetter("publisher"))
 FROM_HF = "from_hf"
 """The flavor that takes its sizes from a folder's config.json."""
 
 
-def sizes_of(name: str, flavor: str, folder: str | None, overrides: Mapping[str, Any]) -> Any:
+def resolve_sizes(name: str, flavor: str, folder: str | None, overrides: Mapping[str, Any]) -> Any:
     """Return the family's frozen dataclass of sizes.
 
     Raises KeyError for an unknown family or flavor, and JobError if the overrides, or the folder's config.json of
     flavor from_hf, are invalid.
     """
     if flavor != FROM_HF:
-        return changed(SIZES[name][flavor], overrides)
+        return apply_overrides(SIZES[name][flavor], overrides)
     if folder is None:
         raise JobError("model.hf_folder is not set, which holds the config.json")
-    return changed(CONFIGS[name].args_of(folder), overrides)
+    return apply_overrides(CONFIG_CONVERTERS[name].args_from_folder(folder), overrides)
 
 
-def changed(sizes: Any, overrides: Mapping[str, Any]) -> Any:
+def apply_overrides(sizes: Any, overrides: Mapping[str, Any]) -> Any:
     """Return the sizes with overrides applied.
 
     For a size that is a table, such as rope_scaling, a table changes some of its entries and false removes it.
@@ -65,7 +65,7 @@ def changed(sizes: Any, overrides: Mapping[str, Any]) -> Any:
 
 
 def _value(sizes: Any, name: str, value: Any) -> Any:
-    table = table_of(type(sizes), name)
+    table = table_type(type(sizes), name)
     if table is None:
         return value
     if value is False:
@@ -74,12 +74,12 @@ def _value(sizes: Any, name: str, value: Any) -> Any:
     return table(**value) if before is None else dataclasses.replace(before, **value)
 
 
-def table_of(args: type, name: str) -> type | None:
+def table_type(args: type, name: str) -> type | None:
     """Return the dataclass of a size that is a table, such as rope_scaling; None if it is a number or a string."""
     kind = typing.get_type_hints(args).get(name)
     return next((part for part in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(part)), None)
 
 
-def family_of(model_type: Any) -> str | None:
+def family_for_model_type(model_type: Any) -> str | None:
     """Return the first family that reads this model_type of a config.json; None if no family does."""
-    return next((name for name, config in CONFIGS.items() if model_type in config.model_types), None)
+    return next((name for name, config in CONFIG_CONVERTERS.items() if model_type in config.model_types), None)

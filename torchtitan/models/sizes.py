@@ -43,13 +43,13 @@ def check_not_negative(args: Any, *names: str) -> None:
             raise JobError(f"{name} = {getattr(args, name)}: must not be negative")
 
 
-def check_turned(args: Any, name: str) -> None:
+def check_even(args: Any, name: str) -> None:
     """Raise JobError unless a width that rotary embeddings rotate is even."""
     if getattr(args, name) % 2:
         raise JobError(f"{name} = {getattr(args, name)}: must be even, as rotary embeddings turn pairs")
 
 
-def check_shares(args: Any, *names: str) -> None:
+def check_probabilities(args: Any, *names: str) -> None:
     """Raise JobError unless these dropout probabilities are in [0, 1)."""
     for name in names:
         if not 0 <= getattr(args, name) < 1:
@@ -190,7 +190,7 @@ class GatedArgs(GatedDecoderSizes):
         check_positive(
             self, "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "head_dim", "vocab_size", "max_seq_len"
         )
-        check_turned(self, "head_dim")
+        check_even(self, "head_dim")
         check_grouped_heads(self)
 
     @property

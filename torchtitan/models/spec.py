@@ -15,11 +15,11 @@ from torch import nn
 from torchtitan.core.registry import Registry
 from torchtitan.core.tensor_storage import Value
 from torchtitan.models import FAMILIES, GROUP
-from torchtitan.models.family import ConfigForm, Family
+from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.flops import FlopsPerToken
 from torchtitan.models.hf.config import CONFIG
-from torchtitan.models.hf.load import StoredWeights, load_weights, refuse
-from torchtitan.models.hf.names import Form
+from torchtitan.models.hf.load import StoredWeights, load_weights, raise_mismatches
+from torchtitan.models.hf.names import TensorMap
 from torchtitan.models.hf.save import SHARD_BYTES, save_file, save_folder
 from torchtitan.parallelisms.expert_balance import Balance
 from torchtitan.parallelisms.plan import ParallelPlan
@@ -29,13 +29,13 @@ from torchtitan.parallelisms.plan import ParallelPlan
 class HuggingFace:
     """Conversion of a family's models from and to folders in the Hugging Face format.
 
-    `ignored`: True for the name of a tensor that a folder may hold although the model does not have it.
+    `is_ignored`: True for the name of a tensor that a folder may hold although the model does not have it.
     """
 
     build: Callable[[Any], nn.Module]
-    form: Callable[[Any], Form]
-    config: ConfigForm
-    ignored: Callable[[str, Any], bool] = lambda name, args: False
+    tensor_map: Callable[[Any], TensorMap]
+    config: ConfigConverter
+    is_ignored: Callable[[str, Any], bool] = lambda name, args: False
 
     def config_to_hf(self, args: Any, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         """Return the fields of transformers' config. Raises JobError for what transformers does not support."""
@@ -43,11 +43,11 @@ class HuggingFace:
 
     def to_hf(self, state: Mapping[str, torch.Tensor], args: Any) -> dict[str, torch.Tensor]:
         """Convert full tensors, weights or gradients, to Hugging Face's names and shapes, without a tied head."""
-        return self.form(args).to_hf(state)
+        return self.tensor_map(args).to_hf(state)
 
     def from_hf(self, state: Mapping[str, torch.Tensor], args: Any) -> dict[str, torch.Tensor]:
         """Invert to_hf, for load_state_dict: a tied head is included again. The tensors have Hugging Face's shapes."""
-        return self.form(args).from_hf(state)
+        return self.tensor_map(args).from_hf(state)
 
     def save_hf(
         self,
@@ -58,31 +58,33 @@ class HuggingFace:
         dtype: torch.dtype = torch.float32,
         shard_bytes: int = SHARD_BYTES,
         write: bool = True,
-        beside: Mapping[str, bytes] | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
     ) -> None:
         """Write a folder, see hf/save.py save_folder. In a process group all ranks call it, one of them with `write`.
 
-        The state must hold persistent buffers too. `beside`: further files by name, see build_extra_files; without it,
-        config.json alone.
+        The state must hold persistent buffers too. `extra_files`: content of further files by name (build_extra_files);
+        by default config.json alone.
         """
-        if beside is None:
-            beside = {CONFIG: (json.dumps(self.config_to_hf(args, dtype), indent=2) + "\n").encode()}
-        form, shapes = self.form(args), self.shapes(args)
-        save_folder(folder, state, form, beside, shapes, dtype=dtype, shard_bytes=shard_bytes, write=write)
+        if extra_files is None:
+            extra_files = {CONFIG: (json.dumps(self.config_to_hf(args, dtype), indent=2) + "\n").encode()}
+        tensor_map, shapes = self.tensor_map(args), self.shapes(args)
+        save_folder(folder, state, tensor_map, extra_files, shapes, dtype=dtype, shard_bytes=shard_bytes, write=write)
 
     def save_hf_file(self, path: Path, state: Mapping[str, Value], args: Any, dtype: torch.dtype) -> None:
         """Write one safetensors file, see hf/save.py save_file."""
-        save_file(path, state, self.form(args), self.config_to_hf(args, dtype), dtype=dtype)
+        save_file(path, state, self.tensor_map(args), self.config_to_hf(args, dtype), dtype=dtype)
 
-    def stored(self, path: str | os.PathLike[str], args: Any, may_lack: Collection[str] = ()) -> StoredWeights:
+    def stored_weights(
+        self, path: str | os.PathLike[str], args: Any, optional_names: Collection[str] = ()
+    ) -> StoredWeights:
         """Return the weights of a folder or of a single safetensors file, not yet opened.
 
         Raises JobError if config.json disagrees with `args`.
         """
         if not os.path.isfile(path):
-            refuse(path, self.config.differences(path, args))
-        ignored = partial(self._may_stay_unread, args=args)
-        return StoredWeights(path, self.form(args), self.shapes(args), ignored, may_lack)
+            raise_mismatches(path, self.config.differences(path, args))
+        is_ignored = partial(self._may_stay_unread, args=args)
+        return StoredWeights(path, self.tensor_map(args), self.shapes(args), is_ignored, optional_names)
 
     def load_hf(
         self,
@@ -90,10 +92,10 @@ class HuggingFace:
         model: nn.Module,
         args: Any,
         fresh: Collection[str] = (),
-        may_lack: Collection[str] = (),
+        optional_names: Collection[str] = (),
     ) -> frozenset[str]:
         """Load weights into a model, see hf/load.py load_weights. Raises JobError that lists all mismatches."""
-        return load_weights(self.stored(path, args, may_lack), model, fresh)
+        return load_weights(self.stored_weights(path, args, optional_names), model, fresh)
 
     def _may_stay_unread(self, name: str, args: Any) -> bool:
         """Return True for rotary frequencies, copies of a tied embedding, and tensors that the family ignores.
@@ -101,7 +103,7 @@ class HuggingFace:
         Some exports hold them; transformers does not read them either.
         """
         copy = args.tied_embeddings and name == "lm_head.weight"
-        return copy or name.endswith("rotary_emb.inv_freq") or self.ignored(name, args)
+        return copy or name.endswith("rotary_emb.inv_freq") or self.is_ignored(name, args)
 
     def shapes(self, args: Any) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the full model's parameters and persistent buffers, by our names."""

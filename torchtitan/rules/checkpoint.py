@@ -21,7 +21,7 @@ from torchtitan.config.changes import TRAINED, changes, kept_job, refusable, ref
 from torchtitan.config.options import Fault, hint, options, show
 from torchtitan.core.errors import JobError
 from torchtitan.launcher.run_folder import find_lost_checkpoints
-from torchtitan.models import CONFIGS, FROM_HF
+from torchtitan.models import CONFIG_CONVERTERS, FROM_HF
 from torchtitan.models.hf.config import CONFIG
 from torchtitan.optimizers.state_sizes import sides, under_plan
 from torchtitan.rules.facts import Facts, Rule
@@ -245,8 +245,8 @@ def _other_sizes(facts: Facts, folder: Path, key: str) -> Iterator[Fault]:
     """Yield a fault if a folder's config.json differs from the job; its tensors are checked when they are loaded."""
     allowed = f"weights of {facts.config.model.name} {facts.config.model.flavor}"
     try:
-        form = CONFIGS[facts.config.model.name]
-        differing = form.differences(folder, form.of_weights(folder, facts.args, facts.config.model.overrides))
+        form = CONFIG_CONVERTERS[facts.config.model.name]
+        differing = form.differences(folder, form.args_for_weights(folder, facts.args, facts.config.model.overrides))
     except JobError as error:
         yield facts.fault(key, allowed, str(error))
         return
@@ -259,7 +259,7 @@ def export_has_a_form(facts: Facts) -> Iterator[Fault]:
     """Require a model that transformers can represent, for an export."""
     if facts.config.checkpoint.last_save_in_hf and facts.args is not None:
         try:
-            CONFIGS[facts.config.model.name].to_hf(facts.args)
+            CONFIG_CONVERTERS[facts.config.model.name].to_hf(facts.args)
         except JobError as error:
             yield facts.fault("checkpoint.last_save_in_hf", "false with this model", str(error))
 

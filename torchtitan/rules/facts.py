@@ -23,8 +23,8 @@ from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError, build_tokenizer
 from torchtitan.losses.tasks import TASKS, TaskSpec
 from torchtitan.lr_schedules import LRSchedule, schedule_of
-from torchtitan.models import changed, sizes_of, table_of
-from torchtitan.models.hf.config import config_beside, untrained
+from torchtitan.models import apply_overrides, resolve_sizes, table_type
+from torchtitan.models.hf.config import find_config, untrained_token_ids
 from torchtitan.parallelisms.degrees import lenders, shards_of_ranks
 from torchtitan.parallelisms.pipeline.actions import ScheduleTableError, Table, load_schedule_csv
 
@@ -166,7 +166,7 @@ class Facts:
         """The flavor's sizes before overrides, or the error of its folder; None if the family or flavor is unknown."""
         model = self.config.model
         try:
-            return sizes_of(model.name, model.flavor, model.hf_folder, {})
+            return resolve_sizes(model.name, model.flavor, model.hf_folder, {})
         except KeyError:
             return None
         except JobError as error:
@@ -189,7 +189,7 @@ class Facts:
         if self.sizes is None or self.wrong_overrides:
             return None
         try:
-            args = changed(self.sizes, self.config.model.overrides)
+            args = apply_overrides(self.sizes, self.config.model.overrides)
             return args if args.num_parameters else None
         except JobError as error:
             return error
@@ -208,7 +208,7 @@ class Facts:
         if options.initial_load_path is None:
             return []
         try:
-            return untrained(config_beside(Path(options.initial_load_path)) or {})
+            return untrained_token_ids(find_config(Path(options.initial_load_path)) or {})
         except (OSError, JobError):  # _initial_load in rules/checkpoint.py reports it
             return []
 
@@ -341,7 +341,7 @@ def wrong_overrides(name: str, sizes: Any, overrides: Mapping[str, Any]) -> Iter
         setting = f"{field} = {show(value)}"
         if field not in types:
             yield f"sizes of {name}: {', '.join(types)}", hint(field, types), field
-        elif table := table_of(type(sizes), field):
+        elif table := table_type(type(sizes), field):
             yield from _wrong_parts(field, table, value)
         elif not fits(types[field], value):
             yield f"{field} = {describe(types[field])}", "", setting

@@ -15,7 +15,7 @@ from torchtitan.datasets.sample_packing import document_lengths
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_pretokenized import PretokenizedBlocks
 from torchtitan.datasets.token_shards import TokenReader, TokenShards
-from torchtitan.models import CONFIGS, FROM_HF, HOMES, SIZES, family_of
+from torchtitan.models import CONFIG_CONVERTERS, FROM_HF, PUBLISHERS, SIZES, family_for_model_type
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.rules.facts import Facts, Rule
 
@@ -78,9 +78,9 @@ def _other_family(name: str, folder: str) -> str:
         model_type = read_json(Path(folder) / CONFIG).get("model_type")
     except JobError:
         return ""
-    if model_type in CONFIGS[name].model_types:
+    if model_type in CONFIG_CONVERTERS[name].model_types:
         return ""
-    family = family_of(model_type)
+    family = family_for_model_type(model_type)
     return f'; set model.name = "{family}"' if family else f"; families are {', '.join(SIZES)}"
 
 
@@ -88,7 +88,7 @@ def tokenizer_fits(facts: Facts) -> Iterator[Fault]:
     key = "model.tokenizer_path"
     if isinstance(facts.tokenizer, Exception):
         remedy = str(facts.tokenizer)
-        home = HOMES.get(facts.config.model.name, "")
+        home = PUBLISHERS.get(facts.config.model.name, "")
         if home and facts.config.model.flavor != "debugmodel" and "No such file" in remedy:
             remedy += f"; download it from a model of huggingface.co/{home}"
             remedy += ", after the licence is accepted" * (home == "meta-llama")

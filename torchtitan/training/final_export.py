@@ -112,7 +112,7 @@ class Exports:
                     parts.model_args(self.config),
                     dtype=dtype,
                     write=self.ranks.is_main,
-                    beside=self.extra_files,
+                    extra_files=self.extra_files,
                 )
         except OSError as error:
             raise CheckpointError(f"the Hugging Face weights were not written: {error}") from error

@@ -29,7 +29,7 @@ from torchtitan.core.initialization import local_part
 from torchtitan.core.tensor_storage import Deferred, Value
 from torchtitan.models.attention import GroupedQueryAttention
 from torchtitan.models.flops import FlopsPerToken
-from torchtitan.models.hf.names import Form
+from torchtitan.models.hf.names import TensorMap
 from torchtitan.parallelisms.plan import ParallelPlan
 
 PCA_SEGMENTS = 256
@@ -101,7 +101,7 @@ class Neurocache(StatefulAdapter):
             with_block=(*plan.with_block, ("memory", plan.blocks.replace("*", str(layers.first)))),
         )
 
-    def read_folder(self, folder: Path, form: Form) -> dict[str, torch.Tensor]:
+    def read_folder(self, folder: Path, form: TensorMap) -> dict[str, torch.Tensor]:
         cache_tensors, extra_tensors = load(folder, self.options.neurocache, self.n_layers, self.added_shapes)
         low_rank = {name: shape for name, shape in self.added_shapes.items() if name not in cache_tensors}
         try:
@@ -109,7 +109,7 @@ class Neurocache(StatefulAdapter):
         except JobError as error:
             raise JobError(f"{folder}: {error}") from None
 
-    def write_folder(self, folder: Path, form: Form, tensors: Mapping[str, torch.Tensor], base: str) -> None:
+    def write_folder(self, folder: Path, form: TensorMap, tensors: Mapping[str, torch.Tensor], base: str) -> None:
         require_complete_format(self)
         options = self.options.neurocache
         low_rank = {

@@ -11,18 +11,18 @@ from typing import Any, ClassVar
 
 from torchtitan.core.constraints import LimitError
 from torchtitan.core.errors import JobError
-from torchtitan.models.family import NOT_COMPUTED_WITH, ConfigForm, Family
+from torchtitan.models.family import NOT_IN_FORWARD, ConfigConverter, Family
 from torchtitan.models.hf.config import (
     check_numbers,
-    check_only,
+    check_supported,
     decoder_config,
-    number_of,
+    read_number,
+    rope_config,
     rope_kind,
-    rope_of,
     rope_theta,
 )
 from torchtitan.models.moe import ROUTER, MoEArgs, MoEDecoderArgs
-from torchtitan.models.sizes import NORMS, Names, Sizes, check_not_negative, check_positive, check_turned, gated
+from torchtitan.models.sizes import NORMS, Names, Sizes, check_even, check_not_negative, check_positive, gated
 
 
 def multi_token_limits(depths: int, overrides: Mapping[str, Any], *, tp: int, cp: int, pp: int) -> Iterator[LimitError]:
@@ -98,7 +98,7 @@ class DeepseekArgs(MoEDecoderArgs):
             raise JobError(
                 f"n_dense_layers = {self.n_dense_layers} with n_layers = {self.n_layers}: must be from 0 to n_layers"
             )
-        check_turned(self, "qk_rope_head_dim")
+        check_even(self, "qk_rope_head_dim")
         if self.v_head_dim > self.qk_head_dim:
             raise JobError(
                 f"v_head_dim = {self.v_head_dim}: must be at most qk_nope_head_dim + qk_rope_head_dim = "
@@ -300,8 +300,8 @@ def _from_hf(config: Mapping[str, Any]) -> DeepseekArgs:
     only |= {"num_key_value_heads": config["num_attention_heads"]}
     only |= {"norm_topk_prob": False, "scoring_func": "softmax"} if version == 2 else {}
     only |= {"rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"} if version == 3 else {}
-    check_only(config, only)
-    n_groups = number_of(config, "n_group", 1, null=1) or 1
+    check_supported(config, only)
+    n_groups = read_number(config, "n_group", 1, null=1) or 1
     if version == 2 and config.get("topk_method", "greedy") == "greedy":
         n_groups = 1
     routing = {**(V3 if version == 3 else V2), "normalize_top_k": version == 3 and config.get("norm_topk_prob", True)}
@@ -310,11 +310,11 @@ def _from_hf(config: Mapping[str, Any]) -> DeepseekArgs:
     return DeepseekArgs(
         dim=config["hidden_size"],
         n_layers=config["num_hidden_layers"],
-        n_dense_layers=min(number_of(config, "first_k_dense_replace", 0), config["num_hidden_layers"]),
+        n_dense_layers=min(read_number(config, "first_k_dense_replace", 0), config["num_hidden_layers"]),
         n_heads=config["num_attention_heads"],
         vocab_size=config["vocab_size"],
         ffn_dim=config["intermediate_size"],
-        q_lora_rank=number_of(config, "q_lora_rank", 0, null=0),
+        q_lora_rank=read_number(config, "q_lora_rank", 0, null=0),
         kv_lora_rank=config["kv_lora_rank"],
         qk_nope_head_dim=config["qk_nope_head_dim"],
         qk_rope_head_dim=config["qk_rope_head_dim"],
@@ -324,15 +324,15 @@ def _from_hf(config: Mapping[str, Any]) -> DeepseekArgs:
         n_shared_experts=config["n_shared_experts"],
         top_k=config["num_experts_per_tok"],
         n_groups=n_groups,
-        top_groups=(number_of(config, "topk_group", 1, null=1) or 1) if n_groups > 1 else 1,
-        route_scale=number_of(config, "routed_scaling_factor", 1.0),
-        aux_loss_weight=number_of(config, "aux_loss_alpha", 0.0),
-        norm_eps=number_of(config, "rms_norm_eps", 1e-6),
+        top_groups=(read_number(config, "topk_group", 1, null=1) or 1) if n_groups > 1 else 1,
+        route_scale=read_number(config, "routed_scaling_factor", 1.0),
+        aux_loss_weight=read_number(config, "aux_loss_alpha", 0.0),
+        norm_eps=read_number(config, "rms_norm_eps", 1e-6),
         rope_theta=rope_theta(config),
         rope_scaling=_scaling_from_hf(config),
         tied_embeddings=config.get("tie_word_embeddings", False),
-        max_seq_len=number_of(config, "max_position_embeddings", 2048),
-        n_mtp_layers=number_of(config, "num_nextn_predict_layers", 0, null=0),
+        max_seq_len=read_number(config, "max_position_embeddings", 2048),
+        n_mtp_layers=read_number(config, "num_nextn_predict_layers", 0, null=0),
         **routing,
     )
 
@@ -351,13 +351,13 @@ def _scaling_to_hf(scaling: YarnScaling | None) -> dict[str, Any] | None:
 
 
 def _scaling_from_hf(config: Mapping[str, Any]) -> YarnScaling | None:
-    rope = rope_of(config)
+    rope = rope_config(config)
     if rope_kind(config) == "default":
         return None
     keys = ("factor", "original_max_position_embeddings")
     if rope_kind(config) != "yarn" or any(not rope.get(key) for key in keys):
         raise JobError(f"rotary scaling {dict(rope)}; allowed are none and type yarn with {', '.join(keys)}")
-    check_only(rope, {"attention_factor": None, "truncate": True, "partial_rotary_factor": 1.0})
+    check_supported(rope, {"attention_factor": None, "truncate": True, "partial_rotary_factor": 1.0})
     mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if all_dim and not mscale:
         raise JobError(f"rotary scaling {dict(rope)}; with mscale_all_dim the model needs mscale")
@@ -372,7 +372,7 @@ def _scaling_from_hf(config: Mapping[str, Any]) -> YarnScaling | None:
     )
 
 
-def _as_held(args: DeepseekArgs, names: Mapping[str, str]) -> DeepseekArgs:
+def _fit_to_tensors(args: DeepseekArgs, names: Mapping[str, str]) -> DeepseekArgs:
     """Drop depths of multi-token prediction with missing tensors: transformers writes their number, not the depths."""
     depths = [
         depth for depth in range(args.n_mtp_layers) if f"model.layers.{args.n_layers + depth}.enorm.weight" in names
@@ -380,13 +380,13 @@ def _as_held(args: DeepseekArgs, names: Mapping[str, str]) -> DeepseekArgs:
     return dataclasses.replace(args, n_mtp_layers=len(depths))
 
 
-CONFIG = ConfigForm(
+CONFIG = ConfigConverter(
     model_types=("deepseek_v2", "deepseek_v3"),
     to_hf=_to_hf,
     from_hf=_from_hf,
-    not_compared=(*NOT_COMPUTED_WITH, "n_mtp_layers", "mtp_loss_weight"),
-    as_held=_as_held,
+    not_compared=(*NOT_IN_FORWARD, "n_mtp_layers", "mtp_loss_weight"),
+    fit_to_tensors=_fit_to_tensors,
 )
 
 
-FAMILY = Family(sizes=DEEPSEEK, config=CONFIG, spec="torchtitan.models.deepseek.model:SPEC", home="deepseek-ai")
+FAMILY = Family(sizes=DEEPSEEK, config=CONFIG, spec="torchtitan.models.deepseek.model:SPEC", publisher="deepseek-ai")

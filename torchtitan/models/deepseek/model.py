@@ -29,7 +29,7 @@ from torchtitan.models.attention import AttentionKernel, SharedInputs, run_atten
 from torchtitan.models.decoder import Block, Decoder, shared_for_layer
 from torchtitan.models.deepseek import CONFIG, DeepseekArgs
 from torchtitan.models.flops import latent_flops_per_token
-from torchtitan.models.hf.names import ATTENTION, EXPERTS, FEED_FORWARD, Form
+from torchtitan.models.hf.names import ATTENTION, EXPERTS, FEED_FORWARD, TensorMap
 from torchtitan.models.layers import RMSNorm, Rotary, ZeroedBuffers, add_once, frequencies, rotate, yarn, yarn_magnitude
 from torchtitan.models.moe import MoEDecoderArgs, balance
 from torchtitan.models.moe.layer import MoEBlock
@@ -224,10 +224,10 @@ PARTS = {name: hf_name for name, hf_name in ATTENTION.items() if name not in NOT
 }
 
 
-def form(args: DeepseekArgs) -> Form:
+def tensor_map(args: DeepseekArgs) -> TensorMap:
     compressed = {"attention.wq.weight": "self_attn.q_b_proj.weight"} if args.q_lora_rank else {}
-    return Form(
-        parts=PARTS | compressed,
+    return TensorMap(
+        layer_names=PARTS | compressed,
         n_experts=args.n_experts,
         float32=frozenset({BIAS}),
         tied=args.tied_embeddings,
@@ -250,7 +250,7 @@ def _is_ignored(name: str, args: DeepseekArgs) -> bool:
     return parts[:2] == ["model", "layers"] and parts[2].isdecimal() and int(parts[2]) >= args.n_layers
 
 
-HF = HuggingFace(build=Deepseek, form=form, config=CONFIG, ignored=_is_ignored)
+HF = HuggingFace(build=Deepseek, tensor_map=tensor_map, config=CONFIG, is_ignored=_is_ignored)
 
 
 SPEC = ModelSpec(build=Deepseek, plan=PLAN, hf=HF, flops_per_token=latent_flops_per_token, balance=balance)

@@ -8,14 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.core.errors import JobError
-from torchtitan.models.family import ConfigForm, Family
-from torchtitan.models.hf.config import check_numbers, check_only, number_of
-from torchtitan.models.learned_positions import NOT_COMPARED, ClassicArgs, classes_of, labels_of, one_dropout
+from torchtitan.models.family import ConfigConverter, Family
+from torchtitan.models.hf.config import check_numbers, check_supported, read_number
+from torchtitan.models.learned_positions import (
+    NOT_COMPARED,
+    LearnedPositionArgs,
+    label_fields,
+    read_num_classes,
+    shared_dropout,
+)
 from torchtitan.models.sizes import HEAD, Names, Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPT2Args(ClassicArgs):
+class GPT2Args(LearnedPositionArgs):
     vocab_size: int = 50257
     max_seq_len: int = 1024
 
@@ -70,31 +76,31 @@ def _to_hf(args: GPT2Args, dtype: Any = "float32") -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        **labels_of(args),
+        **label_fields(args),
     }
 
 
 def _from_hf(config: Mapping[str, Any]) -> GPT2Args:
     check_numbers(config, ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"))
-    check_only(config, {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False})
-    check_only(config, {"add_cross_attention": False, "tie_word_embeddings": True})
+    check_supported(config, {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False})
+    check_supported(config, {"add_cross_attention": False, "tie_word_embeddings": True})
     if config.get("activation_function", GELU[0]) not in GELU:
         raise JobError(f"activation_function = {config['activation_function']!r}, but this model only has {GELU[0]!r}")
     return GPT2Args(
         dim=config["n_embd"],
         n_layers=config["n_layer"],
         n_heads=config["n_head"],
-        ffn_dim=number_of(config, "n_inner", 4 * config["n_embd"], null=4 * config["n_embd"]),
+        ffn_dim=read_number(config, "n_inner", 4 * config["n_embd"], null=4 * config["n_embd"]),
         vocab_size=config["vocab_size"],
         max_seq_len=config["n_positions"],
-        norm_eps=number_of(config, "layer_norm_epsilon", 1e-5),
-        dropout=one_dropout(config, {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
-        attention_dropout=number_of(config, "attn_pdrop", 0.1),
-        n_classes=classes_of(config),
+        norm_eps=read_number(config, "layer_norm_epsilon", 1e-5),
+        dropout=shared_dropout(config, {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+        attention_dropout=read_number(config, "attn_pdrop", 0.1),
+        n_classes=read_num_classes(config),
     )
 
 
-CONFIG = ConfigForm(model_types=("gpt2",), to_hf=_to_hf, from_hf=_from_hf, not_compared=NOT_COMPARED)
+CONFIG = ConfigConverter(model_types=("gpt2",), to_hf=_to_hf, from_hf=_from_hf, not_compared=NOT_COMPARED)
 
 
-FAMILY = Family(sizes=GPT2, config=CONFIG, spec="torchtitan.models.gpt2.model:SPEC", home="openai-community")
+FAMILY = Family(sizes=GPT2, config=CONFIG, spec="torchtitan.models.gpt2.model:SPEC", publisher="openai-community")

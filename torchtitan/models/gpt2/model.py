@@ -15,22 +15,29 @@ from torch import nn
 from torchtitan.models.decoder import InputEmbedding
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.gpt2 import CONFIG, GPT2Args
-from torchtitan.models.hf.names import Form, with_biases
-from torchtitan.models.learned_positions.model import PLAN, Classic, block_of, headed_form, is_other_head, norm_of
+from torchtitan.models.hf.names import TensorMap, with_biases
+from torchtitan.models.learned_positions.model import (
+    PLAN,
+    LearnedPositionDecoder,
+    is_other_head,
+    make_block,
+    make_norm,
+    make_tensor_map,
+)
 from torchtitan.models.spec import HuggingFace, ModelSpec
 
 
-class GPT2(Classic):
-    narrows = True
+class GPT2(LearnedPositionDecoder):
+    scales_residual_init = True
 
     def __init__(self, args: GPT2Args, attention_backend: str = "auto"):
         super().__init__(
             args,
             None,
-            partial(block_of, args, partial(F.gelu, approximate="tanh"), "pre"),
+            partial(make_block, args, partial(F.gelu, approximate="tanh"), "pre"),
             attention_backend,
             entrance=InputEmbedding(args.dim, args.max_seq_len, dropout=args.dropout),
-            norm=norm_of(args),
+            norm=make_norm(args),
             head=nn.Linear(args.dim, args.outputs, bias=False),
             attention_dropout=args.attention_dropout,
         )
@@ -57,8 +64,10 @@ ENDS = {
 TRANSPOSED = frozenset(name for name in PARTS if name.endswith(".weight") and "norm" not in name)
 
 
-def form(args: GPT2Args) -> Form:
-    return headed_form(args, PARTS, ENDS, layers="transformer.h.", base="transformer.", transposed=TRANSPOSED)
+def tensor_map(args: GPT2Args) -> TensorMap:
+    return make_tensor_map(
+        args, PARTS, ENDS, layers="transformer.h.", optional_prefix="transformer.", transposed=TRANSPOSED
+    )
 
 
 def _is_ignored(name: str, args: GPT2Args) -> bool:
@@ -66,7 +75,7 @@ def _is_ignored(name: str, args: GPT2Args) -> bool:
     return name.endswith((".attn.bias", ".attn.masked_bias")) or is_other_head(name, args)
 
 
-HF = HuggingFace(build=GPT2, form=form, config=CONFIG, ignored=_is_ignored)
+HF = HuggingFace(build=GPT2, tensor_map=tensor_map, config=CONFIG, is_ignored=_is_ignored)
 
 
 SPEC = ModelSpec(build=GPT2, plan=PLAN, hf=HF, flops_per_token=flops_per_token)

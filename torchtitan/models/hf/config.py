@@ -1,6 +1,6 @@
 """config.json: reading and checking it, fields that families share, and a folder's sizes and rotary scaling.
 
-A family converts its config in its `__init__.py` (`ConfigForm`). No torch, so that a job is checked quickly.
+A family converts its config in its `__init__.py` (`ConfigConverter`). No torch, so that a job is checked quickly.
 """
 
 import json
@@ -42,13 +42,13 @@ RANGES = {
     "aux_loss_weight": (0.0, 100.0),
 }
 """Allowed ranges of arguments, far beyond all published models (norms 1e-12 to 1e-5, theta 1e4 to 5e10)."""
-SPELLINGS = {
+HF_KEYS = {
     "norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
     "route_scale": ("routed_scaling_factor",),
     "aux_loss_weight": ("router_aux_loss_coef", "aux_loss_alpha"),
 }
 """Names in config.json of arguments that have another name here."""
-Block = tuple[int, int]
+BlockSize = tuple[int, int]
 Number = TypeVar("Number", int, float)
 
 
@@ -75,12 +75,12 @@ def tensor_files(folder: Path) -> dict[str, str]:
             names = read_json(folder / INDEX).get("weight_map")
             return names if isinstance(names, dict) else {}
         file = folder if folder.is_file() else folder / SINGLE
-        return dict.fromkeys(header_of(file), file.name)
+        return dict.fromkeys(read_header(file), file.name)
     except (OSError, ValueError):
         return {}
 
 
-def config_beside(path: Path) -> dict[str, Any] | None:
+def find_config(path: Path) -> dict[str, Any] | None:
     """Return the config.json of a folder or of a safetensors file; None if there is none.
 
     A file's is in its metadata or in the same folder. Raises JobError if it cannot be read.
@@ -88,7 +88,7 @@ def config_beside(path: Path) -> dict[str, Any] | None:
     folder = path.parent if path.is_file() else path
     if path.is_file():
         try:
-            metadata = header_of(path, with_metadata=True).get("__metadata__", {})
+            metadata = read_header(path, with_metadata=True).get("__metadata__", {})
             config_text = metadata.get(CONFIG) if isinstance(metadata, dict) else None
             if config_text is not None and not isinstance(config := json.loads(str(config_text)), dict):
                 raise JobError(f"its {CONFIG} is no JSON object")
@@ -99,13 +99,13 @@ def config_beside(path: Path) -> dict[str, Any] | None:
     return read_json(folder / CONFIG) if os.path.exists(folder / CONFIG) else None
 
 
-def untrained(config: Mapping[str, Any]) -> list[int]:
+def untrained_token_ids(config: Mapping[str, Any]) -> list[int]:
     """Return the ids of untrained tokens that a config.json lists; entries that are not integers are ignored."""
     token_ids = config.get(UNTRAINED)
     return [token_id for token_id in token_ids if type(token_id) is int] if isinstance(token_ids, list) else []
 
 
-def header_of(file: Path, with_metadata: bool = False) -> dict[str, Any]:
+def read_header(file: Path, with_metadata: bool = False) -> dict[str, Any]:
     """Return tensor name -> dtype, shape and offsets from the header of a safetensors file.
 
     Raises OSError or ValueError (JobError is one).
@@ -123,7 +123,7 @@ def header_of(file: Path, with_metadata: bool = False) -> dict[str, Any]:
     return {name: entry for name, entry in content.items() if name != "__metadata__" or with_metadata}
 
 
-def block_of(config: Mapping[str, Any]) -> Block | None:
+def fp8_block_size(config: Mapping[str, Any]) -> BlockSize | None:
     """Return rows and columns of the blocks that share one scale; None if weights are not quantized.
 
     Raises JobError for any other quantization.
@@ -165,7 +165,7 @@ def check_ranges(args: Any, config: Mapping[str, Any]) -> None:
         if is_dataclass(value):
             check_ranges(value, config)
         elif name in RANGES and value is not None and not RANGES[name][0] <= value <= RANGES[name][1]:
-            key = next((key for key in SPELLINGS.get(name, ()) if key in config), name)
+            key = next((key for key in HF_KEYS.get(name, ()) if key in config), name)
             raise JobError(
                 f"{key} = {value!r}; allowed: from {RANGES[name][0]:g} to {RANGES[name][1]:g}; take the config.json of "
                 "the model's own repository"
@@ -179,7 +179,7 @@ def check_numbers(config: Mapping[str, Any], needed: Iterable[str]) -> None:
         raise JobError(f"no whole number above 0 for {', '.join(missing)}")
 
 
-def number_of(config: Mapping[str, Any], name: str, default: Number, null: Number | None = None) -> Number:
+def read_number(config: Mapping[str, Any], name: str, default: Number, null: Number | None = None) -> Number:
     """Return a number of a config, with the type of `default`; `default` if the key is absent.
 
     `null`: the value if the config has null. Raises JobError for anything else.
@@ -195,7 +195,7 @@ def number_of(config: Mapping[str, Any], name: str, default: Number, null: Numbe
         raise JobError(f"{name} = {value!r}; allowed: {allowed}; correct it, or leave it out for {default}") from None
 
 
-def check_only(config: Mapping[str, Any], only: Mapping[str, Any]) -> None:
+def check_supported(config: Mapping[str, Any], only: Mapping[str, Any]) -> None:
     """Raise JobError if a key is present with a value that the model does not support; it names all such keys."""
     unsupported = {key: allowed for key, allowed in only.items() if config.get(key) not in (None, allowed)}
     if unsupported:
@@ -204,7 +204,7 @@ def check_only(config: Mapping[str, Any], only: Mapping[str, Any]) -> None:
         )
 
 
-def rope_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def rope_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the object with rotary scaling and, in transformers 5, theta. Raises JobError if it is no object."""
     name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(name) or {}
@@ -214,13 +214,13 @@ def rope_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def rope_kind(config: Mapping[str, Any]) -> str:
-    rope = rope_of(config)
+    rope = rope_config(config)
     return rope.get("rope_type", rope.get("type", "default"))
 
 
 def rope_theta(config: Mapping[str, Any]) -> float:
-    rope = rope_of(config)
-    return number_of(rope if "rope_theta" in rope else config, "rope_theta", 10000.0)
+    rope = rope_config(config)
+    return read_number(rope if "rope_theta" in rope else config, "rope_theta", 10000.0)
 
 
 def decoder_sizes(config: Mapping[str, Any], max_seq_len: int, *more: str) -> dict[str, Any]:
@@ -233,10 +233,10 @@ def decoder_sizes(config: Mapping[str, Any], max_seq_len: int, *more: str) -> di
     needed |= {"vocab_size": "vocab_size"}
     check_numbers(config, [*needed.values(), *more])
     return {argument: config[hf_name] for argument, hf_name in needed.items()} | {
-        "norm_eps": number_of(config, "rms_norm_eps", 1e-6),
+        "norm_eps": read_number(config, "rms_norm_eps", 1e-6),
         "rope_theta": rope_theta(config),
         "tied_embeddings": config.get("tie_word_embeddings", False),
-        "max_seq_len": number_of(config, "max_position_embeddings", max_seq_len),
+        "max_seq_len": read_number(config, "max_position_embeddings", max_seq_len),
     }
 
 
@@ -264,7 +264,7 @@ def decoder_config(args: Any, dtype: Any) -> dict[str, Any]:
     }
 
 
-FIELDS = {
+ROPE_KEYS = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
@@ -272,7 +272,7 @@ FIELDS = {
     "beta_fast": "beta_fast",
     "beta_slow": "beta_slow",
 }
-KINDS = {
+ROPE_KINDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "linear": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
@@ -293,17 +293,17 @@ def _to_hf(scaling: RopeScaling) -> dict[str, Any] | None:
     """Return transformers' rotary scaling; None for ntk, which is expressed by theta alone."""
     if scaling.kind == "ntk":
         return None
-    return {"rope_type": scaling.kind} | {key: getattr(scaling, FIELDS[key]) for key in KINDS[scaling.kind]}
+    return {"rope_type": scaling.kind} | {key: getattr(scaling, ROPE_KEYS[key]) for key in ROPE_KINDS[scaling.kind]}
 
 
 def scaling_from_hf(config: Mapping[str, Any]) -> RopeScaling | None:
     """Return the rotary scaling of a config. Raises JobError for an unsupported kind."""
-    rope, kind = rope_of(config), rope_kind(config)
+    rope, kind = rope_config(config), rope_kind(config)
     if kind == "default":
         return None
-    values = {key: rope[key] for key in KINDS.get(kind, ()) if rope.get(key) is not None}
-    if kind not in KINDS or set(KINDS[kind]) - set(values) - {"beta_fast", "beta_slow"}:
-        kinds = "; ".join(f"{name} with {', '.join(keys)}" for name, keys in KINDS.items())
+    values = {key: rope[key] for key in ROPE_KINDS.get(kind, ()) if rope.get(key) is not None}
+    if kind not in ROPE_KINDS or set(ROPE_KINDS[kind]) - set(values) - {"beta_fast", "beta_slow"}:
+        kinds = "; ".join(f"{name} with {', '.join(keys)}" for name, keys in ROPE_KINDS.items())
         raise JobError(f"rotary scaling {dict(rope)}; allowed are none and types {kinds}")
-    check_only(rope, {"attention_factor": None, "truncate": True, "mscale": None, "mscale_all_dim": None})
-    return RopeScaling(kind=kind, **{FIELDS[key]: value for key, value in values.items()})
+    check_supported(rope, {"attention_factor": None, "truncate": True, "mscale": None, "mscale_all_dim": None})
+    return RopeScaling(kind=kind, **{ROPE_KEYS[key]: value for key, value in values.items()})

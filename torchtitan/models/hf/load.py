@@ -1,6 +1,6 @@
 """Read weights in the Hugging Face format: a folder with its index, or a single safetensors file.
 
-All names, shapes and dtypes are checked before any tensor is read. The family's `Form` maps names and layouts.
+All names, shapes and dtypes are checked before any tensor is read. The family's `TensorMap` maps names and layouts.
 
 Weights may be in 8 bits with a scale for each block, as DeepSeek V3 is published (arXiv:2412.19437, section 3.3). A
 matrix in float8_e4m3fn comes with a second one, named with the suffix `_scale_inv`, which has one number for each block
@@ -23,8 +23,8 @@ from torchtitan.core.files import require_file
 from torchtitan.core.initialization import clean_name, local_part
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.core.tensor_storage import packed_names, stores
-from torchtitan.models.hf.config import CONFIG, INDEX, SINGLE, Block, block_of, read_json
-from torchtitan.models.hf.names import Form
+from torchtitan.models.hf.config import CONFIG, INDEX, SINGLE, BlockSize, fp8_block_size, read_json
+from torchtitan.models.hf.names import TensorMap
 
 FP8 = "F8_E4M3"
 
@@ -34,7 +34,7 @@ def scales_name(name: str) -> str:
     return f"{name}_scale_inv"
 
 
-def scales_shape(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
+def scales_shape(shape: tuple[int, ...], block: BlockSize) -> tuple[int, ...]:
     """Return the shape of the scales of a matrix of this shape."""
     return tuple(-(-length // size) for length, size in zip(shape, block, strict=True))
 
@@ -45,7 +45,7 @@ class Dequantized:
 
     weight: Any  # both as returned by safetensors' get_slice
     scales: Any
-    block: Block
+    block: BlockSize
 
     def __getitem__(self, spans: tuple[slice, slice]) -> torch.Tensor:
         """Return a slice [rows, columns] in float32."""
@@ -59,58 +59,67 @@ class Dequantized:
         return self.weight[spans].float() * scales
 
 
-READABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+READABLE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class StoredWeights:
     """Weights in a folder or file, read by our names within a `with` block.
 
     Entering it raises a JobError that lists all mismatches of names, shapes or dtypes, the same on all ranks; later
-    read errors are JobErrors too. `shapes` are the full model's; `ignored` is True for stored names that need not be
-    read. `may_lack`: parameters of the form's head, by our names, that may be absent, but only all together; `lacking`
-    then holds them once the weights are open.
+    read errors are JobErrors too. `shapes` are the full model's; `is_ignored` is True for stored names that need not be
+    read. `optional_names`: parameters of the task's head, by our names, that may be absent, but only all together;
+    `missing_head` then holds them once the weights are open.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
-        form: Form,
+        tensor_map: TensorMap,
         shapes: Mapping[str, tuple[int, ...]],
-        ignored: Callable[[str], bool],
-        may_lack: Collection[str] = (),
+        is_ignored: Callable[[str], bool],
+        optional_names: Collection[str] = (),
     ):
-        self.path, self.form, self.shapes, self.ignored = Path(path), form, shapes, ignored
-        self.may_lack, self.lacking = frozenset(may_lack), frozenset[str]()
-        self.wanted = {name: form.hf_names(name) for name in shapes if not (form.tied and name == "output.weight")}
+        self.path, self.tensor_map, self.shapes, self.is_ignored = Path(path), tensor_map, shapes, is_ignored
+        self.optional_names, self.missing_head = frozenset(optional_names), frozenset[str]()
+        self.hf_names_by_name = {
+            name: tensor_map.hf_names(name) for name in shapes if not (tensor_map.tied and name == "output.weight")
+        }
         self.stack = ExitStack()
 
     def __enter__(self) -> "StoredWeights":
         folder = self.path.parent if self.path.is_file() else self.path
         files, block = _files(self.path), _block(folder)
-        base = self.form.base
-        if base and not any(hf_name.startswith(base) for hf_name in files):
-            bare = {name: [hf_name.removeprefix(base) for hf_name in names] for name, names in self.wanted.items()}
-            self.wanted = bare
-        if not any(hf_name in files for name in self.form.head for hf_name in self.wanted.get(name, ())):
-            self.lacking = self.form.head & self.wanted.keys() & self.may_lack
-            self.wanted = {name: names for name, names in self.wanted.items() if name not in self.lacking}
-        hf_names = list(dict.fromkeys(hf_name for names in self.wanted.values() for hf_name in names))
+        prefix = self.tensor_map.optional_prefix
+        if prefix and not any(hf_name.startswith(prefix) for hf_name in files):
+            without_prefix = {
+                name: [hf_name.removeprefix(prefix) for hf_name in names]
+                for name, names in self.hf_names_by_name.items()
+            }
+            self.hf_names_by_name = without_prefix
+        if not any(
+            hf_name in files for name in self.tensor_map.head for hf_name in self.hf_names_by_name.get(name, ())
+        ):
+            self.missing_head = self.tensor_map.head & self.hf_names_by_name.keys() & self.optional_names
+            self.hf_names_by_name = {
+                name: names for name, names in self.hf_names_by_name.items() if name not in self.missing_head
+            }
+        hf_names = list(dict.fromkeys(hf_name for names in self.hf_names_by_name.values() for hf_name in names))
         scales = {scales_name(hf_name) for hf_name in hf_names} & files.keys() if block else set()
         faults = [f"{hf_name} is missing" for hf_name in hf_names if hf_name not in files]
         expected = {*hf_names, *scales}
         faults += [
             f"{hf_name} is not part of the model"
             for hf_name in files
-            if hf_name not in expected and not self.ignored(hf_name)
+            if hf_name not in expected and not self.is_ignored(hf_name)
         ]
-        refuse(self.path, faults)
+        raise_mismatches(self.path, faults)
         try:
             self.shards = _Shards(folder, {hf_name: files[hf_name] for hf_name in expected}, block, self.stack)
-            for name, hf_names_of_one in self.wanted.items():
-                shape = self.form.hf_shape(name, self.shapes[name])
+            for name, hf_names_of_one in self.hf_names_by_name.items():
+                shape = self.tensor_map.hf_shape(name, self.shapes[name])
                 for hf_name in hf_names_of_one:
-                    faults += self.shards.misfits(hf_name, shape)
-            refuse(self.path, list(dict.fromkeys(faults)))
+                    faults += self.shards.mismatches(hf_name, shape)
+            raise_mismatches(self.path, list(dict.fromkeys(faults)))
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -127,16 +136,18 @@ class StoredWeights:
 
     def read_into(self, tensor: torch.Tensor, name: str) -> None:
         """Read this rank's part of a parameter into a tensor of its full shape, sharded or not."""
-        if self.form.tied and name == "output.weight":  # the last pipeline stage has a copy
+        if self.tensor_map.tied and name == "output.weight":  # the last pipeline stage has a copy
             name = "tok_embeddings.weight"
         assert self.shapes[name] == tuple(tensor.shape), name
-        read_part([self.shards.stored(hf_name) for hf_name in self.wanted[name]], tensor, name, self.form)
+        read_part(
+            [self.shards.stored(hf_name) for hf_name in self.hf_names_by_name[name]], tensor, name, self.tensor_map
+        )
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype, or bfloat16 for weights in 8 bits."""
-        return READABLE.get(self.shards.dtype(self.wanted[name][0]), torch.bfloat16)
+        return READABLE_DTYPES.get(self.shards.dtype(self.hf_names_by_name[name][0]), torch.bfloat16)
 
-    def whole(self, name: str) -> torch.Tensor:
+    def read_full(self, name: str) -> torch.Tensor:
         """Return the full tensor, of our shape, on the CPU in the stored dtype."""
         tensor = torch.empty(self.shapes[name], dtype=self.dtype(name))
         self.read_into(tensor, name)
@@ -158,17 +169,17 @@ def load_weights(weights: StoredWeights, model: nn.Module, fresh: Collection[str
     plain = {name: tensor for name, tensor in tensors.items() if name not in fresh and name not in packed}
     with weights, progress_bar(f"loading {weights.path.name}", len(plain), unit=" tensors") as progress:
         for name, tensor in plain.items():
-            if name not in weights.lacking:
+            if name not in weights.missing_head:
                 weights.read_into(tensor, name)
             progress.update()
         for name, store in stores(model):  # one at a time, because they are larger before they are packed
             values = store.empty()
             weights.read_into(values, name)
             store.write(values)
-    return weights.lacking
+    return weights.missing_head
 
 
-def read_part(stored: list[Any], tensor: torch.Tensor, name: str, form: Form) -> None:
+def read_part(stored: list[Any], tensor: torch.Tensor, name: str, tensor_map: TensorMap) -> None:
     """Copy this rank's part of a stored parameter into its tensor, of our shape.
 
     `stored` has one tensor, or one [out, in] for each expert. Rows in another order are read by full heads.
@@ -177,18 +188,18 @@ def read_part(stored: list[Any], tensor: torch.Tensor, name: str, form: Form) ->
     if not local.numel():
         return
     spans = [slice(start, start + size) for start, size in zip(offset, local.shape, strict=True)]
-    if form.is_stacked(name):
+    if tensor_map.is_stacked(name):
         for position, expert in enumerate(range(spans[0].start, spans[0].stop)):
             local[position].copy_(stored[expert][spans[2], spans[1]].t())
-    elif form.is_turned(name):
-        head, first, last = form.head_dim, spans[0].start, spans[0].stop
+    elif tensor_map.is_reordered(name):
+        head, first, last = tensor_map.head_dim, spans[0].start, spans[0].stop
         start = first // head * head
         rows = stored[0][(slice(start, min(-(-last // head) * head, shape[0])), *spans[1:])]
-        local.copy_(form.rows_from_hf(rows)[first - start : last - start])
+        local.copy_(tensor_map.rows_from_hf(rows)[first - start : last - start])
     else:
-        before = form.together(name).index(name) * shape[0]  # rows before ours in the joint stored tensor
+        before = tensor_map.joined_names(name).index(name) * shape[0]  # rows before ours in the joint stored tensor
         spans[0] = slice(spans[0].start + before, spans[0].stop + before)
-        transposed = form.is_transposed(name)
+        transposed = tensor_map.is_transposed(name)
         part = stored[0][tuple(spans[::-1] if transposed else spans)]
         local.copy_(part.t() if transposed else part)
 
@@ -196,15 +207,15 @@ def read_part(stored: list[Any], tensor: torch.Tensor, name: str, form: Form) ->
 class _Shards:
     """Tensors of a folder by their stored names, in files that stay open as long as `stack`."""
 
-    def __init__(self, folder: Path, files: Mapping[str, str], block: Block | None, stack: ExitStack):
+    def __init__(self, folder: Path, files: Mapping[str, str], block: BlockSize | None, stack: ExitStack):
         from safetensors import safe_open
 
         self.files, self.block = files, block
         names = sorted(set(files.values()))
         for name in names:
             require_file(folder / name)
-        self.opened = {name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in names}
-        self.held = {name: set(file.keys()) for name, file in self.opened.items()}
+        self.open_files = {name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in names}
+        self.names_in_file = {name: set(file.keys()) for name, file in self.open_files.items()}
 
     def stored(self, name: str) -> Any:
         """Return an object that by slicing reads a tensor of the stored shape, dequantized if it is in 8 bits."""
@@ -213,10 +224,10 @@ class _Shards:
             return stored
         return Dequantized(stored, self._slice(scales_name(name)), self.block)
 
-    def misfits(self, name: str, shape: tuple[int, ...], expected: str = "the model's is") -> list[str]:
+    def mismatches(self, name: str, shape: tuple[int, ...], expected: str = "the model's is") -> list[str]:
         """List the faults of a stored tensor: not in its file, another shape, an unreadable dtype, missing scales."""
-        readable = ", ".join(sorted(READABLE))
-        if name not in self.held[self.files[name]]:
+        readable = ", ".join(sorted(READABLE_DTYPES))
+        if name not in self.names_in_file[self.files[name]]:
             return [f"{name} is not in {self.files[name]}, where the index says it is"]
         stored, scales = self._slice(name), scales_name(name)
         dtype = stored.get_dtype()
@@ -225,8 +236,8 @@ class _Shards:
         if dtype == FP8 and self.block and len(shape) == 2:
             if scales not in self.files:
                 return [f"{name} is stored as {FP8}, but its scales, {scales}, are missing"]
-            return self.misfits(scales, scales_shape(shape, self.block), f"blocks of {self.block} make")
-        if dtype not in READABLE:
+            return self.mismatches(scales, scales_shape(shape, self.block), f"blocks of {self.block} make")
+        if dtype not in READABLE_DTYPES:
             return [
                 f"{name} is stored as {dtype}; readable are {readable}, and {FP8} for matrices if config.json has a "
                 f"quantization_config"
@@ -237,7 +248,7 @@ class _Shards:
         return self._slice(name).get_dtype()
 
     def _slice(self, name: str) -> Any:
-        return self.opened[self.files[name]].get_slice(name)
+        return self.open_files[self.files[name]].get_slice(name)
 
 
 def _files(path: Path) -> dict[str, str]:
@@ -268,24 +279,23 @@ def _files(path: Path) -> dict[str, str]:
     return files
 
 
-def _block(folder: Path) -> Block | None:
+def _block(folder: Path) -> BlockSize | None:
     """Return the block size of 8-bit weights from a folder's config.json; None without a config.json."""
     if not (folder / CONFIG).exists():
         return None  # a file alone
     try:
-        return block_of(read_json(folder / CONFIG))
+        return fp8_block_size(read_json(folder / CONFIG))
     except ValueError as error:
         raise JobError(f"{folder / CONFIG}: {error}") from error
 
 
-def some(faults: list[str]) -> str:
+def summarize(faults: list[str]) -> str:
     """Join the first eight faults, and the number of the others."""
     return "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
 
 
-def refuse(folder: str | os.PathLike[str], faults: list[str]) -> None:
+def raise_mismatches(folder: str | os.PathLike[str], faults: list[str]) -> None:
     """Raise JobError if there are faults."""
     if faults:
-        raise JobError(
-            f"{folder} does not fit the model: {some(faults)}. Choose its model.name and model.flavor, or overrides"
-        )
+        remedy = "Choose its model.name and model.flavor, or overrides"
+        raise JobError(f"{folder} does not fit the model: {summarize(faults)}. {remedy}")

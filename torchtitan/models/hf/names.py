@@ -1,9 +1,9 @@
 """Conversion between our tensors and Hugging Face's: names, order of rows, stacked experts, joint matrices.
 
-A family declares its names in a `Form`; this file converts in both directions. Hugging Face stores experts one by one,
-and in some families joins matrices that are separate here. If heads rotate adjacent pairs of features here and the
-pairs (i, i + head_dim / 2) there, the rows are in another order. torchtitan's own names are at the end
-(`TorchtitanForm`).
+A family declares its names in a `TensorMap`; this file converts in both directions. Hugging Face stores experts one by
+one, and in some families joins matrices that are separate here. If heads rotate adjacent pairs of features here and the
+pairs (i, i + head_dim / 2) there, the rows are in another order. The names of torchtitan's checkpoints are at the end
+(`TorchtitanNames`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -27,7 +27,7 @@ ATTENTION = {
     "attention.wo.weight": "self_attn.o_proj.weight",
     "ffn_norm.weight": "post_attention_layernorm.weight",
 }
-TURNED = frozenset({"attention.wq.weight", "attention.wk.weight"})
+REORDERED = frozenset({"attention.wq.weight", "attention.wk.weight"})
 """Tensors with rows in another order in the HF format, if rotary positions rotate them."""
 QK_NORMS = {
     "attention.q_norm.weight": "self_attn.q_norm.weight",
@@ -56,27 +56,27 @@ def with_biases(modules: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class TensorMap:
     """Names and layouts of a family's tensors in the Hugging Face format. "HF name" means a name in that format.
 
-    `parts`: our names within a layer -> HF names, with a star for the expert's number if each expert has a tensor of
-    its own. Several of our names with one HF name are joined along rows in this order, all of the same shape. `ends`:
-    names outside of the layers. `layers`: the prefix of a layer's number in HF names. `base`: the part of this prefix
-    that a folder may omit everywhere, as one of a model without a head does.
+    `layer_names`: our names within a layer -> HF names, with a star for the expert's number if each expert has a tensor
+    of its own. Several of our names with one HF name are joined along rows in this order, all of the same shape.
+    `outer_names`: names outside of the layers. `layers`: the prefix of a layer's number in HF names. `optional_prefix`:
+    the part of this prefix that a folder may omit everywhere, as one of a model without a head does.
 
-    `head`: our names that belong to the task of the model, which a folder of a model for another task lacks. `turned`:
-    tensors with rows in another order, by heads of `head_dim` rows. `transposed`: matrices stored as [in, out].
-    `float32`: tensors that are never stored in a narrower dtype. `copies`: further HF names to which a tensor is also
-    written; they are not read.
+    `head`: our names that belong to the task of the model, which a folder of a model for another task lacks.
+    `reordered`: tensors with rows in another order, by heads of `head_dim` rows. `transposed`: matrices stored as
+    [in, out]. `float32`: tensors that are never stored in a narrower dtype. `copies`: further HF names to which a
+    tensor is also written; they are not read.
     """
 
-    parts: Mapping[str, str]
-    ends: Mapping[str, str] = field(default_factory=lambda: ENDS)
+    layer_names: Mapping[str, str]
+    outer_names: Mapping[str, str] = field(default_factory=lambda: ENDS)
     layers: str = "model.layers."
-    base: str = ""
+    optional_prefix: str = ""
     head: frozenset[str] = frozenset()
     n_experts: int = 0
-    turned: frozenset[str] = frozenset()
+    reordered: frozenset[str] = frozenset()
     transposed: frozenset[str] = frozenset()
     head_dim: int = 0
     float32: frozenset[str] = frozenset()
@@ -85,28 +85,28 @@ class Form:
     _ours: dict[str, list[str]] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        for part, hf_part in self.parts.items():
+        for part, hf_part in self.layer_names.items():
             self._ours.setdefault(hf_part, []).append(part)
 
     def hf_names(self, name: str) -> list[str]:
         """Return the HF names of a tensor: one, or one for each expert. Raises KeyError for an unknown name."""
         if not name.startswith("layers."):
-            return [self.ends[name]]
+            return [self.outer_names[name]]
         _, layer, part = name.split(".", 2)
-        hf_name = f"{self.layers}{layer}.{self.parts[part]}"
+        hf_name = f"{self.layers}{layer}.{self.layer_names[part]}"
         return [hf_name.replace("*", str(expert)) for expert in range(self.n_experts)] if "*" in hf_name else [hf_name]
 
-    def together(self, name: str) -> list[str]:
+    def joined_names(self, name: str) -> list[str]:
         """Return the names of all tensors that share this one's HF tensor, in order, including this one."""
         if not name.startswith("layers."):
             return [name]
         _, layer, part = name.split(".", 2)
-        return [f"layers.{layer}.{our_part}" for our_part in self._ours[self.parts[part]]]
+        return [f"layers.{layer}.{our_part}" for our_part in self._ours[self.layer_names[part]]]
 
     def our_names(self, name: str) -> tuple[list[str], int | None]:
         """Return our names of an HF name, and the expert's number or None. KeyError or JobError if it is unknown."""
         if not name.startswith(self.layers):
-            return [{hf_name: ours for ours, hf_name in self.ends.items()}[name]], None
+            return [{hf_name: ours for ours, hf_name in self.outer_names.items()}[name]], None
         layer, part = name.removeprefix(self.layers).split(".", 1)
         expert = None
         if part.startswith("mlp.experts."):
@@ -126,13 +126,13 @@ class Form:
             if self.tied and name == "output.weight":
                 continue
             names = self.hf_names(name)
-            together = self.together(name)
+            together = self.joined_names(name)
             if self.is_stacked(name):
                 hf_state |= {key: matrix.t() for key, matrix in zip(names, value, strict=True)}
             elif name == together[0]:
                 value = value if together == [name] else torch.cat([state[key] for key in together])
                 value = value.t() if self.is_transposed(name) else value
-                hf_state[names[0]] = self.rows_to_hf(value) if self.is_turned(name) else value
+                hf_state[names[0]] = self.rows_to_hf(value) if self.is_reordered(name) else value
             hf_state |= {copy: value.clone() for copy in self.copies.get(name, ())}  # files hold no shared memory
         return hf_state
 
@@ -150,7 +150,7 @@ class Form:
                 continue
             value = value.t() if self.is_transposed(names[0]) else value
             for name, part in zip(names, value.chunk(len(names)), strict=True):
-                ours[name] = self.rows_from_hf(part) if self.is_turned(name) else part
+                ours[name] = self.rows_from_hf(part) if self.is_reordered(name) else part
         for name, experts in stacks.items():
             ours[name] = torch.stack([experts[expert] for expert in range(self.n_experts)])
         if self.tied:
@@ -161,16 +161,16 @@ class Form:
         """Return the shape of each HF tensor that holds a tensor of ours, or a part of it."""
         if self.is_stacked(name):
             return shape[2], shape[1]
-        shape = (shape[0] * len(self.together(name)), *shape[1:])
+        shape = (shape[0] * len(self.joined_names(name)), *shape[1:])
         return shape[::-1] if self.is_transposed(name) else shape
 
     def is_stacked(self, name: str) -> bool:
         """Return True if the tensor stacks all experts."""
-        return "*" in self.parts.get(_within_layer(name), "")
+        return "*" in self.layer_names.get(_within_layer(name), "")
 
-    def is_turned(self, name: str) -> bool:
+    def is_reordered(self, name: str) -> bool:
         """Return True if the tensor's rows are in another order in the HF format."""
-        return _within_layer(name) in self.turned
+        return _within_layer(name) in self.reordered
 
     def is_transposed(self, name: str) -> bool:
         """Return True if the HF format stores the matrix as [in, out]."""
@@ -193,7 +193,7 @@ def _within_layer(name: str) -> str:
     return name.split(".", 2)[-1] if name.startswith("layers.") else name
 
 
-def in_order(names: Iterable[str]) -> list[str]:
+def sort_names(names: Iterable[str]) -> list[str]:
     """Sort names in the order of the modules in the model; within a module the order does not change."""
     ends = {"tok_embeddings": 0, "entrance": 0, "layers": 1, "norm": 2, "output": 3}
 
@@ -208,22 +208,22 @@ BIAS = {"moe.router.expert_bias": "moe.expert_bias"}
 
 
 @dataclass(frozen=True)
-class TorchtitanForm:
+class TorchtitanNames:
     """Names and layouts of torchtitan's checkpoints.
 
-    `renamed`: our names within a layer -> torchtitan's. `form`: the Hugging Face form if torchtitan's rows are in its
-    order.
+    `changed_names`: our names within a layer -> torchtitan's. `tensor_map`: the Hugging Face map, if torchtitan's rows
+    are in its order.
     """
 
-    renamed: dict[str, str]
-    form: Form | None = None
+    changed_names: dict[str, str]
+    tensor_map: TensorMap | None = None
 
     def name(self, ours: str) -> str:
         """Return torchtitan's name of one of ours."""
         if not ours.startswith("layers."):
             return ours
         _, layer, part = ours.split(".", 2)
-        return f"layers.{layer}.{self.renamed.get(part, part)}"
+        return f"layers.{layer}.{self.changed_names.get(part, part)}"
 
     def shape(self, ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return torchtitan's shape of a tensor of ours."""
@@ -233,20 +233,20 @@ class TorchtitanForm:
         """Convert a tensor from torchtitan's shape and order of rows to ours."""
         if ours.endswith(tuple(EXPERTS)):
             return tensor.transpose(1, 2)
-        if self.form is not None and self.form.is_turned(ours):
-            return self.form.rows_from_hf(tensor)
+        if self.tensor_map is not None and self.tensor_map.is_reordered(ours):
+            return self.tensor_map.rows_from_hf(tensor)
         return tensor
 
 
-def _deepseek(args: Any, form: Form) -> TorchtitanForm:
+def _deepseek(args: Any, tensor_map: TensorMap) -> TorchtitanNames:
     compressed = {"attention.wq.weight": "attention.wq_b.weight"} if args.q_lora_rank else {}
-    return TorchtitanForm(BIAS | compressed)
+    return TorchtitanNames(BIAS | compressed)
 
 
-FORMS: dict[str, Callable[[Any, Form], TorchtitanForm]] = {
-    **dict.fromkeys(("llama2", "llama3", "llama3.1", "llama3.2"), lambda args, form: TorchtitanForm({})),
+TORCHTITAN_NAMES: dict[str, Callable[[Any, TensorMap], TorchtitanNames]] = {
+    **dict.fromkeys(("llama2", "llama3", "llama3.1", "llama3.2"), lambda args, tensor_map: TorchtitanNames({})),
     "deepseek": _deepseek,
-    "qwen3": lambda args, form: TorchtitanForm({}, form),
-    "qwen3_moe": lambda args, form: TorchtitanForm(BIAS, form),
+    "qwen3": lambda args, tensor_map: TorchtitanNames({}, tensor_map),
+    "qwen3_moe": lambda args, tensor_map: TorchtitanNames(BIAS, tensor_map),
 }
-"""Family -> function of (args, its Hugging Face form). Families that torchtitan does not have are missing."""
+"""Family -> function of (args, its TensorMap). Families that torchtitan does not have are missing."""

@@ -1,6 +1,6 @@
 """Write a folder in the Hugging Face format: safetensors shards with their index, config.json, and tokenizer files.
 
-Tensors may be sharded over ranks, and a pipeline rank has only its own stages. The family's `Form` maps names and
+Tensors may be sharded over ranks, and a pipeline rank has only its own stages. The family's `TensorMap` maps names and
 layouts. Reading: hf/load.py.
 
 If the model came from such a folder, its config.json is extended rather than replaced. So it keeps fields that the
@@ -26,10 +26,10 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import clean_name
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.core.tensor_storage import Value
-from torchtitan.models.family import ConfigForm
+from torchtitan.models.family import ConfigConverter
 from torchtitan.models.hf.config import CONFIG, INDEX, UNTRAINED, read_json
-from torchtitan.models.hf.load import some
-from torchtitan.models.hf.names import Form, in_order
+from torchtitan.models.hf.load import summarize
+from torchtitan.models.hf.names import TensorMap, sort_names
 from torchtitan.process import distributed
 
 SHARD_BYTES = 5 * 10**9
@@ -39,32 +39,36 @@ STORED_AS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
 def save_folder(
     folder: str | os.PathLike[str],
     state: Mapping[str, Value],
-    form: Form,
-    beside: Mapping[str, bytes],
-    needed: Mapping[str, tuple[int, ...]],
+    tensor_map: TensorMap,
+    extra_files: Mapping[str, bytes],
+    full_shapes: Mapping[str, tuple[int, ...]],
     *,
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
     write: bool = True,
 ) -> None:
-    """Write the files `beside` the weights (config.json and others, by name), the shards, and last their index.
+    """Write the `extra_files` (config.json and others, by name), the shards of the weights, and last their index.
 
-    `state` holds the model's tensors by our names. `needed` has the names of the full model; JobError if the ranks
+    `state` holds the model's tensors by our names. `full_shapes` has the names of the full model; JobError if the ranks
     together lack one.
 
     In a process group all ranks call it, one of them with `write`. Tensors may be sharded or on the ranks of one
     pipeline stage only. They are gathered one at a time, so the writing rank holds one full tensor.
     """
-    folder, gathered = Path(folder), _Gathered(state, form, dtype, write)
-    missing = [name for name in needed if name not in gathered.shapes and not (form.tied and name == "output.weight")]
+    folder, gathered = Path(folder), _TensorGatherer(state, tensor_map, dtype, write)
+    missing = [
+        name
+        for name in full_shapes
+        if name not in gathered.shapes and not (tensor_map.tied and name == "output.weight")
+    ]
     if missing:
-        raise JobError(f"cannot export: the state lacks {some(missing)}. Pass parameters and persistent buffers")
+        raise JobError(f"cannot export: the state lacks {summarize(missing)}. Pass parameters and persistent buffers")
     files = _split(gathered, shard_bytes)
     failure: OSError | None = None  # raised at the end, because the other ranks still gather
     if write:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name, content in beside.items():
+            for name, content in extra_files.items():
                 (folder / name).write_bytes(content)
         except OSError as error:
             failure = error
@@ -87,7 +91,7 @@ def save_folder(
 
 
 @contextmanager
-def _no_advice() -> Iterator[None]:
+def _silence_redistribute_log() -> Iterator[None]:
     """Silence torch's log line, from each rank, about gathering a tensor in one collective instead of two.
 
     After training, one tensor at a time, two are as good.
@@ -104,17 +108,17 @@ def _no_advice() -> Iterator[None]:
         logger.removeFilter(is_other)
 
 
-class _Gathered:
+class _TensorGatherer:
     """Full tensors on the writing rank, gathered from the ranks that have them; deferred ones are computed then.
 
     A tied head is left out. All ranks must ask for the same names in the same order.
     """
 
-    def __init__(self, state: Mapping[str, Value], form: Form, dtype: torch.dtype, write: bool):
+    def __init__(self, state: Mapping[str, Value], tensor_map: TensorMap, dtype: torch.dtype, write: bool):
         tensors = {clean_name(name): value for name, value in state.items()}
-        if form.tied:
+        if tensor_map.tied:
             tensors.pop("output.weight", None)
-        self.state, self.form, self.dtype = tensors, form, dtype
+        self.state, self.tensor_map, self.dtype = tensors, tensor_map, dtype
         self.rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         share = {name: list(value.shape) for name, value in tensors.items()}, write
         shares = distributed.all_gather_json(share) if ranks > 1 else [share]
@@ -123,28 +127,32 @@ class _Gathered:
         self.holders = {name: [r for r, (share, _) in enumerate(shares) if name in share] for name in self.shapes}
 
     def dtype_of(self, name: str) -> torch.dtype:
-        return torch.float32 if self.form.is_float32(name) else self.dtype
+        return torch.float32 if self.tensor_map.is_float32(name) else self.dtype
 
     def bytes_of(self, *names: str) -> int:
         """Return the size of these tensors in the file, with their copies."""
-        times = {name: 1 + len(self.form.copies.get(name, ())) for name in names}
+        times = {name: 1 + len(self.tensor_map.copies.get(name, ())) for name in names}
         return sum(n * math.prod(self.shapes[name]) * self.dtype_of(name).itemsize for name, n in times.items())
 
     def units(self) -> list[list[str]]:
         """Return all names in order, grouped by the tensor in the file that they share."""
-        return [self.form.together(name) for name in in_order(self.shapes) if self.form.together(name)[0] == name]
+        return [
+            self.tensor_map.joined_names(name)
+            for name in sort_names(self.shapes)
+            if self.tensor_map.joined_names(name)[0] == name
+        ]
 
     def names_of(self, unit: list[str]) -> list[str]:
         """Return the names of a unit in the file, with its copies."""
-        return [*self.form.hf_names(unit[0]), *self.form.copies.get(unit[0], ())]
+        return [*self.tensor_map.hf_names(unit[0]), *self.tensor_map.copies.get(unit[0], ())]
 
-    def whole(self, name: str) -> torch.Tensor | None:
+    def gather(self, name: str) -> torch.Tensor | None:
         """Return the full tensor, of our shape, on the writing rank's CPU in the file's dtype; None elsewhere."""
         writes, holders, dtype = self.rank == self.writer, self.holders[name], self.dtype_of(name)
         sends = self.writer not in holders and self.rank == holders[0]
         value = self.state[name].detach() if name in self.state else None
         if isinstance(value, DTensor):
-            with _no_advice():
+            with _silence_redistribute_log():
                 value = value.full_tensor()  # all ranks that have a part call this
         if value is not None and (writes or sends):
             value = value.to("cpu", dtype)
@@ -156,7 +164,7 @@ class _Gathered:
         return value if writes else None
 
 
-def _split(gathered: _Gathered, shard_bytes: int) -> list[list[list[str]]]:
+def _split(gathered: _TensorGatherer, shard_bytes: int) -> list[list[list[str]]]:
     """Split the units in order into files of at most `shard_bytes`; a larger unit gets its own file."""
     files: list[list[list[str]]] = [[]]
     used = 0
@@ -171,19 +179,19 @@ def _split(gathered: _Gathered, shard_bytes: int) -> list[list[list[str]]]:
 
 
 def save_file(
-    path: Path, state: Mapping[str, Value], form: Form, config: Mapping[str, Any], *, dtype: torch.dtype
+    path: Path, state: Mapping[str, Value], tensor_map: TensorMap, config: Mapping[str, Any], *, dtype: torch.dtype
 ) -> None:
     """Write one safetensors file, one tensor at a time, with the config under "config.json" in its metadata.
 
     The file appears under its name once it is complete. Raises OSError.
     """
-    gathered = _Gathered(state, form, dtype, write=True)
+    gathered = _TensorGatherer(state, tensor_map, dtype, write=True)
     with progress_bar(f"writing {path.name}", gathered.bytes_of(*gathered.shapes)) as progress:
         _write_file(path, gathered, gathered.units(), {CONFIG: json.dumps(config)}, progress)
 
 
 def _write_file(
-    path: Path | None, gathered: _Gathered, units: list[list[str]], metadata: Mapping[str, str], progress: Any
+    path: Path | None, gathered: _TensorGatherer, units: list[list[str]], metadata: Mapping[str, str], progress: Any
 ) -> None:
     """Write one safetensors file, one tensor at a time; it appears under its name once it is complete.
 
@@ -191,29 +199,29 @@ def _write_file(
     part; then it is raised.
     """
     units = sorted(units, key=lambda unit: -gathered.dtype_of(unit[0]).itemsize)  # keeps each aligned to its item size
-    values = (_counted(gathered, unit, progress) for unit in units)
+    values = (_gather_unit(gathered, unit, progress) for unit in units)
     try:
         if path is not None:
-            _write_values(path, _header(gathered, units, metadata), gathered.form, values)
+            _write_values(path, _header(gathered, units, metadata), gathered.tensor_map, values)
     finally:
         for _ in values:
             pass
 
 
-def _counted(gathered: _Gathered, unit: list[str], progress: Any) -> dict[str, torch.Tensor | None]:
+def _gather_unit(gathered: _TensorGatherer, unit: list[str], progress: Any) -> dict[str, torch.Tensor | None]:
     """Gather the tensors of one unit, by our names and of our shapes, and advance the progress bar."""
-    values = {name: gathered.whole(name) for name in unit}
+    values = {name: gathered.gather(name) for name in unit}
     progress.update(gathered.bytes_of(*unit))
     return values
 
 
-def _header(gathered: _Gathered, units: list[list[str]], metadata: Mapping[str, str]) -> bytes:
+def _header(gathered: _TensorGatherer, units: list[list[str]], metadata: Mapping[str, str]) -> bytes:
     """Return the header of a safetensors file: its length, then JSON padded to a multiple of 8 bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
     for unit in units:
         name = unit[0]
-        stored, shape = gathered.dtype_of(name), gathered.form.hf_shape(name, gathered.shapes[name])
+        stored, shape = gathered.dtype_of(name), gathered.tensor_map.hf_shape(name, gathered.shapes[name])
         for hf_name in gathered.names_of(unit):
             end = offset + math.prod(shape) * stored.itemsize
             header[hf_name] = {"dtype": STORED_AS[stored], "shape": list(shape), "data_offsets": [offset, end]}
@@ -223,14 +231,14 @@ def _header(gathered: _Gathered, units: list[list[str]], metadata: Mapping[str, 
     return struct.pack("<Q", len(text)) + text
 
 
-def _write_values(path: Path, header: bytes, form: Form, values: Iterator[dict[str, torch.Tensor]]) -> None:
+def _write_values(path: Path, header: bytes, tensor_map: TensorMap, values: Iterator[dict[str, torch.Tensor]]) -> None:
     """Write the header and the tensors, of any shape, to a temporary file, and rename it to `path`."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(header)
             for unit in values:
-                for part in form.to_hf(unit).values():
+                for part in tensor_map.to_hf(unit).values():
                     file.write(part.contiguous().view(torch.uint8).numpy().data)
                 del unit, part  # before the next one is made
             file.flush()
@@ -241,23 +249,23 @@ def _write_values(path: Path, header: bytes, form: Form, values: Iterator[dict[s
 
 
 GENERATION = "generation_config.json"
-OF_THE_SOURCE_ALONE = ("quantization_config", "auto_map", "transformers_version", "_name_or_path", "dtype")
+SOURCE_ONLY_FIELDS = ("quantization_config", "auto_map", "transformers_version", "_name_or_path", "dtype")
 """Fields that describe the source's files (8 bits, code, author) and do not apply to the written ones."""
-SPELLED_ANEW = ("torch_dtype", "rope_theta", "rope_scaling", "num_nextn_predict_layers")
-"""Fields that `ConfigForm.to_hf` writes, in a spelling that older programs read, and the number of written depths."""
-OF_THE_HEAD = ("architectures", "id2label", "label2id")
+REWRITTEN_FIELDS = ("torch_dtype", "rope_theta", "rope_scaling", "num_nextn_predict_layers")
+"""Fields that `ConfigConverter.to_hf` always rewrites: in a spelling for older programs, and the number of depths."""
+TASK_FIELDS = ("architectures", "id2label", "label2id")
 """Fields of the model's task, which may differ from the source's."""
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceConfigs:
     """The config.json and generation_config.json (empty if absent) of the folder that a model came from."""
 
     config: Mapping[str, Any]
     generation: Mapping[str, Any] = field(default_factory=dict)
 
 
-def source_of(folder: str | Path, trained: bool = False) -> Source:
+def read_source(folder: str | Path, trained: bool = False) -> SourceConfigs:
     """Read the configs of a folder. Raises JobError if config.json cannot be read.
 
     `trained`: the model has been trained since, so no token counts as untrained.
@@ -265,15 +273,17 @@ def source_of(folder: str | Path, trained: bool = False) -> Source:
     folder = Path(folder)
     generation = read_json(folder / GENERATION) if (folder / GENERATION).exists() else {}
     config = read_json(folder / CONFIG)
-    return Source({key: value for key, value in config.items() if not (trained and key == UNTRAINED)}, generation)
+    return SourceConfigs(
+        {key: value for key, value in config.items() if not (trained and key == UNTRAINED)}, generation
+    )
 
 
-def beside_weights(
-    form: ConfigForm,
+def build_extra_files(
+    converter: ConfigConverter,
     args: Any,
     dtype: Any,
     *,
-    source: Source | None,
+    source: SourceConfigs | None,
     tokenizer_files: Mapping[str, bytes],
     bos_id: int | None,
     end_ids: Sequence[int],
@@ -284,19 +294,19 @@ def beside_weights(
     `end_ids`: tokens that end a text. `labels`: names of the classes. Raises JobError for sizes that transformers does
     not support.
     """
-    config_fields = form.to_hf(args, dtype)
+    config_fields = converter.to_hf(args, dtype)
     generation: dict[str, Any] = {}
-    if source is not None and _is_same_model(form, args, source):
-        source_config = {key: value for key, value in source.config.items() if key not in OF_THE_SOURCE_ALONE}
+    if source is not None and _is_same_model(converter, args, source):
+        source_config = {key: value for key, value in source.config.items() if key not in SOURCE_ONLY_FIELDS}
         source_config.pop("rope_parameters", None)  # of transformers 5, which reads the older spelling too
         config_fields = source_config | {
-            key: config_fields[key] for key in (*SPELLED_ANEW, *OF_THE_HEAD) if key in config_fields
+            key: config_fields[key] for key in (*REWRITTEN_FIELDS, *TASK_FIELDS) if key in config_fields
         }
         generation = {key: value for key, value in source.generation.items() if key != "transformers_version"}
     ends = list(end_ids) if len(end_ids) > 1 else next(iter(end_ids), None)
     ids = {"bos_token_id": bos_id, "eos_token_id": ends}
-    config_fields |= {key: _agreed(config_fields.get(key), id_) for key, id_ in ids.items()}
-    generation |= {key: _agreed(generation.get(key, config_fields[key]), id_) for key, id_ in ids.items()}
+    config_fields |= {key: _choose_token_ids(config_fields.get(key), id_) for key, id_ in ids.items()}
+    generation |= {key: _choose_token_ids(generation.get(key, config_fields[key]), id_) for key, id_ in ids.items()}
     if "id2label" in config_fields and config_fields.get("pad_token_id") is None:
         # transformers finds the last token of a text by it
         config_fields["pad_token_id"] = next(iter(end_ids), None)
@@ -307,15 +317,15 @@ def beside_weights(
     return {name: text.encode() for name, text in texts.items()} | dict(tokenizer_files)
 
 
-def _is_same_model(form: ConfigForm, args: Any, source: Source) -> bool:
+def _is_same_model(converter: ConfigConverter, args: Any, source: SourceConfigs) -> bool:
     """Return True if the source's config agrees with these arguments in all compared fields."""
     try:
-        return not form.differing(form.args_from(source.config), args)
+        return not converter.differing_fields(converter.args_from_config(source.config), args)
     except JobError:
         return False
 
 
-def _agreed(source_ids: Any, tokenizer_ids: int | list[int] | None) -> Any:
+def _choose_token_ids(source_ids: Any, tokenizer_ids: int | list[int] | None) -> Any:
     """Return the source's token ids if they include the tokenizer's, otherwise the tokenizer's."""
     source_list, tokenizer_list = (ids if isinstance(ids, list) else [ids] for ids in (source_ids, tokenizer_ids))
     return source_ids if set(tokenizer_list) <= set(source_list) else tokenizer_ids

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torchtitan.core.errors import JobError
-from torchtitan.models.hf.config import number_of
+from torchtitan.models.hf.config import read_number
 from torchtitan.models.sizes import (
     NORMS,
     Names,
     Sizes,
     check_not_negative,
     check_positive,
-    check_shares,
+    check_probabilities,
     check_whole_heads,
     grouped_attention,
     ungated,
@@ -25,7 +25,7 @@ from torchtitan.models.sizes import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassicArgs(ABC):
+class LearnedPositionArgs(ABC):
     """Arguments that families with learned positions inherit, so that a job can override each by its name."""
 
     dim: int
@@ -45,7 +45,7 @@ class ClassicArgs(ABC):
     def __post_init__(self) -> None:
         check_positive(self, "dim", "n_layers", "n_heads", "ffn_dim", "vocab_size", "max_seq_len")
         check_not_negative(self, "n_classes")
-        check_shares(self, "dropout", "attention_dropout")
+        check_probabilities(self, "dropout", "attention_dropout")
         check_whole_heads(self)
 
     @property
@@ -116,25 +116,25 @@ NOT_COMPARED = ("dropout", "attention_dropout", "n_classes")
 weights."""
 
 
-def one_dropout(config: Mapping[str, Any], defaults: Mapping[str, float]) -> float:
+def shared_dropout(config: Mapping[str, Any], defaults: Mapping[str, float]) -> float:
     """Return the one value of these dropout probabilities. Raises JobError if they differ."""
-    probabilities = {name: number_of(config, name, default) for name, default in defaults.items()}
+    probabilities = {name: read_number(config, name, default) for name, default in defaults.items()}
     if len(set(probabilities.values())) > 1:
         description = " and ".join(f"{name} = {share!r}" for name, share in probabilities.items())
         raise JobError(f"{description}, but this model has one share for both")
     return next(iter(probabilities.values()))
 
 
-def classes_of(config: Mapping[str, Any]) -> int:
+def read_num_classes(config: Mapping[str, Any]) -> int:
     """Return the number of classes of a config; 0 for a language model."""
     kinds = config.get("architectures")
     if not isinstance(kinds, list) or not any("SequenceClassification" in str(kind) for kind in kinds):
         return 0
     labels = config.get("id2label")
-    return len(labels) if isinstance(labels, Mapping) else number_of(config, "num_labels", 2)
+    return len(labels) if isinstance(labels, Mapping) else read_number(config, "num_labels", 2)
 
 
-def labels_of(args: ClassicArgs) -> dict[str, Any]:
+def label_fields(args: LearnedPositionArgs) -> dict[str, Any]:
     """Return the fields that name the classes LABEL_0, LABEL_1, ..., as transformers does by default."""
     names = [f"LABEL_{number}" for number in range(args.n_classes)]
     if not names:

@@ -9,9 +9,9 @@ import torch
 from torchtitan.core.initialization import Constant, Init, Normal
 from torchtitan.models.attention import AttentionKernel, GroupedQueryAttention
 from torchtitan.models.decoder import Block, Decoder
-from torchtitan.models.hf.names import Form
+from torchtitan.models.hf.names import TensorMap
 from torchtitan.models.layers import MLP, LayerNorm
-from torchtitan.models.learned_positions import ClassicArgs
+from torchtitan.models.learned_positions import LearnedPositionArgs
 from torchtitan.parallelisms.plan import ParallelPlan
 
 PLAN = ParallelPlan(
@@ -28,13 +28,13 @@ PLAN = ParallelPlan(
 )
 
 
-def norm_of(args: ClassicArgs) -> LayerNorm:
+def make_norm(args: LearnedPositionArgs) -> LayerNorm:
     """Return a LayerNorm of the model's width."""
     return LayerNorm(args.dim, args.norm_eps)
 
 
-def block_of(
-    args: ClassicArgs,
+def make_block(
+    args: LearnedPositionArgs,
     activation: Callable[[torch.Tensor], torch.Tensor],
     order: Literal["pre", "post"],
     layer: int,
@@ -42,16 +42,19 @@ def block_of(
 ) -> Block:
     """Return a block with biases in all linear layers. `activation` preserves the shape."""
     attention = GroupedQueryAttention(args, kernel, bias=True)
-    return Block(args, attention, MLP(args.dim, args.ffn_dim, activation), partial(norm_of, args), order, args.dropout)
+    return Block(
+        args, attention, MLP(args.dim, args.ffn_dim, activation), partial(make_norm, args), order, args.dropout
+    )
 
 
-class Classic(Decoder):
+class LearnedPositionDecoder(Decoder):
     """A decoder with learned positions. Initial weights are normal with a standard deviation of 0.02.
 
-    `narrows`: the deviation of matrices that feed the residual stream shrinks with the number of layers, as in GPT-2.
+    `scales_residual_init`: the deviation of matrices that feed the residual stream shrinks with the number of layers,
+    as in GPT-2.
     """
 
-    narrows = False
+    scales_residual_init = False
 
     def init_rule(self, name: str) -> Init:
         *_, module, kind = name.split(".")
@@ -59,33 +62,33 @@ class Classic(Decoder):
             return Constant(0.0)
         if module.endswith("norm"):
             return Constant(1.0)
-        narrow = self.narrows and module in ("wo", "w2")
+        narrow = self.scales_residual_init and module in ("wo", "w2")
         return Normal(0.02 / (2 * self.args.n_layers) ** 0.5 if narrow else 0.02)
 
 
-WORDS, CLASSES = "lm_head.weight", "score.weight"
+LM_HEAD, CLASSIFIER_HEAD = "lm_head.weight", "score.weight"
 
 
-def headed_form(
-    args: ClassicArgs,
+def make_tensor_map(
+    args: LearnedPositionArgs,
     parts: Mapping[str, str],
     ends: Mapping[str, str],
     layers: str,
-    base: str,
+    optional_prefix: str,
     transposed: frozenset[str] = frozenset(),
-) -> Form:
+) -> TensorMap:
     """Return the Form (hf/names.py) of a model with its head; `ends` are all others outside of the layers."""
-    return Form(
-        parts=parts,
-        ends={**ends, "output.weight": CLASSES if args.n_classes else WORDS},
+    return TensorMap(
+        layer_names=parts,
+        outer_names={**ends, "output.weight": CLASSIFIER_HEAD if args.n_classes else LM_HEAD},
         layers=layers,
-        base=base,
+        optional_prefix=optional_prefix,
         transposed=transposed,
         tied=args.tied_embeddings,
         head=frozenset({"output.weight"}) if args.n_classes else frozenset(),
     )
 
 
-def is_other_head(name: str, args: ClassicArgs) -> bool:
+def is_other_head(name: str, args: LearnedPositionArgs) -> bool:
     """Return True for the name of a language model's head if the model classifies."""
-    return name == WORDS and args.n_classes > 0
+    return name == LM_HEAD and args.n_classes > 0

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.core.errors import JobError
-from torchtitan.models.family import ConfigForm, Family
+from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import (
-    check_only,
+    check_supported,
     decoder_config,
     decoder_sizes,
-    number_of,
+    read_number,
     rotary_config,
     scaling_from_hf,
 )
@@ -153,11 +153,13 @@ def _to_hf(args: LlamaArgs, dtype: Any = "float32") -> dict[str, Any]:
 def _from_hf(config: Mapping[str, Any]) -> LlamaArgs:
     sizes = decoder_sizes(config, 2048, "intermediate_size")
     dim, heads, ffn_dim = sizes["dim"], sizes["n_heads"], config["intermediate_size"]
-    check_only(config, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": dim // heads})
+    check_supported(
+        config, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": dim // heads}
+    )
     plain_width = int(2 * 4 * dim / 3)
     return LlamaArgs(
         **sizes,
-        n_kv_heads=number_of(config, "num_key_value_heads", heads, null=heads),
+        n_kv_heads=read_number(config, "num_key_value_heads", heads, null=heads),
         multiple_of=ffn_dim,  # rounding up yields exactly ffn_dim, because the width before it is not larger
         ffn_dim_multiplier=None if plain_width <= ffn_dim else ffn_dim / plain_width,
         rope_scaling=scaling_from_hf(config),
@@ -166,11 +168,11 @@ def _from_hf(config: Mapping[str, Any]) -> LlamaArgs:
 
 COMPARED = ("dim", "n_layers", "n_heads", "num_kv_heads", "ffn_dim", "vocab_size", "norm_eps", "rope_theta")
 COMPARED += ("rope_scaling", "tied_embeddings")
-CONFIG = ConfigForm(model_types=("llama",), to_hf=_to_hf, from_hf=_from_hf, compared=COMPARED)
+CONFIG = ConfigConverter(model_types=("llama",), to_hf=_to_hf, from_hf=_from_hf, compared=COMPARED)
 
 
 # the first reads a Hugging Face folder without a job
 LLAMAS = {
-    name: Family(sizes=sizes, config=CONFIG, spec="torchtitan.models.llama.model:SPEC", home="meta-llama")
+    name: Family(sizes=sizes, config=CONFIG, spec="torchtitan.models.llama.model:SPEC", publisher="meta-llama")
     for name, sizes in (("llama3", LLAMA3), ("llama2", LLAMA2), ("llama3.1", LLAMA31), ("llama3.2", LLAMA32))
 }

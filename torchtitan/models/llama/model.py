@@ -10,7 +10,7 @@ rotates feature i with i + head_dim / 2, so the rows of wq and wk are in another
 from torchtitan.models.attention import GroupedQueryAttention
 from torchtitan.models.decoder import DECODER_PLAN, Block, Decoder
 from torchtitan.models.flops import flops_per_token
-from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, TURNED, Form
+from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, REORDERED, TensorMap
 from torchtitan.models.layers import Rotary
 from torchtitan.models.llama import CONFIG, LlamaArgs
 from torchtitan.models.spec import HuggingFace, ModelSpec
@@ -26,11 +26,13 @@ class Llama(Decoder):
         )
 
 
-def form(args: LlamaArgs) -> Form:
-    return Form(parts=ATTENTION | FEED_FORWARD, turned=TURNED, head_dim=args.head_dim, tied=args.tied_embeddings)
+def tensor_map(args: LlamaArgs) -> TensorMap:
+    return TensorMap(
+        layer_names=ATTENTION | FEED_FORWARD, reordered=REORDERED, head_dim=args.head_dim, tied=args.tied_embeddings
+    )
 
 
-HF = HuggingFace(build=Llama, form=form, config=CONFIG)
+HF = HuggingFace(build=Llama, tensor_map=tensor_map, config=CONFIG)
 
 
 SPEC = ModelSpec(build=Llama, plan=DECODER_PLAN, hf=HF, flops_per_token=flops_per_token)

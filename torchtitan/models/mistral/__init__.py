@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torchtitan.models.family import ConfigForm, Family
+from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import (
-    check_only,
+    check_supported,
     decoder_config,
     decoder_sizes,
-    number_of,
+    read_number,
     rotary_config,
     scaling_from_hf,
 )
@@ -59,20 +59,20 @@ def _to_hf(args: MistralArgs, dtype: Any = "float32") -> dict[str, Any]:
 
 def _from_hf(config: Mapping[str, Any]) -> MistralArgs:
     sizes = decoder_sizes(config, 131072, "intermediate_size")
-    check_only(config, {"hidden_act": "silu", "attention_bias": False})
+    check_supported(config, {"hidden_act": "silu", "attention_bias": False})
     dim, heads = sizes["dim"], sizes["n_heads"]
     return MistralArgs(
         **sizes,
         rope_scaling=scaling_from_hf(config),
         # absent keys: transformers' defaults; null: as many key/value heads as query heads, and no window
-        n_kv_heads=number_of(config, "num_key_value_heads", 8, null=heads),
+        n_kv_heads=read_number(config, "num_key_value_heads", 8, null=heads),
         ffn_dim=config["intermediate_size"],
-        head_dim=number_of(config, "head_dim", dim // heads, null=dim // heads),
-        sliding_window=number_of(config, "sliding_window", 4096, null=0),
+        head_dim=read_number(config, "head_dim", dim // heads, null=dim // heads),
+        sliding_window=read_number(config, "sliding_window", 4096, null=0),
     )
 
 
-CONFIG = ConfigForm(model_types=("mistral",), to_hf=_to_hf, from_hf=_from_hf)
+CONFIG = ConfigConverter(model_types=("mistral",), to_hf=_to_hf, from_hf=_from_hf)
 
 
-FAMILY = Family(sizes=MISTRAL, config=CONFIG, spec="torchtitan.models.mistral.model:SPEC", home="mistralai")
+FAMILY = Family(sizes=MISTRAL, config=CONFIG, spec="torchtitan.models.mistral.model:SPEC", publisher="mistralai")

@@ -7,7 +7,7 @@ model's width. Names and order of rows are as in Llama.
 from torchtitan.models.attention import GroupedQueryAttention
 from torchtitan.models.decoder import DECODER_PLAN, Block, Decoder
 from torchtitan.models.flops import flops_per_token
-from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, TURNED, Form
+from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, REORDERED, TensorMap
 from torchtitan.models.layers import Rotary
 from torchtitan.models.mistral import CONFIG, MistralArgs
 from torchtitan.models.spec import HuggingFace, ModelSpec
@@ -24,11 +24,13 @@ class Mistral(Decoder):
         )
 
 
-def form(args: MistralArgs) -> Form:
-    return Form(parts=ATTENTION | FEED_FORWARD, turned=TURNED, head_dim=args.head_dim, tied=args.tied_embeddings)
+def tensor_map(args: MistralArgs) -> TensorMap:
+    return TensorMap(
+        layer_names=ATTENTION | FEED_FORWARD, reordered=REORDERED, head_dim=args.head_dim, tied=args.tied_embeddings
+    )
 
 
-HF = HuggingFace(build=Mistral, form=form, config=CONFIG)
+HF = HuggingFace(build=Mistral, tensor_map=tensor_map, config=CONFIG)
 
 
 SPEC = ModelSpec(build=Mistral, plan=DECODER_PLAN, hf=HF, flops_per_token=flops_per_token)

@@ -8,19 +8,25 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from torchtitan.core.errors import JobError
-from torchtitan.models.family import ConfigForm, Family
-from torchtitan.models.hf.config import check_numbers, check_only, number_of
-from torchtitan.models.learned_positions import NOT_COMPARED, ClassicArgs, classes_of, labels_of, one_dropout
+from torchtitan.models.family import ConfigConverter, Family
+from torchtitan.models.hf.config import check_numbers, check_supported, read_number
+from torchtitan.models.learned_positions import (
+    NOT_COMPARED,
+    LearnedPositionArgs,
+    label_fields,
+    read_num_classes,
+    shared_dropout,
+)
 from torchtitan.models.sizes import HEAD, Names, Sizes, check_not_negative
 
 
 @dataclass(frozen=True, kw_only=True)
-class OPTArgs(ClassicArgs):
+class OPTArgs(LearnedPositionArgs):
     vocab_size: int = 50272
     max_seq_len: int = 2048
     order: Literal["pre", "post"] = "pre"  # norms before attention and feed-forward, or after the residual sums
     embed_dim: int = 0  # width of the embedding of words, projected to the model's and back; 0: the same
-    may_be_zero: ClassVar = (*ClassicArgs.may_be_zero, "embed_dim")
+    may_be_zero: ClassVar = (*LearnedPositionArgs.may_be_zero, "embed_dim")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,17 +101,17 @@ def _to_hf(args: OPTArgs, dtype: Any = "float32") -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        **labels_of(args),
+        **label_fields(args),
     }
 
 
 def _from_hf(config: Mapping[str, Any]) -> OPTArgs:
     numbers = ("hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim", "vocab_size")
     check_numbers(config, (*numbers, "max_position_embeddings"))
-    check_only(config, {"activation_function": "relu", "enable_bias": True, "layer_norm_elementwise_affine": True})
-    check_only(config, {"_remove_final_layer_norm": False, "layerdrop": 0.0, "tie_word_embeddings": True})
+    check_supported(config, {"activation_function": "relu", "enable_bias": True, "layer_norm_elementwise_affine": True})
+    check_supported(config, {"_remove_final_layer_norm": False, "layerdrop": 0.0, "tie_word_embeddings": True})
     width = config["hidden_size"]
-    embed_width = number_of(config, "word_embed_proj_dim", width, null=width)
+    embed_width = read_number(config, "word_embed_proj_dim", width, null=width)
     return OPTArgs(
         dim=width,
         n_layers=config["num_hidden_layers"],
@@ -115,13 +121,13 @@ def _from_hf(config: Mapping[str, Any]) -> OPTArgs:
         max_seq_len=config["max_position_embeddings"],
         order="pre" if config.get("do_layer_norm_before", True) else "post",
         embed_dim=0 if embed_width == width else embed_width,
-        dropout=one_dropout(config, {"dropout": 0.1}),
-        attention_dropout=number_of(config, "attention_dropout", 0.0),
-        n_classes=classes_of(config),
+        dropout=shared_dropout(config, {"dropout": 0.1}),
+        attention_dropout=read_number(config, "attention_dropout", 0.0),
+        n_classes=read_num_classes(config),
     )
 
 
-CONFIG = ConfigForm(model_types=("opt",), to_hf=_to_hf, from_hf=_from_hf, not_compared=NOT_COMPARED)
+CONFIG = ConfigConverter(model_types=("opt",), to_hf=_to_hf, from_hf=_from_hf, not_compared=NOT_COMPARED)
 
 
-FAMILY = Family(sizes=OPT, config=CONFIG, spec="torchtitan.models.opt.model:SPEC", home="facebook")
+FAMILY = Family(sizes=OPT, config=CONFIG, spec="torchtitan.models.opt.model:SPEC", publisher="facebook")

@@ -12,8 +12,15 @@ from torch import nn
 
 from torchtitan.models.decoder import InputEmbedding
 from torchtitan.models.flops import flops_per_token
-from torchtitan.models.hf.names import Form, with_biases
-from torchtitan.models.learned_positions.model import PLAN, Classic, block_of, headed_form, is_other_head, norm_of
+from torchtitan.models.hf.names import TensorMap, with_biases
+from torchtitan.models.learned_positions.model import (
+    PLAN,
+    LearnedPositionDecoder,
+    is_other_head,
+    make_block,
+    make_norm,
+    make_tensor_map,
+)
 from torchtitan.models.opt import CONFIG, UNUSED, OPTArgs
 from torchtitan.models.spec import HuggingFace, ModelSpec
 
@@ -23,7 +30,7 @@ class LastLayer(nn.Module):
 
     def __init__(self, args: OPTArgs):
         super().__init__()
-        self.norm = norm_of(args) if args.order == "pre" else None
+        self.norm = make_norm(args) if args.order == "pre" else None
         self.project = nn.Linear(args.dim, args.word_dim, bias=False) if args.projects else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -32,13 +39,13 @@ class LastLayer(nn.Module):
         return x if self.project is None else self.project(x)
 
 
-class OPT(Classic):
+class OPT(LearnedPositionDecoder):
     def __init__(self, args: OPTArgs, attention_backend: str = "auto"):
         project = nn.Linear(args.word_dim, args.dim, bias=False) if args.projects else None
         super().__init__(
             args,
             None,
-            partial(block_of, args, F.relu, args.order),
+            partial(make_block, args, F.relu, args.order),
             attention_backend,
             word_dim=args.word_dim,
             entrance=InputEmbedding(args.dim, args.max_seq_len, first=UNUSED, project=project),
@@ -69,11 +76,11 @@ ENDS = {
 }
 
 
-def form(args: OPTArgs) -> Form:
-    return headed_form(args, PARTS, ENDS, layers="model.decoder.layers.", base="model.")
+def tensor_map(args: OPTArgs) -> TensorMap:
+    return make_tensor_map(args, PARTS, ENDS, layers="model.decoder.layers.", optional_prefix="model.")
 
 
-HF = HuggingFace(build=OPT, form=form, config=CONFIG, ignored=is_other_head)
+HF = HuggingFace(build=OPT, tensor_map=tensor_map, config=CONFIG, is_ignored=is_other_head)
 
 
 SPEC = ModelSpec(build=OPT, plan=PLAN, hf=HF, flops_per_token=flops_per_token)

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.models.family import ConfigForm, Family
+from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import (
-    check_only,
+    check_supported,
     decoder_config,
     decoder_sizes,
-    number_of,
+    read_number,
     rotary_config,
     scaling_from_hf,
 )
@@ -60,17 +60,17 @@ def _to_hf(args: Qwen3Args, dtype: Any = "float32") -> dict[str, Any]:
 
 def _from_hf(config: Mapping[str, Any]) -> Qwen3Args:
     sizes = decoder_sizes(config, 32768, "intermediate_size")
-    check_only(config, {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False})
+    check_supported(config, {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False})
     return Qwen3Args(
         **sizes,
         rope_scaling=scaling_from_hf(config),
-        n_kv_heads=number_of(config, "num_key_value_heads", 32, null=sizes["n_heads"]),
+        n_kv_heads=read_number(config, "num_key_value_heads", 32, null=sizes["n_heads"]),
         ffn_dim=config["intermediate_size"],
-        head_dim=number_of(config, "head_dim", 128, null=128),  # transformers' own default, whatever the width
+        head_dim=read_number(config, "head_dim", 128, null=128),  # transformers' own default, whatever the width
     )
 
 
-CONFIG = ConfigForm(model_types=("qwen3",), to_hf=_to_hf, from_hf=_from_hf)
+CONFIG = ConfigConverter(model_types=("qwen3",), to_hf=_to_hf, from_hf=_from_hf)
 
 
-FAMILY = Family(sizes=QWEN3, config=CONFIG, spec="torchtitan.models.qwen3.model:SPEC", home="Qwen")
+FAMILY = Family(sizes=QWEN3, config=CONFIG, spec="torchtitan.models.qwen3.model:SPEC", publisher="Qwen")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from torchtitan.models.attention import GroupedQueryAttention
 from torchtitan.models.decoder import DECODER_PLAN, Block, Decoder
 from torchtitan.models.flops import flops_per_token
-from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, QK_NORMS, TURNED, Form
+from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, QK_NORMS, REORDERED, TensorMap
 from torchtitan.models.layers import Rotary
 from torchtitan.models.qwen3 import CONFIG, Qwen3Args
 from torchtitan.models.spec import HuggingFace, ModelSpec
@@ -29,12 +29,14 @@ class Qwen3(Decoder):
 PLAN = replace(DECODER_PLAN, replicated=("attention.[qk]_norm",))  # each rank norms its own heads
 
 
-def form(args: Qwen3Args) -> Form:
+def tensor_map(args: Qwen3Args) -> TensorMap:
     parts = ATTENTION | QK_NORMS | FEED_FORWARD
-    return Form(parts=parts, turned=TURNED.union(QK_NORMS), head_dim=args.head_dim, tied=args.tied_embeddings)
+    return TensorMap(
+        layer_names=parts, reordered=REORDERED.union(QK_NORMS), head_dim=args.head_dim, tied=args.tied_embeddings
+    )
 
 
-HF = HuggingFace(build=Qwen3, form=form, config=CONFIG)
+HF = HuggingFace(build=Qwen3, tensor_map=tensor_map, config=CONFIG)
 
 
 SPEC = ModelSpec(build=Qwen3, plan=PLAN, hf=HF, flops_per_token=flops_per_token)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.core.errors import JobError
-from torchtitan.models.family import ConfigForm, Family
+from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import (
-    check_only,
+    check_supported,
     decoder_config,
     decoder_sizes,
-    number_of,
+    read_number,
     rotary_config,
     scaling_from_hf,
 )
@@ -24,9 +24,9 @@ from torchtitan.models.sizes import (
     Names,
     RopeScaling,
     Sizes,
+    check_even,
     check_grouped_heads,
     check_positive,
-    check_turned,
     grouped_attention,
 )
 
@@ -45,7 +45,7 @@ class Qwen3MoEArgs(MoEDecoderArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "n_kv_heads", "head_dim")
-        check_turned(self, "head_dim")
+        check_even(self, "head_dim")
         check_grouped_heads(self)
 
     @property
@@ -124,22 +124,22 @@ def _from_hf(config: Mapping[str, Any]) -> Qwen3MoEArgs:
     numbers = ("num_key_value_heads", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
     sizes = decoder_sizes(dict(config) | {"num_experts": n_experts}, 32768, *numbers)
     only = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1}
-    check_only(config, only | {"mlp_only_layers": []})
+    check_supported(config, only | {"mlp_only_layers": []})
     width, heads = sizes["dim"], sizes["n_heads"]
     return Qwen3MoEArgs(
         **sizes,
         rope_scaling=scaling_from_hf(config),
         n_kv_heads=config["num_key_value_heads"],
-        head_dim=number_of(config, "head_dim", width // heads, null=width // heads),
+        head_dim=read_number(config, "head_dim", width // heads, null=width // heads),
         expert_dim=config["moe_intermediate_size"],
         n_experts=n_experts,
         top_k=config["num_experts_per_tok"],
         normalize_top_k=config.get("norm_topk_prob", False),
-        aux_loss_weight=number_of(config, "router_aux_loss_coef", 0.001),
+        aux_loss_weight=read_number(config, "router_aux_loss_coef", 0.001),
     )
 
 
-CONFIG = ConfigForm(model_types=("qwen3_moe",), to_hf=_to_hf, from_hf=_from_hf)
+CONFIG = ConfigConverter(model_types=("qwen3_moe",), to_hf=_to_hf, from_hf=_from_hf)
 
 
-FAMILY = Family(sizes=QWEN3_MOE, config=CONFIG, spec="torchtitan.models.qwen3_moe.model:SPEC", home="Qwen")
+FAMILY = Family(sizes=QWEN3_MOE, config=CONFIG, spec="torchtitan.models.qwen3_moe.model:SPEC", publisher="Qwen")

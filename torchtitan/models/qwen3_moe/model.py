@@ -9,7 +9,7 @@ one and transposed there.
 from torchtitan.models.attention import GroupedQueryAttention
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.flops import flops_per_token
-from torchtitan.models.hf.names import ATTENTION, EXPERTS, QK_NORMS, TURNED, Form
+from torchtitan.models.hf.names import ATTENTION, EXPERTS, QK_NORMS, REORDERED, TensorMap
 from torchtitan.models.layers import Rotary
 from torchtitan.models.moe import balance
 from torchtitan.models.moe.layer import MoEBlock
@@ -46,17 +46,17 @@ PLAN = ParallelPlan(
 PARTS = ATTENTION | QK_NORMS | {"moe.router.gate.weight": "mlp.gate.weight", **EXPERTS}
 
 
-def form(args: Qwen3MoEArgs) -> Form:
-    return Form(
-        parts=PARTS,
+def tensor_map(args: Qwen3MoEArgs) -> TensorMap:
+    return TensorMap(
+        layer_names=PARTS,
         n_experts=args.n_experts,
-        turned=TURNED.union(QK_NORMS),
+        reordered=REORDERED.union(QK_NORMS),
         head_dim=args.head_dim,
         tied=args.tied_embeddings,
     )
 
 
-HF = HuggingFace(build=Qwen3MoE, form=form, config=CONFIG)
+HF = HuggingFace(build=Qwen3MoE, tensor_map=tensor_map, config=CONFIG)
 
 
 SPEC = ModelSpec(build=Qwen3MoE, plan=PLAN, hf=HF, flops_per_token=flops_per_token, balance=balance)

@@ -7,14 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torchtitan.models.family import ConfigForm, Family
-from torchtitan.models.hf.config import check_numbers, check_only, number_of
-from torchtitan.models.learned_positions import NOT_COMPARED, ClassicArgs, classes_of, labels_of, one_dropout
+from torchtitan.models.family import ConfigConverter, Family
+from torchtitan.models.hf.config import check_numbers, check_supported, read_number
+from torchtitan.models.learned_positions import (
+    NOT_COMPARED,
+    LearnedPositionArgs,
+    label_fields,
+    read_num_classes,
+    shared_dropout,
+)
 from torchtitan.models.sizes import HEAD, Names, Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
-class RobertaArgs(ClassicArgs):
+class RobertaArgs(LearnedPositionArgs):
     """Arguments of RoBERTa."""
 
     vocab_size: int = 50265
@@ -22,7 +28,7 @@ class RobertaArgs(ClassicArgs):
     pad_id: int = 1  # positions are numbered from pad_id + 1
     n_types: int = 1  # rows of the token type embedding; every token has type 0
     causal: ClassVar = False
-    may_be_zero: ClassVar = (*ClassicArgs.may_be_zero, "pad_id")
+    may_be_zero: ClassVar = (*LearnedPositionArgs.may_be_zero, "pad_id")
 
     @property
     def end_others(self) -> Names:
@@ -80,16 +86,16 @@ def _to_hf(args: RobertaArgs, dtype: Any = "float32") -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        **labels_of(args),
+        **label_fields(args),
     }
 
 
 def _from_hf(config: Mapping[str, Any]) -> RobertaArgs:
     numbers = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     check_numbers(config, (*numbers, "max_position_embeddings"))
-    check_only(config, {"hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False})
-    check_only(config, {"add_cross_attention": False, "tie_word_embeddings": True})
-    pad = number_of(config, "pad_token_id", 1)
+    check_supported(config, {"hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False})
+    check_supported(config, {"add_cross_attention": False, "tie_word_embeddings": True})
+    pad = read_number(config, "pad_token_id", 1)
     return RobertaArgs(
         dim=config["hidden_size"],
         n_layers=config["num_hidden_layers"],
@@ -97,16 +103,16 @@ def _from_hf(config: Mapping[str, Any]) -> RobertaArgs:
         ffn_dim=config["intermediate_size"],
         vocab_size=config["vocab_size"],
         max_seq_len=config["max_position_embeddings"] - pad - 1,
-        norm_eps=number_of(config, "layer_norm_eps", 1e-12),
-        dropout=one_dropout(config, {"hidden_dropout_prob": 0.1}),
-        attention_dropout=number_of(config, "attention_probs_dropout_prob", 0.1),
-        n_classes=classes_of(config),
+        norm_eps=read_number(config, "layer_norm_eps", 1e-12),
+        dropout=shared_dropout(config, {"hidden_dropout_prob": 0.1}),
+        attention_dropout=read_number(config, "attention_probs_dropout_prob", 0.1),
+        n_classes=read_num_classes(config),
         pad_id=pad,
-        n_types=number_of(config, "type_vocab_size", 2),
+        n_types=read_number(config, "type_vocab_size", 2),
     )
 
 
-CONFIG = ConfigForm(model_types=("roberta",), to_hf=_to_hf, from_hf=_from_hf, not_compared=NOT_COMPARED)
+CONFIG = ConfigConverter(model_types=("roberta",), to_hf=_to_hf, from_hf=_from_hf, not_compared=NOT_COMPARED)
 
 
-FAMILY = Family(sizes=ROBERTA, config=CONFIG, spec="torchtitan.models.roberta.model:SPEC", home="FacebookAI")
+FAMILY = Family(sizes=ROBERTA, config=CONFIG, spec="torchtitan.models.roberta.model:SPEC", publisher="FacebookAI")

@@ -13,8 +13,8 @@ from torch import nn
 
 from torchtitan.models.decoder import InputEmbedding
 from torchtitan.models.flops import bidirectional_flops_per_token
-from torchtitan.models.hf.names import Form, with_biases
-from torchtitan.models.learned_positions.model import PLAN, Classic, block_of, norm_of
+from torchtitan.models.hf.names import TensorMap, with_biases
+from torchtitan.models.learned_positions.model import PLAN, LearnedPositionDecoder, make_block, make_norm
 from torchtitan.models.roberta import CONFIG, RobertaArgs
 from torchtitan.models.spec import HuggingFace, ModelSpec
 
@@ -37,20 +37,20 @@ class LastLayer(nn.Module):
         return x if self.norm is None else self.norm(x)
 
 
-class Roberta(Classic):
+class Roberta(LearnedPositionDecoder):
     def __init__(self, args: RobertaArgs, attention_backend: str = "auto"):
         entrance = InputEmbedding(
-            args.dim, args.max_seq_len, norm_of(args), args.dropout, first=args.pad_id + 1, num_types=args.n_types
+            args.dim, args.max_seq_len, make_norm(args), args.dropout, first=args.pad_id + 1, num_types=args.n_types
         )
         classes = args.n_classes > 0
         super().__init__(
             args,
             None,
-            partial(block_of, args, F.gelu, "post"),
+            partial(make_block, args, F.gelu, "post"),
             attention_backend,
             causal=args.causal,
             entrance=entrance,
-            norm=LastLayer(args.dim, torch.tanh if classes else F.gelu, None if classes else norm_of(args)),
+            norm=LastLayer(args.dim, torch.tanh if classes else F.gelu, None if classes else make_norm(args)),
             head=nn.Linear(args.dim, args.outputs),
             attention_dropout=args.attention_dropout,
         )
@@ -80,13 +80,13 @@ CLASSES = with_biases({"norm.dense": "classifier.dense", "output": "classifier.o
 COPY = {"output.weight": "lm_head.decoder.weight"}
 
 
-def form(args: RobertaArgs) -> Form:
+def tensor_map(args: RobertaArgs) -> TensorMap:
     head = CLASSES if args.n_classes else WORDS
-    return Form(
-        parts=PARTS,
-        ends=EMBEDDINGS | COPY | head,
+    return TensorMap(
+        layer_names=PARTS,
+        outer_names=EMBEDDINGS | COPY | head,
         layers="roberta.encoder.layer.",
-        base="roberta.",
+        optional_prefix="roberta.",
         head=frozenset(head),
         tied=args.tied_embeddings,
     )
@@ -99,7 +99,7 @@ def _is_ignored(name: str, args: RobertaArgs) -> bool:
     return copy or other or "pooler." in name or name.endswith("embeddings.position_ids")
 
 
-HF = HuggingFace(build=Roberta, form=form, config=CONFIG, ignored=_is_ignored)
+HF = HuggingFace(build=Roberta, tensor_map=tensor_map, config=CONFIG, is_ignored=_is_ignored)
 
 
 SPEC = ModelSpec(build=Roberta, plan=PLAN, hf=HF, flops_per_token=bidirectional_flops_per_token)
