@@ -24,7 +24,7 @@ from torchtitan.commands.generate import sample
 from torchtitan.commands.task_files import FIGURES, FILTERS, tasks_in
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
-from torchtitan.losses.evaluation import likelihoods, measure, total, windows
+from torchtitan.losses.evaluation import likelihoods, measure_position_losses, split_into_requests, total_loss
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import HF, Llama
 from torchtitan.models.spec import MODELS
@@ -112,7 +112,7 @@ def test_the_models_own_continuation_is_greedy():
 @pytest.mark.parametrize("length, context", product([0, 1, 3, 4, 5, 8, 10, 25], [1, 4, 24]))
 def test_windows_score_each_token_once_with_the_longest_context(length, context):
     ids = list(range(length))
-    pairs = list(windows(ids, -1, context))
+    pairs = list(split_into_requests(ids, -1, context))
     assert [token for _, continuation in pairs for token in continuation] == ids
     for prefix, continuation in pairs:
         window = prefix + continuation
@@ -125,7 +125,7 @@ def test_log_likelihood_of_a_text_is_the_sum_over_its_windows():
     model = build(Llama, ARGS)
     results = Answers(model, BYTES, CONTEXT, 3).loglikelihood_rolling([request(text) for text in TEXTS])
     for text, log in zip(TEXTS, results, strict=True):
-        pieces = reference_likelihoods(model, windows(BYTES.encode(text), BYTES.bos_id, CONTEXT))
+        pieces = reference_likelihoods(model, split_into_requests(BYTES.encode(text), BYTES.bos_id, CONTEXT))
         assert log == pytest.approx(math.fsum(piece for piece, _ in pieces), rel=1e-5)
 
 
@@ -189,7 +189,9 @@ def test_a_model_with_a_cache_reads_texts_of_any_length(scope):
     results = answers.loglikelihood_rolling([request(text) for text in texts])
     for text, log in zip(texts, results, strict=True):
         model.memory.clear()
-        nats = total(measure(model, segments(BYTES.encode(text, bos=True), length), length, 1)).nats
+        nats = total_loss(
+            measure_position_losses(model, segments(BYTES.encode(text, bos=True), length), length, 1)
+        ).nats
         assert log == pytest.approx(-nats, rel=1e-5)
     # tokens far before the continuation are read, too
     prompt, continuation = TEXTS[0].rstrip(), " and its end"

@@ -83,7 +83,7 @@ def test_every_optimizer_has_a_reference():
 def test_equal_to_its_reference(name, implementation):
     ours, expected = network(), network()
     train(ours, build_optimizers([ours], implementation=implementation, **options_of(name)))
-    parameters = expected.named_parameters() if OPTIMIZERS[name].named else expected.parameters()
+    parameters = expected.named_parameters() if OPTIMIZERS[name].needs_names else expected.parameters()
     reference = REFERENCES[name](parameters, FLAGS[implementation])
     train(expected, reference)
     assert not same(ours, network())

@@ -234,7 +234,7 @@ def test_owners_alternate_and_all_ranks_get_the_results(axes):
         assert owners == [number % ranks for number in range(6)] and worked in (1, 2, 3)
 
 
-@pytest.mark.parametrize("name", [name for name, spec in OPTIMIZERS.items() if spec.held])
+@pytest.mark.parametrize("name", [name for name, spec in OPTIMIZERS.items() if spec.state_size])
 def test_predicted_optimizer_state_has_the_real_size(name):
     model = nn.ModuleDict({"attention": nn.Linear(300, 40), "output": nn.Linear(70, 80), "small": nn.Linear(6, 5)})
     optimizers = build_optimizers(
@@ -245,7 +245,7 @@ def test_predicted_optimizer_state_has_the_real_size(name):
     options = spec.arguments(SETTINGS["shared"], {})
     tensors, _ = optimizer_state([model], optimizers)
     for parameter, tensor in model.named_parameters():
-        predicted = spec.held(options, parameter, tuple(tensor.shape))
+        predicted = spec.state_size(options, parameter, tuple(tensor.shape))
         num_bytes = sum(t.nbytes for key, t in tensors.items() if key.startswith(f"optimizer.state.{parameter}."))
         assert num_bytes == predicted.values * 4 + predicted.bytes + predicted.everywhere * 4, parameter
 

@@ -19,7 +19,7 @@ from torchtitan.config.manager import load
 from torchtitan.datasets import open_source
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.losses.classification import ClassCrossEntropy, measures
+from torchtitan.losses.classification import ClassCrossEntropy, classification_metrics
 from torchtitan.models.hf.save import SourceConfigs, build_extra_files
 from torchtitan.models.roberta import CONFIG, RobertaArgs
 from torchtitan.training.inference_model import load_model
@@ -160,11 +160,11 @@ def test_a_classifier_starts_from_a_masked_word_model(tmp_path):
 
 def test_measures_by_hand():
     """8 of 10 records of class 0 are classified correctly, and 3 of 5 of class 1."""
-    two = measures(torch.tensor([8, 2, 2, 3]))
+    two = classification_metrics(torch.tensor([8, 2, 2, 3]))
     assert two["accuracy"] == pytest.approx(11 / 15) and two["f1"] == pytest.approx(2 * 3 / (5 + 5))
-    three = measures(torch.tensor([2, 0, 0, 0, 0, 2, 0, 0, 2]))
+    three = classification_metrics(torch.tensor([2, 0, 0, 0, 0, 2, 0, 0, 2]))
     assert three == pytest.approx({"accuracy": 4 / 6, "f1": (1 + 0 + 2 * 2 / 6) / 3})
-    assert measures(torch.zeros(4)) == {"accuracy": 0.0, "f1": 0.0}
+    assert classification_metrics(torch.zeros(4)) == {"accuracy": 0.0, "f1": 0.0}
 
 
 def test_only_evaluation_counts_and_only_labels():
@@ -172,10 +172,10 @@ def test_only_evaluation_counts_and_only_labels():
     logits = torch.tensor([[[2.0, 1.0], [0.0, 3.0], [5.0, 0.0]], [[0.0, 1.0], [1.0, 0.0], [0.0, 9.0]]])
     labels = torch.tensor([[0, -100, 1], [1, 1, -100]])
     loss(logits, head, {"labels": labels})
-    assert loss.take_counts() is None
+    assert loss.take_confusion() is None
     with torch.no_grad():
         loss.eval()(logits, head, {"labels": labels})
-    assert loss.take_counts().tolist() == [1, 0, 2, 1] and loss.take_counts() is None
+    assert loss.take_confusion().tolist() == [1, 0, 2, 1] and loss.take_confusion() is None
 
 
 def test_with_an_adapter_the_new_head_must_be_trained():

@@ -96,7 +96,7 @@ TOYS = {
         make=HERE + "ByName",
         options={"memory": MEMORY},
         state=lambda options: None,
-        named=True,
+        needs_names=True,
         group_of=HERE + "whole_matrices",
     ),
     "LowRank": OptimizerSpec(

@@ -23,7 +23,7 @@ from torchtitan.core.cadence import NO_LIMIT, cadence_of, describe_end
 from torchtitan.core.errors import JobError, format_bytes, wrap_lines
 from torchtitan.core.progress_bar import waiting
 from torchtitan.optimizers import OPTIMIZERS
-from torchtitan.optimizers.spec import SHARED, Held
+from torchtitan.optimizers.spec import SHARED, StateSize
 from torchtitan.process.machine import describe_limit, limit_in_bytes
 from torchtitan.rules import RULES, Device, Facts, check, with_faults_of_the_rest
 from torchtitan.rules.optimization import trained_matrices
@@ -193,18 +193,18 @@ def _bytes_of_a_rank(facts: Facts) -> tuple[float, str]:
     if moments is not None:
         moment_names = {0: "no moments", 1: "one moment", 2: "two moments"}
         return local_parameters * (2 + moments) * value, moment_names.get(moments, f"{moments} moments")
-    if spec.held is None:
+    if spec.state_size is None:
         return local_parameters * 2 * value, f"without what {name} keeps"
     matrices = trained_matrices(facts)
     # norms, biases, experts
     other_parameters = facts.args.num_parameters - sum(map(math.prod, matrices.values()))
     state_size = (
-        spec.held(options, "", (other_parameters,))
+        spec.state_size(options, "", (other_parameters,))
         if facts.config.adapter.kind == NONE and other_parameters > 0
-        else Held()
+        else StateSize()
     )
     for matrix, shape in matrices.items():
-        state_size = state_size.plus(spec.held(options, matrix, shape))
+        state_size = state_size.plus(spec.state_size(options, matrix, shape))
     share = local_parameters / facts.args.num_parameters
     state_bytes = (share * state_size.values + state_size.everywhere / facts.pp) * value + share * state_size.bytes
     return local_parameters * 2 * value + state_bytes, f"what {name} keeps"

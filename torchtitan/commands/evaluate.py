@@ -32,7 +32,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.datasets.segments import Documents, HeldOutSegments
 from torchtitan.datasets.sources import UnexpectedPair
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.losses.evaluation import Measured, measure, names_of, total
+from torchtitan.losses.evaluation import PositionLoss, measure_position_losses, position_class_names, total_loss
 from torchtitan.losses.tasks import task_of
 from torchtitan.metrics.plot import HELD_OUT, INK, LOSS, RATE, SPEED, STYLE, check_format
 from torchtitan.models.decoder import Decoder
@@ -150,10 +150,12 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
         if size is not None:
             model.memory.clear()
             model.memory.cache_size[False] = size
-        parts = measure(model, batches, seq_len, chunks)
-        totals = total(parts)
+        parts = measure_position_losses(model, batches, seq_len, chunks)
+        totals = total_loss(parts)
         of_bytes = totals.nats / math.log(2) / bytes_told if bytes_told else math.nan
-        by_position = {name: _figures(part) for name, part in zip(names_of(seq_len), parts, strict=True) if part.tokens}
+        by_position = {
+            name: _figures(part) for name, part in zip(position_class_names(seq_len), parts, strict=True) if part.tokens
+        }
         size_entry = {} if size is None else {"cache_size": size}
         runs.append(size_entry | _figures(totals) | {"bits_per_byte": of_bytes, "by_position": by_position})
     results = {"of": str(place), "data": data, "documents": read, "seq_len": seq_len}
@@ -175,7 +177,7 @@ def check_caches(config: JobConfig, sizes: list[int] | None, seq_len: int) -> No
             raise JobError(f"{subject}: {'; '.join(map(str, misfits))}")
 
 
-def _figures(measured: Measured) -> dict[str, Any]:
+def _figures(measured: PositionLoss) -> dict[str, Any]:
     return {"tokens": measured.tokens, "loss": measured.loss, "perplexity": measured.perplexity}
 
 

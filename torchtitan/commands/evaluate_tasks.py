@@ -31,7 +31,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.base import decode_stream
-from torchtitan.losses.evaluation import Likelihood, Request, likelihoods, windows
+from torchtitan.losses.evaluation import Likelihood, Request, likelihoods, split_into_requests
 from torchtitan.models.decoder import Decoder
 from torchtitan.process.distributed import device_type
 from torchtitan.training import inference_model
@@ -79,7 +79,7 @@ class Answers:
         """Return the log-likelihood of each text, in windows if it is longer than the context. Args are (text,)."""
         owners, pieces = [], []
         for number, request in enumerate(requests):
-            for piece in windows(self.tokenizer.encode(request.args[0]), self.first[0], self.context):
+            for piece in split_into_requests(self.tokenizer.encode(request.args[0]), self.first[0], self.context):
                 owners.append(number)
                 pieces.append(piece)
         sums = [0.0] * len(requests)

@@ -34,13 +34,13 @@ class ClassCrossEntropy(SummedCrossEntropy):
         counts = torch.bincount(pairs, minlength=classes**2)
         self.confusion = counts if self.confusion is None else self.confusion + counts
 
-    def take_counts(self) -> torch.Tensor | None:
+    def take_confusion(self) -> torch.Tensor | None:
         """Return and reset the confusion matrix [C C] since the last call; None if nothing was evaluated."""
         confusion, self.confusion = self.confusion, None
         return confusion
 
 
-def measures(confusion: torch.Tensor) -> Mapping[str, float]:
+def classification_metrics(confusion: torch.Tensor) -> Mapping[str, float]:
     """Return accuracy and F1 of a confusion matrix [C C], true class by predicted class.
 
     F1 is for class 1 if there are two classes, and the mean over the classes otherwise.

@@ -33,7 +33,7 @@ class Likelihood(NamedTuple):
 class LossByRequest(Objective):
     """Summed cross-entropy that also accumulates, for each request, its loss and its non-greedy tokens.
 
-    `nats` and `missed` are float64 [requests]; the batch gives each token's request as `requests` [B, S].
+    `nats` and `mismatches` are float64 [requests]; the batch gives each token's request as `requests` [B, S].
     """
 
     targets = ("labels", "requests")
@@ -41,7 +41,7 @@ class LossByRequest(Objective):
     def __init__(self, num_chunks: int, num_requests: int, device: torch.device):
         super().__init__(num_chunks)
         self.nats = torch.zeros(num_requests, dtype=torch.float64, device=device)
-        self.missed = torch.zeros_like(self.nats)
+        self.mismatches = torch.zeros_like(self.nats)
 
     def rows(self, hidden: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return hidden states [N, D], labels [N] and request numbers [N] of the continuation tokens."""
@@ -53,7 +53,7 @@ class LossByRequest(Objective):
         logits = head(hidden)
         losses = cross_entropies(logits, labels)
         self.nats.index_add_(0, requests, losses.double())
-        self.missed.index_add_(0, requests, (logits.argmax(-1) != labels).double())
+        self.mismatches.index_add_(0, requests, (logits.argmax(-1) != labels).double())
         return losses.sum()
 
 
@@ -104,11 +104,11 @@ def _batch(model: Any, requests: Sequence[Request], seq_len: int, context: int) 
                 model.memory.commit()
     finally:
         model.loss = before
-    pairs = zip(objective.nats.tolist(), objective.missed.tolist(), strict=True)
-    return [Likelihood(-nats, missed == 0) for nats, missed in pairs]
+    pairs = zip(objective.nats.tolist(), objective.mismatches.tolist(), strict=True)
+    return [Likelihood(-nats, mismatches == 0) for nats, mismatches in pairs]
 
 
-def windows(ids: list[int], first: int, context: int) -> Iterator[Request]:
+def split_into_requests(ids: list[int], first: int, context: int) -> Iterator[Request]:
     """Split a text that starts with the token `first` into requests; their continuations cover each token once.
 
     Each has `context` tokens; later ones overlap their predecessors only as far as needed to be full.
@@ -124,7 +124,7 @@ BORDERS = (1, 4, 16)
 
 
 @dataclass(frozen=True)
-class Measured:
+class PositionLoss:
     """Number of tokens with a loss, and the sum of their losses in nats, for one class of positions or for all."""
 
     tokens: int
@@ -139,13 +139,13 @@ class Measured:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
-class LossByPlace(Objective):
+class LossByPosition(Objective):
     """Summed cross-entropy that also accumulates losses and token counts by class of position.
 
-    `nats` and `tokens` are float64 [classes]; the batch gives each token's class as `places` [B, S].
+    `nats` and `tokens` are float64 [classes]; the batch gives each token's class as `position_classes` [B, S].
     """
 
-    targets = ("labels", "places")
+    targets = ("labels", "position_classes")
 
     def __init__(self, num_chunks: int, num_classes: int, device: torch.device):
         super().__init__(num_chunks)
@@ -156,29 +156,30 @@ class LossByPlace(Objective):
         return int((batch["labels"] != IGNORE_INDEX).sum())
 
     def rows(self, hidden: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return hidden.flatten(0, 1), batch["labels"].flatten(), batch["places"].flatten()  # [B S, D], [B S], [B S]
+        """Return hidden states [B S, D], labels [B S] and position classes [B S]."""
+        return hidden.flatten(0, 1), batch["labels"].flatten(), batch["position_classes"].flatten()
 
     def compute_loss(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
-        labels, places = targets
+        labels, position_classes = targets
         losses = cross_entropies(head(hidden), labels)
-        self.nats.index_add_(0, places, losses.double())
-        self.tokens.index_add_(0, places, (labels != IGNORE_INDEX).double())
+        self.nats.index_add_(0, position_classes, losses.double())
+        self.tokens.index_add_(0, position_classes, (labels != IGNORE_INDEX).double())
         return losses.sum()
 
 
-def names_of(seq_len: int) -> list[str]:
+def position_class_names(seq_len: int) -> list[str]:
     """Return the names of the position classes, as ranges of tokens."""
     ends = [border * seq_len for border in BORDERS]
     return [f"{first:,}-{last:,}" for first, last in zip([0, *ends], ends, strict=False)] + [f"{ends[-1]:,}-"]
 
 
 @torch.no_grad()
-def measure(
+def measure_position_losses(
     model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]], seq_len: int, num_chunks: int
-) -> list[Measured]:
+) -> list[PositionLoss]:
     """Measure each class of positions with a model in evaluation mode, on batches [B, S] of datasets/segments.py."""
     device = next(model.parameters()).device
-    objective = LossByPlace(num_chunks, len(BORDERS) + 1, device)
+    objective = LossByPosition(num_chunks, len(BORDERS) + 1, device)
     before, model.loss = model.loss, objective
     ends = torch.tensor([border * seq_len for border in BORDERS], device=device)
     try:
@@ -186,15 +187,16 @@ def measure(
             batch = {name: tensor.to(device) for name, tensor in host_batch.items()}
             positions = batch["offsets"][:, None] + torch.arange(batch["tokens"].shape[1], device=device)
             inputs = {name: batch[name] for name in ("tokens", "labels", "begins", "filled")}
-            model(**inputs, places=torch.bucketize(positions, ends, right=True))
+            model(**inputs, position_classes=torch.bucketize(positions, ends, right=True))
             if model.memory is not None:
                 model.memory.commit()
     finally:
         model.loss = before
-    return [Measured(int(n), nats) for n, nats in zip(objective.tokens.tolist(), objective.nats.tolist(), strict=True)]
+    sums = zip(objective.tokens.tolist(), objective.nats.tolist(), strict=True)
+    return [PositionLoss(int(tokens), nats) for tokens, nats in sums]
 
 
-def total(measured: Iterable[Measured]) -> Measured:
+def total_loss(measurements: Iterable[PositionLoss]) -> PositionLoss:
     """Sum measurements over classes."""
-    parts = list(measured)
-    return Measured(sum(part.tokens for part in parts), math.fsum(part.nats for part in parts))
+    parts = list(measurements)
+    return PositionLoss(sum(part.tokens for part in parts), math.fsum(part.nats for part in parts))

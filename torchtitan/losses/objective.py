@@ -80,7 +80,7 @@ class Objective(nn.Module):
         If the batch has `last` [B], indices of tokens, return the logits [B, V] of the next token instead.
         """
         if "last" in batch:
-            return logits_behind(batch["last"], hidden, head)
+            return next_token_logits(batch["last"], hidden, head)
         hidden, *targets = self.rows(hidden, batch)
         if self.num_chunks == 1:
             return self.compute_loss(head, hidden, *targets)
@@ -104,7 +104,7 @@ class SummedCrossEntropy(Objective):
         return summed_cross_entropy(head(hidden), *targets)
 
 
-def logits_behind(last: torch.Tensor, hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
+def next_token_logits(last: torch.Tensor, hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
     """Return the full logits [B, V] at token indices last [B] of hidden states [B, S, D], gathered if sharded by V."""
     logits = head(hidden[torch.arange(len(last), device=last.device), last])
     return logits.full_tensor() if isinstance(logits, DTensor) else logits

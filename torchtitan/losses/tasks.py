@@ -37,7 +37,7 @@ _PAIRS = TaskSpec(
     whole_records=True,
     options_section="dpo",
 )
-_own = {
+_built_in = {
     "pretrain": _SUMMED,
     "sft": replace(_SUMMED, whole_records=True),
     "documents": replace(_SUMMED, streams_documents=True),
@@ -47,7 +47,7 @@ _own = {
     "ipo": replace(_PAIRS, objective="torchtitan.losses.preference:IPO"),
     "orpo": replace(_PAIRS, objective="torchtitan.losses.preference:ORPO"),
 }
-TASKS: Registry[TaskSpec] = Registry("torchtitan.tasks", _own, TaskSpec)
+TASKS: Registry[TaskSpec] = Registry("torchtitan.tasks", _built_in, TaskSpec)
 
 
 def task_of(config: Any) -> TaskSpec:

@@ -25,7 +25,7 @@ def _nesterov(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _by_shape(options: Mapping[str, Any]) -> None:
-    """Return None: the size of the state depends on shapes, and `held` computes it."""
+    """Return None: the size of the state depends on shapes, and `state_size` computes it."""
 
 
 def _one_sided(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -47,7 +47,7 @@ TARGETS = Option(
     list[str], HIDDEN, "Which matrices, by their names; * stands for anything. All else steps as in AdamW."
 )
 _adam: dict[str, Any] = dict(shared=SHARED, implementations=TORCHS, state=lambda options: 2)
-_own = {
+_built_in = {
     "Adafactor": OptimizerSpec(
         make="torchtitan.optimizers.adafactor:Adafactor",
         options={
@@ -56,7 +56,7 @@ _own = {
             "clip": Option(Annotated[float, Field(gt=0)], 1.0, "Longest a change may be, as a root of mean squares."),
         },
         state=_by_shape,
-        held=state_sizes.adafactor,
+        state_size=state_sizes.adafactor,
         sums=True,
     ),
     "Adam": OptimizerSpec(make="torchtitan.optimizers.torch_optim:adam", **_adam),
@@ -65,7 +65,7 @@ _own = {
         make="torchtitan.optimizers.adamw_8bit:AdamW8bit",
         shared=SHARED,
         state=_by_shape,
-        held=state_sizes.adam_8bit,
+        state_size=state_sizes.adam_8bit,
         sums=True,
     ),
     "AdamWBF16": OptimizerSpec(
@@ -76,7 +76,7 @@ _own = {
                 Literal["kahan", "stochastic"], "kahan", "kahan keeps what rounding takes; stochastic rounds by chance."
             ),
         },
-        named=True,
+        needs_names=True,
         only_in="bfloat16",
         state=lambda options: 3 if options["rounding"] == "kahan" else 2,
     ),
@@ -90,9 +90,9 @@ _own = {
             "per": Option(Literal["channel", "tensor"], "channel", "What has a factor of its own."),
             "targets": TARGETS,
         },
-        named=True,
+        needs_names=True,
         state=_by_shape,
-        held=state_sizes.apollo,
+        state_size=state_sizes.apollo,
         sums=True,
     ),
     "GaLore": OptimizerSpec(
@@ -123,9 +123,9 @@ _own = {
             "adaptive_gap": Option(bool, False, "Twice as long where directions stay."),
             "residual": Option(Literal["none", "fira"], "none", "fira: follow the rest of the gradient too."),
         },
-        named=True,
+        needs_names=True,
         state=_by_shape,
-        held=state_sizes.galore,
+        state_size=state_sizes.galore,
         measures=("basis_energy", "basis_overlap"),
         sums=True,
         excluded=_one_sided,
@@ -150,9 +150,9 @@ _own = {
             ),
             "precision": Option(Literal["bfloat16", "float32"], "bfloat16", "What the products are computed in."),
         },
-        named=True,
+        needs_names=True,
         state=_by_shape,
-        held=state_sizes.muon,
+        state_size=state_sizes.muon,
         sums=True,
     ),
     "SGD": OptimizerSpec(
@@ -166,4 +166,4 @@ _own = {
         excluded=_nesterov,
     ),
 }
-OPTIMIZERS: Registry[OptimizerSpec] = Registry("torchtitan.optimizers", _own, OptimizerSpec)
+OPTIMIZERS: Registry[OptimizerSpec] = Registry("torchtitan.optimizers", _built_in, OptimizerSpec)

@@ -107,7 +107,7 @@ def build_optimizers(
         available = ", ".join(spec.implementations)
         raise JobError(f"optimizer implementation {implementation!r}: {name} has {available}; choose one of these")
     read = {key: shared[key] for key in spec.shared}
-    for option, setting, allowed, remedy in spec.wrong(name, read, options):
+    for option, setting, allowed, remedy in spec.faults(name, read, options):
         raise JobError(f"{option}: given {setting}; allowed: {allowed}; {remedy}")
     make = resolve_name(spec.make)
     arguments = {"lr": lr, **spec.arguments(read, options), **spec.implementations[implementation]}
@@ -144,5 +144,5 @@ def _groups(
             if group is None:
                 group = {"params": [], **entries}
                 groups.append(group)
-            group["params"].append((name, parameter) if spec.named else parameter)
+            group["params"].append((name, parameter) if spec.needs_names else parameter)
     return groups

@@ -25,7 +25,7 @@ from torchtitan.optimizers.by_parameter import ByParameter, add, gradient_of, pl
 from torchtitan.optimizers.layout import Layout, by_owners
 from torchtitan.optimizers.moments import Moments, Options, State
 from torchtitan.optimizers.projection import Projection, limited
-from torchtitan.optimizers.state_sizes import sides, under_plan
+from torchtitan.optimizers.state_sizes import sides, sides_under_plan
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class GaLore(ByParameter):
                 f'optimizer.options: given on_conflict = "error"; allowed: "gather" or "flip" for {name}, whose '
                 f"{min(conflict)} side is cut over ranks; write one of these, or another side"
             )
-        return under_plan(requested, cut, self.options["on_conflict"])
+        return sides_under_plan(requested, cut, self.options["on_conflict"])
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]

@@ -19,7 +19,7 @@ from torchtitan.optimizers import moments
 from torchtitan.optimizers.by_parameter import ByParameter, add, gradient_of, plain_change
 from torchtitan.optimizers.layout import Layout, by_owners, local
 from torchtitan.optimizers.moments import Options, State
-from torchtitan.optimizers.state_sizes import taken
+from torchtitan.optimizers.state_sizes import is_target_matrix
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
@@ -75,7 +75,7 @@ class Muon(ByParameter):
             add(parameter, direction, 1 - group["lr"] * group["weight_decay"], -rate)
 
     def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
-        if not taken(name, parameter.shape, self.targets):
+        if not is_target_matrix(name, parameter.shape, self.targets):
             change = plain_change(self.adam, parameter, state, group)
             add(parameter, change, 1 - group["lr"] * group["weight_decay"])
             return

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torchtitan.config.options import Option, describe, fits, hint, show
 
-Wrong = tuple[str, str, str, str]
+Fault = tuple[str, str, str, str]
 """(option of [optimizer], given value, allowed values, remedy)."""
 
 SHARED = ("beta1", "beta2", "eps")
@@ -21,7 +21,7 @@ TORCHS: dict[str, dict[str, bool]] = {
 """Implementations of torch's optimizers: values of optimizer.implementation and their constructor flags."""
 
 
-class Held(NamedTuple):
+class StateSize(NamedTuple):
     """Optimizer state of one parameter, for the full tensor.
 
     `values`: number of values in the training dtype, and `bytes`: further bytes, both sharded like the parameter.
@@ -32,8 +32,8 @@ class Held(NamedTuple):
     bytes: float = 0
     everywhere: float = 0
 
-    def plus(self, other: "Held") -> "Held":
-        return Held(*map(sum, zip(self, other, strict=True)))
+    def plus(self, other: "StateSize") -> "StateSize":
+        return StateSize(*map(sum, zip(self, other, strict=True)))
 
 
 def _as_list(key: str, value: Any) -> str:
@@ -57,7 +57,7 @@ class OptimizerSpec:
     """Allowed values of optimizer.implementation, the default first, with the constructor's flags for each."""
     state: Callable[[Mapping[str, Any]], int | None]
     """Number of state values per element of a parameter, given its options; None if that depends on shapes."""
-    held: Callable[[Mapping[str, Any], str, tuple[int, ...]], Held] | None = None
+    state_size: Callable[[Mapping[str, Any], str, tuple[int, ...]], StateSize] | None = None
     """State of a parameter, given the options, the parameter's name and full shape; used if `state` returns None."""
     only_in: str | None = None
     """The only training.dtype that it supports; None: any."""
@@ -65,7 +65,7 @@ class OptimizerSpec:
     """Names of the numbers that its `measured()` returns for the steps since the last call, for metrics.jsonl."""
     sums: bool = False
     """True if its step communicates, with tensors on the parameters' device."""
-    named: bool = False
+    needs_names: bool = False
     """True if groups hold (name, parameter) instead of parameters; torch.optim accepts either."""
     group_of: str | None = None
     """A function (name, parameter) -> entries of the parameter's group, as "module:attribute". Parameters with equal
@@ -79,7 +79,7 @@ class OptimizerSpec:
         defaults = {name: option.default for name, option in self.options.items()}
         return {name: shared[name] for name in self.shared} | defaults | dict(options)
 
-    def wrong(self, name: str, shared: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Wrong]:
+    def faults(self, name: str, shared: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Fault]:
         """Yield every option that optimizer `name` does not read, or not with this value.
 
         `shared`: the options of SHARED that this optimizer reads, and those that the job set to a non-default value.
@@ -88,22 +88,22 @@ class OptimizerSpec:
         for key in (key for key in shared if key not in self.shared):
             remedy = f"write optimizer.options = {{{key} = ...}}" if key in self.options else "leave it out"
             yield f"optimizer.{key}", show(shared[key]), f"its default with {setting}, which does not read it", remedy
-        table, faults = "optimizer.options", []
+        table, option_faults = "optimizer.options", []
         for key, value in options.items():
             assignment = f"{key} = {show(value)}"
             if key in self.shared:
-                faults.append((table, assignment, f"{key} as an option of its own", f"write optimizer.{key}"))
+                option_faults.append((table, assignment, f"{key} as an option of its own", f"write optimizer.{key}"))
             elif key not in self.options:
                 allowed_options = (
                     f"options of {name}: {', '.join(self.options)}" if self.options else f"nothing with {setting}"
                 )
-                faults.append((table, assignment, allowed_options, hint(key, self.options) or "leave it out"))
+                option_faults.append((table, assignment, allowed_options, hint(key, self.options) or "leave it out"))
             elif not fits(self.options[key].annotation, value):
-                faults.append(
+                option_faults.append(
                     (table, assignment, f"{key} = {describe(self.options[key].annotation)}", _as_list(key, value))
                 )
-        yield from faults
-        if not faults:
+        yield from option_faults
+        if not option_faults:
             arguments = self.arguments(shared, options)
             for key, allowed, remedy in self.excluded(arguments):
                 key_path = f"optimizer.{key}" if key in self.shared else table

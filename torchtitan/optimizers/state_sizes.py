@@ -8,13 +8,13 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
-from torchtitan.optimizers.spec import Held
+from torchtitan.optimizers.spec import StateSize
 
 HIDDEN = ["*attn*", "*attention*", "*mlp*", "*feed_forward*"]
 """Patterns for the matrices of the layers, in the model families' names."""
 
 
-def taken(name: str, shape: Iterable[int], patterns: Iterable[str]) -> bool:
+def is_target_matrix(name: str, shape: Iterable[int], patterns: Iterable[str]) -> bool:
     """Return True for a matrix with a name that matches a pattern; `*` matches anything, dots too."""
     return len(tuple(shape)) == 2 and any(fnmatchcase(name, pattern) for pattern in patterns)
 
@@ -24,7 +24,7 @@ def sides(name: str, shape: tuple[int, ...], options: Mapping[str, Any]) -> tupl
 
     There are none if the rank reaches the short side, as nothing would be saved.
     """
-    if not taken(name, shape, options["targets"]) or options["rank"] >= min(shape):
+    if not is_target_matrix(name, shape, options["targets"]) or options["rank"] >= min(shape):
         return ()
     side = options.get("side", "std")
     if side == "full":
@@ -35,7 +35,7 @@ def sides(name: str, shape: tuple[int, ...], options: Mapping[str, Any]) -> tupl
     return ("right",) if tall == (side == "std") else ("left",)
 
 
-def under_plan(found: tuple[str, ...], cut: Collection[str], on_conflict: str) -> tuple[str, ...]:
+def sides_under_plan(found: tuple[str, ...], cut: Collection[str], on_conflict: str) -> tuple[str, ...]:
     """Return the sides to project, given the result of `sides` and the sharded sides `cut`.
 
     With `on_conflict` = "flip", a sharded single side is replaced by the other side if that is not sharded.
@@ -59,37 +59,37 @@ BLOCK, SMALLEST = 256, 4096
 Shape = tuple[int, ...]
 
 
-def adam(options: Mapping[str, Any], name: str, shape: Shape) -> Held:
-    return Held(values=2 * prod(shape))
+def adam(options: Mapping[str, Any], name: str, shape: Shape) -> StateSize:
+    return StateSize(values=2 * prod(shape))
 
 
-def adam_8bit(options: Mapping[str, Any], name: str, shape: Shape) -> Held:
+def adam_8bit(options: Mapping[str, Any], name: str, shape: Shape) -> StateSize:
     if prod(shape) < SMALLEST:
-        return Held(bytes=2 * 4 * prod(shape))
-    return Held(bytes=2 * (prod(shape) + 4 * prod(shape[:-1]) * -(-shape[-1] // BLOCK)))
+        return StateSize(bytes=2 * 4 * prod(shape))
+    return StateSize(bytes=2 * (prod(shape) + 4 * prod(shape[:-1]) * -(-shape[-1] // BLOCK)))
 
 
-def adafactor(options: Mapping[str, Any], name: str, shape: Shape) -> Held:
+def adafactor(options: Mapping[str, Any], name: str, shape: Shape) -> StateSize:
     second = prod(shape) if len(shape) < 2 else prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]
-    return Held(values=second + (prod(shape) if options["beta1"] else 0))
+    return StateSize(values=second + (prod(shape) if options["beta1"] else 0))
 
 
-def muon(options: Mapping[str, Any], name: str, shape: Shape) -> Held:
-    return Held(values=prod(shape) * (1 if taken(name, shape, options["targets"]) else 2))
+def muon(options: Mapping[str, Any], name: str, shape: Shape) -> StateSize:
+    return StateSize(values=prod(shape) * (1 if is_target_matrix(name, shape, options["targets"]) else 2))
 
 
 INNER = {"adamw": adam, "adamw_8bit": adam_8bit, "adafactor": adafactor}
 
 
-def galore(options: Mapping[str, Any], name: str, shape: Shape) -> Held:
+def galore(options: Mapping[str, Any], name: str, shape: Shape) -> StateSize:
     """Return GaLore's state: bases in full on every rank; moments sharded like the matrix, or over its other side."""
     projected = sides(name, shape, options)
     moments = INNER[options["inner"]](options, name, projected_shape(name, shape, options))
     bases = options["rank"] * sum(shape[("left", "right").index(side)] for side in projected)
     limit = bool(projected) and options["residual"] == "fira"
-    return moments.plus(Held(everywhere=bases, bytes=4 * limit))
+    return moments.plus(StateSize(everywhere=bases, bytes=4 * limit))
 
 
-def apollo(options: Mapping[str, Any], name: str, shape: Shape) -> Held:
+def apollo(options: Mapping[str, Any], name: str, shape: Shape) -> StateSize:
     limit = bool(sides(name, shape, options))
-    return Held(values=2 * prod(projected_shape(name, shape, options)), bytes=4 * limit)
+    return StateSize(values=2 * prod(projected_shape(name, shape, options)), bytes=4 * limit)

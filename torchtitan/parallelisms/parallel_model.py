@@ -305,7 +305,7 @@ class ParallelModel:
         return losses
 
     @torch.no_grad()
-    def logits_behind(self, tokens: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    def next_token_logits(self, tokens: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Return the logits [B, V] that follow position last [B] of each sample of tokens [B, S].
 
         Arguments are the same on all ranks, and all ranks call it. It supports neither pipeline nor context parallel.

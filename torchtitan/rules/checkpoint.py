@@ -23,7 +23,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.launcher.run_folder import find_lost_checkpoints
 from torchtitan.models import CONFIG_CONVERTERS, FROM_HF
 from torchtitan.models.hf.config import CONFIG
-from torchtitan.optimizers.state_sizes import sides, under_plan
+from torchtitan.optimizers.state_sizes import sides, sides_under_plan
 from torchtitan.rules.facts import Facts, Rule
 from torchtitan.rules.optimization import options_of_the_optimizer, sharded_sides, trained_matrices
 from torchtitan.rules.task import PAIRS
@@ -101,7 +101,7 @@ def moments_are_of_this_plan(facts: Facts) -> Iterator[Fault]:
     for name, shape in trained_matrices(facts).items():
         projected = sides(name, shape, options)
         cut = sharded_sides(name, facts.fsdp_shards, facts.tp), sharded_sides(name, shard * cp, tp)
-        now, then = (under_plan(projected, sharded, "flip") for sharded in cut)
+        now, then = (sides_under_plan(projected, sharded, "flip") for sharded in cut)
         flipped += [name] if now != then else []
     if flipped:
         plan = f"dp_shard {shard}, cp {cp}, tp {tp}"

@@ -13,7 +13,7 @@ from torchtitan.lr_schedules import CYCLICAL, JAGGED, ScheduleError
 from torchtitan.models.sizes import HEAD, linears, split_side
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED
-from torchtitan.optimizers.state_sizes import HIDDEN, sides, taken
+from torchtitan.optimizers.state_sizes import HIDDEN, is_target_matrix, sides
 from torchtitan.rules.facts import Facts, Rule
 
 BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")
@@ -61,7 +61,7 @@ def optimizer_options(facts: Facts) -> Iterator[Fault]:
         return
     shared = {key: getattr(optimizer, key) for key in SHARED}
     shared = {key: v for key, v in shared.items() if key in spec.shared or v != getattr(default, key)}
-    for key, value, allowed, remedy in spec.wrong(optimizer.name, shared, optimizer.options):
+    for key, value, allowed, remedy in spec.faults(optimizer.name, shared, optimizer.options):
         yield facts.fault(key, allowed, remedy, value=value)
     if optimizer.implementation is not None and optimizer.implementation not in spec.implementations:
         allowed_names = ", ".join(map(show, spec.implementations))
@@ -141,7 +141,7 @@ def options_of_the_optimizer(facts: Facts) -> dict[str, Any] | None:
     section = facts.config.optimizer
     spec = OPTIMIZERS.get(section.name)
     shared = {key: getattr(section, key) for key in SHARED}
-    if spec is None or any(spec.wrong(section.name, {key: shared[key] for key in spec.shared}, section.options)):
+    if spec is None or any(spec.faults(section.name, {key: shared[key] for key in spec.shared}, section.options)):
         return None
     return spec.arguments(shared, section.options)
 
@@ -194,7 +194,7 @@ def optimizer_has_matrices(facts: Facts) -> Iterator[Fault]:
     explicit = options["targets"] != HIDDEN  # the default has names of several families
     patterns = [[pattern] for pattern in options["targets"]] if explicit else [options["targets"]]
     for target_patterns in patterns or [[]]:
-        if not any(taken(name, shape, target_patterns) for name, shape in trained_matrices(facts).items()):
+        if not any(is_target_matrix(name, shape, target_patterns) for name, shape in trained_matrices(facts).items()):
             remedy = "correct or drop it" if target_patterns else 'or write optimizer.name = "AdamW"'
             yield facts.fault(
                 OPTIONS, f"targets that fit one of {matrices}", remedy, value=f"targets = {show(target_patterns)}"
@@ -205,7 +205,11 @@ def optimizer_projects_something(facts: Facts) -> Iterator[Fault]:
     options = options_of_the_optimizer(facts)
     if not options or "rank" not in options or "targets" not in options:
         return
-    chosen = {name: shape for name, shape in trained_matrices(facts).items() if taken(name, shape, options["targets"])}
+    chosen = {
+        name: shape
+        for name, shape in trained_matrices(facts).items()
+        if is_target_matrix(name, shape, options["targets"])
+    }
     projected = {name: sides(name, shape, options) for name, shape in chosen.items()}
     rank = f"rank = {options['rank']}"
     if chosen and not any(projected.values()):

@@ -18,7 +18,7 @@ from torchtitan.datasets.samples import global_sample_numbers
 from torchtitan.datasets.segments import SegmentLoader, SegmentPosition
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.losses.classification import ClassCrossEntropy, measures
+from torchtitan.losses.classification import ClassCrossEntropy, classification_metrics
 from torchtitan.losses.masked_lm import HELD_OUT, Masking
 from torchtitan.losses.objective import Objective
 from torchtitan.losses.tasks import mask_token, task_of
@@ -122,10 +122,10 @@ class BatchPreparer:
         num_classes = self.spec.num_classes
         if not num_classes:
             return {}
-        counts = [part.loss.take_counts() for part in parts if isinstance(part.loss, ClassCrossEntropy)]
+        counts = [part.loss.take_confusion() for part in parts if isinstance(part.loss, ClassCrossEntropy)]
         local_counts = [count for count in counts if count is not None]  # only the last pipeline stage has any
         totals = sum(local_counts).tolist() if local_counts else [0] * num_classes**2
-        return measures(torch.tensor(distributed.sum_ints(*totals)) // self.dims.tp)
+        return classification_metrics(torch.tensor(distributed.sum_ints(*totals)) // self.dims.tp)
 
     def sample_numbers(self, index: int, size: int, device: torch.device | None = None) -> torch.Tensor:
         """Return the numbers [size], within the step, of the samples of this rank's batch `index`."""

@@ -117,7 +117,7 @@ class Generations:
 
         def next_logits(tokens: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
             progress.enter(phase, step)
-            return model.logits_behind(tokens.to(model.device), last.to(model.device))
+            return model.next_token_logits(tokens.to(model.device), last.to(model.device))
 
         model.train(False)
         answers = generate_greedily(
