@@ -77,7 +77,7 @@ def make_tensor_map(
     optional_prefix: str,
     transposed: frozenset[str] = frozenset(),
 ) -> TensorMap:
-    """Return the Form (hf/names.py) of a model with its head; `ends` are all others outside of the layers."""
+    """Return the TensorMap of a model with its head; `outer_names` are all other names outside of the layers."""
     return TensorMap(
         layer_names=parts,
         outer_names={**ends, "output.weight": CLASSIFIER_HEAD if args.n_classes else LM_HEAD},
