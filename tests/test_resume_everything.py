@@ -19,7 +19,7 @@ from torchtitan.commands.prepare import main as prepare
 from torchtitan.config import manager
 from torchtitan.datasets import BUILT_IN
 from torchtitan.guards import RollBack
-from torchtitan.losses.tasks import _own as tasks
+from torchtitan.losses.tasks import _built_in as tasks
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
 
