@@ -7,9 +7,8 @@ import pytest
 
 from torchtitan.build import parts
 from torchtitan.config.sections.model import ActivationCheckpoint, Parallelism
-from torchtitan.config.sections.optimization import Optimizer
 from torchtitan.config.sections.run import Metrics
-from torchtitan.config.sections.training import DataLoader
+from torchtitan.config.sections.training import DataLoader, Optimizer
 from torchtitan.datasets.loader import WorkerOptions
 from torchtitan.metrics.logger import MetricsLogger
 from torchtitan.optimizers.build import build_optimizers

@@ -13,11 +13,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import pytest
 import tomli
 
-from torchtitan.config.help import help_text
 from torchtitan.config.job import JobConfig
 from torchtitan.config.layers import assemble, nest
 from torchtitan.config.manager import ConfigError, load, to_toml
-from torchtitan.config.options import Fault, columns, describe, options, options_of, sections, show
+from torchtitan.config.options import Fault, columns, describe, help_text, options, options_of, sections, show
 
 REPOSITORY = Path(__file__).parent.parent
 SHORTENED = f'"{"x" * 47}...{"x" * 48}"'

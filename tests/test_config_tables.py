@@ -11,7 +11,7 @@ import pytest
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config import help, layers, manager, options
+from torchtitan.config import layers, manager, options
 from torchtitan.config.sections.field_types import STRICT
 from torchtitan.config.sections.run import Job
 from torchtitan.rules.facts import Facts
@@ -174,7 +174,7 @@ def test_rules_can_name_a_table_and_an_option_of_it(tmp_path):
 
 
 def test_help_lists_the_options_of_each_table():
-    assert help.help_text().partition("[farm]\n")[2].splitlines() == [
+    assert options.help_text().partition("[farm]\n")[2].splitlines() == [
         "  --farm.size  (a whole number; default 1)",
         "      In acres.",
         "  --farm.flock  (a list of tables; default [])",

@@ -449,7 +449,7 @@ def test_hugging_face_package(tmp_path, monkeypatch):
 
 def test_a_dataset_folder_with_code_runs_none(tmp_path):
     folder = hub_folder(tmp_path, shards=1, rows=3)
-    write(tmp_path / "data" / "config/sections/task.py", f"open({str(tmp_path / 'ran')!r}, 'w')".encode())
+    write(tmp_path / "data" / "config/sections/training.py", f"open({str(tmp_path / 'ran')!r}, 'w')".encode())
     try:
         list(DATASETS["huggingface"](folder, "text").documents())
     except DataError as error:

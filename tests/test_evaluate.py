@@ -15,7 +15,7 @@ from torchtitan import cli
 from torchtitan.build import data as build_data
 from torchtitan.build.parts import dims
 from torchtitan.commands.evaluate import check_caches
-from torchtitan.commands.job_of import find_job
+from torchtitan.commands.generate import find_job
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer

@@ -10,9 +10,8 @@ import pytest
 
 from tests.support.jobs import ROOT
 from torchtitan import cli
-from torchtitan.config.help import help_text, overview
 from torchtitan.config.manager import load, said_by
-from torchtitan.config.options import sections
+from torchtitan.config.options import help_text, overview, sections
 from torchtitan.core import errors
 from torchtitan.core.errors import JobError, wrap_lines
 from torchtitan.launch import load_job

@@ -68,7 +68,7 @@ def _dispatch(argv: list[str]) -> int:
         return REFUSED
     if {"--help", "-h"} & set(arguments):  # needs none of the command's imports
         if command == "train":
-            importlib.import_module("torchtitan.config.help").print_help_if_requested(arguments)
+            importlib.import_module("torchtitan.config.options").print_help_if_requested(arguments)
         importlib.import_module("torchtitan.commands.command_lines").parser_of(command).print_help()
         return 0
     with no_gc_during_imports():

@@ -15,9 +15,8 @@ from pathlib import Path
 from torchtitan.checkpoint import newest_complete
 from torchtitan.checkpoint.layout import step_of
 from torchtitan.config import manager
-from torchtitan.config.help import print_help_if_requested
 from torchtitan.config.job import JobConfig
-from torchtitan.config.options import ConfigError
+from torchtitan.config.options import ConfigError, print_help_if_requested
 from torchtitan.config.sections.run import Job
 from torchtitan.core.errors import JobError, wrap_lines
 from torchtitan.launcher import slurm

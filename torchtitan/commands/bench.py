@@ -27,9 +27,8 @@ from torchtitan.commands.command_lines import parse_command
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import load, said_by, to_toml
 from torchtitan.config.options import ConfigError, Fault, free_table
-from torchtitan.config.sections.optimization import LRScheduler
 from torchtitan.config.sections.run import Checkpoint, EarlyStop, Guard, Metrics, Profiling
-from torchtitan.config.sections.training import Training, Validation
+from torchtitan.config.sections.training import LRScheduler, Training, Validation
 from torchtitan.core.errors import JobError, wrap_lines
 from torchtitan.core.progress_bar import waiting
 from torchtitan.metrics.json_lines import read_records

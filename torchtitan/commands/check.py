@@ -14,10 +14,9 @@ from torchtitan.adapters import NONE
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.upgrade import translate
 from torchtitan.config.batch_shape import notice, rows_per_sample, sample_count
-from torchtitan.config.help import help_text
 from torchtitan.config.job import JobConfig, describe_sources, job_schema
 from torchtitan.config.manager import load, said_by, to_toml
-from torchtitan.config.options import ConfigError, Fault
+from torchtitan.config.options import ConfigError, Fault, help_text
 from torchtitan.config.upgrade import ERAS
 from torchtitan.core.cadence import NO_LIMIT, cadence_of, describe_end
 from torchtitan.core.errors import JobError, format_bytes, wrap_lines

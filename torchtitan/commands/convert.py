@@ -33,7 +33,7 @@ from torchtitan.checkpoint.layout import MODEL
 from torchtitan.checkpoint.saving import SaveOptions, Snapshot, save
 from torchtitan.checkpoint.weight_sources import Weights, open_weights
 from torchtitan.commands.command_lines import FORMS, parse_command
-from torchtitan.commands.job_of import JOB, find_job, names_its_tokenizer
+from torchtitan.commands.generate import JOB, find_job, names_its_tokenizer
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import to_toml
 from torchtitan.core.errors import JobError

@@ -17,10 +17,17 @@ from pydantic.dataclasses import dataclass
 from torchtitan.config.sections.adapter import Adapter
 from torchtitan.config.sections.field_types import STRICT
 from torchtitan.config.sections.model import ActivationCheckpoint, Compile, Model, Parallelism
-from torchtitan.config.sections.optimization import LRScheduler, Optimizer
 from torchtitan.config.sections.run import Checkpoint, Comm, Debug, EarlyStop, Guard, Job, Memory, Metrics, Profiling
-from torchtitan.config.sections.task import Data, Dpo, Task
-from torchtitan.config.sections.training import DataSource, Training, Validation
+from torchtitan.config.sections.training import (
+    Data,
+    DataSource,
+    Dpo,
+    LRScheduler,
+    Optimizer,
+    Task,
+    Training,
+    Validation,
+)
 
 
 @dataclass(config=STRICT, kw_only=True)

@@ -14,10 +14,9 @@ import tomli
 import tomli_w
 
 from torchtitan.config.command_line import parse_arguments
-from torchtitan.config.help import print_help_if_requested
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.layers import COMMAND_LINE, Entries, Layer, assemble, layer_of, merged, of_environment, walk
-from torchtitan.config.options import ConfigError, Fault, hint, option_at, show
+from torchtitan.config.options import ConfigError, Fault, hint, option_at, print_help_if_requested, show
 from torchtitan.core.cadence import NO_LIMIT
 from torchtitan.core.files import FileError, find_job_file, read_file, shipped_jobs
 

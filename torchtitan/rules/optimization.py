@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan.adapters import NONE
 from torchtitan.adapters.targets import target_linears, with_wildcards
 from torchtitan.config.options import Fault, show
-from torchtitan.config.sections.optimization import Optimizer
+from torchtitan.config.sections.training import Optimizer
 from torchtitan.lr_schedules import CYCLICAL, JAGGED, ScheduleError
 from torchtitan.models.sizes import HEAD, linears, split_side
 from torchtitan.optimizers import OPTIMIZERS

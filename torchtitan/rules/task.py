@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from torchtitan.config.batch_shape import fixed_by, is_packed
 from torchtitan.config.job import joins_sources
 from torchtitan.config.options import Fault, options
-from torchtitan.config.sections.task import Data, Task
-from torchtitan.config.sections.training import Validation
+from torchtitan.config.sections.training import Data, Task, Validation
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.tokenizer.chat_templates import NAMED, resolve_template
 from torchtitan.losses.tasks import TASKS, mask_token

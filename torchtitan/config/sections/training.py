@@ -1,4 +1,4 @@
-"""Training data, batches, steps and precision; validation on held-out data."""
+"""Sections of what a job trains and how: data, steps, precision, validation, optimizer, learning rate and task."""
 
 from dataclasses import field
 from typing import Annotated, Literal
@@ -10,7 +10,12 @@ from torchtitan.config.sections.field_types import (
     STRICT,
     Cadence,
     Dataset,
+    Form,
+    Fraction,
+    InEpochs,
+    NameIn,
     NonNegative,
+    PartOfRun,
     Place,
     Positive,
     Precision,
@@ -153,3 +158,146 @@ class Validation:
     generated.jsonl in job.dump_folder."""
     generated_tokens: Positive = 64
     """Maximum number of tokens generated for each prompt."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Optimizer:
+    """The optimizer and its learning rate."""
+
+    name: Annotated[str, NameIn("torchtitan.optimizers:OPTIMIZERS")] = "AdamW"
+    """Optimizer."""
+    lr: Annotated[float, Field(gt=0)] = 8e-4
+    """Peak learning rate."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment (Adam, AdamW)."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the second moment (Adam, AdamW)."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Constant added to the denominator (Adam, AdamW)."""
+    options: dict[str, int | float | bool | str | list[str]] = field(default_factory=dict)
+    """Further options of the optimizer, e.g. {momentum = 0.9} for SGD; `torchtitan list optimizers` lists them."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Weight decay: decoupled in AdamW, added to the gradient in Adam and SGD (as in torch)."""
+    decay_norms_and_biases: bool = True
+    """Apply weight decay to one-dimensional parameters too (norm weights, biases)."""
+    implementation: Literal["for-loop", "foreach", "fused"] | None = None
+    """Implementation of the update. Unset: the fastest that the optimizer has (fused for torch's)."""
+    early_step_in_backward: bool = False
+    """Step each parameter as soon as its gradient is ready, then free the gradient. Saves memory; excludes clipping
+    (set training.max_norm = 0) and gradient accumulation."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class LRScheduler:
+    """The shape of the learning rate over the run."""
+
+    warmup_steps: NonNegative | PartOfRun | InEpochs | None = None
+    """Length of the warmup: steps, a fraction of the total such as 0.03, "epoch" or "N/epoch". Unset: 10 % of the
+    total, at least 2."""
+    warmup_type: Literal["linear", "quadratic", "cosine"] = "linear"
+    """Shape of the warmup as a function of its completed fraction: linear, its square, or half a cosine."""
+    total_steps: Positive | None = None
+    """Length of the schedule in steps, after which the rate stays at its floor. Unset: training.steps."""
+    t_max: Positive | None = None
+    """Length of the schedule in units of t_max_unit, instead of total_steps."""
+    t_max_unit: Literal["epoch", "step", "token"] = "epoch"
+    """Unit of t_max. The rate changes with every step in any case."""
+    decay_ratio: Fraction | None = None
+    """Fraction of the total spent decaying, at its end; between warmup and decay the rate stays at its peak
+    (warmup-stable-decay). Unset: decay starts right after warmup."""
+    decay_type: Annotated[
+        str, NameIn("torchtitan.lr_schedules:DECAYS", ("constant", "relora_cosine", "relora_cyclical"))
+    ] = "linear"
+    """Shape of the decay. docs/low_rank.md describes relora_cosine and relora_cyclical."""
+    num_cycles: Positive = 1
+    """Cycles of cosine_restarts."""
+    min_lr_factor: Fraction = 0.1
+    """Final learning rate as a fraction of optimizer.lr, reached at the last step."""
+    cycle_length: Positive | None = None
+    """Steps of a cycle of relora_cosine and relora_cyclical. Unset: adapter.relora.reset_every, or
+    adapter.relora.every."""
+    restart_warmup_steps: NonNegative | None = None
+    """Steps over which relora_cosine returns to its curve after each restart."""
+    adjust_step: NonNegative = 0
+    """Number of steps to move all restarts of relora_cosine forward, including the first."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Task:
+    """The kind of task: language modeling, fine-tuning, classification, preferences."""
+
+    kind: Annotated[str, NameIn("torchtitan.losses.tasks:TASKS")] = "pretrain"
+    """Task to learn. pretrain: the next token. sft: the next token of whole records, see [data]. documents: the next
+    token of documents read in order, one stream per row, training.seq_len tokens a batch. masked_lm: masked words.
+    seq_cls: the class of a record. dpo, ipo, orpo: the preferred one of two answers, see [dpo]."""
+    label_field: str = "label"
+    """Field of a record that holds its class (seq_cls); its text is in training.text_field."""
+    second_text_field: str | None = None
+    """Field of a second text, for seq_cls on pairs."""
+    labels: list[str] = field(default_factory=list)
+    """Names of the classes in their order, if data or exports use names. Unset: numbers from 0."""
+    mask_share: Annotated[float, Field(gt=0, le=1)] = 0.15
+    """Fraction of words to predict (masked_lm)."""
+    mask_token: str | None = None
+    """Special token that replaces masked words. Unset: <mask> or [MASK]."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Data:
+    """Chat templates, loss masks and sample packing of records."""
+
+    chat_template: Place | None = None
+    """Template that formats conversations, for any task, instead of the tokenizer's: chatml, llama2, llama3, alpaca, a
+    .jinja file, or Jinja source."""
+    default_system: str | None = None
+    """System message of conversations that have none."""
+    train_on: Literal["completion", "all", "last_turn"] = "completion"
+    """Part of a record that is learned: the answers (completion), everything, or the last answer."""
+    train_on_eos: Literal["turn", "last", "all", "none"] = "turn"
+    """Turns with a trained end-of-turn token: each answer (turn), the last answer, all turns of any role, or none."""
+    too_long: Literal["error", "drop", "truncate", "split"] = "error"
+    """Handling of records longer than training.seq_len. Conversations are never cut."""
+    max_empty_ratio: Fraction = 0.01
+    """Maximum fraction of a source's records without any token to learn. Sources above it are refused; below it such
+    records are dropped."""
+    packing: Literal["best_fit", "off"] | None = None
+    """Sample packing. best_fit: records share samples of training.seq_len tokens, without seeing each other. off: each
+    record is a sample. Unset: off for classification (task.kind = "seq_cls"), where batch sizes then count records,
+    otherwise best_fit. Pairs of answers are never packed."""
+    padding: Literal["right", "left"] = "right"
+    """Side of a sample that is padded. Padding is masked in attention and loss."""
+    pad_to: (
+        Annotated[
+            str,
+            Field(pattern=r"^(seq_len|batch|multiple:[1-9]\d*)$"),
+            Form('"seq_len", "batch" or "multiple:N", as "multiple:64"'),
+        ]
+        | None
+    ) = None
+    """Length of samples that are not packed: training.seq_len, the longest of the batch, or that rounded up to a
+    multiple of a number, as "multiple:64". Unset: rounded up to a multiple of 8 on a CPU and 64 on a GPU, but seq_len
+    with pipelines, compiled blocks, experts or padding on the left; the log then says what fraction of the tokens is
+    padding."""
+    group_by_length: bool = False
+    """Group unpacked samples of similar length into steps, in a new random order each epoch."""
+    shards: Annotated[str, Field(pattern=r"^[1-9]\d*/[1-9]\d*$"), Form('"N/M", as "2/4"')] = "1/1"
+    """Part of each source's records to train on, as "2/4" for the second of four equal parts."""
+    packing_window: Annotated[int, Field(ge=2)] = 100_000
+    """Records, in shuffled order, that are packed together."""
+    num_proc: Positive | None = None
+    """Processes that tokenize before the run. Unset: training.dataloader.num_workers, at least 1."""
+    cache_dir: Place | None = None
+    """Folder for data tokenized before the run. Unset: data, inside job.dump_folder."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Dpo:
+    """Losses on pairs of answers: dpo, ipo, orpo."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """Strength with which the model is kept close to its reference; for orpo the weight of the odds ratio."""
+    reference: Place | None = None
+    """Reference model, of the same family and sizes: a Hugging Face folder, a checkpoint or a run. Unset: the model
+    that training starts from (dpo, ipo)."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Assumed fraction of pairs with swapped labels (dpo)."""
