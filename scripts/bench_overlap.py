@@ -20,7 +20,7 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 from torchtitan.parallelisms.pipeline.actions import rank_of_stages
-from torchtitan.parallelisms.pipeline.overlap.exchange import Sizes
+from torchtitan.parallelisms.pipeline.overlap.exchange import SplitSizes
 from torchtitan.parallelisms.pipeline.overlap.segments import CountExchange, Exchange, Policy, Program, Segment
 from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedSchedule, SegmentedStage
 from torchtitan.parallelisms.pipeline.runtime import build_table
@@ -61,7 +61,7 @@ class Channel:
         return Arrival(rows, self.free)
 
     def issue_counts(self, counts):
-        return Arrival(Sizes(counts[None], [], []), 0.0)
+        return Arrival(SplitSizes(counts[None], [], []), 0.0)
 
 
 class Arrival:

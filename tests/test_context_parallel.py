@@ -29,7 +29,7 @@ from torchtitan.parallelisms.attention_kernel import Tokens
 from torchtitan.parallelisms.context_parallel import (
     METHODS,
     apply_context_parallel,
-    sequence_layout,
+    build_layout,
     shard_sequence,
 )
 from torchtitan.parallelisms.sequence_layout import SequenceLayout
@@ -96,7 +96,7 @@ def attend_and_compare(ranks, method, balance, cases, kernel=AttentionKernel, re
     """Return the largest relative errors of the output and the three gradients for each case of `kernel_cases`."""
     kernel, layout, rank = (
         parallel_kernel(ranks, method, balance, kernel()),
-        sequence_layout(ranks, method, balance),
+        build_layout(ranks, method, balance),
         dist.get_rank(),
     )
     errors = {}
@@ -107,15 +107,15 @@ def attend_and_compare(ranks, method, balance, cases, kernel=AttentionKernel, re
         exact = [x.double().requires_grad_() for x in qkv]
         expected = reference(*exact, documents)
         expected_grads = torch.autograd.grad(expected, exact, grad.double())
-        local = [layout.share(x, rank, dim=2).requires_grad_() for x in qkv]
-        mask = kernel.prepare(tokens_of(local[0], None if documents is None else layout.share(documents, rank)))
+        local = [layout.shard(x, rank, dim=2).requires_grad_() for x in qkv]
+        mask = kernel.prepare(tokens_of(local[0], None if documents is None else layout.shard(documents, rank)))
         y = kernel(*local, mask)
-        grads = torch.autograd.grad(y, local, layout.share(grad, rank, dim=2))
+        grads = torch.autograd.grad(y, local, layout.shard(grad, rank, dim=2))
         assert y.dtype == dtype and [g.dtype for g in grads] == [dtype] * 3
         with torch.no_grad():
             assert torch.equal(kernel(*local, mask), y)
         pairs = zip((y, *grads), (expected, *expected_grads), strict=True)
-        errors[case] = [relative_error(got, layout.share(full_tensor, rank, dim=2)) for got, full_tensor in pairs]
+        errors[case] = [relative_error(got, layout.shard(full_tensor, rank, dim=2)) for got, full_tensor in pairs]
     return errors
 
 
@@ -159,7 +159,7 @@ class HalvedQueries(AttentionKernel):
 class HalvedQueriesOfParts(HalvedQueries):
     """The same, declared to support parts of a sequence."""
 
-    takes_parts = True
+    accepts_query_slices = True
 
 
 def reference_half(q, k, v, documents):
@@ -336,15 +336,15 @@ class Traffic(TorchDispatchMode):
 
 def measure_traffic(ranks, method, dtype):
     """Return the bytes sent by prepare, forward and backward."""
-    kernel, layout, rank = parallel_kernel(ranks, method, True), sequence_layout(ranks, method, True), dist.get_rank()
+    kernel, layout, rank = parallel_kernel(ranks, method, True), build_layout(ranks, method, True), dist.get_rank()
     *qkv, grad, documents = full_tensors(4, 2, dtype)
-    local = [layout.share(x, rank, dim=2).requires_grad_() for x in qkv]
+    local = [layout.shard(x, rank, dim=2).requires_grad_() for x in qkv]
     with Traffic(ranks) as prepared:
-        mask = kernel.prepare(tokens_of(local[0], layout.share(documents, rank)))
+        mask = kernel.prepare(tokens_of(local[0], layout.shard(documents, rank)))
     with Traffic(ranks) as forward:
         y = kernel(*local, mask)
     with Traffic(ranks) as backward:
-        torch.autograd.grad(y, local, layout.share(grad, rank, dim=2))
+        torch.autograd.grad(y, local, layout.shard(grad, rank, dim=2))
     return prepared.sent, forward.sent, backward.sent
 
 
@@ -377,10 +377,10 @@ def count_visible(layout, rank, length, in_sequence):
     size = length // layout.ranks
     counts = torch.zeros(size, length, dtype=torch.long)
     if in_sequence:
-        where = [(region, torch.arange(length)) for region in layout.seen_in_sequence(rank, size)]
+        where = [(region, torch.arange(length)) for region in layout.visible_in_sequence(rank, size)]
     else:
         positions = [layout.positions(source, size, "cpu") for source in range(layout.ranks)]
-        where = [(layout.seen_in_share(rank, source, size), keys) for source, keys in enumerate(positions)]
+        where = [(layout.visible_in_shard(rank, source, size), keys) for source, keys in enumerate(positions)]
     for region, keys in where:
         if region is not None:
             queries = slice(region.first_query, region.last_query)
@@ -419,9 +419,11 @@ def test_shards_make_up_the_sequence(method):
 def region_gradients(dtype, documents, device="cpu"):
     q, k, v, grad, ids = (x.to(device) for x in full_tensors(4, 2, dtype))
     q, grad, query_ids = q[:, :, 12:].requires_grad_(), grad[:, :, 12:], ids[:, 12:]
-    regions = SequenceLayout(2, headtail=False).seen_in_sequence(1, 12)
+    regions = SequenceLayout(2, headtail=False).visible_in_sequence(1, 12)
     k.requires_grad_(), v.requires_grad_()
-    y = ring_attention.RegionAttention.apply(q, k, v, regions, *((query_ids, ids) if documents else (None, None)))
+    y = ring_attention.RegionAttentionFunction.apply(
+        q, k, v, regions, *((query_ids, ids) if documents else (None, None))
+    )
     return y, *torch.autograd.grad(y, (q, k, v), grad)
 
 
@@ -465,7 +467,7 @@ def test_choice_of_kernel(dtype, head_dim, masked, kernel):
 class DenseFlex(AttentionKernel):
     """A slow substitute for flex attention, which has no backward on a CPU and takes a minute to compile."""
 
-    plain_attention = takes_parts = True
+    plain_attention = accepts_query_slices = True
 
     def __init__(self):
         super().__init__("flex")
@@ -480,9 +482,9 @@ def attend_by_block_mask(balance):
     holder = KernelHolder(DenseFlex())
     apply_context_parallel(holder, mesh, "allgather", balance)
     q, k, v, _, documents = full_tensors(4, 2, torch.float64)
-    local = [layout.share(x, rank, dim=2) for x in (q, k, v)]
-    y = holder.kernel(*local, holder.kernel.prepare(tokens_of(local[0], layout.share(documents, rank))))
-    return relative_error(y, layout.share(reference_attention(q, k, v, documents), rank, dim=2))
+    local = [layout.shard(x, rank, dim=2) for x in (q, k, v)]
+    y = holder.kernel(*local, holder.kernel.prepare(tokens_of(local[0], layout.shard(documents, rank))))
+    return relative_error(y, layout.shard(reference_attention(q, k, v, documents), rank, dim=2))
 
 
 @pytest.mark.parametrize("balance", (True, False))

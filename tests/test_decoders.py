@@ -12,7 +12,7 @@ from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models import SIZES
 from torchtitan.models.moe.layer import MoEBlock
 from torchtitan.models.spec import MODELS
-from torchtitan.parallelisms.attention_kernel import counted
+from torchtitan.parallelisms.attention_kernel import default_positions
 from torchtitan.parallelisms.tensor_parallel import apply_tensor_parallel
 
 PUBLISHED = {  # parameters, as transformers counts them in the published checkpoints
@@ -157,7 +157,7 @@ def test_a_model_cut_into_two_stages_gives_the_same_logits(name):
     x = tokens(name)
     hidden = first(x)
     assert hidden.shape == (2, 12, full_model.args.dim)
-    assert torch.equal(last(hidden, counted(x)), full_model(x))
+    assert torch.equal(last(hidden, default_positions(x)), full_model(x))
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)

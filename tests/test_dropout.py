@@ -18,7 +18,7 @@ from torchtitan.models import FAMILIES
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.dropout import Dropout, DropoutKernel, head_keys, layer_keys, token_keys
 from torchtitan.parallelisms.attention_kernel import Tokens
-from torchtitan.parallelisms.context_parallel import require_part
+from torchtitan.parallelisms.context_parallel import check_kernel_method
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, Loop
 from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists, Policy, alone
 from torchtitan.parallelisms.pipeline.overlap.stage import programs_of
@@ -174,7 +174,7 @@ def test_some_heads_or_queries_drop_the_same_probabilities():
     batch_keys, kernel = keys(samples=3, length=6), DropoutKernel(0.4)
     q, k, v = attention_inputs()
     full_output, partial_kernel = kernel(q, k, v, None, batch_keys), DropoutKernel(0.4)
-    partial_kernel.share = 1
+    partial_kernel.head_shard = 1
     assert torch.equal(partial_kernel(q[:, 2:], k[:, 1:], v[:, 1:], None, batch_keys), full_output[:, 2:])
     positions = torch.tensor([1, 4])
     mask = kernel.prepare(Tokens(positions, None), Tokens(torch.arange(6), None))
@@ -197,12 +197,12 @@ def test_outside_of_training_no_probability_is_dropped():
 
 @pytest.mark.parametrize("method", ["ring", "alltoall", "ulysses"])
 def test_attention_dropout_needs_full_rows_under_context_parallel(method):
-    require_part(DropoutKernel(0.4), "allgather")
+    check_kernel_method(DropoutKernel(0.4), "allgather")
     message = (
         f'context_parallel_rotate_method: given "{method}"; allowed: "allgather" for a model with attention_dropout'
     )
     with pytest.raises(JobError, match=message):
-        require_part(DropoutKernel(0.4), method)
+        check_kernel_method(DropoutKernel(0.4), method)
     job = ["--model.name=gpt2", "--parallelism.context_parallel_degree=2", "--model.tokenizer_path=bytes"]
     job += ["--training.seq_len=64", f"--parallelism.context_parallel_rotate_method={method}"]
     assert check(load(job), 2, "cpu") == []

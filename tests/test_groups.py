@@ -19,7 +19,7 @@ from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import Mistral
 from torchtitan.models.opt.model import OPT as OPTModel
 from torchtitan.parallelisms.attention_kernel import Tokens
-from torchtitan.parallelisms.context_parallel import require_part
+from torchtitan.parallelisms.context_parallel import check_kernel_method
 from torchtitan.rules import check
 
 LENGTH, SIZE = 24, 8
@@ -103,7 +103,7 @@ def test_parts_of_heads_and_of_queries_equal_the_full_result(key_heads):
     expected = full_kernel(q, k, v, mask)
     every = [x.repeat_interleave(8 // key_heads, dim=1) for x in (k, v)]
     for ranks, rank in ((2, 0), (2, 1), (4, 1), (4, 2)):
-        part.share, local_heads = rank, slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
+        part.head_shard, local_heads = rank, slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
         got = part(q[:, local_heads], *(x[:, local_heads] for x in every), mask)
         torch.testing.assert_close(got, expected[:, local_heads], rtol=1e-10, atol=1e-12)
     some = torch.tensor([1, 9, 12, 23])
@@ -193,9 +193,9 @@ def test_incompatible_options_are_refused(options, message):
 @pytest.mark.parametrize("method", ["ring", "alltoall", "ulysses"])
 def test_context_parallel_methods_with_their_own_attention_are_refused(method):
     message = f'context_parallel_rotate_method: given "{method}"; allowed: "allgather" with model.s2_group_size'
-    require_part(ShiftedGroups(8, 4), "allgather")
+    check_kernel_method(ShiftedGroups(8, 4), "allgather")
     with pytest.raises(JobError, match=message):
-        require_part(ShiftedGroups(8, 4), method)
+        check_kernel_method(ShiftedGroups(8, 4), method)
     options = ["--model.s2_group_size=16", "--parallelism.context_parallel_degree=2"]
     (line,) = faults(2, *options, f"--parallelism.context_parallel_rotate_method={method}")
     assert message in line and faults(2, *options) == []

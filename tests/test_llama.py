@@ -20,7 +20,7 @@ from torchtitan.models.decoder import DECODER_PLAN
 from torchtitan.models.llama import LLAMA3, LLAMA31, LLAMA32, LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.sizes import RopeScaling
-from torchtitan.parallelisms.plan import ParallelPlan, match
+from torchtitan.parallelisms.plan import ParallelPlan, match_modules
 
 TINY = LlamaArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=64, multiple_of=16, max_seq_len=128)
 
@@ -183,19 +183,19 @@ def test_angles_stay_exact_under_fsdp_in_bfloat16():
 def test_patterns_find_modules_through_wrappers():
     model = build()
     model.layers["1"] = checkpoint_wrapper(model.layers["1"])
-    blocks = match(model, DECODER_PLAN.blocks)
+    blocks = match_modules(model, DECODER_PLAN.blocks)
     assert [name for name, _ in blocks] == ["layers.0", "layers.1"]
     assert blocks[1][1] is model.layers["1"]
-    assert [name for name, _ in match(model, "layers.*.attention.w[qk]")] == [
+    assert [name for name, _ in match_modules(model, "layers.*.attention.w[qk]")] == [
         f"layers.{layer}.attention.{matrix}" for layer in (0, 1) for matrix in ("wq", "wk")
     ]
     for pattern in (DECODER_PLAN.embedding, *DECODER_PLAN.head):
-        assert match(model, pattern) == [(pattern, model.get_submodule(pattern))]
+        assert match_modules(model, pattern) == [(pattern, model.get_submodule(pattern))]
 
 
 def test_a_pattern_without_a_module_is_refused():
     with pytest.raises(ValueError, match="no module of Llama is called 'blocks.*'.*layers, norm, output"):
-        match(build(), ParallelPlan(blocks="blocks.*").blocks)
+        match_modules(build(), ParallelPlan(blocks="blocks.*").blocks)
 
 
 def test_tables_of_sizes_are_changed_in_part():

@@ -15,7 +15,7 @@ from torchtitan.adapters.neurocache.memory import gather_places
 from torchtitan.adapters.neurocache.sizes import cache_bytes
 from torchtitan.config.sections.adapter import Neurocache as Cache
 from torchtitan.core.errors import JobError
-from torchtitan.parallelisms.tensor_parallel import Border
+from torchtitan.parallelisms.tensor_parallel import RegionBorder
 
 CACHE = dict(adapter="neurocache", accumulation=4, precision="float64")
 
@@ -52,7 +52,7 @@ def read_store(size: int, similarity: str, ranks: int) -> tuple[list, list, int]
     States are small integers, so that many scores are equal.
     """
     generator = torch.Generator().manual_seed(0)
-    border = Border(init_device_mesh("cpu", (ranks,)), sequence=False) if ranks > 1 else None
+    border = RegionBorder(init_device_mesh("cpu", (ranks,)), sequence=False) if ranks > 1 else None
     share, layer, device = CacheShard(border), 3, torch.device("cpu")
     store = Store(2, size, [layer], {"key": 4}, torch.float32, device, share=share)
     ages, rows = [], []

@@ -254,7 +254,7 @@ def test_private_names_of_torch_are_where_they_were():
 def counts_and_tokens() -> tuple[list[int], list[int], bool, float]:
     dims = ParallelDims(4, 1, 4, ep=2)
     mesh = dims.build_expert_mesh("cpu")
-    counts, tokens = dims.counts_group(mesh), mesh["ep"].get_group()
+    counts, tokens = dims.build_counts_group(mesh), mesh["ep"].get_group()
     total = torch.tensor(float(dist.get_rank()))
     dist.all_reduce(total, group=counts)
     return *map(dist.get_process_group_ranks, (counts, tokens)), counts is tokens, total.item()

@@ -22,7 +22,7 @@ from tests.test_combinations import DTYPE, TOLERANCE, batch, build_plain, plain_
 from torchtitan.core.initialization import clean_name, initialize
 from torchtitan.losses.objective import IGNORE_INDEX
 from torchtitan.models.spec import MODELS
-from torchtitan.parallelisms.attention_kernel import counted
+from torchtitan.parallelisms.attention_kernel import default_positions
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES
@@ -60,7 +60,7 @@ def build(row: Combination, autocast: bool = False, **overrides: object) -> tupl
     pipeline = PipelineOptions(**overrides)
     tied = tied_names(model)
     stages = pipeline.stages(model, plan, dims.pp)
-    local_stages = pipeline.stages_of_rank(dims.rank_in(mesh, "pp"), dims.pp, len(stages))
+    local_stages = pipeline.stages_of_rank(dims.axis_rank(mesh, "pp"), dims.pp, len(stages))
     parts = cut_model(model, stages, local_stages)
     for part in parts:
         parallelize(part, mesh, dims, plan, options)
@@ -89,7 +89,7 @@ def local_batches(row: Combination, mesh: DeviceMesh) -> tuple[list[dict[str, to
     local_tensors = {name: full_batch[name][dims.dp_rank(mesh) :: dims.dp] for name in names}
     pieces = [tensor.chunk(row.accumulation) for tensor in local_tensors.values()]
     batches = [dict(zip(names, piece, strict=True)) for piece in zip(*pieces, strict=True)]
-    batches = [{"positions": counted(tensors["tokens"])} | tensors for tensors in batches]
+    batches = [{"positions": default_positions(tensors["tokens"])} | tensors for tensors in batches]
     return batches, int((full_batch["labels"] != IGNORE_INDEX).sum())
 
 

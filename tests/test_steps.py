@@ -29,7 +29,7 @@ from torchtitan.models.moe import balance
 from torchtitan.models.moe.layer import MoE, MoEBlock
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 from torchtitan.models.spec import MODELS
-from torchtitan.parallelisms.attention_kernel import counted
+from torchtitan.parallelisms.attention_kernel import default_positions
 from torchtitan.parallelisms.expert_parallel import apply_expert_parallel
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, Loop
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll
@@ -164,7 +164,7 @@ def test_a_middle_stage_returns_hidden_states():
     model.tok_embeddings = model.norm = model.output = None
     x = torch.randn(1, 6, 16, dtype=torch.float64)
     lists = NodeLists(programs_of(model), POLICIES["none"])
-    positions = counted(x)
+    positions = default_positions(x)
     chunk = Chunk(lists, NoExchange(), x, model.context(x[:, :3], positions))
     Loop().run(alone(lists.forward), lambda: chunk)
     assert torch.allclose(chunk.output, model(x, positions))

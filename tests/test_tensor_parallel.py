@@ -24,7 +24,7 @@ from torchtitan.models.decoder import DECODER_PLAN
 from torchtitan.models.layers import RMSNorm
 from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms import tensor_parallel
-from torchtitan.parallelisms.attention_kernel import counted
+from torchtitan.parallelisms.attention_kernel import default_positions
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize, uses_fully_shard
 from torchtitan.parallelisms.plan import ParallelPlan
@@ -149,7 +149,7 @@ OTHER = ParallelPlan(
     column=("mix.widen", "mix.gate"),
     row=("mix.out",),
     replicated=("mix.squeeze", "mix.inner_norm"),
-    across=("mix.all_heads",),
+    split_norms=("mix.all_heads",),
     sequence=("before",),
 )
 FROZEN = ("blocks.0.mix.gate.weight", "blocks.1.before.weight", "blocks.1.mix.out.bias", "last_norm.bias")
@@ -168,7 +168,7 @@ def plain_other_model(plan=None):
     initialize(model, 3, lambda name: Normal(0.3))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, WORDS, (BATCH, LENGTH + 1), generator=generator)
-    loss = model(tokens[:, :-1], positions=counted(tokens[:, :-1]), labels=tokens[:, 1:])
+    loss = model(tokens[:, :-1], positions=default_positions(tokens[:, :-1]), labels=tokens[:, 1:])
     loss.backward()
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -237,7 +237,7 @@ def gradients_with_more(plan=None):
         model.to_empty(device="cpu")
     initialize(model, 3, lambda name: Normal(0.3))
     tokens = torch.randint(0, WORDS, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-    model(tokens[:, :-1], positions=counted(tokens[:, :-1]), labels=tokens[:, 1:]).backward()
+    model(tokens[:, :-1], positions=default_positions(tokens[:, :-1]), labels=tokens[:, 1:]).backward()
     return {name: full(parameter.grad) for name, parameter in model.named_parameters()}
 
 
@@ -267,7 +267,7 @@ def misplacements():
 
 def test_parameters_without_a_placement_are_refused():
     for unknown, uneven in run_ranks(2, misplacements):
-        assert unknown.startswith("blocks.0.mix.gate.c: ") and "say in tensor_placements of LowRank" in unknown
+        assert unknown.startswith("blocks.0.mix.gate.c: ") and "give LowRank a method tensor_placements" in unknown
         assert "given 2, which does not divide dimension 0 of blocks.1.mix.gate.b 7; allowed:" in uneven
 
 
@@ -319,7 +319,7 @@ def run_parts(cuts, options):
     ]
     sent, shapes = [], []
     x = everything["tokens"]
-    positions = counted(x)
+    positions = default_positions(x)
     for part in parts[:-1]:
         out = part(x, positions)
         shapes.append((type(out), tuple(out.shape)))
@@ -355,7 +355,7 @@ def split_backward(num_chunks, options):
     mesh, dims = build_mesh(2)
     part = split_part(mesh, dims, 2, 4, options, precision="float64", loss_chunks=num_chunks)
     x, labels = last_part_inputs()
-    positions = counted(x)
+    positions = default_positions(x)
     if options.get("sequence_parallel", True):
         x = x.chunk(2, dim=1)[mesh["tp"].get_local_rank()]
     x = x.clone().requires_grad_()
@@ -380,7 +380,7 @@ def test_a_split_backward_of_inputs_and_weights(num_chunks, options):
     part = initialized(plain_part(2, 4, precision="float64"))
     x, labels = last_part_inputs()
     x.requires_grad_()
-    part(x, counted(x), labels=labels).backward()
+    part(x, default_positions(x), labels=labels).backward()
     answers = run_ranks(2, split_backward, num_chunks, options)
     full_grad = (
         torch.cat([answer[0] for answer in answers], dim=1) if options != dict(sequence_parallel=False) else None
@@ -490,20 +490,20 @@ REFUSALS = {
         {},
         "in_features of layers.0.feed_forward.w2 33; allowed",
     ),
-    "vocabulary": ({"tok_embeddings": nn.Embedding(101, 48)}, {}, "words of tok_embeddings 101; allowed"),
-    "head": ({"output": nn.Linear(48, 101)}, {}, "words of output 101; allowed"),
+    "vocabulary": ({"tok_embeddings": nn.Embedding(101, 48)}, {}, "vocabulary of tok_embeddings 101; allowed"),
+    "head": ({"output": nn.Linear(48, 101)}, {}, "vocabulary of output 101; allowed"),
     "a norm without its head": ({"output": None}, {}, "only one of norm and output.*cut the model elsewhere"),
     "no such module": ({}, dict(row=("attention.wx",)), "no module of .* is called 'layers.*.attention.wx'"),
     "no such end": ({}, dict(embedding="embed"), "no module of .* is called 'embed'"),
     "a norm for a matrix": (
         {},
         dict(column=("attention_norm",)),
-        "layers.0.attention_norm: a RMSNorm among the linears of column.*RMS norm of .* stands in across",
+        "layers.0.attention_norm: a RMSNorm among the linears of column.*RMS norm over sharded features in split_norms",
     ),
     "another norm of split features": (
         {"layers.0.attention_norm": nn.LayerNorm(48)},
-        dict(across=("attention_norm",)),
-        "layers.0.attention_norm: a LayerNorm in across, which is for RMS norms",
+        dict(split_norms=("attention_norm",)),
+        "layers.0.attention_norm: a LayerNorm in split_norms, which is for RMS norms",
     ),
     "left out": ({}, dict(row=("attention.wo",)), r"layers.0.feed_forward.w2.weight: no pattern .* add its module"),
 }

@@ -95,7 +95,7 @@ class PlannedModel:
         self.parts = [model]
         if plan.pp > 1:
             stages = stage_modules(args.n_layers, plan.pp * plan.stages)
-            local_stages = stages_of_rank(dims.rank_in(self.mesh, "pp"), plan.pp, len(stages), plan.style)
+            local_stages = stages_of_rank(dims.axis_rank(self.mesh, "pp"), plan.pp, len(stages), plan.style)
             self.parts = [cut(model, stages[index]) for index in local_stages]
         for part in self.parts:
             if plan.tp > 1:

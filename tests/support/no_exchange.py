@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchtitan.parallelisms.pipeline.overlap.exchange import Sizes
+from torchtitan.parallelisms.pipeline.overlap.exchange import SplitSizes
 
 
 class NoExchange:
@@ -17,7 +17,7 @@ class NoExchange:
         return _Here(rows)
 
     def issue_counts(self, counts: torch.Tensor) -> "_Here":
-        return _Here(Sizes(counts[None], [], []))  # the sizes are not used, so the host does not wait for them
+        return _Here(SplitSizes(counts[None], [], []))  # the sizes are not used, so the host does not wait for them
 
 
 class _Here(NamedTuple):

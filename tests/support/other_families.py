@@ -122,8 +122,8 @@ PLAN = ParallelPlan(
     column=("attention.w[qkv]", "feed_forward.w1"),
     row=("attention.wo", "feed_forward.w2"),
     sequence=("attention_norm", "ffn_norm"),
-    indexed=("attention_dropout", "ffn_dropout"),
-    may_lack=("attention_dropout", "ffn_dropout"),
+    keyed=("attention_dropout", "ffn_dropout"),
+    optional=("attention_dropout", "ffn_dropout"),
 )
 SIZES = {
     "other_decoder": {"debugmodel": OtherArgs(dropout=0.25)},

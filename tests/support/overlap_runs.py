@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.support import toy_moe
 from tests.test_segments import POLICIES
 from torchtitan.parallelisms.pipeline.actions import rank_of_stages
-from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll, Sizes
+from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll, SplitSizes
 from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedSchedule, SegmentedStage
 from torchtitan.parallelisms.pipeline.runtime import build_table
 
@@ -218,7 +218,7 @@ class SimulatedPeer:
 
     def issue_counts(self, counts):
         received = torch.tensor([self.random.choice(self.counts) for _ in counts]).view(EP, -1)
-        return Finished(Sizes(received, counts.view(EP, -1).sum(1).tolist(), received.sum(1).tolist()))
+        return Finished(SplitSizes(received, counts.view(EP, -1).sum(1).tolist(), received.sum(1).tolist()))
 
 
 class Finished:

@@ -9,7 +9,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from torchtitan.parallelisms.pipeline.overlap.exchange import Sizes
+from torchtitan.parallelisms.pipeline.overlap.exchange import SplitSizes
 from torchtitan.parallelisms.pipeline.overlap.segments import CountExchange, Exchange, Program
 from torchtitan.parallelisms.steps import Notes, Segment
 
@@ -163,7 +163,7 @@ def plain_forward(part: Part, tokens: torch.Tensor, labels: torch.Tensor) -> tup
         meta, values = Notes(labels), {"x": x}
         for step in program.steps:
             if isinstance(step, CountExchange):
-                meta["sizes"] = Sizes(meta["counts"][None], [], [])
+                meta["sizes"] = SplitSizes(meta["counts"][None], [], [])
             elif isinstance(step, Exchange):
                 values[step.target] = values[step.source]
             else:

@@ -75,7 +75,7 @@ def drop_inputs(linear: Any, x: torch.Tensor) -> torch.Tensor:
     notes = running_notes()
     keys = None if notes is None else notes.shared.keys
     if linear.role == "sequence":
-        keys = linear.border.here(keys)
+        keys = linear.border.local_tokens(keys)
     return linear.dropout(x, keys, first=linear.border.rank * x.shape[-1] if linear.role == "row" else 0)
 
 

@@ -61,9 +61,9 @@ def sequence_needs(config: JobConfig, split: bool) -> dict[str, int]:
     """Return the required divisors of a sequence's length, by reason. `split`: True if sequence parallel splits it."""
     options = config.parallelism
     headtail = options.context_parallel_load_balancer == "headtail"
-    levelled = degrees.is_levelled(options.context_parallel_rotate_method, headtail)
+    levelled = degrees.is_load_balanced(options.context_parallel_rotate_method, headtail)
     cp, tp = options.context_parallel_degree, options.tensor_parallel_degree
-    return degrees.needs_of_a_sequence(cp, tp, levelled=levelled, sequence_parallel=split)
+    return degrees.sequence_multiples(cp, tp, load_balanced=levelled, sequence_parallel=split)
 
 
 def split_by_tensor_parallel(config: JobConfig) -> bool:

@@ -37,7 +37,7 @@ class AttentionKernel(nn.Module):
     Without such a mask all three use sdpa, since there are no blocks to skip.
     """
 
-    takes_parts, drops = True, False
+    accepts_query_slices, has_dropout = True, False
 
     def __init__(self, backend: str = "auto", causal: bool = True, window: int = 0):
         super().__init__()
@@ -60,14 +60,14 @@ class AttentionKernel(nn.Module):
         without further restrictions, or no restriction at all if causal=False. `keys` default to the queries' tokens.
         """
         same_tokens, keys = keys is None, keys or queries
-        if queries.documents is None and not self.masks_tokens(len(keys.places)) and (same_tokens or not self.causal):
+        if queries.documents is None and not self.masks_tokens(len(keys.indices)) and (same_tokens or not self.causal):
             return None
         if self.uses_flex(queries):
             return self._block_mask(queries, keys)
-        visible = self._is_visible(queries.places[:, None], keys.places)
+        visible = self._is_visible(queries.indices[:, None], keys.indices)
         if queries.documents is not None:
             visible = visible & (queries.documents[:, :, None] == keys.documents[:, None, :])
-        return visible.view(-1, 1, len(queries.places), len(keys.places))  # [B or 1, 1, Q, S], True = may attend
+        return visible.view(-1, 1, len(queries.indices), len(keys.indices))  # [B or 1, 1, Q, S], True = may attend
 
     def masks_tokens(self, length: int) -> bool:
         """Return True if a sequence of this length masks tokens that the causal mask does not."""
@@ -76,7 +76,7 @@ class AttentionKernel(nn.Module):
     def uses_flex(self, queries: Tokens) -> bool:
         if queries.documents is None and self.plain_attention:
             return False
-        return self.backend == "flex" or (self.backend == "auto" and queries.places.is_cuda)
+        return self.backend == "flex" or (self.backend == "auto" and queries.indices.is_cuda)
 
     def _is_visible(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Return whether each query may attend to each key by position alone; bool, of the broadcast shape of both."""
@@ -86,17 +86,17 @@ class AttentionKernel(nn.Module):
         return in_past & (query - key < self.window) if self.window else in_past
 
     def _block_mask(self, queries: Tokens, keys: Tokens) -> BlockMask:
-        device = queries.places.device
+        device = queries.indices.device
 
         def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            in_reach = self._is_visible(queries.places[q], keys.places[k])
+            in_reach = self._is_visible(queries.indices[q], keys.indices[k])
             if queries.documents is None:
                 return in_reach
             return in_reach & (queries.documents[b, q] == keys.documents[b, k])
 
         create = compile_lazily(create_block_mask) if device.type == "cuda" else create_block_mask
         batch = None if queries.documents is None else len(queries.documents)
-        return create(visible, batch, None, len(queries.places), len(keys.places), device=device)
+        return create(visible, batch, None, len(queries.indices), len(keys.indices), device=device)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | BlockMask | None
@@ -152,7 +152,7 @@ class SharedInputs(NamedTuple):
 
 def run_attention(kernel: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: SharedInputs) -> torch.Tensor:
     """Apply the kernel to q [B, S, H, E], k [B, S, K, E] and v [B, S, K, V] -> concatenated heads [B, S, H V]."""
-    draws = (shared.keys,) if getattr(kernel, "drops", False) else ()
+    draws = (shared.keys,) if getattr(kernel, "has_dropout", False) else ()
     y = kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), shared.mask, *draws)  # [B, H, S, V]
     return y.transpose(1, 2).flatten(-2)
 
@@ -229,13 +229,13 @@ class ShiftedGroups(AttentionKernel):
     instead, so there the first half group attends to the sequence's end.
     """
 
-    takes_parts = True
+    accepts_query_slices = True
 
     def __init__(self, size: int, heads: int, backend: str = "auto"):
         super().__init__(backend)
         self.size, self.heads = size, heads
         self.halves = [GroupKernel(size, missing, backend) for missing in (0, size // 2)]
-        self.share = 0  # index of this rank's share of the heads under tensor parallel
+        self.head_shard = 0  # index of this rank's share of the heads under tensor parallel
 
     def with_backend(self, backend: str) -> AttentionKernel:
         return ShiftedGroups(self.size, self.heads, backend).train(self.training)
@@ -258,7 +258,8 @@ class ShiftedGroups(AttentionKernel):
         if not isinstance(mask, tuple):
             return super().forward(q, k, v, mask)
         heads = q.shape[1]
-        first = min(max(self.heads // 2 - self.share * heads, 0), heads)  # number of local heads that are not shifted
+        # number of local heads that are not shifted
+        first = min(max(self.heads // 2 - self.head_shard * heads, 0), heads)
         if first % (heads // k.shape[1]):  # query heads of both kinds share a key
             k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
         cuts = [(x.shape[1] * first // heads, x) for x in (q, k, v)]

@@ -18,7 +18,7 @@ from torchtitan.core.initialization import Constant, Init, Normal
 from torchtitan.models.attention import AttentionKernel, SharedInputs
 from torchtitan.models.dropout import Dropout, DropoutKernel, EmbeddingNoise, layer_keys
 from torchtitan.models.layers import RMSNorm, SwiGLU, autocast_dtype
-from torchtitan.parallelisms.attention_kernel import Tokens, counted
+from torchtitan.parallelisms.attention_kernel import Tokens, default_positions
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.parallelisms.steps import Chain, Notes, Segment, Stepwise
 
@@ -267,7 +267,7 @@ class Decoder(nn.Module):
         """Return the inputs that all blocks share, for tokens [B, S] or hidden states [B, S, D] x; see forward."""
         if positions is None:
             assert self.tok_embeddings is not None, "x may be a share of the tokens, so their positions are given"
-            positions = counted(x)
+            positions = default_positions(x)
         places = torch.arange(positions.shape[1], device=positions.device)  # [S]
         rotation = None if self.rotary is None else self.rotary(positions)
         mask = self.kernel.prepare(Tokens(places, document_ids))

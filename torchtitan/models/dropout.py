@@ -70,12 +70,12 @@ class DropoutKernel(AttentionKernel):
     1024 tokens.
     """
 
-    takes_parts = drops = True
+    accepts_query_slices = has_dropout = True
 
     def __init__(self, p: float, backend: str = "auto", causal: bool = True, window: int = 0):
         super().__init__(backend, causal, window)
         self.dropout = Dropout(p)
-        self.share = 0  # index of this rank's share of the heads under tensor parallel
+        self.head_shard = 0  # index of this rank's share of the heads under tensor parallel
 
     def with_backend(self, backend: str) -> AttentionKernel:
         return DropoutKernel(self.dropout.p, backend, self.causal, self.window).train(self.training)
@@ -106,7 +106,7 @@ class DropoutKernel(AttentionKernel):
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
         weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-        weights = self.dropout(weights, head_keys(keys, self.share * heads, heads))
+        weights = self.dropout(weights, head_keys(keys, self.head_shard * heads, heads))
         return weights.to(v.dtype) @ v
 
 

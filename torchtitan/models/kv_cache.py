@@ -32,10 +32,10 @@ class CachingKernel(nn.Module):
         None means that nothing is masked, or only later tokens if the cache is empty.
         """
         assert new.documents is None and keys is None, "the cache supports no document masks"
-        places = torch.arange(self.num_cached + len(new.places), device=new.places.device)
+        places = torch.arange(self.num_cached + len(new.indices), device=new.indices.device)
         if self.num_cached == 0:
             return self.kernel.prepare(Tokens(places, None))
-        if len(new.places) == 1:
+        if len(new.indices) == 1:
             return None
         return self.kernel.prepare(Tokens(places[self.num_cached :], None), Tokens(places, None))
 

@@ -22,17 +22,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.core.errors import JobError
-from torchtitan.parallelisms.attention_kernel import Kernel, Tokens, drops, knows_heads, says
+from torchtitan.parallelisms.attention_kernel import Kernel, Tokens, declares, depends_on_head_index, has_dropout
 from torchtitan.parallelisms.degrees import (
     SEQ_LEN,
-    check_dealt_heads,
-    check_dropped,
-    check_sequence,
-    check_shifted,
-    is_levelled,
-    needs_of_a_sequence,
+    check_attention_dropout,
+    check_s2_attention,
+    check_sequence_length,
+    check_ulysses_heads,
+    is_load_balanced,
+    sequence_multiples,
 )
-from torchtitan.parallelisms.ring_attention import RegionAttention, Ring, RingAttention, accumulation_type
+from torchtitan.parallelisms.ring_attention import (
+    RegionAttentionFunction,
+    Ring,
+    RingAttentionFunction,
+    accumulation_dtype,
+)
 from torchtitan.parallelisms.sequence_layout import SequenceLayout
 
 collectives = torch.ops._c10d_functional
@@ -46,26 +51,26 @@ def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, method: str, l
 
     Raises JobError if the kernel does not support the method.
     """
-    require_part(model.kernel, method)
-    layout = sequence_layout(cp_mesh.size(), method, load_balance)
+    check_kernel_method(model.kernel, method)
+    layout = build_layout(cp_mesh.size(), method, load_balance)
     group = cp_mesh.get_group()
     if method == "allgather":
-        model.set_attention_kernel(GatheredAttention(model.kernel, group, layout))
+        model.set_attention_kernel(AllGatherAttention(model.kernel, group, layout))
     elif method == "ulysses":
-        model.set_attention_kernel(HeadwiseAttention(model.kernel, group, layout))
+        model.set_attention_kernel(UlyssesAttention(model.kernel, group, layout))
     else:
         ring = Ring(group, by_all_to_all=method == "alltoall")
-        model.set_attention_kernel(TravellingAttention(model.kernel, group, layout, ring))
+        model.set_attention_kernel(RingAttention(model.kernel, group, layout, ring))
 
 
-def require_part(kernel: Kernel, method: str) -> None:
+def check_kernel_method(kernel: Kernel, method: str) -> None:
     """Raise a JobError if the kernel does not declare support for this context-parallel method."""
-    if drops(kernel):
-        check_dropped(method)
-    elif knows_heads(kernel):
-        check_shifted(method)
-    needs = {"ulysses": (), "allgather": ("takes_parts", "plain_attention")}.get(method, ("plain_attention",))
-    if needs and not any(says(kernel, statement) for statement in needs):
+    if has_dropout(kernel):
+        check_attention_dropout(method)
+    elif depends_on_head_index(kernel):
+        check_s2_attention(method)
+    needs = {"ulysses": (), "allgather": ("accepts_query_slices", "plain_attention")}.get(method, ("plain_attention",))
+    if needs and not any(declares(kernel, statement) for statement in needs):
         raise JobError(
             f"context_parallel_rotate_method {method!r} with the attention kernel {type(kernel).__name__}, whose class "
             f"does not say {' or '.join(needs)}; allowed: what it says, or ulysses. Choose one, or say so "
@@ -80,18 +85,18 @@ def shard_sequence(
 
     Raises JobError if S is not divisible.
     """
-    layout = sequence_layout(cp_size, method, load_balance)
-    needs = needs_of_a_sequence(cp_size, 1, levelled=layout.headtail, sequence_parallel=False)
+    layout = build_layout(cp_size, method, load_balance)
+    needs = sequence_multiples(cp_size, 1, load_balanced=layout.headtail, sequence_parallel=False)
     split = {name for name, x in batch.items() if x.dim() > 1}
     for name in split:
-        check_sequence(SEQ_LEN, batch[name].shape[1], needs)
-    return {name: layout.share(x, cp_rank) if name in split else x for name, x in batch.items()}
+        check_sequence_length(SEQ_LEN, batch[name].shape[1], needs)
+    return {name: layout.shard(x, cp_rank) if name in split else x for name, x in batch.items()}
 
 
-def sequence_layout(ranks: int, method: str, load_balance: bool) -> SequenceLayout:
+def build_layout(ranks: int, method: str, load_balance: bool) -> SequenceLayout:
     if method not in METHODS:
         raise JobError(f"context parallel method {method!r}: choose one of {', '.join(METHODS)}")
-    return SequenceLayout(ranks, headtail=is_levelled(method, load_balance))
+    return SequenceLayout(ranks, headtail=is_load_balanced(method, load_balance))
 
 
 class ContextParallelAttention(nn.Module):
@@ -102,41 +107,41 @@ class ContextParallelAttention(nn.Module):
 
     def __init__(self, inner: nn.Module, group: dist.ProcessGroup, layout: SequenceLayout):
         super().__init__()
-        self.inner, self.layout, self.drops = inner, layout, drops(inner)
+        self.inner, self.layout, self.has_dropout = inner, layout, has_dropout(inner)
         self.rank, self.group_name = group.rank(), group.group_name
 
     def gather_documents(self, document_ids: torch.Tensor) -> torch.Tensor:
         """Gather the document ids [B, s] of all ranks -> [ranks, B, s]."""
         return _all_gather(document_ids.contiguous()[None], self.layout.ranks, self.group_name)
 
-    def in_sequence(self, shares: torch.Tensor) -> torch.Tensor:
+    def to_sequence_order(self, shares: torch.Tensor) -> torch.Tensor:
         """Reorder shards [ranks, B, s] to full sequences [B, S]."""
         pieces = shares.unflatten(2, (self.layout.pieces_per_rank, -1)).transpose(1, 2).flatten(0, 1)
         return torch.cat([pieces[index] for index in self.layout.sequence_order], dim=1)
 
 
-class OwnMask(NamedTuple):
+class KernelMask(NamedTuple):
     """A mask prepared by the model's kernel, so that this kernel computes attention itself."""
 
     mask: Mask
 
 
-class GatheredAttention(ContextParallelAttention):
+class AllGatherAttention(ContextParallelAttention):
     """Attention of this rank's queries to gathered keys and values.
 
-    Plain attention is computed by regions (RegionAttention), without a mask over all pairs. Other attention uses the
-    model's kernel.
+    Plain attention is computed by regions, without a mask over all pairs. Other attention uses
+    the model's kernel.
     """
 
     def prepare(self, tokens: Tokens) -> Mask:
         documents = tokens.documents
-        everywhere = None if documents is None else self.in_sequence(self.gather_documents(documents))  # [B, S]
-        if says(self.inner, "plain_attention") and not self.inner.uses_flex(tokens):
+        everywhere = None if documents is None else self.to_sequence_order(self.gather_documents(documents))  # [B, S]
+        if declares(self.inner, "plain_attention") and not self.inner.uses_flex(tokens):
             return documents if documents is None else (documents, everywhere)
-        length, device = len(tokens.places), tokens.places.device
+        length, device = len(tokens.indices), tokens.indices.device
         local_tokens = Tokens(self.layout.positions(self.rank, length, device), documents)
         every = Tokens(torch.arange(length * self.layout.ranks, device=device), everywhere)
-        return OwnMask(self.inner.prepare(local_tokens, every))
+        return KernelMask(self.inner.prepare(local_tokens, every))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *draws: torch.Tensor
@@ -145,13 +150,13 @@ class GatheredAttention(ContextParallelAttention):
         widths = (k.shape[-1], v.shape[-1])
         both = GatherSequence.apply(torch.cat((k, v), dim=-1), self.layout, self.group_name)
         k, v = both.split(widths, dim=-1)  # [B, K, S, E] and [B, K, S, V]
-        if isinstance(mask, OwnMask):
+        if isinstance(mask, KernelMask):
             return self.inner(q, k, v, mask.mask, *draws)
-        regions = self.layout.seen_in_sequence(self.rank, q.shape[2], self.inner.causal)
-        return RegionAttention.apply(q, k, v, regions, *(mask or (None, None)))
+        regions = self.layout.visible_in_sequence(self.rank, q.shape[2], self.inner.causal)
+        return RegionAttentionFunction.apply(q, k, v, regions, *(mask or (None, None)))
 
 
-class TravellingAttention(ContextParallelAttention):
+class RingAttention(ContextParallelAttention):
     """Ring attention: keys and values travel around the ranks."""
 
     def __init__(self, inner: nn.Module, group: dist.ProcessGroup, layout: SequenceLayout, ring: Ring):
@@ -162,36 +167,37 @@ class TravellingAttention(ContextParallelAttention):
         return None if tokens.documents is None else self.gather_documents(tokens.documents)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
-        return RingAttention.apply(q, k, v, mask, self.ring, self.layout, self.inner.causal)
+        return RingAttentionFunction.apply(q, k, v, mask, self.ring, self.layout, self.inner.causal)
 
 
-class HeadwiseAttention(ContextParallelAttention):
+class UlyssesAttention(ContextParallelAttention):
     """Ulysses: attention over all tokens for a share of the heads."""
 
     def prepare(self, tokens: Tokens) -> Mask:
-        places = torch.arange(len(tokens.places) * self.layout.ranks, device=tokens.places.device)
+        places = torch.arange(len(tokens.indices) * self.layout.ranks, device=tokens.indices.device)
         documents = tokens.documents
         return self.inner.prepare(
-            Tokens(places, None if documents is None else self.in_sequence(self.gather_documents(documents)))
+            Tokens(places, None if documents is None else self.to_sequence_order(self.gather_documents(documents)))
         )
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
         ranks, heads, key_heads = self.layout.ranks, q.shape[1], k.shape[1]
-        check_dealt_heads(ranks, heads)
+        check_ulysses_heads(ranks, heads)
         # repeat key/value heads until `ranks` divides them; the query heads are divisible by both, so by the lcm too
         repeats = math.lcm(key_heads, ranks) // key_heads
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         shares = [x.transpose(1, 2).unflatten(2, (ranks, -1)).flatten(3).movedim(2, 0) for x in (q, k, v)]
-        dealt = Swap.apply(torch.cat(shares, dim=-1), self.group_name)  # [ranks, B, s, this rank's heads x widths]
-        sequences = dealt.transpose(0, 1).flatten(1, 2).split([x.shape[-1] for x in shares], dim=-1)
+        # [ranks, B, s, this rank's heads x widths]
+        exchanged = ExchangeShards.apply(torch.cat(shares, dim=-1), self.group_name)
+        sequences = exchanged.transpose(0, 1).flatten(1, 2).split([x.shape[-1] for x in shares], dim=-1)
         heads_first = [
             x.unflatten(-1, (-1, width)).transpose(1, 2)
             for x, width in zip(sequences, (q.shape[-1], k.shape[-1], v.shape[-1]), strict=True)
         ]
         y = self.inner(*heads_first, mask)  # [B, H / ranks, S, V]
         y = y.transpose(1, 2).unflatten(1, (ranks, -1)).movedim(1, 0)  # [ranks, B, s, H / ranks, V]
-        return Swap.apply(y, self.group_name).permute(1, 0, 3, 2, 4).flatten(1, 2)
+        return ExchangeShards.apply(y, self.group_name).permute(1, 0, 3, 2, 4).flatten(1, 2)
 
 
 class GatherSequence(torch.autograd.Function):
@@ -214,11 +220,11 @@ class GatherSequence(torch.autograd.Function):
         pieces = grad.unflatten(-2, (layout.pieces, -1)).unbind(-3)
         sent = torch.stack([pieces[piece] for piece in layout.rank_order])
         parts = _all_to_all(sent, layout.ranks, ctx.group_name).unflatten(0, (layout.ranks, -1))
-        summed = parts.sum(0, dtype=accumulation_type(grad.dtype)).to(grad.dtype)
+        summed = parts.sum(0, dtype=accumulation_dtype(grad.dtype)).to(grad.dtype)
         return torch.cat(summed.unbind(0), dim=-2), None, None
 
 
-class Swap(torch.autograd.Function):
+class ExchangeShards(torch.autograd.Function):
     """All-to-all of x [ranks, ...]: rank r's x[p] becomes rank p's x[r]. It is its own inverse and backward."""
 
     @staticmethod

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from torchtitan.parallelisms.plan import ParallelPlan, is_part, match_blocks, match_end
+from torchtitan.parallelisms.plan import ParallelPlan, get_end_module, is_pipeline_part, match_blocks
 
 
 def apply_data_parallel(
@@ -62,7 +62,7 @@ def apply_data_parallel(
     head = _head(model, plan)
     if head:
         fully_shard(head, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
-        _until_the_loss(head, model.loss)
+        _extend_to_loss(head, model.loss)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
     for module in fsdp_modules(model):
         if (expert_mesh if module in travelling else mesh).size() > 1:  # on one rank torch would make a divided copy
@@ -71,7 +71,7 @@ def apply_data_parallel(
     if travelling and reshard_after_forward:
         prefetch = max(prefetch, 1)
     if prefetch:
-        _gather_ahead(blocks, head[:1], prefetch, set(travelling))
+        _set_prefetch(blocks, head[:1], prefetch, set(travelling))
 
 
 def _head(model: nn.Module, plan: ParallelPlan) -> list[nn.Module]:
@@ -81,14 +81,14 @@ def _head(model: nn.Module, plan: ParallelPlan) -> list[nn.Module]:
     the end of the step, with nothing to overlap. The result is empty with tied embeddings, as one matrix cannot be in
     two units, and for a pipeline part, which reduces all its gradients at once anyway.
     """
-    if is_part(model, plan):
+    if is_pipeline_part(model, plan):
         return []
-    head = [match_end(model, name) for name in plan.head]
-    tied = set(match_end(model, plan.embedding).parameters())
+    head = [get_end_module(model, name) for name in plan.head]
+    tied = set(get_end_module(model, plan.embedding).parameters())
     return [] if any(parameter in tied for module in head for parameter in module.parameters()) else head
 
 
-def _until_the_loss(head: list[nn.Module], loss: nn.Module | None) -> None:
+def _extend_to_loss(head: list[nn.Module], loss: nn.Module | None) -> None:
     """Let the forward of the unit of `head` begin with its first module and end with the loss.
 
     The loss calls the output matrix several times, once per chunk. torch's hooks for a unit of several modules end the
@@ -107,24 +107,24 @@ def _until_the_loss(head: list[nn.Module], loss: nn.Module | None) -> None:
     state._post_forward_hook_handle = (loss or head[-1]).register_forward_hook(leave)
 
 
-def _gather_ahead(blocks: list[nn.Module], head: list[nn.Module], prefetch: int, travelling: set[nn.Module]) -> None:
+def _set_prefetch(blocks: list[nn.Module], head: list[nn.Module], prefetch: int, travelling: set[nn.Module]) -> None:
     """Set the FSDP units that each block prefetches. `head`: the first module of the head's unit, if that exists."""
 
     def units(near: list[nn.Module]) -> list[nn.Module]:
         return [unit for block in near for unit in (block, *(m for m in block.modules() if m in travelling))]
 
-    last = next((block for block in reversed(blocks) if not _in_training_only(block)), None)
+    last = next((block for block in reversed(blocks) if not _is_training_only(block)), None)
     for index, block in enumerate(blocks):
         prefetched = blocks[index + 1 : index + 1 + prefetch]
-        if not _in_training_only(block):  # evaluation would gather such a block but neither run nor reshard it
-            prefetched = [candidate for candidate in prefetched if not _in_training_only(candidate)]
+        if not _is_training_only(block):  # evaluation would gather such a block but neither run nor reshard it
+            prefetched = [candidate for candidate in prefetched if not _is_training_only(candidate)]
         block.set_modules_to_forward_prefetch([*units(prefetched), *(head if block is last else ())])
         block.set_modules_to_backward_prefetch(units(blocks[max(0, index - prefetch) : index][::-1]))
     for module in head:
         module.set_modules_to_backward_prefetch(units(blocks[-prefetch:][::-1]))
 
 
-def _in_training_only(block: nn.Module) -> bool:
+def _is_training_only(block: nn.Module) -> bool:
     """Return True if evaluation skips the block, as its class declares."""
     return getattr(block, "in_training_only", False)
 

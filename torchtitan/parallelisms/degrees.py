@@ -12,7 +12,7 @@ from torchtitan.core.constraints import LimitError
 DEGREES, SEQ_LEN = "parallelism.", "training.seq_len (or validation.seq_len)"
 
 
-def shards_of_ranks(world_size: int, dp_shard: int, *, dp_replicate: int, cp: int, tp: int, pp: int) -> int:
+def resolve_shard_degree(world_size: int, dp_shard: int, *, dp_replicate: int, cp: int, tp: int, pp: int) -> int:
     """Return the number of data-parallel shards; -1 means all ranks that the other degrees leave."""
     key, ranks = DEGREES + "data_parallel_shard_degree", f"{world_size} rank{'s' * (world_size > 1)}"
     other_degrees = {"data_parallel_replicate": dp_replicate, "context_parallel": cp}
@@ -30,12 +30,12 @@ def shards_of_ranks(world_size: int, dp_shard: int, *, dp_replicate: int, cp: in
     return world_size // product if dp_shard == -1 else dp_shard
 
 
-def lenders(dp_shard: int, cp: int, tp: int) -> int:
+def expert_pool_size(dp_shard: int, cp: int, tp: int) -> int:
     """Return the number of ranks with different tokens in one replica and stage, which expert parallel can use."""
     return dp_shard * cp * tp
 
 
-def check_experts(ep: int, experts: int, lending: int | None = None) -> None:
+def check_num_experts(ep: int, experts: int, lending: int | None = None) -> None:
     """Check that the experts divide evenly over ep ranks. `lending`: the number of usable ranks, if known."""
     if experts % ep:
         allowed = f"what divides the {experts} experts and the ranks that it borrows"
@@ -45,9 +45,9 @@ def check_experts(ep: int, experts: int, lending: int | None = None) -> None:
         raise LimitError(DEGREES + "expert_parallel_degree", ep, allowed, remedy)
 
 
-def check_borrowing(ep: int, dp_shard: int, cp: int, tp: int, experts: int = 0) -> None:
+def check_expert_degree(ep: int, dp_shard: int, cp: int, tp: int, experts: int = 0) -> None:
     """Check that ep divides the number of usable ranks. `experts`: their number in a layer, if known."""
-    lending = lenders(dp_shard, cp, tp)
+    lending = expert_pool_size(dp_shard, cp, tp)
     if lending % ep:
         product = f"data_parallel_shard {dp_shard} x context_parallel {cp} x tensor_parallel {tp}"
         allowed = f"what divides {product} = {lending}, the ranks that it borrows"
@@ -57,11 +57,11 @@ def check_borrowing(ep: int, dp_shard: int, cp: int, tp: int, experts: int = 0) 
         raise LimitError(DEGREES + "expert_parallel_degree", ep, allowed, remedy)
 
 
-def check_split(tp: int, sizes: Mapping[str, int]) -> None:
+def check_even_split(tp: int, sizes: Mapping[str, int]) -> None:
     """Check that all sizes are divisible by tp: full heads, and equal shards on all ranks (DTensor would allow uneven
     ones).
     """
-    if indivisible := uneven(tp, sizes):
+    if indivisible := indivisible_sizes(tp, sizes):
         other_sizes = ", ".join(f"{name} {size}" for name, size in sizes.items() if name not in indivisible)
         divided = ("these" if len(indivisible) > 1 else "it") + f" and {other_sizes}" * bool(other_sizes)
         remedy = "write one of these"
@@ -75,20 +75,20 @@ def check_split(tp: int, sizes: Mapping[str, int]) -> None:
         )
 
 
-def uneven(tp: int, sizes: Mapping[str, int]) -> list[str]:
+def indivisible_sizes(tp: int, sizes: Mapping[str, int]) -> list[str]:
     """Return the names of the sizes that are not divisible by tp."""
     return [name for name, size in sizes.items() if size % tp]
 
 
-def is_levelled(method: str, load_balance: bool) -> bool:
+def is_load_balanced(method: str, load_balance: bool) -> bool:
     """Return True if the head-tail layout balances the load. Ulysses needs no balancing: all ranks have equal work."""
     return load_balance and method != "ulysses"
 
 
-def needs_of_a_sequence(cp: int, tp: int, *, levelled: bool, sequence_parallel: bool) -> dict[str, int]:
+def sequence_multiples(cp: int, tp: int, *, load_balanced: bool, sequence_parallel: bool) -> dict[str, int]:
     """Return the numbers that a sequence's length must be a multiple of, by their descriptions for messages."""
     needs = {}
-    if cp > 1 and levelled:
+    if cp > 1 and load_balanced:
         needs[f"2 x context_parallel {cp} (a head and a tail each)"] = 2 * cp
     elif cp > 1:
         needs[f"context_parallel {cp}"] = cp
@@ -98,7 +98,7 @@ def needs_of_a_sequence(cp: int, tp: int, *, levelled: bool, sequence_parallel: 
     return needs
 
 
-def check_sequence(option: str, length: int, needs: Mapping[str, int]) -> None:
+def check_sequence_length(option: str, length: int, needs: Mapping[str, int]) -> None:
     """Check that a sequence's length is a multiple of all `needs` (needs_of_a_sequence). `option`: for the message."""
     multiple = math.lcm(*needs.values())
     if length % multiple:
@@ -107,18 +107,18 @@ def check_sequence(option: str, length: int, needs: Mapping[str, int]) -> None:
         raise LimitError(option, length, allowed, "write " + f"{below} or " * bool(below) + str(below + multiple))
 
 
-def check_dealt_heads(cp: int, heads: int, whole: str = "") -> None:
+def check_ulysses_heads(cp: int, heads: int, total_heads: str = "") -> None:
     """Check that cp divides the query heads of a tensor-parallel rank, which Ulysses distributes.
 
     `whole`: text for the message that gives the total number of heads.
     """
     if heads % cp:
-        allowed = f'with "ulysses" what divides the {heads} query heads of a rank{whole}: {divisors(heads)}'
+        allowed = f'with "ulysses" what divides the {heads} query heads of a rank{total_heads}: {divisors(heads)}'
         remedy = f'write one of these, or {DEGREES}context_parallel_rotate_method = "allgather"'
         raise LimitError(DEGREES + "context_parallel_degree", cp, allowed, remedy)
 
 
-def check_dropped(method: str) -> None:
+def check_attention_dropout(method: str) -> None:
     """Check the context-parallel method of a model with attention dropout.
 
     Dropout depends on head, query and key, so it needs full rows of probabilities under the original heads. The ring
@@ -130,7 +130,7 @@ def check_dropped(method: str) -> None:
         raise LimitError(key, f'"{method}"', allowed, f"{remedy} in model.overrides")
 
 
-def check_shifted(method: str) -> None:
+def check_s2_attention(method: str) -> None:
     """Check the context-parallel method of shifted sparse attention (S2).
 
     The head's index decides which tokens it sees. The ring methods replace the model's kernel, and Ulysses
@@ -142,7 +142,7 @@ def check_shifted(method: str) -> None:
         raise LimitError(key, f'"{method}"', allowed, remedy)
 
 
-def check_async(device: str, compiled: bool, sequence_parallel: bool) -> None:
+def check_async_tensor_parallel(device: str, compiled: bool, sequence_parallel: bool) -> None:
     """Check the requirements of async tensor parallel.
 
     The compiler overlaps the collectives of sequence parallel with matrix products, through memory shared by the GPUs.

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from torchtitan.parallelisms.degrees import check_experts
-from torchtitan.parallelisms.pipeline.overlap.exchange import Sizes
+from torchtitan.parallelisms.degrees import check_num_experts
+from torchtitan.parallelisms.pipeline.overlap.exchange import SplitSizes
 from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
 from torchtitan.parallelisms.steps import running_notes
 from torchtitan.parallelisms.tensor_parallel import LocalWeights
@@ -29,7 +29,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan
     """
     for _, module in match_blocks(model, plan, plan.experts):
         for parameter_name, parameter in module.named_parameters():
-            check_experts(mesh.size(), parameter.shape[0])
+            check_num_experts(mesh.size(), parameter.shape[0])
             # without a broadcast: values are the same on all ranks, or not yet initialized
             part = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(parameter_name, nn.Parameter(part, parameter.requires_grad))
@@ -41,31 +41,31 @@ def run_experts(ep: int, group: str, module: nn.Module, xs: torch.Tensor, sizes:
 
     sizes [E]: the number of rows for each of all E experts.
     """
-    exchange_sizes, notes = partial(_tell, ep, group, sizes), running_notes()
+    exchange_sizes, notes = partial(_exchange_counts, ep, group, sizes), running_notes()
     counts, send, receive = exchange_sizes() if notes is None else notes.once("sizes", exchange_sizes)
-    ys = run_received(module, _Exchange.apply(xs, send, receive, group), counts)
-    return _Exchange.apply(ys, receive, send, group)
+    ys = run_local_experts(module, _AllToAll.apply(xs, send, receive, group), counts)
+    return _AllToAll.apply(ys, receive, send, group)
 
 
-def _tell(ep: int, group: str, sizes: torch.Tensor) -> Sizes:
+def _exchange_counts(ep: int, group: str, sizes: torch.Tensor) -> SplitSizes:
     """Exchange the numbers of rows. sizes [E]: rows that this rank sends to each of all E experts."""
     splits = [sizes.numel() // ep] * ep
     counts = _all_to_all(sizes, splits, splits, group).view(ep, -1)  # [ep, local experts], tokens from each rank
-    return Sizes(counts, *torch.stack((sizes.view(ep, -1).sum(1), counts.sum(1))).tolist())  # the host waits here
+    return SplitSizes(counts, *torch.stack((sizes.view(ep, -1).sum(1), counts.sum(1))).tolist())  # the host waits here
 
 
-def run_received(module: nn.Module, received: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def run_local_experts(module: nn.Module, received: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Run the local experts on received rows [R, D] -> [R, D] in the same order.
 
     The rows are sorted by source rank, then by expert; counts [ep, local experts] has the number of each.
     """
-    rows = by_expert(counts, len(received))
+    rows = expert_order(counts, len(received))
     is_split = any(hasattr(parameter, "to_local") for parameter in module.parameters())
     local = LocalWeights(module) if is_split else module
-    return permute(type(module).forward(local, permute(received, rows), counts.sum(0)), inverse(rows))
+    return permute(type(module).forward(local, permute(received, rows), counts.sum(0)), inverse_permutation(rows))
 
 
-def by_expert(counts: torch.Tensor, total: int) -> torch.Tensor:
+def expert_order(counts: torch.Tensor, total: int) -> torch.Tensor:
     """Return the permutation, int64 [total], that sorts received rows by expert.
 
     The rows are sorted by source rank, then by expert; counts [ep, local experts] has the number of each, `total` rows
@@ -75,7 +75,7 @@ def by_expert(counts: torch.Tensor, total: int) -> torch.Tensor:
     return experts.repeat_interleave(counts.flatten(), output_size=total).argsort(stable=True)
 
 
-def inverse(rows: torch.Tensor) -> torch.Tensor:
+def inverse_permutation(rows: torch.Tensor) -> torch.Tensor:
     """Return the inverse of a permutation, int64 [R]."""
     return torch.empty_like(rows).scatter_(0, rows, torch.arange(rows.numel(), device=rows.device))
 
@@ -107,10 +107,10 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (rows,) = ctx.saved_tensors
-        return grad[inverse(rows)], None
+        return grad[inverse_permutation(rows)], None
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """All-to-all of rows. Backward sends the gradients in the reverse direction."""
 
     @staticmethod

@@ -33,7 +33,7 @@ def clip_gradients(
     sum_partial_gradients(parameters)
     grads = [(p.grad, p in copies) for p in parameters if p.grad is not None]
     sharing: dict[Ranks, list[torch.Tensor]] = defaultdict(list)
-    groups = _Groups()
+    groups = _GroupRegistry()
     for grad, is_copy in grads:
         if not is_copy:
             sharing[groups.ranks(_groups_sharing(grad))].append(_local(grad))
@@ -85,7 +85,7 @@ def sum_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
     With FSDP they have been summed already.
     """
     waiting: dict[tuple[Ranks, torch.dtype], list[nn.Parameter]] = defaultdict(list)
-    groups = _Groups()
+    groups = _GroupRegistry()
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(grad, DTensor):
@@ -102,7 +102,7 @@ def sum_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
             owner.grad = DTensor.from_local(local, owner.device_mesh, owner.placements, run_check=False)
 
 
-class _Groups:
+class _GroupRegistry:
     """Process groups identified by their ranks.
 
     Two equal meshes have different groups, and DTensor's caches may assign either mesh to a tensor, differently on each

@@ -10,7 +10,7 @@ from math import prod
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan.parallelisms.degrees import check_borrowing, lenders, shards_of_ranks
+from torchtitan.parallelisms.degrees import check_expert_degree, expert_pool_size, resolve_shard_degree
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -27,8 +27,8 @@ class ParallelDims:
 
     def __post_init__(self) -> None:
         other_degrees = dict(dp_replicate=self.dp_replicate, cp=self.cp, tp=self.tp, pp=self.pp)
-        object.__setattr__(self, "dp_shard", shards_of_ranks(self.world_size, self.dp_shard, **other_degrees))
-        check_borrowing(self.ep, self.dp_shard, self.cp, self.tp)
+        object.__setattr__(self, "dp_shard", resolve_shard_degree(self.world_size, self.dp_shard, **other_degrees))
+        check_expert_degree(self.ep, self.dp_shard, self.cp, self.tp)
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -50,12 +50,12 @@ class ParallelDims:
         return self.dp_shard * self.cp
 
     @property
-    def lenders(self) -> int:
-        """Return the number of ranks in one replica and stage that expert parallel can use (see degrees.lenders)."""
-        return lenders(self.dp_shard, self.cp, self.tp)
+    def expert_pool_size(self) -> int:
+        """Return the number of ranks in one replica and stage that expert parallel can use."""
+        return expert_pool_size(self.dp_shard, self.cp, self.tp)
 
     @property
-    def readers(self) -> int:
+    def model_parallel_size(self) -> int:
         """Return the number of ranks that read the same samples and share the work on them."""
         return self.pp * self.cp * self.tp
 
@@ -71,14 +71,19 @@ class ParallelDims:
         """
         if self.ep == 1:
             return None
-        axes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "efsdp": self.lenders // self.ep, "ep": self.ep}
+        axes = {
+            "pp": self.pp,
+            "dp_replicate": self.dp_replicate,
+            "efsdp": self.expert_pool_size // self.ep,
+            "ep": self.ep,
+        }
         return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def expert_dp_mesh(self, expert_mesh: DeviceMesh) -> DeviceMesh:
         """Return the mesh for fully_shard of the experts."""
         return expert_mesh["dp_replicate", "efsdp"] if self.dp_replicate > 1 else expert_mesh["efsdp"]
 
-    def counts_group(self, expert_mesh: DeviceMesh) -> dist.ProcessGroup:
+    def build_counts_group(self, expert_mesh: DeviceMesh) -> dist.ProcessGroup:
         """Create a second process group of this rank's ep axis, so that counts do not queue after the tokens of the
         first group. It is a collective call.
         """
@@ -99,9 +104,9 @@ class ParallelDims:
 
     def dp_rank(self, mesh: DeviceMesh) -> int:
         """Return this rank's index among the ranks that read different samples."""
-        return self.rank_in(mesh, "dp_replicate") * self.dp_shard + self.rank_in(mesh, "dp_shard")
+        return self.axis_rank(mesh, "dp_replicate") * self.dp_shard + self.axis_rank(mesh, "dp_shard")
 
-    def rank_in(self, mesh: DeviceMesh, axis: str) -> int:
+    def axis_rank(self, mesh: DeviceMesh, axis: str) -> int:
         """Return this rank's index along an axis; 0 if the degree is 1."""
         return mesh[axis].get_local_rank() if self.degrees[axis] > 1 else 0
 
@@ -113,5 +118,5 @@ class ParallelDims:
 
     def describe(self) -> str:
         longer = [f"{axis} {size}" for axis, size in self.degrees.items() if size > 1]
-        longer += [f"ep {self.ep} (of {self.lenders} ranks)"] if self.ep > 1 else []
+        longer += [f"ep {self.ep} (of {self.expert_pool_size} ranks)"] if self.ep > 1 else []
         return " x ".join(longer) or "one rank"

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from torchtitan.core.initialization import clean_name, initialize
 from torchtitan.core.tensor_storage import draw_stores
-from torchtitan.parallelisms.attention_kernel import counted
+from torchtitan.parallelisms.attention_kernel import default_positions
 from torchtitan.parallelisms.context_parallel import shard_sequence
 from torchtitan.parallelisms.data_parallel import set_last_microbatch
 from torchtitan.parallelisms.expert_balance import Balance, ExpertBalance
@@ -117,7 +117,7 @@ def parallel_parts(
     if dims.pp > 1:
         assert pipeline is not None
         stages = pipeline.stages(model, plan, dims.pp)
-        local_stages = pipeline.stages_of_rank(dims.rank_in(mesh, "pp"), dims.pp, len(stages))
+        local_stages = pipeline.stages_of_rank(dims.axis_rank(mesh, "pp"), dims.pp, len(stages))
         parts = cut_model(model, stages, local_stages, plan)
     if runs_by_segments(dims, options):
         require_steps(model, plan)
@@ -166,7 +166,7 @@ class ParallelModel:
         storage: AbstractContextManager = nullcontext(),  # noqa: B008
     ):
         self.mesh, self.dims, self.options, self.device = mesh, dims, options, device
-        self.cp_rank = dims.rank_in(mesh, "cp")  # cached: slicing a mesh of thousands of ranks takes milliseconds
+        self.cp_rank = dims.axis_rank(mesh, "cp")  # cached: slicing a mesh of thousands of ranks takes milliseconds
         self.pp_group = mesh["pp"].get_group() if dims.pp > 1 else None
         dtype = dtype_of(model)
         mixed = dtype != options.param_dtype and not uses_fully_shard(dims, options, dtype)
@@ -224,7 +224,7 @@ class ParallelModel:
         options = self.options
         policy = segment_policy(options.recompute, options.selective_option, options.preserve_rng_state)
         # an NCCL communicator runs collectives one after the other; gloo needs no second group
-        counts = None if self.device.type == "cpu" else self.dims.counts_group(self.expert_mesh)
+        counts = None if self.device.type == "cpu" else self.dims.build_counts_group(self.expert_mesh)
         return Segmented(policy, AllToAll(self.expert_mesh["ep"].get_group(), counts))
 
     def initialize(self, names: Collection[str] | None = None) -> None:
@@ -312,7 +312,7 @@ class ParallelModel:
         """
         assert self.dims.pp == self.dims.cp == 1
         with self.autocast:
-            return self.parts[0](tokens=tokens, positions=counted(tokens), last=last)
+            return self.parts[0](tokens=tokens, positions=default_positions(tokens), last=last)
 
     def whole(self, shares: torch.Tensor) -> torch.Tensor:
         """Sum losses of any shape over all ranks. Those of a tp group are equal and count once.
@@ -384,7 +384,7 @@ class ParallelModel:
 
     def _share(self, batch: Batch) -> Batch:
         """Return this rank's tokens of the samples under context parallel, with their positions."""
-        batch = {"positions": counted(batch["tokens"])} | batch
+        batch = {"positions": default_positions(batch["tokens"])} | batch
         if self.dims.cp == 1:
             return batch
         return shard_sequence(batch, self.cp_rank, self.dims.cp, self.options.cp_method, self.options.cp_load_balance)

@@ -113,7 +113,7 @@ def uses_fully_shard(dims: ParallelDims, options: ParallelOptions, dtype: torch.
     `dtype` that differs from the compute dtype. (A single rank uses autocast for this; a pipeline cannot.)
     """
     mixed = dims.world_size > 1 and options.param_dtype != dtype
-    several_copies_of_experts = 1 < dims.ep < dims.lenders
+    several_copies_of_experts = 1 < dims.ep < dims.expert_pool_size
     return dims.dp * dims.cp > 1 or several_copies_of_experts or options.cpu_offload or mixed
 
 

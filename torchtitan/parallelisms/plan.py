@@ -28,15 +28,15 @@ class ParallelPlan:
     column: tuple[str, ...] = ()  # linears sharded by output; in full heads if their parent module has a `head_dim`
     row: tuple[str, ...] = ()  # linears sharded by input
     replicated: tuple[str, ...] = ()  # inside a region, full on every rank, as all heads read the output
-    across: tuple[str, ...] = ()  # inside a region, RMS norms over sharded features, e.g. over all heads at once
+    split_norms: tuple[str, ...] = ()  # inside a region, RMS norms over sharded features, e.g. over all heads at once
     sequence: tuple[str, ...] = ()  # outside the regions, applied to this rank's tokens: norms
-    indexed: tuple[str, ...] = ()  # the same, with a further input of integers for all tokens: dropout and its keys
+    keyed: tuple[str, ...] = ()  # the same, with a further input of integers for all tokens: dropout and its keys
     with_block: tuple[tuple[str, str], ...] = ()  # (module outside the blocks, block that shares its pipeline stage)
-    may_lack: tuple[str, ...] = ()  # patterns above that match nothing in some sizes of the model
+    optional: tuple[str, ...] = ()  # patterns above that match nothing in some sizes of the model
     experts: str = ""  # for expert parallel: the module inside a block that holds the stacked parameters of all experts
 
 
-def match(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+def match_modules(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of all modules that match, in the model's order, or raise ValueError if there is none.
 
     Names omit the components that wrappers add. For a wrapped module the outermost wrapper is returned.
@@ -57,22 +57,22 @@ def match(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     return list(matches.items())
 
 
-def match_end(model: nn.Module, name: str) -> nn.Module | None:
+def get_end_module(model: nn.Module, name: str) -> nn.Module | None:
     """Return the embedding, last norm or head of that name; None in a pipeline part without it.
 
     Raises ValueError if the model has no such attribute at all.
     """
     parent, _, child = name.rpartition(".")
-    owner = match(model, parent)[0][1] if parent else model
+    owner = match_modules(model, parent)[0][1] if parent else model
     end = getattr(owner, child, NotImplemented)
     if end is None or isinstance(end, nn.Module):
         return end
-    return match(model, name)[0][1]  # raises an error that lists the modules
+    return match_modules(model, name)[0][1]  # raises an error that lists the modules
 
 
-def is_part(model: nn.Module, plan: ParallelPlan) -> bool:
+def is_pipeline_part(model: nn.Module, plan: ParallelPlan) -> bool:
     """Return True if this is a pipeline part: at least one end is cut off."""
-    return any(match_end(model, name) is None for name in (plan.embedding, *plan.head))
+    return any(get_end_module(model, name) is None for name in (plan.embedding, *plan.head))
 
 
 def match_blocks(model: nn.Module, plan: ParallelPlan, inside: str = "") -> list[tuple[str, nn.Module]]:
@@ -82,9 +82,9 @@ def match_blocks(model: nn.Module, plan: ParallelPlan, inside: str = "") -> list
     and for patterns of `plan.may_lack`. Otherwise no match raises ValueError.
     """
     try:
-        return match(model, f"{plan.blocks}.{inside}" if inside else plan.blocks)
+        return match_modules(model, f"{plan.blocks}.{inside}" if inside else plan.blocks)
     except ValueError:
-        if inside in plan.may_lack or is_part(model, plan):
+        if inside in plan.optional or is_pipeline_part(model, plan):
             return []
         raise
 

@@ -29,12 +29,12 @@ from torchtitan.parallelisms.sequence_layout import Region, SequenceLayout
 aten = torch.ops.aten
 Documents = tuple[torch.Tensor, torch.Tensor]
 """Document ids of the queries [B, Q] and of the keys [B, S]."""
-HIDDEN = -1e30
+MASKED_SCORE = -1e30
 """Added to scores that a mask hides. Not -inf: a row of which a part sees nothing must not become NaN. Its output is
 then some average, with a weight of exp(-1e30) = 0."""
 
 
-class RegionAttention(torch.autograd.Function):
+class RegionAttentionFunction(torch.autograd.Function):
     """Attention over a list of regions: q [B, H, Q, E], k [B, K, S, E], v [B, K, S, V] -> [B, H, Q, V].
 
     Each query must see at least one key in some region.
@@ -51,7 +51,7 @@ class RegionAttention(torch.autograd.Function):
         key_documents: torch.Tensor | None,
     ) -> torch.Tensor:
         documents = None if query_documents is None else (query_documents, key_documents)
-        attention = JoinedAttention(q, v.shape[-1])
+        attention = BlockwiseAttention(q, v.shape[-1])
         for region in regions:
             attention.add(k, v, region, documents)
         results = attention.results()
@@ -63,31 +63,31 @@ class RegionAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, query_documents, key_documents, *results = ctx.saved_tensors
         documents = None if query_documents is None else (query_documents, key_documents)
-        gradients = JoinedGradients(q, grad, results)
-        wide = accumulation_type(k.dtype)
+        gradients = BlockwiseGradients(q, grad, results)
+        wide = accumulation_dtype(k.dtype)
         grad_k, grad_v = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
         for region in ctx.regions:
             gradients.add(k, v, region, documents, grad_k, grad_v)
         return gradients.grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
 
 
-def accumulation_type(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class JoinedAttention:
+class BlockwiseAttention:
     """An accumulator for the output [B, H, Q, width] of queries q [B, H, Q, E], one region at a time."""
 
     def __init__(self, q: torch.Tensor, width: int):
-        wide = accumulation_type(q.dtype)
-        self.dtype, self.q = q.dtype, q.to(kernel_type(q))
+        wide = accumulation_dtype(q.dtype)
+        self.dtype, self.q = q.dtype, q.to(kernel_dtype(q))
         self.out = torch.zeros((*q.shape[:-1], width), dtype=wide, device=q.device)
         self.logsumexp = torch.full(q.shape[:-1], -math.inf, dtype=wide, device=q.device)
         self.extras: tuple[torch.Tensor, ...] = ()
 
     def add(self, k: torch.Tensor, v: torch.Tensor, region: Region, documents: Documents | None) -> None:
         """Merge in the region of keys k [B, K, S, E] and values v [B, K, S, width], by online softmax."""
-        q, k, v, bias = _cut(self.q, k, v, region, documents)
+        q, k, v, bias = _select_region(self.q, k, v, region, documents)
         part, part_logsumexp, self.extras = block_forward(q, k, v, region.causal, bias)
         rows = slice(region.first_query, region.last_query)
         out, logsumexp = self.out[:, :, rows], self.logsumexp[:, :, rows]
@@ -104,18 +104,18 @@ class JoinedAttention:
         return (self.out.to(self.dtype), self.logsumexp, *self.extras)
 
 
-class JoinedGradients:
+class BlockwiseGradients:
     """An accumulator for gradients, one region at a time: `grad_q` for queries q [B, H, Q, E], from the output's
     gradient `grad` [B, H, Q, V].
 
-    `results`: from JoinedAttention.results, after all regions.
+    `results`: from BlockwiseAttention.results, after all regions.
     """
 
     def __init__(self, q: torch.Tensor, grad: torch.Tensor, results: list[torch.Tensor]):
-        self.q = q.to(kernel_type(q))
+        self.q = q.to(kernel_dtype(q))
         self.grad, self.out = grad.to(self.q.dtype), results[0].to(self.q.dtype)
         self.logsumexp, self.extras = results[1], tuple(results[2:])
-        self.grad_q = torch.zeros(q.shape, dtype=accumulation_type(q.dtype), device=q.device)
+        self.grad_q = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
 
     def add(
         self,
@@ -127,7 +127,7 @@ class JoinedGradients:
         grad_v: torch.Tensor,
     ) -> None:
         """Add the region's gradients to `grad_q`, and to `grad_k` and `grad_v`, of the shapes of k and v."""
-        q, k, v, bias = _cut(self.q, k, v, region, documents)
+        q, k, v, bias = _select_region(self.q, k, v, region, documents)
         rows, columns = slice(region.first_query, region.last_query), slice(region.first_key, region.last_key)
         of_row = (x[:, :, rows].contiguous() for x in (self.grad, self.out, self.logsumexp))
         parts = block_backward(q, k, v, region.causal, bias, *of_row, self.extras)
@@ -137,7 +137,7 @@ class JoinedGradients:
             total.add_(part)
 
 
-def _cut(
+def _select_region(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, region: Region, documents: Documents | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return q, k and v of the region, and its mask as a bias [B, 1, Q, S], or None if no documents are given."""
@@ -148,14 +148,14 @@ def _cut(
     visible = documents[0][:, rows, None] == documents[1][:, None, columns]
     if region.causal:
         visible = visible.tril()
-    hidden = max(HIDDEN, torch.finfo(q.dtype).min / 2)
+    hidden = max(MASKED_SCORE, torch.finfo(q.dtype).min / 2)
     bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, hidden)
     return q, k, v, bias[:, None]
 
 
-def kernel_type(q: torch.Tensor) -> torch.dtype:
+def kernel_dtype(q: torch.Tensor) -> torch.dtype:
     """Return the compute dtype of the kernels, for q of any shape."""
-    return accumulation_type(q.dtype) if q.device.type == "cpu" else q.dtype
+    return accumulation_dtype(q.dtype) if q.device.type == "cpu" else q.dtype
 
 
 # --- kernels: q, k, v, causal, bias -> output, logsumexp, and extra results for backward. A bias includes the causal
@@ -173,12 +173,12 @@ def block_forward(
     kernel, width = kernel_for(q, bias), v.shape[-1]
     if kernel == "cpu":
         out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, _as_wide(v, k), 0.0, causal and bias is None, attn_mask=bias
+            q, k, _pad_to_width(v, k), 0.0, causal and bias is None, attn_mask=bias
         )
         return out[..., :width], logsumexp, ()
     if kernel == "flash":
         out, logsumexp, _, _, _, _, *random_state, _ = aten._scaled_dot_product_flash_attention(
-            q, k, _as_wide(v, k), 0.0, causal
+            q, k, _pad_to_width(v, k), 0.0, causal
         )
         return out[..., :width], logsumexp, tuple(random_state)
     k, v = _repeat_heads(q, k, v)
@@ -210,7 +210,7 @@ def block_backward(
     """
     kernel, width = kernel_for(q, bias), v.shape[-1]
     if kernel in ("cpu", "flash"):
-        grad, v, out = (_as_wide(x, k) for x in (grad, v, out))
+        grad, v, out = (_pad_to_width(x, k) for x in (grad, v, out))
     if kernel == "cpu":
         grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, logsumexp, 0.0, causal and bias is None, attn_mask=bias
@@ -251,7 +251,7 @@ def kernel_for(q: torch.Tensor, bias: torch.Tensor | None) -> str:
     return "efficient" if fits and q.dtype in (torch.bfloat16, torch.float16, torch.float32) else "written out"
 
 
-def _as_wide(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def _pad_to_width(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Pad a tensor of the values' width [B, K, S, V] with zeros to the keys' width [B, K, S, E]."""
     missing = k.shape[-1] - x.shape[-1]
     assert missing >= 0, "values must not be wider than keys"
@@ -264,7 +264,7 @@ def _repeat_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[to
 
 
 def _sum_heads(grad: torch.Tensor, heads: int) -> torch.Tensor:
-    return grad.unflatten(1, (heads, -1)).sum(2, dtype=accumulation_type(grad.dtype))
+    return grad.unflatten(1, (heads, -1)).sum(2, dtype=accumulation_dtype(grad.dtype))
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, bias: torch.Tensor | None) -> torch.Tensor:
@@ -274,7 +274,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, bias: torch.Tensor |
     if not causal:
         return scores
     visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    return scores.masked_fill(~visible, HIDDEN)
+    return scores.masked_fill(~visible, MASKED_SCORE)
 
 
 def _aligned(q: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
@@ -319,7 +319,7 @@ class Ring:
         return torch.ops._c10d_functional.wait_tensor(arriving) if self.by_all_to_all else arriving
 
 
-class RingAttention(torch.autograd.Function):
+class RingAttentionFunction(torch.autograd.Function):
     """Ring attention on this rank's shards: q [B, H, s, E], k [B, K, s, E], v [B, K, s, V] -> [B, H, s, V].
 
     `documents`: the document ids of all ranks' tokens, [ranks, B, s], or None.
@@ -337,11 +337,11 @@ class RingAttention(torch.autograd.Function):
         causal: bool,
     ) -> torch.Tensor:
         share, widths = torch.cat((k, v), dim=-1), (k.shape[-1], v.shape[-1])
-        attention = JoinedAttention(q, v.shape[-1])
+        attention = BlockwiseAttention(q, v.shape[-1])
         for step in range(ring.ranks):
             source = (ring.rank - step) % ring.ranks
             arriving = ring.start(share) if step < ring.ranks - 1 else None
-            region = layout.seen_in_share(ring.rank, source, q.shape[2], causal)
+            region = layout.visible_in_shard(ring.rank, source, q.shape[2], causal)
             if region is not None:
                 attention.add(*share.split(widths, dim=-1), region, _pair(documents, ring.rank, source))
             if arriving is not None:
@@ -355,15 +355,15 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, documents, *results = ctx.saved_tensors
         ring, layout = ctx.ring, ctx.layout
-        gradients = JoinedGradients(q, grad, results)
+        gradients = BlockwiseGradients(q, grad, results)
         share, widths = torch.cat((k, v), dim=-1), (k.shape[-1], v.shape[-1])
-        grad_own = torch.zeros(share.shape, dtype=accumulation_type(k.dtype), device=k.device)
+        grad_own = torch.zeros(share.shape, dtype=accumulation_dtype(k.dtype), device=k.device)
         travelling = None
         for step in range(ring.ranks):
             source = (ring.rank - step) % ring.ranks
             arriving = ring.start(share) if step < ring.ranks - 1 else None
             grad_share = grad_own if step == 0 else torch.zeros_like(grad_own)
-            region = layout.seen_in_share(ring.rank, source, q.shape[2], ctx.causal)
+            region = layout.visible_in_shard(ring.rank, source, q.shape[2], ctx.causal)
             if region is not None:
                 pair = _pair(documents, ring.rank, source)
                 gradients.add(*share.split(widths, -1), region, pair, *grad_share.split(widths, -1))

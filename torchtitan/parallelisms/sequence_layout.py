@@ -52,12 +52,12 @@ class SequenceLayout:
         order = self.rank_order
         return [order.index(piece) for piece in range(self.pieces)]
 
-    def share(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
+    def shard(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
         """Return the shard of `rank` of the sequence in dimension `dim`: x [.., S, ..] -> [.., S / ranks, ..]."""
         every = x.unflatten(dim, (self.pieces, -1)).unbind(dim)
         return torch.cat([every[piece] for piece in self.pieces_of(rank)], dim)
 
-    def seen_in_share(self, rank: int, source: int, length: int, causal: bool = True) -> Region | None:
+    def visible_in_shard(self, rank: int, source: int, length: int, causal: bool = True) -> Region | None:
         """Return the region of the keys of rank `source` that the queries of `rank` see, or None if they see none.
 
         Both ranks have `length` tokens.
@@ -73,7 +73,7 @@ class SequenceLayout:
             return Region(0, length, 0, half, False)
         return Region(half, length, 0, length, False)  # both of its pieces are between our head and our tail
 
-    def seen_in_sequence(self, rank: int, length: int, causal: bool = True) -> list[Region]:
+    def visible_in_sequence(self, rank: int, length: int, causal: bool = True) -> list[Region]:
         """Return the regions that the `length` queries of `rank` see of the keys of the full, ordered sequence."""
         if not causal:
             return [Region(0, length, 0, length * self.ranks, False)]
@@ -88,4 +88,4 @@ class SequenceLayout:
 
     def positions(self, rank: int, length: int, device: torch.device) -> torch.Tensor:
         """Return the positions in the full sequence of the `length` tokens of `rank`, [length]."""
-        return self.share(torch.arange(length * self.ranks, device=device), rank, dim=0)
+        return self.shard(torch.arange(length * self.ranks, device=device), rank, dim=0)

@@ -34,9 +34,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from torchtitan.core.errors import JobError
-from torchtitan.parallelisms.attention_kernel import knows_heads
-from torchtitan.parallelisms.degrees import SEQ_LEN, check_async, check_sequence, check_split, needs_of_a_sequence
-from torchtitan.parallelisms.plan import ParallelPlan, match, match_blocks, match_end
+from torchtitan.parallelisms.attention_kernel import depends_on_head_index
+from torchtitan.parallelisms.degrees import (
+    SEQ_LEN,
+    check_async_tensor_parallel,
+    check_even_split,
+    check_sequence_length,
+    sequence_multiples,
+)
+from torchtitan.parallelisms.plan import ParallelPlan, get_end_module, match_blocks, match_modules
 
 
 def apply_tensor_parallel(
@@ -51,7 +57,7 @@ def apply_tensor_parallel(
     [.., V] are a DTensor sharded by vocabulary (losses/objective.py), otherwise a plain full tensor. Raises JobError
     for sizes not divisible by tp, and ValueError for a parameter that no pattern of the plan matches.
     """
-    embedding, norm, head = (match_end(model, name) for name in (plan.embedding, *plan.head))
+    embedding, norm, head = (get_end_module(model, name) for name in (plan.embedding, *plan.head))
     if (norm is None) != (head is None):
         raise JobError(
             f"a pipeline part has only one of {' and '.join(plan.head)}, but the hidden states are gathered between "
@@ -59,28 +65,28 @@ def apply_tensor_parallel(
         )
     require_even_split(model, mesh.size(), plan)
     tied = embedding is not None and head is not None and head.weight is embedding.weight
-    border = Border(mesh, sequence_parallel)
+    border = RegionBorder(mesh, sequence_parallel)
     tokens_gradient = Partial() if sequence_parallel else Replicate()
-    if knows_heads(kernel := getattr(model, "kernel", None)):
-        kernel.share = border.rank
+    if depends_on_head_index(kernel := getattr(model, "kernel", None)):
+        kernel.head_shard = border.rank
 
     for name, module in _matching(model, plan, plan.column):
         _split(name, module, mesh, "column", _Column, BY_OUTPUT)
-    _split_across(model, mesh, plan, border)
+    _split_norms(model, mesh, plan, border)
     for name, module in _matching(model, plan, plan.row):
         placements = {"weight": (Shard(1), Shard(1)), "bias": (Replicate(), tokens_gradient)}
         _split(name, module, mesh, "row", _Row, placements, border=border)
     for name, module in _matching(model, plan, plan.replicated):
-        _split(name, module, mesh, "replicated", _Whole, defaultdict(lambda: (Replicate(), Partial())))
+        _split(name, module, mesh, "replicated", _Replicated, defaultdict(lambda: (Replicate(), Partial())))
     norms = [(name, m) for name, m in _matching(model, plan, plan.sequence) if not _is_split(m)]  # by expert parallel
-    for name, module in norms if norm is None else [*norms, *_leaves(model, plan.head[0])]:
+    for name, module in norms if norm is None else [*norms, *_leaf_modules(model, plan.head[0])]:
         placements = defaultdict(lambda: (Replicate(), tokens_gradient))
-        _split(name, module, mesh, "sequence", _Whole, placements, whole=tokens_gradient, border=border)
-    end_leaves = [leaf for name in plan.with_embedding if embedding is not None for leaf in _leaves(model, name)]
-    for name, module in [*_matching(model, plan, plan.indexed), *end_leaves]:
+        _split(name, module, mesh, "sequence", _Replicated, placements, tokens_gradient, border=border)
+    end_leaves = [leaf for name in plan.with_embedding if embedding is not None for leaf in _leaf_modules(model, name)]
+    for name, module in [*_matching(model, plan, plan.keyed), *end_leaves]:
         placements = defaultdict(lambda: (Replicate(), tokens_gradient))
-        _split(name, module, mesh, "indexed", _Indexed, placements, whole=tokens_gradient, border=border)
-    _split_beside(model, mesh, plan, border)
+        _split(name, module, mesh, "keyed", _Keyed, placements, tokens_gradient, border=border)
+    _split_with_block(model, mesh, plan, border)
     if embedding is not None:
         _split(plan.embedding, embedding, mesh, "embedding", _Embedding, BY_OUTPUT, border=border)
     if head is not None:
@@ -89,7 +95,7 @@ def apply_tensor_parallel(
         norm.register_forward_hook(lambda _, inputs, output: border.enter(output))
     if tied:
         head.weight = embedding.weight
-    hook = partial(_enter_first, border)  # one object for all modules: the compiler guards on its identity
+    hook = partial(_gather_first_input, border)  # one object for all modules: the compiler guards on its identity
     for _, module in _matching(model, plan, plan.gathered):
         module.register_forward_pre_hook(hook)
 
@@ -101,23 +107,25 @@ def apply_tensor_parallel(
             )
 
 
-def _split_across(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, border: "Border") -> None:
+def _split_norms(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, border: "RegionBorder") -> None:
     """Shard the RMS norms over features that are themselves sharded."""
-    for name, module in _matching(model, plan, plan.across):
+    for name, module in _matching(model, plan, plan.split_norms):
         if not isinstance(module, nn.RMSNorm):
-            raise ValueError(f"{name}: a {type(module).__name__} in across, which is for RMS norms; correct the plan")
-        _split(name, module, mesh, "across", _Across, BY_OUTPUT, border=border)
+            raise ValueError(
+                f"{name}: a {type(module).__name__} in split_norms, which is for RMS norms; correct the plan"
+            )
+        _split(name, module, mesh, "split_norms", _SplitNorm, BY_OUTPUT, border=border)
 
 
-def _split_beside(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, border: "Border") -> None:
+def _split_with_block(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, border: "RegionBorder") -> None:
     """Replicate the modules of `plan.with_block`. They read all tokens, and each rank's heads use part of the output,
     so the gradients of their parameters are partial sums.
     """
     for name, _ in plan.with_block:
-        if (module := match_end(model, name)) is not None:
+        if (module := get_end_module(model, name)) is not None:
             module.border = border
-            for inner, leaf in _leaves(model, name):
-                _split(inner, leaf, mesh, "replicated", _Whole, defaultdict(lambda: (Replicate(), Partial())))
+            for inner, leaf in _leaf_modules(model, name):
+                _split(inner, leaf, mesh, "replicated", _Replicated, defaultdict(lambda: (Replicate(), Partial())))
 
 
 def require_even_split(model: nn.Module, tp: int, plan: ParallelPlan) -> None:
@@ -128,16 +136,17 @@ def require_even_split(model: nn.Module, tp: int, plan: ParallelPlan) -> None:
             for name, module in match_blocks(model, plan, pattern):
                 if not hasattr(module, side):
                     raise ValueError(
-                        f"{name}: a {type(module).__name__} among the linears of column and row in the plan; an RMS "
-                        f"norm of features that are split stands in across, what is whole on all ranks in replicated"
+                        f"{name}: a {type(module).__name__} among the linears of column and row in the plan; list an "
+                        f"RMS norm over sharded features in split_norms, and modules that every rank holds in full in "
+                        f"replicated"
                     )
                 unit = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", 1)
                 unit_name = "heads" if unit > 1 else side
-                check_split(tp, {f"{unit_name} of {name}": getattr(module, side) // unit})
+                check_even_split(tp, {f"{unit_name} of {name}": getattr(module, side) // unit})
     for name, side in ((plan.embedding, "num_embeddings"), (plan.head[1], "out_features")):
-        end = match_end(model, name)
+        end = get_end_module(model, name)
         if end is not None:
-            check_split(tp, {f"words of {name}": getattr(end, side)})
+            check_even_split(tp, {f"vocabulary of {name}": getattr(end, side)})
 
 
 def _is_split(module: nn.Module) -> bool:
@@ -148,9 +157,9 @@ def _matching(model: nn.Module, plan: ParallelPlan, patterns: tuple[str, ...]) -
     return [match for pattern in patterns for match in match_blocks(model, plan, pattern)]
 
 
-def _leaves(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+def _leaf_modules(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     """Return the modules without children inside the module called `name`, with their names."""
-    inside = match(model, name)[0][1].named_modules(prefix=name)
+    inside = match_modules(model, name)[0][1].named_modules(prefix=name)
     return [(inner, module) for inner, module in inside if not list(module.children())]
 
 
@@ -212,7 +221,7 @@ class _Sum(torch.autograd.Function):
         return _all_reduce(grad, ctx.group), None
 
 
-class Border:
+class RegionBorder:
     """The collectives on entry to and exit from a region of sharded matrices.
 
     `sequence`: True under sequence parallel; otherwise every rank has all tokens outside a region too.
@@ -230,15 +239,15 @@ class Border:
         """Reduce-scatter partial sums [B, S, D] to the sum for this rank's tokens, [B, S / tp, D]."""
         return _Leave.apply(x, self.sequence, self.size, self.group)
 
-    def summed(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """All-reduce [B, S, 1]. The gradient is a partial sum on each rank, so backward all-reduces it too."""
         return _Sum.apply(x, self.group)
 
-    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate [B, n, ...] of all ranks, in rank order, to [B, tp n, ...]; not differentiable."""
         return _all_gather(x, self.size, self.group)
 
-    def here(self, x: torch.Tensor | None) -> torch.Tensor | None:
+    def local_tokens(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """Return this rank's part of integers for all tokens, [B or 1, S]. Activations are sharded already and are
         returned unchanged.
         """
@@ -282,26 +291,26 @@ class _Row:
         return share + self.bias.to_local(grad_placements=self.gradient_placements["bias"])
 
 
-class _Whole:
+class _Replicated:
     def forward(self, *inputs: Any, **options: Any) -> Any:
         return self.plain.forward(LocalWeights(self), *inputs, **options)
 
 
-class _Across:
+class _SplitNorm:
     """An RMS norm over sharded features: the sum of squares is all-reduced."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize over all N features: [B, S, N / tp] -> [B, S, N / tp]."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = self.border.summed(wide.square().sum(-1, keepdim=True))  # [..., 1]
+        squares = self.border.all_reduce(wide.square().sum(-1, keepdim=True))  # [..., 1]
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         r = (squares / (self.border.size * x.shape[-1]) + eps).rsqrt()
         return (wide * r * self.weight.to_local()).to(x.dtype)
 
 
-class _Indexed(_Whole):
+class _Keyed(_Replicated):
     def forward(self, *inputs: torch.Tensor | None) -> torch.Tensor:
-        return super().forward(*map(self.border.here, inputs))
+        return super().forward(*map(self.border.local_tokens, inputs))
 
 
 class _Head(_Column):
@@ -316,17 +325,17 @@ class _Embedding:
         [B, S, D] without sequence parallel.
         """
         if self.border.sequence:
-            needs = needs_of_a_sequence(1, self.border.size, levelled=False, sequence_parallel=True)
-            check_sequence(SEQ_LEN, tokens.shape[1], needs)
+            needs = sequence_multiples(1, self.border.size, load_balanced=False, sequence_parallel=True)
+            check_sequence_length(SEQ_LEN, tokens.shape[1], needs)
         weight = self.weight.to_local()  # [V / tp, D]
         rows = tokens - self.border.rank * weight.shape[0]
         is_local = (rows >= 0) & (rows < weight.shape[0])
         return self.border.leave(F.embedding(rows.where(is_local, 0), weight).where(is_local[..., None], 0))
 
 
-Laid = tuple[Placement, Placement]
-"""How a parameter lies over the ranks, and how its gradient comes."""
-BY_OUTPUT: dict[str, Laid] = {"weight": (Shard(0), Shard(0)), "bias": (Shard(0), Shard(0))}
+Placements = tuple[Placement, Placement]
+"""The placements of a parameter and of its gradient."""
+BY_OUTPUT: dict[str, Placements] = {"weight": (Shard(0), Shard(0)), "bias": (Shard(0), Shard(0))}
 
 
 def _split(
@@ -335,49 +344,52 @@ def _split(
     mesh: DeviceMesh,
     role: str,
     kind: type,
-    defaults: Mapping[str, Laid],
-    whole: Placement = Partial(),  # noqa: B008
+    defaults: Mapping[str, Placements],
+    replicated_gradient: Placement = Partial(),  # noqa: B008
     **settings: object,
 ) -> None:
     """Turn the parameters of `module`, called `name`, into DTensors, and its class into a subclass of `kind`.
 
     `defaults`: the placements of a parameter and of its gradient, by the parameter's name. A class overrides these with
-    a method `tensor_placements(role, whole)` that returns {name: Laid}; `role` is the field of the plan that matched,
-    and `whole` the placement of the gradient of a replicated parameter.
+    a method `tensor_placements(role, replicated_gradient)` that returns {name: Placements}. `role` is the field of the
+    plan that matched, and `replicated_gradient` the placement of the gradient of a replicated parameter.
     """
-    assert all("." not in leaf for leaf, _ in module.named_parameters()), "a module with weights of its own only"
-    placements = module.tensor_placements(role, whole) if hasattr(type(module), "tensor_placements") else {}
+    assert all("." not in leaf for leaf, _ in module.named_parameters()), "parameters are in leaf modules"
+    placements = {}
+    if hasattr(type(module), "tensor_placements"):
+        placements = module.tensor_placements(role, replicated_gradient)
     gradients = {}
     for leaf, parameter in module.named_parameters():
         try:
             placement, gradient = placements[leaf] if leaf in placements else defaults[leaf]
         except KeyError:
             raise ValueError(
-                f"{name}.{leaf}: tensor parallel knows weight and bias of a {role} module; say in tensor_placements of "
-                f"{type(module).__name__} how this parameter lies over the ranks"
+                f"{name}.{leaf}: tensor parallel knows weight and bias of a {role} module; give "
+                f"{type(module).__name__} a method tensor_placements that returns the placement of this parameter"
             ) from None
         if isinstance(placement, Shard):
-            check_split(mesh.size(), {f"dimension {placement.dim} of {name}.{leaf}": parameter.shape[placement.dim]})
+            dim = placement.dim
+            check_even_split(mesh.size(), {f"dimension {dim} of {name}.{leaf}": parameter.shape[dim]})
         # without a broadcast: values are the same on all ranks, or not yet initialized
         part = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
         module.register_parameter(leaf, nn.Parameter(part, parameter.requires_grad))
-        gradients[leaf] = (_ONE_FOR_EACH.setdefault(gradient, gradient),)
-    module.__class__ = _converted(kind, type(module))
+        gradients[leaf] = (_SHARED_PLACEMENTS.setdefault(gradient, gradient),)
+    module.__class__ = _sharded_class(kind, type(module))
     module.gradient_placements = gradients
     for key, value in settings.items():
         setattr(module, key, value)
 
 
-_ONE_FOR_EACH: dict[Placement, Placement] = {}
-"""Equal placements as one object: the compiler knows them by their identity."""
+_SHARED_PLACEMENTS: dict[Placement, Placement] = {}
+"""Equal placements as one object, because the compiler guards on identity."""
 
 
 @cache
-def _converted(kind: type, plain: type) -> type:
+def _sharded_class(kind: type, plain: type) -> type:
     return type(f"{plain.__name__}{kind.__name__}", (kind, plain), {"plain": plain})
 
 
-def _enter_first(border: Border, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _gather_first_input(border: RegionBorder, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return border.enter(inputs[0]), *inputs[1:]
 
 
@@ -385,6 +397,6 @@ def enable_async_tensor_parallel(mesh: DeviceMesh, compiled: bool, sequence_para
     """Let the compiler split collectives and adjacent matrix products into chunks that overlap (async TP with symmetric
     memory).
     """
-    check_async(mesh.device_type, compiled, sequence_parallel)
+    check_async_tensor_parallel(mesh.device_type, compiled, sequence_parallel)
     torch._inductor.config._micro_pipeline_tp = True
     enable_symm_mem_for_group(mesh.get_group().group_name)

@@ -54,7 +54,7 @@ def packs_divide_over_tensor_parallel(facts: Facts) -> Iterator[Fault]:
         if quantization_block(inputs)
     }
     of_all_layers = {f"blocks of {with_wildcards([name])[0]}": number for name, number in blocks.items()}
-    yield from facts.judged(degrees.check_split, facts.tp, of_all_layers)
+    yield from facts.judged(degrees.check_even_split, facts.tp, of_all_layers)
 
 
 def trained_whole(facts: Facts) -> tuple[str, list[str], str] | None:

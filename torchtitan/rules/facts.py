@@ -25,7 +25,7 @@ from torchtitan.losses.tasks import TASKS, TaskSpec
 from torchtitan.lr_schedules import LRSchedule, schedule_of
 from torchtitan.models import apply_overrides, resolve_sizes, table_type
 from torchtitan.models.hf.config import find_config, untrained_token_ids
-from torchtitan.parallelisms.degrees import lenders, shards_of_ranks
+from torchtitan.parallelisms.degrees import expert_pool_size, resolve_shard_degree
 from torchtitan.parallelisms.pipeline.actions import ScheduleTableError, Table, load_schedule_csv
 
 Device = Literal["cpu", "cuda"]
@@ -68,7 +68,7 @@ class Facts:
         """Data-parallel shards, with -1 resolved, or the error if the degrees do not fit the ranks."""
         degree = self.config.parallelism.data_parallel_shard_degree
         try:
-            return shards_of_ranks(
+            return resolve_shard_degree(
                 self.world_size, degree, dp_replicate=self.replicas, cp=self.cp, tp=self.tp, pp=self.pp
             )
         except LimitError as error:
@@ -102,7 +102,7 @@ class Facts:
     @cached_property
     def lenders(self) -> int | None:
         """Ranks with different tokens in a replica and stage, from which expert parallel borrows."""
-        return self.shard and lenders(self.shard, self.cp, self.tp)
+        return self.shard and expert_pool_size(self.shard, self.cp, self.tp)
 
     @cached_property
     def fsdp_shards(self) -> int | None:

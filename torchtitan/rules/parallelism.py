@@ -10,7 +10,7 @@ from torchtitan.config.options import Fault
 from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.constraints import LimitError, check_global_batch
 from torchtitan.parallelisms import degrees
-from torchtitan.parallelisms.degrees import check_borrowing, check_experts
+from torchtitan.parallelisms.degrees import check_expert_degree, check_num_experts
 from torchtitan.rules.facts import Facts, Rule
 
 NEEDS_DEGREE = {
@@ -113,11 +113,11 @@ def _split_sizes(facts: Facts) -> dict[str, int]:
 
 def uneven(facts: Facts) -> list[str]:
     """Return the sizes that the tensor-parallel degree does not divide. Other rules on that degree wait for these."""
-    return degrees.uneven(facts.tp, _split_sizes(facts))
+    return degrees.indivisible_sizes(facts.tp, _split_sizes(facts))
 
 
 def sizes_divide_over_tensor_parallel(facts: Facts) -> Iterator[Fault]:
-    yield from facts.judged(degrees.check_split, facts.tp, _split_sizes(facts))
+    yield from facts.judged(degrees.check_even_split, facts.tp, _split_sizes(facts))
 
 
 def sequence_divides(facts: Facts) -> Iterator[Fault]:
@@ -126,7 +126,7 @@ def sequence_divides(facts: Facts) -> Iterator[Fault]:
         return
     needs = facts.needs_of_a_sequence(split=facts.sequence_parallel and not uneven(facts))
     for key, length in facts.lengths.items():
-        yield from facts.judged(degrees.check_sequence, key, length, needs)
+        yield from facts.judged(degrees.check_sequence_length, key, length, needs)
 
 
 def _heads_limit(facts: Facts) -> LimitError | None:
@@ -136,7 +136,7 @@ def _heads_limit(facts: Facts) -> LimitError | None:
         return None
     detail = f" (n_heads {args.n_heads} / tensor_parallel {facts.tp})" * (facts.tp > 1)
     try:
-        degrees.check_dealt_heads(facts.cp, args.n_heads // facts.tp, detail)
+        degrees.check_ulysses_heads(facts.cp, args.n_heads // facts.tp, detail)
     except LimitError as error:
         return error
     return None
@@ -149,7 +149,9 @@ def heads_divide_over_context_parallel(facts: Facts) -> Iterator[Fault]:
 
 def dropped_attention_has_whole_rows(facts: Facts) -> Iterator[Fault]:
     if facts.cp > 1 and getattr(facts.args, "attention_dropout", False):
-        yield from facts.judged(degrees.check_dropped, facts.config.parallelism.context_parallel_rotate_method)
+        yield from facts.judged(
+            degrees.check_attention_dropout, facts.config.parallelism.context_parallel_rotate_method
+        )
 
 
 def ring_is_not_compiled(facts: Facts) -> Iterator[Fault]:
@@ -180,7 +182,9 @@ def rings_carry_no_window(facts: Facts) -> Iterator[Fault]:
 
 def async_tensor_parallel(facts: Facts) -> Iterator[Fault]:
     if facts.config.parallelism.enable_async_tensor_parallel and facts.tp > 1:
-        yield from facts.judged(degrees.check_async, facts.device, facts.compiles_model, facts.sequence_parallel)
+        yield from facts.judged(
+            degrees.check_async_tensor_parallel, facts.device, facts.compiles_model, facts.sequence_parallel
+        )
 
 
 S2_KEY = "model.s2_group_size"
@@ -226,7 +230,7 @@ def groups_are_of_training_alone(facts: Facts) -> Iterator[Fault]:
 
 def groups_have_all_keys(facts: Facts) -> Iterator[Fault]:
     if facts.cp > 1 and facts.config.model.s2_group_size:
-        yield from facts.judged(degrees.check_shifted, facts.config.parallelism.context_parallel_rotate_method)
+        yield from facts.judged(degrees.check_s2_attention, facts.config.parallelism.context_parallel_rotate_method)
 
 
 EXPERT_DEGREE = "parallelism.expert_parallel_degree"
@@ -243,14 +247,14 @@ def experts_divide_over_expert_parallel(facts: Facts) -> Iterator[Fault]:
             other = f"lower n_dense_layers in model.overrides; all {facts.args.n_layers} layers are dense"
         yield facts.fault(EXPERT_DEGREE, "1 for a model without experts", f"leave it out, or {other}")
         return
-    yield from facts.judged(check_experts, facts.ep, experts, facts.lenders)
+    yield from facts.judged(check_num_experts, facts.ep, experts, facts.lenders)
 
 
 def expert_parallel_borrows(facts: Facts) -> Iterator[Fault]:
     if facts.ep == 1 or facts.shard is None or not facts.experts:
         return
     if facts.experts % facts.ep == 0 and not uneven(facts):
-        yield from facts.judged(check_borrowing, facts.ep, facts.shard, facts.cp, facts.tp, facts.experts)
+        yield from facts.judged(check_expert_degree, facts.ep, facts.shard, facts.cp, facts.tp, facts.experts)
     if facts.tp > 1 and not facts.sequence_parallel:
         reason = "tensor-parallel ranks would all send the same tokens"
         yield facts.fault(

@@ -184,7 +184,7 @@ class PendingBatches:
         valid_tokens, tokens, failed_ranks, _ = self.sums
         if failed_ranks:
             raise self.failure or PeerStopped(f"another rank has no {self.label}")
-        readers = self.preparer.dims.readers
+        readers = self.preparer.dims.model_parallel_size
         valid_tokens, self.preparer.tokens_read = max(valid_tokens // readers, 1), tokens // readers
         self.preparer.valid_share = max(self.local_valid_tokens, 1) / valid_tokens
         return valid_tokens

@@ -133,7 +133,7 @@ def outside_fake(owner: Any, *names: str) -> None:
 
 MESH = ("__init__", "__getitem__", "_flatten", "_concatenate", "get_local_rank", "get_coordinate", "get_group")
 MESH += ("_is_current_rank_part_of_mesh", "_get_mesh_tensor_from_full_mesh", "_create_sub_mesh", "_create_flatten_mesh")
-DIMS = ("build_expert_mesh", "counts_group", "stage_groups", "expert_dp_mesh", "dp_mesh")
+DIMS = ("build_expert_mesh", "build_counts_group", "stage_groups", "expert_dp_mesh", "dp_mesh")
 
 
 def install() -> None:

@@ -92,8 +92,8 @@ class Neurocache(StatefulAdapter):
             column=(*plan.column, "attention.cache.wq"),
             replicated=(*plan.replicated, "attention.cache.reading"),
             row=(*plan.row, "attention.cache.wo"),
-            may_lack=(
-                *plan.may_lack,
+            optional=(
+                *plan.optional,
                 "attention.cache.wq",
                 "attention.cache.reading",
                 "attention.cache.wo",

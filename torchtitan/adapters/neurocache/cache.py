@@ -50,7 +50,7 @@ class CacheShard:
         """Reduce each rank's k best [B, S, k] (a larger number is better) to the k best of all ranks, in order."""
         if self.ranks == 1:
             return ranked
-        return self.border.gathered(ranked.mT).mT.topk(ranked.shape[-1], dim=-1).values
+        return self.border.all_gather(ranked.mT).mT.topk(ranked.shape[-1], dim=-1).values
 
     def combine(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Combine rows [B, S, N, W] of entries at places [B, S, N]. Each rank has valid values for its places only.

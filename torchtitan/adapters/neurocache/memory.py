@@ -302,7 +302,7 @@ class Memory(nn.Module):
             for tensor in full_entries
         ]
         if is_sharded:
-            return EntryAges(*(kernel.layout.share(tensor, kernel.rank) for tensor in with_earlier)), True
+            return EntryAges(*(kernel.layout.shard(tensor, kernel.rank) for tensor in with_earlier)), True
         return EntryAges(*(tensor[:, -entries.ages.shape[1] :] for tensor in with_earlier)), True
 
     def _compress_again(self, states: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -197,7 +197,7 @@ PLAN = ParallelPlan(
     sequence=("attention_norm", "ffn_norm", "moe.router.gate", "moe.experts", "moe.shared_experts.w*"),
     experts="moe.experts",
     # all layers dense, or none; no shared experts
-    may_lack=("feed_forward", "feed_forward.w[13]", "feed_forward.w2", "moe.router.gate", "moe.experts")
+    optional=("feed_forward", "feed_forward.w[13]", "feed_forward.w2", "moe.router.gate", "moe.experts")
     + ("moe.shared_experts.w*",),
 )
 

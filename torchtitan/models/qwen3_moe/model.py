@@ -39,7 +39,7 @@ PLAN = ParallelPlan(
     # replicated: expert parallel shards the experts, and shared experts are narrow
     sequence=("attention_norm", "ffn_norm", "moe.router.gate", "moe.experts", "moe.shared_experts.w*"),
     experts="moe.experts",
-    may_lack=("moe.shared_experts.w*",),  # the published sizes have none
+    optional=("moe.shared_experts.w*",),  # the published sizes have none
 )
 
 

@@ -55,7 +55,7 @@ from torchtitan.parallelisms.pipeline.runtime import (
     targets_of,
 )
 from torchtitan.parallelisms.pipeline.simulator import simulate
-from torchtitan.parallelisms.plan import ParallelPlan, match
+from torchtitan.parallelisms.plan import ParallelPlan, match_modules
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class PipelineOptions:
 
     def stages(self, model: nn.Module, plan: ParallelPlan, pp: int) -> list[list[str]]:
         """Return the module names of every stage of the model."""
-        num_layers = len(match(model, plan.blocks))
+        num_layers = len(match_modules(model, plan.blocks))
         if self.modules is not None:
             names = model_modules(num_layers, plan.blocks, plan.embedding, plan.head)
             check_modules(self.modules, names, plan.blocks)

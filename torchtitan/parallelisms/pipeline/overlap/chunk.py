@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from torchtitan.parallelisms.pipeline.overlap.exchange import Sizes, SizesTransfer, Transfer, Transport
+from torchtitan.parallelisms.pipeline.overlap.exchange import SizesTransfer, SplitSizes, Transfer, Transport
 from torchtitan.parallelisms.pipeline.overlap.segments import (
     BACKWARD,
     COMPUTE,
@@ -216,7 +216,7 @@ class Chunk:
 
     def _issue(self, block: _Block, index: int, phase: str) -> None:
         step = block.program.steps[index]
-        sizes: Sizes = block.notes["sizes"]
+        sizes: SplitSizes = block.notes["sizes"]
         if phase == BACKWARD:
             rows, target = block.gradient(step.target), block.values.pop(step.target)
             rows = torch.zeros_like(target) if rows is None else rows

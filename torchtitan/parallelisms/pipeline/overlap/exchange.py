@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 
-class Sizes(NamedTuple):
+class SplitSizes(NamedTuple):
     """The numbers of tokens in an all-to-all, exchanged in advance."""
 
     received_counts: torch.Tensor  # [ep, local experts], tokens from each rank for each expert of this rank
@@ -31,7 +31,7 @@ class Transfer(Protocol):
 
 
 class SizesTransfer(Protocol):
-    def wait(self) -> Sizes: ...
+    def wait(self) -> SplitSizes: ...
 
 
 class Transport(Protocol):
@@ -100,7 +100,7 @@ class _Counts(NamedTuple):
     received: torch.Tensor
     size: int
 
-    def wait(self) -> Sizes:
+    def wait(self) -> SplitSizes:
         self.work.wait()
         return _sizes(self.counts, self.received, self.received, self.size)
 
@@ -112,12 +112,12 @@ class _CountsOnSide(NamedTuple):
     on_host: torch.Tensor
     size: int
 
-    def wait(self) -> Sizes:
+    def wait(self) -> SplitSizes:
         self.device.current_stream().wait_event(self.done)
         self.done.synchronize()  # blocks the host, once per layer and microbatch
         return _sizes(*self.on_host, self.received, self.size)
 
 
-def _sizes(sent: torch.Tensor, received: torch.Tensor, on_device: torch.Tensor, size: int) -> Sizes:
+def _sizes(sent: torch.Tensor, received: torch.Tensor, on_device: torch.Tensor, size: int) -> SplitSizes:
     """Return the sizes from counts [ep x local experts]; `sent` and `received` are on the host."""
-    return Sizes(on_device.view(size, -1), *(counts.view(size, -1).sum(1).tolist() for counts in (sent, received)))
+    return SplitSizes(on_device.view(size, -1), *(counts.view(size, -1).sum(1).tolist() for counts in (sent, received)))

@@ -28,7 +28,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.schedules import FORWARD as FORWARD_ACTION
 
-from torchtitan.parallelisms.expert_parallel import run_received
+from torchtitan.parallelisms.expert_parallel import run_local_experts
 from torchtitan.parallelisms.pipeline.actions import Table
 from torchtitan.parallelisms.pipeline.overlap.chunk import CARRIED, Chunk, Loop
 from torchtitan.parallelisms.pipeline.overlap.exchange import Transport
@@ -96,7 +96,7 @@ def with_exchanges(steps: Sequence[Segment | RoutedExperts]) -> list[Step]:
             waits.update(step.outputs)
 
     def compute(notes: Notes, rows: torch.Tensor) -> torch.Tensor:
-        return run_received(experts.module, rows, notes["sizes"].received_counts)
+        return run_local_experts(experts.module, rows, notes["sizes"].received_counts)
 
     return [
         *steps[:at],
