@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import spawn
 
-from torchtitan.parallelisms.pipeline.actions import rank_of_stages
+from torchtitan.parallelisms.pipeline.actions import stage_ranks
 from torchtitan.parallelisms.pipeline.overlap.exchange import SplitSizes
-from torchtitan.parallelisms.pipeline.overlap.segments import CountExchange, Exchange, Policy, Program, Segment
+from torchtitan.parallelisms.pipeline.overlap.segments import CountExchange, Exchange, Program, RecomputePolicy, Segment
 from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedSchedule, SegmentedStage
 from torchtitan.parallelisms.pipeline.runtime import build_table
 
@@ -122,7 +122,7 @@ def build(run: str, policy: str, args: argparse.Namespace, a: float) -> Segmente
     hidden = torch.empty(SHAPE, device="meta", requires_grad=True)
     stages = []
     channel = Channel(a * args.unit)  # one for both stages of the rank
-    for index, owner in sorted(rank_of_stages(table).items()):
+    for index, owner in sorted(stage_ranks(table).items()):
         if owner == dist.get_rank():
             is_last = index == 2 * args.p - 1
             layers = Layers(args.layers, args.unit, is_last)
@@ -137,7 +137,7 @@ def build(run: str, policy: str, args: argparse.Namespace, a: float) -> Segmente
                 programs=layers.programs(),
                 context=lambda x: None,
                 transport=channel,
-                policy=Policy(policy),
+                policy=RecomputePolicy(policy),
             )
             stages.append(stage)
     return SegmentedSchedule(stages, table, args.m, overlap)

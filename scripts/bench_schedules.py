@@ -21,7 +21,7 @@ import torch.distributed as dist
 from bench_timing import ROOT, Goal, heading, row, torchrun
 from torch import nn
 
-from torchtitan.parallelisms.pipeline.actions import num_stages_of, rank_of_stages
+from torchtitan.parallelisms.pipeline.actions import count_stages, stage_ranks
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES
 from torchtitan.parallelisms.pipeline.runtime import Stage, TableSchedule, build_table
 from torchtitan.parallelisms.pipeline.simulator import simulate
@@ -79,16 +79,16 @@ def table_of(name: str, microbatches: int) -> list:
 def simulated(name: str, options: argparse.Namespace) -> float:
     """Return the simulated makespan in seconds, for stages that sleep equally long."""
     table = table_of(name, options.microbatches)
-    return float(simulate(table).makespan) * num_stages_of(table) / RANKS * options.milliseconds / 1000
+    return float(simulate(table).makespan) * count_stages(table) / RANKS * options.milliseconds / 1000
 
 
 def measure(name: str, options: argparse.Namespace) -> list[float]:
     """Run a schedule on a rank; return seconds from the first start to the last end of all ranks without warm-up."""
     rank, table = dist.get_rank(), table_of(name, options.microbatches)
-    num_stages, device = num_stages_of(table), torch.device("cpu")
+    num_stages, device = count_stages(table), torch.device("cpu")
     hidden, loss = torch.empty((1, WIDTH), device="meta").requires_grad_(), torch.empty((), device="meta")
     stages = []
-    for index in sorted(stage for stage, owner in rank_of_stages(table).items() if owner == rank):
+    for index in sorted(stage for stage, owner in stage_ranks(table).items() if owner == rank):
         is_first, is_last = index == 0, index == num_stages - 1
         part = SleepingPart(options.milliseconds / 1000, is_first, is_last)
         shapes = {

@@ -22,15 +22,22 @@ from torchtitan.parallelisms.pipeline.actions import (
     WEIGHT_GRAD,
     Action,
     Table,
-    makes,
-    needs,
-    num_stages_of,
+    count_stages,
+    input_keys,
+    output_keys,
     pair,
     running_order,
 )
 from torchtitan.parallelisms.pipeline.overlap import segments
 from torchtitan.parallelisms.pipeline.overlap.chunk import Loop
-from torchtitan.parallelisms.pipeline.overlap.segments import Node, NodeLists, Policy, Turn, alone, merge
+from torchtitan.parallelisms.pipeline.overlap.segments import (
+    Node,
+    NodeLists,
+    RecomputePolicy,
+    Turn,
+    in_order,
+    interleave,
+)
 from torchtitan.parallelisms.pipeline.runtime import build_table
 
 UNIT = 1.0  # time of attention and of experts, for each of F, I and W
@@ -73,8 +80,10 @@ class Share:
 
 def step(table: Table, policy: str, a: float, overlap: bool) -> float:
     """Return the units from the start to the end of the last rank. Messages between ranks take no time."""
-    stages = num_stages_of(table)
-    lists = [NodeLists(Layers(1, UNIT, stage + 1 == stages).programs(), Policy(policy)) for stage in range(stages)]
+    stages = count_stages(table)
+    lists = [
+        NodeLists(Layers(1, UNIT, stage + 1 == stages).programs(), RecomputePolicy(policy)) for stage in range(stages)
+    ]
     ranks = [Rank(overlap) for _ in table]
     arrivals: dict[tuple, float] = defaultdict(float)
     for number, action in running_order(table):
@@ -87,7 +96,7 @@ def step(table: Table, policy: str, a: float, overlap: bool) -> float:
             for single in group:
                 if single.kind != WEIGHT_GRAD:  # outputs of a pair are sent in the order of the table
                     sent = max(sent, rank.chunks[single.stage, single.microbatch].done)
-                    arrivals.update((key, sent) for key in makes(single))
+                    arrivals.update((key, sent) for key in output_keys(single))
                 if single.kind in (BACKWARD, WEIGHT_GRAD):
                     rank.loop.catch_up(rank.chunks[single.stage, single.microbatch])
     for rank in ranks:
@@ -97,7 +106,7 @@ def step(table: Table, policy: str, a: float, overlap: bool) -> float:
 
 def _begin(rank: Rank, single: Action, a: float, arrivals: dict[tuple, float], stages: int) -> Share:
     """Begin an action: wait for its input and return its microbatch."""
-    arrival = max((arrivals[key] for key in needs(single, stages)), default=0.0)
+    arrival = max((arrivals[key] for key in input_keys(single, stages)), default=0.0)
     share = rank.chunks.setdefault((single.stage, single.microbatch), Share(rank, a))
     if single.kind == FORWARD:
         rank.now = max(rank.now, arrival)
@@ -114,10 +123,10 @@ def _nodes(lists: NodeLists, kind: str) -> list[Node]:
 def _order(group: Sequence[Action], orders: Sequence[list[Node]]) -> list[Turn]:
     """Return the order in which the nodes of one action or of a pair run."""
     if len(group) == 1:
-        return alone(*orders)
+        return in_order(*orders)
     if group[1].kind == FORWARD:  # of two forwards the first one leads, as a backward does
-        return [Turn(1 - of, node) for of, node in merge(*reversed(orders))]
-    return merge(*orders)
+        return [Turn(1 - of, node) for of, node in interleave(*reversed(orders))]
+    return interleave(*orders)
 
 
 # Rejected orders

@@ -20,7 +20,7 @@ from torchtitan.models.dropout import Dropout, DropoutKernel, head_keys, layer_k
 from torchtitan.parallelisms.attention_kernel import Tokens
 from torchtitan.parallelisms.context_parallel import check_kernel_method
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, Loop
-from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists, Policy, alone
+from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists, RecomputePolicy, in_order
 from torchtitan.parallelisms.pipeline.overlap.stage import programs_of
 from torchtitan.rules import check
 
@@ -224,7 +224,9 @@ def gradients(model, loss):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("policy", [Policy(), Policy("full", preserve_rng_state=False)], ids=["none", "full"])
+@pytest.mark.parametrize(
+    "policy", [RecomputePolicy(), RecomputePolicy("full", preserve_rng_state=False)], ids=["none", "full"]
+)
 def test_segments_drop_what_the_forward_drops(policy):
     """This holds too with recompute, which saves no random generator's state."""
     model, batch = model_and_batch()
@@ -233,10 +235,10 @@ def test_segments_drop_what_the_forward_drops(policy):
     tokens, other_inputs = batch["tokens"], {name: x for name, x in batch.items() if name != "tokens"}
     lists = NodeLists(programs_of(segmented), policy)
     chunk, loop = Chunk(lists, NoExchange(), tokens, segmented.context(tokens, **other_inputs)), Loop()
-    loop.run(alone(lists.forward), lambda: chunk)
+    loop.run(in_order(lists.forward), lambda: chunk)
     chunk.output.backward()
     chunk.start_backward(None)
-    loop.run(alone(lists.backward), lambda: chunk)
+    loop.run(in_order(lists.backward), lambda: chunk)
     loop.finish(lambda _: True)
     for name, parameter in segmented.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=1e-12, msg=name)

@@ -221,10 +221,10 @@ class Scripted(Trainer):
         def evaluate(batches):
             return {"": torch.tensor((self.script[self.step] if self.ranks.is_main else -1.0) * self.valid)}
 
-        original_whole = self.model.whole
-        self.preparer.agree, self.model.evaluate, self.model.whole = agreed, evaluate, lambda total: total
+        original_whole = self.model.sum_over_ranks
+        self.preparer.agree, self.model.evaluate, self.model.sum_over_ranks = agreed, evaluate, lambda total: total
         super().maybe_validate(done)
-        self.preparer.agree, self.model.whole = agree, original_whole
+        self.preparer.agree, self.model.sum_over_ranks = agree, original_whole
 
     def log(self, *args, **kwargs):
         super().log(*args, **kwargs)

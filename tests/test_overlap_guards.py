@@ -35,7 +35,7 @@ from torchtitan.parallelisms.pipeline import runtime
 from torchtitan.parallelisms.pipeline.overlap import stage as segmented_stage
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, Loop
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll
-from torchtitan.parallelisms.pipeline.overlap.segments import Turn, alone, merge
+from torchtitan.parallelisms.pipeline.overlap.segments import Turn, in_order, interleave
 from torchtitan.parallelisms.pipeline.runtime import build_table
 
 # The order of collectives
@@ -66,9 +66,9 @@ def rank_dependent_traces():
     traces = [fake_step(0, case, 2)]
 
     def forward_first(forward, backward):
-        return [Turn(1 - of, node) for of, node in merge(backward, forward)]
+        return [Turn(1 - of, node) for of, node in interleave(backward, forward)]
 
-    segmented_stage.merge = forward_first
+    segmented_stage.interleave = forward_first
     return traces[0], fake_step(0, case, 3)
 
 
@@ -193,11 +193,11 @@ def memory(policy, counts):
     with LiveBytes([stage.submod]) as live:
         x = torch.randn(2, 4, toy_moe.DIM, dtype=torch.float64).requires_grad_()
         chunk, loop = Chunk(stage.lists, SimulatedPeer(0, (4,)), x), Loop()
-        loop.run(alone(stage.lists.forward), lambda: chunk)
+        loop.run(in_order(stage.lists.forward), lambda: chunk)
         gradient, chunk.output = torch.ones_like(chunk.output), None
         saved_bytes = live.live() - gradient.nbytes
         chunk.start_backward(gradient)
-        loop.run(alone(stage.lists.backward), lambda: chunk)
+        loop.run(in_order(stage.lists.backward), lambda: chunk)
         loop.finish(lambda _: True)
     most = []
     for microbatches in counts:

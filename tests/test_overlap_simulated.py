@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 from tests.support.jobs import ROOT
-from torchtitan.parallelisms.pipeline.actions import faults_of
+from torchtitan.parallelisms.pipeline.actions import find_faults
 from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
 
@@ -31,7 +31,7 @@ def test_rejected_orders_are_legal_and_not_below_the_bound(script, policy):
     table = build_table("DualPipeV", p, m, 2, overlap=True)
     for change in script.TRIED.values():
         changed = change(table)
-        assert changed != table and faults_of(changed, p, 2 * p, m) == []
+        assert changed != table and find_faults(changed, p, 2 * p, m) == []
         assert script.least(p, m, 1) <= script.step(changed, policy, 1, overlap=True)
 
 

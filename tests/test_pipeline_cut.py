@@ -12,25 +12,25 @@ from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.pipeline.cut import (
     SCHEDULES,
     check_microbatches,
-    check_modules,
+    check_stage_modules,
     check_stages,
+    choose_num_stages,
     forward_order,
-    layers_of_stages,
     model_modules,
     num_microbatches,
-    num_stages_for,
     schedule_traits,
+    split_layers,
     stage_modules,
     stages_of_rank,
 )
 
 
-def even_cut(num_layers: int, num_stages: int, first_less: int, last_less: int) -> list[int]:
+def even_cut(num_layers: int, num_stages: int, embedding_cost: int, head_cost: int) -> list[int]:
     """Return torchtitan's cut: layers plus the ends' weights in equal shares, the first stages one more."""
-    share, more = divmod(num_layers + first_less + last_less, num_stages)
+    share, more = divmod(num_layers + embedding_cost + head_cost, num_stages)
     layers = [share + (stage < more) for stage in range(num_stages)]
-    layers[0] -= first_less
-    layers[-1] -= last_less
+    layers[0] -= embedding_cost
+    layers[-1] -= head_cost
     return layers
 
 
@@ -39,7 +39,7 @@ def test_cut_is_torchtitans_where_that_leaves_no_stage_empty():
     for layers, stages, first, last in product(range(1, 41), range(2, 9), range(4), range(4)):
         expected = even_cut(layers, stages, first, last)
         if min(expected) >= 1:
-            assert layers_of_stages(layers, stages, first, last) == expected
+            assert split_layers(layers, stages, first, last) == expected
             compared += 1
     assert compared > 2000
 
@@ -47,10 +47,10 @@ def test_cut_is_torchtitans_where_that_leaves_no_stage_empty():
 def test_every_stage_has_a_layer():
     for layers, stages, first, last in product(range(1, 20), range(2, 9), range(6), range(6)):
         if layers >= stages:
-            cut = layers_of_stages(layers, stages, first, last)
+            cut = split_layers(layers, stages, first, last)
             assert sum(cut) == layers and min(cut) >= 1
-    assert layers_of_stages(4, 4, 1, 1) == [1, 1, 1, 1]
-    assert layers_of_stages(8, 4, 5, 0) == [1, 3, 2, 2]
+    assert split_layers(4, 4, 1, 1) == [1, 1, 1, 1]
+    assert split_layers(8, 4, 5, 0) == [1, 3, 2, 2]
 
 
 def test_names_of_a_cut():
@@ -65,7 +65,7 @@ def test_names_of_a_cut():
 
 def test_names_given_by_hand():
     modules = model_modules(3)
-    check_modules([modules[:2], modules[2:]], modules)
+    check_stage_modules([modules[:2], modules[2:]], modules)
     for stages, message in (
         ([modules[:2], modules[2:-1]], "no stage has output"),
         ([modules[:2], [*modules[1:]]], "layers.0 is named more than once"),
@@ -74,7 +74,7 @@ def test_names_given_by_hand():
         ([modules[:1], modules[1:]], "stage 0 has none of the layers"),
     ):
         with pytest.raises(JobError, match=f"{message}.*in order are tok_embeddings, layers.0, .*, norm, output"):
-            check_modules(stages, modules)
+            check_stage_modules(stages, modules)
 
 
 def test_stages_are_assigned_to_ranks_as_in_torch():
@@ -145,10 +145,10 @@ def test_schedules_accept_the_same_numbers_as_torchs_classes(name):
 
 
 def test_number_of_stages():
-    assert num_stages_for("gpipe", 4, 8, None) == 4
-    assert num_stages_for("ZBVZEROBUBBLE", 2, 5, None) == 4
-    assert num_stages_for("Interleaved1F1B", 2, 6, 2, 1, 1) == 4
-    assert num_stages_for("LoopedBFS", 2, 6, 1, 0, 0) == 6
+    assert choose_num_stages("gpipe", 4, 8, None) == 4
+    assert choose_num_stages("ZBVZEROBUBBLE", 2, 5, None) == 4
+    assert choose_num_stages("Interleaved1F1B", 2, 6, 2, 1, 1) == 4
+    assert choose_num_stages("LoopedBFS", 2, 6, 1, 0, 0) == 6
     for arguments, message in (
         (("1F1B", 4, 3, None), "3 layers cannot fill 4 pipeline stages .* at most 3 stages"),
         (("DualPipeV", 4, 6, None), "6 layers cannot fill 8 pipeline stages"),
@@ -159,7 +159,7 @@ def test_number_of_stages():
         (("ZBV", 4, 6, 3), "no pipeline schedule 'ZBV'; choose one of GPipe, 1F1B, .*, DualPipeV"),
     ):
         with pytest.raises(JobError, match=message):
-            num_stages_for(*arguments)
+            choose_num_stages(*arguments)
 
 
 def test_schedule_names_in_any_case():

@@ -27,7 +27,7 @@ from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES
 from torchtitan.parallelisms.pipeline.pipeline_parallel import Pipeline, PipelineOptions, cut_model, tied_names
-from torchtitan.parallelisms.pipeline.runtime import named
+from torchtitan.parallelisms.pipeline.runtime import annotate_errors
 
 CPU = torch.device("cpu")
 SPLIT = [name for name, traits in SCHEDULES.items() if traits.split_backward]
@@ -153,7 +153,7 @@ class Deep(Combination):
 def test_four_stages_a_rank(schedule, dp_shard):
     """With more stages than torch keeps gathered at a time, parameters are gathered again between microbatches."""
     row = Deep(ranks=2 * dp_shard, pp=2, dp_shard=dp_shard, schedule=schedule)
-    check(row, Deep(), layers_per_stage=1, first_less=0, last_less=-1)
+    check(row, Deep(), layers_per_stage=1, embedding_cost=0, head_cost=-1)
 
 
 def test_module_names_decide_the_cut():
@@ -344,7 +344,7 @@ def tied_copies(row: Combination) -> dict:
     return {
         "values": full_values,
         "grads": grads,
-        "skipped": [name for name in names if parameters[name] in pipe.duplicated],
+        "skipped": [name for name in names if parameters[name] in pipe.tied_copies],
     }
 
 
@@ -437,7 +437,7 @@ def test_an_exception_keeps_its_type_and_names_stage_and_microbatch():
 @pytest.mark.parametrize("error", [OSError("inner"), RuntimeError("inner")])
 def test_an_error_wrapped_by_torch_names_its_stage_and_microbatch(error):
     error.__cause__ = KeyError("another cause")
-    with pytest.raises(type(error), match="inner") as caught, named(3, 5, "backward"):
+    with pytest.raises(type(error), match="inner") as caught, annotate_errors(3, 5, "backward"):
         try:
             raise error
         except Exception as inner:

@@ -9,15 +9,15 @@ from torch.distributed.pipelining.schedules import _Action, get_schedule_class
 from torchtitan.parallelisms.pipeline.actions import (
     Action,
     ScheduleTableError,
-    apart,
-    faults_of,
+    count_stages,
+    find_faults,
+    input_keys,
     load_schedule_csv,
-    merged,
-    needs,
-    num_stages_of,
     pair,
     parse_action,
+    split_pairs,
     to_csv,
+    with_full_backward,
 )
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES
 from torchtitan.parallelisms.pipeline.runtime import build_table
@@ -35,7 +35,7 @@ def faults_of_file(tmp_path, text, ranks=2, num_stages=None, microbatches=2):
     except ScheduleTableError as error:
         lines = str(error).splitlines()
         assert len(lines) == len(error.faults) and all(line.startswith(f"{path}, ") for line in lines)
-        assert all(fault.given and fault.allowed and fault.remedy for fault in error.faults)
+        assert all(fault.value and fault.allowed and fault.remedy for fault in error.faults)
         return [line.removeprefix(f"{path}, ") for line in lines]
 
 
@@ -47,7 +47,7 @@ def test_every_schedule_round_trips_through_csv(schedule, tmp_path):
     for table in (build_table(schedule, 4, 8, overlap=True), build_table(schedule, 4, 8, merge_backward=True)):
         path = tmp_path / "table.csv"
         path.write_text(to_csv(table))
-        stages = num_stages_of(table)
+        stages = count_stages(table)
         assert load_schedule_csv(path, 4, stages, 8) == load_schedule_csv(path, 4, None, 8) == table
         # an action is written as torch writes it, pairs included
         cells = [str(action) for row in table for action in row]
@@ -71,16 +71,16 @@ def test_blanks_and_trailing_empty_rows_are_ignored(tmp_path):
 
 def test_merged_and_apart():
     table = [[parse_action(cell) for cell in ["0F0", "0F1", "0I0", "0W0", "(0F2;0B1)OVERLAP_F_B", "0I2", "0W2"]]]
-    assert [str(a) for a in merged(table)[0]] == ["0F0", "0F1", "0B0", "(0F2;0B1)OVERLAP_F_B", "0B2"]
-    assert [str(a) for a in apart(table)[0]] == ["0F0", "0F1", "0I0", "0W0", "0F2", "0B1", "0I2", "0W2"]
+    assert [str(a) for a in with_full_backward(table)[0]] == ["0F0", "0F1", "0B0", "(0F2;0B1)OVERLAP_F_B", "0B2"]
+    assert [str(a) for a in split_pairs(table)[0]] == ["0F0", "0F1", "0I0", "0W0", "0F2", "0B1", "0I2", "0W2"]
 
 
 def test_inputs_of_actions():
-    assert needs(parse_action("0F3"), 2) == [] and needs(parse_action("1F3"), 2) == [(0, "F", 3)]
-    assert needs(parse_action("0B3"), 2) == needs(parse_action("0I3"), 2) == [(0, "F", 3), (1, "I", 3)]
-    assert needs(parse_action("1B3"), 2) == [(1, "F", 3)]
-    assert needs(parse_action("1W3"), 2) == [(1, "I", 3)]
-    assert needs(parse_action("(1F3;0B2)OVERLAP_F_B"), 2) == [(0, "F", 3), (0, "F", 2), (1, "I", 2)]
+    assert input_keys(parse_action("0F3"), 2) == [] and input_keys(parse_action("1F3"), 2) == [(0, "F", 3)]
+    assert input_keys(parse_action("0B3"), 2) == input_keys(parse_action("0I3"), 2) == [(0, "F", 3), (1, "I", 3)]
+    assert input_keys(parse_action("1B3"), 2) == [(1, "F", 3)]
+    assert input_keys(parse_action("1W3"), 2) == [(1, "I", 3)]
+    assert input_keys(parse_action("(1F3;0B2)OVERLAP_F_B"), 2) == [(0, "F", 3), (0, "F", 2), (1, "I", 2)]
 
 
 # Invalid files
@@ -215,14 +215,14 @@ def test_a_deadlock_is_reported_as_its_cycle(text, where, description, remedy, t
     with pytest.raises(ScheduleTableError) as error:
         load_schedule_csv(path, 2, 2, 2)
     (fault,) = error.value.faults
-    assert (fault.where, fault.given, fault.remedy) == (f"{path}, {where}", description, remedy)
+    assert (fault.where, fault.value, fault.remedy) == (f"{path}, {where}", description, remedy)
     assert fault.allowed == "an order in which every action has its inputs before it is due"
 
 
 def test_long_lists_are_shortened():
     table = build_table("1F1B", 2, 20)
-    (fault,) = faults_of([[a for a in table[0] if a.kind == "F" or a.microbatch > 15], table[1]], 2, 2, 20)
-    assert fault.given == "no action 0B0, 0B1, 0B2, 0B3, 0B4, 0B5 and 10 more"
+    (fault,) = find_faults([[a for a in table[0] if a.kind == "F" or a.microbatch > 15], table[1]], 2, 2, 20)
+    assert fault.value == "no action 0B0, 0B1, 0B2, 0B3, 0B4, 0B5 and 10 more"
 
 
 def test_unreadable_files_are_refused(tmp_path):
@@ -234,4 +234,4 @@ def test_unreadable_files_are_refused(tmp_path):
             load_schedule_csv(tmp_path / name, 2, 2, 2)
         (fault,) = error.value.faults
         refused = "what cannot be read (", "what is not a regular file but a"
-        assert any(f"the file: given {reason}" in str(fault) for reason in refused) or "no action" in fault.given
+        assert any(f"the file: given {reason}" in str(fault) for reason in refused) or "no action" in fault.value

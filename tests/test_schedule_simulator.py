@@ -15,12 +15,12 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.pipeline.actions import (
     ScheduleTableError,
-    faults_of,
-    merged,
-    num_stages_of,
+    count_stages,
+    find_faults,
     parse_action,
-    rank_of_stages,
     running_order,
+    stage_ranks,
+    with_full_backward,
 )
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES, stages_of_rank
 from torchtitan.parallelisms.pipeline.runtime import build_table
@@ -54,38 +54,38 @@ def build_torch_table(schedule, p, m, v):
 @pytest.mark.parametrize(("p", "m"), [*SHAPES, (4, 10)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_tables_equal_those_of_torch_where_these_are_valid(schedule, p, m):
-    for v in (2, 3) if not SCHEDULES[schedule].exact else (SCHEDULES[schedule].stages_per_rank,):
+    for v in (2, 3) if not SCHEDULES[schedule].fixed_stages else (SCHEDULES[schedule].stages_per_rank,):
         ours, reference = build_table(schedule, p, m, v, overlap=True), build_torch_table(schedule, p, m, v)
-        torch_faults = faults_of(reference, p, p * v, m)
+        torch_faults = find_faults(reference, p, p * v, m)
         assert ours == reference or (schedule == "1F1B" and torch_faults)
-        assert faults_of(ours, p, p * v, m) == []
+        assert find_faults(ours, p, p * v, m) == []
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 7])
 def test_tables_of_few_microbatches_are_valid(m):
     for schedule in SCHEDULES.keys() - {"DualPipeV"}:
         table = build_table(schedule, 4, m)
-        assert faults_of(table, 4, num_stages_of(table), m) == []
+        assert find_faults(table, 4, count_stages(table), m) == []
     assert common_bubble(simulate_schedule("1F1B", 4, m)) == 9
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_tables_place_stages_as_the_cut_does(schedule):
     traits, table = SCHEDULES[schedule], build_table(schedule, 4, 8)
-    stages = num_stages_of(table)
+    stages = count_stages(table)
     ranks = {stage: rank for rank in range(4) for stage in stages_of_rank(rank, 4, stages, traits.style)}
-    assert rank_of_stages(table) == ranks
+    assert stage_ranks(table) == ranks
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_torchs_runtime_accepts_the_tables(schedule):
     for merge_backward, overlap in product((False, True), repeat=2):
         table = build_table(schedule, 4, 8, merge_backward=merge_backward, overlap=overlap)
-        assert faults_of(table, 4, num_stages_of(table), 8) == []
+        assert find_faults(table, 4, count_stages(table), 8) == []
         kinds = {single.kind for row in table for action in row for single in action.singles}
         assert not (merge_backward and kinds & {"I", "W"})
         assert overlap or not any(action.parts for row in table for action in row)
-        v = num_stages_of(table) // 4
+        v = count_stages(table) // 4
         stages = [SimpleNamespace(num_stages=4 * v, group_size=4, group_rank=0, submod=None) for _ in range(v)]
         runtime = _PipelineScheduleRuntime(stages, 8)
         order = {rank: [_Action.from_str(str(action)) for action in row] for rank, row in enumerate(table)}
@@ -277,4 +277,4 @@ def test_deadlocks_and_missing_inputs_are_reported():
     with pytest.raises(ScheduleTableError, match="rank 1, step 0, action 1F1: given without its input 0F1"):
         simulate(table_of("0F0 0B0", "1F1 1B0"))
     with pytest.raises(ScheduleTableError, match="without its input 1I0 or 1B0"):
-        list(running_order(merged(table_of("0F0 0B0", "1F0"))))
+        list(running_order(with_full_backward(table_of("0F0 0B0", "1F0"))))

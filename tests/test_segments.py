@@ -16,22 +16,22 @@ from torchtitan.parallelisms.pipeline.overlap.segments import (
     CountExchange,
     Exchange,
     NodeLists,
-    Policy,
     Program,
+    RecomputePolicy,
     Segment,
-    alone,
-    merge,
-    slots,
+    in_order,
+    interleave,
+    split_after_issues,
 )
 from torchtitan.parallelisms.pipeline.split_backward import backward_inputs
 
 SAVED = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default}
 POLICIES = {
-    "none": Policy(),
-    "selective": Policy("selective", save_op=SAVED.__contains__),
-    "selective 2": Policy("selective", every=2),
-    "full_keep_comm": Policy("full_keep_comm"),
-    "full": Policy("full"),
+    "none": RecomputePolicy(),
+    "selective": RecomputePolicy("selective", save_op=SAVED.__contains__),
+    "selective 2": RecomputePolicy("selective", every=2),
+    "full_keep_comm": RecomputePolicy("full_keep_comm"),
+    "full": RecomputePolicy("full"),
 }
 
 
@@ -80,14 +80,14 @@ def test_a_program_with_a_wrong_name_is_refused(steps, message):
 )
 def test_an_impossible_policy_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        Policy(**arguments)
+        RecomputePolicy(**arguments)
 
 
 # Lists of nodes
 
 
 def test_forward_waits_as_late_as_possible():
-    assert node_texts(NodeLists([moe_program()], Policy()).forward) == [
+    assert node_texts(NodeLists([moe_program()], RecomputePolicy()).forward) == [
         "compute F b.attention",
         "compute F b.route",
         "post F b.counts",
@@ -103,7 +103,7 @@ def test_forward_waits_as_late_as_possible():
 
 
 def test_backward_recomputes_experts_during_the_all_to_all_of_their_gradient():
-    nodes = node_texts(NodeLists([moe_program()], Policy("full_keep_comm")).backward)
+    nodes = node_texts(NodeLists([moe_program()], RecomputePolicy("full_keep_comm")).backward)
     assert nodes == [
         "compute R b.attention",
         "compute R b.route",
@@ -133,13 +133,13 @@ def test_segments_are_recomputed_once_with_the_exchanges_of_the_policy(policy, e
 
 
 def test_split_backward_leaves_all_weights_of_heavy_segments():
-    lists = NodeLists([moe_program("a"), moe_program("b")], Policy())
+    lists = NodeLists([moe_program("a"), moe_program("b")], RecomputePolicy())
     halves = [node.name for node in lists.input_grads if node.phase == "I" and node.kind == COMPUTE]
     assert halves == ["b.experts", "b.attention", "a.experts", "a.attention"]
 
 
 def test_every_second_block_is_recomputed():
-    lists = NodeLists([moe_program("a"), moe_program("b"), moe_program("c")], Policy("selective", every=2))
+    lists = NodeLists([moe_program("a"), moe_program("b"), moe_program("c")], RecomputePolicy("selective", every=2))
     assert {node.name[0] for node in lists.backward if node.phase == "R"} == {"a", "c"}
 
 
@@ -147,8 +147,8 @@ def test_every_second_block_is_recomputed():
 
 
 def test_a_pair_starts_with_the_backward_and_alternates():
-    lists = NodeLists([moe_program()], Policy())
-    order = [(turn.of, str(turn.node)) for turn in merge(lists.forward, lists.backward)]
+    lists = NodeLists([moe_program()], RecomputePolicy())
+    order = [(turn.of, str(turn.node)) for turn in interleave(lists.forward, lists.backward)]
     issues = [(of, text) for of, text in order if text.startswith("issue")]
     assert issues == [
         (1, "issue B b.combine"),
@@ -164,8 +164,8 @@ def test_a_pair_starts_with_the_backward_and_alternates():
 
 def test_a_pair_sends_first_what_is_needed_sooner():
     """The recomputed combine is needed later than the backward's, with little computation in between."""
-    lists = NodeLists([moe_program()], Policy("full"))
-    order = [(turn.of, str(turn.node)) for turn in merge(lists.forward, lists.backward)]
+    lists = NodeLists([moe_program()], RecomputePolicy("full"))
+    order = [(turn.of, str(turn.node)) for turn in interleave(lists.forward, lists.backward)]
     at = order.index((1, "issue B b.combine"))
     assert order[at + 1 : at + 3] == [(0, "issue F b.combine"), (1, "wait B b.combine")]
 
@@ -173,12 +173,14 @@ def test_a_pair_sends_first_what_is_needed_sooner():
 @pytest.mark.parametrize("forward, backward", [(1, 3), (3, 1), (0, 2), (2, 0), (0, 0)])
 def test_pair_of_unequal_stages_keeps_both_orders(forward, backward):
     dense = Program("d", (Segment("all", first_tensor, ("x",), ("out",)),))
-    forward_nodes = NodeLists([moe_program(str(i)) for i in range(forward)] or [dense], Policy()).forward
-    backward_nodes = NodeLists([moe_program(str(i)) for i in range(backward)] or [dense], Policy("full")).backward
-    order = merge(forward_nodes, backward_nodes)
+    forward_nodes = NodeLists([moe_program(str(i)) for i in range(forward)] or [dense], RecomputePolicy()).forward
+    backward_nodes = NodeLists(
+        [moe_program(str(i)) for i in range(backward)] or [dense], RecomputePolicy("full")
+    ).backward
+    order = interleave(forward_nodes, backward_nodes)
     assert [turn.node for turn in order if turn.of == 0] == forward_nodes
     assert [turn.node for turn in order if turn.of == 1] == backward_nodes
-    assert sum(len(slot) for slot in slots(backward_nodes)) == len(backward_nodes)
+    assert sum(len(slot) for slot in split_after_issues(backward_nodes)) == len(backward_nodes)
 
 
 class RecordingChunk:
@@ -197,22 +199,22 @@ class RecordingChunk:
 
 
 def test_weights_fill_a_gap_and_carried_ones_the_next_microbatch():
-    lists = NodeLists([moe_program()], Policy())
+    lists = NodeLists([moe_program()], RecomputePolicy())
     loop, chunk = Loop(carried=1), RecordingChunk()
-    loop.run(alone(lists.backward), lambda: chunk)
+    loop.run(in_order(lists.backward), lambda: chunk)
     gap = chunk.nodes.index("wait B b.dispatch")
     assert chunk.nodes[gap - 2 : gap] == ["issue B b.dispatch", "compute W b.experts"]
     loop.catch_up(chunk)
     assert len(loop.weights) == 1  # the attention's
     following = RecordingChunk()
-    loop.run(alone(lists.forward), lambda: following)
+    loop.run(in_order(lists.forward), lambda: following)
     assert chunk.nodes[-1] == "compute W b.attention" and not loop.weights
 
 
 def test_without_overlap_nothing_is_in_flight():
-    lists = NodeLists([moe_program()], Policy("full"))
+    lists = NodeLists([moe_program()], RecomputePolicy("full"))
     loop, chunk = Loop(overlap=False), RecordingChunk()
-    loop.run(alone(lists.backward), lambda: chunk)
+    loop.run(in_order(lists.backward), lambda: chunk)
     for i, text in enumerate(chunk.nodes):
         if text.startswith("issue"):
             assert chunk.nodes[i + 1] == text.replace("issue", "wait")
@@ -234,12 +236,12 @@ def chunk_gradients(policy, split, dropout=0.3, dtype=torch.float64, overlap=Tru
     toy_moe.runs.clear()
     chunk = Chunk(lists, NoExchange(), tokens, labels, forward_context=context)
     loop = Loop(overlap)
-    loop.run(alone(lists.forward), lambda: chunk)
+    loop.run(in_order(lists.forward), lambda: chunk)
     torch.rand(5)  # recomputation must not see it
     output = chunk.output
     output.backward()
     chunk.start_backward(None)
-    loop.run(alone(lists.input_grads if split else lists.backward), lambda: chunk)
+    loop.run(in_order(lists.input_grads if split else lists.backward), lambda: chunk)
     loop.finish(lambda _: True)
     after = torch.rand(1).item()
     return output.item(), sum(map(float, chunk.losses)), {n: p.grad for n, p in part.named_parameters()}, after
@@ -274,7 +276,7 @@ def test_gradients_equal_plain_autograd_with_dropout(policy, split):
 
 def test_random_state_is_restored_only_if_preserved():
     expected = plain_gradients()[2]
-    got = chunk_gradients(Policy("full", preserve_rng_state=False), split=False)[2]
+    got = chunk_gradients(RecomputePolicy("full", preserve_rng_state=False), split=False)[2]
     assert any(not torch.allclose(got[name], grad) for name, grad in expected.items())
 
 
@@ -308,7 +310,7 @@ def test_recomputation_uses_the_same_autocast():
 
 def test_notes_refuse_tensors_with_a_graph():
     part = toy_moe.Part([0])
-    lists = NodeLists(part.segment_programs(), Policy())
+    lists = NodeLists(part.segment_programs(), RecomputePolicy())
     notes = Chunk(lists, NoExchange(), torch.zeros(1, 2, dtype=torch.long)).blocks[0].notes
     with pytest.raises(AssertionError, match="without its graph"):
         notes.once("scores", lambda: torch.ones(1, requires_grad=True))
@@ -317,20 +319,20 @@ def test_notes_refuse_tensors_with_a_graph():
 def test_without_gradients_no_values_are_retained():
     part = toy_moe.Part().double()
     toy_moe.fill_(part)
-    lists = NodeLists(part.segment_programs(), Policy("full"))
+    lists = NodeLists(part.segment_programs(), RecomputePolicy("full"))
     tokens, labels = toy_moe.batch(1, rank=0)
     with torch.no_grad():
         chunk = Chunk(lists, NoExchange(), tokens, labels)
-        Loop().run(alone(lists.forward), lambda: chunk)
+        Loop().run(in_order(lists.forward), lambda: chunk)
     assert torch.allclose(chunk.output, toy_moe.plain_forward(part, tokens, labels)[0])
     assert not any(block.graphs or block.random or block.values for block in chunk.blocks)
 
 
 def test_a_wrong_number_of_outputs_is_reported():
     program = Program("b", (Segment("two", lambda meta, x: (x, x), ("x",), ("out",)),))
-    chunk = Chunk(NodeLists([program], Policy()), NoExchange(), torch.zeros(1), place="stage 1, microbatch 2")
+    chunk = Chunk(NodeLists([program], RecomputePolicy()), NoExchange(), torch.zeros(1), place="stage 1, microbatch 2")
     with pytest.raises(AssertionError, match="two gave 2 tensors for out") as caught:
-        Loop().run(alone(chunk.lists.forward), lambda: chunk)
+        Loop().run(in_order(chunk.lists.forward), lambda: chunk)
     assert "in segment b.two (compute, forward) of stage 1, microbatch 2" in caught.value.__notes__
 
 

@@ -33,7 +33,7 @@ from torchtitan.parallelisms.attention_kernel import default_positions
 from torchtitan.parallelisms.expert_parallel import apply_expert_parallel
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, Loop
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll
-from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists, alone
+from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists, in_order
 from torchtitan.parallelisms.pipeline.overlap.stage import programs_of
 from torchtitan.parallelisms.steps import Segment, Stepwise, require_steps
 
@@ -128,11 +128,11 @@ def by_segments(model, inputs, policy, transport, split):
     inputs = dict(inputs)
     tokens = inputs.pop("tokens")
     chunk, loop = Chunk(lists, transport, tokens, model.context(tokens, **inputs)), Loop()
-    loop.run(alone(lists.forward), lambda: chunk)
+    loop.run(in_order(lists.forward), lambda: chunk)
     loss = chunk.output
     (0.05 * loss).backward()
     chunk.start_backward(None)
-    loop.run(alone(lists.input_grads if split else lists.backward), lambda: chunk)
+    loop.run(in_order(lists.input_grads if split else lists.backward), lambda: chunk)
     loop.finish(lambda _: True)
     return loss_and_gradients(model, loss)
 
@@ -166,7 +166,7 @@ def test_a_middle_stage_returns_hidden_states():
     lists = NodeLists(programs_of(model), POLICIES["none"])
     positions = default_positions(x)
     chunk = Chunk(lists, NoExchange(), x, model.context(x[:, :3], positions))
-    Loop().run(alone(lists.forward), lambda: chunk)
+    Loop().run(in_order(lists.forward), lambda: chunk)
     assert torch.allclose(chunk.output, model(x, positions))
 
 

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support import toy_moe
 from tests.test_segments import POLICIES
-from torchtitan.parallelisms.pipeline.actions import rank_of_stages
+from torchtitan.parallelisms.pipeline.actions import stage_ranks
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll, SplitSizes
 from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedSchedule, SegmentedStage
 from torchtitan.parallelisms.pipeline.runtime import build_table
@@ -75,7 +75,7 @@ def pipeline(
     dtype=torch.float64,
     prepare=None,
 ):
-    owners = rank_of_stages(table)
+    owners = stage_ranks(table)
     hidden = torch.empty(2, 4, toy_moe.DIM, dtype=dtype, device="meta", requires_grad=True)
     loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta", requires_grad=True)
     stages = []

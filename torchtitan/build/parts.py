@@ -237,8 +237,8 @@ def pipeline_options(config: JobConfig) -> PipelineOptions:
         **matching_options(degrees, PipelineOptions, "pipeline_parallel_")
         | {"microbatch_size": microbatch_rows(config)},
         csv=degrees.pipeline_parallel_schedule_csv,
-        first_less=degrees.pipeline_parallel_first_stage_less_layers,
-        last_less=degrees.pipeline_parallel_last_stage_less_layers,
+        embedding_cost=degrees.pipeline_parallel_first_stage_less_layers,
+        head_cost=degrees.pipeline_parallel_last_stage_less_layers,
         modules=degrees.module_fqns_per_model_part,
     )
 
@@ -248,7 +248,7 @@ def model(
 ) -> ParallelModel:
     """Return the parallelized model with its initial weights, which depend on the seed and the parameter names only.
 
-    `kwargs` (drawn, storage): see `ParallelModel`.
+    `kwargs` (init_weights, storage): see `ParallelModel`.
     """
     built, patterns, installed = adapted_model(config)
     return ParallelModel(

@@ -25,10 +25,10 @@ from torchtitan.parallelisms.pipeline.actions import (
     INPUT_GRAD,
     WEIGHT_GRAD,
     Table,
+    count_stages,
     load_schedule_csv,
-    merged,
-    num_stages_of,
     to_csv,
+    with_full_backward,
 )
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES, schedule_traits
 from torchtitan.parallelisms.pipeline.runtime import build_table
@@ -84,7 +84,7 @@ class Question:
             )
         stages = None if self.stages_per_rank is None else self.pp * self.stages_per_rank
         table = load_schedule_csv(self.csv, self.pp, stages, self.microbatches)
-        return merged(table) if self.merge_backward else table
+        return with_full_backward(table) if self.merge_backward else table
 
     def simulated(self, table: Table) -> Simulation:
         return simulate(table, self.costs, self.p2p, self.overlap)
@@ -233,7 +233,7 @@ def report(question: Question, table: Table, simulation: Simulation) -> list[str
 
 
 def about(question: Question, table: Table) -> str:
-    stages = num_stages_of(table)
+    stages = count_stages(table)
     stages_text = f" x {stages // question.pp}" if stages % question.pp == 0 else f", {stages}"
     stages_text += " stage" if stages == question.pp else " stages"
     extra = f", messages {_short(question.p2p)}" if question.p2p else ""
@@ -248,7 +248,7 @@ def comparison(question: Question, simulation: Simulation) -> list[str]:
     """List all schedules at the same costs, the fastest first, then the ones that these numbers do not allow."""
     rows, impossible = [(simulation.makespan, question.name, simulation)] if question.csv else [], []
     for traits in SCHEDULES.values():
-        stages_per_rank = None if traits.exact or question.stages_per_rank == 1 else question.stages_per_rank
+        stages_per_rank = None if traits.fixed_stages or question.stages_per_rank == 1 else question.stages_per_rank
         other = dataclasses.replace(question, schedule=traits.name, stages_per_rank=stages_per_rank, csv=None)
         try:
             result = other.simulated(other.table())

@@ -114,9 +114,9 @@ class ContextParallelAttention(nn.Module):
         """Gather the document ids [B, s] of all ranks -> [ranks, B, s]."""
         return _all_gather(document_ids.contiguous()[None], self.layout.ranks, self.group_name)
 
-    def to_sequence_order(self, shares: torch.Tensor) -> torch.Tensor:
+    def to_sequence_order(self, shards: torch.Tensor) -> torch.Tensor:
         """Reorder shards [ranks, B, s] to full sequences [B, S]."""
-        pieces = shares.unflatten(2, (self.layout.pieces_per_rank, -1)).transpose(1, 2).flatten(0, 1)
+        pieces = shards.unflatten(2, (self.layout.pieces_per_rank, -1)).transpose(1, 2).flatten(0, 1)
         return torch.cat([pieces[index] for index in self.layout.sequence_order], dim=1)
 
 
@@ -135,23 +135,25 @@ class AllGatherAttention(ContextParallelAttention):
 
     def prepare(self, tokens: Tokens) -> Mask:
         documents = tokens.documents
-        everywhere = None if documents is None else self.to_sequence_order(self.gather_documents(documents))  # [B, S]
+        all_documents = (
+            None if documents is None else self.to_sequence_order(self.gather_documents(documents))
+        )  # [B, S]
         if declares(self.inner, "plain_attention") and not self.inner.uses_flex(tokens):
-            return documents if documents is None else (documents, everywhere)
+            return documents if documents is None else (documents, all_documents)
         length, device = len(tokens.indices), tokens.indices.device
         local_tokens = Tokens(self.layout.positions(self.rank, length, device), documents)
-        every = Tokens(torch.arange(length * self.layout.ranks, device=device), everywhere)
-        return KernelMask(self.inner.prepare(local_tokens, every))
+        all_tokens = Tokens(torch.arange(length * self.layout.ranks, device=device), all_documents)
+        return KernelMask(self.inner.prepare(local_tokens, all_tokens))
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *draws: torch.Tensor
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *random_keys: torch.Tensor
     ) -> torch.Tensor:
         """Attend: q [B, H, s, E] -> [B, H, s, V]. `draws`: this rank's random keys [B, s], for attention dropout."""
         widths = (k.shape[-1], v.shape[-1])
         both = GatherSequence.apply(torch.cat((k, v), dim=-1), self.layout, self.group_name)
         k, v = both.split(widths, dim=-1)  # [B, K, S, E] and [B, K, S, V]
         if isinstance(mask, KernelMask):
-            return self.inner(q, k, v, mask.mask, *draws)
+            return self.inner(q, k, v, mask.mask, *random_keys)
         regions = self.layout.visible_in_sequence(self.rank, q.shape[2], self.inner.causal)
         return RegionAttentionFunction.apply(q, k, v, regions, *(mask or (None, None)))
 
@@ -174,10 +176,10 @@ class UlyssesAttention(ContextParallelAttention):
     """Ulysses: attention over all tokens for a share of the heads."""
 
     def prepare(self, tokens: Tokens) -> Mask:
-        places = torch.arange(len(tokens.indices) * self.layout.ranks, device=tokens.indices.device)
+        indices = torch.arange(len(tokens.indices) * self.layout.ranks, device=tokens.indices.device)
         documents = tokens.documents
         return self.inner.prepare(
-            Tokens(places, None if documents is None else self.to_sequence_order(self.gather_documents(documents)))
+            Tokens(indices, None if documents is None else self.to_sequence_order(self.gather_documents(documents)))
         )
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
@@ -187,10 +189,10 @@ class UlyssesAttention(ContextParallelAttention):
         repeats = math.lcm(key_heads, ranks) // key_heads
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        shares = [x.transpose(1, 2).unflatten(2, (ranks, -1)).flatten(3).movedim(2, 0) for x in (q, k, v)]
+        shards = [x.transpose(1, 2).unflatten(2, (ranks, -1)).flatten(3).movedim(2, 0) for x in (q, k, v)]
         # [ranks, B, s, this rank's heads x widths]
-        exchanged = ExchangeShards.apply(torch.cat(shares, dim=-1), self.group_name)
-        sequences = exchanged.transpose(0, 1).flatten(1, 2).split([x.shape[-1] for x in shares], dim=-1)
+        exchanged = ExchangeShards.apply(torch.cat(shards, dim=-1), self.group_name)
+        sequences = exchanged.transpose(0, 1).flatten(1, 2).split([x.shape[-1] for x in shards], dim=-1)
         heads_first = [
             x.unflatten(-1, (-1, width)).transpose(1, 2)
             for x, width in zip(sequences, (q.shape[-1], k.shape[-1], v.shape[-1]), strict=True)
@@ -211,8 +213,8 @@ class GatherSequence(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, layout: SequenceLayout, group_name: str) -> torch.Tensor:
         ctx.layout, ctx.group_name = layout, group_name
         pieces = torch.stack(x.unflatten(-2, (layout.pieces_per_rank, -1)).unbind(-3))
-        everywhere = _all_gather(pieces, layout.ranks, group_name)
-        return torch.cat([everywhere[index] for index in layout.sequence_order], dim=-2)
+        all_pieces = _all_gather(pieces, layout.ranks, group_name)
+        return torch.cat([all_pieces[index] for index in layout.sequence_order], dim=-2)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -35,11 +35,11 @@ def expert_pool_size(dp_shard: int, cp: int, tp: int) -> int:
     return dp_shard * cp * tp
 
 
-def check_num_experts(ep: int, experts: int, lending: int | None = None) -> None:
+def check_num_experts(ep: int, experts: int, pool_size: int | None = None) -> None:
     """Check that the experts divide evenly over ep ranks. `lending`: the number of usable ranks, if known."""
     if experts % ep:
         allowed = f"what divides the {experts} experts and the ranks that it borrows"
-        fits = math.gcd(experts, lending or experts)
+        fits = math.gcd(experts, pool_size or experts)
         remedy = f"write one of {divisors(experts)}, and lend it a multiple of as many ranks"
         remedy = f"write one of {divisors(fits)}" if fits > 1 else remedy
         raise LimitError(DEGREES + "expert_parallel_degree", ep, allowed, remedy)
@@ -47,11 +47,11 @@ def check_num_experts(ep: int, experts: int, lending: int | None = None) -> None
 
 def check_expert_degree(ep: int, dp_shard: int, cp: int, tp: int, experts: int = 0) -> None:
     """Check that ep divides the number of usable ranks. `experts`: their number in a layer, if known."""
-    lending = expert_pool_size(dp_shard, cp, tp)
-    if lending % ep:
+    pool_size = expert_pool_size(dp_shard, cp, tp)
+    if pool_size % ep:
         product = f"data_parallel_shard {dp_shard} x context_parallel {cp} x tensor_parallel {tp}"
-        allowed = f"what divides {product} = {lending}, the ranks that it borrows"
-        fits = divisors(math.gcd(experts, lending))
+        allowed = f"what divides {product} = {pool_size}, the ranks that it borrows"
+        fits = divisors(math.gcd(experts, pool_size))
         fits = f"one of {fits}" if "," in fits else fits
         remedy = f"write {fits}, or lend it a multiple of {ep} ranks"
         raise LimitError(DEGREES + "expert_parallel_degree", ep, allowed, remedy)

@@ -17,7 +17,7 @@ from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.process import distributed
 
 
-class Balance(Protocol):
+class LoadBalancing(Protocol):
     """The load balancing of a model family with experts. Each function takes a model or a pipeline part of it."""
 
     def set_sequence_sum(self, model: nn.Module, sum_over_sequence: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -51,7 +51,7 @@ class ExpertBalance:
     name = "expert_balance"
 
     def __init__(
-        self, parts: Sequence[nn.Module], rules: Balance, mesh: DeviceMesh, dims: ParallelDims, copies: int = 1
+        self, parts: Sequence[nn.Module], rules: LoadBalancing, mesh: DeviceMesh, dims: ParallelDims, copies: int = 1
     ):
         self.copies = copies
         self.parts, self.rules, self.dims = parts, rules, dims

@@ -23,15 +23,21 @@ from torchtitan.core.tensor_storage import draw_stores
 from torchtitan.parallelisms.attention_kernel import default_positions
 from torchtitan.parallelisms.context_parallel import shard_sequence
 from torchtitan.parallelisms.data_parallel import set_last_microbatch
-from torchtitan.parallelisms.expert_balance import Balance, ExpertBalance
+from torchtitan.parallelisms.expert_balance import ExpertBalance, LoadBalancing
 from torchtitan.parallelisms.gradients import clip_gradients
 from torchtitan.parallelisms.parallel_dims import ParallelDims
-from torchtitan.parallelisms.parallelize import ParallelOptions, dtype_of, parallelize, segment_policy, uses_fully_shard
+from torchtitan.parallelisms.parallelize import (
+    ParallelOptions,
+    dtype_of,
+    parallelize,
+    recompute_policy,
+    uses_fully_shard,
+)
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll
 from torchtitan.parallelisms.pipeline.pipeline_parallel import (
     Pipeline,
     PipelineOptions,
-    Segmented,
+    SegmentOptions,
     cut_model,
     tied_names,
 )
@@ -132,7 +138,7 @@ def runs_by_segments(dims: ParallelDims, options: ParallelOptions) -> bool:
     return options.overlap and dims.ep > 1 and dims.pp > 1
 
 
-def fill(part: nn.Module, device: torch.device, offloaded: bool) -> None:
+def allocate(part: nn.Module, device: torch.device, offloaded: bool) -> None:
     """Allocate storage for a part on the meta device; for parameters in host memory, if they are offloaded."""
     part.to_empty(device="cpu" if offloaded else device)
     for module in part.modules():  # buffers are not offloaded: nothing would copy them to the device
@@ -144,9 +150,9 @@ class ParallelModel:
     """This rank's share of a model. `parts` holds the full model or, in a pipeline, one part for each local stage.
 
     `model`: on the meta device, in the dtype of the stored parameters, with its loss attached. `balance`: for a model
-    with experts. `adapter`: the one installed in the model (adapters/interface.py). `drawn`: draw the initial weights
-    from `seed` and the parameters' names; otherwise they are NaN until `initialize` or a load fills them. `storage`: a
-    context for the allocation of parameters, such as FakeTensorMode.
+    with experts. `adapter`: the one installed in the model (adapters/interface.py). `init_weights`: draw the initial
+    weights from `seed` and the parameters' names; otherwise they are NaN until `initialize` or a load fills them.
+    `storage`: a context for the allocation of parameters, such as FakeTensorMode.
     """
 
     def __init__(
@@ -160,9 +166,9 @@ class ParallelModel:
         device: torch.device,
         seed: int,
         pipeline: PipelineOptions | None = None,
-        balance: Balance | None = None,
+        balance: LoadBalancing | None = None,
         adapter: Any = None,
-        drawn: bool = True,
+        init_weights: bool = True,
         storage: AbstractContextManager = nullcontext(),  # noqa: B008
     ):
         self.mesh, self.dims, self.options, self.device = mesh, dims, options, device
@@ -181,12 +187,12 @@ class ParallelModel:
         for part in self.parts:
             part.tied_names = tied  # checkpoints save a parameter with two names once
             with storage:
-                fill(part, device, options.cpu_offload)
+                allocate(part, device, options.cpu_offload)
         self.adapter, self.seed = adapter, seed
-        self.initialize() if drawn else self._forget()
+        self.initialize() if init_weights else self._fill_with_nan()
         self.pipeline = None
         if dims.pp > 1:
-            self.pipeline = self._pipelined(pipeline, stages, num_stages, tied)
+            self.pipeline = self._build_pipeline(pipeline, stages, num_stages, tied)
 
         self.balance = None
         if balance is not None:
@@ -197,12 +203,12 @@ class ParallelModel:
             if hook is not None:
                 self.hooks.append(hook)
 
-    def _pipelined(
+    def _build_pipeline(
         self, pipeline: PipelineOptions | None, stages: list[int], num_stages: int, tied: dict[str, str]
     ) -> Pipeline:
         """Return the pipeline over this rank's parts. `stages`: their indices, out of `num_stages`."""
         options = self.options
-        segments = self._segments() if runs_by_segments(self.dims, options) else None
+        segments = self._segment_options() if runs_by_segments(self.dims, options) else None
         full_backward = options.recompute != "none" or options.compile_model
         return Pipeline(
             self.parts,
@@ -219,13 +225,13 @@ class ParallelModel:
             segments=segments,
         )
 
-    def _segments(self) -> Segmented:
+    def _segment_options(self) -> SegmentOptions:
         """Return the settings of a pipeline that hides the all-to-alls of experts."""
         options = self.options
-        policy = segment_policy(options.recompute, options.selective_option, options.preserve_rng_state)
+        policy = recompute_policy(options.recompute, options.selective_option, options.preserve_rng_state)
         # an NCCL communicator runs collectives one after the other; gloo needs no second group
         counts = None if self.device.type == "cpu" else self.dims.build_counts_group(self.expert_mesh)
-        return Segmented(policy, AllToAll(self.expert_mesh["ep"].get_group(), counts))
+        return SegmentOptions(policy, AllToAll(self.expert_mesh["ep"].get_group(), counts))
 
     def initialize(self, names: Collection[str] | None = None) -> None:
         """Draw the initial weights of all parameters, or only of `names` (in the unwrapped model with its adapter)."""
@@ -236,7 +242,7 @@ class ParallelModel:
             self.adapter.init_from_base(self.parts)
 
     @torch.no_grad()
-    def _forget(self) -> None:
+    def _fill_with_nan(self) -> None:
         """Fill the parameters with NaN, so that a load can detect values that it did not fill."""
         for _, parameter in self.named_parameters():
             if parameter.is_floating_point():
@@ -265,7 +271,7 @@ class ParallelModel:
         noise. Positions may be [1, S] and default to 0..S-1. `is_last`: True for the last batch of gradient
         accumulation in a step.
         """
-        batch = self._share(batch)
+        batch = self._shard_batch(batch)
         if self.balance is not None:
             self.balance.before_backward(valid_tokens)
         if self.pipeline is not None:
@@ -283,7 +289,7 @@ class ParallelModel:
         """Return this rank's share of the sum of losses, a scalar, without gradients; `batch` as in
         `forward_backward`.
         """
-        batch = self._share(batch)
+        batch = self._shard_batch(batch)
         if self.pipeline is not None:
             loss = self.pipeline.eval_step(batch)
         else:
@@ -314,7 +320,7 @@ class ParallelModel:
         with self.autocast:
             return self.parts[0](tokens=tokens, positions=default_positions(tokens), last=last)
 
-    def whole(self, shares: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, shares: torch.Tensor) -> torch.Tensor:
         """Sum losses of any shape over all ranks. Those of a tp group are equal and count once.
 
         The sum runs on the CPU with gloo: the caller needs the values there, and NCCL would create a communicator of
@@ -348,7 +354,7 @@ class ParallelModel:
             return clip_gradients(self.parts[0].parameters(), max_norm)
         self.pipeline.sum_tied_gradients()
         parameters = chain.from_iterable(part.parameters() for part in self.parts)
-        return clip_gradients(parameters, max_norm, self.pp_group, self.pipeline.duplicated)
+        return clip_gradients(parameters, max_norm, self.pp_group, self.pipeline.tied_copies)
 
     def after_step(self, step: int = 0, optimizers: Sequence[Optimizer] = (), updated: bool = True) -> None:
         """Run the hooks after the `step`-th optimizer step of the schedule.
@@ -363,10 +369,10 @@ class ParallelModel:
     def extra_metrics(self) -> dict[str, float]:
         """Return metrics of the last step, equal on all ranks. All ranks call it; it synchronizes with the device."""
         of_adapter = self.adapter.metrics(self.parts) if self.adapter is not None else {}
-        of_adapter |= self._measured_by_the_loss()
+        of_adapter |= self._loss_metrics()
         return of_adapter | (self.balance.metrics(self.device) if self.balance is not None else {})
 
-    def _measured_by_the_loss(self) -> dict[str, float]:
+    def _loss_metrics(self) -> dict[str, float]:
         """Return the additional measurements of the objective, averaged over all ranks since the last call."""
         names = self.parts[0].loss.measured
         if not names:
@@ -382,7 +388,7 @@ class ParallelModel:
         """Return the layers with NaN or infinity, in order, if the model tracks them. All ranks call it."""
         return self.balance.not_finite() if self.balance is not None else []
 
-    def _share(self, batch: Batch) -> Batch:
+    def _shard_batch(self, batch: Batch) -> Batch:
         """Return this rank's tokens of the samples under context parallel, with their positions."""
         batch = {"positions": default_positions(batch["tokens"])} | batch
         if self.dims.cp == 1:

@@ -21,7 +21,7 @@ from torchtitan.parallelisms.context_parallel import apply_context_parallel
 from torchtitan.parallelisms.data_parallel import apply_data_parallel
 from torchtitan.parallelisms.expert_parallel import apply_expert_parallel
 from torchtitan.parallelisms.parallel_dims import ParallelDims
-from torchtitan.parallelisms.pipeline.overlap.segments import Policy
+from torchtitan.parallelisms.pipeline.overlap.segments import RecomputePolicy
 from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
 from torchtitan.parallelisms.steps import same_notes
 from torchtitan.parallelisms.tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
@@ -84,7 +84,7 @@ def parallelize(
         options.selective_option,
         preserve_rng_state=options.preserve_rng_state,
         early_stop=options.early_stop,
-        same_sizes=expert_mesh is not None,
+        reuse_routing=expert_mesh is not None,
     )
     apply_compile(model, plan, options, tensor_parallel=dims.tp > 1, experts_travel=expert_mesh is not None)
     if uses_fully_shard(dims, options, dtype):
@@ -147,19 +147,19 @@ SAC_IGNORED_OPS |= {
 }
 
 
-def _keep_dear_ops(context, op, *args, **kwargs) -> CheckpointPolicy:
+def _save_expensive_ops(context, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def segment_policy(mode: str, selective_option: str, preserve_rng_state: bool) -> Policy:
+def recompute_policy(mode: str, selective_option: str, preserve_rng_state: bool) -> RecomputePolicy:
     """Return the equivalent policy for parts that run by segments, which do not use torch's checkpoint."""
     if mode != "selective":
-        return Policy(mode, preserve_rng_state=preserve_rng_state)
+        return RecomputePolicy(mode, preserve_rng_state=preserve_rng_state)
     if selective_option == "op":
-        return Policy("selective", save_op=SAVED_OPS.__contains__, preserve_rng_state=preserve_rng_state)
+        return RecomputePolicy("selective", save_op=SAVED_OPS.__contains__, preserve_rng_state=preserve_rng_state)
     if selective_option == "1":
-        return Policy("full_keep_comm", preserve_rng_state=preserve_rng_state)
-    return Policy("selective", every=int(selective_option), preserve_rng_state=preserve_rng_state)
+        return RecomputePolicy("full_keep_comm", preserve_rng_state=preserve_rng_state)
+    return RecomputePolicy("selective", every=int(selective_option), preserve_rng_state=preserve_rng_state)
 
 
 def apply_activation_checkpoint(
@@ -169,19 +169,19 @@ def apply_activation_checkpoint(
     selective_option: str = "2",
     preserve_rng_state: bool = True,
     early_stop: bool = False,
-    same_sizes: bool = False,
+    reuse_routing: bool = False,
 ) -> None:
     """Wrap the plan's blocks in place. Mode `memory_budget` wraps none, as the compiler implements it (parallelize).
 
-    `same_sizes`: a recomputed block reuses the notes of its forward, such as the split sizes of expert parallel.
+    `reuse_routing`: a recomputed block reuses the notes of its forward: the choice of experts and the split sizes.
     """
     if mode in ("none", "memory_budget"):
         return
     wrap = partial(checkpoint_wrapper, preserve_rng_state=preserve_rng_state, early_stop=early_stop)
     every = 1
     if mode == "selective" and selective_option == "op":
-        wrap = partial(wrap, context_fn=partial(create_selective_checkpoint_contexts, _keep_dear_ops))
-    elif same_sizes:
+        wrap = partial(wrap, context_fn=partial(create_selective_checkpoint_contexts, _save_expensive_ops))
+    elif reuse_routing:
         wrap = partial(wrap, context_fn=same_notes)
     if mode == "selective" and selective_option != "op":
         every = int(selective_option)
@@ -225,7 +225,7 @@ def apply_compile(
                 block = block._checkpoint_wrapped_module
             for part in _compiled_parts(block, travelling):
                 part.compile(backend=options.compile_backend, fullgraph=True)
-                part._compiled_call_impl = _refuse_unfinished(part._compiled_call_impl)
+                part._compiled_call_impl = _reject_async_inputs(part._compiled_call_impl)
     if options.compile_loss and model.loss is not None:
         model.loss.compile(backend=options.compile_backend)
 
@@ -249,7 +249,7 @@ def _compiled_parts(module: nn.Module, travelling: set[nn.Module]) -> list[nn.Mo
     return [part for child in children for part in _compiled_parts(child, travelling)]
 
 
-def _refuse_unfinished(compiled: Callable) -> Callable:
+def _reject_async_inputs(compiled: Callable) -> Callable:
     """Wrap a compiled block so that it raises if an input is an AsyncCollectiveTensor.
 
     The compiled block would wait for it but drop its requires_grad, so the input would get no gradient

@@ -336,16 +336,16 @@ class RingAttentionFunction(torch.autograd.Function):
         layout: SequenceLayout,
         causal: bool,
     ) -> torch.Tensor:
-        share, widths = torch.cat((k, v), dim=-1), (k.shape[-1], v.shape[-1])
+        shard, widths = torch.cat((k, v), dim=-1), (k.shape[-1], v.shape[-1])
         attention = BlockwiseAttention(q, v.shape[-1])
         for step in range(ring.ranks):
             source = (ring.rank - step) % ring.ranks
-            arriving = ring.start(share) if step < ring.ranks - 1 else None
+            arriving = ring.start(shard) if step < ring.ranks - 1 else None
             region = layout.visible_in_shard(ring.rank, source, q.shape[2], causal)
             if region is not None:
-                attention.add(*share.split(widths, dim=-1), region, _pair(documents, ring.rank, source))
+                attention.add(*shard.split(widths, dim=-1), region, _pair(documents, ring.rank, source))
             if arriving is not None:
-                share = ring.finish(arriving)
+                shard = ring.finish(arriving)
         results = attention.results()
         ctx.save_for_backward(q, k, v, documents, *results)
         ctx.ring, ctx.layout, ctx.causal = ring, layout, causal
@@ -356,26 +356,26 @@ class RingAttentionFunction(torch.autograd.Function):
         q, k, v, documents, *results = ctx.saved_tensors
         ring, layout = ctx.ring, ctx.layout
         gradients = BlockwiseGradients(q, grad, results)
-        share, widths = torch.cat((k, v), dim=-1), (k.shape[-1], v.shape[-1])
-        grad_own = torch.zeros(share.shape, dtype=accumulation_dtype(k.dtype), device=k.device)
+        shard, widths = torch.cat((k, v), dim=-1), (k.shape[-1], v.shape[-1])
+        local_grad = torch.zeros(shard.shape, dtype=accumulation_dtype(k.dtype), device=k.device)
         travelling = None
         for step in range(ring.ranks):
             source = (ring.rank - step) % ring.ranks
-            arriving = ring.start(share) if step < ring.ranks - 1 else None
-            grad_share = grad_own if step == 0 else torch.zeros_like(grad_own)
+            arriving = ring.start(shard) if step < ring.ranks - 1 else None
+            grad_shard = local_grad if step == 0 else torch.zeros_like(local_grad)
             region = layout.visible_in_shard(ring.rank, source, q.shape[2], ctx.causal)
             if region is not None:
                 pair = _pair(documents, ring.rank, source)
-                gradients.add(*share.split(widths, -1), region, pair, *grad_share.split(widths, -1))
+                gradients.add(*shard.split(widths, -1), region, pair, *grad_shard.split(widths, -1))
             if travelling is not None:
-                grad_share += ring.finish(travelling)
+                grad_shard += ring.finish(travelling)
             if step > 0:
-                travelling = ring.start(grad_share)
+                travelling = ring.start(grad_shard)
             if arriving is not None:
-                share = ring.finish(arriving)
+                shard = ring.finish(arriving)
         if travelling is not None:
-            grad_own += ring.finish(travelling)
-        grad_k, grad_v = grad_own.to(k.dtype).split(widths, dim=-1)
+            local_grad += ring.finish(travelling)
+        grad_k, grad_v = local_grad.to(k.dtype).split(widths, dim=-1)
         return gradients.grad_q.to(q.dtype), grad_k, grad_v, None, None, None, None
 
 

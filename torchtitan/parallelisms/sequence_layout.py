@@ -54,8 +54,8 @@ class SequenceLayout:
 
     def shard(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
         """Return the shard of `rank` of the sequence in dimension `dim`: x [.., S, ..] -> [.., S / ranks, ..]."""
-        every = x.unflatten(dim, (self.pieces, -1)).unbind(dim)
-        return torch.cat([every[piece] for piece in self.pieces_of(rank)], dim)
+        pieces = x.unflatten(dim, (self.pieces, -1)).unbind(dim)
+        return torch.cat([pieces[piece] for piece in self.pieces_of(rank)], dim)
 
     def visible_in_shard(self, rank: int, source: int, length: int, causal: bool = True) -> Region | None:
         """Return the region of the keys of rank `source` that the queries of `rank` see, or None if they see none.

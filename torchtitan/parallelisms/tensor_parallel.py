@@ -285,10 +285,10 @@ class _Column:
 
 class _Row:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        share = self.border.leave(self.plain.forward(LocalWeights(self, bias=None), x))
+        output = self.border.leave(self.plain.forward(LocalWeights(self, bias=None), x))
         if self.bias is None:
-            return share
-        return share + self.bias.to_local(grad_placements=self.gradient_placements["bias"])
+            return output
+        return output + self.bias.to_local(grad_placements=self.gradient_placements["bias"])
 
 
 class _Replicated:

@@ -18,7 +18,7 @@ from torchtitan.build import parts
 from torchtitan.build.data import num_batches_per_step
 from torchtitan.config.job import JobConfig
 from torchtitan.parallelisms.parallel_dims import ParallelDims
-from torchtitan.parallelisms.pipeline.actions import merged
+from torchtitan.parallelisms.pipeline.actions import with_full_backward
 from torchtitan.parallelisms.pipeline.simulator import simulate
 from torchtitan.planner.rehearsal import (
     FROZEN,
@@ -273,7 +273,7 @@ def _with_few_microbatches(config: JobConfig, dims: ParallelDims, num_stages: in
 
     def under_way(part: JobConfig) -> list[list[Any]]:
         table = parts.pipeline_options(part).table(dims.pp, num_stages)
-        return [simulate(variant).peak_activations for variant in (table, merged(table))]
+        return [simulate(variant).peak_activations for variant in (table, with_full_backward(table))]
 
     size = config.parallelism.pipeline_parallel_microbatch_size
     target = under_way(config)

@@ -98,7 +98,7 @@ def rehearse(config: JobConfig, rank: int, world_size: int, device: str) -> Rehe
         warnings.simplefilter("ignore")
         dims, cpu = build.dims(config, world_size), torch.device("cpu")
         live = LiveTensors()
-        model = build.model(config, dims.build_mesh("cpu"), dims, cpu, drawn=False, storage=WITHOUT_VALUES)
+        model = build.model(config, dims.build_mesh("cpu"), dims, cpu, init_weights=False, storage=WITHOUT_VALUES)
         optimizers = build.optimizers(config, model)
         if device == "cuda":
             _attend_as_on_a_gpu(model.parts)

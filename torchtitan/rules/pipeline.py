@@ -5,18 +5,18 @@ from collections.abc import Iterator
 from torchtitan.config.options import Fault, hint, show
 from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.errors import JobError
-from torchtitan.parallelisms.pipeline.actions import INPUT_GRAD, WEIGHT_GRAD, ScheduleTableError, num_stages_of
+from torchtitan.parallelisms.pipeline.actions import INPUT_GRAD, WEIGHT_GRAD, ScheduleTableError, count_stages
 from torchtitan.parallelisms.pipeline.cut import (
     SCHEDULES,
     ScheduleTraits,
     check_microbatches,
-    check_modules,
+    check_stage_modules,
     check_stages,
-    layers_of_stages,
+    choose_num_stages,
     model_modules,
     num_microbatches,
-    num_stages_for,
     schedule_traits,
+    split_layers,
 )
 from torchtitan.rules.facts import Facts, Rule
 
@@ -42,7 +42,7 @@ def num_stages(facts: Facts, schedule: str) -> int:
     if parts is not None:
         check_stages(schedule, facts.pp, len(parts))
         return len(parts)
-    return num_stages_for(
+    return choose_num_stages(
         schedule,
         facts.pp,
         facts.args.n_layers,
@@ -58,9 +58,9 @@ def layers_by_stage(facts: Facts) -> list[int]:
     if degrees.module_fqns_per_model_part is not None:
         return [sum(name.startswith("layers.") for name in part) for part in degrees.module_fqns_per_model_part]
     assert not isinstance(table, ScheduleTableError)
-    stages = num_stages_of(table) if table is not None else num_stages(facts, degrees.pipeline_parallel_schedule)
+    stages = count_stages(table) if table is not None else num_stages(facts, degrees.pipeline_parallel_schedule)
     less = degrees.pipeline_parallel_first_stage_less_layers, degrees.pipeline_parallel_last_stage_less_layers
-    return layers_of_stages(facts.args.n_layers, stages, *less)
+    return split_layers(facts.args.n_layers, stages, *less)
 
 
 def known_schedule(facts: Facts) -> Iterator[Fault]:
@@ -74,7 +74,7 @@ def named_parts_are_the_model(facts: Facts) -> Iterator[Fault]:
     parts = facts.config.parallelism.module_fqns_per_model_part
     if facts.pp > 1 and parts is not None and facts.args:
         try:
-            check_modules(parts, model_modules(facts.args.n_layers))
+            check_stage_modules(parts, model_modules(facts.args.n_layers))
         except JobError as error:
             yield facts.fault(PARTS, "a list of module names for each stage", str(error), value=f"{len(parts)} stages")
 
@@ -107,10 +107,10 @@ def schedule_of_a_file(facts: Facts) -> Iterator[Fault]:
         yield facts.fault(SIZE, f"unset with {CSV}, which sets the stages", "drop one of the two")
     if isinstance(table, ScheduleTableError):
         for fault in table.faults:
-            yield facts.fault(CSV, fault.allowed, fault.remedy, value=f"{fault.where}: {fault.given}")
-    elif table is not None and facts.args and num_stages_of(table) > facts.args.n_layers:
+            yield facts.fault(CSV, fault.allowed, fault.remedy, value=f"{fault.where}: {fault.value}")
+    elif table is not None and facts.args and count_stages(table) > facts.args.n_layers:
         allowed = f"at most as many stages as layers, {facts.args.n_layers}"
-        value = f"{degrees.pipeline_parallel_schedule_csv} with {num_stages_of(table)} stages"
+        value = f"{degrees.pipeline_parallel_schedule_csv} with {count_stages(table)} stages"
         yield facts.fault(CSV, allowed, "write a schedule with fewer stages", value)
 
 

@@ -163,7 +163,7 @@ def fill_base(config: JobConfig, built: nn.Module, installed: Adapter | None) ->
 def load_reference_model(config: JobConfig, path: str, model: ParallelModel) -> ParallelModel:
     """Build a model from the weights at a path, sharded as the run's. JobError if they are of another model."""
     _, location = find_weights(Path(path))
-    built = parts.model(parts.reference_job(config), model.mesh, model.dims, model.device, drawn=False)
+    built = parts.model(parts.reference_job(config), model.mesh, model.dims, model.device, init_weights=False)
     with open_weights(location, config.model.name, parts.model_args(config, location)) as weights:
         for part in built.parts:
             fill(part, weights, parts.model_args(config).tied_embeddings)
@@ -174,7 +174,7 @@ def load_reference_model(config: JobConfig, path: str, model: ParallelModel) -> 
 def rebuild_initial_model(config: JobConfig, model: ParallelModel) -> ParallelModel:
     """Rebuild the model as it was before the first step, under the run's plan."""
     quiet = parts.without_noise(config)
-    built = parts.model(quiet, model.mesh, model.dims, model.device, drawn=False)
+    built = parts.model(quiet, model.mesh, model.dims, model.device, init_weights=False)
     adapter, path = built.adapter, config.checkpoint.initial_load_path
     if path is None:
         built.initialize()

@@ -74,7 +74,7 @@ class Trainer:
         distributed.set_seed(config.debug.seed, self.dp_rank)
         self.tokenizer = parts.tokenizer(config)
         self.exports = Exports(config, ranks, self.tokenizer)
-        self.model = parts.model(config, mesh, self.dims, device, drawn=False)
+        self.model = parts.model(config, mesh, self.dims, device, init_weights=False)
         distributed.set_timeout(timeout)  # the mesh's groups were created with torch's default
         self.preparer = batch_preparer(config, self.tokenizer, self.dims, self.dp_rank, device, self.model.needs_keys)
         self.optimizers = parts.optimizers(config, self.model)
@@ -300,7 +300,7 @@ class Trainer:
             means = loss.new_zeros(self.dims.dp + 1)
             means[self.dp_rank] = loss / self.preparer.valid_share
             means[-1] = 0 if norm is None else ~norm.isfinite()
-            means, loss = self.model.whole(means), self.model.whole(loss)
+            means, loss = self.model.sum_over_ranks(means), self.model.sum_over_ranks(loss)
             extra["max_loss"] = means[:-1].max()
             if refuse:
                 self.guards.refuse_non_finite("gradient norm", norm, float(means[-1]), self.step)

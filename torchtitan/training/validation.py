@@ -79,7 +79,9 @@ class Validator:
             return None
         watched = partial(self.progress.track, batches, phase, step)
         totals = self.model.evaluate(lambda: map(self.preparer.to_device, watched()))
-        losses = {f"loss{name}": (self.model.whole(total) / valid_tokens).item() for name, total in totals.items()}
+        losses = {
+            f"loss{name}": (self.model.sum_over_ranks(total) / valid_tokens).item() for name, total in totals.items()
+        }
         results = losses | self.preparer.task_metrics(self.model.parts)
         self.has_run = True
         # rank 0's numbers on all ranks, so that all make the same decisions

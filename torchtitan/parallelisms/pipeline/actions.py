@@ -19,11 +19,11 @@ from torchtitan.core.files import FileError, read_file
 FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD, OVERLAP = "F", "I", "W", "B", "OVERLAP_F_B"
 SINGLE = re.compile(r"([0-9]{1,6})([FIWB])([0-9]{1,6})")
 PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
-ADDED_BY_THE_RUNTIME = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
+RUNTIME_ACTION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
 PLURAL = {"stage": "stages", "microbatch": "microbatches"}
-LARGEST_FILE = 2**26
+MAX_FILE_BYTES = 2**26
 """Bytes that are read of a file: 64 ranks with 512 microbatches take a twentieth."""
-MOST_NAMED = 6
+MAX_LISTED = 6
 """Actions of one kind of fault that are named; the rest is counted."""
 
 
@@ -55,12 +55,12 @@ Key = tuple[int, str, int]
 
 class ScheduleFault(NamedTuple):
     where: str
-    given: str
+    value: str
     allowed: str
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.where}: given {self.given}; allowed: {self.allowed}; {self.remedy}"
+        return f"{self.where}: given {self.value}; allowed: {self.allowed}; {self.remedy}"
 
 
 class ScheduleTableError(JobError):
@@ -75,15 +75,15 @@ def pair(forward: Action, backward: Action) -> Action:
     return Action(-1, OVERLAP, -1, (forward, backward))
 
 
-def num_stages_of(table: Table) -> int:
+def count_stages(table: Table) -> int:
     return 1 + max(single.stage for row in table for action in row for single in action.singles)
 
 
-def rank_of_stages(table: Table) -> dict[int, int]:
+def stage_ranks(table: Table) -> dict[int, int]:
     return {single.stage: rank for rank, row in enumerate(table) for action in row for single in action.singles}
 
 
-def merged(table: Table) -> Table:
+def with_full_backward(table: Table) -> Table:
     """Return the table with I and W merged to one B in the position of I, as recompute needs it."""
 
     def merge(action: Action) -> Action:
@@ -94,7 +94,7 @@ def merged(table: Table) -> Table:
     return [[merge(action) for action in row if action.kind != WEIGHT_GRAD] for row in table]
 
 
-def apart(table: Table) -> Table:
+def split_pairs(table: Table) -> Table:
     """Return the table with each pair as two actions, for a runtime that does not overlap pairs.
 
     This is never slower there: the rank sends the forward's result before the backward, and not after it.
@@ -105,7 +105,7 @@ def apart(table: Table) -> Table:
 # Order
 
 
-def needs(action: Action, num_stages: int) -> list[Key]:
+def input_keys(action: Action, num_stages: int) -> list[Key]:
     """Return the inputs of an action. The parts of a pair begin together, so a pair needs all of their inputs."""
     keys: list[Key] = []
     for stage, kind, microbatch, _ in action.singles:
@@ -119,23 +119,23 @@ def needs(action: Action, num_stages: int) -> list[Key]:
     return keys
 
 
-def makes(action: Action) -> list[Key]:
+def output_keys(action: Action) -> list[Key]:
     kinds = {FORWARD: FORWARD, INPUT_GRAD: INPUT_GRAD, BACKWARD: INPUT_GRAD}
     return [(s.stage, kinds[s.kind], s.microbatch) for s in action.singles if s.kind in kinds]
 
 
-Place = Callable[[int, int], str]
+Locator = Callable[[int, int], str]
 """What an error calls the i-th action of a rank's row."""
 
 
-def _in_table(rank: int, step: int) -> str:
+def _step_in_table(rank: int, step: int) -> str:
     return f"rank {rank}, step {step}"
 
 
-def running_order(table: Table, place: Place = _in_table) -> Iterator[tuple[int, Action]]:
+def running_order(table: Table, locate: Locator = _step_in_table) -> Iterator[tuple[int, Action]]:
     """Yield (rank, action) for all actions, each after its inputs. Raise ScheduleTableError on a deadlock."""
-    num_stages = num_stages_of(table)
-    waiting = [[(action, needs(action, num_stages)) for action in row] for row in table]
+    num_stages = count_stages(table)
+    waiting = [[(action, input_keys(action, num_stages)) for action in row] for row in table]
     at, done = [0] * len(table), set()
     moved = True
     while moved:
@@ -144,44 +144,46 @@ def running_order(table: Table, place: Place = _in_table) -> Iterator[tuple[int,
             while at[rank] < len(row) and done.issuperset(row[at[rank]][1]):
                 action = row[at[rank]][0]
                 yield rank, action
-                done.update(makes(action))
+                done.update(output_keys(action))
                 at[rank] += 1
                 moved = True
     if any(at[rank] < len(row) for rank, row in enumerate(table)):
-        raise ScheduleTableError([_stuck(table, at, done, place)])
+        raise ScheduleTableError([_deadlock_fault(table, at, done, locate)])
 
 
-def _stuck(table: Table, at: list[int], done: set[Key], place: Place) -> ScheduleFault:
+def _deadlock_fault(table: Table, at: list[int], done: set[Key], locate: Locator) -> ScheduleFault:
     """Return the fault of a deadlock: an input that no action produces, or a cycle of waiting actions."""
-    num_stages = num_stages_of(table)
-    makers = {key: (rank, i) for rank, row in enumerate(table) for i, action in enumerate(row) for key in makes(action)}
+    num_stages = count_stages(table)
+    makers = {
+        key: (rank, i) for rank, row in enumerate(table) for i, action in enumerate(row) for key in output_keys(action)
+    }
     rank = next(rank for rank, row in enumerate(table) if at[rank] < len(row))
     chain: list[tuple[int, int, int]] = []  # a waiting rank, and the rank and step that produce its input
     while rank not in [waiting for waiting, _, _ in chain]:
         action = table[rank][at[rank]]
-        missing = next(key for key in needs(action, num_stages) if key not in done)
+        missing = next(key for key in input_keys(action, num_stages) if key not in done)
         if missing not in makers:
-            where = f"{place(rank, at[rank])}, action {action}"
+            where = f"{locate(rank, at[rank])}, action {action}"
             allowed = "actions whose inputs others of the table make"
-            return ScheduleFault(where, f"without its input {_named(missing)}", allowed, "add what makes it")
+            return ScheduleFault(where, f"without its input {_describe_key(missing)}", allowed, "add what makes it")
         chain.append((rank, *makers[missing]))
         rank = chain[-1][1]
     ring = chain[[waiting for waiting, _, _ in chain].index(rank) :]
     links, remedies = [], []
     for waiting, other, step in ring:
         needed, first = table[other][step], table[other][at[other]]
-        position = "" if step == at[other] else f", which comes after {first} ({place(other, at[other])})"
-        links.append(f"{table[waiting][at[waiting]]} waits for {needed} ({place(other, step)}){position}")
+        position = "" if step == at[other] else f", which comes after {first} ({locate(other, at[other])})"
+        links.append(f"{table[waiting][at[waiting]]} waits for {needed} ({locate(other, step)}){position}")
         remedies += [] if step == at[other] else [f"move {needed} before {first}"]
     return ScheduleFault(
-        f"{place(rank, at[rank])}, action {table[rank][at[rank]]}",
+        f"{locate(rank, at[rank])}, action {table[rank][at[rank]]}",
         "a deadlock: " + "; ".join(links),
         "an order in which every action has its inputs before it is due",
         " or ".join(remedies) or "take one of the pairs apart",
     )
 
 
-def _named(key: Key) -> str:
+def _describe_key(key: Key) -> str:
     stage, kind, microbatch = key
     return f"{stage}F{microbatch}" if kind == FORWARD else f"{stage}I{microbatch} or {stage}B{microbatch}"
 
@@ -189,8 +191,8 @@ def _named(key: Key) -> str:
 # Completeness
 
 
-def faults_of(
-    table: Table, ranks: int, num_stages: int, microbatches: int, place: Place = _in_table
+def find_faults(
+    table: Table, ranks: int, num_stages: int, microbatches: int, locate: Locator = _step_in_table
 ) -> list[ScheduleFault]:
     """Return the faults of a table.
 
@@ -205,30 +207,30 @@ def faults_of(
         if not row:
             allowed = "those of at least one stage"
             faults.append(ScheduleFault(f"rank {rank}", "no actions", allowed, "give the rank a stage"))
-    faults += _out_of_range(table, num_stages, microbatches, place) or _misplaced(table, place)
+    faults += _out_of_range(table, num_stages, microbatches, locate) or _misplaced(table, locate)
     faults = faults or _missing(table, num_stages, microbatches)
     if not faults:
         try:
-            for _ in running_order(table, place):
+            for _ in running_order(table, locate):
                 pass
         except ScheduleTableError as error:
             faults = error.faults
     return faults
 
 
-def _located(table: Table, place: Place) -> Iterator[tuple[int, str, Action]]:
+def _located(table: Table, locate: Locator) -> Iterator[tuple[int, str, Action]]:
     """Yield (rank, location for messages, action) for all single actions."""
     for rank, row in enumerate(table):
         for step, action in enumerate(row):
-            yield from ((rank, f"{place(rank, step)}, action {single}", single) for single in action.singles)
+            yield from ((rank, f"{locate(rank, step)}, action {single}", single) for single in action.singles)
 
 
-def _out_of_range(table: Table, num_stages: int, microbatches: int, place: Place) -> list[ScheduleFault]:
+def _out_of_range(table: Table, num_stages: int, microbatches: int, locate: Locator) -> list[ScheduleFault]:
     """Return the first stage and microbatch number that are too large, with the count of the others."""
     faults = []
     for name, limit, numbers in (
-        ("stage", num_stages, [(where, single.stage) for _, where, single in _located(table, place)]),
-        ("microbatch", microbatches, [(where, single.microbatch) for _, where, single in _located(table, place)]),
+        ("stage", num_stages, [(where, single.stage) for _, where, single in _located(table, locate)]),
+        ("microbatch", microbatches, [(where, single.microbatch) for _, where, single in _located(table, locate)]),
     ):
         beyond = [(where, number) for where, number in numbers if number >= limit]
         if beyond:
@@ -238,25 +240,25 @@ def _out_of_range(table: Table, num_stages: int, microbatches: int, place: Place
     return faults
 
 
-def _misplaced(table: Table, place: Place) -> list[ScheduleFault]:
+def _misplaced(table: Table, locate: Locator) -> list[ScheduleFault]:
     """Return the faults of stages on two ranks and of duplicate actions."""
     faults = []
     owner: dict[int, int] = {}
     first: dict[Key, str] = {}
-    for rank, where, single in _located(table, place):
+    for rank, where, single in _located(table, locate):
         if owner.setdefault(single.stage, rank) != rank:
             value = f"stage {single.stage}, which is on rank {owner[single.stage]}"
             faults.append(
                 ScheduleFault(where, value, "each stage on one rank", f"move it to rank {owner[single.stage]}")
             )
-        double = {first.setdefault(key, where) for key in _work(single)} - {where}
+        double = {first.setdefault(key, where) for key in _work_keys(single)} - {where}
         if double:
             value, remedy = f"a second time, after {double.pop()}", "drop one of them (B is I and W together)"
             faults.append(ScheduleFault(where, value, "every action once", remedy))
     return faults
 
 
-def _work(single: Action) -> list[Key]:
+def _work_keys(single: Action) -> list[Key]:
     kinds = (INPUT_GRAD, WEIGHT_GRAD) if single.kind == BACKWARD else (single.kind,)
     return [(single.stage, kind, single.microbatch) for kind in kinds]
 
@@ -264,8 +266,8 @@ def _work(single: Action) -> list[Key]:
 def _missing(table: Table, num_stages: int, microbatches: int) -> list[ScheduleFault]:
     """Return a fault for each stage with missing actions, or for the table if it has too few stages or microbatches."""
     singles = [single for row in table for action in row for single in action.singles]
-    present = {key for single in singles for key in _work(single)}
-    most, stages = 1 + max(single.microbatch for single in singles), rank_of_stages(table)
+    present = {key for single in singles for key in _work_keys(single)}
+    most, stages = 1 + max(single.microbatch for single in singles), stage_ranks(table)
     short = [("stages", len(stages), num_stages), ("microbatches", most, microbatches)]
     faults = [
         ScheduleFault("the table", f"{has} {subject}", f"{needed}", f"write it for {needed}, or use {has}")
@@ -280,8 +282,8 @@ def _missing(table: Table, num_stages: int, microbatches: int) -> list[ScheduleF
                 kinds[-2:] = [BACKWARD]
             absent += [f"{stage}{kind}{microbatch}" for kind in kinds]
         if absent:
-            more = f" and {len(absent) - MOST_NAMED} more" if len(absent) > MOST_NAMED else ""
-            value = f"no action {', '.join(absent[:MOST_NAMED])}{more}"
+            more = f" and {len(absent) - MAX_LISTED} more" if len(absent) > MAX_LISTED else ""
+            value = f"no action {', '.join(absent[:MAX_LISTED])}{more}"
             allowed = f"every action of {microbatches} microbatches once"
             faults.append(ScheduleFault(f"rank {rank}, stage {stage}", value, allowed, "add what is missing"))
     return faults
@@ -298,8 +300,10 @@ def load_schedule_csv(path: str | Path, ranks: int, num_stages: int | None, micr
     """
     table, cells, faults = _read(Path(path))
     if not faults:
-        num_stages = len(rank_of_stages(table)) if num_stages is None else num_stages
-        faults = faults_of(table, ranks, num_stages, microbatches, lambda rank, i: _in_table(rank, cells[rank][i]))
+        num_stages = len(stage_ranks(table)) if num_stages is None else num_stages
+        faults = find_faults(
+            table, ranks, num_stages, microbatches, lambda rank, i: _step_in_table(rank, cells[rank][i])
+        )
     if faults:
         raise ScheduleTableError([fault._replace(where=f"{path}, {fault.where}") for fault in faults])
     return table
@@ -309,7 +313,7 @@ def _read(path: Path) -> tuple[Table, list[list[int]], list[ScheduleFault]]:
     """Return the actions, the cell index of each in its row, and the faults of cells that cannot be parsed."""
     allowed = "a CSV file with a row for each rank, its actions in order"
     try:
-        content = read_file(path, LARGEST_FILE).decode("utf-8-sig")
+        content = read_file(path, MAX_FILE_BYTES).decode("utf-8-sig")
         rows = list(csv.reader(io.StringIO(content, newline="")))
     except (ValueError, csv.Error) as error:
         reason = error.reason if isinstance(error, FileError) else f"cannot be read ({error})"
@@ -327,7 +331,9 @@ def _read(path: Path) -> tuple[Table, list[list[int]], list[ScheduleFault]]:
                 action = parse_action(cell)
             except ScheduleTableError as error:
                 shown = cell.strip()[:40]
-                faults += [fault._replace(where=f"{_in_table(rank, step)}, action {shown}") for fault in error.faults]
+                faults += [
+                    fault._replace(where=f"{_step_in_table(rank, step)}, action {shown}") for fault in error.faults
+                ]
                 continue
             if action:
                 table[rank].append(action)
@@ -343,8 +349,8 @@ def parse_action(text: str) -> Action | None:
     if match := SINGLE.fullmatch(text):
         return Action(int(match[1]), match[2], int(match[3]))
     fault = ScheduleFault("", "no action", "stage, one of F I W B, and microbatch, as 3F0", "correct it")
-    if ADDED_BY_THE_RUNTIME.fullmatch(text):
-        fault = fault._replace(given="an action that the runtime adds by itself", remedy="leave it out")
+    if RUNTIME_ACTION.fullmatch(text):
+        fault = fault._replace(value="an action that the runtime adds by itself", remedy="leave it out")
     elif match := PAIR.fullmatch(text):
         parts = [SINGLE.fullmatch(part.strip()) for part in match[1].split(";")]
         kinds = [part[2] for part in parts if part]
@@ -353,7 +359,7 @@ def parse_action(text: str) -> Action | None:
             if (forward.stage, forward.microbatch) != (backward.stage, backward.microbatch):
                 return pair(forward, backward)
         allowed = "a forward and a full backward that do not need each other, as (0F4;3B1)OVERLAP_F_B"
-        fault = fault._replace(given="no pair that can overlap", allowed=allowed)
+        fault = fault._replace(value="no pair that can overlap", allowed=allowed)
     raise ScheduleTableError([fault])
 
 

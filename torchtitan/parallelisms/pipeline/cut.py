@@ -2,8 +2,8 @@
 torch, so that a job can be checked quickly.
 
 A stage is a list of module names in the model's order. Layers are distributed by cost: every stage gets one, then each
-further layer goes to the stage with the lowest cost. The embedding costs `first_less` layers, norm and head together
-`last_less`. If the cost divides evenly, pytorch/torchtitan cuts the same way.
+further layer goes to the stage with the lowest cost. The embedding costs as much as `embedding_cost` layers, and norm
+and head together as `head_cost`. If the cost divides evenly, pytorch/torchtitan cuts the same way.
 """
 
 from collections import Counter
@@ -23,10 +23,10 @@ class ScheduleTraits:
     name: str
     style: str = "loop"  # loop or v
     stages_per_rank: int = 2  # default
-    exact: bool = True  # only this number of stages per rank
+    fixed_stages: bool = True  # only this number of stages per rank
     split_backward: bool = False  # gradients of inputs and of weights are separate actions
-    at_least_stages: bool = False  # at least as many microbatches as stages
-    whole_rounds: bool = False  # microbatches are divisible by max(1, microbatches // pp)
+    microbatch_per_stage: bool = False  # at least as many microbatches as stages
+    equal_rounds: bool = False  # microbatches are divisible by max(1, microbatches // pp)
 
 
 SCHEDULES = {
@@ -34,11 +34,11 @@ SCHEDULES = {
     for traits in (
         ScheduleTraits(name="GPipe", stages_per_rank=1),
         ScheduleTraits(name="1F1B", stages_per_rank=1),
-        ScheduleTraits(name="LoopedBFS", exact=False),
-        ScheduleTraits(name="Interleaved1F1B", exact=False, whole_rounds=True),
-        ScheduleTraits(name="InterleavedZeroBubble", exact=False, whole_rounds=True, split_backward=True),
+        ScheduleTraits(name="LoopedBFS", fixed_stages=False),
+        ScheduleTraits(name="Interleaved1F1B", fixed_stages=False, equal_rounds=True),
+        ScheduleTraits(name="InterleavedZeroBubble", fixed_stages=False, equal_rounds=True, split_backward=True),
         ScheduleTraits(name="ZBVZeroBubble", style="v", split_backward=True),
-        ScheduleTraits(name="DualPipeV", style="v", split_backward=True, at_least_stages=True),
+        ScheduleTraits(name="DualPipeV", style="v", split_backward=True, microbatch_per_stage=True),
     )
 }
 
@@ -51,8 +51,8 @@ def schedule_traits(name: str) -> ScheduleTraits:
     raise JobError(f"there is no pipeline schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
 
 
-def num_stages_for(
-    schedule: str, pp: int, num_layers: int, layers_per_stage: int | None, first_less: int = 1, last_less: int = 1
+def choose_num_stages(
+    schedule: str, pp: int, num_layers: int, layers_per_stage: int | None, embedding_cost: int = 1, head_cost: int = 1
 ) -> int:
     """Return the total number of stages: the schedule's default, or as given by `layers_per_stage`.
 
@@ -62,7 +62,7 @@ def num_stages_for(
     if layers_per_stage is None:
         num_stages = pp * traits.stages_per_rank
     else:
-        total = num_layers + first_less + last_less
+        total = num_layers + embedding_cost + head_cost
         num_stages = -(-total // layers_per_stage)
         fault = _stages_fault(traits, pp, num_stages)
         if fault:
@@ -73,8 +73,8 @@ def num_stages_for(
             ]
             raise JobError(
                 f"{layers_per_stage} layers per stage make {num_stages} stages of {num_layers} layers (the embedding "
-                f"counts as {first_less}, the head as {last_less}); {fault}; layers per stage that would do: "
-                f"{_listed(legal)}"
+                f"counts as {embedding_cost}, the head as {head_cost}); {fault}; layers per stage that would do: "
+                f"{_join(legal)}"
             )
     _check_enough_layers(num_layers, num_stages, pp)
     return num_stages
@@ -88,10 +88,10 @@ def check_stages(schedule: str, pp: int, num_stages: int) -> None:
 
 
 def _stages_fault(traits: ScheduleTraits, pp: int, num_stages: int) -> str:
-    if traits.exact and num_stages != pp * traits.stages_per_rank:
+    if traits.fixed_stages and num_stages != pp * traits.stages_per_rank:
         per_rank = "1 stage" if traits.stages_per_rank == 1 else f"{traits.stages_per_rank} stages"
         return f"{traits.name} needs exactly {per_rank} per rank, {pp * traits.stages_per_rank} on {pp} ranks"
-    if num_stages % pp or num_stages < 2 * pp and not traits.exact:
+    if num_stages % pp or num_stages < 2 * pp and not traits.fixed_stages:
         return f"{traits.name} needs a multiple of {pp} ranks, at least {2 * pp}"
     return ""
 
@@ -111,8 +111,8 @@ def stages_of_rank(rank: int, pp: int, num_stages: int, style: str) -> list[int]
     """Return the indices of a pipeline rank's stages, ascending. `style`: as in ScheduleTraits."""
     assert num_stages % pp == 0 and style in ("loop", "v")
     rounds = range(num_stages // pp)
-    turned = [style == "v" and turn % 2 == 1 for turn in rounds]
-    return [turn * pp + (pp - 1 - rank if turned[turn] else rank) for turn in rounds]
+    is_reversed = [style == "v" and round_ % 2 == 1 for round_ in rounds]
+    return [round_ * pp + (pp - 1 - rank if is_reversed[round_] else rank) for round_ in rounds]
 
 
 def forward_order(ranks: Sequence[int], microbatches: int) -> list[tuple[int, int]]:
@@ -132,13 +132,13 @@ def forward_order(ranks: Sequence[int], microbatches: int) -> list[tuple[int, in
     return order
 
 
-def layers_of_stages(num_layers: int, num_stages: int, first_less: int, last_less: int) -> list[int]:
+def split_layers(num_layers: int, num_stages: int, embedding_cost: int, head_cost: int) -> list[int]:
     """Return the number of layers of each stage: at least 1 each, `num_layers` in all."""
     _check_enough_layers(num_layers, num_stages, num_stages)
     layers = [1] * num_stages
     extra = [0] * num_stages
-    extra[0] += first_less
-    extra[-1] += last_less
+    extra[0] += embedding_cost
+    extra[-1] += head_cost
     for _ in range(num_layers - num_stages):
         least = min(range(num_stages), key=lambda stage: layers[stage] + extra[stage])  # the earliest, on ties
         layers[least] += 1
@@ -158,11 +158,11 @@ def model_modules(
 
 
 def stage_modules(
-    num_layers: int, num_stages: int, first_less: int = 1, last_less: int = 1, **names: str | Sequence[str]
+    num_layers: int, num_stages: int, embedding_cost: int = 1, head_cost: int = 1, **names: str | Sequence[str]
 ) -> list[list[str]]:
     """Return the module names of each stage, cut by cost. `names`: as in model_modules."""
     modules = model_modules(num_layers, **names)
-    counts = layers_of_stages(num_layers, num_stages, first_less, last_less)
+    counts = split_layers(num_layers, num_stages, embedding_cost, head_cost)
     stages, start = [], 1
     for count in counts:
         stages.append(modules[start : start + count])
@@ -172,32 +172,34 @@ def stage_modules(
     return stages
 
 
-def check_modules(stages: Sequence[Sequence[str]], modules: Sequence[str], blocks: str = "layers.*") -> None:
+def check_stage_modules(stages: Sequence[Sequence[str]], modules: Sequence[str], blocks: str = "layers.*") -> None:
     """Raise a JobError unless `stages` contain all of `modules` once each, in order, with a layer in every stage."""
     prefix = blocks.removesuffix("*")
-    dealt = [name for stage in stages for name in stage]
-    unknown = [name for name in dealt if name not in modules]
-    missing = [name for name in modules if name not in dealt]
-    twice = [name for name, count in Counter(dealt).items() if count > 1]
-    bare = [str(index) for index, stage in enumerate(stages) if not any(name.startswith(prefix) for name in stage)]
+    names = [name for stage in stages for name in stage]
+    unknown = [name for name in names if name not in modules]
+    missing = [name for name in modules if name not in names]
+    duplicates = [name for name, count in Counter(names).items() if count > 1]
+    without_layers = [
+        str(index) for index, stage in enumerate(stages) if not any(name.startswith(prefix) for name in stage)
+    ]
     faults = []
     if unknown:
-        faults.append(f"the model has no {_listed(unknown)}")
+        faults.append(f"the model has no {_join(unknown)}")
     if missing:
-        faults.append(f"no stage has {_listed(missing)}")
-    if twice:
-        faults.append(f"{_listed(twice)} is named more than once")
-    if not faults and dealt != list(modules):
+        faults.append(f"no stage has {_join(missing)}")
+    if duplicates:
+        faults.append(f"{_join(duplicates)} is named more than once")
+    if not faults and names != list(modules):
         first = next(
-            index for index, (dealt_name, right) in enumerate(zip(dealt, modules, strict=True)) if dealt_name != right
+            index for index, (actual, expected) in enumerate(zip(names, modules, strict=True)) if actual != expected
         )
-        faults.append(f"{dealt[first]} stands where {modules[first]} comes in the model")
-    if bare:
-        faults.append(f"stage {_listed(bare)} has none of the layers")
+        faults.append(f"{names[first]} stands where {modules[first]} comes in the model")
+    if without_layers:
+        faults.append(f"stage {_join(without_layers)} has none of the layers")
     if faults:
         raise JobError(
             f"modules of the {len(stages)} pipeline stages: {'; '.join(faults)}; the model's modules in order are "
-            f"{_listed(modules)}"
+            f"{_join(modules)}"
         )
 
 
@@ -209,8 +211,8 @@ def num_microbatches(local_batch_size: int, microbatch_size: int) -> int:
         batches = [batch for batch in (below, below + microbatch_size) if batch]
         raise JobError(
             f"a local batch of {local_batch_size} samples does not divide into pipeline microbatches of "
-            f"{microbatch_size}; microbatch sizes that would do: {_listed(sizes)}; "
-            f"local batch sizes that would do: {_listed(batches)}"
+            f"{microbatch_size}; microbatch sizes that would do: {_join(sizes)}; "
+            f"local batch sizes that would do: {_join(batches)}"
         )
     return local_batch_size // microbatch_size
 
@@ -218,20 +220,20 @@ def num_microbatches(local_batch_size: int, microbatch_size: int) -> int:
 def check_microbatches(schedule: str, count: int, pp: int, num_stages: int) -> None:
     """Raise a JobError, with the nearest valid numbers, if the schedule cannot run `count` microbatches."""
     traits = schedule_traits(schedule)
-    if traits.at_least_stages and count < num_stages:
+    if traits.microbatch_per_stage and count < num_stages:
         raise JobError(
             f"{traits.name} with {num_stages} stages needs at least {num_stages} microbatches in a local batch, not "
             f"{count}; use a local batch of at least {num_stages} microbatches, or smaller microbatches"
         )
-    if traits.whole_rounds and not _whole_rounds(count, pp):
-        legal = _nearest(count, lambda other: _whole_rounds(other, pp))
+    if traits.equal_rounds and not _has_equal_rounds(count, pp):
+        legal = _nearest(count, lambda other: _has_equal_rounds(other, pp))
         raise JobError(
             f"{traits.name} on {pp} ranks runs its {count} microbatches in {count // pp} rounds of equal size, and "
-            f"{count} does not divide by {count // pp}; the nearest numbers that would do: {_listed(legal)}"
+            f"{count} does not divide by {count // pp}; the nearest numbers that would do: {_join(legal)}"
         )
 
 
-def _whole_rounds(count: int, pp: int) -> bool:
+def _has_equal_rounds(count: int, pp: int) -> bool:
     return count % max(1, count // pp) == 0
 
 
@@ -242,5 +244,5 @@ def _nearest(count: int, legal: Callable[[int], bool]) -> list[int]:
     return [below, above]
 
 
-def _listed(items: Iterable[object]) -> str:
+def _join(items: Iterable[object]) -> str:
     return ", ".join(map(str, items)) or "none"

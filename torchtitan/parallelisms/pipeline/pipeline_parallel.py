@@ -27,32 +27,32 @@ from torchtitan.parallelisms.data_parallel import fsdp_modules
 from torchtitan.parallelisms.pipeline.actions import (
     WEIGHT_GRAD,
     Table,
+    count_stages,
     load_schedule_csv,
-    merged,
-    num_stages_of,
-    rank_of_stages,
+    stage_ranks,
+    with_full_backward,
 )
 from torchtitan.parallelisms.pipeline.cut import (
-    check_modules,
+    check_stage_modules,
     check_stages,
+    choose_num_stages,
     forward_order,
     model_modules,
     num_microbatches,
-    num_stages_for,
     schedule_traits,
     stage_modules,
     stages_of_rank,
 )
 from torchtitan.parallelisms.pipeline.overlap.exchange import Transport
-from torchtitan.parallelisms.pipeline.overlap.segments import Policy
+from torchtitan.parallelisms.pipeline.overlap.segments import RecomputePolicy
 from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedSchedule, SegmentedStage, programs_of
 from torchtitan.parallelisms.pipeline.runtime import (
     Stage,
     TableSchedule,
+    annotate_errors,
     build_table,
-    microbatches_of,
-    named,
-    targets_of,
+    loss_targets,
+    split_microbatches,
 )
 from torchtitan.parallelisms.pipeline.simulator import simulate
 from torchtitan.parallelisms.plan import ParallelPlan, match_modules
@@ -70,8 +70,8 @@ class PipelineOptions:
     schedule: str = "1F1B"
     csv: str | Path | None = None  # file with a custom table; it replaces `schedule`
     layers_per_stage: int | None = None
-    first_less: int = 1
-    last_less: int = 1
+    embedding_cost: int = 1
+    head_cost: int = 1
     modules: Sequence[Sequence[str]] | None = None  # module names of each stage; None: cut by cost
 
     @property
@@ -83,22 +83,22 @@ class PipelineOptions:
         num_layers = len(match_modules(model, plan.blocks))
         if self.modules is not None:
             names = model_modules(num_layers, plan.blocks, plan.embedding, plan.head)
-            check_modules(self.modules, names, plan.blocks)
+            check_stage_modules(self.modules, names, plan.blocks)
             stages = [list(stage) for stage in self.modules]
             if self.csv is None:
                 check_stages(self.schedule, pp, len(stages))
             return stages
         if self.csv is not None:
-            num_stages = num_stages_of(self.table(pp, None))
+            num_stages = count_stages(self.table(pp, None))
         else:
-            num_stages = num_stages_for(
-                self.schedule, pp, num_layers, self.layers_per_stage, self.first_less, self.last_less
+            num_stages = choose_num_stages(
+                self.schedule, pp, num_layers, self.layers_per_stage, self.embedding_cost, self.head_cost
             )
         return stage_modules(
             num_layers,
             num_stages,
-            self.first_less,
-            self.last_less,
+            self.embedding_cost,
+            self.head_cost,
             blocks=plan.blocks,
             embedding=plan.embedding,
             head=plan.head,
@@ -113,15 +113,15 @@ class PipelineOptions:
     def stages_of_rank(self, rank: int, pp: int, num_stages: int) -> list[int]:
         if self.csv is None:
             return stages_of_rank(rank, pp, num_stages, schedule_traits(self.schedule).style)
-        owners = rank_of_stages(self.table(pp, num_stages))
+        owners = stage_ranks(self.table(pp, num_stages))
         return [stage for stage, owner in sorted(owners.items()) if owner == rank]
 
 
 @dataclass(frozen=True)
-class Segmented:
+class SegmentOptions:
     """Settings to run parts segment by segment, with the all-to-alls of experts overlapped (docs/dualpipev.md)."""
 
-    policy: Policy  # recompute policy of the segments
+    policy: RecomputePolicy  # recompute policy of the segments
     transport: Transport
 
 
@@ -188,7 +188,7 @@ class Pipeline:
         forward_context: AbstractContextManager | None = None,
         merge_backward: bool = False,
         tied: Mapping[str, str] | None = None,
-        segments: Segmented | None = None,
+        segments: SegmentOptions | None = None,
     ):
         self.segments = segments
         self.parts, self.stage_indices, self.num_stages = list(parts), list(stage_indices), num_stages
@@ -200,8 +200,8 @@ class Pipeline:
         self.rank = mesh.get_local_rank()
         self.table = options.table(mesh.size(), num_stages, pairs=segments is not None)
         if merge_backward:
-            self.table = self._merged(self.table)
-        owners = rank_of_stages(self.table)
+            self.table = self._merge_backward(self.table)
+        owners = stage_ranks(self.table)
         self.ranks = [owners[stage] for stage in range(num_stages)]
         assert self.stage_indices == [stage for stage, rank in enumerate(self.ranks) if rank == self.rank]
         self.schedules: dict[int, TableSchedule] = {}  # by sequence length
@@ -223,9 +223,9 @@ class Pipeline:
             )
         schedule = self._schedule(tokens.shape[1])
         for stage in schedule._stages:
-            stage.sums_over_replicas = is_last
+            stage.reduces_over_replicas = is_last
         loss = schedule.run(tokens, extra_inputs, valid_tokens)
-        return self._no_loss(self.device) if loss is None else loss
+        return self._zero_loss(self.device) if loss is None else loss
 
     def _inputs(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         extra_inputs = {name: tensor for name, tensor in batch.items() if name != "tokens" and tensor is not None}
@@ -237,7 +237,7 @@ class Pipeline:
             tokens = torch.empty((size, seq_len), dtype=torch.long, device="meta")
             # torch sends gradients back only if this requires them; earlier stages would silently get none
             hidden = self._hidden(size, seq_len, "meta").requires_grad_()
-            loss = self._no_loss("meta").requires_grad_()
+            loss = self._zero_loss("meta").requires_grad_()
             stages = [
                 self._stage(
                     part,
@@ -276,12 +276,12 @@ class Pipeline:
         shape = (samples, seq_len // self.sequence_shards, self.options.hidden_dim)
         return torch.empty(shape, dtype=self.hidden_dtype, device=device)
 
-    def _no_loss(self, device: torch.device | str) -> torch.Tensor:
+    def _zero_loss(self, device: torch.device | str) -> torch.Tensor:
         """Return a zero loss in the dtype of losses (see losses/objective.py)."""
         return torch.zeros((), dtype=torch.promote_types(self.hidden_dtype, torch.float32), device=device)
 
-    def _merged(self, table: Table) -> Table:
-        joined = merged(table)
+    def _merge_backward(self, table: Table) -> Table:
+        joined = with_full_backward(table)
         if any(action.kind == WEIGHT_GRAD for row in table for action in row):
             before, after = (simulate(t).bubble_share for t in (table, joined))
             logger.info(
@@ -303,9 +303,9 @@ class Pipeline:
         """
         tokens, extra_inputs = self._inputs(batch)
         pieces = tokens.split(self.options.microbatch_size)
-        pieces_of = microbatches_of(extra_inputs, pieces)
+        pieces_of = split_microbatches(extra_inputs, pieces)
         part_of = dict(zip(self.stage_indices, self.parts, strict=True))
-        targets = targets_of(self.parts[0])
+        targets = loss_targets(self.parts[0])
         total: torch.Tensor | None = None
         inputs: dict[tuple[int, int], torch.Tensor] = {(0, index): piece for index, piece in enumerate(pieces)}
         receiving: dict[tuple[int, int], dist.Work] = {}
@@ -317,7 +317,7 @@ class Pipeline:
                 if (stage, index) in receiving:
                     receiving.pop((stage, index)).wait()
                 kwargs = {name: part for name, part in pieces_of[index].items() if last or name not in targets}
-                with named(stage, index, "evaluation"), self.forward_context:
+                with annotate_errors(stage, index, "evaluation"), self.forward_context:
                     out = part_of[stage](inputs.pop((stage, index)), **kwargs)
                 if last:
                     total = out if total is None else total + out
@@ -334,12 +334,12 @@ class Pipeline:
         for part in self.parts:  # they stay gathered after a forward, but later readers of parameters expect shards
             for module in fsdp_modules(part):
                 module.reshard()
-        return self._no_loss(self.device) if total is None else total
+        return self._zero_loss(self.device) if total is None else total
 
     # Tied weights: the first part has the embedding, the last part a copy of it as its head
 
     @property
-    def duplicated(self) -> set[nn.Parameter]:
+    def tied_copies(self) -> set[nn.Parameter]:
         """Return this rank's copies of tied weights. Norm and checkpoint skip them: the first part has the values."""
         return {parameter for name, parameter in self._parameters().items() if name in self.tied}
 

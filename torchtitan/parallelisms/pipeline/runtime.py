@@ -32,8 +32,8 @@ from torchtitan.parallelisms.pipeline.actions import (
     WEIGHT_GRAD,
     Action,
     Table,
-    apart,
-    merged,
+    split_pairs,
+    with_full_backward,
 )
 from torchtitan.parallelisms.pipeline.cut import check_microbatches, check_stages, schedule_traits
 from torchtitan.process.exit import add_note
@@ -55,7 +55,7 @@ STAGE_ATTRIBUTES = ("args_recv_info", "grad_recv_info", "buffer", "tensor_meta",
 
 
 @contextmanager
-def named(stage: int, microbatch: int, direction: str) -> Iterator[None]:
+def annotate_errors(stage: int, microbatch: int, direction: str) -> Iterator[None]:
     """Re-raise exceptions without torch's RuntimeError wrapper, and with a note of stage, microbatch and direction."""
     try:
         yield
@@ -66,12 +66,12 @@ def named(stage: int, microbatch: int, direction: str) -> Iterator[None]:
         raise inner from inner.__cause__
 
 
-def targets_of(part: nn.Module) -> tuple[str, ...]:
+def loss_targets(part: nn.Module) -> tuple[str, ...]:
     """Return the names of the batch's tensors that only the loss reads."""
     return getattr(getattr(part, "loss", None), "targets", ("labels",))
 
 
-def microbatches_of(
+def split_microbatches(
     extra_inputs: Mapping[str, torch.Tensor], tokens: Sequence[torch.Tensor]
 ) -> list[dict[str, torch.Tensor]]:
     """Split tensors [B, ...] like the microbatches of tokens [b, S]. A tensor with one row applies to all samples."""
@@ -95,20 +95,20 @@ class Stage(PipelineStage):
     ):
         super().__init__(part, *args, **kwargs)
         self.forward_context = forward_context or nullcontext()
-        self.sums_over_replicas = True
-        self.targets = targets_of(part)
+        self.reduces_over_replicas = True
+        self.targets = loss_targets(part)
 
     # Receive buffers
 
     def _setup_forward_recv_info(self, *args):
         super()._setup_forward_recv_info(*args)
         for infos in self.args_recv_info.values():
-            _forget_buffers(infos)
+            _free_buffers(infos)
 
     def _setup_backward_recv_info(self, *args):
         super()._setup_backward_recv_info(*args)
         for infos in self.grad_recv_info.values():
-            _forget_buffers(infos)
+            _free_buffers(infos)
 
     def get_fwd_recv_ops(self, fwd_chunk_id):
         self._make_buffers(self.args_recv_info[fwd_chunk_id])
@@ -120,12 +120,12 @@ class Stage(PipelineStage):
 
     def _retrieve_recv_activations(self, fwd_chunk_id):
         activations = super()._retrieve_recv_activations(fwd_chunk_id)
-        _forget_buffers(self.args_recv_info[fwd_chunk_id])
+        _free_buffers(self.args_recv_info[fwd_chunk_id])
         return activations
 
     def _retrieve_recv_grads(self, bwd_chunk_id):
         gradients = super()._retrieve_recv_grads(bwd_chunk_id)
-        _forget_buffers(self.grad_recv_info[bwd_chunk_id])
+        _free_buffers(self.grad_recv_info[bwd_chunk_id])
         return gradients
 
     def _make_buffers(self, infos) -> None:
@@ -139,17 +139,17 @@ class Stage(PipelineStage):
         stage_inputs = {
             name: tensor for name, tensor in (kwargs or {}).items() if self.is_last or name not in self.targets
         }
-        with named(self.stage_index, fwd_chunk_id, "forward"), self.forward_context:
+        with annotate_errors(self.stage_index, fwd_chunk_id, "forward"), self.forward_context:
             return super().forward_one_chunk(fwd_chunk_id, args, stage_inputs, save_forward_output)
 
     def backward_one_chunk(self, bwd_chunk_id, *args, **kwargs):
-        with named(self.stage_index, bwd_chunk_id, "backward"):
+        with annotate_errors(self.stage_index, bwd_chunk_id, "backward"):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id, *args, **kwargs):
-        with named(self.stage_index, bwd_chunk_id, "backward of the weights"):
+        with annotate_errors(self.stage_index, bwd_chunk_id, "backward of the weights"):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        lay_out_gradients(self.submod.parameters())
+        make_gradients_contiguous(self.submod.parameters())
         for group in self._fsdp_groups():
             group.post_backward()  # with gradient sync off it only accumulates, in the reduction dtype
 
@@ -161,7 +161,7 @@ class Stage(PipelineStage):
         self.submod.set_is_last_backward(True)
         self.submod.set_reshard_after_backward(True)
         self.submod.set_requires_gradient_sync(True)
-        self.submod.set_requires_all_reduce(self.sums_over_replicas)
+        self.submod.set_requires_all_reduce(self.reduces_over_replicas)
         for group in self._fsdp_groups():
             group.post_backward()
         self.submod._get_fsdp_state()._root_post_backward_final_callback()
@@ -171,7 +171,7 @@ class Stage(PipelineStage):
         return [group for group in groups if group is not None]  # a middle part has parameters only in its blocks
 
 
-def lay_out_gradients(parameters: Iterable[nn.Parameter]) -> None:
+def make_gradients_contiguous(parameters: Iterable[nn.Parameter]) -> None:
     """Give gradients the memory layout of their parameters, as autograd does.
 
     torch's split backward stores gradients as matrix products return them, sometimes transposed. Fused optimizers read
@@ -183,7 +183,7 @@ def lay_out_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = grad.contiguous()
 
 
-def _forget_buffers(infos) -> None:
+def _free_buffers(infos) -> None:
     for info in infos:
         if not info.is_root_arg:
             info.buffer = None
@@ -218,7 +218,7 @@ class TableSchedule(_PipelineScheduleRuntime):
     def _split_inputs(self, args, kwargs=None):
         (tokens,) = args
         pieces = tokens.chunk(self._n_microbatches)
-        return [(piece,) for piece in pieces], microbatches_of(kwargs or {}, pieces)
+        return [(piece,) for piece in pieces], split_microbatches(kwargs or {}, pieces)
 
     def _share_of_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss / self.valid_tokens
@@ -260,12 +260,12 @@ def build_table(
     stages_per_rank = traits.stages_per_rank if stages_per_rank is None else stages_per_rank
     check_stages(traits.name, pp, pp * stages_per_rank)
     check_microbatches(traits.name, microbatches, pp, pp * stages_per_rank)
-    if traits.name in OWN:
-        table = [OWN[traits.name](rank, pp, microbatches) for rank in range(pp)]
+    if traits.name in TABLE_BUILDERS:
+        table = [TABLE_BUILDERS[traits.name](rank, pp, microbatches) for rank in range(pp)]
     else:
-        table = _table_of_torch(traits.name, pp, microbatches, stages_per_rank)
-    table = table if overlap else apart(table)
-    return merged(table) if merge_backward else table
+        table = _torch_table(traits.name, pp, microbatches, stages_per_rank)
+    table = table if overlap else split_pairs(table)
+    return with_full_backward(table) if merge_backward else table
 
 
 def _gpipe(rank: int, pp: int, microbatches: int) -> list[Action]:
@@ -282,10 +282,10 @@ def _1f1b(rank: int, pp: int, microbatches: int) -> list[Action]:
     return row
 
 
-OWN = {"GPipe": _gpipe, "1F1B": _1f1b}
+TABLE_BUILDERS = {"GPipe": _gpipe, "1F1B": _1f1b}
 
 
-def _table_of_torch(schedule: str, pp: int, microbatches: int, stages_per_rank: int) -> Table:
+def _torch_table(schedule: str, pp: int, microbatches: int, stages_per_rank: int) -> Table:
     """Return torch's table of a schedule with several stages per rank. Its constructor computes the rows of all ranks
     from the sizes in these stand-ins for stages.
     """
@@ -294,7 +294,7 @@ def _table_of_torch(schedule: str, pp: int, microbatches: int, stages_per_rank: 
         for _ in range(stages_per_rank)
     ]
     order = get_schedule_class(schedule)(stages, microbatches).pipeline_order
-    return [[_of_torch(action) for action in order[rank] if _computes(action)] for rank in range(pp)]
+    return [[_from_torch(action) for action in order[rank] if _computes(action)] for rank in range(pp)]
 
 
 def _computes(action) -> bool:
@@ -302,8 +302,8 @@ def _computes(action) -> bool:
     return action is not None and action.computation_type.value in (FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD, OVERLAP)
 
 
-def _of_torch(action) -> Action:
+def _from_torch(action) -> Action:
     kind = action.computation_type.value
     if action.sub_actions is not None:
-        return Action(-1, kind, -1, tuple(map(_of_torch, action.sub_actions)))
+        return Action(-1, kind, -1, tuple(map(_from_torch, action.sub_actions)))
     return Action(action.stage_index, kind, action.microbatch_index)

@@ -20,9 +20,9 @@ from torchtitan.parallelisms.pipeline.actions import (
     Action,
     Key,
     Table,
-    makes,
-    needs,
-    num_stages_of,
+    count_stages,
+    input_keys,
+    output_keys,
     running_order,
 )
 
@@ -37,7 +37,7 @@ class Costs:
     input_grad: Time = 1
     weight_grad: Time = 1
 
-    def of(self, kind: str) -> Fraction:
+    def duration(self, kind: str) -> Fraction:
         times = {FORWARD: self.forward, INPUT_GRAD: self.input_grad, WEIGHT_GRAD: self.weight_grad}
         return sum(map(Fraction, (self.input_grad, self.weight_grad))) if kind == BACKWARD else Fraction(times[kind])
 
@@ -45,7 +45,7 @@ class Costs:
         return ":".join(f"{float(time):g}" for time in (self.forward, self.input_grad, self.weight_grad))
 
 
-EVEN = Costs()
+EQUAL_COSTS = Costs()
 
 
 class Span(NamedTuple):
@@ -76,16 +76,16 @@ class Simulation:
         return float(sum(self.bubbles) / (self.makespan * len(self.busy)))
 
 
-def simulate(table: Table, costs: Costs = EVEN, p2p: Time = 0, overlap: Time | None = None) -> Simulation:
+def simulate(table: Table, costs: Costs = EQUAL_COSTS, p2p: Time = 0, overlap: Time | None = None) -> Simulation:
     """Simulate a table. Every rank runs its row in order, each action as soon as its inputs have arrived.
 
     p2p: latency from the end of an action to its result on another rank; neither rank is busy meanwhile.
     overlap: the two actions of an OVERLAP_F_B pair start and end together, in this fraction of F + B. None: F, then B,
     as torch runs pairs; both results leave the rank after B. Raises ScheduleTableError on a deadlock.
     """
-    num_stages = num_stages_of(table)
+    num_stages = count_stages(table)
     share = Fraction(len(table), num_stages)
-    times = {kind: costs.of(kind) * share for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD)}
+    times = {kind: costs.duration(kind) * share for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD)}
     delay = Fraction(p2p)
     outputs: dict[Key, tuple[Fraction, int]] = {}
     free = [Fraction(0)] * len(table)
@@ -93,7 +93,7 @@ def simulate(table: Table, costs: Costs = EVEN, p2p: Time = 0, overlap: Time | N
     spans: list[list[Span]] = [[] for _ in table]
 
     def run(rank: int, action: Action, length: Fraction) -> tuple[Fraction, Fraction]:
-        arrivals = (outputs[key] for key in needs(action, num_stages))
+        arrivals = (outputs[key] for key in input_keys(action, num_stages))
         start = max([free[rank], *(end if maker == rank else end + delay for end, maker in arrivals)])
         free[rank] = start + length
         busy[rank] += length
@@ -106,7 +106,7 @@ def simulate(table: Table, costs: Costs = EVEN, p2p: Time = 0, overlap: Time | N
             spans[rank] += [Span(part, *joint_run, overlapped=True) for part in action.parts]
         else:
             spans[rank] += [Span(single, *run(rank, single, times[single.kind])) for single in action.singles]
-        outputs.update((key, (free[rank], rank)) for key in makes(action))
+        outputs.update((key, (free[rank], rank)) for key in output_keys(action))
     return Simulation(spans, max(free), busy, [share * _peak(row) for row in table])
 
 

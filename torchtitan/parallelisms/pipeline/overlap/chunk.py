@@ -50,7 +50,7 @@ class _Block:
 
     def __init__(self, program: Program, keeps_graphs: bool, saved_names: set[str], shared: Any):
         self.program, self.keeps_graphs, self.kept = program, keeps_graphs, saved_names
-        self.notes = Notes(shared if program.own is None else program.own(shared))
+        self.notes = Notes(shared if program.make_shared is None else program.make_shared(shared))
         self.values: dict[str, torch.Tensor] = {}  # detached leaves
         self.grads: dict[str, torch.Tensor] = {}  # received by an all-to-all or from another stage
         self.graphs: dict[int, list[GradientEdge | None]] = {}  # edges of a segment's outputs and losses
@@ -98,7 +98,7 @@ class Chunk:
         self.blocks = []
         for index, program in enumerate(lists.programs):
             with_graphs = torch.is_grad_enabled() and self.policy.keeps_graphs(lists.programs, index)
-            saved_names = self.policy.kept(program) if torch.is_grad_enabled() else set()
+            saved_names = self.policy.saved_names(program) if torch.is_grad_enabled() else set()
             self.blocks.append(_Block(program, with_graphs, saved_names, shared))
         self.blocks[0].values[lists.programs[0].input] = x
         self.input = x if torch.is_grad_enabled() else None

@@ -60,7 +60,7 @@ class Program:
     name: str
     steps: tuple[Step, ...]
     recompute: bool = True
-    own: Callable[[Any], Any] | None = None
+    make_shared: Callable[[Any], Any] | None = None
     input: str = "x"
     output: str = "out"
     maker: dict[str, int] = field(init=False, repr=False, compare=False)
@@ -69,14 +69,14 @@ class Program:
     def __post_init__(self) -> None:
         maker, users = {self.input: -1}, {self.input: []}
         for index, step in enumerate(self.steps):
-            for name in reads(step):
+            for name in input_names(step):
                 if name not in maker:
                     raise ValueError(
                         f"{self.name}: {step.name} needs {name!r}; made before it are {', '.join(maker)}: "
                         f"correct its name or the order of the steps"
                     )
                 users[name].append(index)
-            for name in makes(step):
+            for name in output_names(step):
                 if name in maker:
                     raise ValueError(f"{self.name}: {step.name} makes {name!r} a second time: give it another name")
                 maker[name], users[name] = index, []
@@ -86,20 +86,20 @@ class Program:
         object.__setattr__(self, "users", users)
 
 
-def reads(step: Step) -> tuple[str, ...]:
+def input_names(step: Step) -> tuple[str, ...]:
     if isinstance(step, Segment):
         return step.inputs
     return (step.source,) if isinstance(step, Exchange) else ()
 
 
-def makes(step: Step) -> tuple[str, ...]:
+def output_names(step: Step) -> tuple[str, ...]:
     if isinstance(step, Segment):
         return step.outputs
     return (step.target,) if isinstance(step, Exchange) else ()
 
 
 @dataclass(frozen=True)
-class Policy:
+class RecomputePolicy:
     """The recompute policy: the tensors that stay after the forward.
 
     none: everything, with its graph. full: only the block's input. full_keep_comm: the input and the results of
@@ -125,7 +125,7 @@ class Policy:
         number = sum(program.recompute for program in programs[:block])
         return number % self.every != 0
 
-    def kept(self, program: Program) -> set[str]:
+    def saved_names(self, program: Program) -> set[str]:
         """Return the names of the tensors that stay if the graphs are dropped."""
         exchanged = {step.target for step in program.steps if isinstance(step, Exchange)}
         return {program.input} | (set() if self.mode == "full" else exchanged)
@@ -155,7 +155,7 @@ class NodeLists:
     After an `INPUT` node, the weight gradients of its segment can be computed at any later time.
     """
 
-    def __init__(self, programs: Sequence[Program], policy: Policy):
+    def __init__(self, programs: Sequence[Program], policy: RecomputePolicy):
         self.programs, self.policy = tuple(programs), policy
         self.forward = list(self._forward())
         self.backward = self._backward(split=False)
@@ -196,7 +196,7 @@ class NodeLists:
 def _needs(step: Step, issued: Step) -> bool:
     if isinstance(issued, CountExchange):
         return isinstance(step, Exchange)
-    return issued.target in reads(step)
+    return issued.target in input_names(step)
 
 
 class _BlockBackward:
@@ -210,7 +210,7 @@ class _BlockBackward:
         self.lists, self.block, self.split = lists, block, split
         self.program = lists.programs[block]
         self.keeps_graphs = lists.policy.keeps_graphs(lists.programs, block)
-        self.have = set(self.program.maker) if self.keeps_graphs else lists.policy.kept(self.program)
+        self.available = set(self.program.maker) if self.keeps_graphs else lists.policy.saved_names(self.program)
         self.recomputed: set[int] = set()
         self.nodes: list[Node] = []
 
@@ -257,17 +257,17 @@ class _BlockBackward:
             return
         step = self.program.steps[index]
         self.recomputed.add(index)
-        for name in reads(step):
+        for name in input_names(step):
             self.make(name)
         if isinstance(step, Segment):
             self.add(COMPUTE, RECOMPUTE, index)
         else:
             self.add(ISSUE, RECOMPUTE, index)
             self.add(WAIT, RECOMPUTE, index)
-        self.have.update(makes(step))
+        self.available.update(output_names(step))
 
     def make(self, name: str) -> None:
-        if name not in self.have:
+        if name not in self.available:
             self.recompute(self.program.maker[name])
 
 
@@ -281,7 +281,7 @@ class Turn(NamedTuple):
     node: Node
 
 
-def slots(nodes: Iterable[Node]) -> list[list[Node]]:
+def split_after_issues(nodes: Iterable[Node]) -> list[list[Node]]:
     """Split the nodes after every issue. The next node may have to wait, so the other direction runs there."""
     pieces: list[list[Node]] = [[]]
     for node in nodes:
@@ -291,14 +291,14 @@ def slots(nodes: Iterable[Node]) -> list[list[Node]]:
     return [slot for slot in pieces if slot]
 
 
-def merge(forward: Iterable[Node], backward: Iterable[Node]) -> list[Turn]:
+def interleave(forward: Iterable[Node], backward: Iterable[Node]) -> list[Turn]:
     """Interleave the slots of a forward (microbatch 0) and a backward (microbatch 1), in proportion to their numbers.
 
     On ties the backward goes first, as its first all-to-all needs no computation. All-to-alls run one after the other:
     if the forward has just issued one and the backward would issue one after light steps only, the order of the two is
     reversed, because the backward waits for its own sooner.
     """
-    forward_slots, backward_slots = slots(forward), slots(backward)
+    forward_slots, backward_slots = split_after_issues(forward), split_after_issues(backward)
     order: list[Turn] = []
     f = b = 0
     while f < len(forward_slots) or b < len(backward_slots):
@@ -320,5 +320,5 @@ def _hastens(slot: list[Node]) -> bool:
     return slot[-1].kind == ISSUE and all(node.light for node in slot if node.kind == COMPUTE)
 
 
-def alone(nodes: Iterable[Node]) -> list[Turn]:
+def in_order(nodes: Iterable[Node]) -> list[Turn]:
     return [Turn(0, node) for node in nodes]

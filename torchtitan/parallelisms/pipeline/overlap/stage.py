@@ -38,12 +38,12 @@ from torchtitan.parallelisms.pipeline.overlap.segments import (
     CountExchange,
     Exchange,
     NodeLists,
-    Policy,
     Program,
+    RecomputePolicy,
     Step,
     Turn,
-    alone,
-    merge,
+    in_order,
+    interleave,
 )
 from torchtitan.parallelisms.pipeline.runtime import Stage, TableSchedule
 from torchtitan.parallelisms.steps import Notes, RoutedExperts, Segment, StepwiseModel
@@ -123,7 +123,7 @@ class SegmentedStage(Stage):
         programs: Sequence[Program],
         context: Callable[..., Any],
         transport: Transport,
-        policy: Policy,
+        policy: RecomputePolicy,
         **kwargs: Any,
     ):
         super().__init__(part, *args, **kwargs)
@@ -322,7 +322,7 @@ class SegmentedSchedule(TableSchedule):
             for stage, kind in key:
                 of = self.of_index[stage].lists
                 lists.append({FORWARD_ACTION: of.forward, FULL_BACKWARD: of.backward}.get(kind, of.input_grads))
-            self.orders[key] = alone(*lists) if len(lists) == 1 else merge(*lists)
+            self.orders[key] = in_order(*lists) if len(lists) == 1 else interleave(*lists)
         return self.orders[key]
 
     def _weights(self, stage: SegmentedStage, microbatch: int) -> None:
