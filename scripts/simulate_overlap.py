@@ -29,7 +29,7 @@ from torchtitan.parallelisms.pipeline.actions import (
     running_order,
 )
 from torchtitan.parallelisms.pipeline.overlap import segments
-from torchtitan.parallelisms.pipeline.overlap.chunk import Loop
+from torchtitan.parallelisms.pipeline.overlap.chunk import NodeLoop
 from torchtitan.parallelisms.pipeline.overlap.segments import (
     Node,
     NodeLists,
@@ -48,7 +48,7 @@ class Rank:
 
     def __init__(self, overlap: bool):
         self.now = self.channel = 0.0
-        self.loop = Loop(overlap)
+        self.loop = NodeLoop(overlap)
         self.chunks: dict[tuple[int, int], Share] = {}  # by stage and microbatch
 
 
@@ -98,9 +98,9 @@ def step(table: Table, policy: str, a: float, overlap: bool) -> float:
                     sent = max(sent, rank.chunks[single.stage, single.microbatch].done)
                     arrivals.update((key, sent) for key in output_keys(single))
                 if single.kind in (BACKWARD, WEIGHT_GRAD):
-                    rank.loop.catch_up(rank.chunks[single.stage, single.microbatch])
+                    rank.loop.run_overdue(rank.chunks[single.stage, single.microbatch])
     for rank in ranks:
-        rank.loop.finish(lambda _: True)
+        rank.loop.run_deferred(lambda _: True)
     return max(rank.now for rank in ranks)
 
 

@@ -19,9 +19,9 @@ from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.dropout import Dropout, DropoutKernel, head_keys, layer_keys, token_keys
 from torchtitan.parallelisms.attention_kernel import Tokens
 from torchtitan.parallelisms.context_parallel import check_kernel_method
-from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, Loop
+from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, NodeLoop
 from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists, RecomputePolicy, in_order
-from torchtitan.parallelisms.pipeline.overlap.stage import programs_of
+from torchtitan.parallelisms.pipeline.overlap.stage import build_programs
 from torchtitan.rules import check
 
 SAMPLES, LENGTH, WIDTH = 64, 32, 128
@@ -233,13 +233,13 @@ def test_segments_drop_what_the_forward_drops(policy):
     expected = gradients(model, model(**batch))
     segmented, _ = model_and_batch()
     tokens, other_inputs = batch["tokens"], {name: x for name, x in batch.items() if name != "tokens"}
-    lists = NodeLists(programs_of(segmented), policy)
-    chunk, loop = Chunk(lists, NoExchange(), tokens, segmented.context(tokens, **other_inputs)), Loop()
+    lists = NodeLists(build_programs(segmented), policy)
+    chunk, loop = Chunk(lists, NoExchange(), tokens, segmented.context(tokens, **other_inputs)), NodeLoop()
     loop.run(in_order(lists.forward), lambda: chunk)
     chunk.output.backward()
     chunk.start_backward(None)
     loop.run(in_order(lists.backward), lambda: chunk)
-    loop.finish(lambda _: True)
+    loop.run_deferred(lambda _: True)
     for name, parameter in segmented.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=1e-12, msg=name)
 

@@ -88,15 +88,15 @@ def test_gradients_under_fsdp(schedule, policy):
 def bfloat16_errors(microbatches):
     """Return the errors with bfloat16 microbatches: with our accumulation, and with autograd's."""
     error_pairs = []
-    add_up = SegmentedStage.add_up_gradients
+    add_up = SegmentedStage.accumulate_gradients
     for change in (add_up, lambda stage: None):
-        SegmentedStage.add_up_gradients = change
+        SegmentedStage.accumulate_gradients = change
         try:
             error_pairs.append(
                 run_under_fsdp("DualPipeV + overlap", "none", torch.bfloat16, "dddddd", microbatches)["error"]
             )
         finally:
-            SegmentedStage.add_up_gradients = add_up
+            SegmentedStage.accumulate_gradients = add_up
     return error_pairs
 
 

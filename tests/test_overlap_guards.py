@@ -33,7 +33,7 @@ from tests.test_segments import POLICIES
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.pipeline import runtime
 from torchtitan.parallelisms.pipeline.overlap import stage as segmented_stage
-from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, Loop
+from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, NodeLoop
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll
 from torchtitan.parallelisms.pipeline.overlap.segments import Turn, in_order, interleave
 from torchtitan.parallelisms.pipeline.runtime import build_table
@@ -192,13 +192,13 @@ def memory(policy, counts):
         parameter.grad = torch.zeros_like(parameter)
     with LiveBytes([stage.submod]) as live:
         x = torch.randn(2, 4, toy_moe.DIM, dtype=torch.float64).requires_grad_()
-        chunk, loop = Chunk(stage.lists, SimulatedPeer(0, (4,)), x), Loop()
+        chunk, loop = Chunk(stage.lists, SimulatedPeer(0, (4,)), x), NodeLoop()
         loop.run(in_order(stage.lists.forward), lambda: chunk)
         gradient, chunk.output = torch.ones_like(chunk.output), None
         saved_bytes = live.live() - gradient.nbytes
         chunk.start_backward(gradient)
         loop.run(in_order(stage.lists.backward), lambda: chunk)
-        loop.finish(lambda _: True)
+        loop.run_deferred(lambda _: True)
     most = []
     for microbatches in counts:
         table = build_table("DualPipeV", PP, microbatches, 2, overlap=True)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import toy_moe
 from tests.support.no_exchange import NoExchange
-from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, Loop
+from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, NodeLoop
 from torchtitan.parallelisms.pipeline.overlap.segments import (
     COMPUTE,
     ISSUE,
@@ -148,7 +148,7 @@ def test_every_second_block_is_recomputed():
 
 def test_a_pair_starts_with_the_backward_and_alternates():
     lists = NodeLists([moe_program()], RecomputePolicy())
-    order = [(turn.of, str(turn.node)) for turn in interleave(lists.forward, lists.backward)]
+    order = [(turn.chunk, str(turn.node)) for turn in interleave(lists.forward, lists.backward)]
     issues = [(of, text) for of, text in order if text.startswith("issue")]
     assert issues == [
         (1, "issue B b.combine"),
@@ -165,7 +165,7 @@ def test_a_pair_starts_with_the_backward_and_alternates():
 def test_a_pair_sends_first_what_is_needed_sooner():
     """The recomputed combine is needed later than the backward's, with little computation in between."""
     lists = NodeLists([moe_program()], RecomputePolicy("full"))
-    order = [(turn.of, str(turn.node)) for turn in interleave(lists.forward, lists.backward)]
+    order = [(turn.chunk, str(turn.node)) for turn in interleave(lists.forward, lists.backward)]
     at = order.index((1, "issue B b.combine"))
     assert order[at + 1 : at + 3] == [(0, "issue F b.combine"), (1, "wait B b.combine")]
 
@@ -178,8 +178,8 @@ def test_pair_of_unequal_stages_keeps_both_orders(forward, backward):
         [moe_program(str(i)) for i in range(backward)] or [dense], RecomputePolicy("full")
     ).backward
     order = interleave(forward_nodes, backward_nodes)
-    assert [turn.node for turn in order if turn.of == 0] == forward_nodes
-    assert [turn.node for turn in order if turn.of == 1] == backward_nodes
+    assert [turn.node for turn in order if turn.chunk == 0] == forward_nodes
+    assert [turn.node for turn in order if turn.chunk == 1] == backward_nodes
     assert sum(len(slot) for slot in split_after_issues(backward_nodes)) == len(backward_nodes)
 
 
@@ -200,26 +200,26 @@ class RecordingChunk:
 
 def test_weights_fill_a_gap_and_carried_ones_the_next_microbatch():
     lists = NodeLists([moe_program()], RecomputePolicy())
-    loop, chunk = Loop(carried=1), RecordingChunk()
+    loop, chunk = NodeLoop(max_deferred=1), RecordingChunk()
     loop.run(in_order(lists.backward), lambda: chunk)
     gap = chunk.nodes.index("wait B b.dispatch")
     assert chunk.nodes[gap - 2 : gap] == ["issue B b.dispatch", "compute W b.experts"]
-    loop.catch_up(chunk)
-    assert len(loop.weights) == 1  # the attention's
+    loop.run_overdue(chunk)
+    assert len(loop.deferred) == 1  # the attention's
     following = RecordingChunk()
     loop.run(in_order(lists.forward), lambda: following)
-    assert chunk.nodes[-1] == "compute W b.attention" and not loop.weights
+    assert chunk.nodes[-1] == "compute W b.attention" and not loop.deferred
 
 
 def test_without_overlap_nothing_is_in_flight():
     lists = NodeLists([moe_program()], RecomputePolicy("full"))
-    loop, chunk = Loop(overlap=False), RecordingChunk()
+    loop, chunk = NodeLoop(overlap=False), RecordingChunk()
     loop.run(in_order(lists.backward), lambda: chunk)
     for i, text in enumerate(chunk.nodes):
         if text.startswith("issue"):
             assert chunk.nodes[i + 1] == text.replace("issue", "wait")
     assert not any(text.startswith("compute W") for text in chunk.nodes)
-    loop.catch_up(chunk)
+    loop.run_overdue(chunk)
     assert chunk.nodes[-2:] == ["compute W b.experts", "compute W b.attention"]
 
 
@@ -235,14 +235,14 @@ def chunk_gradients(policy, split, dropout=0.3, dtype=torch.float64, overlap=Tru
     tokens, labels = toy_moe.batch(1, rank=0)
     toy_moe.runs.clear()
     chunk = Chunk(lists, NoExchange(), tokens, labels, forward_context=context)
-    loop = Loop(overlap)
+    loop = NodeLoop(overlap)
     loop.run(in_order(lists.forward), lambda: chunk)
     torch.rand(5)  # recomputation must not see it
     output = chunk.output
     output.backward()
     chunk.start_backward(None)
     loop.run(in_order(lists.input_grads if split else lists.backward), lambda: chunk)
-    loop.finish(lambda _: True)
+    loop.run_deferred(lambda _: True)
     after = torch.rand(1).item()
     return output.item(), sum(map(float, chunk.losses)), {n: p.grad for n, p in part.named_parameters()}, after
 
@@ -323,16 +323,18 @@ def test_without_gradients_no_values_are_retained():
     tokens, labels = toy_moe.batch(1, rank=0)
     with torch.no_grad():
         chunk = Chunk(lists, NoExchange(), tokens, labels)
-        Loop().run(in_order(lists.forward), lambda: chunk)
+        NodeLoop().run(in_order(lists.forward), lambda: chunk)
     assert torch.allclose(chunk.output, toy_moe.plain_forward(part, tokens, labels)[0])
     assert not any(block.graphs or block.random or block.values for block in chunk.blocks)
 
 
 def test_a_wrong_number_of_outputs_is_reported():
     program = Program("b", (Segment("two", lambda meta, x: (x, x), ("x",), ("out",)),))
-    chunk = Chunk(NodeLists([program], RecomputePolicy()), NoExchange(), torch.zeros(1), place="stage 1, microbatch 2")
+    chunk = Chunk(
+        NodeLists([program], RecomputePolicy()), NoExchange(), torch.zeros(1), location="stage 1, microbatch 2"
+    )
     with pytest.raises(AssertionError, match="two gave 2 tensors for out") as caught:
-        Loop().run(in_order(chunk.lists.forward), lambda: chunk)
+        NodeLoop().run(in_order(chunk.lists.forward), lambda: chunk)
     assert "in segment b.two (compute, forward) of stage 1, microbatch 2" in caught.value.__notes__
 
 

@@ -31,10 +31,10 @@ from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms.attention_kernel import default_positions
 from torchtitan.parallelisms.expert_parallel import apply_expert_parallel
-from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, Loop
+from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, NodeLoop
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll
 from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists, in_order
-from torchtitan.parallelisms.pipeline.overlap.stage import programs_of
+from torchtitan.parallelisms.pipeline.overlap.stage import build_programs
 from torchtitan.parallelisms.steps import Segment, Stepwise, require_steps
 
 DEEPSEEK = DeepseekArgs(
@@ -124,16 +124,16 @@ def by_forward(model, inputs):
 
 def by_segments(model, inputs, policy, transport, split):
     """Return loss and gradients of the model's steps, run as segments by the pipeline's loop."""
-    lists = NodeLists(programs_of(model), policy)
+    lists = NodeLists(build_programs(model), policy)
     inputs = dict(inputs)
     tokens = inputs.pop("tokens")
-    chunk, loop = Chunk(lists, transport, tokens, model.context(tokens, **inputs)), Loop()
+    chunk, loop = Chunk(lists, transport, tokens, model.context(tokens, **inputs)), NodeLoop()
     loop.run(in_order(lists.forward), lambda: chunk)
     loss = chunk.output
     (0.05 * loss).backward()
     chunk.start_backward(None)
     loop.run(in_order(lists.input_grads if split else lists.backward), lambda: chunk)
-    loop.finish(lambda _: True)
+    loop.run_deferred(lambda _: True)
     return loss_and_gradients(model, loss)
 
 
@@ -163,10 +163,10 @@ def test_a_middle_stage_returns_hidden_states():
     model = build_float64("qwen3_moe")
     model.tok_embeddings = model.norm = model.output = None
     x = torch.randn(1, 6, 16, dtype=torch.float64)
-    lists = NodeLists(programs_of(model), POLICIES["none"])
+    lists = NodeLists(build_programs(model), POLICIES["none"])
     positions = default_positions(x)
     chunk = Chunk(lists, NoExchange(), x, model.context(x[:, :3], positions))
-    Loop().run(in_order(lists.forward), lambda: chunk)
+    NodeLoop().run(in_order(lists.forward), lambda: chunk)
     assert torch.allclose(chunk.output, model(x, positions))
 
 

@@ -131,7 +131,7 @@ def errors(runtime, stages, expected, microbatches):
     total, balance, grads = expected
     tokens, labels = toy_moe.batch(microbatches, dist.get_rank() % EP)
     loss = runtime.run(tokens, {"labels": labels}, VALID)
-    balancing_loss = sum(sum(map(float, stage.own_losses)) for stage in stages)
+    balancing_loss = sum(sum(map(float, stage.segment_losses)) for stage in stages)
     losses = torch.tensor([0.0 if loss is None else loss.item(), balancing_loss], dtype=torch.float64)
     dist.all_reduce(losses)
     all_errors = [abs(losses[0].item() - total), abs(losses[1].item() - balance)]
@@ -172,7 +172,7 @@ def run_case(name, policy, overlap, table, cuts, kinds=toy_moe.LAYERS, microbatc
         "issued": Counter(entry[0] for entry in transport.trace),
         "layers with experts": sum(kinds[i] == "m" for i in layers),
         "runs": dict(toy_moe.runs),
-        "left": [len(runtime.loop.weights), *(len(stage.underway) for stage in stages)],
+        "left": [len(runtime.loop.deferred), *(len(stage.open_chunks) for stage in stages)],
     }
 
 

@@ -20,7 +20,7 @@ from torchtitan.models.dropout import Dropout, DropoutKernel, EmbeddingNoise, la
 from torchtitan.models.layers import RMSNorm, SwiGLU, autocast_dtype
 from torchtitan.parallelisms.attention_kernel import Tokens, default_positions
 from torchtitan.parallelisms.plan import ParallelPlan
-from torchtitan.parallelisms.steps import Chain, Notes, Segment, Stepwise
+from torchtitan.parallelisms.steps import Notes, Segment, StepChain, Stepwise
 
 MEMORY_INPUTS = ("lanes", "begins", "filled")
 """Batch tensors [B] for a model with a memory: the number of each row's lane, needed if batches of several groups
@@ -234,25 +234,25 @@ class Decoder(nn.Module):
         extra = self.extra_loss(x, tokens, document_ids, shared)
         return out if extra is None else out + (extra - extra.detach())
 
-    def chains(self) -> list[Chain]:
+    def chains(self) -> list[StepChain]:
         """Return the computation as chains of steps, for a pipeline schedule that runs a stage by steps.
 
         Extra losses have no steps.
         """
         chains = [
-            Chain(f"layers.{name}", block.steps(), partial(shared_for_layer, layer=int(name)))
+            StepChain(f"layers.{name}", block.steps(), partial(shared_for_layer, layer=int(name)))
             for name, block in self.layers.items()
         ]
         if self.tok_embeddings is not None:
             embed = Segment("embed", lambda notes, tokens: self.input_states(tokens, notes.shared), ("x",), ("out",))
-            chains.insert(0, Chain("tok_embeddings", (embed._replace(light=True),), recompute=False))
+            chains.insert(0, StepChain("tok_embeddings", (embed._replace(light=True),), recompute=False))
         if self.norm is not None or self.output is not None:
 
             def apply_head(notes: Notes, x: torch.Tensor) -> torch.Tensor:
                 return self.compute_output(self.apply_norm(x), notes.shared)
 
             head = Segment("head", apply_head, ("x",), ("out",))
-            chains.append(Chain("head", (head._replace(light=True),), recompute=False))
+            chains.append(StepChain("head", (head._replace(light=True),), recompute=False))
         return chains
 
     def context(

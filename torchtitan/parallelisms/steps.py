@@ -135,7 +135,7 @@ class RoutedExperts(NamedTuple):
     target: str
 
 
-class Chain(NamedTuple):
+class StepChain(NamedTuple):
     """The steps from `x` to `out` of one block, of the embedding or of the head.
 
     `own`: a function from the model's context to notes.shared of these steps; None: the context itself. `recompute`:
@@ -144,7 +144,7 @@ class Chain(NamedTuple):
 
     name: str
     steps: tuple[Segment | RoutedExperts, ...]
-    own: Callable[[Any], Any] | None = None
+    make_shared: Callable[[Any], Any] | None = None
     recompute: bool = True
 
 
@@ -173,7 +173,7 @@ class Stepwise(nn.Module):
 class StepwiseModel(Protocol):
     """The interface of a pipeline part that is run step by step. Its forward runs its chains in order."""
 
-    def chains(self) -> list[Chain]:
+    def chains(self) -> list[StepChain]:
         """Return the chains of the part's embedding, blocks and head, as far as it has them."""
         ...
 

@@ -45,7 +45,7 @@ from torchtitan.parallelisms.pipeline.cut import (
 )
 from torchtitan.parallelisms.pipeline.overlap.exchange import Transport
 from torchtitan.parallelisms.pipeline.overlap.segments import RecomputePolicy
-from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedSchedule, SegmentedStage, programs_of
+from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedSchedule, SegmentedStage, build_programs
 from torchtitan.parallelisms.pipeline.runtime import (
     Stage,
     TableSchedule,
@@ -262,7 +262,7 @@ class Pipeline:
             part,
             stage,
             *args,
-            programs=programs_of(part),
+            programs=build_programs(part),
             context=part.context,
             transport=self.segments.transport,
             policy=self.segments.policy,

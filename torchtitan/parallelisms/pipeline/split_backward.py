@@ -23,11 +23,11 @@ class WeightGradients:
     `free`: outputs that depend on weights but no input, with gradients of their shapes.
     """
 
-    def __init__(self, free: list[tuple[GradientEdge, torch.Tensor]], groups: list["Group"]):
+    def __init__(self, free: list[tuple[GradientEdge, torch.Tensor]], groups: list["WeightGroup"]):
         self._free = free
         # Groups with several starts run first: their paths may pass through the start of another group, and a group
         # with one start frees the saved tensors.
-        self._groups = sorted(groups, key=lambda group: -len(group.arrived))
+        self._groups = sorted(groups, key=lambda group: -len(group.gradients))
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -44,20 +44,20 @@ class WeightGradients:
 
 
 @dataclass
-class Group:
+class WeightGroup:
     """Weights that share start nodes, and the gradients recorded at these nodes."""
 
     weights: list[torch.Tensor]
     starts: set[Node]
-    arrived: dict[Node, Grads] = field(default_factory=dict)
+    gradients: dict[Node, Grads] = field(default_factory=dict)
 
     def run(self) -> None:
-        edges = [(GradientEdge(node, i), g) for node, grads in self.arrived.items() for i, g in enumerate(grads)]
+        edges = [(GradientEdge(node, i), g) for node, grads in self.gradients.items() for i, g in enumerate(grads)]
         edges = [(edge, grad) for edge, grad in edges if grad is not None]
-        several = len(self.arrived) > 1
+        several = len(self.gradients) > 1
         hooks = []
         if several:  # a path from one start may pass through another, which already has its complete gradient
-            hooks = [node.register_prehook(lambda _, grads=grads: grads) for node, grads in self.arrived.items()]
+            hooks = [node.register_prehook(lambda _, grads=grads: grads) for node, grads in self.gradients.items()]
         try:
             if edges:
                 starts, grads = map(list, zip(*edges, strict=True))
@@ -80,18 +80,18 @@ def backward_inputs(
     roots = [output.node for output in outputs]
     users, weights = _walk(roots, leaf_nodes)
     between, _ = _ancestors(leaf_nodes, users, set())  # all nodes between outputs and inputs
-    groups: list[Group] = []
+    groups: list[WeightGroup] = []
     for leaf, weight in weights.items():
-        group = Group([weight], _ancestors({leaf}, users, between)[1])
+        group = WeightGroup([weight], _ancestors({leaf}, users, between)[1])
         meets = [other for other in groups if not group.starts.isdisjoint(other.starts)]
         groups = [other for other in groups if group.starts.isdisjoint(other.starts)]
         for other in meets:
-            group = Group(other.weights + group.weights, other.starts | group.starts)
+            group = WeightGroup(other.weights + group.weights, other.starts | group.starts)
         groups.append(group)
     hooks = []
     for group in groups:
         for node in group.starts:
-            hooks.append(node.register_prehook(partial(group.arrived.__setitem__, node)))
+            hooks.append(node.register_prehook(partial(group.gradients.__setitem__, node)))
     bound, free = [], []  # outputs that depend on an input; outputs that depend on weights only
     for root, output, grad in zip(roots, outputs, grads, strict=True):
         (bound if root in between else free).append((output, grad))

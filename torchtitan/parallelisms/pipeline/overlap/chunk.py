@@ -1,4 +1,4 @@
-"""The state of one microbatch in one stage (Chunk), and the loop that runs the nodes of a rank's chunks (Loop)."""
+"""The state of one microbatch in one stage (Chunk), and the loop that runs the nodes of a rank's chunks (NodeLoop)."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -39,26 +39,26 @@ PHASES = {
     INPUT: "backward of the inputs",
     WEIGHT: "backward of the weights",
 }
-CARRIED = 2
+MAX_DEFERRED = 2
 """Weight gradients that may wait for a gap later than the table has them, each with its segment's activations. In a
 simulation at p=4, m=16 with all-to-alls as long as the experts, 2 take 15 % off ZBV and 2 % off DualPipeV; more do not
 help."""
 
 
-class _Block:
+class _BlockState:
     """The state of one block in a chunk: tensors, gradients, graphs and transfers in flight."""
 
     def __init__(self, program: Program, keeps_graphs: bool, saved_names: set[str], shared: Any):
-        self.program, self.keeps_graphs, self.kept = program, keeps_graphs, saved_names
+        self.program, self.keeps_graphs, self.saved_names = program, keeps_graphs, saved_names
         self.notes = Notes(shared if program.make_shared is None else program.make_shared(shared))
         self.values: dict[str, torch.Tensor] = {}  # detached leaves
         self.grads: dict[str, torch.Tensor] = {}  # received by an all-to-all or from another stage
         self.graphs: dict[int, list[GradientEdge | None]] = {}  # edges of a segment's outputs and losses
         self.loss_grads: dict[int, list[torch.Tensor]] = {}
         self.weights: dict[int, WeightGradients] = {}
-        self.random: dict[int, list[torch.Tensor]] = {}
+        self.rng_states: dict[int, list[torch.Tensor]] = {}
         self.saved_ops: dict[int, AbstractContextManager] = {}
-        self.flying: dict[tuple[str, int], Transfer | SizesTransfer] = {}
+        self.in_flight: dict[tuple[str, int], Transfer | SizesTransfer] = {}
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """Remove and return the accumulated gradient of tensor `name`. Call it after the backward of all its users."""
@@ -73,7 +73,7 @@ class Chunk:
     """One microbatch in one stage.
 
     `x`: the stage's input, tokens [B, S] or hidden states [B, S, D]; a leaf that requires its gradient, if that is
-    needed. `place`: for error messages. `loss_gradient`: the gradient of the segments' own losses. `forward_context`:
+    needed. `location`: for error messages. `loss_gradient`: the gradient of the segments' losses. `forward_context`:
     entered around every forward and recomputation (autocast), but not around backward.
 
     Callbacks: `await_gradient` runs before the first node that needs the output's gradient, and has to call
@@ -87,19 +87,19 @@ class Chunk:
         x: torch.Tensor,
         shared: Any = None,
         *,
-        place: str = "",
+        location: str = "",
         loss_gradient: torch.Tensor | float = 1.0,
         forward_context: AbstractContextManager | None = None,
     ):
         self.lists, self.policy, self.transport = lists, lists.policy, transport
-        self.place, self.loss_gradient = place, loss_gradient
+        self.location, self.loss_gradient = location, loss_gradient
         self.forward_context = forward_context or nullcontext()
         self.device = x.device
         self.blocks = []
         for index, program in enumerate(lists.programs):
             with_graphs = torch.is_grad_enabled() and self.policy.keeps_graphs(lists.programs, index)
             saved_names = self.policy.saved_names(program) if torch.is_grad_enabled() else set()
-            self.blocks.append(_Block(program, with_graphs, saved_names, shared))
+            self.blocks.append(_BlockState(program, with_graphs, saved_names, shared))
         self.blocks[0].values[lists.programs[0].input] = x
         self.input = x if torch.is_grad_enabled() else None
         self.output: torch.Tensor | None = None
@@ -131,7 +131,7 @@ class Chunk:
             run = {FORWARD: self._forward, RECOMPUTE: self._recompute, WEIGHT: self._weight_grads}
             run.get(node.phase, self._backward)(block, index, node)
         elif node.kind == POST:
-            block.flying[node.phase, index] = self.transport.issue_counts(block.notes["counts"])
+            block.in_flight[node.phase, index] = self.transport.issue_counts(block.notes["counts"])
         elif node.kind == ISSUE:
             self._issue(block, index, node.phase)
         elif node.kind == WAIT:
@@ -151,12 +151,12 @@ class Chunk:
 
     # Compute
 
-    def _forward(self, block: _Block, index: int, node: Node) -> None:
+    def _forward(self, block: _BlockState, index: int, node: Node) -> None:
         step = block.program.steps[index]
         context: AbstractContextManager = nullcontext()
         if torch.is_grad_enabled() and not block.keeps_graphs:
             if self.policy.preserve_rng_state:
-                block.random[index] = _random_state(self.device)
+                block.rng_states[index] = _random_state(self.device)
             if self.policy.mode == "selective" and self.policy.save_op is not None:
                 context, block.saved_ops[index] = create_selective_checkpoint_contexts(self._choose)
         # Not under no_grad, even if the graph is dropped: requires_grad of the outputs is needed, and autocast would
@@ -168,15 +168,15 @@ class Chunk:
         self.losses += [loss.detach() for loss in outputs[len(step.outputs) :]]
         if block.keeps_graphs:
             self._keep_graph(block, index, outputs)
-        self._forget(block, index)
+        self._drop_unused(block, index)
 
     def _choose(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if self.policy.save_op(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def _recompute(self, block: _Block, index: int, node: Node) -> None:
+    def _recompute(self, block: _BlockState, index: int, node: Node) -> None:
         step = block.program.steps[index]
-        random = block.random.pop(index, None)
-        with _restored(self.device, random), self.forward_context, block.saved_ops.pop(index, nullcontext()):
+        random = block.rng_states.pop(index, None)
+        with _use_random_state(self.device, random), self.forward_context, block.saved_ops.pop(index, nullcontext()):
             outputs = _run(step, block)
         for name, output in zip(step.outputs, outputs, strict=False):
             # an existing leaf may already have its gradient, and a block's output is the next block's leaf
@@ -184,13 +184,13 @@ class Chunk:
                 block.values[name] = output.detach().requires_grad_(output.requires_grad)
         self._keep_graph(block, index, outputs)
 
-    def _keep_graph(self, block: _Block, index: int, outputs: tuple[torch.Tensor, ...]) -> None:
+    def _keep_graph(self, block: _BlockState, index: int, outputs: tuple[torch.Tensor, ...]) -> None:
         """Store the gradient edges of the outputs, not the outputs, which may be freed before the backward."""
         block.graphs[index] = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
         losses = outputs[len(block.program.steps[index].outputs) :]
         block.loss_grads[index] = [torch.ones_like(loss) * self.loss_gradient for loss in map(torch.detach, losses)]
 
-    def _backward(self, block: _Block, index: int, node: Node) -> None:
+    def _backward(self, block: _BlockState, index: int, node: Node) -> None:
         step = block.program.steps[index]
         edges = block.graphs.pop(index)
         grads = [block.gradient(name) for name in step.outputs] + block.loss_grads.pop(index)
@@ -209,12 +209,12 @@ class Chunk:
         """Return True if weight gradients are still to be computed after the gradient of the inputs."""
         return node.step in self.blocks[node.block].weights
 
-    def _weight_grads(self, block: _Block, index: int, node: Node) -> None:
+    def _weight_grads(self, block: _BlockState, index: int, node: Node) -> None:
         block.weights.pop(index).run()
 
     # Communication
 
-    def _issue(self, block: _Block, index: int, phase: str) -> None:
+    def _issue(self, block: _BlockState, index: int, phase: str) -> None:
         step = block.program.steps[index]
         sizes: SplitSizes = block.notes["sizes"]
         if phase == BACKWARD:
@@ -222,14 +222,14 @@ class Chunk:
             rows = torch.zeros_like(target) if rows is None else rows
         else:
             rows = block.values[step.source].detach()
-            self._forget(block, index)
+            self._drop_unused(block, index)
         splits = (sizes.send, sizes.receive)
         splits = splits if step.back == (phase == BACKWARD) else splits[::-1]
-        block.flying[phase, index] = self.transport.issue(rows, *splits)
+        block.in_flight[phase, index] = self.transport.issue(rows, *splits)
 
-    def _wait(self, block: _Block, index: int, node: Node) -> None:
+    def _wait(self, block: _BlockState, index: int, node: Node) -> None:
         step = block.program.steps[index]
-        received = block.flying.pop((node.phase, index)).wait()
+        received = block.in_flight.pop((node.phase, index)).wait()
         if isinstance(step, CountExchange):
             block.notes["sizes"] = received
         elif node.phase == BACKWARD:
@@ -242,7 +242,7 @@ class Chunk:
 
     # Values
 
-    def _set(self, block: _Block, number: int, name: str, leaf: torch.Tensor) -> None:
+    def _set(self, block: _BlockState, number: int, name: str, leaf: torch.Tensor) -> None:
         is_output = name == block.program.output
         if is_output and number + 1 == len(self.blocks):
             self.output = leaf
@@ -253,7 +253,7 @@ class Chunk:
         if not is_output or torch.is_grad_enabled():
             block.values[name] = leaf
 
-    def _forget(self, block: _Block, index: int) -> None:
+    def _drop_unused(self, block: _BlockState, index: int) -> None:
         """Drop tensors that neither later steps nor the backward need.
 
         If graphs are kept, a leaf that a segment reads must live to accumulate its gradient. The gradient of an
@@ -266,11 +266,11 @@ class Chunk:
             users = block.program.users[name]
             over = all(user <= index for user in users)
             needs_leaf = block.keeps_graphs and any(isinstance(steps[user], Segment) for user in users)
-            if over and not needs_leaf and name not in block.kept and name != block.program.output:
+            if over and not needs_leaf and name not in block.saved_names and name != block.program.output:
                 block.values.pop(name, None)
 
 
-def _run(step: Segment, block: _Block) -> tuple[torch.Tensor, ...]:
+def _run(step: Segment, block: _BlockState) -> tuple[torch.Tensor, ...]:
     with running(block.notes):
         outputs = step.run(block.notes, *(block.values[name] for name in step.inputs))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -293,7 +293,7 @@ def _set_random_state(device: torch.device, state: list[torch.Tensor]) -> None:
 
 
 @contextmanager
-def _restored(device: torch.device, state: list[torch.Tensor] | None) -> Iterator[None]:
+def _use_random_state(device: torch.device, state: list[torch.Tensor] | None) -> Iterator[None]:
     """Use the random state `state` inside this context, and restore the current one afterwards."""
     if state is None:
         yield
@@ -306,16 +306,16 @@ def _restored(device: torch.device, state: list[torch.Tensor] | None) -> Iterato
         _set_random_state(device, now)
 
 
-class Loop:
+class NodeLoop:
     """The loop that runs all nodes of a rank, on the calling thread.
 
     Without `overlap`, it waits for each all-to-all right after the issue, and computes weight gradients where the table
     has them. With `overlap`, weight gradients fill the gaps where nothing else runs between an issue and its wait.
     """
 
-    def __init__(self, overlap: bool = True, carried: int = CARRIED):
-        self.overlap, self.carried = overlap, carried if overlap else 0
-        self.weights: deque[tuple[Chunk, Node]] = deque()  # oldest first
+    def __init__(self, overlap: bool = True, max_deferred: int = MAX_DEFERRED):
+        self.overlap, self.max_deferred = overlap, max_deferred if overlap else 0
+        self.deferred: deque[tuple[Chunk, Node]] = deque()  # oldest first
 
     def run(self, order: Sequence[Turn], *begin: Callable[[], Chunk]) -> None:
         """Run the turns. `begin[i]` creates the chunk of microbatch i at its first turn.
@@ -325,50 +325,50 @@ class Loop:
         chunks: dict[int, Chunk] = {}
         uncovered: set[tuple] = set()  # all-to-alls in flight that no computation has overlapped yet
         waited: set[tuple] = set()
-        for of, node in order:
-            if of not in chunks:
-                chunks[of] = begin[of]()
-            chunk, place = chunks[of], (of, node.phase, node.block, node.step)
+        for number, node in order:
+            if number not in chunks:
+                chunks[number] = begin[number]()
+            chunk, transfer = chunks[number], (number, node.phase, node.block, node.step)
             if node.kind == WAIT:
-                if place in waited:
+                if transfer in waited:
                     continue
-                if place in uncovered and self.weights:
-                    self._run(*self.weights.popleft())
+                if transfer in uncovered and self.deferred:
+                    self._run(*self.deferred.popleft())
                     uncovered.clear()
-                uncovered.discard(place)
+                uncovered.discard(transfer)
             self._run(chunk, node)
             if node.kind == ISSUE and self.overlap:
-                uncovered.add(place)
+                uncovered.add(transfer)
             elif node.kind == ISSUE:
                 self._run(chunk, node._replace(kind=WAIT))
-                waited.add(place)
+                waited.add(transfer)
             elif node.kind == COMPUTE and not node.light:
                 uncovered.clear()
             if node.kind == COMPUTE and node.phase == INPUT and chunk.has_weights(node):
-                self.weights.append((chunk, node._replace(phase=WEIGHT)))
+                self.deferred.append((chunk, node._replace(phase=WEIGHT)))
 
-    def catch_up(self, chunk: Chunk) -> None:
+    def run_overdue(self, chunk: Chunk) -> None:
         """Run overdue weight gradients. Call it where the table has the weight gradients of `chunk`.
 
-        With overlap, up to `carried` of them stay deferred; without it, all of `chunk` run.
+        With overlap, up to `max_deferred` of them stay deferred; without it, all of `chunk` run.
         """
         if not self.overlap:
-            self.finish(lambda other: other is chunk)
-        while len(self.weights) > self.carried and self.overlap:
-            self._run(*self.weights.popleft())
+            self.run_deferred(lambda other: other is chunk)
+        while len(self.deferred) > self.max_deferred and self.overlap:
+            self._run(*self.deferred.popleft())
 
-    def finish(self, is_due: Callable[[Chunk], bool]) -> None:
+    def run_deferred(self, is_due: Callable[[Chunk], bool]) -> None:
         """Run all weight gradients of the chunks for which `is_due` holds."""
-        waiting, self.weights = self.weights, deque()
+        waiting, self.deferred = self.deferred, deque()
         for chunk, node in waiting:
             if is_due(chunk):
                 self._run(chunk, node)
             else:
-                self.weights.append((chunk, node))
+                self.deferred.append((chunk, node))
 
     def _run(self, chunk: Chunk, node: Node) -> None:
         try:
             chunk.run(node)
         except Exception as error:
-            add_note(error, f"in segment {node.name} ({node.kind}, {PHASES[node.phase]}) of {chunk.place}")
+            add_note(error, f"in segment {node.name} ({node.kind}, {PHASES[node.phase]}) of {chunk.location}")
             raise

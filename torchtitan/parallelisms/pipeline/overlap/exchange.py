@@ -52,7 +52,7 @@ class AllToAll:
     def __init__(self, group: dist.ProcessGroup, counts_group: dist.ProcessGroup | None = None):
         self.group, self.counts_group = group, counts_group or group
         self.size = dist.get_world_size(group)
-        self._side: object = None
+        self._side_stream: object = None
 
     def issue(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> "_Rows":
         rows = rows.contiguous()
@@ -68,18 +68,18 @@ class AllToAll:
             return _Counts(work, counts, received, self.size)
         device = torch.get_device_module(counts.device)
         main = device.current_stream()
-        if self._side is None:
-            self._side = device.Stream()
-        self._side.wait_stream(main)
-        with device.stream(self._side):
+        if self._side_stream is None:
+            self._side_stream = device.Stream()
+        self._side_stream.wait_stream(main)
+        with device.stream(self._side_stream):
             dist.all_to_all_single(received, counts, group=self.counts_group, async_op=True).wait()
             both = torch.stack((counts, received))
             on_host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
             on_host.copy_(both, non_blocking=True)
             done = device.Event()
-            done.record(self._side)
+            done.record(self._side_stream)
         for tensor in (counts, received):  # allocated on the main stream, used on the side stream
-            tensor.record_stream(self._side)
+            tensor.record_stream(self._side_stream)
         return _CountsOnSide(done, device, received, on_host, self.size)
 
 

@@ -11,9 +11,9 @@ backward needs them, with the random state of its forward. Routing decisions (No
 so the sizes are never exchanged twice.
 
 While an all-to-all is in flight, a rank computes something else: the other direction of a forward-backward pair, or
-deferred weight gradients. The order of the nodes (`merge`) depends on their lists alone, never on timing. So all ranks
-of an expert-parallel group issue the same collectives in the same order, and sums are reproducible, without barriers,
-locks or a second thread.
+deferred weight gradients. The order of the nodes (`interleave`) depends on their lists alone, never on timing. So all
+ranks of an expert-parallel group issue the same collectives in the same order, and sums are reproducible, without
+barriers, locks or a second thread.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -275,9 +275,9 @@ class _BlockBackward:
 
 
 class Turn(NamedTuple):
-    """A node, and the index `of` of its microbatch among those that run together."""
+    """A node, and the index of its chunk among the one or two that run together."""
 
-    of: int
+    chunk: int
     node: Node
 
 
@@ -304,7 +304,7 @@ def interleave(forward: Iterable[Node], backward: Iterable[Node]) -> list[Turn]:
     while f < len(forward_slots) or b < len(backward_slots):
         if b < len(backward_slots) and b * len(forward_slots) <= f * len(backward_slots):
             steps_back = (
-                bool(order) and order[-1].of == 0 and order[-1].node.kind == ISSUE and _hastens(backward_slots[b])
+                bool(order) and order[-1].chunk == 0 and order[-1].node.kind == ISSUE and _hastens(backward_slots[b])
             )
             postponed = [order.pop()] if steps_back else []
             order += [*(Turn(1, node) for node in backward_slots[b]), *postponed]

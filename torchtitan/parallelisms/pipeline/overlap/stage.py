@@ -30,7 +30,7 @@ from torch.distributed.pipelining.schedules import FORWARD as FORWARD_ACTION
 
 from torchtitan.parallelisms.expert_parallel import run_local_experts
 from torchtitan.parallelisms.pipeline.actions import Table
-from torchtitan.parallelisms.pipeline.overlap.chunk import CARRIED, Chunk, Loop
+from torchtitan.parallelisms.pipeline.overlap.chunk import MAX_DEFERRED, Chunk, NodeLoop
 from torchtitan.parallelisms.pipeline.overlap.exchange import Transport
 from torchtitan.parallelisms.pipeline.overlap.segments import (
     BACKWARD,
@@ -68,14 +68,15 @@ receive stands in the table beside its send, and so before whatever is sent late
 ARRIVED, RETURNED = "rows that arrived", "rows that go back"
 
 
-def programs_of(part: StepwiseModel) -> list[Program]:
+def build_programs(part: StepwiseModel) -> list[Program]:
     """Return the programs of a model or a pipeline part of it that `require_steps` has checked."""
     return [
-        Program(chain.name, tuple(with_exchanges(chain.steps)), chain.recompute, chain.own) for chain in part.chains()
+        Program(chain.name, tuple(expand_experts(chain.steps)), chain.recompute, chain.make_shared)
+        for chain in part.chains()
     ]
 
 
-def with_exchanges(steps: Sequence[Segment | RoutedExperts]) -> list[Step]:
+def expand_experts(steps: Sequence[Segment | RoutedExperts]) -> list[Step]:
     """Expand a RoutedExperts step to an all-to-all (dispatch), the local experts, and the all-to-all back (combine).
 
     Later steps that do not need the result (shared experts) move in between, to run during the dispatch:
@@ -113,7 +114,7 @@ class SegmentedStage(Stage):
     """A stage that runs the programs of its part.
 
     `context`: a function (input, **kwargs of the microbatch) -> notes.shared of the segments. `loss_gradient`: the
-    gradient of the segments' own losses, to be set before a step. `own_losses`: their values in the step.
+    gradient of the segments' own losses, to be set before a step. `segment_losses`: their values in the step.
     """
 
     def __init__(
@@ -130,34 +131,34 @@ class SegmentedStage(Stage):
         self.transport, self.context = transport, context
         self.lists = NodeLists(programs, policy)
         self.loss_gradient: torch.Tensor | float = 1.0
-        self.own_losses: list[torch.Tensor] = []
-        self.underway: dict[int, Chunk] = {}  # by microbatch, from the forward to the end of the backward
+        self.segment_losses: list[torch.Tensor] = []
+        self.open_chunks: dict[int, Chunk] = {}  # by microbatch, from the forward to the end of the backward
         self.sending: dict[str, deque[tuple[dist.Work, torch.Tensor]]] = {FORWARD: deque(), BACKWARD: deque()}
-        self.keeps_gradients_here = False
+        self.accumulates_locally = False
         if isinstance(part, FSDPModule):
             part._get_fsdp_state()._lazy_init()  # usually done by forward hooks
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
-        self.own_losses.clear()
-        self.underway.clear()
+        self.segment_losses.clear()
+        self.open_chunks.clear()
 
     # One microbatch
 
     def begin_forward(self, microbatch: int, args: tuple, kwargs: dict[str, Any] | None) -> Chunk:
-        self._keep_gradients_here()
+        self._accumulate_locally()
         (x,) = args if self.is_first else self._retrieve_recv_activations(microbatch)
         stage_inputs = {
             name: value for name, value in (kwargs or {}).items() if self.is_last or name not in self.targets
         }
         with self.forward_context:
             shared = self.context(x, **stage_inputs)
-        chunk = self.underway[microbatch] = Chunk(
+        chunk = self.open_chunks[microbatch] = Chunk(
             self.lists,
             self.transport,
             x,
             shared,
-            place=f"pipeline stage {self.stage_index}, microbatch {microbatch}",
+            location=f"pipeline stage {self.stage_index}, microbatch {microbatch}",
             loss_gradient=self.loss_gradient,
             forward_context=self.forward_context,
         )
@@ -165,16 +166,16 @@ class SegmentedStage(Stage):
 
     def end_forward(self, microbatch: int) -> torch.Tensor:
         """Return hidden states [B, S, D] for the next stage or, in the last stage, the sum of losses, a scalar."""
-        chunk = self.underway[microbatch]
-        self.own_losses += chunk.losses
+        chunk = self.open_chunks[microbatch]
+        self.segment_losses += chunk.losses
         output = chunk.output
         if not self.is_last:
             chunk.output = None  # no longer needed: its gradient comes from another stage
         return output
 
-    def take_gradient(self, microbatch: int, loss: torch.Tensor | None) -> None:
+    def begin_backward(self, microbatch: int, loss: torch.Tensor | None) -> None:
         """Take the gradient of the output: from the loss, a scalar, or as received, [B, S, D]."""
-        chunk = self.underway[microbatch]
+        chunk = self.open_chunks[microbatch]
         if self.is_last:
             loss.backward()  # stops at the output, which is a leaf
             chunk.start_backward(None)
@@ -184,20 +185,20 @@ class SegmentedStage(Stage):
 
     def end_backward(self, microbatch: int) -> torch.Tensor | None:
         """Return the gradient [B, S, D] of the input, or None for tokens. Some weight gradients may still be due."""
-        chunk = self.underway[microbatch]
+        chunk = self.open_chunks[microbatch]
         gradient, chunk.input_gradient = chunk.input_gradient, None
-        self.add_up_gradients()
+        self.accumulate_gradients()
         return gradient
 
     # Results are sent as soon as they are ready, so the runtime's send actions have nothing left to do
 
     def send_output(self, microbatch: int) -> None:
         if not self.is_last:
-            self._send(FORWARD, self.underway[microbatch].output, self.stage_index + 1)
+            self._send(FORWARD, self.open_chunks[microbatch].output, self.stage_index + 1)
 
     def send_input_gradient(self, microbatch: int) -> None:
         if not self.is_first:
-            self._send(BACKWARD, self.underway[microbatch].input_gradient, self.stage_index - 1)
+            self._send(BACKWARD, self.open_chunks[microbatch].input_gradient, self.stage_index - 1)
 
     def _send(self, direction: str, tensor: torch.Tensor, stage: int) -> None:
         if self._is_same_rank(stage):
@@ -222,17 +223,17 @@ class SegmentedStage(Stage):
             while works:
                 works.popleft()[0].wait()
         super().perform_reduce_grad(grad_scale_factor)
-        self.keeps_gradients_here = False
+        self.accumulates_locally = False
 
-    def _keep_gradients_here(self) -> None:
+    def _accumulate_locally(self) -> None:
         """Keep the gradients on this rank until perform_reduce_grad."""
-        if isinstance(self.submod, FSDPModule) and not self.keeps_gradients_here:
+        if isinstance(self.submod, FSDPModule) and not self.accumulates_locally:
             self.submod.set_is_last_backward(False)
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)
-            self.keeps_gradients_here = True
+            self.accumulates_locally = True
 
-    def add_up_gradients(self) -> None:
+    def accumulate_gradients(self) -> None:
         for group in self._fsdp_groups():
             group.post_backward()  # with gradient sync off it only accumulates, in the reduction dtype
 
@@ -248,8 +249,8 @@ class SegmentedSchedule(TableSchedule):
         super().__init__(stages, table, microbatches)
         # with more than three stages, the runtime frees parameters that deferred weight gradients would still need
         freed = any(isinstance(stage.submod, FSDPModule) for stage in stages) and len(stages) > 3
-        self.loop = Loop(overlap, carried=0 if freed else CARRIED)
-        self.of_index = {stage.stage_index: stage for stage in stages}
+        self.loop = NodeLoop(overlap, max_deferred=0 if freed else MAX_DEFERRED)
+        self.stage_by_index = {stage.stage_index: stage for stage in stages}
         self.orders: dict[tuple, list[Turn]] = {}
         for kind in (FORWARD_ACTION, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, REDUCE_GRAD, OVERLAP_F_B):
             self.register_custom_function(kind, self._run_action)
@@ -257,9 +258,9 @@ class SegmentedSchedule(TableSchedule):
     def _run_action(self, action: Any, context: Any) -> None:
         kind = action.computation_type
         if kind == BACKWARD_WEIGHT:
-            self._weights(self.of_index[action.stage_index], action.microbatch_index)
+            self._weights(self.stage_by_index[action.stage_index], action.microbatch_index)
         elif kind == REDUCE_GRAD:
-            self._reduce(self.of_index[action.stage_index])
+            self._reduce(self.stage_by_index[action.stage_index])
         elif kind != OVERLAP_F_B:
             self._run([action], context)
         elif self.loop.overlap:
@@ -274,25 +275,25 @@ class SegmentedSchedule(TableSchedule):
         Each sends its result as soon as possible, but the forward before the backward: receives are posted in the
         table's order.
         """
-        sends = _InOrder()
+        sends = _OrderedCalls()
         begins = [self._begin(action, context, partial(sends.call, turn)) for turn, action in enumerate(actions)]
         self.loop.run(self._order(actions), *begins)
         for action in actions:
-            stage, microbatch = self.of_index[action.stage_index], action.microbatch_index
+            stage, microbatch = self.stage_by_index[action.stage_index], action.microbatch_index
             if action.computation_type == FORWARD_ACTION:
                 output = stage.end_forward(microbatch)
                 self._maybe_compute_loss(stage, output, context.target_mbs, microbatch)
-                if stage.stage_index + 1 in self.of_index:
-                    self.of_index[stage.stage_index + 1].set_local_fwd_input(output, microbatch)
+                if stage.stage_index + 1 in self.stage_by_index:
+                    self.stage_by_index[stage.stage_index + 1].set_local_fwd_input(output, microbatch)
                 continue
             gradient = stage.end_backward(microbatch)
-            if stage.stage_index - 1 in self.of_index:
-                self.of_index[stage.stage_index - 1].set_local_bwd_input((gradient,), microbatch)
+            if stage.stage_index - 1 in self.stage_by_index:
+                self.stage_by_index[stage.stage_index - 1].set_local_bwd_input((gradient,), microbatch)
             if action.computation_type == FULL_BACKWARD:
                 self._weights(stage, microbatch)
 
     def _begin(self, action: Any, context: Any, send: Callable[[Callable[[], None]], None]) -> Callable[[], Chunk]:
-        stage, microbatch = self.of_index[action.stage_index], action.microbatch_index
+        stage, microbatch = self.stage_by_index[action.stage_index], action.microbatch_index
         key = stage.stage_index, microbatch
 
         def forward() -> Chunk:
@@ -302,14 +303,14 @@ class SegmentedSchedule(TableSchedule):
             chunk.on_output = lambda: send(lambda: stage.send_output(microbatch))
             return chunk
 
-        def take_gradient() -> None:
+        def begin_backward() -> None:
             _wait(self.bwd_recv_ops.pop(key, []))
-            stage.take_gradient(microbatch, self._maybe_get_loss(stage, microbatch))
+            stage.begin_backward(microbatch, self._maybe_get_loss(stage, microbatch))
 
         def backward() -> Chunk:
             self._assert_unsharded(stage)
-            chunk = stage.underway[microbatch]
-            chunk.await_gradient = take_gradient
+            chunk = stage.open_chunks[microbatch]
+            chunk.await_gradient = begin_backward
             chunk.on_input_gradient = lambda: send(lambda: stage.send_input_gradient(microbatch))
             return chunk
 
@@ -320,18 +321,22 @@ class SegmentedSchedule(TableSchedule):
         if key not in self.orders:
             lists = []
             for stage, kind in key:
-                of = self.of_index[stage].lists
-                lists.append({FORWARD_ACTION: of.forward, FULL_BACKWARD: of.backward}.get(kind, of.input_grads))
+                node_lists = self.stage_by_index[stage].lists
+                lists.append(
+                    {FORWARD_ACTION: node_lists.forward, FULL_BACKWARD: node_lists.backward}.get(
+                        kind, node_lists.input_grads
+                    )
+                )
             self.orders[key] = in_order(*lists) if len(lists) == 1 else interleave(*lists)
         return self.orders[key]
 
     def _weights(self, stage: SegmentedStage, microbatch: int) -> None:
-        self.loop.catch_up(stage.underway.pop(microbatch))
-        stage.add_up_gradients()
+        self.loop.run_overdue(stage.open_chunks.pop(microbatch))
+        stage.accumulate_gradients()
 
     def _reduce(self, stage: SegmentedStage) -> None:
-        self.loop.finish(lambda chunk: chunk.lists is stage.lists)
-        stage.add_up_gradients()
+        self.loop.run_deferred(lambda chunk: chunk.lists is stage.lists)
+        stage.accumulate_gradients()
         stage.perform_reduce_grad(1)
 
 
@@ -340,7 +345,7 @@ def _wait(works: list[dist.Work]) -> None:
         work.wait()
 
 
-class _InOrder:
+class _OrderedCalls:
     """A queue of numbered calls. A call runs once it has been submitted and all lower numbers have run."""
 
     def __init__(self):
