@@ -325,7 +325,7 @@ def test_without_gradients_no_values_are_retained():
         chunk = Chunk(lists, NoExchange(), tokens, labels)
         NodeLoop().run(in_order(lists.forward), lambda: chunk)
     assert torch.allclose(chunk.output, toy_moe.plain_forward(part, tokens, labels)[0])
-    assert not any(block.graphs or block.random or block.values for block in chunk.blocks)
+    assert not any(block.graphs or block.rng_states or block.values for block in chunk.blocks)
 
 
 def test_a_wrong_number_of_outputs_is_reported():
