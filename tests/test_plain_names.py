@@ -38,7 +38,6 @@ LIMITS: dict[str, tuple[int, int]] = {
     "lr_schedules": (1, 0),
     "models": (1, 0),
     "optimizers": (10, 0),
-    "parallelisms": (18, 0),
 }
 """Room -> (unclear names, fragments) that it still has. Lower them with every file that you clean up."""
 

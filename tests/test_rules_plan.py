@@ -76,14 +76,14 @@ def test_several_faults_at_once():
             4,
             {},
             2,
-            "given data_parallel_shard 4 = 4; allowed: degrees whose product is the number of ranks, 2; "
+            "given data_parallel_shard 4 = 4; allowed: degrees that multiply to the number of ranks, 2; "
             "start 4 ranks, or write -1 to shard over those that are left",
         ),
         (
             2,
             {"data_parallel_replicate": 3},
             4,
-            "given data_parallel_shard 2 x data_parallel_replicate 3 = 6; allowed: degrees whose product is the number "
+            "given data_parallel_shard 2 x data_parallel_replicate 3 = 6; allowed: degrees that multiply to the number "
             "of ranks, 4; start 6 ranks, or write -1 to shard over those that are left",
         ),
         (

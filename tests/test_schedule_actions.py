@@ -216,7 +216,7 @@ def test_a_deadlock_is_reported_as_its_cycle(text, where, description, remedy, t
         load_schedule_csv(path, 2, 2, 2)
     (fault,) = error.value.faults
     assert (fault.where, fault.value, fault.remedy) == (f"{path}, {where}", description, remedy)
-    assert fault.allowed == "an order in which every action has its inputs before it is due"
+    assert fault.allowed == "every action after the actions that produce its inputs"
 
 
 def test_long_lists_are_shortened():

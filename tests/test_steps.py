@@ -310,7 +310,7 @@ def assembled_with_own_forward():
 
 def test_overlap_checks_for_custom_forwards():
     for message in run_ranks(4, assembled_with_own_forward):
-        assert message.startswith("layers.1 (OwnForward) has a forward of its own")
+        assert message.startswith("layers.1 (OwnForward) has a forward that is not Stepwise's")
 
 
 def test_a_module_without_steps_is_named():

@@ -72,9 +72,9 @@ def check_kernel_method(kernel: Kernel, method: str) -> None:
     needs = {"ulysses": (), "allgather": ("accepts_query_slices", "plain_attention")}.get(method, ("plain_attention",))
     if needs and not any(declares(kernel, statement) for statement in needs):
         raise JobError(
-            f"context_parallel_rotate_method {method!r} with the attention kernel {type(kernel).__name__}, whose class "
-            f"does not say {' or '.join(needs)}; allowed: what it says, or ulysses. Choose one, or say so "
-            "(parallelisms/attention_kernel.py)"
+            f"context_parallel_rotate_method {method!r} with the attention kernel {type(kernel).__name__}, which does "
+            f"not declare {' or '.join(needs)}; allowed: ulysses, or a method that the kernel supports. Choose one, or "
+            f"declare it in the class (parallelisms/attention_kernel.py)"
         )
 
 

@@ -26,7 +26,7 @@ def resolve_shard_degree(world_size: int, dp_shard: int, *, dp_replicate: int, c
     if dp_shard != -1 and dp_shard * product != world_size:
         arithmetic = " x ".join([f"data_parallel_shard {dp_shard}", *longer]) + f" = {dp_shard * product}"
         remedy = f"start {dp_shard * product} ranks, or write -1 to shard over those that are left"
-        raise LimitError(key, arithmetic, f"degrees whose product is the number of ranks, {world_size}", remedy)
+        raise LimitError(key, arithmetic, f"degrees that multiply to the number of ranks, {world_size}", remedy)
     return world_size // product if dp_shard == -1 else dp_shard
 
 
@@ -99,7 +99,7 @@ def sequence_multiples(cp: int, tp: int, *, load_balanced: bool, sequence_parall
 
 
 def check_sequence_length(option: str, length: int, needs: Mapping[str, int]) -> None:
-    """Check that a sequence's length is a multiple of all `needs` (needs_of_a_sequence). `option`: for the message."""
+    """Check that a sequence's length is a multiple of all `needs` (sequence_multiples). `option`: for the message."""
     multiple = math.lcm(*needs.values())
     if length % multiple:
         allowed = f"a multiple of {' and of '.join(needs)}" + f", so of {multiple}" * (len(needs) > 1)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 ROW = 4096
 Ranks = tuple[tuple[int, ...], ...]
-"""Of each of some groups."""
+"""The ranks of each of several process groups."""
 
 
 @torch.no_grad()

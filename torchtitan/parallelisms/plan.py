@@ -79,7 +79,7 @@ def match_blocks(model: nn.Module, plan: ParallelPlan, inside: str = "") -> list
     """Return the plan's blocks, or the modules that the pattern `inside` matches within them.
 
     The result may be empty for a pipeline part (only the embedding, or only dense layers where experts are requested)
-    and for patterns of `plan.may_lack`. Otherwise no match raises ValueError.
+    and for patterns of `plan.optional`. Otherwise no match raises ValueError.
     """
     try:
         return match_modules(model, f"{plan.blocks}.{inside}" if inside else plan.blocks)

@@ -30,8 +30,8 @@ aten = torch.ops.aten
 Documents = tuple[torch.Tensor, torch.Tensor]
 """Document ids of the queries [B, Q] and of the keys [B, S]."""
 MASKED_SCORE = -1e30
-"""Added to scores that a mask hides. Not -inf: a row of which a part sees nothing must not become NaN. Its output is
-then some average, with a weight of exp(-1e30) = 0."""
+"""Added to masked scores. It is not -inf, because a row without visible keys in one region would become NaN. Its output
+is then some average, with a weight of exp(-1e30) = 0."""
 
 
 class RegionAttentionFunction(torch.autograd.Function):

@@ -191,18 +191,16 @@ def require_steps(model: nn.Module, plan: ParallelPlan) -> None:
     Only steps would run, so these would be skipped. Call it before parallelisms are applied, as they add hooks too.
     """
     if not declaration_holds(model, "chains", "forward"):
-        _refuse("the model", model, "a forward of its own", "give it `chains` beside it that do the same")
+        _refuse("the model", model, "a forward that overrides `chains`", "override `chains` too, to do the same")
     for name, block in match_blocks(model, plan):
         if not isinstance(block, Stepwise) or type(block).forward is not Stepwise.forward or "forward" in vars(block):
-            _refuse(
-                name, block, "a forward of its own", "say in its `steps` what it computes, and leave forward as it is"
-            )
+            _refuse(name, block, "a forward that is not Stepwise's", "define its computation in `steps` instead")
         if block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks:
-            _refuse(name, block, "hooks around its forward", "do in its `steps` what they do")
+            _refuse(name, block, "hooks around its forward", "move them into its `steps`")
 
 
 def _refuse(name: str, module: nn.Module, fault: str, remedy: str) -> None:
     raise JobError(
         f"{name} ({type(module).__name__}) has {fault}, which pipeline_parallel_expert_parallel_overlap would not run: "
-        f"it schedules the steps that a block offers; {remedy}, or turn the overlap off"
+        f"it schedules the steps of each block; {remedy}, or turn the overlap off"
     )

@@ -118,8 +118,9 @@ def _split_norms(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, border:
 
 
 def _split_with_block(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, border: "RegionBorder") -> None:
-    """Replicate the modules of `plan.with_block`. They read all tokens, and each rank's heads use part of the output,
-    so the gradients of their parameters are partial sums.
+    """Replicate the modules of `plan.with_block`.
+
+    Each rank's heads use part of their output, so gradients of their parameters are partial sums.
     """
     for name, _ in plan.with_block:
         if (module := get_end_module(model, name)) is not None:
@@ -130,7 +131,6 @@ def _split_with_block(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, bo
 
 def require_even_split(model: nn.Module, tp: int, plan: ParallelPlan) -> None:
     """Raise a JobError that names the first module with heads, width or vocabulary not divisible by `tp`."""
-
     for patterns, side in ((plan.column, "out_features"), (plan.row, "in_features")):
         for pattern in patterns:
             for name, module in match_blocks(model, plan, pattern):
@@ -163,8 +163,7 @@ def _leaf_modules(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     return [(inner, module) for inner, module in inside if not list(module.children())]
 
 
-# The border of a region. These are functional collectives, which take the group's name, so that the compiler can trace
-# them.
+# The border of a region. The compiler can trace these functional collectives, which take the group's name.
 
 
 def _all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
@@ -248,9 +247,7 @@ class RegionBorder:
         return _all_gather(x, self.size, self.group)
 
     def local_tokens(self, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Return this rank's part of integers for all tokens, [B or 1, S]. Activations are sharded already and are
-        returned unchanged.
-        """
+        """Return this rank's part of integers [B or 1, S] for all tokens. Activations are returned unchanged."""
         if x is None or x.is_floating_point() or not self.sequence:
             return x
         return x.chunk(self.size, dim=1)[self.rank]
@@ -394,9 +391,7 @@ def _gather_first_input(border: RegionBorder, module: nn.Module, inputs: tuple[A
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh, compiled: bool, sequence_parallel: bool = True) -> None:
-    """Let the compiler split collectives and adjacent matrix products into chunks that overlap (async TP with symmetric
-    memory).
-    """
+    """Let the compiler overlap chunks of collectives and adjacent matrix products (async TP, symmetric memory)."""
     check_async_tensor_parallel(mesh.device_type, compiled, sequence_parallel)
     torch._inductor.config._micro_pipeline_tp = True
     enable_symm_mem_for_group(mesh.get_group().group_name)

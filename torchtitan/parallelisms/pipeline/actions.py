@@ -22,9 +22,9 @@ PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 RUNTIME_ACTION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
 PLURAL = {"stage": "stages", "microbatch": "microbatches"}
 MAX_FILE_BYTES = 2**26
-"""Bytes that are read of a file: 64 ranks with 512 microbatches take a twentieth."""
+"""Largest file that is read: 64 ranks with 512 microbatches take a twentieth."""
 MAX_LISTED = 6
-"""Actions of one kind of fault that are named; the rest is counted."""
+"""Number of actions that a fault lists; the others are counted."""
 
 
 class Action(NamedTuple):
@@ -50,7 +50,7 @@ class Action(NamedTuple):
 
 Table = list[list[Action]]
 Key = tuple[int, str, int]
-"""What an action needs or makes: the output F or the input's gradient I of (stage, ., microbatch)."""
+"""An input or output of an action: the hidden states F or the gradient I of the input, of (stage, ., microbatch)."""
 
 
 class ScheduleFault(NamedTuple):
@@ -125,7 +125,7 @@ def output_keys(action: Action) -> list[Key]:
 
 
 Locator = Callable[[int, int], str]
-"""What an error calls the i-th action of a rank's row."""
+"""A function (rank, index in the rank's row) -> the location of an action, for errors."""
 
 
 def _step_in_table(rank: int, step: int) -> str:
@@ -164,8 +164,10 @@ def _deadlock_fault(table: Table, at: list[int], done: set[Key], locate: Locator
         missing = next(key for key in input_keys(action, num_stages) if key not in done)
         if missing not in makers:
             where = f"{locate(rank, at[rank])}, action {action}"
-            allowed = "actions whose inputs others of the table make"
-            return ScheduleFault(where, f"without its input {_describe_key(missing)}", allowed, "add what makes it")
+            allowed = "actions that get their inputs from other actions of the table"
+            return ScheduleFault(
+                where, f"without its input {_describe_key(missing)}", allowed, "add the action that produces it"
+            )
         chain.append((rank, *makers[missing]))
         rank = chain[-1][1]
     ring = chain[[waiting for waiting, _, _ in chain].index(rank) :]
@@ -178,7 +180,7 @@ def _deadlock_fault(table: Table, at: list[int], done: set[Key], locate: Locator
     return ScheduleFault(
         f"{locate(rank, at[rank])}, action {table[rank][at[rank]]}",
         "a deadlock: " + "; ".join(links),
-        "an order in which every action has its inputs before it is due",
+        "every action after the actions that produce its inputs",
         " or ".join(remedies) or "take one of the pairs apart",
     )
 
@@ -205,7 +207,7 @@ def find_faults(
         faults.append(ScheduleFault("the table", f"{len(table)} rows", allowed, "give every rank its row"))
     for rank, row in enumerate(table):
         if not row:
-            allowed = "those of at least one stage"
+            allowed = "the actions of at least one stage"
             faults.append(ScheduleFault(f"rank {rank}", "no actions", allowed, "give the rank a stage"))
     faults += _out_of_range(table, num_stages, microbatches, locate) or _misplaced(table, locate)
     faults = faults or _missing(table, num_stages, microbatches)
@@ -285,7 +287,7 @@ def _missing(table: Table, num_stages: int, microbatches: int) -> list[ScheduleF
             more = f" and {len(absent) - MAX_LISTED} more" if len(absent) > MAX_LISTED else ""
             value = f"no action {', '.join(absent[:MAX_LISTED])}{more}"
             allowed = f"every action of {microbatches} microbatches once"
-            faults.append(ScheduleFault(f"rank {rank}, stage {stage}", value, allowed, "add what is missing"))
+            faults.append(ScheduleFault(f"rank {rank}, stage {stage}", value, allowed, "add the missing actions"))
     return faults
 
 

@@ -51,7 +51,7 @@ STAGE_METHODS = (
     "get_bwd_recv_ops",
 )
 STAGE_ATTRIBUTES = ("args_recv_info", "grad_recv_info", "buffer", "tensor_meta", "is_root_arg")
-"""Of torch's stage, needed here; a test says so when torch moves them."""
+"""Private names of torch's stage that this file uses. A test fails if torch renames them."""
 
 
 @contextmanager

@@ -50,7 +50,7 @@ EQUAL_COSTS = Costs()
 
 class Span(NamedTuple):
     action: Action
-    """Never a pair: the two that overlap have a span each, of the same time."""
+    """A single action: the two actions of a pair have one span each, with equal times."""
     start: Fraction
     end: Fraction
     overlapped: bool = False
@@ -59,10 +59,10 @@ class Span(NamedTuple):
 @dataclass(frozen=True)
 class Simulation:
     spans: list[list[Span]]
-    """By rank, in the order in which it runs them."""
+    """By rank, in execution order."""
     makespan: Fraction
     busy: list[Fraction]
-    """By rank. Two that overlap are counted once."""
+    """By rank. Overlapping actions count once."""
     peak_activations: list[Fraction]
     """By rank."""
 

@@ -62,8 +62,8 @@ STAGE_ATTRIBUTES = ("stage_index_to_group_rank",)
 RUNTIME_METHODS = ("_assert_unsharded", "_maybe_compute_loss", "_maybe_get_loss", "register_custom_function")
 RUNTIME_ATTRIBUTES = ("fwd_recv_ops", "bwd_recv_ops")
 SENDS_IN_FLIGHT = 2
-"""Per stage and direction, where a send says that it is through only to who waits for it (gloo). To wait is safe: the
-receive stands in the table beside its send, and so before whatever is sent later."""
+"""Limit per stage and direction with gloo, where a send completes only in `wait`. Waiting is safe: the table has the
+receive next to its send, before anything that is sent later."""
 
 ARRIVED, RETURNED = "rows that arrived", "rows that go back"
 
