@@ -43,7 +43,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from torchtitan.config import manager
 from torchtitan.metrics.json_lines import read_records
-from torchtitan.parallelisms.attention_kernel import Tokens
+from torchtitan.parallelisms.sequence_layout import Tokens
 from torchtitan.process.exit import exit_with
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer

@@ -7,10 +7,10 @@ import pytest
 
 from torchtitan.build import parts
 from torchtitan.config.sections.model import ActivationCheckpoint, Parallelism
-from torchtitan.config.sections.run import Metrics
+from torchtitan.config.sections.run import Guard
 from torchtitan.config.sections.training import DataLoader, Optimizer
 from torchtitan.datasets.loader import WorkerOptions
-from torchtitan.metrics.logger import MetricsLogger
+from torchtitan.guards import StepGuard
 from torchtitan.optimizers.build import build_optimizers
 from torchtitan.parallelisms.parallelize import ParallelOptions
 from torchtitan.parallelisms.pipeline.pipeline_parallel import PipelineOptions
@@ -19,7 +19,7 @@ TAKEN = {
     build_optimizers: (Optimizer(lr=0.5, options={"a": 1}), "", {"name", "lr", "options", "implementation"}),
     WorkerOptions: (DataLoader(num_workers=2), "", {"num_workers", "persistent_workers", "pin_memory"}),
     ParallelOptions: (ActivationCheckpoint(early_stop=True), "", {"memory_budget", "preserve_rng_state", "early_stop"}),
-    MetricsLogger: (Metrics(log_freq=3), "", {"log_freq", "log_lr"}),
+    StepGuard: (Guard(patience=3), "", {"patience", "spike_sigmas"}),
     PipelineOptions: (
         Parallelism(pipeline_parallel_microbatch_size=4),
         "pipeline_parallel_",

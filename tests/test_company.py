@@ -24,8 +24,7 @@ from tests.test_nodes import free_port
 from tests.test_restarts import ATTEMPT, CRASH, read_evidence
 from torchtitan.core.errors import JobError
 from torchtitan.launcher import admission, multi_node, restarts
-from torchtitan.launcher.exit_report import ExitReport, combine_reports, read_report
-from torchtitan.launcher.hangs import Evidence
+from torchtitan.launcher.hangs import Evidence, ExitReport, combine_reports, read_report
 from torchtitan.launcher.monitor import RankMonitor
 from torchtitan.launcher.multi_node import Coordinator, Worker
 from torchtitan.launcher.nodes import Connection, Nodes

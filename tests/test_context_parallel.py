@@ -25,14 +25,13 @@ from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.parallelisms import ring_attention
-from torchtitan.parallelisms.attention_kernel import Tokens
 from torchtitan.parallelisms.context_parallel import (
     METHODS,
     apply_context_parallel,
     build_layout,
     shard_sequence,
 )
-from torchtitan.parallelisms.sequence_layout import SequenceLayout
+from torchtitan.parallelisms.sequence_layout import SequenceLayout, Tokens
 
 # float32 and float64: sums in another order. bfloat16 against float64: rounding of inputs' products to 8 bits
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}

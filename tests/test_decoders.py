@@ -12,7 +12,7 @@ from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models import SIZES
 from torchtitan.models.moe.layer import MoEBlock
 from torchtitan.models.spec import MODELS
-from torchtitan.parallelisms.attention_kernel import default_positions
+from torchtitan.parallelisms.sequence_layout import default_positions
 from torchtitan.parallelisms.tensor_parallel import apply_tensor_parallel
 
 PUBLISHED = {  # parameters, as transformers counts them in the published checkpoints

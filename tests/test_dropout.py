@@ -17,11 +17,11 @@ from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models import FAMILIES
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.dropout import Dropout, DropoutKernel, head_keys, layer_keys, token_keys
-from torchtitan.parallelisms.attention_kernel import Tokens
 from torchtitan.parallelisms.context_parallel import check_kernel_method
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, NodeLoop
 from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists, RecomputePolicy, in_order
 from torchtitan.parallelisms.pipeline.overlap.stage import build_programs
+from torchtitan.parallelisms.sequence_layout import Tokens
 from torchtitan.rules import check
 
 SAMPLES, LENGTH, WIDTH = 64, 32, 128

@@ -253,7 +253,7 @@ def test_without_the_package_its_install_is_named(home, capsys, monkeypatch):
 def test_a_model_of_classes_is_refused(home, capsys):
     argv = ["--model.name=gpt2", "--model.flavor=debugmodel", "--model.overrides={n_classes = 2}"]
     assert cli.main(command(home, *argv)) == 2
-    assert "tells 2 classes apart" in capsys.readouterr().err
+    assert "distinguishes 2 classes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["--plot=p.svg"], ["--cache-sizes=0"]])
@@ -453,5 +453,5 @@ class PairTokenizer(ByteTokenizer):
 
 def test_a_continuation_without_tokens_is_refused():
     answers = Answers(build(Llama, ARGS), PairTokenizer(), CONTEXT, 2)
-    with pytest.raises(JobError, match="an answer, 'b', given behind 'a', .*target_delimiter"):
+    with pytest.raises(JobError, match="an answer, 'b', given after 'a', .*target_delimiter"):
         answers.loglikelihood([request("a", "b")])

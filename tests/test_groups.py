@@ -18,8 +18,8 @@ from torchtitan.models.kv_cache import CachedDecoder
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import Mistral
 from torchtitan.models.opt.model import OPT as OPTModel
-from torchtitan.parallelisms.attention_kernel import Tokens
 from torchtitan.parallelisms.context_parallel import check_kernel_method
+from torchtitan.parallelisms.sequence_layout import Tokens
 from torchtitan.rules import check
 
 LENGTH, SIZE = 24, 8

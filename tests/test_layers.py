@@ -13,7 +13,7 @@ from torchtitan.models import attention
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.layers import RMSNorm, Rotary, SwiGLU, rotate
 from torchtitan.models.sizes import RopeScaling
-from torchtitan.parallelisms.attention_kernel import Tokens
+from torchtitan.parallelisms.sequence_layout import Tokens
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from torchtitan.training.batches import masking
 
 anywhere = judged.anywhere
 MASK, WORDS = 99, 100
-HIDE = Masking(seed=3, share=0.15, mask_id=MASK, vocab_size=WORDS, apart=(0, 1))
+HIDE = Masking(seed=3, share=0.15, mask_id=MASK, vocab_size=WORDS, special_ids=(0, 1))
 
 
 def batch(samples=64, length=256):
@@ -34,7 +34,7 @@ def batch(samples=64, length=256):
 def mask_tokens(plain, step=5, samples=None, masking=HIDE):
     """Return the batch with masked tokens and labels at a step."""
     numbers = torch.arange(len(plain["tokens"])) if samples is None else samples
-    return masking.hide(plain, numbers, step)
+    return masking.mask_tokens(plain, numbers, step)
 
 
 def test_shares_of_hidden_tokens_and_their_replacements():
@@ -90,7 +90,7 @@ def test_the_pad_embedding_has_the_gradient_of_transformers():
     )
     assert reference.config.pad_token_id == args.pad_id
     tokens = torch.randint(4, args.vocab_size - 1, (32, 64), generator=torch.Generator().manual_seed(0))
-    shown = masking.hide({"tokens": tokens, "labels": tokens.clone()}, torch.arange(32), 0)
+    shown = masking.mask_tokens({"tokens": tokens, "labels": tokens.clone()}, torch.arange(32), 0)
     gradients = []
     for logits, weight in (
         (model(shown["tokens"]), model.tok_embeddings.weight),

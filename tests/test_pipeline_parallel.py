@@ -22,12 +22,12 @@ from tests.test_combinations import DTYPE, TOLERANCE, batch, build_plain, plain_
 from torchtitan.core.initialization import clean_name, initialize
 from torchtitan.losses.objective import IGNORE_INDEX
 from torchtitan.models.spec import MODELS
-from torchtitan.parallelisms.attention_kernel import default_positions
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES
 from torchtitan.parallelisms.pipeline.pipeline_parallel import Pipeline, PipelineOptions, cut_model, tied_names
 from torchtitan.parallelisms.pipeline.runtime import annotate_errors
+from torchtitan.parallelisms.sequence_layout import default_positions
 
 CPU = torch.device("cpu")
 SPLIT = [name for name, traits in SCHEDULES.items() if traits.split_backward]

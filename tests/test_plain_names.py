@@ -34,10 +34,7 @@ FRAGMENT_OPENINGS = {
 LIMITS: dict[str, tuple[int, int]] = {
     "config": (1, 0),
     "launcher": (1, 0),
-    "losses": (1, 0),
-    "lr_schedules": (1, 0),
-    "models": (1, 0),
-    "optimizers": (10, 0),
+    "optimizers": (1, 0),
 }
 """Room -> (unclear names, fragments) that it still has. Lower them with every file that you clean up."""
 

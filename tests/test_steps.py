@@ -29,12 +29,12 @@ from torchtitan.models.moe import balance
 from torchtitan.models.moe.layer import MoE, MoEBlock
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 from torchtitan.models.spec import MODELS
-from torchtitan.parallelisms.attention_kernel import default_positions
 from torchtitan.parallelisms.expert_parallel import apply_expert_parallel
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, NodeLoop
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll
 from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists, in_order
 from torchtitan.parallelisms.pipeline.overlap.stage import build_programs
+from torchtitan.parallelisms.sequence_layout import default_positions
 from torchtitan.parallelisms.steps import Segment, Stepwise, require_steps
 
 DEEPSEEK = DeepseekArgs(

@@ -24,10 +24,10 @@ from torchtitan.models.decoder import DECODER_PLAN
 from torchtitan.models.layers import RMSNorm
 from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms import tensor_parallel
-from torchtitan.parallelisms.attention_kernel import default_positions
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize, uses_fully_shard
 from torchtitan.parallelisms.plan import ParallelPlan
+from torchtitan.parallelisms.sequence_layout import default_positions
 
 BATCH, LENGTH, WIDTH, WORDS = 2, 8, 16, 12
 TP2 = dict(ranks=2, tp=2)

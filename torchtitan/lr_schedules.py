@@ -42,9 +42,9 @@ WARMUPS: dict[str, Callable[[float], float]] = {
 class ScheduleError(JobError):
     """An invalid schedule, reported by the option of the [lr_scheduler] section that causes it."""
 
-    def __init__(self, key: str, given: str, allowed: str, remedy: str) -> None:
-        self.key, self.given, self.allowed, self.remedy = key, given, allowed, remedy
-        super().__init__(f"{key} = {given}: {allowed}; {remedy}")
+    def __init__(self, key: str, value: str, allowed: str, remedy: str) -> None:
+        self.key, self.value, self.allowed, self.remedy = key, value, allowed, remedy
+        super().__init__(f"{key} = {value}: {allowed}; {remedy}")
 
 
 def resolve_warmup(warmup_steps: int | None, total_steps: int) -> int:

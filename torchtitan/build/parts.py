@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.adapters import ADAPTERS, NONE
 from torchtitan.adapters.interface import Adapter, Unfrozen
 from torchtitan.checkpoint import Checkpointer, TrainerHooks, base_weights
-from torchtitan.checkpoint.best_metric import Metric
+from torchtitan.checkpoint.folders import Metric
 from torchtitan.config.batch_shape import batch_rows, microbatch_rows, padding_multiple, rows_per_sample
 from torchtitan.config.changes import kept_job
 from torchtitan.config.job import JobConfig

@@ -20,7 +20,7 @@ from torch import nn
 from torchtitan.checkpoint import folders, layout, saving, tensors
 from torchtitan.checkpoint.agreement import Peers, describe
 from torchtitan.checkpoint.base_weights import SCHEDULE_START
-from torchtitan.checkpoint.best_metric import Metric
+from torchtitan.checkpoint.folders import Metric
 from torchtitan.checkpoint.layout import (
     MODEL,
     OPTIMIZER,

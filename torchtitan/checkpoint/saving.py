@@ -26,7 +26,7 @@ from torch import nn
 
 from torchtitan.checkpoint import folders, layout, storage, tensors
 from torchtitan.checkpoint.agreement import Peers
-from torchtitan.checkpoint.best_metric import Metric, best_of
+from torchtitan.checkpoint.folders import Metric, best_of
 from torchtitan.checkpoint.layout import MANIFEST, MODEL, STATE, CheckpointError, FileEntry, Manifest, TensorEntry
 from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.core.errors import format_bytes

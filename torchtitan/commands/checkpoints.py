@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.checkpoint import layout
-from torchtitan.checkpoint.best_metric import best_of, metric_of
+from torchtitan.checkpoint.folders import best_of, metric_of
 from torchtitan.checkpoint.layout import CheckpointError
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.core.errors import JobError

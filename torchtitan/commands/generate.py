@@ -23,7 +23,7 @@ from torch import nn
 from torchtitan.adapters.neurocache.generation import reader_for
 from torchtitan.build import parts
 from torchtitan.checkpoint.base_weights import find_weights
-from torchtitan.checkpoint.best_metric import best_in
+from torchtitan.checkpoint.folders import best_in
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig

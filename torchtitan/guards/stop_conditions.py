@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchtitan.checkpoint.best_metric import MEASURED, Metric
+from torchtitan.checkpoint.folders import MEASURED, Metric
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from torchtitan.launcher import hangs
-from torchtitan.launcher.exit_report import ExitReport
-from torchtitan.launcher.hangs import Evidence, HangLimits, Watchdog
+from torchtitan.launcher.hangs import Evidence, ExitReport, HangLimits, Watchdog
 from torchtitan.launcher.multi_node import Coordinator, Worker
 from torchtitan.launcher.nodes import Message
 from torchtitan.launcher.processes import Processes, RankExit, SignalQueue, StopRequests

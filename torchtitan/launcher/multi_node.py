@@ -16,8 +16,7 @@ from typing import Any
 from torchtitan.core.errors import JobError
 from torchtitan.launcher import admission
 from torchtitan.launcher.admission import Admission, CoordinatorUnreachable, connect, refuse_connection
-from torchtitan.launcher.exit_report import ExitReport, read_report
-from torchtitan.launcher.hangs import hang_folder_name
+from torchtitan.launcher.hangs import ExitReport, hang_folder_name, read_report
 from torchtitan.launcher.nodes import Connection, Message, Nodes, listen
 from torchtitan.launcher.processes import SignalQueue
 from torchtitan.process.exit import CRASHED, TERMINATED

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from torchtitan.launcher.exit_report import ExitReport, combine_reports
+from torchtitan.launcher.hangs import ExitReport, combine_reports
 from torchtitan.launcher.monitor import RankMonitor, print_message
 from torchtitan.launcher.multi_node import QUIET_SECONDS, Coordinator, Worker
 from torchtitan.launcher.nodes import Message

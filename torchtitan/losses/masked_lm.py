@@ -21,7 +21,7 @@ HELD_OUT = "held out"
 class Masking:
     """Options of masked language modeling.
 
-    `share`: fraction of the labeled tokens to mask. `mask_id`: id of the mask token. `apart`: ids that are never
+    `share`: fraction of the labeled tokens to mask. `mask_id`: id of the mask token. `special_ids`: ids that are never
     masked. `pad_id`: id that is never drawn as a random word, so that its embedding gets no gradient as an input, as
     with transformers' `padding_idx`.
     """
@@ -30,10 +30,12 @@ class Masking:
     share: float
     mask_id: int
     vocab_size: int
-    apart: tuple[int, ...]
+    special_ids: tuple[int, ...]
     pad_id: int | None = None
 
-    def hide(self, batch: dict[str, torch.Tensor], samples: torch.Tensor, step: int | str) -> dict[str, torch.Tensor]:
+    def mask_tokens(
+        self, batch: dict[str, torch.Tensor], samples: torch.Tensor, step: int | str
+    ) -> dict[str, torch.Tensor]:
         """Return the batch with some tokens replaced, and labels of these tokens only.
 
         tokens and labels are [B, S]; tokens with an ignored label are never masked. samples [B]: numbers of the rows
@@ -41,7 +43,7 @@ class Masking:
         """
         tokens, labels = batch["tokens"], batch["labels"]
         keys = of_tokens(f"{self.seed}/mask/{step}", samples, tokens.shape[1])  # [B, S]
-        candidates = (labels != IGNORE_INDEX) & ~torch.isin(tokens, tokens.new_tensor(self.apart))
+        candidates = (labels != IGNORE_INDEX) & ~torch.isin(tokens, tokens.new_tensor(self.special_ids))
         chosen = candidates & (keys < self.share * 2**32)
         fate = scrambled(keys + STRIDES[1])
         any_word = self._any_word(keys)

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from torchtitan.core.errors import JobError
 from torchtitan.models.layers import RMSNorm, rotate
-from torchtitan.parallelisms.attention_kernel import Tokens
+from torchtitan.parallelisms.sequence_layout import Tokens
 
 BACKENDS = ("auto", "sdpa", "flex")
 
@@ -30,7 +30,7 @@ class AttentionKernel(nn.Module):
 
     With a `window` a token attends to itself and the window - 1 tokens before it (arXiv:2310.06825, 2.1). A replacement
     must implement `prepare` and `forward`, and declare its abilities under context parallel
-    (parallelisms/attention_kernel.py).
+    (parallelisms/sequence_layout.py).
 
     sdpa: scaled_dot_product_attention, which picks the fastest kernel itself. flex: flex attention, which skips blocks
     that the mask empties. auto: flex for document masks or windows on a GPU (it has no backward on a CPU), else sdpa.

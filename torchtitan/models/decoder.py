@@ -18,8 +18,8 @@ from torchtitan.core.initialization import Constant, Init, Normal
 from torchtitan.models.attention import AttentionKernel, SharedInputs
 from torchtitan.models.dropout import Dropout, DropoutKernel, EmbeddingNoise, layer_keys
 from torchtitan.models.layers import RMSNorm, SwiGLU, autocast_dtype
-from torchtitan.parallelisms.attention_kernel import Tokens, default_positions
 from torchtitan.parallelisms.plan import ParallelPlan
+from torchtitan.parallelisms.sequence_layout import Tokens, default_positions
 from torchtitan.parallelisms.steps import Notes, Segment, StepChain, Stepwise
 
 MEMORY_INPUTS = ("lanes", "begins", "filled")

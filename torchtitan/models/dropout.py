@@ -20,8 +20,8 @@ from torch import nn
 from torchtitan.core.errors import JobError
 from torchtitan.core.keyed_rng import STRIDES, of_tokens, scrambled
 from torchtitan.models.attention import AttentionKernel
-from torchtitan.parallelisms.attention_kernel import Tokens
 from torchtitan.parallelisms.plan import ParallelPlan
+from torchtitan.parallelisms.sequence_layout import Tokens
 
 
 def token_keys(seed: int, step: int, samples: torch.Tensor, length: int) -> torch.Tensor:

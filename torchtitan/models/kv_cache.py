@@ -11,7 +11,7 @@ from torch import nn
 
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.decoder import Decoder
-from torchtitan.parallelisms.attention_kernel import Tokens
+from torchtitan.parallelisms.sequence_layout import Tokens
 
 
 class CachingKernel(nn.Module):

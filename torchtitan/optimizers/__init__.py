@@ -49,7 +49,7 @@ TARGETS = Option(
 _adam: dict[str, Any] = dict(shared=SHARED, implementations=TORCHS, state=lambda options: 2)
 _built_in = {
     "Adafactor": OptimizerSpec(
-        make="torchtitan.optimizers.adafactor:Adafactor",
+        make="torchtitan.optimizers.by_parameter:Adafactor",
         options={
             "beta1": Option(Decay, 0.0, "Decay of the running mean of changes; 0 keeps none."),
             "tiny": Option(Annotated[float, Field(gt=0)], 1e-30, "Added to squares of gradients."),
@@ -59,10 +59,10 @@ _built_in = {
         state_size=state_sizes.adafactor,
         sums=True,
     ),
-    "Adam": OptimizerSpec(make="torchtitan.optimizers.torch_optim:adam", **_adam),
-    "AdamW": OptimizerSpec(make="torchtitan.optimizers.torch_optim:adamw", **_adam),
+    "Adam": OptimizerSpec(make="torchtitan.optimizers.build:adam", **_adam),
+    "AdamW": OptimizerSpec(make="torchtitan.optimizers.build:adamw", **_adam),
     "AdamW8bit": OptimizerSpec(
-        make="torchtitan.optimizers.adamw_8bit:AdamW8bit",
+        make="torchtitan.optimizers.by_parameter:AdamW8bit",
         shared=SHARED,
         state=_by_shape,
         state_size=state_sizes.adam_8bit,

@@ -30,23 +30,23 @@ class AdamWBF16(ByMoments):
         super().__init__(groups, lr=lr, **options)
         self.rounding = rounding
 
-    def add(self, name: str, parameter: torch.Tensor, state: State, change: torch.Tensor, kept: float) -> None:
+    def add(self, name: str, parameter: torch.Tensor, state: State, change: torch.Tensor, decay: float) -> None:
         if self.rounding == "stochastic":
             weight, layout = local(parameter), Layout.of(parameter)
-            total = weight.to(change.dtype).mul_(kept).add_(change)
+            total = weight.to(change.dtype).mul_(decay).add_(change)
             weight.copy_(stochastically_rounded(total, f"{name}/{state['step']}", layout.offset))
         else:
             if "lost" not in state:
                 state["lost"] = Layout.of(parameter).zeros(parameter.dtype, parameter.device)
-            add_with_lost(local(parameter), local(state["lost"]), change, kept)
+            add_with_lost(local(parameter), local(state["lost"]), change, decay)
 
 
-def add_with_lost(weight: torch.Tensor, lost: torch.Tensor, change: torch.Tensor, kept: float) -> None:
-    """Set `weight` to weight * kept + lost + change, and `lost` to the rounding error. All tensors have one shape.
+def add_with_lost(weight: torch.Tensor, lost: torch.Tensor, change: torch.Tensor, decay: float) -> None:
+    """Set `weight` to weight * decay + lost + change, and `lost` to the rounding error. All tensors have one shape.
 
     The sum is computed in the dtype of `change`, so that weight decay, a small change too, loses nothing either.
     """
-    exact_change = change + lost.to(change.dtype) + weight.to(change.dtype) * (kept - 1)
+    exact_change = change + lost.to(change.dtype) + weight.to(change.dtype) * (decay - 1)
     total = weight.to(change.dtype) + exact_change
     weight.copy_(total)
     lost.copy_(total - weight.to(change.dtype))

@@ -146,3 +146,13 @@ def _groups(
                 groups.append(group)
             group["params"].append((name, parameter) if spec.needs_names else parameter)
     return groups
+
+
+def adam(groups: list[dict[str, Any]], *, beta1: float, beta2: float, **options: Any) -> torch.optim.Adam:
+    """Return torch's Adam. Its arguments are the job's option names."""
+    return torch.optim.Adam(groups, betas=(beta1, beta2), **options)
+
+
+def adamw(groups: list[dict[str, Any]], *, beta1: float, beta2: float, **options: Any) -> torch.optim.AdamW:
+    """Return torch's AdamW. Its arguments are the job's option names."""
+    return torch.optim.AdamW(groups, betas=(beta1, beta2), **options)

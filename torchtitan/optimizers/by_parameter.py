@@ -1,10 +1,11 @@
-"""Base classes of optimizers that step one parameter after the other, on this rank's shard."""
+"""Optimizers that step one parameter after the other, on this rank's shard: base classes, Adafactor and AdamW8bit."""
 
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from torchtitan.optimizers import moments
 from torchtitan.optimizers.layout import Layout, local
 from torchtitan.optimizers.moments import Moments, Options, State
 
@@ -40,9 +41,9 @@ class ByMoments(ByParameter):
         change = plain_change(self.moments, parameter, state, group)
         self.add(name, parameter, state, change, 1 - group["lr"] * group["weight_decay"])
 
-    def add(self, name: str, parameter: torch.Tensor, state: State, change: torch.Tensor, kept: float) -> None:
-        """Add `change`, of the shape of this rank's shard; `kept`: the factor that weight decay leaves of it."""
-        add(parameter, change, kept)
+    def add(self, name: str, parameter: torch.Tensor, state: State, change: torch.Tensor, decay: float) -> None:
+        """Add `change`, of the shape of this rank's shard; `decay`: the factor of weight decay."""
+        add(parameter, change, decay)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -59,10 +60,32 @@ def plain_change(moments: Moments, parameter: torch.Tensor, state: State, group:
     return moments.change(gradient_of(parameter), layout, state, group, group["lr"])
 
 
-def add(parameter: torch.Tensor, change: torch.Tensor, kept: float, times: float = 1.0) -> None:
-    """Set this rank's shard to parameter * kept + times * change (of its shape), rounded once if dtypes differ."""
+def add(parameter: torch.Tensor, change: torch.Tensor, decay: float, times: float = 1.0) -> None:
+    """Set this rank's shard to parameter * decay + times * change (of its shape), rounded once if dtypes differ."""
     weight = local(parameter)
     if weight.dtype == change.dtype:
-        weight.mul_(kept).add_(change, alpha=times)
+        weight.mul_(decay).add_(change, alpha=times)
     else:
-        weight.copy_(weight.to(change.dtype).mul_(kept).add_(change, alpha=times))
+        weight.copy_(weight.to(change.dtype).mul_(decay).add_(change, alpha=times))
+
+
+class Adafactor(ByMoments):
+    """Adafactor (arXiv:1804.04235): the second moment of a matrix [m, n] in m + n numbers.
+
+    The learning rate comes from the schedule, as for every optimizer here. torch.optim.Adafactor instead derives a rate
+    from the step and the size of the weights.
+    """
+
+    moments = moments.Adafactor()
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, **options: float) -> None:
+        super().__init__(groups, lr=lr, **options)
+
+
+class AdamW8bit(ByMoments):
+    """AdamW with moments in 8 bits (arXiv:2110.02861), for tensors with 4096 elements or more."""
+
+    moments = moments.Adam(packed=True)
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, **options: float) -> None:
+        super().__init__(groups, lr=lr, **options)

@@ -61,7 +61,7 @@ class GaLore(ByParameter):
         self.inner = moments.Adam(eps_first=True) if options["formula"] == "galore_torch" else INNER[options["inner"]]
         inner = {key: options[key] for key in ("beta1", "beta2", "eps")}
         super().__init__(groups, lr=lr, **inner, tiny=1e-30, clip=1.0)
-        named_parameters = [(name, p) for group in self.param_groups for name, p in _named(group)]
+        named_parameters = [(name, p) for group in self.param_groups for name, p in _named_parameters(group)]
         self.sides = {p: self._sides(name, p) for name, p in named_parameters}
         self.seen: dict[str, list[float]] = {"basis_energy": [], "basis_overlap": []}
         if len(named_parameters) > 1:
@@ -88,7 +88,7 @@ class GaLore(ByParameter):
     def step(self) -> None:  # type: ignore[override]
         due = []
         for group in self.param_groups:
-            for name, parameter in _named(group):
+            for name, parameter in _named_parameters(group):
                 if parameter.grad is None or not self.sides[parameter]:
                     continue
                 state = self.state[parameter]
@@ -134,7 +134,7 @@ class GaLore(ByParameter):
         def work(task: Task, full_gradient: torch.Tensor) -> torch.Tensor:
             if not full_gradient.isfinite().all() or not full_gradient.any():
                 return result(task)
-            new_bases = {side: self.fitted(task, side, full_gradient) for side in self.sides[task.parameter]}
+            new_bases = {side: self.compute_basis(task, side, full_gradient) for side in self.sides[task.parameter]}
             projected = Projection(Layout.of(full_gradient), **new_bases).down(full_gradient)
             energy = torch.linalg.vector_norm(projected) / torch.linalg.vector_norm(full_gradient)
             return torch.cat([*(basis.flatten() for basis in new_bases.values()), energy.square().view(1)]).to(
@@ -144,7 +144,7 @@ class GaLore(ByParameter):
         for task, flat in by_owners(due, layout_of, gathered, work, result):
             self.turn(task, flat)
 
-    def fitted(self, task: Task, side: str, whole: torch.Tensor) -> torch.Tensor:
+    def compute_basis(self, task: Task, side: str, full_gradient: torch.Tensor) -> torch.Tensor:
         """Return a new basis of that side, [m, rank] or [rank, n], for the full gradient [m, n]."""
         key, previous = (
             f"{task.name}/{task.state['updates']}/{side}",
@@ -152,9 +152,9 @@ class GaLore(ByParameter):
         )
 
         def noise(shape: tuple[int, ...]) -> torch.Tensor:
-            return keyed_rng.normal(key, (0,) * len(shape), shape, whole.device)
+            return keyed_rng.normal(key, (0,) * len(shape), shape, full_gradient.device)
 
-        basis = bases.fit(self.options["basis"], whole, side, self.options["rank"], previous, noise)
+        basis = bases.fit(self.options["basis"], full_gradient, side, self.options["rank"], previous, noise)
         return basis.to(task.parameter.dtype)
 
     def turn(self, task: Task, flat: torch.Tensor) -> None:
@@ -254,5 +254,5 @@ class GaLore(ByParameter):
             add(parameter, projection.up(change), decay_factor, self.options["scale"] * share)
 
 
-def _named(group: Options) -> Iterable[tuple[str, torch.Tensor]]:
+def _named_parameters(group: Options) -> Iterable[tuple[str, torch.Tensor]]:
     return zip(group["param_names"], group["params"], strict=True)

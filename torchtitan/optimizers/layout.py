@@ -171,9 +171,9 @@ class Layout:
         placed = self.placed(local)
         return placed.full_tensor() if isinstance(placed, DTensor) else placed
 
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
+    def part(self, full_tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard, of `local_shape`, of a full tensor of `shape`, as a view."""
-        return whole[tuple(self.span(dim) for dim in range(whole.dim()))]
+        return full_tensor[tuple(self.span(dim) for dim in range(full_tensor.dim()))]
 
     def zeros(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return zeros of `shape`. This rank allocates only its shard, of `local_shape`."""

@@ -70,7 +70,7 @@ class Muon(ByParameter):
             return torch.empty(task[0].shape, dtype=self.precision, device=task[2].device)
 
         for (parameter, group, mean), matrix in by_owners(waiting, layout_of, gathered, work, result):
-            rate = adjusted(group["lr"], self.adjust, parameter.shape)
+            rate = adjusted_rate(group["lr"], self.adjust, parameter.shape)
             direction = layout_of((parameter, group, mean)).part(matrix).to(mean.dtype)
             add(parameter, direction, 1 - group["lr"] * group["weight_decay"], -rate)
 
@@ -103,10 +103,10 @@ def orthogonalized(matrix: torch.Tensor, precision: torch.dtype) -> torch.Tensor
     return x.T if tall else x
 
 
-def adjusted(rate: float, how: str, shape: torch.Size) -> float:
+def adjusted_rate(rate: float, rule: str, shape: torch.Size) -> float:
     """Return the rate adjusted for a matrix's shape.
 
     original: larger for tall matrices; rms: a weight's mean change is 0.2 of the rate, as in AdamW.
     """
     rows, columns = shape
-    return rate * (math.sqrt(max(1, rows / columns)) if how == "original" else 0.2 * math.sqrt(max(rows, columns)))
+    return rate * (math.sqrt(max(1, rows / columns)) if rule == "original" else 0.2 * math.sqrt(max(rows, columns)))

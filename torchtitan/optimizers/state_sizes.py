@@ -35,15 +35,15 @@ def sides(name: str, shape: tuple[int, ...], options: Mapping[str, Any]) -> tupl
     return ("right",) if tall == (side == "std") else ("left",)
 
 
-def sides_under_plan(found: tuple[str, ...], cut: Collection[str], on_conflict: str) -> tuple[str, ...]:
+def sides_under_plan(allowed_sides: tuple[str, ...], cut: Collection[str], on_conflict: str) -> tuple[str, ...]:
     """Return the sides to project, given the result of `sides` and the sharded sides `cut`.
 
     With `on_conflict` = "flip", a sharded single side is replaced by the other side if that is not sharded.
     """
-    if on_conflict != "flip" or len(found) != 1 or found[0] not in cut:
-        return found
-    other = "left" if found[0] == "right" else "right"
-    return found if other in cut else (other,)
+    if on_conflict != "flip" or len(allowed_sides) != 1 or allowed_sides[0] not in cut:
+        return allowed_sides
+    other = "left" if allowed_sides[0] == "right" else "right"
+    return allowed_sides if other in cut else (other,)
 
 
 def projected_shape(name: str, shape: tuple[int, ...], options: Mapping[str, Any]) -> tuple[int, ...]:

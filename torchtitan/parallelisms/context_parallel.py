@@ -1,7 +1,7 @@
 """Context parallel: every rank holds a part of each sequence, and attention communicates to see all of it.
 
 There are three implementations, all exact, with documents and grouped heads. One of them replaces the model's attention
-kernel, which declares the ones that it supports (attention_kernel.py):
+kernel, which declares the ones that it supports (sequence_layout.py):
 
 * allgather: every rank gathers all keys and values (arXiv:2407.21783, 3.3.2). One exchange per layer; memory for keys
   and values of the full sequence.
@@ -22,7 +22,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.core.errors import JobError
-from torchtitan.parallelisms.attention_kernel import Kernel, Tokens, declares, depends_on_head_index, has_dropout
 from torchtitan.parallelisms.degrees import (
     SEQ_LEN,
     check_attention_dropout,
@@ -38,7 +37,14 @@ from torchtitan.parallelisms.ring_attention import (
     RingAttentionFunction,
     accumulation_dtype,
 )
-from torchtitan.parallelisms.sequence_layout import SequenceLayout
+from torchtitan.parallelisms.sequence_layout import (
+    Kernel,
+    SequenceLayout,
+    Tokens,
+    declares,
+    depends_on_head_index,
+    has_dropout,
+)
 
 collectives = torch.ops._c10d_functional
 METHODS = ("allgather", "ring", "alltoall", "ulysses")
@@ -74,7 +80,7 @@ def check_kernel_method(kernel: Kernel, method: str) -> None:
         raise JobError(
             f"context_parallel_rotate_method {method!r} with the attention kernel {type(kernel).__name__}, which does "
             f"not declare {' or '.join(needs)}; allowed: ulysses, or a method that the kernel supports. Choose one, or "
-            f"declare it in the class (parallelisms/attention_kernel.py)"
+            f"declare it in the class (parallelisms/sequence_layout.py)"
         )
 
 

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from torchtitan.core.initialization import clean_name, initialize
 from torchtitan.core.tensor_storage import draw_stores
-from torchtitan.parallelisms.attention_kernel import default_positions
 from torchtitan.parallelisms.context_parallel import shard_sequence
 from torchtitan.parallelisms.data_parallel import set_last_microbatch
 from torchtitan.parallelisms.expert_balance import ExpertBalance, LoadBalancing
@@ -42,6 +41,7 @@ from torchtitan.parallelisms.pipeline.pipeline_parallel import (
     tied_names,
 )
 from torchtitan.parallelisms.plan import ParallelPlan
+from torchtitan.parallelisms.sequence_layout import default_positions
 from torchtitan.parallelisms.steps import require_steps
 from torchtitan.process import distributed
 

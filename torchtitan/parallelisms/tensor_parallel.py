@@ -34,7 +34,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from torchtitan.core.errors import JobError
-from torchtitan.parallelisms.attention_kernel import depends_on_head_index
 from torchtitan.parallelisms.degrees import (
     SEQ_LEN,
     check_async_tensor_parallel,
@@ -43,6 +42,7 @@ from torchtitan.parallelisms.degrees import (
     sequence_multiples,
 )
 from torchtitan.parallelisms.plan import ParallelPlan, get_end_module, match_blocks, match_modules
+from torchtitan.parallelisms.sequence_layout import depends_on_head_index
 
 
 def apply_tensor_parallel(

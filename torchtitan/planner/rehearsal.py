@@ -33,8 +33,8 @@ from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.optimizers.build import Optimizers
-from torchtitan.parallelisms.attention_kernel import Tokens
 from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
+from torchtitan.parallelisms.sequence_layout import Tokens
 from torchtitan.planner.live_tensors import ACTIVATIONS, BACKWARD, Bytes, FakeValues, LiveTensors
 from torchtitan.planner.traffic import Group, Traffic, axes_of
 from torchtitan.process.exit import die_with_parent
@@ -185,7 +185,7 @@ def _reference(config: JobConfig, model: ParallelModel, device: str) -> Parallel
     """Return the separate reference model of a preference loss, or None if the job has none."""
     if config.dpo.reference is None or "reference" not in build.objective(config).targets:
         return None
-    options = {"drawn": False, "storage": WITHOUT_VALUES}
+    options = {"init_weights": False, "storage": WITHOUT_VALUES}
     ref_model = build.model(build.reference_job(config), model.mesh, model.dims, model.device, **options)
     if device == "cuda":
         _attend_as_on_a_gpu(ref_model.parts)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from torchtitan.checkpoint.best_metric import LOSS
+from torchtitan.checkpoint.folders import LOSS
 from torchtitan.config.job import trackers_of
 from torchtitan.config.options import Fault, hint, options, show
 from torchtitan.core.cadence import CadenceError, cadence_of

@@ -111,7 +111,9 @@ class BatchPreparer:
             return [], error
         if (masking := self.spec.masking) is not None:
             numbers = [self.sample_numbers(index, len(batch["tokens"])) for index, batch in enumerate(fetched)]
-            fetched = [masking.hide(batch, samples, step) for batch, samples in zip(fetched, numbers, strict=True)]
+            fetched = [
+                masking.mask_tokens(batch, samples, step) for batch, samples in zip(fetched, numbers, strict=True)
+            ]
         return fetched, None
 
     def task_metrics(self, parts: Iterable[nn.Module]) -> Mapping[str, float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from torchtitan.adapters.interface import Adapter
 from torchtitan.build import parts
 from torchtitan.checkpoint import Checkpointer, CheckpointError, folders, load_weights
-from torchtitan.checkpoint.best_metric import Best, best_in
+from torchtitan.checkpoint.folders import Best, best_in
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.core.tensor_storage import Value

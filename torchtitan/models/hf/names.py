@@ -126,11 +126,11 @@ class TensorMap:
             if self.tied and name == "output.weight":
                 continue
             names = self.hf_names(name)
-            together = self.joined_names(name)
+            joined = self.joined_names(name)
             if self.is_stacked(name):
                 hf_state |= {key: matrix.t() for key, matrix in zip(names, value, strict=True)}
-            elif name == together[0]:
-                value = value if together == [name] else torch.cat([state[key] for key in together])
+            elif name == joined[0]:
+                value = value if joined == [name] else torch.cat([state[key] for key in joined])
                 value = value.t() if self.is_transposed(name) else value
                 hf_state[names[0]] = self.rows_to_hf(value) if self.is_reordered(name) else value
             hf_state |= {copy: value.clone() for copy in self.copies.get(name, ())}  # files hold no shared memory
