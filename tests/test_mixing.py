@@ -267,9 +267,7 @@ def test_sources_and_the_short_form_exclude_each_other(data, tmp_path):
     path = toml(tmp_path / "job.toml", "training", data)
     argv = ["--job.config_file", str(path), "--training.dataset=c4", "--training.dataset_path=x"]
     faults = [str(fault) for fault in check(manager.load([*argv, "--model.tokenizer_path=bytes"]), 1, "cpu")]
-    assert len(faults) == 2 and all(
-        "allowed: nothing with training.sources; make it one of" in line for line in faults
-    )
+    assert len(faults) == 2 and all("allowed: nothing with training.sources; make it one of" in line for line in faults)
 
 
 def test_a_wrong_table_is_named(tmp_path):
