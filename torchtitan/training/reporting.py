@@ -89,7 +89,7 @@ def log_start(
     if limited:
         logger.info("memory     %s", limited)
     if note := describe_environment():
-        logger.info("variables  %s, of the environment", note)
+        logger.info("variables  %s, from the environment", note)
     logger.info("folder     %s", Path(config.job.dump_folder).resolve())
     if not config.checkpoint.enable or config.checkpoint.load_only:
         off = "checkpoint.load_only is set" if config.checkpoint.enable else "checkpoint.enable is off"
