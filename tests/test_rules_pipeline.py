@@ -145,7 +145,7 @@ FILES = [
         'pipeline_parallel_schedule: given "GPipe"; allowed: its default with '
         "parallelism.pipeline_parallel_schedule_csv; drop one of the two",
         "pipeline_parallel_layers_per_stage: given 4; allowed: unset with parallelism.pipeline_parallel_schedule_csv, "
-        "whose stages decide; drop one of the two",
+        "which sets the stages; drop one of the two",
     ),
     (
         [PP + "2", CSV + "good.csv", "--training.local_batch_size=2", "--model.overrides={n_layers = 1}"],
