@@ -34,7 +34,7 @@ JOBS = [
     ("llama3_70b", 256, "--model.overrides={n_layers = 2}", {}),
     ("llama3_405b", 512, "--model.overrides={n_layers = 16} --training.local_batch_size=8", {}),
     # once in the forward of a layer, and not again when the layer is recomputed
-    ("qwen3_moe_235b", 256, "--model.overrides={n_layers = 2}", {"number expert_parallel.py:_tell": 2}),
+    ("qwen3_moe_235b", 256, "--model.overrides={n_layers = 2}", {"number expert_parallel.py:_exchange_counts": 2}),
     # once for each of 8 microbatches in the one layer of this rank that has experts
     (
         "deepseek_671b",
