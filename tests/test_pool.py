@@ -78,7 +78,7 @@ def test_run_script_behaves_like_a_new_python_process(tmp_path):
     script.parent.mkdir()
     script.with_name("beside.py").write_text("import os, sys\n")
     script.write_text(
-        "from beside import os, sys\nprint(sys.argv[1:], os.getcwd(), __name__)\n"
+        "from beside import os, sys\nprint(sys.argv[1:], os.getcwd(), __name__, flush=True)\n"
         "os.system('echo its child')\nraise SystemExit('no more')\n"
     )
     expected = f"['a', '--b'] {tmp_path} __main__\nits child\n"

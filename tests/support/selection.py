@@ -20,7 +20,7 @@ DURATIONS = ROOT / "tests" / "durations.json"
 """Seconds of the last full run over both workers: `modules`, and `tests` of at least RECORDED_SECONDS each."""
 RECORDED_SECONDS = 1.0
 LAYOUT = ("ranks", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
-ORDINARY_SECONDS = 1080.0
+ORDINARY_SECONDS = 960.0
 QUICK_SECONDS = 240.0
 """Time of the tests that the ordinary and the quick run take, over both workers, as the last full run measured it."""
 EVERY_NTH_ROW = 20
