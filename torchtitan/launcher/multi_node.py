@@ -267,8 +267,8 @@ class Coordinator:
         return reports
 
     def end_run(self, code: int) -> None:
-        """End the run on all machines with the same exit code. Waits a moment for machines that have not come yet, so
-        that they need not wait for long."""
+        """End the run on all machines with the same exit code. Wait a moment for machines that have not connected yet,
+        so that they learn of the end at once."""
         deadline, turned_away = time.monotonic() + LATE_SECONDS, 0
         while self._admission is not None and time.monotonic() < deadline:
             if len(self.hosts) + turned_away >= self.nodes.count:

@@ -118,7 +118,7 @@ class GaLore(ByParameter):
         return Projection(Layout.of(parameter), state.get("left"), state.get("right"))
 
     def refresh(self, due: Sequence[Task]) -> None:
-        """Fit new bases for these matrices. Each rank fits one at a time and broadcasts it."""
+        """Compute new bases for these matrices. Each rank computes some of them and broadcasts the results."""
 
         def layout_of(task: Task) -> Layout:
             return Layout.of(task.parameter)

@@ -45,7 +45,10 @@ def changes_that_can_be_allowed(facts: Facts) -> Iterator[Fault]:
 
 
 def same_job_as_the_checkpoint(facts: Facts) -> Iterator[Fault]:
-    """Require the job that wrote the checkpoint to resume from. If it cannot be read, loading reports the reason."""
+    """Require that the job equals the one that wrote the checkpoint, except for changes that are harmless or allowed.
+
+    If the checkpoint's job cannot be read, loading reports the reason.
+    """
     options = facts.config.checkpoint
     if facts.args is None or facts.samples is None or (resume_point := _checkpoint_to_resume(facts)) is None:
         return
@@ -265,7 +268,7 @@ def export_has_a_form(facts: Facts) -> Iterator[Fault]:
 
 
 def needs_checkpoints(facts: Facts) -> Iterator[Fault]:
-    """Report checkpoint options without effect if checkpoints are off. Initial weights work all the same."""
+    """Report options of [checkpoint] that have no effect because checkpoints are off. Loading initial weights works."""
     options = facts.config.checkpoint
     names: tuple[str, ...] = ("load_only", "last_save_model_only", "enable_first_step_checkpoint", "best_metric")
     if options.initial_load_path is None:

@@ -43,9 +43,10 @@ class Facts:
     """The file or command line that set an option, by option. For all other options, faults name the job's files."""
 
     def fault(self, key: str, allowed: str, remedy: str, value: str = "") -> Fault:
-        """Return a fault of the option `key`. `value`: text to show as its value; by default the value itself.
+        """Return a fault of the option `key`.
 
-        In a list of tables the key names one of them, or an option of it: "training.sources[0].weight".
+        `value`: text to show as the given value; default: the option's value in the job. In a list of tables the key
+        names one of them, or an option of it: "training.sources[0].weight".
         """
         option_value: Any = self.config
         for name, number in re.findall(r"(\w+)|\[(\d+)\]", key):

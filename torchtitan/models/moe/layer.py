@@ -52,7 +52,7 @@ class MoE(Stepwise):
         )
 
     def _to_experts(self, notes: Notes, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Route and sort x [B, S, D] -> weights [N, k], rows sorted by expert [N k, D]."""
+        """Choose the k experts of each token: x [B, S, D] -> weights [N, k], token copies sorted by expert [N k, D]."""
         ids, weights = self.route(x, notes.get("ids"))
         notes.once("ids", lambda: ids)
         xs, order = self.dispatch(x, ids, weights)
