@@ -20,11 +20,11 @@ DURATIONS = ROOT / "tests" / "durations.json"
 """Seconds of the last full run over both workers: `modules`, and `tests` of at least RECORDED_SECONDS each."""
 RECORDED_SECONDS = 1.0
 LAYOUT = ("ranks", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
-ORDINARY_SECONDS = 800.0
+ORDINARY_SECONDS = 600.0
 QUICK_SECONDS = 240.0
 """Time of the tests that the ordinary and the quick run take, over both workers, as the last full run measured it.
 
-Collecting the tests, and starting each of them, adds about 250 seconds."""
+Collecting the tests, and fixtures that the tests left out share with others, add as much again."""
 EVERY_NTH_ROW = 20
 PAIRED = ("recompute", "schedule", "method", "adapter")
 
