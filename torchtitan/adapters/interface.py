@@ -95,9 +95,10 @@ class Adapter:
         self.removed_shapes: dict[str, tuple[int, ...]] = {}
 
     def install(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
-        """Convert the full plain model in place and return the plan that fits it then.
+        """Convert the model in place, freeze what is not trained, and return the parallel plan adjusted to it.
 
-        The model is usually on the meta device. Raises JobError if the options do not fit the model.
+        The model is not parallelized yet, and usually on the meta device. Also sets the adapter's parameter names and
+        counts. Raises JobError if the options do not fit the model.
         """
         before = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         num_base = sum(parameter.numel() for parameter in model.parameters())

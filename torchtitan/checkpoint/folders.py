@@ -107,7 +107,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a file atomically, or leave the old one. A link in its place is replaced, not followed."""
+    """Replace a file's text atomically; on an OSError the old one stays. A link at `path` is not followed."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # left by a crash
     with temporary.open("x", encoding="utf-8") as file:

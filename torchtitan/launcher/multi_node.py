@@ -71,8 +71,8 @@ class Coordinator:
     # Connecting all machines
 
     def wait_for_workers(self, queue: SignalQueue, seconds: float, secret_file: Path) -> int | None:
-        """Wait for all launchers; return the number of a signal, here or there, that ended the wait. `secret_file`, in
-        a shared folder, is written first. Raises `JobError` if some do not come, cannot take part or are gone again."""
+        """Wait for the other machines' launchers; return the signal, caught on any machine, that ended the wait. Write
+        `secret_file` first. Raises JobError if a launcher does not connect, cannot take part or disconnects."""
         if self._admission is None:
             return None
         self._key = self._admission.key = admission.create_secret(secret_file)
@@ -267,8 +267,8 @@ class Coordinator:
         return reports
 
     def end_run(self, code: int) -> None:
-        """End the run on all machines with the same exit code. Wait a moment for machines that have not connected yet,
-        so that they learn of the end at once."""
+        """Tell all other machines to exit with this code, close the connections and delete the secret file. Waits a
+        moment for machines that have not connected yet, so that they learn of the end at once."""
         deadline, turned_away = time.monotonic() + LATE_SECONDS, 0
         while self._admission is not None and time.monotonic() < deadline:
             if len(self.hosts) + turned_away >= self.nodes.count:

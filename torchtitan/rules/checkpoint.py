@@ -268,7 +268,7 @@ def export_has_a_form(facts: Facts) -> Iterator[Fault]:
 
 
 def needs_checkpoints(facts: Facts) -> Iterator[Fault]:
-    """Report options of [checkpoint] that have no effect because checkpoints are off. Loading initial weights works."""
+    """Report options of [checkpoint] without effect if it is off; those of an initial load need initial_load_path."""
     options = facts.config.checkpoint
     names: tuple[str, ...] = ("load_only", "last_save_model_only", "enable_first_step_checkpoint", "best_metric")
     if options.initial_load_path is None:

@@ -52,7 +52,10 @@ class MoE(Stepwise):
         )
 
     def _to_experts(self, notes: Notes, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose the k experts of each token: x [B, S, D] -> weights [N, k], token copies sorted by expert [N k, D]."""
+        """Choose k experts per token: x [B, S, D] -> weights [N, k], copies sorted by expert [N k, D].
+
+        Leaves ids, order, counts and the shape of x in `notes` for `_to_tokens`; ids in `notes` are reused.
+        """
         ids, weights = self.route(x, notes.get("ids"))
         notes.once("ids", lambda: ids)
         xs, order = self.dispatch(x, ids, weights)

@@ -70,7 +70,7 @@ class Router(ZeroedBuffers):
 
     @torch.no_grad()
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
-        """scores [N, E] -> ids [N, k], unordered."""
+        """Choose k experts by score plus bias, within the best groups: scores [N, E] -> ids [N, k], unordered."""
         args = self.args
         ranked = scores if self.expert_bias is None else scores + self.expert_bias
         if args.n_groups > 1:
