@@ -108,8 +108,9 @@ def seq_len_of(config: JobConfig, section: Section) -> int:
 def last_step_of_data(config: JobConfig, plan: ParallelDims, samples_read: int = 0, step: int = 0) -> int | None:
     """Return the step at which training.epochs or training.tokens is used up; None if neither is set.
 
-    `step`, `samples_read`: position of a resumed run. The text is tokenized first if epochs or packed records need it.
-    At step 0, packed records are also logged and the validation data opened, even if the result is None.
+    `step`, `samples_read`: position of a resumed run. The text is tokenized first if epochs or a task on whole
+    records need it. At step 0 such a task's records are also logged and its validation data opened, even if the result
+    is None.
     """
     training, packs = config.training, task_of(config).whole_records
     if training.epochs is None and training.tokens is None and not packs:

@@ -111,7 +111,7 @@ class Coordinator:
         )
 
     def _admit(self, connection: Connection, message: Message) -> str:
-        """Admit a machine that has proved to belong to the run. Return what prevents it from taking part, or ""."""
+        """Admit an authenticated machine or turn it away. Return why it cannot take part, or ""."""
         index, host, ranks = message.get("index"), str(message.get("host")), message.get("ranks")
         if not isinstance(index, int) or not 0 < index < self.nodes.count:
             connection.close()
@@ -303,7 +303,7 @@ class Worker:
 
     def join(self, queue: SignalQueue, seconds: float, refusal: str = "") -> int | None:
         """Connect to the first machine, which may start later; return the number of a signal that ended the wait.
-        `refused`: why this machine refuses the job, or "". Raises `JobError` if the first machine is not found."""
+        `refusal`: why this machine refuses the job, or "". Raises `JobError` if the first machine is not found."""
         deadline, other_secret_since = time.monotonic() + seconds, None
         while True:
             number, failure = self._try_to_join(queue, refusal)

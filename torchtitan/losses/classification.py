@@ -35,13 +35,13 @@ class ClassCrossEntropy(SummedCrossEntropy):
         self.confusion = counts if self.confusion is None else self.confusion + counts
 
     def take_confusion(self) -> torch.Tensor | None:
-        """Return and reset the confusion matrix [C C] since the last call; None if nothing was evaluated."""
+        """Return and reset the flattened confusion matrix [C * C] since the last call; None if nothing was evaluated."""
         confusion, self.confusion = self.confusion, None
         return confusion
 
 
 def classification_metrics(confusion: torch.Tensor) -> Mapping[str, float]:
-    """Return accuracy and F1 of a confusion matrix [C C], true class by predicted class.
+    """Return accuracy and F1 of a flattened confusion matrix [C * C], with true classes as rows.
 
     F1 is for class 1 if there are two classes, and the mean over the classes otherwise.
     """

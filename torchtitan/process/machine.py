@@ -31,9 +31,9 @@ _AMOUNT = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})")
 
 
 def limit_in_bytes(limit: MemoryLimit) -> int | None:
-    """Return a limit in bytes, or None for a share, which is a number up to 1. Whole numbers are MiB.
+    """Return a memory limit in bytes, or None if it is a fraction (a number up to 1). Larger numbers are MiB.
 
-    Raises LimitError for less than `SMALLEST`.
+    Raises LimitError for text that is not an amount or is below `SMALLEST`.
     """
     if not isinstance(limit, str):
         return None if limit <= 1 else int(limit) * UNITS["MiB"]

@@ -268,7 +268,10 @@ def export_has_a_form(facts: Facts) -> Iterator[Fault]:
 
 
 def needs_checkpoints(facts: Facts) -> Iterator[Fault]:
-    """Report options of [checkpoint] without effect if it is off; those of an initial load need initial_load_path."""
+    """Report options of [checkpoint] that have no effect because checkpoint.enable is false.
+
+    With initial_load_path set, the options that affect the initial load are not reported.
+    """
     options = facts.config.checkpoint
     names: tuple[str, ...] = ("load_only", "last_save_model_only", "enable_first_step_checkpoint", "best_metric")
     if options.initial_load_path is None:

@@ -45,8 +45,8 @@ class Facts:
     def fault(self, key: str, allowed: str, remedy: str, value: str = "") -> Fault:
         """Return a fault of the option `key`.
 
-        `value`: text to show as the given value; default: the option's value in the job. In a list of tables the key
-        names one of them, or an option of it: "training.sources[0].weight".
+        `value`: text to show as the given value; default: the option's value in the job. `key` may index a
+        list of tables: "training.sources[0]" or "training.sources[0].weight".
         """
         option_value: Any = self.config
         for name, number in re.findall(r"(\w+)|\[(\d+)\]", key):
