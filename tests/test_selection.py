@@ -94,17 +94,18 @@ def test_the_quick_run_leaves_out_the_longest_modules(tmp_path, monkeypatch):
 def test_a_run_adds_up_the_time_of_tests_and_modules(tmp_path, monkeypatch):
     monkeypatch.setattr(selection, "DURATIONS", tmp_path / "durations.json")
     recorder = DurationRecorder()
-    for nodeid, duration in (
-        ("tests/test_a.py::x", 1.5),
-        ("tests/test_a.py::y[a/b::c]", 0.25),
-        ("tests/test_a.py::x", 0.5),
-        ("tests/test_b.py::z", 2.0),
+    for nodeid, when, duration in (
+        ("tests/test_a.py::x", "setup", 4.0),
+        ("tests/test_a.py::x", "call", 1.5),
+        ("tests/test_a.py::y[a/b::c]", "call", 0.25),
+        ("tests/test_b.py::z", "call", 2.0),
+        ("tests/test_b.py::z", "teardown", 1.0),
     ):
-        recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=nodeid, duration=duration))
+        recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=nodeid, when=when, duration=duration))
     recorder.pytest_sessionfinish(pytest.ExitCode.INTERRUPTED)
     assert not selection.DURATIONS.exists()
     recorder.pytest_sessionfinish(pytest.ExitCode.OK)
     assert json.loads(selection.DURATIONS.read_text()) == {
-        "modules": {"test_a": 2.2, "test_b": 2.0},
-        "tests": {"tests/test_a.py::x": 2.0, "tests/test_b.py::z": 2.0},
+        "modules": {"test_a": 5.8, "test_b": 3.0},
+        "tests": {"tests/test_a.py::x": 1.5, "tests/test_b.py::z": 2.0},
     }

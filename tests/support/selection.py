@@ -17,14 +17,15 @@ from tests.combinations import Combination
 from tests.support.jobs import ROOT
 
 DURATIONS = ROOT / "tests" / "durations.json"
-"""Seconds of the last full run over both workers: `modules`, and `tests` of at least RECORDED_SECONDS each."""
+"""Seconds of the last full run over both workers: `modules` in all, and the calls of `tests` of at least
+RECORDED_SECONDS. Setups count in the module alone: a shared one is made for the first test that is not left out."""
 RECORDED_SECONDS = 1.0
 LAYOUT = ("ranks", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 ORDINARY_SECONDS = 600.0
 QUICK_SECONDS = 240.0
 """Time of the tests that the ordinary and the quick run take, over both workers, as the last full run measured it.
 
-Collecting the tests, and fixtures that the tests left out share with others, add as much again."""
+Collecting the tests and starting the ranks comes on top."""
 EVERY_NTH_ROW = 20
 PAIRED = ("recompute", "schedule", "method", "adapter")
 
@@ -124,17 +125,17 @@ class DurationRecorder:
     """A pytest plugin that adds up the time of each test and each module and writes DURATIONS."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.modules: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] += report.duration
+        self.modules[module_of(report.nodeid)] += report.duration
+        if report.when == "call":
+            self.calls[report.nodeid] += report.duration
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            modules: Counter[str] = Counter()
-            for nodeid, seconds in self.seconds.items():
-                modules[module_of(nodeid)] += seconds
-            tests = {nodeid: seconds for nodeid, seconds in self.seconds.items() if seconds >= RECORDED_SECONDS}
-            tables = {"modules": modules, "tests": tests}
+            tests = {nodeid: seconds for nodeid, seconds in self.calls.items() if seconds >= RECORDED_SECONDS}
+            tables = {"modules": self.modules, "tests": tests}
             rounded = {name: {key: round(table[key], 1) for key in sorted(table)} for name, table in tables.items()}
             DURATIONS.write_text(json.dumps(rounded, indent=0) + "\n")

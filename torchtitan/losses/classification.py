@@ -35,7 +35,7 @@ class ClassCrossEntropy(SummedCrossEntropy):
         self.confusion = counts if self.confusion is None else self.confusion + counts
 
     def take_confusion(self) -> torch.Tensor | None:
-        """Return and reset the flattened confusion matrix [C * C] since the last call; None if nothing was evaluated."""
+        """Return the flattened confusion matrix [C * C] and reset it; None if nothing was evaluated."""
         confusion, self.confusion = self.confusion, None
         return confusion
 
