@@ -86,9 +86,9 @@ class Preference(Objective):
 
     @torch.no_grad()
     def _note(self, gained: torch.Tensor, counts: torch.Tensor) -> None:
-        rewards = (self.beta * gained.float())[counts]  # [pairs with labels, 2]
+        rewards = self.beta * gained.float().where(counts[:, None], 0)  # selecting pairs would wait for their number
         margins = rewards[:, 0] - rewards[:, 1]
-        columns = (rewards[:, 0], rewards[:, 1], margins > 0, margins, torch.ones_like(margins))
+        columns = (rewards[:, 0], rewards[:, 1], margins > 0, margins, counts)
         sums = torch.stack([column.float().sum() for column in columns])
         self.sums = sums if self.sums is None else self.sums + sums
 

@@ -9,6 +9,8 @@ import os
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
 
 from tests.support.fake_cuda import LIBRARY
 
@@ -33,16 +35,26 @@ groups: set[tuple[int, ...]] = set()
 _last: list = [None, 0]
 
 
-def waits(operation: str) -> None:
-    """The host would wait for the device here. A whole list that is read number by number is one wait."""
+def frame_of_package() -> FrameType:
+    """Return the frame of the package's innermost call, or the outermost of all."""
     frame = sys._getframe(1)
     while frame.f_back is not None and "/torchtitan/" not in frame.f_code.co_filename:
         frame = frame.f_back
+    return frame
+
+
+def place_of(code: CodeType) -> str:
+    return f"{Path(code.co_filename).name}:{code.co_name}"
+
+
+def waits(operation: str) -> None:
+    """The host would wait for the device here. A whole list that is read number by number is one wait."""
+    frame = frame_of_package()
     if frame is _last[0] and frame.f_lasti == _last[1]:
         return
     _last[:] = frame, frame.f_lasti
     order.append(("wait", 0))
-    host_waits[f"{operation} {Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
+    host_waits[f"{operation} {place_of(frame.f_code)}"] += 1
 
 
 class Event:
@@ -116,9 +128,22 @@ def _nothing(*args, **kwargs):
     return None
 
 
+_tensor = torch.tensor
+
+
+def _tensor_from_numbers(data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    """Stand in for torch.tensor: numbers of the host are copied to the device from memory that is not pinned."""
+    if device is None or torch.device(device).type != "cuda":
+        return _tensor(data, **({} if device is None else {"device": device}), **kwargs)
+    waits("numbers")
+    values = _tensor(data, device="cpu", **kwargs)
+    return torch.empty(values.shape, dtype=values.dtype, device=device)
+
+
 def install() -> None:
     """Replace what would ask a driver."""
     cuda = torch.cuda
+    torch.tensor = _tensor_from_numbers
     cuda.Stream, cuda.Event, cuda.stream = Stream, Event, _stream
     cuda.current_stream, cuda.default_stream = lambda device=None: _streams[-1], lambda device=None: _main
     cuda.is_available = cuda.is_initialized = cuda.is_bf16_supported = lambda *args, **kwargs: True

@@ -27,6 +27,12 @@ def host_wait() -> None:
     parallel_model.clip_gradients = clip_and_read
 
 
+def copied_numbers() -> None:
+    """Copy numbers of the host to the device in every step."""
+    clip = parallel_model.clip_gradients
+    parallel_model.clip_gradients = lambda *args, **kwargs: clip(*args, **kwargs) * torch.tensor(1.0, device="cuda")
+
+
 def coalesced() -> None:
     """Coalesce receives as torch did before 2.12.1; these never match plain sends."""
     schedules._batch_p2p = lambda operations, desc=None: dist.batch_isend_irecv(operations) if operations else []
@@ -47,4 +53,6 @@ def other_order() -> None:
     pipeline_parallel.build_table = build_by_rank
 
 
-PLANTED = {function.__name__: function for function in (wrong_device, host_wait, coalesced, other_order)}
+PLANTED = {
+    function.__name__: function for function in (wrong_device, host_wait, copied_numbers, coalesced, other_order)
+}

@@ -3,29 +3,31 @@
 import functools
 import inspect
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.support.fake_cuda import device  # first: see there
+from tests.support.fake_cuda import device, kernels  # first: see there
 
 import torch  # isort: skip
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.build import parts
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
-from torchtitan.models import attention
 from torchtitan.parallelisms import data_parallel, parallel_dims, parallel_model
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.planner.traffic import group_of
+from torchtitan.training.batches import zero_batch
 
 VALID_TOKENS = 1000
+allocate_sharded = parallel_model.allocate
 
 
 class HostWaits(TorchDispatchMode):
@@ -45,7 +47,9 @@ class HostWaits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.name()
-        if name == "aten::nonzero" and args[0].device.type == "cuda":
+        if name in ("aten::nonzero", "aten::masked_select") and args[0].device.type == "cuda":
+            device.waits("nonzero")
+        if name == "aten::index" and any(t is not None and t.dtype == torch.bool for t in args[1]):
             device.waits("nonzero")
         if name == "aten::_local_scalar_dense" and isinstance(args[0], FakeTensor):
             if _torch_votes():
@@ -142,10 +146,26 @@ def install() -> None:
     FakeTensorMode.avoid_device_init = True
     outside_fake(DeviceMesh, *(name for name in MESH if name in DeviceMesh.__dict__))
     outside_fake(parallel_dims.ParallelDims, *(name for name in DIMS if name in parallel_dims.ParallelDims.__dict__))
-    parallel_model.initialize = lambda *args, **kwargs: None  # there are no values
+    parallel_model.initialize = parallel_model.draw_stores = lambda *args, **kwargs: None  # there are no values
+    parallel_model.allocate = allocate
     data_parallel._without_recompute = lambda function: function
     torch.nn.Module.to = lambda self, *args, **kwargs: self
-    attention.compile_lazily = lambda function: function  # inductor has nothing to compile for
+    torch.compile = kernels.compiled  # inductor has nothing to compile for
+
+
+def allocate(part: torch.nn.Module, card: torch.device, offloaded: bool) -> None:
+    """Do as parallel_model.allocate does, also for plain parameters, which `to_empty` cannot exchange for fake ones."""
+    if any(isinstance(parameter, DTensor) for parameter in part.parameters()):
+        return allocate_sharded(part, card, offloaded)
+    allocated: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in part.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in allocated:
+                empty = torch.empty_like(parameter, device="cpu" if offloaded else card)
+                allocated[parameter] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            setattr(module, name, allocated[parameter])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=card) if buffer.is_meta else buffer.to(card))
 
 
 @contextmanager
@@ -160,15 +180,16 @@ def job_on_rank(config: JobConfig, rank: int, world_size: int) -> Iterator[tuple
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = parts.model(config, mesh, dims, card)
         optimizers = parts.optimizers(config, model)
-        names = ["tokens", "labels", *(["positions", "document_ids"] if config.training.document_mask else [])]
-        shape = config.training.local_batch_size, config.training.seq_len
-        yield model, optimizers, {name: torch.zeros(shape, dtype=torch.int64, device=card) for name in names}
+        batch = zero_batch(config, dims, model.needs_keys)
+        yield model, optimizers, {name: torch.empty_like(t, device=card) for name, t in batch.items()}
 
 
-def train_step(model: ParallelModel, optimizers: Any, batch: dict[str, torch.Tensor]) -> None:
+def train_step(model: ParallelModel, optimizers: Any, batch: dict[str, torch.Tensor], steps: bool = True) -> None:
+    """Run a step of one microbatch; without `steps`, leave out the optimizer's."""
     model.forward_backward(batch, VALID_TOKENS)
     model.clip_gradients(1.0)
-    optimizers.step()
+    if steps:
+        optimizers.step()
     model.after_step()
     optimizers.zero_grad()
 
@@ -190,6 +211,38 @@ def host_waits(argv: list[str], rank: int, world_size: int) -> dict[str, int]:
         device.host_waits.clear()
         train_step(model, optimizers, batch)
     return dict(device.host_waits)
+
+
+def costs(argv: list[str], rank: int, world_size: int) -> dict[str, Any]:
+    """Return the costs of forward, backward and clipping in the second step of the job `argv`: see `_costs`."""
+    config = manager.load(argv)
+    with job_on_rank(config, rank, world_size) as (model, optimizers, batch), HostWaits(rows_per_peer(config)):
+        train_step(model, optimizers, batch)
+        return _costs(model, lambda: train_step(model, optimizers, batch, steps=False))
+
+
+def optimizer_costs(argv: list[str], rank: int, world_size: int) -> dict[str, Any]:
+    """Return the costs of the optimizer's second step: see `_costs`. The gradients are not computed."""
+    config = manager.load(argv)
+    with job_on_rank(config, rank, world_size) as (model, optimizers, _), HostWaits(rows_per_peer(config)):
+        for _, parameter in model.named_parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        optimizers.step()
+        return _costs(model, optimizers.step)
+
+
+def _costs(model: ParallelModel, work: Callable[[], None]) -> dict[str, Any]:
+    """Return what `work` costs.
+
+    `kernels` and `bytes`: by place, with their sums under "all"; `host_waits`; `trained`: the rank's trained weights.
+    """
+    device.host_waits.clear()
+    with kernels.Kernels() as counter:
+        work()
+    parameters = [p.to_local() if isinstance(p, DTensor) else p for _, p in model.named_parameters()]
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    sums = {kind: {"all": counts.total(), **counts} for kind, counts in counter.by_place.items()}
+    return sums | {"host_waits": dict(device.host_waits), "trained": trained}
 
 
 def gathers_and_waits(argv: list[str], rank: int, world_size: int) -> list[tuple[str, int]]:
