@@ -303,7 +303,20 @@ def adapters() -> list[Combination]:
         + adapter_dropout()
         + quantized_bases()
         + partial_training()
+        + frozen_in_bfloat16()
     )
+
+
+def frozen_in_bfloat16() -> list[Combination]:
+    """Rows with frozen weights in bfloat16 and trained ones in float32, as every mixed row with an adapter has them."""
+    narrow, lora = dict(precision="bfloat16", microbatch_size=1), dict(precision="bfloat16", adapter="lora")
+    rows = [Combination(**LAYOUTS["HSDP 2x2"], **lora), Combination(**LAYOUTS["FSDP 2"], **lora, cpu_offload=True)]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **lora, accumulation=2, recompute="op", compile="block")]
+    rows += [Combination(**COMPOSED[name], **lora) for name in ("CP 2", "FSDP 2 x TP 2", "PP 2", "PP 2 x FSDP 2")]
+    rows += [Combination(**layout, **narrow, adapter="dora") for layout in (LAYOUTS["one rank"], COMPOSED["TP 2"])]
+    for adapter in ("unfrozen", "unfrozen, last"):
+        rows += [Combination(**layout, **narrow, adapter=adapter) for layout in (LAYOUTS["FSDP 2"], COMPOSED["PP 2"])]
+    return rows + [Combination(**COMPOSED["TP 2"], **narrow, adapter="qlora", model="mistral")]
 
 
 def partial_training() -> list[Combination]:

@@ -109,6 +109,7 @@ def test_the_summary_of_an_adapter_job_has_no_state(capsys):
     code, out, _ = run(capsys, "--device=cpu", *arguments)
     assert code == 0 and "  state " not in out and "torchtitan estimate" in out
     assert "  memory    at most 20 GiB of a GPU for each rank\n" in out
+    assert "  types     frozen weights in bfloat16 where they are not quantized, trained ones and their state in" in out
 
 
 def test_the_summary_has_the_active_parameters_of_experts(capsys):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.combinations import Combination, other_models, table
+from tests.combinations import COMPOSED, EXPERT_LAYOUTS, LAYOUTS, Combination, other_models, table
 from tests.support import other_families
 from tests.support.adapted import installed, perturb_parameters
 from tests.support.jobs import full
@@ -134,17 +134,20 @@ def local_batch_size(row: Combination, dims: ParallelDims) -> int:
     return SAMPLES // dims.dp // row.accumulation
 
 
-def assembled(row: Combination) -> ParallelModel:
-    """Build this rank's parallel model of the row."""
+def assembled(row: Combination, frozen_dtype: torch.dtype | None = None) -> ParallelModel:
+    """Build this rank's parallel model of the row. `frozen_dtype`: of frozen weights; None: the compute dtype."""
     dims = ParallelDims(row.ranks, row.dp_replicate, row.dp_shard, row.cp, row.tp, row.pp, row.ep)
     with torch.device("meta"):
         model, plan, adapter = build_adapted(row)
     local = local_batch_size(row, dims)
     microbatch_size = max(row.microbatch_size if local >= 4 * row.pp else 1, samples_per_loss(row))
+    param_dtype = torch.bfloat16 if row.precision == "bfloat16" else DTYPE[row.precision]
+    if adapter is not None:
+        adapter.cast_frozen(model, frozen_dtype or param_dtype)
     modes = ("none", "full", "full_keep_comm", "memory_budget")
     recompute = row.recompute if row.recompute in modes else "selective"
     options = ParallelOptions(
-        param_dtype=torch.bfloat16 if row.precision == "bfloat16" else DTYPE[row.precision],
+        param_dtype=param_dtype,
         reduce_dtype=DTYPE[row.precision],
         reshard_after_forward=row.reshard and row.pp == 1,
         prefetch=row.prefetch,
@@ -183,7 +186,9 @@ def assembled(row: Combination) -> ParallelModel:
     return model
 
 
-def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], float, dict[str, float]]:
+def run_row(
+    row: Combination, frozen_dtype: torch.dtype | None = None
+) -> tuple[float, float, dict[str, np.ndarray], float, dict[str, float]]:
     """Run one accumulated step on this rank of the row.
 
     Returns the loss, the gradient norm, this rank's gradients, the loss in evaluation, and the expert load. Gradients
@@ -192,7 +197,7 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], floa
     import torch.distributed as dist
 
     torch._dynamo.reset()
-    model = assembled(row)
+    model = assembled(row, frozen_dtype)
     full_batch = with_task_labels(row)
     names = model_input_names(row, model.needs_keys)
     group_size = samples_per_loss(row)
@@ -220,16 +225,25 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], floa
     assert all(p.grad.stride() == p.stride() for p in trained), (
         "fused optimizers need equal strides of parameter and gradient"
     )
+    assert {tensor.dtype for p in trained for tensor in (p, p.grad)} <= {DTYPE[row.precision]}
+    frozen = [p for _, p in model.named_parameters() if not p.requires_grad and p.is_floating_point()]
+    assert {p.dtype for p in frozen} <= {frozen_dtype or model.options.param_dtype}
     model.after_step()
     return losses[0].item(), norm.item(), grads, losses[1].item(), model.extra_metrics()
 
 
 def build_with_initial_weights(row: Combination) -> torch.nn.Module:
-    """Build the model and adapter on one device with the initial weights of a job."""
+    """Build the model and adapter on one device with the initial weights of a job.
+
+    Frozen weights are rounded to the type that they are stored in.
+    """
     model, _, adapter = build_adapted(row)
     initialize(model, 7, model.init_rule)
     draw_stores(model, 7, model.init_rule)
     if adapter is not None:
+        if row.precision == "bfloat16":
+            adapter.cast_frozen(model, torch.bfloat16)
+            model.float()
         adapter.init_from_base([model])
         perturb_parameters(model.named_parameters())
     return model
@@ -290,6 +304,27 @@ def test_equal_to_one_device(row):
             assert error <= tolerance, f"{name}: gradient differs by {error:.2e} of its largest entry"
         gradient_names |= got_grads.keys()
     assert grads.keys() <= gradient_names
+
+
+STORED_TWICE = [
+    Combination(**layout, precision="bfloat16", **options)
+    for layout, options in (
+        (LAYOUTS["FSDP 2"], dict(adapter="lora", accumulation=2, recompute="full")),
+        (COMPOSED["TP 2"], dict(adapter="lora")),
+        (COMPOSED["PP 2"], dict(adapter="unfrozen, last", microbatch_size=1)),
+        (EXPERT_LAYOUTS["FSDP 2"], dict(adapter="lora", model="deepseek")),
+        (EXPERT_LAYOUTS["PP 2 x FSDP 2"], dict(adapter="lora", model="deepseek", schedule="DualPipeV", overlap=True)),
+    )
+]
+
+
+@pytest.mark.parametrize("row", STORED_TWICE, ids=str)
+def test_frozen_weights_in_the_compute_type_change_no_bit(row):
+    """Several ranks compute with every weight in bfloat16, whether frozen ones are stored so or cast in each step."""
+    narrow, wide = (run_ranks(row.ranks, run_row, row, dtype) for dtype in (None, torch.float32))
+    for (loss, norm, grads, *_), (wide_loss, wide_norm, wide_grads, *_) in zip(narrow, wide, strict=True):
+        assert (loss, norm) == (wide_loss, wide_norm)
+        assert all(np.array_equal(grad, wide_grads[name]) for name, grad in grads.items())
 
 
 def test_rows_are_distinct_and_legal():

@@ -299,10 +299,14 @@ def reference_merged(kind, degrees):
     return {name: value.detach() for name, value in adapter.merged_tensors([model]).items()}
 
 
-def test_a_merge_in_bfloat16_rounds_once():
-    weight, first, second = (torch.randn(shape).bfloat16() for shape in ((32, 24), (32, 4), (4, 24)))
-    exact = weight.double() + 0.5 * (first.double() @ second.double())
-    assert torch.equal(add_product(weight, first, second, 0.5), exact.float().bfloat16())
+def test_a_merge_is_summed_in_float32_and_not_rounded():
+    """Frozen weights in bfloat16 and A and B in float32 or bfloat16; whoever stores the sum rounds it."""
+    weight, first, second = (torch.randn(shape) for shape in ((32, 24), (32, 4), (4, 24)))
+    for factors in ((first, second), (first.bfloat16(), second.bfloat16())):
+        exact = weight.bfloat16().double() + 0.5 * (factors[0].double() @ factors[1].double())
+        merged = add_product(weight.bfloat16(), *factors, 0.5)
+        assert merged.dtype == torch.float32
+        torch.testing.assert_close(merged, exact.float())
 
 
 @pytest.mark.parametrize("family", SIZES)

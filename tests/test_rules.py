@@ -178,6 +178,21 @@ TRAINING = [
         "computing in float32 adds nothing to weights kept in bfloat16",
     ),
     (
+        ["--training.frozen_dtype=float32"],
+        'training.frozen_dtype: given "float32"; allowed: unset without an adapter or training.unfrozen; no weights '
+        "are frozen; leave it out",
+    ),
+    (
+        ["--training.frozen_dtype=bfloat16", "--training.dtype=bfloat16", "--adapter.kind=lora"],
+        'training.frozen_dtype: given "bfloat16"; allowed: unset with training.dtype = "bfloat16"; all weights have '
+        "that type; leave it out",
+    ),
+    (
+        ["--training.frozen_dtype=bfloat16", "--training.mixed_precision_param=float32", "--adapter.kind=lora"],
+        'training.frozen_dtype: given "bfloat16"; allowed: "float32" with training.mixed_precision_param = "float32"; '
+        "frozen weights would be rounded and cast back in each step; set both, or leave it out",
+    ),
+    (
         ["--validation.enable", "--validation.steps=3", "--validation.samples=7"],
         "validation.steps: given 3; allowed: unset with validation.samples; drop one of the two",
     ),

@@ -532,7 +532,10 @@ def test_where_fully_shard_wraps():
         ParallelDims(**d)
         for d in (dict(world_size=1), dict(world_size=2, tp=2), dict(world_size=2), dict(world_size=2, cp=2))
     )
-    assert [uses_fully_shard(dims, plain) for dims in (one, tp, dp, cp)] == [False, False, True, True]
-    assert [uses_fully_shard(dims, mixed) for dims in (one, tp, dp, cp)] == [False, True, True, True]
-    assert not uses_fully_shard(tp, mixed, torch.bfloat16)
-    assert uses_fully_shard(one, ParallelOptions(cpu_offload=True))
+    model = torch.nn.Linear(2, 2)
+    assert [uses_fully_shard(model, dims, plain) for dims in (one, tp, dp, cp)] == [False, False, True, True]
+    assert [uses_fully_shard(model, dims, mixed) for dims in (one, tp, dp, cp)] == [False, True, True, True]
+    model.weight.data = model.weight.data.bfloat16()  # the bias has to be cast yet
+    assert uses_fully_shard(model, tp, mixed)
+    assert not uses_fully_shard(model.bfloat16(), tp, mixed)
+    assert uses_fully_shard(model, one, ParallelOptions(cpu_offload=True))

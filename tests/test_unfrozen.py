@@ -116,4 +116,6 @@ def test_invalid_patterns_are_refused(texts, tmp_path, capsys, monkeypatch):
     assert not any("new token" in fault for fault in lines(*tied)), "either name selects both"
     assert any("what fits tok_embeddings.weight, with" in fault for fault in lines(*tied[1:]))
     assert cli.main(["check", "--no-memory", '--training.unfrozen=["*norm*"]']) == 0
-    assert "  state " not in capsys.readouterr().out, "the state depends on the model"
+    assert (
+        "  types     frozen weights in bfloat16, trained ones and their state in float32\n" in capsys.readouterr().out
+    )

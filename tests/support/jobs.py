@@ -80,9 +80,14 @@ def state_hash(trainer: Trainer) -> str:
     for name, parameter in sorted(trainer.model.named_parameters(), key=lambda item: clean_name(item[0])):
         state = next((o.state[parameter] for o in trainer.optimizers if parameter in o.state), {})
         for key, value in [("", parameter.detach()), *sorted(state.items())]:
-            content = full(value).contiguous().numpy().tobytes() if torch.is_tensor(value) else repr(value).encode()
+            content = tensor_bytes(value) if torch.is_tensor(value) else repr(value).encode()
             digest.update(f"{clean_name(name)}.{key}".encode() + content)
     return digest.hexdigest()
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor, gathered if it is a DTensor. numpy has no bfloat16."""
+    return full(tensor).contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

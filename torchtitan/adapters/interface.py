@@ -6,8 +6,8 @@ directly, whatever wraps, splits or copies them in between. A converted module m
 
     parameter_init(name)        the Init of its parameter `name`; None for the model's default
     mergeable                   names of its plain parameters that the adapter can be merged into
-    merged_weight(name, value)  the plain parameter `name` of this value with the adapter merged in, laid out over the
-                                ranks like `value`: see `merge_shards`
+    merged_weight(name, value)  the plain parameter `name` of this value with the adapter merged in, in float32 or
+                                wider, laid out over the ranks like `value`: see `merge_shards`
     tensor_placements(role, default)    placements of its parameters, see parallelisms/tensor_parallel.py
     init_from_base()            called once the plain parameters have values: initializes tensors derived from them
 
@@ -133,6 +133,16 @@ class Adapter:
         if self.options.train_dense_rest:
             return frozenset(names) - self.replaced_parameters
         return frozenset(matching_names(names, self.options.train_fully, "adapter.train_fully"))
+
+    def cast_frozen(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Store the floating-point parameters that are not trained as `dtype`; the others keep theirs.
+
+        `model`: on the meta device, with this adapter installed, or without any.
+        """
+        trained = self.added_parameters | self.trained_base_parameters
+        for name, parameter in model.named_parameters():
+            if name not in trained and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
 
     def init_from_base(self, parts: Iterable[nn.Module]) -> None:
         """Update tensors derived from base weights, after initialization and after loading a base checkpoint."""
@@ -296,9 +306,9 @@ def merge_shards(
     """Return `merge(weight, *other_tensors)`, laid out over the ranks like `weight`, of any shape. Every rank calls it.
 
     `merge` is called once per rank with its shard of `weight` and the matching parts of the other tensors, all plain
-    and in float32 or wider. Its result, of the shard's shape, is rounded once to the type of `weight`. Each other
-    tensor comes with its dimensions: for each of them the dimension of `weight` that it runs along, or None if `merge`
-    needs it in full. A product B A added to W [out, in], with B [out, rank] and A [rank, in], is
+    and in float32 or wider. So is its result, of the shard's shape, which is rounded once, where it is stored. Each
+    other tensor comes with its dimensions: for each of them the dimension of `weight` that it runs along, or None if
+    `merge` needs it in full. A product B A added to W [out, in], with B [out, rank] and A [rank, in], is
 
         merge_shards(W, lambda w, b, a: w + b @ a, (B, (0, None)), (A, (None, 1)))
 
@@ -307,7 +317,7 @@ def merge_shards(
     local, shape, offset = local_part(weight)
     dtype = torch.promote_types(weight.dtype, torch.float32)
     shards = [_matching_part(tensor, dims, weight, local, offset).to(dtype) for tensor, dims in other_tensors]
-    merged = merge(local.to(dtype), *shards).to(weight.dtype)
+    merged = merge(local.to(dtype), *shards)
     if not isinstance(weight, DTensor):
         return merged
     kwargs = dict(run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride())

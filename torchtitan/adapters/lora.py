@@ -171,10 +171,14 @@ def restart_matrices(module: LowRankLinear | LowRankExperts, key: str) -> None:
 
 @torch.no_grad()
 def adapted_row_norms(linear: Any) -> torch.Tensor:
-    """Return the row norms [out] of the adapted matrix; `linear` may be a stand-in with a rank's weights."""
+    """Return the row norms [out] of the adapted matrix, in float32 or wider.
+
+    `linear` may be a stand-in with a rank's weights.
+    """
+    dtype = torch.promote_types(linear.weight.dtype, torch.float32)
+    weight, b, a = (tensor.to(dtype) for tensor in (linear.weight, linear.lora_B, linear.lora_A))
     with autocast_off(linear.weight.device.type):
-        matrix = linear.weight + linear.settings.scale * (linear.lora_B @ linear.lora_A)
-        squares = matrix.to(torch.promote_types(matrix.dtype, torch.float32)).square().sum(1)
+        squares = torch.addmm(weight, b, a, alpha=linear.settings.scale).square().sum(1)
     if linear.rows_are_sharded:
         squares = torch.ops._c10d_functional.all_reduce(squares, "sum", linear.border.group)
         squares = torch.ops._c10d_functional.wait_tensor(squares)
@@ -214,10 +218,9 @@ class DoRALinear(LowRankLinear):
         local.copy_(row_norms(self.weight).narrow(0, offset[0], local.shape[0]))
 
     def merged_weight(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        matrix = super().merged_weight(name, value.to(torch.promote_types(value.dtype, torch.float32)))
+        matrix = super().merged_weight(name, value)
         rows = (self.lora_magnitude, (0,)), (row_norms(matrix), (0,))
-        merged = merge_shards(matrix, lambda shard, magnitude, norm: shard * (magnitude / norm)[:, None], *rows)
-        return merged.to(value.dtype)  # rounded once
+        return merge_shards(matrix, lambda shard, magnitude, norm: shard * (magnitude / norm)[:, None], *rows)
 
 
 class DoRA(LowRank):

@@ -244,14 +244,24 @@ def pipeline_options(config: JobConfig) -> PipelineOptions:
 
 
 def model(
-    config: JobConfig, mesh: DeviceMesh, plan: ParallelDims, device: torch.device, **kwargs: Any
+    config: JobConfig,
+    mesh: DeviceMesh,
+    plan: ParallelDims,
+    device: torch.device,
+    policy: ParallelModel | None = None,
+    **kwargs: Any,
 ) -> ParallelModel:
     """Return the parallelized model with its initial weights, which depend on the seed and the parameter names only.
 
-    `kwargs` (init_weights, storage): see `ParallelModel`.
+    Frozen weights are stored in training.frozen_dtype. `policy`: the model to build the reference of, without adapter
+    and noise. It gets the types of the policy, so that equal weights give equal log-probabilities. `kwargs`
+    (init_weights, storage): see `ParallelModel`.
     """
-    built, patterns, installed = adapted_model(config)
-    return ParallelModel(
+    built, patterns, installed = adapted_model(config if policy is None else reference_job(config))
+    trained_by = installed if policy is None else policy.adapter
+    if trained_by is not None and (frozen := base_weights.frozen_dtype(config)) is not None:
+        trained_by.cast_frozen(built, DTYPES[frozen])
+    parallel = ParallelModel(
         built,
         mesh,
         plan,
@@ -264,6 +274,9 @@ def model(
         adapter=installed,
         **kwargs,
     )
+    if policy is not None:
+        parallel.autocast = policy.autocast  # even if all weights of the reference have the compute type
+    return parallel
 
 
 def optimizers(config: JobConfig, built: ParallelModel) -> Optimizers:
@@ -306,13 +319,13 @@ def global_rows(config: JobConfig, plan: ParallelDims) -> int:
     return global_batch_size(config, plan) * rows_per_sample(config)
 
 
+def without_noise(config: JobConfig) -> JobConfig:
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, neftune_alpha=0))
+
+
 def reference_job(config: JobConfig) -> JobConfig:
     """Return the job of the reference model of preference pairs: no adapter and no noise."""
     return dataclasses.replace(without_noise(config), adapter=type(config.adapter)())
-
-
-def without_noise(config: JobConfig) -> JobConfig:
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, neftune_alpha=0))
 
 
 def restarted_job(config: JobConfig) -> JobConfig:
@@ -360,10 +373,11 @@ def saves_adapter_alone(config: JobConfig) -> bool:
     return config.adapter.kind != NONE and config.adapter.save == "alone"
 
 
-def with_adapter_save(config: JobConfig) -> JobConfig:
-    """Return the job with adapter.save resolved."""
+def with_resolved_options(config: JobConfig) -> JobConfig:
+    """Return the job with adapter.save and training.frozen_dtype resolved, which a resumed run keeps."""
     save = base_weights.adapter_save(config.adapter, config.checkpoint, config.job.dump_folder)
-    return dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, save=save))
+    training = dataclasses.replace(config.training, frozen_dtype=base_weights.frozen_dtype(config))
+    return dataclasses.replace(config, training=training, adapter=dataclasses.replace(config.adapter, save=save))
 
 
 def omitted_from_checkpoints(config: JobConfig, built: ParallelModel) -> Collection[str]:

@@ -23,6 +23,9 @@ from torchtitan.checkpoint.layout import (
     sha256_of,
     step_folders,
 )
+from torchtitan.config.changes import DEFAULTS
+from torchtitan.config.job import JobConfig
+from torchtitan.config.sections.field_types import Precision
 
 Kind = Literal["ours", "torchtitan", "hf"]
 THEIR_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
@@ -140,6 +143,26 @@ def adapter_save(adapter: Any, options: Any, dump_folder: str) -> Literal["whole
     changes_the_model = adapter.relora.every is not None or not options.initial_load_model_only
     path = options.initial_load_path
     return "alone" if path is not None and not changes_the_model and _stays(Path(path)) else "whole"
+
+
+def frozen_dtype(config: JobConfig) -> Precision | None:
+    """Return training.frozen_dtype of a job. If it is unset, a run with checkpoints keeps the type that it began with.
+
+    None if no weights are frozen, or if all are in bfloat16 anyway.
+    """
+    training, options = config.training, config.checkpoint
+    if training.dtype == "bfloat16" or (config.adapter.kind == "none" and not training.unfrozen):
+        return None
+    if training.frozen_dtype is not None:
+        return training.frozen_dtype
+    try:
+        complete, _ = complete_steps(Path(config.job.dump_folder, options.folder)) if options.enable else ([], [])
+        if complete:
+            job = read_state(complete[0])["trainer"].get("job", {})
+            return job.get("training", {}).get("frozen_dtype", DEFAULTS["training.frozen_dtype"])
+    except (OSError, ValueError, CheckpointError):
+        pass  # loading reports the error
+    return "float32" if config.adapter.relora.every is not None else training.mixed_precision_param
 
 
 def _stays(path: Path) -> bool:

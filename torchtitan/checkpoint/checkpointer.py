@@ -41,6 +41,7 @@ from torchtitan.checkpoint.loading import (
     resolve,
 )
 from torchtitan.checkpoint.saving import SaveOptions, Snapshot, TrainerHooks
+from torchtitan.config.changes import CASTING
 from torchtitan.config.sections.run import Checkpoint
 from torchtitan.core.tensor_storage import Value
 
@@ -253,9 +254,8 @@ class Checkpointer:
         self.needed_bytes = size or self.needed_bytes
         if self.save_peers.is_main:
             self.hooks.after_save(snapshot.step)
-        keep, protected = self.options.keep_latest_k, {target, self.loaded_from}
-        good = {target} if self.options.verify else None
-        saving.delete_old(self.folder, keep, protected, self.save_peers, good, self.best_metric)
+        protected, good = {target, self.loaded_from}, {target} if self.options.verify else None
+        saving.delete_old(self.folder, self.options.keep_latest_k, protected, self.save_peers, good, self.best_metric)
         self.longest_save_seconds = max(self.longest_save_seconds, time.monotonic() - started)
         return size > 0
 
@@ -374,9 +374,9 @@ class Checkpointer:
         prefixes: tuple[str, ...] = (MODEL, OPTIMIZER) if with_optimizer else (MODEL,)
         if with_data:
             adapter_tensors, adapter_prefixes = self.adapter_state.restore_targets(source, self.main_peers)
-            live.tensors |= adapter_tensors
-            prefixes += adapter_prefixes
-        load_tensors(source, live, self.main_peers, prefixes=prefixes, cast=not with_state)
+            live.tensors, prefixes = live.tensors | adapter_tensors, prefixes + adapter_prefixes
+        cast = not with_state or not CASTING.isdisjoint(self.options.allow_config_change)
+        load_tensors(source, live, self.main_peers, prefixes=prefixes, cast=cast)
         self.refuse_not_finite(source.folder)
 
         def go_on() -> None:

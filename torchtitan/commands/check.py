@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable
 
 from torchtitan.adapters import NONE
+from torchtitan.adapters.targets import QUANTIZED_MULTIPLES, linear_adapter_options
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.upgrade import translate
 from torchtitan.config.batch_shape import notice, rows_per_sample, sample_count
@@ -159,16 +160,17 @@ def _state(facts: Facts) -> list[str]:
     """Format the size of the training state per rank and its share of the memory limit.
 
     With an adapter or training.unfrozen the size is left out: weights are frozen and may be quantized, so that it
-    depends on the model itself.
+    depends on the model itself. Their types are given instead.
     """
-    limit, state, lines = facts.config.memory.limit, None, []
+    limit, state, dtype = facts.config.memory.limit, None, facts.config.training.dtype
+    adapter = linear_adapter_options(facts.config.adapter)
+    packed = " where they are not quantized" * (adapter is not None and adapter.kind in QUANTIZED_MULTIPLES)
+    frozen = f"{facts.frozen_dtype or dtype}{packed}"
+    lines = [f"  types     frozen weights in {frozen}, trained ones and their state in {dtype}"]
     if facts.config.adapter.kind == NONE and not facts.config.training.unfrozen:
         state, state_label = _bytes_of_a_rank(facts)
         scope = "on average (parameters" if facts.pp > 1 else "(parameters"
-        lines = [
-            f"  state     {format_bytes(state)} a rank {scope}, gradients, {state_label} in "
-            f"{facts.config.training.dtype})"
-        ]
+        lines = [f"  state     {format_bytes(state)} a rank {scope}, gradients, {state_label} in {dtype})"]
     if limit is not None:
         amount = limit_in_bytes(limit)
         state_share = ""

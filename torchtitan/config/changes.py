@@ -73,7 +73,9 @@ KINDS: dict[str, Kind] = {
 
 TRAINED = ("training.unfrozen", "adapter.train_fully", "adapter.train_dense_rest")
 """Which parameters an optimizer has a state of: a checkpoint has none for what was frozen in its run."""
-DEFAULTS = {"adapter.save": "whole"}
+CASTING = frozenset((*TRAINED, "training.frozen_dtype"))
+"""Options that decide the types of weights: where their change is allowed, a resume casts what a checkpoint holds."""
+DEFAULTS = {"adapter.save": "whole", "training.frozen_dtype": "float32"}
 """Values of options in jobs from before they had them, where that is not today's default."""
 SIZES, SAMPLES = "model.overrides", "training.global_batch_size"
 ROWS_PER_SAMPLE = "rows_per_sample"

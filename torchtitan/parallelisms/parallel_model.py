@@ -27,7 +27,7 @@ from torchtitan.parallelisms.gradients import clip_gradients
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallelize import (
     ParallelOptions,
-    dtype_of,
+    needs_casts,
     parallelize,
     recompute_policy,
     uses_fully_shard,
@@ -149,7 +149,7 @@ def allocate(part: nn.Module, device: torch.device, offloaded: bool) -> None:
 class ParallelModel:
     """This rank's share of a model. `parts` holds the full model or, in a pipeline, one part for each local stage.
 
-    `model`: on the meta device, in the dtype of the stored parameters, with its loss attached. `balance`: for a model
+    `model`: on the meta device, in the dtypes of the stored parameters, with its loss attached. `balance`: for a model
     with experts. `adapter`: the one installed in the model (adapters/interface.py). `init_weights`: draw the initial
     weights from `seed` and the parameters' names; otherwise they are NaN until `initialize` or a load fills them.
     `storage`: a context for the allocation of parameters, such as FakeTensorMode.
@@ -174,8 +174,7 @@ class ParallelModel:
         self.mesh, self.dims, self.options, self.device = mesh, dims, options, device
         self.cp_rank = dims.axis_rank(mesh, "cp")  # cached: slicing a mesh of thousands of ranks takes milliseconds
         self.pp_group = mesh["pp"].get_group() if dims.pp > 1 else None
-        dtype = dtype_of(model)
-        mixed = dtype != options.param_dtype and not uses_fully_shard(dims, options, dtype)
+        mixed = needs_casts(model, options.param_dtype) and not uses_fully_shard(model, dims, options)
         self.autocast = torch.autocast(device.type, options.param_dtype, enabled=mixed)
         tied = tied_names(model)
         self.needs_keys: bool = getattr(model, "needs_keys", False)  # True if training needs the tokens' random keys

@@ -62,7 +62,6 @@ def parallelize(
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Apply `options` in place to `model`, full or a pipeline part. `expert_mesh`: given with expert parallel."""
-    dtype = dtype_of(model)
     if expert_mesh is not None:
         apply_expert_parallel(model, expert_mesh["ep"], plan)
     if dims.tp > 1:
@@ -87,7 +86,7 @@ def parallelize(
         reuse_routing=expert_mesh is not None,
     )
     apply_compile(model, plan, options, tensor_parallel=dims.tp > 1, experts_travel=expert_mesh is not None)
-    if uses_fully_shard(dims, options, dtype):
+    if uses_fully_shard(model, dims, options):
         apply_data_parallel(
             model,
             dims.dp_mesh(mesh),
@@ -101,18 +100,18 @@ def parallelize(
         )
 
 
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the dtype of a model's parameters. Weights packed into integers do not count."""
-    return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+def needs_casts(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Return True if a parameter has another dtype than this compute dtype, except for weights packed into integers."""
+    return any(parameter.is_floating_point() and parameter.dtype != dtype for parameter in model.parameters())
 
 
-def uses_fully_shard(dims: ParallelDims, options: ParallelOptions, dtype: torch.dtype = torch.float32) -> bool:
-    """Return True if fully_shard is needed.
+def uses_fully_shard(model: nn.Module, dims: ParallelDims, options: ParallelOptions) -> bool:
+    """Return True if fully_shard is needed for a model, full or a pipeline part.
 
-    Reasons: gradients to sum over dp, cp or replicas of experts; CPU offload; or, on several ranks, parameters of a
-    `dtype` that differs from the compute dtype. (A single rank uses autocast for this; a pipeline cannot.)
+    Reasons: gradients to sum over dp, cp or replicas of experts; CPU offload; or, on several ranks, parameters of
+    another dtype than the compute dtype. (A single rank uses autocast for this; a pipeline cannot.)
     """
-    mixed = dims.world_size > 1 and options.param_dtype != dtype
+    mixed = dims.world_size > 1 and needs_casts(model, options.param_dtype)
     several_copies_of_experts = 1 < dims.ep < dims.expert_pool_size
     return dims.dp * dims.cp > 1 or several_copies_of_experts or options.cpu_offload or mixed
 

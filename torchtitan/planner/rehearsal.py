@@ -185,8 +185,8 @@ def _reference(config: JobConfig, model: ParallelModel, device: str) -> Parallel
     """Return the separate reference model of a preference loss, or None if the job has none."""
     if config.dpo.reference is None or "reference" not in build.objective(config).targets:
         return None
-    options = {"init_weights": False, "storage": WITHOUT_VALUES}
-    ref_model = build.model(build.reference_job(config), model.mesh, model.dims, model.device, **options)
+    places = model.mesh, model.dims, model.device
+    ref_model = build.model(config, *places, policy=model, init_weights=False, storage=WITHOUT_VALUES)
     if device == "cuda":
         _attend_as_on_a_gpu(ref_model.parts)
     return ref_model

@@ -54,11 +54,12 @@ def same_job_as_the_checkpoint(facts: Facts) -> Iterator[Fault]:
         return
     folder, saved_job = resume_point
     samples = facts.config.training.global_batch_size
-    # the resolved value: an old checkpoint may hold one although the job leaves it open
+    # the resolved values: an old checkpoint may hold one although the job leaves it open
     adapter = replace(facts.config.adapter, save=facts.adapter_save)
-    now = kept_job(
-        replace(facts.config, adapter=adapter), asdict(facts.args), samples if samples > 0 else facts.samples
+    config = replace(
+        facts.config, adapter=adapter, training=replace(facts.config.training, frozen_dtype=facts.frozen_dtype)
     )
+    now = kept_job(config, asdict(facts.args), samples if samples > 0 else facts.samples)
     changed = changes(saved_job, now)
     for change in refused(changed, options.allow_config_change):
         yield facts.fault(change.key, f"{change.before}, as in {folder.name}", remedy(change), value=change.now)

@@ -8,10 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from torchtitan.checkpoint.base_weights import adapter_save, schedule_start
+from torchtitan.checkpoint.base_weights import adapter_save, frozen_dtype, schedule_start
 from torchtitan.config.batch_shape import padding_multiple, rows_per_sample, sequence_needs, split_by_tensor_parallel
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.config.options import Fault, describe, fits, hint, option_at, show
+from torchtitan.config.sections.field_types import Precision
 from torchtitan.config.sections.training import DataSource
 from torchtitan.core.cadence import with_end
 from torchtitan.core.constraints import LimitError
@@ -308,6 +309,11 @@ class Facts:
     def adapter_save(self) -> Literal["whole", "alone"]:
         """The contents of checkpoints, see `base_weights.adapter_save`."""
         return adapter_save(self.config.adapter, self.config.checkpoint, self.config.job.dump_folder)
+
+    @cached_property
+    def frozen_dtype(self) -> Precision | None:
+        """The type that frozen weights are stored in, see `base_weights.frozen_dtype`."""
+        return frozen_dtype(self.config)
 
     @property
     def begins_anew(self) -> bool:

@@ -94,6 +94,16 @@ def precision(facts: Facts) -> Iterator[Fault]:
     if training.dtype == "bfloat16" and training.mixed_precision_param == "float32":
         reason = "computing in float32 adds nothing to weights kept in bfloat16"
         yield facts.fault("training.mixed_precision_param", '"bfloat16" with training.dtype = "bfloat16"', reason)
+    if training.frozen_dtype is None:
+        return
+    key = "training.frozen_dtype"
+    if facts.config.adapter.kind == NONE and not training.unfrozen:
+        yield facts.fault(key, "unset without an adapter or training.unfrozen", "no weights are frozen; leave it out")
+    elif training.dtype == "bfloat16":
+        yield facts.fault(key, 'unset with training.dtype = "bfloat16"', "all weights have that type; leave it out")
+    elif training.frozen_dtype == "bfloat16" and training.mixed_precision_param == "float32":
+        reason = "frozen weights would be rounded and cast back in each step; set both, or leave it out"
+        yield facts.fault(key, '"float32" with training.mixed_precision_param = "float32"', reason)
 
 
 def recompute_and_compile(facts: Facts) -> Iterator[Fault]:

@@ -92,7 +92,9 @@ def _split_over(config: JobConfig, world_size: int) -> JobConfig:
     return dataclasses.replace(
         config,
         parallelism=degrees,
-        training=dataclasses.replace(config.training, mixed_precision_param=config.training.dtype),
+        training=dataclasses.replace(
+            config.training, mixed_precision_param=config.training.dtype, frozen_dtype=config.training.dtype
+        ),
         activation_checkpoint=ActivationCheckpoint(mode="none"),
         compile=Compile(),
     )
@@ -163,7 +165,7 @@ def fill_base(config: JobConfig, built: nn.Module, installed: Adapter | None) ->
 def load_reference_model(config: JobConfig, path: str, model: ParallelModel) -> ParallelModel:
     """Build a model from the weights at a path, sharded as the run's. JobError if they are of another model."""
     _, location = find_weights(Path(path))
-    built = parts.model(parts.reference_job(config), model.mesh, model.dims, model.device, init_weights=False)
+    built = parts.model(config, model.mesh, model.dims, model.device, policy=model, init_weights=False)
     with open_weights(location, config.model.name, parts.model_args(config, location)) as weights:
         for part in built.parts:
             fill(part, weights, parts.model_args(config).tied_embeddings)

@@ -201,7 +201,9 @@ def _identity(config: JobConfig) -> str:
     weights = [path for path in (start, config.adapter.initial_path) if path]
     adapter = {name: value for name, value in asdict(config.adapter).items() if name not in LATER_OPTIONS}
     values: list[Any] = [asdict(parts.model_args(config)), adapter, config.debug.seed]
-    values += [training.dtype, training.mixed_precision_param, *map(_path_and_size, weights)]
+    values += [training.dtype, training.mixed_precision_param]
+    values += ["bfloat16"] * (training.frozen_dtype == "bfloat16")  # a new entry, as files of earlier versions lack it
+    values += map(_path_and_size, weights)
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from torchtitan.build import parts
+from torchtitan.checkpoint import base_weights
 from torchtitan.config.batch_shape import notice, padding_multiple, sample_count
 from torchtitan.config.job import JobConfig, describe_sources, sources_of
 from torchtitan.core.files import FileError
@@ -107,7 +108,9 @@ def describe_precision(config: JobConfig) -> str:
     compute = str(parts.parallel_options(config).param_dtype).removeprefix("torch.")
     if compute == config.training.dtype:
         return compute
-    return f"{compute} with {config.training.dtype} parameters and {config.training.mixed_precision_reduce} reduction"
+    frozen, reduce = base_weights.frozen_dtype(config), config.training.mixed_precision_reduce
+    stored = config.training.dtype if frozen is None else f"{frozen} frozen and {config.training.dtype} trained"
+    return f"{compute} with {stored} parameters and {reduce} reduction"
 
 
 def record_start(

@@ -51,7 +51,7 @@ class Trainer:
         restart = ranks.launcher.restart if ranks.launcher else None
         if restart and restart.saved:
             config = parts.restarted_job(config)
-        self.job = config = parts.with_adapter_save(config)  # the job as written, before its last step is computed
+        self.job = config = parts.with_resolved_options(config)  # the job as written, before its last step is computed
         # before any process group exists, because tokenizing may take long
         self.last_data_step = data.last_step_of_data(config, self.dims)
         config = with_end(config, self.last_data_step)

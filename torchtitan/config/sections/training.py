@@ -116,6 +116,9 @@ class Training:
     """Type of the parameters and the optimizer state."""
     mixed_precision_param: Precision = "bfloat16"
     """Type of the computation in forward and backward."""
+    frozen_dtype: Precision | None = None
+    """Type of frozen weights, with an adapter or training.unfrozen. Unset: mixed_precision_param, with adapter.relora
+    float32, as it adds to them; a resumed run keeps its type."""
     mixed_precision_reduce: Precision = "float32"
     """Data type of gradient reductions."""
     gc_freq: Positive = 50
