@@ -82,7 +82,7 @@ def test_heads_state_the_memory_that_estimate_predicts():
     assert {path.stem for path in stating} == {path.stem for path in JOBS if "debug" not in path.stem}
     arguments = {path: [str(path), *MODEL_ARGUMENTS.get(model, ())] for path, (_, model) in stating.items()}
     ranks = {path: stated_ranks(path) for path in stating}
-    left_out = ("llama3_405b", "deepseek_671b", "orpo_lora", "sft_full", "sft_lora", "sft_long_context")
+    left_out = ("llama3_405b", "deepseek_671b", "orpo_lora", "sft_full", "sft_long_context")
     quick = [path for path in stating if path.stem not in left_out]
     match = run_alone(predicted_gib, [(arguments[path], ranks[path]) for path in quick], limit=600)
     assert {path.stem: round(size) for path, size in zip(quick, match, strict=True)} == {
