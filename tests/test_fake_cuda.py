@@ -103,6 +103,15 @@ def test_the_step_of_an_optimizer_takes_few_kernels_and_bytes(card, name, option
     assert costs["bytes"]["all"] <= size * costs["trained"]
 
 
+def test_a_chunk_of_the_loss_reads_and_writes_the_gradient_of_the_head_once(card):
+    """A chunk moves 12 bytes a weight: the weight in bfloat16, forward and backward, and the float32 sum, both ways."""
+    argv = ["--job.config_file=train_configs/debug_model.toml", *SMALL, "--model.name=llama3.2", "--model.flavor=1B"]
+    argv += ["--model.overrides={n_layers = 1}", "--training.local_batch_size=1", "--training.seq_len=1024"]
+    few, many = (ask_card(card, "costs", 0, 1, *argv, f"--training.loss_chunks={chunks}") for chunks in (4, 12))
+    assert few["host_waits"] == many["host_waits"] == {}
+    assert 0 < many["bytes"]["all"] - few["bytes"]["all"] <= 8 * 12 * 128256 * 2048
+
+
 def test_expert_weights_are_gathered_before_the_host_waits(card):
     """The next layer's experts, 97 % of its bytes, are gathered before the wait, so that the network is not idle."""
     argv = ["--job.config_file=train_configs/qwen3_moe_235b.toml", *SMALL, "--model.overrides={n_layers = 3}"]

@@ -24,6 +24,7 @@ from torchtitan.losses.objective import (
     SummedCrossEntropy,
     auto_chunks,
     cross_entropies,
+    summed_cross_entropy,
 )
 
 WIDTH, VOCABULARY = 8, 20
@@ -132,15 +133,95 @@ def test_logits_take_their_share_of_memory(num_chunks):
 
 
 def test_automatic_chunks_limit_the_bytes_of_float32_logits():
-    assert auto_chunks(8 * 256, 2048) == 1
-    assert auto_chunks(8192, 128256) == 8
-    assert 8192 * 128256 * 4 / auto_chunks(8192, 128256) <= CHUNK_BYTES
-    assert auto_chunks(1, 10**9) == 1  # a chunk has at least one token
+    assert auto_chunks(8 * 256, 2048, "cpu") == auto_chunks(0, 2048, "cpu") == 1
+    assert auto_chunks(8192, 128256, "cpu") == 8 and auto_chunks(8192, 128256, "cuda") == 2
+    for device_type, limit in CHUNK_BYTES.items():
+        assert 8192 * 128256 * 4 / auto_chunks(8192, 128256, device_type) <= limit
+        assert auto_chunks(1, 10**9, device_type) == 1  # a chunk has at least one token
 
 
-def test_zero_chunks_are_refused():
-    with pytest.raises(ValueError, match="num_chunks = 0.*at least 1"):
-        SummedCrossEntropy(0)
+def test_the_number_of_chunks_follows_the_batch_at_hand(monkeypatch):
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * 4 * VOCABULARY)
+    hidden, head, labels = example(torch.float32)
+    objective = CountedChunks(0)
+    objective.logits_width = VOCABULARY
+    for samples, chunks in ((2, 5), (1, 3)):
+        with torch.set_grad_enabled(samples == 2):
+            objective(hidden[:samples], head, {"labels": labels[:samples]})
+        assert objective.chunks == chunks
+        objective.chunks = 0
+
+
+class WeightPasses(TorchDispatchMode):
+    """Count operations, other than views, with a result as large as the head's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.shape == (VOCABULARY, WIDTH) and not func.is_view:
+            self.names.append(func.name())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_products_add_up_the_weight_gradient_without_another_pass(dtype):
+    hidden, head, labels = example(dtype)
+    with WeightPasses() as passes:
+        SummedCrossEntropy(5)(hidden, head, {"labels": labels}).backward()
+    assert passes.names == ["aten::empty_like", *["aten::addmm.out"] * 5, "aten::mul.out"]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_bfloat16_weight_gradient_is_rounded_once(autocast):
+    """Under autocast the weight is in float32 and its gradient is not rounded at all."""
+    hidden, head, labels = example(torch.float32 if autocast else torch.bfloat16, batch=8, length=64)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        SummedCrossEntropy(16)(hidden, head, {"labels": labels}).backward()
+    chunks = []
+    for chunk in range(16):
+        part = slice(32 * chunk, 32 * (chunk + 1))
+        h, w = hidden.detach().bfloat16().flatten(0, 1)[part], head.weight.detach().bfloat16().requires_grad_()
+        logits = (h @ w.T).float()
+        summed_cross_entropy(logits, labels.flatten()[part]).backward()
+        chunks.append(w.grad.float())
+    expected = torch.stack(chunks).sum(0)
+    exact = expected if autocast else expected.bfloat16()
+    torch.testing.assert_close(head.weight.grad, exact, rtol=0 if autocast else 2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["bias", "hook", "subclass"])
+def test_other_heads_get_their_gradients_from_autograd(kind):
+    hidden, head, labels = example()
+    if kind == "bias":
+        head.bias = nn.Parameter(torch.randn(VOCABULARY, dtype=torch.float64))
+    elif kind == "hook":
+        head.register_forward_hook(lambda _, inputs, output: output * 2)
+    else:
+        head.__class__ = Doubled
+    losses = [SummedCrossEntropy(num_chunks)(hidden, head, {"labels": labels}) for num_chunks in (1, 3)]
+    expected, grads = (torch.autograd.grad(loss, (hidden, *head.parameters())) for loss in losses)
+    torch.testing.assert_close(grads, expected)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class CountedChunks(SummedCrossEntropy):
+    chunks = 0
+
+    def compute_loss(self, head, hidden, *targets):
+        self.chunks += 1
+        return super().compute_loss(head, hidden, *targets)
+
+
+def test_a_negative_number_of_chunks_is_refused():
+    with pytest.raises(ValueError, match="num_chunks = -1.*at least 0"):
+        SummedCrossEntropy(-1)
 
 
 def test_compiled_chunks_share_one_graph():

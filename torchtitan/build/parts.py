@@ -25,7 +25,7 @@ from torchtitan.datasets.encoding import end_of_turn_ids
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.datasets.tokenizer.chat_templates import resolve_template
 from torchtitan.datasets.tokenizer.hf_json import template_file
-from torchtitan.losses.objective import Objective, auto_chunks
+from torchtitan.losses.objective import Objective
 from torchtitan.losses.tasks import task_of
 from torchtitan.lr_schedules import LRSchedule, schedule_of
 from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
@@ -165,21 +165,6 @@ def parallel_options(config: JobConfig) -> ParallelOptions:
     )
 
 
-def loss_chunks(config: JobConfig) -> int:
-    """Return the number of loss chunks that limits the logits a rank computes at once."""
-    training, held_out, degrees = config.training, config.validation, config.parallelism
-
-    def tokens(rows: int, seq_len: int) -> int:
-        rows_at_once = microbatch_rows(config) if degrees.pipeline_parallel_degree > 1 else rows
-        return rows_at_once * seq_len // degrees.context_parallel_degree
-
-    most = tokens(batch_rows(config), training.seq_len)
-    if held_out.enable:
-        most = max(most, tokens(batch_rows(config, "validation"), held_out.seq_len or training.seq_len))
-    shards = 1 if degrees.disable_loss_parallel else degrees.tensor_parallel_degree
-    return auto_chunks(most, model_args(config).vocab_size // shards)
-
-
 def adapter(config: JobConfig) -> Adapter | None:
     """Return the job's adapter, not yet installed; None without one."""
     options = config.adapter
@@ -211,12 +196,15 @@ def save_peft(config: JobConfig, folder: Path, installed: Adapter, tensors: dict
 
 def objective(config: JobConfig) -> Objective:
     """Build the task's objective: its loss and the normalizer."""
-    task, chunks = task_of(config), config.training.loss_chunks or loss_chunks(config)
+    task, degrees = task_of(config), config.parallelism
     objective_class = resolve_name(task.objective)
-    return objective_class(
-        chunks,
+    built = objective_class(
+        config.training.loss_chunks,
         **matching_options(getattr(config, task.options_section), objective_class) if task.options_section else {},
     )
+    shards = 1 if degrees.disable_loss_parallel else degrees.tensor_parallel_degree
+    built.logits_width = model_args(config).vocab_size // shards
+    return built
 
 
 def meta_model(config: JobConfig) -> nn.Module:

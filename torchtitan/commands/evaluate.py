@@ -140,7 +140,6 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
     size_of = None if model.memory is None else config.adapter.neurocache.cache_size
     requested_sizes = [None] if size_of is None else sizes or [0, size_of]
     bytes_told = sum(_bytes_of(documents, document, tokenizer) for document in batches.order)
-    chunks = config.training.loss_chunks or build.loss_chunks(config)
     data, read = describe_sources(config, "validation"), len(batches.order)
     if config.validation.split is not None:
         data += f", held out by validation.split = {config.validation.split:g}"
@@ -150,7 +149,7 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
         if size is not None:
             model.memory.clear()
             model.memory.cache_size[False] = size
-        parts = measure_position_losses(model, batches, seq_len, chunks)
+        parts = measure_position_losses(model, batches, seq_len, config.training.loss_chunks)
         totals = total_loss(parts)
         of_bytes = totals.nats / math.log(2) / bytes_told if bytes_told else math.nan
         by_position = {

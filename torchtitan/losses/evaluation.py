@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torchtitan.core.errors import JobError
-from torchtitan.losses.objective import IGNORE_INDEX, Objective, auto_chunks, cross_entropies
+from torchtitan.losses.objective import IGNORE_INDEX, Objective, cross_entropies
 
 Request = tuple[list[int], list[int]]
 """Ids of the prompt, at least one, and of the continuation."""
@@ -38,8 +38,9 @@ class LossByRequest(Objective):
 
     targets = ("labels", "requests")
 
-    def __init__(self, num_chunks: int, num_requests: int, device: torch.device):
-        super().__init__(num_chunks)
+    def __init__(self, logits_width: int, num_requests: int, device: torch.device):
+        super().__init__(num_chunks=0)
+        self.logits_width = logits_width
         self.nats = torch.zeros(num_requests, dtype=torch.float64, device=device)
         self.mismatches = torch.zeros_like(self.nats)
 
@@ -90,8 +91,7 @@ def _batch(model: Any, requests: Sequence[Request], seq_len: int, context: int) 
             labels[row, len(ids) - 1 - len(continuation) : len(ids) - 1] = torch.tensor(continuation)
     numbers = torch.arange(len(texts))[:, None].expand_as(tokens)
     batch = {"tokens": tokens, "labels": labels, "requests": numbers}
-    chunks = auto_chunks(len(texts) * min(width, seq_len), model.args.vocab_size)
-    before, objective = model.loss, LossByRequest(chunks, len(texts), device)
+    before, objective = model.loss, LossByRequest(model.args.vocab_size, len(texts), device)
     model.loss = objective
     if model.memory is not None:
         model.memory.clear()
@@ -147,8 +147,9 @@ class LossByPosition(Objective):
 
     targets = ("labels", "position_classes")
 
-    def __init__(self, num_chunks: int, num_classes: int, device: torch.device):
+    def __init__(self, num_chunks: int, logits_width: int, num_classes: int, device: torch.device):
         super().__init__(num_chunks)
+        self.logits_width = logits_width
         self.nats = torch.zeros(num_classes, dtype=torch.float64, device=device)
         self.tokens = torch.zeros_like(self.nats)
 
@@ -175,11 +176,14 @@ def position_class_names(seq_len: int) -> list[str]:
 
 @torch.no_grad()
 def measure_position_losses(
-    model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]], seq_len: int, num_chunks: int
+    model: Any, batches: Iterable[Mapping[str, torch.Tensor]], seq_len: int, num_chunks: int
 ) -> list[PositionLoss]:
-    """Measure each class of positions with a model in evaluation mode, on batches [B, S] of datasets/segments.py."""
+    """Measure each class of positions with a model in evaluation mode, on batches [B, S] of datasets/segments.py.
+
+    `num_chunks`: see Objective.
+    """
     device = next(model.parameters()).device
-    objective = LossByPosition(num_chunks, len(BORDERS) + 1, device)
+    objective = LossByPosition(num_chunks, model.args.vocab_size, len(BORDERS) + 1, device)
     before, model.loss = model.loss, objective
     ends = torch.tensor([border * seq_len for border in BORDERS], device=device)
     try:

@@ -6,10 +6,11 @@ pairs) subclass Objective and run under every plan, chunked too.
 Logits are the largest tensors of a step (8192 tokens x 128256 words: 4.2 GB in float32). With num_chunks > 1, head and
 loss run on chunks of the rows, and the gradients of each chunk are computed in forward, before the next chunk starts.
 So only one chunk of logits exists at a time, and nothing is computed twice (recomputing the head in backward would cost
-2 % of an 8B step and 7 % of a 1B step).
+2 % of an 8B step and 7 % of a 1B step). The gradient of a linear head is summed over the chunks by the matrix products
+themselves, in float32.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ from torch.distributed.tensor import DTensor
 
 Batch = Mapping[str, torch.Tensor]
 IGNORE_INDEX = -100
-CHUNK_BYTES = 512 * 2**20
+CHUNK_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
+"""Limit of a chunk's float32 logits, by type of device. Each chunk reads and writes the head's gradient once."""
 
 
-def auto_chunks(tokens: int, vocab_size: int) -> int:
-    """Return the number of chunks that keeps the float32 logits of a chunk within 512 MiB."""
-    return min(tokens, -(-tokens * vocab_size * 4 // CHUNK_BYTES))
+def auto_chunks(tokens: int, width: int, device_type: str) -> int:
+    """Return the number of chunks, at least 1, that keeps float32 logits [tokens, width] within CHUNK_BYTES each."""
+    return max(1, min(tokens, -(-tokens * width * 4 // CHUNK_BYTES[device_type])))
 
 
 class Objective(nn.Module):
@@ -46,10 +48,18 @@ class Objective(nn.Module):
     """Names of the metrics that it measures in training in addition to the loss."""
 
     def __init__(self, num_chunks: int = 1):
+        """`num_chunks`: 0 chooses it for each batch by the size of its logits, which needs `logits_width`."""
         super().__init__()
-        if num_chunks < 1:
-            raise ValueError(f"num_chunks = {num_chunks}: must be at least 1 (1 computes the loss in one chunk)")
+        if num_chunks < 0:
+            raise ValueError(f"num_chunks = {num_chunks}: must be at least 0 (0 chooses it by the size of a batch)")
         self.num_chunks = num_chunks
+        self.logits_width = 0
+        """Logits of a token on this rank; whoever builds the objective of a job sets it."""
+
+    def chunks_of(self, hidden: torch.Tensor) -> int:
+        """Return the number of chunks for hidden states [N, ..., D]."""
+        tokens = hidden.numel() // hidden.shape[-1]
+        return self.num_chunks or auto_chunks(tokens, self.logits_width, hidden.device.type)
 
     def count(self, batch: Batch) -> int:
         """Return the number of loss terms in a batch. Summed over all batches of a step it is the normalizer."""
@@ -82,13 +92,16 @@ class Objective(nn.Module):
         if "last" in batch:
             return next_token_logits(batch["last"], hidden, head)
         hidden, *targets = self.rows(hidden, batch)
-        if self.num_chunks == 1:
+        num_chunks = self.chunks_of(hidden)
+        if num_chunks == 1:
             return self.compute_loss(head, hidden, *targets)
+        chunks = list(zip(*(x.chunk(num_chunks) for x in (hidden.detach(), *targets)), strict=True))
         if not torch.is_grad_enabled():
-            chunks = zip(*(x.chunk(self.num_chunks) for x in (hidden, *targets)), strict=True)
             return torch.stack([self.compute_loss(head, *chunk) for chunk in chunks]).sum()
-        weights = [p for p in head.parameters() if p.requires_grad]
-        return _ChunkedLoss.apply(hidden, targets, head, self, *weights)
+        weights: list[torch.Tensor] = [p for p in head.parameters() if p.requires_grad]
+        if linear := _is_plain_linear(head):
+            weights = [p.to_local() if isinstance(p, DTensor) else p for p in weights]
+        return _ChunkedLoss.apply(self, head, linear and bool(weights), chunks, hidden, *weights)
 
 
 class SummedCrossEntropy(Objective):
@@ -186,31 +199,108 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         return (grad * (valid * scale)[:, None]).to(ctx.dtype), None, None
 
 
-class _ChunkedLoss(torch.autograd.Function):
+def _is_plain_linear(head: nn.Module) -> bool:
+    """Return True if logits are hidden states times the transposed weight: a linear layer without bias and hooks.
+
+    Under tensor parallel, `head.plain` is the class of the module that runs on a rank's rows of the weight.
+    """
+    plain = getattr(head, "plain", type(head))
+    return plain.forward is nn.Linear.forward and head.bias is None and not head._forward_hooks
+
+
+class _SummingHead:
+    """A linear head that adds the gradient of its weight to `weight_grad` [V, D] in each backward.
+
+    The sum has the dtype of `weight` [V, D] (this rank's rows), but at least float32. autograd would write a gradient
+    for each chunk, rounded to the dtype of the products, which then has to be read and added.
+    """
+
+    def __init__(self, head: nn.Module, weight: torch.Tensor):
+        device = weight.device.type
+        mixed = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        self.weight = weight.detach().to(torch.get_autocast_dtype(device) if mixed else weight.dtype)
+        self.weight_grad = torch.empty_like(self.weight, dtype=torch.promote_types(self.weight.dtype, torch.float32))
+        self.is_empty = True
+        self.place: Callable[[torch.Tensor], torch.Tensor] | None = getattr(head, "place", None)
+
+    @torch.compiler.disable
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the head's logits [N, V] of hidden states [N, D]."""
+        logits = _SummingLinear.apply(hidden.to(self.weight.dtype), self)
+        return logits if self.place is None else self.place(logits)
+
+    def add_product(self, logits_grad: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Add logits_grad [N, V] transposed times hidden [N, D] to the gradient."""
+        total, product = self.weight_grad, (logits_grad.T, hidden)
+        beta = 0 if self.is_empty else 1  # 0 ignores the content
+        self.is_empty = False
+        if hidden.dtype == total.dtype:
+            torch.addmm(total, *product, beta=beta, out=total)
+        elif hidden.device.type == "cuda":
+            torch.addmm(total, *product, out_dtype=total.dtype, beta=beta, out=total)
+        elif beta == 0:
+            total.copy_(torch.mm(*product))  # CPUs lack products of bfloat16 with a float32 result
+        else:
+            total += torch.mm(*product)
+
+
+class _SummingLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, targets, head, objective, *weights):
-        total, hidden_grads, weight_grads = None, [], None
-        for h, *chunk_targets in zip(*(x.chunk(objective.num_chunks) for x in (hidden, *targets)), strict=True):
-            h = h.detach().requires_grad_()
-            with torch.enable_grad():
-                loss = objective.compute_loss(head, h, *chunk_targets)
-            h_grad, *w_grads = torch.autograd.grad(loss, (h, *weights))
-            hidden_grads.append(h_grad)
-            if weight_grads is None:
-                total = loss.detach()
-                # summed in float32, so that a bfloat16 gradient is rounded once and not once per chunk
-                weight_grads = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in w_grads]
-            else:
-                total = total + loss.detach()
-                for grad, w_grad in zip(weight_grads, w_grads, strict=True):
-                    grad += w_grad
-        ctx.save_for_backward(torch.cat(hidden_grads), *weight_grads)
-        ctx.dtypes = [hidden.dtype, *(w.dtype for w in weights)]
-        return total
+    def forward(ctx: Any, hidden: torch.Tensor, head: _SummingHead) -> torch.Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.head = head
+        return F.linear(hidden, head.weight)
 
     @staticmethod
-    def backward(ctx, scale):
-        # multiply in the loss's dtype: with a bfloat16 tensor, torch would round `scale` itself to 3 digits
-        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        hidden_grad, *weight_grads = ((grad.to(scale.dtype) * scale).to(dtype) for grad, dtype in pairs)
-        return hidden_grad, None, None, None, *weight_grads
+    def backward(ctx: Any, logits_grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (hidden,) = ctx.saved_tensors
+        ctx.head.add_product(logits_grad, hidden)
+        return logits_grad @ ctx.head.weight, None
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The summed loss of chunks, each the hidden states and targets of compute_loss. Forward computes all gradients.
+
+    `hidden`: the hidden states of all chunks. `weights`: the trained parameters of `head`. `linear`: True if the only
+    one is the weight of a plain linear layer.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        objective: Objective,
+        head: nn.Module,
+        linear: bool,
+        chunks: list[tuple[torch.Tensor, ...]],
+        hidden: torch.Tensor,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        losses, hidden_grads, weight_grads = [], [], list[torch.Tensor]()
+        summing: Any = _SummingHead(head, *weights) if linear else None
+        for h, *targets in chunks:
+            h = h.detach().requires_grad_()
+            with torch.enable_grad():
+                loss = objective.compute_loss(summing or head, h, *targets)
+            h_grad, *w_grads = torch.autograd.grad(loss, (h, *(() if summing else weights)))
+            hidden_grads.append(h_grad)
+            losses.append(loss.detach())
+            # summed in float32, so that a bfloat16 gradient is rounded once and not once per chunk
+            w_grads = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in w_grads]
+            weight_grads = [a.add_(b) for a, b in zip(weight_grads, w_grads, strict=True)] if weight_grads else w_grads
+        ctx.save_for_backward(torch.cat(hidden_grads), *([summing.weight_grad] if summing else weight_grads))
+        ctx.dtypes = [hidden.dtype, *(w.dtype for w in weights)]
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple:
+        # a pipeline that splits backward into input and weight gradients may run this twice
+        retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+
+        def scaled(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            # multiply in the loss's dtype: with a bfloat16 tensor, torch would round `scale` itself to 3 digits
+            grad = grad.to(scale.dtype)
+            in_place = grad.dtype == dtype and not retain_graph
+            return torch.mul(grad, scale, out=grad if in_place else grad.new_empty(grad.shape, dtype=dtype))
+
+        grads = [scaled(grad, dtype) for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        return None, None, None, None, *grads

@@ -13,7 +13,7 @@ class TaskSpec:
     """A task: its objective, and how batches and samples are made for it."""
 
     objective: str
-    """The "module:attribute" of an Objective (objective.py), called with the number of chunks."""
+    """The "module:attribute" of an Objective (objective.py), called with the number of chunks (0: by batch)."""
     rows_per_sample: int = 1
     """Adjacent rows of a batch that one loss needs: 2 for pairs, rows 2i and 2i + 1. A job's batch sizes count them as
     one sample, and a microbatch never separates them."""

@@ -258,10 +258,7 @@ class RegionBorder:
 
 
 class LocalWeights:
-    """A stand-in for `self` in a module's forward, with this rank's plain shard in place of each DTensor parameter.
-
-    `other`: replacements for some parameters, of the same shape or None.
-    """
+    """A stand-in for `self` in a module's forward: each parameter is a plain local shard, or `other` of its shape."""
 
     def __init__(self, module: nn.Module, **other: torch.Tensor | None):
         gradients = getattr(module, "gradient_placements", {})  # default: a gradient is placed like its parameter
@@ -312,7 +309,11 @@ class _Keyed(_Replicated):
 
 class _Head(_Column):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits = DTensor.from_local(super().forward(x), self.weight.device_mesh, [Shard(x.dim() - 1)], run_check=False)
+        return self.place(super().forward(x))
+
+    def place(self, local_logits: torch.Tensor) -> torch.Tensor:
+        """Return a rank's logits [..., V / tp] as a DTensor, or gathered to [..., V] without a parallel loss."""
+        logits = DTensor.from_local(local_logits, self.weight.device_mesh, [Shard(-1)], run_check=False)
         return logits if self.loss_parallel else logits.redistribute(placements=[Replicate()]).to_local()
 
 
@@ -347,9 +348,9 @@ def _split(
 ) -> None:
     """Turn the parameters of `module`, called `name`, into DTensors, and its class into a subclass of `kind`.
 
-    `defaults`: the placements of a parameter and of its gradient, by the parameter's name. A class overrides these with
-    a method `tensor_placements(role, replicated_gradient)` that returns {name: Placements}. `role` is the field of the
-    plan that matched, and `replicated_gradient` the placement of the gradient of a replicated parameter.
+    `defaults`: the placements of a parameter and of its gradient, by the parameter's name. A method of the class,
+    `tensor_placements(role, replicated_gradient)`, overrides them with {name: Placements}: `role` is the plan's field
+    that matched, `replicated_gradient` the placement of a replicated parameter's gradient.
     """
     assert all("." not in leaf for leaf, _ in module.named_parameters()), "parameters are in leaf modules"
     placements = {}
