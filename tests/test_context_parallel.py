@@ -24,7 +24,7 @@ from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama
-from torchtitan.parallelisms import ring_attention
+from torchtitan.parallelisms import attention_kernels, ring_attention
 from torchtitan.parallelisms.context_parallel import (
     METHODS,
     apply_context_parallel,
@@ -429,7 +429,7 @@ def region_gradients(dtype, documents, device="cpu"):
 @pytest.mark.parametrize("documents", (False, True))
 def test_written_out_kernel_equals_the_cpu_kernel(documents, monkeypatch):
     expected = region_gradients(torch.float64, documents)
-    monkeypatch.setattr(ring_attention, "kernel_for", lambda q, bias: "written out")
+    monkeypatch.setattr(attention_kernels, "kernel_for", lambda q, bias: "written out")
     for got, want in zip(region_gradients(torch.float64, documents), expected, strict=True):
         assert relative_error(got, want) <= 1e-12
 
@@ -440,7 +440,7 @@ def test_cuda_kernels_get_valid_arguments(kernel, dtype, documents, monkeypatch)
     """Runs on the meta device, which checks names, arguments and shapes only."""
     if kernel == "flash" and documents:
         kernel = "efficient"
-    monkeypatch.setattr(ring_attention, "kernel_for", lambda q, bias: kernel)
+    monkeypatch.setattr(attention_kernels, "kernel_for", lambda q, bias: kernel)
     shapes = [(SAMPLES, n, length, HEAD_DIM) for n, length in ((4, 12), (4, 12), (2, SEQ_LEN), (2, SEQ_LEN))]
     got = region_gradients(dtype, documents, "meta")
     assert [x.shape for x in got] == shapes and {x.dtype for x in got} == {dtype}
@@ -459,8 +459,8 @@ def test_cuda_kernels_get_valid_arguments(kernel, dtype, documents, monkeypatch)
 )
 def test_choice_of_kernel(dtype, head_dim, masked, kernel):
     q = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 1, 1, head_dim))
-    assert ring_attention.kernel_for(q, torch.zeros(()) if masked else None) == kernel
-    assert ring_attention.kernel_for(torch.zeros(1, 1, 1, head_dim, dtype=dtype), None) == "cpu"
+    assert attention_kernels.kernel_for(q, torch.zeros(()) if masked else None) == kernel
+    assert attention_kernels.kernel_for(torch.zeros(1, 1, 1, head_dim, dtype=dtype), None) == "cpu"
 
 
 class DenseFlex(AttentionKernel):

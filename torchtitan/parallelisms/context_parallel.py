@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.core.errors import JobError
+from torchtitan.parallelisms.attention_kernels import accumulation_dtype
 from torchtitan.parallelisms.degrees import (
     SEQ_LEN,
     check_attention_dropout,
@@ -35,7 +36,6 @@ from torchtitan.parallelisms.ring_attention import (
     RegionAttentionFunction,
     Ring,
     RingAttentionFunction,
-    accumulation_dtype,
 )
 from torchtitan.parallelisms.sequence_layout import (
     Kernel,
