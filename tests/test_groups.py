@@ -64,13 +64,14 @@ def test_equal_to_written_out_attention_inside_groups(heads, key_heads, document
 
 def test_number_of_visible_pairs():
     """S tokens in groups of G make S / G triangles of side G; shifted heads have one fewer, and two of side G / 2."""
-    masks = [mask[0, 0].sum().item() for mask in ShiftedGroups(SIZE, 4).prepare(Tokens(PLACES, None))]
+    tokens = Tokens(PLACES, None)
+    masks = [half.dense_mask(tokens, tokens).sum().item() for half in ShiftedGroups(SIZE, 4).halves]
 
     def triangle(n):
         return n * (n + 1) // 2
 
     assert masks == [3 * triangle(8), 2 * triangle(8) + 2 * triangle(4)] and sum(masks) < triangle(LENGTH)
-    assert ShiftedGroups(LENGTH, 4).prepare(Tokens(PLACES, None))[0] is None  # one group hides nothing
+    assert ShiftedGroups(LENGTH, 4).prepare(tokens)[0] is None  # one group hides nothing
 
 
 def test_flex_attention_skips_hidden_blocks():

@@ -136,8 +136,11 @@ def test_without_documents_no_mask_is_made(backend):
     assert AttentionKernel(backend).prepare(tokens) is None
     assert AttentionKernel(backend, causal=False).prepare(tokens) is None
     assert AttentionKernel(backend, causal=False).prepare(tokens, Tokens(torch.arange(14), None)) is None
-    part = AttentionKernel(backend).prepare(Tokens(PLACES + 2, None), Tokens(torch.arange(14), None))
-    assert torch.equal(part[0, 0], torch.ones(14, 14, dtype=torch.bool).tril()[2:9]), "its queries are a part"
+    part, every = Tokens(PLACES + 2, None), Tokens(torch.arange(14), None)
+    mask = AttentionKernel(backend).prepare(part, every)
+    assert mask.tolist()[0] == [-1, 0, 7, 0, 9, 1] and not mask[1:].any(), "its queries are a part"
+    dense_mask = AttentionKernel(backend).dense_mask(part, every)
+    assert torch.equal(dense_mask[0, 0], torch.ones(14, 14, dtype=torch.bool).tril()[2:9])
 
 
 def test_narrow_heads_in_bfloat16_are_computed_in_float32_on_a_cpu(monkeypatch):

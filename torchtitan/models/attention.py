@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from torchtitan.core.errors import JobError
-from torchtitan.models.layers import RMSNorm, rotate
+from torchtitan.models.layers import RMSNorm, autocast_dtype, rotate
+from torchtitan.parallelisms.region_attention import attend_by_regions, region_table
 from torchtitan.parallelisms.sequence_layout import Tokens
 
 BACKENDS = ("auto", "sdpa", "flex")
@@ -34,7 +35,8 @@ class AttentionKernel(nn.Module):
 
     sdpa: scaled_dot_product_attention, which picks the fastest kernel itself. flex: flex attention, which skips blocks
     that the mask empties. auto: flex for document masks or windows on a GPU (it has no backward on a CPU), else sdpa.
-    Without such a mask all three use sdpa, since there are no blocks to skip.
+    Without such a mask all three use sdpa, since there are no blocks to skip. On a CPU documents and windows are slices
+    of the batch (parallelisms/region_attention.py) unless the backend is flex.
     """
 
     accepts_query_slices, has_dropout = True, False
@@ -56,27 +58,42 @@ class AttentionKernel(nn.Module):
     def prepare(self, queries: Tokens, keys: Tokens | None = None) -> torch.Tensor | BlockMask | None:
         """Make the mask for `forward`, once per forward of the model.
 
-        Returns a bool tensor [B or 1, 1, Q, S], True where a query may attend, or a BlockMask. None means causal
-        without further restrictions, or no restriction at all if causal=False. `keys` default to the queries' tokens.
+        Returns a BlockMask, the table of regions that `attend_by_regions` takes (int32), or a bool tensor
+        [B or 1, 1, Q, S], True where a query may attend. None means causal without further restrictions, or no
+        restriction at all if causal=False. `keys` default to the queries' tokens.
         """
         same_tokens, keys = keys is None, keys or queries
         if queries.documents is None and not self.masks_tokens(len(keys.indices)) and (same_tokens or not self.causal):
             return None
         if self.uses_flex(queries):
             return self._block_mask(queries, keys)
-        visible = self._is_visible(queries.indices[:, None], keys.indices)
-        if queries.documents is not None:
-            visible = visible & (queries.documents[:, :, None] == keys.documents[:, None, :])
-        return visible.view(-1, 1, len(queries.indices), len(keys.indices))  # [B or 1, 1, Q, S], True = may attend
+        if not self.uses_regions(queries):
+            return self.dense_mask(queries, keys)
+        return region_table(
+            self.segments(queries), queries.indices, self.segments(keys), keys.indices, self.causal, self.window
+        )
+
+    def segments(self, tokens: Tokens) -> torch.Tensor:
+        """Return the number of each token's segment, [B or 1, S]: tokens attend within their segment."""
+        return torch.zeros_like(tokens.indices)[None] if tokens.documents is None else tokens.documents
 
     def masks_tokens(self, length: int) -> bool:
-        """Return True if a sequence of this length masks tokens that the causal mask does not."""
+        """Return True if a document of this length masks tokens that the causal mask does not."""
         return 0 < self.window < length
 
     def uses_flex(self, queries: Tokens) -> bool:
         if queries.documents is None and self.plain_attention:
             return False
         return self.backend == "flex" or (self.backend == "auto" and queries.indices.is_cuda)
+
+    def uses_regions(self, queries: Tokens) -> bool:
+        """Return True if `forward` attends by slices of the batch and so needs no mask over all pairs of tokens."""
+        return queries.indices.device.type == "cpu"
+
+    def dense_mask(self, queries: Tokens, keys: Tokens) -> torch.Tensor:
+        """Return whether each query may attend to each key: bool [B or 1, 1, Q, S]."""
+        visible = self.segments(queries)[:, :, None] == self.segments(keys)[:, None, :]  # [B or 1, Q, S]
+        return (visible & self._is_visible(queries.indices[:, None], keys.indices))[:, None]
 
     def _is_visible(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Return whether each query may attend to each key by position alone; bool, of the broadcast shape of both."""
@@ -87,15 +104,15 @@ class AttentionKernel(nn.Module):
 
     def _block_mask(self, queries: Tokens, keys: Tokens) -> BlockMask:
         device = queries.indices.device
+        query_segments, key_segments = self.segments(queries), self.segments(keys)
+        batch = len(query_segments) if len(query_segments) > 1 else None
 
         def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            in_reach = self._is_visible(queries.indices[q], keys.indices[k])
-            if queries.documents is None:
-                return in_reach
-            return in_reach & (queries.documents[b, q] == keys.documents[b, k])
+            row = 0 if batch is None else b
+            same = query_segments[row, q] == key_segments[row, k]
+            return same & self._is_visible(queries.indices[q], keys.indices[k])
 
         create = compile_lazily(create_block_mask) if device.type == "cuda" else create_block_mask
-        batch = None if queries.documents is None else len(queries.documents)
         return create(visible, batch, None, len(queries.indices), len(keys.indices), device=device)
 
     def forward(
@@ -113,6 +130,9 @@ class AttentionKernel(nn.Module):
         return self._sdpa(q, k, v, mask)
 
     def _sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        if mask is not None and mask.dtype == torch.int32:
+            dtype = autocast_dtype("cpu") or q.dtype  # as scaled_dot_product_attention chooses
+            return attend_by_regions(*(x.to(dtype) for x in (q, k, v)), mask, self.window)[0]
         grouped = k.shape[1] != q.shape[1]
         # On CUDA only the flash kernel surely supports grouped heads, and it supports neither masks nor float32. Rather
         # than use the kernel that materializes all scores, repeat the heads. The CPU kernel always supports them.
@@ -212,9 +232,9 @@ class GroupKernel(AttentionKernel):
     def masks_tokens(self, length: int) -> bool:
         return length > self.size - self.missing
 
-    def _is_visible(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        same = (query + self.missing) // self.size == (key + self.missing) // self.size
-        return super()._is_visible(query, key) & same
+    def segments(self, tokens: Tokens) -> torch.Tensor:
+        """Return the number of each token's group in its document, [B or 1, S]."""
+        return super().segments(tokens) * 2**31 + (tokens.indices + self.missing) // self.size
 
 
 HalfMasks = tuple[torch.Tensor | BlockMask | None, torch.Tensor | BlockMask | None]

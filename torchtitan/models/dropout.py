@@ -83,6 +83,9 @@ class DropoutKernel(AttentionKernel):
     def uses_flex(self, queries: Tokens) -> bool:
         return not self.training and super().uses_flex(queries)
 
+    def uses_regions(self, queries: Tokens) -> bool:
+        return not self.training and super().uses_regions(queries)
+
     def forward(
         self,
         q: torch.Tensor,

@@ -27,6 +27,12 @@ def kernel_dtype(q: torch.Tensor) -> torch.dtype:
     return accumulation_dtype(q.dtype) if q.device.type == "cpu" else q.dtype
 
 
+def mask_bias(visible: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return the mask to add to the scores of queries q, of the shape of `visible`, True where a key is visible."""
+    hidden = max(MASKED_SCORE, torch.finfo(q.dtype).min / 2)
+    return torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, hidden)
+
+
 def block_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:

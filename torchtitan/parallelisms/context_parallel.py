@@ -36,6 +36,7 @@ from torchtitan.parallelisms.ring_attention import (
     RegionAttentionFunction,
     Ring,
     RingAttentionFunction,
+    shard_tables,
 )
 from torchtitan.parallelisms.sequence_layout import (
     Kernel,
@@ -144,12 +145,18 @@ class AllGatherAttention(ContextParallelAttention):
         all_documents = (
             None if documents is None else self.to_sequence_order(self.gather_documents(documents))
         )  # [B, S]
-        if declares(self.inner, "plain_attention") and not self.inner.uses_flex(tokens):
+        if declares(self.inner, "plain_attention") and not self._masks_in_kernel(tokens):
             return documents if documents is None else (documents, all_documents)
         length, device = len(tokens.indices), tokens.indices.device
         local_tokens = Tokens(self.layout.positions(self.rank, length, device), documents)
         all_tokens = Tokens(torch.arange(length * self.layout.ranks, device=device), all_documents)
         return KernelMask(self.inner.prepare(local_tokens, all_tokens))
+
+    def _masks_in_kernel(self, tokens: Tokens) -> bool:
+        """Return True if the model's kernel attends within documents faster than a mask over all pairs."""
+        if tokens.documents is None or not declares(self.inner, "accepts_query_slices"):
+            return False
+        return self.inner.uses_flex(tokens) or self.inner.uses_regions(tokens)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *random_keys: torch.Tensor
@@ -172,7 +179,12 @@ class RingAttention(ContextParallelAttention):
         self.ring = ring
 
     def prepare(self, tokens: Tokens) -> Mask:
-        return None if tokens.documents is None else self.gather_documents(tokens.documents)
+        if tokens.documents is None:
+            return None
+        documents = self.gather_documents(tokens.documents)
+        if documents.device.type == "cpu":
+            return shard_tables(documents, self.rank, self.layout, self.inner.causal)
+        return documents
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
         return RingAttentionFunction.apply(q, k, v, mask, self.ring, self.layout, self.inner.causal)

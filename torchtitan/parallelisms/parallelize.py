@@ -23,6 +23,7 @@ from torchtitan.parallelisms.expert_parallel import apply_expert_parallel
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.pipeline.overlap.segments import RecomputePolicy
 from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
+from torchtitan.parallelisms.region_attention import attend_by_regions
 from torchtitan.parallelisms.steps import same_notes
 from torchtitan.parallelisms.tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
 
@@ -136,7 +137,7 @@ SAVED_OPS = {
         torch.ops._c10d_functional.all_reduce,
         torch.ops._c10d_functional.all_to_all_single,
     )
-} | {torch.ops.higher_order.flex_attention}
+} | {attend_by_regions._opoverload, torch.ops.higher_order.flex_attention}
 
 # Profiler markers compute nothing. FSDP adds one if a module inside a block is the first FSDP module to run, as in
 # recomputation.

@@ -24,12 +24,13 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.parallelisms.attention_kernels import (
-    MASKED_SCORE,
     accumulation_dtype,
     block_backward,
     block_forward,
     kernel_dtype,
+    mask_bias,
 )
+from torchtitan.parallelisms.region_attention import attend_by_regions, attend_by_regions_backward, region_table
 from torchtitan.parallelisms.sequence_layout import Region, SequenceLayout
 
 Documents = tuple[torch.Tensor, torch.Tensor]
@@ -83,11 +84,18 @@ class BlockwiseAttention:
         self.logsumexp = torch.full(q.shape[:-1], -math.inf, dtype=wide, device=q.device)
         self.extras: tuple[torch.Tensor, ...] = ()
 
-    def add(self, k: torch.Tensor, v: torch.Tensor, region: Region, documents: Documents | None) -> None:
-        """Merge in the region of keys k [B, K, S, E] and values v [B, K, S, width], by online softmax."""
-        q, k, v, bias = _select_region(self.q, k, v, region, documents)
-        part, part_logsumexp, self.extras = block_forward(q, k, v, region.causal, bias)
+    def add(self, k: torch.Tensor, v: torch.Tensor, region: Region, mask: Documents | torch.Tensor | None) -> None:
+        """Merge in the region of keys k [B, K, S, E] and values v [B, K, S, width], by online softmax.
+
+        A `mask` that is one tensor is a table of regions (region_attention.py) within `region`.
+        """
         rows = slice(region.first_query, region.last_query)
+        if isinstance(mask, torch.Tensor):
+            keys = (x.to(self.q.dtype) for x in (k, v))
+            part, part_logsumexp = (x[:, :, rows] for x in attend_by_regions(self.q, *keys, mask, 0))
+        else:
+            q, k, v, bias = _select_region(self.q, k, v, region, mask)
+            part, part_logsumexp, self.extras = block_forward(q, k, v, region.causal, bias)
         out, logsumexp = self.out[:, :, rows], self.logsumexp[:, :, rows]
         total = torch.logaddexp(logsumexp, part_logsumexp)
         out.mul_((logsumexp - total).exp_()[..., None]).addcmul_(
@@ -120,12 +128,18 @@ class BlockwiseGradients:
         k: torch.Tensor,
         v: torch.Tensor,
         region: Region,
-        documents: Documents | None,
+        mask: Documents | torch.Tensor | None,
         grad_k: torch.Tensor,
         grad_v: torch.Tensor,
     ) -> None:
         """Add the region's gradients to `grad_q`, and to `grad_k` and `grad_v`, of the shapes of k and v."""
-        q, k, v, bias = _select_region(self.q, k, v, region, documents)
+        if isinstance(mask, torch.Tensor):
+            inputs = self.grad, self.q, *(x.to(self.q.dtype) for x in (k, v)), self.out, self.logsumexp
+            parts = attend_by_regions_backward(*inputs, mask, 0)
+            for total, part in zip((self.grad_q, grad_k, grad_v), parts, strict=True):
+                total.add_(part)
+            return
+        q, k, v, bias = _select_region(self.q, k, v, region, mask)
         rows, columns = slice(region.first_query, region.last_query), slice(region.first_key, region.last_key)
         of_row = (x[:, :, rows].contiguous() for x in (self.grad, self.out, self.logsumexp))
         parts = block_backward(q, k, v, region.causal, bias, *of_row, self.extras)
@@ -146,9 +160,7 @@ def _select_region(
     visible = documents[0][:, rows, None] == documents[1][:, None, columns]
     if region.causal:
         visible = visible.tril()
-    hidden = max(MASKED_SCORE, torch.finfo(q.dtype).min / 2)
-    bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, hidden)
-    return q, k, v, bias[:, None]
+    return q, k, v, mask_bias(visible, q)[:, None]
 
 
 class Ring:
@@ -188,7 +200,7 @@ class Ring:
 class RingAttentionFunction(torch.autograd.Function):
     """Ring attention on this rank's shards: q [B, H, s, E], k [B, K, s, E], v [B, K, s, V] -> [B, H, s, V].
 
-    `documents`: the document ids of all ranks' tokens, [ranks, B, s], or None.
+    `documents`: the document ids of all ranks' tokens, [ranks, B, s], the tables of `shard_tables`, or None.
     """
 
     @staticmethod
@@ -209,7 +221,7 @@ class RingAttentionFunction(torch.autograd.Function):
             arriving = ring.start(shard) if step < ring.ranks - 1 else None
             region = layout.visible_in_shard(ring.rank, source, q.shape[2], causal)
             if region is not None:
-                attention.add(*shard.split(widths, dim=-1), region, _pair(documents, ring.rank, source))
+                attention.add(*shard.split(widths, dim=-1), region, _mask_of(documents, ring.rank, source))
             if arriving is not None:
                 shard = ring.finish(arriving)
         results = attention.results()
@@ -231,8 +243,8 @@ class RingAttentionFunction(torch.autograd.Function):
             grad_shard = local_grad if step == 0 else torch.zeros_like(local_grad)
             region = layout.visible_in_shard(ring.rank, source, q.shape[2], ctx.causal)
             if region is not None:
-                pair = _pair(documents, ring.rank, source)
-                gradients.add(*shard.split(widths, -1), region, pair, *grad_shard.split(widths, -1))
+                mask = _mask_of(documents, ring.rank, source)
+                gradients.add(*shard.split(widths, -1), region, mask, *grad_shard.split(widths, -1))
             if travelling is not None:
                 grad_shard += ring.finish(travelling)
             if step > 0:
@@ -245,5 +257,26 @@ class RingAttentionFunction(torch.autograd.Function):
         return gradients.grad_q.to(q.dtype), grad_k, grad_v, None, None, None, None
 
 
-def _pair(documents: torch.Tensor | None, rank: int, source: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    return None if documents is None else (documents[rank], documents[source])
+def _mask_of(documents: torch.Tensor | None, rank: int, source: int) -> Documents | torch.Tensor | None:
+    if documents is None:
+        return None
+    return documents[source] if documents.dtype == torch.int32 else (documents[rank], documents[source])
+
+
+def shard_tables(documents: torch.Tensor, rank: int, layout: SequenceLayout, causal: bool) -> torch.Tensor:
+    """Return a table of regions of the queries of `rank` and the keys of each rank: int32 [ranks, B s, 6].
+
+    `documents`: [ranks, B, s] on a CPU.
+    """
+    ranks, samples, length = documents.shape
+    indices, tables = torch.arange(length), documents.new_zeros(ranks, samples * length, 6, dtype=torch.int32)
+    for source in range(ranks):
+        region = layout.visible_in_shard(rank, source, length, causal)
+        if region is None:
+            continue
+        sides = (slice(region.first_query, region.last_query), slice(region.first_key, region.last_key))
+        segments = [documents[of][:, side] for of, side in zip((rank, source), sides, strict=True)]
+        table = region_table(segments[0], indices[sides[0]], segments[1], indices[sides[1]], region.causal, 0)
+        shift = [0, region.first_query, region.first_query, region.first_key, region.first_key, 0]
+        tables[source, : len(table)] = table + torch.tensor(shift, dtype=torch.int32) * (table[:, 2:3] > 0)
+    return tables
