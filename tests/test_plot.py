@@ -10,7 +10,7 @@ from torchtitan.commands import plot
 
 
 def test_a_drawing_of_two_points():
-    drawing = plot.drawn([(1, 3.0), (2, 2.0)], [(2, 2.5)], plot.LABEL + 20)
+    drawing = plot.text_plot([(1, 3.0), (2, 2.0)], [(2, 2.5)], plot.LABEL + 20)
     lines = drawing.splitlines()
     assert len(lines) == plot.ROWS + 2
     assert lines[0] == "  3.000 |o" and lines[plot.ROWS - 1] == "  2.000 |" + " " * 19 + "o"
@@ -21,11 +21,11 @@ def test_a_drawing_of_two_points():
 
 
 def test_a_falling_line_and_a_single_value():
-    lines = plot.drawn([(step, 40.0 - step) for step in range(1, 41)], [], plot.LABEL + 40).splitlines()
+    lines = plot.text_plot([(step, 40.0 - step) for step in range(1, 41)], [], plot.LABEL + 40).splitlines()
     places = [line.find("o") for line in lines[: plot.ROWS] if "o" in line]
     assert places == sorted(places) and len(places) > plot.ROWS - 3
     assert "smoothed, 5 of them at a time" in lines[-1] and "validation" not in lines[-1]
-    lines = plot.drawn([(7, 2.0)], [], 30).splitlines()
+    lines = plot.text_plot([(7, 2.0)], [], 30).splitlines()
     assert [number for number, line in enumerate(lines[:-1]) if "o" in line] == [plot.ROWS // 2]
 
 

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         check_format(options.to, "--to", (PAGE, *FORMATS))
     path = options.folder / METRICS if options.folder.is_dir() else options.folder
     losses, held_out = read(path)
-    print(drawn(losses, held_out, shutil.get_terminal_size().columns - 1))
+    print(text_plot(losses, held_out, shutil.get_terminal_size().columns - 1))
     if options.to is not None:
         try:
             write(path, options.to, title=str(options.folder))
@@ -57,7 +57,7 @@ def read(path: Path) -> tuple[Points, Points]:
     return losses, held_out
 
 
-def drawn(losses: Points, held_out: Points, width: int) -> str:
+def text_plot(losses: Points, held_out: Points, width: int) -> str:
     """Return the text plot, `width` characters wide."""
     columns = max(width - LABEL, 20)
     values = [value for _, value in [*losses, *held_out]]

@@ -45,7 +45,7 @@ class _ReLoRA(Script):
         self.schedule()
         self.adapter()
         self.reset()
-        self.start()
+        self.initial_weights()
         self.precision_and_sharding()
         self.output()
         self.validation()
@@ -244,7 +244,7 @@ class _ReLoRA(Script):
             self.note("the two moments of A keep the same entries, and so do B's; the script pruned each by itself, so")
             self.note('that a step may divide by almost zero: adapter.relora.mask = "independent" does that too')
 
-    def start(self) -> None:
+    def initial_weights(self) -> None:
         """Translate the flags that load weights or resume."""
         options, values = self.options, self.values
         warm_start_path = options["continue_from"] or options["warmed_up_model"]

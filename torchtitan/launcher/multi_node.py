@@ -111,7 +111,10 @@ class Coordinator:
         )
 
     def _admit(self, connection: Connection, message: Message) -> str:
-        """Admit an authenticated machine or turn it away. Return why it cannot take part, or ""."""
+        """Register an authenticated machine, or close its connection. Return the fault to report, or "".
+
+        A machine that connects again replaces its broken connection. A connection that is no machine of this run, or
+        of an earlier launch, is closed without a fault."""
         index, host, ranks = message.get("index"), str(message.get("host")), message.get("ranks")
         if not isinstance(index, int) or not 0 < index < self.nodes.count:
             connection.close()

@@ -268,7 +268,7 @@ def export_has_a_form(facts: Facts) -> Iterator[Fault]:
             yield facts.fault("checkpoint.last_save_in_hf", "false with this model", str(error))
 
 
-def needs_checkpoints(facts: Facts) -> Iterator[Fault]:
+def checkpoint_options_have_effect(facts: Facts) -> Iterator[Fault]:
     """Report options of [checkpoint] that have no effect because checkpoint.enable is false.
 
     With initial_load_path set, the options that affect the initial load are not reported.
@@ -301,4 +301,4 @@ RULES: tuple[Rule, ...] = (
     checkpoints_are_still_there,
     moments_are_of_this_plan,
 )
-WITHOUT_EFFECT: tuple[Rule, ...] = (needs_checkpoints,)
+WITHOUT_EFFECT: tuple[Rule, ...] = (checkpoint_options_have_effect,)
