@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.optimization import Adafactor as TheirAdafactor
 
 from tests.support.pool import run_ranks
@@ -203,35 +204,62 @@ def test_keyed_numbers_of_a_part_are_normal_and_those_of_the_full_matrix():
     assert rows.abs().max() < 6 / 400**0.5  # 90 000 of them
 
 
-def work_by_owners(axes):
-    """Return for each task the rank that worked on it, and how many tasks this rank did."""
+PLACEMENTS = {  # mesh axes, and placements of a matrix [12, 8] under FSDP, HSDP, FSDP with tensor parallel
+    (2,): [[Shard(0)], [Shard(1)]],
+    (2, 2): [
+        [Replicate(), Shard(0)],
+        [Shard(0), Replicate()],
+        [Shard(0), Shard(1)],
+        [Shard(1), Shard(0)],
+        [_StridedShard(0, split_factor=2), Shard(0)],
+        [Replicate(), Replicate()],
+    ],
+}
+
+
+def work_by_owners(axes, in_full):
+    """Return this rank's errors, the rank that worked on each task, the number of own tasks and the bytes sent."""
     mesh = init_device_mesh("cpu", axes)
-    placements = [Replicate()] * (len(axes) - 1) + [Shard(0)]
-    tasks = [distribute_tensor(random(5, 3, seed=seed), mesh, placements) for seed in range(6)]
-    worked = []
+    cases = [(layout, size) for layout in PLACEMENTS[axes] for size in ((12, 8), (7, 5), (1, 3))]
+    cases = [case for case in cases if case[1] == (12, 8) or not isinstance(case[0][0], _StridedShard)]
+    matrices = [random(*size, seed=seed) for seed, (_, size) in enumerate(cases)]
+    layouts = [Layout(size, mesh, tuple(placements)) for placements, size in cases]
+    tasks = [layout.placed(layout.part(m).clone()) for m, layout in zip(matrices, layouts, strict=True)]
+    worked, traffic = [], []
 
     def work(task, matrix):
         worked.append(task)
-        return matrix + dist.get_rank()
+        return 2 * matrix + dist.get_rank()
 
-    layouts = {id(task): Layout.of(task) for task in tasks}
-    answers = by_owners(
-        tasks,
-        lambda task: layouts[id(task)],
-        lambda task: layouts[id(task)].gathered(task.to_local()),
-        work,
-        lambda task: torch.empty(5, 3),
-    )
-    return [(result - random(5, 3, seed=seed)).mean().round().item() for seed, (_, result) in enumerate(answers)], len(
-        worked
-    )
+    def count(output, tensor, received, sent, group):
+        traffic.append(sum(sent) - sent[dist.get_rank(group)])
+        return original(output, tensor, received, sent, group)
+
+    original, dist.all_to_all_single = dist.all_to_all_single, count
+    try:
+        results = {"result": lambda task: torch.empty(task.shape)} if in_full else {}
+        answers = list(by_owners(tasks, Layout.of, lambda task: task.to_local(), work, **results))
+    finally:
+        dist.all_to_all_single = original
+    errors = []
+    for number, (task, answer) in enumerate(answers):
+        expected = 2 * matrices[number] + number % mesh.size()
+        assert task is tasks[number]
+        expected = expected if in_full else layouts[number].part(expected)
+        errors.append((answer - expected).abs().max().item() if expected.numel() else 0.0)
+    return errors, len(worked), sum(traffic), sum(m.numel() for m in matrices)
 
 
+@pytest.mark.parametrize("in_full", [False, True])
 @pytest.mark.parametrize("axes", [(2,), (2, 2)])
-def test_owners_alternate_and_all_ranks_get_the_results(axes):
+def test_owners_work_on_full_matrices_and_ranks_receive_their_shards(axes, in_full):
     ranks = 2 ** len(axes)
-    for owners, worked in run_ranks(ranks, work_by_owners, axes):
-        assert owners == [number % ranks for number in range(6)] and worked in (1, 2, 3)
+    answers = run_ranks(ranks, work_by_owners, axes, in_full)
+    for errors, worked, _, _ in answers:
+        assert max(errors) == 0 and worked in (len(errors) // ranks, len(errors) // ranks + 1)
+    total, numbers = sum(sent for _, _, sent, _ in answers), answers[0][-1]
+    # A shard of each matrix goes to its owner and back. Without owners each rank would need the other shards of all.
+    assert total <= 2 * numbers * (ranks - 1) / ranks if axes == (2,) else total <= 3 * numbers
 
 
 @pytest.mark.parametrize("name", [name for name, spec in OPTIMIZERS.items() if spec.state_size])

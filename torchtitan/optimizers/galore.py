@@ -123,8 +123,8 @@ class GaLore(ByParameter):
         def layout_of(task: Task) -> Layout:
             return Layout.of(task.parameter)
 
-        def gathered(task: Task) -> torch.Tensor:
-            return layout_of(task).gathered(gradient_of(task.parameter))
+        def shard_of(task: Task) -> torch.Tensor:
+            return gradient_of(task.parameter)
 
         def result(task: Task) -> torch.Tensor:
             """Return an empty result: the concatenated bases and their share of the gradient. NaN means no basis."""
@@ -141,7 +141,7 @@ class GaLore(ByParameter):
                 task.parameter.dtype
             )
 
-        for task, flat in by_owners(due, layout_of, gathered, work, result):
+        for task, flat in by_owners(due, layout_of, shard_of, work, result):
             self.turn(task, flat)
 
     def compute_basis(self, task: Task, side: str, full_gradient: torch.Tensor) -> torch.Tensor:

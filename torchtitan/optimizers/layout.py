@@ -7,6 +7,7 @@ for gathers. So the same code runs on one device and under every plan.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any, TypeVar
 
@@ -15,10 +16,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 T = TypeVar("T")
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""The shape of a shard, and its offset in the full tensor."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +40,32 @@ class Layout:
         return cls(tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements))
 
     @cached_property
-    def _place(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _local_box(self) -> Box:
+        coordinate = None if self.mesh is None else self.mesh.get_coordinate()
+        return self.box(coordinate or ())
+
+    def box(self, coordinate: Sequence[int]) -> Box:
+        """Return the shape of the shard at a coordinate of the mesh, and its offset in the full tensor."""
         if self.mesh is None:
             return self.shape, (0,) * len(self.shape)
-        local, offset = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
-        return tuple(local), tuple(offset)
+        shape, offset = _compute_local_shape_and_global_offset(
+            self.shape, self.mesh.shape, list(coordinate), self.placements
+        )
+        return tuple(shape), tuple(offset)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        return self._place[0]
+        return self._local_box[0]
 
     @property
     def offset(self) -> tuple[int, ...]:
         """Return the offset of this rank's shard in the full tensor."""
-        return self._place[1]
+        return self._local_box[1]
+
+    @property
+    def replicated_axes(self) -> list[int]:
+        """Return the mesh axes along which the tensor is replicated."""
+        return [axis for axis, placement in enumerate(self.placements) if placement.is_replicate()]
 
     def span(self, dim: int) -> slice:
         """Return the slice of the full tensor's `dim` that this rank has."""
@@ -166,14 +181,10 @@ class Layout:
             local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=stride
         )
 
-    def gathered(self, local: torch.Tensor) -> torch.Tensor:
-        """Gather shards of `local_shape` to the full tensor of `shape` on every rank. All ranks call it."""
-        placed = self.placed(local)
-        return placed.full_tensor() if isinstance(placed, DTensor) else placed
-
-    def part(self, full_tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard, of `local_shape`, of a full tensor of `shape`, as a view."""
-        return full_tensor[tuple(self.span(dim) for dim in range(full_tensor.dim()))]
+    def part(self, full_tensor: torch.Tensor, coordinate: Sequence[int] | None = None) -> torch.Tensor:
+        """Return a view of the shard of a full tensor of `shape` at a coordinate of the mesh; default: this rank."""
+        shape, offset = self._local_box if coordinate is None else self.box(coordinate)
+        return full_tensor[tuple(slice(first, first + size) for size, first in zip(shape, offset, strict=True))]
 
     def zeros(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return zeros of `shape`. This rank allocates only its shard, of `local_shape`."""
@@ -188,51 +199,148 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def by_owners(
     tasks: Sequence[T],
     layout_of: Callable[[T], Layout],
-    gather: Callable[[T], torch.Tensor],
+    shard_of: Callable[[T], torch.Tensor],
     work: Callable[[T, torch.Tensor], torch.Tensor],
-    result: Callable[[T], torch.Tensor],
+    result: Callable[[T], torch.Tensor] | None = None,
 ) -> Iterator[tuple[T, torch.Tensor]]:
-    """Yield each task with work(task, gather(task)), computed by one rank and broadcast to all ranks of its mesh.
+    """Yield each task with `work` on its full matrix, done by one rank of its mesh, the owner.
 
-    Tasks are processed in batches of one task per rank. All ranks take part in every gather, but each retains only its
-    task's full tensor. Then all ranks work in parallel, and broadcast their results. `result(task)`: an empty tensor of
-    the shape that `work` returns, to receive into.
+    `shard_of(task)`: this rank's shard of the matrix, of the layout's `local_shape`. By default `work` returns a matrix
+    of the same shape and dtype, and each rank receives its shard of that. With `result`, which returns an empty tensor
+    of the shape that `work` returns, all ranks receive the full result.
+
+    Tasks are processed in batches of one per rank. Every rank sends its shards to their owners, all work in parallel,
+    and send the results: for matrices of M elements a rank sends and receives at most 2 M elements a batch.
     """
     by_mesh: dict[DeviceMesh | None, list[T]] = {}
     for task in tasks:
         by_mesh.setdefault(layout_of(task).mesh, []).append(task)
     for mesh, mesh_tasks in by_mesh.items():
-        size, local_number = (1, 0) if mesh is None else (mesh.size(), _number(mesh))
-        for start in range(0, len(mesh_tasks), size):
-            batch = mesh_tasks[start : start + size]
-            local_input = None
+        if mesh is None or mesh.size() == 1:
+            yield from ((task, work(task, shard_of(task))) for task in mesh_tasks)
+            continue
+        for start in range(0, len(mesh_tasks), mesh.size()):
+            batch = mesh_tasks[start : start + mesh.size()]
+            owners, shards = Owners(mesh, [layout_of(task) for task in batch]), [shard_of(task) for task in batch]
+            matrix = owners.gather(shards)
+            full_result = None if matrix is None else work(batch[owners.local_number], matrix)
+            if result is None:
+                yield from zip(batch, owners.scatter(full_result, shards[0]), strict=True)
+                continue
             for number, task in enumerate(batch):
-                full_tensor = gather(task)
-                local_input = full_tensor if number == local_number else local_input
-                del full_tensor
-            local_result = work(batch[local_number], local_input) if local_input is not None else None
-            for number, task in enumerate(batch):
-                output = local_result if number == local_number and local_result is not None else result(task)
-                if mesh is not None and size > 1:
-                    output = output.contiguous()
-                    _handed_out(output, mesh, number)
+                output = full_result if full_result is not None and number == owners.local_number else result(task)
+                output = output.contiguous()
+                owners.broadcast(output, number)
                 yield task, output
 
 
-def _number(mesh: DeviceMesh) -> int:
-    """Return this rank's flat index in the mesh."""
-    number = 0
-    for axis, coordinate in enumerate(mesh.get_coordinate() or ()):
-        number = number * mesh.size(axis) + coordinate
-    return number
+Coordinate = tuple[int, ...]
+"""Coordinates of a rank in a mesh."""
+Route = tuple[Coordinate, Coordinate]
+"""The rank that has a shard first, and the one that receives it. One of them owns the shard's matrix."""
 
 
-def _handed_out(tensor: torch.Tensor, mesh: DeviceMesh, owner: int) -> None:
-    """Broadcast a tensor of any shape from the mesh's `owner`-th rank, one mesh axis after the other.
+class Owners:
+    """Matrices of which each rank of a mesh owns at most one, by its number in the mesh.
 
-    The first broadcasts also run on lines without the owner, with meaningless values; later ones overwrite these.
+    Shards are sent along one mesh axis after the other, so that only the mesh's own process groups are needed: before
+    the exchange along `axis` a shard is at the receiver's coordinates of the axes before, and at the sender's of the
+    others. A shard that is replicated along an axis is sent by the replica on the owner's line.
     """
-    for axis in reversed(range(mesh.ndim)):
-        owner, coordinate = divmod(owner, mesh.size(axis))
-        if mesh.size(axis) > 1:
-            dist.broadcast(tensor, group=mesh.get_group(axis), group_src=coordinate)
+
+    def __init__(self, mesh: DeviceMesh, layouts: Sequence[Layout]):
+        """`layouts`: of one matrix [m, n] per owner, for the first ranks of the mesh."""
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        self.mesh, self.layouts, self.coordinate = mesh, layouts, tuple(coordinate)
+        self.local_number = self._number(self.coordinate)
+
+    def _number(self, coordinate: Coordinate) -> int:
+        number = 0
+        for axis, index in enumerate(coordinate):
+            number = number * self.mesh.size(axis) + index
+        return number
+
+    def gather(self, shards: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Send the shards of all matrices to their owners. Return this rank's full matrix [m, n], if it owns one."""
+
+        def box_of(sender: Coordinate, owner: Coordinate) -> Box | None:
+            layout = self._layout_of(owner)
+            if layout is None or any(sender[axis] != owner[axis] for axis in layout.replicated_axes):
+                return None
+            return layout.box(sender)
+
+        first = [(self.coordinate, owner) for owner in product(*map(range, self.mesh.shape))]
+        shards_by_route = {route: shards[self._number(route[1])] for route in first if box_of(*route) is not None}
+        received = self._exchange(shards_by_route, box_of, shards[0])
+        layout = self._layout_of(self.coordinate)
+        if layout is None:
+            return None
+        matrix = shards[0].new_empty(layout.shape)
+        for (sender, _), shard in received.items():
+            layout.part(matrix, sender).copy_(shard)
+        return matrix
+
+    def scatter(self, result: torch.Tensor | None, like: torch.Tensor) -> list[torch.Tensor]:
+        """Send each rank its shard of each owner's `result` [m, n], None on a rank that owns none. Return the shards
+        of this rank, of the dtype and on the device of `like`."""
+
+        def box_of(owner: Coordinate, receiver: Coordinate) -> Box | None:
+            layout = self._layout_of(owner)
+            return None if layout is None else layout.box(receiver)
+
+        shards_by_route: dict[Route, torch.Tensor] = {}
+        if result is not None:
+            layout = self.layouts[self.local_number]
+            receivers = product(*map(range, self.mesh.shape))
+            shards_by_route = {(self.coordinate, to): layout.part(result.to(like), to) for to in receivers}
+        received = self._exchange(shards_by_route, box_of, like)
+        return [received[route] for route in sorted(received)]
+
+    def _layout_of(self, owner: Coordinate) -> Layout | None:
+        number = self._number(owner)
+        return self.layouts[number] if number < len(self.layouts) else None
+
+    def _exchange(
+        self,
+        shards: dict[Route, torch.Tensor],
+        box_of: Callable[[Coordinate, Coordinate], Box | None],
+        like: torch.Tensor,
+    ) -> dict[Route, torch.Tensor]:
+        """Send shards along their routes. Return those that end here. `box_of(sender, receiver)`: None if unused."""
+        for axis in range(self.mesh.ndim):
+            size = self.mesh.size(axis)
+            if size == 1:
+                continue
+            outgoing = sorted(shards, key=lambda route: (route[1][axis], route))
+            incoming = sorted(self._routes_after(axis), key=lambda route: (route[0][axis], route))
+            boxes = {route: box for route in incoming if (box := box_of(*route)) is not None}
+            lengths = [prod(shape) for shape, _ in boxes.values()]
+            sent, received = [0] * size, [0] * size
+            for _, receiver in outgoing:
+                sent[receiver[axis]] += shards[_, receiver].numel()
+            for (sender, _), length in zip(boxes, lengths, strict=True):
+                received[sender[axis]] += length
+            flat = torch.cat([like.new_empty(0), *(shards[route].flatten() for route in outgoing)])
+            output = like.new_empty(sum(lengths))
+            dist.all_to_all_single(output, flat, received, sent, group=self.mesh.get_group(axis))
+            pieces = zip(boxes.items(), output.split(lengths), strict=True)
+            shards = {route: piece.view(shape) for (route, (shape, _)), piece in pieces}
+        return shards
+
+    def _routes_after(self, axis: int) -> Iterator[Route]:
+        """Yield the routes of shards that are at this rank after the exchange along `axis`."""
+        ranges, local = [range(size) for size in self.mesh.shape], self.coordinate
+        for head in product(*ranges[: axis + 1]):
+            for tail in product(*ranges[axis + 1 :]):
+                yield (*head, *local[axis + 1 :]), (*local[: axis + 1], *tail)
+
+    def broadcast(self, tensor: torch.Tensor, owner: int) -> None:
+        """Broadcast a tensor of any shape from the `owner`-th rank, one mesh axis after the other.
+
+        The first broadcasts also run on lines without the owner, with meaningless values; later ones overwrite these.
+        """
+        for axis in reversed(range(self.mesh.ndim)):
+            owner, coordinate = divmod(owner, self.mesh.size(axis))
+            if self.mesh.size(axis) > 1:
+                dist.broadcast(tensor, group=self.mesh.get_group(axis), group_src=coordinate)

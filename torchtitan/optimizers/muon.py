@@ -7,7 +7,7 @@ and one weight decay.
 
 On one device, matrices are updated bit for bit like in torch.optim.Muon, which supports only matrices. For sharded ones
 its DTensor products would gather their factors in every iteration and add partial sums in bfloat16, so results would
-depend on the sharding. Here each rank orthogonalizes some of the full matrices and broadcasts them (layout.by_owners).
+depend on the sharding. Here each rank orthogonalizes some of the full matrices (layout.by_owners).
 """
 
 import math
@@ -60,19 +60,15 @@ class Muon(ByParameter):
         def layout_of(task: Task) -> Layout:
             return Layout.of(task[0])
 
-        def gathered(task: Task) -> torch.Tensor:
-            return layout_of(task).gathered(task[2])
+        def shard_of(task: Task) -> torch.Tensor:
+            return task[2].to(self.precision)  # the first thing that orthogonalized() does, so bits are the same
 
         def work(task: Task, matrix: torch.Tensor) -> torch.Tensor:
-            return orthogonalized(matrix, self.precision)
+            return orthogonalized(matrix)
 
-        def result(task: Task) -> torch.Tensor:
-            return torch.empty(task[0].shape, dtype=self.precision, device=task[2].device)
-
-        for (parameter, group, mean), matrix in by_owners(waiting, layout_of, gathered, work, result):
+        for (parameter, group, mean), direction in by_owners(waiting, layout_of, shard_of, work):
             rate = adjusted_rate(group["lr"], self.adjust, parameter.shape)
-            direction = layout_of((parameter, group, mean)).part(matrix).to(mean.dtype)
-            add(parameter, direction, 1 - group["lr"] * group["weight_decay"], -rate)
+            add(parameter, direction.to(mean.dtype), 1 - group["lr"] * group["weight_decay"], -rate)
 
     def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
         if not is_target_matrix(name, parameter.shape, self.targets):
@@ -88,15 +84,15 @@ class Muon(ByParameter):
         self.matrices.append((parameter, group, gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean))
 
 
-def orthogonalized(matrix: torch.Tensor, precision: torch.dtype) -> torch.Tensor:
+def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     """Return the matrix [m, n] with all singular values moved to about 0.7 to 1.2, by Newton-Schulz iterations.
 
     Five iterations of x <- a x + b (x x^T) x + c (x x^T)^2 x, on the transposed matrix if it is tall.
     """
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
-    x = (matrix.T if tall else matrix).to(precision, copy=True)
-    x.div_(x.norm().clamp(min=TINY))
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=TINY)
     for _ in range(ITERATIONS):
         square = x @ x.T
         x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
