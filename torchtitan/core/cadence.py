@@ -60,8 +60,9 @@ class Cadence(NamedTuple):
     """Steps between checkpoints, or seconds if checkpoint.interval_type says so."""
 
     def describe(self, config: Any) -> str:
-        """Describe how often events happen: "a line every step, a checkpoint every 500 steps". The job's setting follows
-        in brackets if it is not a number of steps."""
+        """Describe how often events happen, as in "a line every step, a checkpoint every 500 steps".
+
+        The job's setting follows in brackets if it is not a number of steps."""
         checkpoint = config.checkpoint
         parts = [("a line", self.log, config.metrics.log_freq, "step")]
         if config.validation.enable:
