@@ -39,6 +39,10 @@ def init(
 ) -> torch.device:
     """Join the process group and return this rank's device. Collectives on CPU tensors use gloo on every machine.
 
+    Sets the process up before that: environment variables of torch's libraries (`set_up_libraries`); on a GPU the
+    current device and the processors near it, on a CPU the allocator of host memory. If a process group exists,
+    nothing more happens. Raises JobError if this rank has no GPU or the first machine does not answer.
+
     `watchdog_seconds`: the launcher's watchdog ends a start that hangs for this time. A rank that waits for
     the first of several machines gives up at RENDEZVOUS_SHARE of it and reports that itself. `folder`: the run's
     folder, to which NCCL dumps its collectives if one hangs.
@@ -56,6 +60,7 @@ def init(
         machine.bind_near(_address(device))
     else:
         device, backend = torch.device("cpu"), "gloo"
+        machine.keep_freed_memory()
     if dist.is_initialized():
         return device
     if ranks.local_world_size == ranks.world_size and sys.platform == "linux":

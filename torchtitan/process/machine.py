@@ -1,5 +1,5 @@
-"""The process on its machine: a limit of GPU memory, processors near its GPU, and when it collects garbage.
-Needs no torch.
+"""The process on its machine: a limit of GPU memory, freed memory of the host, processors near its GPU, and when it
+collects garbage. Needs no torch.
 
 On a machine with several NUMA nodes, a rank and its data workers run on the processors of the GPU's node, which Linux
 lists in /sys. Traffic to another socket (copies between host and GPU, kernel launches) is slower and shares one link.
@@ -7,6 +7,7 @@ lists in /sys. Traffic to another socket (copies between host and GPU, kernel la
 Garbage is collected at chosen moments: never during imports, and after the same steps on all ranks.
 """
 
+import ctypes
 import gc
 import logging
 import os
@@ -59,6 +60,29 @@ def limit_as_share(limit: MemoryLimit, total: int) -> float:
 def describe_limit(limit: MemoryLimit) -> str:
     amount = limit_in_bytes(limit)
     return f"{float(limit) * 100:g} %" if amount is None else f"{amount / UNITS['GiB']:.4g} GiB"
+
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+"""Parameters of glibc's mallopt, from malloc.h."""
+HEAP_GROWTH = 256 * UNITS["MiB"]
+"""Bytes by which the heap grows. They are reserved addresses: a page takes memory when it is first written to."""
+
+
+def keep_freed_memory() -> None:
+    """Make the C library reuse freed memory instead of returning it to the system, for a process that computes on CPUs.
+
+    By default glibc maps each large tensor of the host and unmaps it when it is freed, so the system has to fetch and
+    zero the same pages in every step, which takes up to two thirds of a step (docs/benchmarks.md). Afterwards the
+    process holds its peak until it ends. A user who has set the allocator up (MALLOC_ variables, GLIBC_TUNABLES, or
+    another one by LD_PRELOAD) keeps that.
+    """
+    chosen = any(name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD") for name in os.environ)
+    if chosen or sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # missing in other C libraries, such as musl
+    settings = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: HEAP_GROWTH}
+    if mallopt is not None and all([mallopt(name, value) == 1 for name, value in settings.items()]):
+        logger.info("host memory: freed tensors stay with the process for reuse (MALLOC_ variables change that)")
 
 
 SYS = Path("/sys")

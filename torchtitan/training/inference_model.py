@@ -25,7 +25,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.tensor_storage import Deferred, Store, Value, stores
 from torchtitan.parallelisms.degrees import LimitError
 from torchtitan.parallelisms.parallel_model import ParallelModel
-from torchtitan.process import distributed
+from torchtitan.process import distributed, machine
 from torchtitan.process.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,8 @@ def load_model(config: JobConfig, step_folder: Path, device: torch.device) -> tu
     `step_folder`: a checkpoint, or a Hugging Face folder; the latter is combined with the adapter of
     `adapter.initial_path`. Raises CheckpointError if these do not fit, or if the adapter belongs to another base.
     """
+    if device.type == "cpu":
+        machine.keep_freed_memory()
     built, _, installed = parts.adapted_model(config)
     built.to_empty(device=device)
     _fill(built, config, step_folder, installed)

@@ -1,0 +1,63 @@
+"""Freed memory of the host: kept by a process that computes on CPUs, unless its user chose otherwise."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from torchtitan.process import machine
+
+PAGES = 64 * 2**20 // os.sysconf("SC_PAGE_SIZE")
+COUNT_PAGE_FAULTS = """
+import resource
+import sys
+import torch
+from torchtitan.process import distributed
+from torchtitan.process.ranks import read_ranks
+
+if sys.argv[1] == "rank":
+    distributed.init(read_ranks(), 60)
+
+def step():
+    activations = [torch.ones(2**24) for _ in range(3)]  # 64 MiB each
+    del activations[0]
+    activations.append(torch.ones(2**23))
+
+for _ in range(20):  # until the heap's layout is settled
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults(kind: str, **variables: str) -> int:
+    environment = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"} | variables
+    command = [sys.executable, "-c", COUNT_PAGE_FAULTS, kind]
+    return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.confstr("CS_GNU_LIBC_VERSION") is None, reason="glibc's allocator")
+def test_a_rank_on_a_cpu_reuses_the_memory_of_freed_tensors():
+    assert page_faults("rank") < PAGES // 10  # of 5 x 3.5 x PAGES
+    fetched = 0.5 * 5 * 3.5 * PAGES  # glibc raises its thresholds as it goes, so it does not fetch all
+    assert page_faults("plain") > fetched
+    assert page_faults("rank", MALLOC_ARENA_MAX="4") > fetched
+
+
+@pytest.mark.parametrize("name", ["MALLOC_MMAP_MAX_", "GLIBC_TUNABLES", "LD_PRELOAD"])
+def test_an_allocator_that_the_user_set_up_stays_as_it_is(name, monkeypatch):
+    monkeypatch.setenv(name, "")
+    monkeypatch.setattr(machine.ctypes, "CDLL", None)  # not called
+    machine.keep_freed_memory()
+
+
+def test_without_mallopt_nothing_changes(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    for name in [name for name in os.environ if name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: object())
+    machine.keep_freed_memory()
+    assert not caplog.messages
