@@ -111,10 +111,8 @@ class Coordinator:
         )
 
     def _admit(self, connection: Connection, message: Message) -> str:
-        """Register an authenticated machine, or close its connection. Return the fault to report, or "".
-
-        A machine that connects again replaces its broken connection. A connection that is no machine of this run, or
-        of an earlier launch, is closed without a fault."""
+        """Register an authenticated machine, replacing its earlier connection, or close this one. Return the fault to
+        report: "" for a machine of an earlier launch or with a wrong number."""
         index, host, ranks = message.get("index"), str(message.get("host")), message.get("ranks")
         if not isinstance(index, int) or not 0 < index < self.nodes.count:
             connection.close()
