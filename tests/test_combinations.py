@@ -309,6 +309,8 @@ def test_equal_to_one_device(row):
 STORED_TWICE = [
     Combination(**layout, precision="bfloat16", **options)
     for layout, options in (
+        (LAYOUTS["one rank"], dict(adapter="lora")),
+        (LAYOUTS["one rank"], dict(adapter="unfrozen", model="gpt2")),
         (LAYOUTS["FSDP 2"], dict(adapter="lora", accumulation=2, recompute="full")),
         (COMPOSED["TP 2"], dict(adapter="lora")),
         (COMPOSED["PP 2"], dict(adapter="unfrozen, last", microbatch_size=1)),
@@ -320,7 +322,7 @@ STORED_TWICE = [
 
 @pytest.mark.parametrize("row", STORED_TWICE, ids=str)
 def test_frozen_weights_in_the_compute_type_change_no_bit(row):
-    """Several ranks compute with every weight in bfloat16, whether frozen ones are stored so or cast in each step."""
+    """Every weight is computed with in bfloat16, whether frozen ones are stored so or cast in each step."""
     narrow, wide = (run_ranks(row.ranks, run_row, row, dtype) for dtype in (None, torch.float32))
     for (loss, norm, grads, *_), (wide_loss, wide_norm, wide_grads, *_) in zip(narrow, wide, strict=True):
         assert (loss, norm) == (wide_loss, wide_norm)

@@ -73,6 +73,7 @@ def test_a_checkpoint_has_the_types_and_a_resume_is_bit_exact(texts, tmp_path, o
     assert all(math.isfinite(step["loss"]) for step in steps)
     assert saved_dtypes(tmp_path) == {"frozen": {dtype}, "trained": {"float32"}, "moments": {"float32"}}
     assert run_ranks(2, jobs.train, [*argv, "--checkpoint.load_step=4"])[0][1] == state
+    assert cli.main(["export", str(tmp_path), "--to", str(tmp_path / "merged"), "--merge"]) == 0
 
 
 def test_a_run_keeps_the_type_that_it_began_with(texts, tmp_path):
@@ -127,12 +128,27 @@ def train_and_store_weights(argv: list[str], folder: Path) -> None:
 
 @pytest.mark.parametrize("options", [{}, dict(adapter__train_fully='["tok_embeddings.weight", "*norm*"]')], ids=str)
 def test_a_reference_model_is_stored_like_the_policy(base, tmp_path, options):
-    """A policy that starts as its reference has a first loss of ln 2, to the last bit."""
+    """The reference has the policy's types, and a policy that starts as its reference a first loss of ln 2."""
     argv = dpo_arguments(tmp_path / "run", write_pairs(tmp_path / "rows.jsonl"), **LORA | dict(training__steps=1))
     argv += [f"--checkpoint.initial_load_path={base}", f"--dpo.reference={base}"]
     argv += [f"--{name.replace('__', '.')}={value}" for name, value in options.items()]
     ((steps, _),) = run_ranks(1, jobs.train, argv)
     assert steps[0]["reward_margin"] == 0 and steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-7)
+    ((policy, reference, same_autocast),) = run_ranks(1, policy_and_reference, argv)
+    assert {name: policy[name] for name in reference} == reference
+    assert same_autocast, "even if all weights of the reference are in bfloat16"
+
+
+def policy_and_reference(argv: list[str]) -> tuple[dict[str, str], dict[str, str], bool]:
+    """Return the dtypes of both models' parameters, and whether they share the autocast."""
+    config, device = load(argv), torch.device("cpu")
+    dims = parts.dims(config, 1)
+    policy = parts.model(config, dims.build_mesh("cpu"), dims, device)
+    reference = parts.model(config, policy.mesh, dims, device, policy=policy)
+    dtypes, reference_dtypes = (
+        {name: str(parameter.dtype) for name, parameter in model.named_parameters()} for model in (policy, reference)
+    )
+    return dtypes, reference_dtypes, reference.autocast is policy.autocast
 
 
 def test_estimate_check_and_header_name_the_type(texts, tmp_path, capsys):

@@ -22,8 +22,8 @@ from tests.support.jobs import full
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from torchtitan.adapters import ADAPTERS, peft_config, peft_folder
-from torchtitan.adapters.lora import DoRA, LoRA
-from torchtitan.adapters.low_rank import adaptable_modules, add_product, linear_shape
+from torchtitan.adapters.lora import DoRA, DoRALinear, LoRA, adapted_row_norms
+from torchtitan.adapters.low_rank import LoRASettings, adaptable_modules, add_product, linear_shape
 from torchtitan.adapters.targets import LINEAR_ONLY_KINDS
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.core.errors import JobError
@@ -307,6 +307,19 @@ def test_a_merge_is_summed_in_float32_and_not_rounded():
         merged = add_product(weight.bfloat16(), *factors, 0.5)
         assert merged.dtype == torch.float32
         torch.testing.assert_close(merged, exact.float())
+
+
+def test_row_norms_of_dora_are_in_float32():
+    """Several ranks compute with all weights in bfloat16; norms of a sum rounded to it would differ by 1e-3."""
+    linear = DoRALinear(64, 32, bias=False)
+    linear.add_low_rank_parameters(LoRASettings(rank=4, scale=0.5))
+    torch.nn.init.normal_(linear.lora_A)
+    linear.bfloat16()
+    torch.nn.init.normal_(linear.lora_B)
+    exact = linear.weight.double() + 0.5 * (linear.lora_B.double() @ linear.lora_A.double())
+    norms = adapted_row_norms(linear)
+    assert norms.dtype == torch.float32
+    torch.testing.assert_close(norms.double(), exact.norm(dim=1), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("family", SIZES)

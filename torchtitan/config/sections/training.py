@@ -113,7 +113,7 @@ class Training:
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (FSDP)."""
     dtype: Precision = "float32"
-    """Type of the parameters and the optimizer state."""
+    """Type of the parameters, except for frozen ones (frozen_dtype), and of the optimizer state."""
     mixed_precision_param: Precision = "bfloat16"
     """Type of the computation in forward and backward."""
     frozen_dtype: Precision | None = None
