@@ -63,13 +63,42 @@ ADAPTED = ("--model.name=llama3", "--model.flavor=8B", "--model.hf_folder=", "--
         ("sft_lora", {}),
         ("dpo_lora", {}),
         ("relora_250m", {}),
-        # once a matrix that is unpacked, in forward, recomputation and backward
-        pytest.param("sft_qlora", {}, marks=pytest.mark.xfail(strict=True, reason="levels are copied to the device")),
+        ("sft_qlora", {}),
     ],
 )
 def test_the_host_waits_for_nothing_in_a_step_with_an_adapter(card, job, ranks, waits):
     argv = [f"--job.config_file=train_configs/{job}.toml", *SMALL, *ADAPTED]
     assert ask_card(card, "host_waits", 0, ranks, *argv) == waits
+
+
+MATRICES = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336
+"""Weights of the 7 matrices of a layer of Llama 3 8B."""
+
+
+@pytest.mark.parametrize("kind", ["qlora", "lora_int8"])
+def test_unpacking_a_matrix_takes_few_kernels_and_bytes(card, kind):
+    """Matrices are unpacked in forward, in recomputation and in backward."""
+    argv = ["--job.config_file=train_configs/sft_qlora.toml", *SMALL, *ADAPTED, f"--adapter.kind={kind}"]
+    costs = ask_card(card, "costs", 0, 1, *argv)
+    kernels, size = (
+        sum(n for place, n in costs[unit].items() if place.startswith("unpacking.py")) for unit in ("kernels", "bytes")
+    )
+    assert 0 < kernels <= 3 * 3 * 7 * 2
+    assert 2 * 3 * 2 * MATRICES < size <= 24 * 3 * 2 * MATRICES
+
+
+def test_dropout_takes_few_kernels_and_bytes(card):
+    """Of 12 bytes, forward and backward move 8 in bfloat16. Here forward runs twice, as layers are recomputed."""
+    argv = ["--job.config_file=train_configs/sft_lora.toml", *SMALL, *ADAPTED, "--adapter.dropout=0.05"]
+    argv += ["--activation_checkpoint.mode=full", "--training.local_batch_size=1", "--training.seq_len=4096"]
+    costs = ask_card(card, "costs", 0, 2, *argv)
+    kernels, size = (
+        sum(n for place, n in costs[unit].items() if place.startswith(("dropout.py", "keyed_rng.py")))
+        for unit in ("kernels", "bytes")
+    )
+    elements = 2 * 4096 * (6 * 4096 + 14336)  # inputs of the 7 linears of 2 layers
+    assert 0 < kernels <= 3 * 3 * 7 * 2
+    assert 8 * elements < size <= (12 + 4) * elements
 
 
 SLOW = pytest.mark.xfail(strict=True, reason="an operation at a time")

@@ -14,28 +14,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchtitan.adapters.low_rank import LoRASettings, LowRank, LowRankLinear, add_low_rank_output
 from torchtitan.adapters.targets import quantization_block
+from torchtitan.adapters.unpacking import levels, unpack_int8, unpack_nf4
 from torchtitan.core.tensor_storage import Store
 from torchtitan.models.layers import autocast_dtype
 
-# The 16 levels of the paper's appendix E: quantiles of the normal distribution, equally likely, 0 among them.
-LEVELS = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
 LARGEST_CODE = 127
 
 
@@ -212,17 +194,12 @@ class NF4:
         scales = scales.to(torch.uint8)
         block_scales = (scales.float() * (row / 255)[:, None])[..., None]
         normal = torch.where(block_scales > 0, blocks / block_scales, 0.0)
-        levels = torch.tensor(LEVELS, device=blocks.device)
-        codes = torch.bucketize(normal, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).flatten(1)
+        table = levels(blocks.device)
+        codes = torch.bucketize(normal, (table[1:] + table[:-1]) / 2).to(torch.uint8).flatten(1)
         return codes[:, ::2] << 4 | codes[:, 1::2], scales, row.float().view(torch.int32)
 
     def dequantize(self, *parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        codes, scales, rows = parts
-        levels = torch.tensor(LEVELS, device=codes.device)
-        indices = torch.stack((codes >> 4, codes & 15), dim=-1).flatten(1).int()  # [out, in]
-        block_scales = scales.float() * (rows.view(torch.float32) / 255)[:, None]  # [out, blocks]
-        values = levels[indices].unflatten(1, (block_scales.shape[1], -1)) * block_scales[..., None]
-        return values.flatten(1).to(dtype)
+        return unpack_nf4(*parts, dtype)
 
 
 class NF4Linear(QuantizedLinear):
@@ -259,8 +236,7 @@ class Int8:
         return codes, scale.float().view(torch.int32)
 
     def dequantize(self, *parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        codes, rows = parts
-        return (codes.float() * rows.view(torch.float32)[:, None]).to(dtype)
+        return unpack_int8(*parts, dtype)
 
 
 class Int8Linear(QuantizedLinear):

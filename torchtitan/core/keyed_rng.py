@@ -27,6 +27,18 @@ def scrambled(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 15)
 
 
+def scramble_int32_(x: torch.Tensor) -> torch.Tensor:
+    """Apply `scrambled` in place to 32-bit numbers in an int32 tensor of any shape, in half of the memory.
+
+    Products wrap around to the same 32 bits; shifts keep the sign, so a mask clears the bits that they shift in.
+    """
+    for multiplier, shift in zip(MULTIPLIERS, (16, 15), strict=True):
+        x ^= (x >> shift).bitwise_and_(MASK >> shift)
+        x *= multiplier
+    x ^= (x >> 15).bitwise_and_(MASK >> 15)
+    return x
+
+
 def of_tokens(key: str, samples: torch.Tensor, length: int) -> torch.Tensor:
     """Return a 32-bit number, int64 [B, length], for each token of the samples with indices [B]."""
     tokens = torch.arange(length, device=samples.device) * STRIDES[0]

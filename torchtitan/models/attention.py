@@ -1,7 +1,7 @@
 """Attention: its kernel, the layer with grouped key/value heads, and LongLoRA's shifted groups."""
 
-from collections.abc import Callable, Mapping
-from functools import cache, partial
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -10,20 +10,12 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from torchtitan.core.errors import JobError
+from torchtitan.core.fused import compile_lazily
 from torchtitan.models.layers import RMSNorm, autocast_dtype, rotate
 from torchtitan.parallelisms.region_attention import attend_by_regions, region_table
 from torchtitan.parallelisms.sequence_layout import Tokens
 
 BACKENDS = ("auto", "sdpa", "flex")
-
-
-@cache
-def compile_lazily(function: Callable) -> Callable:
-    """Compile a function with torch.compile on its first use, because importing the compiler takes two seconds.
-
-    In eager, flex attention materializes all scores, and its mask all pairs of positions.
-    """
-    return torch.compile(function)
 
 
 class AttentionKernel(nn.Module):

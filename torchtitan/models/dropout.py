@@ -13,15 +13,20 @@ feature). Its magnitude depends on the length of a token's record, so packing an
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from torchtitan.core.errors import JobError
-from torchtitan.core.keyed_rng import STRIDES, of_tokens, scrambled
+from torchtitan.core.fused import Fused
+from torchtitan.core.keyed_rng import STRIDES, of_tokens, scramble_int32_, scrambled
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.parallelisms.sequence_layout import Tokens
+
+PIECE = 2**18
+"""Elements that are drawn at once in eager, so that the draws stay in the cache."""
 
 
 def token_keys(seed: int, step: int, samples: torch.Tensor, length: int) -> torch.Tensor:
@@ -40,6 +45,66 @@ def head_keys(keys: torch.Tensor, first: int, heads: int) -> torch.Tensor:
     return scrambled(keys[:, None] + numbers[:, None] * STRIDES[2])
 
 
+def feature_keys(keys: torch.Tensor, first: int, width: int, stream: int) -> torch.Tensor:
+    """Return keys int32 [width] of features from `first`, on the device of the tokens' keys."""
+    numbers = torch.arange(first, first + width, device=keys.device)
+    return scrambled(numbers + stream * STRIDES[2]).int()
+
+
+def _threshold(p: float) -> int:
+    """Return the limit for 32 random bits, read as a signed number with the highest bit flipped, to keep a feature."""
+    return int(p * 2**32) - 2**31
+
+
+def _drop(x: torch.Tensor, keys: torch.Tensor, features: torch.Tensor, threshold: int, share: float) -> torch.Tensor:
+    """Drop features of x [N, D] by keys [N] and the features' keys int32 [D]; divide the others by `share`."""
+    drawn = scramble_int32_(keys.int()[:, None] ^ features)
+    return torch.where(drawn.bitwise_xor_(-(2**31)) >= threshold, x / share, 0)
+
+
+def _drop_in_pieces(x: torch.Tensor, keys: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    if x.numel() <= PIECE:
+        return _drop(x, keys, *arguments)
+    rows, dropped = max(1, PIECE // x.shape[-1]), torch.empty_like(x)
+    for start in range(0, len(x), rows):
+        piece = slice(start, start + rows)
+        dropped[piece] = _drop(x[piece], keys[piece], *arguments)
+    return dropped
+
+
+_fused_drop = Fused(_drop, _drop_in_pieces, dynamic=True)
+_fused_feature_keys = Fused(feature_keys, dynamic=True)
+
+
+@torch.library.custom_op("torchtitan::drop_by_keys", mutates_args=())
+def drop_by_keys(x: torch.Tensor, keys: torch.Tensor, first: int, stream: int, p: float) -> torch.Tensor:
+    """Drop features of x [..., D] by keys [...]; see Dropout.
+
+    It is an operator so that the planner sees no temporary tensors.
+    """
+    features = _fused_feature_keys(keys, first, x.shape[-1], stream)
+    return _fused_drop(x.reshape(-1, x.shape[-1]), keys.flatten(), features, _threshold(p), 1 - p).view(x.shape)
+
+
+@drop_by_keys.register_fake
+def _(x: torch.Tensor, keys: torch.Tensor, first: int, stream: int, p: float) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+class _Drop(torch.autograd.Function):
+    """Dropout by keys; backward draws again instead of saving a mask."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, keys: torch.Tensor, *settings: Any) -> torch.Tensor:
+        ctx.save_for_backward(keys)
+        ctx.settings = settings
+        return drop_by_keys(x, keys, *settings)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return drop_by_keys(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None
+
+
 class Dropout(nn.Module):
     """Dropout by keys. `stream`: number of the random stream; dropouts in one layer have different ones."""
 
@@ -56,10 +121,10 @@ class Dropout(nn.Module):
         if not self.training or not self.p:
             return x
         assert keys is not None, "a model with dropout needs the keys of its tokens in training"
-        numbers = torch.arange(first, first + x.shape[-1], device=x.device)
-        features = scrambled(numbers + self.stream * STRIDES[2])
-        drawn = scrambled(keys[..., None] ^ features)  # [..., D]
-        return torch.where(drawn >= int(self.p * 2**32), x / (1 - self.p), 0)
+        if torch.compiler.is_compiling():  # fused with what surrounds it
+            features = feature_keys(keys, first, x.shape[-1], self.stream)
+            return _drop(x.flatten(0, -2), keys.flatten(), features, _threshold(self.p), 1 - self.p).view_as(x)
+        return _Drop.apply(x, keys, first, self.stream, self.p)
 
 
 class DropoutKernel(AttentionKernel):

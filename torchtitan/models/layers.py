@@ -17,7 +17,7 @@ from torchtitan.models.sizes import RopeScaling
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Return autocast's compute dtype; None if it is off or does not support the device (meta)."""
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 

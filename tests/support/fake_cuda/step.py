@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan.adapters import quantized
 from torchtitan.build import parts
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
+from torchtitan.models import dropout
 from torchtitan.parallelisms import data_parallel, parallel_dims, parallel_model
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.planner.traffic import group_of
@@ -28,6 +30,8 @@ from torchtitan.training.batches import zero_batch
 
 VALID_TOKENS = 1000
 allocate_sharded = parallel_model.allocate
+OPERATORS = (quantized, "unpack_nf4"), (quantized, "unpack_int8"), (dropout, "drop_by_keys")
+"""Custom operators, of which fake tensors see the shapes alone."""
 
 
 class HostWaits(TorchDispatchMode):
@@ -151,6 +155,8 @@ def install() -> None:
     data_parallel._without_recompute = lambda function: function
     torch.nn.Module.to = lambda self, *args, **kwargs: self
     torch.compile = kernels.compiled  # inductor has nothing to compile for
+    for module, name in OPERATORS:  # run what they do
+        setattr(module, name, getattr(module, name)._init_fn)
 
 
 def allocate(part: torch.nn.Module, card: torch.device, offloaded: bool) -> None:
