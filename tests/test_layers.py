@@ -13,6 +13,7 @@ from torchtitan.models import attention
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.layers import RMSNorm, Rotary, SwiGLU, rotate
 from torchtitan.models.sizes import RopeScaling
+from torchtitan.parallelisms import attention_kernels
 from torchtitan.parallelisms.sequence_layout import Tokens
 
 
@@ -143,21 +144,34 @@ def test_without_documents_no_mask_is_made(backend):
     assert torch.equal(dense_mask[0, 0], torch.ones(14, 14, dtype=torch.bool).tril()[2:9])
 
 
-def test_narrow_heads_in_bfloat16_are_computed_in_float32_on_a_cpu(monkeypatch):
-    outputs = []
-    sdpa = torch.nn.functional.scaled_dot_product_attention
+@pytest.mark.parametrize(
+    "has_amx, expected",
+    [(False, [(16, 1024), (64, 256), (128, 128)]), (True, [(16, 1024), (16, 1040), (16, 4096)])],
+    ids=["no matrix units", "matrix units"],
+)
+def test_the_dtype_of_bfloat16_attention_on_a_cpu(has_amx, expected, monkeypatch):
+    """Compare the (width, keys) that are computed in float32."""
+    monkeypatch.setattr(attention_kernels, "HAS_AMX", has_amx)
+    sizes = [(16, 1024), (16, 1040), (16, 4096), (64, 256), (64, 512), (128, 128), (128, 256)]
+    dtypes = {size: attention_kernels.fastest_cpu_dtype(torch.bfloat16, *size) for size in sizes}
+    assert [size for size, dtype in dtypes.items() if dtype == torch.float32] == expected
+    assert attention_kernels.fastest_cpu_dtype(torch.float64, 16, 4) == torch.float64
+
+
+@pytest.mark.parametrize("autocast", (False, True))
+@pytest.mark.parametrize("kernel_dtype", (torch.float32, torch.bfloat16))
+def test_attention_computes_in_the_fastest_dtype(kernel_dtype, autocast, monkeypatch):
+    dtypes, sdpa = [], torch.nn.functional.scaled_dot_product_attention
 
     def record(*args, **kwargs):
-        outputs.append(sdpa(*args, **kwargs))
-        return outputs[-1]
+        dtypes.append(sdpa(*args, **kwargs).dtype)
+        return sdpa(*args, **kwargs)
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", record)
-    kernel = AttentionKernel()
-    for head_dim, autocast in ((16, False), (16, True), (64, False)):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            y = kernel(*heads(torch.bfloat16, head_dim=head_dim), None)
-        assert y.dtype == torch.bfloat16
-    assert [y.dtype for y in outputs] == [torch.float32, torch.float32, torch.bfloat16]
+    monkeypatch.setattr(attention, "fastest_cpu_dtype", lambda *size: kernel_dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = AttentionKernel()(*heads(torch.bfloat16), None)
+    assert dtypes == [kernel_dtype] and y.dtype == torch.bfloat16
 
 
 def test_an_unknown_backend_is_refused():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan.models import attention
 from torchtitan.models.attention import AttentionKernel, GroupKernel
 from torchtitan.parallelisms import region_attention
 from torchtitan.parallelisms.parallelize import SAVED_OPS
@@ -81,14 +82,18 @@ def test_equal_to_the_mask_over_all_pairs(kernel, number, value_width):
         assert largest_difference(got, dense) <= tolerance
 
 
-def test_bfloat16_is_as_exact_as_with_a_mask():
+@pytest.mark.parametrize("region_dtype", (torch.float32, torch.bfloat16))
+def test_bfloat16_is_as_exact_as_with_a_mask(region_dtype, monkeypatch):
     """Both are compared with float64; the logsumexp, which backward reads, stays in float32."""
+    monkeypatch.setattr(region_attention, "fastest_cpu_dtype", lambda *size: region_dtype)
+    monkeypatch.setattr(attention, "fastest_cpu_dtype", lambda dtype, *size: dtype)
     kernel, tokens = AttentionKernel(window=70), Tokens(torch.arange(LENGTH), random_documents(4))
     inputs, grad = tensors(LENGTH, torch.bfloat16, width=64, value_width=64)
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
     dense_mask = kernel.dense_mask(tokens, tokens)
     exact = output_and_gradients(kernel, exact_inputs, grad.double(), dense_mask)
-    got, dense = (output_and_gradients(kernel, inputs, grad, mask) for mask in (kernel.prepare(tokens), dense_mask))
+    dense = output_and_gradients(kernel, inputs, grad, dense_mask)
+    got = output_and_gradients(kernel, inputs, grad, kernel.prepare(tokens))
     assert largest_difference(got, exact) <= 1.2 * largest_difference(dense, exact) <= 0.02
 
 

@@ -11,7 +11,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.fused import compile_lazily
-from torchtitan.models.layers import RMSNorm, autocast_dtype, rotate
+from torchtitan.models.layers import RMSNorm, autocast_dtype, autocast_off, rotate
+from torchtitan.parallelisms.attention_kernels import fastest_cpu_dtype
 from torchtitan.parallelisms.region_attention import attend_by_regions, region_table
 from torchtitan.parallelisms.sequence_layout import Tokens
 
@@ -117,14 +118,16 @@ class AttentionKernel(nn.Module):
         if isinstance(mask, BlockMask):
             flex = flex_attention if torch.compiler.is_compiling() else compile_lazily(flex_attention)
             return flex(q, k, v, block_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
-        if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[-1] < 64:
-            return self._in_float32(q, k, v, mask)
-        return self._sdpa(q, k, v, mask)
+        if q.device.type != "cpu":
+            return self._sdpa(q, k, v, mask)
+        dtype = autocast_dtype("cpu") or q.dtype
+        if mask is not None and mask.dtype == torch.int32:
+            return attend_by_regions(*(x.to(dtype) for x in (q, k, v)), mask, self.window)[0]
+        kernel_dtype = fastest_cpu_dtype(dtype, q.shape[-1], k.shape[2])
+        with autocast_off("cpu"):
+            return self._sdpa(*(x.to(kernel_dtype) for x in (q, k, v)), mask).to(dtype)
 
     def _sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        if mask is not None and mask.dtype == torch.int32:
-            dtype = autocast_dtype("cpu") or q.dtype  # as scaled_dot_product_attention chooses
-            return attend_by_regions(*(x.to(dtype) for x in (q, k, v)), mask, self.window)[0]
         grouped = k.shape[1] != q.shape[1]
         # On CUDA only the flash kernel surely supports grouped heads, and it supports neither masks nor float32. Rather
         # than use the kernel that materializes all scores, repeat the heads. The CPU kernel always supports them.
@@ -141,12 +144,6 @@ class AttentionKernel(nn.Module):
             # time in float32, and 0.9, 0.5 and 0.32 in bfloat16 (torch 2.13, 1 core).
             return attend(F.pad(v, (0, narrower)), mask)[..., :-narrower]
         return attend(v, mask)
-
-    def _in_float32(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        # The CPU kernel's bfloat16 backward is slow for narrow heads: at head_dim 16, 33.7 ms a call against 12.9 in
-        # float32, half of a small model's step (torch 2.13, 2 cores). From 64 on, bfloat16 is the faster one.
-        with torch.autocast("cpu", enabled=False):
-            return self._sdpa(q.float(), k.float(), v.float(), mask).to(q.dtype)
 
 
 class SharedInputs(NamedTuple):

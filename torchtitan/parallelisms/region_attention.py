@@ -20,6 +20,7 @@ from torchtitan.parallelisms.attention_kernels import (
     accumulation_dtype,
     block_backward,
     block_forward,
+    fastest_cpu_dtype,
     mask_bias,
 )
 
@@ -114,7 +115,7 @@ def attend_by_regions(
     out = _tokens_first(q, (*q.shape[:3], v.shape[-1])).zero_()
     logsumexp = _tokens_first(q, (*q.shape[:3], 1), accumulation_dtype(q.dtype)).fill_(MASKED_SCORE)
     for queries, keys, causal in _calls(table, q.shape[0], (q.shape[2], k.shape[2])):
-        parts = queries.select(q), keys.select(k), keys.select(v)
+        parts = _in_fastest_dtype(queries.select(q), keys.select(k), keys.select(v))
         part, part_logsumexp, _ = block_forward(*parts, *_mask(*parts[:2], causal, window))
         queries.put(out, part)
         queries.put(logsumexp, part_logsumexp[..., None])
@@ -145,8 +146,9 @@ def attend_by_regions_backward(
         total.zero_()
     grad = grad.transpose(1, 2).contiguous().transpose(1, 2)  # it may be expanded, which the kernel does not support
     for queries, keys, causal in _calls(table, q.shape[0], (q.shape[2], k.shape[2])):
-        parts = queries.select(q), keys.select(k), keys.select(v)
-        results = (*map(queries.select, (grad, out)), queries.select(logsumexp[..., None]).squeeze(-1))
+        parts = _in_fastest_dtype(queries.select(q), keys.select(k), keys.select(v))
+        results = (queries.select(x).to(parts[0].dtype) for x in (grad, out))
+        results = (*results, queries.select(logsumexp[..., None]).squeeze(-1))
         part_q, part_k, part_v = block_backward(*parts, *_mask(*parts[:2], causal, window), *results, ())
         queries.put(grad_q, part_q)
         keys.add(grad_k, part_k)
@@ -204,11 +206,15 @@ class _Selection(NamedTuple):
         return rows.unflatten(0, (self.runs, -1)).transpose(1, 2)
 
     def put(self, x: torch.Tensor, part: torch.Tensor) -> None:
-        x.transpose(1, 2).view(-1, x.shape[1], x.shape[3])[self.indices] = part.transpose(1, 2).flatten(0, 1)
+        self._rows(x)[self.indices] = part.transpose(1, 2).flatten(0, 1).to(x.dtype)
 
     def add(self, x: torch.Tensor, part: torch.Tensor) -> None:
-        rows = x.transpose(1, 2).view(-1, x.shape[1], x.shape[3])
-        rows.index_add_(0, self.indices, part.transpose(1, 2).flatten(0, 1).to(x.dtype))
+        self._rows(x).index_add_(0, self.indices, part.transpose(1, 2).flatten(0, 1).to(x.dtype))
+
+    @staticmethod
+    def _rows(x: torch.Tensor) -> torch.Tensor:
+        """Return a view [B S, H, E] of x [B, H, S, E]."""
+        return x.transpose(1, 2).view(-1, x.shape[1], x.shape[3])
 
 
 def _calls(
@@ -237,6 +243,13 @@ def _calls(
 
 def _samples(sample: int, samples: int) -> Iterable[int]:
     return range(samples) if sample == EVERY_ROW else (sample,)
+
+
+def _in_fastest_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Convert a region's queries [B, H, Q, E], keys [B, K, S, E] and values to the dtype of the fastest kernel."""
+    q, k, _ = tensors
+    dtype = fastest_cpu_dtype(q.dtype, q.shape[-1], k.shape[2])
+    return [x.to(dtype) for x in tensors]
 
 
 def _mask(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int) -> tuple[bool, torch.Tensor | None]:

@@ -6,7 +6,7 @@ merge. Backward needs no merge: from the full row's output and logsumexp, the ke
 to the gradients, and these are added. Both directions call torch's kernels below autograd (attention_kernels.py).
 
 Outputs are merged and gradients accumulated in float32 or wider. On a CPU, narrower types are also computed in float32:
-its bfloat16 kernel is slow for narrow heads (models/attention.py) and would round a region before the merge.
+its bfloat16 kernel is slow for few keys (attention_kernels.py) and would round a region before the merge.
 
 Ring: keys and values travel from rank to rank, so no rank ever holds all of them. Each of `ranks` steps attends to the
 current shard while the next one arrives. Backward sends keys and values around again. A shard's gradient follows it,
