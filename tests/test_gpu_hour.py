@@ -1,7 +1,11 @@
-"""Every job of scripts/gpu_hour.sh, which is for a first hour on GPUs, passes the rules for them."""
+"""scripts/gpu_hour.sh, for a first hour on GPUs: its jobs pass the rules, and its parts run without a network."""
 
+import json
+import os
 import shlex
+import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -10,36 +14,90 @@ from torchtitan.config.manager import load
 from torchtitan.rules import check
 
 SCRIPT = ROOT / "scripts/gpu_hour.sh"
+ENVIRONMENT = os.environ | {"PYTHON": sys.executable}
 
 
-def steps(gpus: int) -> dict[str, list[str]]:
-    """Return the commands that the script would run, by name."""
-    done = subprocess.run(["bash", SCRIPT, "--list", str(gpus)], capture_output=True, text=True, check=True)
+def listed_steps(**environment: str) -> list[tuple[str, str, dict[str, str], list[str]]]:
+    """Return part, name, environment and command of each step of the script."""
+    done = subprocess.run(
+        ["bash", SCRIPT, "--list"], capture_output=True, text=True, check=True, env=ENVIRONMENT | environment
+    )
     rows = [line.split("\t") for line in done.stdout.splitlines()]
-    assert all(len(row) == 3 and row[1] for row in rows)
-    return {name: shlex.split(command) for name, _, command in rows}
+    assert all(len(row) == 5 and row[2] for row in rows)
+    return [(part, name, json.loads(variables), shlex.split(command)) for part, name, _, variables, command in rows]
 
 
-@pytest.mark.parametrize("gpus", [1, 8])
-def test_every_job_can_start(gpus):
-    jobs = {name: command for name, command in steps(gpus).items() if "./run_llama_train.sh" in command}
-    assert len(jobs) > 5
-    for name, command in jobs.items():
-        settings = dict(part.split("=", 1) for part in command[1 : command.index("./run_llama_train.sh")])
-        file = ROOT / settings.get("CONFIG_FILE", "train_configs/debug_model.toml")
-        device = "cpu" if "CUDA_VISIBLE_DEVICES" in settings else "cuda"
-        options = command[command.index("./run_llama_train.sh") + 1 :]
-        faults = check(load([f"--job.config_file={file}", *options]), int(settings["NGPU"]), device)
+@pytest.mark.parametrize("environment", [{}, {"TINY": "1"}], ids=["real sizes", "tiny"])
+def test_every_job_can_start(environment):
+    jobs = [step for step in listed_steps(**environment) if any(part.startswith("--job.") for part in step[3])]
+    assert {part for part, *_ in jobs} == {"same", "speed", "watch", "features", "large", "sharded", "pairs"}
+    for _, name, variables, command in jobs:
+        ranks = int(command[3]) if command[1:3] == ["-m", "torchtitan.launch"] else 1
+        options = command[next(at for at, part in enumerate(command) if part.startswith("--job.")) :]
+        options[0] = options[0].replace("=", f"={ROOT}/", 1)
+        faults = check(load(options), ranks, "cpu" if "CUDA_VISIBLE_DEVICES" in variables else "cuda")
         assert not faults, f"{name}: {'; '.join(map(str, faults))}"
 
 
-def test_files_of_other_steps_exist():
-    for command in (command for gpus in (1, 8) for command in steps(gpus).values()):
+def test_names_are_unique_and_scripts_exist():
+    steps = listed_steps()
+    assert len({name for _, name, *_ in steps}) == len(steps)
+    for _, _, _, command in steps:
         for part in command:
-            if part.startswith(("./", "scripts/")):
+            if part.startswith("scripts/"):
                 assert (ROOT / part).exists(), part
 
 
-def test_a_wrong_number_of_gpus_prints_the_usage():
-    done = subprocess.run(["bash", SCRIPT, "3"], capture_output=True, text=True)
-    assert done.returncode == 2 and "scripts/gpu_hour.sh [--list] [1 | 8] [FOLDER]" in done.stdout
+@pytest.mark.parametrize("arguments", [[], ["8"]], ids=["no part", "an unknown part"])
+def test_wrong_arguments_print_the_usage(arguments):
+    done = subprocess.run(["bash", SCRIPT, *arguments], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2 and "scripts/gpu_hour.sh PART [PART ...]" in done.stderr
+
+
+@pytest.fixture
+def archive(tmp_path):
+    """Copy what an archive of the repository has; no git, no virtual environment."""
+    for name in ("torchtitan", "scripts", "train_configs", "tests/assets/tokenizer"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+OWN_LOOPBACK = """
+import fcntl, os, socket, struct, sys
+fcntl.ioctl(socket.socket(), 0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
+def without_network() -> list[str]:
+    """Return the start of a command that runs with a loopback device and no network, where the machine allows that."""
+    command = ["unshare", "-rn", sys.executable, "-c", OWN_LOOPBACK]
+    allowed = shutil.which("unshare") and not subprocess.run([*command, "true"], capture_output=True).returncode
+    return command if allowed else []
+
+
+def test_parts_run_on_a_cpu_without_a_network(archive):
+    variables = {"TINY": "1", "OUT": str(archive / "out"), "OMP_NUM_THREADS": "1", "HOME": str(archive)}
+    variables |= {"PYTHON": sys.executable, "PATH": os.environ["PATH"]}
+    command = [*without_network(), "bash", "scripts/gpu_hour.sh", "probe", "same"]
+    done = subprocess.run(command, cwd=archive, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    table = (archive / "out/table.txt").read_text()
+    assert done.stdout.endswith(table) and "FAILED" not in table
+    assert [row.split()[0] for row in table.splitlines() if row[0] != " "] == [
+        *("probe", "float32", "float32_cpu", "bfloat16", "bfloat16_compiled", "float32")
+    ]
+    assert "float32 and float32_cpu differ by 0.0e+00: equal" in table and "  Dropout, 16384 x 4096 " in table
+    (archive / "train_configs").rename(archive / "gone")
+    command = ["bash", "scripts/gpu_hour.sh", "same"]
+    output = subprocess.run(command, cwd=archive, env=variables, capture_output=True, check=True).stdout
+    assert b"==" not in output, "steps that have a row are not run again"
+
+
+def test_a_step_that_fails_has_a_row_and_is_run_again(archive):
+    (archive / "scripts/gpu_probe.py").write_text("print('the reason'); raise SystemExit(3)")
+    variables = ENVIRONMENT | {"TINY": "1", "OUT": str(archive / "out")}
+    for rows in (1, 2):
+        subprocess.run(["bash", "scripts/gpu_hour.sh", "probe"], cwd=archive, env=variables, capture_output=True)
+        table = (archive / "out/table.txt").read_text()
+        assert table == "probe              FAILED (3): the reason\n" * rows

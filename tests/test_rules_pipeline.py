@@ -220,3 +220,23 @@ def test_a_wrong_cut_and_compile_are_both_reported():
 
 def test_schedules_that_compile_have_undivided_backwards():
     assert set(WHOLE_BACKWARD) == {name for name, traits in SCHEDULES.items() if not traits.split_backward}
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "is_refused"),
+    [
+        ("2.11.0+cu130", "cuda", True),
+        ("2.12.0", "cuda", True),
+        ("2.12.1", "cuda", False),
+        ("2.13.0", "cuda", False),
+        ("2.11.0", "cpu", False),
+    ],
+)
+def test_pipelines_on_gpus_need_a_newer_torch(monkeypatch, version, device, is_refused):
+    monkeypatch.setattr("torchtitan.rules.pipeline.metadata.version", {"torch": version}.__getitem__)
+    assert lines(TP + "2", device=device) == []
+    refusal = [
+        f"pipeline_parallel_degree: given 2; allowed: 1 with torch {version} on GPUs; before torch 2.12.1 the ranks of "
+        "a pipeline wait for each other forever; install torch 2.12.1 or newer, or use another plan"
+    ]
+    assert lines(PP + "2", device=device) == refusal * is_refused

@@ -1,6 +1,8 @@
 """Rules on pipeline parallel: its schedule, stages, microbatches, and the options that it excludes."""
 
+import re
 from collections.abc import Iterator
+from importlib import metadata
 
 from torchtitan.config.options import Fault, hint, show
 from torchtitan.config.sections.model import Parallelism
@@ -24,6 +26,7 @@ SCHEDULE, CSV = "parallelism.pipeline_parallel_schedule", "parallelism.pipeline_
 PARTS, SIZE = "parallelism.module_fqns_per_model_part", "parallelism.pipeline_parallel_layers_per_stage"
 WHOLE_BACKWARD = ("Interleaved1F1B", "LoopedBFS", "1F1B", "GPipe")
 """Schedules that compile, the quickest first."""
+TORCH_OF_PIPELINES = 2, 12, 1
 
 
 def traits_of(facts: Facts) -> ScheduleTraits | None:
@@ -61,6 +64,21 @@ def layers_by_stage(facts: Facts) -> list[int]:
     stages = count_stages(table) if table is not None else num_stages(facts, degrees.pipeline_parallel_schedule)
     less = degrees.pipeline_parallel_first_stage_less_layers, degrees.pipeline_parallel_last_stage_less_layers
     return split_layers(facts.args.n_layers, stages, *less)
+
+
+def pipelines_need_a_newer_torch(facts: Facts) -> Iterator[Fault]:
+    """Refuse pipelines on NCCL where plain sends and coalesced receives use different communicators and never match."""
+    installed = metadata.version("torch")
+    if facts.pp > 1 and facts.device == "cuda" and _numbers(installed) < TORCH_OF_PIPELINES:
+        needed = ".".join(map(str, TORCH_OF_PIPELINES))
+        allowed = f"1 with torch {installed} on GPUs"
+        remedy = f"before torch {needed} the ranks of a pipeline wait for each other forever; install torch {needed}"
+        yield facts.fault("parallelism.pipeline_parallel_degree", allowed, f"{remedy} or newer, or use another plan")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the first three numbers of a version such as 2.13.0+cpu."""
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def known_schedule(facts: Facts) -> Iterator[Fault]:
@@ -195,6 +213,7 @@ def excluded_by_a_pipeline(facts: Facts) -> Iterator[Fault]:
 
 
 RULES: tuple[Rule, ...] = (
+    pipelines_need_a_newer_torch,
     known_schedule,
     schedule_of_a_file,
     stages_suit_the_schedule,
