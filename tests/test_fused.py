@@ -19,6 +19,15 @@ def nf4_formula(codes, scales, rows, dtype):
     return (values * block_scales[..., None]).flatten(1).to(dtype)
 
 
+def codes_formula(weight, scales, rows, block):
+    """Find the level next to each weight by bisection."""
+    levels = torch.tensor(unpacking.LEVELS)
+    block_scales = (scales.float() * (rows.view(torch.float32) / 255)[:, None])[..., None]
+    normal = torch.where(block_scales > 0, weight.unflatten(1, (-1, block)) / block_scales, 0.0)
+    numbers = torch.bucketize(normal, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).flatten(1)
+    return numbers[:, ::2] << 4 | numbers[:, 1::2]
+
+
 def int8_formula(codes, rows, dtype):
     return (codes.float() * rows.view(torch.float32)[:, None]).to(dtype)
 
@@ -29,13 +38,17 @@ def dropout_formula(x, keys, p, stream, first=0):
     return torch.where(scrambled(keys[..., None] ^ features) >= int(p * 2**32), x / (1 - p), 0)
 
 
+def normal_weights(outputs, inputs):
+    return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)) * 0.02
+
+
 def packed_nf4(outputs, inputs, block):
-    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)) * 0.02
+    weight = normal_weights(outputs, inputs)
     return NF4().quantize(weight.unflatten(1, (-1, block)), weight.abs().amax(1))
 
 
 def packed_int8(outputs, inputs):
-    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)) * 0.02
+    weight = normal_weights(outputs, inputs)
     return Int8().quantize(weight[:, None], weight.abs().amax(1))
 
 
@@ -54,6 +67,18 @@ def test_unpacking_in_pieces_gives_the_bits_of_the_formula(monkeypatch, shape, d
     assert unpacked.shape == (outputs, inputs) and torch.equal(unpacked, nf4_formula(*parts, dtype))
     parts = [part[:outputs] for part in packed8]
     assert torch.equal(Int8().dequantize(*parts, dtype=dtype), int8_formula(*parts, dtype))
+
+
+@pytest.mark.parametrize("shape", [(8, 64, 64), (5, 96, 32), (3, 48, 16)])
+def test_packing_in_pieces_gives_the_bits_of_the_formula(monkeypatch, shape):
+    """Among the weights are a block of zeros, and edges between levels in a block of scale 1, which belong below."""
+    outputs, inputs, block = shape
+    weight = normal_weights(outputs, inputs)
+    weight[0, :block] = 0
+    weight[1, :16] = torch.tensor([*unpacking._EDGES, 1.0])
+    monkeypatch.setattr(unpacking, "LARGE", 128)
+    codes, scales, rows = NF4().quantize(weight.unflatten(1, (-1, block)), weight.abs().amax(1))
+    assert torch.equal(codes, codes_formula(weight, scales, rows, block))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -83,6 +108,7 @@ def test_compiled_formulas_give_the_bits_of_the_eager_ones(dtype):
     assert fused.LARGE < 400 * 2048 and 400 * 2048 % fused.LARGE
     assert torch.equal(NF4().dequantize(*parts, dtype=dtype), nf4_formula(*parts, dtype))
     assert torch.equal(Int8().dequantize(*parts8, dtype=dtype), int8_formula(*parts8, dtype))
+    assert torch.equal(parts[0], codes_formula(normal_weights(400, 2048), *parts[1:], 64))
     keys = token_keys(1, 2, torch.arange(2), 300)
     for width in (1024, 1000):
         x = torch.randn(2, 300, width, dtype=dtype, requires_grad=True)
@@ -90,7 +116,7 @@ def test_compiled_formulas_give_the_bits_of_the_eager_ones(dtype):
         assert torch.equal(y, expected)
         (grad,), (expected_grad,) = (torch.autograd.grad(out, x, torch.ones_like(x)) for out in (y, expected))
         assert torch.equal(grad, expected_grad)
-    for function in (unpacking._blocks_on_cpu, unpacking._rows, dropout._fused_drop):
+    for function in (unpacking._fused_packing, unpacking._blocks_on_cpu, unpacking._rows, dropout._fused_drop):
         assert function.is_proven and not function.is_broken
 
 

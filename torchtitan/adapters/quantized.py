@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchtitan.adapters.low_rank import LoRASettings, LowRank, LowRankLinear, add_low_rank_output
 from torchtitan.adapters.targets import quantization_block
-from torchtitan.adapters.unpacking import levels, unpack_int8, unpack_nf4
+from torchtitan.adapters.unpacking import nf4_codes, unpack_int8, unpack_nf4
 from torchtitan.core.tensor_storage import Store
 from torchtitan.models.layers import autocast_dtype
 
@@ -192,11 +192,8 @@ class NF4:
         largest = blocks.abs().amax(-1)
         scales = (largest / row.clamp(min=torch.finfo(torch.float32).tiny)[:, None] * 255).round().clamp(max=255)
         scales = scales.to(torch.uint8)
-        block_scales = (scales.float() * (row / 255)[:, None])[..., None]
-        normal = torch.where(block_scales > 0, blocks / block_scales, 0.0)
-        table = levels(blocks.device)
-        codes = torch.bucketize(normal, (table[1:] + table[:-1]) / 2).to(torch.uint8).flatten(1)
-        return codes[:, ::2] << 4 | codes[:, 1::2], scales, row.float().view(torch.int32)
+        codes = nf4_codes(blocks, scales.float() * (row / 255)[:, None])
+        return codes, scales, row.float().view(torch.int32)
 
     def dequantize(self, *parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return unpack_nf4(*parts, dtype)

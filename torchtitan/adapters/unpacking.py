@@ -1,6 +1,6 @@
-"""Operators that unpack quantized matrices, rounded once to the dtype of the computation.
+"""Codes of quantized matrices: NF4 codes of weights, and operators that unpack matrices to the computation's dtype.
 
-On CUDA the matrix is unpacked by one compiled kernel. On a CPU it is done in pieces that stay in the cache. They are
+On CUDA a matrix is unpacked by one compiled kernel. On a CPU it is done in pieces that stay in the cache. These are
 custom operators, single nodes for the compiler, for activation checkpointing and for the planner, which sees no
 temporary tensors. Unpacked in bfloat16 on one core of an AMD EPYC with AVX-512 (torch 2.13), a weight in NF4 takes 0.5
 ns compiled and 1.2 ns in eager, and bitsandbytes' 0.50 kernel takes 0.15.
@@ -8,6 +8,7 @@ ns compiled and 1.2 ns in eager, and bitsandbytes' 0.50 kernel takes 0.15.
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 
 import torch
 
@@ -32,6 +33,10 @@ LEVELS = (
     0.7229568362236023,
     1.0,
 )
+
+
+_EDGES = tuple((low + high).item() / 2 for low, high in pairwise(torch.tensor(LEVELS)))
+"""Numbers between neighbouring levels, rounded to float32."""
 
 
 @cache
@@ -64,9 +69,30 @@ def _unpack_rows(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
     values.copy_(codes.float() * scales[:, None])
 
 
+def _pack_blocks(blocks: torch.Tensor, codes: torch.Tensor) -> None:
+    """Fill `codes` [N, block / 2] with the nearest levels of `blocks` [N, block], which are divided by their scales."""
+    numbers = torch.zeros_like(blocks, dtype=torch.int32)
+    for edge in _EDGES:
+        numbers = numbers + (blocks > edge)
+    _write_pairs(codes, numbers)
+
+
+def _pack_blocks_in_place(blocks: torch.Tensor, codes: torch.Tensor) -> None:
+    numbers, above = (torch.zeros_like(blocks, dtype=dtype) for dtype in (torch.uint8, torch.bool))
+    for edge in _EDGES:
+        numbers += torch.gt(blocks, edge, out=above).view(torch.uint8)
+    _write_pairs(codes, numbers)
+
+
+def _write_pairs(codes: torch.Tensor, numbers: torch.Tensor) -> None:
+    """Fill `codes` [N, block / 2] with pairs of `numbers` [N, block]."""
+    codes.copy_(numbers[:, ::2] << 4 | numbers[:, 1::2])
+
+
 # Shapes of blocks are fixed, because with dynamic ones inductor's C++ takes six times as long.
 _blocks_on_cpu = Fused(_unpack_blocks, _look_blocks_up, dynamic=False)
 _blocks_on_gpu = Fused(_unpack_blocks, _look_blocks_up, dynamic=True)
+_fused_packing = Fused(_pack_blocks, _pack_blocks_in_place, dynamic=False)
 _rows = Fused(_unpack_rows, dynamic=True)
 
 
@@ -74,6 +100,21 @@ def _pieces(length: int, size: int) -> Iterator[slice]:
     """Yield slices of `size` that cover `length`; the last one overlaps the one before. One slice if it is shorter."""
     for start in range(0, length, size):
         yield slice(max(0, min(start, length - size)), min(start + size, length))
+
+
+def nf4_codes(weights: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
+    """Return uint8 [out, in / 2] of weights float32 [out, blocks, block] with scales [out, blocks], in pieces.
+
+    The first weight of a byte is in the high bits. Levels are counted by comparing with all edges: for torch.bucketize
+    the processor mispredicts most branches, which takes 20 ns a weight, compared with 7 for this in eager and 1.3
+    compiled.
+    """
+    blocks, divisors = weights.flatten(0, 1), block_scales.flatten()
+    codes = torch.empty(len(blocks), blocks.shape[1] // 2, dtype=torch.uint8, device=weights.device)
+    for piece in _pieces(len(blocks), LARGE // blocks.shape[1]):
+        scales = divisors[piece, None]
+        _fused_packing(torch.where(scales > 0, blocks[piece] / scales, 0.0), codes[piece])
+    return codes.view(len(weights), -1)
 
 
 @torch.library.custom_op("torchtitan::unpack_nf4", mutates_args=())
