@@ -17,7 +17,7 @@ from torchtitan.models.hf.config import UNTRAINED
 from torchtitan.planner.estimate import flops_of_a_rank, predict
 from torchtitan.planner.rehearsal import FROZEN, GRADIENTS, OPTIMIZER, PARAMETERS
 from torchtitan.process.ranks import read_ranks
-from torchtitan.training import inference_model
+from torchtitan.training import inference_model, stored_run
 from torchtitan.training.trainer import Trainer
 
 PATTERNS = ["layers.3.*", "layers.*norm*", "output.weight"]
@@ -67,8 +67,13 @@ def test_only_named_parameters_are_trained_and_a_resume_is_bit_exact(texts, tmp_
         sum(p.numel() for p in filled.parameters()),
     )
     assert f"unfrozen: {num_trained:,} of" in installed.describe()
-    with inference_model.plain_state(config, filled, installed) as (state, kind):
+    model, _, installed = parts.adapted_model(config)
+    with (
+        stored_run.open_run(config, checkpoint, model, installed) as weights,
+        stored_run.plain_state(config, model, installed, weights) as (state, kind),
+    ):
         assert kind == "weights" and state.keys() == filled.state_dict().keys()
+        assert all(torch.equal(state[name].detach(), value) for name, value in filled.state_dict().items())
 
 
 def test_estimates_treat_other_parameters_as_frozen(texts, tmp_path):

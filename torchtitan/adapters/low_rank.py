@@ -265,4 +265,4 @@ def add_product(
     """
     *experts, rows, columns = range(weight.dim())
     factors = (left_factor, (*experts, rows, None)), (right_factor, (*experts, None, columns))
-    return merge_shards(weight, lambda shard, b, a: shard + scale * (b @ a), *factors)
+    return merge_shards(weight, lambda shard, b, a: (b @ a).mul_(scale).add_(shard), *factors)

@@ -107,6 +107,8 @@ class Weights(ABC):
     """The weights of a model. `step`: the step at which they were saved; 0 if it is not known."""
 
     step = 0
+    packed: Collection[str] = ()
+    """Names of packed tensors that are stored as such. Plain parameters are stored in place of the others."""
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
@@ -121,14 +123,15 @@ class Weights(ABC):
         return Deferred(shape, partial(self.full_tensor, name))
 
 
-class _NativeWeights(Weights):
-    def __init__(self, folder: Path, shapes: Shapes, tied: bool):
+class NativeWeights(Weights):
+    """The weights of one of this project's checkpoints, which has exactly the names and shapes of `templates`."""
+
+    def __init__(self, folder: Path, templates: Mapping[str, torch.Tensor]):
         self.peers = Peers("weights")
         self.source: Source = open_checkpoint(folder, self.peers)
-        self.step, self.shapes = self.source.manifest.step, shapes
+        self.step, self.templates = self.source.manifest.step, templates
         saved = {name: e for name, e in self.source.manifest.tensors.items() if name.startswith(MODEL)}
-        names = [name for name in shapes if not (tied and name == "output.weight")]
-        expected = entries({MODEL + name: torch.empty(shapes[name], device="meta") for name in names})
+        expected = entries({MODEL + name: tensor for name, tensor in templates.items()})
         reason, _ = differences(expected, saved, cast=True)
         if reason is not None:
             raise CheckpointError(f"{folder} does not fit the model: {reason}")
@@ -137,9 +140,14 @@ class _NativeWeights(Weights):
         return getattr(torch, self.source.manifest.tensors[MODEL + name].dtype)
 
     def full_tensor(self, name: str) -> torch.Tensor:
-        target = {MODEL + name: torch.empty(self.shapes[name], dtype=self.dtype(name))}
-        read_tensors(self.source.folder, self.source.index, target, self.peers)
-        return target[MODEL + name]
+        return self.full_tensors([name])[name]
+
+    def full_tensors(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Return several full tensors, which are faster to read together."""
+        tensors = {name: torch.empty(self.templates[name].shape, dtype=self.dtype(name)) for name in names}
+        targets = {MODEL + name: tensor for name, tensor in tensors.items()}
+        read_tensors(self.source.folder, self.source.index, targets, self.peers)
+        return tensors
 
 
 class _TorchtitanWeights(Weights):
@@ -203,28 +211,37 @@ def open_weights(path: str | os.PathLike[str], family: str, args: Any) -> Iterat
         with hf.stored_weights(location, args) as stored:
             yield _HuggingFaceWeights(stored)
     elif kind == "ours":
-        yield _NativeWeights(location, hf.shapes(args), args.tied_embeddings)
+        shapes = hf.shapes(args)
+        if args.tied_embeddings:
+            shapes.pop("output.weight", None)
+        yield NativeWeights(location, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
     else:
         yield _TorchtitanWeights(location, family, args, hf.shapes(args), args.tied_embeddings)
 
 
 @torch.no_grad()
-def fill(model: nn.Module, weights: Weights, tied: bool, fresh: Collection[str] = ()) -> None:
-    """Fill a model or a part of it, plain or sharded. Each rank reads one full tensor at a time and keeps its part."""
-    packed = packed_names(model)
-    tensors = model.state_dict(keep_vars=True).items()
+def fill(model: nn.Module, weights: Weights, tied: bool, fresh: Collection[str] = (), prefix: str = "") -> None:
+    """Fill a model or a part of it, plain or sharded. Each rank reads one full tensor at a time and keeps its part.
+
+    `fresh`: names that keep their values. `prefix`: the path of `model` in the full model, with a dot at its end.
+    """
+    kept_out = {*fresh, *(prefix + name for name in packed_names(model) if prefix + name not in weights.packed)}
+    tensors = model.state_dict(prefix=prefix, keep_vars=True).items()
     with progress_bar("loading the weights", len(tensors), unit=" tensors") as progress:
         for wrapped_name, tensor in tensors:
             name = clean_name(wrapped_name)
-            if name not in fresh and name not in packed:
+            if name not in kept_out:
                 _copy_part(
                     weights.full_tensor("tok_embeddings.weight" if tied and name == "output.weight" else name), tensor
                 )
             progress.update()
-    for name, store in stores(model):  # one at a time, because they are larger before they are packed
-        values = store.empty()
-        _copy_part(weights.full_tensor(name), values)
-        store.write(values)
+    if weights.packed:
+        return
+    for local_name, store in stores(model):  # one at a time, because they are larger before they are packed
+        if (name := prefix + local_name) not in fresh:
+            values = store.empty()
+            _copy_part(weights.full_tensor(name), values)
+            store.write(values)
 
 
 def _copy_part(full_tensor: torch.Tensor, tensor: torch.Tensor) -> None:

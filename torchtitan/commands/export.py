@@ -5,10 +5,10 @@ its base model one matrix at a time: the sum is computed in float32 and rounded 
 adapter is merged into the original weights, which must be the ones that the run quantized. By default weights keep the
 run's dtype: bfloat16 would round them and lose adapter updates below its 8 significant bits.
 
-The export is then loaded and compared with the run: the loss on held-out samples and a greedy continuation. If they
-differ, the directory is named DIRECTORY.unverified and the exit code is 1. Only one of the two models is in memory at a
-time. Without --merge only the adapter is written, in the usual layout for adapters of its kind (mostly peft's). That is
-refused if the run trained other parameters too.
+The export is then read again and compared with the run on a short held-out sample: its loss, and the likeliest token at
+each position. If they differ, the directory is named DIRECTORY.unverified and the exit code is 1. Embedding, head and
+one layer at a time are in memory. Without --merge only the adapter is written, in the usual layout for adapters of its
+kind (mostly peft's). That is refused if the run trained other parameters too.
 """
 
 import dataclasses
@@ -16,22 +16,23 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.adapters import NONE
 from torchtitan.build import data, parts
 from torchtitan.checkpoint.folders import replace_folder
 from torchtitan.checkpoint.layout import read_manifest
+from torchtitan.checkpoint.weight_sources import Weights, open_weights
 from torchtitan.commands.command_lines import parse_command
-from torchtitan.commands.generate import find_checkpoint, sample
+from torchtitan.commands.generate import find_checkpoint
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError, format_bytes
-from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy
-from torchtitan.losses.tasks import task_of
-from torchtitan.training import inference_model
+from torchtitan.losses.objective import IGNORE_INDEX
+from torchtitan.training import inference_model, stored_run
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 """Relative tolerance by dtype: of the loss, for rounding the weights to the dtype once, and of the difference of two
@@ -41,8 +42,16 @@ PACKED_TOLERANCE = 3e-2
 Generated tokens then differ."""
 ROUNDING = {"bfloat16": "8 significant bits, by up to 0.4 %", "float16": "11 significant bits, and none above 65,504"}
 """Loss of precision of a float32 weight in a narrower dtype."""
-SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 8, 32, 16
+MAX_TOKENS = 32
+"""Maximum length of the sample that an export is verified on, in tokens."""
 UNVERIFIED = 1
+
+
+class Sample(NamedTuple):
+    """Tokens and labels, each [1, S]."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
 
 
 def main(argv: list[str]) -> int:
@@ -79,16 +88,12 @@ def announcement(config: JobConfig, dtype: str) -> str:
     return line + narrower * (dtype == "float32")
 
 
-Samples = list[tuple[torch.Tensor, torch.Tensor]]
-"""Tokens and labels, each [1, S], of samples that may differ in length."""
-
-
 @dataclass(frozen=True)
 class Answer:
-    """A model's loss on held-out samples, and the logits [V] at each step of a greedy continuation."""
+    """A model's mean loss over the labels of a sample, and its logits [S, V]."""
 
     loss: float
-    logits: list[torch.Tensor]
+    logits: torch.Tensor
 
 
 @torch.no_grad()
@@ -96,66 +101,52 @@ def export(config: JobConfig, step_folder: Path, target: Path, dtype: str, into_
     unverified = target.with_name(target.name + ".unverified")
     if unverified.exists():
         raise JobError(f"{unverified}: exists, from an export that failed; remove it")
-    samples = held_out(config)
-    before, into = write(config, step_folder, unverified, dtype, into_unpacked, samples)
-    reloaded = parts.meta_model(config).to(parts.DTYPES[config.training.dtype]).to_empty(device="cpu").eval()
-    parts.model_spec(config).hf.load_hf(unverified, reloaded, parts.model_args(config))
-    verdict = compared(config, before, answer(config, reloaded, samples), dtype, into)
+    sample, args = held_out(config), parts.model_args(config)
+    run_answer, into = write(config, step_folder, unverified, dtype, into_unpacked, sample)
+    plain_model = parts.meta_model(config).to(parts.DTYPES[config.training.dtype])
+    with open_weights(unverified, config.model.name, args) as weights:
+        export_answer = answer(plain_model, weights, args.tied_embeddings, sample)
+    verdict = compared(config, run_answer, export_answer, dtype, into)
     manifest = {"of": str(step_folder), "step": read_manifest(step_folder).step, "dtype": dtype, "merged_into": into}
-    manifest |= verdict | {"samples": len(samples), "base": config.checkpoint.initial_load_path}
+    manifest |= verdict | {"tokens": sample.tokens.shape[1], "base": config.checkpoint.initial_load_path}
     (unverified / "export.json").write_text(json.dumps(manifest, indent=2) + "\n")
     losses = f"loss {verdict['loss_of_the_run']:.5f}, read again {verdict['loss_of_the_export']:.5f}"
     if not verdict["verified"]:
         print(f"{unverified}: NOT equal to the run: {losses}, same tokens: {verdict['same_tokens']}", file=sys.stderr)
         return UNVERIFIED
     unverified.rename(target)
-    print(f"{target}: {step_folder.name} in {dtype}; {losses} on {len(samples)} samples")
+    print(f"{target}: {step_folder.name} in {dtype}; {losses} on {sample.tokens.shape[1]} tokens")
     return 0
 
 
 def write(
-    config: JobConfig,
-    step_folder: Path,
-    folder: Path,
-    dtype: str,
-    into_unpacked: bool,
-    samples: Samples,
+    config: JobConfig, step_folder: Path, folder: Path, dtype: str, into_unpacked: bool, sample: Sample
 ) -> tuple[Answer, str]:
-    """Write the weights. Return the run's answer to the samples, and the base that its adapter was merged into."""
+    """Write the weights. Return the run's answer to the sample, and the base that its adapter was merged into."""
     as_asked = dataclasses.replace(config.checkpoint, export_dtype=dtype)
     extra_files = parts.hf_extra_files(dataclasses.replace(config, checkpoint=as_asked), parts.tokenizer(config))
     hf, args = parts.model_spec(config).hf, parts.model_args(config)
-    model, adapter = inference_model.load_model(config, step_folder, torch.device("cpu"))
-    run_answer = answer(config, model, samples)
+    model, _, adapter = parts.adapted_model(config)
     try:
         with (
-            inference_model.plain_state(config, model, adapter, into_unpacked) as (state, into),
+            stored_run.open_run(config, step_folder, model, adapter) as weights,
+            stored_run.plain_state(config, model, adapter, weights, into_unpacked) as (state, into),
             replace_folder(folder, write=True) as place,
         ):
+            run_answer = answer(model, weights, args.tied_embeddings, sample)
             hf.save_hf(place, state, args, dtype=parts.DTYPES[dtype], extra_files=extra_files)
     except OSError as error:
         raise JobError(f"{folder}: the weights were not written: {error}; the run is untouched") from error
     return run_answer, into
 
 
-def answer(config: JobConfig, model: nn.Module, samples: Samples) -> Answer:
-    """Compute the loss of the samples one by one, and continue the beginning of the first greedily.
-
-    The loss is per token, also if the run was trained on preference pairs.
-    """
-    if task_of(config).rows_per_sample > 1:
-        model.loss = SummedCrossEntropy()
-    loss = sum(model(tokens, labels=labels).item() for tokens, labels in samples)
-    count = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in samples)
-    vocabulary, logits = parts.tokenizer(config), []
-    last = (0, -1, slice(vocabulary.vocab_size))
-    # keep only the last position of each forward
-    hook = model.register_forward_hook(lambda _, inputs, outputs: logits.append(outputs[last].clone()))
-    kwargs = dict(max_new_tokens=NEW_TOKENS, context=config.training.seq_len, temperature=0, top_k=0, seed=0)
-    for _ in sample(model, samples[0][0][0, :PROMPT_TOKENS].tolist(), vocabulary, **kwargs):
-        pass
-    hook.remove()
-    return Answer(loss / max(count, 1), logits)
+def answer(model: nn.Module, weights: Weights, tied: bool, sample: Sample) -> Answer:
+    """Compute the logits of a sample, and the mean loss of its labels, with one layer in memory at a time."""
+    with stored_run.layers_on_demand(model.eval(), weights, tied):
+        logits = model(sample.tokens)[0].float()
+    rows = sample.labels[0] != IGNORE_INDEX
+    loss = F.cross_entropy(logits[rows], sample.labels[0, rows], reduction="sum").item()
+    return Answer(loss / max(int(rows.sum()), 1), logits)
 
 
 def compared(config: JobConfig, run: Answer, export: Answer, dtype: str, into: str) -> dict[str, Any]:
@@ -163,7 +154,7 @@ def compared(config: JobConfig, run: Answer, export: Answer, dtype: str, into: s
     tolerance = max(TOLERANCE[dtype], TOLERANCE.get(config.training.dtype, 0.0))
     packed = into == "original"
     close = abs(run.loss - export.loss) <= (PACKED_TOLERANCE if packed else tolerance) * abs(run.loss)
-    same = None if packed else go_on_alike(run, export, tolerance)
+    same = None if packed else choose_alike(run.logits, export.logits, tolerance)
     return {
         "verified": close and same is not False,
         "loss_of_the_run": run.loss,
@@ -172,25 +163,29 @@ def compared(config: JobConfig, run: Answer, export: Answer, dtype: str, into: s
     }
 
 
-def go_on_alike(run: Answer, export: Answer, tolerance: float) -> bool:
-    """Return True if both choose the same tokens, or first differ where the run's logits are within the tolerance."""
-    for run_logits, export_logits in zip(run.logits, export.logits, strict=False):  # one may end the text earlier
-        if (chosen := export_logits.argmax()) != run_logits.argmax():
-            return bool(run_logits.max() - run_logits[chosen] <= tolerance * run_logits.abs().max())
-    return True
+def choose_alike(run: torch.Tensor, export: torch.Tensor, tolerance: float) -> bool:
+    """Return True if the largest logit of each row [S, V] is of the same token, or of one that ties with it.
+
+    Tokens tie if their logits in the run differ by at most `tolerance` times the largest magnitude of the row.
+    """
+    chosen = run.gather(1, export.argmax(1, keepdim=True))[:, 0]
+    return bool((run.amax(1) - chosen <= tolerance * run.abs().amax(1)).all())
 
 
-def held_out(config: JobConfig) -> Samples:
-    """Read up to SAMPLES samples: of the validation data where the job validates, else of the training data."""
+def held_out(config: JobConfig) -> Sample:
+    """Read a short sample with labels: of the validation data where the job validates, else of the training data.
+
+    It ends at the last label that it can, and is at most MAX_TOKENS long.
+    """
     one, vocabulary = parts.dims(parts.one_rank_job(config), 1), parts.tokenizer(config)
     make = data.validation_loader if config.validation.enable else data.training_loader
     loader = make(parts.one_rank_job(config), vocabulary, 0, one)
-    samples: Samples = []
     try:
-        for batch in loader:
-            samples += zip(batch["tokens"].split(1), batch["labels"].split(1), strict=True)
-            if len(samples) >= SAMPLES:
-                break
+        batch = next(iter(loader))
     finally:
         loader.close()
-    return samples[:SAMPLES]
+    valid = batch["labels"] != IGNORE_INDEX
+    row = int(valid.sum(1).argmax())
+    end = int(valid[row].nonzero().max()) + 1 if valid[row].any() else batch["tokens"].shape[1]
+    span = slice(max(0, end - MAX_TOKENS), end)
+    return Sample(batch["tokens"][row : row + 1, span], batch["labels"][row : row + 1, span])

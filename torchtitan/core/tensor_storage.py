@@ -59,7 +59,7 @@ def stores(part: nn.Module) -> Iterator[tuple[str, Store]]:
     for name, module in part.named_modules():
         if hasattr(type(module), "stores"):
             for local_name, store in module.stores().items():
-                yield f"{clean_name(name)}.{local_name}", store
+                yield ".".join(filter(None, (clean_name(name), local_name))), store
 
 
 def draw_stores(part: nn.Module, seed: int, rule: Callable[[str], Init], names: Collection[str] | None = None) -> None:
@@ -74,4 +74,5 @@ def draw_stores(part: nn.Module, seed: int, rule: Callable[[str], Init], names: 
 
 def packed_names(part: nn.Module) -> set[str]:
     """Return the clean names of the tensors that represent another parameter."""
-    return {f"{name.rpartition('.')[0]}.{packed}" for name, store in stores(part) for packed in store.packed}
+    paths = ((name.rpartition(".")[0], store) for name, store in stores(part))
+    return {".".join(filter(None, (path, packed))) for path, store in paths for packed in store.packed}

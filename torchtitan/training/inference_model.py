@@ -4,9 +4,6 @@ reference model of preference pairs."""
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,11 +15,10 @@ from torchtitan.adapters.interface import Adapter
 from torchtitan.build import parts
 from torchtitan.checkpoint import base_weights, load_model_for_inference, read_state
 from torchtitan.checkpoint.base_weights import find_weights
-from torchtitan.checkpoint.weight_sources import Weights, fill, load_foreign, open_weights
+from torchtitan.checkpoint.weight_sources import fill, load_foreign, open_weights
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.model import ActivationCheckpoint, Compile, Parallelism
 from torchtitan.core.errors import JobError
-from torchtitan.core.tensor_storage import Deferred, Store, Value, stores
 from torchtitan.parallelisms.degrees import LimitError
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed, machine
@@ -53,13 +49,23 @@ def _fill(built: nn.Module, config: JobConfig, step_folder: Path, installed: Ada
         if extra_adapter is not None:
             extra_adapter.load_tensors([built], parts.peft_tensors(config, extra_adapter))
         return
-    adapter_only = parts.saves_adapter_alone(config)
-    if config.adapter.kind != NONE and config.adapter.save is None:  # the job does not say; the checkpoint does
-        adapter_only = base_weights.KEY in read_state(step_folder)["trainer"]
+    adapter_only = saved_adapter_alone(config, step_folder)
     if adapter_only:
-        base_weights.refuse_other_base(read_state(step_folder)["trainer"], parts.base_reference(config))
         fill_base(config, built, installed)
     load_model_for_inference(step_folder, built, installed.frozen_parameters if adapter_only else ())
+
+
+def saved_adapter_alone(config: JobConfig, step_folder: Path) -> bool:
+    """Return True if a checkpoint holds an adapter alone.
+
+    Raises CheckpointError if the adapter belongs to another base than the job's.
+    """
+    is_adapter_only = parts.saves_adapter_alone(config)
+    if config.adapter.kind != NONE and config.adapter.save is None:  # the job does not say; the checkpoint does
+        is_adapter_only = base_weights.KEY in read_state(step_folder)["trainer"]
+    if is_adapter_only:
+        base_weights.refuse_other_base(read_state(step_folder)["trainer"], parts.base_reference(config))
+    return is_adapter_only
 
 
 def load_model_over_ranks(config: JobConfig, step_folder: Path, ranks: Ranks) -> nn.Module:
@@ -106,50 +112,6 @@ def broadcast_from_first(choice: torch.Tensor) -> torch.Tensor:
     """Broadcast rank 0's tensor, of any shape: sums of reductions may differ in their last bits between ranks."""
     dist.broadcast(choice, 0)
     return choice
-
-
-@contextmanager
-def plain_state(
-    config: JobConfig, filled: nn.Module, installed: Adapter | None, into_unpacked: bool = False
-) -> Iterator[tuple[dict[str, Value], str]]:
-    """Yield the plain model's tensors, created on access, with the adapter merged, and the name of the merge's base.
-
-    The base is "original", the weights before quantization, "unpacked", the dequantized weights, or "weights", if the
-    base is not quantized. Raises JobError if the job's base cannot be read or has changed.
-    """
-    path = config.checkpoint.initial_load_path
-    packed = dict(stores(filled))
-    if installed is None:
-        yield dict(filled.state_dict()), "weights"
-    elif not packed:
-        yield installed.merged_tensors([filled]), "weights"
-    elif into_unpacked or path is None:
-        yield installed.merged_tensors([filled]), "unpacked"
-    else:
-        with ExitStack() as stack:
-            try:
-                weights = stack.enter_context(open_weights(path, config.model.name, parts.model_args(config, path)))
-            except JobError as error:
-                raise JobError(f"{error}; {UNPACKED}") from error
-            original = {
-                name: Deferred(store.shape, partial(_original, weights, name, store, path))
-                for name, store in packed.items()
-            }
-            yield installed.merged_tensors([filled], original), "original"
-
-
-UNPACKED = "or merge into the dequantized weights: --merge-base unpacked"
-
-
-def _original(weights: Weights, name: str, store: Store, path: str) -> torch.Tensor:
-    """Return a matrix of the original base, in float32 or a wider type."""
-    matrix = weights.full_tensor(name)
-    if not store.holds(matrix):
-        raise JobError(
-            f"{path}: its {name} is not the matrix that the run quantized; restore the run's base at this path, "
-            f"{UNPACKED}"
-        )
-    return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
 
 
 def fill_base(config: JobConfig, built: nn.Module, installed: Adapter | None) -> None:

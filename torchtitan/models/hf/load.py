@@ -139,9 +139,9 @@ class StoredWeights:
         if self.tensor_map.tied and name == "output.weight":  # the last pipeline stage has a copy
             name = "tok_embeddings.weight"
         assert self.shapes[name] == tuple(tensor.shape), name
-        read_part(
-            [self.shards.stored(hf_name) for hf_name in self.hf_names_by_name[name]], tensor, name, self.tensor_map
-        )
+        hf_names = self.hf_names_by_name[name]
+        read_part([self.shards.stored(hf_name) for hf_name in hf_names], tensor, name, self.tensor_map)
+        self.shards.count_bytes(local_part(tensor)[0].numel() * self.dtype(name).itemsize)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype, or bfloat16 for weights in 8 bits."""
@@ -204,18 +204,37 @@ def read_part(stored: list[Any], tensor: torch.Tensor, name: str, tensor_map: Te
         local.copy_(part.t() if transposed else part)
 
 
+MAPPED_BYTES = 2**28
+"""Bytes to read from mapped files before they are unmapped: until then the pages count as this process's memory."""
+
+
 class _Shards:
-    """Tensors of a folder by their stored names, in files that stay open as long as `stack`."""
+    """Tensors of a folder by their stored names, in files that are open at most as long as `stack`."""
 
     def __init__(self, folder: Path, files: Mapping[str, str], block: BlockSize | None, stack: ExitStack):
-        from safetensors import safe_open
-
-        self.files, self.block = files, block
+        self.folder, self.files, self.block = folder, files, block
+        self.stack = stack.enter_context(ExitStack())
+        self.open_files: dict[str, Any] = {}
+        self.mapped_bytes = 0
         names = sorted(set(files.values()))
         for name in names:
             require_file(folder / name)
-        self.open_files = {name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in names}
-        self.names_in_file = {name: set(file.keys()) for name, file in self.open_files.items()}
+        self.names_in_file = {name: set(self._open(name).keys()) for name in names}
+
+    def _open(self, file: str) -> Any:
+        from safetensors import safe_open
+
+        if file not in self.open_files:
+            self.open_files[file] = self.stack.enter_context(safe_open(self.folder / file, framework="pt"))
+        return self.open_files[file]
+
+    def count_bytes(self, number: int) -> None:
+        """Note that so many bytes were read, and unmap the files if these are many."""
+        self.mapped_bytes += number
+        if self.mapped_bytes > MAPPED_BYTES:
+            self.stack.close()
+            self.open_files.clear()
+            self.mapped_bytes = 0
 
     def stored(self, name: str) -> Any:
         """Return an object that by slicing reads a tensor of the stored shape, dequantized if it is in 8 bits."""
@@ -248,7 +267,7 @@ class _Shards:
         return self._slice(name).get_dtype()
 
     def _slice(self, name: str) -> Any:
-        return self.open_files[self.files[name]].get_slice(name)
+        return self._open(self.files[name]).get_slice(name)
 
 
 def _files(path: Path) -> dict[str, str]:
