@@ -23,7 +23,7 @@ from torchtitan.checkpoint.layout import (
     sha256_of,
     step_folders,
 )
-from torchtitan.config.changes import DEFAULTS
+from torchtitan.config.changes import DEFAULTS, saved_value
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.field_types import Precision
 
@@ -158,8 +158,8 @@ def frozen_dtype(config: JobConfig) -> Precision | None:
     try:
         complete, _ = complete_steps(Path(config.job.dump_folder, options.folder)) if options.enable else ([], [])
         if complete:
-            job = read_state(complete[0])["trainer"].get("job", {})
-            return job.get("training", {}).get("frozen_dtype", DEFAULTS["training.frozen_dtype"])
+            job, key = read_state(complete[0])["trainer"].get("job"), "training.frozen_dtype"
+            return "bfloat16" if saved_value(job, key, DEFAULTS[key]) == "bfloat16" else "float32"
     except (OSError, ValueError, CheckpointError):
         pass  # loading reports the error
     return "float32" if config.adapter.relora.every is not None else training.mixed_precision_param

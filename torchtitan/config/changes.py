@@ -74,7 +74,7 @@ KINDS: dict[str, Kind] = {
 TRAINED = ("training.unfrozen", "adapter.train_fully", "adapter.train_dense_rest")
 """Which parameters an optimizer has a state of: a checkpoint has none for what was frozen in its run."""
 CASTING = frozenset((*TRAINED, "training.frozen_dtype"))
-"""Options that decide the types of weights: where their change is allowed, a resume casts what a checkpoint holds."""
+"""Options that decide the types of weights: where their change is allowed, a resume casts saved weights."""
 DEFAULTS = {"adapter.save": "whole", "training.frozen_dtype": "float32"}
 """Values of options in jobs from before they had them, where that is not today's default."""
 SIZES, SAMPLES = "model.overrides", "training.global_batch_size"
@@ -180,14 +180,14 @@ def _changed_options(saved: Mapping[str, Any], now: Mapping[str, Any], note: str
         if key == SIZES:
             continue
         default = DEFAULTS.get(key, option.default)
-        before, today = _value(saved["job"], key, default), _value(now["job"], key, default)
+        before, today = saved_value(saved["job"], key, default), saved_value(now["job"], key, default)
         if key == SAMPLES:
             before, today = saved.get("samples"), now["samples"]
         if before != today:
             yield Change(key, show(before), show(today), note * (key == SAMPLES))
 
 
-def _value(job: Mapping[str, Any], key: str, default: Any) -> Any:
+def saved_value(job: Mapping[str, Any], key: str, default: Any) -> Any:
     """Return an option's value from nested tables, or its default if it is unset or newer than the checkpoint."""
     value: Any = job
     for part in key.split("."):
