@@ -71,6 +71,12 @@ def test_the_host_waits_for_nothing_in_a_step_with_an_adapter(card, job, ranks, 
     assert ask_card(card, "host_waits", 0, ranks, *argv) == waits
 
 
+@pytest.mark.parametrize(("backend", "kernel"), [("auto", None), ("fa3", "FA3")])
+def test_flash_attention_3_is_activated_where_asked_for(card, backend, kernel):
+    argv = ["--job.config_file=train_configs/llama3_8b.toml", *SMALL, "--model.overrides={n_layers = 1}"]
+    assert ask_card(card, "flash_attention", 0, 8, *argv, f"--model.attention_backend={backend}") == [None, kernel]
+
+
 MATRICES = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336
 """Weights of the 7 matrices of a layer of Llama 3 8B."""
 

@@ -1,6 +1,7 @@
 """Rotary positions, norms and the attention kernel against formulas written out."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -172,6 +173,13 @@ def test_attention_computes_in_the_fastest_dtype(kernel_dtype, autocast, monkeyp
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = AttentionKernel()(*heads(torch.bfloat16), None)
     assert dtypes == [kernel_dtype] and y.dtype == torch.bfloat16
+
+
+def test_flash_attention_3_without_its_package_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # import raises ImportError
+    attention.activate_flash_attention("auto")
+    with pytest.raises(JobError, match='given "fa3"; allowed: with the package flash_attn_interface.*write "auto"'):
+        attention.activate_flash_attention("fa3")
 
 
 def test_an_unknown_backend_is_refused():

@@ -39,6 +39,11 @@ INPUT_AND_OUTPUT = [
         'model.attention_backend: given "flex"; allowed: "auto" or "sdpa" without a GPU; flex has no backward on a CPU',
     ),
     (
+        ["--model.attention_backend=fa3"],
+        'model.attention_backend: given "fa3"; allowed: "auto" or "sdpa" without a GPU; FlashAttention 3 is for Hopper '
+        "GPUs",
+    ),
+    (
         ["--checkpoint.enable", "--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"]
         + ["--model.name=deepseek", "--model.overrides={n_shared_experts = 0}"],
         "checkpoint.last_save_in_hf: given true; allowed: false with this model; n_shared_experts = 0: transformers' "

@@ -30,7 +30,7 @@ from torchtitan.losses.tasks import task_of
 from torchtitan.lr_schedules import LRSchedule, schedule_of
 from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
 from torchtitan.models import CONFIG_CONVERTERS, resolve_sizes
-from torchtitan.models.attention import use_shifted_groups
+from torchtitan.models.attention import activate_flash_attention, use_shifted_groups
 from torchtitan.models.dropout import add_embedding_noise
 from torchtitan.models.hf.save import build_extra_files, read_source
 from torchtitan.models.spec import MODELS, ModelSpec
@@ -245,6 +245,8 @@ def model(
     and noise. It gets the types of the policy, so that equal weights give equal log-probabilities. `kwargs`
     (init_weights, storage): see `ParallelModel`.
     """
+    if device.type == "cuda":
+        activate_flash_attention(config.model.attention_backend)
     built, patterns, installed = adapted_model(config if policy is None else reference_job(config))
     trained_by = installed if policy is None else policy.adapter
     if trained_by is not None and (frozen := base_weights.frozen_dtype(config)) is not None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from torchtitan.core.errors import JobError
@@ -16,7 +17,7 @@ from torchtitan.parallelisms.attention_kernels import fastest_cpu_dtype
 from torchtitan.parallelisms.region_attention import attend_by_regions, region_table
 from torchtitan.parallelisms.sequence_layout import Tokens
 
-BACKENDS = ("auto", "sdpa", "flex")
+BACKENDS = ("auto", "sdpa", "flex", "fa3")
 
 
 class AttentionKernel(nn.Module):
@@ -28,7 +29,8 @@ class AttentionKernel(nn.Module):
 
     sdpa: scaled_dot_product_attention, which picks the fastest kernel itself. flex: flex attention, which skips blocks
     that the mask empties. auto: flex for document masks or windows on a GPU (it has no backward on a CPU), else sdpa.
-    Without such a mask all three use sdpa, since there are no blocks to skip. On a CPU documents and windows are slices
+    Without such a mask all use sdpa, since there are no blocks to skip. fa3: auto, in a process that has called
+    `activate_flash_attention`. On a CPU documents and windows are slices
     of the batch (parallelisms/region_attention.py) unless the backend is flex.
     """
 
@@ -77,7 +79,7 @@ class AttentionKernel(nn.Module):
     def uses_flex(self, queries: Tokens) -> bool:
         if queries.documents is None and self.plain_attention:
             return False
-        return self.backend == "flex" or (self.backend == "auto" and queries.indices.is_cuda)
+        return self.backend == "flex" or (self.backend in ("auto", "fa3") and queries.indices.is_cuda)
 
     def uses_regions(self, queries: Tokens) -> bool:
         """Return True if `forward` attends by slices of the batch and so needs no mask over all pairs of tokens."""
@@ -144,6 +146,22 @@ class AttentionKernel(nn.Module):
             # time in float32, and 0.9, 0.5 and 0.32 in bfloat16 (torch 2.13, 1 core).
             return attend(F.pad(v, (0, narrower)), mask)[..., :-narrower]
         return attend(v, mask)
+
+
+def activate_flash_attention(backend: str) -> None:
+    """Make FlashAttention 3 torch's flash kernel in this process if the backend is fa3.
+
+    Raises JobError if its package is missing or has no such kernel.
+    """
+    if backend != "fa3":
+        return
+    try:
+        activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise JobError(
+            f'model.attention_backend: given "fa3"; allowed: with the package flash_attn_interface, FlashAttention 3 '
+            f'for Hopper GPUs ({error}); install it, or write "auto"'
+        ) from error
 
 
 class SharedInputs(NamedTuple):

@@ -33,8 +33,9 @@ def needs_a_gpu(facts: Facts) -> Iterator[Fault]:
     if config.checkpoint.async_mode == "async_with_pinned_mem":
         yield facts.fault("checkpoint.async_mode", '"async" or "disabled" without a GPU', 'write "async"')
     yield from facts.judged(check_snapshots, config.profiling.enable_memory_snapshot, facts.device)
-    if config.model.attention_backend == "flex":
-        yield facts.fault("model.attention_backend", '"auto" or "sdpa" without a GPU', "flex has no backward on a CPU")
+    reasons = {"flex": "flex has no backward on a CPU", "fa3": "FlashAttention 3 is for Hopper GPUs"}
+    if reason := reasons.get(config.model.attention_backend):
+        yield facts.fault("model.attention_backend", '"auto" or "sdpa" without a GPU', reason)
 
 
 def memory_has_a_size(facts: Facts) -> Iterator[Fault]:

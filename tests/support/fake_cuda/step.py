@@ -5,6 +5,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from tests.support.fake_cuda import device, kernels  # first: see there
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import current_flash_attention_impl, register_flash_attention_impl
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -249,6 +251,17 @@ def _costs(model: ParallelModel, work: Callable[[], None]) -> dict[str, Any]:
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     sums = {kind: {"all": counts.total(), **counts} for kind, counts in counter.by_place.items()}
     return sums | {"host_waits": dict(device.host_waits), "trained": trained}
+
+
+def flash_attention(argv: list[str], rank: int, world_size: int) -> list[str | None]:
+    """Return torch's flash kernel, None for its own, before and after the job's model is built.
+
+    The package of FlashAttention 3 is replaced by one without kernels.
+    """
+    register_flash_attention_impl("FA3", register_fn=SimpleNamespace)
+    before = current_flash_attention_impl()
+    with job_on_rank(manager.load(argv), rank, world_size):
+        return [before, current_flash_attention_impl()]
 
 
 def gathers_and_waits(argv: list[str], rank: int, world_size: int) -> list[tuple[str, int]]:

@@ -37,8 +37,9 @@ class Model:
     s2_group_size: NonNegative = 0
     """Tokens in a group of shifted sparse attention (LongLoRA, which uses a quarter of training.seq_len), in training
     only; half of the heads use groups shifted by half a group. Experimental. 0: off."""
-    attention_backend: Literal["auto", "sdpa", "flex"] = "auto"
-    """Attention kernel. auto: flex attention for document masks on a GPU, otherwise scaled_dot_product_attention."""
+    attention_backend: Literal["auto", "sdpa", "flex", "fa3"] = "auto"
+    """Attention kernel. auto: flex attention for document masks on a GPU, otherwise scaled_dot_product_attention. fa3:
+    the same, with FlashAttention 3 as torch's flash kernel (a Hopper GPU and the package flash_attn_interface)."""
 
 
 @dataclass(config=STRICT, kw_only=True)
