@@ -100,13 +100,15 @@ class AttentionKernel(nn.Module):
     def _block_mask(self, queries: Tokens, keys: Tokens) -> BlockMask:
         device = queries.indices.device
         query_segments, key_segments = self.segments(queries), self.segments(keys)
-        batch = len(query_segments) if len(query_segments) > 1 else None
+        shared = len(query_segments) == 1  # by all samples
+        if shared:  # inside `visible` the index 0 would be copied to the device
+            query_segments, key_segments = query_segments.squeeze(0), key_segments.squeeze(0)
 
         def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            row = 0 if batch is None else b
-            same = query_segments[row, q] == key_segments[row, k]
+            same = query_segments[q] == key_segments[k] if shared else query_segments[b, q] == key_segments[b, k]
             return same & self._is_visible(queries.indices[q], keys.indices[k])
 
+        batch = None if shared else len(query_segments)
         create = compile_lazily(create_block_mask) if device.type == "cuda" else create_block_mask
         return create(visible, batch, None, len(queries.indices), len(keys.indices), device=device)
 
