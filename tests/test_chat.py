@@ -128,7 +128,7 @@ def test_bad_options_are_refused(capsys):
 def fake_checkpoint(monkeypatch, *arguments):
     """Let chat find a job with these arguments, without weights."""
     job_and_checkpoint = manager.load([*arguments, "--model.tokenizer_path=bytes"]), Path("checkpoint")
-    monkeypatch.setattr(chat, "find_checkpoint", lambda *_: job_and_checkpoint)
+    monkeypatch.setattr("torchtitan.commands.generate.find_checkpoint", lambda *_: job_and_checkpoint)
 
 
 def test_a_classifier_is_refused(monkeypatch):

@@ -1,5 +1,6 @@
 """Tests of `torchtitan generate`: sampling from scripted logits, streaming of text, and equality with transformers."""
 
+import argparse
 import dataclasses
 import io
 import os
@@ -298,6 +299,19 @@ def test_a_checkpoint_of_any_plan_is_loaded(run, tmp_path, capsys, tied):
             assert torch.equal(loaded.get_parameter(name), parameter), (plan, name)
         texts.append(run_generate(capsys, folder, "--prompt", "al", "--max_new_tokens", 6))
     assert len(set(texts)) == 1, texts
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_folder_is_computed_with_in_its_stored_type(tmp_path, stored):
+    args = dataclasses.replace(SIZES["llama3"]["debugmodel"], vocab_size=260)
+    model = checkpoint_plans.reference(args)
+    MODELS["llama3"].hf.save_hf(tmp_path, model.state_dict(), args, dtype=stored)
+    options = argparse.Namespace(folder=str(tmp_path), config=None, best=False)
+    for job_args, dtype in (([], stored), (["--training.dtype=float32"], torch.float32)):
+        config, place = generate.find_decoder(options, ["--model.tokenizer_path=bytes", *job_args])
+        loaded, _ = inference_model.load_model(config, place, torch.device("cpu"))
+        for name, parameter in model.named_parameters():
+            assert torch.equal(loaded.get_parameter(name), parameter.to(stored).to(dtype)), name
 
 
 # Several devices

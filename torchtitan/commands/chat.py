@@ -10,7 +10,6 @@ import argparse
 import sys
 from collections.abc import Iterator
 from glob import glob
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +19,7 @@ from torchtitan.build import parts
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.generate import (
     CONTROLS,
-    find_checkpoint,
-    require_causal_decoder,
+    find_decoder,
     sample,
 )
 from torchtitan.config.job import JobConfig, sources_of
@@ -48,8 +46,7 @@ def main(argv: list[str]) -> int:
     if options.system is not None and options.format not in (None, CHAT):
         raise JobError(f"--system: format {options.format} has no place for it")
     sys.stdout.reconfigure(errors="replace")  # for characters that the terminal cannot show
-    config, step_folder = find_checkpoint(Path(options.folder), options.config, job_args, options.best)
-    require_causal_decoder(config)
+    config, step_folder = find_decoder(options, job_args)
     tokenizer = parts.tokenizer(config)
     form = options.format or form_of(config, tokenizer)
     if options.system is not None and form != CHAT:

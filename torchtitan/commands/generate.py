@@ -9,6 +9,7 @@ parallel, or, if it has experts, by expert parallel and FSDP.
 """
 
 import argparse
+import dataclasses
 import io
 import sys
 import tempfile
@@ -98,8 +99,7 @@ def generate(options: argparse.Namespace, job_args: list[str], text: str, ranks:
     """Generate on this rank, together with the others, and print the text."""
     if ranks.launcher is not None:
         die_with_parent(ranks.launcher.pid)
-    config, place = find_checkpoint(Path(options.folder), options.config, job_args, options.best)
-    require_causal_decoder(config)
+    config, place = find_decoder(options, job_args)
     tokenizer = parts.tokenizer(config)
     if ranks.world_size > 1:
         model = inference_model.load_model_over_ranks(config, place, ranks)
@@ -125,6 +125,22 @@ def generate(options: argparse.Namespace, job_args: list[str], text: str, ranks:
     for piece in decode_stream(tokens, prompt_ids, tokenizer):
         print(piece.translate(CONTROLS), end="", flush=True)
     print()
+
+
+def find_decoder(options: argparse.Namespace, job_args: list[str]) -> tuple[JobConfig, Path]:
+    """Return the job and the path of the weights of a model that can generate text.
+
+    Weights with a config.json that says bfloat16 are computed with in that type, unless a job or an option says
+    otherwise. Raises JobError for another kind of model, and as `find_checkpoint`.
+    """
+    config, place = find_checkpoint(Path(options.folder), options.config, job_args, options.best)
+    require_causal_decoder(config)
+    given_names = {argument.partition("=")[0] for argument in job_args}
+    hf_config = find_config(place) or {}
+    is_stored_in_bfloat16 = "bfloat16" in (hf_config.get("dtype"), hf_config.get("torch_dtype"))
+    if is_stored_in_bfloat16 and options.config is None and not given_names & {"--job.config_file", "--training.dtype"}:
+        config = dataclasses.replace(config, training=dataclasses.replace(config.training, dtype="bfloat16"))
+    return config, place
 
 
 def require_causal_decoder(config: JobConfig) -> None:
@@ -159,7 +175,7 @@ def find_checkpoint(
 ) -> tuple[JobConfig, Path]:
     """Return the job and the path of the weights: `folder` itself, or its newest complete (or `best`) checkpoint.
 
-    `words` are further options of the job. Raises JobError if the job or the weights are missing, or if the model or
+    `job_args` are further options of the job. Raises JobError if the job or the weights are missing, or if the model or
     tokenizer cannot be built.
     """
     config = find_job(folder, (["--job.config_file", config_path] if config_path else []) + (job_args or []))
