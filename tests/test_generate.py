@@ -314,6 +314,21 @@ def test_a_folder_is_computed_with_in_its_stored_type(tmp_path, stored):
             assert torch.equal(loaded.get_parameter(name), parameter.to(stored).to(dtype)), name
 
 
+@torch.no_grad()
+def test_single_tokens_in_bfloat16_do_without_onednn():
+    """The prompt is computed with oneDNN, which is on again afterwards; logits equal a full forward's to rounding."""
+    model = checkpoint_plans.reference(SIZES["llama3"]["debugmodel"]).bfloat16().eval()
+    enabled = []
+    model.register_forward_hook(lambda *_: enabled.append(torch.backends.mkldnn.set_flags()[0]))
+    ids = torch.arange(3, 15)[None]
+    expected = model(ids)[0, -1]
+    reader = CachedDecoder(model)
+    reader(ids[:, :-1])
+    logits = reader(ids)[0, -1]
+    assert enabled == [True, True, False] and torch.backends.mkldnn.set_flags()[0]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0.02 * expected.abs().max().item())
+
+
 # Several devices
 
 

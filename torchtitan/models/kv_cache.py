@@ -5,6 +5,7 @@ change.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -63,6 +64,20 @@ class CachingKernel(nn.Module):
         return [cached[:, :, first : self.end] for cached in self.cached_tensors]
 
 
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Compute matrix products with torch's own kernels on a CPU.
+
+    oneDNN multiplies a bfloat16 matrix [8192, 2048] with one row at 9 GB/s, torch at 16 GB/s: half of the time of a
+    token (torch 2.13, 1 thread of an AMD EPYC without AMX). Both add in float32. Float32 goes to MKL in either case.
+    """
+    was_enabled = torch.backends.mkldnn.set_flags(False)[0]
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(was_enabled)
+
+
 class CachedDecoder:
     """A decoder that is called with growing sequences and reads only the tokens added since the last call.
 
@@ -88,7 +103,10 @@ class CachedDecoder:
             num_cached = 0
             self.clear()
         self.cached_ids = ids
-        return self.read(ids, num_cached)
+        if ids.shape[1] - num_cached > 1 or ids.device.type != "cpu":
+            return self.read(ids, num_cached)
+        with without_onednn():
+            return self.read(ids, num_cached)
 
     def clear(self) -> None:
         for kernel in self.kernels:
