@@ -1,12 +1,16 @@
 """Freed memory of the host: kept by a process that computes on CPUs, unless its user chose otherwise."""
 
 import os
+import platform
 import subprocess
 import sys
 
 import pytest
 
+from torchtitan import cli
 from torchtitan.process import machine
+
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 PAGES = 64 * 2**20 // os.sysconf("SC_PAGE_SIZE")
 COUNT_PAGE_FAULTS = """
@@ -39,7 +43,7 @@ def page_faults(kind: str, **variables: str) -> int:
     return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.confstr("CS_GNU_LIBC_VERSION") is None, reason="glibc's allocator")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has another allocator")
 def test_a_rank_on_a_cpu_reuses_the_memory_of_freed_tensors():
     assert page_faults("rank") < PAGES // 10  # of 5 x 3.5 x PAGES
     fetched = 0.5 * 5 * 3.5 * PAGES  # glibc raises its thresholds as it goes, so it does not fetch all
@@ -47,17 +51,36 @@ def test_a_rank_on_a_cpu_reuses_the_memory_of_freed_tensors():
     assert page_faults("rank", MALLOC_ARENA_MAX="4") > fetched
 
 
+@pytest.fixture
+def no_choice(monkeypatch):
+    """Unset the variables by which a user sets the allocator up."""
+    for name in list(os.environ):
+        if name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD", HUGE_PAGES):
+            monkeypatch.delenv(name)
+
+
 @pytest.mark.parametrize("name", ["MALLOC_MMAP_MAX_", "GLIBC_TUNABLES", "LD_PRELOAD"])
-def test_an_allocator_that_the_user_set_up_stays_as_it_is(name, monkeypatch):
+def test_an_allocator_that_the_user_set_up_stays_as_it_is(name, no_choice, monkeypatch):
     monkeypatch.setenv(name, "")
     monkeypatch.setattr(machine.ctypes, "CDLL", None)  # not called
     machine.keep_freed_memory()
+    machine.use_huge_pages()
+    assert HUGE_PAGES not in os.environ
 
 
-def test_without_mallopt_nothing_changes(monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("command", "device", "setting"),
+    [("train", "cpu", "1"), ("export", "cpu", "1"), ("train", "cuda", None), ("check", "cpu", None)],
+)
+def test_commands_that_compute_on_a_cpu_request_huge_pages(command, device, setting, no_choice, monkeypatch):
+    monkeypatch.setattr(cli, "likely_device", lambda: device)
+    monkeypatch.setattr(cli, "resolve_name", lambda name: lambda arguments: 0)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    assert cli.main([command]) == 0 and os.environ.get(HUGE_PAGES) == setting
+
+
+def test_without_mallopt_nothing_changes(no_choice, monkeypatch, caplog):
     caplog.set_level("INFO")
-    for name in [name for name in os.environ if name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD")]:
-        monkeypatch.delenv(name)
     monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: object())
     machine.keep_freed_memory()
     assert not caplog.messages

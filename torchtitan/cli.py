@@ -15,7 +15,8 @@ from typing import NoReturn
 
 from torchtitan.core.errors import JobError, wrap_lines
 from torchtitan.process.exit import exit_with
-from torchtitan.process.machine import no_gc_during_imports
+from torchtitan.process.machine import no_gc_during_imports, use_huge_pages
+from torchtitan.process.ranks import likely_device
 
 COMMANDS = {
     "train": "train a job: train job.toml, with --section.key value to change it",
@@ -40,6 +41,8 @@ COMMANDS = {
 }
 USAGE = "usage: torchtitan COMMAND [--help] [arguments]\n\n" + "\n".join(f"  {c:13}{t}" for c, t in COMMANDS.items())
 USAGE += "\n\n  --version  of this package and of torch"
+COMPUTING = ("train", "bench", "generate", "evaluate", "chat", "export")
+"""Commands that compute with the tensors of a model, or whose processes do."""
 CRASHED, REFUSED, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
 
 
@@ -71,6 +74,8 @@ def _dispatch(argv: list[str]) -> int:
             importlib.import_module("torchtitan.config.options").print_help_if_requested(arguments)
         importlib.import_module("torchtitan.commands.command_lines").parser_of(command).print_help()
         return 0
+    if command in COMPUTING and likely_device() == "cpu":
+        use_huge_pages()
     with no_gc_during_imports():
         main = resolve_name(function_of(command))
     return main(arguments)
