@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.support import jobs, judged
 from tests.support.judged import lines
@@ -27,6 +29,7 @@ from torchtitan.datasets.sample_packing import Packing, PackReader
 from torchtitan.datasets.sources import Chat, DataError, Span
 from torchtitan.datasets.token_shards import TokenReader
 from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.losses.objective import CHUNK_BYTES
 from torchtitan.losses.preference import IPO, ORPO, Preference
 from torchtitan.models.spec import MODELS
 from torchtitan.process.heartbeat import Progress
@@ -84,6 +87,47 @@ def test_count_loss_and_measured_sums():
     objective.num_chunks = 3
     assert objective(hidden, head, batch).item() == pytest.approx(loss.item(), rel=1e-5)
     assert objective.first(batch, 2)["labels"][2:].eq(-100).all() and objective.count(objective.first(batch, 2)) == 1
+
+
+@pytest.mark.parametrize(("pairs_of_chunk", "most_tokens"), [(3, 30), (2, 20), (1, 10), (0.25, 2)])
+def test_a_pair_with_too_many_logits_is_computed_in_chunks_of_tokens(monkeypatch, pairs_of_chunk, most_tokens):
+    """Three pairs of 10 tokens. Chunks are pairs; where not even one is within the limit, its tokens are divided."""
+    torch.manual_seed(0)
+    head, hidden = torch.nn.Linear(4, 7, bias=False), torch.randn(6, 5, 4, requires_grad=True)
+    labels, tokens = torch.randint(0, 7, (6, 5)), []
+    monkeypatch.setattr("torch.nn.functional.linear", lambda x, w, b=None: tokens.append(len(x)) or x @ w.T)
+    batch = {"labels": labels, "reference": torch.randn(6)}
+    expected = torch.autograd.grad(Preference(1)(hidden, head, batch), (hidden, head.weight))
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", int(pairs_of_chunk * 10 * 4 * 7))
+    objective = Preference(0)
+    objective.logits_width = 7
+    tokens.clear()
+    loss = objective(hidden, head, batch)
+    assert objective.take_sums()[-1] == 3 and max(tokens) <= most_tokens
+    torch.testing.assert_close(torch.autograd.grad(loss, (hidden, head.weight)), expected)
+    objective.compile(backend="aot_eager")
+    compiled = torch.autograd.grad(objective(hidden, head, batch), (hidden, head.weight))
+    torch.testing.assert_close(compiled, expected)
+    with torch.no_grad():
+        assert objective(hidden, head, batch).item() == pytest.approx(loss.item(), rel=1e-6)
+
+
+def pair_gradients(limit):
+    """Return loss and gradients of one pair, whose head is split over two ranks."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    head, hidden = torch.nn.Linear(4, 8, bias=False), torch.randn(2, 5, 4, requires_grad=True)
+    head.weight = torch.nn.Parameter(head.weight.detach().chunk(2)[mesh.get_local_rank()].clone())
+    head.register_forward_hook(lambda _, inputs, output: DTensor.from_local(output, mesh, [Shard(1)]))
+    objective, batch = Preference(0), {"labels": torch.randint(0, 8, (2, 5)), "reference": torch.randn(2)}
+    objective.logits_width, CHUNK_BYTES["cpu"] = 4, limit
+    loss = objective(hidden, head, batch)
+    return loss.item(), *torch.autograd.grad(loss, (hidden, head.weight))
+
+
+def test_a_pair_in_chunks_of_tokens_with_the_vocabulary_split_over_ranks():
+    whole, chunked = (run_ranks(2, pair_gradients, limit) for limit in (2**29, 3 * 4 * 4))
+    torch.testing.assert_close(chunked, whole)
 
 
 # Records

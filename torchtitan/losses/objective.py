@@ -10,6 +10,7 @@ So only one chunk of logits exists at a time, and nothing is computed twice (rec
 themselves, in float32.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,9 +27,10 @@ CHUNK_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
 """Limit of a chunk's float32 logits, by type of device. Each chunk reads and writes the head's gradient once."""
 
 
-def auto_chunks(tokens: int, width: int, device_type: str) -> int:
-    """Return the number of chunks, at least 1, that keeps float32 logits [tokens, width] within CHUNK_BYTES each."""
-    return max(1, min(tokens, -(-tokens * width * 4 // CHUNK_BYTES[device_type])))
+def auto_chunks(rows: int, width: int, device_type: str) -> int:
+    """Return the number of chunks, at least 1, that keeps float32 logits [rows, width] within CHUNK_BYTES each."""
+    rows_of_chunk = max(1, CHUNK_BYTES[device_type] // max(1, 4 * width))
+    return max(1, -(-rows // rows_of_chunk))
 
 
 class Objective(nn.Module):
@@ -58,8 +60,8 @@ class Objective(nn.Module):
 
     def chunks_of(self, hidden: torch.Tensor) -> int:
         """Return the number of chunks for hidden states [N, ..., D]."""
-        tokens = hidden.numel() // hidden.shape[-1]
-        return self.num_chunks or auto_chunks(tokens, self.logits_width, hidden.device.type)
+        width = math.prod(hidden.shape[1:-1]) * self.logits_width
+        return self.num_chunks or auto_chunks(len(hidden), width, hidden.device.type)
 
     def count(self, batch: Batch) -> int:
         """Return the number of loss terms in a batch. Summed over all batches of a step it is the normalizer."""
