@@ -107,25 +107,15 @@ def test_dropout_takes_few_kernels_and_bytes(card):
     assert 8 * elements < size <= (12 + 4) * elements
 
 
-SLOW = pytest.mark.xfail(strict=True, reason="an operation at a time")
 # Optimizer, options, kernels for 1e9 weights, bytes a weight. torch's fused step is one kernel a group.
+BF16 = "--training.dtype=bfloat16"
 OPTIMIZER_STEPS = [
     ("AdamW", (), 2, 33),
-    ("Lion", (), 71, 53),
+    ("Lion", (), 15, 21),
     ("Adafactor", (), 334, 81),
-    pytest.param("AdamW8bit", (), 30, 40, marks=SLOW),
-    ("AdamWBF16", ("--training.dtype=bfloat16",), 212, 149),
-    pytest.param(
-        "AdamWBF16",
-        (
-            "--training.dtype=bfloat16",
-            '--optimizer.options={rounding = "stochastic"}',
-            "--model.overrides={n_layers=1}",
-        ),
-        30,
-        40,
-        marks=SLOW,
-    ),
+    ("AdamW8bit", (), 15, 17),
+    ("AdamWBF16", (BF16,), 15, 37),
+    ("AdamWBF16", (BF16, '--optimizer.options={rounding = "stochastic"}'), 15, 29),
 ]
 
 

@@ -50,7 +50,12 @@ def bits(key: str, offset: Sequence[int], shape: Sequence[int], device: torch.de
 
     They depend on the key and on the element's index in the full tensor; `offset` is the index of the shard's start.
     """
-    values = torch.full((), key_of(key), dtype=torch.int64, device=device)
+    return hashed(key_of(key), offset, shape, device)
+
+
+def hashed(number: int, offset: Sequence[int], shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return `bits` for a key that is already a number, which a compiled function can take without compiling again."""
+    values = torch.full((), number, dtype=torch.int64, device=device)
     for start, size in zip(offset, shape, strict=True):
         values = scrambled(values[..., None] ^ scrambled(torch.arange(start, start + size, device=device)))
     return values

@@ -13,57 +13,26 @@ from typing import Any
 
 import torch
 
-from torchtitan.core.keyed_rng import bits
-from torchtitan.optimizers import moments
-from torchtitan.optimizers.by_parameter import ByMoments
+from torchtitan.core.keyed_rng import key_of
+from torchtitan.optimizers.adam_step import Addition, step_by_adam
+from torchtitan.optimizers.by_parameter import ByParameter, begin_moments, decay_of
 from torchtitan.optimizers.layout import Layout, local
-from torchtitan.optimizers.moments import State
-
-AT_ONCE = 2**20
-"""Number of elements per draw of random numbers, which take 8 bytes each."""
+from torchtitan.optimizers.moments import Adam, Options, State
 
 
-class AdamWBF16(ByMoments):
-    moments = moments.Adam()
+class AdamWBF16(ByParameter):
+    adam = Adam()
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, rounding: str, **options: float) -> None:
         super().__init__(groups, lr=lr, **options)
         self.rounding = rounding
 
-    def add(self, name: str, parameter: torch.Tensor, state: State, change: torch.Tensor, decay: float) -> None:
+    def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
+        begin_moments(self.adam, parameter, state, group)
         if self.rounding == "stochastic":
-            weight, layout = local(parameter), Layout.of(parameter)
-            total = weight.to(change.dtype).mul_(decay).add_(change)
-            weight.copy_(stochastically_rounded(total, f"{name}/{state['step']}", layout.offset))
+            addition = Addition(key=key_of(f"{name}/{state['step'] + 1}"))
         else:
             if "lost" not in state:
                 state["lost"] = Layout.of(parameter).zeros(parameter.dtype, parameter.device)
-            add_with_lost(local(parameter), local(state["lost"]), change, decay)
-
-
-def add_with_lost(weight: torch.Tensor, lost: torch.Tensor, change: torch.Tensor, decay: float) -> None:
-    """Set `weight` to weight * decay + lost + change, and `lost` to the rounding error. All tensors have one shape.
-
-    The sum is computed in the dtype of `change`, so that weight decay, a small change too, loses nothing either.
-    """
-    exact_change = change + lost.to(change.dtype) + weight.to(change.dtype) * (decay - 1)
-    total = weight.to(change.dtype) + exact_change
-    weight.copy_(total)
-    lost.copy_(total - weight.to(change.dtype))
-
-
-def stochastically_rounded(values: torch.Tensor, key: str, offset: tuple[int, ...]) -> torch.Tensor:
-    """Round float32 of any shape to bfloat16, up with a probability equal to the remainder's share of the gap.
-
-    `offset`: index of the first element in the full tensor.
-    """
-    if not values.dim():
-        return stochastically_rounded(values[None], key, (0,))[0]
-    rounded = torch.empty_like(values, dtype=torch.bfloat16)
-    rows = max(1, AT_ONCE // max(1, values[:1].numel()))
-    for start in range(0, len(values), rows):
-        part = values[start : start + rows].float()
-        noise = bits(key, (offset[0] + start, *offset[1:]), part.shape, part.device) & 0xFFFF
-        lifted = (part.view(torch.int32) + noise.int()) & -0x10000  # bfloat16 is the upper half of float32
-        rounded[start : start + rows] = torch.where(part.isfinite(), lifted.view(torch.float32), part)
-    return rounded
+            addition = Addition(lost=local(state["lost"]))
+        step_by_adam(self.adam, parameter, state, group, decay_of(group), addition)

@@ -12,7 +12,7 @@ import torch
 
 from torchtitan.core import keyed_rng
 from torchtitan.optimizers import moments
-from torchtitan.optimizers.by_parameter import ByParameter, add, gradient_of, plain_change
+from torchtitan.optimizers.by_parameter import ByParameter, add, decay_of, gradient_of, plain_step
 from torchtitan.optimizers.layout import Layout
 from torchtitan.optimizers.moments import Options, State
 from torchtitan.optimizers.projection import Projection, limited
@@ -27,9 +27,9 @@ class APOLLO(ByParameter):
         super().__init__(groups, lr=lr, **{key: options[key] for key in ("beta1", "beta2", "eps")})
 
     def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
-        decay_factor, side = 1 - group["lr"] * group["weight_decay"], sides(name, tuple(parameter.shape), self.options)
+        side = sides(name, tuple(parameter.shape), self.options)
         if not side:
-            add(parameter, plain_change(self.adam, parameter, state, group), decay_factor)
+            plain_step(self.adam, parameter, state, group)
             return
         projection = self.projection(name, parameter, state.get("step", 0) // self.options["update_gap"], side[0])
         if not state:
@@ -42,7 +42,7 @@ class APOLLO(ByParameter):
         add(
             parameter,
             limited(step, projection.layout, state, "norm"),
-            decay_factor,
+            decay_of(group),
             -group["lr"] * self.options["scale"],
         )
 

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchtitan.optimizers import moments
+from torchtitan.optimizers import adam_step, moments
+from torchtitan.optimizers.adam_step import Addition, step_by_adam
 from torchtitan.optimizers.layout import Layout, local
-from torchtitan.optimizers.moments import Moments, Options, State
+from torchtitan.optimizers.moments import Adam, Moments, Options, State
 
 
 class ByParameter(Optimizer):
@@ -33,17 +34,12 @@ class ByParameter(Optimizer):
 
 
 class ByMoments(ByParameter):
-    """An optimizer that applies weight decay and adds an update computed from moments."""
+    """An optimizer that applies weight decay and adds an update computed from moments, in one way for all."""
 
     moments: Moments
 
     def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
-        change = plain_change(self.moments, parameter, state, group)
-        self.add(name, parameter, state, change, 1 - group["lr"] * group["weight_decay"])
-
-    def add(self, name: str, parameter: torch.Tensor, state: State, change: torch.Tensor, decay: float) -> None:
-        """Add `change`, of the shape of this rank's shard; `decay`: the factor of weight decay."""
-        add(parameter, change, decay)
+        plain_step(self.moments, parameter, state, group)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -52,21 +48,30 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
     return local(parameter.grad).to(torch.promote_types(parameter.dtype, torch.float32))
 
 
-def plain_change(moments: Moments, parameter: torch.Tensor, state: State, group: Options) -> torch.Tensor:
-    """Return the update of this rank's shard, of its shape, from moments of the unprojected parameter."""
-    layout = Layout.of(parameter)
+def decay_of(group: Options) -> float:
+    """Return the factor that weight decay multiplies a weight with."""
+    return 1 - group["lr"] * group["weight_decay"]
+
+
+def begin_moments(moments: Moments, parameter: torch.Tensor, state: State, group: Options) -> None:
+    """Initialize the moments of the unprojected parameter, unless there are some."""
     if "step" not in state:
-        moments.begin(state, layout, group, parameter.dtype, parameter.device)
-    return moments.change(gradient_of(parameter), layout, state, group, group["lr"])
+        moments.begin(state, Layout.of(parameter), group, parameter.dtype, parameter.device)
+
+
+def plain_step(moments: Moments, parameter: torch.Tensor, state: State, group: Options, times: float = 1.0) -> None:
+    """Step this rank's shard by moments of the unprojected parameter. `times`: a factor of the change."""
+    begin_moments(moments, parameter, state, group)
+    if isinstance(moments, Adam):
+        step_by_adam(moments, parameter, state, group, decay_of(group), Addition(times))
+    else:
+        change = moments.change(gradient_of(parameter), Layout.of(parameter), state, group, group["lr"])
+        add(parameter, change, decay_of(group), times)
 
 
 def add(parameter: torch.Tensor, change: torch.Tensor, decay: float, times: float = 1.0) -> None:
     """Set this rank's shard to parameter * decay + times * change (of its shape), rounded once if dtypes differ."""
-    weight = local(parameter)
-    if weight.dtype == change.dtype:
-        weight.mul_(decay).add_(change, alpha=times)
-    else:
-        weight.copy_(weight.to(change.dtype).mul_(decay).add_(change, alpha=times))
+    adam_step.add(local(parameter), change, decay, times)
 
 
 class Adafactor(ByMoments):

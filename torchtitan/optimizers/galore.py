@@ -21,7 +21,7 @@ from torchtitan.core import keyed_rng
 from torchtitan.core.errors import JobError
 from torchtitan.optimizers import moments
 from torchtitan.optimizers import projection as bases
-from torchtitan.optimizers.by_parameter import ByParameter, add, gradient_of, plain_change
+from torchtitan.optimizers.by_parameter import ByParameter, add, decay_of, gradient_of, plain_step
 from torchtitan.optimizers.layout import Layout, by_owners
 from torchtitan.optimizers.moments import Moments, Options, State
 from torchtitan.optimizers.projection import Projection, limited
@@ -231,13 +231,14 @@ class GaLore(ByParameter):
             state["cosines"] = []
 
     def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
-        decay_factor, rate = 1 - group["lr"] * group["weight_decay"], group["lr"]
+        decay_factor, rate = decay_of(group), group["lr"]
         decays_last = self.options["formula"] == "galore_torch"
         share = decay_factor if decays_last else 1.0  # the fraction of the update that weight decay leaves
-        gradient = gradient_of(parameter)
         if not self.sides[parameter]:
-            add(parameter, plain_change(self.inner, parameter, state, group), decay_factor, share)
-        elif not state["fitted"]:  # no finite, nonzero gradient yet
+            plain_step(self.inner, parameter, state, group, share)
+            return
+        gradient = gradient_of(parameter)
+        if not state["fitted"]:  # no finite, nonzero gradient yet
             add(parameter, torch.zeros_like(gradient), decay_factor)
         elif self.options["residual"] == "fira":
             projection = self.projection(parameter, state)

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
-from torchtitan.optimizers.by_parameter import ByParameter
+from torchtitan.core.fused import Fused
+from torchtitan.optimizers.by_parameter import ByParameter, decay_of
+from torchtitan.optimizers.layout import local
 from torchtitan.optimizers.moments import Options, State
+from torchtitan.optimizers.pieces import piece_size, pieces
 
 
 class Lion(ByParameter):
@@ -24,7 +27,31 @@ class Lion(ByParameter):
     def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
         if not state:  # setdefault would allocate zeros in every step
             state["mean"] = torch.zeros_like(parameter)
-        mean = state["mean"]
-        update = mean.lerp(parameter.grad, 1 - group["beta1"]).sign_()
-        parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
-        mean.lerp_(parameter.grad, 1 - group["beta2"])
+        assert parameter.grad is not None
+        tensors = [local(tensor) for tensor in (parameter.detach(), parameter.grad, state["mean"])]
+        step = _step_in_pieces if parameter.device.type == "cpu" else _fused_step
+        step(*tensors, group["lr"], decay_of(group), group["beta1"], group["beta2"])
+
+
+def _step(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    mean: torch.Tensor,
+    rate: float,
+    decay: float,
+    beta1: float,
+    beta2: float,
+) -> None:
+    """Step a piece of a shard; all tensors have one shape and dtype."""
+    update = mean.lerp(gradient, 1 - beta1).sign_().mul_(rate)  # `alpha` of sub_ would be compiled for each rate
+    weight.mul_(decay).sub_(update)
+    mean.lerp_(gradient, 1 - beta2)
+
+
+def _step_in_pieces(weight: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor, *numbers: float) -> None:
+    """Do as `_step`, a piece after the other."""
+    for index in pieces(weight.shape, piece_size(weight.device)):
+        _step(weight[index], gradient[index], mean[index], *numbers)
+
+
+_fused_step = Fused(_step, _step_in_pieces, True)

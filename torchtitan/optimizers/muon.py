@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from torchtitan.optimizers import moments
-from torchtitan.optimizers.by_parameter import ByParameter, add, gradient_of, plain_change
+from torchtitan.optimizers.by_parameter import ByParameter, add, decay_of, gradient_of, plain_step
 from torchtitan.optimizers.layout import Layout, by_owners, local
 from torchtitan.optimizers.moments import Options, State
 from torchtitan.optimizers.state_sizes import is_target_matrix
@@ -68,12 +68,11 @@ class Muon(ByParameter):
 
         for (parameter, group, mean), direction in by_owners(waiting, layout_of, shard_of, work):
             rate = adjusted_rate(group["lr"], self.adjust, parameter.shape)
-            add(parameter, direction.to(mean.dtype), 1 - group["lr"] * group["weight_decay"], -rate)
+            add(parameter, direction.to(mean.dtype), decay_of(group), -rate)
 
     def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
         if not is_target_matrix(name, parameter.shape, self.targets):
-            change = plain_change(self.adam, parameter, state, group)
-            add(parameter, change, 1 - group["lr"] * group["weight_decay"])
+            plain_step(self.adam, parameter, state, group)
             return
         gradient = gradient_of(parameter)
         if "mean" not in state:

@@ -1,0 +1,32 @@
+"""Pieces of a shard that are computed one after the other, so that temporaries stay small."""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import torch
+
+ON_CPU, ELSEWHERE = 2**18, 2**21
+"""Elements of a piece: a temporary in float32 takes 1 MiB, which stays in the cache of a CPU, or 8 MiB."""
+
+Index = tuple[slice, ...]
+
+
+def piece_size(device: torch.device) -> int:
+    """Return the number of elements of a piece."""
+    return ON_CPU if device.type == "cpu" else ELSEWHERE
+
+
+def pieces(shape: Sequence[int], size: int) -> Iterator[Index]:
+    """Yield indices that cut a tensor of this shape into pieces of at most `size` elements, if a row has as many."""
+    if not shape:
+        yield ()
+        return
+    row = prod(shape[1:])
+    if row > size and len(shape) > 1:
+        for start in range(shape[0]):
+            for rest in pieces(shape[1:], size):
+                yield slice(start, start + 1), *rest
+    else:
+        rows = max(1, size // max(1, row))
+        for start in range(0, shape[0], rows):
+            yield (slice(start, start + rows),)
