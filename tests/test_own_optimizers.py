@@ -139,9 +139,9 @@ def steps_of(name, options, dtype, shapes):
 @pytest.mark.parametrize("name, options, dtype", PIECEWISE, ids=str)
 def test_pieces_of_a_shard_step_as_all_of_it_bit_for_bit(name, options, dtype, monkeypatch):
     shapes = [(64, 1024), (7, 700), (3, 8, 300), (5000,), (9,), ()]
-    whole = steps_of(name, options, dtype, shapes)
+    expected = steps_of(name, options, dtype, shapes)
     monkeypatch.setattr("torchtitan.optimizers.pieces.ON_CPU", 1000)
-    for part, tensor in zip(steps_of(name, options, dtype, shapes), whole, strict=True):
+    for part, tensor in zip(steps_of(name, options, dtype, shapes), expected, strict=True):
         assert torch.equal(part, tensor)
 
 

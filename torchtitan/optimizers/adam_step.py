@@ -143,7 +143,7 @@ def _step_in_pieces(
     packing: Packing | None,
     addition: Addition,
     offset: tuple[int, ...],
-    *others: object,
+    *numbers: object,
 ) -> None:
     """Do as `_step`, a piece after the other."""
     for index in _pieces(weight, packing):
@@ -152,7 +152,7 @@ def _step_in_pieces(
         start = tuple(begin + (cut.start or 0) for begin, cut in zip(offset, index, strict=False))
         start += offset[len(index) :]
         at = (weight[index], gradient[index], [tensor[index] for tensor in stored])
-        _step(*at, piece_packing, piece_addition, start, *others)  # type: ignore[arg-type]
+        _step(*at, piece_packing, piece_addition, start, *numbers)  # type: ignore[arg-type]
 
 
 def _pieces(weight: torch.Tensor, packing: Packing | None) -> list[Index]:

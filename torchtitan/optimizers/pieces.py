@@ -24,8 +24,8 @@ def pieces(shape: Sequence[int], size: int) -> Iterator[Index]:
     row = prod(shape[1:])
     if row > size and len(shape) > 1:
         for start in range(shape[0]):
-            for rest in pieces(shape[1:], size):
-                yield slice(start, start + 1), *rest
+            for inner in pieces(shape[1:], size):
+                yield slice(start, start + 1), *inner
     else:
         rows = max(1, size // max(1, row))
         for start in range(0, shape[0], rows):
