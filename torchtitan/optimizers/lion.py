@@ -28,9 +28,9 @@ class Lion(ByParameter):
         if not state:  # setdefault would allocate zeros in every step
             state["mean"] = torch.zeros_like(parameter)
         assert parameter.grad is not None
-        tensors = [local(tensor) for tensor in (parameter.detach(), parameter.grad, state["mean"])]
+        weight, gradient, mean = local(parameter.detach()), local(parameter.grad), local(state["mean"])
         step = _step_in_pieces if parameter.device.type == "cpu" else _fused_step
-        step(*tensors, group["lr"], decay_of(group), group["beta1"], group["beta2"])
+        step(weight, gradient, mean, group["lr"], decay_of(group), group["beta1"], group["beta2"])
 
 
 def _step(

@@ -129,13 +129,19 @@ def _nothing(*args, **kwargs):
 
 
 _tensor = torch.tensor
+compiled_calls: list[str] = []
+"""Places of the compiled functions under way."""
 
 
 def _tensor_from_numbers(data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
-    """Stand in for torch.tensor: numbers of the host are copied to the device from memory that is not pinned."""
+    """Stand in for torch.tensor: numbers of the host are copied to the device from memory that is not pinned.
+
+    In a compiled function they are constants of its kernel.
+    """
     if device is None or torch.device(device).type != "cuda":
         return _tensor(data, **({} if device is None else {"device": device}), **kwargs)
-    waits("numbers")
+    if not compiled_calls:
+        waits("numbers")
     values = _tensor(data, device="cpu", **kwargs)
     return torch.empty(values.shape, dtype=values.dtype, device=device)
 

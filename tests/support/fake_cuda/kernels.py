@@ -107,6 +107,13 @@ def compiled(function: Callable | None = None, **options: Any) -> Callable:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        device.compiled_calls.append(place)
+        try:
+            return counted_call(*args, **kwargs)
+        finally:
+            device.compiled_calls.pop()
+
+    def counted_call(*args: Any, **kwargs: Any) -> Any:
         kernels = Kernels.active
         if kernels is None or kernels.outputs is not None:
             return function(*args, **kwargs)
