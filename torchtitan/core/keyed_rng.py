@@ -54,7 +54,10 @@ def bits(key: str, offset: Sequence[int], shape: Sequence[int], device: torch.de
 
 
 def hashed(number: int, offset: Sequence[int], shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return `bits` for a key that is already a number, which a compiled function can take without compiling again."""
+    """Return `bits`, int64 of that `shape`, for a key that is already a number.
+
+    A compiled function takes another number without compiling again.
+    """
     values = torch.full((), number, dtype=torch.int64, device=device)
     for start, size in zip(offset, shape, strict=True):
         values = scrambled(values[..., None] ^ scrambled(torch.arange(start, start + size, device=device)))

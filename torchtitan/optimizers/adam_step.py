@@ -215,7 +215,7 @@ def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def stochastically_rounded(values: torch.Tensor, key: int, offset: tuple[int, ...]) -> torch.Tensor:
-    """Round float32, of at least one dimension, to bfloat16, up with a probability of the remainder's share of the gap.
+    """Round float32 [n, ..] to bfloat16, up with a probability equal to the remainder's share of the gap.
 
     `key`: see keyed_rng.key_of; `offset`: index of the first element in the full tensor.
     """

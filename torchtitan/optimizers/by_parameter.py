@@ -54,13 +54,13 @@ def decay_of(group: Options) -> float:
 
 
 def begin_moments(moments: Moments, parameter: torch.Tensor, state: State, group: Options) -> None:
-    """Initialize the moments of the unprojected parameter, unless there are some."""
+    """Initialize the moments of a parameter of any shape, which is not projected, unless there are some."""
     if "step" not in state:
         moments.begin(state, Layout.of(parameter), group, parameter.dtype, parameter.device)
 
 
 def plain_step(moments: Moments, parameter: torch.Tensor, state: State, group: Options, times: float = 1.0) -> None:
-    """Step this rank's shard by moments of the unprojected parameter. `times`: a factor of the change."""
+    """Step a parameter of any shape by its own moments, not projected. `times`: a factor of the change."""
     begin_moments(moments, parameter, state, group)
     if isinstance(moments, Adam):
         step_by_adam(moments, parameter, state, group, decay_of(group), Addition(times))

@@ -35,7 +35,7 @@ def codebook(signed: bool, device: torch.device) -> torch.Tensor:
 
 @cache
 def code_table(signed: bool, device: torch.device) -> torch.Tensor:
-    """Return, for the upper 16 bits of a float32 (see `_ordered`), 2^16 times the code that `nearest_codes` needs.
+    """Return [2^16] by the upper 16 bits of a float32 (see `_ordered`): 2^16 times the code, for `nearest_codes`.
 
     A border within the 2^16 floats of an entry is stored as what its lower 16 bits lack to 2^16 - 1, so that adding the
     bits of a larger float carries over to the next code. No entry has two borders.
@@ -187,7 +187,7 @@ class Adam:
         return [local(state[key]).to(dtype) for key, _ in self.KEYS]
 
     def stored(self, state: State, layout: Layout) -> list[torch.Tensor]:
-        """Return this rank's shards of both moments, or of the codes and the scales of each."""
+        """Return this rank's shards of both moments, of the shard's shape, or of the codes and the scales of each."""
         suffixes = ("_codes", "_scales") if self.packs(layout) else ("",)
         return [local(state[key + suffix]) for key, _ in self.KEYS for suffix in suffixes]
 
