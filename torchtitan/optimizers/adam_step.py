@@ -21,7 +21,7 @@ from torchtitan.optimizers.pieces import Index, piece_size, pieces
 
 
 class Addition(NamedTuple):
-    """How a change is added to a weight: plainly, `times` a factor, or to one in bfloat16.
+    """A way to add a change to a weight: plainly, `times` a factor, or to one in bfloat16.
 
     `lost`: this rank's shard of the rounding errors, for `add_with_lost`. `key`: of the random numbers, for
     `stochastically_rounded`.
@@ -33,7 +33,7 @@ class Addition(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """What a step reads of moments in 8 bits besides their codes and scales.
+    """The parts of moments in 8 bits that a step reads in addition to their codes and scales.
 
     `tables`: codebooks and code tables of both. `old_scales`: of both before the step, if the scales are new already.
     """
