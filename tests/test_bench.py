@@ -23,6 +23,15 @@ def run(script: str, *arguments: str) -> list[str]:
     return out.splitlines()
 
 
+def test_real_sizes_are_measured_next_to_a_peer():
+    *_, row = run("scripts/bench_real_sizes.py", "--size", "quick", "--turns", "1", "--only", "LoRA")
+    name, ours, peer = row.strip("| ").split(" | ")
+    assert name == "LoRA, quick"
+    for cell in (ours, peer):
+        step, rate, peak, program = (float(text.split()[0].replace(",", "")) for text in cell.split(", "))
+        assert rate == pytest.approx(512 / step, rel=0.5) and 0.1 < peak < 4 and program > 6 * step
+
+
 def test_turns_alternate_abba():
     assert order(4) == "ABBAABBA"
     done = []
