@@ -1,5 +1,6 @@
 """Rules on pipelines: a table of impossible jobs with their faults, and some possible ones."""
 
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -240,3 +241,11 @@ def test_pipelines_on_gpus_need_a_newer_torch(monkeypatch, version, device, is_r
         "a pipeline wait for each other forever; install torch 2.12.1 or newer, or use another plan"
     ]
     assert lines(PP + "2", device=device) == refusal * is_refused
+
+
+def test_pipelines_are_judged_where_torch_is_not_installed(monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("torchtitan.rules.pipeline.metadata.version", missing)
+    assert lines(PP + "2", device="cuda") == []

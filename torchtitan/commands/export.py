@@ -42,7 +42,7 @@ PACKED_TOLERANCE = 3e-2
 Generated tokens then differ."""
 ROUNDING = {"bfloat16": "8 significant bits, by up to 0.4 %", "float16": "11 significant bits, and none above 65,504"}
 """Loss of precision of a float32 weight in a narrower dtype."""
-MAX_TOKENS = 32
+MAX_TOKENS = 128
 """Maximum length of the sample that an export is verified on, in tokens."""
 UNVERIFIED = 1
 
