@@ -21,6 +21,7 @@ from torchtitan.commands.export import Answer, choose_alike, compared, held_out
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
+from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
 from torchtitan.models.spec import MODELS
 from torchtitan.training import inference_model
@@ -144,6 +145,23 @@ def test_the_sample_is_short_and_ends_with_a_label(tmp_path, bases, section, mon
     record = export_record(tmp_path / "whole")
     assert record["verified"] and record["tokens"] == 24
     assert record["loss_of_the_run"] == pytest.approx(transformers_loss(run, tmp_path / "whole"), rel=1e-5)
+
+
+def test_data_without_labels_cannot_verify_an_export(tmp_path, texts, bases, monkeypatch):
+    run = train_run(tmp_path / "run", texts, bases["llama3"], adapter__kind="lora")
+    batches = [{"tokens": torch.zeros(1, 4, dtype=torch.long), "labels": torch.full((1, 4), -100)}] * 3
+
+    class Loader(list):
+        def close(self):
+            pass
+
+    monkeypatch.setattr("torchtitan.commands.export.data.training_loader", lambda *_: Loader(batches))
+    with pytest.raises(JobError, match="no label to verify the export on; give a job with other data by --config"):
+        held_out(find_checkpoint(run, None)[0])
+    batches.append({"tokens": torch.arange(4)[None], "labels": torch.tensor([[-100, 2, 3, -100]])})
+    monkeypatch.setattr("torchtitan.commands.export.data.training_loader", lambda *_: Loader(batches))
+    tokens, labels = held_out(find_checkpoint(run, None)[0])
+    assert tokens.tolist() == [[0, 1, 2]] and labels.tolist() == [[-100, 2, 3]]
 
 
 def test_fully_trained_weights_are_exported_and_bases_unpacked_on_request(tmp_path, texts, bases):

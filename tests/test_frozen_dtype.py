@@ -1,5 +1,6 @@
 """`training.frozen_dtype`: frozen weights are stored in the type that they are computed with, others in float32."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -93,6 +94,22 @@ def test_a_run_keeps_the_type_that_it_began_with(texts, tmp_path):
     assert cli.main(["check", "--no-memory", *job(folder, texts, **changed)]) == 0
     run_ranks(1, jobs.train, job(folder, texts, **changed))
     assert saved_dtypes(folder, 8)["frozen"] == {"bfloat16"}
+
+
+def test_the_type_is_of_the_checkpoint_that_a_resume_takes(texts, tmp_path):
+    run_ranks(1, jobs.train, job(tmp_path, texts, training__frozen_dtype="float32", training__steps=4))
+    newest, other = (tmp_path / f"checkpoint/step-{step:08}" for step in (4, 2))
+    state = json.loads((other / "state.json").read_text())
+    state["trainer"]["job"]["training"]["frozen_dtype"] = "bfloat16"
+    (other / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["files"]["state.json"]["size"] = (other / "state.json").stat().st_size
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    assert frozen_dtype(load(job(tmp_path, texts))) == "float32"
+    assert frozen_dtype(load([*job(tmp_path, texts), "--checkpoint.load_step=2"])) == "bfloat16"
+    damaged = (newest / "state.json").read_bytes()
+    (newest / "state.json").write_bytes(b"0" * len(damaged))  # loading skips it, too
+    assert frozen_dtype(load(job(tmp_path, texts))) == "bfloat16"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
+from scripts import gpu_waits
 from tests.support.jobs import ROOT
+from torchtitan import launch
 from torchtitan.config.manager import load
 from torchtitan.rules import check
 
@@ -37,6 +39,18 @@ def test_every_job_can_start(environment):
         options[0] = options[0].replace("=", f"={ROOT}/", 1)
         faults = check(load(options), ranks, "cpu" if "CUDA_VISIBLE_DEVICES" in variables else "cuda")
         assert not faults, f"{name}: {'; '.join(map(str, faults))}"
+
+
+def test_waits_are_printed_by_the_ranks_of_the_launcher(monkeypatch, capsys):
+    commands = []
+    monkeypatch.setattr(launch, "PROGRAM", ("python", "gpu_waits.py"))
+    monkeypatch.setattr(launch, "Processes", lambda command, *_: commands.append(command))
+    monkeypatch.setattr(launch, "RankMonitor", lambda *_: None)
+    launch.start_ranks(load([]), ["--job.x=1"], 1, None, None, None, None, None)
+    assert commands == [["python", "gpu_waits.py", "--job.x=1"]]
+    gpu_waits.show_warning("called a synchronizing CUDA operation")
+    gpu_waits.show_warning("another warning")
+    assert capsys.readouterr().out == "host wait at elsewhere:0\n"
 
 
 def test_names_are_unique_and_scripts_exist():

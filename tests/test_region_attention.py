@@ -58,6 +58,30 @@ def record_calls(monkeypatch):
     return calls
 
 
+def test_inputs_of_any_strides(monkeypatch):
+    """The kernel does not check that the elements of a head are neighbours in memory."""
+    inputs, grad = tensors(LENGTH, torch.float64)
+    mask = AttentionKernel().prepare(Tokens(torch.arange(LENGTH), random_documents(3)))
+    expected = output_and_gradients(AttentionKernel(), inputs, grad, mask)
+    strided = [x.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for x in inputs]
+    assert strided[0].stride(-1) != 1
+    assert largest_difference(output_and_gradients(AttentionKernel(), strided, grad, mask), expected) < 1e-13
+
+
+def test_the_logsumexp_has_no_gradient():
+    (q, k, v), _ = tensors(LENGTH, torch.float32)
+    documents = random_documents(3)
+    table = region_attention.region_table(documents, torch.arange(LENGTH), documents, torch.arange(LENGTH), True, 0)
+    out, logsumexp = region_attention.attend_by_regions(q, k, v, table, 0)
+    assert out.requires_grad and not logsumexp.requires_grad
+
+
+def test_the_parts_of_a_document_must_be_neighbours():
+    documents, indices = torch.tensor([[0, 1, 0]]), torch.arange(3)
+    with pytest.raises(ValueError, match="consecutive"):
+        region_attention.region_table(documents, indices, documents, indices, True, 0)
+
+
 KERNELS = {
     "causal": AttentionKernel(),
     "to all": AttentionKernel(causal=False),

@@ -126,7 +126,7 @@ def run(
     num_ranks: int,
     queue: SignalQueue,
     coordinator: Coordinator,
-    program: Sequence[str] = PROGRAM,
+    program: Sequence[str] | None = None,
 ) -> int:
     def start(restart: Restart | None) -> RankMonitor:
         nodes, listener = coordinator.order_start(restart)
@@ -187,10 +187,10 @@ def start_ranks(
     restart: Restart | None,
     nodes: Nodes,
     listener: socket.socket | None,
-    program: Sequence[str] = PROGRAM,
+    program: Sequence[str] | None = None,
 ) -> RankMonitor:
-    """Start the ranks of this machine and return their monitor."""
-    command = [*program, *arguments]
+    """Start the ranks of this machine and return their monitor. `program`: by default PROGRAM."""
+    command = [*(program or PROGRAM), *arguments]
     limits = HangLimits(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds)
     ranks = Processes(command, num_ranks, restart, nodes, listener)
     return RankMonitor(ranks, queue, limits, Path(config.job.dump_folder) / HANGS_FOLDER, peers, export_advice(config))

@@ -22,6 +22,7 @@ from torchtitan.checkpoint.layout import (
     resolve,
     sha256_of,
     step_folders,
+    step_of,
 )
 from torchtitan.config.changes import DEFAULTS, saved_value
 from torchtitan.config.job import JobConfig
@@ -155,13 +156,15 @@ def frozen_dtype(config: JobConfig) -> Precision | None:
         return None
     if training.frozen_dtype is not None:
         return training.frozen_dtype
-    try:
-        complete, _ = complete_steps(Path(config.job.dump_folder, options.folder)) if options.enable else ([], [])
-        if complete:
-            job, key = read_state(complete[0])["trainer"].get("job"), "training.frozen_dtype"
-            return "bfloat16" if saved_value(job, key, DEFAULTS[key]) == "bfloat16" else "float32"
-    except (OSError, ValueError, CheckpointError):
-        pass  # loading reports the error
+    key, checkpoints = "training.frozen_dtype", Path(config.job.dump_folder, options.folder)
+    for folder in complete_steps(checkpoints)[0] if options.enable else []:
+        if options.load_step not in (-1, step_of(folder.name)):
+            continue
+        try:
+            job = read_state(folder)["trainer"].get("job")
+        except (OSError, ValueError, CheckpointError):
+            continue  # loading takes the next one too
+        return "bfloat16" if saved_value(job, key, DEFAULTS[key]) == "bfloat16" else "float32"
     return "float32" if config.adapter.relora.every is not None else training.mixed_precision_param
 
 

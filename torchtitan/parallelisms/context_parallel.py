@@ -136,8 +136,8 @@ class KernelMask(NamedTuple):
 class AllGatherAttention(ContextParallelAttention):
     """Attention of this rank's queries to gathered keys and values.
 
-    Plain attention is computed by regions, without a mask over all pairs. Other attention uses
-    the model's kernel.
+    Plain attention is computed by regions, without a mask over all pairs. The model's kernel computes other attention,
+    and attention within documents where it does that without such a mask.
     """
 
     def prepare(self, tokens: Tokens) -> Mask:
@@ -153,15 +153,15 @@ class AllGatherAttention(ContextParallelAttention):
         return KernelMask(self.inner.prepare(local_tokens, all_tokens))
 
     def _masks_in_kernel(self, tokens: Tokens) -> bool:
-        """Return True if the model's kernel attends within documents faster than a mask over all pairs."""
+        """Return True if the model's kernel attends within documents without a mask over all pairs."""
         if tokens.documents is None or not declares(self.inner, "accepts_query_slices"):
             return False
-        return self.inner.uses_flex(tokens) or self.inner.uses_regions(tokens)
+        return any(uses(tokens) for name in ("uses_flex", "uses_regions") if (uses := getattr(self.inner, name, None)))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *random_keys: torch.Tensor
     ) -> torch.Tensor:
-        """Attend: q [B, H, s, E] -> [B, H, s, V]. `draws`: this rank's random keys [B, s], for attention dropout."""
+        """Attend: q [B, H, s, E] -> [B, H, s, V]. `random_keys` [B, s]: of this rank, for attention dropout."""
         widths = (k.shape[-1], v.shape[-1])
         both = GatherSequence.apply(torch.cat((k, v), dim=-1), self.layout, self.group_name)
         k, v = both.split(widths, dim=-1)  # [B, K, S, E] and [B, K, S, V]

@@ -53,7 +53,8 @@ def region_table(
     keys: dict[tuple[int, int], tuple[int, int, int]] = {}
     for row, first, last in _runs(key_segments):
         segment = (row, int(key_segments[row, first]))
-        assert segment not in keys, "the tokens of a document must be consecutive"
+        if segment in keys:
+            raise ValueError("the tokens of a document must be consecutive")
         keys[segment] = (first, last, int(key_indices[first]))
     regions = []
     for row, first, last in _runs(query_segments, query_indices):
@@ -114,6 +115,7 @@ def attend_by_regions(
     """
     out = _tokens_first(q, (*q.shape[:3], v.shape[-1])).zero_()
     logsumexp = _tokens_first(q, (*q.shape[:3], 1), accumulation_dtype(q.dtype)).fill_(MASKED_SCORE)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # the kernel does not check strides
     for queries, keys, causal in _calls(table, q.shape[0], (q.shape[2], k.shape[2])):
         parts = _in_fastest_dtype(queries.select(q), keys.select(k), keys.select(v))
         part, part_logsumexp, _ = block_forward(*parts, *_mask(*parts[:2], causal, window))
@@ -145,6 +147,7 @@ def attend_by_regions_backward(
     for total in (grad_q, grad_k, grad_v):
         total.zero_()
     grad = grad.transpose(1, 2).contiguous().transpose(1, 2)  # it may be expanded, which the kernel does not support
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # the kernel does not check strides
     for queries, keys, causal in _calls(table, q.shape[0], (q.shape[2], k.shape[2])):
         parts = _in_fastest_dtype(queries.select(q), keys.select(k), keys.select(v))
         results = (queries.select(x).to(parts[0].dtype) for x in (grad, out))
@@ -164,6 +167,7 @@ def _(grad, q, k, v, out, logsumexp, table, window):  # type: ignore[no-untyped-
 def _save_inputs(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, table, ctx.window = inputs
     ctx.save_for_backward(q, k, v, *output, table)
+    ctx.mark_non_differentiable(output[1])
 
 
 def _gradients(ctx: Any, grad: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
