@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -18,6 +19,7 @@ from torchtitan.optimizers.adam_step import add_with_lost, stochastically_rounde
 from torchtitan.optimizers.build import build_optimizers
 from torchtitan.optimizers.layout import Layout, by_owners
 from torchtitan.optimizers.moments import BLOCK, Adam, Packed, code_table, codebook, nearest_codes
+from torchtitan.optimizers.pieces import ELSEWHERE, ON_CPU, piece_size, pieces
 
 SETTINGS = dict(lr=0.01, weight_decay=0.1, shared=dict(beta1=0.9, beta2=0.95, eps=1e-8))
 CPU = torch.device("cpu")
@@ -143,6 +145,14 @@ def test_pieces_of_a_shard_step_as_all_of_it_bit_for_bit(name, options, dtype, m
     monkeypatch.setattr("torchtitan.optimizers.pieces.ON_CPU", 1000)
     for part, tensor in zip(steps_of(name, options, dtype, shapes), expected, strict=True):
         assert torch.equal(part, tensor)
+
+
+def test_few_pieces_are_rehearsed():
+    """Rows are counted in whole: the embedding's 128256 are 16 of 8016."""
+    with FakeTensorMode():
+        embedding, small = torch.empty(128256, 4096), torch.empty(300, 4096)
+    assert len(list(pieces(embedding.shape, piece_size(embedding)))) == 16
+    assert piece_size(small) == ELSEWHERE and piece_size(torch.empty(300, 4096)) == ON_CPU
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -157,7 +157,7 @@ def _step_in_pieces(
 
 def _pieces(weight: torch.Tensor, packing: Packing | None) -> list[Index]:
     """Return the indices of pieces, of whole rows if moments are packed."""
-    size, shape = piece_size(weight.device), weight.shape
+    size, shape = piece_size(weight), weight.shape
     if packing is not None:
         size, shape = max(1, size // max(1, shape[-1])), shape[:-1]
     return list(pieces(shape, size))
@@ -181,7 +181,7 @@ def _scales_in_pieces(
             moments.set_scales(scales[index], moment, packing.columns)
 
 
-_fused_step = Fused(_step, _step_in_pieces, True)
+_fused_step = Fused(_step, _step_in_pieces, dynamic=True)
 
 
 def add(weight: torch.Tensor, change: torch.Tensor, decay: float, times: float) -> None:

@@ -50,8 +50,8 @@ def _step(
 
 def _step_in_pieces(weight: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor, *numbers: float) -> None:
     """Do as `_step`, a piece after the other."""
-    for index in pieces(weight.shape, piece_size(weight.device)):
+    for index in pieces(weight.shape, piece_size(weight)):
         _step(weight[index], gradient[index], mean[index], *numbers)
 
 
-_fused_step = Fused(_step, _step_in_pieces, True)
+_fused_step = Fused(_step, _step_in_pieces, dynamic=True)

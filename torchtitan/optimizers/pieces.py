@@ -4,16 +4,22 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 ON_CPU, ELSEWHERE = 2**18, 2**21
 """Elements of a piece: a temporary in float32 takes 1 MiB, which stays in the cache of a CPU, or 8 MiB."""
+FEWEST_REHEARSED = 16
+"""Pieces of a large shard without values."""
 
 Index = tuple[slice, ...]
 
 
-def piece_size(device: torch.device) -> int:
-    """Return the number of elements of a piece."""
-    return ON_CPU if device.type == "cpu" else ELSEWHERE
+def piece_size(shard: torch.Tensor) -> int:
+    """Return the number of elements of a piece of a shard of any shape."""
+    if isinstance(shard, FakeTensor):
+        # In a rehearsal an operator takes 0.2 ms at any size, so there are few pieces, yet small against the shard.
+        return max(ELSEWHERE, shard.numel() // FEWEST_REHEARSED)
+    return ON_CPU if shard.device.type == "cpu" else ELSEWHERE
 
 
 def pieces(shape: Sequence[int], size: int) -> Iterator[Index]:
