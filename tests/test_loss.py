@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
@@ -134,7 +135,8 @@ def test_logits_take_their_share_of_memory(num_chunks):
 
 def test_automatic_chunks_limit_the_bytes_of_float32_logits():
     assert auto_chunks(8 * 256, 2048, "cpu") == auto_chunks(0, 2048, "cpu") == 1
-    assert auto_chunks(8192, 128256, "cpu") == 8 and auto_chunks(8192, 128256, "cuda") == 2
+    assert auto_chunks(8192, 128256, "cpu") == 8 and auto_chunks(8192, 128256, "cuda") == 4
+    assert auto_chunks(8192, 128256, "xpu") == 4  # types without a limit have that of cuda
     for device_type, limit in CHUNK_BYTES.items():
         assert 8192 * 128256 * 4 / auto_chunks(8192, 128256, device_type) <= limit
         assert auto_chunks(1, 10**9, device_type) == 1  # a chunk has at least one token
@@ -192,18 +194,31 @@ def test_a_bfloat16_weight_gradient_is_rounded_once(autocast):
     torch.testing.assert_close(head.weight.grad, exact, rtol=0 if autocast else 2**-7, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["bias", "hook", "subclass"])
+@pytest.mark.parametrize("kind", ["bias", "hook", "pre-hook", "parametrization", "subclass"])
 def test_other_heads_get_their_gradients_from_autograd(kind):
     hidden, head, labels = example()
     if kind == "bias":
         head.bias = nn.Parameter(torch.randn(VOCABULARY, dtype=torch.float64))
     elif kind == "hook":
         head.register_forward_hook(lambda _, inputs, output: output * 2)
+    elif kind == "pre-hook":
+        head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,))
+    elif kind == "parametrization":
+        register_parametrization(head, "weight", nn.Tanh())
     else:
         head.__class__ = Doubled
     losses = [SummedCrossEntropy(num_chunks)(hidden, head, {"labels": labels}) for num_chunks in (1, 3)]
     expected, grads = (torch.autograd.grad(loss, (hidden, *head.parameters())) for loss in losses)
     torch.testing.assert_close(grads, expected)
+
+
+@pytest.mark.parametrize("prepend", ["pre_", ""])
+def test_backward_hooks_of_a_head_run_for_each_chunk(prepend):
+    hidden, head, labels = example()
+    calls = []
+    getattr(head, f"register_full_backward_{prepend}hook")(lambda *_: calls.append(1))
+    SummedCrossEntropy(3)(hidden, head, {"labels": labels}).backward()
+    assert len(calls) == 3
 
 
 class Doubled(nn.Linear):
@@ -219,9 +234,38 @@ class CountedChunks(SummedCrossEntropy):
         return super().compute_loss(head, hidden, *targets)
 
 
-def test_a_negative_number_of_chunks_is_refused():
+def test_a_negative_number_of_chunks_and_one_without_a_width_are_refused():
+    hidden, head, labels = example()
     with pytest.raises(ValueError, match="num_chunks = -1.*at least 0"):
         SummedCrossEntropy(-1)
+    with pytest.raises(ValueError, match="num_chunks = 0 needs logits_width"):
+        SummedCrossEntropy(0)(hidden, head, {"labels": labels})
+
+
+class MultipliesByTheWeight(SummedCrossEntropy):
+    def compute_loss(self, head, hidden, *targets):
+        return summed_cross_entropy(hidden @ head.weight.T, *targets)
+
+
+class NeverCallsTheHead(SummedCrossEntropy):
+    def compute_loss(self, head, hidden, *targets):
+        return hidden.square().sum()
+
+
+@pytest.mark.parametrize(
+    "objective, error, message",
+    [
+        (MultipliesByTheWeight, AttributeError, "may only call the head.*weight"),
+        (NeverCallsTheHead, RuntimeError, "did not call the head"),
+    ],
+)
+def test_chunks_of_an_objective_that_does_not_call_the_head_are_refused(objective, error, message):
+    hidden, head, labels = example()
+    objective(1)(hidden, head, {"labels": labels})
+    with pytest.raises(error, match=message):
+        objective(3)(hidden, head, {"labels": labels})
+    head.requires_grad_(False)
+    objective(3)(hidden, head, {"labels": labels})  # needs no gradient of the head
 
 
 def test_compiled_chunks_share_one_graph():

@@ -15,6 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.jobs import ROOT
 from tests.support.pool import run_alone, run_ranks
 from tests.test_launcher import has_ended
 from torchtitan.build import parts
@@ -23,6 +24,7 @@ from torchtitan.commands import check, estimate
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import local_part
+from torchtitan.losses.objective import CHUNK_BYTES
 from torchtitan.parallelisms import data_parallel
 from torchtitan.planner import estimate as prediction
 from torchtitan.planner import rehearsal
@@ -343,6 +345,18 @@ def test_layers_that_learn_alike_are_not_all_rehearsed(option, patterns):
     adapter = TRAINING["LoRA"] if option.startswith("adapter") else {}
     config = manager.load(argv(adapter, {option: list(patterns)}))
     assert prediction._layers_differ(config) == PATTERNS[patterns]
+
+
+def loss_bytes(arguments):
+    job = manager.load(arguments)
+    return {device: prediction.predict(job, 1, device)[0].kinds[rehearsal.LOSS] for device in CHUNK_BYTES}
+
+
+def test_the_loss_of_a_rehearsal_has_the_chunks_of_the_device():
+    """A chunk's logits are in float32, again as probabilities, and once in bfloat16. The head is frozen."""
+    file = f"--job.config_file={ROOT / 'train_configs/sft_lora.toml'}"
+    for device, size in run_alone(loss_bytes, [file, "--model.flavor=8B"]).items():
+        assert 0.95 * 2.5 * CHUNK_BYTES[device] < size < 1.05 * 2.5 * CHUNK_BYTES[device], device
 
 
 def peaks_with_reference(arguments):

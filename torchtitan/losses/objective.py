@@ -23,13 +23,16 @@ from torch.distributed.tensor import DTensor
 
 Batch = Mapping[str, torch.Tensor]
 IGNORE_INDEX = -100
-CHUNK_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
-"""Limit of a chunk's float32 logits, by type of device. Each chunk reads and writes the head's gradient once."""
+CHUNK_BYTES = {"cpu": 2**29, "cuda": 2**30}
+"""Limit of a chunk's float32 logits, by type of device; others have cuda's.
+
+Each chunk reads and writes the head's gradient once, and while it is computed its logits exist two to three times.
+"""
 
 
 def auto_chunks(rows: int, width: int, device_type: str) -> int:
     """Return the number of chunks, at least 1, that keeps float32 logits [rows, width] within CHUNK_BYTES each."""
-    rows_of_chunk = max(1, CHUNK_BYTES[device_type] // max(1, 4 * width))
+    rows_of_chunk = max(1, CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // max(1, 4 * width))
     return max(1, -(-rows // rows_of_chunk))
 
 
@@ -40,8 +43,8 @@ class Objective(nn.Module):
     positions [B or 1, S] and document_ids [B, S]. Under context parallel, hidden states and all [B, S] tensors cover
     the tokens of this rank.
 
-    `head` computes logits from hidden states. It is called as a module once per chunk, so it must not be an FSDP unit
-    itself: its gradient would be reduced once per chunk.
+    `head` computes logits from hidden states, once per chunk, so it must not be an FSDP unit itself: its gradient would
+    be reduced once per chunk.
     """
 
     targets: tuple[str, ...] = ("labels",)
@@ -50,18 +53,28 @@ class Objective(nn.Module):
     """Names of the metrics that it measures in training in addition to the loss."""
 
     def __init__(self, num_chunks: int = 1):
-        """`num_chunks`: 0 chooses it for each batch by the size of its logits, which needs `logits_width`."""
+        """`num_chunks`: 0 chooses it for each batch by the size of its logits; forward then raises ValueError unless
+        `logits_width` has been set.
+        """
         super().__init__()
         if num_chunks < 0:
             raise ValueError(f"num_chunks = {num_chunks}: must be at least 0 (0 chooses it by the size of a batch)")
         self.num_chunks = num_chunks
         self.logits_width = 0
         """Logits of a token on this rank; whoever builds the objective of a job sets it."""
+        self.device_type: str | None = None
+        """Type of device whose CHUNK_BYTES limit the chunks, for rehearsals; None is that of the hidden states."""
 
     def chunks_of(self, hidden: torch.Tensor) -> int:
         """Return the number of chunks for hidden states [N, ..., D]."""
+        if self.num_chunks:
+            return self.num_chunks
+        if not self.logits_width:
+            raise ValueError(
+                "num_chunks = 0 needs logits_width: set it to the number of logits of a token on this rank"
+            )
         width = math.prod(hidden.shape[1:-1]) * self.logits_width
-        return self.num_chunks or auto_chunks(len(hidden), width, hidden.device.type)
+        return auto_chunks(len(hidden), width, self.device_type or hidden.device.type)
 
     def count(self, batch: Batch) -> int:
         """Return the number of loss terms in a batch. Summed over all batches of a step it is the normalizer."""
@@ -79,7 +92,11 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def compute_loss(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
-        """Return the summed loss, a scalar, of one chunk: hidden states [n, ..., D] and the other tensors of `rows`."""
+        """Return the summed loss, a scalar, of one chunk: hidden states [n, ..., D] and the other tensors of `rows`.
+
+        `head` may only be called. In training with chunks it may be a stand-in that sums the gradient of the weight and
+        has no attributes of the module.
+        """
         raise NotImplementedError
 
     def take_sums(self) -> torch.Tensor | None:
@@ -202,38 +219,54 @@ class _VocabularyParallelLoss(torch.autograd.Function):
 
 
 def _is_plain_linear(head: nn.Module) -> bool:
-    """Return True if logits are hidden states times the transposed weight: a linear layer without bias and hooks.
+    """Return True if logits are hidden states times the transposed weight, and calling the head does nothing else.
 
-    Under tensor parallel, `head.plain` is the class of the module that runs on a rank's rows of the weight.
+    So it is a linear layer without bias, hooks and parametrizations. Under tensor parallel, `head.plain` is the class
+    of the module that runs on a rank's rows of the weight.
     """
     plain = getattr(head, "plain", type(head))
-    return plain.forward is nn.Linear.forward and head.bias is None and not head._forward_hooks
+    hooks = head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks
+    is_linear = plain.forward is nn.Linear.forward and head.bias is None
+    return is_linear and "weight" in head._parameters and not any(hooks)
 
 
 class _SummingHead:
-    """A linear head that adds the gradient of its weight to `weight_grad` [V, D] in each backward.
+    """A linear head that adds the gradient of its weight to `matrix_grad` [V, D] in each backward.
 
-    The sum has the dtype of `weight` [V, D] (this rank's rows), but at least float32. autograd would write a gradient
-    for each chunk, rounded to the dtype of the products, which then has to be read and added.
+    `matrix` [V, D] is the weight as it is multiplied (this rank's rows). The sum has its dtype, but at least float32.
+    autograd would write a gradient for each chunk, rounded to the dtype of the products, which then has to be read and
+    added.
     """
 
     def __init__(self, head: nn.Module, weight: torch.Tensor):
         device = weight.device.type
         mixed = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        self.weight = weight.detach().to(torch.get_autocast_dtype(device) if mixed else weight.dtype)
-        self.weight_grad = torch.empty_like(self.weight, dtype=torch.promote_types(self.weight.dtype, torch.float32))
+        self.matrix = weight.detach().to(torch.get_autocast_dtype(device) if mixed else weight.dtype)
+        self.matrix_grad = torch.empty_like(self.matrix, dtype=torch.promote_types(self.matrix.dtype, torch.float32))
         self.is_empty = True
         self.place: Callable[[torch.Tensor], torch.Tensor] | None = getattr(head, "place", None)
 
     @torch.compiler.disable
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the head's logits [N, V] of hidden states [N, D]."""
-        logits = _SummingLinear.apply(hidden.to(self.weight.dtype), self)
+        logits = _SummingLinear.apply(hidden.to(self.matrix.dtype), self)
         return logits if self.place is None else self.place(logits)
+
+    def __getattr__(self, name: str) -> Any:
+        # the module's own weight would get no gradient from here
+        raise AttributeError(f"compute_loss may only call the head, not read its `{name}`: in chunks it is a stand-in")
+
+    def take_grad(self) -> torch.Tensor:
+        """Return the summed gradient [V, D]. Raise RuntimeError if there is none."""
+        if self.is_empty:
+            raise RuntimeError(
+                "compute_loss did not call the head, so its weight has no gradient; freeze it if it is not used"
+            )
+        return self.matrix_grad
 
     def add_product(self, logits_grad: torch.Tensor, hidden: torch.Tensor) -> None:
         """Add logits_grad [N, V] transposed times hidden [N, D] to the gradient."""
-        total, product = self.weight_grad, (logits_grad.T, hidden)
+        total, product = self.matrix_grad, (logits_grad.T, hidden)
         beta = 0 if self.is_empty else 1  # 0 ignores the content
         self.is_empty = False
         if hidden.dtype == total.dtype:
@@ -251,13 +284,13 @@ class _SummingLinear(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, head: _SummingHead) -> torch.Tensor:
         ctx.save_for_backward(hidden)
         ctx.head = head
-        return F.linear(hidden, head.weight)
+        return F.linear(hidden, head.matrix)
 
     @staticmethod
     def backward(ctx: Any, logits_grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (hidden,) = ctx.saved_tensors
         ctx.head.add_product(logits_grad, hidden)
-        return logits_grad @ ctx.head.weight, None
+        return logits_grad @ ctx.head.matrix, None
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -278,18 +311,22 @@ class _ChunkedLoss(torch.autograd.Function):
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         losses, hidden_grads, weight_grads = [], [], list[torch.Tensor]()
-        summing: Any = _SummingHead(head, *weights) if linear else None
+        summing = _SummingHead(head, *weights) if linear else None
+        called: Any = summing or head
+        trained = () if summing else weights  # by autograd
         for h, *targets in chunks:
             h = h.detach().requires_grad_()
             with torch.enable_grad():
-                loss = objective.compute_loss(summing or head, h, *targets)
-            h_grad, *w_grads = torch.autograd.grad(loss, (h, *(() if summing else weights)))
+                loss = objective.compute_loss(called, h, *targets)
+            h_grad, *w_grads = torch.autograd.grad(loss, (h, *trained))
             hidden_grads.append(h_grad)
             losses.append(loss.detach())
             # summed in float32, so that a bfloat16 gradient is rounded once and not once per chunk
             w_grads = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in w_grads]
             weight_grads = [a.add_(b) for a, b in zip(weight_grads, w_grads, strict=True)] if weight_grads else w_grads
-        ctx.save_for_backward(torch.cat(hidden_grads), *([summing.weight_grad] if summing else weight_grads))
+        if summing:
+            weight_grads = [summing.take_grad()]
+        ctx.save_for_backward(torch.cat(hidden_grads), *weight_grads)
         ctx.dtypes = [hidden.dtype, *(w.dtype for w in weights)]
         return torch.stack(losses).sum()
 

@@ -1,7 +1,8 @@
 """Rehearse one step of one rank of any world in this process, and count all live storages and all messages.
 
 Model, optimizer and batch consist of tensors with shapes but without values, and messages are not sent. A rehearsal
-does not compile, spreads tokens evenly over a layer's experts, and for a GPU uses attention that stores no scores.
+does not compile and spreads tokens evenly over a layer's experts. For a GPU it uses attention that stores no scores,
+and the chunks of the loss that a GPU has.
 """
 
 import dataclasses
@@ -100,8 +101,7 @@ def rehearse(config: JobConfig, rank: int, world_size: int, device: str) -> Rehe
         live = LiveTensors()
         model = build.model(config, dims.build_mesh("cpu"), dims, cpu, init_weights=False, storage=WITHOUT_VALUES)
         optimizers = build.optimizers(config, model)
-        if device == "cuda":
-            _attend_as_on_a_gpu(model.parts)
+        _imitate(device, model.parts)
         _count_state(live, model.parts)
         batch = zero_batch(config, dims, model.needs_keys)
         rehearsal = Rehearsal(config, model, optimizers, batch, num_batches_per_step(config, dims))
@@ -187,8 +187,7 @@ def _reference(config: JobConfig, model: ParallelModel, device: str) -> Parallel
         return None
     places = model.mesh, model.dims, model.device
     ref_model = build.model(config, *places, policy=model, init_weights=False, storage=WITHOUT_VALUES)
-    if device == "cuda":
-        _attend_as_on_a_gpu(ref_model.parts)
+    _imitate(device, ref_model.parts)
     return ref_model
 
 
@@ -235,9 +234,12 @@ def _count_state(live: LiveTensors, parts: list[nn.Module]) -> None:
             part.loss.register_forward_hook(lambda *_: live.end())
 
 
-def _attend_as_on_a_gpu(parts: list[nn.Module]) -> None:
+def _imitate(device: str, parts: list[nn.Module]) -> None:
+    """Let parts on the CPU use the attention of `device` and its chunks of the loss."""
     for part in parts:
-        if type(part.kernel) is AttentionKernel:
+        if part.loss is not None:
+            part.loss.device_type = device
+        if device == "cuda" and type(part.kernel) is AttentionKernel:
             part.set_attention_kernel(Flash(part.kernel.backend, part.kernel.causal, part.kernel.window))
 
 

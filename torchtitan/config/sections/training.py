@@ -109,7 +109,7 @@ class Training:
     With task.kind = "dpo" the first loss is then not ln 2, as the reference has no noise. 0: none."""
     loss_chunks: NonNegative = 0
     """Number of chunks to compute the output head and cross-entropy in, which keeps the logits small. 0: as many as
-    keep a chunk's float32 logits within 2 GiB on a GPU and 512 MiB on a CPU."""
+    keep a chunk's float32 logits within 1 GiB on a GPU and 512 MiB on a CPU."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (FSDP)."""
     dtype: Precision = "float32"
