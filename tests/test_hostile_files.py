@@ -6,6 +6,7 @@ test_checkpoint_security.py covers checkpoints; the tokenizers' tests cover toke
 import gzip
 import json
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def test_a_pipe_in_a_folder_of_hugging_face_is_not_waited_for(tmp_path, name):
         elif name == "model.safetensors":
             hf_load._files(tmp_path)
         else:
-            hf_load._Shards(tmp_path, {"w": name}, None, None)
+            hf_load._Shards(tmp_path, {"w": name}, None, ExitStack())
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
