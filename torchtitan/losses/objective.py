@@ -63,7 +63,7 @@ class Objective(nn.Module):
         self.logits_width = 0
         """Logits of a token on this rank; whoever builds the objective of a job sets it."""
         self.device_type: str | None = None
-        """Type of device whose CHUNK_BYTES limit the chunks, for rehearsals; None is that of the hidden states."""
+        """Type of device, a key of CHUNK_BYTES, that a rehearsal sets. None: the device of the hidden states."""
 
     def chunks_of(self, hidden: torch.Tensor) -> int:
         """Return the number of chunks for hidden states [N, ..., D]."""
@@ -233,9 +233,8 @@ def _is_plain_linear(head: nn.Module) -> bool:
 class _SummingHead:
     """A linear head that adds the gradient of its weight to `matrix_grad` [V, D] in each backward.
 
-    `matrix` [V, D] is the weight as it is multiplied (this rank's rows). The sum has its dtype, but at least float32.
-    autograd would write a gradient for each chunk, rounded to the dtype of the products, which then has to be read and
-    added.
+    `matrix` [V, D] holds this rank's rows of the weight in the dtype of the products. The sum has its dtype, but at
+    least float32. autograd would write a gradient for each chunk, rounded to that dtype, to be read and added.
     """
 
     def __init__(self, head: nn.Module, weight: torch.Tensor):
