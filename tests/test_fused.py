@@ -1,4 +1,6 @@
-"""Formulas with a compiled and an eager form: both give the bits of the formula, and a broken compiler is survived."""
+"""Formulas with a compiled and an eager form: both give the formula's bits, and a compiler that fails is survived."""
+
+import functools
 
 import pytest
 import torch
@@ -104,6 +106,8 @@ def test_backward_of_dropout_saves_no_mask():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_formulas_give_the_bits_of_the_eager_ones(dtype):
     """The matrix is large enough to be compiled, and its last piece overlaps the one before."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     parts, parts8 = packed_nf4(400, 2048, 64), packed_int8(400, 2048)
     assert fused.LARGE < 400 * 2048 and 400 * 2048 % fused.LARGE
     assert torch.equal(NF4().dequantize(*parts, dtype=dtype), nf4_formula(*parts, dtype))
@@ -116,26 +120,87 @@ def test_compiled_formulas_give_the_bits_of_the_eager_ones(dtype):
         assert torch.equal(y, expected)
         (grad,), (expected_grad,) = (torch.autograd.grad(out, x, torch.ones_like(x)) for out in (y, expected))
         assert torch.equal(grad, expected_grad)
-    for function in (unpacking._fused_packing, unpacking._blocks_on_cpu, unpacking._rows, dropout._fused_drop):
-        assert function.is_proven and not function.is_broken
+    functions = unpacking._fused_packing, unpacking._blocks_on_cpu, unpacking._rows, dropout._fused_drop
+    assert not any(function.is_broken or function.refused for function in functions)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= len(functions)
 
 
-def test_a_compiler_that_does_not_work_is_reported_once(monkeypatch, caplog):
-    def no_compiler(function, **options):
-        def call(*args):
-            raise RuntimeError("no g++ here\nand a stack")
+def twice(x):
+    return x.mul_(2)
 
-        return call
 
-    monkeypatch.setattr(torch, "compile", no_compiler)
+def twice_in_eager(x):
+    return x.add_(x)
 
-    def twice(x):
-        return 2 * x
 
-    function, large = fused.Fused(twice, eager=lambda x: x + x), torch.ones(fused.LARGE)
-    small = large[1:]
-    assert torch.equal(function(small), 2 * small) and not caplog.records
-    for _ in range(2):
-        assert torch.equal(function(large), 2 * large)
+def use_compiler(monkeypatch, compiled):
+    """Make torch.compile return `compiled`."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled)
+    fused.compile_lazily.cache_clear()
+
+
+def raising(error):
+    def call(*args, **options):
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize("fails_when_called", [True, False])
+def test_a_compiler_that_does_not_work_is_reported_once(fails_when_called, monkeypatch, caplog):
+    error = torch._dynamo.exc.TorchDynamoException("no g++ here\nand a stack")
+    use_compiler(monkeypatch, raising(error))
+    if not fails_when_called:
+        monkeypatch.setattr(torch, "compile", raising(RuntimeError("no g++ here")))
+    function, large, small = fused.Fused(twice, twice_in_eager), torch.ones(fused.LARGE), torch.ones(3)
+    assert function(small).sum() == 6 and not caplog.records
+    for times in (2, 4):
+        assert function(large).eq(times).all()
     (record,) = caplog.records
     assert record.getMessage() == "torch.compile does not work here, so twice is slower: no g++ here"
+
+
+def test_a_compiler_may_fail_in_a_later_call(monkeypatch):
+    use_compiler(monkeypatch, twice)
+    function, large = fused.Fused(twice, twice_in_eager), torch.ones(fused.LARGE)
+    function(large)
+    use_compiler(monkeypatch, raising(torch._dynamo.exc.TorchDynamoException("no memory to compile in")))
+    assert function(large).eq(4).all() and function.is_broken
+
+
+def test_an_error_of_the_computation_is_raised_and_nothing_repeated(monkeypatch):
+    use_compiler(monkeypatch, lambda x: raising(RuntimeError("launch failed"))(x.mul_(2)))
+    large = torch.ones(fused.LARGE)
+    with pytest.raises(RuntimeError, match="launch failed"):
+        fused.Fused(twice, twice_in_eager)(large)
+    assert large.eq(2).all()
+
+
+def test_beyond_torchs_limit_of_compiled_forms_eager_computes(monkeypatch):
+    """Torch itself would run the formula without compiling it, with temporaries of the full size."""
+    torch._dynamo.reset()
+    fused.compile_lazily.cache_clear()
+    compile_to_torch = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", compile_to_torch)
+    monkeypatch.setattr(fused, "LARGE", 1)
+    in_eager = []
+    function = fused.Fused(twice, lambda x: in_eager.append(len(x)) or twice_in_eager(x), dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for size in (2, 3, 4, 4, 5, 2, 0):
+            assert function(torch.ones(size)).eq(2).all()
+    assert in_eager == [4, 4, 5, 0] and not function.is_broken
+    assert function.refused == {(torch.Size([size]), torch.float32) for size in (4, 5)}
+    fused.compile_lazily.cache_clear()
+
+
+def test_a_formula_that_breaks_the_graph_is_computed_once(monkeypatch):
+    """Its first half would otherwise be computed before the second is compiled."""
+
+    def broken(x):
+        x.mul_(2)
+        torch._dynamo.graph_break()
+        return x.mul_(3)
+
+    monkeypatch.setattr(fused, "LARGE", 1)
+    function = fused.Fused(broken)
+    assert function(torch.ones(4)).eq(6).all() and function.is_broken

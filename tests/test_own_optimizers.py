@@ -54,6 +54,15 @@ def test_the_codebook_has_256_values_in_order():
         assert values.max() == 1 and 0 in values and (lowest < values[0] < -0.99 if signed else values[0] == 0)
 
 
+@pytest.mark.parametrize("table", [codebook, code_table])
+def test_tables_first_used_in_a_rehearsal_have_values(table):
+    expected = table(True, CPU)
+    table.cache_clear()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        table(True, CPU)
+    assert torch.equal(table(True, CPU), expected)
+
+
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_nearest_code_is_found(signed):
     book = codebook(signed, CPU)

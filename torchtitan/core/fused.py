@@ -1,4 +1,7 @@
-"""Formulas over tensors that torch.compile fuses into one kernel, with an eager form of the same bits.
+"""Formulas over tensors that torch.compile fuses, each with an eager form.
+
+Both forms of unpacking, packing and dropout give the same bits. Those of an optimizer's step differ in last bits, as
+the compiler fuses products with sums.
 
 Compiling takes seconds. On a CPU small tensors are therefore computed in eager, and so is everything where no compiler
 works, such as a machine without g++ or Triton.
@@ -18,39 +21,48 @@ LARGE = 2**19
 
 
 @cache
-def compile_lazily(function: Callable, dynamic: bool | None = None) -> Callable:
+def compile_lazily(function: Callable, **options: Any) -> Callable:
     """Compile a function with torch.compile on its first use, because importing the compiler takes two seconds.
 
-    `dynamic`: as in torch.compile.
+    `options`: torch.compile's.
     """
-    return torch.compile(function, dynamic=dynamic)
+    return torch.compile(function, **options)
 
 
 class Fused:
-    """A function of tensors, computed by `formula` compiled, or by `eager`, which gives the same bits.
+    """A function of tensors, computed by `formula` compiled, or by `eager`.
 
-    `eager` defaults to the formula. `dynamic`: as in torch.compile.
+    `eager` defaults to the formula. `dynamic`: as in torch.compile. A formula may change tensors in place: it is
+    compiled as one graph, so that all errors of the compiler come before anything is computed, and eager can take over.
     """
 
     def __init__(self, formula: Callable, eager: Callable | None = None, dynamic: bool | None = None):
         self.formula, self.eager, self.dynamic = formula, eager or formula, dynamic
-        self.is_proven, self.is_broken = False, False
+        self.is_broken = False
+        self.refused: set[tuple[torch.Size, torch.dtype]] = set()
+        """Shapes and dtypes of first arguments that exceeded torch's limit of compiled forms per function."""
 
     def __call__(self, *args: Any) -> Any:
-        """Compute the function. The device and size of the first argument, a tensor, decide how."""
-        if self.is_broken or (args[0].device.type == "cpu" and args[0].numel() < LARGE):
+        """Compute the function. The device, size and dtype of the first argument, a tensor, decide how."""
+        first = args[0]
+        is_small = first.numel() < (LARGE if first.device.type == "cpu" else 1)
+        if self.is_broken or is_small or (first.shape, first.dtype) in self.refused:
             return self.eager(*args)
-        compiled = compile_lazily(self.formula, self.dynamic)
-        if self.is_proven:
-            return compiled(*args)
         try:
-            result = compiled(*args)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # of a compiler, which has many; another one comes again in eager
-            self.is_broken = True
-            reason = str(error).strip().partition("\n")[0]
-            logger.warning(f"torch.compile does not work here, so {self.formula.__name__} is slower: {reason}")
+            compiled = compile_lazily(self.formula, dynamic=self.dynamic, fullgraph=True)
+        except RuntimeError as error:  # of a Python that torch.compile does not support
+            return self._give_up(error)(*args)
+        try:
+            return compiled(*args)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            self.refused.add((first.shape, first.dtype))
             return self.eager(*args)
-        self.is_proven = True
-        return result
+        except torch._dynamo.exc.TorchDynamoException as error:  # of the compiler; any other is one of the computation
+            return self._give_up(error)(*args)
+
+    def _give_up(self, error: Exception) -> Callable:
+        """Report that compiling does not work here; return the eager form, which computes all calls from now on."""
+        self.is_broken = True
+        reason = str(error).strip().partition("\n")[0]
+        logger.warning(f"torch.compile does not work here, so {self.formula.__name__} is slower: {reason}")
+        return self.eager

@@ -21,10 +21,10 @@ from torchtitan.optimizers.pieces import Index, piece_size, pieces
 
 
 class Addition(NamedTuple):
-    """A way to add a change to a weight: plainly, `times` a factor, or to one in bfloat16.
+    """The way a step adds its change to the weight: multiplied by `times`, unless it has `lost` or `key`.
 
-    `lost`: this rank's shard of the rounding errors, for `add_with_lost`. `key`: of the random numbers, for
-    `stochastically_rounded`.
+    These are for weights in bfloat16. `lost`: this rank's shard of the rounding errors, for `add_with_lost`. `key`: of
+    the random numbers, for `stochastically_rounded`.
     """
 
     times: float = 1.0
@@ -81,7 +81,11 @@ def _packing(packed: Packed, gradient: torch.Tensor, stored: Sequence[torch.Tens
 
 
 def _compiles(weight: torch.Tensor, packing: Packing | None) -> bool:
-    """Return True if a step is compiled. For rows of several blocks inductor returned wrong scales (2.13, a CPU)."""
+    """Return True if a step is compiled.
+
+    With packed moments, only rows of one block are. Torch 2.13's inductor, compiling for a CPU, returned wrong scales
+    for rows of several; whether it does so for a GPU is not known.
+    """
     return weight.device.type != "cpu" and (packing is None or weight.shape[-1] == BLOCK)
 
 

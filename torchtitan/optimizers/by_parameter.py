@@ -34,7 +34,7 @@ class ByParameter(Optimizer):
 
 
 class ByMoments(ByParameter):
-    """An optimizer that applies weight decay and adds an update computed from moments, in one way for all."""
+    """An optimizer that applies weight decay to every parameter and adds an update computed from its `moments`."""
 
     moments: Moments
 

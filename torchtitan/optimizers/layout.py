@@ -317,8 +317,8 @@ class Owners:
             boxes = {route: box for route in incoming if (box := box_of(*route)) is not None}
             lengths = [prod(shape) for shape, _ in boxes.values()]
             sent, received = [0] * size, [0] * size
-            for _, receiver in outgoing:
-                sent[receiver[axis]] += shards[_, receiver].numel()
+            for route in outgoing:
+                sent[route[1][axis]] += shards[route].numel()
             for (sender, _), length in zip(boxes, lengths, strict=True):
                 received[sender[axis]] += length
             flat = torch.cat([like.new_empty(0), *(shards[route].flatten() for route in outgoing)])
@@ -330,10 +330,10 @@ class Owners:
 
     def _routes_after(self, axis: int) -> Iterator[Route]:
         """Yield the routes of shards that are at this rank after the exchange along `axis`."""
-        ranges, local = [range(size) for size in self.mesh.shape], self.coordinate
+        ranges, here = [range(size) for size in self.mesh.shape], self.coordinate
         for head in product(*ranges[: axis + 1]):
             for tail in product(*ranges[axis + 1 :]):
-                yield (*head, *local[axis + 1 :]), (*local[: axis + 1], *tail)
+                yield (*head, *here[axis + 1 :]), (*here[: axis + 1], *tail)
 
     def broadcast(self, tensor: torch.Tensor, owner: int) -> None:
         """Broadcast a tensor of any shape from the `owner`-th rank, one mesh axis after the other.

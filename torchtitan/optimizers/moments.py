@@ -14,12 +14,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torchtitan.optimizers.layout import Layout, local
 from torchtitan.optimizers.state_sizes import BLOCK, SMALLEST
 
 
 @cache
+@unset_fake_temporarily()  # a rehearsal, too, caches values
 def codebook(signed: bool, device: torch.device) -> torch.Tensor:
     """Return the [256] levels in ascending order, float32.
 
@@ -34,6 +36,7 @@ def codebook(signed: bool, device: torch.device) -> torch.Tensor:
 
 
 @cache
+@unset_fake_temporarily()
 def code_table(signed: bool, device: torch.device) -> torch.Tensor:
     """Return [2^16] by the upper 16 bits of a float32 (see `_ordered`): 2^16 times the code, for `nearest_codes`.
 

@@ -86,7 +86,8 @@ class Muon(ByParameter):
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     """Return the matrix [m, n] with all singular values moved to about 0.7 to 1.2, by Newton-Schulz iterations.
 
-    Five iterations of x <- a x + b (x x^T) x + c (x x^T)^2 x, on the transposed matrix if it is tall.
+    Five iterations of x <- a x + b (x x^T) x + c (x x^T)^2 x, on the transposed matrix if it is tall. They are computed
+    in the matrix's dtype, so it must have the precision of the products, Muon's `precision`.
     """
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
