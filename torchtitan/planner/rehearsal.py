@@ -51,8 +51,8 @@ Sent = Counter[tuple[str, str, str]]
 ANY_COUNT = 1000
 """An arbitrary number of valid tokens, the divisor of losses."""
 WITHOUT_VALUES = FakeTensorMode(allow_non_fake_inputs=True)
-"""The fake mode that all rehearsals in a process share, because cached tensors, such as the tables of 8-bit moments,
-belong to the mode in which they were created. The process must not train afterwards.
+"""The fake mode that all rehearsals in a process share, because a cached tensor without values belongs to the mode
+in which it was created. The process must not train afterwards.
 """
 
 

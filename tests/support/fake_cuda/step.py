@@ -25,6 +25,7 @@ from torchtitan.build import parts
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.models import dropout
+from torchtitan.optimizers import moments
 from torchtitan.parallelisms import data_parallel, parallel_dims, parallel_model
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.planner.traffic import group_of
@@ -157,6 +158,8 @@ def install() -> None:
     data_parallel._without_recompute = lambda function: function
     torch.nn.Module.to = lambda self, *args, **kwargs: self
     torch.compile = kernels.compiled  # inductor has nothing to compile for
+    for name in ("codebook", "code_table"):  # which are real tensors otherwise, and there is no real device
+        setattr(moments, name, functools.cache(inspect.unwrap(getattr(moments, name))))
     for module, name in OPERATORS:  # run what they do
         setattr(module, name, getattr(module, name)._init_fn)
 
