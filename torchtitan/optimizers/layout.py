@@ -330,10 +330,10 @@ class Owners:
 
     def _routes_after(self, axis: int) -> Iterator[Route]:
         """Yield the routes of shards that are at this rank after the exchange along `axis`."""
-        ranges, here = [range(size) for size in self.mesh.shape], self.coordinate
+        ranges, coordinate = [range(size) for size in self.mesh.shape], self.coordinate
         for head in product(*ranges[: axis + 1]):
             for tail in product(*ranges[axis + 1 :]):
-                yield (*head, *here[axis + 1 :]), (*here[: axis + 1], *tail)
+                yield (*head, *coordinate[axis + 1 :]), (*coordinate[: axis + 1], *tail)
 
     def broadcast(self, tensor: torch.Tensor, owner: int) -> None:
         """Broadcast a tensor of any shape from the `owner`-th rank, one mesh axis after the other.
