@@ -17,7 +17,8 @@ from tests.support.jobs import ROOT
 FILES = sorted(path for folder in ("torchtitan", "scripts") for path in (ROOT / folder).rglob("*.py"))
 PACKAGES = ("numpy", "torch", "yaml")
 """External packages with modules that files name as a.b.c."""
-LAZY = ("numpy.random", "torch._dynamo", "torch._dynamo.config", "torch._inductor", "torch._inductor.config")
+LAZY = ("numpy.random", "torch._dynamo", "torch._dynamo.config", "torch._dynamo.exc")
+LAZY += ("torch._inductor", "torch._inductor.config")
 """Modules that these packages import on first use."""
 
 
