@@ -35,7 +35,7 @@ def job_arguments(folder, model, **options):
     settings |= dict(training__dataset="sentiment", training__seq_len=64, training__local_batch_size=96)
     settings |= dict(training__global_batch_size=96, validation__enable=True, validation__samples=0)
     settings |= dict(validation__dataset="sentiment_validation", validation__local_batch_size=96)
-    settings |= dict(training__steps=75, validation__freq=75, optimizer__lr=3e-3, lr_scheduler__warmup_steps=10)
+    settings |= dict(training__steps=110, validation__freq=110, optimizer__lr=3e-3, lr_scheduler__warmup_steps=10)
     return [
         argument
         for argument in jobs.arguments(folder, "", **settings | options)
