@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -232,11 +233,13 @@ def losses_differ() -> str:
 
 def install_wheels(folder: str) -> None:
     """Install the wheels of a folder to $OUT/site, without a network, and let all steps import from there."""
-    site = OUT / "site"
+    site, incomplete = OUT / "site", OUT / "site.incomplete"
     if not site.exists():
+        shutil.rmtree(incomplete, ignore_errors=True)
         wheels = sorted(map(str, Path(folder).glob("*.whl")))
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(site), *wheels]
-        subprocess.run(pip, check=True)
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(incomplete)]
+        subprocess.run([*pip, *wheels], check=True)
+        incomplete.rename(site)
     os.environ["PYTHONPATH"] = f"{site}:{os.environ['PYTHONPATH']}"
 
 

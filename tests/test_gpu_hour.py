@@ -6,10 +6,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from scripts import gpu_waits
+from scripts import gpu_hour, gpu_waits
 from tests.support.jobs import ROOT
 from torchtitan import launch
 from torchtitan.config.manager import load
@@ -115,3 +116,24 @@ def test_a_step_that_fails_has_a_row_and_is_run_again(archive):
         subprocess.run(["bash", "scripts/gpu_hour.sh", "probe"], cwd=archive, env=variables, capture_output=True)
         table = (archive / "out/table.txt").read_text()
         assert table == "probe              FAILED (3): the reason\n" * rows
+
+
+def test_wheels_of_a_failed_installation_are_installed_again(tmp_path, monkeypatch):
+    exit_codes = [1, 0]
+
+    def pip(command: list[str], check: bool) -> None:
+        folder = Path(command[command.index("--target") + 1])
+        folder.mkdir()  # not there yet
+        (folder / f"{len(exit_codes)}.py").touch()
+        if exit_codes.pop(0):
+            raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(gpu_hour, "OUT", tmp_path)
+    monkeypatch.setattr(gpu_hour.subprocess, "run", pip)
+    monkeypatch.setenv("PYTHONPATH", "before")
+    with pytest.raises(subprocess.CalledProcessError):
+        gpu_hour.install_wheels("wheels")
+    for _ in range(2):  # the second time they are there
+        gpu_hour.install_wheels("wheels")
+    assert [file.name for file in (tmp_path / "site").iterdir()] == ["1.py"]
+    assert os.environ["PYTHONPATH"].startswith(f"{tmp_path / 'site'}:")
