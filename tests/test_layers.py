@@ -205,3 +205,5 @@ def test_rms_norm_and_its_gradients_equal_torch(dtype, atol, trained):
     for ours, reference in ((y, expected), (x.grad, wide.grad), (norm.weight.grad, weight.grad)):
         assert ours is None or (ours.dtype == dtype and torch.allclose(ours.double(), reference, atol=atol, rtol=atol))
     assert (x.grad is None, norm.weight.grad is None) == (trained == "weight", trained == "input")
+    with torch.no_grad():
+        assert torch.equal(norm(x), y)

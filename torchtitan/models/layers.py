@@ -195,7 +195,10 @@ class RMSNorm(nn.RMSNorm):
         """[..., D] -> [..., D]"""
         weight = self.weight.to(x.dtype)
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
-            return _RMSNormOnCPU.apply(x, weight, torch.finfo(x.dtype).eps if self.eps is None else self.eps)
+            eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+            if torch.is_grad_enabled():
+                return _RMSNormOnCPU.apply(x, weight, eps)
+            return _rms_norm(x, weight, eps)[0]  # half of the time for one row
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
@@ -205,6 +208,13 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., D]"""
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return y [..., D] and r [..., 1] of _RMSNormOnCPU for x [..., D] and weight [D]."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * r).mul_(weight).to(x.dtype), r
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
@@ -217,10 +227,9 @@ class _RMSNormOnCPU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        y, r = _rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, r)
-        return (wide * r).mul_(weight).to(x.dtype)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
