@@ -23,7 +23,7 @@ from torchtitan.core.initialization import local_part
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokenizer.base import WINDOW_TOKENS, decode_stream
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
-from torchtitan.models import SIZES
+from torchtitan.models import SIZES, kv_cache
 from torchtitan.models.kv_cache import CachedDecoder
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama
@@ -241,6 +241,12 @@ def test_the_newest_complete_step_is_loaded(run, tmp_path, capsys):
     assert capsys.readouterr().err == "llama3 debugmodel, step-00000010\n"
 
 
+def test_the_speed_of_the_tokens_after_the_first_is_printed(monkeypatch, run, capsys):
+    monkeypatch.setattr(generate.time, "perf_counter", iter((8.0, 9.0, 9.5, 10.0, 10.5)).__next__)
+    cli.main(["generate", str(run), "--max_new_tokens", "5"])
+    assert capsys.readouterr().err.endswith("\n5 tokens, after the first at 1.6 tokens/s\n")
+
+
 def test_odd_prompts(run, capsys):
     assert run_generate(capsys, run, "--max_new_tokens", 5).count("\n") >= 1  # no prompt: a document's beginning
     long = "beta " * 40  # 200 tokens, the context has 32
@@ -327,6 +333,29 @@ def test_single_tokens_in_bfloat16_do_without_onednn():
     logits = reader(ids)[0, -1]
     assert enabled == [True, True, False] and torch.backends.mkldnn.set_flags()[0]
     torch.testing.assert_close(logits, expected, rtol=0, atol=0.02 * expected.abs().max().item())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [False, True])
+def test_wide_matrices_in_float32_are_stored_by_columns(monkeypatch, tied):
+    monkeypatch.setattr(kv_cache, "TRANSPOSED_ROWS", 100)
+    args = dataclasses.replace(SIZES["llama3"]["debugmodel"], tied_embeddings=tied)
+    model = checkpoint_plans.reference(args).eval()
+    before, ids = {name: p.clone() for name, p in model.named_parameters()}, torch.arange(3, 15)[None]
+    expected = model(ids)[0, -1]
+    kv_cache.store_for_single_rows(model)
+    assert {name for name, p in model.named_parameters() if not p.is_contiguous()} == {
+        name
+        for name, p in before.items()
+        if p.ndim == 2 and p.shape[0] >= p.shape[1] and (tied or not name.startswith("tok_"))
+    }
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    reader = CachedDecoder(model)
+    reader(ids[:, :-1])
+    torch.testing.assert_close(reader(ids)[0, -1], expected, rtol=0, atol=1e-6 * expected.abs().max().item())
+    in_bfloat16 = checkpoint_plans.reference(args).bfloat16()
+    kv_cache.store_for_single_rows(in_bfloat16)
+    assert all(p.is_contiguous() for p in in_bfloat16.parameters())
 
 
 # Several devices

@@ -54,8 +54,7 @@ def main(argv: list[str]) -> int:
             f"--system: the job's records are of the form {form}, which has no place for it; drop it, or give "
             "--data.chat_template"
         )
-    model: Any
-    model, _ = inference_model.load_model(config, step_folder, torch.device(device_type()))
+    model: Any = inference_model.load_decoder(config, step_folder, torch.device(device_type()))
     typed = sys.stdin.isatty()
     print(f"{config.model.name} {config.model.flavor}, {step_folder.name}, asked as {form}", file=sys.stderr)
     if typed:

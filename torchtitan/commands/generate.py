@@ -104,7 +104,7 @@ def generate(options: argparse.Namespace, job_args: list[str], text: str, ranks:
     if ranks.world_size > 1:
         model = inference_model.load_model_over_ranks(config, place, ranks)
     else:
-        model, _ = inference_model.load_model(config, place, torch.device(device_type()))
+        model = inference_model.load_decoder(config, place, torch.device(device_type()))
     print(f"{config.model.name} {config.model.flavor}, {place.name}", file=sys.stderr)
     # without a begin token, a document begins after the end of the previous one
     start = tokenizer.begin_ids or [tokenizer.eos_id]
@@ -122,9 +122,20 @@ def generate(options: argparse.Namespace, job_args: list[str], text: str, ranks:
         agree=inference_model.broadcast_from_first if ranks.world_size > 1 else lambda choice: choice,
     )
     print(text, end="", flush=True)
-    for piece in decode_stream(tokens, prompt_ids, tokenizer):
+    times: list[float] = []
+    for piece in decode_stream(noting_times(tokens, times), prompt_ids, tokenizer):
         print(piece.translate(CONTROLS), end="", flush=True)
-    print()
+    print(flush=True)
+    if len(times) > 1:
+        rate = (len(times) - 1) / (times[-1] - times[0])
+        print(f"{len(times)} tokens, after the first at {rate:.4g} tokens/s", file=sys.stderr)
+
+
+def noting_times(tokens: Iterator[int], times: list[float]) -> Iterator[int]:
+    """Yield the tokens and append the time, in seconds, at which each arrives."""
+    for token in tokens:
+        times.append(time.perf_counter())
+        yield token
 
 
 def find_decoder(options: argparse.Namespace, job_args: list[str]) -> tuple[JobConfig, Path]:

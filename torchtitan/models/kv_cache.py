@@ -14,6 +14,9 @@ from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.decoder import Decoder
 from torchtitan.parallelisms.sequence_layout import Tokens
 
+TRANSPOSED_ROWS = 512
+"""Rows of a matrix that are transposed at once: three times as fast as all together."""
+
 
 class CachingKernel(nn.Module):
     """Attention of new queries to all cached keys, with the mask of the model's `kernel`. `clear` empties the cache."""
@@ -59,9 +62,29 @@ class CachingKernel(nn.Module):
             self.cached_tensors, first = larger, 0
         self.end = first + length
         for tensor, cached in zip(new, self.cached_tensors, strict=True):
-            cached[:, :, first + self.num_cached : self.end] = tensor
+            cached.narrow(2, first + self.num_cached, tensor.shape[2]).copy_(tensor)
         self.num_cached = min(length, self.kernel.window - 1) if self.kernel.window else length
-        return [cached[:, :, first : self.end] for cached in self.cached_tensors]
+        return [cached.narrow(2, first, length) for cached in self.cached_tensors]
+
+
+@torch.no_grad()
+def store_for_single_rows(model: nn.Module) -> None:
+    """Store float32 matrices on a CPU by columns, in place, where products with a single row then take less time.
+
+    MKL reads a matrix [32000, 768] at 13 GB/s as nn.Linear stores it and at 23 by columns, [2048, 2048] at 18 and 21;
+    [768, 2048] is faster by rows. Storing 3 GB so takes a second (torch 2.13, 1 thread of an AMD EPYC without AMX).
+    """
+    for module in model.modules():
+        weight = module._parameters.get("weight") if isinstance(module, nn.Linear) else None
+        if weight is None or weight.dtype != torch.float32 or weight.device.type != "cpu":
+            continue
+        rows, columns = weight.shape
+        if rows >= columns and weight.is_contiguous():
+            by_columns = weight.new_empty(columns, rows)
+            for start in range(0, rows, TRANSPOSED_ROWS):
+                piece = slice(start, start + TRANSPOSED_ROWS)
+                by_columns[:, piece] = weight[piece].t().contiguous()
+            weight.data = by_columns.t()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torchtitan.checkpoint.weight_sources import fill, load_foreign, open_weight
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.model import ActivationCheckpoint, Compile, Parallelism
 from torchtitan.core.errors import JobError
+from torchtitan.models.kv_cache import store_for_single_rows
 from torchtitan.parallelisms.degrees import LimitError
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed, machine
@@ -39,6 +40,13 @@ def load_model(config: JobConfig, step_folder: Path, device: torch.device) -> tu
     built.to_empty(device=device)
     _fill(built, config, step_folder, installed)
     return built.eval(), installed
+
+
+def load_decoder(config: JobConfig, step_folder: Path, device: torch.device) -> nn.Module:
+    """Load a model as `load_model` does, to read single tokens fast."""
+    model, _ = load_model(config, step_folder, device)
+    store_for_single_rows(model)
+    return model
 
 
 def _fill(built: nn.Module, config: JobConfig, step_folder: Path, installed: Adapter | None) -> None:
