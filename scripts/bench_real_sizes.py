@@ -1,30 +1,38 @@
 """Measure training at sizes that users have, each method as shipped, next to the program that they would use instead.
 
-    python scripts/bench_real_sizes.py [--only NAME ...] [--size 120M 350M 1.2B] [--turns 2] [--same-allocator]
+    python scripts/bench_real_sizes.py [--only NAME ...] [--size 120M 350M 1.2B] [--turns 2] [--steps 6]
+        [--same-allocator | --alone]
 
 Llamas of 120 M, 350 M and 1.24 B with random weights in a Hugging Face folder. Each row runs whole programs in turns
-(A B, B A, ...): A is `torchtitan train` or `export` with the options of ROWS and defaults otherwise, B is
-`bench_real_sizes_peer.py`: transformers.Trainer with peft, bitsandbytes or galore-torch (the extra `bench`), and peft's
-merge. Seconds of a step are the median of all but the first two; the peak is of the process's resident memory. If a
-package is missing that B needs, only A runs. --same-allocator starts B with the settings of glibc's malloc that A makes
-itself (torchtitan/process/machine.py).
+(A B, B A, ...): A is `torchtitan train`, `export` or `generate` with the options of ROWS and defaults otherwise, B is
+`bench_real_sizes_peer.py`: transformers.Trainer with peft, bitsandbytes or galore-torch (the extra `bench`), peft's
+merge, torch.distributed.checkpoint.save of as many tensors, or transformers' greedy generate. Seconds of a step are the
+median of all but the first two; the peak is of the process's resident memory. If a package is missing that B needs,
+only A runs. --same-allocator starts B with the settings of glibc's malloc that A makes itself
+(torchtitan/process/machine.py). --alone runs A only.
 """
 
 import argparse
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
 from bench_timing import ROOT, heading
 
-STEPS, WARM_UP = 6, 2
+WARM_UP = 2
+RECORDS, NEW_TOKENS = 8, 8
+"""Records of a padded batch, and new tokens, for each of --steps."""
+PACK, RECORD_TOKENS = 2048, (6, 520)
+"""Tokens of a pack, and of its records."""
 SIZES = {  # of transformers.LlamaConfig
     "quick": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
     | {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False},
@@ -51,6 +59,8 @@ class Row:
     packages: tuple[str, ...] = ("transformers", "accelerate")
     sizes: tuple[str, ...] = ("quick", "120M", "350M")
     seq_len: int = 512
+    unit: str = "step"
+    """Unit of the seconds: step, record, token, save, or program."""
 
 
 def optimizer(name: str) -> tuple[str, ...]:
@@ -66,7 +76,7 @@ PEFT = ("transformers", "accelerate", "peft")
 ALL_SIZES = ("quick", "120M", "350M", "1.2B")
 GALORE = (*optimizer("GaLore"), "--optimizer.options={rank = 256, update_gap = 200}")
 FULL_RECOMPUTE = ("--activation_checkpoint.mode=full",)
-MERGE = "LoRA, merge and export"
+PACKED = ("--task.kind=sft", "--training.dataset=text", "--data.train_on=all")
 ROWS = {
     "AdamW": Row(peer="adamw_torch"),
     "AdamW8bit": Row(optimizer("AdamW8bit"), "adamw_bnb_8bit", ("transformers", "accelerate", "bitsandbytes")),
@@ -77,16 +87,20 @@ ROWS = {
     "LoRA": Row(adapter("lora"), "lora", PEFT, ALL_SIZES),
     "DoRA": Row(adapter("dora"), "dora", PEFT, ALL_SIZES),
     "QLoRA": Row(adapter("qlora"), "qlora", (*PEFT, "bitsandbytes"), ALL_SIZES),
-    MERGE: Row(adapter("lora"), "merge", PEFT, ALL_SIZES),
+    "LoRA, merge and export": Row(adapter("lora"), "merge", PEFT, ALL_SIZES, unit="program"),
     "LoRA, 6,144 tokens": Row((*adapter("lora"), *FULL_RECOMPUTE), "lora-recompute", PEFT, ("350M",), 6144),
+    "LoRA, records": Row((*adapter("lora"), *PACKED), "lora-records", PEFT, seq_len=PACK, unit="record"),
+    "save": Row(peer="save", seq_len=64, unit="save"),
+    "generate, float32": Row(("--training.dtype=float32",), "generate-float32", sizes=ALL_SIZES, unit="token"),
+    "generate, bfloat16": Row(("--training.dtype=bfloat16",), "generate-bfloat16", sizes=ALL_SIZES, unit="token"),
 }
 
 
 @dataclass
 class Result:
-    """Seconds of a step (the median), peak of resident memory in GiB, and seconds of the whole program."""
+    """Seconds of the row's unit, peak of resident memory in GiB, and seconds of the whole program."""
 
-    step: float
+    seconds: float
     peak: float
     program: float
 
@@ -103,7 +117,20 @@ def run_program(command: list[str], log: Path, environment: dict[str, str]) -> t
     return time.perf_counter() - started, usage.ru_maxrss / 2**20
 
 
-def measure_ours(row: Row, model: Path, folder: Path) -> Result:
+def steady(seconds: list[float]) -> float:
+    """Return the median of steps without the first ones."""
+    return median(seconds[WARM_UP:] or seconds)
+
+
+def record_lengths(count: int) -> list[int]:
+    """Return the lengths of `count` records, in tokens."""
+    lengths = random.Random(0)
+    return [lengths.randint(*RECORD_TOKENS) for _ in range(count)]
+
+
+def measure_ours(row: Row, model: Path, folder: Path, steps: int) -> Result:
+    if row.unit == "token":
+        return generate(row, model, folder, steps)
     job = {
         "job.dump_folder": folder,
         "model.flavor": "from_hf",
@@ -115,55 +142,85 @@ def measure_ours(row: Row, model: Path, folder: Path) -> Result:
         "checkpoint.interval": 10**6,
         "training.local_batch_size": 1,
         "training.seq_len": row.seq_len,
-        "training.steps": STEPS,
+        "training.steps": 1 if row.unit == "save" else steps,
         "metrics.log_freq": 1,
     }
+    lengths = record_lengths(steps * RECORDS)
+    if row.unit == "record":
+        records = folder.with_suffix(".jsonl")
+        texts = ("x" * (length - 2) for length in lengths)  # between a begin and an end token
+        records.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        job |= {"training.dataset_path": records, "training.epochs": 1, "training.steps": 10**6}
     command = [sys.executable, "-m", "torchtitan.train", *(f"--{key}={value}" for key, value in job.items())]
     program, peak = run_program([*command, *row.options], folder.with_suffix(".log"), {})
-    if row.peer == "merge":
+    if row.unit == "program":
         export = ["export", str(folder), "--merge", "--dtype", "bfloat16", "--to", str(folder / "merged")]
         program, peak = run_program([sys.executable, "-m", "torchtitan", *export], folder.with_suffix(".export"), {})
         return Result(program, peak, program)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    if row.unit == "save":
+        return Result(max(line.get("save_seconds", 0.0) for line in lines), peak, program)
     seconds = [line["step_seconds"] for line in lines if "step_seconds" in line]
-    return Result(median(seconds[WARM_UP:]), peak, program)
+    share = len(seconds) / len(lengths) if row.unit == "record" else 1
+    return Result(steady(seconds) * share, peak, program)
 
 
-def measure_peer(name: str, model: Path, seq_len: int, folder: Path, environment: dict[str, str]) -> Result:
+def generate(row: Row, model: Path, folder: Path, steps: int) -> Result:
+    """Continue a prompt with `torchtitan generate`."""
+    log, prompt = folder.with_suffix(".log"), "x" * (row.seq_len - 1)
+    options = ["--prompt", prompt, "--temperature", "0", "--max-new-tokens", str(steps * NEW_TOKENS)]
+    command = [sys.executable, "-m", "torchtitan", "generate", str(model), *options, "--model.tokenizer_path=bytes"]
+    program, peak = run_program([*command, *row.options], log, {})
+    rate = re.search(r"at (\S+) tokens/s", log.read_text())
+    if rate is None:
+        raise RuntimeError(f"{log}: `torchtitan generate` ended before its second token")
+    return Result(1 / float(rate[1]), peak, program)
+
+
+def measure_peer(row: Row, model: Path, folder: Path, environment: dict[str, str], steps: int) -> Result:
     script = [sys.executable, str(ROOT / "scripts/bench_real_sizes_peer.py")]
-    arguments = [str(model), "--seq-len", str(seq_len), "--steps", str(STEPS), "--to", str(folder)]
-    method = "lora" if name == "merge" else name
+    count = steps * NEW_TOKENS if row.unit == "token" else steps
+    arguments = [str(model), "--seq-len", str(row.seq_len), "--steps", str(count), "--to", str(folder)]
+    lengths = record_lengths(steps * RECORDS)
+    if row.unit == "record":
+        arguments += ["--batch", str(RECORDS), "--lengths", json.dumps(lengths)]
+    method = "lora" if row.unit == "program" else row.peer
     program, peak = run_program([*script, method, *arguments], folder.with_suffix(".log"), environment)
-    if name == "merge":
+    if row.unit == "program":
         command = [*script, "merge", str(model), "--adapter", str(folder), "--to", str(folder / "merged")]
         program, peak = run_program(command, folder.with_suffix(".export"), environment)
         return Result(program, peak, program)
-    return Result(median(json.loads((folder / "seconds.json").read_text())[WARM_UP:]), peak, program)
+    seconds = json.loads((folder / "seconds.json").read_text())
+    share = len(seconds) / len(lengths) if row.unit == "record" else 1
+    return Result(steady(seconds) * share, peak, program)
 
 
-def measure(name: str, size: str, models: Path, turns: int, environment: dict[str, str]) -> str:
-    """Run both programs in turns and return the row of a table: medians of step, tokens per second and peak."""
-    row, model = ROWS[name], models / size
+def cell(row: Row, result: Result) -> str:
+    """Format a result: seconds of the unit, tokens a second, peak, seconds of the program."""
+    tokens = {"step": row.seq_len, "record": sum(RECORD_TOKENS) / 2, "token": 1}.get(row.unit)
+    rate = "" if tokens is None else f"{tokens / result.seconds:.4g} tok/s, "
+    seconds = "" if row.unit == "program" else f"{result.seconds:.3g} s a {row.unit}, "
+    return f"{seconds}{rate}{result.peak:.1f} GiB, {result.program:.0f} s"
+
+
+def measure(name: str, model: Path, options: argparse.Namespace) -> str:
+    """Run both programs in turns and return the row of a table, with medians."""
+    row, environment = ROWS[name], KEEP_FREED_MEMORY if options.same_allocator else {}
     results: dict[str, list[Result]] = {"A": [], "B": []}
-    compared = bool(row.peer) and all(find_spec(package) for package in row.packages)
-    with tempfile.TemporaryDirectory(dir=models) as scratch:
-        for turn in range(turns):
+    compared = row.peer and not options.alone and all(find_spec(package) for package in row.packages)
+    with tempfile.TemporaryDirectory(dir=model.parent) as scratch:
+        for turn in range(options.turns):
             for program in ("AB" if turn % 2 == 0 else "BA") if compared else "A":
                 folder = Path(scratch) / f"{program}{turn}"
                 if program == "A":
-                    results["A"].append(measure_ours(row, model, folder))
+                    results["A"].append(measure_ours(row, model, folder, options.steps))
                 else:
-                    results["B"].append(measure_peer(row.peer, model, row.seq_len, folder, environment))
+                    results["B"].append(measure_peer(row, model, folder, environment, options.steps))
     cells = []
     for program in "AB":
-        if results[program]:
-            fields = ("step", "peak", "program")
-            step, peak, seconds = (median(getattr(r, field) for r in results[program]) for field in fields)
-            rate = "" if name == MERGE else f"{step:.2f} s, {row.seq_len / step:.0f} tok/s, "
-            cells.append(f"{rate}{peak:.1f} GiB, {seconds:.0f} s")
-        else:
-            cells.append("-")
-    return f"| {name}, {size} | {' | '.join(cells)} |"
+        medians = [median(values) for values in zip(*map(astuple, results[program]), strict=True)]
+        cells.append(cell(row, Result(*medians)) if medians else "-")
+    return f"| {name}, {model.name} | {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -171,12 +228,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME", help="; ".join(ROWS))
     parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES)[1:], help="quick: shows that it runs")
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6, help="steps of training; 8 records and 8 new tokens for each")
     parser.add_argument("--folder", type=Path, help="keep the models there (default: a temporary folder)")
     parser.add_argument("--same-allocator", action="store_true")
+    parser.add_argument("--alone", action="store_true", help="leave the peer out")
     options = parser.parse_args()
     print(*heading(threads=os.cpu_count() or 1).splitlines()[:2], sep="\n")
-    print("| | torchtitan: step, tokens/s, peak, program | peer |\n|---|---|---|", flush=True)
-    environment = KEEP_FREED_MEMORY if options.same_allocator else {}
+    print("| | torchtitan: seconds, tokens/s, peak, program | peer |\n|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         models = options.folder or Path(temporary)
         for size in options.size:
@@ -189,7 +247,7 @@ def main() -> None:
                 )
             for name in options.only:
                 if size in ROWS[name].sizes:
-                    print(measure(name, size, models, options.turns, environment), flush=True)
+                    print(measure(name, models / size, options), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,13 +23,31 @@ def run(script: str, *arguments: str) -> list[str]:
     return out.splitlines()
 
 
+REAL_SIZES = ("scripts/bench_real_sizes.py", "--size", "quick", "--turns", "1", "--steps", "3")
+
+
+def check_real_size(cell: str, tokens: int | None, steps: int) -> None:
+    """Check a cell of bench_real_sizes.py; without `tokens` of a unit it has no rate."""
+    seconds, *rates, peak, program = (float(text.split()[0]) for text in cell.split(", "))
+    assert rates == ([] if tokens is None else [pytest.approx(tokens / seconds, rel=0.05)])
+    assert 0.1 < peak < 4 and program > steps * seconds > 0
+
+
 def test_real_sizes_are_measured_next_to_a_peer():
-    *_, row = run("scripts/bench_real_sizes.py", "--size", "quick", "--turns", "1", "--only", "LoRA")
-    name, ours, peer = row.strip("| ").split(" | ")
-    assert name == "LoRA, quick"
-    for cell in (ours, peer):
-        step, rate, peak, program = (float(text.split()[0].replace(",", "")) for text in cell.split(", "))
-        assert rate == pytest.approx(512 / step, rel=0.5) and 0.1 < peak < 4 and program > 6 * step
+    *_, row = run(*REAL_SIZES, "--only", "LoRA")
+    name, *cells = row.strip("| ").split(" | ")
+    assert name == "LoRA, quick" and len(cells) == 2
+    for cell in cells:
+        check_real_size(cell, 512, 3)
+
+
+def test_records_saves_and_new_tokens_are_measured_at_real_sizes():
+    units = {"LoRA, records": 263, "save": None, "generate, bfloat16": 1}
+    rows = run(*REAL_SIZES, "--alone", "--only", *units)[-len(units) :]
+    for (expected, tokens), line in zip(units.items(), rows, strict=True):
+        name, cell, peer = line.strip("| ").split(" | ")
+        assert (name, peer) == (f"{expected}, quick", "-")
+        check_real_size(cell, tokens, 1 if tokens is None else 24)
 
 
 def test_turns_alternate_abba():
