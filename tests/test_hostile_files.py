@@ -78,9 +78,9 @@ def test_a_pipe_in_a_folder_of_hugging_face_is_not_waited_for(tmp_path, name):
         if name == "config.json":
             config.read_json(tmp_path / name)
         elif name == "model.safetensors":
-            hf_load._files(tmp_path)
+            hf_load.tensor_files(tmp_path)
         else:
-            hf_load._Shards(tmp_path, {"w": name}, None, ExitStack())
+            hf_load.Shards(tmp_path, {"w": name}, None, ExitStack())
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

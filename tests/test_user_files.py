@@ -134,7 +134,7 @@ def read_tokenizer_without_json(folder: Path) -> object:
 
 
 def read_weights(folder: Path) -> object:
-    return hf_load._Shards(folder, hf_load._files(folder), None, ExitStack())
+    return hf_load.Shards(folder, hf_load.tensor_files(folder), None, ExitStack())
 
 
 # file of a folder -> function that reads it

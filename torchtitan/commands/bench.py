@@ -31,7 +31,7 @@ from torchtitan.config.sections.run import Checkpoint, EarlyStop, Guard, Metrics
 from torchtitan.config.sections.training import LRScheduler, Training, Validation
 from torchtitan.core.errors import JobError, wrap_lines
 from torchtitan.core.progress_bar import waiting
-from torchtitan.metrics.json_lines import read_records
+from torchtitan.metrics.json_lines import METRICS, read_records
 from torchtitan.metrics.plot import GREY, HELD_OUT, INK, LOSS, SPEED, STYLE, check_format
 from torchtitan.process.exit import OUT_OF_MEMORY, REFUSED
 from torchtitan.process.ranks import likely_device
@@ -258,7 +258,7 @@ def outcome_of(code: int | None, folder: Path, steps: int) -> Row:
         return {"result": "too slow", "reason": "stopped by --timeout"}
     if code == OUT_OF_MEMORY or code in KILLED:
         return {"result": "out of memory"} | ({} if code == OUT_OF_MEMORY else {"reason": "killed, as by the system"})
-    rows = [row for row in read_records(folder / "metrics.jsonl") if "loss" in row] if code == 0 else []
+    rows = [row for row in read_records(folder / METRICS) if "loss" in row] if code == 0 else []
     if len(rows) != steps + 1:
         return {"result": "refused" if code == REFUSED else "failed"}
     medians = {key: statistics.median(row[key] for row in rows[1:]) for key in ("tokens_per_second", "step_seconds")}

@@ -9,11 +9,11 @@ from os.path import expanduser
 from pathlib import Path
 from pkgutil import resolve_name
 
-from torchtitan.commands.command_parser import CommandParser, OneOf, number_above_0, whole_number
+from torchtitan.commands.command_parser import CommandParser, OneOf, number_above_0, number_from_0, whole_number
+from torchtitan.commands.run_command_lines import FOLDER, RUN_PARSERS
 from torchtitan.core.files import shipped_jobs
 from torchtitan.process.ranks import likely_device
 
-FOLDER = "a run's dump_folder, a checkpoint, an export, or a Hugging Face folder"
 SHELLS = ("bash", "zsh", "fish")
 LARGEST_MULTIPLE = 2**16
 UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -205,19 +205,10 @@ def _add_sampling(parser: CommandParser, max_new_tokens: int, temperature: float
     length = f"maximum number of tokens to generate (default {max_new_tokens})"
     parser.add_argument("--max-new-tokens", type=whole_number(1), default=max_new_tokens, metavar="N", help=length)
     heat = f"0 always takes the likeliest token (default {temperature:g})"
-    parser.add_argument("--temperature", type=_temperature, default=temperature, metavar="T", help=heat)
+    parser.add_argument("--temperature", type=number_from_0, default=temperature, metavar="T", help=heat)
     top = "number of likeliest tokens to sample from; 0: all (default 50)"
     parser.add_argument("--top-k", type=whole_number(0), default=50, metavar="K", help=top)
     parser.add_argument("--seed", type=whole_number(0), default=0, metavar="N", help="seed for sampling (default 0)")
-
-
-def _temperature(text: str) -> float:
-    try:
-        if 0 <= float(text) < 2**63:  # so not NaN
-            return float(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number >= 0")
 
 
 def _add_checkpoint(parser: CommandParser) -> None:
@@ -297,20 +288,6 @@ def _import() -> CommandParser:
     return parser
 
 
-def _plot() -> CommandParser:
-    parser = CommandParser("plot")
-    parser.add_argument("folder", type=Path, help="a run's dump_folder, or its metrics.jsonl")
-    parser.add_argument("--to", type=Path, metavar="FILE", help="file to draw into: .html, .svg or .png")
-    return parser
-
-
-def _checkpoints() -> CommandParser:
-    parser = CommandParser("checkpoints")
-    parser.add_argument("folder", help="a run's dump_folder, or the folder of its checkpoints")
-    parser.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
-    return parser
-
-
 def _presets() -> CommandParser:
     parser = CommandParser(
         "presets",
@@ -351,8 +328,7 @@ PARSERS: dict[str, Callable[[], CommandParser]] = {
     "chat": _chat,
     "import": _import,
     "convert": _convert,
-    "plot": _plot,
-    "checkpoints": _checkpoints,
+    **RUN_PARSERS,
     "export": _export,
     "presets": _presets,
     "init": _init,

@@ -112,3 +112,12 @@ def number_above_0(text: str) -> float:
     if re.fullmatch(r"[0-9]{1,9}(?:\.[0-9]{1,9})?", text) and float(text) > 0:
         return float(text)
     raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number above 0")
+
+
+def number_from_0(text: str) -> float:
+    try:
+        if 0 <= float(text) < 2**63:  # so not NaN
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number >= 0")

@@ -11,10 +11,9 @@ from pathlib import Path
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError
-from torchtitan.metrics.json_lines import read_records
+from torchtitan.metrics.json_lines import METRICS, read_records
 from torchtitan.metrics.plot import FORMATS, check_format, draw_training_curve, is_finite, smoothed, smoothed_over
 
-METRICS = "metrics.jsonl"
 PAGE = ".html"
 ROWS, LABEL = 16, 9
 """Of the terminal: how high the drawing is, and how wide what stands before it."""

@@ -12,6 +12,8 @@ from torchtitan.core.files import open_file
 
 logger = logging.getLogger(__name__)
 
+METRICS = "metrics.jsonl"
+"""Name of the file in a run's folder."""
 Record = dict[str, Any]
 LONGEST_LINE = 2**20
 """Longest line in bytes. A longer one is not a record, and is not held in memory."""

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.metrics import console
 from torchtitan.metrics.device import find_peak, read_memory
-from torchtitan.metrics.json_lines import JsonLines, Record
+from torchtitan.metrics.json_lines import METRICS, JsonLines, Record
 from torchtitan.metrics.trackers.interface import Histogram, TrackerThread
 from torchtitan.process import distributed
 
@@ -83,7 +83,7 @@ class MetricsLogger:
         trackers: Sequence[TrackerThread] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.path = folder / "metrics.jsonl"
+        self.path = folder / METRICS
         self.options, self.total_steps, self.world_size = options, workload.total_steps, workload.world_size
         self.device, self.peak = workload.device, find_peak(workload.device, workload.compute_dtype)
         self.num_parameters = workload.num_parameters

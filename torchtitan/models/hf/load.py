@@ -9,8 +9,8 @@ its block.
 """
 
 import os
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,18 @@ class Dequantized:
         return self.weight[spans].float() * scales
 
 
+@contextmanager
+def translated_errors(path: Path) -> Iterator[None]:
+    """Raise the errors of reading weights at a path as JobErrors."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        reason = f"cannot read the weights: {error}. A file is cut off or missing: get it again"
+        raise JobError(f"{path}: {reason}") from error
+
+
 READABLE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -88,7 +100,7 @@ class StoredWeights:
 
     def __enter__(self) -> "StoredWeights":
         folder = self.path.parent if self.path.is_file() else self.path
-        files, block = _files(self.path), _block(folder)
+        files, block = tensor_files(self.path), _block(folder)
         prefix = self.tensor_map.optional_prefix
         if prefix and not any(hf_name.startswith(prefix) for hf_name in files):
             without_prefix = {
@@ -114,7 +126,7 @@ class StoredWeights:
         ]
         raise_mismatches(self.path, faults)
         try:
-            self.shards = _Shards(folder, {hf_name: files[hf_name] for hf_name in expected}, block, self.stack)
+            self.shards = Shards(folder, {hf_name: files[hf_name] for hf_name in expected}, block, self.stack)
             for name, hf_names_of_one in self.hf_names_by_name.items():
                 shape = self.tensor_map.hf_shape(name, self.shapes[name])
                 for hf_name in hf_names_of_one:
@@ -126,13 +138,10 @@ class StoredWeights:
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        from safetensors import SafetensorError
-
         self.stack.close()
-        if isinstance(error, (SafetensorError, OSError)):
-            raise JobError(
-                f"{self.path}: cannot read the weights: {error}. A file is cut off or missing: get it again"
-            ) from error
+        if error is not None:
+            with translated_errors(self.path):
+                raise error
 
     def read_into(self, tensor: torch.Tensor, name: str) -> None:
         """Read this rank's part of a parameter into a tensor of its full shape, sharded or not."""
@@ -208,7 +217,7 @@ MAPPED_BYTES = 2**28
 """Bytes to read from mapped files before they are unmapped: until then the pages count as this process's memory."""
 
 
-class _Shards:
+class Shards:
     """Tensors of a folder by their stored names, in files that are open at most as long as `stack`."""
 
     def __init__(self, folder: Path, files: Mapping[str, str], block: BlockSize | None, stack: ExitStack):
@@ -225,7 +234,8 @@ class _Shards:
         from safetensors import safe_open
 
         if file not in self.open_files:
-            self.open_files[file] = self.stack.enter_context(safe_open(self.folder / file, framework="pt"))
+            with translated_errors(self.folder / file):
+                self.open_files[file] = self.stack.enter_context(safe_open(self.folder / file, framework="pt"))
         return self.open_files[file]
 
     def count_bytes(self, number: int) -> None:
@@ -266,11 +276,18 @@ class _Shards:
     def dtype(self, name: str) -> str:
         return self._slice(name).get_dtype()
 
+    def read(self, name: str) -> torch.Tensor:
+        """Return a full tensor of the stored shape and dtype. Raises JobError if its file cannot be read."""
+        with translated_errors(self.folder / self.files[name]):
+            tensor = self._open(self.files[name]).get_tensor(name)
+        self.count_bytes(tensor.nbytes)
+        return tensor
+
     def _slice(self, name: str) -> Any:
         return self._open(self.files[name]).get_slice(name)
 
 
-def _files(path: Path) -> dict[str, str]:
+def tensor_files(path: Path) -> dict[str, str]:
     """Return tensor name -> file name, from a folder's index, or of its single file without one."""
     from safetensors import SafetensorError, safe_open
 
