@@ -33,6 +33,7 @@ COMMANDS = {
     "import": "convert another program's command line or config to a job (Axolotl, DeepSpeed, ReLoRA)",
     "convert": "convert weights between checkpoints, Hugging Face folders and torchtitan's own format",
     "plot": "draw the loss of a run in the terminal, or into a page or picture",
+    "diff": "compare two runs, checkpoints or weights: the options, first step and tensors that differ",
     "checkpoints": "list a run's checkpoints, their state, and the one that a resume takes",
     "export": "write a checkpoint's weights for other programs, with an adapter merged or alone",
     "presets": "list, print or copy the jobs that come with the package",

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from torchtitan.commands.command_parser import CommandParser
+from torchtitan.commands.command_parser import CommandParser, number_from_0
 
 FOLDER = "a run's dump_folder, a checkpoint, an export, or a Hugging Face folder"
 
@@ -12,6 +12,21 @@ def _plot() -> CommandParser:
     parser = CommandParser("plot")
     parser.add_argument("folder", type=Path, help="a run's dump_folder, or its metrics.jsonl")
     parser.add_argument("--to", type=Path, metavar="FILE", help="file to draw into: .html, .svg or .png")
+    return parser
+
+
+def _diff() -> CommandParser:
+    parser = CommandParser(
+        "diff",
+        "Two runs are compared by options, logged steps and checkpoints, as far as both have them; else the weights. "
+        "Options of logging and saving are left out. Exit code: 0 if all is equal, 1 if not, 2 if nothing can be "
+        "compared.",
+    )
+    for name in ("a", "b"):
+        parser.add_argument(name, metavar=name.upper(), help=FOLDER)
+    tolerance = "largest difference that counts as equal, relative to a tensor's or metric's largest value (default 0)"
+    parser.add_argument("--tolerance", type=number_from_0, default=0.0, metavar="X", help=tolerance)
+    parser.add_argument("--json", action="store_true", help="print one JSON object with all differences")
     return parser
 
 
@@ -24,5 +39,6 @@ def _checkpoints() -> CommandParser:
 
 RUN_PARSERS: dict[str, Callable[[], CommandParser]] = {
     "plot": _plot,
+    "diff": _diff,
     "checkpoints": _checkpoints,
 }

@@ -1,0 +1,329 @@
+"""`torchtitan diff A B`: find the options, the first step and the tensors that differ between two runs.
+
+    torchtitan diff outputs/a outputs/b                     two runs: jobs, logged steps, checkpoints of the same step
+    torchtitan diff outputs/a/checkpoint/step-00000010 outputs/b/checkpoint/step-00000010
+    torchtitan diff outputs/a Llama-3.2-1B --tolerance 1e-3 newest checkpoint of a run and a folder of Hugging Face
+
+Two runs are compared in what both have: each step that both logged, without timings and memory, and each checkpoint of
+the same step, oldest first, up to the first that differs. Otherwise the weights of both are compared, by their stored
+names, or, in different formats, by this project's. Options that only affect where and how a run is logged and saved are
+left out. One tensor of each side is in memory at a time.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from torchtitan.build import parts
+from torchtitan.checkpoint import layout
+from torchtitan.checkpoint.base_weights import Kind, find_weights
+from torchtitan.checkpoint.stored_tensors import StoredTensors, open_tensors
+from torchtitan.checkpoint.weight_sources import Weights, open_weights
+from torchtitan.commands.command_lines import parse_command
+from torchtitan.commands.generate import JOB, find_job
+from torchtitan.config import manager
+from torchtitan.config.changes import ROWS_PER_SAMPLE, changes, kept_job
+from torchtitan.config.job import JobConfig
+from torchtitan.config.options import show
+from torchtitan.core.errors import JobError
+from torchtitan.core.files import FileError
+from torchtitan.core.progress_bar import progress_bar
+from torchtitan.launcher.run_folder import is_run_folder
+from torchtitan.metrics.json_lines import METRICS, Record, read_records
+from torchtitan.models.hf.config import find_config
+
+DIFFERENT = 1
+"""Exit code."""
+AT_ONCE = 2**20
+"""Elements that are compared at a time."""
+MOST_LINES = 20
+"""Options or tensors in the text."""
+MEASURED = {"tokens_per_second", "step_seconds", "data_seconds", "memory_gib", "memory_active_gib", "mfu", "mfu_full"}
+"""Fields of a record that differ between equal runs."""
+NOT_VALUES = MEASURED | {"step", "marked"}
+
+
+class OptionDifference(NamedTuple):
+    key: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """`index`: the first element that differs, with the values `a` and `b`. `relative`: `largest`, the largest
+    difference, divided by the largest absolute value. `count` and `index` are 0 and [] if types or shapes differ.
+    """
+
+    name: str
+    a: str
+    b: str
+    count: int = 0
+    total: int = 0
+    index: list[int] = field(default_factory=list)
+    largest: float = 0.0
+    relative: float = 0.0
+
+    def __str__(self) -> str:
+        change = f"{self.a} -> {self.b}"
+        if self.total > 1:
+            change = f"{self.count:,} of {self.total:,} elements, first {self.index} {change}"
+            change += f"; largest difference {self.largest:.3g}, {self.relative:.3g} of the largest value"
+        return f"{self.name}: {change}"
+
+
+@dataclass
+class Comparison:
+    """The differences of two sides. `steps` and `weights` describe the extent of a comparison; "": not made."""
+
+    options: list[OptionDifference] | None = None
+    """None if they are not recorded on both sides."""
+    steps: str = ""
+    first_step: int | None = None
+    values: dict[str, list[Any]] = field(default_factory=dict)
+    """Name -> both values, at `first_step`."""
+    weights: str = ""
+    only_a: list[str] = field(default_factory=list)
+    only_b: list[str] = field(default_factory=list)
+    tensors: list[TensorDifference] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        return not (self.options or self.values or self.only_a or self.only_b or self.tensors)
+
+    def lines(self) -> Iterator[str]:
+        if self.options is not None:
+            yield from _section("options", "", [f"{key} {a} -> {b}" for key, a, b in self.options])
+        if self.steps:
+            pairs = [f"step {self.first_step}: {name} {show(a)} -> {show(b)}" for name, (a, b) in self.values.items()]
+            yield from _section("steps", self.steps, pairs)
+        if self.weights:
+            absent = [f"only in A: {name}" for name in self.only_a] + [f"only in B: {name}" for name in self.only_b]
+            yield from _section("tensors", self.weights, [*absent, *map(str, self.tensors)])
+        yield "A and B are equal in all of this" if self.equal else "A and B differ"
+
+
+def _section(title: str, extent: str, differences: list[str]) -> Iterator[str]:
+    yield f"{title:9}" + ", ".join(filter(None, [extent, f"{len(differences)} differ" if differences else "equal"]))
+    yield from (f"  {difference}" for difference in differences[:MOST_LINES])
+    if len(differences) > MOST_LINES:
+        yield f"  and {len(differences) - MOST_LINES} more; --json lists all"
+
+
+def main(argv: list[str]) -> int:
+    options, _ = parse_command("diff", argv)
+    a, b = Path(options.a), Path(options.b)
+    if is_run(a) and is_run(b):
+        result = compare_runs(a, b, options.tolerance)
+    else:
+        result = Comparison()
+        compare_weights(result, find_weights(a), find_weights(b), options.tolerance)
+    print(as_json(result) if options.json else "\n".join(result.lines()))
+    return 0 if result.equal else DIFFERENT
+
+
+def as_json(result: Comparison) -> str:
+    """Return all differences as one JSON object, with null for infinity, which JSON lacks."""
+    options = None if result.options is None else [difference._asdict() for difference in result.options]
+    text = json.dumps({"equal": result.equal} | asdict(result) | {"options": options})
+    return json.dumps(json.loads(text, parse_constant=lambda constant: None))
+
+
+def is_run(folder: Path) -> bool:
+    return is_run_folder(folder) or (folder / METRICS).is_file()
+
+
+def compare_runs(a: Path, b: Path, tolerance: float) -> Comparison:
+    """Compare the jobs, the logged steps and the checkpoints of two runs. JobError if they share none of these."""
+    result = Comparison()
+    jobs = [job_of_run(folder) for folder in (a, b)]
+    if jobs[0] is not None and jobs[1] is not None:
+        records = [kept_job(job, {}, job.training.global_batch_size) for job in jobs if job is not None]
+        result.options = option_differences(*records)
+    compare_steps(result, values_by_step(a), values_by_step(b), tolerance)
+    checkpoints = [
+        complete_checkpoints(folder / ("checkpoint" if job is None else job.checkpoint.folder))
+        for folder, job in zip((a, b), jobs, strict=True)
+    ]
+    shared = sorted(checkpoints[0].keys() & checkpoints[1].keys())
+    for step in shared:
+        compare_weights(result, ("ours", checkpoints[0][step]), ("ours", checkpoints[1][step]), tolerance)
+        result.weights = f"of step {step}, {shared.index(step) + 1} of {len(shared)} checkpoints that both have"
+        if result.tensors or result.only_a or result.only_b:
+            break
+    result.weights = result.weights or "no checkpoint of the same step"
+    if not result.steps and not shared:
+        raise JobError(f"{a} and {b}: no logged step and no checkpoint that both have; let both train a step first")
+    result.steps = result.steps or "no step that both logged"
+    return result
+
+
+def job_of_run(folder: Path) -> JobConfig | None:
+    """Return the job that a run has recorded; None if it has not. Raises ConfigError if that cannot be read."""
+    return manager.load(["--job.config_file", str(folder / JOB)]) if (folder / JOB).exists() else None
+
+
+def complete_checkpoints(root: Path) -> dict[int, Path]:
+    """Return the complete checkpoints in a folder by their steps."""
+    paths = layout.complete_steps(root)[0]
+    return {step: path for path in paths if (step := layout.step_of(path.name)) is not None}
+
+
+def option_differences(a: dict[str, Any], b: dict[str, Any]) -> list[OptionDifference] | None:
+    """Return the options and model sizes in two records of jobs (`kept_job`) that differ, without quiet ones."""
+    if not all(isinstance(record.get("job"), dict) and ROWS_PER_SAMPLE in record for record in (a, b)):
+        return None
+    return [OptionDifference(change.key, change.before, change.now) for change in changes(a, b)]
+
+
+def values_by_step(folder: Path) -> dict[int, Record]:
+    """Return the logged values of a run by step; {} if it has logged none."""
+    try:
+        records = read_records(folder / METRICS)
+    except FileNotFoundError:
+        return {}
+    except (OSError, FileError) as error:
+        raise JobError(f"{folder / METRICS}: cannot be read ({error}); give the dump_folder of a run") from None
+    steps: dict[int, Record] = {}
+    for record in records:
+        if "event" not in record:
+            steps.setdefault(record["step"], {}).update(record)
+    return steps
+
+
+def compare_steps(result: Comparison, a: dict[int, Record], b: dict[int, Record], tolerance: float) -> None:
+    """Find the first step that both logged with other values. A tolerance is relative to the larger of two numbers."""
+    shared = sorted(a.keys() & b.keys())
+    if not shared:
+        return
+    result.steps = f"{len(shared)} that both logged (A up to {max(a)}, B up to {max(b)})"
+    for step in shared:
+        names = [name for name in a[step] if name in b[step] and name not in NOT_VALUES]
+        pairs = {name: [a[step][name], b[step][name]] for name in names}
+        result.values = {name: pair for name, pair in pairs.items() if not within(pair[0], pair[1], tolerance)}
+        if result.values:
+            result.first_step = step
+            return
+
+
+def within(a: Any, b: Any, tolerance: float) -> bool:
+    if tolerance and isinstance(a, int | float) and isinstance(b, int | float):
+        return abs(a - b) <= tolerance * max(abs(a), abs(b))
+    return a == b
+
+
+# Weights
+
+Location = tuple[Kind, Path]
+
+
+def compare_weights(result: Comparison, a: Location, b: Location, tolerance: float) -> None:
+    """Compare the tensors at two locations of weights, and the options next to them."""
+    if a[0] == b[0]:
+        if result.options is None:
+            result.options = option_differences_next_to(a, b)
+        opened = opened_by_stored_names(a, b)
+    else:
+        opened = opened_by_our_names(a, b)
+    result.weights = f"of {a[1].name} and {b[1].name}"
+    with opened as (tensors_a, tensors_b):
+        names_a, names_b = dict.fromkeys(tensors_a.names), dict.fromkeys(tensors_b.names)  # in order
+        result.only_a = [name for name in names_a if name not in names_b]
+        result.only_b = [name for name in names_b if name not in names_a]
+        shared = [name for name in names_a if name in names_b]
+        with progress_bar("comparing", len(shared), unit=" tensors") as progress:
+            for name in shared:
+                difference = compare_tensors(name, tensors_a.read(name), tensors_b.read(name), tolerance)
+                result.tensors += [] if difference is None else [difference]
+                progress.update()
+
+
+def option_differences_next_to(a: Location, b: Location) -> list[OptionDifference] | None:
+    """Return the differences of two checkpoints' jobs, or of the config.json of two folders."""
+    if a[0] == "ours":
+        records = [layout.read_state(folder)["trainer"] for _, folder in (a, b)]
+        return option_differences(*records)
+    config_a, config_b = (find_config(folder) for _, folder in (a, b))
+    if config_a is None or config_b is None:
+        return None
+    names = [name for name in {**config_a, **config_b} if config_a.get(name) != config_b.get(name)]
+    return [OptionDifference(name, show(config_a.get(name)), show(config_b.get(name))) for name in names]
+
+
+@contextmanager
+def opened_by_stored_names(a: Location, b: Location) -> Iterator[tuple[StoredTensors, StoredTensors]]:
+    with open_tensors(*a) as tensors_a, open_tensors(*b) as tensors_b:
+        yield tensors_a, tensors_b
+
+
+class NamedWeights(StoredTensors):
+    """Weights of any format by this project's names."""
+
+    def __init__(self, weights: Weights, names: Iterable[str]):
+        self.weights, self.names = weights, list(names)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.weights.full_tensor(name)
+
+
+@contextmanager
+def opened_by_our_names(a: Location, b: Location) -> Iterator[tuple[StoredTensors, StoredTensors]]:
+    """Open weights of different formats. The sizes are from the job or the config.json next to one of them."""
+    source = next((path for kind, path in (a, b) if kind == "ours"), a[1] if a[0] == "hf" else b[1])
+    config = find_job(source, [], with_tokenizer=False)
+    args = parts.model_args(config)
+    shapes = parts.model_spec(config).hf.shapes(args)
+    names = [name for name in shapes if name != "output.weight" or not args.tied_embeddings]
+    with ExitStack() as stack:
+        weights = [
+            stack.enter_context(open_weights(path, config.model.name, parts.model_args(config, path)))
+            for _, path in (a, b)
+        ]
+        tensors_a, tensors_b = (NamedWeights(opened, names) for opened in weights)
+        yield tensors_a, tensors_b
+
+
+def compare_tensors(name: str, a: torch.Tensor, b: torch.Tensor, tolerance: float) -> TensorDifference | None:
+    """Compare two tensors of any shape bit by bit, or, with a tolerance, by their values.
+
+    The tolerance is relative to the largest absolute value of both. Returns None if they are equal.
+    """
+    castable = tolerance > 0 and a.is_floating_point() and b.is_floating_point()
+    if a.shape != b.shape or (a.dtype != b.dtype and not castable):
+        return TensorDifference(name, _kind(a), _kind(b))
+    flat_a, flat_b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
+    if a.dtype == b.dtype and torch.equal(flat_a.view(torch.uint8), flat_b.view(torch.uint8)):
+        return None
+    count, first, largest, magnitude = 0, -1, 0.0, 0.0
+    for start in range(0, len(flat_a), AT_ONCE):
+        piece_a, piece_b = (flat[start : start + AT_ONCE] for flat in (flat_a, flat_b))
+        x, y = piece_a.double(), piece_b.double()
+        gaps = (x - y).abs()
+        gaps[(x == y) | (x.isnan() & y.isnan())] = 0  # infinities, and NaN with another payload
+        gaps[gaps.isnan()] = torch.inf
+        differs = gaps > 0 if tolerance else (_bits(piece_a) != _bits(piece_b)).any(1)
+        count += int(differs.sum())
+        if first < 0 and differs.any():
+            first = start + int(differs.nonzero()[0])
+        largest = max(largest, float(gaps.max()))
+        magnitude = max(magnitude, *(float(side.abs().nan_to_num(0, 0).amax()) for side in (x, y)))
+    relative = largest / magnitude if magnitude else largest
+    if not count or (tolerance and relative <= tolerance):
+        return None
+    index = [int(i) for i in torch.unravel_index(torch.tensor(first), a.shape)]
+    value_a, value_b = (f"{float(flat[first].double()):.9g}" for flat in (flat_a, flat_b))
+    return TensorDifference(name, value_a, value_b, count, a.numel(), index, largest, relative)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """Return the bytes [n, bytes of an element] of a contiguous tensor [n]."""
+    return values.view(torch.uint8).view(len(values), -1)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
