@@ -32,6 +32,8 @@ TITLES = {
     "loss_chunks": "loss in pieces",
     "reshard": "gathered weights kept",
     "cpu_offload": "CPU offload",
+    "gather_int8": "int8 gathers",
+    "reduce_bits": "int8 or int4 reductions",
     "noise": "noise on embeddings",
     "rope": "rotary scaling",
     "groups": "attention in groups",

@@ -32,8 +32,11 @@ class Combination:
     precision: str = "float64"  # float64, float32 (one row a layout), bfloat16 (mixed)
     loss_chunks: int = 1
     reshard: bool = True
+    second_shards: int = 0  # ranks that share a second copy of the parameters for backward
     prefetch: int = 0
     cpu_offload: bool = False
+    gather_int8: bool = False
+    reduce_bits: int = 0
     document_mask: bool = False
     multi_token_prediction: int = 0  # depths
     noise: bool = False  # on embeddings, in training
@@ -154,6 +157,29 @@ def once_in_float32(rows: Iterable[Combination]) -> list[Combination]:
         if len(layout_rows) > 1:
             layout_rows[index] = replace(layout_rows[index], precision="float32")
     return [row for layout_rows in by_layout.values() for row in layout_rows]
+
+
+def quantized_collectives() -> list[Combination]:
+    """Rows with parameters gathered in int8 and gradients reduced in int8 or int4, under every plan that may have it.
+
+    Experts have gradients in int8 alone: with weights in int8 the router chooses others for some tokens.
+    """
+    gathers, reduces = dict(gather_int8=True), dict(reduce_bits=8)
+    both = gathers | reduces
+    return [
+        *(Combination(**LAYOUTS["FSDP 2"], **options) for options in (gathers, reduces, both, dict(reduce_bits=4))),
+        Combination(**LAYOUTS["FSDP 2"], **both, recompute="full", accumulation=2, precision="bfloat16"),
+        Combination(**LAYOUTS["FSDP 2"], **both, recompute="op", cpu_offload=True, prefetch=2),
+        Combination(**LAYOUTS["FSDP 2"], **both, compile="block", reshard=False),
+        Combination(**LAYOUTS["FSDP 4"], **both, second_shards=2, recompute="2", accumulation=2),
+        Combination(**LAYOUTS["HSDP 2x2"], **both, accumulation=2),
+        Combination(**COMPOSED["FSDP 2 x CP 2"], **both, second_shards=2),
+        Combination(**COMPOSED["PP 2 x FSDP 2"], **both, model="llama3.2", schedule="ZBVZeroBubble"),
+        Combination(**COMPOSED["FSDP 2 x TP 2"], **both, model="llama3.2"),
+        Combination(**COMPOSED["FSDP 2 x TP 2"], **both, sequence_parallel=False, recompute="op"),
+        Combination(**EXPERT_LAYOUTS["FSDP 4"], **reduces, second_shards=2, model="deepseek"),
+        Combination(ranks=8, dp_replicate=2, dp_shard=4, **both, second_shards=2),
+    ]
 
 
 def tensor_and_context_parallel() -> list[Combination]:
@@ -669,7 +695,13 @@ def data_parallel() -> list[Combination]:
         Combination(ranks=2, dp_shard=2, prefetch=2, recompute="full"),
         Combination(ranks=2, dp_shard=2, cpu_offload=True, accumulation=2, precision="bfloat16"),
         Combination(ranks=4, dp_replicate=2, dp_shard=2, reshard=False, prefetch=1, accumulation=2),
+        Combination(ranks=4, dp_shard=4, second_shards=2, accumulation=2, precision="bfloat16"),
+        Combination(ranks=4, dp_shard=4, second_shards=2, recompute="op", prefetch=2),
+        Combination(ranks=4, dp_shard=2, cp=2, second_shards=2, recompute="full"),
+        Combination(ranks=4, dp_shard=4, ep=2, second_shards=2, model="deepseek"),
+        Combination(ranks=8, dp_replicate=2, dp_shard=4, second_shards=2, compile="block"),
     ]
+    rows += quantized_collectives()
     for model in ("llama2", "llama3.1", "llama3.2", "mistral", "qwen3"):
         rows += [Combination(ranks=2, dp_shard=2, model=model), Combination(ranks=2, dp_replicate=2, model=model)]
         rows += [Combination(ranks=1, model=model, compile="block", recompute="op")]

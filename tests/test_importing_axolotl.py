@@ -698,6 +698,17 @@ STAGES = [
     ({"stage": 1}, {"fsdp_reshard_after_forward": "never"}),
     ({"stage": 2, "overlap_comm": True}, {"fsdp_reshard_after_forward": "never"}),
     ({"stage": 3, "zero_hpz_partition_size": 1}, {"fsdp_reshard_after_forward": "always"}),
+    ({"stage": 3, "zero_hpz_partition_size": 2}, {"fsdp_reshard_after_forward": "always"}),
+    ({"stage": 3, "zero_hpz_partition_size": 8}, {"fsdp_reshard_after_forward": 8}),
+    (
+        {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": False},
+        {"fsdp_reshard_after_forward": "always", "fsdp_quantized_gather": "int8"},
+    ),
+    (
+        {"stage": 3, "zero_hpz_partition_size": 4, "zero_quantized_gradients": True},
+        {"fsdp_reshard_after_forward": 4, "fsdp_quantized_reduce": "int4"},
+    ),
+    ({"stage": 2, "zero_quantized_gradients": True}, {"fsdp_reshard_after_forward": "never"}),
 ]
 
 
@@ -726,9 +737,9 @@ DEEPSPEED_WRONG = [
     ({"zero_optimization": {"stge": 2}}, "did you mean stage?"),
     ({"zero_optimisation": {}}, "did you mean zero_optimization?"),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offloading to disks is not supported"),
-    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "second copy of the weights"),
-    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "gathered in the type"),
-    ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "mixed_precision_reduce"),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": "8"}}, "the number of ranks of a machine"),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": 1}}, "true or false"),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}}, "set adapter.kind"),
     ({"fp16": {"enabled": True}}, "float16 overflows"),
     ({"gradient_accumulation_steps": 4}, "it needs the batch of a rank"),
     ({"gradient_accumulation_steps": "many"}, "a whole number, or auto"),

@@ -211,6 +211,7 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
         ["--checkpoint.export_dtype=bfloat16"],
         ["--parallelism.fsdp_prefetch=2"],
         ["--parallelism.fsdp_reshard_after_forward=never"],
+        ["--parallelism.fsdp_reshard_after_forward=2"],
         ["--compile.enable", "--compile.scope=model", "--compile.components=loss"],
     ],
 )

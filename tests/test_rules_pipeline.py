@@ -134,6 +134,11 @@ ONE_CAUSE = [
         "be gathered again for each microbatch",
     ),
     (
+        [PP + "2", "--parallelism.data_parallel_shard_degree=4", "--parallelism.fsdp_reshard_after_forward=2"],
+        'fsdp_reshard_after_forward: given 2; allowed: "default" or "never" with a pipeline; parameters would '
+        "be gathered again for each microbatch",
+    ),
+    (
         [PP + "2", "--parallelism.fsdp_reshard_after_forward=never"],
         'fsdp_reshard_after_forward: given "never"; allowed: "default" where nothing is sharded, as here on 2 ranks; '
         "leave it out, or start more ranks",

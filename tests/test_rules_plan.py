@@ -18,7 +18,44 @@ COMPILE = [
 ]
 
 
-@pytest.mark.parametrize("case", COMPILE, ids=name)
+SHARDS, SECOND = "--parallelism.data_parallel_shard_degree=", "--parallelism.fsdp_reshard_after_forward="
+GATHER, REDUCE = "--parallelism.fsdp_quantized_gather=int8", "--parallelism.fsdp_quantized_reduce=int4"
+MESSAGES = [
+    (
+        [SHARDS + "8", SECOND + "3"],
+        'fsdp_reshard_after_forward: given 3; allowed: "always" or "never", or what divides the 8 shards: 2, 4; write '
+        '"always" to gather among all shards',
+    ),
+    (
+        [SHARDS + "3", SECOND + "3"],
+        'fsdp_reshard_after_forward: given 3; allowed: "always" or "never"; write "always" to gather among all shards',
+    ),
+    (
+        [SHARDS + "4", TP + "2", SECOND + "2"],
+        'fsdp_reshard_after_forward: given 2; allowed: "always" or "never" with tensor parallel; FSDP2 cannot shard a '
+        'tensor-parallel weight a second time (torch 2.13); write "always"',
+    ),
+    (
+        ["--parallelism.data_parallel_replicate_degree=2", REDUCE],
+        'fsdp_quantized_reduce: given "int4"; allowed: "none" where nothing is sharded; leave it out, or start more '
+        "ranks",
+    ),
+    (
+        [SHARDS + "2", GATHER, REDUCE, "--adapter.kind=lora"],
+        'fsdp_quantized_gather: given "int8"; allowed: "none" with an adapter or training.unfrozen; frozen weights '
+        "would be trained against in int8 and exported exact; leave it out",
+        'fsdp_quantized_reduce: given "int4"; allowed: "none" with an adapter or training.unfrozen; an adapter has few '
+        "gradients; leave it out",
+    ),
+    (
+        [SHARDS + "2", REDUCE, "--training.unfrozen=norm*"],
+        'fsdp_quantized_reduce: given "int4"; allowed: "none" with an adapter or training.unfrozen; an adapter has few '
+        "gradients; leave it out",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", COMPILE + MESSAGES, ids=name)
 def test_plans_that_cannot_work(case):
     arguments, *expected = case
     assert lines(*arguments) == expected
@@ -29,6 +66,8 @@ def test_plans_that_cannot_work(case):
     [
         [PP + "2", TP + "2", CP + "2", "--parallelism.data_parallel_shard_degree=2"]
         + ["--parallelism.data_parallel_replicate_degree=2", "--compile.enable"],
+        [SHARDS + "8", SECOND + "4", GATHER, REDUCE],
+        [SHARDS + "2", PP + "2", TP + "2", GATHER, REDUCE],
     ],
     ids=" ".join,
 )

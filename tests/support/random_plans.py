@@ -117,7 +117,7 @@ def _proposed(chooser: random.Random, most_ranks: int) -> tuple[int, list[str]]:
         settings["parallelism.disable_sequence_parallel"] = chooser.random() < 0.2
         settings["parallelism.disable_loss_parallel"] = chooser.random() < 0.2
     if degrees["data_parallel_shard"] > 1 and pp == 1:
-        settings["parallelism.fsdp_reshard_after_forward"] = choose(("default", "never"))
+        settings["parallelism.fsdp_reshard_after_forward"] = choose(("default", "never", 2))
         settings["parallelism.fsdp_prefetch"] = choose((0, 0, 2))
     if chooser.random() < 0.2:
         settings |= {"adapter.kind": choose(("lora", "dora", "qlora", "lora_int8")), "adapter.rank": 2}

@@ -130,12 +130,14 @@ def model_spec(config: JobConfig) -> ModelSpec:
     return MODELS[config.model.name]
 
 
-def reshards(options: Parallelism) -> bool:
-    """Return True if blocks free their gathered parameters after forward.
+def reshards(options: Parallelism) -> bool | int:
+    """Return True if blocks free their gathered parameters after forward, or the ranks that then share a second copy.
 
     By default not in a pipeline, which would gather them again for every microbatch.
     """
     policy = options.fsdp_reshard_after_forward
+    if isinstance(policy, int):
+        return policy
     return options.pipeline_parallel_degree == 1 if policy == "default" else policy == "always"
 
 
@@ -149,6 +151,8 @@ def parallel_options(config: JobConfig) -> ParallelOptions:
         reshard_after_forward=reshards(config.parallelism),
         prefetch=config.parallelism.fsdp_prefetch,
         cpu_offload=config.training.enable_cpu_offload,
+        gather_int8=config.parallelism.fsdp_quantized_gather == "int8",
+        reduce_bits={"none": 0, "int8": 8, "int4": 4}[config.parallelism.fsdp_quantized_reduce],
         sequence_parallel=not config.parallelism.disable_sequence_parallel,
         loss_parallel=not config.parallelism.disable_loss_parallel,
         async_tp=config.parallelism.enable_async_tensor_parallel,

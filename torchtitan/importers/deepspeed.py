@@ -18,12 +18,20 @@ COMMUNICATION = """overlap_comm contiguous_gradients reduce_scatter reduce_bucke
     ignore_unused_parameters"""
 """Keys of zero_optimization without an effect on a job."""
 UNSUPPORTED = {
-    "zero_hpz_partition_size": "a second copy of the weights in each node is not supported",
-    "zero_quantized_weights": "weights are gathered in the type that they compute in",
-    "zero_quantized_gradients": "gradients are reduced in training.mixed_precision_reduce",
     "zero_quantized_nontrainable_weights": "set adapter.kind to quantize frozen weights",
 }
-ZERO = (*COMMUNICATION.split(), *UNSUPPORTED, "stage", "offload_optimizer", "offload_param", "cpu_offload")
+HPZ = "zero_hpz_partition_size"
+QUANTIZED = {
+    "zero_quantized_weights": ("parallelism.fsdp_quantized_gather", "int8"),
+    "zero_quantized_gradients": ("parallelism.fsdp_quantized_reduce", "int4"),
+}
+"""Keys of ZeRO++ that are true or false, and the option that true sets."""
+ZERO_PLUS_PLUS = (HPZ, *QUANTIZED)
+"""Keys that DeepSpeed reads with stage 3 only."""
+ZERO = (
+    *(*COMMUNICATION.split(), *UNSUPPORTED, *ZERO_PLUS_PLUS),
+    *("stage", "offload_optimizer", "offload_param", "cpu_offload"),
+)
 NUMBERS = {
     "train_micro_batch_size_per_gpu": "training.local_batch_size",
     "train_batch_size": "training.global_batch_size",
@@ -120,8 +128,26 @@ class _File:
             self.note(f"ZeRO-{stage}: on one rank nothing is sharded; --world-size N gives their number")
         else:
             values["parallelism.fsdp_reshard_after_forward"] = "always" if stage == 3 else "never"
+            if stage == 3:
+                self._zero_plus_plus(zero)
+            elif ignored := [key for key in ZERO_PLUS_PLUS if zero.get(key) not in (None, False, 1)]:
+                self.note(f"without effect below stage 3: {', '.join(ignored)}")
             if stage == 1:
                 self.note("ZeRO-1: gradients are sharded too, as in ZeRO-2")
+
+    def _zero_plus_plus(self, zero: Mapping[str, Any]) -> None:
+        size = zero.get(HPZ, 1)
+        if type(size) is not int or size < 1:
+            self.refuse(f"zero_optimization.{HPZ}", size, "the number of ranks of a machine")
+        elif 1 < size != self.ranks:
+            self.values["parallelism.fsdp_reshard_after_forward"] = size
+        for key, (option, kind) in QUANTIZED.items():
+            value = zero.get(key, False)
+            if not isinstance(value, bool):
+                self.refuse(f"zero_optimization.{key}", value, "true or false")
+            elif value:
+                self.values[option] = kind
+                self.note(f"{key}: lossy, in blocks of 32 with scales that are powers of two; DeepSpeed's are larger")
 
     def _offload(self, zero: Mapping[str, Any]) -> None:
         devices: dict[str, Any] = {}

@@ -12,11 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from torchtitan.parallelisms.plan import ParallelPlan, get_end_module, is_pipeline_part, match_blocks
+from torchtitan.parallelisms.quantized_collectives import quantize_collectives
 
 
 def apply_data_parallel(
@@ -26,9 +28,11 @@ def apply_data_parallel(
     *,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | int = True,
     prefetch: int = 0,
     cpu_offload: bool = False,
+    gather_int8: bool = False,
+    reduce_bits: int = 0,
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Apply fully_shard in place. FSDP units: each block, last norm and head together, and the root with the rest.
@@ -37,37 +41,41 @@ def apply_data_parallel(
     number of blocks to prefetch, with their experts. It is at least 1 if there are such experts, as FSDP's implicit
     prefetch cannot run ahead of the host, which waits for the split sizes in each block.
 
-    The head stays gathered between forward and backward, because backward needs its parameters first.
+    `reshard_after_forward`: True, False, or the number of neighboring ranks of `mesh` that share a second copy of a
+    block's parameters, from which backward gathers them (hpZ of ZeRO++, arXiv 2306.10209, section 3.2). The head stays
+    gathered between forward and backward, because backward needs its parameters first. `gather_int8`, `reduce_bits`:
+    quantize gathers and reductions (quantized_collectives), the latter in two hops with a second copy.
     """
     # pinned memory needs an accelerator; without one, torch raises on the default
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     # do not cast inputs: blocks need rotary angles in float32, and activations already have the compute dtype
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    second_shards = 1 if isinstance(reshard_after_forward, bool) else reshard_after_forward
     blocks = [block for _, block in match_blocks(model, plan)]
     travelling = [experts for _, experts in match_blocks(model, plan, plan.experts)] if expert_mesh is not None else []
+    shard = partial(fully_shard, mp_policy=precision, offload_policy=offload)
     for experts in travelling:
-        fully_shard(
+        shard(
             experts,
             mesh=expert_mesh,
-            mp_policy=precision,
-            offload_policy=offload,
-            reshard_after_forward=reshard_after_forward and expert_mesh.size() > 1,
+            reshard_after_forward=bool(reshard_after_forward) and expert_mesh.size() > 1,
             shard_placement_fn=partial(_shard_experts, expert_mesh.size(expert_mesh.ndim - 1)),
         )
         _hide_from_selective_recompute(experts)
     for block in blocks:
-        fully_shard(
-            block, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard_after_forward
-        )
+        shard(block, mesh=mesh, reshard_after_forward=bool(reshard_after_forward))
+    if second_shards > 1:
+        _share_second_shards(blocks, second_shards)
     head = _head(model, plan)
     if head:
-        fully_shard(head, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+        shard(head, mesh=mesh, reshard_after_forward=False)
         _extend_to_loss(head, model.loss)
-    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+    shard(model, mesh=mesh, reshard_after_forward=False)
     for module in fsdp_modules(model):
         if (expert_mesh if module in travelling else mesh).size() > 1:  # on one rank torch would make a divided copy
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # a divide factor would need PREMUL_SUM, which gloo lacks
+    quantize_collectives(fsdp_modules(model), mesh, second_shards, gather_int8, reduce_bits)
     if travelling and reshard_after_forward:
         prefetch = max(prefetch, 1)
     if prefetch:
@@ -105,6 +113,20 @@ def _extend_to_loss(head: list[nn.Module], loss: nn.Module | None) -> None:
         return state._post_forward(module, inputs, output) if state._training_state == TrainingState.FORWARD else output
 
     state._post_forward_hook_handle = (loss or head[-1]).register_forward_hook(leave)
+
+
+def _share_second_shards(blocks: list[nn.Module], size: int) -> None:
+    """Let `size` neighboring ranks share a second copy of each block's parameters between forward and backward.
+
+    Given a number, fully_shard creates process groups for each block; here all blocks use the same.
+    """
+    groups = [block._get_fsdp_state()._fsdp_param_group for block in blocks]
+    second_mesh = _get_post_forward_mesh_info(size, groups[0].mesh_info)
+    for group in groups:
+        group.post_forward_mesh_info = second_mesh
+        for parameter in group.fsdp_params:
+            parameter.post_forward_mesh_info = second_mesh
+            parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
 
 
 def _set_prefetch(blocks: list[nn.Module], head: list[nn.Module], prefetch: int, travelling: set[nn.Module]) -> None:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torchtitan.core.initialization import clean_name, initialize
 from torchtitan.core.tensor_storage import draw_stores
 from torchtitan.parallelisms.context_parallel import shard_sequence
-from torchtitan.parallelisms.data_parallel import set_last_microbatch
+from torchtitan.parallelisms.data_parallel import fsdp_modules, set_last_microbatch
 from torchtitan.parallelisms.expert_balance import ExpertBalance, LoadBalancing
 from torchtitan.parallelisms.gradients import clip_gradients
 from torchtitan.parallelisms.parallel_dims import ParallelDims
@@ -307,6 +307,8 @@ class ParallelModel:
         self.train(False)
         losses = {name: sum(map(self.loss_sum, batches()), torch.zeros((), device=self.device)) for name in variants}
         self.train()
+        for module in chain.from_iterable(map(fsdp_modules, self.parts)):
+            module.reshard()  # the next reader of parameters expects their shards
         return losses
 
     @torch.no_grad()

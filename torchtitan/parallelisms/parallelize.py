@@ -34,9 +34,11 @@ class ParallelOptions:
 
     param_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
     prefetch: int = 0
     cpu_offload: bool = False
+    gather_int8: bool = False
+    reduce_bits: int = 0
     sequence_parallel: bool = True
     loss_parallel: bool = True
     async_tp: bool = False
@@ -94,9 +96,11 @@ def parallelize(
             plan,
             param_dtype=options.param_dtype,
             reduce_dtype=options.reduce_dtype,
-            reshard_after_forward=options.reshard_after_forward and dims.fsdp > 1,
+            reshard_after_forward=dims.fsdp > 1 and options.reshard_after_forward,
             prefetch=options.prefetch,
             cpu_offload=options.cpu_offload,
+            gather_int8=options.gather_int8,
+            reduce_bits=options.reduce_bits,
             expert_mesh=None if expert_mesh is None else dims.expert_dp_mesh(expert_mesh),
         )
 

@@ -178,6 +178,12 @@ class Rehearsal:
         axes = {"world": tuple(range(model.dims.world_size))}
         for mesh in (*meshes, model.dims.dp_mesh(model.mesh), model.mesh):
             axes |= axes_of(mesh)
+        shards, size = model.dims.dp_mesh(model.mesh), model.options.reshard_after_forward
+        if not isinstance(size, bool):
+            ranks = dist.get_process_group_ranks(shards.get_group(shards.ndim - 1))
+            first = ranks.index(dist.get_rank()) // size * size
+            axes["inner shards"] = tuple(ranks[first : first + size])
+            axes["outer shards"] = tuple(ranks[ranks.index(dist.get_rank()) % size :: size])
         return axes
 
 

@@ -80,6 +80,38 @@ def needs_shards(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("parallelism.fsdp_reshard_after_forward", f'"default" {where}', remedy)
 
 
+def second_shards_divide(facts: Facts) -> Iterator[Fault]:
+    """Refuse a second copy of the parameters in groups that do not divide the shards, or of tensor-parallel weights."""
+    key, size = "parallelism.fsdp_reshard_after_forward", facts.config.parallelism.fsdp_reshard_after_forward
+    if not isinstance(size, int) or facts.pp > 1 or facts.fsdp_shards in (None, 1):
+        return
+    if facts.tp > 1:
+        reason = "FSDP2 cannot shard a tensor-parallel weight a second time (torch 2.13)"
+        yield facts.fault(key, '"always" or "never" with tensor parallel', f'{reason}; write "always"')
+    elif facts.fsdp_shards % size or size == facts.fsdp_shards:
+        sizes = [str(n) for n in range(2, facts.fsdp_shards) if facts.fsdp_shards % n == 0]
+        numbers = f", or what divides the {facts.fsdp_shards} shards: {', '.join(sizes)}" if sizes else ""
+        yield facts.fault(key, f'"always" or "never"{numbers}', 'write "always" to gather among all shards')
+
+
+QUANTIZED = ("fsdp_quantized_gather", "fsdp_quantized_reduce")
+
+
+def quantized_messages_suit_the_job(facts: Facts) -> Iterator[Fault]:
+    """Refuse lossy collectives without shards, and where a frozen base would change in silence."""
+    config = facts.config
+    for name in QUANTIZED:
+        key = f"parallelism.{name}"
+        if getattr(config.parallelism, name) == "none":
+            continue
+        if facts.fsdp_shards == 1:
+            yield facts.fault(key, '"none" where nothing is sharded', "leave it out, or start more ranks")
+        if config.adapter.kind != "none" or config.training.unfrozen:
+            reason = "frozen weights would be trained against in int8 and exported exact"
+            reason = reason if name == QUANTIZED[0] else "an adapter has few gradients"
+            yield facts.fault(key, '"none" with an adapter or training.unfrozen', f"{reason}; leave it out")
+
+
 def batch_fits_the_memory(facts: Facts) -> Iterator[Fault]:
     """Refuse a batch with more token ids, labels, positions and document ids than the host memory holds."""
     training = facts.config.training
@@ -321,6 +353,8 @@ def experts_that_travel_are_compiled_in_parts(facts: Facts) -> Iterator[Fault]:
 RULES: tuple[Rule, ...] = (
     degrees_fit_the_ranks,
     needs_shards,
+    second_shards_divide,
+    quantized_messages_suit_the_job,
     batch_divides,
     batch_fits_the_memory,
     sizes_divide_over_tensor_parallel,

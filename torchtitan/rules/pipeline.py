@@ -210,7 +210,7 @@ def excluded_by_a_pipeline(facts: Facts) -> Iterator[Fault]:
     if config.parallelism.fsdp_prefetch:
         reason = "stages keep gathered parameters until the last microbatch"
         yield facts.fault("parallelism.fsdp_prefetch", "0 with a pipeline", reason)
-    if config.parallelism.fsdp_reshard_after_forward == "always":
+    if config.parallelism.fsdp_reshard_after_forward not in ("default", "never"):
         reason = "parameters would be gathered again for each microbatch"
         yield facts.fault("parallelism.fsdp_reshard_after_forward", '"default" or "never" with a pipeline', reason)
 

@@ -71,6 +71,8 @@ def log_start(
         training.seq_len,
         f" (accumulated over {passes} passes)" if passes > 1 else "",
     )
+    if note := describe_quantized_messages(config):
+        logger.warning("messages   %s", note)
     if note := notice(config):
         logger.info("pairs      %s", note)
     if model.adapter is not None:
@@ -111,6 +113,14 @@ def describe_precision(config: JobConfig) -> str:
     frozen, reduce = base_weights.frozen_dtype(config), config.training.mixed_precision_reduce
     stored = config.training.dtype if frozen is None else f"{frozen} frozen and {config.training.dtype} trained"
     return f"{compute} with {stored} parameters and {reduce} reduction"
+
+
+def describe_quantized_messages(config: JobConfig) -> str:
+    """Return what lossy collectives round, or an empty text without them."""
+    options = config.parallelism
+    kinds = {"parameters": options.fsdp_quantized_gather, "gradients": options.fsdp_quantized_reduce}
+    rounded = " and ".join(f"{name} in {kind}" for name, kind in kinds.items() if kind != "none")
+    return f"ranks send {rounded}, which is lossy: losses differ from an exact plan" * bool(rounded)
 
 
 def record_start(

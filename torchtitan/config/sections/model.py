@@ -86,11 +86,19 @@ class Parallelism:
     """Copies of the (sharded) model. Alone this is DDP; with a shard degree it is HSDP."""
     data_parallel_shard_degree: DegreeOrRest = -1
     """Ranks over which parameters, gradients and optimizer state are sharded (FSDP2). -1: all remaining ranks."""
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free the gathered parameters of a block after its forward. default: always, except with pipeline parallel."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Field(ge=2)] = "default"
+    """Free the gathered parameters of a block after its forward. default: always, except with pipeline parallel. A
+    number of ranks, such as the GPUs of a machine: keep a second shard in every group of so many neighbors, in which
+    backward gathers the parameters."""
     fsdp_prefetch: NonNegative = 0
     """Number of blocks to gather parameters for in advance, in forward and backward. 0: FSDP2's implicit prefetch, but
     at least 1 with expert parallel, where the host waits in each block."""
+    fsdp_quantized_gather: Literal["none", "int8"] = "none"
+    """Send parameters as int8 with a scale for each 32 of them, when they are gathered. Lossy: every rank computes with
+    the rounded parameters; those stored and exported are exact. (ZeRO++)"""
+    fsdp_quantized_reduce: Literal["none", "int8", "int4"] = "none"
+    """Send gradients as integers with a scale for each 32 of them, when they are summed over shards, in float32. Lossy.
+    A number in fsdp_reshard_after_forward makes it two hops, within such groups and between them. (ZeRO++)"""
     tensor_parallel_degree: Positive = 1
     """Ranks over which each weight matrix is split."""
     disable_sequence_parallel: bool = False

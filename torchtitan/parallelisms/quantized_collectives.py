@@ -1,0 +1,166 @@
+"""FSDP's collectives with quantized messages: int8 gathers of parameters, int8 or int4 reductions of gradients.
+
+A message holds blocks of 32 numbers, each as signed integers and one byte for the block's scale, a power of two: the
+formats MXINT8 and its 4-bit analog (OCP Microscaling Formats 1.0, sections 5.3 and 6.3). The receiver multiplies, which
+is exact in float32 and, for 8 bits, in bfloat16. A number changes by at most max|block| / (2^(bits - 1) - 1/2)
+(`error_bound`). Rounding is to the nearest, so a message depends on its numbers only: nothing is drawn, and a resumed
+run repeats its bits. No block spans two parameters, so ranks round copies of a parameter alike, also where tensor
+parallel splits its neighbors. A block with NaN or infinity arrives without any finite number.
+
+ZeRO++: Wang et al., arXiv 2306.10209, sections 3.1 (qwZ) and 3.3 (qgZ).
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+BLOCK = 32
+"""Numbers that share a scale."""
+MANTISSA_BITS, MAX_EXPONENT = 23, 254
+"""Of float32: bits below the exponent, and the largest exponent field of a finite number."""
+
+
+def error_bound(largest: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the largest change of a number in a block with this largest absolute value, both of any shape.
+
+    It is half of the scale, as the scale is less than twice what maps `largest` to the largest integer.
+    """
+    return largest / (2 ** (bits - 1) - 0.5)
+
+
+def message_bytes(sizes: Sequence[int], bits: int) -> int:
+    """Return the bytes of a message of parts of these sizes."""
+    return sum(-(-size // BLOCK) for size in sizes) * (BLOCK * bits // 8 + 1)
+
+
+def pack(rows: torch.Tensor, sizes: Sequence[int], bits: int) -> torch.Tensor:
+    """Quantize each row of [R, N] floating-point numbers; return messages [R, message_bytes(sizes, bits)], uint8.
+
+    `sizes`: of the parts of a row, such as parameters; no block spans two.
+    """
+    rows = rows.float()
+    if any(size % BLOCK for size in sizes):
+        rows = torch.cat([F.pad(part, (0, -part.size(1) % BLOCK)) for part in rows.split(sizes, 1)], 1)
+    blocks = rows.view(len(rows), -1, BLOCK)
+    largest_integer = 2 ** (bits - 1) - 1
+    # exponent field of the largest value, one higher where that would round to above the largest integer
+    largest = blocks.abs().amax(2, keepdim=True) * ((largest_integer + 1) / (largest_integer + 0.5))
+    field = largest.view(torch.int32) >> MANTISSA_BITS & 255
+    field = torch.where(field > MAX_EXPONENT, field, (field - (bits - 2)).clamp_(min=0))
+    reciprocal = ((MAX_EXPONENT - field).clamp_(min=0) << MANTISSA_BITS).view(torch.float32)
+    integers = (blocks * reciprocal).round_().clamp_(-largest_integer, largest_integer).to(torch.int8)
+    if bits == 4:
+        integers = (integers[..., ::2] & 15) | (integers[..., 1::2] << 4)
+    return torch.cat([integers.view(torch.uint8), field.to(torch.uint8)], dim=2).flatten(1)
+
+
+def unpack(messages: torch.Tensor, sizes: Sequence[int], bits: int) -> torch.Tensor:
+    """Return the numbers of messages [R, message_bytes(sizes, bits)] as float32 [R, sum of sizes]."""
+    blocks = messages.view(len(messages), -1, BLOCK * bits // 8 + 1)
+    integers = blocks[..., :-1].view(torch.int8)
+    if bits == 4:
+        integers = torch.stack([integers << 4, integers], dim=3).flatten(2) >> 4  # shifts keep the sign
+    # an exponent field of 255 is infinity, and infinity times zero NaN
+    scales = (blocks[..., -1:].to(torch.int32) << MANTISSA_BITS).view(torch.float32)
+    rows = (integers * scales).flatten(1)
+    if any(size % BLOCK for size in sizes):
+        parts = rows.split([-(-size // BLOCK) * BLOCK for size in sizes], 1)
+        rows = torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], 1)
+    return rows
+
+
+class QuantizedAllGather(DefaultAllGather):
+    """Gather shards of parameters in int8. All ranks compute with the same numbers, the owner of a shard too.
+
+    Only in `group`, which holds the parameters: a second copy for backward (reshard_after_forward) is gathered as it
+    is, so that backward computes with the weights of forward.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sizes: Sequence[int]) -> None:
+        """`sizes`: of this rank's shards of the parameters."""
+        self.group, self.sizes = group, sizes
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill `output_tensor`, flat [ranks x N], from `input_tensor`, flat [N]. A quantized gather is never async."""
+        if group is not self.group:
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+        message = pack(input_tensor.view(1, -1), self.sizes, 8)
+        messages = message.new_empty(group.size(), message.size(1))
+        super().__call__(messages, message, group)
+        output_tensor.view(group.size(), -1).copy_(unpack(messages, self.sizes, 8))
+        return None
+
+
+class QuantizedReduceScatter(DefaultReduceScatter):
+    """Sum gradients in float32 from quantized messages, with an all-to-all in each of `hops`.
+
+    `hops`: groups that together span all ranks, neighbors first, such as the ranks of a machine and then those with the
+    same place in other machines. Empty: all ranks at once. A rank adds its numbers unrounded.
+    """
+
+    def __init__(self, bits: int, hops: Sequence[dist.ProcessGroup], sizes: Sequence[int]) -> None:
+        """`sizes`: of this rank's shards of the gradients."""
+        self.bits, self.hops, self.sizes = bits, hops, list(sizes)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill `output_tensor`, flat [N], with this rank's part of the sum of `input_tensor`, flat [ranks x N]."""
+        size = output_tensor.numel()
+        sums = input_tensor.float()
+        for hop in self.hops or (group,):  # the parts for the ranks at each place of the group become one row
+            rows = sums.view(-1, hop.size(), size).transpose(0, 1).flatten(1)
+            sums = self._sum_of_rows(rows, hop)
+        output_tensor.copy_(sums)
+        return None
+
+    def _sum_of_rows(self, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Send row i of [ranks of the group, M] to the group's rank i; return the sum [M] of the rows for this rank."""
+        sizes = self.sizes * (rows.size(1) // sum(self.sizes))
+        messages = pack(rows, sizes, self.bits)
+        received = torch.empty_like(messages)
+        dist.all_to_all_single(received, messages, group=group)
+        summands = unpack(received, sizes, self.bits)
+        summands[group.rank()] = rows[group.rank()]
+        return summands.sum(0)
+
+
+def quantize_collectives(
+    modules: Iterable[FSDPModule], mesh: DeviceMesh, inner: int, gather_int8: bool, reduce_bits: int
+) -> None:
+    """Quantize the gathers of the units' parameters to int8, and the reductions of their gradients to `reduce_bits`.
+
+    0 bits leave reductions as they are. With `inner` above 1 those over `mesh`, [shards] or [replicas, shards] of all
+    ranks, take two hops: among `inner` neighboring shards and then between such groups. All ranks call it together.
+    """
+    hops = reduction_hops(mesh, inner) if reduce_bits and inner > 1 else []
+    for module in modules:
+        for unit in module._get_fsdp_state()._fsdp_param_groups:  # none, if all its parameters are in other units
+            sizes = [parameter._sharded_param_data.numel() for parameter in unit.fsdp_params]
+            if gather_int8:
+                module.set_custom_all_gather(QuantizedAllGather(unit.mesh_info.shard_process_group, sizes))
+            if reduce_bits:
+                unit_hops = hops if unit.mesh_info.mesh == mesh else []
+                module.set_custom_reduce_scatter(QuantizedReduceScatter(reduce_bits, unit_hops, sizes))
+
+
+def reduction_hops(mesh: DeviceMesh, inner: int) -> list[dist.ProcessGroup]:
+    """Return this rank's group of `inner` neighboring shards, and its group across these, one shard from each."""
+    hops = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, mesh.size(-1) // inner, inner))
+    return [hops.get_group(2), hops.get_group(1)]
