@@ -108,6 +108,8 @@ def test_faults_are_reported_before_estimates(capsys):
         (["--outside=0"], "given '0'; allowed: a number above 0"),
         (["--traffic", "--machine=2.5"], "given '2.5'; allowed: a whole number >= 1"),
         (["--inside=3"], "--inside: allowed with --traffic only"),
+        (["--gpu=h100"], "hardware: given 'h100'; allowed: a10, a100-40,"),
+        (["--gpu=h200", "--device=cpu"], "--gpu: allowed with --device cuda only"),
         (["--memry=80GiB"], "no option --memry; did you mean"),
     ],
 )
@@ -125,12 +127,20 @@ def test_traffic_is_compared_with_compute_time(capsys):
     speeds, _ = estimate.parse_options(["--traffic"])
     lines = estimate.traffic(predicted, 200e12, speeds)
     assert [line.split()[-3:] for line in lines[1:3]] == [["2.000", "s", "between"], ["0.100", "s", "inside"]]
-    assert lines[-2] == "the most time takes dp_shard, 400% of what computing takes: more than the rank computes"
+    assert lines[-2] == "the most time takes dp_shard, 396% of what computing takes: more than the rank computes"
     assert lines[-1].startswith("tp takes 20% of it, which comes on top")
     faster, _ = estimate.parse_options(["--traffic", "--outside=450", "--machine=4", "--tflops", "200"])
     assert "20% of what computing takes: there is time" in estimate.traffic(predicted, 200e12, faster)[-2]
-    faster.inside = 70.0
+    faster.inside = 70.0  # GB/s
     assert "tp, 50% of what computing takes: which comes on top" in estimate.traffic(predicted, 200e12, faster)[-1]
+
+
+def test_hardware_gives_memory_device_and_speeds():
+    options, _ = estimate.parse_options(["--gpu=H200"])
+    assert (options.device, options.memory) == ("cuda", 139.8 * GIB)
+    options, _ = estimate.parse_options(["--gpu=gb200", "--traffic", "--outside=7", "--memory=80GiB"])
+    assert (options.inside, options.outside, options.machine) == (pytest.approx(702), 7, 72)
+    assert (options.tflops, options.memory) == (pytest.approx(1000), 80 * GIB)
 
 
 def test_one_rank_has_no_traffic(needs, capsys):

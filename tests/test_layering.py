@@ -62,6 +62,7 @@ ROOMS: dict[str, set[str]] = {
 TORCH_FREE = (
     "cli",
     "config.manager",
+    "core.hardware",
     "commands.check",
     "commands.list",
     "commands.checkpoints",

@@ -220,12 +220,22 @@ def test_other_ranks_do_not_write(tmp_path):
     "name, tera",
     {
         "NVIDIA A100-SXM4-80GB": 312,
+        "NVIDIA A100-PCIE-40GB": 312,
+        "NVIDIA A10": 125,
+        "NVIDIA L40S": 362,
+        "NVIDIA H20": 148,
+        "NVIDIA H800": 989,
+        "NVIDIA H100": 989,
         "NVIDIA H100 80GB HBM3": 989,
         "NVIDIA H100 PCIe": 756,
         "NVIDIA H100 NVL": 835,
         "NVIDIA H200": 989,
+        "NVIDIA H200 NVL": 835,
         "NVIDIA B200": 2250,
+        "NVIDIA GB200": 2500,
         "AMD Instinct MI300X": 1307,
+        "AMD Instinct MI325X": 1307,
+        "AMD Instinct MI355X": 2517,
     }.items(),
 )
 def test_peak_flops_of_known_gpus(name, tera):
@@ -235,7 +245,10 @@ def test_peak_flops_of_known_gpus(name, tera):
     assert device.peak_of(name, torch.float32).flops is None
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H20", "NVIDIA GH200 480GB", "Tesla T4", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
+@pytest.mark.parametrize(
+    "name",
+    ["NVIDIA A10G", "NVIDIA GeForce RTX 4090 D", "NVIDIA GH200 480GB", "Tesla T4", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"],
+)
 def test_unknown_peaks_are_not_guessed(name):
     peak = device.peak_of(name, torch.bfloat16)
     assert peak.flops is None and name in peak.reason

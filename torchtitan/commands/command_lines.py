@@ -12,19 +12,21 @@ from pkgutil import resolve_name
 from torchtitan.commands.command_parser import CommandParser, OneOf, number_above_0, number_from_0, whole_number
 from torchtitan.commands.run_command_lines import FOLDER, RUN_PARSERS
 from torchtitan.core.files import shipped_jobs
+from torchtitan.core.hardware import known_hardware
 from torchtitan.process.ranks import likely_device
 
 SHELLS = ("bash", "zsh", "fish")
 LARGEST_MULTIPLE = 2**16
 UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SPEEDS = {
-    "inside": (350.0, "GB/s that a rank sends to ranks of the same machine"),
-    "outside": (45.0, "GB/s that a rank sends to other machines"),
-    "machine": (8, "ranks per machine"),
-    "tflops": (400.0, "TFLOP/s that a rank reaches: peak of its matrix products times MFU"),
+    "inside": "GB/s that a rank sends to ranks of the same machine",
+    "outside": "GB/s that a rank sends to other machines",
+    "machine": "ranks per machine",
+    "tflops": "TFLOP/s that a rank reaches: peak of its matrix products times MFU (default 40 %%)",
 }
-"""Options of `estimate --traffic`: (default, help). Defaults: about eight H100 with NVLink, a network card each, and
-40 % MFU."""
+"""Options of `estimate --traffic`, with help. The hardware gives their defaults."""
+USUAL_GPU = "h100-80"
+"""Hardware of `estimate --traffic` without --gpu."""
 FORMS = {"hf": "a Hugging Face folder", "file": "one safetensors file", "ours": "an export of this project"}
 """Targets of `convert`."""
 
@@ -68,14 +70,17 @@ def _estimate() -> CommandParser:
     _add_ranks_and_device(parser)
     memory = "memory of a rank, with a unit as in 80GiB (default: memory.limit, or this machine's GPU)"
     parser.add_argument("--memory", type=_bytes, metavar="SIZE", help=memory)
+    gpu = f"{', '.join(known_hardware())}, or a file: its memory, and its speeds for --traffic (default {USUAL_GPU})"
+    parser.add_argument("--gpu", metavar="NAME", help=gpu)
+    parser.set_defaults(device=None)
     remedies = "do not look for changes that make the job fit"
     parser.add_argument("--no-remedies", action="store_true", help=remedies)
     parser.add_argument(
         "--traffic", action="store_true", help="also show the bytes that a rank sends per step, by mesh axis"
     )
-    for name, (default, description) in SPEEDS.items():
-        kind = whole_number(1) if isinstance(default, int) else number_above_0
-        parser.add_argument(f"--{name}", type=kind, metavar="X", help=f"{description} (default {default:g})")
+    for name, description in SPEEDS.items():
+        kind = whole_number(1) if name == "machine" else number_above_0
+        parser.add_argument(f"--{name}", type=kind, metavar="X", help=description)
     return parser
 
 

@@ -11,14 +11,16 @@ from dataclasses import replace
 import torch
 
 from torchtitan.commands.check import fewest_ranks
-from torchtitan.commands.command_lines import SPEEDS, parse_command
+from torchtitan.commands.command_lines import SPEEDS, USUAL_GPU, parse_command
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError, format_bytes
+from torchtitan.core.hardware import load_hardware
 from torchtitan.core.progress_bar import waiting
 from torchtitan.planner.estimate import BESIDE, Prediction, Remedy, flops_of_a_rank, predict, remedies, worst
 from torchtitan.process.machine import limit_in_bytes
+from torchtitan.process.ranks import likely_device
 from torchtitan.rules import Device, check
 
 TO_BE_FETCHED = (
@@ -32,6 +34,8 @@ NO_JOB = """\
 torchtitan estimate: no job is given; give a file, a name of `torchtitan list jobs`, or options of a job, as in
   torchtitan estimate llama3_8b --world-size 8 --device cuda --memory 80GiB
   torchtitan estimate --model.name=qwen3 --model.flavor=8B"""
+USUAL_MFU = 0.4
+"""Share of the peak for `--tflops`."""
 FITS, TOO_LARGE = 0, 1
 """Exit codes."""
 
@@ -68,11 +72,23 @@ def main(argv: list[str]) -> int:
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of the command, with default speeds filled in, and the arguments of the job."""
+    """Return the options of the command, filled in from the hardware, and the arguments of the job."""
     options, job_args = parse_command("estimate", argv)
-    for name, (default, _) in SPEEDS.items():
+    hardware = load_hardware(options.gpu or USUAL_GPU)
+    if options.gpu and options.device == "cpu":
+        raise JobError("--gpu: allowed with --device cuda only")
+    options.device = options.device or ("cuda" if options.gpu else likely_device())
+    if options.gpu and options.memory is None:
+        options.memory = hardware.memory_gib * 2**30
+    defaults = {
+        "inside": hardware.machine_link.reached_bandwidth / 1e9,
+        "outside": hardware.network_link.reached_bandwidth / 1e9,
+        "machine": hardware.devices_per_machine,
+        "tflops": USUAL_MFU * hardware.peak.bfloat16 / 1e12,
+    }
+    for name in SPEEDS:
         if getattr(options, name) is None:
-            setattr(options, name, default)
+            setattr(options, name, defaults[name])
         elif not options.traffic:
             raise JobError(f"--{name}: allowed with --traffic only")
     return options, job_args

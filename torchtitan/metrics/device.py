@@ -1,7 +1,6 @@
 """A device's peak FLOP/s, its memory in use, and profiles: torch traces and CUDA memory snapshots."""
 
 import logging
-import re
 import resource
 import sys
 from collections.abc import Iterable, Sequence
@@ -13,20 +12,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from torchtitan.core.constraints import check_snapshots, check_window
+from torchtitan.core.hardware import find_hardware
 from torchtitan.core.initialization import local_part
 
-# Dense bfloat16 (and float16) matrix products, FLOP/s, from the vendors' data sheets. First match wins, so the variants
-# with a lower clock come before the family. A device that is not listed has no MFU: another's peak would be wrong.
-PEAKS = {
-    r"\bA100\b": 312e12,
-    r"\bH100 PCIe\b": 756e12,
-    r"\bH100 NVL\b": 835e12,
-    r"\bH100\b": 989e12,
-    r"\bH200 NVL\b": 835e12,
-    r"\bH200\b": 989e12,
-    r"\bB200\b": 2250e12,
-    r"\bMI300X\b": 1307e12,
-}
 GIB = 2**30
 
 
@@ -46,14 +34,16 @@ def find_peak(device: torch.device, dtype: torch.dtype) -> Peak:
 
 
 def peak_of(name: str, dtype: torch.dtype) -> Peak:
+    """Return the peak of the hardware that torch reports by `name`. Unknown hardware has none: no other's is right."""
     if dtype not in (torch.bfloat16, torch.float16):
-        return Peak(None, f"the table of peaks is for 16-bit matrix products, not {dtype}")
+        return Peak(None, f"MFU is relative to 16-bit matrix products, not {dtype}")
     if "MIG" in name:
         return Peak(None, f"{name} is a slice of a device")
-    for pattern, flops in PEAKS.items():
-        if re.search(pattern, name):
-            return Peak(flops, f"{flops / 1e12:,.0f} TFLOP/s, dense {str(dtype).removeprefix('torch.')} of {name}")
-    return Peak(None, f"{name} is not in the table of peaks")
+    hardware, type_name = find_hardware(name), str(dtype).removeprefix("torch.")
+    flops = getattr(hardware.peak, type_name) if hardware else None
+    if flops is None:
+        return Peak(None, f"no {type_name} peak of {name} is known (torchtitan/hardware)")
+    return Peak(flops, f"{flops / 1e12:,.0f} TFLOP/s, dense {type_name} of {name}")
 
 
 def read_memory(device: torch.device) -> tuple[float, dict[str, float]]:

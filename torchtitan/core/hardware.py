@@ -1,0 +1,164 @@
+"""Hardware that jobs run on: peaks, memory and links of a device and of its machine. Imports no torch.
+
+Each TOML file in torchtitan/hardware describes one device. MFU, memory limits and times of messages come from these
+files alone. A device that is not among them is described by a file of the user in the same format; `torchtitan bench
+--hardware FILE` measures this machine and writes one.
+"""
+
+import re
+from dataclasses import field
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Annotated
+
+import tomli
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from torchtitan.core.errors import JobError
+from torchtitan.core.files import read_file
+
+FOLDER = Path(__file__).parent.parent / "hardware"
+LARGEST_FILE = 2**16
+"""Largest hardware file in bytes."""
+ASSUMED = "assumed"
+"""Evidence of figures without a measurement. Other classes: "fitted on n rows", "measured on ..."."""
+
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+_Above0 = Annotated[float, Field(gt=0)]
+_Share = Annotated[float, Field(gt=0, le=1)]
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Curve:
+    """A share of a peak that grows with the sizes of an operation and saturates."""
+
+    most: _Share
+    """Share that very large operations reach."""
+    half: tuple[_Above0, ...]
+    """For each size, the value at which half of `most` is reached."""
+    evidence: str = ASSUMED
+
+    def share(self, *sizes: float) -> float:
+        """Return most * s1 / (s1 + h1) * s2 / (s2 + h2) ... for as many sizes as the curve has."""
+        return self.most * prod(size / (size + half) for size, half in zip(sizes, self.half, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Peak:
+    """FLOP/s of dense matrix products by type of the factors; None where the device lacks the type."""
+
+    bfloat16: _Above0
+    float16: _Above0 | None = None
+    float8: _Above0 | None = None
+    tf32: _Above0 | None = None
+    float32: _Above0
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Link:
+    """The connection of a device to others."""
+
+    bandwidth: _Above0
+    """Bytes/s that a device sends, in one direction, by the data sheet."""
+    latency: _Above0
+    """Seconds of a message of no size."""
+    reached: _Share = 1.0
+    """Share of the bandwidth that large messages reach."""
+    evidence: str = ASSUMED
+    """Evidence of `latency` and `reached`."""
+
+    @property
+    def reached_bandwidth(self) -> float:
+        return self.bandwidth * self.reached
+
+    def seconds(self, size: float, messages: float = 1) -> float:
+        """Return the seconds that a device needs to send `size` bytes in `messages` messages."""
+        return messages * self.latency + size / self.reached_bandwidth
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Hardware:
+    """A device, and the machine and network that it is in."""
+
+    name: str
+    """Name of the file without its ending. Users choose hardware by this name."""
+    title: str
+    device_names: tuple[str, ...] = ()
+    """Regular expressions that search in the name that torch reports."""
+    peak: Peak
+    memory_gib: _Above0
+    """Memory that a process can use, in GiB: what torch reports, which is less than the data sheet's GB."""
+    memory_bandwidth: _Above0
+    """Bytes/s."""
+    devices_per_machine: Annotated[int, Field(ge=1)]
+    machine_link: Link
+    """To devices of the same machine."""
+    network_link: Link
+    """To other machines, a device's share of the network cards."""
+    products: Curve = field(default_factory=lambda: Curve(most=0.8, half=(256, 256, 256)))
+    """Share of the peak in a product of matrices [m, k] and [k, n]. Sizes: m, n, k."""
+    attention: Curve = field(default_factory=lambda: Curve(most=0.45, half=(512,)))
+    """Share of the peak in attention. Size: keys of a query."""
+    memory_bound: Curve = field(default_factory=lambda: Curve(most=0.85, half=(8e6,)))
+    """Share of the memory bandwidth in elementwise operations, sums and copies. Size: bytes."""
+    price: _Above0 | None = None
+    """Price of a device for an hour, in any currency."""
+
+    def matches(self, device_name: str) -> bool:
+        """Return whether torch reports this device by `device_name`."""
+        return any(re.search(pattern, device_name) for pattern in self.device_names)
+
+
+_HARDWARE = TypeAdapter(Hardware)
+
+
+def known_hardware() -> list[str]:
+    """Return the names of the hardware that the package describes, sorted."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def load_hardware(name_or_path: str) -> Hardware:
+    """Load known hardware by name, or a file by its path. Raises JobError, which lists the names."""
+    name = name_or_path.lower()
+    if name in known_hardware():
+        return _load_known(name)
+    path = Path(name_or_path).expanduser()
+    if path.suffix != ".toml":
+        names = ", ".join(known_hardware())
+        remedy = f"or the path of a file like {FOLDER / 'h100-80.toml'}, which `torchtitan bench --hardware` writes"
+        raise JobError(f"hardware: given {name_or_path!r}; allowed: {names}, {remedy}")
+    return _load(path)
+
+
+def find_hardware(device_name: str) -> Hardware | None:
+    """Return the known hardware that torch reports by this name, or None."""
+    return next((hardware for hardware in map(_load_known, known_hardware()) if hardware.matches(device_name)), None)
+
+
+@cache
+def _load_known(name: str) -> Hardware:
+    return _load(FOLDER / f"{name}.toml")
+
+
+def _load(path: Path) -> Hardware:
+    """Read and check a file. Raises JobError."""
+    remedy = f"{FOLDER / 'h100-80.toml'} shows the format"
+    try:
+        table = tomli.loads(read_file(path, LARGEST_FILE).decode())
+        hardware = _HARDWARE.validate_python({**table, "name": path.stem})
+        for pattern in hardware.device_names:
+            re.compile(pattern)
+    except ValidationError as error:
+        faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg'].lower()}" for fault in error.errors())
+        raise JobError(f"{path}: {'; '.join(faults)}; {remedy}") from None
+    except JobError:
+        raise
+    except (ValueError, re.error) as error:
+        raise JobError(f"{path}: is not TOML of hardware ({error}); {remedy}") from None
+    sizes = {"products": 3, "attention": 1, "memory_bound": 1}
+    for curve, number in sizes.items():
+        if len(getattr(hardware, curve).half) != number:
+            raise JobError(f"{path}: {curve}.half has {number} value{'s' * (number > 1)}; {remedy}")
+    return hardware
