@@ -63,6 +63,7 @@ TORCH_FREE = (
     "cli",
     "config.manager",
     "core.hardware",
+    "planner.closed_form",
     "commands.check",
     "commands.list",
     "commands.checkpoints",

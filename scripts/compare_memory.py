@@ -1,0 +1,49 @@
+"""Compare the memory that the formula predicts with rehearsals, on random legal plans of models of published widths.
+
+    python scripts/compare_memory.py --count 200 [--seed 1] [--kinds dense|experts|all]
+
+Prints each plan that differs by more than 3 % of the rehearsed peak, and how many do. Takes about 2 s a plan.
+"""
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from tests.support.memory_plans import MODELS, memory_plans
+from torchtitan.config.manager import load
+from torchtitan.planner.closed_form import predict_memory
+from torchtitan.planner.estimate import predict, worst
+
+GIB, TOLERANCE = 2**30, 0.03
+KINDS = {"dense": MODELS[:6], "experts": MODELS[6:], "all": MODELS}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--kinds", choices=KINDS, default="all")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    errors = []
+    for number, (ranks, arguments) in enumerate(memory_plans(options.seed, options.count, KINDS[options.kinds])):
+        config = load(arguments)
+        predicted, rehearsed = predict_memory(config).total, worst(predict(config, ranks, "cuda"))
+        errors.append(predicted / rehearsed.peak - 1)
+        if abs(errors[-1]) > TOLERANCE:
+            sizes = f"{predicted / GIB:.2f} GiB by the formula, {rehearsed.peak / GIB:.2f} rehearsed"
+            print(f"{number}: {errors[-1]:+.1%}, {sizes}\n   {' '.join(arguments)}", flush=True)
+    absolute = sorted(map(abs, errors))
+    within = sum(error <= TOLERANCE for error in absolute)
+    print(f"{within} of {len(errors)} plans within {TOLERANCE:.0%}; median {statistics.median(absolute):.1%}", end=", ")
+    print(f"largest {absolute[-1]:.1%}")
+    return 0 if within == len(errors) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

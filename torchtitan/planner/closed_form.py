@@ -1,0 +1,104 @@
+"""The memory of a rank by formula, in about a millisecond and without torch, for a search over many plans.
+
+A step has a few moments that may need the most memory: the loss, the backward of the last and of the first layer, the
+reduction of the last gradients, and the optimizer's step. In each the formula adds up what a rehearsal counts
+(planner/rehearsal.py): shards of parameters, gradients and optimizer state, gathered parameters with FSDP's buffers,
+activations by recompute mode, and logits. `scripts/compare_memory.py` compares both.
+
+Letters: T tokens of a microbatch on this rank, D width, F width of the feed-forward, V vocabulary.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchtitan.config.job import JobConfig
+from torchtitan.core.hardware import Hardware
+from torchtitan.planner.rank_sizes import RankSizes, rank_sizes
+
+Bytes = Counter[str]
+"""Bytes by kind, as the fields of MemoryPrediction are named."""
+LOW, HIGH = 1.05, 1.30
+"""Reserved memory as a multiple of the tensors at their peak, on a GPU."""
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """Bytes of the rank that needs the most, at its peak, by kind. `low` and `high`: what a device will reserve."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    gathered: float
+    low: float
+    high: float
+
+    @property
+    def total(self) -> float:
+        """Bytes of all tensors."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.logits + self.gathered
+
+
+def predict_memory(config: JobConfig, hardware: Hardware | None = None) -> MemoryPrediction:
+    """Predict the peak of a job that has no faults. Its degrees give the number of ranks; -1 shards count as 1."""
+    candidates = [moment for sizes in rank_sizes(config) for moment in moments(sizes)]
+    worst = max(candidates, key=Counter.total)
+    on_gpu = hardware is None or bool(hardware.device_names)
+    low, high = (LOW, HIGH) if on_gpu else (1.0, 1.0)
+    kinds = {kind: worst[kind] for kind in MemoryPrediction.__dataclass_fields__ if kind not in ("low", "high")}
+    return MemoryPrediction(**kinds, low=low * worst.total(), high=high * worst.total())
+
+
+def _sizes(**kinds: float) -> Bytes:
+    return Counter({kind: round(size) for kind, size in kinds.items()})
+
+
+def moments(sizes: RankSizes) -> Iterator[Bytes]:
+    """Yield the bytes by kind at each moment that may be the peak of the rank."""
+    state = _sizes(parameters=sizes.parameters, optimizer=sizes.optimizer)
+    yield state + _sizes(gradients=sizes.gradients)  # the optimizer's step
+    yield from (state + moment for moment in (_in_pipeline(sizes) if sizes.in_pipeline else _without_pipeline(sizes)))
+
+
+def _in_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
+    """Yield what a pipeline rank needs beside its state: loss, backward of a block, reduction of the gradients.
+
+    All its parameters stay gathered, and its gradients are reduced after the last microbatch.
+    """
+    always = _sizes(gathered=sizes.all_gathered, gradients=sizes.unsharded_gradients)
+    if sizes.has_head:
+        yield always + _sizes(activations=sizes.stored + sizes.head_inputs, logits=sizes.loss_peak)
+    yield always + _sizes(activations=sizes.stored + sizes.recomputed + sizes.hidden)
+    yield always + _sizes(gradients=sizes.pipeline_tail)
+
+
+def _without_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
+    """Yield what a rank without a pipeline needs beside its state.
+
+    That is for the loss, for the backward of the last and of the first block, and for the embedding's gradient.
+    """
+    accumulated = sizes.gradients if sizes.accumulates else 0.0
+    if sizes.stays_gathered:
+        blocks, buffer = sizes.all_gathered - sizes.embedding_gathered - sizes.head_gathered, 0.0
+    else:
+        blocks, buffer = 0.0, sizes.block_gathered
+    ends = sizes.embedding_gathered + sizes.head_gathered
+    loss_buffer = buffer if sizes.loss_chunks == 1 else sizes.head_gathered * (sizes.shards > 1)
+    yield _sizes(
+        gathered=ends + blocks + loss_buffer,
+        activations=sizes.stored + sizes.head_inputs,
+        logits=sizes.loss_peak,
+        gradients=accumulated,
+    )
+    backward = _sizes(gathered=sizes.embedding_gathered + 2 * buffer, activations=sizes.recomputed + sizes.hidden)
+    yield backward + _sizes(
+        gathered=blocks,
+        activations=sizes.stored + sizes.head_reduced,
+        gradients=max(accumulated, sizes.head_gradients),
+    )
+    first = sizes.block_gathered if sizes.stays_gathered else 0.0
+    gradients = max(accumulated, sizes.gradients - sizes.head_gradients)
+    yield backward + _sizes(gathered=first, activations=sizes.block_stored + sizes.block_reduced, gradients=gradients)
+    yield _sizes(gathered=sizes.embedding_gathered, activations=sizes.embedding_reduced, gradients=sizes.gradients)

@@ -1,0 +1,167 @@
+"""The layers, tokens and types of a rank, from a job's degrees. Imports no torch."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torchtitan.config.batch_shape import batch_rows, microbatch_rows, split_by_tensor_parallel
+from torchtitan.config.job import JobConfig
+from torchtitan.parallelisms.pipeline.cut import schedule_traits, split_layers, stages_of_rank
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def in_flight(schedule: str, rank: int, pp: int, microbatches: int, chunks: int, merged: bool) -> int:
+    """Return the highest number of (stage, microbatch) pairs that a rank stores activations of.
+
+    `chunks`: stages of a rank. `merged`: gradients of inputs and weights are computed together. Compared with the
+    simulated tables in tests/test_closed_form.py.
+    """
+    name, everything = schedule_traits(schedule).name, chunks * microbatches
+    rounds = max(1, microbatches // pp)
+    warmup = (chunks - 1) * (microbatches // rounds)
+    counts = {
+        "GPipe": everything,
+        "LoopedBFS": everything,
+        "1F1B": pp - rank,
+        "Interleaved1F1B": warmup + 2 * (pp - 1 - rank) + 1,
+        "InterleavedZeroBubble": warmup + pp - rank if merged else chunks * pp,
+        "ZBVZeroBubble": min(2 * pp, microbatches + rank + 1),
+        "DualPipeV": 2 * pp + 1,
+    }
+    return min(everything, counts[name])
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """The degrees, types, tokens and layers of a rank. `rank`: of the pipeline."""
+
+    config: JobConfig
+    args: Any
+    rank: int
+
+    # Degrees
+
+    @cached_property
+    def pp(self) -> int:
+        return self.config.parallelism.pipeline_parallel_degree
+
+    @cached_property
+    def tp(self) -> int:
+        return self.config.parallelism.tensor_parallel_degree
+
+    @cached_property
+    def cp(self) -> int:
+        return self.config.parallelism.context_parallel_degree
+
+    @cached_property
+    def ep(self) -> int:
+        return self.config.parallelism.expert_parallel_degree
+
+    @cached_property
+    def dp_shard(self) -> int:
+        return max(1, self.config.parallelism.data_parallel_shard_degree)
+
+    @cached_property
+    def shards(self) -> int:
+        """Ranks over which FSDP spreads parameters that are not experts."""
+        return self.dp_shard * self.cp
+
+    @cached_property
+    def world_size(self) -> int:
+        return self.config.parallelism.data_parallel_replicate_degree * self.shards * self.tp * self.pp
+
+    @cached_property
+    def fully_sharded(self) -> bool:
+        """True if FSDP wraps the model, as `uses_fully_shard` in parallelisms/parallelize.py decides."""
+        mixed = self.world_size > 1 and self.compute != self.stored_bytes
+        replicas = self.config.parallelism.data_parallel_replicate_degree
+        return replicas * self.shards > 1 or mixed or 1 < self.ep < self.dp_shard * self.cp * self.tp
+
+    @property
+    def in_pipeline(self) -> bool:
+        return self.pp > 1
+
+    @property
+    def stays_gathered(self) -> bool:
+        """True if blocks stay gathered between forward and backward."""
+        policy = self.config.parallelism.fsdp_reshard_after_forward
+        reshards = not self.in_pipeline if policy == "default" else policy == "always"
+        return not (reshards and self.shards > 1)
+
+    # Types
+
+    @cached_property
+    def compute(self) -> int:
+        """Bytes of a computed value."""
+        training = self.config.training
+        return 2 if training.dtype == "bfloat16" else BYTES[training.mixed_precision_param]
+
+    @cached_property
+    def stored_bytes(self) -> int:
+        """Bytes of a stored parameter."""
+        return BYTES[self.config.training.dtype]
+
+    @cached_property
+    def reduced_bytes(self) -> int:
+        return BYTES[self.config.training.mixed_precision_reduce]
+
+    # Tokens
+
+    @cached_property
+    def tokens(self) -> int:
+        """T, which matrix products of a tensor-parallel region see."""
+        rows = microbatch_rows(self.config) if self.in_pipeline else batch_rows(self.config)
+        return rows * self.config.training.seq_len // self.cp
+
+    @cached_property
+    def local_tokens(self) -> int:
+        """Tokens outside of tensor-parallel regions."""
+        return self.tokens // self.tp if split_by_tensor_parallel(self.config) else self.tokens
+
+    @property
+    def gathers_keys(self) -> bool:
+        """True if context parallel gathers the keys and values of all ranks."""
+        return self.config.parallelism.context_parallel_rotate_method == "allgather"
+
+    @property
+    def hidden(self) -> float:
+        """Bytes of the residual stream between two blocks."""
+        return self.compute * self.args.dim * self.local_tokens
+
+    # Layers of this rank
+
+    @cached_property
+    def chunks(self) -> int:
+        """Stages of a rank."""
+        return len(self.stages)
+
+    @cached_property
+    def stages(self) -> list[list[int]]:
+        """Numbers of the layers of each of this rank's stages."""
+        n_layers, options = self.args.n_layers, self.config.parallelism
+        if not self.in_pipeline:
+            return [list(range(n_layers))]
+        traits = schedule_traits(options.pipeline_parallel_schedule)
+        ends = options.pipeline_parallel_first_stage_less_layers, options.pipeline_parallel_last_stage_less_layers
+        if options.module_fqns_per_model_part is not None:
+            counts = [sum(name.startswith("layers.") for name in part) for part in options.module_fqns_per_model_part]
+        else:
+            per_stage = options.pipeline_parallel_layers_per_stage
+            number = self.pp * traits.stages_per_rank if per_stage is None else -(-(n_layers + sum(ends)) // per_stage)
+            counts = split_layers(n_layers, number, *ends)
+        starts = [sum(counts[:stage]) for stage in range(len(counts))]
+        own_stages = stages_of_rank(self.rank, self.pp, len(counts), traits.style)
+        return [list(range(starts[stage], starts[stage] + counts[stage])) for stage in own_stages]
+
+    @cached_property
+    def layers(self) -> list[int]:
+        return [layer for stage in self.stages for layer in stage]
+
+    @property
+    def has_embedding(self) -> bool:
+        return 0 in self.layers
+
+    @property
+    def has_head(self) -> bool:
+        return self.args.n_layers - 1 in self.layers

@@ -1,0 +1,320 @@
+"""Bytes of the parts of a rank's memory, from the sizes of the model and the rank's layout. Imports no torch."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from torchtitan.config.batch_shape import batch_rows, microbatch_rows
+from torchtitan.config.job import JobConfig
+from torchtitan.models import resolve_sizes
+from torchtitan.models.sizes import STACK, split_side
+from torchtitan.optimizers import OPTIMIZERS
+from torchtitan.optimizers.spec import SHARED
+from torchtitan.planner.rank_layout import RankLayout, in_flight
+
+CHUNK_BYTES = 2**30
+"""Limit of a chunk's float32 logits on a GPU, as in losses/objective.py."""
+
+
+def rank_sizes(config: JobConfig) -> "list[RankSizes]":
+    """Return the sizes of the ranks that may need the most memory: the first and the last of a pipeline."""
+    pp = config.parallelism.pipeline_parallel_degree
+    args = resolve_sizes(config.model.name, config.model.flavor, config.model.hf_folder, config.model.overrides)
+    return [RankSizes(config, args, rank) for rank in sorted({0, pp - 1})]
+
+
+@dataclass(frozen=True)
+class RankSizes(RankLayout):
+    """Bytes of a rank's tensors."""
+
+    # Parameters
+
+    def _local_weights(self, layer: int) -> tuple[float, float]:
+        """Return this tensor- and expert-parallel rank's weights of a layer: dense, experts."""
+        dense = experts = 0.0
+        for name, (outputs, inputs) in self.args.block_linears(layer).items():
+            if name == STACK:
+                experts += 3 * outputs * inputs * self.args.n_experts / self.ep
+            else:
+                dense += outputs * inputs / (1 if split_side(name) is None else self.tp)
+        return dense + sum(map(self._size, self.args.block_others(layer))), experts
+
+    def _size(self, name: str) -> int:
+        """Return the size of a parameter that is no matrix of a linear layer, about."""
+        if "router" in name:
+            return self.args.dim * self.args.n_experts
+        latent = {"attention.kv_norm.weight": "kv_lora_rank"}.get(name)
+        if "attention.q_norm" in name:
+            latent = "q_lora_rank" if getattr(self.args, "q_lora_rank", 0) else "head_dim"
+        return getattr(self.args, latent) if latent else self.args.dim
+
+    @cached_property
+    def embedding_weights(self) -> float:
+        return self.args.vocab_size * self.args.dim / self.tp
+
+    @cached_property
+    def _all_weights(self) -> tuple[float, float]:
+        dense = experts = 0.0
+        for layer in self.layers:
+            of_layer = self._local_weights(layer)
+            dense, experts = dense + of_layer[0], experts + of_layer[1]
+        tied_here = self.args.tied_embeddings and not self.in_pipeline
+        ends = self.has_embedding + (self.has_head and not tied_here)
+        return dense + ends * self.embedding_weights, experts
+
+    @cached_property
+    def expert_shards(self) -> float:
+        return self.dp_shard * self.cp * (self.tp if self.ep > 1 else 1) / self.ep
+
+    @cached_property
+    def shard(self) -> float:
+        """Number of the weights that this rank stores."""
+        dense, experts = self._all_weights
+        return dense / self.shards + experts / self.expert_shards
+
+    @property
+    def parameters(self) -> float:
+        return self.shard * self.stored_bytes
+
+    @property
+    def gradients(self) -> float:
+        return self.shard * self.stored_bytes
+
+    @cached_property
+    def optimizer(self) -> float:
+        spec, options = OPTIMIZERS[self.config.optimizer.name], self.config.optimizer
+        shared = {key: getattr(options, key) for key in SHARED}
+        resolved = spec.arguments(shared, options.options)
+        moments = spec.state(resolved)
+        if moments is not None:
+            return moments * self.parameters
+        if spec.state_size is None:
+            return 0.0
+        size = spec.state_size(resolved, "layers.0.feed_forward.w1.weight", (self.args.dim, self.args.dim))
+        share = self.shard / self.args.dim**2
+        return share * (size.values * self.stored_bytes + size.bytes) + share * self.shards * size.everywhere
+
+    # Gathered parameters
+
+    @cached_property
+    def block_weights(self) -> float:
+        """Weights of this rank's largest layer that FSDP gathers, of the experts only where they are sharded."""
+        return max((self._gathered_weights(layer) for layer in self.layers), default=0.0)
+
+    def _gathered_weights(self, layer: int) -> float:
+        dense, experts = self._local_weights(layer)
+        return dense + experts * (self.ep == 1 or self.expert_shards > 1)
+
+    def _resident_experts(self, layer: int) -> float:
+        """Return the bytes of experts in the compute type that stay until backward, as no other rank has a shard."""
+        copied = self.ep > 1 and self.expert_shards == 1 and self.compute != self.stored_bytes and not self.in_pipeline
+        return self.compute * self._local_weights(layer)[1] * copied
+
+    @property
+    def block_gathered(self) -> float:
+        return self.compute * self.block_weights if self.fully_sharded else 0.0
+
+    @property
+    def embedding_gathered(self) -> float:
+        return self.compute * self.embedding_weights * self.has_embedding if self.fully_sharded else 0.0
+
+    @property
+    def head_gathered(self) -> float:
+        return self.compute * self.embedding_weights if self.fully_sharded and not self.tied else 0.0
+
+    @property
+    def tied(self) -> bool:
+        return self.args.tied_embeddings and not self.in_pipeline
+
+    @cached_property
+    def all_gathered(self) -> float:
+        """Bytes of all parameters of this rank in the compute type."""
+        return self.compute * sum(self._all_weights) if self.compute != self.stored_bytes or self.shards > 1 else 0.0
+
+    # Gradients before their reduction
+
+    @property
+    def unsharded_gradients(self) -> float:
+        """Bytes of a pipeline rank's summed gradients before they are reduced, in the type of the reduction."""
+        return sum(self._all_weights) * (self.reduced_bytes if self.fully_sharded else self.stored_bytes)
+
+    @property
+    def _copies_gradients(self) -> bool:
+        """True if FSDP copies a unit's gradients to a buffer in the type of the reduction, to send them."""
+        return self.fully_sharded and self.shards > 1
+
+    @property
+    def block_reduced(self) -> float:
+        return self.reduced_bytes * self.block_weights * self._copies_gradients
+
+    @property
+    def head_reduced(self) -> float:
+        return self.block_reduced if self.tied else self.reduced_bytes * self.embedding_weights * self._copies_gradients
+
+    @property
+    def embedding_reduced(self) -> float:
+        """Bytes of the embedding's gradient while it is reduced, in the last moment of backward."""
+        return self.embedding_weights * (self.reduced_bytes if self._copies_gradients else self.compute)
+
+    @property
+    def head_gradients(self) -> float:
+        return 0.0 if self.tied else self.stored_bytes * self.embedding_weights / self.shards
+
+    @property
+    def accumulates(self) -> bool:
+        """True if a step has several forward passes."""
+        training, replicas = self.config.training, self.config.parallelism.data_parallel_replicate_degree
+        return training.global_batch_size > training.local_batch_size * replicas * self.dp_shard
+
+    @property
+    def pipeline_tail(self) -> float:
+        """Bytes that the reduction of a pipeline rank's first unit adds, after its gathered parameters are freed."""
+        weights = self.embedding_weights if self.has_embedding else self.block_weights
+        return (self.reduced_bytes - self.compute) * weights * self._copies_gradients
+
+    # Activations
+
+    @cached_property
+    def block_activations(self) -> float:
+        """Bytes that autograd stores of the largest block without recompute."""
+        return max((self._activations(layer) for layer in self.layers), default=0.0)
+
+    @cached_property
+    def block_stored(self) -> float:
+        return max((self._stored(layer) for layer in self.layers), default=0.0)
+
+    @cached_property
+    def stored(self) -> float:
+        """Bytes stored for all microbatches in flight, between their forward and backward."""
+        if not self.in_pipeline:
+            return sum(self._stored(layer) + self._resident_experts(layer) for layer in self.layers)
+        options = self.config.parallelism
+        microbatches = batch_rows(self.config) // microbatch_rows(self.config)
+        merged = self.config.activation_checkpoint.mode != "none" or self.config.compile.enable
+        schedule = options.pipeline_parallel_schedule
+        count = in_flight(schedule, self.rank, self.pp, microbatches, self.chunks, merged)
+        of_chunk = sum(map(self._stored, self.layers)) / self.chunks + self.hidden + self._rotation
+        return count * of_chunk
+
+    @property
+    def _rotation(self) -> float:
+        return 4 * self.tokens * getattr(self.args, "qk_rope_head_dim", getattr(self.args, "head_dim", 0))
+
+    def _stored(self, layer: int) -> float:
+        recompute = self.config.activation_checkpoint
+        place = next(stage.index(layer) for stage in self.stages if layer in stage)
+        if recompute.mode in ("none", "memory_budget"):
+            return self._activations(layer)
+        if recompute.mode == "selective" and recompute.selective_ac_option == "op":
+            return self._products(layer)
+        every = int(recompute.selective_ac_option) if recompute.mode == "selective" else 1
+        return self.hidden if place % every == 0 else self._activations(layer)
+
+    def _attention(self, layer: int) -> float:
+        """Return what the backward of attention needs of a layer, from its first product to the input of its last."""
+        args, b, inside = self.args, self.compute, self.tokens
+        heads, kv_heads = args.n_heads / self.tp, args.num_kv_heads / self.tp
+        if hasattr(args, "kv_lora_rank"):
+            latent = 2 * args.kv_lora_rank + args.qk_rope_head_dim + 2 * (args.q_lora_rank or 0)
+            return inside * (b * (latent + heads * (self._latent_keys + args.v_head_dim)) + 4 * heads)
+        features = args.head_dim * (2 * heads + 2 * kv_heads)
+        if "attention.q_norm.weight" in args.block_others(layer):
+            features += (args.head_dim + 4 / b) * (heads + kv_heads)
+        if self.cp > 1:  # the result in another order, and the keys and values of all ranks
+            gathered = self.cp - 1 if self.gathers_keys else 0
+            features += args.head_dim * (heads + 2 * kv_heads * gathered)
+        return inside * (b * features + 4 * heads)
+
+    @property
+    def _latent_keys(self) -> float:
+        """Features of a head's queries, keys, and keys and values before they are rotated, of latent attention."""
+        return 2 * self.args.qk_head_dim + self.args.qk_nope_head_dim + self.args.v_head_dim
+
+    def _activations(self, layer: int) -> float:
+        """Return what autograd stores of a layer without recompute."""
+        width, b = self.args.dim, self.compute
+        norms = self.local_tokens * (2 * b * width + 8) + self.tokens * b * width
+        return norms + self._attention(layer) + self._feed_forward(layer)
+
+    def _feed_forward(self, layer: int) -> float:
+        args, b = self.args, self.compute
+        linears = args.block_linears(layer)
+        if STACK not in linears:
+            copies = 4 if "feed_forward.w3" in linears else 2
+            return b * self.tokens * (args.dim + copies * linears["feed_forward.w1"][0] / self.tp)
+        rows, local = self.local_tokens * args.top_k, self.local_tokens
+        routed = rows * (b * (args.dim + 4 * args.expert_dim) + 4 * args.dim)  # combined in float32
+        shared = b * local * (args.dim + 4 * args.n_shared_experts * args.expert_dim) * (args.n_shared_experts > 0)
+        return routed + shared + local * (4 * args.dim + 10 * args.n_experts)
+
+    def _products(self, layer: int) -> float:
+        """Return what selective recompute by operator stores: results of products, attention and collectives."""
+        args, b, inside, outside = self.args, self.compute, self.tokens, self.local_tokens
+        heads, kv_heads = args.n_heads / self.tp, args.num_kv_heads / self.tp
+        linears = args.block_linears(layer)
+        stored = outside * b * args.dim + inside * (2 * b * args.dim + 4 * heads)
+        if self.tp > 1:
+            stored += inside * 2 * b * args.dim + outside * 2 * b * args.dim
+        if hasattr(args, "kv_lora_rank"):
+            latent = args.kv_lora_rank + args.qk_rope_head_dim + (args.q_lora_rank or 0)
+            unfolded = args.qk_nope_head_dim + 2 * args.v_head_dim
+            stored += inside * b * (latent + heads * (args.qk_head_dim + unfolded))
+        else:
+            gathered = self.cp if self.cp > 1 and self.gathers_keys else 0
+            stored += inside * b * args.head_dim * (2 * heads + 2 * kv_heads * (1 + gathered))
+        if STACK in linears:
+            exchanged = 2 * args.dim * (self.ep > 1)
+            rows = outside * args.top_k
+            return stored + rows * b * (2 * args.expert_dim + args.dim + exchanged) + 4 * outside * args.n_experts
+        width = linears["feed_forward.w1"][0] / self.tp
+        return stored + inside * b * width * (2 if "feed_forward.w3" in linears else 1)
+
+    @cached_property
+    def recomputed(self) -> float:
+        """Bytes that the backward of a block adds to what its forward has stored, at their peak."""
+        layer = max(self.layers, key=self._activations)
+        args, b, linears = self.args, self.compute, self.args.block_linears(layer)
+        extra = self.block_activations - self.block_stored
+        if STACK in linears:
+            return extra + 4 * args.dim * (self.local_tokens * args.top_k + self.local_tokens)
+        width = linears["feed_forward.w1"][0] / self.tp
+        entering = 2 * b * args.dim * self.tokens if self.tp > 1 else 0.0
+        gated = b * (2 * width * self.tokens + width * args.dim)
+        products = sum(self._local_weights(layer)) * b
+        heads = args.n_heads * getattr(args, "head_dim", 0) / self.tp
+        attention = products - self._feed_forward(layer) + self.tokens * (b * 3 + 16 * (self.cp > 1)) * heads
+        return max(extra + max(entering, gated, attention), products + self.hidden - self.block_stored)
+
+    # Loss
+
+    @property
+    def head_inputs(self) -> float:
+        """Bytes of the last hidden states: before the norm, and after it for the head."""
+        return self.hidden + self.compute * self.args.dim * self.tokens
+
+    @cached_property
+    def logits_width(self) -> int:
+        """Logits of a token on this rank."""
+        return self.args.vocab_size // (1 if self.config.parallelism.disable_loss_parallel else self.tp)
+
+    @cached_property
+    def loss_chunks(self) -> int:
+        rows_of_chunk = max(1, CHUNK_BYTES // (4 * self.logits_width))
+        return self.config.training.loss_chunks or max(1, -(-self.tokens // rows_of_chunk))
+
+    @cached_property
+    def loss_peak(self) -> float:
+        """Bytes of logits, probabilities and gradients of the last chunk, after the gradients of those before it.
+
+        Each logit exists in the type of the computation and as a probability in float32. In forward its float32 copy
+        is a third one; with a split vocabulary backward makes two more copies in float32.
+        """
+        rows = math.ceil(self.tokens / self.loss_chunks)
+        copies = 3 if self.logits_width < self.args.vocab_size else 2
+        logits = rows * self.logits_width * (copies * 4 + self.compute)
+        if self.loss_chunks == 1:
+            return logits
+        hidden = self.compute * self.args.dim
+        forward = logits + hidden * (self.tokens - rows)
+        backward = self.compute * self.embedding_weights + 2 * hidden * self.tokens  # gradients in that type
+        return 4 * self.embedding_weights + max(forward, backward)
