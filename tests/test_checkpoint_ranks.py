@@ -16,6 +16,7 @@ from tests.support.pool import RankFailed, run_ranks
 from torchtitan.checkpoint import (
     CheckpointError,
     folders,
+    hashed_files,
     layout,
     load_model_for_inference,
     saving,
@@ -156,7 +157,7 @@ POINTS = [
     (1, DefaultSavePlanner, "finish_plan"),
     (1, FileSystemWriter, "write_data"),
     (0, FileSystemWriter, "finish"),
-    (1, layout, "sha256_of"),
+    (1, hashed_files, "sha256_of"),
     (0, folders, "write_file"),
     (0, folders, "publish"),
 ]
@@ -319,7 +320,7 @@ KILLS = [
     (0, folders, "create_temporary"),
     (1, storage, "write_tensors"),
     (0, storage, "write_tensors"),
-    (1, layout, "sha256_of"),
+    (1, hashed_files, "sha256_of"),
     (0, saving, "_commit"),
     (0, folders, "write_file"),
     (0, layout, "manifest_text"),

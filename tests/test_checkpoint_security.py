@@ -23,6 +23,7 @@ from torchtitan.checkpoint import (
     safe_unpickle,
     storage,
 )
+from torchtitan.checkpoint.hashed_files import sha256_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -52,7 +53,7 @@ def seal(folder: Path) -> None:
     """Make the manifest agree with the changed files, as an attacker would."""
     manifest = layout.read_manifest(folder)
     files = {
-        path.name: layout.FileEntry(path.stat().st_size, layout.sha256_of(path))
+        path.name: layout.FileEntry(path.stat().st_size, sha256_of(path))
         for path in folder.iterdir()
         if path.name != layout.MANIFEST
     }

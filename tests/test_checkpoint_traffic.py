@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from tests.support.checkpoint_job import Job, TinyModel, rank
 from tests.support.pool import run_ranks
 from torchtitan.checkpoint import CheckpointError, agreement, layout, storage
+from torchtitan.checkpoint.hashed_files import sha256_of
 from torchtitan.process import distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -178,7 +179,7 @@ def seal(folder: Path) -> None:
     """Make the manifest list the current files."""
     manifest = layout.read_manifest(folder)
     names = [name for name in manifest.files if (folder / name).exists()]
-    entries = {n: layout.FileEntry((folder / n).stat().st_size, layout.sha256_of(folder / n)) for n in names}
+    entries = {n: layout.FileEntry((folder / n).stat().st_size, sha256_of(folder / n)) for n in names}
     manifest.files.clear()
     manifest.files.update(entries)
     (folder / "manifest.json").write_text(layout.manifest_text(manifest))

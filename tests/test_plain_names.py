@@ -16,7 +16,7 @@ UNCLEAR_NAMES = {
     "ahead", "alone", "apart", "asked", "away", "bad", "behind", "beside", "counted", "each", "everybody", "found",
     "given", "gone", "here", "hides", "how", "kept", "known", "lacking", "learned", "leaves", "left", "made", "makes",
     "marked", "meant", "meet", "mine", "named", "nobody", "others", "own", "reads", "rest", "said", "seen", "sees",
-    "so", "somebody", "such", "taken", "tell", "theirs", "there", "together", "told", "wanted", "went", "what", "who",
+    "so", "somebody", "such", "taken", "theirs", "there", "together", "told", "wanted", "went", "what", "who",
     "whole", "whose", "why", "word", "words", "written",
 }
 # fmt: on

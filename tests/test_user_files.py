@@ -267,7 +267,7 @@ CHECKED = {
 OWN_FILES = {
     "core/files.py": "the one function",
     "checkpoint/folders.py": "writes, and syncs its files",
-    "checkpoint/layout.py": "forget, for a file that was just written",
+    "checkpoint/hashed_files.py": "writes",
     "cli.py": "/dev/null",
     "commands/bench.py": "writes; the log of a job that it has started",
     "commands/plot.py": "a picture that it has drawn",

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from torchtitan.checkpoint.hashed_files import sha256_of
 from torchtitan.checkpoint.layout import (
     MANIFEST,
     METADATA,
@@ -20,7 +21,6 @@ from torchtitan.checkpoint.layout import (
     read_manifest,
     read_state,
     resolve,
-    sha256_of,
     step_folders,
     step_of,
 )

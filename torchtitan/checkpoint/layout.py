@@ -2,7 +2,7 @@
 that it reads.
 
 checkpoint/step-00000500/      published by one rename, never written again
-    __0_0.distcp ...           tensors, by torch.distributed.checkpoint, one file per rank
+    __0_0.distcp ...           tensors, by torch.distributed.checkpoint, up to four files per rank
     .metadata                  index of the tensors in these files
     state.json                 everything that is not a tensor
     rank_0.json ...            large state that only the same rank needs
@@ -13,10 +13,9 @@ checkpoint/.aside-NAME-NONCE/  was in the way of a save: kept for the user to in
 
 import hashlib
 import json
-import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -24,8 +23,9 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from torchtitan.checkpoint.hashed_files import hash_files
 from torchtitan.core.errors import JobError
-from torchtitan.core.files import FileError, open_file, read_file
+from torchtitan.core.files import FileError, read_file
 from torchtitan.core.progress_bar import progress_bar
 
 FORMAT = 1
@@ -39,7 +39,6 @@ SEPARATE_STATE = ("rng",)
 _STEP = re.compile(r"step-([0-9]{8,})")
 _FILE = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 _STRICT = ConfigDict(extra="forbid", strict=True)
-_HASH_BLOCK = 1 << 20
 LARGEST_TEXT = 1 << 30
 """Largest manifest or state in bytes; the state of 100,000 ranks is half of it."""
 
@@ -162,17 +161,8 @@ def damaged_files(folder: Path, manifest: Manifest, names: Collection[str], bar:
     """Return the files that differ in content from what was written. `bar` shows a progress bar where a user waits."""
     size = sum(manifest.files[name].size for name in names)
     with progress_bar(f"checking {folder.name}", size, shown=bar) as progress:
-        return [name for name in names if sha256_of(folder / name, progress.update) != manifest.files[name].sha256]
-
-
-def drop_page_cache(path: Path) -> None:
-    """Drop a file's pages from the page cache, where the system can, so that the next read comes from the disk."""
-    if hasattr(os, "posix_fadvise"):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+        digests = hash_files([folder / name for name in names], progress.update)
+    return [name for name, digest in zip(names, digests, strict=True) if digest != manifest.files[name].sha256]
 
 
 def resolve(path: Path) -> Path:
@@ -271,16 +261,6 @@ def read_bytes(path: Path, most: int = LARGEST_TEXT) -> bytes:
         return read_file(path, most, follow_links=False)
     except FileError as error:
         raise CheckpointError(f"{path.name} {error.reason}") from None
-
-
-def sha256_of(path: Path, report: Callable[[int], object] = int) -> str:
-    """Return the SHA-256 digest of a file. `report` is called with the size of every block read."""
-    digest, buffer = hashlib.sha256(), bytearray(_HASH_BLOCK)
-    with open_file(path) as file:
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-            report(count)
-    return digest.hexdigest()
 
 
 def _body_digest(body: dict[str, Any]) -> str:

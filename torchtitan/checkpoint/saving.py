@@ -27,6 +27,7 @@ from torch import nn
 from torchtitan.checkpoint import folders, layout, storage, tensors
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.checkpoint.folders import Metric, best_of
+from torchtitan.checkpoint.hashed_files import hash_files, sha256_of
 from torchtitan.checkpoint.layout import MANIFEST, MODEL, STATE, CheckpointError, FileEntry, Manifest, TensorEntry
 from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.core.errors import format_bytes
@@ -220,24 +221,23 @@ def _unfit(folder: Path, snapshot: Snapshot) -> str | None:
 def _write(snapshot: Snapshot, temporary: Path, peers: Peers) -> tuple[_Share, dict[str, TensorEntry]]:
     """Write this rank's files. Return its share, and the tensors in all ranks' files."""
     keep_plan = snapshot.kind == "full"
-    entries = storage.write_tensors(temporary, snapshot.tensors, snapshot.staged, peers, keep_plan)
-    names = storage.files_of_rank(temporary, peers.rank)
+    entries, files = storage.write_tensors(temporary, snapshot.tensors, snapshot.staged, peers, keep_plan)
     separate = {key: value for key, value in snapshot.rank.items() if key in layout.SEPARATE_STATE}
     if separate:
-        names.append(layout.rank_state_name(peers.rank))
-        folders.write_file(temporary / names[-1], layout.dump_json(separate))
+        name = layout.rank_state_name(peers.rank)
+        folders.write_file(temporary / name, layout.dump_json(separate))
+        files[name] = _entry(temporary / name)
     shared = {key: value for key, value in snapshot.rank.items() if key not in separate}
-    files = {name: _entry(temporary / name) for name in names}
     share = _Share(files, shared, snapshot.optimizer_values)
     layout.dump_json(asdict(share))  # a value that is not JSON-able fails here, on all ranks together
     return share, entries
 
 
 def _read_back(temporary: Path, share: _Share) -> None:
-    """Compare the content on disk with what was written."""
-    for name, entry in share.files.items():
-        layout.drop_page_cache(temporary / name)
-        if _entry(temporary / name) != entry:
+    """Compare the content on the disk with the bytes that were handed to the system."""
+    digests = hash_files([temporary / name for name in share.files], from_disk=True)
+    for (name, entry), digest in zip(share.files.items(), digests, strict=True):
+        if digest != entry.sha256:
             raise CheckpointError(f"{name} is read back with other content than was written: the disk is not sound")
 
 
@@ -283,7 +283,7 @@ def versions() -> dict[str, str]:
 
 
 def _entry(path: Path) -> FileEntry:
-    return FileEntry(path.stat().st_size, layout.sha256_of(path))
+    return FileEntry(path.stat().st_size, sha256_of(path))
 
 
 # Deleting old checkpoints

@@ -9,10 +9,14 @@ replaces this for the groups of `Peers`; other users of DCP in the process keep 
 plain fields, because rank 0 reads millions of them in a large run, and generic encoding would take minutes.
 """
 
+import io
 import json
+import os
+import queue
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -43,10 +47,12 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.futures import Future
 
 from torchtitan.checkpoint import safe_unpickle
 from torchtitan.checkpoint.agreement import Peers, describe
-from torchtitan.checkpoint.layout import METADATA, CheckpointError, Manifest, TensorEntry, read_bytes
+from torchtitan.checkpoint.hashed_files import PARALLEL_FILES, HashedFile
+from torchtitan.checkpoint.layout import METADATA, CheckpointError, FileEntry, Manifest, TensorEntry, read_bytes
 from torchtitan.core.initialization import local_part
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.process import distributed
@@ -55,23 +61,27 @@ from torchtitan.process import distributed
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 Tensors = dict[str, torch.Tensor]
+SMALLEST_PART = 64 << 20
+"""Smallest share in bytes of each of a rank's files, if it writes several."""
 
 
 def write_tensors(
     folder: Path, tensors: Tensors, staged: Mapping[str, torch.Tensor], peers: Peers, keep_plan: bool = False
-) -> dict[str, TensorEntry]:
-    """Write every rank's share, synced to disk. Return the names, dtypes and global shapes of all ranks' tensors.
+) -> tuple[dict[str, TensorEntry], dict[str, FileEntry]]:
+    """Write every rank's share, synced to disk. Return the names, dtypes and global shapes of all ranks' tensors, and
+    this rank's files.
 
     If a name is in `staged`, that copy of this rank's part is written instead of the live tensor. `keep_plan`: cache
     the plan for the next save of these peers, which then only confirm that nothing has changed. The tensors must keep
     their dtypes. If a save fails, all ranks must call `forget_plans`, because otherwise their plans could differ.
     """
-    writer = filesystem.FileSystemWriter(
+    writer = _ParallelWriter(
         folder,
         overwrite=False,
         # copying ahead from a GPU would open a context on GPU 0 in the background thread of every rank
         per_thread_copy_ahead=0 if staged else 10_000_000,
     )
+    writer.max_files = PARALLEL_FILES if staged or all(t.device.type == "cpu" for t in tensors.values()) else 1
     with translated_errors():
         saved = dcp.save(
             tensors,
@@ -83,7 +93,72 @@ def write_tensors(
     entries = _entries(saved)
     if missing := sorted(tensors.keys() - entries.keys()):
         raise CheckpointError(f"{missing[0]} was planned to be written and was not; nothing is published")
-    return entries
+    return entries, writer.fs.entries
+
+
+class _HashedFiles(filesystem.FileSystem):
+    """The files that DCP writes on this rank. `entries`: size and checksum of each complete one, by its name."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, FileEntry] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        assert mode == "wb", mode
+        with HashedFile(Path(path)) as file:
+            yield cast(io.IOBase, file)
+        self.entries[Path(path).name] = FileEntry(file.size, file.sha256)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.entries[Path(new_path).name] = self.entries.pop(Path(path).name)
+
+
+class _ParallelWriter(filesystem.FileSystemWriter):
+    """Writes large shares to several files at a time.
+
+    torch's own threads would lose the error of a file, and with it tensors that the index lists.
+    """
+
+    max_files = 1
+    """Of a device's live tensors only one: the threads would open a context on GPU 0."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        super().__init__(folder, sync_files=False, **options)  # HashedFile syncs them
+        self.fs: _HashedFiles = _HashedFiles()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        size = sum(map(filesystem._item_size, plan.items))
+        self.thread_count = max(1, min(self.max_files, size // SMALLEST_PART))
+        return super().write_data(plan, planner)
+
+    def _write_data(
+        self, planner: SavePlanner, file_queue: "queue.Queue[tuple[Path, str, list[WriteItem]]]"
+    ) -> Future[list[WriteResult]]:
+        results: queue.Queue[list[WriteResult]] = queue.Queue()
+
+        def write_files() -> None:
+            filesystem._write_files_from_queue(
+                self.fs.create_stream,
+                file_queue,
+                results,
+                planner,
+                self.transforms,
+                self.per_thread_copy_ahead,
+                self.sync_files,
+                self.thread_count,
+                self.serialization_format,
+            )
+
+        if self.thread_count == 1:
+            write_files()  # in the thread that has this rank's GPU
+        else:
+            with ThreadPoolExecutor(self.thread_count) as pool:
+                for task in [pool.submit(write_files) for _ in range(self.thread_count)]:
+                    task.result()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([result for part in results.queue for result in part])
+        return future
 
 
 def forget_plans(peers: Peers) -> None:
@@ -96,12 +171,6 @@ def forget_plans(peers: Peers) -> None:
         SavePlanner._cached_metadata,
     ):
         cache.pop(peers.name, None)
-
-
-def files_of_rank(folder: Path, rank: int) -> list[str]:
-    """Return the names of the files that `write_tensors` wrote on this rank."""
-    names = [path.name for path in folder.glob(f"__{rank}_*{filesystem.DEFAULT_SUFFIX}")]
-    return sorted(names) + ([METADATA] if rank == 0 else [])
 
 
 def read_tensors(folder: Path, index: metadata.Metadata, tensors: Tensors, peers: Peers) -> None:
