@@ -29,6 +29,7 @@ class Combination:
     accumulation: int = 1
     recompute: str = "none"  # none, full, op, 2 (every 2nd layer), memory_budget
     compile: str = "no"  # no, block, model
+    float8: str = "none"  # none, tensorwise, rowwise: type of the products in linears
     precision: str = "float64"  # float64, float32 (one row a layout), bfloat16 (mixed)
     loss_chunks: int = 1
     reshard: bool = True
@@ -138,7 +139,7 @@ OFFLOADED = ("FSDP 2 x TP 2", "FSDP 2 x CP 2")
 def table() -> list[Combination]:
     """Return all rows of the table."""
     rows = data_parallel() + tensor_and_context_parallel() + pipelines() + experts() + eight_ranks() + adapters()
-    rows += gpt2() + roberta() + neurocache() + embedding_noise() + rope_scaling() + group_attention()
+    rows += float8() + gpt2() + roberta() + neurocache() + embedding_noise() + rope_scaling() + group_attention()
     return once_in_float32(dict.fromkeys(row if row.pp > 1 else replace(row, microbatch_size=2) for row in rows))
 
 
@@ -548,6 +549,38 @@ def group_attention() -> list[Combination]:
     rows += [Combination(**COMPOSED["CP 2"], **exact, document_mask=True, balance=balance) for balance in (True, False)]
     rows += [Combination(**COMPOSED["PP 2"], **exact, schedule=s) for s in ("1F1B", "ZBVZeroBubble")]
     rows += [Combination(**LAYOUTS["FSDP 2"], groups=True, compile="block", adapter="lora")]
+    return rows
+
+
+def float8() -> list[Combination]:
+    """Rows with linears that multiply in float8; weights are gathered in float8 too with one scale."""
+    rows = []
+    for recipe in ("tensorwise", "rowwise"):
+        exact = dict(float8=recipe, microbatch_size=1)
+        rows += [Combination(**LAYOUTS["FSDP 2"], **exact, accumulation=2, recompute="full")]
+        rows += [Combination(**COMPOSED[name], **exact) for name in ("TP 2", "CP 2", "FSDP 2 x TP 2", "PP 2 x FSDP 2")]
+        rows += [Combination(**COMPOSED["PP 2"], **exact, schedule="ZBVZeroBubble")]
+        for layout in (LAYOUTS["FSDP 2"], COMPOSED["TP 2"]):
+            rows += [Combination(**layout, float8=recipe, precision="bfloat16")]
+    one_scale, scales = dict(float8="tensorwise"), dict(float8="rowwise")
+    rows += [Combination(**one_scale, recompute="op"), Combination(**scales, compile="block", recompute="op")]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **one_scale, compile="block")]
+    rows += [Combination(**COMPOSED["TP 2"], **scales, compile="block")]
+    rows += [Combination(**LAYOUTS[name], **one_scale, recompute="op") for name in ("DDP 2", "HSDP 2x2")]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **one_scale, reshard=False, prefetch=1, accumulation=2)]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **one_scale, cpu_offload=True)]
+    rows += [Combination(**LAYOUTS["FSDP 4"], **one_scale, second_shards=2)]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **one_scale, adapter="unfrozen")]
+    rows += [Combination(**COMPOSED["TP 2"], **one_scale, sequence_parallel=False, model="gpt2")]
+    rows += [Combination(**COMPOSED["TP 2"], **scales, model="qwen3", recompute="op")]
+    rows += [Combination(**COMPOSED["CP 2 x TP 2"], **scales), Combination(**one_scale, precision="bfloat16")]
+    rows += [Combination(**COMPOSED["PP 2"], **one_scale, schedule=s, recompute="full") for s in ("1F1B", "DualPipeV")]
+    rows += [Combination(**COMPOSED["PP 2 x TP 2"], **one_scale)]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **scales, model="opt")]
+    rows += [Combination(**EXPERT_LAYOUTS[name], **one_scale, model="deepseek") for name in ("FSDP 2", "TP 2")]
+    rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], **scales, model="qwen3_moe")]
+    overlap = dict(schedule="DualPipeV", overlap=True, model="deepseek")
+    rows += [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **one_scale, **overlap)]
     return rows
 
 

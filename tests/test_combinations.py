@@ -23,6 +23,7 @@ from torchtitan.losses.tasks import TASKS
 from torchtitan.models import SIZES
 from torchtitan.models.attention import use_shifted_groups
 from torchtitan.models.dropout import add_embedding_noise, record_lengths, token_keys
+from torchtitan.models.float8 import use_float8
 from torchtitan.models.sizes import RopeScaling
 from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms.parallel_dims import ParallelDims
@@ -38,6 +39,9 @@ TOLERANCE = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 5e-2}
 # An integer of 8 bits changes a number by at most 1/127.5 of the largest of its block, twice as much as bfloat16, but
 # once a pass. One of 4 bits changes a summand by 1/7.5, and a rank's summand may be larger than the sum.
 QUANTIZED = {8: 5e-2, 4: 2 / 7.5}
+# With float8 magnitudes below 2^-13 of an operand's largest are rounded by up to 2^-17 of it, 8e-6, depending on which
+# rows a rank holds. In bfloat16 numbers next to the border of two float8 numbers, 2^-4 apart, round to either.
+FLOAT8_TOLERANCE = {"float64": 2e-5, "bfloat16": 2e-1}
 SAMPLES, SEQ_LEN = 8, 24
 FAMILIES = {**MODELS, **other_families.MODELS}
 MICRO_SIZE = dict(dim=48, n_heads=4, vocab_size=104)
@@ -87,7 +91,10 @@ def build_adapted(row: Combination) -> tuple[torch.nn.Module, ParallelPlan, Adap
         use_shifted_groups(model, 8)
     plan = FAMILIES[row.model].plan
     plan = add_embedding_noise(model, plan, 5.0) if row.noise else plan
-    return model, *installed(row.adapter, model, plan)
+    plan, adapter = installed(row.adapter, model, plan)
+    if row.float8 != "none":
+        use_float8(model, plan, row.float8, exclude=(), use_kernel=False)
+    return model, plan, adapter
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -256,7 +263,9 @@ def build_with_initial_weights(row: Combination) -> torch.nn.Module:
 
 def tolerance_of(row: Combination) -> float:
     """Return the largest difference from one device, relative to the loss or to a gradient's largest entry."""
-    return QUANTIZED[row.reduce_bits or 8] if row.reduce_bits or row.gather_int8 else TOLERANCE[row.precision]
+    if row.reduce_bits or row.gather_int8:
+        return QUANTIZED[row.reduce_bits or 8]
+    return (TOLERANCE if row.float8 == "none" else FLOAT8_TOLERANCE)[row.precision]
 
 
 @cache
@@ -289,7 +298,7 @@ def plain_twin(row: Combination) -> Combination:
     """Return the row on one device, without the options that must not change the result."""
     exact = "float32" if row.precision == "bfloat16" else row.precision
     options = dict(document_mask=row.document_mask, multi_token_prediction=row.multi_token_prediction, model=row.model)
-    options |= dict(task=row.task, noise=row.noise, rope=row.rope, groups=row.groups)
+    options |= dict(float8=row.float8, task=row.task, noise=row.noise, rope=row.rope, groups=row.groups)
     options |= dict(accumulation=row.accumulation) if row.remembers else {}
     return Combination(precision=exact, pp=row.pp, adapter=row.adapter, **options)
 

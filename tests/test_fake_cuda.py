@@ -93,6 +93,25 @@ def test_unpacking_a_matrix_takes_few_kernels_and_bytes(card, kind):
     assert 2 * 3 * 2 * MATRICES < size <= 24 * 3 * 2 * MATRICES
 
 
+@pytest.mark.parametrize(("recipe", "gradients"), [("tensorwise", 1), ("rowwise", 2)])
+def test_products_in_float8_take_few_kernels_and_bytes(card, recipe, gradients):
+    """A linear rounds weight and input for forward and for backward, and the gradient once, or by rows and by columns.
+
+    Each time it is read twice, in bfloat16. The kernels of the products check their layouts.
+    """
+    argv = ["--job.config_file=train_configs/llama3_8b.toml", *SMALL, "--model.overrides={n_layers = 2}"]
+    argv += ["--activation_checkpoint.mode=none", "--training.local_batch_size=1", "--training.seq_len=4096"]
+    costs = ask_card(card, "costs", 0, 1, *argv, f"--training.float8={recipe}")
+    assert costs["host_waits"] == {}
+    kernels, size = costs["kernels"], costs["bytes"]
+    times = 4 + gradients
+    assert kernels["float8.py:quantize"] == kernels["float8.py:_rounded"] == times * 7 * 2
+    assert kernels["float8.py:product"] == (3 + 3) * 7 * 2  # and copies of transposed operands
+    elements = 2 * (2 * MATRICES + 2 * 4096 * (6 * 4096 + 14336) + gradients * 4096 * (3 * 4096 + 2 * 1024 + 2 * 14336))
+    assert size["float8.py:quantize"] == pytest.approx(2 * elements, rel=1e-2)
+    assert size["float8.py:_rounded"] == pytest.approx(3 * elements, rel=1e-2)
+
+
 def test_dropout_takes_few_kernels_and_bytes(card):
     """Of 12 bytes, forward and backward move 8 in bfloat16. Here forward runs twice, as layers are recomputed."""
     argv = ["--job.config_file=train_configs/sft_lora.toml", *SMALL, *ADAPTED, "--adapter.dropout=0.05"]

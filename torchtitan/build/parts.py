@@ -21,6 +21,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.cadence import Cadence, cadence_of
 from torchtitan.core.constraints import check_measured_saves
+from torchtitan.core.float8 import has_kernel
 from torchtitan.datasets.encoding import end_of_turn_ids
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.datasets.tokenizer.chat_templates import resolve_template
@@ -32,6 +33,7 @@ from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
 from torchtitan.models import CONFIG_CONVERTERS, resolve_sizes
 from torchtitan.models.attention import activate_flash_attention, use_shifted_groups
 from torchtitan.models.dropout import add_embedding_noise
+from torchtitan.models.float8 import use_float8
 from torchtitan.models.hf.save import build_extra_files, read_source
 from torchtitan.models.spec import MODELS, ModelSpec
 from torchtitan.optimizers.build import Optimizers, build_optimizers
@@ -255,6 +257,8 @@ def model(
     trained_by = installed if policy is None else policy.adapter
     if trained_by is not None and (frozen := base_weights.frozen_dtype(config)) is not None:
         trained_by.cast_frozen(built, DTYPES[frozen])
+    if (recipe := config.training.float8) != "none":
+        use_float8(built, patterns, recipe, config.training.float8_exclude, has_kernel(device.type))
     parallel = ParallelModel(
         built,
         mesh,

@@ -6,6 +6,9 @@ degrees of parallelism.
 
 from torchtitan.core.errors import JobError
 
+FLOAT8_MULTIPLE = 16
+"""Sides of matrices that a GPU multiplies in float8 are multiples of this."""
+
 
 class LimitError(JobError):
     """Options that contradict each other, by their names in the job."""

@@ -23,6 +23,7 @@ from torchtitan.core.tensor_storage import draw_stores
 from torchtitan.parallelisms.context_parallel import shard_sequence
 from torchtitan.parallelisms.data_parallel import fsdp_modules, set_last_microbatch
 from torchtitan.parallelisms.expert_balance import ExpertBalance, LoadBalancing
+from torchtitan.parallelisms.float8_gather import gather_in_float8
 from torchtitan.parallelisms.gradients import clip_gradients
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallelize import (
@@ -187,6 +188,8 @@ class ParallelModel:
             part.tied_names = tied  # checkpoints save a parameter with two names once
             with storage:
                 allocate(part, device, options.cpu_offload)
+            if options.gathers_float8:
+                gather_in_float8(part)
         self.adapter, self.seed = adapter, seed
         self.initialize() if init_weights else self._fill_with_nan()
         self.pipeline = None

@@ -55,6 +55,11 @@ class ParallelOptions:
     compile_scope: str = "block"
     compile_backend: str = "inductor"
 
+    @property
+    def gathers_float8(self) -> bool:
+        """Return True if FSDP may gather weights in float8, which it cannot from second shards or from the host."""
+        return isinstance(self.reshard_after_forward, bool) and not (self.cpu_offload or self.gather_int8)
+
 
 def parallelize(
     model: nn.Module,
@@ -132,6 +137,7 @@ SAVED_OPS = {
         torch.ops.aten.mm,
         torch.ops.aten.addmm,
         torch.ops.aten.bmm,
+        torch.ops.aten._scaled_mm,
         torch.ops.aten._scaled_dot_product_flash_attention,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
         torch.ops.aten._scaled_dot_product_efficient_attention,

@@ -33,6 +33,7 @@ from torchtitan.config.batch_shape import batch_rows, microbatch_rows
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.models.attention import AttentionKernel
+from torchtitan.models.float8 import Float8Linear
 from torchtitan.optimizers.build import Optimizers
 from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
 from torchtitan.parallelisms.sequence_layout import Tokens
@@ -241,12 +242,15 @@ def _count_state(live: LiveTensors, parts: list[nn.Module]) -> None:
 
 
 def _imitate(device: str, parts: list[nn.Module]) -> None:
-    """Let parts on the CPU use the attention of `device` and its chunks of the loss."""
+    """Let parts on the CPU use the attention and float8 products of `device`, and its chunks of the loss."""
     for part in parts:
         if part.loss is not None:
             part.loss.device_type = device
         if device == "cuda" and type(part.kernel) is AttentionKernel:
             part.set_attention_kernel(Flash(part.kernel.backend, part.kernel.causal, part.kernel.window))
+        for module in part.modules():
+            if isinstance(module, Float8Linear):
+                module.use_kernel = device == "cuda"
 
 
 def _rows_of_experts(config: JobConfig) -> int:

@@ -6,11 +6,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torchtitan.adapters import NONE
-from torchtitan.adapters.targets import target_linears, with_wildcards
+from torchtitan.adapters.targets import layer_of, target_linears, with_wildcards
 from torchtitan.config.options import Fault, show
 from torchtitan.config.sections.training import Optimizer
+from torchtitan.core.constraints import FLOAT8_MULTIPLE
 from torchtitan.lr_schedules import CYCLICAL, JAGGED, ScheduleError
-from torchtitan.models.sizes import HEAD, linears, split_side
+from torchtitan.models.sizes import HEAD, STACK, linears, split_side
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED
 from torchtitan.optimizers.state_sizes import HIDDEN, is_target_matrix, sides
@@ -104,6 +105,34 @@ def precision(facts: Facts) -> Iterator[Fault]:
     elif training.frozen_dtype == "bfloat16" and training.mixed_precision_param == "float32":
         reason = "frozen weights would be rounded and cast back in each step; set both, or leave it out"
         yield facts.fault(key, '"float32" with training.mixed_precision_param = "float32"', reason)
+
+
+def float8(facts: Facts) -> Iterator[Fault]:
+    training, key, excluded = facts.config.training, "training.float8", "training.float8_exclude"
+    if training.float8 == "none":
+        if training.float8_exclude:
+            yield facts.fault(excluded, 'unset with training.float8 = "none"', "set a recipe, or leave it out")
+        return
+    if training.dtype == training.mixed_precision_param == "float32":
+        reason = "operands are rounded to 8 bits, and a GPU returns products in bfloat16"
+        yield facts.fault(key, '"none" with training.mixed_precision_param = "float32"', reason)
+    if facts.config.adapter.kind != NONE:
+        reason = "an adapter multiplies its matrices in its own way"
+        yield facts.fault(key, f'"none" with adapter.kind = "{facts.config.adapter.kind}"', reason)
+    for name in ("gather", "reduce"):
+        if getattr(facts.config.parallelism, quantized := f"fsdp_quantized_{name}") != "none":
+            reason = "errors of the two would add up; tensorwise products have a gather in float8 of their own"
+            yield facts.fault(f"parallelism.{quantized}", '"none" with training.float8', reason)
+    layers = {} if facts.args is None else linears(facts.args)
+    inside = {name: sizes for name, sizes in layers.items() if layer_of(name) is not None and not name.endswith(STACK)}
+    for pattern in training.float8_exclude if inside else ():
+        if not any(fnmatchcase(name, pattern) for name in inside):
+            allowed = f"patterns that fit one of {', '.join(with_wildcards(inside))}"
+            yield facts.fault(excluded, allowed, "correct or drop it", value=show(pattern))
+    chosen = [sizes for name, sizes in inside.items() if not matches_any(name, training.float8_exclude)]
+    if inside and not any(outputs % FLOAT8_MULTIPLE == inputs % FLOAT8_MULTIPLE == 0 for outputs, inputs in chosen):
+        allowed = f"at least one linear with sides that are multiples of {FLOAT8_MULTIPLE}"
+        yield facts.fault(key, allowed, 'write "none": no linear of this model would multiply in float8')
 
 
 def recompute_and_compile(facts: Facts) -> Iterator[Fault]:
@@ -268,6 +297,7 @@ RULES: tuple[Rule, ...] = (
     optimizer_reaches_the_other_ranks,
     step_in_backward,
     precision,
+    float8,
     recompute_and_compile,
 )
 WITHOUT_EFFECT: tuple[Rule, ...] = ()

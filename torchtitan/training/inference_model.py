@@ -109,7 +109,10 @@ def _split_over(config: JobConfig, world_size: int) -> JobConfig:
         config,
         parallelism=degrees,
         training=dataclasses.replace(
-            config.training, mixed_precision_param=config.training.dtype, frozen_dtype=config.training.dtype
+            config.training,
+            mixed_precision_param=config.training.dtype,
+            frozen_dtype=config.training.dtype,
+            float8="none",
         ),
         activation_checkpoint=ActivationCheckpoint(mode="none"),
         compile=Compile(),

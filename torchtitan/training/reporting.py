@@ -17,6 +17,7 @@ from torchtitan.checkpoint import base_weights
 from torchtitan.config.batch_shape import notice, padding_multiple, sample_count
 from torchtitan.config.job import JobConfig, describe_sources, sources_of
 from torchtitan.core.files import FileError
+from torchtitan.core.float8 import has_kernel
 from torchtitan.core.progress_bar import DELAY_SECONDS, is_watched, progress_bar
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.launcher.run_folder import PLOT_FILE
@@ -26,6 +27,7 @@ from torchtitan.metrics.goodput import Goodput
 from torchtitan.metrics.logger import MetricsLogger
 from torchtitan.metrics.plot import draw_training_curve
 from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.process.distributed import device_type
 from torchtitan.process.heartbeat import Progress
 from torchtitan.process.ranks import Ranks, Restart, describe_environment
 
@@ -108,11 +110,15 @@ def describe_adapter_save(config: JobConfig) -> str:
 
 def describe_precision(config: JobConfig) -> str:
     compute = str(parts.parallel_options(config).param_dtype).removeprefix("torch.")
+    products, recipe = compute, config.training.float8
+    if recipe != "none":
+        imitated = "" if has_kernel(device_type()) else ", imitated: this device has no such products"
+        products += f" and float8 ({recipe}{imitated})"
     if compute == config.training.dtype:
-        return compute
+        return products
     frozen, reduce = base_weights.frozen_dtype(config), config.training.mixed_precision_reduce
     stored = config.training.dtype if frozen is None else f"{frozen} frozen and {config.training.dtype} trained"
-    return f"{compute} with {stored} parameters and {reduce} reduction"
+    return f"{products} with {stored} parameters and {reduce} reduction"
 
 
 def describe_quantized_messages(config: JobConfig) -> str:

@@ -119,6 +119,12 @@ class Training:
     frozen_dtype: Precision | None = None
     """Type of frozen weights, with an adapter or training.unfrozen. Unset: mixed_precision_param, with adapter.relora
     float32, as it adds to them; a resumed run keeps its type."""
+    float8: Literal["none", "tensorwise", "rowwise"] = "none"
+    """Multiply the linears of all blocks in float8, with one scale for an operand (tensorwise) or one for each row and
+    column (rowwise). Embedding, head, routers and stacks of experts stay in mixed_precision_param. Devices without such
+    products imitate them, which is slower than none."""
+    float8_exclude: list[str] = field(default_factory=list)
+    """Names of linears that do not multiply in float8; * matches anything, e.g. ["layers.0.*", "*.wk"]."""
     mixed_precision_reduce: Precision = "float32"
     """Data type of gradient reductions."""
     gc_freq: Positive = 50
