@@ -137,7 +137,8 @@ def test_advice_for_a_quoted_number_has_no_quotes(tmp_path, capsys):
     [
         (["--lr_scheduler.lr_min"], "where it has moved; write --lr_scheduler.min_lr_factor VALUE"),
         (["--lr_scheduler.lr_min=low"], "moved; write --lr_scheduler.min_lr_factor, a number >= 0 and <= 1"),
-        (["--training.enable_float8_linear"], "(training in float8 is not in this version); leave it out"),
+        (["--training.enable_float8_linear"], "moved; write --training.float8 VALUE"),
+        (["--float8.emulate"], "(the device and the recipe decide it); leave it out"),
         (["--checkpoint.enabel"], "allowed: a known option; did you mean checkpoint.enable?"),
         (["--checkpoint.no_enabel"], "allowed: a known option; did you mean checkpoint.no_enable?"),
     ],

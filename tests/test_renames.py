@@ -275,8 +275,30 @@ def test_translations(old, new, capsys, tmp_path):
             'model.norm_type: given "layernorm"; has no translation: norms are RMSNorm',
         ),
         (
-            "[training]\nenable_float8_linear = true",
-            "training.enable_float8_linear: given true; has no translation: training in float8 is not in this version",
+            "[model]\nconverters = ['float8']\n[float8]\nrecipe_name = 'rowwise_with_gw_hp'",
+            'float8.recipe_name: given "rowwise_with_gw_hp"; has no translation: training.float8 is one of tensorwise, '
+            "rowwise",
+        ),
+        (
+            "[float8]\nenable_float8_linear = true\nscaling_type_input = 'delayed'",
+            'float8.scaling_type_input: given "delayed"; has no translation: scales follow from the numbers of each '
+            "product",
+        ),
+        (
+            "[model]\nconverters = ['quantize.linear.float8']\n[quantize.linear.float8]\n"
+            "filter_fqns = ['auto_filter_small_kn']",
+            'quantize.linear.float8.filter_fqns: given ["auto_filter_small_kn"]; has no translation: list the linears '
+            "to leave out, in training.float8_exclude",
+        ),
+        (
+            "[model]\nconverters = ['float8']\n[float8]\nmoe_fqns_prototype = ['experts']",
+            'float8.moe_fqns_prototype: given ["experts"]; has no translation: stacks of experts stay in '
+            "training.mixed_precision_param",
+        ),
+        (
+            "[model]\nconverters = ['float8', 'mx']",
+            'model.converters: given ["mx"]; has no translation: training.float8 takes the place of float8; mx is not '
+            "in this version",
         ),
         (
             "[parallelism]\nexpert_tensor_parallel_degree = 2",
@@ -459,6 +481,32 @@ def test_overlap_is_translated_to_its_old_default(options, expected, capsys, tmp
     degrees = "[parallelism]\npipeline_parallel_degree = 2\nexpert_parallel_degree = 2\n"
     _, out, _ = upgrade(capsys, tmp_path, f"{model}{degrees}{options}")
     assert flatten(tomli.loads(out)).get(SINCE) is expected
+
+
+@pytest.mark.parametrize(
+    ("old", "recipe", "exclude", "same_head"),
+    [
+        ("[training]\nwarmup_steps = 2\nenable_float8_linear = true", "tensorwise", [], True),
+        ("[training]\nwarmup_steps = 2\nenable_float8_linear = false", "none", [], True),
+        ("[float8]\nenable_float8_linear = true\nscaling_type_input = 'dynamic'", "tensorwise", [], False),
+        ("[float8]\nrecipe_name = 'rowwise'\nfilter_fqns = ['attention.wk']", "none", [], True),
+        ("[model]\nconverters = 'float8'\n[float8]\nemulate = true\nfilter_fqns = ['output']", "tensorwise", [], True),
+        (
+            "[model]\nconverters = ['quantize.linear.float8']\n[quantize.linear.float8]\nrecipe_name = 'rowwise'\n"
+            "enable_fsdp_float8_all_gather = false\nfilter_fqns = ['attention.wk', 'output']",
+            "rowwise",
+            ["*attention.wk*"],
+            True,
+        ),
+    ],
+)
+def test_float8_keeps_its_meaning(old, recipe, exclude, same_head, capsys, tmp_path):
+    code, out, err = upgrade(capsys, tmp_path, old)
+    assert (code, err) == (0, [])
+    (tmp_path / "new.toml").write_text(out)
+    training = load(["--job.config_file=new.toml"]).training
+    assert (training.float8, training.float8_exclude) == (recipe, exclude)
+    assert ("the head multiplied in float8 too" in out) is not same_head
 
 
 # Eras, and messages about a translation

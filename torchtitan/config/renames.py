@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan.config.old_float8 import CONVERTERS
 from torchtitan.core.errors import JobError
 
 Values = dict[str, Any]
@@ -57,7 +58,10 @@ _schedule = _new_values(
     # classes that ran the schedule of a file; None: left out, since the file is enough
     **{"PipelineScheduleSingle": None, "PipelineScheduleMulti": None, "_PipelineScheduleRuntime": None},
 )
-_fp8 = "training in float8 is not in this version"
+_fp8 = "the device and the recipe decide it"
+_gathers = "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp"
+_fp8_gather = "tensorwise weights are gathered in float8, at the same results"
+_fp8_experts = "stacks of experts stay in training.mixed_precision_param"
 _mx = "mx formats are not in this version"
 _ft = "fault tolerance by torchft is not in this version"
 _plugin = "code named by a job file is not run"
@@ -79,6 +83,9 @@ MOVED: dict[str, Moved] = {
     "optimizer.fused": Moved("optimizer.implementation", _fused),
     "lr_scheduler.lr_min": Moved("lr_scheduler.min_lr_factor"),
     "training.warmup_steps": Moved("lr_scheduler.warmup_steps"),
+    **{f"{old}.enable_float8_linear": Moved("training.float8") for old in ("training", "float8")},
+    **{f"{old}.recipe_name": Moved("training.float8") for old in CONVERTERS},
+    **{f"{old}.filter_fqns": Moved("training.float8_exclude") for old in CONVERTERS},
     "training.batch_size": Moved("training.local_batch_size"),
     "training.compile": Moved("compile.enable"),
     "training.seed": Moved("debug.seed"),
@@ -118,31 +125,26 @@ GONE: dict[str, Removed] = {
     "model.use_flex_attn": Removed("model.attention_backend chooses the kernel that fits the mask", None),
     # norms that compute the same, by other kernels
     "model.norm_type": Removed("norms are RMSNorm", ("rmsnorm", "fused_rmsnorm", "compiled_rmsnorm")),
-    "model.converters": Removed("float8, mx and other conversions are not in this version", ([], "")),
+    "model.converters": Removed("training.float8 takes the place of float8; mx is not in this version", ([], "")),
     "model.print_after_conversion": Removed("there are no model converters", None),
-    "training.enable_float8_linear": Removed(_fp8, (False,)),
-    "float8.enable_float8_linear": Removed(_fp8, (False,)),
     # settings of the features that the switches above turn on
     **{
         f"{section}.{key}": Removed(reason, None)
         for section, reason, keys in (
-            ("training", _fp8, "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp"),
+            *((name, _fp8_gather, _gathers) for name in ("training", *CONVERTERS)),
             ("training", _fp8, "float8_scaling_type_input float8_scaling_type_weight float8_scaling_type_grad_output"),
-            ("float8", _fp8, "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp recipe_name"),
-            ("float8", _fp8, "scaling_type_input scaling_type_weight scaling_type_grad_output filter_fqns emulate"),
-            ("float8", _fp8, "force_recompute_fp8_weight_in_bwd moe_fqns_prototype moe_fqns"),
+            ("float8", _fp8, "scaling_type_input scaling_type_weight scaling_type_grad_output"),
+            ("float8", _fp8, "force_recompute_fp8_weight_in_bwd"),
+            ("float8", _fp8_experts, "moe_fqns_prototype moe_fqns"),
+            *((name, _fp8, "emulate") for name in CONVERTERS),
             ("mx", _mx, "moe_fqns"),
             ("mx", _mx, "use_fp8_dim1_cast_triton_kernel mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns"),
-            ("quantize.linear.float8", _fp8, "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp"),
-            ("quantize.linear.float8", _fp8, "recipe_name filter_fqns emulate"),
             ("quantize.linear.mx", _mx, "mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns"),
             # the names of September 2025
-            ("quantize.dense.float8", _fp8, "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp"),
-            ("quantize.dense.float8", _fp8, "recipe_name filter_fqns emulate"),
             ("quantize.dense.mx", _mx, "mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns"),
-            ("quantize.moe.float8", _fp8, "fqns"),
+            ("quantize.moe.float8", _fp8_experts, "fqns"),
             ("quantize.moe.mx", _mx, "recipe_name fqns"),
-            ("quantize.grouped_mm.float8", _fp8, "fqns"),
+            ("quantize.grouped_mm.float8", _fp8_experts, "fqns"),
             ("quantize.grouped_mm.mx", _mx, "recipe_name fqns"),
             ("fault_tolerance", _ft, "process_group process_group_timeout_ms replica_id group_size min_replica_size"),
             ("fault_tolerance", _ft, "semi_sync_method sync_steps should_quantize fragment_sync_delay"),

@@ -11,6 +11,7 @@ and numbers cannot express becomes a note, or the reason why there is no transla
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan.config.old_float8 import translate_float8
 from torchtitan.config.renames import VALUES, Removed, Values, renamed
 from torchtitan.core.errors import JobError
 
@@ -293,6 +294,7 @@ def _combined(old: Values, values: Values, result: Upgrade) -> Values:
         del values["validation.steps"]
         result.notes.append("left out, changed nothing: validation.steps (validation is off)")
     _overlap(values, result)
+    translate_float8(old, values, result.notes, result.stuck)
     return old
 
 
