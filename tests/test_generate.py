@@ -335,6 +335,13 @@ def test_single_tokens_in_bfloat16_do_without_onednn():
     torch.testing.assert_close(logits, expected, rtol=0, atol=0.02 * expected.abs().max().item())
 
 
+def test_a_model_for_inference_activates_the_jobs_flash_attention(run, monkeypatch):
+    calls, device = [], torch.device("cpu")
+    monkeypatch.setattr(inference_model, "activate_flash_attention", lambda *arguments: calls.append(arguments))
+    inference_model.load_model(*generate.find_checkpoint(run, None, ["--model.attention_backend=fa3"]), device)
+    assert calls == [("fa3", device)]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [False, True])
 def test_wide_matrices_in_float32_are_stored_by_columns(monkeypatch, tied):

@@ -15,6 +15,7 @@ from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.layers import RMSNorm, Rotary, SwiGLU, rotate
 from torchtitan.models.sizes import RopeScaling
 from torchtitan.parallelisms import attention_kernels
+from torchtitan.parallelisms.region_attention import RegionTable
 from torchtitan.parallelisms.sequence_layout import Tokens
 
 
@@ -127,7 +128,7 @@ def test_flex_attention_masks_the_same(causal, monkeypatch):
     q, k, v = (x.detach() for x in heads(torch.float32))
     flex, sdpa = AttentionKernel("flex", causal), AttentionKernel("sdpa", causal)
     masks = flex.prepare(Tokens(PLACES, DOCUMENTS)), sdpa.prepare(Tokens(PLACES, DOCUMENTS))
-    assert isinstance(masks[0], BlockMask) and isinstance(masks[1], torch.Tensor)
+    assert isinstance(masks[0], BlockMask) and isinstance(masks[1], RegionTable)
     with torch.no_grad():
         torch.testing.assert_close(flex(q, k, v, masks[0]), sdpa(q, k, v, masks[1]))
 
@@ -139,7 +140,7 @@ def test_without_documents_no_mask_is_made(backend):
     assert AttentionKernel(backend, causal=False).prepare(tokens) is None
     assert AttentionKernel(backend, causal=False).prepare(tokens, Tokens(torch.arange(14), None)) is None
     part, every = Tokens(PLACES + 2, None), Tokens(torch.arange(14), None)
-    mask = AttentionKernel(backend).prepare(part, every)
+    mask = AttentionKernel(backend).prepare(part, every).regions
     assert mask.tolist()[0] == [-1, 0, 7, 0, 9, 1] and not mask[1:].any(), "its queries are a part"
     dense_mask = AttentionKernel(backend).dense_mask(part, every)
     assert torch.equal(dense_mask[0, 0], torch.ones(14, 14, dtype=torch.bool).tril()[2:9])
@@ -177,9 +178,18 @@ def test_attention_computes_in_the_fastest_dtype(kernel_dtype, autocast, monkeyp
 
 def test_flash_attention_3_without_its_package_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # import raises ImportError
-    attention.activate_flash_attention("auto")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    attention.activate_flash_attention("auto", torch.device("cuda"))
+    attention.activate_flash_attention("fa3", torch.device("cpu"))
     with pytest.raises(JobError, match='given "fa3"; allowed: with the package flash_attn_interface.*write "auto"'):
-        attention.activate_flash_attention("fa3")
+        attention.activate_flash_attention("fa3", torch.device("cuda"))
+
+
+def test_flash_attention_3_on_another_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", lambda name: None)
+    with pytest.raises(JobError, match='this GPU has compute capability 10.0, not 9.0.*write "auto"'):
+        attention.activate_flash_attention("fa3", torch.device("cuda"))
 
 
 def test_an_unknown_backend_is_refused():

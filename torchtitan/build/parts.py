@@ -251,8 +251,7 @@ def model(
     and noise. It gets the types of the policy, so that equal weights give equal log-probabilities. `kwargs`
     (init_weights, storage): see `ParallelModel`.
     """
-    if device.type == "cuda":
-        activate_flash_attention(config.model.attention_backend)
+    activate_flash_attention(config.model.attention_backend, device)
     built, patterns, installed = adapted_model(config if policy is None else reference_job(config))
     trained_by = installed if policy is None else policy.adapter
     if trained_by is not None and (frozen := base_weights.frozen_dtype(config)) is not None:

@@ -14,10 +14,11 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.fused import compile_lazily
 from torchtitan.models.layers import RMSNorm, autocast_dtype, autocast_off, rotate
 from torchtitan.parallelisms.attention_kernels import fastest_cpu_dtype
-from torchtitan.parallelisms.region_attention import attend_by_regions, region_table
+from torchtitan.parallelisms.region_attention import RegionTable, attend_by_regions, region_table
 from torchtitan.parallelisms.sequence_layout import Tokens
 
 BACKENDS = ("auto", "sdpa", "flex", "fa3")
+Mask = torch.Tensor | BlockMask | RegionTable | None
 
 
 class AttentionKernel(nn.Module):
@@ -30,8 +31,8 @@ class AttentionKernel(nn.Module):
     sdpa: scaled_dot_product_attention, which picks the fastest kernel itself. flex: flex attention, which skips blocks
     that the mask empties. auto: flex for document masks or windows on a GPU (it has no backward on a CPU), else sdpa.
     Without such a mask all use sdpa, since there are no blocks to skip. fa3: auto, in a process that has called
-    `activate_flash_attention`. On a CPU documents and windows are slices
-    of the batch (parallelisms/region_attention.py) unless the backend is flex.
+    `activate_flash_attention`. On a CPU documents and windows are slices of the batch (region_attention.py) unless the
+    backend is flex.
     """
 
     accepts_query_slices, has_dropout = True, False
@@ -50,12 +51,12 @@ class AttentionKernel(nn.Module):
     def with_backend(self, backend: str) -> "AttentionKernel":
         return AttentionKernel(backend, self.causal, self.window)
 
-    def prepare(self, queries: Tokens, keys: Tokens | None = None) -> torch.Tensor | BlockMask | None:
+    def prepare(self, queries: Tokens, keys: Tokens | None = None) -> Mask:
         """Make the mask for `forward`, once per forward of the model.
 
-        Returns a BlockMask, the table of regions that `attend_by_regions` takes (int32), or a bool tensor
-        [B or 1, 1, Q, S], True where a query may attend. None means causal without further restrictions, or no
-        restriction at all if causal=False. `keys` default to the queries' tokens.
+        Returns a BlockMask, a RegionTable, or a bool tensor [B or 1, 1, Q, S], True where a query may attend. None
+        means causal without further restrictions, or no restriction at all if causal=False. `keys` default to the
+        queries' tokens.
         """
         same_tokens, keys = keys is None, keys or queries
         if queries.documents is None and not self.masks_tokens(len(keys.indices)) and (same_tokens or not self.causal):
@@ -64,9 +65,8 @@ class AttentionKernel(nn.Module):
             return self._block_mask(queries, keys)
         if not self.uses_regions(queries):
             return self.dense_mask(queries, keys)
-        return region_table(
-            self.segments(queries), queries.indices, self.segments(keys), keys.indices, self.causal, self.window
-        )
+        segments = self.segments(queries), queries.indices, self.segments(keys), keys.indices
+        return RegionTable(region_table(*segments, self.causal, self.window))
 
     def segments(self, tokens: Tokens) -> torch.Tensor:
         """Return the number of each token's segment, [B or 1, S]: tokens attend within their segment."""
@@ -112,9 +112,7 @@ class AttentionKernel(nn.Module):
         create = compile_lazily(create_block_mask) if device.type == "cuda" else create_block_mask
         return create(visible, batch, None, len(queries.indices), len(keys.indices), device=device)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | BlockMask | None
-    ) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
         """Attend with q [B, H, S, D], k [B, H / n, S, D] and v [B, H / n, S, V] -> [B, H, S, V].
 
         n query heads share a key/value head. Scores are scaled by 1 / sqrt(D). Values may be narrower than keys.
@@ -122,11 +120,11 @@ class AttentionKernel(nn.Module):
         if isinstance(mask, BlockMask):
             flex = flex_attention if torch.compiler.is_compiling() else compile_lazily(flex_attention)
             return flex(q, k, v, block_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
+        dtype = autocast_dtype(q.device.type) or q.dtype
+        if isinstance(mask, RegionTable):
+            return attend_by_regions(*(x.to(dtype) for x in (q, k, v)), mask.regions, self.window)[0]
         if q.device.type != "cpu":
             return self._sdpa(q, k, v, mask)
-        dtype = autocast_dtype("cpu") or q.dtype
-        if mask is not None and mask.dtype == torch.int32:
-            return attend_by_regions(*(x.to(dtype) for x in (q, k, v)), mask, self.window)[0]
         kernel_dtype = fastest_cpu_dtype(dtype, q.shape[-1], k.shape[2])
         with autocast_off("cpu"):
             return self._sdpa(*(x.to(kernel_dtype) for x in (q, k, v)), mask).to(dtype)
@@ -150,14 +148,17 @@ class AttentionKernel(nn.Module):
         return attend(v, mask)
 
 
-def activate_flash_attention(backend: str) -> None:
-    """Make FlashAttention 3 torch's flash kernel in this process if the backend is fa3.
+def activate_flash_attention(backend: str, device: torch.device) -> None:
+    """Make FlashAttention 3 torch's flash kernel in this process if the backend is fa3 and the device a GPU.
 
-    Raises JobError if its package is missing or has no such kernel.
+    Raises JobError if its package is missing or has no such kernel, or if the GPU is none of Hopper.
     """
-    if backend != "fa3":
+    if backend != "fa3" or device.type != "cuda":
         return
+    capability = torch.cuda.get_device_capability(device)
     try:
+        if capability[0] != 9:
+            raise RuntimeError("this GPU has compute capability {}.{}, not 9.0".format(*capability))
         activate_flash_attention_impl("FA3")
     except (ImportError, RuntimeError, ValueError) as error:
         raise JobError(
@@ -246,7 +247,11 @@ class GroupKernel(AttentionKernel):
         return super().segments(tokens) * 2**31 + (tokens.indices + self.missing) // self.size
 
 
-HalfMasks = tuple[torch.Tensor | BlockMask | None, torch.Tensor | BlockMask | None]
+class HalfMasks(NamedTuple):
+    """The masks of the two halves of the heads."""
+
+    groups: Mask
+    shifted: Mask
 
 
 class ShiftedGroups(AttentionKernel):
@@ -269,22 +274,22 @@ class ShiftedGroups(AttentionKernel):
     def with_backend(self, backend: str) -> AttentionKernel:
         return ShiftedGroups(self.size, self.heads, backend).train(self.training)
 
-    def prepare(self, queries: Tokens, keys: Tokens | None = None) -> HalfMasks | torch.Tensor | BlockMask | None:
+    def prepare(self, queries: Tokens, keys: Tokens | None = None) -> HalfMasks | Mask:
         """Return AttentionKernel's mask; in training one mask [B or 1, 1, Q, S] for each half of the heads."""
         if not self.training:
             return super().prepare(queries, keys)
         groups, shifted = self.halves
-        return groups.prepare(queries, keys), shifted.prepare(queries, keys)
+        return HalfMasks(groups.prepare(queries, keys), shifted.prepare(queries, keys))
 
     def forward(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        mask: HalfMasks | torch.Tensor | BlockMask | None,
+        mask: HalfMasks | Mask,
     ) -> torch.Tensor:
         """Attend as AttentionKernel does: q [B, H, Q, D], k [B, H / n, S, D] and v [B, H / n, S, V] -> [B, H, Q, V]."""
-        if not isinstance(mask, tuple):
+        if not isinstance(mask, HalfMasks):
             return super().forward(q, k, v, mask)
         heads = q.shape[1]
         # number of local heads that are not shifted

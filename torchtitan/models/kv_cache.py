@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from torchtitan.models.attention import AttentionKernel
+from torchtitan.models.attention import AttentionKernel, Mask
 from torchtitan.models.decoder import Decoder
 from torchtitan.parallelisms.sequence_layout import Tokens
 
@@ -30,7 +30,7 @@ class CachingKernel(nn.Module):
         self.num_cached = self.end = 0  # number of cached tokens, and the end of the last one in the tensors
         self.cached_tensors: list[torch.Tensor] = []  # tensors [B, H / n, capacity, D] of keys and of values
 
-    def prepare(self, new: Tokens, keys: Tokens | None = None) -> torch.Tensor | None:
+    def prepare(self, new: Tokens, keys: Tokens | None = None) -> Mask:
         """Return the mask of the new tokens, which follow the cached ones, as AttentionKernel's [1, 1, Q, S].
 
         None means that nothing is masked, or only later tokens if the cache is empty.
@@ -43,7 +43,7 @@ class CachingKernel(nn.Module):
             return None
         return self.kernel.prepare(Tokens(places[self.num_cached :], None), Tokens(places, None))
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
         """Attend as AttentionKernel does: q [B, H, Q, D] of the new tokens, with their k and v -> [B, H, Q, V]."""
         attention = self.full_attention if mask is None and self.num_cached else self.kernel
         return attention(q, *self._append(k, v), mask)

@@ -32,6 +32,7 @@ from torchtitan.parallelisms.degrees import (
     is_load_balanced,
     sequence_multiples,
 )
+from torchtitan.parallelisms.region_attention import RegionTable
 from torchtitan.parallelisms.ring_attention import (
     RegionAttentionFunction,
     Ring,
@@ -187,7 +188,8 @@ class RingAttention(ContextParallelAttention):
         return documents
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
-        return RingAttentionFunction.apply(q, k, v, mask, self.ring, self.layout, self.inner.causal)
+        documents, tables = (None, mask.regions) if isinstance(mask, RegionTable) else (mask, None)
+        return RingAttentionFunction.apply(q, k, v, documents, tables, self.ring, self.layout, self.inner.causal)
 
 
 class UlyssesAttention(ContextParallelAttention):

@@ -31,6 +31,12 @@ MIN_CHUNK = 64
 EVERY_ROW = -1
 
 
+class RegionTable(NamedTuple):
+    """The regions that queries attend to, from `region_table`."""
+
+    regions: torch.Tensor  # int32 [N, 6]; for the keys of each rank of a ring [ranks, N, 6]
+
+
 @torch.library.custom_op("torchtitan::region_table", mutates_args=())
 def region_table(
     query_segments: torch.Tensor,

@@ -30,7 +30,12 @@ from torchtitan.parallelisms.attention_kernels import (
     kernel_dtype,
     mask_bias,
 )
-from torchtitan.parallelisms.region_attention import attend_by_regions, attend_by_regions_backward, region_table
+from torchtitan.parallelisms.region_attention import (
+    RegionTable,
+    attend_by_regions,
+    attend_by_regions_backward,
+    region_table,
+)
 from torchtitan.parallelisms.sequence_layout import Region, SequenceLayout
 
 Documents = tuple[torch.Tensor, torch.Tensor]
@@ -84,15 +89,15 @@ class BlockwiseAttention:
         self.logsumexp = torch.full(q.shape[:-1], -math.inf, dtype=wide, device=q.device)
         self.extras: tuple[torch.Tensor, ...] = ()
 
-    def add(self, k: torch.Tensor, v: torch.Tensor, region: Region, mask: Documents | torch.Tensor | None) -> None:
+    def add(self, k: torch.Tensor, v: torch.Tensor, region: Region, mask: Documents | RegionTable | None) -> None:
         """Merge in the region of keys k [B, K, S, E] and values v [B, K, S, width], by online softmax.
 
-        A `mask` that is one tensor is a table of regions (region_attention.py) within `region`.
+        The regions of a table are within `region`.
         """
         rows = slice(region.first_query, region.last_query)
-        if isinstance(mask, torch.Tensor):
+        if isinstance(mask, RegionTable):
             keys = (x.to(self.q.dtype) for x in (k, v))
-            part, part_logsumexp = (x[:, :, rows] for x in attend_by_regions(self.q, *keys, mask, 0))
+            part, part_logsumexp = (x[:, :, rows] for x in attend_by_regions(self.q, *keys, mask.regions, 0))
         else:
             q, k, v, bias = _select_region(self.q, k, v, region, mask)
             part, part_logsumexp, self.extras = block_forward(q, k, v, region.causal, bias)
@@ -128,14 +133,14 @@ class BlockwiseGradients:
         k: torch.Tensor,
         v: torch.Tensor,
         region: Region,
-        mask: Documents | torch.Tensor | None,
+        mask: Documents | RegionTable | None,
         grad_k: torch.Tensor,
         grad_v: torch.Tensor,
     ) -> None:
         """Add the region's gradients to `grad_q`, and to `grad_k` and `grad_v`, of the shapes of k and v."""
-        if isinstance(mask, torch.Tensor):
+        if isinstance(mask, RegionTable):
             inputs = self.grad, self.q, *(x.to(self.q.dtype) for x in (k, v)), self.out, self.logsumexp
-            parts = attend_by_regions_backward(*inputs, mask, 0)
+            parts = attend_by_regions_backward(*inputs, mask.regions, 0)
             for total, part in zip((self.grad_q, grad_k, grad_v), parts, strict=True):
                 total.add_(part)
             return
@@ -200,7 +205,8 @@ class Ring:
 class RingAttentionFunction(torch.autograd.Function):
     """Ring attention on this rank's shards: q [B, H, s, E], k [B, K, s, E], v [B, K, s, V] -> [B, H, s, V].
 
-    `documents`: the document ids of all ranks' tokens, [ranks, B, s], the tables of `shard_tables`, or None.
+    `documents`: the document ids of all ranks' tokens, [ranks, B, s], or None. `tables`: from `shard_tables`, in their
+    place, or None.
     """
 
     @staticmethod
@@ -210,6 +216,7 @@ class RingAttentionFunction(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         documents: torch.Tensor | None,
+        tables: torch.Tensor | None,
         ring: Ring,
         layout: SequenceLayout,
         causal: bool,
@@ -221,17 +228,18 @@ class RingAttentionFunction(torch.autograd.Function):
             arriving = ring.start(shard) if step < ring.ranks - 1 else None
             region = layout.visible_in_shard(ring.rank, source, q.shape[2], causal)
             if region is not None:
-                attention.add(*shard.split(widths, dim=-1), region, _mask_of(documents, ring.rank, source))
+                mask = _mask_of(documents, tables, ring.rank, source)
+                attention.add(*shard.split(widths, dim=-1), region, mask)
             if arriving is not None:
                 shard = ring.finish(arriving)
         results = attention.results()
-        ctx.save_for_backward(q, k, v, documents, *results)
+        ctx.save_for_backward(q, k, v, documents, tables, *results)
         ctx.ring, ctx.layout, ctx.causal = ring, layout, causal
         return results[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, documents, *results = ctx.saved_tensors
+        q, k, v, documents, tables, *results = ctx.saved_tensors
         ring, layout = ctx.ring, ctx.layout
         gradients = BlockwiseGradients(q, grad, results)
         shard, widths = torch.cat((k, v), dim=-1), (k.shape[-1], v.shape[-1])
@@ -243,7 +251,7 @@ class RingAttentionFunction(torch.autograd.Function):
             grad_shard = local_grad if step == 0 else torch.zeros_like(local_grad)
             region = layout.visible_in_shard(ring.rank, source, q.shape[2], ctx.causal)
             if region is not None:
-                mask = _mask_of(documents, ring.rank, source)
+                mask = _mask_of(documents, tables, ring.rank, source)
                 gradients.add(*shard.split(widths, -1), region, mask, *grad_shard.split(widths, -1))
             if travelling is not None:
                 grad_shard += ring.finish(travelling)
@@ -254,17 +262,19 @@ class RingAttentionFunction(torch.autograd.Function):
         if travelling is not None:
             local_grad += ring.finish(travelling)
         grad_k, grad_v = local_grad.to(k.dtype).split(widths, dim=-1)
-        return gradients.grad_q.to(q.dtype), grad_k, grad_v, None, None, None, None
+        return gradients.grad_q.to(q.dtype), grad_k, grad_v, None, None, None, None, None
 
 
-def _mask_of(documents: torch.Tensor | None, rank: int, source: int) -> Documents | torch.Tensor | None:
-    if documents is None:
-        return None
-    return documents[source] if documents.dtype == torch.int32 else (documents[rank], documents[source])
+def _mask_of(
+    documents: torch.Tensor | None, tables: torch.Tensor | None, rank: int, source: int
+) -> Documents | RegionTable | None:
+    if tables is not None:
+        return RegionTable(tables[source])
+    return None if documents is None else (documents[rank], documents[source])
 
 
-def shard_tables(documents: torch.Tensor, rank: int, layout: SequenceLayout, causal: bool) -> torch.Tensor:
-    """Return a table of regions of the queries of `rank` and the keys of each rank: int32 [ranks, B s, 6].
+def shard_tables(documents: torch.Tensor, rank: int, layout: SequenceLayout, causal: bool) -> RegionTable:
+    """Return the regions of the queries of `rank` and the keys of each rank: int32 [ranks, B s, 6].
 
     `documents`: [ranks, B, s] on a CPU.
     """
@@ -279,4 +289,4 @@ def shard_tables(documents: torch.Tensor, rank: int, layout: SequenceLayout, cau
         table = region_table(segments[0], indices[sides[0]], segments[1], indices[sides[1]], region.causal, 0)
         shift = [0, region.first_query, region.first_query, region.first_key, region.first_key, 0]
         tables[source, : len(table)] = table + torch.tensor(shift, dtype=torch.int32) * (table[:, 2:3] > 0)
-    return tables
+    return RegionTable(tables)

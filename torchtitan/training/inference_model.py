@@ -19,6 +19,7 @@ from torchtitan.checkpoint.weight_sources import fill, load_foreign, open_weight
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.model import ActivationCheckpoint, Compile, Parallelism
 from torchtitan.core.errors import JobError
+from torchtitan.models.attention import activate_flash_attention
 from torchtitan.models.kv_cache import store_for_single_rows
 from torchtitan.parallelisms.degrees import LimitError
 from torchtitan.parallelisms.parallel_model import ParallelModel
@@ -36,6 +37,7 @@ def load_model(config: JobConfig, step_folder: Path, device: torch.device) -> tu
     """
     if device.type == "cpu":
         machine.keep_freed_memory()
+    activate_flash_attention(config.model.attention_backend, device)
     built, _, installed = parts.adapted_model(config)
     built.to_empty(device=device)
     _fill(built, config, step_folder, installed)
