@@ -225,9 +225,9 @@ def test_usage(capsys):
     assert code == 0 and all(f"--{key}  (" in out for key in options())
 
 
-def test_neither_checking_nor_loading_needs_torch():
+def test_neither_checking_nor_loading_needs_torch_or_numpy():
     program = "import sys, torchtitan.cli; from torchtitan.commands import check; "
-    program += "assert check.main(sys.argv[1:]) == 0; assert 'torch' not in sys.modules"
+    program += "assert check.main(sys.argv[1:]) == 0; assert not {'torch', 'numpy'} & sys.modules.keys()"
     argv = [f"--model.tokenizer_path={TOKENIZER}", "--validation.enable", "--world-size=2", "--no-memory"]
     subprocess.run([sys.executable, "-c", program, *argv], check=True, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
 

@@ -12,14 +12,15 @@ a sawtooth. Only streams that are equal modulo the number of groups are permuted
 still reads its own streams and no others.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
 
-import numpy as np
-
 from torchtitan.core.errors import JobError
+from torchtitan.core.lazy_numpy import np
 from torchtitan.datasets.shuffle import key, permute
 
 LARGEST_PERIOD = 10_000

@@ -6,14 +6,15 @@ epoch. It is computed once per epoch, for one window of the shuffled documents a
 is known before the first one, and the position in the data is a single number for any number of ranks.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from torchtitan.core.lazy_numpy import np
 from torchtitan.datasets.shuffle import key, permute
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import TokenReader, TokenShards

@@ -6,7 +6,9 @@ length go through the network again until they fall inside ("cycle walking"), wh
 twice the length, two passes do on average. NumPy's generators are not used, because their streams may change.
 """
 
-import numpy as np
+from __future__ import annotations
+
+from torchtitan.core.lazy_numpy import np
 
 ROUNDS = 6
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -322,10 +322,13 @@ def files_below(folder: str, suffixes: tuple[str, ...], excluded_folders: Collec
     files = {}
     for root, folders, names in os.walk(folder):
         folders[:] = [f for f in folders if not f.startswith(".") and f not in excluded_folders]
+        directory, relative = Path(root), Path(root).relative_to(folder).as_posix()
+        prefix = "" if relative == "." else f"{relative}/"
         for name in names:
-            file = Path(root, name)
-            if not name.startswith(".") and name.lower().endswith(suffixes) and file.exists():
-                files[file.relative_to(folder).as_posix()] = file
+            if not name.startswith(".") and name.lower().endswith(suffixes):
+                file = directory / name
+                if file.exists():
+                    files[prefix + name] = file
     return files
 
 

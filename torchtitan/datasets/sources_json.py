@@ -1,5 +1,7 @@
 """JSON records: one object per line, or one array of objects per file."""
 
+from __future__ import annotations
+
 import json
 import zlib
 from codecs import BOM_UTF8, getincrementaldecoder
@@ -8,9 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from torchtitan.core.files import open_file
+from torchtitan.core.lazy_numpy import np
 from torchtitan.datasets.sources import (
     MAX_RECORD_BYTES,
     REMEDY,

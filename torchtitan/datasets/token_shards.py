@@ -7,6 +7,8 @@ seq_len + 1 ids at a multiple of seq_len. The blocks of an epoch are shuffled by
 starting at sample 1e9 costs as much as starting at sample 0.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
@@ -17,10 +19,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
-
 from torchtitan.core.files import FileError, open_file, read_file
+from torchtitan.core.lazy_numpy import np
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.datasets.shuffle import key, permute
 from torchtitan.datasets.sources import DataError, Source
@@ -30,7 +30,8 @@ VERSION, VERSION_WITH_FLAGS = 1, 2
 HEADER = "header.json"
 DOCUMENTS = "documents.bin"
 TRAINED = "trained.bin"
-DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPES = {"uint16": "<u2", "uint32": "<u4"}
+"""Numpy's names of the types of ids: little-endian, the last character is the size in bytes."""
 SHARD_TOKENS = 2**28
 CHUNK_BYTES = 2**24
 """Bytes that are read or written at a time."""
@@ -52,7 +53,7 @@ class TokenShards(Source):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.header = _read_header(folder)
-        self.dtype = DTYPES[self.header["dtype"]]
+        self.dtype = np.dtype(DTYPES[self.header["dtype"]])
         self.tokens: int = self.header["tokens"]
         counts = [shard["tokens"] for shard in self.header["shards"]]
         self.starts = [0, *accumulate(counts)]
@@ -154,8 +155,9 @@ class BlockReader(TokenReader):
         self.blocks = shards.blocks(seq_len)
         super().__init__(shards)
         # With a single shard (up to 2**28 tokens) one indexing operation reads all rows.
-        self._windows = sliding_window_view(self._maps[0], seq_len + 1) if len(self._maps) == 1 else None
-        self._flags = None if self._trained is None else sliding_window_view(self._trained, seq_len + 1)
+        windows = np.lib.stride_tricks.sliding_window_view
+        self._windows = windows(self._maps[0], seq_len + 1) if len(self._maps) == 1 else None
+        self._flags = None if self._trained is None else windows(self._trained, seq_len + 1)
 
     def order(self, samples: np.ndarray) -> np.ndarray:
         """Map global sample indices to the first tokens of their blocks."""
@@ -318,7 +320,7 @@ def _read_header(folder: Path) -> dict[str, Any]:
         and header["documents"] > 0
         and all(isinstance(header.get(k), str) for k in ("tokenizer", "tokenizer_path"))
         and isinstance(shards, list)
-        and all(is_file(shard, DTYPES[header["dtype"]].itemsize, "tokens") for shard in shards)
+        and all(is_file(shard, int(DTYPES[header["dtype"]][-1]), "tokens") for shard in shards)
         and isinstance(index, dict)
         and is_file({**index, "documents": header["documents"]}, 8, "documents")
         and index["name"] == DOCUMENTS
