@@ -77,13 +77,13 @@ def unpack(messages: torch.Tensor, sizes: Sequence[int], bits: int) -> torch.Ten
 class QuantizedAllGather(DefaultAllGather):
     """Gather shards of parameters in int8. All ranks compute with the same numbers, the owner of a shard too.
 
-    Only in `group`, which holds the parameters: a second copy for backward (reshard_after_forward) is gathered as it
-    is, so that backward computes with the weights of forward.
+    A second copy for backward (reshard_after_forward) consists of whole shards of forward. Its blocks are those of the
+    first gather, so their numbers are representable and backward computes with the weights of forward, bit for bit.
     """
 
-    def __init__(self, group: dist.ProcessGroup, sizes: Sequence[int]) -> None:
-        """`sizes`: of this rank's shards of the parameters."""
-        self.group, self.sizes = group, sizes
+    def __init__(self, shards: int, sizes: Sequence[int]) -> None:
+        """`shards`: their number. `sizes`: of this rank's shards of the parameters."""
+        self.shards, self.sizes = shards, sizes
 
     def __call__(
         self,
@@ -92,13 +92,12 @@ class QuantizedAllGather(DefaultAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill `output_tensor`, flat [ranks x N], from `input_tensor`, flat [N]. A quantized gather is never async."""
-        if group is not self.group:
-            return super().__call__(output_tensor, input_tensor, group, async_op)
-        message = pack(input_tensor.view(1, -1), self.sizes, 8)
+        """Fill `output_tensor`, flat [ranks x N], from `input_tensor`, flat [N], before it returns."""
+        sizes = [size for size in self.sizes for _ in range(self.shards // group.size())]
+        message = pack(input_tensor.view(1, -1), sizes, 8)
         messages = message.new_empty(group.size(), message.size(1))
         super().__call__(messages, message, group)
-        output_tensor.view(group.size(), -1).copy_(unpack(messages, self.sizes, 8))
+        output_tensor.view(group.size(), -1).copy_(unpack(messages, sizes, 8))
         return None
 
 
@@ -154,7 +153,7 @@ def quantize_collectives(
         for unit in module._get_fsdp_state()._fsdp_param_groups:  # none, if all its parameters are in other units
             sizes = [parameter._sharded_param_data.numel() for parameter in unit.fsdp_params]
             if gather_int8:
-                module.set_custom_all_gather(QuantizedAllGather(unit.mesh_info.shard_process_group, sizes))
+                module.set_custom_all_gather(QuantizedAllGather(unit.mesh_info.shard_mesh_size, sizes))
             if reduce_bits:
                 unit_hops = hops if unit.mesh_info.mesh == mesh else []
                 module.set_custom_reduce_scatter(QuantizedReduceScatter(reduce_bits, unit_hops, sizes))
