@@ -131,7 +131,9 @@ BF16 = "--training.dtype=bfloat16"
 OPTIMIZER_STEPS = [
     ("AdamW", (), 2, 33),
     ("Lion", (), 15, 21),
-    ("Adafactor", (), 334, 81),
+    ("Adafactor", (), 99, 33),
+    ("APOLLO", (), 138, 31),
+    ("Muon", (), 232, 54),
     ("AdamW8bit", (), 15, 17),
     ("AdamWBF16", (BF16,), 15, 37),
     ("AdamWBF16", (BF16, '--optimizer.options={rounding = "stochastic"}'), 15, 29),

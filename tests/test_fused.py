@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtitan.adapters import unpacking
 from torchtitan.adapters.quantized import NF4, Int8
@@ -191,6 +192,27 @@ def test_beyond_torchs_limit_of_compiled_forms_eager_computes(monkeypatch):
     assert in_eager == [4, 4, 5, 0] and not function.is_broken
     assert function.refused == {(torch.Size([size]), torch.float32) for size in (4, 5)}
     fused.compile_lazily.cache_clear()
+
+
+def test_on_a_cpu_a_formula_is_compiled_after_enough_of_eager(monkeypatch):
+    use_compiler(monkeypatch, lambda x: compiled.append(len(x)) or twice(x))
+    in_eager, compiled = [], []
+    function = fused.Fused(twice, lambda x: in_eager.append(len(x)) or twice_in_eager(x), large=10, after=30)
+    for size in (9, 10, 9, 20, 9, 10):
+        assert function(torch.ones(size)).eq(2).all()
+    with FakeTensorMode():
+        function(torch.ones(10))
+    assert (in_eager, compiled) == ([9, 10, 9, 20, 9, 10], [10])
+    never = fused.Fused(twice, twice_in_eager, large=10, after=fused.NEVER)
+    never(torch.ones(10))
+    assert compiled == [10]
+
+
+def test_within_a_compiled_function_a_formula_is_a_part_of_it():
+    inner = fused.Fused(twice, raising(AssertionError))
+    torch._dynamo.reset()
+    function = torch.compile(lambda x: inner(x) + 1, backend="eager", fullgraph=True)
+    assert function(torch.ones(3)).eq(3).all()
 
 
 def test_a_formula_that_breaks_the_graph_is_computed_once(monkeypatch):

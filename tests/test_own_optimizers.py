@@ -1,5 +1,7 @@
 """The project's own optimizers: 8-bit state, stochastic rounding to bfloat16, and updates of full matrices on ranks."""
 
+import inspect
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,11 +16,12 @@ from tests.support.pool import run_ranks
 from tests.support.recorded_optimizers import PACKED, normal, recorded, scaled
 from torchtitan.checkpoint.tensors import optimizer_state
 from torchtitan.core import keyed_rng
-from torchtitan.optimizers import OPTIMIZERS, lion
+from torchtitan.core.fused import Fused
+from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.adam_step import add_with_lost, stochastically_rounded
 from torchtitan.optimizers.build import build_optimizers
 from torchtitan.optimizers.layout import Layout, by_owners
-from torchtitan.optimizers.moments import BLOCK, Adam, Packed, code_table, codebook, nearest_codes
+from torchtitan.optimizers.moments import BLOCK, Adam, Packed, code_table, codebook, nearest_codes, pack, unpacked
 from torchtitan.optimizers.pieces import ELSEWHERE, ON_CPU, piece_size, pieces
 
 SETTINGS = dict(lr=0.01, weight_decay=0.1, shared=dict(beta1=0.9, beta2=0.95, eps=1e-8))
@@ -177,8 +180,12 @@ def test_a_step_in_8_bits_is_a_step_of_unpacked_moments(dtype):
     assert torch.equal(model.weight, expected.weight)
 
 
-@pytest.mark.parametrize("name, options, dtype", MOVES + PIECEWISE[-2:-1], ids=str)
-def test_a_compiled_step_is_that_of_eager(name, options, dtype, monkeypatch):
+COMPILED = [(*move, 1) for move in MOVES + PIECEWISE[-2:-1]]
+COMPILED += [("Adafactor", {}, torch.float32, 5), ("APOLLO", {"rank": 8, "targets": ["*"]}, torch.float32, 5)]
+
+
+@pytest.mark.parametrize("name, options, dtype, graphs", COMPILED, ids=str)
+def test_a_compiled_step_is_that_of_eager(name, options, dtype, graphs, monkeypatch):
     """The compiler fuses or splits products and sums, so that last bits differ. It compiles once for all shapes.
 
     Without its own rounding, the compiled form of kahan would find that rounding loses nothing.
@@ -187,13 +194,32 @@ def test_a_compiled_step_is_that_of_eager(name, options, dtype, monkeypatch):
     eager = steps_of(name, options, dtype, shapes)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr("torchtitan.core.fused.LARGE", 0)
-    monkeypatch.setattr("torchtitan.optimizers.adam_step._compiles", lambda weight, packing: True)
-    monkeypatch.setattr("torchtitan.optimizers.lion._step_in_pieces", lion._fused_step)
+    monkeypatch.setattr(Fused, "_compiles", lambda self, first: True)
     for tensor, expected in zip(steps_of(name, options, dtype, shapes), eager, strict=True):
         differs = ~torch.isclose(tensor.double(), expected.double(), rtol=2**-7, atol=1e-7)
         assert differs.double().mean() < 0.01
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_packing_compiled_for_a_cpu_gives_the_bits_of_eager(signed, monkeypatch):
+    """Also in blocks of zeros, of the smallest floats, and with values that are not finite."""
+    values = random(ON_CPU // BLOCK, BLOCK) * torch.logspace(-30, 30, ON_CPU // BLOCK)[:, None]
+    values = values if signed else values.square()
+    values[0], values[1, 7], values[2, 8], values[3] = 0, torch.nan, torch.inf, 1e-45 * torch.arange(BLOCK)
+    arguments = values, signed, code_table(signed, CPU), (0, 0), True
+    codes, scales = torch.empty(2, *values.shape, dtype=torch.uint8), torch.empty(2, len(values), 1)
+    inspect.unwrap(pack)(codes[0], scales[0], *arguments)
+    expected = inspect.unwrap(unpacked)(codes[0], scales[0], codebook(signed, CPU), (0, 0), torch.float32)
+    monkeypatch.setattr(Fused, "_compiles", lambda self, first: True)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    pack(codes[1], scales[1], *arguments)
+    result = unpacked(codes[1], scales[1], codebook(signed, CPU), (0, 0), torch.float32)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert torch.equal(codes[0], codes[1])
+    for pair in (scales, (result, expected)):
+        torch.testing.assert_close(*pair, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -8,7 +8,8 @@ works, such as a machine without g++ or Triton.
 """
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 LARGE = 2**19
 """Elements of a tensor on a CPU for which a formula is compiled."""
+NEVER = math.inf
 
 
 @cache
@@ -35,21 +37,37 @@ class Fused:
 
     `eager` defaults to the formula. `dynamic`: as in torch.compile. A formula may change tensors in place: it is
     compiled as one graph, so that all errors of the compiler come before anything is computed, and eager can take over.
+    Within a function that is compiled it is part of that.
+
+    On a CPU it is compiled for tensors of `large` elements (default: LARGE) or more, once eager has computed `after` of
+    these elements, since a short run would not win back the time to compile. `after = NEVER`: eager on every CPU.
     """
 
-    def __init__(self, formula: Callable, eager: Callable | None = None, dynamic: bool | None = None):
+    def __init__(
+        self,
+        formula: Callable,
+        eager: Callable | None = None,
+        *,
+        dynamic: bool | None = None,
+        large: int | None = None,
+        after: float = 0,
+    ):
         self.formula, self.eager, self.dynamic = formula, eager or formula, dynamic
+        self.large, self.after = large, after
+        self.computed = 0
+        """Elements of large tensors on a CPU that were computed."""
         self.is_broken = False
         self.refused: set[tuple[torch.Size, torch.dtype]] = set()
         """Shapes and dtypes of first arguments that exceeded torch's limit of compiled forms per function."""
 
     def __call__(self, *args: Any) -> Any:
-        """Compute the function. The device, size and dtype of the first argument, a tensor, decide how."""
-        first = args[0]
-        is_small = first.numel() < (LARGE if first.device.type == "cpu" else 1)
+        """Compute the function. Device, size and dtype of the first argument, a tensor or several, decide how."""
+        if torch.compiler.is_compiling():
+            return self.formula(*args)
+        first = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
         if first.device.type == "cpu" and isinstance(first, FakeTensor):
             return self.eager(*args)  # in a rehearsal; a kernel would read memory that is not there
-        if self.is_broken or is_small or (first.shape, first.dtype) in self.refused:
+        if self.is_broken or not self._compiles(first) or (first.shape, first.dtype) in self.refused:
             return self.eager(*args)
         try:
             compiled = compile_lazily(self.formula, dynamic=self.dynamic, fullgraph=True)
@@ -63,9 +81,23 @@ class Fused:
         except torch._dynamo.exc.TorchDynamoException as error:  # of the compiler; any other is one of the computation
             return self._give_up(error)(*args)
 
+    def _compiles(self, first: torch.Tensor) -> bool:
+        if first.device.type != "cpu":
+            return first.numel() > 0
+        if first.numel() < (LARGE if self.large is None else self.large) or isinstance(first, FakeTensor):
+            return False  # a fake tensor is one of a rehearsal
+        self.computed += first.numel()
+        return self.computed > self.after
+
     def _give_up(self, error: Exception) -> Callable:
         """Report that compiling does not work here; return the eager form, which computes all calls from now on."""
         self.is_broken = True
         reason = str(error).strip().partition("\n")[0]
         logger.warning(f"torch.compile does not work here, so {self.formula.__name__} is slower: {reason}")
         return self.eager
+
+
+def pieces(length: int, size: int) -> Iterator[slice]:
+    """Yield slices of `size` that cover `length`; the last one overlaps the one before. One slice if it is shorter."""
+    for start in range(0, length, size):
+        yield slice(max(0, min(start, length - size)), min(start + size, length))

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from torchtitan.core.fused import NEVER, Fused
+
 MASK = 2**32 - 1
 MULTIPLIERS = (0x7FEB352D, 0x21F0AAAD)  # odd, by C. Wellons' search for hashes without bias
 STRIDES = (0x1E3779B1, 0x2545F491, 0x3C6EF35F)  # odd; one for each quantity that is counted in parallel
@@ -66,5 +68,14 @@ def hashed(number: int, offset: Sequence[int], shape: Sequence[int], device: tor
 
 def normal(key: str, offset: Sequence[int], shape: Sequence[int], device: torch.device) -> torch.Tensor:
     """Return standard normal values, float32 of that `shape`, by inverting the distribution function."""
-    centred = (bits(key, offset, shape, device).double() + 0.5) / 2**31 - 1  # in the open interval (-1, 1)
-    return (torch.erfinv(centred) * math.sqrt(2)).float()
+    values = torch.empty(tuple(shape), device=device)
+    _fused_normal(values, key_of(key), tuple(offset))
+    return values
+
+
+def _fill_with_normal(values: torch.Tensor, number: int, offset: tuple[int, ...]) -> None:
+    centred = (hashed(number, offset, values.shape, values.device).double() + 0.5) / 2**31 - 1  # within (-1, 1)
+    values.copy_(torch.erfinv(centred) * math.sqrt(2))
+
+
+_fused_normal = Fused(_fill_with_normal, dynamic=True, after=NEVER)

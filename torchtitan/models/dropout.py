@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from torchtitan.core.errors import JobError
-from torchtitan.core.fused import Fused
+from torchtitan.core.fused import Fused, pieces
 from torchtitan.core.keyed_rng import STRIDES, of_tokens, scramble_int32_, scrambled
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.parallelisms.plan import ParallelPlan
@@ -65,9 +65,8 @@ def _drop(x: torch.Tensor, keys: torch.Tensor, features: torch.Tensor, threshold
 def _drop_in_pieces(x: torch.Tensor, keys: torch.Tensor, *arguments: Any) -> torch.Tensor:
     if x.numel() <= PIECE:
         return _drop(x, keys, *arguments)
-    rows, dropped = max(1, PIECE // x.shape[-1]), torch.empty_like(x)
-    for start in range(0, len(x), rows):
-        piece = slice(start, start + rows)
+    dropped = torch.empty_like(x)
+    for piece in pieces(len(x), max(1, PIECE // x.shape[-1])):
         dropped[piece] = _drop(x[piece], keys[piece], *arguments)
     return dropped
 

@@ -7,13 +7,13 @@ A weight in bfloat16 has 8 bits of precision, and plain addition loses changes b
 preserve them: `add_with_lost` and `stochastically_rounded`.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from torchtitan.core import keyed_rng
-from torchtitan.core.fused import Fused
+from torchtitan.core.fused import NEVER, Fused
 from torchtitan.optimizers import moments
 from torchtitan.optimizers.layout import Layout, local
 from torchtitan.optimizers.moments import BLOCK, Adam, AdamNumbers, Columns, Options, Packed, State
@@ -43,6 +43,38 @@ class Packing(NamedTuple):
     old_scales: tuple[torch.Tensor, ...] | None = None
 
 
+class Shard(NamedTuple):
+    """This rank's shard of all tensors that a step reads and changes, or a piece of it.
+
+    `stored`: both moments, or the codes and scales of each. `offset`: of its first element in the full tensor.
+    """
+
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    stored: Sequence[torch.Tensor]
+    packing: Packing | None
+    addition: Addition
+    offset: tuple[int, ...]
+
+    def at(self, index: Index) -> "Shard":
+        """Return a piece."""
+        packing, lost = self.packing, self.addition.lost
+        if packing is not None and packing.old_scales is not None:
+            packing = packing._replace(old_scales=tuple(scales[index] for scales in packing.old_scales))
+        addition = self.addition if lost is None else self.addition._replace(lost=lost[index])
+        offset = tuple(begin + (cut.start or 0) for begin, cut in zip(self.offset, index, strict=False))
+        offset += self.offset[len(index) :]
+        stored = [tensor[index] for tensor in self.stored]
+        return Shard(self.weight[index], self.gradient[index], stored, packing, addition, offset)
+
+    def pieces(self) -> Iterator["Shard"]:
+        """Yield all pieces, of whole rows if moments are packed."""
+        size, shape = piece_size(self.weight), self.weight.shape
+        if self.packing is not None:
+            size, shape = max(1, size // max(1, shape[-1])), shape[:-1]
+        return map(self.at, pieces(shape, size))
+
+
 def step_by_adam(
     adam: Adam, parameter: torch.Tensor, state: State, group: Options, decay: float, addition: Addition
 ) -> None:
@@ -51,48 +83,50 @@ def step_by_adam(
     assert parameter.grad is not None
     numbers = adam.numbers(state, group, group["lr"])
     weight = local(parameter.detach())  # the compiler would compile again for each shape of a Parameter
-    gradient, stored = local(parameter.grad), adam.stored(state, layout)
-    packing = _packing(Packed(layout), gradient, stored, numbers) if adam.packs(layout) else None
-    offset = layout.offset
-    if packing is not None and packing.old_scales is None and weight.shape[-1] % BLOCK == 0:
+    shard = Shard(weight, local(parameter.grad), adam.stored(state, layout), None, addition, layout.offset)
+    if adam.packs(layout):
+        shard = _with_packing(shard, Packed(layout), numbers)
+    if shard.packing is not None and shard.packing.old_scales is None and weight.shape[-1] % BLOCK == 0:
         # in rows of one block, so that the step is compiled once for all shapes
-        weight, gradient, offset = weight.view(-1, BLOCK), gradient.reshape(-1, BLOCK), (0, 0)
-        stored = [stored[0].view(-1, BLOCK), stored[1].view(-1, 1), stored[2].view(-1, BLOCK), stored[3].view(-1, 1)]
-    elif not offset:
-        weight, gradient, stored, offset = weight[None], gradient[None], [tensor[None] for tensor in stored], (0,)
-        addition = addition._replace(lost=None if addition.lost is None else addition.lost[None])
-    step = _fused_step if _compiles(weight, packing) else _step_in_pieces
-    step(weight, gradient, stored, packing, addition, offset, numbers, decay, adam.eps_first)
+        stored = [tensor.view(-1, size) for tensor, size in zip(shard.stored, (BLOCK, 1) * 2, strict=True)]
+        weight, gradient = weight.view(-1, BLOCK), shard.gradient.reshape(-1, BLOCK)
+        shard = shard._replace(weight=weight, gradient=gradient, stored=stored, offset=(0, 0))
+    elif not shard.offset:
+        shard = shard.at((None,))._replace(offset=(0,))  # type: ignore[arg-type]
+    step = _fused_step if _is_fused(shard) else _step_in_pieces
+    step(shard, numbers, decay, adam.eps_first)
 
 
-def _packing(packed: Packed, gradient: torch.Tensor, stored: Sequence[torch.Tensor], numbers: AdamNumbers) -> Packing:
-    """Return the packing of moments. If columns are sharded, all ranks that share a row compute the scales first."""
-    device = gradient.device
+def _with_packing(shard: Shard, packed: Packed, numbers: AdamNumbers) -> Shard:
+    """Add the packing of moments. If columns are sharded, all ranks that share a row compute the scales first."""
+    device, scales = shard.weight.device, shard.stored[1::2]
     tables = [table(signed, device) for table in (moments.codebook, moments.code_table) for _, signed in Adam.KEYS]
     packing = Packing(packed.columns, tuple(tables))
     if packed.layout.is_cut(-1):
-        packing = packing._replace(old_scales=tuple(scales.clone() for scales in stored[1::2]))
-        for scales in stored[1::2]:
-            scales.zero_()
-        _scales_in_pieces(gradient, stored, packing, numbers)
-        for scales in stored[1::2]:
-            packed.agree(scales)
-    return packing
+        packing = packing._replace(old_scales=tuple(tensor.clone() for tensor in scales))
+        for tensor in scales:
+            tensor.zero_()
+        for piece in shard._replace(packing=packing).pieces():
+            for piece_scales, moment in zip(piece.stored[1::2], _moved(piece, numbers), strict=True):
+                moments.set_scales(piece_scales, moment, packing.columns)
+        for tensor in scales:
+            packed.agree(tensor)
+    return shard._replace(packing=packing)
 
 
-def _compiles(weight: torch.Tensor, packing: Packing | None) -> bool:
-    """Return True if a step is compiled.
+def _is_fused(shard: Shard) -> bool:
+    """Return True if a step is compiled as one graph, where it is compiled.
 
     With packed moments, only rows of one block are. An earlier form of this step had wrong scales in rows of several,
     compiled for a CPU by torch 2.13; the present one is right for [32, 512] and [32, 700]. The cause is not known.
     """
-    return weight.device.type != "cpu" and (packing is None or weight.shape[-1] == BLOCK)
+    return shard.packing is None or shard.weight.shape[-1] == BLOCK
 
 
-def _moved(
-    gradient: torch.Tensor, stored: Sequence[torch.Tensor], packing: Packing | None, numbers: AdamNumbers
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both moments after the step, in the gradient's dtype; those stored in this dtype are moved in place."""
+def _moved(shard: Shard, numbers: AdamNumbers) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both moments after the step, in the dtype of computation; stored in this dtype they move in place."""
+    gradient = shard.gradient.to(torch.promote_types(shard.weight.dtype, torch.float32))
+    packing, stored = shard.packing, shard.stored
     if packing is None:
         first, second = (tensor.to(gradient.dtype) for tensor in stored)
     else:
@@ -106,28 +140,16 @@ def _moved(
     return first, second
 
 
-def _step(
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    stored: Sequence[torch.Tensor],
-    packing: Packing | None,
-    addition: Addition,
-    offset: tuple[int, ...],
-    numbers: AdamNumbers,
-    decay: float,
-    eps_first: bool,
-) -> None:
-    """Step a piece of a shard. `stored`: both moments, or the codes and scales of each; `offset`: of the piece."""
-    gradient = gradient.to(torch.promote_types(weight.dtype, torch.float32))
-    both = _moved(gradient, stored, packing, numbers)
+def _step(shard: Shard, numbers: AdamNumbers, decay: float, eps_first: bool) -> None:
+    """Step a shard or a piece of one."""
+    weight, _, stored, packing, addition, offset = shard
+    both = _moved(shard, numbers)
     if packing is not None:
         for number, moment in enumerate(both):
             codes, scales = stored[2 * number : 2 * number + 2]
-            if packing.old_scales is None:
-                moments.set_scales(scales, moment, packing.columns)
             signed, table = Adam.KEYS[number][1], packing.tables[2 + number]
-            codes.copy_(moments.packed(moment, scales, signed, table, packing.columns))
-    elif stored[0].dtype != gradient.dtype:
+            moments.pack(codes, scales, moment, signed, table, packing.columns, packing.old_scales is None)
+    elif stored[0].dtype != both[0].dtype:
         for tensor, moment in zip(stored, both, strict=True):
             tensor.copy_(moment)
     change = moments.adam_change(*both, numbers, eps_first)
@@ -140,60 +162,28 @@ def _step(
         add(weight, change, decay, addition.times)
 
 
-def _step_in_pieces(
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    stored: Sequence[torch.Tensor],
-    packing: Packing | None,
-    addition: Addition,
-    offset: tuple[int, ...],
-    *numbers: object,
-) -> None:
+def _step_in_pieces(shard: Shard, *numbers: Any) -> None:
     """Do as `_step`, a piece after the other."""
-    for index in _pieces(weight, packing):
-        piece_packing, lost = _packing_at(packing, index), addition.lost
-        piece_addition = addition if lost is None else addition._replace(lost=lost[index])
-        start = tuple(begin + (cut.start or 0) for begin, cut in zip(offset, index, strict=False))
-        start += offset[len(index) :]
-        at = (weight[index], gradient[index], [tensor[index] for tensor in stored])
-        _step(*at, piece_packing, piece_addition, start, *numbers)  # type: ignore[arg-type]
+    for piece in shard.pieces():
+        _step(piece, *numbers)
 
 
-def _pieces(weight: torch.Tensor, packing: Packing | None) -> list[Index]:
-    """Return the indices of pieces, of whole rows if moments are packed."""
-    size, shape = piece_size(weight), weight.shape
-    if packing is not None:
-        size, shape = max(1, size // max(1, shape[-1])), shape[:-1]
-    return list(pieces(shape, size))
+_fused_step = Fused(_step, _step_in_pieces, dynamic=True, after=NEVER)
 
 
-def _packing_at(packing: Packing | None, index: Index) -> Packing | None:
-    if packing is None or packing.old_scales is None:
-        return packing
-    return packing._replace(old_scales=tuple(scales[index] for scales in packing.old_scales))
-
-
-def _scales_in_pieces(
-    gradient: torch.Tensor, stored: Sequence[torch.Tensor], packing: Packing, numbers: AdamNumbers
-) -> None:
-    """Set this rank's scales of the moments after the step; the moments themselves stay as they are."""
-    dtype = torch.promote_types(gradient.dtype, torch.float32)
-    for index in _pieces(gradient, packing):
-        at = _packing_at(packing, index)
-        both = _moved(gradient[index].to(dtype), [tensor[index] for tensor in stored], at, numbers)
-        for scales, moment in zip(stored[1::2], both, strict=True):
-            moments.set_scales(scales[index], moment, packing.columns)
-
-
-_fused_step = Fused(_step, _step_in_pieces, dynamic=True)
-
-
-def add(weight: torch.Tensor, change: torch.Tensor, decay: float, times: float) -> None:
+def _add(weight: torch.Tensor, change: torch.Tensor, decay: float, times: float) -> None:
     """Set the weight to weight * decay + times * change (of its shape), rounded once if dtypes differ."""
+    weight.copy_(weight.to(change.dtype) * decay + change * times)  # `alpha` would be compiled for each value
+
+
+def _add_in_place(weight: torch.Tensor, change: torch.Tensor, decay: float, times: float) -> None:
     if weight.dtype == change.dtype:
         weight.mul_(decay).add_(change, alpha=times)
     else:
         weight.copy_(weight.to(change.dtype).mul_(decay).add_(change, alpha=times))
+
+
+add = Fused(_add, _add_in_place, dynamic=True, after=NEVER)
 
 
 def add_with_lost(weight: torch.Tensor, lost: torch.Tensor, change: torch.Tensor, decay: float) -> None:

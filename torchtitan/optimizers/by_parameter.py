@@ -71,7 +71,7 @@ def plain_step(moments: Moments, parameter: torch.Tensor, state: State, group: O
 
 def add(parameter: torch.Tensor, change: torch.Tensor, decay: float, times: float = 1.0) -> None:
     """Set this rank's shard to parameter * decay + times * change (of its shape), rounded once if dtypes differ."""
-    adam_step.add(local(parameter), change, decay, times)
+    adam_step.add(local(parameter.detach()), change, decay, times)
 
 
 class Adafactor(ByMoments):

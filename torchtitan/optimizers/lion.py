@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.core.fused import Fused
+from torchtitan.core.fused import NEVER, Fused
 from torchtitan.optimizers.by_parameter import ByParameter, decay_of
 from torchtitan.optimizers.layout import local
 from torchtitan.optimizers.moments import Options, State
@@ -29,8 +29,7 @@ class Lion(ByParameter):
             state["mean"] = torch.zeros_like(parameter)
         assert parameter.grad is not None
         weight, gradient, mean = local(parameter.detach()), local(parameter.grad), local(state["mean"])
-        step = _step_in_pieces if parameter.device.type == "cpu" else _fused_step
-        step(weight, gradient, mean, group["lr"], decay_of(group), group["beta1"], group["beta2"])
+        _fused_step(weight, gradient, mean, group["lr"], decay_of(group), group["beta1"], group["beta2"])
 
 
 def _step(
@@ -54,4 +53,4 @@ def _step_in_pieces(weight: torch.Tensor, gradient: torch.Tensor, mean: torch.Te
         _step(weight[index], gradient[index], mean[index], *numbers)
 
 
-_fused_step = Fused(_step, _step_in_pieces, dynamic=True)
+_fused_step = Fused(_step, _step_in_pieces, dynamic=True, after=NEVER)

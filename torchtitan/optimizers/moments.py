@@ -8,16 +8,20 @@ Moments can be stored in 8 bits (arXiv:2110.02861): blocks of 256 with a scale e
 sharding does not change it. If columns are sharded, ranks that share a block take the maximum of their scales.
 """
 
-from collections.abc import Mapping
-from functools import cache
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from torchtitan.core.fused import NEVER, Fused
 from torchtitan.optimizers.layout import Layout, local
+from torchtitan.optimizers.pieces import ON_CPU
 from torchtitan.optimizers.state_sizes import BLOCK, SMALLEST
+
+F = TypeVar("F", bound=Callable)
 
 
 @cache
@@ -94,7 +98,7 @@ class Packed:
         codes, scales = local(state[f"{key}_codes"]), local(state[f"{key}_scales"])
         set_scales(scales.zero_(), values, self.columns)
         self.agree(scales)
-        codes.copy_(packed(values, scales, signed, code_table(signed, codes.device), self.columns))
+        pack(codes, scales, values, signed, code_table(signed, codes.device), self.columns, False)
 
     def agree(self, scales: torch.Tensor) -> None:
         """Take the maximum of this rank's scales [.., n / 256] over the ranks that share their rows, in place."""
@@ -116,6 +120,22 @@ def _with_scales(values: torch.Tensor, scales: torch.Tensor, columns: Columns, c
     return combine(values, scales.repeat_interleave(BLOCK, -1)[..., skipped : skipped + values.shape[-1]])
 
 
+def _fused_in_blocks(formula: F) -> F:
+    """Return a function of codes and more, which is compiled for full pieces on a CPU after a second or two of eager.
+
+    These are rows of one block, which a step makes of most parameters.
+    """
+    fused = Fused(formula, dynamic=False, large=ON_CPU, after=2**30)
+
+    @wraps(formula)
+    def call(codes: torch.Tensor, *arguments: Any) -> Any:
+        is_piece = codes.device.type == "cpu" and codes.shape == (ON_CPU // BLOCK, BLOCK)
+        return (fused if is_piece else formula)(codes, *arguments)
+
+    return cast(F, call)
+
+
+@_fused_in_blocks
 def unpacked(
     codes: torch.Tensor, scales: torch.Tensor, book: torch.Tensor, columns: Columns, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -129,16 +149,30 @@ def set_scales(scales: torch.Tensor, values: torch.Tensor, columns: Columns) -> 
     first, skipped = columns
     count = -(-(skipped + values.shape[-1]) // BLOCK)
     if values.shape[-1]:
-        padded = torch.nn.functional.pad(values.abs(), (skipped, count * BLOCK - skipped - values.shape[-1]))
-        scales[..., first : first + count] = padded.unflatten(-1, (count, BLOCK)).amax(-1)
+        magnitudes, after = values.abs(), count * BLOCK - skipped - values.shape[-1]
+        if skipped or after:
+            magnitudes = torch.nn.functional.pad(magnitudes, (skipped, after))
+        scales[..., first : first + count] = magnitudes.unflatten(-1, (count, BLOCK)).amax(-1)
 
 
-def packed(
-    values: torch.Tensor, scales: torch.Tensor, signed: bool, table: torch.Tensor, columns: Columns
-) -> torch.Tensor:
-    """Return the codes, int32 [.., n], of values [.., n] with scales [.., blocks]; `table`: `code_table`."""
+@_fused_in_blocks
+def pack(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    values: torch.Tensor,
+    signed: bool,
+    table: torch.Tensor,
+    columns: Columns,
+    sets_scales: bool,
+) -> None:
+    """Store values [.., n] as codes [.., n], and scales [.., blocks] if these are to be set; `table`: `code_table`.
+
+    Other scales must not be less than the largest magnitudes of their blocks.
+    """
+    if sets_scales:
+        set_scales(scales, values, columns)
     scales = scales.clamp_min(torch.finfo(torch.float32).tiny)
-    return nearest_codes(_with_scales(values, scales, columns, torch.div).float(), signed, table)
+    codes.copy_(nearest_codes(_with_scales(values, scales, columns, torch.div).float(), signed, table))
 
 
 State = dict[str, Any]
@@ -204,10 +238,10 @@ class Adam:
 
     def change(self, gradient: torch.Tensor, layout: Layout, state: State, group: Options, rate: float) -> torch.Tensor:
         numbers = self.numbers(state, group, rate)
-        first, second = self.read(state, layout, gradient.dtype)
-        move(first, second, gradient, numbers)
-        self.write(state, layout, [first, second])  # the update uses the moments before packing
-        return adam_change(first, second, numbers, self.eps_first)
+        read = self.read(state, layout, gradient.dtype)
+        change = _move_and_change(read, gradient, numbers, self.eps_first)
+        self.write(state, layout, read)  # the update uses the moments before packing
+        return change
 
     def numbers(self, state: State, group: Options, rate: float) -> "AdamNumbers":
         """Count a step; return its numbers."""
@@ -242,6 +276,18 @@ def adam_change(first: torch.Tensor, second: torch.Tensor, numbers: AdamNumbers,
     return (first * numbers.rate).div_(denominator)
 
 
+def _moments_and_change(
+    moments: list[torch.Tensor], gradient: torch.Tensor, numbers: AdamNumbers, eps_first: bool
+) -> torch.Tensor:
+    """Move both moments in place; return the update. All tensors have one shape and dtype."""
+    first, second = moments
+    move(first, second, gradient, numbers)
+    return adam_change(first, second, numbers, eps_first)
+
+
+_move_and_change = Fused(_moments_and_change, dynamic=True, after=NEVER)
+
+
 class Adafactor:
     """The second moment of a matrix as one number per row and one per column (arXiv:1804.04235, algorithm 4).
 
@@ -263,28 +309,73 @@ class Adafactor:
 
     def change(self, gradient: torch.Tensor, layout: Layout, state: State, group: Options, rate: float) -> torch.Tensor:
         state["step"] += 1
-        fresh = state["step"] ** self.DECAY
-        square = gradient.square() + group["tiny"]
+        fresh = _scalar(state["step"] ** self.DECAY, gradient)
         if "exp_avg_sq" in state:
-            second = _moved(state, "exp_avg_sq", square, fresh)
+            second = _moved(local(state["exp_avg_sq"]), gradient.square() + group["tiny"], fresh)
             change = gradient * second.rsqrt()
+            total = change.square().sum()
         else:
-            rows = layout.summed(square.sum(-1, keepdim=True), -1) / layout.shape[-1]
-            columns = layout.summed(square.sum(-2, keepdim=True), -2) / layout.shape[-2]
-            rows = _moved(state, "exp_avg_sq_row", rows, fresh)
-            columns = _moved(state, "exp_avg_sq_col", columns, fresh)
-            mean = layout.resized(-1, 1).summed(rows.sum(-2, keepdim=True), -2) / layout.shape[-2]
-            change = gradient * (rows / mean).rsqrt() * columns.rsqrt()
-        size = (layout.summed(change.square().sum()) / layout.numel).sqrt()
-        change.mul_(-rate / (size / group["clip"]).clamp_min(1.0))
-        return _moved(state, "exp_avg", change, 1 - group["beta1"]) if group["beta1"] else change
+            sums = _fused_square_sums(gradient, group["tiny"])
+            for dim, part in zip((-1, -2), sums, strict=True):
+                layout.summed(part, dim)
+            stored = local(state["exp_avg_sq_row"]), local(state["exp_avg_sq_col"])
+            rows, columns, total = _fused_means(sums, stored, layout.shape[-2:], fresh)
+            layout.resized(-1, 1).summed(total, -2)
+            change, total = _fused_change(gradient, rows, columns, total, layout.shape[-2])
+        _fused_shortening(change, layout.summed(total), layout.numel, group["clip"], rate)
+        if not group["beta1"]:
+            return change
+        return _moved(local(state["exp_avg"]), change, _scalar(1 - group["beta1"], change))
 
 
-def _moved(state: State, key: str, towards: torch.Tensor, weight: float) -> torch.Tensor:
-    """Update the running mean under that key by `towards` and return it."""
-    stored = local(state[key])
+def _scalar(number: float, like: torch.Tensor) -> torch.Tensor:
+    """Return a number as a tensor, because lerp would be compiled for each number."""
+    return torch.full((), number, dtype=like.dtype, device=like.device)
+
+
+def _moved(stored: torch.Tensor, towards: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Update a stored running mean by `towards`, of its shape; return it in the dtype of this. `weight`: a scalar."""
     mean = stored.to(towards.dtype)
     mean.lerp_(towards, weight)
     if mean is not stored:
         stored.copy_(mean)
     return mean
+
+
+def _square_sums(gradient: torch.Tensor, tiny: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return sums of the squares of [.., m, n] plus `tiny`, of rows [.., m, 1] and of columns [.., 1, n]."""
+    square = gradient.square() + tiny
+    return square.sum(-1, keepdim=True), square.sum(-2, keepdim=True)
+
+
+def _means(
+    sums: tuple[torch.Tensor, ...], stored: tuple[torch.Tensor, ...], size: tuple[int, ...], weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Update the stored means by sums of rows [.., m, 1] and columns [.., 1, n] of a matrix of that full size.
+
+    Return both means, and the sum [.., 1, 1] of the rows' means.
+    """
+    rows = _moved(stored[0], sums[0] / size[1], weight)
+    columns = _moved(stored[1], sums[1] / size[0], weight)
+    return rows, columns, rows.sum(-2, keepdim=True)
+
+
+def _change(
+    gradient: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, total: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [.., m, n] over the root of its factored second moment, and the sum of squares of the result.
+
+    `total` [.., 1, 1]: sum of the means of `count` rows.
+    """
+    change = gradient * (rows / (total / count)).rsqrt() * columns.rsqrt()
+    return change, change.square().sum()
+
+
+def _shorten(change: torch.Tensor, total: torch.Tensor, count: int, limit: float, rate: float) -> None:
+    """Multiply `change` by -rate and limit its root of mean squares, from their `total` of `count` elements."""
+    change.mul_(-rate / ((total / count).sqrt() / limit).clamp_min(1.0))
+
+
+_fused_square_sums, _fused_means, _fused_change, _fused_shortening = (
+    Fused(formula, dynamic=True, after=NEVER) for formula in (_square_sums, _means, _change, _shorten)
+)

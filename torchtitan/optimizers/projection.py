@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torchtitan.core.fused import NEVER, Fused
 from torchtitan.optimizers.layout import Layout
 from torchtitan.optimizers.moments import State
 
@@ -183,8 +184,19 @@ def limited(step: torch.Tensor, layout: Layout, state: State, key: str) -> torch
 
     The first step is not clipped.
     """
-    norm = layout.summed(step.square().sum()).sqrt()
-    max_norm = state[key].to(norm) * GROWTH
+    return _fused_limit(step, layout.summed(_fused_square_sum(step)), state[key])
+
+
+def _square_sum(step: torch.Tensor) -> torch.Tensor:
+    return step.square().sum()
+
+
+def _limit(step: torch.Tensor, total: torch.Tensor, last_norm: torch.Tensor) -> torch.Tensor:
+    norm = total.sqrt()
+    max_norm = last_norm.to(norm) * GROWTH
     factor = torch.where((max_norm > 0) & (norm > max_norm), max_norm / norm, 1)
-    state[key].copy_(norm * factor)
+    last_norm.copy_(norm * factor)
     return step * factor
+
+
+_fused_square_sum, _fused_limit = (Fused(formula, dynamic=True, after=NEVER) for formula in (_square_sum, _limit))
