@@ -89,7 +89,8 @@ class Restarts:
         names = {
             p: clean_name(name) for part in parts for name, p in part.named_parameters() if MATRIX_NAMES.search(name)
         }
-        zeros = elements = tensors = 0
+        zeros: list[torch.Tensor] = []
+        elements = 0
         for optimizer in optimizers:
             for parameter in (p for p in optimizer.state if p in names):
                 state = optimizer.state[parameter]
@@ -97,12 +98,13 @@ class Restarts:
                 for moment, mask in self.retained_masks(state, key).items():
                     local = local_part(state[moment])[0]
                     local.mul_(mask)
-                    zeros, elements = zeros + int((local == 0).sum()), elements + local.numel()
-                    tensors += 1
+                    zeros.append((local == 0).sum())
+                    elements += local.numel()
                 if self.options.reset_step:
                     state["step"] = state["step"] * 0
-        assert tensors == len(MOMENTS) * len(names), (tensors, len(names))
-        share = 100 * zeros / max(elements, 1)
+        assert len(zeros) == len(MOMENTS) * len(names), (len(zeros), len(names))
+        total = int(torch.stack(zeros).sum()) if zeros else 0  # the only wait for the device
+        share = 100 * total / max(elements, 1)
         logger.info(
             "restart %d: %.1f %% of the moments of %d matrices are 0 on this rank", self.resets, share, len(names)
         )
