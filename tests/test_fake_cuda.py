@@ -56,19 +56,37 @@ def test_the_host_waits_only_for_the_sizes_of_exchanges(card, job, ranks, option
 ADAPTED = ("--model.name=llama3", "--model.flavor=8B", "--model.hf_folder=", "--model.overrides={n_layers = 2}")
 
 
+DOCUMENTS = ("--task.kind=documents", "--training.dataset=text", "--training.dataset_path=books")
+ONE_DIMENSION = tuple(f"--parallelism.{axis}_parallel_degree=1" for axis in ("expert", "context", "pipeline", "tensor"))
+# Job, options, kernels of a step of two layers on one rank and on each of two, which FSDP shards.
+STEPS = {
+    "packs, LoRA with dropout": ("sft_lora", ADAPTED, 740, 620),
+    "pairs, LoRA": ("dpo_lora", ADAPTED, 690, 570),
+    "ReLoRA": ("relora_250m", ADAPTED, 820, 715),
+    "packs, QLoRA": ("sft_qlora", ADAPTED, 830, 710),
+    "Neurocache": ("llama3_8b", (ADAPTED[-1], "--adapter.kind=neurocache", *DOCUMENTS), 550, 500),
+    "experts": ("qwen3_moe_235b", (ADAPTED[-1], *ONE_DIMENSION), 1030, 975),
+}
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    ("job", "waits"),
-    [
-        ("sft_lora", {}),
-        ("dpo_lora", {}),
-        ("relora_250m", {}),
-        ("sft_qlora", {}),
-    ],
-)
-def test_the_host_waits_for_nothing_in_a_step_with_an_adapter(card, job, ranks, waits):
-    argv = [f"--job.config_file=train_configs/{job}.toml", *SMALL, *ADAPTED]
-    assert ask_card(card, "host_waits", 0, ranks, *argv) == waits
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_takes_few_kernels_and_the_host_waits_for_nothing(card, name, ranks):
+    job, options, *kernels = STEPS[name]
+    argv = [f"--job.config_file=train_configs/{job}.toml", *SMALL, *options]
+    costs = ask_card(card, "step_costs", 0, ranks, *argv)
+    assert costs["host_waits"] == {}
+    assert 0.9 * kernels[ranks - 1] < costs["kernels"]["all"] <= kernels[ranks - 1]
+
+
+def test_the_host_waits_once_for_the_numbers_of_a_restart_of_relora(card):
+    """Apart from that, the values of the new A and the masks of the moments of A and B are drawn on the host, for 7
+    matrices in 2 layers.
+    """
+    argv = ["--job.config_file=train_configs/relora_250m.toml", *SMALL, *ADAPTED, "--adapter.relora.reset=random"]
+    costs = ask_card(card, "restart_costs", 0, 2, *argv)
+    assert costs["host_waits"] == {"copy initialization.py:_draw": 3 * 14, "number lora.py:reset_moments": 1}
+    assert 0 < costs["kernels"]["all"] <= 550
 
 
 @pytest.mark.parametrize(("backend", "kernel"), [("auto", None), ("fa3", "FA3")])

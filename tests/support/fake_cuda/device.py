@@ -98,6 +98,9 @@ class Stream:
     def query(self):
         return True
 
+    def is_capturing(self):
+        return False
+
     def synchronize(self):
         waits("stream")
 
@@ -152,6 +155,7 @@ def install() -> None:
     torch.tensor = _tensor_from_numbers
     cuda.Stream, cuda.Event, cuda.stream = Stream, Event, _stream
     cuda.current_stream, cuda.default_stream = lambda device=None: _streams[-1], lambda device=None: _main
+    torch.accelerator.current_stream = cuda.current_stream
     cuda.is_available = cuda.is_initialized = cuda.is_bf16_supported = lambda *args, **kwargs: True
     cuda.device_count, cuda.current_device = lambda: 8, lambda: 0
     cuda.get_device_name, cuda.get_device_capability = lambda device=None: Card.name, lambda device=None: (9, 0)

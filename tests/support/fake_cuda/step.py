@@ -153,7 +153,7 @@ def install() -> None:
     FakeTensorMode.avoid_device_init = True
     outside_fake(DeviceMesh, *(name for name in MESH if name in DeviceMesh.__dict__))
     outside_fake(parallel_dims.ParallelDims, *(name for name in DIMS if name in parallel_dims.ParallelDims.__dict__))
-    parallel_model.initialize = parallel_model.draw_stores = lambda *args, **kwargs: None  # there are no values
+    ParallelModel.initialize = lambda self, names=None: None  # there are no values
     parallel_model.allocate = allocate
     data_parallel._without_recompute = lambda function: function
     torch.nn.Module.to = lambda self, *args, **kwargs: self
@@ -224,12 +224,26 @@ def host_waits(argv: list[str], rank: int, world_size: int) -> dict[str, int]:
     return dict(device.host_waits)
 
 
-def costs(argv: list[str], rank: int, world_size: int) -> dict[str, Any]:
+def step_costs(argv: list[str], rank: int, world_size: int) -> dict[str, Any]:
+    """Return the costs of the whole second step of the job `argv`: see `_costs`."""
+    return costs(argv, rank, world_size, steps=True)
+
+
+def costs(argv: list[str], rank: int, world_size: int, steps: bool = False) -> dict[str, Any]:
     """Return the costs of forward, backward and clipping in the second step of the job `argv`: see `_costs`."""
     config = manager.load(argv)
     with job_on_rank(config, rank, world_size) as (model, optimizers, batch), HostWaits(rows_per_peer(config)):
         train_step(model, optimizers, batch)
-        return _costs(model, lambda: train_step(model, optimizers, batch, steps=False))
+        return _costs(model, lambda: train_step(model, optimizers, batch, steps))
+
+
+def restart_costs(argv: list[str], rank: int, world_size: int) -> dict[str, Any]:
+    """Return the costs of a restart of ReLoRA after the first step of the job `argv`: see `_costs`."""
+    config = manager.load(argv)
+    with job_on_rank(config, rank, world_size) as (model, optimizers, batch), HostWaits(rows_per_peer(config)):
+        train_step(model, optimizers, batch)
+        step = config.adapter.relora.every + 1
+        return _costs(model, lambda: model.after_step(step, optimizers.optimizers))
 
 
 def optimizer_costs(argv: list[str], rank: int, world_size: int) -> dict[str, Any]:
