@@ -245,6 +245,20 @@ def test_workers_change_no_sample(data, kind):
     assert not workers_alive()
 
 
+def test_without_workers_no_data_loader_is_made(data, monkeypatch):
+    """Its overhead is that of reading a batch of prepared tokens. The control: with a worker it is made."""
+    options = data["prepared"]
+    expected = [batch["tokens"] for batch in islice(loader(**options), 3)]
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a data loader is made")
+
+    monkeypatch.setattr("torchtitan.datasets.loader.StatefulDataLoader", refuse)
+    assert all(torch.equal(batch["tokens"], tokens) for batch, tokens in zip(loader(**options), expected, strict=False))
+    with pytest.raises(AssertionError, match="a data loader is made"):
+        loader(**options, num_workers=1)
+
+
 def test_workers_on_a_hugging_face_dataset(tmp_path):
     """The library itself splits shards over workers, so the loader must not split them again."""
     for shard in range(2):

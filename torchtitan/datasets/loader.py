@@ -98,29 +98,17 @@ class Loader:
         self._pieces, self._start, self._pin_memory = pieces, start, pin_memory
         self._per_batch = pieces.pieces_per_batch(max(num_workers, 1))
         self._batches, self._cursors = 0, dict(start.cursors)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
-            self._loader = StatefulDataLoader(
-                _Pieces(pieces),
-                batch_size=None,
-                collate_fn=_identity,
-                num_workers=num_workers,
-                worker_init_fn=_ignore_trainer_signals,
-                # A fork is ready in milliseconds and shares the index of the files. Elsewhere it is not safe.
-                multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
-                generator=torch.Generator(),  # separate, so that the iterator does not advance the run's random state
-                snapshot_every_n_steps=0,
-                **options,
-            )
+        # without workers the pieces are read directly: a data loader would take as long as reading a batch of tokens
+        self._workers = _worker_loader(_Pieces(pieces), num_workers, **options) if num_workers else None
         self._running: Any = None
         positions = torch.arange(pieces.batch_format.seq_len).repeat(pieces.share.batch_size, 1)
         self._positions = positions.pin_memory() if pin_memory else positions
 
     def __iter__(self) -> Iterator[Batch]:
-        if not self._loader.persistent_workers:
+        if self._workers is None or not self._workers.persistent_workers:
             self.close()
         self._batches, self._cursors = 0, dict(self._start.cursors)
-        self._running = running = iter(self._loader)
+        self._running = running = iter(_Pieces(self._pieces) if self._workers is None else self._workers)
         shape = (-1, *self._positions.shape)
         while pieces := list(islice(running, self._per_batch)):
             if self.verification is not None:
@@ -177,9 +165,11 @@ class Loader:
 
     def close(self) -> None:
         """Stop the workers. A new iteration starts new ones."""
-        if self._running is not None and self._loader.num_workers:
-            self._running._shutdown_workers()
-        self._running = self._loader._iterator = None
+        if self._workers is not None:
+            if self._running is not None:
+                self._running._shutdown_workers()
+            self._workers._iterator = None
+        self._running = None
 
 
 class WorkerOptions(NamedTuple):
@@ -337,6 +327,24 @@ def _fingerprint(
     for content, (_, _, weight) in zip(descriptions, sources, strict=True):
         content["weight"] = "in epochs" if in_passes else weight
     return fingerprint | {"sources": {str(number): content for number, content in enumerate(descriptions)}}
+
+
+def _worker_loader(pieces: _Pieces, num_workers: int, **options: Any) -> StatefulDataLoader:
+    """Return a loader whose iterators start worker processes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+        return StatefulDataLoader(
+            pieces,
+            batch_size=None,
+            collate_fn=_identity,
+            num_workers=num_workers,
+            worker_init_fn=_ignore_trainer_signals,
+            # A fork is ready in milliseconds and shares the index of the files. Elsewhere it is not safe.
+            multiprocessing_context="fork" if sys.platform == "linux" else None,
+            generator=torch.Generator(),  # separate, so that the iterator does not advance the run's random state
+            snapshot_every_n_steps=0,
+            **options,
+        )
 
 
 def _identity(piece: Piece | str) -> Piece | str:

@@ -60,7 +60,8 @@ def next_token_arrays(
 
     arrays = [rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64), numbers.repeat(lengths)]
     if document_mask:
-        arrays.append(np.arange(n * length) - starts.repeat(lengths))
+        positions = starts.repeat(lengths)
+        arrays.append(np.subtract(np.arange(n * length), positions, out=positions))
         after = column > 0
         arrays[1][row[after], column[after] - 1] = IGNORE
     if trained is not None:
@@ -278,7 +279,7 @@ class ShardPieces:
     A piece contains several batches, because handing a piece over costs more than reading a few thousand tokens. From
     global sample `end` on, no label has a loss."""
 
-    PIECE_TOKENS = 2**16
+    PIECE_TOKENS = 2**17
     PIECE_BATCHES = 64
     AHEAD = 2048
     """Number of samples per computation of their order."""
