@@ -151,7 +151,7 @@ def actual_traffic(jobs):
         dims, device = parts.dims(config, 2), torch.device(device_type())
         model = parts.model(config, dims.build_mesh(device.type), dims, device)
         batch, passes = zero_batch(config, dims, model.needs_keys), num_batches_per_step(config, dims)
-        rehearsal = Rehearsal(config, model, parts.optimizers(config, model), batch, passes)
+        rehearsal = Rehearsal(config, model, parts.optimizers(config, model), batch, passes, replays=False)
         traffic.append(dict(rehearsal.step(LiveTensors()).sent))
     return traffic
 

@@ -2,8 +2,8 @@
 
 Small jobs are rehearsed with all layers. Deep ones are rehearsed with a few layers of each stage and then with some
 more, because memory grows linearly with the layers in each part of a step. Each part is extrapolated by itself, since
-another part may have the peak in the full model. A pipeline is rehearsed with the fewest microbatches that reach the
-highest number in flight.
+another part may have the peak in the full model. Of a pipeline's microbatches a few run (pipeline_replay.py); one that
+overlaps all-to-alls is rehearsed with the fewest that reach the highest number in flight.
 """
 
 import dataclasses
@@ -18,8 +18,10 @@ from torchtitan.build import parts
 from torchtitan.build.data import num_batches_per_step
 from torchtitan.config.job import JobConfig
 from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.parallel_model import runs_by_segments
 from torchtitan.parallelisms.pipeline.actions import with_full_backward
 from torchtitan.parallelisms.pipeline.simulator import simulate
+from torchtitan.planner.pipeline_replay import RUNNING
 from torchtitan.planner.rehearsal import (
     FROZEN,
     GRADIENTS,
@@ -131,7 +133,10 @@ class _Share:
         local_stages = [0] if dims.pp == 1 else pipeline.stages_of_rank(place, dims.pp, len(stages))
         layers = {stage: sum(map(_is_layer, stages[stage])) for stage in local_stages}
         fewest = {stage: _fewest_layers(config, stages[stage], dims) for stage in local_stages}
-        passes = (1 if dims.pp == 1 else pipeline.microbatches) * min(2, num_batches_per_step(config, dims))
+        microbatches = 1 if dims.pp == 1 else pipeline.microbatches
+        if not _overlaps(config, dims):
+            microbatches = min(microbatches, RUNNING)
+        passes = microbatches * min(2, num_batches_per_step(config, dims))
         if sum(layers.values()) * passes <= AT_ONCE or _layers_differ(config):
             fewest = layers
         extended = [
@@ -177,6 +182,10 @@ def _on_the_device(moments: Moments) -> Moments:
 
 
 # Fewer layers and microbatches
+
+
+def _overlaps(config: JobConfig, dims: ParallelDims) -> bool:
+    return runs_by_segments(dims, parts.parallel_options(config))
 
 
 def _is_layer(name: str) -> bool:
@@ -266,9 +275,9 @@ def _with_layers(
 def _with_few_microbatches(config: JobConfig, dims: ParallelDims, num_stages: int) -> JobConfig:
     """Return the job with the fewest microbatches that keep each rank's highest number in flight.
 
-    Their number is a multiple of the pipeline's ranks.
+    Their number is a multiple of the pipeline's ranks. It is unchanged where microbatches are replayed.
     """
-    if dims.pp == 1 or config.parallelism.pipeline_parallel_schedule_csv is not None:
+    if not _overlaps(config, dims) or config.parallelism.pipeline_parallel_schedule_csv is not None:
         return config
 
     def under_way(part: JobConfig) -> list[list[Any]]:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -38,6 +38,7 @@ from torchtitan.optimizers.build import Optimizers
 from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
 from torchtitan.parallelisms.sequence_layout import Tokens
 from torchtitan.planner.live_tensors import ACTIVATIONS, BACKWARD, Bytes, FakeValues, LiveTensors
+from torchtitan.planner.pipeline_replay import few_microbatches
 from torchtitan.planner.traffic import Group, Traffic, axes_of
 from torchtitan.process.exit import die_with_parent
 from torchtitan.training.batches import zero_batch
@@ -125,6 +126,8 @@ class Rehearsal:
     optimizers: Optimizers
     batch: Batch
     passes: int
+    replays: bool = True
+    """Run only some microbatches of a pipeline and count them for all (pipeline_replay.py), which real ranks cannot."""
 
     def __post_init__(self) -> None:
         # computed now, because a mesh needs tensors with values, which a rehearsed step lacks
@@ -141,7 +144,7 @@ class Rehearsal:
         steps_in_backward = self.config.optimizer.early_step_in_backward
         live.forget_peak()
         for remaining in reversed(range(min(2, self.passes))):  # a third pass is like the second
-            with Traffic() as traffic:
+            with Traffic() as traffic, self._shortened(live, traffic):
                 self.model.forward_backward(self.batch, ANY_COUNT, is_last=not remaining)
             self._add(sent, traffic, times=self.passes - 1 if remaining else 1)
         moments["forward and backward"] = live.peak
@@ -162,6 +165,15 @@ class Rehearsal:
         names = {axis for axis, _, _ in sent}
         groups = {axis: ranks for axis, ranks in self.groups.items() if axis in names}
         return Rehearsed(moments | {"optimizer": optimizer}, sent, groups)
+
+    def _shortened(self, live: LiveTensors, traffic: Traffic) -> AbstractContextManager:
+        """Return a context in which a pipeline runs only some of its microbatches, if all are to be counted."""
+        pipeline = self.model.pipeline
+        if pipeline is None or pipeline.segments is not None or not self.replays:
+            return nullcontext()
+        return few_microbatches(
+            pipeline.schedule_of(self.batch["tokens"].shape[1] // self.model.dims.cp), live, traffic
+        )
 
     def _add(self, sent: Sent, traffic: Traffic, times: int = 1) -> None:
         axes = self.groups

@@ -221,7 +221,7 @@ class Pipeline:
                 f"a batch of {len(tokens)} samples for a pipeline that takes {self.options.local_batch_size} "
                 f"({self.options.microbatches} microbatches of {self.options.microbatch_size}); give it that many"
             )
-        schedule = self._schedule(tokens.shape[1])
+        schedule = self.schedule_of(tokens.shape[1])
         for stage in schedule._stages:
             stage.reduces_over_replicas = is_last
         loss = schedule.run(tokens, extra_inputs, valid_tokens)
@@ -231,7 +231,8 @@ class Pipeline:
         extra_inputs = {name: tensor for name, tensor in batch.items() if name != "tokens" and tensor is not None}
         return batch["tokens"].contiguous(), extra_inputs
 
-    def _schedule(self, seq_len: int) -> TableSchedule:
+    def schedule_of(self, seq_len: int) -> TableSchedule:
+        """Return the runtime for batches of `seq_len` tokens of this rank, created at the first call."""
         if seq_len not in self.schedules:
             size = self.options.microbatch_size
             tokens = torch.empty((size, seq_len), dtype=torch.long, device="meta")
