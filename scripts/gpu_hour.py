@@ -108,6 +108,8 @@ def features() -> list[Step]:
         job("experts", "half to three quarters of dense's MFU", [*UNRECOMPUTED, *EXPERTS], 12),
         job("dense", "as many weights a token as experts", [*UNRECOMPUTED, *DENSE], 12),
         job("experts_compiled", "faster than experts", [*UNRECOMPUTED, *EXPERTS, *COMPILED], 12, 150),
+        job("float8", "less time than compiled", [*FOUR, *COMPILED, "--training.float8=tensorwise"], 25, 180),
+        job("float8_rowwise", "more than float8", [*FOUR, *COMPILED, "--training.float8=rowwise"], 25, 180),
         job("in_backward", "less memory than eager", [*FOUR, *IN_BACKWARD], 12),
     ]
 

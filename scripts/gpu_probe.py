@@ -4,6 +4,7 @@ Without a GPU all sizes are divided, which only shows that the operations run. A
 says so, and exit code 1 follows.
 """
 
+import copy
 import sys
 import time
 from collections.abc import Callable
@@ -14,8 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan.adapters.quantized import NF4
 from torchtitan.core.errors import JobError
+from torchtitan.core.float8 import has_kernel
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models.dropout import Dropout
+from torchtitan.models.float8 import convert
 from torchtitan.models.moe.experts import grouped_mm
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.build import build_optimizers
@@ -112,6 +115,26 @@ def dropout() -> None:
     row("  F.dropout", lambda: F.dropout(x, 0.05), "0.1")
 
 
+def float8_linears() -> None:
+    x = torch.randn(8192 // SHRINK, 4096 // SHRINK, device=DEVICE, dtype=BF16, requires_grad=True)
+    plain = torch.nn.Linear(4096 // SHRINK, 14336 // SHRINK, bias=False, device=DEVICE, dtype=BF16)
+    for recipe, expected in (("none", "5"), ("tensorwise", "3"), ("rowwise", "4")):
+        linear = copy.deepcopy(plain)
+        if recipe != "none":
+            convert(linear, recipe, use_kernel=has_kernel(DEVICE) or not ON_GPU)
+
+        def both_ways(linear: torch.nn.Linear = linear) -> list[torch.Tensor]:
+            out = linear(x)
+            return [out, *torch.autograd.grad(out, (x, linear.weight), torch.ones_like(out))]
+
+        row(f"linear, 8192 x 4096 x 14336, float8: {recipe}", both_ways, expected)
+        if recipe != "none":
+            by_kernel, linear.use_kernel = both_ways(), False
+            pairs = zip(by_kernel, both_ways(), strict=True)
+            error = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+            print(f"  largest difference from imitated products: {error:.1e}, expected below 1e-2")
+
+
 def optimizers() -> None:
     for name, dtype, expected in (
         ("AdamW", torch.float32, "0.6"),
@@ -154,7 +177,7 @@ def main() -> int:
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if ON_GPU else 'CPU, sizes divided by 64'}")
     torch.manual_seed(0)
     code = 0
-    for probe in (attention, head_and_loss, accumulation, nf4, dropout, optimizers, experts):
+    for probe in (attention, head_and_loss, accumulation, nf4, dropout, float8_linears, optimizers, experts):
         try:
             probe()
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, JobError) as error:

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torchao.float8.config import Float8LinearConfig
-from torchao.float8.float8_linear import Float8Linear as Reference
 
 from tests import test_combinations
 from tests.combinations import COMPOSED, LAYOUTS, Combination
@@ -22,7 +20,7 @@ from torchtitan.config.manager import load
 from torchtitan.core.float8 import E4M3, E5M2, Scaled, product, quantize
 from torchtitan.models import float8
 from torchtitan.models.deepseek.model import PLAN
-from torchtitan.models.float8 import Float8Linear, use_float8
+from torchtitan.models.float8 import Float8Linear, convert, use_float8
 from torchtitan.models.sizes import HEAD, linears
 from torchtitan.parallelisms import parallel_model
 from torchtitan.parallelisms.pipeline.split_backward import backward_inputs
@@ -35,7 +33,7 @@ RECIPES = ("tensorwise", "rowwise")
 
 def as_float8(linear: nn.Linear, recipe: str, use_kernel: bool = False) -> Float8Linear:
     linear = copy.deepcopy(linear)
-    linear.__class__, linear.rowwise, linear.use_kernel = Float8Linear, recipe == "rowwise", use_kernel
+    convert(linear, recipe, use_kernel)
     return linear
 
 
@@ -58,6 +56,9 @@ def spread(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_equal_to_torchao(recipe, dtype, use_kernel):
     """Bit by bit, with torchao's products emulated and ours too or by torch._scaled_mm, which also runs on a CPU."""
+    from torchao.float8.config import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear as Reference
+
     torch.manual_seed(1)
     linear, x, grad = nn.Linear(64, 48).to(dtype), spread(2, 24, 64, dtype=dtype), 1e-4 * spread(2, 24, 48, dtype=dtype)
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True, round_scales_to_power_of_2=True)
@@ -130,6 +131,8 @@ def test_a_split_backward_computes_each_product_once(recipe, monkeypatch):
     y = linear(x)
     weights = backward_inputs([get_gradient_edge(y)], [grad], [x])
     assert shapes == [(16, 48), (16, 32)] and torch.equal(x.grad, expected[1])
+    (of_input,) = torch.autograd.grad(as_float8(linear, recipe)(x), x, grad)  # of a leaf
+    assert torch.equal(of_input, expected[1]) and shapes.pop() == (16, 32) and shapes.pop() == (16, 48)
     weights.run()
     assert shapes[2:] == [(48, 32)] and torch.equal(linear.weight.grad, expected[2])
 

@@ -45,10 +45,10 @@ def power_of_two(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def quantize(x: torch.Tensor, dtype: torch.dtype, rowwise: bool) -> Scaled:
     """Round x [R, C] to a float8 type, with one scale or one for each row."""
-    dims, keep = (-1, True) if rowwise else (None, False)
-    largest = torch.linalg.vector_norm(x, math.inf, dim=dims, keepdim=keep)
-    rounded = _rounded if torch.compiler.is_compiling() else ROUNDED
-    return Scaled(*rounded(x, largest, dtype))
+    dims = (-1,) if rowwise else (0, 1)
+    if x.device.type == "cuda" and not torch.compiler.is_compiling():
+        return Scaled(*ROUNDED(x, torch.linalg.vector_norm(x, math.inf, dim=dims, keepdim=rowwise), dtype))
+    return Scaled(*_rounded(x, x.abs().amax(dims, rowwise), dtype))  # on a CPU faster than a norm, and than compiling
 
 
 def _rounded(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

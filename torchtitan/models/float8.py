@@ -70,9 +70,9 @@ class Float8Linear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N]"""
         dtype = autocast_dtype(x.device.type) or x.dtype
-        rows, weight = x.flatten(0, -2).to(dtype), self.weight.to(dtype)
-        weight = weight.view_as(weight)  # _is_wanted can ask autograd.grad about nodes that are no leaves only
-        y = _Float8Matmul.apply(rows, weight, self.rowwise, self.use_kernel).unflatten(0, x.shape[:-1])
+        # views, because _is_wanted cannot ask about leaves in autograd.grad
+        operands = (operand.view_as(operand) for operand in (x.flatten(0, -2).to(dtype), self.weight.to(dtype)))
+        y = _Float8Matmul.apply(*operands, self.rowwise, self.use_kernel).unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias.to(dtype)
 
 
@@ -86,5 +86,10 @@ def use_float8(model: nn.Module, plan: ParallelPlan, recipe: str, exclude: Seque
             if type(module) is not nn.Linear or any(fnmatchcase(name, pattern) for pattern in exclude):
                 continue
             if module.out_features % FLOAT8_MULTIPLE == 0 and module.in_features % FLOAT8_MULTIPLE == 0:
-                module.__class__ = Float8Linear
-                module.rowwise, module.use_kernel = recipe == "rowwise", use_kernel
+                convert(module, recipe, use_kernel)
+
+
+def convert(linear: nn.Linear, recipe: str, use_kernel: bool) -> None:
+    """Let a linear multiply in float8, in place."""
+    linear.__class__ = Float8Linear
+    linear.rowwise, linear.use_kernel = recipe == "rowwise", use_kernel
