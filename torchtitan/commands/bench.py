@@ -10,32 +10,31 @@ data, from initial weights, without saving or validating. All combinations are c
 
 import argparse
 import dataclasses
-import itertools
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan.adapters import NONE
+from torchtitan.commands.combinations import MODEL, checked_jobs, combinations, failure_reason
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.config.job import JobConfig
-from torchtitan.config.manager import load, said_by, to_toml
-from torchtitan.config.options import ConfigError, Fault, free_table
+from torchtitan.config.manager import to_toml
+from torchtitan.config.options import Fault, free_table
 from torchtitan.config.sections.run import Checkpoint, EarlyStop, Guard, Metrics, Profiling
 from torchtitan.config.sections.training import LRScheduler, Training, Validation
-from torchtitan.core.errors import JobError, wrap_lines
+from torchtitan.core.errors import JobError
 from torchtitan.core.progress_bar import waiting
 from torchtitan.metrics.json_lines import METRICS, read_records
 from torchtitan.metrics.plot import GREY, HELD_OUT, INK, LOSS, SPEED, STYLE, check_format
 from torchtitan.process.exit import OUT_OF_MEMORY, REFUSED
-from torchtitan.process.ranks import likely_device
-from torchtitan.rules import check
 
 BAR = 0.32
 """Inches, of a row."""
@@ -70,9 +69,6 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         figure.savefig(path, facecolor="white", **dated)
 
 
-MODEL = "model"
-MOST = 200
-"""Combinations."""
 OF_THE_RUN = "job."
 """Prefix of options on the run's name and folder, which bench sets itself for each combination."""
 KILLED = (-9, 128 + 9)
@@ -83,7 +79,7 @@ def main(argv: list[str]) -> int:
     options, job_args = parse_command("bench", argv)
     if options.plot:
         check_format(Path(options.plot))
-    cases = list(combinations(options.sweep))
+    cases = list(combinations("--sweep", options.sweep))
     configs = checked_configs(cases, job_args, options)
     try:
         with Path(options.out).open("a") as file:
@@ -95,59 +91,18 @@ def main(argv: list[str]) -> int:
     return 0 if any(row["result"] == "ok" for row in rows) else 1
 
 
-def combinations(sweeps: list[str]) -> Iterator[dict[str, str]]:
-    """Yield the combinations of the values of all --sweep options, as option -> value.
-
-    Raises JobError for a --sweep that is not an option with values.
-    """
-    axes: dict[str, list[str]] = {}
-    for sweep in sweeps:
-        key, equals, text = sweep.partition("=")
-        values = [value.strip() for value in text.split(",")]
-        if not equals or not all(values) or (key != MODEL and "." not in key):
-            allowed = "section.key=VALUE,VALUE, or model=FAMILY/FLAVOR,FAMILY/FLAVOR"
-            raise JobError(f"--sweep: given {sweep!r}; allowed: {allowed}")
-        if key in axes or len(set(values)) < len(values):
-            raise JobError(f"--sweep: given {sweep!r}; allowed: each option once, with values that differ")
-        if key == MODEL and (malformed := [value for value in values if value.count("/") != 1]):
-            raise JobError(
-                f"--sweep: given {MODEL}={malformed[0]}; allowed: FAMILY/FLAVOR, as `torchtitan list models` says"
-            )
-        axes[key] = values
-    for number, chosen in enumerate(itertools.product(*axes.values())):
-        if number == MOST:
-            raise JobError(f"--sweep: given more than {MOST} combinations; allowed: as many; leave some values out")
-        yield dict(zip(axes, chosen, strict=True))
-
-
 def checked_configs(cases: list[dict[str, str]], job_args: list[str], options: argparse.Namespace) -> list[JobConfig]:
-    """Return the job of each combination. Raises one JobError with the faults of all combinations."""
-    configs, faults = [], dict[str, str]()
-    for case in cases:
-        case_args = [*job_args, *arguments_of(case)]
-        try:
-            job = load(case_args)
-            config = only_steps(job, options.steps)
-            case_faults = [
-                *ineffective_options(case, job, config),
-                *check(config, options.ranks, likely_device(), said_by(case_args)),
-            ]
-            configs.append(config)
-        except ConfigError as error:
-            case_faults = error.faults
-        faults |= {str(fault): case_name(case) for fault in reversed(case_faults) if str(fault) not in faults}
-    if faults:
-        lines = [f"{fault}" + f"  ({name})" * bool(name) for fault, name in faults.items()]
-        raise JobError("\n".join([*lines, "nothing was measured"]))
-    return configs
+    """Return the job to measure for each combination. Raises one JobError with the faults of all combinations."""
+    adjust = partial(measured_job, options=options)
+    return checked_jobs(cases, job_args, options.ranks, adjust, "nothing was measured")
 
 
-def arguments_of(case: dict[str, str]) -> list[str]:
-    job_args = []
-    for key, value in case.items():
-        family, _, flavor = value.partition("/")
-        job_args += [f"--model.name={family}", f"--model.flavor={flavor}"] if key == MODEL else [f"--{key}={value}"]
-    return job_args
+def measured_job(
+    case: dict[str, str], job: JobConfig, options: argparse.Namespace
+) -> tuple[JobConfig, Iterable[Fault]]:
+    """Return the job to measure for a combination, and the faults of options that do not affect it."""
+    config = only_steps(job, options.steps)
+    return config, ineffective_options(case, job, config)
 
 
 def ineffective_options(case: dict[str, str], job: JobConfig, config: JobConfig) -> Iterator[Fault]:
@@ -160,10 +115,6 @@ def ineffective_options(case: dict[str, str], job: JobConfig, config: JobConfig)
                 "bench sets this option to the same value in all combinations",
             )
             yield Fault("", f"--sweep {key}", value, allowed, remedy)
-
-
-def case_name(case: dict[str, str]) -> str:
-    return ", ".join(f"{key} = {value}" for key, value in case.items())
 
 
 def only_steps(config: JobConfig, steps: int) -> JobConfig:
@@ -234,8 +185,7 @@ def result_of(config: JobConfig, home: Path, number: int, options: argparse.Name
         code = exit_code_of(command, log_file, options.timeout)
     result = outcome_of(code, folder, options.steps)
     if result["result"] == "failed":
-        log_lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        result["reason"] = wrap_lines(log_lines[-1] if log_lines else f"exit code {code}")
+        result["reason"] = failure_reason(log.read_text(errors="replace"), code)
     model = {"model": f"{config.model.name}/{config.model.flavor}", "seq_len": config.training.seq_len}
     return model | {"local_batch_size": config.training.local_batch_size, "exit_code": code, **result}
 

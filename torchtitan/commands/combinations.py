@@ -1,0 +1,85 @@
+"""Combinations of options' values, as `bench --sweep` and `sweep --over` name them. Needs no torch."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+from torchtitan.config.job import JobConfig
+from torchtitan.config.manager import load, said_by
+from torchtitan.config.options import ConfigError, Fault
+from torchtitan.core.errors import JobError, wrap_lines
+from torchtitan.process.ranks import likely_device
+from torchtitan.rules import check
+
+MODEL = "model"
+MOST = 200
+"""Combinations."""
+
+
+def combinations(option: str, sweeps: list[str]) -> Iterator[dict[str, str]]:
+    """Yield the combinations of the values of a repeated command-line option, as option of a job -> value.
+
+    `sweeps`: texts like `training.seq_len=512,1024`. Raises JobError for one that is not an option with values.
+    """
+    axes: dict[str, list[str]] = {}
+    for sweep in sweeps:
+        key, equals, text = sweep.partition("=")
+        values = [value.strip() for value in text.split(",")]
+        if not equals or not all(values) or (key != MODEL and "." not in key):
+            allowed = "section.key=VALUE,VALUE, or model=FAMILY/FLAVOR,FAMILY/FLAVOR"
+            raise JobError(f"{option}: given {sweep!r}; allowed: {allowed}")
+        if key in axes or len(set(values)) < len(values):
+            raise JobError(f"{option}: given {sweep!r}; allowed: each option once, with values that differ")
+        if key == MODEL and (malformed := [value for value in values if value.count("/") != 1]):
+            raise JobError(
+                f"{option}: given {MODEL}={malformed[0]}; allowed: FAMILY/FLAVOR, as `torchtitan list models` says"
+            )
+        axes[key] = values
+    for number, chosen in enumerate(itertools.product(*axes.values())):
+        if number == MOST:
+            raise JobError(f"{option}: given more than {MOST} combinations; allowed: as many; leave some values out")
+        yield dict(zip(axes, chosen, strict=True))
+
+
+def arguments_of(case: dict[str, str]) -> list[str]:
+    job_args = []
+    for key, value in case.items():
+        family, _, flavor = value.partition("/")
+        job_args += [f"--model.name={family}", f"--model.flavor={flavor}"] if key == MODEL else [f"--{key}={value}"]
+    return job_args
+
+
+def case_name(case: dict[str, str]) -> str:
+    return ", ".join(f"{key} = {value}" for key, value in case.items())
+
+
+def checked_jobs(
+    cases: list[dict[str, str]],
+    job_args: list[str],
+    ranks: int,
+    adjust: Callable[[dict[str, str], JobConfig], tuple[JobConfig, Iterable[Fault]]],
+    consequence: str,
+) -> list[JobConfig]:
+    """Return the job of each combination, as `adjust` changes it.
+
+    Raises one JobError with the faults of all combinations, and `consequence` as its last line.
+    """
+    configs, faults = [], dict[str, str]()
+    for case in cases:
+        case_args = [*job_args, *arguments_of(case)]
+        try:
+            config, of_adjustment = adjust(case, load(case_args))
+            case_faults = [*of_adjustment, *check(config, ranks, likely_device(), said_by(case_args))]
+            configs.append(config)
+        except ConfigError as error:
+            case_faults = error.faults
+        faults |= {str(fault): case_name(case) for fault in reversed(case_faults) if str(fault) not in faults}
+    if faults:
+        lines = [f"{fault}" + f"  ({name})" * bool(name) for fault, name in faults.items()]
+        raise JobError("\n".join([*lines, consequence]))
+    return configs
+
+
+def failure_reason(log: str, code: int | None) -> str:
+    """Return the last line of a failed job's log, or its exit code."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return wrap_lines(lines[-1] if lines else f"exit code {code}")
