@@ -199,6 +199,8 @@ READ_ARGUMENTS = {
     ("export", "--config"): ["FOLDER", "--to=TARGET"],
     ("checkpoints", "folder"): [],
     ("plot", "folder"): [],
+    ("diff", "a"): ["FOLDER"],
+    ("diff", "b"): ["FOLDER"],
     ("presets", "--model"): ["cp", "sft_lora", "TARGET"],
     ("prepare", "--dataset-path"): ["--tokenizer_path=bytes", "--output=TARGET"],
     ("prepare", "--tokenizer-path"): ["--output=TARGET", "--dataset=python_stdlib"],
@@ -207,6 +209,7 @@ READ_ARGUMENTS = {
 }
 NO_FILES_TO_READ = {
     *(("bench", "--out"), ("bench", "--plot"), ("evaluate", "--out"), ("evaluate", "--plot"), ("plot", "--to")),
+    *(("sweep", "--over"), ("sweep", "--to")),
     *(("export", "--to"), ("convert", "target"), ("schedule", "--out"), ("prepare", "--output")),
     *(("bench", "--sweep"), ("chat", "--system"), ("convert", "--add-tokens"), ("convert", "--eos-token")),
     *(("generate", "--prompt"), ("init", "file"), ("prepare", "--text-field"), ("presets", "arguments")),
@@ -271,6 +274,7 @@ OWN_FILES = {
     "cli.py": "/dev/null",
     "commands/bench.py": "writes; the log of a job that it has started",
     "commands/plot.py": "a picture that it has drawn",
+    "commands/sweep.py": "writes",
     "commands/presets.py": "writes; presets of the package",
     "datasets/preparing.py": "a lock",
     "datasets/template_worker.py": "/proc",

@@ -26,6 +26,7 @@ COMMANDS = {
     "preview": "show the first samples that the model will see: decoded, with document borders and masks",
     "schedule": "simulate a pipeline schedule: its bubble, peak memory, comparison with others, and a picture",
     "bench": "measure speed and memory of a job's steps, for each combination of some options' values",
+    "sweep": "train a job for each combination of some options' values, and compare the losses",
     "prepare": "tokenize a dataset once into shards, or all that a job tokenizes before it starts",
     "generate": "continue a prompt with the weights of a checkpoint or a Hugging Face folder",
     "evaluate": "measure loss and bits per byte of held-out documents, or answer lm-eval tasks",
@@ -42,7 +43,7 @@ COMMANDS = {
 }
 USAGE = "usage: torchtitan COMMAND [--help] [arguments]\n\n" + "\n".join(f"  {c:13}{t}" for c, t in COMMANDS.items())
 USAGE += "\n\n  --version  of this package and of torch"
-COMPUTING = ("train", "bench", "generate", "evaluate", "chat", "export")
+COMPUTING = ("train", "bench", "sweep", "generate", "evaluate", "chat", "export")
 """Commands that compute with the tensors of a model, or whose processes do."""
 CRASHED, REFUSED, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
 

@@ -164,6 +164,23 @@ def _bench() -> CommandParser:
     return parser
 
 
+def _sweep() -> CommandParser:
+    parser = CommandParser(
+        "sweep",
+        "Each combination is a run in a folder named after its values. The same command completes an interrupted "
+        "sweep. Exit code: 0 if all runs ended well, 1 if not.",
+        "job",
+    )
+    over = "an option and its values, as optimizer.lr=1e-4,3e-4,1e-3; may be repeated"
+    parser.add_argument("--over", action="append", default=[], metavar="KEY=VALUE,VALUE", help=over)
+    workers = "runs at the same time, which share the GPUs or CPU cores (default 1)"
+    parser.add_argument("--workers", type=whole_number(1), default=1, metavar="N", help=workers)
+    parser.add_argument("--ranks", type=whole_number(1), default=1, metavar="N", help="ranks per run (default 1)")
+    folder = "folder of the sweep (default: the job's dump_folder with _sweep at its end)"
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help=folder)
+    return parser
+
+
 def _prepare() -> CommandParser:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser = CommandParser(
@@ -327,6 +344,7 @@ PARSERS: dict[str, Callable[[], CommandParser]] = {
     "preview": _preview,
     "schedule": _schedule,
     "bench": _bench,
+    "sweep": _sweep,
     "prepare": _prepare,
     "generate": _generate,
     "evaluate": _evaluate,

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.core.errors import JobError
-from torchtitan.core.files import FileError
-from torchtitan.metrics.json_lines import METRICS, read_records
-from torchtitan.metrics.plot import FORMATS, check_format, draw_training_curve, is_finite, smoothed, smoothed_over
+from torchtitan.metrics.json_lines import METRICS, is_finite, read_run
+from torchtitan.metrics.plot import FORMATS, check_format, draw_training_curve, smoothed, smoothed_over
 
 PAGE = ".html"
 ROWS, LABEL = 16, 9
@@ -39,20 +38,11 @@ def main(argv: list[str]) -> int:
 
 def read(path: Path) -> tuple[Points, Points]:
     """Return the finite training and validation losses with their steps. Raises JobError if there are none."""
-    try:
-        records = read_records(path)
-    except (OSError, FileError) as error:
-        remedy = f"give the dump_folder of a run that has logged, or its {METRICS}"
-        reason = error.reason if isinstance(error, FileError) else f"cannot be read ({error.strerror})"
-        raise JobError(f"{path}: {reason}; {remedy}") from None
+    records = read_run(path)
     losses, held_out = (
         [(record["step"], record[key]) for record in records if is_finite(record.get(key))]
         for key in ("loss", "validation_loss")
     )
-    if not losses:
-        raise JobError(
-            f"{path}: no loss in it; allowed: the metrics of a run with a logged step; try again after its first one"
-        )
     return losses, held_out
 
 

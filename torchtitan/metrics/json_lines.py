@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchtitan.core.files import open_file
+from torchtitan.core.errors import JobError
+from torchtitan.core.files import FileError, open_file
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,27 @@ def read_records(path: Path) -> list[Record]:
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 records.append(record)
     return records
+
+
+def read_run(path: Path) -> list[Record]:
+    """Return the records of a run, from its folder or its metrics.jsonl. Raises JobError if none has a loss."""
+    path = path / METRICS if path.is_dir() else path
+    try:
+        records = read_records(path)
+    except (OSError, FileError) as error:
+        remedy = f"give the dump_folder of a run that has logged, or its {METRICS}"
+        reason = error.reason if isinstance(error, FileError) else f"cannot be read ({error.strerror})"
+        raise JobError(f"{path}: {reason}; {remedy}") from None
+    if not any(is_finite(record.get("loss")) for record in records):
+        raise JobError(
+            f"{path}: no loss in it; allowed: the metrics of a run with a logged step; try again after its first one"
+        )
+    return records
+
+
+def is_finite(value: object) -> bool:
+    """Return True for a finite number, which can be drawn."""
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _unused(path: Path) -> Path:

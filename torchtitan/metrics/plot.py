@@ -2,11 +2,12 @@
 
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtitan.core.errors import JobError
-from torchtitan.metrics.json_lines import Record, read_records
+from torchtitan.metrics.json_lines import Record, is_finite, read_records
 
 FORMATS = (".svg", ".png")
 INK, GREY, RULE = "#1f2937", "#6b7280", "#e5e7eb"
@@ -74,6 +75,38 @@ def draw_training_curve(metrics_path: Path, path: Path, title: str) -> bool:
     return True
 
 
+def draw_losses(runs: Sequence[tuple[str, Path]], path: Path) -> bool:
+    """Draw the smoothed losses of several runs into one figure, and below it their validation losses, if there are any.
+
+    `runs`: (label, metrics.jsonl). Return False, and write nothing, if none of them has logged a step yet.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    curves = [(label, read_records(metrics)) for label, metrics in runs]
+    curves = [(label, records) for label, records in curves if any("loss" in record for record in records)]
+    if not curves:
+        return False
+    keys = {"loss": "loss, nats per token, smoothed", "validation_loss": "validation loss"}
+    shown = [key for key in keys if any(is_finite(record.get(key)) for _, records in curves for record in records)]
+    colors = matplotlib.colormaps["viridis"]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(10, 1 + 4.2 * max(len(shown), 1)), dpi=150, layout="constrained")
+        panels = figure.subplots(max(len(shown), 1), 1, sharex=True, squeeze=False)[:, 0]
+        for panel, key in zip(panels, shown, strict=False):
+            for number, (label, records) in enumerate(curves):
+                x, y = _column([record for record in records if key in record], key)
+                if key == "loss":
+                    y = smoothed(y)
+                color = colors(number / max(len(curves) - 1, 1) * 0.9)
+                panel.plot(x, y, color=color, linewidth=1.8, marker="" if key == "loss" else "D", label=label)
+            _panel_title(panel, keys[key])
+        panels[-1].set_xlabel("step")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", frameon=False, ncols=2)
+        figure.savefig(path, facecolor="white")
+    return True
+
+
 def _draw_loss(axes: Any, steps: list[Record], held_out: list[Record]) -> None:
     x, y = _column(steps, "loss")
     axes.plot(x, y, color=RAW, linewidth=1, label="each logged step")
@@ -120,11 +153,6 @@ def _column(records: list[Record], key: str) -> tuple[list[int], list[float]]:
     """Return the steps and their values; NaN, a gap in the plot, if a value is not finite."""
     values = [record[key] if is_finite(record.get(key)) else math.nan for record in records]
     return [record["step"] for record in records], values
-
-
-def is_finite(value: object) -> bool:
-    """Return True for a finite number, which can be drawn."""
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _top(values: list[float]) -> float:

@@ -1,0 +1,169 @@
+"""Tests of `torchtitan sweep`: real runs side by side, resuming a half-done sweep, its table and its picture."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import jobs
+from tests.test_metrics import png_size, write_run
+from torchtitan import cli
+from torchtitan.commands import sweep
+from torchtitan.config.manager import load, to_toml
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """Return the command line of a tiny job in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    texts = jobs.write_texts(tmp_path / "texts")
+    arguments = jobs.arguments(tmp_path / "run", texts, training__steps=2, model__overrides=jobs.SHALLOW)
+    (tmp_path / "job.toml").write_text(to_toml(load(arguments)))
+    return ["job.toml"]
+
+
+class FakeRun:
+    """A launcher that ends at once with the next of `codes`, after the run has logged three steps."""
+
+    started: list[tuple[list[str], dict]] = []
+    codes: list[int] = []
+    active = most_active = 0
+
+    def __init__(self, command, env, **options):
+        self.config = load(command[command.index("--job.config_file") :])
+        FakeRun.started.append((command, env))
+        FakeRun.active += 1
+        FakeRun.most_active = max(FakeRun.active, FakeRun.most_active)
+        options["stdout"].write(b"one line\nthe reason\n")
+        self.returncode, self.signals = None, []
+
+    def poll(self):
+        if self.returncode is None:
+            FakeRun.active -= 1
+            self.returncode = FakeRun.codes.pop(0)
+            folder = Path(self.config.job.dump_folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_run(folder / "metrics.jsonl", [3.0, 2.0, self.config.optimizer.lr])
+        return self.returncode
+
+    def kill(self):
+        raise AssertionError("an ended run is not killed")
+
+
+@pytest.fixture
+def fake_runs(monkeypatch):
+    FakeRun.started, FakeRun.active, FakeRun.most_active = [], 0, 0
+    monkeypatch.setattr(sweep.subprocess, "Popen", FakeRun)
+    monkeypatch.setattr(sweep, "LOOK_SECONDS", 0.01)
+    return FakeRun
+
+
+def test_real_runs_side_by_side(job, tmp_path, capfd):
+    arguments = ["sweep", *job, "--over", "optimizer.lr=1e-3,1e-2", "--workers", "2"]
+    assert cli.main(arguments) == 0
+    head, *done, columns, first, second, drawn = capfd.readouterr().out.splitlines()
+    home = tmp_path / "run_sweep"
+    assert head == f"2 combinations in {home}, 0 of them done; logs in {home}/logs"
+    assert sorted(done) == ["optimizer.lr = 1e-2: ok", "optimizer.lr = 1e-3: ok"]
+    assert columns.split() == ["optimizer.lr", "steps", "loss", "validation", "tokens/s", "result"]
+    losses = [jobs.logged_steps(home / f"optimizer.lr={lr}")[-1]["loss"] for lr in ("1e-3", "1e-2")]
+    assert [first.split()[0], second.split()[0]] == ["1e-3", "1e-2"] and losses[0] != losses[1]
+    assert drawn == f"losses drawn into {home}/losses.png" and png_size(home / "losses.png")[0] == 1500
+    rows = [json.loads(line) for line in (home / "sweep.jsonl").read_text().splitlines()]
+    assert {row["exit_code"] for row in rows} == {0} and not (tmp_path / "run").exists()
+
+
+def test_a_half_done_sweep_is_completed(job, tmp_path, fake_runs, capsys):
+    fake_runs.codes = [0, 7, 0]
+    arguments = ["sweep", *job, "--over=optimizer.lr=0.1,0.2,0.3", "--to=all"]
+    assert cli.main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "optimizer.lr = 0.2: exit code 7: the reason" in out and len(fake_runs.started) == 3
+    with (tmp_path / "all/sweep.jsonl").open("a") as file:
+        file.write('{"cut off by a cra')
+    fake_runs.codes = [0, 0]
+    assert cli.main([*arguments[:-2], "--over=optimizer.lr=0.1,0.2,0.3,0.4", "--to=all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "4 combinations in all, 2 of them done; logs in all/logs"
+    assert [load(command[4:]).optimizer.lr for command, _ in fake_runs.started[3:]] == [0.2, 0.4]
+    table = [line.split() for line in lines[-5:-1]]
+    assert [row[0] for row in table] == ["0.1", "0.2", "0.3", "0.4"] and {row[-1] for row in table} == {"ok"}
+    assert [row[2].endswith("*") for row in table] == [True, False, False, False]
+    fake_runs.codes = [0] * 4  # another job: all of its runs are of other options
+    assert cli.main([*arguments[:-2], "--training.steps=9", "--over=optimizer.lr=0.1,0.2,0.3,0.4", "--to=all"]) == 0
+    assert len(fake_runs.started) == 9
+
+
+def test_workers_share_the_machine(job, fake_runs, monkeypatch, capsys):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(sweep.os, "cpu_count", lambda: 8)
+    fake_runs.codes = [0] * 4
+    over = ["--over=optimizer.lr=0.1,0.2", "--over=debug.seed=1,2"]
+    job = [*job, "--training.global_batch_size=16"]
+    assert cli.main(["sweep", *job, *over, "--workers=2", "--ranks=2"]) == 0
+    assert fake_runs.most_active == 2
+    (command, environment), *_ = fake_runs.started
+    assert command[1:4] == ["-m", "torchtitan.launch", "2"] and environment["OMP_NUM_THREADS"] == "2"
+    monkeypatch.setattr(sweep, "likely_device", lambda: "cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert sweep.visible_devices(4) == ["4", "5", "6", "7"]
+    fake_runs.codes = [0] * 2
+    assert cli.main(["sweep", *job, "--over=optimizer.lr=0.5,0.6", "--workers=2", "--ranks=2", "--to=gpus"]) == 0
+    assert [env["CUDA_VISIBLE_DEVICES"] for _, env in fake_runs.started[-2:]] == ["4,5", "6,7"]
+    capsys.readouterr()
+    assert cli.main(["sweep", *job, "--over=optimizer.lr=0.5,0.6", "--workers=3", "--ranks=2"]) == 2
+    assert "given 6; allowed: at most 4, the GPUs here" in capsys.readouterr().err
+
+
+def test_a_signal_reaches_the_runs_and_ends_the_sweep(job, tmp_path, fake_runs, capsys, monkeypatch):
+    """The run that trains is asked to stop, and no further one starts."""
+
+    class Waiting(FakeRun):
+        def send_signal(self, number):
+            self.signals.append(number)
+            FakeRun.codes = [128 + number]
+
+        def poll(self):
+            return super().poll() if self.signals else None
+
+    monkeypatch.setattr(sweep.subprocess, "Popen", Waiting)
+
+    def interrupt():
+        while not FakeRun.started:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert cli.main(["sweep", *job, "--over=optimizer.lr=0.1,0.2"]) == 130
+    thread.join()
+    assert len(FakeRun.started) == 1
+    assert "not started" in capsys.readouterr().out.splitlines()[-2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "torchtitan sweep: --over: not given; allowed: KEY=VALUE,VALUE"),
+        (["--over=optimizer.lr"], "--over: given 'optimizer.lr'; allowed: section.key=VALUE,VALUE"),
+        (["--over=optimizer.lr=1,-1"], "optimizer.lr: given -1"),
+        (["--over=optimizer.rl=1,2"], 'optimizer.rl: given "1"'),
+        (["--over=job.dump_folder=a,b"], "--over job.dump_folder: given a; allowed: options that a sweep does not set"),
+        (["--over=optimizer.lr=1,2", "--workers=0"], "--workers: given '0'"),
+    ],
+    ids=lambda case: "-".join(case) if isinstance(case, list) else "",
+)
+def test_bad_arguments_start_nothing(arguments, message, job, fake_runs, capsys):
+    assert cli.main(["sweep", *job, *arguments]) == 2
+    assert message in capsys.readouterr().err and not fake_runs.started and not Path("run_sweep").exists()
+
+
+def test_names_of_folders_are_plain_and_differ():
+    plain = sweep.folder_name({"optimizer.lr": "1e-4", "debug.seed": "1"})
+    assert plain == "optimizer.lr=1e-4,debug.seed=1"
+    paths = [sweep.folder_name({"training.dataset_path": path}) for path in ("a/b", "a-b", "../a", "x" * 500)]
+    assert len(set(paths)) == 4 and not any("/" in path or len(path) > 140 for path in paths)

@@ -1,0 +1,254 @@
+"""`torchtitan sweep JOB --over KEY=VALUE,VALUE ...`: train a job once for each combination of some options' values.
+
+    torchtitan sweep my_job.toml --over optimizer.lr=1e-4,3e-4,1e-3
+    torchtitan sweep my_job.toml --over optimizer.lr=1e-4,3e-4 --over training.seed=1,2 --workers 2 --ranks 4
+
+KEY is an option of a job, or `model` with values FAMILY/FLAVOR. Each combination is a separate run, started by the
+launcher, in a folder named after its values. --workers of them train at the same time; each gets its share of the GPUs
+or CPU cores. All combinations are checked before the first one starts, and they share tokenized data.
+
+The same command again completes a sweep that was interrupted: combinations that have ended well are left alone, others
+resume from their own checkpoints, if they have any, and new values only add runs. At the end there is a table of all
+combinations, and a picture of their losses.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torchtitan.commands.combinations import arguments_of, case_name, checked_jobs, combinations, failure_reason
+from torchtitan.commands.command_lines import parse_command
+from torchtitan.config.job import JobConfig
+from torchtitan.config.manager import load, to_toml
+from torchtitan.config.options import Fault
+from torchtitan.core.errors import JobError
+from torchtitan.core.files import FileError, read_file
+from torchtitan.launcher.processes import SignalQueue
+from torchtitan.metrics.json_lines import METRICS, is_finite, read_records
+from torchtitan.metrics.plot import draw_losses, smoothed
+from torchtitan.process.ranks import count_ranks, likely_device
+
+RESULTS, PICTURE = "sweep.jsonl", "losses.png"
+JOBS, LOGS = "jobs", "logs"
+LOOK_SECONDS = 1.0
+LARGEST_LOG = 2**30
+LONGEST_NAME = 120
+PER_RUN = ("job.dump_folder", "data.cache_dir")
+"""Options that a sweep sets itself."""
+Case = dict[str, str]
+
+
+@dataclasses.dataclass
+class SweepRun:
+    """The run of one combination. `job`: its TOML text. `result`: "" until it has ended."""
+
+    case: Case
+    home: Path
+    job: str
+    result: str = ""
+    process: subprocess.Popen | None = None
+    slot: int = 0
+    started: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return folder_name(self.case)
+
+    @property
+    def folder(self) -> Path:
+        return self.home / self.name
+
+    @property
+    def log(self) -> Path:
+        return self.home / LOGS / f"{self.name}.log"
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.job.encode()).hexdigest()
+
+
+def main(argv: list[str]) -> int:
+    options, job_args = parse_command("sweep", argv)
+    if not options.over:
+        raise JobError("torchtitan sweep: --over: not given; allowed: KEY=VALUE,VALUE, as optimizer.lr=1e-4,3e-4")
+    cases = list(combinations("--over", options.over))
+    home = options.to or Path(load([*job_args, *arguments_of(cases[0])]).job.dump_folder + "_sweep")
+    devices = visible_devices(options.workers * options.ranks)
+    jobs = checked_jobs(
+        cases, job_args, options.ranks, lambda case, job: run_of(case, job, home), "nothing was started"
+    )
+    runs = [SweepRun(case, home, to_toml(job)) for case, job in zip(cases, jobs, strict=True)]
+    try:
+        for folder in (home / JOBS, home / LOGS):
+            folder.mkdir(parents=True, exist_ok=True)
+        done = completed(home)
+        for run in runs:
+            run.result = "ok" if run.digest in done and (run.folder / METRICS).exists() else ""
+        code = train_all(runs, home, options, devices)
+        print("\n".join(table(runs)))
+        labels = [(case_name(run.case), run.folder / METRICS) for run in runs if (run.folder / METRICS).exists()]
+        if draw_losses(labels, home / PICTURE):
+            print(f"losses drawn into {home / PICTURE}")
+    except OSError as error:
+        raise JobError(f"{error.filename}: cannot be written ({error.strerror}); give another folder by --to") from None
+    return code
+
+
+def run_of(case: Case, job: JobConfig, home: Path) -> tuple[JobConfig, Iterable[Fault]]:
+    """Return the job of a combination in its folder, and the faults of options that a sweep sets itself."""
+    allowed, remedy = "options that a sweep does not set itself", "--to names the folder of a sweep"
+    faults = [Fault("", f"--over {key}", case[key], allowed, remedy) for key in PER_RUN if key in case]
+    data = dataclasses.replace(job.data, cache_dir=job.data.cache_dir or str(home / "data"))
+    place = dataclasses.replace(job.job, dump_folder=str(home / folder_name(case)))
+    return dataclasses.replace(job, job=place, data=data), faults
+
+
+def folder_name(case: Case) -> str:
+    """Return a folder name that no other combination has, like `optimizer.lr=1e-4,training.seed=1`."""
+    exact = ",".join(f"{key}={value}" for key, value in case.items())
+    name = re.sub(r"[^A-Za-z0-9.,=_+-]", "-", exact)[:LONGEST_NAME]
+    return name if name == exact else f"{name}-{hashlib.sha256(exact.encode()).hexdigest()[:8]}"
+
+
+def visible_devices(ranks: int) -> list[str]:
+    """Return the GPUs for all ranks that run at the same time; none on a CPU. Raises JobError if there are too few."""
+    if likely_device() != "cuda":
+        return []
+    listed = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    devices = listed or [str(number) for number in range(count_ranks())]
+    if ranks > len(devices):
+        raise JobError(f"--workers times --ranks: given {ranks}; allowed: at most {len(devices)}, the GPUs here")
+    return devices
+
+
+def completed(home: Path) -> set[str]:
+    """Return the digests of the jobs that have ended well in this sweep."""
+    if not (home / RESULTS).exists():
+        return set()
+    rows = []
+    for line in read_file(home / RESULTS, LARGEST_LOG).splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:  # cut off by a crash
+            continue
+    return {str(row.get("job")) for row in rows if isinstance(row, dict) and row.get("exit_code") == 0}
+
+
+def train_all(runs: list[SweepRun], home: Path, options: argparse.Namespace, devices: list[str]) -> int:
+    """Train the runs that have no result yet. Return 0 if all ended well, 1 if not, 128 + a stop signal's number."""
+    pending = [run for run in runs if not run.result]
+    print(f"{len(runs)} combinations in {home}, {len(runs) - len(pending)} of them done; logs in {home / LOGS}")
+    active: list[SweepRun] = []
+    queue, stop = SignalQueue(), 0
+    try:
+        while active or (pending and not stop):
+            while pending and len(active) < options.workers and not stop:
+                slot = min(set(range(options.workers)) - {run.slot for run in active})
+                active.append(start(pending.pop(0), slot, options, devices))
+            for number in queue.wait(LOOK_SECONDS):  # the launcher saves and stops; a second one ends it at once
+                stop = number
+                for run in active:
+                    run.process.send_signal(number)
+            for run in [run for run in active if run.process.poll() is not None]:
+                active.remove(run)
+                print(f"{case_name(run.case)}: {finish(run, home)}", flush=True)
+    finally:
+        queue.close()
+        for run in active:
+            run.process.kill()
+    return 128 + stop if stop else int(any(run.result != "ok" for run in runs))
+
+
+def start(run: SweepRun, slot: int, options: argparse.Namespace, devices: list[str]) -> SweepRun:
+    """Start the launcher of a run, with its share of the machine. Its ranks end with it."""
+    file = run.home / JOBS / f"{run.name}.toml"
+    file.write_text(run.job)
+    environment = dict(os.environ)
+    if devices:
+        devices_of_run = devices[slot * options.ranks : (slot + 1) * options.ranks]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices_of_run)
+    elif options.workers > 1:
+        threads = max(1, (os.cpu_count() or 1) // (options.workers * options.ranks))
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
+    command = [sys.executable, "-m", "torchtitan.launch", str(options.ranks), "--job.config_file", str(file)]
+    with run.log.open("ab") as log:
+        run.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that a Ctrl-C reaches it once, through this process
+        )
+    run.slot, run.started = slot, time.monotonic()
+    return run
+
+
+def finish(run: SweepRun, home: Path) -> str:
+    """Record the end of a run in the sweep's results, and return its result."""
+    code = run.process.returncode
+    run.result = "ok"
+    if code:
+        run.result = f"exit code {code}: {failure_reason(read_end(run.log), code)}"
+    row = {"options": run.case, "folder": run.name, "job": run.digest, "exit_code": code}
+    row |= {"seconds": round(time.monotonic() - run.started, 1), "at": round(time.time())}
+    with (home / RESULTS).open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    return run.result
+
+
+def read_end(log: Path) -> str:
+    try:
+        return read_file(log, LARGEST_LOG).decode(errors="replace")
+    except FileError as error:
+        return str(error)
+
+
+# Results
+
+
+def table(runs: list[SweepRun]) -> Iterator[str]:
+    """Yield the lines of a table of all runs. A star marks the best loss, of the validation if all runs have one."""
+    rows = [figures(run) for run in runs]
+    key = "validation" if all("validation" in row for row in rows) else "loss"
+    finite = [row[key] for row in rows if key in row]
+    names = list(runs[0].case)
+    columns = [[name, *(run.case[name] for run in runs)] for name in names]
+    for title, form in (("steps", ",d"), ("loss", ".4f"), ("validation", ".4f"), ("tokens/s", ",.0f")):
+        cells = [format(row[title], form) if title in row else "-" for row in rows]
+        if title == key and finite:
+            cells = [
+                f"{cell}{'*' if row.get(key) == min(finite) else ' '}" for cell, row in zip(cells, rows, strict=True)
+            ]
+        columns.append([title, *cells])
+    columns.append(["result", *(run.result or "not started" for run in runs)])
+    widths = [max(map(len, column)) for column in columns[:-1]]
+    for *aligned, result in zip(*columns, strict=True):
+        yield "  ".join([*(f"{cell:>{width}}" for cell, width in zip(aligned, widths, strict=True)), result])
+
+
+def figures(run: SweepRun) -> dict[str, Any]:
+    """Return the results that a run has logged: steps, smoothed loss at its end, last validation loss, tokens/s."""
+    try:
+        records = read_records(run.folder / METRICS)
+    except (OSError, FileError):
+        return {}
+    steps = [record for record in records if is_finite(record.get("loss"))]
+    if not steps:
+        return {}
+    values: dict[str, Any] = {"steps": records[-1]["step"], "loss": smoothed([record["loss"] for record in steps])[-1]}
+    held_out = [record["validation_loss"] for record in records if is_finite(record.get("validation_loss"))]
+    speeds = [record for record in steps if is_finite(record.get("tokens_per_second"))]
+    steady = [record for record in speeds if "marked" not in record] or speeds
+    values |= {"validation": held_out[-1]} if held_out else {}
+    return values | ({"tokens/s": statistics.median(r["tokens_per_second"] for r in steady)} if steady else {})
