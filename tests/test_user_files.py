@@ -201,6 +201,7 @@ READ_ARGUMENTS = {
     ("plot", "folder"): [],
     ("diff", "a"): ["FOLDER"],
     ("diff", "b"): ["FOLDER"],
+    ("replay", "run"): ["--step=1"],
     ("presets", "--model"): ["cp", "sft_lora", "TARGET"],
     ("prepare", "--dataset-path"): ["--tokenizer_path=bytes", "--output=TARGET"],
     ("prepare", "--tokenizer-path"): ["--output=TARGET", "--dataset=python_stdlib"],

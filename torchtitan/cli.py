@@ -35,6 +35,7 @@ COMMANDS = {
     "convert": "convert weights between checkpoints, Hugging Face folders and torchtitan's own format",
     "plot": "draw the loss of a run in the terminal, or into a page or picture",
     "diff": "compare two runs, checkpoints or weights: the options, first step and tensors that differ",
+    "replay": "make one step of a run again: its samples, gradients and activations, and the origin of a NaN",
     "checkpoints": "list a run's checkpoints, their state, and the one that a resume takes",
     "export": "write a checkpoint's weights for other programs, with an adapter merged or alone",
     "presets": "list, print or copy the jobs that come with the package",
@@ -43,7 +44,7 @@ COMMANDS = {
 }
 USAGE = "usage: torchtitan COMMAND [--help] [arguments]\n\n" + "\n".join(f"  {c:13}{t}" for c, t in COMMANDS.items())
 USAGE += "\n\n  --version  of this package and of torch"
-COMPUTING = ("train", "bench", "sweep", "generate", "evaluate", "chat", "export")
+COMPUTING = ("train", "bench", "sweep", "generate", "evaluate", "chat", "replay", "export")
 """Commands that compute with the tensors of a model, or whose processes do."""
 CRASHED, REFUSED, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
 

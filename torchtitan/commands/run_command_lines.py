@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from torchtitan.commands.command_parser import CommandParser, number_from_0
+from torchtitan.commands.command_parser import CommandParser, number_from_0, whole_number
 
 FOLDER = "a run's dump_folder, a checkpoint, an export, or a Hugging Face folder"
 
@@ -37,8 +37,23 @@ def _checkpoints() -> CommandParser:
     return parser
 
 
+def _replay() -> CommandParser:
+    parser = CommandParser("replay", "One process makes the step, whatever the plan of the run. Nothing is written.")
+    parser.add_argument("run", help="a run's dump_folder")
+    parser.add_argument("--step", type=whole_number(1), required=True, metavar="N", help="step, counted from 1")
+    parser.add_argument(
+        "--rank", type=whole_number(0), metavar="R", help="show only the samples of this rank of the run"
+    )
+    samples = "samples to print as text, highest losses first (default 3)"
+    parser.add_argument("--samples", type=whole_number(0), default=3, metavar="N", help=samples)
+    tokens = "tokens of each printed sample (default 200)"
+    parser.add_argument("--tokens", type=whole_number(1), default=200, metavar="N", help=tokens)
+    return parser
+
+
 RUN_PARSERS: dict[str, Callable[[], CommandParser]] = {
     "plot": _plot,
     "diff": _diff,
+    "replay": _replay,
     "checkpoints": _checkpoints,
 }

@@ -62,7 +62,7 @@ KNOWN_NAMES = (
 )
 """Names at the top level of the folder that do not depend on options."""
 _EARLIER = re.compile(r"(metrics|generated)\.(previous(-[0-9]+)?|redone)\.jsonl")
-_START = re.compile(r"([0-9]{4,})-from-step-[0-9]{8,}\.toml")
+_START = re.compile(r"([0-9]{4,})-from-step-([0-9]{8,})\.toml")
 
 
 def record_start(folder: Path, text: str, step: int) -> None:
@@ -72,6 +72,14 @@ def record_start(folder: Path, text: str, step: int) -> None:
     numbers = [int(match[1]) for path in history.iterdir() if (match := _START.fullmatch(path.name))]
     folders.replace_file(history / f"{max(numbers, default=0) + 1:04d}-from-step-{step:08d}.toml", text)
     folders.replace_file(folder / JOB_FILE, text)
+
+
+def job_of_step(folder: Path, step: int) -> Path:
+    """Return the file of the job that made a step: of the last start before it, or config.toml if that is not known."""
+    history = folder / STARTS_FOLDER
+    matches = [(_START.fullmatch(path.name), path) for path in history.iterdir()] if history.is_dir() else []
+    starts = [(int(match[1]), path) for match, path in matches if match and int(match[2]) < step]
+    return max(starts)[1] if starts else folder / JOB_FILE
 
 
 def is_run_folder(folder: Path) -> bool:

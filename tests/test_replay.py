@@ -1,0 +1,168 @@
+"""Tests of `torchtitan replay`: a step made again equals the run's, and a planted NaN is located."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from tests.support import jobs
+from torchtitan import cli
+from torchtitan.config.manager import load
+from torchtitan.models.layers import SwiGLU
+from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.training.replay import ranks_of_sample, replay
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+OPTIONS = {"checkpoint__enable": True, "checkpoint__interval": 2, "training__steps": 5}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return jobs.write_texts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, texts):
+    """Return the folder of a float32 run on one rank, two microbatches a step, saved at steps 2, 4 and 5."""
+    folder = tmp_path_factory.mktemp("replay") / "run"
+    options = OPTIONS | {"training__local_batch_size": 4, "debug__seed": 3}
+    jobs.train(jobs.arguments(folder, texts, **options))
+    return folder
+
+
+def record_of(run, step):
+    (record,) = [row for row in jobs.logged_steps(run) if row["step"] == step]
+    return record
+
+
+def job_of(run):
+    return load(["--job.config_file", str(run / "config.toml")])
+
+
+@pytest.mark.parametrize("step", [1, 4, 5])
+def test_a_step_on_one_rank_has_the_same_bits(run, step, capsys):
+    """Step 1 starts from initial weights, step 4 from step 2 with one step in between, step 5 from step 4."""
+    before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+    result, record = replay(job_of(run), run, step), record_of(run, step)
+    assert (result.loss, result.grad_norm) == (record["loss"], record["grad_norm"])
+    assert result.start.step == {1: 0, 4: 2, 5: 4}[step]
+    total = math.sqrt(sum(norm**2 for norm in result.norms.values()))
+    assert total == pytest.approx(result.grad_norm, rel=1e-5) and len(result.norms) == 39
+    tokens = [sample.tokens for sample in result.samples]
+    mean = sum(sample.loss * sample.tokens for sample in result.samples) / sum(tokens)
+    assert len(tokens) == 8 and mean == pytest.approx(result.loss, rel=1e-6)
+    assert list(result.blocks) == [f"layers.{i}" for i in range(4)] and not result.first_output
+    assert all(-math.inf < block.low < block.high < math.inf for block in result.blocks.values())
+    assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
+
+
+def test_the_command_prints_the_step(run, capsys):
+    assert cli.main(["replay", str(run), "--step", "5", "--samples", "1", "--tokens", "40"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"step 5 of {run}, from the checkpoint of step 4\n")
+    assert out.count("equal to the run's, bit for bit") == 2 and "8 samples, highest loss first" in out
+    assert "--- document 0: tokens 0-" in out and "alpha" in out
+    assert "gradient norms of 39 parameters" in out and "\n  layers.3 " in out and "not finite" not in out
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"parallelism__data_parallel_shard_degree": 2},
+        {"parallelism__data_parallel_shard_degree": 1, "parallelism__tensor_parallel_degree": 2},
+        {"parallelism__data_parallel_shard_degree": 1, "parallelism__pipeline_parallel_degree": 2},
+    ],
+    ids=["fsdp", "tp", "pp"],
+)
+def test_a_step_of_two_ranks_is_equal_up_to_rounding(plan, texts, tmp_path, capsys):
+    options = OPTIONS | {"training__steps": 3, "training__local_batch_size": 2, "training__global_batch_size": 4} | plan
+    code, _, err = jobs.run(jobs.arguments(tmp_path / "run", texts, **options), ranks=2)
+    assert code == 0, err
+    result, record = replay(job_of(tmp_path / "run"), tmp_path / "run", 3), record_of(tmp_path / "run", 3)
+    assert result.loss == pytest.approx(record["loss"], rel=1e-5)
+    assert result.grad_norm == pytest.approx(record["grad_norm"], rel=1e-4)
+    assert cli.main(["replay", str(tmp_path / "run"), "--step=3", "--rank=1", "--samples=0"]) == 0
+    samples = 2 if "fsdp" in str(plan) or plan.get("parallelism__data_parallel_shard_degree") == 2 else 4
+    assert f"\n{samples} samples, highest loss first" in capsys.readouterr().out
+    assert cli.main(["replay", str(tmp_path / "run"), "--step=3", "--rank=2"]) == 2
+    assert "--rank: given 2; allowed: 0 to 1, the ranks of the run" in capsys.readouterr().err
+
+
+def test_ranks_of_a_sample():
+    dims = ParallelDims(world_size=24, pp=2, dp_replicate=2, dp_shard=3, tp=2)
+    assert ranks_of_sample(0, dims) == [0, 1, 12, 13] and ranks_of_sample(4, dims) == [8, 9, 20, 21]
+    assert ranks_of_sample(7, dims) == [2, 3, 14, 15]
+
+
+def test_a_planted_nan_is_located_at_its_module(run, monkeypatch, capsys):
+    forward, calls = SwiGLU.forward, []
+
+    def broken(self, x, *arguments, **kwargs):
+        calls.append(self)
+        output = forward(self, x, *arguments, **kwargs)
+        return output * torch.nan if len(calls) == 3 else output
+
+    monkeypatch.setattr(SwiGLU, "forward", broken)
+    assert cli.main(["replay", str(run), "--step", "5", "--samples", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "\nfirst output that is not finite: layers.2.feed_forward; its inputs are finite\n" in out
+    assert "not finite\n" in out.split("activations by block")[1]
+
+
+def test_weights_and_gradients_that_are_not_finite(run, monkeypatch):
+    class NanGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * torch.nan
+
+    forward, calls = SwiGLU.forward, []
+
+    def broken(self, x, *arguments, **kwargs):
+        calls.append(self)
+        return forward(self, NanGradient.apply(x) if len(calls) == 2 else x, *arguments, **kwargs)
+
+    monkeypatch.setattr(SwiGLU, "forward", broken)
+    result = replay(job_of(run), run, 5)
+    assert not result.first_output and math.isnan(result.grad_norm)
+    assert result.first_gradient.startswith("layers.1.")
+    assert not math.isfinite(result.norms["layers.1.attention.wq.weight"])
+    assert math.isfinite(result.norms["layers.2.attention.wq.weight"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none", "--step=1"], "none: no config.toml in it; give the dump_folder of a run"),
+        (["run", "--step=6"], "--step: given 6; allowed: 1 to 5, the steps of the job after its start"),
+        (["run", "--step=0"], "--step: given '0'; allowed: a whole number >= 1"),
+        (["run"], "the following arguments are required: --step"),
+    ],
+    ids=["no-run", "too-late", "zero", "no-step"],
+)
+def test_bad_arguments_are_a_line(arguments, message, run, monkeypatch, capsys):
+    monkeypatch.chdir(run.parent)
+    assert cli.main(["replay", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+def test_a_run_without_checkpoints_starts_from_the_initial_weights(texts, tmp_path, capsys):
+    options = {"training__steps": 2, "training__global_batch_size": 16}
+    jobs.train(jobs.arguments(tmp_path / "run", texts, **options))
+    rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    cut = json.loads(rows[1]) | {"loss": None}
+    (tmp_path / "run/metrics.jsonl").write_text(f"{rows[0]}\n{json.dumps(cut)}\n" + '{"step": 3, "lo')
+    assert cli.main(["replay", str(tmp_path / "run"), "--step=2", "--samples=0"]) == 0
+    output = capsys.readouterr()
+    assert "making steps 1 to 1 again" in output.err and "from the initial weights" in output.out
+    assert "the run logged a value that is not finite" in output.out and "bit for bit" in output.out
+    text = (tmp_path / "run/config.toml").read_text()
+    for path in (tmp_path / "run").rglob("*.toml"):
+        path.write_text(text.replace("global_batch_size = 16", "global_batch_size = -1"))
+    assert cli.main(["replay", str(tmp_path / "run"), "--step=2"]) == 2
+    assert "no checkpoint tells how many ranks its batch was divided among" in capsys.readouterr().err

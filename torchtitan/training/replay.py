@@ -1,0 +1,276 @@
+"""Make one step of a run again on one device, and look into it: samples, gradients and activations.
+
+Initial weights, data and random numbers are functions of the seed, the step and names, and the parallel plan changes
+none of them. So any step can be made again, from the newest checkpoint before it, or from the initial weights. Nothing
+is written to the run's folder.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan.build import parts
+from torchtitan.build.data import cache_of
+from torchtitan.checkpoint import layout
+from torchtitan.config.batch_shape import rows_per_sample
+from torchtitan.config.job import JobConfig
+from torchtitan.config.sections.model import Compile
+from torchtitan.config.sections.run import EarlyStop, Metrics, Profiling
+from torchtitan.config.sections.training import Validation
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import clean_name
+from torchtitan.guards import BadStep, RollBack
+from torchtitan.launcher.run_folder import REFERENCE_FILE
+from torchtitan.losses.tasks import task_of
+from torchtitan.parallelisms.parallel_dims import AXES, ParallelDims
+from torchtitan.process.ranks import Ranks
+from torchtitan.training.batches import Batch
+from torchtitan.training.trainer import Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """A state to replay from. `folder`: its checkpoint; None for the initial weights. `trainer`: the trainer's state
+    in any checkpoint of the run, for the plan and the samples of a step.
+    """
+
+    step: int
+    folder: Path | None
+    trainer: dict[str, Any]
+
+    def dims(self) -> ParallelDims | None:
+        """Return the degrees of the run's plan; None if no checkpoint tells."""
+        degrees = self.trainer.get("degrees")
+        if not isinstance(degrees, dict) or not all(isinstance(degrees.get(axis), int) for axis in AXES):
+            return None
+        world_size = 1
+        for axis in AXES:
+            world_size *= degrees[axis]
+        return ParallelDims(world_size=world_size, **{axis: degrees[axis] for axis in AXES})
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One sample of the step. `number`: counted over all ranks. `tokens`: its tokens with a loss."""
+
+    number: int
+    loss: float
+    """Mean over its tokens with a loss."""
+    tokens: int
+    rows: list[dict[str, torch.Tensor]]
+    """Its rows in the batch, two for a preference pair, as tensors [S]."""
+
+
+@dataclasses.dataclass
+class Extremes:
+    """The smallest and largest value of a block's outputs, NaN ignored, and the number that is not finite."""
+
+    low: float = float("inf")
+    high: float = float("-inf")
+    not_finite: int = 0
+
+    def add(self, values: torch.Tensor) -> None:
+        """Include `values`, of any shape."""
+        finite = values[values.isfinite()]
+        self.not_finite += values.numel() - finite.numel()
+        if finite.numel():
+            low, high = torch.aminmax(finite)
+            self.low, self.high = min(self.low, float(low)), max(self.high, float(high))
+
+
+@dataclasses.dataclass
+class ReplayedStep:
+    """A step that was made again. `norms`: of the gradients by parameter. `blocks`: of the activations by block."""
+
+    start: Start
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    samples: list[Sample] = dataclasses.field(default_factory=list)
+    norms: dict[str, float] = dataclasses.field(default_factory=dict)
+    blocks: dict[str, Extremes] = dataclasses.field(default_factory=dict)
+    bad_weights: list[str] = dataclasses.field(default_factory=list)
+    """Weights that were not finite before the step."""
+    first_output: str = ""
+    """The first module with an output that is not finite; "" if there is none."""
+    inputs_are_finite: bool = True
+    """True if that module's inputs were finite."""
+    first_gradient: str = ""
+    """The first module, in the order of the backward pass, with a gradient of its output that is not finite."""
+
+
+def find_start(config: JobConfig, run: Path, step: int) -> Start:
+    """Return the newest complete checkpoint before a step, or the initial weights."""
+    complete, _ = layout.complete_steps(run / config.checkpoint.folder)
+    steps = {path: layout.step_of(path.name) or 0 for path in complete}
+    folder = next((path for path in complete if steps[path] < step), None)
+    source = folder or (complete[0] if complete else None)
+    trainer = {} if source is None else layout.read_state(source)["trainer"]
+    return Start(0 if folder is None else steps[folder], folder, trainer)
+
+
+def replay(config: JobConfig, run: Path, step: int, report: Callable[[str], None] = lambda line: None) -> ReplayedStep:
+    """Make a step again. `config`: the job that made it. `report`: called with a line on the steps before it.
+
+    Raises JobError if the run's data, weights or plan cannot be rebuilt on one rank.
+    """
+    start = find_start(config, run, step)
+    with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
+        if (run / REFERENCE_FILE).exists():  # computed once per run
+            Path(folder, REFERENCE_FILE).symlink_to((run / REFERENCE_FILE).resolve())
+        trainer = Trainer(one_rank_job(config, run, start, Path(folder)), Ranks())
+        try:
+            return _replay(trainer, start, step, report)
+        finally:
+            trainer.metrics.close()
+            trainer.loader.close()
+            trainer.validator.close()
+
+
+def one_rank_job(config: JobConfig, run: Path, start: Start, folder: Path) -> JobConfig:
+    """Return the job that makes the same steps on one rank from the start's checkpoint, and writes only to `folder`."""
+    samples, dims = start.trainer.get("samples"), start.dims()
+    if not isinstance(samples, int):
+        samples = config.training.global_batch_size
+        if samples < 1:
+            raise JobError(
+                f"{run}: no checkpoint tells how many ranks its batch was divided among; set "
+                f"training.global_batch_size in {run / 'config.toml'}, or save a checkpoint"
+            )
+    if config.optimizer.early_step_in_backward:
+        raise JobError("optimizer.early_step_in_backward: given true; allowed: false; its gradients are freed at once")
+    if task_of(config).streams_documents and dims is not None and dims.dp > 1:
+        raise JobError(f"{run}: each of its {dims.dp} data-parallel ranks caches its rows; replay needs one such rank")
+    cache = cache_of(config)
+    checkpoint = dataclasses.replace(config.checkpoint, enable=False, best_metric=None, exclude_from_loading=[])
+    if start.folder is not None:
+        loaded_from = str(start.folder.parent.resolve())
+        checkpoint = dataclasses.replace(
+            checkpoint, enable=True, load_only=True, load_step=start.step, folder=loaded_from
+        )
+    single = parts.one_rank_job(config)
+    return dataclasses.replace(
+        single,
+        job=dataclasses.replace(config.job, dump_folder=str(folder), clean_start="never", time_limit=None),
+        training=dataclasses.replace(single.training, global_batch_size=samples),
+        data=dataclasses.replace(config.data, cache_dir=str(cache) if cache.exists() else str(folder / "data")),
+        checkpoint=checkpoint,
+        compile=Compile(),
+        metrics=Metrics(log_freq=1, plot=False),
+        profiling=Profiling(),
+        validation=Validation(),
+        early_stop=EarlyStop(),
+    )
+
+
+def _replay(trainer: Trainer, start: Start, step: int, report: Callable[[str], None]) -> ReplayedStep:
+    if trainer.step >= step or step > trainer.config.training.steps:
+        first = 1 if step > trainer.step else trainer.step + 1  # it may have begun with the counters of its weights
+        last = trainer.config.training.steps
+        raise JobError(f"--step: given {step}; allowed: {first} to {last}, the steps of the job after its start")
+    batches = iter(trainer.loader)
+    if trainer.step < step - 1:
+        report(f"making steps {trainer.step + 1} to {step - 1} again")
+    while trainer.step < step - 1:
+        try:
+            trainer.train_step(batches)
+        except (BadStep, RollBack) as error:
+            raise JobError(f"step {trainer.step + 1} cannot be made again: {error}; replay that one") from error
+    model, result = trainer.model, ReplayedStep(start)
+    result.bad_weights = [n for n, p in model.named_parameters() if p.is_floating_point() and not p.isfinite().all()]
+    microbatches, valid_tokens, _ = trainer.fetch(batches)
+    loss = torch.zeros((), device=model.device)
+    with watch_modules(model.parts[0], result):
+        for index, batch in enumerate(microbatches):
+            loss += model.forward_backward(batch, valid_tokens, is_last=index == len(microbatches) - 1)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            result.norms[name] = float(torch.linalg.vector_norm(gradient.float()))
+    result.loss, result.grad_norm = float(loss), float(model.clip_gradients(trainer.config.training.max_norm))
+    result.samples = list(_samples(trainer, microbatches))
+    return result
+
+
+def _samples(trainer: Trainer, microbatches: list[Batch]) -> Iterator[Sample]:
+    """Compute each sample's loss by itself, with the random numbers of the step."""
+    size, number = rows_per_sample(trainer.config), 0
+    fetched = trainer.prefetcher.batches  # with all tensors of the data, also those that the model does not read
+    for batch, source in zip(microbatches, fetched, strict=True):
+        rows = len(batch["tokens"])
+        for first in range(0, rows, size):
+            sample = {key: rows_of(value, first, size, rows) for key, value in batch.items()}
+            of_source = {key: rows_of(value, first, size, rows) for key, value in source.items()}
+            tokens = trainer.preparer.objective.count(of_source)
+            loss = float(trainer.model.loss_sum(sample)) / max(tokens, 1)
+            yield Sample(number, loss, tokens, [{k: v[i] for k, v in of_source.items()} for i in range(size)])
+            number += 1
+
+
+def rows_of(value: torch.Tensor, first: int, size: int, rows: int) -> torch.Tensor:
+    """Return `size` rows of a tensor [B, ...]; a tensor of all rows [1, ...] itself."""
+    return value[first : first + size] if value.shape[0] == rows else value
+
+
+@contextmanager
+def watch_modules(model: nn.Module, result: ReplayedStep) -> Iterator[None]:
+    """Record the extremes of the blocks' outputs, and the first output and gradient that is not finite.
+
+    Looks at every output on the host, so it is slow.
+    """
+    blocks = {id(block): f"layers.{name}" for name, block in model.layers.items()}
+
+    def after_forward(name: str, module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if id(module) in blocks:
+                result.blocks.setdefault(blocks[id(module)], Extremes()).add(tensor.detach())
+            if not result.first_output and not tensor.isfinite().all():
+                result.first_output = name
+                result.inputs_are_finite = all(bool(t.isfinite().all()) for t in tensors_in([inputs, kwargs]))
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: after_backward(name, gradient))
+
+    def after_backward(name: str, gradient: torch.Tensor) -> None:
+        if not result.first_gradient and not gradient.isfinite().all():
+            result.first_gradient = name
+
+    hooks = []
+    for wrapped_name, module in model.named_modules():
+        if wrapped_name:
+            name = clean_name(wrapped_name)
+
+            def hook(module: nn.Module, inputs: Any, kwargs: Any, output: Any, name: str = name) -> None:
+                after_forward(name, module, inputs, kwargs, output)
+
+            hooks.append(module.register_forward_hook(hook, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the floating-point tensors, of any shape, in nested lists, tuples and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def ranks_of_sample(number: int, dims: ParallelDims) -> range | list[int]:
+    """Return the ranks that read a sample, in rising order."""
+    dp_rank = number % dims.dp
+    inner = dims.cp * dims.tp
+    return [(stage * dims.dp + dp_rank) * inner + rank for stage in range(dims.pp) for rank in range(inner)]
