@@ -199,6 +199,8 @@ READ_ARGUMENTS = {
     ("export", "--config"): ["FOLDER", "--to=TARGET"],
     ("checkpoints", "folder"): [],
     ("plot", "folder"): [],
+    ("report", "runs"): [],
+    ("why", "run"): [],
     ("diff", "a"): ["FOLDER"],
     ("diff", "b"): ["FOLDER"],
     ("replay", "run"): ["--step=1"],
@@ -210,7 +212,7 @@ READ_ARGUMENTS = {
 }
 NO_FILES_TO_READ = {
     *(("bench", "--out"), ("bench", "--plot"), ("evaluate", "--out"), ("evaluate", "--plot"), ("plot", "--to")),
-    *(("sweep", "--over"), ("sweep", "--to")),
+    *(("report", "--to"), ("sweep", "--over"), ("sweep", "--to")),
     *(("export", "--to"), ("convert", "target"), ("schedule", "--out"), ("prepare", "--output")),
     *(("bench", "--sweep"), ("chat", "--system"), ("convert", "--add-tokens"), ("convert", "--eos-token")),
     *(("generate", "--prompt"), ("init", "file"), ("prepare", "--text-field"), ("presets", "arguments")),

@@ -34,6 +34,8 @@ COMMANDS = {
     "import": "convert another program's command line or config to a job (Axolotl, DeepSpeed, ReLoRA)",
     "convert": "convert weights between checkpoints, Hugging Face folders and torchtitan's own format",
     "plot": "draw the loss of a run in the terminal, or into a page or picture",
+    "report": "draw runs over one another in a self-contained page: curves, events, jobs, generated texts",
+    "why": "say what bounds a run's speed, from its own records, and what to change first",
     "diff": "compare two runs, checkpoints or weights: the options, first step and tensors that differ",
     "replay": "make one step of a run again: its samples, gradients and activations, and the origin of a NaN",
     "checkpoints": "list a run's checkpoints, their state, and the one that a resume takes",

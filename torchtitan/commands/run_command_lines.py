@@ -51,8 +51,25 @@ def _replay() -> CommandParser:
     return parser
 
 
+def _report() -> CommandParser:
+    parser = CommandParser("report", "The page fetches nothing. Needs pip install 'torchtitan-toml[report]'.")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's dump_folder")
+    parser.add_argument(
+        "--to", type=Path, default=Path("report.html"), metavar="FILE", help="page (default report.html)"
+    )
+    return parser
+
+
+def _why_parser() -> CommandParser:
+    parser = CommandParser("why", "It reads the records that the run has logged, and says what these cannot tell.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's dump_folder")
+    return parser
+
+
 RUN_PARSERS: dict[str, Callable[[], CommandParser]] = {
     "plot": _plot,
+    "report": _report,
+    "why": _why_parser,
     "diff": _diff,
     "replay": _replay,
     "checkpoints": _checkpoints,

@@ -1,0 +1,140 @@
+"""Tests of `torchtitan report` and `torchtitan why`: runs with restarts, on several ranks, and with cut-off records."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import jobs
+from torchtitan import cli
+from torchtitan.commands import report, why
+
+ACCOUNT = {"train": 60.0, "data": 25.0, "save": 10.0, "restart": 3.0, "redone": 2.0}
+
+
+def write_run(folder: Path, rows: int = 40, **account: float) -> Path:
+    """Write the records of a run with a validation, saves and a restart at step 20, and a job."""
+    folder.mkdir(parents=True)
+    lines = []
+    for step in range(1, rows + 1):
+        row = {"step": step, "loss": 3 / step, "lr": 1e-3, "grad_norm": 1.0, "tokens": 100 * step}
+        row |= {"tokens_per_second": 50.0, "step_seconds": 2.0, "data_seconds": 0.5, "memory_gib": 1.0}
+        lines.append(row | ({"marked": ["first"]} if step == 1 else {}))
+        if step % 20 == 0:
+            lines.append({"step": step, "validation_loss": 3.5 / step})
+            seconds = {f"{cause}_seconds": value for cause, value in (account or ACCOUNT).items()}
+            lines.append({"step": step, "event": "goodput", "goodput": 0.6, **seconds})
+    lines.insert(25, {"step": 20, "event": "restart", "cause": "</script> rank 1 crashed", "rank": 1, "restarts": 1})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 41, "lo')
+    return folder
+
+
+def figure_in(page: str) -> list[dict]:
+    """Return the traces that the script of a page draws."""
+    start = page.index("[", page.rindex("Plotly.newPlot("))
+    return json.JSONDecoder().raw_decode(page[start:])[0]
+
+
+def test_a_page_of_two_runs(tmp_path, capsys):
+    texts = jobs.write_texts(tmp_path)
+    options = {"training__steps": 4, "validation__enable": True, "validation__freq": 2, "validation__samples": 8}
+    options |= {"validation__dataset": "text", "validation__dataset_path": texts, "training__local_batch_size": 4}
+    code, _, err = jobs.run(jobs.arguments(tmp_path / "real", texts, **options), ranks=2)
+    assert code == 0, err
+    (tmp_path / "real/generated.jsonl").write_text('{"step": 2, "number": 0, "prompt": "<b>alpha", "generated": "x"}\n')
+    restarted = write_run(tmp_path / "a & b")
+    job = (tmp_path / "real/config.toml").read_text().replace("lr = 0.01\n", "lr = 0.02\n")
+    (restarted / "config.toml").write_text(job)
+    target = tmp_path / "page.html"
+    assert cli.main(["report", str(tmp_path / "real"), str(restarted), "--to", str(target)]) == 0
+    assert capsys.readouterr().out == f"2 runs drawn into {target}\n"
+    page = target.read_text()
+    own_text = page[: page.index("<script")] + page[page.rindex("</script>") :]
+    assert not re.search(r"<link|<img|src=|href=", own_text) and "src=" not in re.findall("<script[^>]*>", page)
+    assert "<td>optimizer.lr</td><td>0.01</td><td>0.02</td>" in page and "a &amp; b</title>" in page
+    assert "&lt;b&gt;alpha" in own_text and "<b>alpha" not in page
+    traces = figure_in(page)
+    names = [trace["name"] for trace in traces]
+    label = str(tmp_path / "real")
+    assert names.count(label) > 6 and f"{label}, validation" in names
+    events = [trace for trace in traces if "text" in trace]
+    assert "saved; 60.0 % of all time spent training" in events[1]["text"]
+    assert any("rank 1 crashed, rank 1" in text and "<" not in text for text in events[1]["text"])
+
+
+def test_many_rows_keep_their_extremes():
+    rows = [{"step": i, "loss": 9.0 if i == 777 else -9.0 if i == 1234 else 1.0} for i in range(10_000)]
+    thin = report.thinned(rows, "loss", 300)
+    assert len(thin) <= 300 and {777, 1234} <= {row["step"] for row in thin}
+    assert report.thinned(rows[:300], "loss", 300) == rows[:300]
+
+
+def test_hours_and_events_are_on_the_axis_of_the_steps(tmp_path):
+    run = report.read(write_run(tmp_path / "run"), 0)
+    assert run.rows[-1]["hours"] == pytest.approx(40 * 2 / 3600) and run.rows[3]["data_share"] == 25
+    (restart,) = [e for e in report.with_axes(run.events, run.rows) if e["event"] == "restart"]
+    assert (restart["step"], restart["tokens"], restart["hours"]) == (20, 2000, pytest.approx(20 * 2 / 3600))
+
+
+def test_the_package_that_draws_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    assert cli.main(["report", str(write_run(tmp_path / "run")), "--to", str(tmp_path / "a.html")]) == 2
+    assert "pip install 'torchtitan-toml[report]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["report", "why"])
+def test_what_is_no_run_is_a_line(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for content, message in ((None, "metrics.jsonl: cannot be read"), ("", "no loss in it"), ('{"st', "no loss in it")):
+        Path("run").mkdir(exist_ok=True)
+        if content is not None:
+            Path("run/metrics.jsonl").write_text(content)
+        assert cli.main([command, "run"]) == 2
+        assert message in capsys.readouterr().err
+    assert cli.main(["report", "run", "--to=a.pdf"]) == 2
+    assert "--to: given 'a.pdf'; allowed: names with .html" in capsys.readouterr().err
+
+
+def test_the_largest_cause_is_named_first(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    assert cli.main(["why", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{run}: 1:40 recorded, 60.0 % of it training"
+    assert lines[1:5] == [
+        "   25.0 %  waiting for data",
+        "   10.0 %  saving",
+        "    3.0 %  restarts",
+        "    2.0 %  steps that were lost",
+    ]
+    assert lines[5] == "bound by waiting for data; at most 1.33 times as fast without it"
+    assert lines[6].startswith("change first: more training.dataloader.num_workers, or tokenize once")
+    assert lines[7] == 'then: checkpoint.async_mode = "async"'
+    assert any(line.startswith("unknown: the options of the job") for line in lines)
+
+
+def test_a_run_that_computes_and_a_run_that_was_killed(tmp_path, capsys):
+    assert cli.main(["why", str(write_run(tmp_path / "run", train=99.0, data=1.0))]) == 0
+    assert "bound by the steps themselves" in capsys.readouterr().out
+    run = write_run(tmp_path / "killed", rows=12)
+    assert cli.main(["why", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{run}: 0:24 recorded, 75.0 % of it training")
+    assert "unknown: starts, saves and restarts: the run has neither saved nor ended" in "\n".join(lines)
+
+
+def test_slow_windows_and_a_pipeline(tmp_path):
+    rows = [{"step": i, "loss": 1.0, "step_seconds": 10.0 if i % 5 == 0 else 1.0} for i in range(1, 21)]
+    (cause,) = why.causes_of({"train": 100.0}, rows, None)
+    assert "4 of 20 windows took 1.5 times the median" in cause.name
+    assert cause.gain == pytest.approx(4 * 9 / 56)
+    job = tmp_path / "job.toml"
+    job.write_text(
+        'extends = "debug_model"\n[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "1F1B"\n'
+        "pipeline_parallel_microbatch_size = 1\n[training]\nlocal_batch_size = 2\n"
+    )
+    (cause,) = why.causes_of({"train": 100.0}, [], why.job_of_file(job))
+    # 2 ranks, 2 microbatches: (p - 1) / (m + p - 1) = 1/3 idle, and 1/5 with 4
+    assert cause.share == pytest.approx(1 / 3) and cause.gain == pytest.approx(1 - (2 / 3) / (4 / 5))
+    assert cause.remedy.startswith("4 microbatches in place of 2")

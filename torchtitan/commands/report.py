@@ -1,0 +1,325 @@
+"""`torchtitan report RUN [RUN ...] --to report.html`: draw runs over one another in one self-contained page.
+
+Loss and validation, learning rate, gradient norm, tokens per second, memory, waits for data, and a row of events
+(saves, restarts, rollbacks, skipped steps) share one axis: steps, tokens or hours of training. The page answers to the
+mouse: values under the pointer, zoom, hidden runs, logarithmic scale. Below it are the results, the options that differ
+between the runs, the resolved jobs, and the texts generated at validations.
+
+The page has the script of plotly inside and fetches nothing, so it can be sent and kept. Needs no torch.
+"""
+
+import html
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan.commands.command_lines import parse_command
+from torchtitan.config.changes import kind_of, saved_value
+from torchtitan.config.job import as_dict
+from torchtitan.config.manager import load, to_toml
+from torchtitan.config.options import ConfigError, options, show
+from torchtitan.core.errors import JobError
+from torchtitan.core.files import FileError
+from torchtitan.launcher.run_folder import JOB_FILE
+from torchtitan.metrics.json_lines import Record, is_finite, read_records, read_run
+from torchtitan.metrics.plot import check_format, smoothed
+
+PAGE = ".html"
+GENERATED = "generated.jsonl"
+MOST_POINTS = 4000
+"""Points of a curve; of more, the extremes are drawn."""
+MOST_TEXTS = 200
+"""Generated texts of a run, the newest."""
+COLORS = ("#1d4ed8", "#d9480f", "#0f766e", "#6d28d9", "#b91c1c", "#4d7c0f", "#be185d", "#0369a1")
+PANELS = {
+    "loss": "loss, nats per token",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_second": "tokens per second",
+    "memory_gib": "memory, GiB",
+    "data_share": "waiting for data, %",
+}
+"""Field of a record -> title of its panel."""
+HEIGHTS = (5.0, 1.4, 1.8, 1.8, 1.4, 1.4, 1.2)
+SYMBOLS = {"save": "circle", "restart": "x", "rollback": "triangle-left", "skip": "diamond"}
+STYLE = """
+body { font-family: system-ui, sans-serif; color: #1f2937; margin: 2em; max-width: 1500px }
+table { border-collapse: collapse } td, th { text-align: left; padding: 0.2em 1.2em 0.2em 0; vertical-align: top }
+th { color: #6b7280; font-weight: normal } pre { white-space: pre-wrap; background: #f9fafb; padding: 1em }
+summary { cursor: pointer; padding: 0.3em 0 }
+"""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run as a page shows it. `rows`: logged steps, with `hours` of training, `data_share` in percent and `tokens`.
+
+    `job`: its resolved job as TOML, or the reason for which it cannot be read.
+    """
+
+    label: str
+    number: int
+    """Position of the run on the page, from 0."""
+    rows: list[Record]
+    validations: list[Record]
+    events: list[Record]
+    job: str
+    options: dict[str, Any] | None
+    texts: list[Record]
+
+    @property
+    def color(self) -> str:
+        return COLORS[self.number % len(COLORS)]
+
+
+def main(argv: list[str]) -> int:
+    arguments, _ = parse_command("report", argv)
+    check_format(arguments.to, "--to", (PAGE,))
+    runs = [read(folder, number) for number, folder in enumerate(arguments.runs)]
+    page = "".join(page_of(runs))
+    try:
+        arguments.to.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise JobError(f"{arguments.to}: cannot be written ({error.strerror}); give another name") from None
+    print(f"{len(runs)} run{'s' if len(runs) > 1 else ''} drawn into {arguments.to}")
+    return 0
+
+
+def read(folder: Path, number: int) -> RunData:
+    """Read a run from its folder. Raises JobError if it has logged no step."""
+    records = read_run(folder)
+    rows, hours, last = [], 0.0, 0
+    for record in records:
+        if "loss" in record:
+            seconds = record.get("step_seconds")
+            hours += (record["step"] - last) * seconds / 3600 if is_finite(seconds) else 0.0
+            last = record["step"]
+            rows.append(record | {"hours": hours, "data_share": data_share(record)})
+    job, job_options = "", None
+    try:
+        config = load(["--job.config_file", str(folder / JOB_FILE)])
+        job, job_options = to_toml(config), as_dict(config)
+    except ConfigError as error:
+        job = str(error)
+    try:
+        texts = read_records(folder / GENERATED)[-MOST_TEXTS:]
+    except (OSError, FileError):
+        texts = []
+    return RunData(
+        label=html.escape(str(folder)),
+        number=number,
+        rows=rows,
+        validations=[record for record in records if is_finite(record.get("validation_loss"))],
+        events=[record for record in records if event_of(record)],
+        job=job,
+        options=job_options,
+        texts=texts,
+    )
+
+
+def data_share(record: Record) -> float | None:
+    waited, total = record.get("data_seconds"), record.get("step_seconds")
+    return 100 * waited / total if is_finite(waited) and is_finite(total) and total else None
+
+
+def event_of(record: Record) -> str:
+    """Return the kind of an event in SYMBOLS; "" for other records. A run accounts for its time at every save."""
+    kind = str(record.get("event", ""))
+    return {"goodput": "save"}.get(kind, kind if kind in SYMBOLS else "")
+
+
+def thinned(rows: list[Record], key: str, most: int = MOST_POINTS) -> list[Record]:
+    """Return at most `most` rows: all, or of each group of neighbours the first, the smallest and the largest value."""
+    if len(rows) <= most:
+        return rows
+    size = -(-3 * len(rows) // most)
+    chosen = set()
+    for start in range(0, len(rows), size):
+        group = [i for i in range(start, min(start + size, len(rows))) if is_finite(rows[i].get(key))]
+        chosen |= {start, *(pick(group, key=lambda i: rows[i][key]) for pick in (min, max) if group)}
+    return [rows[i] for i in sorted(chosen)]
+
+
+# The figure
+
+
+def figure_of(runs: Sequence[RunData]) -> Any:
+    """Return the figure with all panels. Raises JobError without plotly."""
+    try:
+        from plotly import graph_objects
+        from plotly.subplots import make_subplots
+    except ImportError:
+        remedy = "install it with: pip install 'torchtitan-toml[report]'"
+        raise JobError(f"torchtitan report needs the package plotly; {remedy}") from None
+    titles = [*PANELS.values(), "events"]
+    figure = make_subplots(
+        rows=len(titles),
+        cols=1,
+        shared_xaxes=True,
+        vertical_spacing=0.022,
+        row_heights=list(HEIGHTS),
+        subplot_titles=titles,
+    )
+    axes: dict[str, list[list[Any]]] = {"step": [], "tokens": [], "hours": []}
+    for run in runs:
+        for row, (points, traits) in curves(run):
+            trace = graph_objects.Scatter(legendgroup=run.label, **traits)
+            figure.add_trace(trace, row=row, col=1)
+            for name, values in axes.items():
+                values.append([point.get(name) for point in points])
+    figure.update_layout(
+        height=1150,
+        template="plotly_white",
+        hovermode="x unified",
+        hoversubplots="axis",
+        legend={"orientation": "h", "y": 1.06, "x": 0},
+        margin={"l": 70, "r": 20, "t": 110, "b": 50},
+        updatemenus=menus(axes),
+    )
+    figure.update_annotations(x=0, xanchor="left", font={"size": 12, "color": "#6b7280"})
+    figure.update_xaxes(title_text="step", row=len(titles), col=1)
+    levels = {"tickvals": list(range(len(runs))), "range": [-0.5, len(runs) - 0.5], "showticklabels": False}
+    figure.update_yaxes(levels, row=len(titles), col=1)
+    return figure
+
+
+def menus(axes: dict[str, list[list[Any]]]) -> list[dict[str, Any]]:
+    """Return the buttons for the scale of loss and gradient norm, and for the axis that all panels share."""
+    scaled = ("yaxis.type", "yaxis3.type")
+    scales = [
+        {"label": f"{name} scale", "method": "relayout", "args": [dict.fromkeys(scaled, name)]}
+        for name in ("linear", "log")
+    ]
+    last = f"xaxis{len(PANELS) + 1}.title.text"
+    shared = [
+        {"label": f"by {name}", "method": "update", "args": [{"x": values}, {last: name}]}
+        for name, values in axes.items()
+    ]
+    common = {"type": "buttons", "direction": "right", "y": 1.1, "yanchor": "top", "xanchor": "left"}
+    return [common | {"buttons": shared, "x": 0}, common | {"buttons": scales, "x": 0.25}]
+
+
+def curves(run: RunData) -> Iterator[tuple[int, tuple[list[Record], dict[str, Any]]]]:
+    """Yield for each curve of a run its panel, counted from 1, its points and the options of its trace."""
+
+    def trace(points: list[Record], values: list[Any], **traits: Any) -> tuple[list[Record], dict[str, Any]]:
+        texts = {"name": run.label, "showlegend": False, "mode": "lines"}
+        return points, texts | {"x": [point["step"] for point in points], "y": values} | traits
+
+    line = {"color": run.color, "width": 1.5}
+    for row, key in enumerate(PANELS, 1):
+        points = thinned([record for record in run.rows if is_finite(record.get(key))], key)
+        values = [point[key] for point in points]
+        if key != "loss":
+            yield row, trace(points, values, line=line)
+            continue
+        yield row, trace(points, values, line=line | {"width": 1}, opacity=0.35, name=f"{run.label}, as logged")
+        yield row, trace(points, smoothed(values), line=line | {"width": 2.2}, showlegend=True)
+        if run.validations:
+            held_out = with_axes(run.validations, run.rows)
+            values = [point["validation_loss"] for point in held_out]
+            marker = {"symbol": "diamond", "size": 7, "color": run.color, "line": {"color": "white", "width": 1}}
+            yield (
+                row,
+                trace(
+                    held_out,
+                    values,
+                    name=f"{run.label}, validation",
+                    mode="lines+markers",
+                    line=line | {"dash": "dot"},
+                    marker=marker,
+                    showlegend=True,
+                ),
+            )
+    events = with_axes(run.events, run.rows)
+    symbols = [SYMBOLS[event_of(event)] for event in events]
+    texts = [html.escape(describe(event)) for event in events]
+    marker = {"symbol": symbols, "size": 8, "color": run.color}
+    template = "%{text}"
+    yield (
+        len(PANELS) + 1,
+        trace(events, [run.number] * len(events), mode="markers", marker=marker, text=texts, hovertemplate=template),
+    )
+
+
+def with_axes(records: Iterable[Record], rows: list[Record]) -> list[Record]:
+    """Return records with the tokens and hours of the last logged step at or before theirs."""
+    placed, position = [], 0
+    for record in sorted(records, key=lambda record: record["step"]):
+        while position + 1 < len(rows) and rows[position + 1]["step"] <= record["step"]:
+            position += 1
+        axes = {name: rows[position].get(name) for name in ("tokens", "hours")}
+        placed.append(axes | record)
+    return placed
+
+
+def describe(event: Record) -> str:
+    """Describe an event for the pointer."""
+    kind, details = event_of(event), {}
+    if kind == "save":
+        goodput = event.get("goodput")
+        return f"saved; {100 * goodput:.1f} % of all time spent training" if is_finite(goodput) else "saved"
+    details = {name: event[name] for name in ("cause", "rank", "steps_lost", "seconds_lost") if name in event}
+    return f"{kind}: " + ", ".join(f"{name} {value}" for name, value in details.items())
+
+
+# The page
+
+
+def page_of(runs: Sequence[RunData]) -> Iterator[str]:
+    figure = figure_of(runs)
+    title = ", ".join(run.label for run in runs)
+    yield f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>\n'
+    yield f"<h1>{title}</h1>\n"
+    config = {"displaylogo": False, "responsive": True, "scrollZoom": True}
+    yield figure.to_html(full_html=False, include_plotlyjs=True, config=config)
+    yield "\n<h2>Results</h2>\n" + "".join(table([["run", "steps", "loss", "validation", "time"], *map(results, runs)]))
+    if len(runs) > 1:
+        yield "\n<h2>Options that differ</h2>\n" + "".join(table(differing_options(runs)))
+    yield "\n<h2>Jobs</h2>\n"
+    for run in runs:
+        yield f"<details><summary>{run.label}</summary><pre>{html.escape(run.job)}</pre></details>\n"
+    for run in runs:
+        if run.texts:
+            keys = ("step", "prompt", "wanted", "generated")
+            rows = [[html.escape(show_text(text.get(key))) for key in keys] for text in reversed(run.texts)]
+            summary = f"Texts generated at validations, {run.label}"
+            yield f"<details><summary>{summary}</summary>{''.join(table([list(keys), *rows]))}</details>\n"
+    yield "</html>\n"
+
+
+def show_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def results(run: RunData) -> list[str]:
+    """Return a run's row of the table of results."""
+    loss = smoothed([row["loss"] for row in run.rows if is_finite(row["loss"])])[-1]
+    held_out = f"{run.validations[-1]['validation_loss']:.4f}" if run.validations else ""
+    accounts = [event for event in run.events if event.get("event") == "goodput"]
+    time = ""
+    if accounts:
+        seconds = {name.removesuffix("_seconds"): v for name, v in accounts[-1].items() if name.endswith("_seconds")}
+        largest = sorted(((v, name) for name, v in seconds.items() if is_finite(v) and v >= 0.05), reverse=True)
+        time = ", ".join(f"{name} {v:,.1f} s" for v, name in largest)
+    return [run.label, f"{run.rows[-1]['step']:,}", f"{loss:.4f}", held_out, html.escape(time)]
+
+
+def differing_options(runs: Sequence[RunData]) -> Iterator[list[str]]:
+    """Yield the rows of the table of options that differ between runs, without quiet ones (config/changes.py)."""
+    yield ["option", *(run.label for run in runs)]
+    for key, option in options().items():
+        values = ["?" if run.options is None else show(saved_value(run.options, key, option.default)) for run in runs]
+        if kind_of(key) != "quiet" and len({value for value in values if value != "?"}) > 1:
+            yield [key, *map(html.escape, values)]
+
+
+def table(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield an HTML table of escaped cells. The first row is its head."""
+    yield "<table>"
+    for number, row in enumerate(rows):
+        tag = "td" if number else "th"
+        yield "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in row) + "</tr>\n"
+    yield "</table>"
