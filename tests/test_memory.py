@@ -359,6 +359,27 @@ def test_the_loss_of_a_rehearsal_has_the_chunks_of_the_device():
         assert 0.95 * 2.5 * CHUNK_BYTES[device] < size < 1.05 * 2.5 * CHUNK_BYTES[device], device
 
 
+RING = {
+    "parallelism.context_parallel_degree": 2,
+    "parallelism.context_parallel_rotate_method": "ring",
+    "training.document_mask": "true",
+    "training.seq_len": 8192,
+    "training.local_batch_size": 1,
+}
+
+
+def peaks_on_devices(config):
+    """Return the peaks of a rank as on a CPU and as on a GPU, in bytes."""
+    rehearsed = [rehearse(config, 0, 2, device) for device in ("cpu", "cuda")]
+    return [max(map(Counter.total, result.moments.values())) for result in rehearsed]
+
+
+def test_a_ring_has_a_mask_of_documents_on_a_gpu_alone():
+    """On a CPU it attends by slices. The mask of 4,096 queries and keys has at least two bytes a pair."""
+    on_cpu, on_gpu = run_alone(peaks_on_devices, manager.load(argv(RING)))
+    assert on_gpu - on_cpu > 2 * 4096**2
+
+
 def peaks_with_reference(arguments):
     """Return peaks without and with a separate reference model, and the latter's moments on one of two ranks."""
     jobs = [manager.load(arguments), manager.load([*arguments, "--dpo.reference=elsewhere"])]

@@ -178,12 +178,14 @@ class RingAttention(ContextParallelAttention):
     def __init__(self, inner: nn.Module, group: dist.ProcessGroup, layout: SequenceLayout, ring: Ring):
         super().__init__(inner, group, layout)
         self.ring = ring
+        self.device_type: str | None = None
+        """Type of the device whose masks of documents are made; None: that of the tensors. The planner sets it."""
 
     def prepare(self, tokens: Tokens) -> Mask:
         if tokens.documents is None:
             return None
         documents = self.gather_documents(tokens.documents)
-        if documents.device.type == "cpu":
+        if (self.device_type or documents.device.type) == "cpu":
             return shard_tables(documents, self.rank, self.layout, self.inner.causal)
         return documents
 

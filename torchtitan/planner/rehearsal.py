@@ -35,6 +35,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.float8 import Float8Linear
 from torchtitan.optimizers.build import Optimizers
+from torchtitan.parallelisms.context_parallel import RingAttention
 from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
 from torchtitan.parallelisms.sequence_layout import Tokens
 from torchtitan.planner.live_tensors import ACTIVATIONS, BACKWARD, Bytes, FakeValues, LiveTensors
@@ -258,6 +259,8 @@ def _imitate(device: str, parts: list[nn.Module]) -> None:
     for part in parts:
         if part.loss is not None:
             part.loss.device_type = device
+        if isinstance(part.kernel, RingAttention):
+            part.kernel.device_type = device
         if device == "cuda" and type(part.kernel) is AttentionKernel:
             part.set_attention_kernel(Flash(part.kernel.backend, part.kernel.causal, part.kernel.window))
         for module in part.modules():
