@@ -1,5 +1,8 @@
 """Settings of fully_shard. The table of combinations compares its gradients."""
 
+from unittest.mock import patch
+
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -10,6 +13,7 @@ from tests.combinations import Combination
 from tests.support.pool import run_ranks
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models.decoder import DECODER_PLAN
+from torchtitan.parallelisms import data_parallel, replicas
 from torchtitan.parallelisms.data_parallel import apply_data_parallel
 
 MICROBATCHES, DISTINCT = 64, 4
@@ -85,3 +89,53 @@ def test_over_one_rank_no_gradient_is_divided_by_one(tied):
     """Into a copy: of experts that no other rank has, 0.7 GB a layer. And the head has a unit, unless it is tied."""
     units = 1 + 3 + (not tied)
     assert run_ranks(1, backward_over_one_rank, tied) == [([], units)]
+
+
+def gradients_over_replicas(row, overlapped):
+    """Return gradients of a step, and the sums that are under way when backward has computed its last gradient."""
+    function, pending = (replicas.overlap_replicas if overlapped else lambda module: None), []
+    wait = replicas.DeferredGroup.wait
+    count = patch.object(replicas.DeferredGroup, "wait", lambda self: (pending.append(len(self.pending)), wait(self)))
+    with patch.object(data_parallel, "overlap_replicas", function), count:
+        model = test_combinations.assembled(row)
+        for number in range(row.accumulation):
+            samples = slice(number + 4 * model.dims.dp_rank(model.mesh), None, 2 * model.dims.dp)
+            batch = {name: test_combinations.batch()[name][samples] for name in ("tokens", "labels")}
+            model.forward_backward(batch, 100, is_last=number == row.accumulation - 1)
+    return [parameter.grad.to_local().numpy() for _, parameter in model.named_parameters()], pending
+
+
+REPLICAS = [
+    Combination(ranks=2, dp_replicate=2, precision="float32", accumulation=2),
+    Combination(ranks=2, dp_replicate=2, precision="bfloat16"),
+    Combination(ranks=4, dp_replicate=2, dp_shard=2, precision="float32", accumulation=2),
+]
+
+
+@pytest.mark.parametrize("row", REPLICAS, ids=str)
+def test_sums_over_replicas_end_with_backward(row):
+    """On a CPU the sum of each of 5 units is under way until the end of the last backward; no bit changes."""
+    overlapped, plain = (run_ranks(row.ranks, gradients_over_replicas, row, choice) for choice in (True, False))
+    for (gradients, pending), (expected, nothing) in zip(overlapped, plain, strict=True):
+        assert all(map(np.array_equal, gradients, expected))
+        assert pending == [0] * 5 * (row.accumulation - 1) + [1] * 5 and nothing == []
+
+
+def backward_over_replicas():
+    """Return sizes of divided flat gradients, and whether each unit's gradients are views of the buffer they fill."""
+    model, batch = test_combinations.assembled(Combination(ranks=2, dp_replicate=2)), test_combinations.batch()
+    loss = model.parts[0](tokens=batch["tokens"], labels=batch["labels"])
+    buffers = []
+    allocate = replicas.SingleBuffer.allocate
+
+    def record(self, *args, **kwargs):
+        buffers.append(allocate(self, *args, **kwargs))
+        return buffers[-1]
+
+    with Divided() as divided, patch.object(replicas.SingleBuffer, "allocate", record):
+        loss.backward()
+    return divided.sizes, [first is second for first, second in zip(buffers[::2], buffers[1::2], strict=True)]
+
+
+def test_over_replicas_no_gradient_is_divided_or_copied():
+    assert run_ranks(2, backward_over_replicas) == [([], [True] * 5)] * 2

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from torchtitan.parallelisms.plan import ParallelPlan, get_end_module, is_pipeline_part, match_blocks
 from torchtitan.parallelisms.quantized_collectives import quantize_collectives
+from torchtitan.parallelisms.replicas import overlap_replicas
 
 
 def apply_data_parallel(
@@ -75,6 +76,7 @@ def apply_data_parallel(
         if (expert_mesh if module in travelling else mesh).size() > 1:  # on one rank torch would make a divided copy
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # a divide factor would need PREMUL_SUM, which gloo lacks
+        overlap_replicas(module)
     quantize_collectives(fsdp_modules(model), mesh, second_shards, gather_int8, reduce_bits)
     if travelling and reshard_after_forward:
         prefetch = max(prefetch, 1)

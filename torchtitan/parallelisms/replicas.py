@@ -1,0 +1,80 @@
+"""FSDP2 over replicas on a CPU: sums of gradients under way while backward computes, and no copies of gradients.
+
+On a GPU FSDP2 issues the all-reduce of a unit's gradients on a second stream, and backward goes on. A CPU has no
+streams, so with gloo the host waited for each sum. Here it waits for all of them at the end of backward.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+
+
+class DeferredGroup:
+    """The replicas of an FSDP unit: its process group, with all-reduces that `wait` waits for."""
+
+    def __init__(self, unit: Any) -> None:
+        self.unit, self.group = unit, unit.mesh_info.replicate_process_group
+        self.pending: list[dist.Work] = []
+
+    def size(self) -> int:
+        """Return 1: FSDP divides gradients by it if no factor is set."""
+        return 1
+
+    def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> dist.Work | None:
+        """Start the sum of tensors of any shape. Return it if its result is read at once: by a cast or a hook."""
+        options.asyncOp = True
+        work = self.group.allreduce(tensors, options)
+        hooked = any(parameter.sharded_param._post_accumulate_grad_hooks for parameter in self.unit.fsdp_params)
+        if hooked or tensors[0].dtype != self.unit._orig_dtype:
+            return work
+        self.pending.append(work)
+        return None
+
+    def wait(self) -> None:
+        for work in self.pending:
+            work.wait()
+        self.pending.clear()
+
+
+class SingleBuffer(DefaultReduceScatter):
+    """The reduction over one shard, which copies its input: to itself, if both buffers are the same tensor."""
+
+    def __init__(self) -> None:
+        self.input: torch.Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a new buffer, flat [size], for the input, and the same one for the output that is asked for next."""
+        buffer, self.input = self.input, None
+        if buffer is None:
+            buffer = self.input = super().allocate(size, dtype=dtype, device=device)
+        return buffer
+
+
+def overlap_replicas(module: FSDPModule) -> None:
+    """Let the sums over replicas of one FSDP unit end with backward, if it has replicas and is on a CPU.
+
+    A gradient is a view of its sum, and further microbatches are added before the sum, so nothing reads it earlier.
+    """
+    for unit in module._get_fsdp_state()._fsdp_param_groups:
+        info = unit.mesh_info
+        if unit.device.type != "cpu" or not isinstance(info, HSDPMeshInfo):
+            continue
+        if info.shard_mesh_size == 1:
+            unit.gradient_divide_factor = None  # torch would divide by 1 into a copy
+            module.set_custom_reduce_scatter(SingleBuffer())
+        if not isinstance(info.replicate_process_group, DeferredGroup):  # set by another module of the unit
+            replicas = info.replicate_process_group = DeferredGroup(unit)
+            unit.finalize_backward = _chain(unit.finalize_backward, replicas.wait)
+
+
+def _chain(*functions: Callable[[], object]) -> Callable[[], None]:
+    def run() -> None:
+        for function in functions:
+            function()
+
+    return run
