@@ -56,3 +56,58 @@ def test_a_gpu_reserves_more_than_its_tensors():
     (_, arguments), *_ = memory_plans(1, 1, DENSE)
     prediction = predict_memory(load(arguments), load_hardware("h100-80"))
     assert prediction.total < prediction.low < prediction.high
+
+
+SELECTIVE = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
+PIPELINE = {"parallelism.pipeline_parallel_degree": 8, "parallelism.pipeline_parallel_schedule": "1F1B"}
+PUBLISHED = [
+    ("8B", dict(shard=8, batch=2), SELECTIVE, (82.4, 77.0, 76.8)),  # eager, compiled, compiled in float8
+    ("8B", dict(shard=128, batch=2), SELECTIVE, (67.0, 62.0, 61.8)),
+    ("8B", dict(shard=8, seq_len=32768), {}, (83.9,)),  # float8, as all below
+    ("8B", dict(shard=4, cp=2, seq_len=65536), {}, (84.2,)),
+    ("8B", dict(shard=2, cp=4, seq_len=131072), {}, (84.0,)),
+    ("8B", dict(shard=1, cp=8, seq_len=262144), {}, (84.5,)),
+    ("70B", dict(shard=32, tp=8, batch=16), {}, (71.9, 67.6)),  # without and with asynchronous tensor parallel
+    ("405B", dict(shard=8, tp=8, batch=32), PIPELINE, (82.5,)),
+    (
+        "405B",
+        dict(shard=8, tp=8, batch=32),
+        PIPELINE | {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"},
+        (72.7,),
+    ),
+]
+"""Flavor, plan, further options, and GiB of torchtitan's published runs on H100 with 96 GB (commit 9dec370)."""
+
+
+def published_prediction(flavor, options, *, shard, tp=1, cp=1, batch=1, seq_len=8192):
+    settings = {
+        "model.name": "llama3.1",
+        "model.flavor": flavor,
+        "model.tokenizer_path": "bytes",
+        "training.seq_len": seq_len,
+        "training.local_batch_size": batch,
+        "training.loss_chunks": 1,  # the whole logits in float32
+        "activation_checkpoint.mode": "full",
+        "parallelism.data_parallel_shard_degree": shard,
+        "parallelism.tensor_parallel_degree": tp,
+        "parallelism.context_parallel_degree": cp,
+    }
+    config = load([f"--{name}={value}" for name, value in (settings | options).items()])
+    return predict_memory(config, load_hardware("h100-96-500w"), drops_every_second_product=True)
+
+
+def test_published_runs_reserve_memory_within_the_interval():
+    held = []
+    for flavor, plan, options, figures in PUBLISHED:
+        prediction = published_prediction(flavor, options, **plan)
+        held += [prediction.low <= gib * 2**30 <= prediction.high for gib in figures]
+    assert (sum(held), len(held)) == (13, 14)
+
+
+def test_repeated_products_are_not_stored():
+    """In 8B with two samples of 8,192 tokens, wk, wo and w3 of 32 layers are 19.0 GiB in bfloat16."""
+    options = SELECTIVE | {"model.name": "llama3", "model.flavor": "8B", "model.tokenizer_path": "bytes"}
+    options |= {"training.seq_len": 8192, "training.local_batch_size": 2, "parallelism.data_parallel_shard_degree": 8}
+    config = load([f"--{name}={value}" for name, value in options.items()])
+    difference = predict_memory(config).total - predict_memory(config, drops_every_second_product=True).total
+    assert difference == 32 * 2 * 2 * 8192 * (1024 + 4096 + 14336)

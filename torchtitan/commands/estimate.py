@@ -18,6 +18,7 @@ from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError, format_bytes
 from torchtitan.core.hardware import load_hardware
 from torchtitan.core.progress_bar import waiting
+from torchtitan.planner.closed_form import RESERVED
 from torchtitan.planner.estimate import BESIDE, Prediction, Remedy, flops_of_a_rank, predict, remedies, worst
 from torchtitan.process.machine import limit_in_bytes
 from torchtitan.process.ranks import likely_device
@@ -156,6 +157,9 @@ def verdict(most: Prediction, memory: float, device: Device) -> tuple[str, bool]
     message = (
         f"{'fits' if fits else 'does not fit'} in {format_bytes(memory)}: needs {format_bytes(most.needed(device))}"
     )
+    if device == "cuda":
+        low, high = (format_bytes(most.peak * factor) for factor in RESERVED)
+        overhead += f"; like published runs, {low} to {high}"
     return message + overhead, fits
 
 

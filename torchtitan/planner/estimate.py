@@ -44,8 +44,8 @@ TOGETHER = 200
 FIRST = 3
 """Minimum number of layers to rehearse without a pipeline: the first, the last and inner layers gather differently."""
 BESIDE = {"cpu": 0.0, "cuda": 0.18}
-"""Memory for the allocator's gaps, libraries and communicators, as a fraction of the tensors' memory. torchtitan's
-published 8B runs with 2 samples per GPU took 77 to 82 GiB; the prediction for their tensors is 69.0 GiB."""
+"""Memory for the allocator's gaps, libraries and communicators, as a fraction of the tensors' memory, by which a job is
+judged. It lies in the lower half of RESERVED, where torchtitan's compiled runs in bfloat16 are."""
 ON_THE_HOST = (PARAMETERS, FROZEN, GRADIENTS, OPTIMIZER, REFERENCE)
 """Kinds of memory that are on the host with enable_cpu_offload."""
 

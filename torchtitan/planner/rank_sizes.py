@@ -16,16 +16,19 @@ CHUNK_BYTES = 2**30
 """Limit of a chunk's float32 logits on a GPU, as in losses/objective.py."""
 
 
-def rank_sizes(config: JobConfig) -> "list[RankSizes]":
+def rank_sizes(config: JobConfig, drops_every_second_product: bool = False) -> "list[RankSizes]":
     """Return the sizes of the ranks that may need the most memory: the first and the last of a pipeline."""
     pp = config.parallelism.pipeline_parallel_degree
     args = resolve_sizes(config.model.name, config.model.flavor, config.model.hf_folder, config.model.overrides)
-    return [RankSizes(config, args, rank) for rank in sorted({0, pp - 1})]
+    return [RankSizes(config, args, rank, drops_every_second_product) for rank in sorted({0, pp - 1})]
 
 
 @dataclass(frozen=True)
 class RankSizes(RankLayout):
     """Bytes of a rank's tensors."""
+
+    drops_every_second_product: bool = False
+    """Selective recompute by operator repeats wk, wo and w3, where blocks have them."""
 
     # Parameters
 
@@ -267,6 +270,8 @@ class RankSizes(RankLayout):
             rows = outside * args.top_k
             return stored + rows * b * (2 * args.expert_dim + args.dim + exchanged) + 4 * outside * args.n_experts
         width = linears["feed_forward.w1"][0] / self.tp
+        if self.drops_every_second_product and "attention.wk" in linears and "feed_forward.w3" in linears:
+            stored -= inside * b * (args.head_dim * kv_heads + args.dim + width)
         return stored + inside * b * width * (2 if "feed_forward.w3" in linears else 1)
 
     @cached_property
