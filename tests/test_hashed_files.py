@@ -3,12 +3,15 @@
 import errno
 import hashlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.support.jobs import ROOT
 from torchtitan.checkpoint import CheckpointError, hashed_files, layout, loading, saving, storage
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.checkpoint.hashed_files import HashedFile, hash_files, sha256_of
@@ -138,6 +141,28 @@ def test_an_error_in_one_of_the_files_fails_the_save(tmp_path, monkeypatch, smal
     with pytest.raises(CheckpointError, match="No space left on device"):
         save(tmp_path, verify=False)
     assert list(tmp_path.iterdir()) == []
+
+
+LATE_SAVE = """
+import sys, threading, time
+from pathlib import Path
+from torchtitan.checkpoint import storage
+from tests import test_hashed_files
+
+def save():
+    time.sleep(0.5)
+    storage.SMALLEST_PART = 100_000
+    test_hashed_files.save(Path(sys.argv[1]), verify=True)
+
+threading.Thread(target=save).start()
+raise RuntimeError("the run has crashed")
+"""
+
+
+def test_a_save_in_the_background_is_completed_after_a_crash(tmp_path):
+    result = subprocess.run([sys.executable, "-c", LATE_SAVE, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1 and result.stderr.rstrip().endswith("the run has crashed")
+    assert layout.check_complete(tmp_path / "step-00000001").step == 1
 
 
 @pytest.mark.parametrize("verify", [True, False])

@@ -11,7 +11,6 @@ import io
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import cast
@@ -137,8 +136,11 @@ def sha256_of(path: Path, report: Callable[[int], object] = int, from_disk: bool
 
 def hash_files(paths: Sequence[Path], report: Callable[[int], object] = int, from_disk: bool = False) -> list[str]:
     """Return `sha256_of` each path; several files are read at a time."""
-    with ThreadPoolExecutor(PARALLEL_FILES) as pool:
-        return list(pool.map(lambda path: sha256_of(path, report, from_disk), paths))
+    # not concurrent.futures, which refuses tasks once the main thread has ended, as after a crash during a save
+    from multiprocessing.pool import ThreadPool  # takes 20 ms, and a check of a job hashes no files
+
+    with ThreadPool(PARALLEL_FILES) as pool:
+        return pool.map(lambda path: sha256_of(path, report, from_disk), paths)
 
 
 def _bypass_cache(descriptor: int) -> bool:

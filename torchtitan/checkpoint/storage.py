@@ -16,8 +16,8 @@ import queue
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, cast
 
@@ -153,9 +153,8 @@ class _ParallelWriter(filesystem.FileSystemWriter):
         if self.thread_count == 1:
             write_files()  # in the thread that has this rank's GPU
         else:
-            with ThreadPoolExecutor(self.thread_count) as pool:
-                for task in [pool.submit(write_files) for _ in range(self.thread_count)]:
-                    task.result()
+            with ThreadPool(self.thread_count) as pool:
+                pool.starmap(write_files, [()] * self.thread_count, chunksize=1)
         future: Future[list[WriteResult]] = Future()
         future.set_result([result for part in results.queue for result in part])
         return future
