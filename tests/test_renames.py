@@ -490,6 +490,7 @@ def test_overlap_is_translated_to_its_old_default(options, expected, capsys, tmp
         ("[training]\nwarmup_steps = 2\nenable_float8_linear = false", "none", [], True),
         ("[float8]\nenable_float8_linear = true\nscaling_type_input = 'dynamic'", "tensorwise", [], False),
         ("[float8]\nrecipe_name = 'rowwise'\nfilter_fqns = ['attention.wk']", "none", [], True),
+        ("[model]\nconverters = 'float8'\n[float8]\nfilter_fqns = 'output'", "tensorwise", [], True),
         ("[model]\nconverters = 'float8'\n[float8]\nemulate = true\nfilter_fqns = ['output']", "tensorwise", [], True),
         (
             "[model]\nconverters = ['quantize.linear.float8']\n[quantize.linear.float8]\nrecipe_name = 'rowwise'\n"

@@ -26,8 +26,9 @@ def translate_float8(
     Notes and options without a translation (option, value, reason) are appended to the lists.
     """
     converters = old.get("model.converters") or []
-    converters = [name.strip() for name in converters.split(",")] if isinstance(converters, str) else converters
-    was_on = any(old.get(key) is True for key in SWITCHES) or not set(CONVERTERS).isdisjoint(converters)
+    if not isinstance(converters, list):  # v0.1.0 separated the names by commas
+        converters = [name.strip() for name in str(converters).split(",")]
+    was_on = any(old.get(key) is True for key in SWITCHES) or any(name in CONVERTERS for name in converters)
     options = {key: old.pop(key) for key in list(old) if _is_option(key)}
     if not was_on:
         notes.extend(f"left out, changed nothing: {key} (float8 was off)" for key in options)
@@ -36,7 +37,8 @@ def translate_float8(
         old["model.converters"] = other_names
     else:
         old.pop("model.converters", None)
-    recipe, excluded = "tensorwise", None
+    recipe: str = "tensorwise"
+    excluded: list[Any] = []
     for key, value in options.items():
         name = key.rpartition(".")[2]
         if name == "recipe_name" and value is not None:
@@ -45,18 +47,18 @@ def translate_float8(
             else:
                 stuck.append((key, value, f"{RECIPE} is one of {', '.join(RECIPES)}"))
         elif name == "filter_fqns":
-            excluded = value
-            if AUTOMATIC in value:
+            excluded = value if isinstance(value, list) else [value]
+            if AUTOMATIC in excluded:
                 stuck.append((key, value, f"list the linears to leave out, in {EXCLUDE}"))
         elif "scaling_type" in name and value != "dynamic":
             stuck.append((key, value, "scales follow from the numbers of each product"))
         elif key in EXPERTS and value:
             stuck.append((key, value, "stacks of experts stay in training.mixed_precision_param"))
     values[RECIPE] = recipe
-    if patterns := [f"*{name}*" for name in excluded or [] if name not in (HEAD, AUTOMATIC)]:
+    if patterns := [f"*{name}*" for name in excluded if name not in (HEAD, AUTOMATIC)]:
         values[EXCLUDE] = patterns
     notes.append(f"moved: {', '.join([*options] or ['model.converters'])} -> {RECIPE}")
-    if SWITCHES[0] not in options and HEAD not in (excluded or []):
+    if SWITCHES[0] not in options and HEAD not in excluded:
         notes.append("not the same: the head multiplied in float8 too; here it does not")
 
 
