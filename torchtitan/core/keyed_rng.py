@@ -68,12 +68,13 @@ def hashed(number: int, offset: Sequence[int], shape: Sequence[int], device: tor
 
 def normal(key: str, offset: Sequence[int], shape: Sequence[int], device: torch.device) -> torch.Tensor:
     """Return standard normal values, float32 of that `shape`, by inverting the distribution function."""
-    values = torch.empty(tuple(shape), device=device)
+    values = torch.empty(tuple(shape), dtype=torch.float32, device=device)
     _fused_normal(values, key_of(key), tuple(offset))
     return values
 
 
 def _fill_with_normal(values: torch.Tensor, number: int, offset: tuple[int, ...]) -> None:
+    """Fill a shard of any shape; `number` and `offset` as for `hashed`."""
     centred = (hashed(number, offset, values.shape, values.device).double() + 0.5) / 2**31 - 1  # within (-1, 1)
     values.copy_(torch.erfinv(centred) * math.sqrt(2))
 
