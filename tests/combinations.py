@@ -163,7 +163,7 @@ def once_in_float32(rows: Iterable[Combination]) -> list[Combination]:
 def quantized_collectives() -> list[Combination]:
     """Rows with parameters gathered in int8 and gradients reduced in int8 or int4, under every plan that may have it.
 
-    Experts have gradients in int8 alone: with weights in int8 the router chooses others for some tokens.
+    With experts gradients alone: with weights in int8 a router chooses others for some tokens, which a rule refuses.
     """
     gathers, reduces = dict(gather_int8=True), dict(reduce_bits=8)
     both = gathers | reduces

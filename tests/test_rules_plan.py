@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support import judged
-from tests.support.judged import CP, METHOD, PARTS, PP, SCHEDULE, TP, lines, name
+from tests.support.judged import CP, METHOD, MOE, PARTS, PP, SCHEDULE, TP, lines, name
 from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.constraints import LimitError
 from torchtitan.parallelisms.parallel_dims import ParallelDims
@@ -46,6 +46,11 @@ MESSAGES = [
         "would be trained against in int8 and exported exact; leave it out",
         'fsdp_quantized_reduce: given "int4"; allowed: "none" with an adapter or training.unfrozen; an adapter has few '
         "gradients; leave it out",
+    ),
+    (
+        [SHARDS + "2", GATHER, REDUCE, MOE],
+        'fsdp_quantized_gather: given "int8"; allowed: "none" for a model with experts; routers would choose other '
+        "experts with rounded weights; leave it out",
     ),
     (
         [SHARDS + "2", REDUCE, "--training.unfrozen=norm*"],

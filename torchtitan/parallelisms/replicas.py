@@ -1,7 +1,7 @@
 """FSDP2 over replicas on a CPU: sums of gradients under way while backward computes, and no copies of gradients.
 
-On a GPU FSDP2 issues the all-reduce of a unit's gradients on a second stream, and backward goes on. A CPU has no
-streams, so with gloo the host waited for each sum. Here it waits for all of them at the end of backward.
+On a GPU FSDP2 issues the all-reduce of a unit's gradients on a second stream, next to backward. A CPU has no streams,
+so with gloo the host would wait for each sum. Here it waits for all of them at the end of backward.
 """
 
 from collections.abc import Callable, Sequence

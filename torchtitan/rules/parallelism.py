@@ -98,8 +98,11 @@ QUANTIZED = ("fsdp_quantized_gather", "fsdp_quantized_reduce")
 
 
 def quantized_messages_suit_the_job(facts: Facts) -> Iterator[Fault]:
-    """Refuse lossy collectives without shards, and where a frozen base would change in silence."""
+    """Refuse lossy collectives without shards, and where frozen weights or routing would change in silence."""
     config = facts.config
+    if facts.experts and config.parallelism.fsdp_quantized_gather != "none":
+        reason = "routers would choose other experts with rounded weights"
+        yield facts.fault(f"parallelism.{QUANTIZED[0]}", '"none" for a model with experts', f"{reason}; leave it out")
     for name in QUANTIZED:
         key = f"parallelism.{name}"
         if getattr(config.parallelism, name) == "none":
