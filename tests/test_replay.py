@@ -9,6 +9,7 @@ import torch
 from tests.support import jobs
 from torchtitan import cli
 from torchtitan.config.manager import load
+from torchtitan.launcher.run_folder import job_of_step, record_start
 from torchtitan.models.layers import SwiGLU
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.training.replay import ranks_of_sample, replay
@@ -166,3 +167,13 @@ def test_a_run_without_checkpoints_starts_from_the_initial_weights(texts, tmp_pa
         path.write_text(text.replace("global_batch_size = 16", "global_batch_size = -1"))
     assert cli.main(["replay", str(tmp_path / "run"), "--step=2"]) == 2
     assert "no checkpoint tells how many ranks its batch was divided among" in capsys.readouterr().err
+
+
+def test_the_job_is_the_one_of_the_start_that_made_the_step(tmp_path):
+    """A run that was started again with other options made its later steps with these."""
+    assert job_of_step(tmp_path, 1) == tmp_path / "config.toml"
+    record_start(tmp_path, "first", 0)
+    record_start(tmp_path, "second", 20)
+    record_start(tmp_path, "third", 10)
+    texts = {step: job_of_step(tmp_path, step).read_text() for step in (1, 10, 11, 25)}
+    assert texts == {1: "first", 10: "first", 11: "third", 25: "third"}

@@ -14,6 +14,7 @@ from tests.test_metrics import png_size, write_run
 from torchtitan import cli
 from torchtitan.commands import sweep
 from torchtitan.config.manager import load, to_toml
+from torchtitan.metrics.plot import draw_losses
 
 
 @pytest.fixture
@@ -167,3 +168,10 @@ def test_names_of_folders_are_plain_and_differ():
     assert plain == "optimizer.lr=1e-4,debug.seed=1"
     paths = [sweep.folder_name({"training.dataset_path": path}) for path in ("a/b", "a-b", "../a", "x" * 500)]
     assert len(set(paths)) == 4 and not any("/" in path or len(path) > 140 for path in paths)
+
+
+def test_runs_without_a_logged_step_have_no_picture(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
+    assert (
+        not draw_losses([("a", tmp_path / "metrics.jsonl")], tmp_path / "a.png") and not (tmp_path / "a.png").exists()
+    )

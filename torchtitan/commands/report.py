@@ -257,7 +257,7 @@ def with_axes(records: Iterable[Record], rows: list[Record]) -> list[Record]:
 
 def describe(event: Record) -> str:
     """Describe an event for the pointer."""
-    kind, details = event_of(event), {}
+    kind = event_of(event)
     if kind == "save":
         goodput = event.get("goodput")
         return f"saved; {100 * goodput:.1f} % of all time spent training" if is_finite(goodput) else "saved"
