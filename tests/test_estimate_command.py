@@ -109,7 +109,7 @@ def test_faults_are_reported_before_estimates(capsys):
         (["--traffic", "--machine=2.5"], "given '2.5'; allowed: a whole number >= 1"),
         (["--inside=3"], "--inside: allowed with --traffic only"),
         (["--gpu=h100"], "hardware: given 'h100'; allowed: a10, a100-40,"),
-        (["--gpu=h200", "--device=cpu"], "--gpu: allowed with --device cuda only"),
+        (["--gpu=h200", "--device=cpu"], "--gpu: given h200; allowed with --device cuda only"),
         (["--memry=80GiB"], "no option --memry; did you mean"),
     ],
 )
@@ -138,6 +138,7 @@ def test_traffic_is_compared_with_compute_time(capsys):
 def test_hardware_gives_memory_device_and_speeds():
     options, _ = estimate.parse_options(["--gpu=H200"])
     assert (options.device, options.memory) == ("cuda", 139.8 * GIB)
+    assert estimate.parse_options(["--gpu=cpu"])[0].device == "cpu"
     options, _ = estimate.parse_options(["--gpu=gb200", "--traffic", "--outside=7", "--memory=80GiB"])
     assert (options.inside, options.outside, options.machine) == (pytest.approx(702), 7, 72)
     assert (options.tflops, options.memory) == (pytest.approx(1000), 80 * GIB)

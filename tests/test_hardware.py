@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import ROOT
+from torchtitan.commands import bench
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import FOLDER, Curve, Link, find_hardware, known_hardware, load_hardware
+from torchtitan.planner.measured_hardware import Sizes, fit, write_hardware
 
 NAMES = {
     "NVIDIA H100 80GB HBM3": "h100-80",
@@ -47,10 +49,11 @@ def test_figures_of_known_hardware_are_plausible(name):
     hardware = load_hardware(name)
     peak = hardware.peak
     known_peaks = [flops for flops in (peak.float32, peak.tf32, peak.bfloat16, peak.float8) if flops]
-    assert known_peaks == sorted(known_peaks) and peak.float16 == peak.bfloat16
+    assert peak.float16 == peak.bfloat16
     assert hardware.network_link.bandwidth <= hardware.machine_link.bandwidth < hardware.memory_bandwidth
     assert hardware.price is None
-    if hardware.device_names:
+    if hardware.device_names:  # CPUs may be slower with fewer bits
+        assert known_peaks == sorted(known_peaks)
         assert re.match("# https://", (FOLDER / f"{name}.toml").read_text())
 
 
@@ -96,3 +99,32 @@ def test_a_file_of_the_user_is_loaded(tmp_path):
     assert (hardware.name, hardware.price, hardware.memory_gib) == ("ours", 2.5, 139.8)
     with pytest.raises(JobError, match="none.toml cannot be read"):
         load_hardware(str(Path(tmp_path, "none.toml")))
+
+
+TINY = Sizes(products=(8, 16, 32), keys=(8, 32), copied=(2**10, 2**16), sent=(2**8, 2**16), seconds=0.001)
+
+
+def test_this_machine_is_measured(tmp_path):
+    hardware = write_hardware(tmp_path / "ours.toml", ranks=2, sizes=TINY)
+    assert hardware == load_hardware(str(tmp_path / "ours.toml")) and hardware.devices_per_machine == 2
+    assert hardware.machine_link.evidence == "measured between 2 ranks" and hardware.products.evidence.startswith(
+        "fitted"
+    )
+    assert 1e6 < hardware.peak.float32 < 1e15 and 1e3 < hardware.machine_link.bandwidth < 1e13
+    with pytest.raises(JobError, match="ours.toml: exists already; give another name"):
+        write_hardware(tmp_path / "ours.toml", ranks=1, sizes=TINY)
+    with pytest.raises(JobError, match="allowed: a name with .toml"):
+        write_hardware(tmp_path / "ours", ranks=1, sizes=TINY)
+
+
+def test_a_curve_is_recovered_from_its_samples():
+    curve = Curve(most=0.75, half=(64, 128, 32))
+    shapes = [(m, n, k) for m in (32, 256, 4096) for n in (64, 512, 2048) for k in (16, 128, 1024)]
+    samples = [(shape, 5e12 * curve.share(*shape)) for shape in shapes]
+    fitted = fit(samples, 5e12, 3)
+    assert fitted["half"] == [64, 128, 32] and fitted["most"] == pytest.approx(0.75, abs=1e-4)
+
+
+def test_bench_measures_hardware_or_a_job():
+    with pytest.raises(JobError, match="--hardware: allowed without a job, --sweep and --plot"):
+        bench.main(["debug_model", "--hardware=ours.toml"])

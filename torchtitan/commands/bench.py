@@ -1,11 +1,13 @@
 """`torchtitan bench JOB --sweep KEY=VALUE,VALUE ...`: measure the speed and memory of a job's training steps.
 
     torchtitan bench sft_qlora.toml --sweep training.seq_len=2048,4096 --sweep adapter.rank=16,64
+    torchtitan bench --hardware ours.toml --ranks 8
 
 KEY is an option of a job, or `model` with values FAMILY/FLAVOR. Every combination of the values runs in separate
 processes, so a failure does not affect the others. It trains one warm-up step and --steps measured steps on the job's
 data, from initial weights, without saving or validating. All combinations are checked before the first one starts.
---plot draws a bar for each combination's speed and memory, or names its failure.
+--plot draws a bar for each combination's speed and memory, or names its failure. --hardware measures this machine
+instead of a job.
 """
 
 import argparse
@@ -31,9 +33,11 @@ from torchtitan.config.options import Fault, free_table
 from torchtitan.config.sections.run import Checkpoint, EarlyStop, Guard, Metrics, Profiling
 from torchtitan.config.sections.training import LRScheduler, Training, Validation
 from torchtitan.core.errors import JobError
+from torchtitan.core.hardware import Hardware
 from torchtitan.core.progress_bar import waiting
 from torchtitan.metrics.json_lines import METRICS, read_records
 from torchtitan.metrics.plot import GREY, HELD_OUT, INK, LOSS, SPEED, STYLE, check_format
+from torchtitan.planner.measured_hardware import write_hardware
 from torchtitan.process.exit import OUT_OF_MEMORY, REFUSED
 
 BAR = 0.32
@@ -77,6 +81,13 @@ Row = dict[str, Any]
 
 def main(argv: list[str]) -> int:
     options, job_args = parse_command("bench", argv)
+    if options.hardware is not None:
+        if job_args or options.sweep or options.plot:
+            raise JobError("--hardware: allowed without a job, --sweep and --plot; it measures this machine, not a job")
+        with waiting("products, attention, copies and messages are measured"):
+            hardware = write_hardware(options.hardware, options.ranks)
+        print(describe_hardware(hardware), f"written to {options.hardware}", sep="\n")
+        return 0
     if options.plot:
         check_format(Path(options.plot))
     cases = list(combinations("--sweep", options.sweep))
@@ -89,6 +100,13 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         raise JobError(f"{error.filename}: cannot be written ({error.strerror}); give another name") from None
     return 0 if any(row["result"] == "ok" for row in rows) else 1
+
+
+def describe_hardware(hardware: Hardware) -> str:
+    rates = f"{hardware.peak.bfloat16 / 1e9:,.0f} GFLOP/s in bfloat16, {hardware.peak.float32 / 1e9:,.0f} in float32"
+    link = hardware.machine_link
+    messages = f"{link.bandwidth / 1e9:,.1f} GB/s between ranks and {link.latency * 1e6:,.0f} us a message"
+    return f"{rates}; {hardware.memory_bandwidth / 1e9:,.0f} GB/s of memory; {messages}, {link.evidence}"
 
 
 def checked_configs(cases: list[dict[str, str]], job_args: list[str], options: argparse.Namespace) -> list[JobConfig]:

@@ -161,6 +161,8 @@ def _bench() -> CommandParser:
     parser.add_argument("--timeout", type=number_above_0, default=900.0, metavar="SECONDS", help=timeout)
     parser.add_argument("--out", default="bench.jsonl", help="file to append a JSON line each (default bench.jsonl)")
     parser.add_argument("--plot", help="picture to draw, .svg or .png")
+    hardware = "measure this machine, with messages between --ranks, and write a new file for `estimate --gpu`"
+    parser.add_argument("--hardware", type=Path, metavar="FILE", help=hardware)
     return parser
 
 

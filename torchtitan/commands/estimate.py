@@ -76,9 +76,10 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of the command, filled in from the hardware, and the arguments of the job."""
     options, job_args = parse_command("estimate", argv)
     hardware = load_hardware(options.gpu or USUAL_GPU)
-    if options.gpu and options.device == "cpu":
-        raise JobError("--gpu: allowed with --device cuda only")
-    options.device = options.device or ("cuda" if options.gpu else likely_device())
+    kind = "cuda" if hardware.device_names else "cpu"
+    if options.gpu and options.device not in (None, kind):
+        raise JobError(f"--gpu: given {options.gpu}; allowed with --device {kind} only")
+    options.device = options.device or (kind if options.gpu else likely_device())
     if options.gpu and options.memory is None:
         options.memory = hardware.memory_gib * 2**30
     defaults = {

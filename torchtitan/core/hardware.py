@@ -86,7 +86,7 @@ class Hardware:
     """Name of the file without its ending. Users choose hardware by this name."""
     title: str
     device_names: tuple[str, ...] = ()
-    """Regular expressions that search in the name that torch reports."""
+    """Regular expressions that search in the name that torch reports for a GPU; none for a CPU."""
     peak: Peak
     memory_gib: _Above0
     """Memory that a process can use, in GiB: what torch reports, which is less than the data sheet's GB."""

@@ -1,0 +1,259 @@
+"""Measure this machine and describe it as a file of hardware (core/hardware.py).
+
+Rates are measured at growing sizes, and a saturating curve is fitted to each kind of operation. On a GPU that the
+package knows, peaks, memory and names come from its file. The network is not measured: it is assumed to be like the
+links of the machine.
+"""
+
+import dataclasses
+import itertools
+import math
+import multiprocessing
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from torchtitan.core.errors import JobError
+from torchtitan.core.hardware import Hardware, find_hardware, load_hardware
+from torchtitan.process.distributed import device_type
+
+Sample = tuple[tuple[float, ...], float]
+"""Sizes of an operation, and the FLOP/s or bytes/s that it reached."""
+HALVES = [0.0, *(2.0**power for power in range(4, 27))]
+"""Candidates for the size at which half of the best rate is reached."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes to measure."""
+
+    products: tuple[int, ...]
+    """Values of m, n and k, varied one by one around the largest."""
+    keys: tuple[int, ...]
+    copied: tuple[int, ...]
+    """Bytes."""
+    sent: tuple[int, ...]
+    """Bytes of a rank."""
+    seconds: float
+    """Time of each measurement."""
+
+
+USUAL_SIZES = {
+    "cpu": Sizes((64, 128, 256, 512, 1024), (128, 256, 512, 1024), (2**16, 2**20, 2**24, 2**27), (2**12, 2**24), 0.1),
+    "cuda": Sizes((256, 512, 1024, 2048, 4096, 8192), (512, 2048, 8192), (2**20, 2**24, 2**28), (2**14, 2**28), 0.2),
+}
+
+
+def write_hardware(path: Path, ranks: int, sizes: Sizes | None = None) -> Hardware:
+    """Measure this machine, write `path`, and return what the file describes. Raises JobError if it cannot be written.
+
+    `ranks`: processes that exchange messages; links are assumed for one alone.
+    """
+    if path.suffix != ".toml":
+        raise JobError(f"--hardware: given {str(path)!r}; allowed: a name with .toml")
+    if path.exists():
+        raise JobError(f"{path}: exists already; give another name")
+    text = tomli_w.dumps(measure_hardware(ranks, sizes))
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise JobError(f"{path}: cannot be written ({error.strerror}); give another name") from None
+    return load_hardware(str(path))
+
+
+def measure_hardware(ranks: int, sizes: Sizes | None = None) -> dict[str, Any]:
+    """Return the table of a hardware file for this machine. `ranks`: processes that exchange messages."""
+    kind = device_type()
+    sizes, device = sizes or USUAL_SIZES[kind], torch.device(kind)
+    rates = {dtype: products(sizes, device, dtype) for dtype in (torch.bfloat16, torch.float32)}
+    copies = memory_bound(sizes, device)
+    bandwidth, peak = _rounded(max(rate for _, rate in copies)), _peaks(rates)
+    published = find_hardware(torch.cuda.get_device_name()) if kind == "cuda" else None
+    device_names: list[str] = []
+    if published is not None:
+        device_names, bandwidth = list(published.device_names), published.memory_bandwidth
+        peak = {key: flops for key, flops in dataclasses.asdict(published.peak).items() if flops is not None}
+    fastest = max(rates, key=lambda dtype: max(rate for _, rate in rates[dtype]))
+    limit = peak[str(fastest).removeprefix("torch.")]
+    link = {"evidence": f"measured between {ranks} ranks"} | (
+        links(ranks, sizes) if ranks > 1 else {"bandwidth": bandwidth / 4, "latency": 1e-5, "evidence": "assumed"}
+    )
+    title = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    return {
+        "title": torch.cuda.get_device_name() if kind == "cuda" else title,
+        "device_names": device_names,
+        "memory_gib": round(_memory(kind) / 2**30, 2),
+        "memory_bandwidth": bandwidth,
+        "devices_per_machine": ranks,
+        "peak": peak,
+        "machine_link": link,
+        "network_link": {**link, "evidence": "assumed to be like the links of the machine"},
+        "products": fit(rates[fastest], limit, 3),
+        "attention": fit(attention(sizes, device, fastest), limit, 1),
+        "memory_bound": fit(copies, bandwidth, 1),
+    }
+
+
+def _peaks(rates: dict[torch.dtype, list[Sample]]) -> dict[str, float]:
+    """Return the best measured rate of each type as its peak. Types that are not measured are like bfloat16."""
+    best = {str(dtype).removeprefix("torch."): _rounded(max(rate for _, rate in of)) for dtype, of in rates.items()}
+    return best | {"float16": best["bfloat16"]}
+
+
+def _rounded(value: float) -> float:
+    """Return the value with four digits."""
+    return float(f"{value:.3e}")
+
+
+def _memory(kind: str) -> int:
+    if kind == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# Rates
+
+
+def seconds_of(run: Callable[[], object], device: torch.device, budget: float) -> float:
+    """Return the median time of a call, after one call that does not count, within about `budget` seconds."""
+    run()
+    times: list[float] = []
+    while not times or (sum(times) < budget and len(times) < 1000):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def products(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    """Measure products of matrices [m, k] and [k, n]: each size alone small, and all equal."""
+    largest = max(sizes.products)
+    shapes = {
+        tuple(size if place == axis else largest for place in range(3)) for axis in range(3) for size in sizes.products
+    }
+    shapes |= {(size, size, size) for size in sizes.products}
+    samples: list[Sample] = []
+    for m, n, k in sorted(shapes):
+        a, b = (torch.randn(shape, device=device, dtype=dtype) for shape in ((m, k), (k, n)))
+        took = seconds_of(partial(torch.matmul, a, b), device, sizes.seconds)
+        samples.append(((m, n, k), 2 * m * n * k / took))
+    return samples
+
+
+def attention(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    """Measure causal attention of 8 heads of 64 features in forward, for each number of keys."""
+    samples: list[Sample] = []
+    for keys in sizes.keys:
+        q, k, v = (torch.randn(1, 8, keys, 64, device=device, dtype=dtype) for _ in range(3))
+        run = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+        samples.append(((keys,), 2 * 8 * 64 * keys**2 / seconds_of(run, device, sizes.seconds)))
+    return samples
+
+
+def memory_bound(sizes: Sizes, device: torch.device) -> list[Sample]:
+    """Measure copies, which read and write each byte."""
+    samples: list[Sample] = []
+    for size in sizes.copied:
+        source = torch.zeros(size, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        took = seconds_of(partial(target.copy_, source), device, sizes.seconds)
+        samples.append(((2 * size,), 2 * size / took))
+    return samples
+
+
+def fit(samples: Sequence[Sample], peak: float, dimensions: int) -> dict[str, Any]:
+    """Fit most * product of s / (s + half) to the shares of `peak`, by least squares of logarithms over HALVES."""
+    shares = [(sizes, math.log(min(rate / peak, 1.0))) for sizes, rate in samples]
+    used = [half for half in HALVES if half <= max(max(sizes) for sizes, _ in samples)]
+
+    def judged(halves: tuple[float, ...]) -> tuple[float, float]:
+        """Return the squared error with the best `most`, and the logarithm of that."""
+        residuals = [
+            log - sum(math.log(s / (s + h)) for s, h in zip(sizes, halves, strict=True)) for sizes, log in shares
+        ]
+        most = min(statistics.fmean(residuals), 0.0)
+        return sum((value - most) ** 2 for value in residuals), most
+
+    halves = min(itertools.product(used, repeat=dimensions), key=lambda candidate: judged(candidate)[0])
+    most = math.exp(judged(halves)[1])
+    return {
+        "most": round(most, 4),
+        "half": [max(half, 1.0) for half in halves],
+        "evidence": f"fitted on {len(samples)} measurements",
+    }
+
+
+# Links between ranks
+
+
+def links(ranks: int, sizes: Sizes) -> dict[str, float]:
+    """Return the bandwidth and latency of a rank in all-gathers and all-to-alls of all ranks of this machine."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
+        store, results = str(Path(folder, "store")), context.SimpleQueue()
+        processes = [
+            context.Process(target=_exchange, args=(rank, ranks, store, sizes, results)) for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            raise JobError(
+                f"--ranks: given {ranks}; allowed: ranks of this machine that can exchange messages; see above"
+            )
+        small, large = results.get()
+    sent = [size * (ranks - 1) for size in sizes.sent]
+    bandwidth = _rounded((sent[1] - sent[0]) / max(large - small, 1e-9))
+    return {"bandwidth": bandwidth, "latency": _rounded(max(small - sent[0] / bandwidth, 1e-7))}
+
+
+def _exchange(rank: int, ranks: int, store: str, sizes: Sizes, results: Any) -> None:
+    """Run in a process: rank 0 puts the seconds of the smallest and of the largest exchange in `results`."""
+    kind = device_type()
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    times = []
+    for size in sizes.sent:
+        shard = torch.zeros(size, dtype=torch.uint8, device=device)
+        everything = torch.empty(size * ranks, dtype=torch.uint8, device=device)
+        gather = _steady_seconds(partial(dist.all_gather, list(everything.chunk(ranks)), shard), device)
+        turned = torch.empty_like(everything)
+        swap = _steady_seconds(partial(dist.all_to_all_single, turned, everything), device)
+        times.append((gather + swap) / 2)
+    if rank == 0:
+        results.put(times)
+    dist.destroy_process_group()
+
+
+def _steady_seconds(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
+    """Return the median time of a collective, called equally often on all ranks."""
+    took = []
+    for _ in range(1 + times):
+        dist.barrier()
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        took.append(time.perf_counter() - started)
+    return statistics.median(took[1:])
