@@ -76,9 +76,11 @@ def _in_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
     All its parameters stay gathered, and its gradients are reduced after the last microbatch.
     """
     always = _sizes(gathered=sizes.all_gathered, gradients=sizes.unsharded_gradients)
+    pending = sizes.pending_losses if sizes.has_head else 0.0
     if sizes.has_head:
-        yield always + _sizes(activations=sizes.stored + sizes.head_inputs, logits=sizes.loss_peak)
-    yield always + _sizes(activations=sizes.stored + sizes.recomputed + sizes.hidden)
+        loss = _sizes(activations=sizes.stored + sizes.head_inputs, logits=sizes.loss_peak + pending)
+        yield (_sizes(gathered=sizes.all_gathered) if pending else always) + loss  # all forwards precede the gradients
+    yield always + _sizes(activations=sizes.stored + sizes.recomputed + sizes.hidden, logits=pending)
     yield always + _sizes(gradients=sizes.pipeline_tail)
 
 

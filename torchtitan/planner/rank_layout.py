@@ -120,6 +120,11 @@ class RankLayout:
         return self.tokens // self.tp if split_by_tensor_parallel(self.config) else self.tokens
 
     @property
+    def microbatches(self) -> int:
+        """Microbatches of a pipeline in a local batch."""
+        return batch_rows(self.config) // microbatch_rows(self.config)
+
+    @property
     def gathers_keys(self) -> bool:
         """True if context parallel gathers the keys and values of all ranks."""
         return self.config.parallelism.context_parallel_rotate_method == "allgather"

@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from torchtitan.config.batch_shape import batch_rows, microbatch_rows
 from torchtitan.config.job import JobConfig
 from torchtitan.models import resolve_sizes
 from torchtitan.models.sizes import STACK, split_side
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED
+from torchtitan.parallelisms.pipeline.cut import schedule_traits
 from torchtitan.planner.rank_layout import RankLayout, in_flight
 
 CHUNK_BYTES = 2**30
@@ -191,8 +191,7 @@ class RankSizes(RankLayout):
         """Bytes stored for all microbatches in flight, between their forward and backward."""
         if not self.in_pipeline:
             return sum(self._stored(layer) + self._resident_experts(layer) for layer in self.layers)
-        options = self.config.parallelism
-        microbatches = batch_rows(self.config) // microbatch_rows(self.config)
+        options, microbatches = self.config.parallelism, self.microbatches
         merged = self.config.activation_checkpoint.mode != "none" or self.config.compile.enable
         schedule = options.pipeline_parallel_schedule
         count = in_flight(schedule, self.rank, self.pp, microbatches, self.chunks, merged)
@@ -306,6 +305,15 @@ class RankSizes(RankLayout):
     def loss_chunks(self) -> int:
         rows_of_chunk = max(1, CHUNK_BYTES // (4 * self.logits_width))
         return self.config.training.loss_chunks or max(1, -(-self.tokens // rows_of_chunk))
+
+    @property
+    def pending_losses(self) -> float:
+        """Bytes that losses of other microbatches keep for their backward, where a schedule runs all forwards first."""
+        if schedule_traits(self.config.parallelism.pipeline_parallel_schedule).name not in ("GPipe", "LoopedBFS"):
+            return 0.0
+        chunked = 4 * self.embedding_weights + self.compute * self.args.dim * self.tokens
+        of_one = 4 * self.tokens * self.logits_width if self.loss_chunks == 1 else chunked
+        return (self.microbatches - 1) * of_one
 
     @cached_property
     def loss_peak(self) -> float:
