@@ -37,7 +37,8 @@ ROOMS: dict[str, set[str]] = {
     | {"launcher", "lr_scheduling", "metrics", "models", "optimizers", "parallelisms", "process"},
     "training": {"adapters", "build", "checkpoint", "config", "core", "datasets", "guards", "launcher", "losses"}
     | {"lr_scheduling", "metrics", "models", "parallelisms", "process"},
-    "planner": {"build", "config", "core", "models", "optimizers", "parallelisms", "process", "rules", "training"},
+    "planner": {"build", "config", "core", "metrics", "models", "optimizers", "parallelisms", "process", "rules"}
+    | {"training"},
     "importers": {"adapters", "config", "core", "datasets", "lr_schedules", "models"},
     "launch": {"checkpoint", "config", "core", "launcher", "process", "rules"},
     "cli": {"core", "process"},  # finds its commands by name
@@ -78,6 +79,8 @@ TORCH_FREE = (
     "parallelisms.pipeline.actions",
     "parallelisms.pipeline.cut",
     "parallelisms.pipeline.simulator",
+    "planner.candidates",
+    "planner.step_time",
     "process.ranks",
     "process.run_log",
     "train",

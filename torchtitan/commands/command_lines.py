@@ -9,7 +9,15 @@ from os.path import expanduser
 from pathlib import Path
 from pkgutil import resolve_name
 
-from torchtitan.commands.command_parser import CommandParser, OneOf, number_above_0, number_from_0, whole_number
+from torchtitan.commands.command_parser import (
+    CommandParser,
+    OneOf,
+    number_above_0,
+    number_from_0,
+    size_in_bytes,
+    whole_number,
+)
+from torchtitan.commands.plan_command_line import USUAL_GPU, plan_parser
 from torchtitan.commands.run_command_lines import FOLDER, RUN_PARSERS
 from torchtitan.core.files import shipped_jobs
 from torchtitan.core.hardware import known_hardware
@@ -17,7 +25,6 @@ from torchtitan.process.ranks import likely_device
 
 SHELLS = ("bash", "zsh", "fish")
 LARGEST_MULTIPLE = 2**16
-UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SPEEDS = {
     "inside": "GB/s that a rank sends to ranks of the same machine",
     "outside": "GB/s that a rank sends to other machines",
@@ -25,8 +32,6 @@ SPEEDS = {
     "tflops": "TFLOP/s that a rank reaches: peak of its matrix products times MFU (default 40 %%)",
 }
 """Options of `estimate --traffic`, with help. The hardware gives their defaults."""
-USUAL_GPU = "h100-80"
-"""Hardware of `estimate --traffic` without --gpu."""
 FORMS = {"hf": "a Hugging Face folder", "file": "one safetensors file", "ours": "an export of this project"}
 """Targets of `convert`."""
 
@@ -69,7 +74,7 @@ def _estimate() -> CommandParser:
     parser = CommandParser("estimate", "Exit code: 0 if it fits or no limit is known, 1 if not, 2 for faults.", "job")
     _add_ranks_and_device(parser)
     memory = "memory of a rank, with a unit as in 80GiB (default: memory.limit, or this machine's GPU)"
-    parser.add_argument("--memory", type=_bytes, metavar="SIZE", help=memory)
+    parser.add_argument("--memory", type=size_in_bytes, metavar="SIZE", help=memory)
     gpu = f"{', '.join(known_hardware())}, or a file: its memory, and its speeds for --traffic (default {USUAL_GPU})"
     parser.add_argument("--gpu", metavar="NAME", help=gpu)
     parser.set_defaults(device=None)
@@ -82,13 +87,6 @@ def _estimate() -> CommandParser:
         kind = whole_number(1) if name == "machine" else number_above_0
         parser.add_argument(f"--{name}", type=kind, metavar="X", help=description)
     return parser
-
-
-def _bytes(text: str) -> float:
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([MGT]i?B)", text)
-    if match and float(match[1]) > 0:
-        return float(match[1]) * UNITS[match[2]]
-    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number with one of {', '.join(UNITS)}, as 80GiB")
 
 
 def _list() -> CommandParser:
@@ -342,6 +340,7 @@ def _completion() -> CommandParser:
 PARSERS: dict[str, Callable[[], CommandParser]] = {
     "check": _check,
     "estimate": _estimate,
+    "plan": plan_parser,
     "list": _list,
     "preview": _preview,
     "schedule": _schedule,

@@ -17,6 +17,8 @@ from torchtitan.core.errors import JobError
 
 JOB_HELP = "--section.key value  options of a job; torchtitan train --help lists its sections"
 
+UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
 
 class HelpFormatter(argparse.HelpFormatter):
     """A help formatter that does not break lines within the name of an option."""
@@ -121,3 +123,11 @@ def number_from_0(text: str) -> float:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number >= 0")
+
+
+def size_in_bytes(text: str) -> float:
+    """Return the bytes of a size with a unit, as an argument type."""
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([MGT]i?B)", text)
+    if match and float(match[1]) > 0:
+        return float(match[1]) * UNITS[match[2]]
+    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number with one of {', '.join(UNITS)}, as 80GiB")

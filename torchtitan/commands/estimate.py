@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 
 from torchtitan.commands.check import fewest_ranks
-from torchtitan.commands.command_lines import SPEEDS, USUAL_GPU, parse_command
+from torchtitan.commands.command_lines import SPEEDS, parse_command
+from torchtitan.commands.plan_command_line import USUAL_GPU
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
@@ -20,15 +21,11 @@ from torchtitan.core.hardware import load_hardware
 from torchtitan.core.progress_bar import waiting
 from torchtitan.planner.closed_form import RESERVED
 from torchtitan.planner.estimate import BESIDE, Prediction, Remedy, flops_of_a_rank, predict, remedies, worst
+from torchtitan.planner.search import TO_BE_FETCHED
 from torchtitan.process.machine import limit_in_bytes
 from torchtitan.process.ranks import likely_device
 from torchtitan.rules import Device, check
 
-TO_BE_FETCHED = (
-    *("model.tokenizer_path", "training.dataset", "training.sources", "validation.", "data."),
-    *("checkpoint.", "job.", "metrics.", "profiling.", "adapter.initial_path"),
-)
-"""Prefixes of options with faults that prevent a job from starting but not from being simulated."""
 WAITED_FOR = ("tp", "cp", "ep")
 """Axes with messages that the next matrix product needs. docs/parallelism.md describes how each can be hidden."""
 NO_JOB = """\

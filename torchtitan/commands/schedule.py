@@ -269,7 +269,7 @@ def caption(question: Question, table: Table, simulation: Simulation) -> str:
     return f"{about(question, table)}    bubble {share}    makespan {makespan}"
 
 
-def _short(number: Fraction) -> str:
+def _short(number: Fraction | int) -> str:
     return f"{float(number):.6g}"
 
 

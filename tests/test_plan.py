@@ -1,0 +1,229 @@
+"""The planner: its formula against published runs, its search against all plans, and the command."""
+
+import dataclasses
+import importlib.util
+import json
+import math
+import statistics
+
+import pytest
+
+from tests.support.jobs import ROOT
+from torchtitan.commands import plan as command
+from torchtitan.config import manager
+from torchtitan.core.errors import JobError
+from torchtitan.core.hardware import load_hardware
+from torchtitan.parallelisms.pipeline.runtime import build_table
+from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
+from torchtitan.planner import calibration
+from torchtitan.planner.plan import Plan, Workload
+from torchtitan.planner.search import Limits, Search
+from torchtitan.planner.step_time import StepTimer
+from torchtitan.planner.time_parts import Calibration
+
+H100 = load_hardware("h100-80")
+SMALL = ("debug_model", "--training.global_batch_size", "16", "--model.overrides.n_layers", "8")
+
+
+@pytest.fixture(scope="module")
+def page():
+    spec = importlib.util.spec_from_file_location("planning_page", ROOT / "scripts" / "planning_page.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def errors(page):
+    return page.errors(page.published_runs())
+
+
+def load(name, *options):
+    return manager.load(["--job.config_file", name, *options])
+
+
+def searched(name, gpus, samples, gpu="h100-80", *options):
+    hardware = load_hardware(gpu)
+    config = load(name, *options)
+    workload = Workload.of(config, samples)
+    search = Search(config, workload, samples, hardware, calibration.usual_calibration(hardware))
+    return search, search.find(gpus, 10, Limits(hardware.memory_gib * 2**30))
+
+
+# Published runs
+
+
+def test_published_step_times_are_predicted_without_their_row(errors):
+    left_out = [abs(error) for _, error in errors]
+    assert statistics.median(left_out) <= 0.10 and max(left_out) <= calibration.PUBLISHED_SPREAD
+
+
+def test_the_factors_are_the_fit_of_the_published_runs(page):
+    runs = page.published_runs()
+    assert page.fitted(runs) == pytest.approx(calibration.PUBLISHED, rel=0.01)
+    assert len(runs) == calibration.PUBLISHED_ROWS
+
+
+def test_the_page_has_the_table_of_the_script(page, errors):
+    assert "\n".join(page.table(page.published_runs(), errors)) in (ROOT / "docs" / "planning.md").read_text()
+
+
+def test_llama_405b_on_16384_gpus_is_planned_as_published():
+    _, result = searched("llama3_405b", 16384, 2048)
+    published = [one for one in result.best if (one.plan.tp, one.plan.pp) == (8, 16)]
+    assert published and result.complete
+    time = published[0].time
+    assert time.mfu * time.seconds / time.high <= 0.38 and time.mfu * time.seconds / time.low >= 0.43
+
+
+def test_deepseek_v3_on_2048_gpus_is_planned_as_published():
+    _, result = searched("deepseek_671b", 2048, 15360, "h800")
+    (published, *_) = [one for one in result.best if (one.plan.pp, one.plan.ep) == (16, 64)]
+    assert published.time.seconds <= 1.15 * result.best[0].time.seconds
+
+
+# Formula
+
+
+def test_a_step_is_its_parts_and_never_faster_than_the_peak():
+    config = load("llama3_8b")
+    timer = StepTimer(Workload.of(config, 64), H100)
+    step = timer.step_time(Plan.of(config, 64, 64))
+    assert step.seconds == sum(step.parts.values()) and 0 < step.mfu < 1
+    assert step.low < step.seconds < step.high
+
+
+def test_fitted_factors_are_recovered():
+    true = {"a": 1.5, "b": 0.5}
+    rows = [(lambda f, x=x: f["a"] * x + f["b"] * (4 - x), true["a"] * x + true["b"] * (4 - x)) for x in (0, 1, 3, 4)]
+    factors = calibration.fit_factors(rows, list(true), dict.fromkeys(true, 100.0))
+    assert factors == pytest.approx(true, rel=1e-3)
+    assert calibration.fit_factors([], ["a"]) == {"a": 1.0}
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_equal_stages_take_the_same_time_one_by_one(schedule):
+    table = build_table(schedule, 4, 8)
+    stages = 4 if schedule in ("GPipe", "1F1B") else 8
+    simulation = simulate(table, Costs(8, 8, 8))
+    assert simulate(table, [Costs(32 // stages, 32 // stages, 32 // stages)] * stages) == simulation
+
+
+def test_the_slowest_stage_sets_the_time():
+    """GPipe on 2 ranks: forwards of 1 and 3, backwards of 2 and 6, m microbatches."""
+    simulation = simulate(build_table("GPipe", 2, 5), [Costs(1, 1, 1), Costs(3, 3, 3)])
+    assert simulation.makespan == 1 + 5 * 3 + 5 * 6 + 2
+
+
+def test_long_pipelines_are_extrapolated_exactly():
+    config = load("llama3_405b")
+    search = Search(config, Workload.of(config, 512), 512, H100, Calibration())
+    plan = dataclasses.replace(Plan.of(config, 512, 512), microbatches=256)
+    assert search.timer._microbatches(plan) == [16, 24]
+    assert search.timer._makespan(plan) == pytest.approx(search.timer._simulated(plan, 256), rel=1e-3)
+
+
+# Search
+
+
+def test_the_search_finds_what_judging_all_plans_finds():
+    config = load("debug_model", "--training.global_batch_size", "4", "--model.overrides.n_layers", "4")
+    workload = Workload.of(config, 4)
+    search = Search(config, workload, 4, H100, Calibration())
+    space, limit = search.space(4), 0.15 * 2**30
+    result = search.find(4, 5, Limits(limit))
+    plans = [
+        plan
+        for layout in space.layouts()
+        for scheduled in space.scheduled(layout)
+        for plan in space.replicated(scheduled)
+    ]
+    fitting = [plan for plan in plans if search.memory(plan).high <= limit and not search.faults(plan)]
+    times = {}
+    for plan in fitting:
+        key = dataclasses.replace(plan, replicas=1, shards=plan.shards * plan.replicas)
+        times[key] = min(times.get(key, math.inf), search.timer.step_time(plan).seconds)
+    assert 0 < len(fitting) < len(plans)
+    assert [one.time.seconds for one in result.best] == pytest.approx(sorted(times.values())[:5])
+
+
+def test_plans_are_legal_and_train_the_same():
+    search, result = searched("llama3_8b", 64, 64)
+    for candidate in result.best:
+        plan = candidate.plan
+        assert plan.gpus == 64 and not search.faults(plan)
+        assert plan.shards * plan.replicas * plan.microbatch * plan.microbatches * plan.passes == 64
+        assert Plan.of(search.job(plan), 64, 64) == plan
+
+
+# Command
+
+
+def run(capsys, *arguments):
+    assert command.main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def test_the_answer_names_plans_reasons_and_evidence(capsys):
+    text = run(capsys, "llama3_8b", "--gpus", "64", "--price", "2", "--explain", "1", "--quick")
+    assert "fitted on 31 published rows" in text and "the job's own plan takes" in text
+    assert "GPU-hours" in text and "simulated" in text and "counted" in text
+
+
+def test_other_hardware_is_compared_and_drawn(capsys, tmp_path):
+    picture = tmp_path / "plan.svg"
+    text = run(capsys, *SMALL, "--gpus", "8", "--plot", str(picture))
+    assert all(change in text for change in ("16 GPUs", "4 GPUs", "twice the memory", "twice the network"))
+    assert picture.stat().st_size > 10_000
+
+
+def test_the_written_job_is_the_best_plan(capsys, tmp_path):
+    path = tmp_path / "best.toml"
+    best = json.loads(run(capsys, *SMALL, "--gpus", "8", "--quick", "--json", "--write", str(path)))["plans"][0]
+    job = manager.load(["--job.config_file", str(path)])
+    assert dataclasses.asdict(Plan.of(job, 8, 16)) == best["plan"]
+    assert 'extends = "' in path.read_text() and job.model.overrides == {"n_layers": 8}
+
+
+def test_measured_runs_calibrate(capsys, tmp_path):
+    seconds = {"run1": 0.5, "run2": 0.9}
+    for name, samples in (("run1", 16), ("run2", 32)):
+        config = load(
+            "debug_model", "--parallelism.data_parallel_shard_degree=2", f"--training.global_batch_size={samples}"
+        )
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.toml").write_text(manager.to_toml(config))
+        tokens = samples * config.training.seq_len
+        row = {"step_seconds": seconds[name], "tokens_per_second": tokens / seconds[name]}
+        rows = [{"step": number, **row} for number in range(9)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folders = [str(tmp_path / name) for name in seconds]
+    text = run(capsys, *SMALL, "--gpus", "2", "--quick", "--from", *folders)
+    assert "fitted on 2 measured runs" in text and text.count("residual") == 2
+    residuals = [float(part.split("%")[0]) for part in text.split("residual ")[1:]]
+    assert all(abs(residual) < 10 for residual in residuals)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "8"], "no job is given"),
+        ([*SMALL, "--gpus", "8", "--gpu", "h100"], "allowed: a10, a100-40"),
+        ([*SMALL, "--gpus", "8", "--quick", "--memory", "1MiB"], "most by memory: give more --gpus"),
+        ([*SMALL, "--gpus", "8", "--quick", "--deadline", "1min", "--tokens", "1e15"], "most by deadline or budget"),
+        ([*SMALL, "--gpus", "8", "--budget", "5"], "needs the price"),
+        ([*SMALL, "--gpus", "8", "--deadline", "5"], "a number with one of min, h, d"),
+        ([*SMALL, "--gpus", "8", "--tokens", "many"], "a number above 0"),
+        ([*SMALL, "--gpus", "8", "--from", "missing"], "no such file"),
+        ([*SMALL, "--gpus", "8", "--plot", "plan.gif"], ".png"),
+        ([*SMALL, "--gpus", "8", "--write", "plan.txt"], ".toml"),
+        ([*SMALL, "--gpus", "1", "--quick", "--explain", "99"], "the plans found"),
+        (["llama3_405b", "--gpus", "24"], "set training.global_batch_size"),
+        ([*SMALL, "--gpus", "8", "--optimizer.name", "Adamm"], "AdamW"),
+        ([*SMALL, "--gpus", "8", "--adapter.kind", "lora"], "adapter"),
+    ],
+)
+def test_errors_say_what_to_do(arguments, message):
+    with pytest.raises(JobError, match="(?s)" + message.replace("(", r"\(")):
+        command.main(arguments)

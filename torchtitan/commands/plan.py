@@ -1,0 +1,241 @@
+"""`torchtitan plan JOB --gpus 256 --gpu h100-80`: find the fastest plans of a job, and explain them.
+
+Every plan trains the same model: the samples of a step and their length are the job's. Nothing is run.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tomli_w
+
+from torchtitan.commands.command_lines import parse_command
+from torchtitan.commands.plan_picture import draw_plans
+from torchtitan.commands.schedule import check_file
+from torchtitan.config import manager
+from torchtitan.config.job import JobConfig, as_dict
+from torchtitan.config.layers import nest, walk
+from torchtitan.config.options import ConfigError
+from torchtitan.core.errors import JobError, format_bytes
+from torchtitan.core.hardware import load_hardware
+from torchtitan.core.progress_bar import waiting
+from torchtitan.metrics.plot import check_format
+from torchtitan.planner.answer import HEADER, Cost, as_record, comparison, costs, explanation, loss_of, no_plan, row
+from torchtitan.planner.calibration import usual_calibration
+from torchtitan.planner.measured_runs import calibrate
+from torchtitan.planner.plan import Plan, Workload, apply_changes, can_be_planned
+from torchtitan.planner.search import TO_BE_FETCHED, Candidate, Limits, Result, Search
+from torchtitan.rules import Device, Facts, check
+
+PLANNED = ("parallelism.", "training.local_batch_size", "training.global_batch_size", "training.loss_chunks")
+"""Prefixes of options that a plan sets. Their faults in the job do not matter."""
+
+
+def main(argv: list[str]) -> int:
+    options, job_args = parse_command("plan", argv)
+    if not job_args:
+        raise JobError("torchtitan plan: no job is given; give a file or a name of `torchtitan list jobs`")
+    if options.plot is not None:
+        check_format(options.plot)
+    for option in ("write", "plot"):
+        check_file(option, getattr(options, option))
+    if options.write is not None and options.write.suffix != ".toml":
+        raise JobError(f"--write: given {str(options.write)!r}; allowed: names with .toml; rename it")
+    question = ask(options, manager.load(job_args))
+    with waiting("plans are searched"):
+        result = question.search.find(options.gpus, max(options.top, options.explain or 0), question.limits)
+    if not result.best:
+        raise JobError(no_plan(result, options.gpus, question.limits.memory))
+    with waiting("other hardware is tried"):
+        alternatives = [] if options.quick else question.alternatives()
+    if options.json:
+        print(json.dumps(question.record(result, alternatives), indent=1))
+    else:
+        print("\n".join(report(question, result, alternatives)))
+    if options.explain:
+        if options.explain > len(result.best):
+            raise JobError(f"--explain: given {options.explain}; allowed: 1 to {len(result.best)}, the plans found")
+        print("\n".join(explanation(result.best[options.explain - 1], question.search.calibration.evidence)))
+    write(question, result, alternatives)
+    return 0
+
+
+@dataclass(frozen=True)
+class Question:
+    """A job, its GPUs, and the limits of its plans."""
+
+    options: argparse.Namespace
+    config: JobConfig
+    search: Search
+    limits: Limits
+    cost: Cost
+    residuals: list[str]
+    """Lines on the runs of --from."""
+
+    @property
+    def gpus(self) -> int:
+        return int(self.options.gpus)
+
+    def job_plan(self) -> Candidate | str:
+        """Return the prediction of the job's own plan, or why it cannot run."""
+        faults = [
+            fault
+            for fault in check(self.config, self.gpus, self.search.device)
+            if not fault.key.startswith(TO_BE_FETCHED)
+        ]
+        if faults:
+            return f"is not legal on {self.gpus:,} GPUs: {faults[0].key}, given {faults[0].value}"
+        plan = Plan.of(self.config, self.gpus, self.search.samples)
+        return Candidate(plan, self.search.timer.step_time(plan), self.search.memory(plan))
+
+    def alternatives(self) -> list[tuple[str, Candidate | None]]:
+        """Return the best plan with other hardware, by what differs."""
+        hardware, limits = self.search.hardware, self.limits
+        link = replace(hardware.network_link, bandwidth=2 * hardware.network_link.bandwidth)
+        faster = self.search.with_hardware(replace(hardware, network_link=link))
+        no_limit = Limits(limits.memory)
+        searches = [
+            (f"{2 * self.gpus:,} GPUs", self.search, 2 * self.gpus, no_limit),
+            (f"{self.gpus // 2:,} GPUs", self.search, self.gpus // 2, no_limit),
+            ("twice the memory", self.search, self.gpus, Limits(2 * limits.memory)),
+            ("twice the network", faster, self.gpus, no_limit),
+        ]
+        alternatives: list[tuple[str, Candidate | None]] = []
+        for change, search, gpus, within in searches:
+            best = search.find(gpus, 1, within).best if gpus else []
+            alternatives.append((change, best[0] if best else None))
+        return alternatives
+
+    def record(self, result: Result, alternatives: list[tuple[str, Candidate | None]]) -> dict[str, object]:
+        search, job = self.search, self.job_plan()
+        per_sample = search.workload.rows_per_sample
+
+        def record_of(candidate: Candidate) -> dict[str, object]:
+            return as_record(candidate, self.cost, per_sample, search.samples)
+
+        return {
+            "gpus": self.gpus,
+            "hardware": search.hardware.name,
+            "memory": self.limits.memory,
+            "global_batch_size": search.samples,
+            "seq_len": search.workload.seq_len,
+            "tokens": self.cost.tokens,
+            "evidence": search.calibration.evidence,
+            "complete": result.complete,
+            "excluded": dict(result.excluded),
+            "plans": [record_of(candidate) for candidate in result.best],
+            "job": job if isinstance(job, str) else record_of(job),
+            "alternatives": {change: other and record_of(other) for change, other in alternatives},
+        }
+
+
+def ask(options: argparse.Namespace, config: JobConfig) -> Question:
+    """Combine job and options. Raises JobError for what cannot be planned."""
+    hardware = load_hardware(options.gpu)
+    if options.machine:
+        hardware = replace(hardware, devices_per_machine=options.machine)
+    device: Device = "cuda" if hardware.device_names else "cpu"
+    faults = [
+        fault
+        for fault in check(config, options.gpus, device)
+        if not fault.key.startswith((*TO_BE_FETCHED, *PLANNED, "activation_checkpoint.", "compile."))
+    ]
+    if faults:
+        raise ConfigError(faults)
+    if reason := can_be_planned(config):
+        raise JobError(f"torchtitan plan: {reason}")
+    samples = Facts(config, options.gpus, device).step_samples
+    if samples is None:
+        remedy = "set training.global_batch_size, which all plans keep"
+        raise JobError(f"the job's degrees do not fit {options.gpus:,} GPUs, so its batch is not known; {remedy}")
+    workload = Workload.of(config, samples)
+    residuals: list[str] = []
+    calibration = usual_calibration(hardware)
+    if options.runs:
+        calibration, residuals = calibrate(options.runs, hardware, calibration)
+    memory = options.memory or hardware.memory_gib * 2**30
+    price = options.price or hardware.price
+    tokens = options.tokens or config.training.tokens or config.training.steps * workload.tokens
+    limits = Limits(memory, most_seconds(options, tokens / workload.tokens, price))
+    search = Search(config, workload, samples, hardware, calibration, device)
+    return Question(options, config, search, limits, Cost(tokens, price), residuals)
+
+
+def most_seconds(options: argparse.Namespace, steps: float, price: float | None) -> float:
+    """Return the longest step that deadline and budget allow."""
+    allowed = [float("inf")]
+    if options.deadline:
+        allowed.append(options.deadline / steps)
+    if options.budget:
+        if price is None:
+            raise JobError("--budget: needs the price of a GPU for an hour; give --price")
+        allowed.append(options.budget / price / options.gpus * 3600 / steps)
+    return min(allowed)
+
+
+# Report
+
+
+def report(question: Question, result: Result, alternatives: list[tuple[str, Candidate | None]]) -> list[str]:
+    search, best = question.search, result.best[0]
+    workload, hardware = search.workload, search.hardware
+    shown = result.best[: question.options.top]
+    name = " + ".join(question.config.job.config_file) or "the default job"
+    lines = [
+        f"{name} on {question.gpus:,} x {hardware.title}, {format_bytes(question.limits.memory)}",
+        f"step times: {search.calibration.evidence}; interval +-{search.calibration.spread:.0%}. Bubbles: simulated. "
+        "Memory: formula, allocator's share fitted. No step of these plans was measured",
+        f"every plan trains {search.samples:,} samples x {workload.seq_len:,} tokens a step, as the job does",
+        *question.residuals,
+        "",
+        HEADER + "plan; passes x microbatches x rows",
+        *(row(candidate, f"{number}") for number, candidate in enumerate(shown, start=1)),
+    ]
+    job = question.job_plan()
+    if isinstance(job, str):
+        lines.append(f"job  {job}")
+    else:
+        lines += [row(job, "job"), f"the job's own plan {loss_of(job, best, question.limits.memory)}"]
+    lines += ["", costs(best, question.cost)]
+    if alternatives:
+        lines += ["with the best plan for it:", *comparison(alternatives, best, question.cost)]
+    judged = f"{result.layouts:,} layouts, {len(result.judged):,} plans simulated"
+    excluded = ", ".join(f"{key} {count:,}" for key, count in result.excluded.most_common(3))
+    lines.append(f"searched {judged}" + f"; excluded by {excluded}" * bool(excluded))
+    if not result.complete:
+        lines.append("the search ended at its limit: a faster plan may exist")
+    return lines
+
+
+def write(question: Question, result: Result, alternatives: list[tuple[str, Candidate | None]]) -> None:
+    """Write the best plan as a job that extends the given one, and the picture."""
+    options = question.options
+    try:
+        if options.write is not None:
+            options.write.write_text(overlay(question, result.best[0]), encoding="utf-8")
+            if not options.json:
+                print(f"written  {options.write}")
+        if options.plot is not None:
+            draw_plans(options.plot, result, question.limits.memory, question.job_plan(), alternatives, question.cost)
+            if not options.json:
+                print(f"picture  {options.plot}")
+    except OSError as error:
+        raise JobError(f"{error.filename}: cannot be written ({error.strerror}); give another name") from None
+
+
+def overlay(question: Question, best: Candidate) -> str:
+    """Return the TOML of the best plan: options that differ from the job's files, which it extends.
+
+    If an option that the files set has to be unset, which no file can say, the whole job is written.
+    """
+    changes = best.plan.changes(question.search.workload.rows_per_sample, question.search.samples)
+    planned = apply_changes(question.config, changes)
+    files = [str(Path(file).resolve()) for file in planned.job.config_file]
+    head = f"# {best.plan}: predicted {best.time.seconds:.3f} s a step, MFU {best.time.mfu:.1%}\n"
+    base = manager.load([argument for file in files for argument in ("--job.config_file", file)])
+    before, after = (dict(walk(as_dict(config))) for config in (base, planned))
+    differing = {key: value for key, value in after.items() if before.get(key) != value and key != "job.config_file"}
+    if not files or None in differing.values():
+        return head + manager.to_toml(planned)
+    return head + tomli_w.dumps({"extends": files[0] if len(files) == 1 else files, **nest(differing)})

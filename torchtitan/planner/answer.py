@@ -1,0 +1,153 @@
+"""Texts of `torchtitan plan`: tables, reasons and comparisons."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torchtitan.core.errors import format_bytes
+from torchtitan.planner.search import Candidate, Result
+
+PARTS = {
+    "products": "matrix products",
+    "attention": "attention",
+    "memory": "operations bound by memory",
+    "recompute": "recompute",
+    "tp": "tensor parallel, exposed",
+    "cp": "context parallel, exposed",
+    "ep": "expert parallel, exposed",
+    "bubble": "pipeline bubble",
+    "fsdp": "gathers and reductions that do not hide",
+    "optimizer": "optimizer",
+}
+"""Parts of a step's time, in the order of tables."""
+COUNTED, SIMULATED, FORMULA = "counted", "simulated", "formula"
+HEADER = f"{'':4}{'s/step':>9} {'tok/s/GPU':>9} {'MFU':>6} {'GiB, low-high':>14} {'bubble':>7}  "
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The price of training."""
+
+    tokens: float
+    """Tokens of the run."""
+    price: float | None
+    """Of a GPU for an hour."""
+
+    def hours(self, candidate: Candidate) -> float:
+        return self.tokens / (candidate.time.tokens_per_second * candidate.plan.gpus) / 3600
+
+    def gpu_hours(self, candidate: Candidate) -> float:
+        return self.hours(candidate) * candidate.plan.gpus
+
+    def money(self, candidate: Candidate) -> float | None:
+        return None if self.price is None else self.gpu_hours(candidate) * self.price
+
+
+def row(candidate: Candidate, label: str) -> str:
+    """Format a line of the table."""
+    time, plan, memory = candidate.time, candidate.plan, candidate.memory
+    sizes = f"{memory.low / 2**30:.0f}-{memory.high / 2**30:.0f}"
+    bubble = f"{time.bubble:.1%}" if plan.pp > 1 else ""
+    figures = f"{time.seconds:9.3f} {time.tokens_per_second:9,.0f} {time.mfu:6.1%} {sizes:>14} {bubble:>7}"
+    bound = PARTS[time.bound_by]
+    return f"{label:4}{figures}  {plan}; batch {plan.batch}; {plan.recompute_text}; bound by {bound}"
+
+
+def costs(candidate: Candidate, cost: Cost) -> str:
+    """Format the duration and price of the run, with the interval of the step's time."""
+    hours, money = cost.hours(candidate), cost.money(candidate)
+    low, high = (hours * seconds / candidate.time.seconds for seconds in (candidate.time.low, candidate.time.high))
+    text = f"{cost.tokens / 1e9:,.4g} G tokens: {duration(hours)} ({duration(low)} to {duration(high)}), "
+    text += f"{cost.gpu_hours(candidate):,.0f} GPU-hours"
+    return text if money is None else f"{text}, {money:,.0f} at {cost.price:g} a GPU-hour"
+
+
+def duration(hours: float) -> str:
+    return f"{hours / 24:.1f} days" if hours >= 48 else f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
+
+
+def explanation(candidate: Candidate, evidence: str) -> list[str]:
+    """Format where the time and memory of a plan go, with the class of evidence of each figure."""
+    time, memory = candidate.time, candidate.memory
+    lines = [f"{candidate.plan}; batch {candidate.plan.batch}", f"  {'a step':42}{time.seconds:10.3f} s"]
+    for name, title in PARTS.items():
+        if seconds := time.parts[name]:
+            kind = SIMULATED if name == "bubble" and time.simulated else evidence
+            lines.append(f"  {title:42}{seconds:10.3f} s {seconds / time.seconds:6.1%}  {kind}")
+    lines.append(f"  {'interval':42}{time.low:10.3f} to {time.high:.3f} s")
+    for name, size in asdict(memory).items():
+        if name not in ("low", "high"):
+            lines.append(f"  {name:42}{format_bytes(size):>12}  {COUNTED if name == 'parameters' else FORMULA}")
+    lines.append(f"  {'tensors at the peak':42}{format_bytes(memory.total):>12}  {FORMULA}")
+    reserved = f"{format_bytes(memory.low)} to {format_bytes(memory.high)}"
+    lines.append(f"  {'reserved, with allocator and libraries':42}{reserved:>12}")
+    return lines
+
+
+def loss_of(plan: Candidate, best: Candidate, memory: float) -> str:
+    """Return why a plan loses against the best one: memory, or the parts of the step that take longer."""
+    if plan.memory.high > memory:
+        return f"does not fit: up to {format_bytes(plan.memory.high)} of {format_bytes(memory)}"
+    slower = plan.time.seconds / best.time.seconds - 1
+    if slower < 0.005:
+        return "is as fast as the best"
+    more = {name: plan.time.parts[name] - best.time.parts[name] for name in PARTS}
+    reasons = [name for name in sorted(more, key=lambda part: -more[part]) if more[name] > 0.1 * max(more.values())]
+    texts = ", ".join(f"{PARTS[name]} {more[name]:+.3f} s" for name in reasons[:3])
+    return f"takes {slower:.1%} longer: {texts}"
+
+
+def no_plan(result: Result, gpus: int, memory: float) -> str:
+    """Return the error if no plan is legal: which constraint excludes most."""
+    counts = ", ".join(f"{name} {count:,}" for name, count in result.excluded.most_common(4))
+    if not result.excluded:
+        return f"no plan on {gpus:,} GPUs: no degrees divide the GPUs and the global batch; give another --gpus"
+    most, _ = result.excluded.most_common(1)[0]
+    remedies = {
+        "memory": f"give more --gpus, a --gpu with more than {format_bytes(memory)}, or a smaller training.seq_len",
+        "deadline or budget": "give a later --deadline, a larger --budget, or more --gpus",
+    }
+    remedy = remedies.get(most, f"change {most} in the job")
+    return f"no legal plan on {gpus:,} GPUs; plans excluded by constraint: {counts}; most by {most}: {remedy}"
+
+
+def pareto_front(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return the candidates that no other beats in both time and memory, fastest first."""
+    front: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda one: (one.time.seconds, one.memory.total)):
+        if not front or candidate.memory.total < front[-1].memory.total:
+            front.append(candidate)
+    return front
+
+
+def as_record(candidate: Candidate, cost: Cost, rows_per_sample: int, samples: int) -> dict[str, Any]:
+    """Return a plan for --json: figures, parts and the options of a job."""
+    time = candidate.time
+    return {
+        "plan": asdict(candidate.plan),
+        "options": candidate.plan.changes(rows_per_sample, samples),
+        "step_seconds": time.seconds,
+        "step_seconds_low": time.low,
+        "step_seconds_high": time.high,
+        "tokens_per_second_per_gpu": time.tokens_per_second,
+        "mfu": time.mfu,
+        "bubble": time.bubble,
+        "parts": dict(time.parts),
+        "memory": asdict(candidate.memory),
+        "hours": cost.hours(candidate),
+        "gpu_hours": cost.gpu_hours(candidate),
+        "price": cost.money(candidate),
+    }
+
+
+def comparison(gained: Sequence[tuple[str, Candidate | None]], best: Candidate, cost: Cost) -> list[str]:
+    """Format what other hardware would bring."""
+    lines = []
+    for change, candidate in gained:
+        if candidate is None:
+            lines.append(f"  {change:24} no legal plan")
+            continue
+        speed = best.time.seconds / candidate.time.seconds - 1
+        money = cost.gpu_hours(candidate) / cost.gpu_hours(best) - 1
+        lines.append(f"  {change:24} {speed:+7.1%} speed, {money:+7.1%} GPU-hours: {candidate.plan}")
+    return lines

@@ -1,0 +1,92 @@
+"""Fit the factors of the planner's formula to measured steps. Imports no torch."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from torchtitan.core.hardware import Hardware
+from torchtitan.planner.time_parts import Calibration
+
+PUBLISHED_ROWS = 31
+PUBLISHED = {
+    "products": 1.173,
+    "attention": 1.195,
+    "memory": 1.46,
+    "tp": 0.88,
+    "async_tp": 1.164,
+    "ring": 2.183,
+    "ep": 0.207,
+    "float8": 1.248,
+    "h100-96-500w": 1.291,
+    "a100-80": 0.897,
+    "h100-80": 0.917,
+}
+"""Factors fitted on published runs by scripts/planning_page.py: tests/fixtures/published_runs.toml has the rows. The
+hardware's own factors tell how its computation differs from the others'."""
+PUBLISHED_SPREAD, UNPUBLISHED_SPREAD = 0.25, 0.40
+"""Relative errors: the largest of a published row by factors without it; and for hardware without rows, assumed."""
+SIGMAS = {"products": 0.7, "attention": 0.7, "ep": 0.7, "ring": 1.0, "float8": 0.4}
+HARDWARE_SIGMA = 0.3
+"""Standard deviations of the logarithms of factors before anything is measured: of names, and of hardware."""
+SIGMA = 0.5
+"""Standard deviation of the logarithm of a factor before anything is measured."""
+NOISE = 0.05
+"""Standard deviation of the logarithm of a step's time around the formula."""
+ITERATIONS = 4
+STEP = 0.02
+"""Of numerical derivatives, in the logarithm of a factor."""
+Factors = dict[str, float]
+Predicted = Callable[[Mapping[str, float]], float]
+"""Seconds of a measured step by the formula with these factors."""
+
+
+def fit_factors(
+    measured: Sequence[tuple[Predicted, float]], names: Sequence[str], sigmas: Mapping[str, float] | None = None
+) -> Factors:
+    """Return the factors that explain measured seconds best, and stay near 1 where nothing is measured.
+
+    It maximizes the posterior of a normal prior on the logarithms, by Gauss-Newton. `sigmas`: of some factors.
+    """
+    logs = dict.fromkeys(names, 0.0)
+    for _ in range(ITERATIONS):
+        normal = [[0.0] * len(names) for _ in names]
+        right = [0.0] * len(names)
+        for index, name in enumerate(names):
+            weight = (NOISE / (sigmas or {}).get(name, SIGMA)) ** 2
+            normal[index][index] += weight
+            right[index] -= weight * logs[name]
+        for predict, seconds in measured:
+            predicted = math.log(predict(_exp(logs)))
+            slopes = [(math.log(predict(_exp(logs | {name: logs[name] + STEP}))) - predicted) / STEP for name in names]
+            for i, slope in enumerate(slopes):
+                right[i] += slope * (math.log(seconds) - predicted)
+                for j, other in enumerate(slopes):
+                    normal[i][j] += slope * other
+        for name, change in zip(names, _solved(normal, right), strict=True):
+            logs[name] += change
+    return _exp(logs)
+
+
+def _exp(logs: Mapping[str, float]) -> Factors:
+    return {name: math.exp(value) for name, value in logs.items()}
+
+
+def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Solve a positive definite system by elimination."""
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for i, row in enumerate(rows):
+        for below in rows[i + 1 :]:
+            factor = below[i] / row[i]
+            below[:] = [value - factor * pivot for value, pivot in zip(below, row, strict=True)]
+    solution = [0.0] * len(rows)
+    for i in reversed(range(len(rows))):
+        subtracted = sum(value * factor for value, factor in zip(rows[i][i + 1 : -1], solution[i + 1 :], strict=True))
+        solution[i] = (rows[i][-1] - subtracted) / rows[i][i]
+    return solution
+
+
+def usual_calibration(hardware: Hardware) -> Calibration:
+    """Return the calibration without measured runs of this job."""
+    if hardware.name in PUBLISHED:
+        return Calibration(PUBLISHED, PUBLISHED_SPREAD, f"fitted on {PUBLISHED_ROWS} published rows")
+    evidence = f"assumed: no published row is of this hardware; {PUBLISHED_ROWS} are of others"
+    return Calibration(PUBLISHED, UNPUBLISHED_SPREAD, evidence)

@@ -1,0 +1,81 @@
+"""Measured steps of runs, to calibrate the planner: medians of metrics.jsonl and the run's config.toml. No torch."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torchtitan.config import manager
+from torchtitan.core.errors import JobError
+from torchtitan.core.files import FileError
+from torchtitan.core.hardware import Hardware
+from torchtitan.metrics.json_lines import METRICS, read_records
+from torchtitan.planner.calibration import SIGMAS, fit_factors
+from torchtitan.planner.plan import Plan, Workload, can_be_planned
+from torchtitan.planner.step_time import StepTimer
+from torchtitan.planner.time_parts import FACTORS, Calibration
+
+FIRST_STEPS = 3
+"""Steps at the start of a run that are left out: the compiler and the allocator work in them."""
+LEAST_SPREAD = 0.1
+"""Smallest relative error of an interval."""
+
+
+class MeasuredRun:
+    """A run with a plan, and the median seconds of its steps."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = str(folder)
+        try:
+            self.config = manager.load(["--job.config_file", str(folder / "config.toml")])
+            records = read_records(folder / METRICS)
+        except (OSError, FileError) as error:
+            raise JobError(f"--from {folder}: cannot be read ({error}); give the dump_folder of a run") from None
+        steps = [record for record in records if "step_seconds" in record and "marked" not in record]
+        steps = steps[FIRST_STEPS:] or steps
+        if not steps:
+            raise JobError(f"--from {folder}: no step has been logged; give a run that has trained some steps")
+        if reason := can_be_planned(self.config):
+            raise JobError(f"--from {folder}: {reason}")
+        self.seconds = statistics.median(record["step_seconds"] for record in steps)
+        tokens = statistics.median(record["tokens_per_second"] * record["step_seconds"] for record in steps)
+        self.samples = round(tokens / self.config.training.seq_len)
+        self.plan = Plan.of(self.config, self._gpus(), self.samples)
+        self.workload = Workload.of(self.config, self.samples)
+
+    def _gpus(self) -> int:
+        """Return the number of ranks, from the samples of a step if the job's shards are those that were left."""
+        degrees = self.config.parallelism
+        shards = degrees.data_parallel_shard_degree
+        if shards == -1:
+            replicas, local = degrees.data_parallel_replicate_degree, self.config.training.local_batch_size
+            shards = max(1, self.samples // (local * replicas))
+        product = degrees.data_parallel_replicate_degree * degrees.tensor_parallel_degree
+        return shards * product * degrees.context_parallel_degree * degrees.pipeline_parallel_degree
+
+    def predicted(self, hardware: Hardware, factors: Mapping[str, float]) -> float:
+        """Return the seconds of a step by the formula."""
+        return StepTimer(self.workload, hardware, Calibration(factors)).step_time(self.plan).seconds
+
+
+def calibrate(folders: Sequence[Path], hardware: Hardware, usual: Calibration) -> tuple[Calibration, list[str]]:
+    """Return the calibration that fits the steps of these runs, and a line with the residual of each.
+
+    Raises JobError for a folder that is no run, or for a job that cannot be planned.
+    """
+    runs = [MeasuredRun(folder) for folder in folders]
+    names = [*FACTORS, hardware.name]
+
+    def factors_of(changes: Mapping[str, float]) -> dict[str, float]:
+        return {name: usual.factors.get(name, 1.0) * changes.get(name, 1.0) for name in names}
+
+    measured = [(lambda changes, run=run: run.predicted(hardware, factors_of(changes)), run.seconds) for run in runs]
+    factors = factors_of(fit_factors(measured, names, {**SIGMAS, hardware.name: 2.0}))
+    residuals = [run.predicted(hardware, factors) / run.seconds - 1 for run in runs]
+    spread = max(LEAST_SPREAD, 2 * math.sqrt(statistics.fmean(residual**2 for residual in residuals)))
+    lines = [
+        f"{run.name}: {run.seconds:.3f} s a step measured, residual {residual:+.1%} ({run.plan})"
+        for run, residual in zip(runs, residuals, strict=True)
+    ]
+    count = f"{len(runs)} measured run" + "s" * (len(runs) > 1)
+    return Calibration(factors, spread, f"fitted on {count}"), lines

@@ -1,0 +1,271 @@
+"""A plan: the distribution of a job's model and batch over GPUs, and its recompute. Imports no torch.
+
+A plan never changes the training: model, sequence length and samples of a step are the same in all plans of a job.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torchtitan.config.batch_shape import rows_per_sample
+from torchtitan.config.job import JobConfig
+from torchtitan.models import resolve_sizes
+from torchtitan.models.flops import causal_keys, flops_per_token, latent_flops_per_token
+from torchtitan.models.sizes import Sizes
+from torchtitan.parallelisms.pipeline.cut import schedule_traits, split_layers, stages_of_rank
+
+Changes = dict[str, Any]
+"""Options of a job by dotted name."""
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def can_be_planned(config: JobConfig) -> str:
+    """Return why the formulas do not describe a job, or an empty text if they do."""
+    model = config.model
+    args = resolve_sizes(model.name, model.flavor, model.hf_folder, model.overrides)
+    if not hasattr(args, "block_linears"):
+        return f"model.name = {model.name!r}: the formulas are of decoders; `torchtitan estimate` predicts its memory"
+    if config.adapter.kind != "none":
+        return f"adapter.kind = {config.adapter.kind!r}: the formulas are of jobs that train all weights; leave it out"
+    if config.task.kind not in ("pretrain", "sft"):
+        return f"task.kind = {config.task.kind!r}: the formulas are of next-token losses; use `torchtitan bench`"
+    return ""
+
+
+def apply_changes(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
+    """Return the job with other values of some options ("section.option")."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in changes.items():
+        section, option = name.split(".")
+        sections.setdefault(section, {})[option] = value
+    parts = {name: dataclasses.replace(getattr(config, name), **options) for name, options in sections.items()}
+    return dataclasses.replace(config, **parts)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The computation of a step under any plan: the model, the sequence length and the rows of a step."""
+
+    args: Any
+    seq_len: int
+    rows: int
+    """Sequences of a step on all GPUs."""
+    rows_per_sample: int
+    compute_bytes: int
+    """Bytes of a computed value."""
+    stored_bytes: int
+    """Bytes of a stored parameter."""
+    dtype: str
+    """Type of the products' factors, a field of `Peak` in core/hardware.py."""
+    ends: tuple[int, int] = (1, 1)
+    """Layers that the first and last stage of a pipeline have less than others."""
+
+    @classmethod
+    def of(cls, config: JobConfig, samples: int, dtype: str | None = None) -> "Workload":
+        model, training, degrees = config.model, config.training, config.parallelism
+        computes = training.dtype if training.dtype == "bfloat16" else training.mixed_precision_param
+        return cls(
+            args=resolve_sizes(model.name, model.flavor, model.hf_folder, model.overrides),
+            seq_len=training.seq_len,
+            rows=samples * rows_per_sample(config),
+            rows_per_sample=rows_per_sample(config),
+            compute_bytes=BYTES[computes],
+            stored_bytes=BYTES[training.dtype],
+            dtype=dtype or ("float8" if training.float8 != "none" else computes),
+            ends=(
+                degrees.pipeline_parallel_first_stage_less_layers,
+                degrees.pipeline_parallel_last_stage_less_layers,
+            ),
+        )
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.seq_len
+
+    @cached_property
+    def flops(self) -> float:
+        """FLOPs of a step on all GPUs, with causal attention and without recomputation (models/flops.py)."""
+        count_flops = latent_flops_per_token if hasattr(self.args, "kv_lora_rank") else flops_per_token
+        return count_flops(self.args, self.seq_len).causal * self.tokens
+
+    @cached_property
+    def kinds(self) -> list[Sizes]:
+        """The sizes of the linear layers of each kind of block."""
+        kinds: list[Sizes] = []
+        for layer in range(self.args.n_layers):
+            sizes = self.args.block_linears(layer)
+            if sizes not in kinds:
+                kinds.append(sizes)
+        return kinds
+
+    @cached_property
+    def kind_of_layer(self) -> list[int]:
+        return [self.kinds.index(self.args.block_linears(layer)) for layer in range(self.args.n_layers)]
+
+    @cached_property
+    def mean_keys(self) -> float:
+        """Mean number of keys of a query."""
+        return causal_keys(self.seq_len, getattr(self.args, "sliding_window", 0) or self.seq_len)
+
+    @property
+    def embedding_size(self) -> int:
+        """Weights of the embedding, and of the head."""
+        return int(self.args.vocab_size * self.args.dim)
+
+
+@dataclass(frozen=True, order=True)
+class Plan:
+    """Degrees, pipeline, batch and recompute of a job. Plans are ordered by their fields."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    shards: int = 1
+    """Data-parallel shards."""
+    replicas: int = 1
+    schedule: str = ""
+    """Schedule of the pipeline; empty without one."""
+    stages_per_rank: int = 1
+    layers_per_stage: int | None = None
+    """Option that gives `stages_per_rank`; None: the schedule's default."""
+    microbatch: int = 1
+    """Rows of a forward pass."""
+    microbatches: int = 1
+    """Microbatches of a pipeline; 1 without one."""
+    passes: int = 1
+    """Batches in a step; their gradients are summed."""
+    recompute: str = "op"
+    """none, full, op (keep matrix products and attention), or a number n: every n-th block. half: op, but every second
+    product is recomputed, as torchtitan's published runs of 2024 and 2025 did; no job here has it."""
+    compiled: bool = False
+    loss_chunks: int | None = None
+    async_tp: bool = False
+    ring: bool = False
+    """True if attention merges its results over one context-parallel rank's keys after the other."""
+    overlap_experts: bool = False
+
+    @classmethod
+    def of(cls, config: JobConfig, gpus: int, samples: int) -> "Plan":
+        """Return the plan of a job without faults on `gpus` GPUs with `samples` samples in a step."""
+        degrees, recompute = config.parallelism, config.activation_checkpoint
+        tp, cp, pp = degrees.tensor_parallel_degree, degrees.context_parallel_degree, degrees.pipeline_parallel_degree
+        replicas, shards = degrees.data_parallel_replicate_degree, degrees.data_parallel_shard_degree
+        shards = gpus // (tp * cp * pp * replicas) if shards == -1 else shards
+        local, per_sample = config.training.local_batch_size, rows_per_sample(config)
+        microbatch = degrees.pipeline_parallel_microbatch_size if pp > 1 else local
+        schedule, stages = "", 1
+        if pp > 1:
+            traits = schedule_traits(degrees.pipeline_parallel_schedule)
+            n_layers = resolve_sizes(
+                config.model.name, config.model.flavor, config.model.hf_folder, config.model.overrides
+            ).n_layers
+            schedule = traits.name
+            ends = degrees.pipeline_parallel_first_stage_less_layers, degrees.pipeline_parallel_last_stage_less_layers
+            per_stage = degrees.pipeline_parallel_layers_per_stage
+            stages = -(-(n_layers + sum(ends)) // per_stage) // pp if per_stage else traits.stages_per_rank
+        mode = recompute.selective_ac_option if recompute.mode == "selective" else recompute.mode
+        return cls(
+            tp=tp,
+            cp=cp,
+            pp=pp,
+            ep=degrees.expert_parallel_degree,
+            shards=shards,
+            replicas=replicas,
+            schedule=schedule,
+            stages_per_rank=stages,
+            layers_per_stage=degrees.pipeline_parallel_layers_per_stage,
+            microbatch=microbatch * per_sample,
+            microbatches=local // microbatch,
+            passes=max(1, samples // (local * shards * replicas)),
+            recompute={"full_keep_comm": "full", "memory_budget": "op"}.get(mode, mode),
+            compiled=config.compile.enable and "model" in config.compile.components,
+            loss_chunks=config.training.loss_chunks,
+            async_tp=degrees.enable_async_tensor_parallel,
+            ring=degrees.context_parallel_rotate_method in ("alltoall", "ring"),
+            overlap_experts=degrees.pipeline_parallel_expert_parallel_overlap,
+        )
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.cp * self.pp * self.shards * self.replicas
+
+    @property
+    def merges_backward(self) -> bool:
+        """True if gradients of inputs and weights are computed together, as recompute and compile need it."""
+        return self.recompute != "none" or self.compiled
+
+    def changes(self, rows_per_sample: int, samples: int) -> Changes:
+        """Return the options of a job that give this plan with `samples` samples in a step."""
+        local = self.microbatch * self.microbatches // rows_per_sample
+        mode = {"none": "none", "full": "full"}.get(self.recompute, "selective")
+        values: Changes = {
+            "parallelism.tensor_parallel_degree": self.tp,
+            "parallelism.context_parallel_degree": self.cp,
+            "parallelism.pipeline_parallel_degree": self.pp,
+            "parallelism.expert_parallel_degree": self.ep,
+            "parallelism.data_parallel_shard_degree": self.shards,
+            "parallelism.data_parallel_replicate_degree": self.replicas,
+            "parallelism.enable_async_tensor_parallel": self.async_tp,
+            "parallelism.pipeline_parallel_expert_parallel_overlap": self.overlap_experts,
+            "training.local_batch_size": local,
+            "training.global_batch_size": samples,
+            "activation_checkpoint.mode": mode,
+            "compile.enable": self.compiled,
+        }
+        if mode == "selective":
+            values["activation_checkpoint.selective_ac_option"] = self.recompute
+        if self.loss_chunks is not None:
+            values["training.loss_chunks"] = self.loss_chunks
+        if self.pp > 1:
+            values |= {
+                "parallelism.pipeline_parallel_schedule": self.schedule,
+                "parallelism.pipeline_parallel_schedule_csv": None,
+                "parallelism.module_fqns_per_model_part": None,
+                "parallelism.pipeline_parallel_layers_per_stage": self.layers_per_stage,
+                "parallelism.pipeline_parallel_microbatch_size": self.microbatch // rows_per_sample,
+            }
+        else:
+            values |= {
+                "parallelism.pipeline_parallel_layers_per_stage": None,
+                "parallelism.module_fqns_per_model_part": None,
+            }
+        return values
+
+    def stages(self, workload: Workload) -> list[Counter[int]]:
+        """Return the number of blocks of each kind in every stage."""
+        counts = split_layers(workload.args.n_layers, self.pp * self.stages_per_rank, *workload.ends)
+        starts = [sum(counts[:stage]) for stage in range(len(counts))]
+        kinds = workload.kind_of_layer
+        return [Counter(kinds[start : start + count]) for start, count in zip(starts, counts, strict=True)]
+
+    def stages_of_rank(self, rank: int) -> list[int]:
+        if self.pp == 1:
+            return [0]
+        style = schedule_traits(self.schedule).style
+        return stages_of_rank(rank, self.pp, self.pp * self.stages_per_rank, style)
+
+    @property
+    def recompute_text(self) -> str:
+        texts = {"op": "selective op", "none": "no recompute", "full": "full recompute"}
+        return texts.get(self.recompute, f"recompute {self.recompute}")
+
+    def __str__(self) -> str:
+        degrees = {"replicas": self.replicas, "FSDP": self.shards, "TP": self.tp, "CP": self.cp, "EP": self.ep}
+        parts = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+        if self.pp > 1:
+            parts.append(f"PP {self.pp} {self.schedule}" + f" x{self.stages_per_rank}" * (self.stages_per_rank > 1))
+        return ", ".join(parts) or "one GPU"
+
+    @property
+    def batch(self) -> str:
+        """The rows of a data-parallel rank: passes x microbatches x rows of one."""
+        factors = [self.passes, self.microbatches, self.microbatch]
+        return (
+            " x ".join(str(factor) for factor in factors[:-1] if factor > 1)
+            + " x " * (max(factors[:-1]) > 1)
+            + str(self.microbatch)
+        )
