@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import io
 import os
 import subprocess
 import sys
@@ -48,21 +49,57 @@ def test_content_size_and_digest(tmp_path, monkeypatch, sizes, direct):
     file.close()  # a second time
 
 
-def test_file_systems_that_refuse_direct_access(tmp_path, monkeypatch):
-    """Some accept O_DIRECT and refuse the first write or read with it."""
-    write_once, descriptors = os.write, set()
+@pytest.fixture
+def file_system(monkeypatch):
+    """Return a function that lets direct writes and reads, or all, fail with an error from then on."""
+    direct, write_once = set(), os.write
 
-    def refuse_first(descriptor, content):
-        if descriptor not in descriptors:
-            descriptors.add(descriptor)
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return write_once(descriptor, content)
+    def fail(number: int, only_direct: bool) -> None:
+        def refuse(descriptor: int) -> None:
+            if descriptor in direct or not only_direct:
+                raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(hashed_files, "_bypass_cache", lambda descriptor: True)
-    monkeypatch.setattr(os, "write", refuse_first)
+        class File(io.FileIO):
+            def readinto(self, buffer):
+                refuse(self.fileno())
+                return super().readinto(buffer)
+
+        def set_direct(descriptor: int, on: bool) -> bool:
+            (direct.add if on else direct.discard)(descriptor)
+            return True
+
+        monkeypatch.setattr(hashed_files, "_set_direct", set_direct)
+        monkeypatch.setattr(hashed_files, "open_file", lambda path: io.BufferedReader(File(path)))
+        monkeypatch.setattr(os, "write", lambda file, content: refuse(file) or write_once(file, content))
+
+    return fail
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_file_systems_that_refuse_direct_access(number, tmp_path, file_system):
+    """Some accept O_DIRECT and refuse writes and reads with it."""
+    file_system(number, only_direct=True)
     content = os.urandom(2 * BLOCK)
-    assert write(tmp_path / "file", [content]).sha256 == hashlib.sha256(content).hexdigest()
-    assert (tmp_path / "file").read_bytes() == content and len(descriptors) == 1
+    file = write(tmp_path / "file", [content])
+    assert file.sha256 == sha256_of(tmp_path / "file", from_disk=True) == hashlib.sha256(content).hexdigest()
+    assert (tmp_path / "file").read_bytes() == content
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL, errno.ENOSPC])
+def test_errors_of_the_disk_are_raised(number, tmp_path, file_system):
+    (tmp_path / "old").write_bytes(bytes(BLOCK))
+    file_system(number, only_direct=False)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        write(tmp_path / "file", [bytes(BLOCK)])
+    with pytest.raises(OSError, match=os.strerror(number)):
+        sha256_of(tmp_path / "old", from_disk=True)
+
+
+def test_an_error_of_the_disk_is_not_hidden_by_the_cache(tmp_path, file_system):
+    write(tmp_path / "file", [bytes(BLOCK)])
+    file_system(errno.EIO, only_direct=True)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        sha256_of(tmp_path / "file", from_disk=True)
 
 
 def test_short_writes_are_continued(tmp_path, monkeypatch):

@@ -20,6 +20,8 @@ from torchtitan.core.files import open_file
 PARALLEL_FILES = 4
 """Most files that one process writes or hashes at a time: some wait for the disk while others are hashed."""
 _BLOCK_BYTES = 8 << 20
+_REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
+"""Errors of file systems that accept O_DIRECT and then refuse a read with it."""
 
 
 class HashedFile:
@@ -91,10 +93,10 @@ class HashedFile:
         while remaining:
             try:
                 remaining = remaining[os.write(self._descriptor, remaining) :]
-            except OSError as error:
-                if error.errno != errno.EINVAL or not self._is_direct:
+            except OSError:
+                if not self._is_direct:
                     raise
-                self._use_cache()  # this file system wants another alignment
+                self._use_cache()  # a file system that refuses direct writes; any other error comes again
         self._filled = 0
 
     def _use_cache(self) -> None:
@@ -120,7 +122,7 @@ def sha256_of(path: Path, report: Callable[[int], object] = int, from_disk: bool
             try:
                 count = raw.readinto(view) or 0
             except OSError as error:
-                if error.errno != errno.EINVAL or not is_direct:
+                if error.errno not in _REFUSALS or not is_direct:
                     raise
                 is_direct = False
                 _set_direct(descriptor, False)
