@@ -483,6 +483,9 @@ def test_overlap_is_translated_to_its_old_default(options, expected, capsys, tmp
     assert flatten(tomli.loads(out)).get(SINCE) is expected
 
 
+ROUTED = "[model]\nname = 'deepseek_v3'\nflavor = '16B'\nconverters = ['float8']\n[float8]\n"
+
+
 @pytest.mark.parametrize(
     ("old", "recipe", "exclude", "same_head"),
     [
@@ -499,6 +502,9 @@ def test_overlap_is_translated_to_its_old_default(options, expected, capsys, tmp
             ["*attention.wk*"],
             True,
         ),
+        (ROUTED + "filter_fqns = ['output', 'router.gate']", "tensorwise", [], True),
+        (ROUTED + "filter_fqns = ['output', 'router.gate', 'wo']", "tensorwise", ["*wo*"], True),
+        ("[float8]\nenable_float8_linear = true\nfilter_fqns = ['router.gate']", "tensorwise", [], False),
     ],
 )
 def test_float8_keeps_its_meaning(old, recipe, exclude, same_head, capsys, tmp_path):
@@ -508,6 +514,9 @@ def test_float8_keeps_its_meaning(old, recipe, exclude, same_head, capsys, tmp_p
     training = load(["--job.config_file=new.toml"]).training
     assert (training.float8, training.float8_exclude) == (recipe, exclude)
     assert ("the head multiplied in float8 too" in out) is not same_head
+    assert ("left out, changed nothing: *router.gate* in training.float8_exclude (no linear" in out) == (
+        "router" in old
+    )
 
 
 # Eras, and messages about a translation

@@ -1,5 +1,6 @@
 """`torchtitan check --upgrade`: translate a job of torchtitan's TOML era to today's options, keeping its comments."""
 
+import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +13,13 @@ from tomlkit.items import Comment, Table
 from torchtitan.config.job import JobConfig
 from torchtitan.config.layers import Values, assemble, layer_of, merged, nest
 from torchtitan.config.manager import LARGEST_FILE, read_layers
+from torchtitan.config.old_float8 import EXCLUDE
 from torchtitan.config.options import ConfigError, Fault, options, show
 from torchtitan.config.renames import MOVED
 from torchtitan.config.upgrade import Upgrade, upgrade
 from torchtitan.core.files import read_file
 from torchtitan.rules import WITHOUT_EFFECT, Facts
+from torchtitan.rules.optimization import linears_in_blocks
 
 
 def translate(argv: list[str], era: str | None) -> tuple[str, JobConfig]:
@@ -33,7 +36,7 @@ def translate(argv: list[str], era: str | None) -> tuple[str, JobConfig]:
     translated = layer_of(name, result.values.items())
     if faults := faults + translated.all_faults():
         raise ConfigError(faults)
-    values = _with_effect(translated.values, result)
+    values = _without_unmatched(_with_effect(translated.values, result), result)
     comments = Comments()
     for layer in layers:
         if Path(layer.name).is_file():
@@ -53,6 +56,17 @@ def _with_effect(values: Values, result: Upgrade) -> Values:
 def _faults_without_effect(values: Values) -> list[Fault]:
     facts = Facts(assemble(values, []), 1, "cpu")
     return [fault for rule in WITHOUT_EFFECT for fault in rule(facts)]
+
+
+def _without_unmatched(values: Values, result: Upgrade) -> Values:
+    """Leave out filters of float8 that match none of the model's linears: old files named routers for every model."""
+    names = linears_in_blocks(Facts(assemble(values, []), 1, "cpu")) if EXCLUDE in values else {}
+    unmatched = [pattern for pattern in values[EXCLUDE] if not fnmatch.filter(names, pattern)] if names else []
+    if not unmatched:
+        return values
+    dropped = ", ".join(unmatched)
+    result.notes.append(f"left out, changed nothing: {dropped} in {EXCLUDE} (no linear in float8 has such a name)")
+    return values | {EXCLUDE: [pattern for pattern in values[EXCLUDE] if pattern not in unmatched]}
 
 
 @dataclass

@@ -123,8 +123,7 @@ def float8(facts: Facts) -> Iterator[Fault]:
         if getattr(facts.config.parallelism, quantized := f"fsdp_quantized_{name}") != "none":
             reason = "errors of the two would add up; tensorwise products have a gather in float8 of their own"
             yield facts.fault(f"parallelism.{quantized}", '"none" with training.float8', reason)
-    layers = {} if facts.args is None else linears(facts.args)
-    inside = {name: sizes for name, sizes in layers.items() if layer_of(name) is not None and not name.endswith(STACK)}
+    inside = linears_in_blocks(facts)
     for pattern in training.float8_exclude if inside else ():
         if not any(fnmatchcase(name, pattern) for name in inside):
             allowed = f"patterns that fit one of {', '.join(with_wildcards(inside))}"
@@ -133,6 +132,12 @@ def float8(facts: Facts) -> Iterator[Fault]:
     if inside and not any(outputs % FLOAT8_MULTIPLE == inputs % FLOAT8_MULTIPLE == 0 for outputs, inputs in chosen):
         allowed = f"at least one linear with sides that are multiples of {FLOAT8_MULTIPLE}"
         yield facts.fault(key, allowed, 'write "none": no linear of this model would multiply in float8')
+
+
+def linears_in_blocks(facts: Facts) -> dict[str, tuple[int, int]]:
+    """Return the sizes of the linears that float8 converts by name, (outputs, inputs); empty if they are not known."""
+    layers = {} if facts.args is None else linears(facts.args)
+    return {name: sizes for name, sizes in layers.items() if layer_of(name) is not None and not name.endswith(STACK)}
 
 
 def recompute_and_compile(facts: Facts) -> Iterator[Fault]:
