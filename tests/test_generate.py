@@ -342,6 +342,16 @@ def test_a_model_for_inference_activates_the_jobs_flash_attention(run, monkeypat
     assert calls == [("fa3", device)]
 
 
+def test_a_model_for_inference_does_without_flash_attention_3_on_another_gpu(run, monkeypatch, caplog):
+    config, _ = generate.find_checkpoint(run, None, ["--model.attention_backend=fa3"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with caplog.at_level("INFO"):
+        usable = inference_model.with_available_attention(config, torch.device("cuda"))
+    assert usable.model == dataclasses.replace(config.model, attention_backend="auto")
+    assert 'attention_backend = "auto" is used instead' in caplog.text and "compute capability 8.0" in caplog.text
+    assert inference_model.with_available_attention(config, torch.device("cpu")) is config
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [False, True])
 def test_wide_matrices_in_float32_are_stored_by_columns(monkeypatch, tied):

@@ -155,10 +155,13 @@ def activate_flash_attention(backend: str, device: torch.device) -> None:
     """
     if backend != "fa3" or device.type != "cuda":
         return
-    capability = torch.cuda.get_device_capability(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        raise JobError(
+            f'model.attention_backend: given "fa3"; allowed: another on this GPU, of compute capability '
+            f'{major}.{minor}; FlashAttention 3 is for Hopper GPUs (9.0); write "auto"'
+        )
     try:
-        if capability[0] != 9:
-            raise RuntimeError("this GPU has compute capability {}.{}, not 9.0".format(*capability))
         activate_flash_attention_impl("FA3")
     except (ImportError, RuntimeError, ValueError) as error:
         raise JobError(

@@ -37,11 +37,21 @@ def load_model(config: JobConfig, step_folder: Path, device: torch.device) -> tu
     """
     if device.type == "cpu":
         machine.keep_freed_memory()
-    activate_flash_attention(config.model.attention_backend, device)
+    config = with_available_attention(config, device)
     built, _, installed = parts.adapted_model(config)
     built.to_empty(device=device)
     _fill(built, config, step_folder, installed)
     return built.eval(), installed
+
+
+def with_available_attention(config: JobConfig, device: torch.device) -> JobConfig:
+    """Activate the job's attention kernel, or return the job with another: it may have been trained on another GPU."""
+    try:
+        activate_flash_attention(config.model.attention_backend, device)
+    except JobError as error:
+        logger.info('attention_backend = "auto" is used instead (%s)', error)
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, attention_backend="auto"))
+    return config
 
 
 def load_decoder(config: JobConfig, step_folder: Path, device: torch.device) -> nn.Module:
@@ -85,7 +95,7 @@ def load_model_over_ranks(config: JobConfig, step_folder: Path, ranks: Ranks) ->
     the number of ranks does not divide it.
     """
     device = distributed.init(ranks, config.comm.init_timeout_seconds)
-    config = _split_over(config, ranks.world_size)
+    config = with_available_attention(_split_over(config, ranks.world_size), device)
     plan = parts.dims(config, ranks.world_size)
     try:
         built = parts.model(config, plan.build_mesh(device.type), plan, device)
