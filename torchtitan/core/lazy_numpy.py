@@ -1,7 +1,7 @@
 """Numpy as `np`, imported when an attribute of it is first read.
 
 Modules that read the names and sizes of data import it from here, because a check of a job rarely needs more, and
-numpy's import takes a third of the check's CPU time. Their annotations must not be evaluated.
+numpy's import would take a quarter of the check's CPU time. Their annotations must not be evaluated.
 """
 
 from importlib import import_module
