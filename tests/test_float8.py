@@ -55,16 +55,24 @@ def spread(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_equal_to_torchao(recipe, dtype, use_kernel):
-    """Bit by bit, with torchao's products emulated and ours too or by torch._scaled_mm, which also runs on a CPU."""
+    """Bit by bit, with torchao's products emulated and ours too or by torch._scaled_mm, which also runs on a CPU.
+
+    torchao's default scales are no powers of two with "tensorwise".
+    """
     from torchao.float8.config import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear as Reference
 
     torch.manual_seed(1)
     linear, x, grad = nn.Linear(64, 48).to(dtype), spread(2, 24, 64, dtype=dtype), 1e-4 * spread(2, 24, 48, dtype=dtype)
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True, round_scales_to_power_of_2=True)
-    expected = results(Reference.from_float(copy.deepcopy(linear), config), x, grad)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    default, expected = (
+        results(Reference.from_float(copy.deepcopy(linear), choice), x, grad)
+        for choice in (config, replace(config, round_scales_to_power_of_2=True))
+    )
     for tensor, reference in zip(results(as_float8(linear, recipe, use_kernel), x, grad), expected, strict=True):
         assert tensor.dtype == dtype and torch.equal(tensor, reference)
+    for tensor, reference in zip(default[:3], expected[:3], strict=True):
+        assert torch.equal(tensor, reference) is (recipe == "rowwise")
     exact = nn.functional.linear(x, linear.weight, linear.bias)
     assert 1e-3 < (expected[0] - exact).abs().max() / exact.abs().max() < 0.1  # the rounding is there
 
@@ -89,6 +97,16 @@ def test_a_scale_is_the_largest_power_of_two_that_fits():
         assert quantize(x, E4M3, rowwise=False).inverse.item() == 1 / factor
     zeros = quantize(torch.zeros(2, 4), E4M3, rowwise=True)
     assert zeros.inverse.shape == (2, 1) and not zeros.expand(torch.float32).any()
+
+
+@pytest.mark.parametrize("use_kernel", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_tokens(recipe, use_kernel):
+    """The output and the gradients of weights have their shapes, and are equal to a plain linear's."""
+    linear, x, grad = nn.Linear(64, 48), torch.randn(2, 0, 64), torch.randn(2, 0, 48)
+    pairs = zip(results(as_float8(linear, recipe, use_kernel), x, grad), results(linear, x, grad), strict=True)
+    assert all(torch.equal(tensor, reference) for tensor, reference in pairs)
+    assert quantize(x[0], E4M3, rowwise=False).inverse == 1.0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

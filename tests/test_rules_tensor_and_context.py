@@ -137,6 +137,11 @@ def test_async_tensor_parallel_on_gpus():
     assert lines(*arguments, "--compile.enable", device="cuda") == []
     (line,) = lines(*arguments, device="cuda")
     assert line.endswith("add a compiled model (compile.enable), or leave it out")
+    (line,) = lines(*arguments, "--compile.enable", "--training.float8=tensorwise", device="cuda")
+    assert line == (
+        "enable_async_tensor_parallel: given true; allowed: false with training.float8; it fuses gathers "
+        "with bfloat16 products, but rounding comes between; leave one of the two out"
+    )
 
 
 def test_flex_attention_is_refused_with_ring_and_alltoall():

@@ -45,6 +45,8 @@ def power_of_two(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def quantize(x: torch.Tensor, dtype: torch.dtype, rowwise: bool) -> Scaled:
     """Round x [R, C] to a float8 type, with one scale or one for each row."""
+    if not x.numel():
+        return Scaled(x.to(dtype), x.new_ones((len(x), 1) if rowwise else (), dtype=torch.float32))
     dims = (-1,) if rowwise else (0, 1)
     if x.device.type == "cuda" and not torch.compiler.is_compiling():
         return Scaled(*ROUNDED(x, torch.linalg.vector_norm(x, math.inf, dim=dims, keepdim=rowwise), dtype))
@@ -66,7 +68,7 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype, use_kernel: bool, fast: bo
     Without the kernel the rounded matrices are multiplied in `dtype`, which holds them exactly. `fast`: keep fewer bits
     of the sums where the kernel can.
     """
-    if not use_kernel or b.values.shape[0] % FLOAT8_MULTIPLE:
+    if not use_kernel or not a.values.numel() or b.values.shape[0] % FLOAT8_MULTIPLE:
         return a.expand(dtype) @ b.expand(dtype).t()
     scales = dict(scale_a=a.inverse, scale_b=b.inverse.t())
     values = _padded(a.values.contiguous()), _padded(b.values.contiguous()).t()

@@ -1,4 +1,4 @@
-"""Linears that multiply in float8, by torchao's recipes of the same names, with scales that are powers of two.
+"""Linears that multiply in float8, by torchao's recipes of the same names with round_scales_to_power_of_2=True.
 
 "tensorwise": one scale for each operand of a product; activations and weights in e4m3, gradients in e5m2. "rowwise": a
 scale for each row of the left operand and each column of the right one, all in e4m3. Scales follow from the magnitudes
