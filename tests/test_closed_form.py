@@ -42,13 +42,19 @@ def rehearsed_peaks(jobs):
     return [estimate.worst(estimate.predict(load(arguments), ranks, "cuda")).peak for ranks, arguments in jobs]
 
 
-DENSE = MODELS[:6]
+DENSE, EXPERTS = MODELS[:6], MODELS[6:]
+SAMPLES = {
+    "dense": [*memory_plans(1, 4, DENSE), list(memory_plans(3, 4, DENSE))[3], list(memory_plans(5, 8, DENSE))[7]],
+    "experts": [list(memory_plans(1, 12, EXPERTS))[index] for index in (0, 7)],
+}
+"""Random plans. The last two dense ones: GPipe, accumulated gradients. With experts: GPipe with tensor parallel, and
+experts that no other rank has."""
 
 
-def test_the_formula_agrees_with_the_rehearsal():
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_the_formula_agrees_with_the_rehearsal(kind):
     """A sample of random plans; scripts/compare_memory.py compares any number of them."""
-    further = [list(memory_plans(3, 4, DENSE))[3], list(memory_plans(5, 8, DENSE))[7]]  # GPipe, accumulated gradients
-    jobs = [*memory_plans(1, 4, DENSE), *further]
+    jobs = SAMPLES[kind]
     for (_, arguments), peak in zip(jobs, run_alone(rehearsed_peaks, jobs), strict=True):
         assert predict_memory(load(arguments)).total == pytest.approx(peak, rel=0.03), arguments
 

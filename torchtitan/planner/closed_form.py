@@ -3,8 +3,7 @@
 A step has a few moments that may need the most memory: the loss, the backward of the last and of the first layer, the
 reduction of the last gradients, and the optimizer's step. In each the formula adds up what a rehearsal counts
 (planner/rehearsal.py): shards of parameters, gradients and optimizer state, gathered parameters with FSDP's buffers,
-activations by recompute mode, and logits. `scripts/compare_memory.py` compares both: about nine of ten random plans of
-dense models are within 3 %, models with experts up to 22 % off.
+activations by recompute mode, and logits. `scripts/compare_memory.py` compares both; docs/planning.md has the errors.
 
 Letters: T tokens of a microbatch on this rank, D width, F width of the feed-forward, V vocabulary.
 """
@@ -82,8 +81,33 @@ def _in_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
     if sizes.has_head:
         loss = _sizes(activations=sizes.stored + sizes.head_inputs, logits=sizes.loss_peak + pending)
         yield (_sizes(gathered=sizes.all_gathered) if pending else always) + loss  # all forwards precede the gradients
-    yield always + _sizes(activations=sizes.stored + sizes.recomputed + sizes.hidden, logits=pending)
+    work = sizes.recomputed + sizes.hidden
+    if sizes.forwards_first and sizes.microbatches > 1:
+        yield from (
+            _sizes(gathered=sizes.all_gathered) + moment
+            for moment in _after_all_forwards(sizes, work, earlier, pending)
+        )
+    else:
+        yield always + _sizes(activations=sizes.stored + work)
     yield always + _sizes(gradients=sizes.pipeline_tail)
+
+
+def _after_all_forwards(sizes: RankSizes, work: float, earlier: float, pending: float) -> Iterator[Bytes]:
+    """Yield bytes of the backward after all forwards: at its start and after each stage's first microbatch.
+
+    Gradients arise stage by stage, while the microbatches that are done free what they have stored. `work`: bytes of
+    the backward of a block, `earlier` of gradients of earlier batches, `pending` of losses of other microbatches.
+    """
+    yield _sizes(activations=sizes.stored + work, gradients=earlier + sizes.head_unsharded, logits=pending)
+    chunk, count = sizes.stored / sizes.chunks, sizes.microbatches
+    losses = pending * (count - 2) / (count - 1)
+    gradients = earlier + sizes.unsharded_gradients / sizes.chunks
+    if sizes.has_head and sizes.loss_chunks == 1:  # backward of the second loss
+        yield _sizes(activations=sizes.stored - chunk / count, gradients=gradients, logits=losses + sizes.loss_peak)
+    for done in range(sizes.chunks):
+        remaining = sizes.stored - (done + 1 / count) * chunk + sizes.block_stored
+        gradients = earlier + sizes.unsharded_gradients * (done + 1) / sizes.chunks
+        yield _sizes(activations=remaining + work, gradients=gradients, logits=0.0 if done else losses)
 
 
 def _without_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
@@ -111,6 +135,17 @@ def _without_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
         gradients=max(accumulated, sizes.head_gradients),
     )
     first = sizes.block_gathered if sizes.stays_gathered else 0.0
-    gradients = max(accumulated, sizes.gradients - sizes.head_gradients)
-    yield backward + _sizes(gathered=first, activations=sizes.block_stored + sizes.block_reduced, gradients=gradients)
+    gradients = max(accumulated, sizes.gradients - sizes.head_gradients - sizes.block_gradients)
+    yield backward + _sizes(
+        gathered=first,
+        activations=sizes.block_stored + sizes.block_reduced + sizes.replicated_gradients,
+        gradients=gradients,
+    )
+    reducing = _sizes(gathered=sizes.embedding_gathered + 2 * buffer, activations=sizes.block_reducing + sizes.hidden)
+    yield reducing + _sizes(gathered=first, gradients=gradients)
+    yield reducing + _sizes(
+        gathered=blocks,
+        activations=sizes.stored - sizes.last_resident,
+        gradients=max(accumulated, sizes.head_gradients),
+    )
     yield _sizes(gathered=sizes.embedding_gathered, activations=sizes.embedding_reduced, gradients=sizes.gradients)

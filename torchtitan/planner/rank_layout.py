@@ -125,6 +125,12 @@ class RankLayout:
         return batch_rows(self.config) // microbatch_rows(self.config)
 
     @property
+    def forwards_first(self) -> bool:
+        """True if a pipeline runs the forwards of all microbatches before the first backward."""
+        schedule = self.config.parallelism.pipeline_parallel_schedule
+        return self.in_pipeline and schedule_traits(schedule).name in ("GPipe", "LoopedBFS")
+
+    @property
     def gathers_keys(self) -> bool:
         """True if context parallel gathers the keys and values of all ranks."""
         return self.config.parallelism.context_parallel_rotate_method == "allgather"

@@ -9,7 +9,6 @@ from torchtitan.models import resolve_sizes
 from torchtitan.models.sizes import STACK, split_side
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED
-from torchtitan.parallelisms.pipeline.cut import schedule_traits
 from torchtitan.planner.rank_layout import RankLayout, in_flight
 
 CHUNK_BYTES = 2**30
@@ -139,16 +138,54 @@ class RankSizes(RankLayout):
     @property
     def unsharded_gradients(self) -> float:
         """Bytes of a pipeline rank's summed gradients before they are reduced, in the type of the reduction."""
-        return sum(self._all_weights) * (self.reduced_bytes if self.fully_sharded else self.stored_bytes)
+        return sum(self._all_weights) * self._summed_bytes
+
+    @property
+    def _summed_bytes(self) -> int:
+        """Bytes of a value of a pipeline rank's summed gradients."""
+        return self.reduced_bytes if self.fully_sharded else self.stored_bytes
+
+    @property
+    def head_unsharded(self) -> float:
+        """Bytes of the head's gradient on a pipeline rank before it is reduced."""
+        return self.embedding_weights * self.has_head * self._summed_bytes
 
     @property
     def _copies_gradients(self) -> bool:
         """True if FSDP copies a unit's gradients to a buffer in the type of the reduction, to send them."""
         return self.fully_sharded and self.shards > 1
 
-    @property
+    @cached_property
     def block_reduced(self) -> float:
-        return self.reduced_bytes * self.block_weights * self._copies_gradients
+        """Bytes of a block's gradients in the buffer of their reduction, with experts that no other rank has."""
+        weights = max((sum(self._local_weights(layer)) for layer in self.layers), default=0.0)
+        return self.reduced_bytes * weights * self._copies_gradients
+
+    @cached_property
+    def block_gradients(self) -> float:
+        """Bytes of a block's reduced gradients."""
+        return self.stored_bytes * max((self._shard_of_layer(layer) for layer in self.layers), default=0.0)
+
+    def _shard_of_layer(self, layer: int) -> float:
+        dense, experts = self._local_weights(layer)
+        return dense / self.shards + experts / self.expert_shards
+
+    @property
+    def replicated_gradients(self) -> float:
+        """Further bytes of a block's gradients in the type of the reduction, while replicas add them."""
+        is_larger = self.config.parallelism.data_parallel_replicate_degree > 1 and self._copies_gradients
+        return (self.reduced_bytes / self.stored_bytes - 1) * self.block_gradients * is_larger
+
+    @cached_property
+    def block_reducing(self) -> float:
+        """Bytes of a block's gradients before and after their reduction, and in the type of the parameters."""
+        copies = self.reduced_bytes + self.stored_bytes * (self.stored_bytes != self.reduced_bytes)
+        return self.block_reduced + copies * self.block_gradients / self.stored_bytes * self._copies_gradients
+
+    @property
+    def last_resident(self) -> float:
+        """Bytes that the last block's backward frees: its activations, and its experts that stayed."""
+        return self._stored(self.layers[-1]) + self._resident_experts(self.layers[-1])
 
     @property
     def head_reduced(self) -> float:
@@ -254,9 +291,10 @@ class RankSizes(RankLayout):
         args, b, inside, outside = self.args, self.compute, self.tokens, self.local_tokens
         heads, kv_heads = args.n_heads / self.tp, args.num_kv_heads / self.tp
         linears = args.block_linears(layer)
-        stored = outside * b * args.dim + inside * (2 * b * args.dim + 4 * heads)
+        regions = 1 if STACK in linears else 2  # of tensor parallel: experts have none
+        stored = outside * b * args.dim + inside * (regions * b * args.dim + 4 * heads)
         if self.tp > 1:
-            stored += inside * 2 * b * args.dim + outside * 2 * b * args.dim
+            stored += regions * b * args.dim * (inside + outside)
         if hasattr(args, "kv_lora_rank"):
             latent = args.kv_lora_rank + args.qk_rope_head_dim + (args.q_lora_rank or 0)
             unfolded = args.qk_nope_head_dim + 2 * args.v_head_dim
@@ -266,8 +304,9 @@ class RankSizes(RankLayout):
             stored += inside * b * args.head_dim * (2 * heads + 2 * kv_heads * (1 + gathered))
         if STACK in linears:
             exchanged = 2 * args.dim * (self.ep > 1)
-            rows = outside * args.top_k
-            return stored + rows * b * (2 * args.expert_dim + args.dim + exchanged) + 4 * outside * args.n_experts
+            routed = outside * args.top_k * b * (2 * args.expert_dim + args.dim + exchanged)
+            shared = b * (args.dim + 2 * args.n_shared_experts * args.expert_dim) * (args.n_shared_experts > 0)
+            return stored + routed + outside * (shared + 4 * (args.dim + args.n_experts))  # combined in float32
         width = linears["feed_forward.w1"][0] / self.tp
         if self.drops_every_second_product and "attention.wk" in linears and "feed_forward.w3" in linears:
             stored -= inside * b * (args.head_dim * kv_heads + args.dim + width)
@@ -280,7 +319,8 @@ class RankSizes(RankLayout):
         args, b, linears = self.args, self.compute, self.args.block_linears(layer)
         extra = self.block_activations - self.block_stored
         if STACK in linears:
-            return extra + 4 * args.dim * (self.local_tokens * args.top_k + self.local_tokens)
+            needed = max(self._after_experts(layer), self._summed_gradients(layer))
+            return max(extra + self._combining, needed - self.block_stored)
         width = linears["feed_forward.w1"][0] / self.tp
         entering = 2 * b * args.dim * self.tokens if self.tp > 1 else 0.0
         gated = b * (2 * width * self.tokens + width * args.dim)
@@ -288,6 +328,30 @@ class RankSizes(RankLayout):
         heads = args.n_heads * getattr(args, "head_dim", 0) / self.tp
         attention = products - self._feed_forward(layer) + self.tokens * (b * 3 + 16 * (self.cp > 1)) * heads
         return max(extra + max(entering, gated, attention), products + self.hidden - self.block_stored)
+
+    @property
+    def _combining(self) -> float:
+        """Bytes that the backward of the experts' weighted sum adds, in float32."""
+        return 4 * self.args.dim * (self.local_tokens * self.args.top_k + self.local_tokens)
+
+    def _after_experts(self, layer: int) -> float:
+        """Return the bytes of a block when the backward of its experts ends.
+
+        These are the gradients of all their matrices, their input and its gradients by two of them, and the part that
+        attention needs.
+        """
+        args, b = self.args, self.compute
+        rows = self.local_tokens * args.top_k
+        before = self._activations(layer) - self._feed_forward(layer) + 4 * args.dim * self.local_tokens
+        return before + b * (rows * (3 * args.dim + args.expert_dim) + self._local_weights(layer)[1])
+
+    def _summed_gradients(self, layer: int) -> float:
+        """Return the bytes of a block's gradients, and of two copies of the last while tensor-parallel ranks add it.
+
+        Only experts that each of these ranks has with all others are added.
+        """
+        dense, experts = self._local_weights(layer)
+        return self.compute * (dense + experts + 2 / 3 * experts * (self.ep == 1 and self.tp > 1))
 
     # Loss
 
@@ -309,7 +373,7 @@ class RankSizes(RankLayout):
     @property
     def pending_losses(self) -> float:
         """Bytes that losses of other microbatches keep for their backward, where a schedule runs all forwards first."""
-        if schedule_traits(self.config.parallelism.pipeline_parallel_schedule).name not in ("GPipe", "LoopedBFS"):
+        if not self.forwards_first:
             return 0.0
         chunked = 4 * self.embedding_weights + self.compute * self.args.dim * self.tokens
         of_one = 4 * self.tokens * self.logits_width if self.loss_chunks == 1 else chunked
