@@ -1,6 +1,7 @@
 """Tests of `torchtitan sweep`: real runs side by side, resuming a half-done sweep, its table and its picture."""
 
 import json
+import math
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from tests.support import jobs
 from tests.test_metrics import png_size, write_run
 from torchtitan import cli
 from torchtitan.commands import sweep
+from torchtitan.commands.combinations import combinations, failure_reason
 from torchtitan.config.manager import load, to_toml
 from torchtitan.metrics.plot import draw_losses
 
@@ -76,6 +78,12 @@ def test_real_runs_side_by_side(job, tmp_path, capfd):
     assert drawn == f"losses drawn into {home}/losses.png" and png_size(home / "losses.png")[0] == 1500
     rows = [json.loads(line) for line in (home / "sweep.jsonl").read_text().splitlines()]
     assert {row["exit_code"] for row in rows} == {0} and not (tmp_path / "run").exists()
+    before = (home / "optimizer.lr=1e-3/metrics.jsonl").read_bytes()
+    assert cli.main([*arguments, "--debug.seed=7"]) == 2
+    assert f"{home}/optimizer.lr=1e-3: trained by another job (debug.seed" in capfd.readouterr().err
+    assert cli.main([*arguments, "--job.description=again"]) == 0  # a quiet option makes no other job
+    assert ", 2 of them done" in capfd.readouterr().out
+    assert (home / "optimizer.lr=1e-3/metrics.jsonl").read_bytes() == before
 
 
 def test_a_half_done_sweep_is_completed(job, tmp_path, fake_runs, capsys):
@@ -94,9 +102,13 @@ def test_a_half_done_sweep_is_completed(job, tmp_path, fake_runs, capsys):
     table = [line.split() for line in lines[-5:-1]]
     assert [row[0] for row in table] == ["0.1", "0.2", "0.3", "0.4"] and {row[-1] for row in table} == {"ok"}
     assert [row[2].endswith("*") for row in table] == [True, False, False, False]
-    fake_runs.codes = [0] * 4  # another job: all of its runs are of other options
-    assert cli.main([*arguments[:-2], "--training.steps=9", "--over=optimizer.lr=0.1,0.2,0.3,0.4", "--to=all"]) == 0
-    assert len(fake_runs.started) == 9
+    other = [*arguments[:-2], "--training.steps=9", "--over=optimizer.lr=0.1,0.5"]
+    assert cli.main([*other, "--to=all"]) == 2
+    message = "all/optimizer.lr=0.1: trained by another job (training.steps 2 there, 9 now)\n"
+    assert message + "give another folder by --to; nothing was started" in capsys.readouterr().err
+    assert len(fake_runs.started) == 5 and load(["all/jobs/optimizer.lr=0.1.toml"]).training.steps == 2
+    fake_runs.codes = [0] * 2
+    assert cli.main([*other, "--to=elsewhere"]) == 0 and len(fake_runs.started) == 7
 
 
 def test_workers_share_the_machine(job, fake_runs, monkeypatch, capsys):
@@ -175,3 +187,57 @@ def test_runs_without_a_logged_step_have_no_picture(tmp_path):
     assert (
         not draw_losses([("a", tmp_path / "metrics.jsonl")], tmp_path / "a.png") and not (tmp_path / "a.png").exists()
     )
+
+
+def test_only_runs_that_ended_well_are_ranked(tmp_path):
+    """A run without a finite loss at its end and one that was stopped have lower losses, and no star."""
+    runs = []
+    for number, (result, losses) in enumerate([("ok", [3.0, 2.0]), ("exit code 7: x", [1.0]), ("ok", [0.5, math.nan])]):
+        run = sweep.SweepRun({"debug.seed": str(number)}, tmp_path, load([]), result)
+        run.folder.mkdir()
+        rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+        text = "".join(json.dumps(row).replace("NaN", "null") + "\n" for row in rows)
+        (run.folder / "metrics.jsonl").write_text(text)
+        runs.append(run)
+    cells = [line.split() for line in sweep.table(runs)][1:]
+    assert [row[2] for row in cells] == ["2.0000*", "1.0000", "-"]
+    assert list(sweep.table(runs))[3].endswith("ok, loss not finite since step 2")
+
+
+def test_a_reason_is_the_last_error_as_a_whole():
+    log = "ERROR: an older one\nstep 1\nERROR: the loss is nan; start again in\n    another job.dump_folder\n"
+    assert failure_reason(log, 1) == "ERROR: the loss is nan; start again in another job.dump_folder"
+    assert failure_reason("step 1\nKilled\n", 9) == "Killed" and failure_reason("", 9) == "exit code 9"
+
+
+def test_advice_about_folders_is_that_of_a_sweep(job, fake_runs, monkeypatch, capsys):
+    fake_runs.codes = [1]
+    monkeypatch.setattr(sweep, "read_end", lambda log: "ERROR: undo it, or start in another job.dump_folder")
+    assert cli.main(["sweep", *job, "--over=optimizer.lr=0.1", "--job.dump_folder=run/"]) == 1
+    assert "start in another folder by --to" in capsys.readouterr().out
+    assert Path("run_sweep").is_dir() and not Path("run").exists()
+
+
+def test_a_file_in_the_way_and_a_closed_pipe(job, fake_runs, monkeypatch, capsys):
+    Path("all").mkdir()
+    Path("all/logs").touch()
+    assert cli.main(["sweep", *job, "--over=optimizer.lr=0.1", "--to=all"]) == 2
+    assert "all/logs: cannot be written (File exists); give another folder by --to" in capsys.readouterr().err
+
+    def close_pipe(*_):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(sweep, "train_all", close_pipe)
+    with pytest.raises(BrokenPipeError):
+        sweep.main([*job, "--over=optimizer.lr=0.1"])
+
+
+def test_values_with_commas():
+    text = """training.unfrozen=["a,b", 'c'],[], {x = [1,2]},it's,"q,q" """
+    assert [case["training.unfrozen"] for case in combinations("--over", [text])] == [
+        """["a,b", 'c']""",
+        "[]",
+        "{x = [1,2]}",
+        "it's",
+        '"q,q"',
+    ]

@@ -11,6 +11,8 @@ from torchtitan.process.ranks import likely_device
 from torchtitan.rules import check
 
 MODEL = "model"
+ERROR = "ERROR:"
+"""How the message of a JobError begins in a log."""
 MOST = 200
 """Combinations."""
 
@@ -23,7 +25,7 @@ def combinations(option: str, sweeps: list[str]) -> Iterator[dict[str, str]]:
     axes: dict[str, list[str]] = {}
     for sweep in sweeps:
         key, equals, text = sweep.partition("=")
-        values = [value.strip() for value in text.split(",")]
+        values = split_values(text)
         if not equals or not all(values) or (key != MODEL and "." not in key):
             allowed = "section.key=VALUE,VALUE, or model=FAMILY/FLAVOR,FAMILY/FLAVOR"
             raise JobError(f"{option}: given {sweep!r}; allowed: {allowed}")
@@ -38,6 +40,25 @@ def combinations(option: str, sweeps: list[str]) -> Iterator[dict[str, str]]:
         if number == MOST:
             raise JobError(f"{option}: given more than {MOST} combinations; allowed: as many; leave some values out")
         yield dict(zip(axes, chosen, strict=True))
+
+
+def split_values(text: str) -> list[str]:
+    """Split at the commas outside of brackets and quotes. A quote opens at the start of a value or within brackets."""
+    values, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"" and (depth or not values[-1].strip()):
+            quote = character
+        elif character in "[{":
+            depth += 1
+        elif character in "]}":
+            depth -= 1
+        elif character == "," and depth <= 0:
+            values.append("")
+            continue
+        values[-1] += character
+    return [value.strip() for value in values]
 
 
 def arguments_of(case: dict[str, str]) -> list[str]:
@@ -80,6 +101,8 @@ def checked_jobs(
 
 
 def failure_reason(log: str, code: int | None) -> str:
-    """Return the last line of a failed job's log, or its exit code."""
+    """Return the last error in a failed job's log up to its end, else the last line, or the exit code."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return wrap_lines(lines[-1] if lines else f"exit code {code}")
+    errors = [number for number, line in enumerate(lines) if line.startswith(ERROR)]
+    reason = " ".join(lines[errors[-1] if errors else -1 :])
+    return wrap_lines(reason or f"exit code {code}")

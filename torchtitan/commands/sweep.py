@@ -8,8 +8,8 @@ launcher, in a folder named after its values. --workers of them train at the sam
 or CPU cores. All combinations are checked before the first one starts, and they share tokenized data.
 
 The same command again completes a sweep that was interrupted: combinations that have ended well are left alone, others
-resume from their own checkpoints, if they have any, and new values only add runs. At the end there is a table of all
-combinations, and a picture of their losses.
+resume from their own checkpoints, if they have any, and new values only add runs. A folder with runs of another job is
+refused. At the end there is a table of all combinations, and a picture of their losses.
 """
 
 import argparse
@@ -23,18 +23,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torchtitan.commands.combinations import arguments_of, case_name, checked_jobs, combinations, failure_reason
 from torchtitan.commands.command_lines import parse_command
-from torchtitan.config.job import JobConfig
+from torchtitan.config.changes import kind_of, saved_value
+from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.manager import load, to_toml
-from torchtitan.config.options import Fault
+from torchtitan.config.options import ConfigError, Fault, options, show
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError, read_file
 from torchtitan.launcher.processes import SignalQueue
-from torchtitan.metrics.json_lines import METRICS, is_finite, read_records
+from torchtitan.metrics.json_lines import METRICS, is_finite, lost_losses, read_records
 from torchtitan.metrics.plot import draw_losses, smoothed
 from torchtitan.process.ranks import count_ranks, likely_device
 
@@ -50,11 +52,11 @@ Case = dict[str, str]
 
 @dataclasses.dataclass
 class SweepRun:
-    """The run of one combination. `job`: its TOML text. `result`: "" until it has ended."""
+    """The run of one combination. `result`: "" until it has ended."""
 
     case: Case
     home: Path
-    job: str
+    job: JobConfig
     result: str = ""
     process: subprocess.Popen | None = None
     slot: int = 0
@@ -73,35 +75,63 @@ class SweepRun:
         return self.home / LOGS / f"{self.name}.log"
 
     @property
-    def digest(self) -> str:
-        return hashlib.sha256(self.job.encode()).hexdigest()
+    def job_file(self) -> Path:
+        return self.home / JOBS / f"{self.name}.toml"
 
 
 def main(argv: list[str]) -> int:
-    options, job_args = parse_command("sweep", argv)
-    if not options.over:
+    arguments, job_args = parse_command("sweep", argv)
+    if not arguments.over:
         raise JobError("torchtitan sweep: --over: not given; allowed: KEY=VALUE,VALUE, as optimizer.lr=1e-4,3e-4")
-    cases = list(combinations("--over", options.over))
-    home = options.to or Path(load([*job_args, *arguments_of(cases[0])]).job.dump_folder + "_sweep")
-    devices = visible_devices(options.workers * options.ranks)
+    cases = list(combinations("--over", arguments.over))
+    home = arguments.to or Path(f"{Path(load([*job_args, *arguments_of(cases[0])]).job.dump_folder)}_sweep")
+    devices = visible_devices(arguments.workers * arguments.ranks)
     jobs = checked_jobs(
-        cases, job_args, options.ranks, lambda case, job: run_of(case, job, home), "nothing was started"
+        cases, job_args, arguments.ranks, lambda case, job: run_of(case, job, home), "nothing was started"
     )
-    runs = [SweepRun(case, home, to_toml(job)) for case, job in zip(cases, jobs, strict=True)]
-    try:
+    runs = [SweepRun(case, home, job) for case, job in zip(cases, jobs, strict=True)]
+    done = completed(home)
+    if faults := [fault for run in runs if (fault := fault_of_folder(run, done))]:
+        raise JobError("\n".join([*faults, "give another folder by --to; nothing was started"]))
+    with writing(home):
         for folder in (home / JOBS, home / LOGS):
             folder.mkdir(parents=True, exist_ok=True)
-        done = completed(home)
-        for run in runs:
-            run.result = "ok" if run.digest in done and (run.folder / METRICS).exists() else ""
-        code = train_all(runs, home, options, devices)
-        print("\n".join(table(runs)))
-        labels = [(case_name(run.case), run.folder / METRICS) for run in runs if (run.folder / METRICS).exists()]
-        if draw_losses(labels, home / PICTURE):
-            print(f"losses drawn into {home / PICTURE}")
-    except OSError as error:
-        raise JobError(f"{error.filename}: cannot be written ({error.strerror}); give another folder by --to") from None
+    for run in runs:
+        run.result = "ok" if run.name in done and run.job_file.exists() and (run.folder / METRICS).exists() else ""
+    code = train_all(runs, home, arguments, devices)
+    print("\n".join(table(runs)))
+    labels = [(case_name(run.case), run.folder / METRICS) for run in runs if (run.folder / METRICS).exists()]
+    with writing(home):
+        drawn = draw_losses(labels, home / PICTURE)
+    if drawn:
+        print(f"losses drawn into {home / PICTURE}")
     return code
+
+
+@contextmanager
+def writing(home: Path) -> Iterator[None]:
+    """Turn a failure to write a file of the sweep into a JobError."""
+    try:
+        yield
+    except OSError as error:
+        place = error.filename or home
+        raise JobError(f"{place}: cannot be written ({error.strerror}); give another folder by --to") from None
+
+
+def fault_of_folder(run: SweepRun, done: set[str]) -> str:
+    """Return a line about the folder of a combination that another job has trained in; "" for other folders."""
+    if not run.job_file.exists() or not (run.name in done or figures(run)):
+        return ""
+    try:
+        before = as_dict(load(["--job.config_file", str(run.job_file)]))
+    except ConfigError:
+        return f"{run.folder}: trained by a job that cannot be read, {run.job_file}"
+    now, differences = as_dict(run.job), []
+    for key, option in options().items():
+        values = [show(saved_value(job, key, option.default)) for job in (before, now)]
+        if values[0] != values[1] and key not in PER_RUN and kind_of(key) != "quiet":
+            differences.append(f"{key} {values[0]} there, {values[1]} now")
+    return f"{run.folder}: trained by another job ({'; '.join(differences)})" if differences else ""
 
 
 def run_of(case: Case, job: JobConfig, home: Path) -> tuple[JobConfig, Iterable[Fault]]:
@@ -132,19 +162,21 @@ def visible_devices(ranks: int) -> list[str]:
 
 
 def completed(home: Path) -> set[str]:
-    """Return the digests of the jobs that have ended well in this sweep."""
+    """Return the folders of the runs that ended well the last time that they were started."""
     if not (home / RESULTS).exists():
         return set()
-    rows = []
+    codes = {}
     for line in read_file(home / RESULTS, LARGEST_LOG).splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:  # cut off by a crash
             continue
-    return {str(row.get("job")) for row in rows if isinstance(row, dict) and row.get("exit_code") == 0}
+        if isinstance(row, dict):
+            codes[str(row.get("folder"))] = row.get("exit_code")
+    return {folder for folder, code in codes.items() if code == 0}
 
 
-def train_all(runs: list[SweepRun], home: Path, options: argparse.Namespace, devices: list[str]) -> int:
+def train_all(runs: list[SweepRun], home: Path, arguments: argparse.Namespace, devices: list[str]) -> int:
     """Train the runs that have no result yet. Return 0 if all ended well, 1 if not, 128 + a stop signal's number."""
     pending = [run for run in runs if not run.result]
     print(f"{len(runs)} combinations in {home}, {len(runs) - len(pending)} of them done; logs in {home / LOGS}")
@@ -152,9 +184,9 @@ def train_all(runs: list[SweepRun], home: Path, options: argparse.Namespace, dev
     queue, stop = SignalQueue(), 0
     try:
         while active or (pending and not stop):
-            while pending and len(active) < options.workers and not stop:
-                slot = min(set(range(options.workers)) - {run.slot for run in active})
-                active.append(start(pending.pop(0), slot, options, devices))
+            while pending and len(active) < arguments.workers and not stop:
+                slot = min(set(range(arguments.workers)) - {run.slot for run in active})
+                active.append(start(pending.pop(0), slot, arguments, devices))
             for number in queue.wait(LOOK_SECONDS):  # the launcher saves and stops; a second one ends it at once
                 stop = number
                 for run in active:
@@ -169,19 +201,20 @@ def train_all(runs: list[SweepRun], home: Path, options: argparse.Namespace, dev
     return 128 + stop if stop else int(any(run.result != "ok" for run in runs))
 
 
-def start(run: SweepRun, slot: int, options: argparse.Namespace, devices: list[str]) -> SweepRun:
+def start(run: SweepRun, slot: int, arguments: argparse.Namespace, devices: list[str]) -> SweepRun:
     """Start the launcher of a run, with its share of the machine. Its ranks end with it."""
-    file = run.home / JOBS / f"{run.name}.toml"
-    file.write_text(run.job)
+    with writing(run.home):
+        run.job_file.write_text(to_toml(run.job))
+        log = run.log.open("ab")
     environment = dict(os.environ)
     if devices:
-        devices_of_run = devices[slot * options.ranks : (slot + 1) * options.ranks]
+        devices_of_run = devices[slot * arguments.ranks : (slot + 1) * arguments.ranks]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices_of_run)
-    elif options.workers > 1:
-        threads = max(1, (os.cpu_count() or 1) // (options.workers * options.ranks))
+    elif arguments.workers > 1:
+        threads = max(1, (os.cpu_count() or 1) // (arguments.workers * arguments.ranks))
         environment.setdefault("OMP_NUM_THREADS", str(threads))
-    command = [sys.executable, "-m", "torchtitan.launch", str(options.ranks), "--job.config_file", str(file)]
-    with run.log.open("ab") as log:
+    command = [sys.executable, "-m", "torchtitan.launch", str(arguments.ranks), "--job.config_file", str(run.job_file)]
+    with log:
         run.process = subprocess.Popen(
             command,
             env=environment,
@@ -199,10 +232,11 @@ def finish(run: SweepRun, home: Path) -> str:
     code = run.process.returncode
     run.result = "ok"
     if code:
-        run.result = f"exit code {code}: {failure_reason(read_end(run.log), code)}"
-    row = {"options": run.case, "folder": run.name, "job": run.digest, "exit_code": code}
+        reason = failure_reason(read_end(run.log), code).replace("another job.dump_folder", "another folder by --to")
+        run.result = f"exit code {code}: {reason}"
+    row = {"options": run.case, "folder": run.name, "exit_code": code}
     row |= {"seconds": round(time.monotonic() - run.started, 1), "at": round(time.time())}
-    with (home / RESULTS).open("a") as file:
+    with writing(home), (home / RESULTS).open("a") as file:
         file.write(json.dumps(row) + "\n")
     return run.result
 
@@ -218,35 +252,46 @@ def read_end(log: Path) -> str:
 
 
 def table(runs: list[SweepRun]) -> Iterator[str]:
-    """Yield the lines of a table of all runs. A star marks the best loss, of the validation if all runs have one."""
+    """Yield the lines of a table of all runs.
+
+    A star marks the best loss of the runs that ended well with a finite one, of the validation if all of these have it.
+    """
     rows = [figures(run) for run in runs]
-    key = "validation" if all("validation" in row for row in rows) else "loss"
-    finite = [row[key] for row in rows if key in row]
+    ranked = [row for run, row in zip(runs, rows, strict=True) if run.result == "ok" and "loss" in row]
+    key = "validation" if all("validation" in row for row in ranked) else "loss"
+    best = [row for row in ranked if row[key] == min(other[key] for other in ranked)]
     names = list(runs[0].case)
     columns = [[name, *(run.case[name] for run in runs)] for name in names]
     for title, form in (("steps", ",d"), ("loss", ".4f"), ("validation", ".4f"), ("tokens/s", ",.0f")):
         cells = [format(row[title], form) if title in row else "-" for row in rows]
-        if title == key and finite:
-            cells = [
-                f"{cell}{'*' if row.get(key) == min(finite) else ' '}" for cell, row in zip(cells, rows, strict=True)
-            ]
+        if title == key and best:
+            cells = [f"{cell}{'*' if row in best else ' '}" for cell, row in zip(cells, rows, strict=True)]
         columns.append([title, *cells])
-    columns.append(["result", *(run.result or "not started" for run in runs)])
+    notes = [f", loss not finite since step {row['lost']}" if "lost" in row else "" for row in rows]
+    results = [f"{run.result or 'not started'}{note}" for run, note in zip(runs, notes, strict=True)]
+    columns.append(["result", *results])
     widths = [max(map(len, column)) for column in columns[:-1]]
     for *aligned, result in zip(*columns, strict=True):
         yield "  ".join([*(f"{cell:>{width}}" for cell, width in zip(aligned, widths, strict=True)), result])
 
 
 def figures(run: SweepRun) -> dict[str, Any]:
-    """Return the results that a run has logged: steps, smoothed loss at its end, last validation loss, tokens/s."""
+    """Return the results that a run has logged: steps, smoothed loss at its end, last validation loss, tokens/s.
+
+    In place of the loss of a run that ends without a finite one: "lost", the first step of those.
+    """
     try:
         records = read_records(run.folder / METRICS)
     except (OSError, FileError):
         return {}
-    steps = [record for record in records if is_finite(record.get("loss"))]
+    steps = [record for record in records if "loss" in record]
     if not steps:
         return {}
-    values: dict[str, Any] = {"steps": records[-1]["step"], "loss": smoothed([record["loss"] for record in steps])[-1]}
+    values: dict[str, Any] = {"steps": records[-1]["step"]}
+    if is_finite(steps[-1]["loss"]):
+        values["loss"] = smoothed([record["loss"] for record in steps if is_finite(record["loss"])])[-1]
+    else:
+        values["lost"] = lost_losses(steps)[-1]["step"]
     held_out = [record["validation_loss"] for record in records if is_finite(record.get("validation_loss"))]
     speeds = [record for record in steps if is_finite(record.get("tokens_per_second"))]
     steady = [record for record in speeds if "marked" not in record] or speeds

@@ -98,6 +98,12 @@ def is_finite(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
+def lost_losses(steps: list[Record]) -> list[Record]:
+    """Return the first record of each stretch of logged steps without a finite loss."""
+    finite = [True, *(is_finite(record.get("loss")) for record in steps)]
+    return [record for record, before, now in zip(steps, finite, finite[1:], strict=False) if before and not now]
+
+
 def _unused(path: Path) -> Path:
     """Return an unused path next to the file, for its previous version."""
     numbers = (f"-{number}" if number > 1 else "" for number in itertools.count(1))
