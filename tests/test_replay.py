@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -153,7 +154,7 @@ def test_bad_arguments_are_a_line(arguments, message, run, monkeypatch, capsys):
 
 
 def test_a_run_without_checkpoints_starts_from_the_initial_weights(texts, tmp_path, capsys):
-    options = {"training__steps": 2, "training__global_batch_size": 16}
+    options = {"training__steps": 2, "training__global_batch_size": -1}
     jobs.train(jobs.arguments(tmp_path / "run", texts, **options))
     rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     cut = json.loads(rows[1]) | {"loss": None}
@@ -162,11 +163,36 @@ def test_a_run_without_checkpoints_starts_from_the_initial_weights(texts, tmp_pa
     output = capsys.readouterr()
     assert "making steps 1 to 1 again" in output.err and "from the initial weights" in output.out
     assert "the run logged a value that is not finite" in output.out and "bit for bit" in output.out
-    text = (tmp_path / "run/config.toml").read_text()
-    for path in (tmp_path / "run").rglob("*.toml"):
-        path.write_text(text.replace("global_batch_size = 16", "global_batch_size = -1"))
+    (tmp_path / "run/metrics.jsonl").unlink()
     assert cli.main(["replay", str(tmp_path / "run"), "--step=2"]) == 2
-    assert "no checkpoint tells how many ranks its batch was divided among" in capsys.readouterr().err
+    assert "job and metrics.jsonl of the start that made it do not tell it" in capsys.readouterr().err
+
+
+def test_plan_and_samples_are_of_the_start_that_made_the_step(texts, tmp_path, capsys):
+    """Steps 1 to 5 had 4 samples on one rank; the same folder goes on with 8 on two ranks."""
+    folder = tmp_path / "run"
+    options = OPTIONS | {"training__local_batch_size": 4, "training__global_batch_size": -1}
+    jobs.train(jobs.arguments(folder, texts, **options))
+    options |= {"training__steps": 7, "checkpoint__allow_config_change": '["training.global_batch_size"]'}
+    code, _, err = jobs.run(jobs.arguments(folder, texts, **options), ranks=2)
+    assert code == 0, err
+    result = replay(load(["--job.config_file", str(job_of_step(folder, 4))]), folder, 4)
+    assert len(result.samples) == 4 and result.start.dims().world_size == 1
+    assert result.grad_norm == record_of(folder, 4)["grad_norm"]
+    assert cli.main(["replay", str(folder), "--step=7", "--rank=1", "--samples=0"]) == 0
+    assert "\n4 samples, highest loss first" in capsys.readouterr().out
+    assert cli.main(["replay", str(folder), "--step=4", "--rank=1"]) == 2
+    assert "--rank: given 1; allowed: 0 to 0" in capsys.readouterr().err
+    for path in (folder / "checkpoint").glob("step-0000000[56]"):
+        shutil.rmtree(path)
+    assert cli.main(["replay", str(folder), "--step=7"]) == 2
+    assert "steps from 5 on were made with training.global_batch_size = 4, and step 7 with 8" in capsys.readouterr().err
+    rows = [
+        json.dumps(row | {"tokens": 3 * row["tokens"]} if "tokens" in row else row) for row in jobs.logged_steps(folder)
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(rows))
+    assert cli.main(["replay", str(folder), "--step=4"]) == 2
+    assert "tell different numbers, [4, 12]" in capsys.readouterr().err
 
 
 def test_the_job_is_the_one_of_the_start_that_made_the_step(tmp_path):

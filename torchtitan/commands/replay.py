@@ -80,7 +80,7 @@ def samples_of_rank(result: ReplayedStep, rank: int | None) -> list[Sample]:
         return result.samples
     dims = result.start.dims()
     if dims is None:
-        raise JobError(f"--rank: given {rank}; allowed: not in a run without checkpoints, which tell its plan")
+        raise JobError(f"--rank: given {rank}; allowed: not without a checkpoint of that start, which tells its plan")
     if rank >= dims.world_size:
         raise JobError(f"--rank: given {rank}; allowed: 0 to {dims.world_size - 1}, the ranks of the run")
     return [sample for sample in result.samples if rank in ranks_of_sample(sample.number, dims)]

@@ -19,16 +19,20 @@ from torch.distributed.tensor import DTensor
 from torchtitan.build import parts
 from torchtitan.build.data import cache_of
 from torchtitan.checkpoint import layout
-from torchtitan.config.batch_shape import rows_per_sample
+from torchtitan.config import manager
+from torchtitan.config.batch_shape import is_packed, rows_per_sample
+from torchtitan.config.changes import changes, kept_job
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.model import Compile
 from torchtitan.config.sections.run import EarlyStop, Metrics, Profiling
 from torchtitan.config.sections.training import Validation
 from torchtitan.core.errors import JobError
+from torchtitan.core.files import FileError
 from torchtitan.core.initialization import clean_name
 from torchtitan.guards import BadStep, RollBack
-from torchtitan.launcher.run_folder import REFERENCE_FILE
+from torchtitan.launcher.run_folder import JOB_FILE, REFERENCE_FILE, job_of_step
 from torchtitan.losses.tasks import task_of
+from torchtitan.metrics.json_lines import METRICS, read_records
 from torchtitan.parallelisms.parallel_dims import AXES, ParallelDims
 from torchtitan.process.ranks import Ranks
 from torchtitan.training.batches import Batch
@@ -38,15 +42,16 @@ from torchtitan.training.trainer import Trainer
 @dataclasses.dataclass(frozen=True)
 class Start:
     """A state to replay from. `folder`: its checkpoint; None for the initial weights. `trainer`: the trainer's state
-    in any checkpoint of the run, for the plan and the samples of a step.
+    in a checkpoint of the start of the run that made the step; {} without one. `samples`: of the step.
     """
 
     step: int
     folder: Path | None
     trainer: dict[str, Any]
+    samples: int
 
     def dims(self) -> ParallelDims | None:
-        """Return the degrees of the run's plan; None if no checkpoint tells."""
+        """Return the degrees of the plan that made the step; None if no checkpoint tells."""
         degrees = self.trainer.get("degrees")
         if not isinstance(degrees, dict) or not all(isinstance(degrees.get(axis), int) for axis in AXES):
             return None
@@ -106,13 +111,64 @@ class ReplayedStep:
 
 
 def find_start(config: JobConfig, run: Path, step: int) -> Start:
-    """Return the newest complete checkpoint before a step, or the initial weights."""
+    """Return the newest complete checkpoint before a step, or the initial weights.
+
+    The plan and the samples belong to the start that made the step. Raises JobError if its samples are not known, or
+    if another job made steps in between.
+    """
     complete, _ = layout.complete_steps(run / config.checkpoint.folder)
     steps = {path: layout.step_of(path.name) or 0 for path in complete}
     folder = next((path for path in complete if steps[path] < step), None)
-    source = folder or (complete[0] if complete else None)
-    trainer = {} if source is None else layout.read_state(source)["trainer"]
-    return Start(0 if folder is None else steps[folder], folder, trainer)
+    first = 0 if folder is None else steps[folder]
+    states = {job_of_step(run, steps[path]): layout.read_state(path)["trainer"] for path in complete if steps[path]}
+    file = job_of_step(run, step)
+    trainer = states.get(file, {})
+    samples = samples_per_step(config, run, file, trainer)
+    now = kept_job(config, {}, samples)
+    for other in {job_of_step(run, number) for number in range(first + 1, step)} - {file, run / JOB_FILE}:
+        job = manager.load(["--job.config_file", str(other)])
+        before = kept_job(job, {}, samples_per_step(job, run, other, states.get(other, {})))
+        differing = [change for change in changes(before, now) if not change.key.startswith("parallelism.")]
+        if differing:
+            raise JobError(
+                f"{run}: steps from {first + 1} on were made with {differing[0].key} = {differing[0].before}, and step "
+                f"{step} with {differing[0].now}; replay needs a checkpoint in between"
+            )
+    return Start(first, folder, trainer, samples)
+
+
+def samples_per_step(config: JobConfig, run: Path, file: Path, trainer: dict[str, Any]) -> int:
+    """Return the samples of each step that one start made. `file`: its job. `trainer`: as in `Start`.
+
+    Raises JobError if its checkpoint, its job and its metrics tell none, or different numbers.
+    """
+    counts = set(logged_samples(config, run, file))
+    counts |= {trainer["samples"]} if isinstance(trainer.get("samples"), int) else set()
+    counts |= {config.training.global_batch_size} if config.training.global_batch_size > 0 else set()
+    if len(counts) == 1:
+        return counts.pop()
+    shown = f"tell different numbers, {sorted(counts)}" if counts else "do not tell it"
+    raise JobError(
+        f"{run}: the samples of a step are needed, and the checkpoints, job and {METRICS} of the start that made it "
+        f"{shown}; replay a step of another start, or train with training.global_batch_size set"
+    )
+
+
+def logged_samples(config: JobConfig, run: Path, file: Path) -> Iterator[int]:
+    """Yield the samples per step between logged steps of one start, if all samples have training.seq_len tokens."""
+    if task_of(config).whole_records and not is_packed(config) and config.data.pad_to != "seq_len":
+        return
+    length, before = rows_per_sample(config) * config.training.seq_len, (0, 0)
+    try:
+        records = read_records(run / METRICS)
+    except (OSError, FileError):
+        return
+    for record in records:
+        if "loss" in record and isinstance(record.get("tokens"), int) and record["step"] > before[0]:
+            count, remainder = divmod(record["tokens"] - before[1], length * (record["step"] - before[0]))
+            if not remainder and job_of_step(run, before[0] + 1) == job_of_step(run, record["step"]) == file:
+                yield count
+            before = record["step"], record["tokens"]
 
 
 def replay(config: JobConfig, run: Path, step: int, report: Callable[[str], None] = lambda line: None) -> ReplayedStep:
@@ -135,18 +191,16 @@ def replay(config: JobConfig, run: Path, step: int, report: Callable[[str], None
 
 def one_rank_job(config: JobConfig, run: Path, start: Start, folder: Path) -> JobConfig:
     """Return the job that makes the same steps on one rank from the start's checkpoint, and writes only to `folder`."""
-    samples, dims = start.trainer.get("samples"), start.dims()
-    if not isinstance(samples, int):
-        samples = config.training.global_batch_size
-        if samples < 1:
-            raise JobError(
-                f"{run}: no checkpoint tells how many ranks its batch was divided among; set "
-                f"training.global_batch_size in {run / 'config.toml'}, or save a checkpoint"
-            )
+    dims = start.dims()
     if config.optimizer.early_step_in_backward:
         raise JobError("optimizer.early_step_in_backward: given true; allowed: false; its gradients are freed at once")
-    if task_of(config).streams_documents and dims is not None and dims.dp > 1:
-        raise JobError(f"{run}: each of its {dims.dp} data-parallel ranks caches its rows; replay needs one such rank")
+    if task_of(config).streams_documents and start.samples > config.training.local_batch_size:
+        if dims is None:
+            raise JobError(f"{run}: each data-parallel rank caches its rows, and no checkpoint tells their number")
+        if dims.dp > 1:
+            raise JobError(
+                f"{run}: each of its {dims.dp} data-parallel ranks caches its rows; replay needs one such rank"
+            )
     cache = cache_of(config)
     checkpoint = dataclasses.replace(config.checkpoint, enable=False, best_metric=None, exclude_from_loading=[])
     if start.folder is not None:
@@ -158,7 +212,7 @@ def one_rank_job(config: JobConfig, run: Path, start: Start, folder: Path) -> Jo
     return dataclasses.replace(
         single,
         job=dataclasses.replace(config.job, dump_folder=str(folder), clean_start="never", time_limit=None),
-        training=dataclasses.replace(single.training, global_batch_size=samples),
+        training=dataclasses.replace(single.training, global_batch_size=start.samples),
         data=dataclasses.replace(config.data, cache_dir=str(cache) if cache.exists() else str(folder / "data")),
         checkpoint=checkpoint,
         compile=Compile(),
