@@ -138,3 +138,48 @@ def test_slow_windows_and_a_pipeline(tmp_path):
     # 2 ranks, 2 microbatches: (p - 1) / (m + p - 1) = 1/3 idle, and 1/5 with 4
     assert cause.share == pytest.approx(1 / 3) and cause.gain == pytest.approx(1 - (2 / 3) / (4 / 5))
     assert cause.remedy.startswith("4 microbatches in place of 2")
+
+
+def test_waiting_for_data_is_no_slow_step():
+    """A cause that has its own account does not count within training again."""
+    rows = [
+        {"step": i, "step_seconds": 1.0 + 9.0 * (i % 5 == 0), "data_seconds": 9.0 * (i % 5 == 0)} for i in range(20)
+    ]
+    assert [cause.name for cause in why.causes_of({"train": 20.0, "data": 36.0}, rows, None)] == ["waiting for data"]
+
+
+def test_a_short_run_is_not_bound_by_its_start(tmp_path, capsys):
+    run = write_run(tmp_path / "run", train=50.0, compile=30.0, start=20.0)
+    job = 'extends = "debug_model"\n[profiling]\nenable_profiling = true\nsave_traces_folder = "traces"\n'
+    (run / "config.toml").write_text(job)
+    assert cli.main(["why", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3] == "too short to tell what bounds it: 50 % of it is spent once in each start"
+    assert lines[4] == "a longer run has a smaller share of its first step"
+    assert lines[5].startswith("a longer run has a smaller share of its start; `torchtitan prepare`")
+    assert "within a step: see the traces in traces in the run's folder" in "\n".join(lines[6:])
+    assert not any("change first" in line or "times as fast" in line or "compile.enable" in line for line in lines)
+    (run / "config.toml").write_text(job + "[compile]\nenable = true\n")
+    assert cli.main(["why", str(run)]) == 0
+    assert "its first step; without compile.enable the first step is shorter" in capsys.readouterr().out
+
+
+def test_a_remedy_is_given_once(tmp_path, capsys):
+    assert cli.main(["why", str(write_run(tmp_path / "run", train=70.0, restart=20.0, redone=10.0))]) == 0
+    assert capsys.readouterr().out.count("remove the reason of the restarts") == 1
+
+
+def test_a_schedule_that_cannot_be_read_leaves_its_bubble_unknown(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    options = 'pipeline_parallel_degree = 2\npipeline_parallel_schedule_csv = "gone.csv"\n'
+    (run / "config.toml").write_text(f'extends = "debug_model"\n[parallelism]\n{options}')
+    assert cli.main(["why", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "bound by waiting for data" in out and "unknown: bubble of the pipeline: `torchtitan schedule " in out
+
+
+def test_an_account_at_the_end_is_no_save():
+    """Young and Daly for 2 saves of 50 s each in 2 hours with a failure: sqrt(2 * 7200 * 50) s."""
+    events = [{"step": 5, "end_seconds": 0.0}, {"step": 9, "end_seconds": 0.0}, {"step": 9, "end_seconds": 2.0}]
+    records = [event | {"event": "goodput"} for event in events] + [{"step": 5, "event": "restart"}]
+    assert "a checkpoint.interval of about 14:09, by the 1 failures" in why.save_remedy(records, None, 7200.0, 100.0)

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ WORTH_A_CHANGE = 0.05
 """Smallest share of all time for which a cause is said to bound the run."""
 SLOW = 1.5
 """A window counts as slow if its steps take this many times the median."""
+BUBBLE = "pipeline bubble"
+ONCE = ("compile", "start", "end")
+"""Causes (metrics/goodput.py) of time that does not grow with the steps of a start, so that no change comes first."""
 FEW = 8
 """Fewest windows of steps to compare the times of."""
 
@@ -65,19 +69,22 @@ def lines_of(run: Path, records: list[Record], config: JobConfig | None) -> Iter
         raise JobError(f"{run}: no account of its time and no times of steps in its metrics; let it log a few steps")
     causes = sorted(causes_of(seconds, records, config), key=lambda cause: -cause.gain)
     training = seconds.get("train", 0.0) / total
+    shares = {CAUSES[cause]: seconds.get(cause, 0.0) / total for cause in ONCE}
     yield f"{run}: {duration(total)} recorded, {100 * training:.1f} % of it training"
-    for cause in causes:
+    for cause in sorted(causes, key=lambda cause: -cause.share):
         yield f"  {100 * cause.share:5.1f} %  {cause.name}"
     first = causes[0] if causes and causes[0].gain >= WORTH_A_CHANGE else None
-    if first is None:
+    if first is None and sum(shares.values()) >= WORTH_A_CHANGE:
+        yield f"too short to tell what bounds it: {100 * sum(shares.values()):.0f} % of it is spent once in each start"
+    elif first is None:
         yield f"bound by the steps themselves: no other cause takes {100 * WORTH_A_CHANGE:.0f} % of the time"
     else:
         yield f"bound by {first.name}; at most {1 / (1 - min(first.gain, 0.999)):.2f} times as fast without it"
         yield f"change first: {first.remedy}"
-    for cause in causes[1:] if first else []:
-        if cause.gain >= WORTH_A_CHANGE:
-            yield f"then: {cause.remedy}"
-    yield from (f"unknown: {text}" for text in unknowns(records, config))
+    remedies = dict.fromkeys(cause.remedy for cause in causes if cause.gain >= WORTH_A_CHANGE)  # without repetitions
+    yield from (f"then: {remedy}" for remedy in list(remedies)[1:])
+    yield from (f"a {cause.remedy}" for cause in causes if not cause.gain and cause.share >= WORTH_A_CHANGE)
+    yield from (f"unknown: {text}" for text in unknowns(records, config, causes))
 
 
 def account_of(records: list[Record]) -> dict[str, float]:
@@ -101,19 +108,21 @@ def causes_of(seconds: dict[str, float], records: list[Record], config: JobConfi
     total = sum(seconds.values())
     for cause, spent in seconds.items():
         if cause != "train" and spent >= 0.001 * total:
-            yield Cause(CAUSES[cause], spent / total, spent / total, remedy_of(cause, records, config, total, spent))
+            gain = 0.0 if cause in ONCE else spent / total
+            yield Cause(CAUSES[cause], spent / total, gain, remedy_of(cause, records, config, total, spent))
     training = seconds.get("train", 0.0) / total
-    times = [row["step_seconds"] for row in steady(records)]
+    times = [row["step_seconds"] - (row.get("data_seconds") or 0.0) for row in steady(records)]
     if len(times) >= FEW:
         median = statistics.median(times)
         slow = [time - median for time in times if time > SLOW * median]
         if slow:
             excess = training * sum(slow) / sum(times)
             name = f"slow steps within training: {len(slow)} of {len(times)} windows took {SLOW} times the median"
-            remedy = "look for other programs on the machine, and set profiling.enable_profiling"
+            remedy = f"look for other programs on the machine, and {look_inside(config)}"
             yield Cause(name, excess, excess, remedy)
     if config is not None and config.parallelism.pipeline_parallel_degree > 1:
-        yield bubble_of(config, training)
+        with suppress(JobError):  # no such schedule here: see unknowns
+            yield bubble_of(config, training)
 
 
 def steady(records: list[Record]) -> list[Record]:
@@ -132,7 +141,7 @@ def bubble_of(config: JobConfig, training: float) -> Cause:
     count = f"{larger.microbatches} microbatches in place of {question.microbatches}"
     options_to_change = "training.local_batch_size or parallelism.pipeline_parallel_microbatch_size"
     remedy = f"{count}, by {options_to_change}; `torchtitan schedule` compares schedules"
-    name = f"pipeline bubble within training, simulated for {question.name}"
+    name = f"{BUBBLE} within training, simulated for {question.name}"
     return Cause(name, training * share, training * gain, remedy)
 
 
@@ -147,17 +156,27 @@ def remedy_of(cause: str, records: list[Record], config: JobConfig | None, total
         reasons = sorted({str(record.get("cause")) for record in records if record.get("event") == "restart"})
         shown = f" ({'; '.join(reasons[:3])})" if reasons else ""
         return f"remove the reason of the restarts{shown}; a shorter checkpoint.interval loses fewer steps"
+    without_compiling = "; without compile.enable the first step is shorter and the others are longer"
+    compiles = config is not None and config.compile.enable
     return {
         "validation": "a longer validation.freq, or fewer validation.samples",
-        "compile": "a longer run; without compile.enable the first step is shorter and the others are longer",
-        "start": "a longer run; `torchtitan prepare` tokenizes before it",
-        "end": "nothing, unless the last save or the exports are slow: see checkpoint.async_mode",
+        "compile": "longer run has a smaller share of its first step" + without_compiling * compiles,
+        "start": "longer run has a smaller share of its start; `torchtitan prepare` tokenizes before it",
+        "end": "longer run has a smaller share of its end, the last save and the exports",
     }[cause]
+
+
+def look_inside(config: JobConfig | None) -> str:
+    """Return how to see what takes time within a step."""
+    if config is not None and config.profiling.enable_profiling:
+        return f"see the traces in {config.profiling.save_traces_folder} in the run's folder"
+    return "set profiling.enable_profiling for some steps"
 
 
 def save_remedy(records: list[Record], config: JobConfig | None, total: float, spent: float) -> str:
     """Return what to change about saves: their mode, and in a run of an hour their interval (Young and Daly)."""
-    saves = max(1, sum(record.get("event") == "goodput" for record in records))
+    accounts = [record for record in records if record.get("event") == "goodput"]
+    saves = max(1, len({record["step"] for record in accounts if not record.get("end_seconds")}))  # the others: ends
     failures = sum(record.get("event") == "restart" for record in records)
     advice = []
     if config is None or config.checkpoint.async_mode == "disabled":
@@ -170,13 +189,16 @@ def save_remedy(records: list[Record], config: JobConfig | None, total: float, s
     return "; ".join(advice) or "a longer checkpoint.interval"
 
 
-def unknowns(records: list[Record], config: JobConfig | None) -> Iterator[str]:
+def unknowns(records: list[Record], config: JobConfig | None, causes: list[Cause]) -> Iterator[str]:
     """Yield the causes that the records cannot tell apart."""
     rows = [row for row in steady(records) if is_finite(row.get("mfu_full"))]
     if rows:
         mfu = statistics.median(row["mfu_full"] for row in rows)
         yield f"the parts of the steps that are not at the device's peak (MFU {100 * mfu:.1f} %)"
-    yield "host time, kernels and exposed communication within a step: set profiling.enable_profiling for some steps"
+    yield f"host time, kernels and exposed communication within a step: {look_inside(config)}"
+    has_pipeline = config is not None and config.parallelism.pipeline_parallel_degree > 1
+    if has_pipeline and not any(cause.name.startswith(BUBBLE) for cause in causes):
+        yield f"bubble of the pipeline: `torchtitan schedule --job.config_file RUN/{JOB_FILE}` says why"
     yield "a rank slower than the others: times are the first rank's"
     if not any(record.get("event") == "goodput" for record in records):
         yield "starts, saves and restarts: the run has neither saved nor ended, and logs its account of time then"
