@@ -141,7 +141,7 @@ def test_a_run_accounts_for_itself_over_its_starts(tmp_path):
         run_ranks(1, jobs.train, jobs.arguments(tmp_path / "run", texts, training__steps=steps, **options))
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     events = [row for row in rows if row.get("event") == "goodput"]
-    assert [row["step"] for row in events] == [2, 4, 6]
+    assert [row["step"] for row in events] == [2, 4, 6] and all(row["saved"] for row in events)
     assert events[2]["save_seconds"] > events[1]["save_seconds"] > events[0]["save_seconds"] > 0
     assert all(0 < row["goodput"] < 1 and row["start_seconds"] > 0 and row["compile_seconds"] > 0 for row in events)
     for earlier, later in zip(events, events[1:], strict=False):

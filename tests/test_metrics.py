@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import re
+import time
 import types
 from dataclasses import fields
 
@@ -431,3 +432,11 @@ def test_smoothing_is_centred_except_at_the_end():
     assert plot.smoothed([2.0, 1.0]) == [2.0, 1.0] and plot.smoothed([3.0, 2.0, 1.0])[-1] == 2.0
     noisy = [1.0 if i % 2 else -1.0 for i in range(300)]
     assert max(map(abs, plot.smoothed(noisy)[20:-20])) < 0.1
+    spiked = [1e300, 1e-9, math.inf, *[0.3] * 100, math.nan]
+    assert plot.smoothed(spiked)[50:-1] == [0.3] * 53  # neither a spike nor its running sum reaches other windows
+
+
+def test_smoothing_takes_time_in_proportion_to_the_points():
+    start = time.process_time()
+    plot.smoothed([1.0] * 60_000)
+    assert time.process_time() - start < 3

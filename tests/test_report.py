@@ -25,8 +25,9 @@ def write_run(folder: Path, rows: int = 40, **account: float) -> Path:
         if step % 20 == 0:
             lines.append({"step": step, "validation_loss": 3.5 / step})
             seconds = {f"{cause}_seconds": value for cause, value in (account or ACCOUNT).items()}
-            lines.append({"step": step, "event": "goodput", "goodput": 0.6, **seconds})
-    lines.insert(25, {"step": 20, "event": "restart", "cause": "</script> rank 1 crashed", "rank": 1, "restarts": 1})
+            lines.append({"step": step, "event": "goodput", "goodput": 0.6, **seconds, "saved": True})
+            lines.append({key: value for key, value in lines[-1].items() if key != "saved"})  # at the end of a start
+    lines.insert(24, {"step": 20, "event": "restart", "cause": "</script> rank 1 crashed", "rank": 1, "restarts": 1})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 41, "lo')
     return folder
 
@@ -62,6 +63,9 @@ def test_a_page_of_two_runs(tmp_path, capsys):
     events = [trace for trace in traces if "text" in trace]
     assert "saved; 60.0 % of all time spent training" in events[1]["text"]
     assert any("rank 1 crashed, rank 1" in text and "<" not in text for text in events[1]["text"])
+    assert events[0]["text"] == []  # this run saves nothing
+    assert events[1]["x"] == [20, 20, 40] and events[1]["y"][0] == events[1]["y"][2] != events[1]["y"][1]
+    assert '"namelength":-1' in page and '"ticktext":["save \\u25cf","restart \\u2716"' in page
 
 
 def test_many_rows_keep_their_extremes():
@@ -69,6 +73,36 @@ def test_many_rows_keep_their_extremes():
     thin = report.thinned(rows, "loss", 300)
     assert len(thin) <= 300 and {777, 1234} <= {row["step"] for row in thin}
     assert report.thinned(rows[:300], "loss", 300) == rows[:300]
+
+
+def test_the_bold_curve_smooths_all_rows(tmp_path):
+    """Of two losses in turn it shows the mean, also of more rows than are drawn; a spike is one point of its window."""
+    folder = write_run(tmp_path / "run", rows=0)
+    losses = [9.0 if step == 5000 else 1.0 if step % 10 else 2.0 for step in range(1, 8001)]
+    rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = report.read(folder, 0)
+    bold = [traits for _, (_, traits) in report.curves(run, 1) if traits["showlegend"]][0]
+    assert len(bold["x"]) <= report.MOST_POINTS
+    assert bold["y"][len(bold["y"]) // 4] == pytest.approx(1.1, abs=0.01) and max(bold["y"][1000:]) < 1.15
+
+
+def test_what_is_not_finite_is_a_gap_and_a_mark(tmp_path):
+    folder = write_run(tmp_path / "run", rows=9)
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()[:9]]
+    for step in (4, 8, 9):
+        rows[step - 1] |= {"loss": None, "grad_norm": None}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = report.read(folder, 0)
+    traits = [traits for _, (_, traits) in report.curves(run, 1)]
+    for curve in (traits[0], traits[1], traits[3]):  # loss, smoothed loss, gradient norm
+        assert [step for step, y in zip(curve["x"], curve["y"], strict=True) if y is None] == [4, 8, 9]
+    assert traits[-1]["text"] == ["loss not finite since step 4", "loss not finite since step 8"]
+    assert report.results(run)[2] == "not finite since step 8"
+    assert 777 in {
+        row["step"] for row in report.thinned([{"step": i, "x": None if i == 777 else 0} for i in range(9999)], "x", 99)
+    }
 
 
 def test_hours_and_events_are_on_the_axis_of_the_steps(tmp_path):

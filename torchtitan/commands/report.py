@@ -1,15 +1,16 @@
 """`torchtitan report RUN [RUN ...] --to report.html`: draw runs over one another in one self-contained page.
 
-Loss and validation, learning rate, gradient norm, tokens per second, memory, waits for data, and a row of events
-(saves, restarts, rollbacks, skipped steps) share one axis: steps, tokens or hours of training. The page answers to the
-mouse: values under the pointer, zoom, hidden runs, logarithmic scale. Below it are the results, the options that differ
-between the runs, the resolved jobs, and the texts generated at validations.
+Loss and validation, learning rate, gradient norm, tokens per second, memory, waits for data, and rows of events
+(saves, restarts, rollbacks, skipped steps, losses that are not finite) share one axis: steps, tokens or hours of
+training. The page answers to the mouse: values under the pointer, zoom, hidden runs, logarithmic scale. Below it are
+the results, the options that differ between the runs, the resolved jobs, and the texts generated at validations.
 
 The page has the script of plotly inside and fetches nothing, so it can be sent and kept. Needs no torch.
 """
 
 import html
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from torchtitan.config.options import ConfigError, options, show
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError
 from torchtitan.launcher.run_folder import JOB_FILE
-from torchtitan.metrics.json_lines import Record, is_finite, read_records, read_run
+from torchtitan.metrics.json_lines import Record, is_finite, lost_losses, read_records, read_run
 from torchtitan.metrics.plot import check_format, smoothed
 
 PAGE = ".html"
@@ -42,8 +43,16 @@ PANELS = {
     "data_share": "waiting for data, %",
 }
 """Field of a record -> title of its panel."""
-HEIGHTS = (5.0, 1.4, 1.8, 1.8, 1.4, 1.4, 1.2)
-SYMBOLS = {"save": "circle", "restart": "x", "rollback": "triangle-left", "skip": "diamond"}
+HEIGHTS = (5.0, 1.4, 1.8, 1.8, 1.4, 1.4, 1.8)
+LOST = "loss not finite"
+SYMBOLS = {
+    "save": ("circle", "●"),
+    "restart": ("x", "✖"),
+    "rollback": ("triangle-left", "◀"),
+    "skip": ("diamond", "◆"),
+    LOST: ("cross", "✚"),
+}
+"""Kind of event -> plotly's name of its symbol, and the symbol in the labels of the rows of events."""
 STYLE = """
 body { font-family: system-ui, sans-serif; color: #1f2937; margin: 2em; max-width: 1500px }
 table { border-collapse: collapse } td, th { text-align: left; padding: 0.2em 1.2em 0.2em 0; vertical-align: top }
@@ -54,8 +63,10 @@ summary { cursor: pointer; padding: 0.3em 0 }
 
 @dataclass(frozen=True)
 class RunData:
-    """A run as a page shows it. `rows`: logged steps, with `hours` of training, `data_share` in percent and `tokens`.
+    """A run as a page shows it.
 
+    `rows`: logged steps, with `hours` of training, `data_share` in percent, `tokens` and the `smoothed` loss, which is
+    None where the loss is not finite. `account`: the seconds by cause that it logged last.
     `job`: its resolved job as TOML, or the reason for which it cannot be read.
     """
 
@@ -65,6 +76,7 @@ class RunData:
     rows: list[Record]
     validations: list[Record]
     events: list[Record]
+    account: Record
     job: str
     options: dict[str, Any] | None
     texts: list[Record]
@@ -97,6 +109,11 @@ def read(folder: Path, number: int) -> RunData:
             hours += (record["step"] - last) * seconds / 3600 if is_finite(seconds) else 0.0
             last = record["step"]
             rows.append(record | {"hours": hours, "data_share": data_share(record)})
+    losses = [row["loss"] if is_finite(row["loss"]) else math.nan for row in rows]
+    for row, loss, mean in zip(rows, losses, smoothed(losses), strict=True):
+        row["smoothed"] = None if math.isnan(loss) else mean
+    lost = [{"step": row["step"], "event": LOST} for row in lost_losses(rows)]
+    accounts = [record for record in records if record.get("event") == "goodput"]
     job, job_options = "", None
     try:
         config = load(["--job.config_file", str(folder / JOB_FILE)])
@@ -112,7 +129,8 @@ def read(folder: Path, number: int) -> RunData:
         number=number,
         rows=rows,
         validations=[record for record in records if is_finite(record.get("validation_loss"))],
-        events=[record for record in records if event_of(record)],
+        events=[record for record in [*records, *lost] if event_of(record)],
+        account=accounts[-1] if accounts else {},
         job=job,
         options=job_options,
         texts=texts,
@@ -125,20 +143,25 @@ def data_share(record: Record) -> float | None:
 
 
 def event_of(record: Record) -> str:
-    """Return the kind of an event in SYMBOLS; "" for other records. A run accounts for its time at every save."""
-    kind = str(record.get("event", ""))
-    return {"goodput": "save"}.get(kind, kind if kind in SYMBOLS else "")
+    """Return the kind of an event in SYMBOLS; "" for other records. Accounts of time are events if made at a save."""
+    kind = "save" if record.get("saved") else str(record.get("event", ""))
+    return kind if kind in SYMBOLS else ""
 
 
 def thinned(rows: list[Record], key: str, most: int = MOST_POINTS) -> list[Record]:
-    """Return at most `most` rows: all, or of each group of neighbours the first, the smallest and the largest value."""
+    """Return at most `most` rows.
+
+    All, or of each group of neighbours the first, the smallest and the largest value, and the first that is not finite.
+    """
     if len(rows) <= most:
         return rows
-    size = -(-3 * len(rows) // most)
+    size = -(-4 * len(rows) // most)
     chosen = set()
     for start in range(0, len(rows), size):
-        group = [i for i in range(start, min(start + size, len(rows))) if is_finite(rows[i].get(key))]
-        chosen |= {start, *(pick(group, key=lambda i: rows[i][key]) for pick in (min, max) if group)}
+        group = range(start, min(start + size, len(rows)))
+        finite = [i for i in group if is_finite(rows[i].get(key))]
+        chosen |= {start, *(pick(finite, key=lambda i: rows[i][key]) for pick in (min, max) if finite)}
+        chosen.update([i for i in group if not is_finite(rows[i].get(key))][:1])
     return [rows[i] for i in sorted(chosen)]
 
 
@@ -164,24 +187,25 @@ def figure_of(runs: Sequence[RunData]) -> Any:
     )
     axes: dict[str, list[list[Any]]] = {"step": [], "tokens": [], "hours": []}
     for run in runs:
-        for row, (points, traits) in curves(run):
+        for row, (points, traits) in curves(run, len(runs)):
             trace = graph_objects.Scatter(legendgroup=run.label, **traits)
             figure.add_trace(trace, row=row, col=1)
             for name, values in axes.items():
                 values.append([point.get(name) for point in points])
     figure.update_layout(
-        height=1150,
+        height=1200,
         template="plotly_white",
         hovermode="x unified",
-        hoversubplots="axis",
+        hoverlabel={"namelength": -1},
         legend={"orientation": "h", "y": 1.06, "x": 0},
         margin={"l": 70, "r": 20, "t": 110, "b": 50},
         updatemenus=menus(axes),
     )
     figure.update_annotations(x=0, xanchor="left", font={"size": 12, "color": "#6b7280"})
     figure.update_xaxes(title_text="step", row=len(titles), col=1)
-    levels = {"tickvals": list(range(len(runs))), "range": [-0.5, len(runs) - 0.5], "showticklabels": False}
-    figure.update_yaxes(levels, row=len(titles), col=1)
+    labels = [f"{kind} {symbol}" for kind, (_, symbol) in SYMBOLS.items()]
+    levels = list(range(len(labels)))
+    figure.update_yaxes(tickvals=levels, ticktext=labels, range=[-0.6, len(labels) - 0.4], row=len(titles), col=1)
     return figure
 
 
@@ -201,22 +225,24 @@ def menus(axes: dict[str, list[list[Any]]]) -> list[dict[str, Any]]:
     return [common | {"buttons": shared, "x": 0}, common | {"buttons": scales, "x": 0.25}]
 
 
-def curves(run: RunData) -> Iterator[tuple[int, tuple[list[Record], dict[str, Any]]]]:
-    """Yield for each curve of a run its panel, counted from 1, its points and the options of its trace."""
+def curves(run: RunData, count: int) -> Iterator[tuple[int, tuple[list[Record], dict[str, Any]]]]:
+    """Yield for each curve of a run its panel, counted from 1, its points and the options of its trace.
 
-    def trace(points: list[Record], values: list[Any], **traits: Any) -> tuple[list[Record], dict[str, Any]]:
+    `count`: runs of the page, which lie side by side in each row of events. A value that is not finite leaves a gap.
+    """
+
+    def trace(points: list[Record], values: Sequence[Any], **traits: Any) -> tuple[list[Record], dict[str, Any]]:
         texts = {"name": run.label, "showlegend": False, "mode": "lines"}
         return points, texts | {"x": [point["step"] for point in points], "y": values} | traits
 
     line = {"color": run.color, "width": 1.5}
     for row, key in enumerate(PANELS, 1):
-        points = thinned([record for record in run.rows if is_finite(record.get(key))], key)
-        values = [point[key] for point in points]
+        points, values = drawn(run.rows, key)
         if key != "loss":
             yield row, trace(points, values, line=line)
             continue
         yield row, trace(points, values, line=line | {"width": 1}, opacity=0.35, name=f"{run.label}, as logged")
-        yield row, trace(points, smoothed(values), line=line | {"width": 2.2}, showlegend=True)
+        yield row, trace(*drawn(run.rows, "smoothed"), line=line | {"width": 2.2}, showlegend=True)
         if run.validations:
             held_out = with_axes(run.validations, run.rows)
             values = [point["validation_loss"] for point in held_out]
@@ -234,14 +260,22 @@ def curves(run: RunData) -> Iterator[tuple[int, tuple[list[Record], dict[str, An
                 ),
             )
     events = with_axes(run.events, run.rows)
-    symbols = [SYMBOLS[event_of(event)] for event in events]
+    symbols = [SYMBOLS[event_of(event)][0] for event in events]
+    shift = ((count - 1) / 2 - run.number) * 0.6 / count
+    levels = [list(SYMBOLS).index(event_of(event)) + shift for event in events]
     texts = [html.escape(describe(event)) for event in events]
     marker = {"symbol": symbols, "size": 8, "color": run.color}
     template = "%{text}"
     yield (
         len(PANELS) + 1,
-        trace(events, [run.number] * len(events), mode="markers", marker=marker, text=texts, hovertemplate=template),
+        trace(events, levels, mode="markers", marker=marker, text=texts, hovertemplate=template),
     )
+
+
+def drawn(rows: list[Record], key: str) -> tuple[list[Record], list[float | None]]:
+    """Return the points of a curve, and their values: None, a gap, for one that is not finite."""
+    points = thinned([row for row in rows if key in row], key)
+    return points, [point[key] if is_finite(point[key]) else None for point in points]
 
 
 def with_axes(records: Iterable[Record], rows: list[Record]) -> list[Record]:
@@ -261,6 +295,8 @@ def describe(event: Record) -> str:
     if kind == "save":
         goodput = event.get("goodput")
         return f"saved; {100 * goodput:.1f} % of all time spent training" if is_finite(goodput) else "saved"
+    if kind == LOST:
+        return f"{LOST} since step {event['step']}"
     details = {name: event[name] for name in ("cause", "rank", "steps_lost", "seconds_lost") if name in event}
     return f"{kind}: " + ", ".join(f"{name} {value}" for name, value in details.items())
 
@@ -296,15 +332,13 @@ def show_text(value: Any) -> str:
 
 def results(run: RunData) -> list[str]:
     """Return a run's row of the table of results."""
-    loss = smoothed([row["loss"] for row in run.rows if is_finite(row["loss"])])[-1]
+    mean, lost = run.rows[-1]["smoothed"], lost_losses(run.rows)
+    loss = f"not finite since step {lost[-1]['step']}" if mean is None else f"{mean:.4f}"
     held_out = f"{run.validations[-1]['validation_loss']:.4f}" if run.validations else ""
-    accounts = [event for event in run.events if event.get("event") == "goodput"]
-    time = ""
-    if accounts:
-        seconds = {name.removesuffix("_seconds"): v for name, v in accounts[-1].items() if name.endswith("_seconds")}
-        largest = sorted(((v, name) for name, v in seconds.items() if is_finite(v) and v >= 0.05), reverse=True)
-        time = ", ".join(f"{name} {v:,.1f} s" for v, name in largest)
-    return [run.label, f"{run.rows[-1]['step']:,}", f"{loss:.4f}", held_out, html.escape(time)]
+    seconds = {name.removesuffix("_seconds"): v for name, v in run.account.items() if name.endswith("_seconds")}
+    largest = sorted(((v, name) for name, v in seconds.items() if is_finite(v) and v >= 0.05), reverse=True)
+    time = ", ".join(f"{name} {v:,.1f} s" for v, name in largest)
+    return [run.label, f"{run.rows[-1]['step']:,}", loss, held_out, html.escape(time)]
 
 
 def differing_options(runs: Sequence[RunData]) -> Iterator[list[str]]:

@@ -1,5 +1,6 @@
 """Plot a run's metrics.jsonl: loss, learning rate and speed over the same steps."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Any
 from torchtitan.core.errors import JobError
 from torchtitan.metrics.json_lines import Record, is_finite, read_records
 
+UNIT_BITS = 100
 FORMATS = (".svg", ".png")
 INK, GREY, RULE = "#1f2937", "#6b7280", "#e5e7eb"
 RAW, LOSS, HELD_OUT, RATE, SPEED = "#a5c0f3", "#1d4ed8", "#d9480f", "#0f766e", "#6d28d9"
@@ -169,16 +171,27 @@ def smoothed(values: list[float]) -> list[float]:
     """Return the moving average over a 15th of the points, at least five if there are that many.
 
     Towards the beginning, where the loss falls fast, the window narrows to stay centred. At the end it keeps its width,
-    because otherwise the line would end in the last step's own value. NaN values are ignored.
+    because otherwise the line would end in the last step's own value. Values that are not finite are ignored.
+    The sums of windows are differences of running sums, in integers so that no spike of the loss rounds them.
     """
     half = smoothed_over(len(values)) // 2
+    units = [_in_units(value) if math.isfinite(value) else None for value in values]
+    sums = list(itertools.accumulate((unit or 0 for unit in units), initial=0))
+    counts = list(itertools.accumulate((unit is not None for unit in units), initial=0))
     means = []
     for i in range(len(values)):
         reach = min(half, i)
         first = min(i - reach, max(0, len(values) - 1 - 2 * half))
-        window = [value for value in values[first : i + reach + 1] if not math.isnan(value)]
-        means.append(statistics.fmean(window) if window else math.nan)
+        end = min(i + reach + 1, len(values))
+        count = counts[end] - counts[first]
+        means.append((sums[end] - sums[first]) / (count << UNIT_BITS) if count else math.nan)
     return means
+
+
+def _in_units(value: float) -> int:
+    """Return a value as a whole number of 2^-UNIT_BITS."""
+    numerator, denominator = value.as_integer_ratio()
+    return (numerator << UNIT_BITS) // denominator
 
 
 def _panel_title(axes: Any, text: str) -> None:

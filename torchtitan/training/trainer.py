@@ -357,7 +357,7 @@ class Trainer:
         if self.checkpointer and self.checkpointer.maybe_save(self.step, last=done):
             self.metrics.mark("checkpoint")
             self.goodput.saves += 1
-            self.metrics.record_event(self.step, "goodput", self.goodput.row())
+            self.metrics.record_event(self.step, "goodput", self.goodput.row() | {"saved": True})
 
     def save_before_failure(self) -> None:
         """Save the last step, so that the next start loses nothing, when all ranks know that they cannot continue."""
