@@ -135,13 +135,13 @@ class _Frontier:
         result.layouts = len(self._queue)
         for actions in itertools.count():
             if not self._queue or len(result.best) >= top:
-                return result
+                break
             if actions == MOST_ACTIONS:
+                result.complete = False
                 break
             heapq.heappop(self._queue)[2]()
-        result.complete = False
-        remaining = [candidate for candidate in result.judged if candidate not in result.best]
-        result.best += sorted(remaining, key=lambda candidate: candidate.time.seconds)[: top - len(result.best)]
+        if not result.complete:
+            result.best = sorted(result.judged, key=lambda candidate: candidate.time.seconds)[:top]
         return result
 
     def _push(self, bound: float, action: Callable[[], None]) -> None:

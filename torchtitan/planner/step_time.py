@@ -13,9 +13,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 from torchtitan.core.hardware import ASSUMED, Curve, Hardware, Link
 from torchtitan.models.sizes import STACK, Sizes, split_side
+from torchtitan.parallelisms.pipeline.cut import schedule_traits
 from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.time_parts import BlockTime, Calibration, Parts, StepTime
 
@@ -232,13 +234,26 @@ class StepTimer:
     def step_time(self, plan: Plan, with_fsdp: bool = True) -> StepTime:
         """Predict a step, with a lower bound of a pipeline's bubble. `with_fsdp`: with what does not hide of FSDP."""
         if plan.pp > 1:
-            ranks = [self.rank_time(plan, rank) for rank in sorted({0, plan.pp // 2, plan.pp - 1})]
-            parts = max(ranks, key=lambda times: times.total())
-            parts = Parts({name: seconds * plan.microbatches for name, seconds in parts.items()})
-            parts["bubble"] = least_bubble(plan) * ranks[len(ranks) // 2].total()
-            return self.finished(plan, parts, with_fsdp)
+            return self.finished(plan, self._pipeline_parts(plan), with_fsdp)
         parts, _ = self._sum(plan, self.stages(plan), with_head=True)
         return self.finished(plan, Parts({name: seconds * plan.passes for name, seconds in parts.items()}), with_fsdp)
+
+    def _pipeline_parts(self, plan: Plan) -> Parts:
+        """Return the seconds of the rank that takes the longest, by part, with a lower bound of its bubble.
+
+        A rank idles at least until the first microbatch has passed the stages before its first one, and, where
+        gradients of inputs and weights are computed together, while the last one passes them in backward.
+        """
+        merged = plan.merges_backward or not schedule_traits(plan.schedule).split_backward
+        times = self.stage_times(plan)
+        idle = [0.0, *accumulate(sum(stage) if merged else stage[0] for stage in times)]
+        numbers = [plan.stages_of_rank(rank) for rank in range(plan.pp)]
+        busy = [plan.microbatches * sum(sum(times[number]) for number in rank) for rank in numbers]
+        least = max(seconds + idle[min(rank)] for seconds, rank in zip(busy, numbers, strict=True))
+        slowest = self.rank_time(plan, busy.index(max(busy)))
+        parts = Parts({name: seconds * plan.microbatches for name, seconds in slowest.items()})
+        parts["bubble"] = least - max(busy)
+        return parts
 
     def least_seconds(self, layout: Plan) -> float:
         """Return a lower bound of a step for all schedules and replicas: an even share of the blocks, no bubble."""
@@ -316,12 +331,3 @@ class StepTimer:
         total = plan.passes * (2 * gather + reduce)
         blocks = max(1, self.workload.args.n_layers)
         return max(0.0, total - computed) + total / blocks
-
-
-def least_bubble(plan: Plan) -> float:
-    """Return a lower bound of a pipeline's idle time, in the time of a rank's stages for one microbatch."""
-    if plan.schedule in ("GPipe", "1F1B"):
-        return plan.pp - 1
-    if plan.schedule in ("LoopedBFS", "Interleaved1F1B"):
-        return (plan.pp - 1) / plan.stages_per_rank
-    return (plan.pp - 1) / 6 * plan.merges_backward
