@@ -4,7 +4,9 @@ import dataclasses
 import importlib.util
 import json
 import math
+import random
 import statistics
+from itertools import islice
 
 import pytest
 
@@ -123,6 +125,23 @@ def test_long_pipelines_are_extrapolated_exactly():
     assert search.timer._makespan(plan) == pytest.approx(search.timer._simulated(plan, 256), rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("name", "gpus", "samples"), [("debug_model", 8, 16), ("llama3_8b", 64, 64), ("deepseek_671b", 256, 1024)]
+)
+def test_no_schedule_is_faster_than_the_lower_bound(name, gpus, samples):
+    config = load(name, "--compile.enable", "false")
+    search = Search(config, Workload.of(config, samples), samples, H100, Calibration())
+    space = search.space(gpus)
+    plans = [plan for layout in space.layouts() if layout.pp > 1 for plan in space.scheduled(layout)]
+    random.Random(1).shuffle(plans)
+    few = [plan for plan in plans if plan.microbatches * plan.pp * plan.stages_per_rank < 300]
+    legal = list(islice((plan for plan in few if not search.faults(plan)), 30))
+    assert len(legal) == 30
+    for plan in legal:
+        bound, seconds = search.timer.timer.step_time(plan).seconds, search.timer.step_time(plan).seconds
+        assert bound <= seconds * 1.0001, plan  # the simulator counts microseconds
+
+
 # Search
 
 
@@ -154,6 +173,35 @@ def test_plans_are_legal_and_train_the_same():
         assert plan.gpus == 64 and not search.faults(plan)
         assert plan.shards * plan.replicas * plan.microbatch * plan.microbatches * plan.passes == 64
         assert Plan.of(search.job(plan), 64, 64) == plan
+
+
+def test_the_table_is_sorted():
+    _, result = searched(
+        "llama3_405b", 512, 512, "h100-80", "--parallelism.pipeline_parallel_first_stage_less_layers=0"
+    )
+    seconds = [candidate.time.seconds for candidate in result.best]
+    assert seconds == sorted(seconds) and len(seconds) == 10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("context_parallel_degree=2", "context_parallel_rotate_method=alltoall"),
+        ("tensor_parallel_degree=2", "disable_loss_parallel=true"),
+        ("pipeline_parallel_degree=2", "pipeline_parallel_schedule=GPipe", "pipeline_parallel_microbatch_size=2"),
+    ],
+)
+def test_options_of_other_degrees_do_not_exclude_plans(options):
+    _, plain = searched("debug_model", 2, 16)
+    search, result = searched("debug_model", 2, 16, "h100-80", *(f"--parallelism.{option}" for option in options))
+    assert [one.plan for one in result.best] == [one.plan for one in plain.best]
+    assert not any(search.faults(one.plan) for one in result.best)
+
+
+def test_the_compiled_components_stay_those_of_the_job():
+    config = load("debug_model", "--compile.enable", "true", "--compile.components", '["loss"]')
+    search = Search(config, Workload.of(config, 16), 16, H100, Calibration())
+    assert search.job(Plan(shards=4, microbatch=4)).compile == config.compile
 
 
 # Command
@@ -205,6 +253,30 @@ def test_measured_runs_calibrate(capsys, tmp_path):
     assert all(abs(residual) < 10 for residual in residuals)
 
 
+def test_a_job_is_never_replaced_by_its_plan(tmp_path):
+    base, job, plan = (tmp_path / name for name in ("base.toml", "job.toml", "plan.toml"))
+    base.write_text('extends = "debug_model"\ntraining.global_batch_size = 16\n')
+    job.write_text('extends = "base.toml"\ntraining.steps = 10\n')
+    arguments = [str(job), "--gpus", "4", "--quick", "--write"]
+    for path in (job, base):
+        before = path.read_text()
+        with pytest.raises(JobError, match="a file that the job is not read from"):
+            command.main([*arguments, str(path)])
+        assert path.read_text() == before
+    (tmp_path / "other.toml").write_text("training.steps = 10\n")
+    with pytest.raises(JobError, match="a new file, or one that starts with"):
+        command.main([*arguments, str(tmp_path / "other.toml")])
+    for _ in range(2):  # a plan is replaced by the next one
+        assert command.main([*arguments, str(plan)]) == 0
+    with pytest.raises(JobError, match="a file that the job is not read from"):
+        command.main([str(plan), *arguments[1:], str(plan)])
+
+
+def test_an_explanation_is_part_of_the_json(capsys):
+    answer = json.loads(run(capsys, *SMALL, "--gpus", "4", "--quick", "--json", "--explain", "1"))
+    assert any("matrix products" in line for line in answer["explanation"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -215,7 +287,13 @@ def test_measured_runs_calibrate(capsys, tmp_path):
         ([*SMALL, "--gpus", "8", "--budget", "5"], "needs the price"),
         ([*SMALL, "--gpus", "8", "--deadline", "5"], "a number with one of min, h, d"),
         ([*SMALL, "--gpus", "8", "--tokens", "many"], "a number above 0"),
-        ([*SMALL, "--gpus", "8", "--from", "missing"], "no such file"),
+        ([*SMALL, "--gpus", "8", "--from", "missing"], "--from missing: has no config.toml"),
+        ([*SMALL, "--gpus", "8", "--training.epochs", "2"], "give --tokens"),
+        (
+            [*SMALL, "--gpus", "8", "--training.float8", "rowwise", "--gpu", "a100-80"],
+            "A100.* has no products in float8",
+        ),
+        ([*SMALL, "--gpus", "8", "--parallelism.pipeline_parallel_schedule", "Foo"], "schedule: there is no"),
         ([*SMALL, "--gpus", "8", "--plot", "plan.gif"], ".png"),
         ([*SMALL, "--gpus", "8", "--write", "plan.txt"], ".toml"),
         ([*SMALL, "--gpus", "1", "--quick", "--explain", "99"], "the plans found"),

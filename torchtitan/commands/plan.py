@@ -21,6 +21,7 @@ from torchtitan.core.errors import JobError, format_bytes
 from torchtitan.core.hardware import load_hardware
 from torchtitan.core.progress_bar import waiting
 from torchtitan.metrics.plot import check_format
+from torchtitan.parallelisms.pipeline.cut import schedule_traits
 from torchtitan.planner.answer import HEADER, Cost, as_record, comparison, costs, explanation, loss_of, no_plan, row
 from torchtitan.planner.calibration import usual_calibration
 from torchtitan.planner.measured_runs import calibrate
@@ -28,8 +29,10 @@ from torchtitan.planner.plan import Plan, Workload, apply_changes, can_be_planne
 from torchtitan.planner.search import TO_BE_FETCHED, Candidate, Limits, Result, Search
 from torchtitan.rules import Device, Facts, check
 
-PLANNED = ("parallelism.", "training.local_batch_size", "training.global_batch_size", "training.loss_chunks")
-"""Prefixes of options that a plan sets. Their faults in the job do not matter."""
+PLANNED = {name for plan in (Plan(), Plan(tp=2, cp=2, pp=2, schedule="1F1B")) for name in plan.changes(1, 1)}
+"""Options that a plan sets. Their faults in the job do not matter."""
+WRITTEN = "# torchtitan plan: "
+"""Start of a file of --write, which may be replaced by another one."""
 
 
 def main(argv: list[str]) -> int:
@@ -42,21 +45,21 @@ def main(argv: list[str]) -> int:
         check_file(option, getattr(options, option))
     if options.write is not None and options.write.suffix != ".toml":
         raise JobError(f"--write: given {str(options.write)!r}; allowed: names with .toml; rename it")
+    if options.write is not None:
+        check_replaced(options.write, job_args)
     question = ask(options, manager.load(job_args))
     with waiting("plans are searched"):
         result = question.search.find(options.gpus, max(options.top, options.explain or 0), question.limits)
     if not result.best:
         raise JobError(no_plan(result, options.gpus, question.limits.memory))
+    if options.explain and options.explain > len(result.best):
+        raise JobError(f"--explain: given {options.explain}; allowed: 1 to {len(result.best)}, the plans found")
     with waiting("other hardware is tried"):
         alternatives = [] if options.quick else question.alternatives()
     if options.json:
         print(json.dumps(question.record(result, alternatives), indent=1))
     else:
-        print("\n".join(report(question, result, alternatives)))
-    if options.explain:
-        if options.explain > len(result.best):
-            raise JobError(f"--explain: given {options.explain}; allowed: 1 to {len(result.best)}, the plans found")
-        print("\n".join(explanation(result.best[options.explain - 1], question.search.calibration.evidence)))
+        print("\n".join([*report(question, result, alternatives), *question.explained(result)]))
     write(question, result, alternatives)
     return 0
 
@@ -107,6 +110,11 @@ class Question:
             alternatives.append((change, best[0] if best else None))
         return alternatives
 
+    def explained(self, result: Result) -> list[str]:
+        """Return the lines of --explain."""
+        number = self.options.explain
+        return explanation(result.best[number - 1], self.search.calibration.evidence) if number else []
+
     def record(self, result: Result, alternatives: list[tuple[str, Candidate | None]]) -> dict[str, object]:
         search, job = self.search, self.job_plan()
         per_sample = search.workload.rows_per_sample
@@ -127,6 +135,7 @@ class Question:
             "plans": [record_of(candidate) for candidate in result.best],
             "job": job if isinstance(job, str) else record_of(job),
             "alternatives": {change: other and record_of(other) for change, other in alternatives},
+            "explanation": self.explained(result),
         }
 
 
@@ -139,17 +148,29 @@ def ask(options: argparse.Namespace, config: JobConfig) -> Question:
     faults = [
         fault
         for fault in check(config, options.gpus, device)
-        if not fault.key.startswith((*TO_BE_FETCHED, *PLANNED, "activation_checkpoint.", "compile."))
+        if fault.key not in PLANNED and not fault.key.startswith(TO_BE_FETCHED)
     ]
     if faults:
         raise ConfigError(faults)
     if reason := can_be_planned(config):
         raise JobError(f"torchtitan plan: {reason}")
+    try:
+        schedule_traits(config.parallelism.pipeline_parallel_schedule)
+    except JobError as error:
+        raise JobError(f"parallelism.pipeline_parallel_schedule: {error}") from None
+    if config.training.epochs is not None and options.tokens is None:
+        reason = "their tokens are those of the data, which is not read"
+        raise JobError(f"training.epochs: given {config.training.epochs}; {reason}; give --tokens")
     samples = Facts(config, options.gpus, device).step_samples
     if samples is None:
         remedy = "set training.global_batch_size, which all plans keep"
         raise JobError(f"the job's degrees do not fit {options.gpus:,} GPUs, so its batch is not known; {remedy}")
     workload = Workload.of(config, samples)
+    if workload.dtype == "float8" and not hardware.peak.float8:
+        remedy = "leave it out, or choose another --gpu"
+        raise JobError(
+            f"training.float8: given {config.training.float8!r}; {hardware.title} has no products in float8; {remedy}"
+        )
     residuals: list[str] = []
     calibration = usual_calibration(hardware)
     if options.runs:
@@ -172,6 +193,20 @@ def most_seconds(options: argparse.Namespace, steps: float, price: float | None)
             raise JobError("--budget: needs the price of a GPU for an hour; give --price")
         allowed.append(options.budget / price / options.gpus * 3600 / steps)
     return min(allowed)
+
+
+def check_replaced(path: Path, job_args: list[str]) -> None:
+    """Raise JobError if --write would replace a file of the job, or a file that it did not write."""
+    name = str(path)
+    if path.resolve() in {Path(layer.name).resolve() for layer in manager.read_layers(job_args)[1]}:
+        raise JobError(f"--write: given {name!r}; allowed: a file that the job is not read from; name another")
+    try:
+        is_plan = not path.exists() or (path.is_file() and path.open("rb").read(len(WRITTEN)) == WRITTEN.encode())
+    except OSError as error:
+        raise JobError(f"--write: given {name!r}; cannot be read ({error.strerror}); name another") from None
+    if not is_plan:
+        allowed = f"a new file, or one that starts with {WRITTEN!r}"
+        raise JobError(f"--write: given {name!r}; allowed: {allowed}; name another, or remove it")
 
 
 # Report
@@ -232,7 +267,7 @@ def overlay(question: Question, best: Candidate) -> str:
     changes = best.plan.changes(question.search.workload.rows_per_sample, question.search.samples)
     planned = apply_changes(question.config, changes)
     files = [str(Path(file).resolve()) for file in planned.job.config_file]
-    head = f"# {best.plan}: predicted {best.time.seconds:.3f} s a step, MFU {best.time.mfu:.1%}\n"
+    head = f"{WRITTEN}{best.plan}, predicted {best.time.seconds:.3f} s a step, MFU {best.time.mfu:.1%}\n"
     base = manager.load([argument for file in files for argument in ("--job.config_file", file)])
     before, after = (dict(walk(as_dict(config))) for config in (base, planned))
     differing = {key: value for key, value in after.items() if before.get(key) != value and key != "job.config_file"}

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
-from torchtitan.core.files import FileError
 from torchtitan.core.hardware import Hardware
 from torchtitan.metrics.json_lines import METRICS, read_records
 from torchtitan.planner.calibration import SIGMAS, fit_factors
@@ -26,10 +25,13 @@ class MeasuredRun:
 
     def __init__(self, folder: Path) -> None:
         self.name = str(folder)
+        for name in ("config.toml", METRICS):
+            if not (folder / name).is_file():
+                raise JobError(f"--from {folder}: has no {name}; give the dump_folder of a run")
         try:
             self.config = manager.load(["--job.config_file", str(folder / "config.toml")])
             records = read_records(folder / METRICS)
-        except (OSError, FileError) as error:
+        except (OSError, JobError) as error:
             raise JobError(f"--from {folder}: cannot be read ({error}); give the dump_folder of a run") from None
         steps = [record for record in records if "step_seconds" in record and "marked" not in record]
         steps = steps[FIRST_STEPS:] or steps

@@ -12,10 +12,12 @@ from typing import Any
 
 from torchtitan.config.batch_shape import rows_per_sample
 from torchtitan.config.job import JobConfig
+from torchtitan.config.sections.model import Parallelism
 from torchtitan.models import resolve_sizes
 from torchtitan.models.flops import causal_keys, flops_per_token, latent_flops_per_token
 from torchtitan.models.sizes import Sizes
 from torchtitan.parallelisms.pipeline.cut import schedule_traits, split_layers, stages_of_rank
+from torchtitan.rules.parallelism import NEEDS_DEGREE
 
 Changes = dict[str, Any]
 """Options of a job by dotted name."""
@@ -199,13 +201,22 @@ class Plan:
         return self.recompute != "none" or self.compiled
 
     def changes(self, rows_per_sample: int, samples: int) -> Changes:
-        """Return the options of a job that give this plan with `samples` samples in a step."""
+        """Return the options of a job that give this plan with `samples` samples in a step.
+
+        Options that do nothing while their degree is 1, which the rules refuse, get their defaults then.
+        """
         local = self.microbatch * self.microbatches // rows_per_sample
         mode = {"none": "none", "full": "full"}.get(self.recompute, "selective")
-        values: Changes = {
-            "parallelism.tensor_parallel_degree": self.tp,
-            "parallelism.context_parallel_degree": self.cp,
-            "parallelism.pipeline_parallel_degree": self.pp,
+        degrees = {
+            "tensor_parallel_degree": self.tp,
+            "context_parallel_degree": self.cp,
+            "pipeline_parallel_degree": self.pp,
+        }
+        defaults = Parallelism()
+        idle = [name for degree, names in NEEDS_DEGREE.items() if degrees[degree] == 1 for name in names]
+        values: Changes = {f"parallelism.{name}": getattr(defaults, name) for name in idle}
+        values |= {f"parallelism.{name}": degree for name, degree in degrees.items()}
+        values |= {
             "parallelism.expert_parallel_degree": self.ep,
             "parallelism.data_parallel_shard_degree": self.shards,
             "parallelism.data_parallel_replicate_degree": self.replicas,
@@ -214,7 +225,6 @@ class Plan:
             "training.local_batch_size": local,
             "training.global_batch_size": samples,
             "activation_checkpoint.mode": mode,
-            "compile.enable": self.compiled,
         }
         if mode == "selective":
             values["activation_checkpoint.selective_ac_option"] = self.recompute
@@ -228,11 +238,8 @@ class Plan:
                 "parallelism.pipeline_parallel_layers_per_stage": self.layers_per_stage,
                 "parallelism.pipeline_parallel_microbatch_size": self.microbatch // rows_per_sample,
             }
-        else:
-            values |= {
-                "parallelism.pipeline_parallel_layers_per_stage": None,
-                "parallelism.module_fqns_per_model_part": None,
-            }
+        if self.cp > 1:
+            values["parallelism.context_parallel_rotate_method"] = "alltoall" if self.ring else "allgather"
         return values
 
     def stages(self, workload: Workload) -> list[Counter[int]]:
