@@ -14,6 +14,7 @@ from torchtitan.checkpoint.stored_tensors import open_tensors
 from torchtitan.commands import diff
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+NOT_COMPARED = "tensors  no checkpoint of the same step, not compared"
 NAME = "model.layers.2.feed_forward.w1.weight"
 
 
@@ -93,16 +94,30 @@ def test_an_option_and_a_logged_value(run, copy, capsys):
     (row,) = [row for row in rows if row["step"] == 3 and "loss" in row]
     loss = row["loss"]
     row["loss"] *= 1 + 1e-7
+    row |= {"perplexity": 2.0, "max_loss": row["loss"]}
+    for other in rows:
+        other |= {"lr": 1.0, "tokens": 5} if "lr" in other else {}
     lines = [json.dumps(row) for row in rows]
     (copy / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 5, "lo']))
     assert compare(run, copy, capsys)[1] == [
         "options  1 differ",
         "  optimizer.lr 0.01 -> 0.02",
-        "steps    4 that both logged (A up to 4, B up to 4), 1 differ",
+        "steps    4 that both logged (A up to 4, B up to 4), from step 3 on differ",
         f"  step 3: loss {loss} -> {row['loss']}",
         "tensors  of step 4, 2 of 2 checkpoints that both have, equal",
         "A and B differ",
     ]
+    row |= {"loss": None, "max_loss": None}
+    (copy / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    shutil.rmtree(copy / "checkpoint")
+    lines = compare(run, copy, capsys)[1]
+    assert lines[3:5] == [f"  step 3: loss {loss} -> not finite", NOT_COMPARED]
+
+
+def test_a_tolerance_for_logged_values(run, copy, capsys):
+    rows = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.dumps(row | {"loss": row["loss"] * (1 + 1e-7)} if "loss" in row else row) for row in rows]
+    (copy / "metrics.jsonl").write_text("\n".join(lines))
     (copy / "config.toml").unlink()
     code, lines = compare(run, copy, capsys, "--tolerance=1e-6")
     assert code == 0 and lines[0] == "options  equal", "by the jobs that the checkpoints hold"

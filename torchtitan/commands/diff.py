@@ -45,7 +45,10 @@ MOST_LINES = 20
 """Options or tensors in the text."""
 MEASURED = {"tokens_per_second", "step_seconds", "data_seconds", "memory_gib", "memory_active_gib", "mfu", "mfu_full"}
 """Fields of a record that differ between equal runs."""
-NOT_VALUES = MEASURED | {"step", "marked"}
+NOT_VALUES = MEASURED | {"step", "marked", "perplexity"}
+"""Perplexity is a function of the loss."""
+EXPLAINED = {"lr", "tokens"}
+"""Fields that follow from the options, so that other options explain their differences."""
 
 
 class OptionDifference(NamedTuple):
@@ -100,16 +103,27 @@ class Comparison:
         if self.options is not None:
             yield from _section("options", "", [f"{key} {a} -> {b}" for key, a, b in self.options])
         if self.steps:
-            pairs = [f"step {self.first_step}: {name} {show(a)} -> {show(b)}" for name, (a, b) in self.values.items()]
-            yield from _section("steps", self.steps, pairs)
+            pairs = [
+                f"step {self.first_step}: {name} {_show_logged(pair[0])} -> {_show_logged(pair[1])}"
+                for name, pair in self.values.items()
+            ]
+            outcome = f"from step {self.first_step} on" if pairs else ""
+            yield from _section("steps", self.steps, pairs, outcome)
         if self.weights:
             absent = [f"only in A: {name}" for name in self.only_a] + [f"only in B: {name}" for name in self.only_b]
             yield from _section("tensors", self.weights, [*absent, *map(str, self.tensors)])
         yield "A and B are equal in all of this" if self.equal else "A and B differ"
 
 
-def _section(title: str, extent: str, differences: list[str]) -> Iterator[str]:
-    yield f"{title:9}" + ", ".join(filter(None, [extent, f"{len(differences)} differ" if differences else "equal"]))
+def _show_logged(value: Any) -> str:
+    return "not finite" if value is None else show(value)  # JSON lacks NaN and infinity
+
+
+def _section(title: str, extent: str, differences: list[str], outcome: str = "") -> Iterator[str]:
+    """Yield a heading and a line for each difference. `outcome`: in place of their number."""
+    outcome = outcome or f"{len(differences)}" if differences else ""
+    shown = f"{outcome} differ" if outcome else "not compared" if extent.startswith("no ") else "equal"
+    yield f"{title:9}" + ", ".join(filter(None, [extent, shown]))
     yield from (f"  {difference}" for difference in differences[:MOST_LINES])
     if len(differences) > MOST_LINES:
         yield f"  and {len(differences) - MOST_LINES} more; --json lists all"
@@ -202,12 +216,15 @@ def compare_steps(result: Comparison, a: dict[int, Record], b: dict[int, Record]
     if not shared:
         return
     result.steps = f"{len(shared)} that both logged (A up to {max(a)}, B up to {max(b)})"
+    left_out = NOT_VALUES | (EXPLAINED if result.options else set())
     for step in shared:
-        names = [name for name in a[step] if name in b[step] and name not in NOT_VALUES]
+        names = [name for name in a[step] if name in b[step] and name not in left_out]
         pairs = {name: [a[step][name], b[step][name]] for name in names}
         result.values = {name: pair for name, pair in pairs.items() if not within(pair[0], pair[1], tolerance)}
         if result.values:
             result.first_step = step
+            if result.values.get("max_loss") == result.values.get("loss"):  # the step had one batch
+                result.values.pop("max_loss", None)
             return
 
 
