@@ -6,12 +6,14 @@ from tests.support.memory_plans import MODELS, memory_plans
 from tests.support.pool import run_alone
 from torchtitan.config.manager import load
 from torchtitan.core.hardware import load_hardware
+from torchtitan.models import resolve_sizes
 from torchtitan.parallelisms.pipeline.actions import with_full_backward
 from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import simulate
 from torchtitan.planner import estimate
-from torchtitan.planner.closed_form import predict_memory
+from torchtitan.planner.closed_form import fullest, moments, predict_memory
 from torchtitan.planner.rank_layout import in_flight
+from torchtitan.planner.rank_sizes import RankSizes
 
 SCHEDULES = {
     "GPipe": 1,
@@ -57,6 +59,36 @@ def test_the_formula_agrees_with_the_rehearsal(kind):
     jobs = SAMPLES[kind]
     for (_, arguments), peak in zip(jobs, run_alone(rehearsed_peaks, jobs), strict=True):
         assert predict_memory(load(arguments)).total == pytest.approx(peak, rel=0.03), arguments
+
+
+UNEVEN = [
+    ("llama3.1", "405B", "n_layers = 126", "1F1B", 64, 128, 1),
+    ("llama3.1", "405B", "n_layers = 45", "Interleaved1F1B", 4, 8, 1),
+    ("llama3.1", "405B", "n_layers = 45", "ZBVZeroBubble", 8, 10, 5),  # later ranks have more in flight
+    ("deepseek", "671B", "n_layers = 61", "1F1B", 16, 64, 1),
+    ("deepseek", "671B", "n_layers = 61", "DualPipeV", 8, 16, 1),
+    ("deepseek", "671B", "n_layers = 61", "GPipe", 4, 4, 1),
+]
+"""Family, flavor, size, schedule, pipeline ranks, microbatches, and the rank that needs the most."""
+
+
+@pytest.mark.parametrize(("family", "flavor", "size", "schedule", "pp", "microbatches", "rank"), UNEVEN)
+def test_the_rank_that_needs_the_most_is_examined(family, flavor, size, schedule, pp, microbatches, rank):
+    settings = {
+        "model.name": family,
+        "model.flavor": flavor,
+        "model.overrides": f"{{{size}}}",
+        "training.seq_len": 4096,
+        "training.local_batch_size": microbatches,
+        "parallelism.pipeline_parallel_degree": pp,
+        "parallelism.pipeline_parallel_schedule": schedule,
+    }
+    config = load([f"--{name}={value}" for name, value in settings.items()])
+    args = resolve_sizes(family, flavor, None, config.model.overrides)
+    ranks = [RankSizes(config, args, number) for number in range(pp)]
+    peaks = [max(moment.total() for moment in moments(sizes)) for sizes in ranks]
+    assert predict_memory(config).total == max(peaks) == peaks[rank]
+    assert len(fullest(ranks)) <= 5
 
 
 def test_a_gpu_reserves_more_than_its_tensors():

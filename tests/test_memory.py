@@ -242,6 +242,41 @@ def test_a_partial_rehearsal_agrees_with_the_full_one(case):
     assert all(partial[1])
 
 
+def estimates_of_chosen_and_all_places(arguments, world_size):
+    """Return the peaks by pipeline rank: of those that are chosen, and of all."""
+    config, peaks = manager.load(arguments), []
+    for chosen in (prediction._fullest_places, lambda job, dims, stages: list(range(dims.pp))):
+        prediction._fullest_places = chosen
+        estimates = prediction.predict(config, world_size, "cuda")
+        peaks.append({one.pipeline_rank: one.peak for one in estimates})
+    return peaks
+
+
+UNEVEN = [
+    ("1F1B", "llama3", "debugmodel", "{n_layers=6}", [0, 1, 3]),  # 1, 2, 2 and 1 layers
+    ("ZBVZeroBubble", "llama3", "debugmodel", "{n_layers=14}", [0, 3]),  # rank 3 has more in flight than 1 and 2
+    ("1F1B", "deepseek", "debugmodel", "{n_layers=6, n_dense_layers=1}", [0, 1, 3]),
+]
+
+
+@pytest.mark.parametrize(("schedule", "family", "flavor", "overrides", "places"), UNEVEN)
+def test_the_pipeline_rank_that_needs_the_most_is_examined(schedule, family, flavor, overrides, places):
+    options = {
+        "model.name": family,
+        "model.flavor": flavor,
+        "model.overrides": overrides,
+        "training.local_batch_size": 4,
+        "parallelism.pipeline_parallel_degree": 4,
+        "parallelism.pipeline_parallel_schedule": schedule,
+    }
+    chosen, every = run_alone(estimates_of_chosen_and_all_places, argv(options), 4)
+    assert list(chosen) == places
+    assert chosen == {place: every[place] for place in places}
+    assert max(chosen.values()) == max(every.values())
+    if schedule == "1F1B":
+        assert max(every, key=every.get) == 1
+
+
 def product_and_process(number, factor):
     if number < 0:
         raise JobError(f"given {number}")

@@ -105,7 +105,7 @@ def allowed(config: JobConfig, device: str) -> float | None:
 
 
 def table(predictions: list[Prediction]) -> list[str]:
-    """Format the memory by kind of tensor at the peak, largest first; with a pipeline, for two of its ranks."""
+    """Format the memory by kind of tensor at the peak, largest first; with a pipeline, for several of its ranks."""
     kinds = sorted(
         {kind for prediction in predictions for kind in prediction.kinds},
         key=lambda kind: -worst(predictions).kinds.get(kind, 0),

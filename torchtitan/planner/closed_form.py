@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from torchtitan.config.job import JobConfig
 from torchtitan.core.hardware import Hardware
-from torchtitan.planner.rank_sizes import RankSizes, rank_sizes
+from torchtitan.models import resolve_sizes
+from torchtitan.planner.rank_sizes import RankSizes
 
 Bytes = Counter[str]
 """Bytes by kind, as the fields of MemoryPrediction are named."""
@@ -50,13 +51,30 @@ def predict_memory(
     `drops_every_second_product`: selective recompute by operator repeats every second matrix product, as torchtitan's
     did when its figures were published (commit 9dec370). Here it keeps them all.
     """
-    ranks = rank_sizes(config, drops_every_second_product)
-    candidates = [moment for sizes in ranks for moment in moments(sizes)]
+    pp = config.parallelism.pipeline_parallel_degree
+    args = resolve_sizes(config.model.name, config.model.flavor, config.model.hf_folder, config.model.overrides)
+    ranks = [RankSizes(config, args, rank, drops_every_second_product) for rank in range(pp)]
+    candidates = [moment for sizes in fullest(ranks) for moment in moments(sizes)]
     worst = max(candidates, key=Counter.total)
     on_gpu = hardware is None or bool(hardware.device_names)
     low, high = RESERVED if on_gpu else (1.0, 1.0)
     kinds = {kind: worst[kind] for kind in MemoryPrediction.__dataclass_fields__ if kind not in ("low", "high")}
     return MemoryPrediction(**kinds, low=low * worst.total(), high=high * worst.total())
+
+
+def fullest(ranks: list[RankSizes]) -> list[RankSizes]:
+    """Return one of each set of pipeline ranks with equal stages: the one with the most microbatches in flight."""
+    if len(ranks) == 1:
+        return ranks
+    args = ranks[0].args
+    kinds = [(args.block_linears(layer), args.block_others(layer)) for layer in range(args.n_layers)]
+    kind_of_layer = [kinds.index(kind) for kind in kinds]
+    by_content: dict[object, RankSizes] = {}
+    for sizes in ranks:
+        stages = tuple(tuple(kind_of_layer[layer] for layer in stage) for stage in sizes.stages)
+        content = stages, sizes.has_embedding, sizes.has_head
+        by_content[content] = max(by_content.get(content, sizes), sizes, key=lambda equal: equal.in_flight)
+    return list(by_content.values())
 
 
 def _sizes(**kinds: float) -> Bytes:

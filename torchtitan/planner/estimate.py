@@ -70,10 +70,10 @@ class Prediction:
 
 
 def predict(config: JobConfig, world_size: int, device: Device, traffic: bool = False) -> list[Prediction]:
-    """Predict rank 0 and, with a pipeline, also its last pipeline rank.
+    """Predict rank 0 or, with a pipeline, the first rank of each place in it that may need the most memory.
 
-    These two have the ends of the model, and the most and the fewest microbatches in flight. `traffic`: also predict
-    their messages, which may take twice as long.
+    Of places with equal stages one is predicted, with the most microbatches in flight. `traffic`: also predict their
+    messages, which may take twice as long.
     """
     dims = parts.dims(config, world_size)
     stages = _stages(config, dims)
@@ -83,7 +83,7 @@ def predict(config: JobConfig, world_size: int, device: Device, traffic: bool = 
         samples, extra = base.training.local_batch_size, dims.pp * config.parallelism.pipeline_parallel_microbatch_size
         jobs.append(_with_samples(config, dims, samples + extra))
         rounds = (config.training.local_batch_size - samples) / extra
-    places = sorted({0, dims.pp - 1})
+    places = _fullest_places(base, dims, stages)
     shares = [_Share.of(job, place, dims, stages) for place in places for job in jobs]
     predictions = []
     rehearsals = _rehearsed(shares, stages, device)
@@ -197,6 +197,27 @@ def _stages(config: JobConfig, dims: ParallelDims) -> list[list[str]]:
     if dims.pp > 1:
         return parts.pipeline_options(config).stages(parts.meta_model(config), parts.model_spec(config).plan, dims.pp)
     return [[f"layers.{number}" for number in range(parts.model_args(config).n_layers)]]
+
+
+def _fullest_places(config: JobConfig, dims: ParallelDims, stages: list[list[str]]) -> list[int]:
+    """Return one of each set of pipeline ranks with equal stages: the one with the most microbatches in flight.
+
+    Where layers of the same kind differ, no two ranks have equal stages.
+    """
+    if dims.pp == 1:
+        return [0]
+    options, dense, differ = parts.pipeline_options(config), _num_dense(config), _layers_differ(config)
+    in_flight = simulate(options.table(dims.pp, len(stages))).peak_activations
+
+    def content(name: str) -> str | bool:
+        return _number(name) < dense if _is_layer(name) and not differ else name
+
+    fullest: dict[object, int] = {}
+    for place in range(dims.pp):
+        local_stages = options.stages_of_rank(place, dims.pp, len(stages))
+        key = tuple(tuple(map(content, stages[stage])) for stage in local_stages)
+        fullest[key] = max(fullest.get(key, place), place, key=lambda equal: in_flight[equal])
+    return sorted(fullest.values())
 
 
 def _layers_differ(config: JobConfig) -> bool:

@@ -1,7 +1,8 @@
 """The layers, tokens and types of a rank, from a job's degrees. Imports no torch."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import accumulate
 from typing import Any
 
 from torchtitan.config.batch_shape import batch_rows, microbatch_rows, split_by_tensor_parallel
@@ -30,6 +31,16 @@ def in_flight(schedule: str, rank: int, pp: int, microbatches: int, chunks: int,
         "DualPipeV": 2 * pp + 1,
     }
     return min(everything, counts[name])
+
+
+@cache
+def _spans(counts: tuple[int, ...]) -> list[list[int]]:
+    """Return the numbers of the layers of each stage, from their counts."""
+    ends = list(accumulate(counts))
+    return [list(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]
+
+
+_split = cache(split_layers)
 
 
 @dataclass(frozen=True)
@@ -140,6 +151,13 @@ class RankLayout:
         """Bytes of the residual stream between two blocks."""
         return self.compute * self.args.dim * self.local_tokens
 
+    @cached_property
+    def in_flight(self) -> int:
+        """Highest number of (stage, microbatch) pairs that this pipeline rank stores activations of."""
+        merged = self.config.activation_checkpoint.mode != "none" or self.config.compile.enable
+        schedule = self.config.parallelism.pipeline_parallel_schedule
+        return in_flight(schedule, self.rank, self.pp, self.microbatches, self.chunks, merged)
+
     # Layers of this rank
 
     @cached_property
@@ -160,10 +178,9 @@ class RankLayout:
         else:
             per_stage = options.pipeline_parallel_layers_per_stage
             number = self.pp * traits.stages_per_rank if per_stage is None else -(-(n_layers + sum(ends)) // per_stage)
-            counts = split_layers(n_layers, number, *ends)
-        starts = [sum(counts[:stage]) for stage in range(len(counts))]
-        own_stages = stages_of_rank(self.rank, self.pp, len(counts), traits.style)
-        return [list(range(starts[stage], starts[stage] + counts[stage])) for stage in own_stages]
+            counts = _split(n_layers, number, *ends)
+        spans = _spans(tuple(counts))
+        return [spans[stage] for stage in stages_of_rank(self.rank, self.pp, len(spans), traits.style)]
 
     @cached_property
     def layers(self) -> list[int]:

@@ -4,22 +4,13 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from torchtitan.config.job import JobConfig
-from torchtitan.models import resolve_sizes
 from torchtitan.models.sizes import STACK, split_side
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED
-from torchtitan.planner.rank_layout import RankLayout, in_flight
+from torchtitan.planner.rank_layout import RankLayout
 
 CHUNK_BYTES = 2**30
 """Limit of a chunk's float32 logits on a GPU, as in losses/objective.py."""
-
-
-def rank_sizes(config: JobConfig, drops_every_second_product: bool = False) -> "list[RankSizes]":
-    """Return the sizes of the ranks that may need the most memory: the first and the last of a pipeline."""
-    pp = config.parallelism.pipeline_parallel_degree
-    args = resolve_sizes(config.model.name, config.model.flavor, config.model.hf_folder, config.model.overrides)
-    return [RankSizes(config, args, rank, drops_every_second_product) for rank in sorted({0, pp - 1})]
 
 
 @dataclass(frozen=True)
@@ -228,12 +219,8 @@ class RankSizes(RankLayout):
         """Bytes stored for all microbatches in flight, between their forward and backward."""
         if not self.in_pipeline:
             return sum(self._stored(layer) + self._resident_experts(layer) for layer in self.layers)
-        options, microbatches = self.config.parallelism, self.microbatches
-        merged = self.config.activation_checkpoint.mode != "none" or self.config.compile.enable
-        schedule = options.pipeline_parallel_schedule
-        count = in_flight(schedule, self.rank, self.pp, microbatches, self.chunks, merged)
         of_chunk = sum(map(self._stored, self.layers)) / self.chunks + self.hidden + self._rotation
-        return count * of_chunk
+        return self.in_flight * of_chunk
 
     @property
     def _rotation(self) -> float:
