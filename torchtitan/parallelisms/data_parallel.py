@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from torchtitan.parallelisms.fsdp_units import fsdp_units
 from torchtitan.parallelisms.plan import ParallelPlan, get_end_module, is_pipeline_part, match_blocks
 from torchtitan.parallelisms.quantized_collectives import quantize_collectives
 from torchtitan.parallelisms.replicas import overlap_replicas
@@ -122,11 +123,11 @@ def _share_second_shards(blocks: list[nn.Module], size: int) -> None:
 
     Given a number, fully_shard creates process groups for each block; here all blocks use the same.
     """
-    groups = [block._get_fsdp_state()._fsdp_param_group for block in blocks]
-    second_mesh = _get_post_forward_mesh_info(size, groups[0].mesh_info)
-    for group in groups:
-        group.post_forward_mesh_info = second_mesh
-        for parameter in group.fsdp_params:
+    units = [unit for block in blocks for unit in fsdp_units(block)]
+    second_mesh = _get_post_forward_mesh_info(size, units[0].mesh_info)
+    for unit in units:
+        unit.post_forward_mesh_info = second_mesh
+        for parameter in unit.fsdp_params:
             parameter.post_forward_mesh_info = second_mesh
             parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
 
@@ -168,9 +169,9 @@ def _hide_from_selective_recompute(module: FSDPModule) -> None:
     Selective recompute expects the same operators in the recomputation as in the forward, but FSDP may gather the
     module's parameters in only one of the two.
     """
-    group = module._get_fsdp_state()._fsdp_param_group
-    for name in ("pre_forward", "post_forward"):
-        setattr(group, name, _without_recompute(getattr(group, name)))
+    for unit in fsdp_units(module):
+        for name in ("pre_forward", "post_forward"):
+            setattr(unit, name, _without_recompute(getattr(unit, name)))
 
 
 def _without_recompute(function: Callable) -> Callable:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from torchtitan.core.float8 import E4M3, power_of_two
+from torchtitan.parallelisms.fsdp_units import fsdp_units
 
 Bytes = tuple[torch.Tensor, torch.Tensor]
 """Rows of a weight, uint8 [R, K], and the float32 that undoes their scale, uint8 [4]. gloo does not support float8."""
@@ -87,10 +88,10 @@ def gather_in_float8(model: nn.Module) -> None:
 
     `model`: with its parameters allocated, because their local tensors carry the functions.
     """
-    for unit in model.modules():
-        group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in (unit for module in modules for unit in fsdp_units(module)):
         scales = UnitScales()
-        for param in [] if group is None else group.fsdp_params:
+        for param in unit.fsdp_params:
             shards, rows = param.mesh_info.shard_mesh_size, param._sharded_local_tensor
             is_even = shards > 1 and rows.shape[0] * shards == param._orig_size[0]
             is_weight = param._module_info.param_name == "weight"

@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from torchtitan.parallelisms.fsdp_units import fsdp_units
+
 BLOCK = 32
 """Numbers that share a scale."""
 MANTISSA_BITS, MAX_EXPONENT = 23, 254
@@ -150,7 +152,7 @@ def quantize_collectives(
     """
     hops = reduction_hops(mesh, inner) if reduce_bits and inner > 1 else []
     for module in modules:
-        for unit in module._get_fsdp_state()._fsdp_param_groups:  # none, if all its parameters are in other units
+        for unit in fsdp_units(module):
             sizes = [parameter._sharded_param_data.numel() for parameter in unit.fsdp_params]
             if gather_int8:
                 module.set_custom_all_gather(QuantizedAllGather(unit.mesh_info.shard_mesh_size, sizes))

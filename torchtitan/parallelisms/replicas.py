@@ -13,6 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
+from torchtitan.parallelisms.fsdp_units import fsdp_units
+
 
 class DeferredGroup:
     """The replicas of an FSDP unit: its process group, with all-reduces that `wait` waits for."""
@@ -60,7 +62,7 @@ def overlap_replicas(module: FSDPModule) -> None:
 
     A gradient is a view of its sum, and further microbatches are added before the sum, so nothing reads it earlier.
     """
-    for unit in module._get_fsdp_state()._fsdp_param_groups:
+    for unit in fsdp_units(module):
         info = unit.mesh_info
         if unit.device.type != "cpu" or not isinstance(info, HSDPMeshInfo):
             continue

@@ -20,10 +20,12 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, get_schedule_class
 
 from torchtitan.parallelisms.data_parallel import fsdp_modules
+from torchtitan.parallelisms.fsdp_units import fsdp_units
 from torchtitan.parallelisms.pipeline.actions import (
     BACKWARD,
     FORWARD,
@@ -150,8 +152,8 @@ class Stage(PipelineStage):
         with annotate_errors(self.stage_index, bwd_chunk_id, "backward of the weights"):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         make_gradients_contiguous(self.submod.parameters())
-        for group in self._fsdp_groups():
-            group.post_backward()  # with gradient sync off it only accumulates, in the reduction dtype
+        for unit in self._fsdp_units():
+            unit.post_backward()  # with gradient sync off it only accumulates, in the reduction dtype
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce gradients over ranks and reshard, once per local batch, after this stage's last backward."""
@@ -162,13 +164,12 @@ class Stage(PipelineStage):
         self.submod.set_reshard_after_backward(True)
         self.submod.set_requires_gradient_sync(True)
         self.submod.set_requires_all_reduce(self.reduces_over_replicas)
-        for group in self._fsdp_groups():
-            group.post_backward()
+        for unit in self._fsdp_units():
+            unit.post_backward()
         self.submod._get_fsdp_state()._root_post_backward_final_callback()
 
-    def _fsdp_groups(self) -> list:
-        groups = [module._get_fsdp_state()._fsdp_param_group for module in fsdp_modules(self.submod)]
-        return [group for group in groups if group is not None]  # a middle part has parameters only in its blocks
+    def _fsdp_units(self) -> list[FSDPParamGroup]:
+        return [unit for module in fsdp_modules(self.submod) for unit in fsdp_units(module)]
 
 
 def make_gradients_contiguous(parameters: Iterable[nn.Parameter]) -> None:

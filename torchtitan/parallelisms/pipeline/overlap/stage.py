@@ -234,8 +234,8 @@ class SegmentedStage(Stage):
             self.accumulates_locally = True
 
     def accumulate_gradients(self) -> None:
-        for group in self._fsdp_groups():
-            group.post_backward()  # with gradient sync off it only accumulates, in the reduction dtype
+        for unit in self._fsdp_units():
+            unit.post_backward()  # with gradient sync off it only accumulates, in the reduction dtype
 
 
 class SegmentedSchedule(TableSchedule):
