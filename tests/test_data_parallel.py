@@ -1,11 +1,20 @@
 """Settings of fully_shard. The table of combinations compares its gradients."""
 
+import re
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import test_combinations
@@ -15,6 +24,8 @@ from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models.decoder import DECODER_PLAN
 from torchtitan.parallelisms import data_parallel, replicas
 from torchtitan.parallelisms.data_parallel import apply_data_parallel
+from torchtitan.parallelisms.fsdp_units import fsdp_units
+from torchtitan.process.exit import failure_kind
 
 MICROBATCHES, DISTINCT = 64, 4
 PASSES = {"FSDP 2": dict(dp_shard=2), "DDP 2": dict(dp_replicate=2)}
@@ -139,3 +150,67 @@ def backward_over_replicas():
 
 def test_over_replicas_no_gradient_is_divided_or_copied():
     assert run_ranks(2, backward_over_replicas) == [([], [True] * 5)] * 2
+
+
+def gradients_of_two_steps(overlapped):
+    """Return the sum of the gradients of two steps without zero_grad in between. The second rank is late."""
+    with patch.object(data_parallel, "overlap_replicas", replicas.overlap_replicas if overlapped else lambda _: None):
+        model = test_combinations.assembled(REPLICAS[0])
+    batch = {name: test_combinations.batch()[name][dist.get_rank() :: 2] for name in ("tokens", "labels")}
+    model.forward_backward(batch, 100)
+    time.sleep(dist.get_rank() / 2)
+    model.forward_backward(batch, 100)
+    return [parameter.grad.to_local().numpy() for _, parameter in model.named_parameters()]
+
+
+def test_gradients_of_two_steps_add_up_on_late_ranks():
+    overlapped, plain = (run_ranks(2, gradients_of_two_steps, choice) for choice in (True, False))
+    for gradients, expected in zip(overlapped, plain, strict=True):
+        assert all(map(np.array_equal, gradients, expected))
+
+
+def failure_without_a_peer(reduce_dtype):
+    """Return type and kind of what backward raises on the first of two replicas, if the other takes no part."""
+    group, single = dist.new_group(), [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    if dist.get_rank():
+        return None
+    module, mesh = nn.Linear(4, 4), DeviceMesh.from_group([group, single], "cpu", [[0], [1]], mesh_dim_names=("r", "s"))
+    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    replicas.overlap_replicas(module)
+    _set_pg_timeout(timedelta(seconds=0.2), group)
+    with pytest.raises(Exception) as caught:
+        module(torch.ones(1, 4)).sum().backward()
+    return caught.type, failure_kind(caught.value)
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
+def test_a_lost_replica_is_no_failure_of_this_rank(reduce_dtype):
+    """Sums in float32 are awaited at the end of backward, and others inside torch's all_reduce."""
+    assert run_ranks(2, failure_without_a_peer, reduce_dtype) == [(RuntimeError, "peer"), None]
+
+
+@pytest.mark.parametrize("units", [[], ["one"], ["one", "two"]])
+def test_units_of_any_torch(units):
+    class Latest:
+        _fsdp_param_groups = units
+
+        @property
+        def _fsdp_param_group(self):
+            assert len(units) < 2, "as torch raises"
+
+    states = [Latest()]
+    if len(units) < 2:
+        states.append(SimpleNamespace(_fsdp_param_group=units[0] if units else None))  # torch 2.11
+    assert [fsdp_units(SimpleNamespace(_get_fsdp_state=lambda state=state: state)) for state in states] == [
+        units for _ in states
+    ]
+
+
+def test_units_are_asked_for_in_one_place():
+    package = Path(data_parallel.__file__).parents[1]
+    files = [path.name for path in package.rglob("*.py") if "_fsdp_param_group" in FSDP_NAMES.sub("", path.read_text())]
+    assert files == ["fsdp_units.py"]
+
+
+FSDP_NAMES = re.compile(r"^from .*", re.MULTILINE)
+"""Imports. A module of torch has a similar name."""

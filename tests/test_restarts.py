@@ -367,6 +367,7 @@ def test_a_rank_without_a_log_is_no_evidence():
             "memory",
         ),
         (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"), "peer"),
+        (RuntimeError("Application timeout caused pair closure"), "peer"),  # gloo's other words for a timeout
         (RuntimeError("shape mismatch"), None),
         (OSError("Broken pipe"), None),
     ],

@@ -17,22 +17,35 @@ from torchtitan.parallelisms.fsdp_units import fsdp_units
 
 
 class DeferredGroup:
-    """The replicas of an FSDP unit: its process group, with all-reduces that `wait` waits for."""
+    """The replicas of an FSDP unit: its process group, with all-reduces that `wait` waits for.
+
+    It equals the group, because torch looks up the group of an all-reduce that fails, and would raise another error.
+    """
 
     def __init__(self, unit: Any) -> None:
         self.unit, self.group = unit, unit.mesh_info.replicate_process_group
         self.pending: list[dist.Work] = []
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.group
+
+    def __hash__(self) -> int:
+        return hash(self.group)
 
     def size(self) -> int:
         """Return 1: FSDP divides gradients by it if no factor is set."""
         return 1
 
     def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> dist.Work | None:
-        """Start the sum of tensors of any shape. Return it if its result is read at once: by a cast or a hook."""
+        """Start the sum of tensors of any shape. Return it if its result is read at once.
+
+        That is by a cast, by a hook, or by the addition to the gradient of an earlier step.
+        """
         options.asyncOp = True
         work = self.group.allreduce(tensors, options)
-        hooked = any(parameter.sharded_param._post_accumulate_grad_hooks for parameter in self.unit.fsdp_params)
-        if hooked or tensors[0].dtype != self.unit._orig_dtype:
+        parameters = [parameter.sharded_param for parameter in self.unit.fsdp_params]
+        awaited = any(p.grad is not None or p._post_accumulate_grad_hooks for p in parameters)
+        if awaited or tensors[0].dtype != self.unit._orig_dtype:
             return work
         self.pending.append(work)
         return None

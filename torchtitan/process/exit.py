@@ -81,7 +81,10 @@ def _leave(codes: list[int]) -> None:
 
 
 # messages of gloo and torch 2.13 about a lost connection to another rank
-_LOST = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Broken pipe|NCCL .*remote process exited")
+_LOST = re.compile(
+    r"gloo/transport|Application timeout caused pair closure|Connection (closed|reset) by peer|Broken pipe"
+    r"|NCCL .*remote process exited"
+)
 _NO_MEMORY = re.compile(r"can't allocate memory|std::bad_alloc")
 
 
