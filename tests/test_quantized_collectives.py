@@ -12,6 +12,7 @@ from tests import test_combinations
 from tests.combinations import Combination
 from tests.support.pool import run_ranks
 from torchtitan.config.manager import load
+from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.data_parallel import fsdp_modules
 from torchtitan.parallelisms.quantized_collectives import (
     BLOCK,
@@ -128,6 +129,13 @@ def test_collectives_of_four_ranks(bits, inner):
             errors[other] = error_bound(largest_of_blocks(partial_sum, SIZES), bits)[0]
         error = (torch.from_numpy(sums).double() - summands.double().sum(0)).abs()
         assert (error <= errors.sum(0) + 1e-6 * summands.abs().sum(0)).all()
+
+
+def test_a_unit_with_an_unused_parameter_is_refused():
+    reduction, sums = QuantizedReduceScatter(8, [], SIZES), torch.empty(SIZES[0])
+    message = 'only 43 of 75 numbers .*parallelism.fsdp_quantized_reduce = "none"'
+    with pytest.raises(JobError, match=message):
+        reduction(sums, torch.ones(2 * SIZES[0]), None, op=None)
 
 
 def gathered_again():

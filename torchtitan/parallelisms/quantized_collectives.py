@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.fsdp_units import fsdp_units
 
 BLOCK = 32
@@ -124,6 +125,11 @@ class QuantizedReduceScatter(DefaultReduceScatter):
     ) -> dist.Work | None:
         """Fill `output_tensor`, flat [N], with this rank's part of the sum of `input_tensor`, flat [ranks x N]."""
         size = output_tensor.numel()
+        if size != sum(self.sizes):  # FSDP passes only parameters with a gradient
+            raise JobError(
+                f"only {size} of {sum(self.sizes)} numbers of an FSDP unit have gradients, as parameters are unused: "
+                'set parallelism.fsdp_quantized_reduce = "none"'
+            )
         sums = input_tensor.float()
         for hop in self.hops or (group,):  # the parts for the ranks at each place of the group become one row
             rows = sums.view(-1, hop.size(), size).transpose(0, 1).flatten(1)
