@@ -28,7 +28,7 @@ from torchtitan.losses.objective import CHUNK_BYTES
 from torchtitan.parallelisms import data_parallel
 from torchtitan.planner import estimate as prediction
 from torchtitan.planner import rehearsal
-from torchtitan.planner.live_tensors import LiveTensors
+from torchtitan.planner.live_tensors import BACKWARD, LiveTensors
 from torchtitan.planner.rehearsal import Rehearsal, rehearse
 from torchtitan.process.distributed import device_type
 from torchtitan.training.batches import zero_batch
@@ -413,6 +413,27 @@ def test_a_ring_has_a_mask_of_documents_on_a_gpu_alone():
     """On a CPU it attends by slices. The mask of 4,096 queries and keys has at least two bytes a pair."""
     on_cpu, on_gpu = run_alone(peaks_on_devices, manager.load(argv(RING)))
     assert on_gpu - on_cpu > 2 * 4096**2
+
+
+REPLICAS = {
+    "parallelism.data_parallel_replicate_degree": 2,
+    "parallelism.data_parallel_shard_degree": 1,
+    "training.seq_len": 8,
+    "training.local_batch_size": 1,
+    "model.overrides": SMALL["model.overrides"].replace("dim=128, n_layers=3", "dim=512, n_layers=2"),
+}
+
+
+def work_of_backward(config):
+    """Return bytes in use by backward at the peak of a rank, as on a CPU and as on a GPU."""
+    return [rehearse(config, 0, 2, device).moments["forward and backward"][BACKWARD] for device in ("cpu", "cuda")]
+
+
+def test_replicas_have_a_second_buffer_of_gradients_on_a_gpu():
+    """Of a block, in float32. On a CPU the sum over replicas needs none."""
+    block = 4 * (2 * 512 * (512 + 256) + 3 * 512 * 1408 + 2 * 512)
+    on_cpu, on_gpu = run_alone(work_of_backward, manager.load(argv(REPLICAS)))
+    assert block < on_cpu < 1.01 * block and 2 * block < on_gpu < 2.01 * block
 
 
 def peaks_with_reference(arguments):

@@ -243,13 +243,14 @@ def model(
     plan: ParallelDims,
     device: torch.device,
     policy: ParallelModel | None = None,
+    options: ParallelOptions | None = None,
     **kwargs: Any,
 ) -> ParallelModel:
     """Return the parallelized model with its initial weights, which depend on the seed and the parameter names only.
 
     Frozen weights are stored in training.frozen_dtype. `policy`: the model to build the reference of, without adapter
-    and noise. It gets the types of the policy, so that equal weights give equal log-probabilities. `kwargs`
-    (init_weights, storage): see `ParallelModel`.
+    and noise. It gets the types of the policy, so that equal weights give equal log-probabilities. `options`: used
+    instead of the job's. `kwargs` (init_weights, storage): see `ParallelModel`.
     """
     activate_flash_attention(config.model.attention_backend, device)
     built, patterns, installed = adapted_model(config if policy is None else reference_job(config))
@@ -263,7 +264,7 @@ def model(
         mesh,
         plan,
         patterns,
-        parallel_options(config),
+        options or parallel_options(config),
         device=device,
         seed=config.debug.seed,
         pipeline=pipeline_options(config),

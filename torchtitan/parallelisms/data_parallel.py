@@ -35,6 +35,7 @@ def apply_data_parallel(
     cpu_offload: bool = False,
     gather_int8: bool = False,
     reduce_bits: int = 0,
+    replicas_overlap: bool = True,  # False for an estimate of a GPU's memory on a CPU mesh
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Apply fully_shard in place. FSDP units: each block, last norm and head together, and the root with the rest.
@@ -68,8 +69,7 @@ def apply_data_parallel(
         shard(block, mesh=mesh, reshard_after_forward=bool(reshard_after_forward))
     if second_shards > 1:
         _share_second_shards(blocks, second_shards)
-    head = _head(model, plan)
-    if head:
+    if head := _head(model, plan):
         shard(head, mesh=mesh, reshard_after_forward=False)
         _extend_to_loss(head, model.loss)
     shard(model, mesh=mesh, reshard_after_forward=False)
@@ -77,10 +77,10 @@ def apply_data_parallel(
         if (expert_mesh if module in travelling else mesh).size() > 1:  # on one rank torch would make a divided copy
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # a divide factor would need PREMUL_SUM, which gloo lacks
-        overlap_replicas(module)
+        if replicas_overlap:
+            overlap_replicas(module)
     quantize_collectives(fsdp_modules(model), mesh, second_shards, gather_int8, reduce_bits)
-    if travelling and reshard_after_forward:
-        prefetch = max(prefetch, 1)
+    prefetch = max(prefetch, 1) if travelling and reshard_after_forward else prefetch
     if prefetch:
         _set_prefetch(blocks, head[:1], prefetch, set(travelling))
 

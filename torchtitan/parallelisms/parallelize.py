@@ -39,6 +39,7 @@ class ParallelOptions:
     cpu_offload: bool = False
     gather_int8: bool = False
     reduce_bits: int = 0
+    replicas_overlap: bool = True  # on a CPU; a GPU's streams need no help
     sequence_parallel: bool = True
     loss_parallel: bool = True
     async_tp: bool = False
@@ -106,6 +107,7 @@ def parallelize(
             cpu_offload=options.cpu_offload,
             gather_int8=options.gather_int8,
             reduce_bits=options.reduce_bits,
+            replicas_overlap=options.replicas_overlap,
             expert_mesh=None if expert_mesh is None else dims.expert_dp_mesh(expert_mesh),
         )
 

@@ -2,7 +2,7 @@
 
 Model, optimizer and batch consist of tensors with shapes but without values, and messages are not sent. A rehearsal
 does not compile and spreads tokens evenly over a layer's experts. For a GPU it uses attention that stores no scores,
-and the chunks of the loss that a GPU has.
+the chunks of the loss and the buffers of replicas that a GPU has.
 """
 
 import dataclasses
@@ -102,7 +102,9 @@ def rehearse(config: JobConfig, rank: int, world_size: int, device: str) -> Rehe
         warnings.simplefilter("ignore")
         dims, cpu = build.dims(config, world_size), torch.device("cpu")
         live = LiveTensors()
-        model = build.model(config, dims.build_mesh("cpu"), dims, cpu, init_weights=False, storage=WITHOUT_VALUES)
+        options = dataclasses.replace(build.parallel_options(config), replicas_overlap=device == "cpu")
+        without_values: dict[str, Any] = dict(init_weights=False, storage=WITHOUT_VALUES)
+        model = build.model(config, dims.build_mesh("cpu"), dims, cpu, options=options, **without_values)
         optimizers = build.optimizers(config, model)
         _imitate(device, model.parts)
         _count_state(live, model.parts)
