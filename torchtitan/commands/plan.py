@@ -22,7 +22,20 @@ from torchtitan.core.hardware import load_hardware
 from torchtitan.core.progress_bar import waiting
 from torchtitan.metrics.plot import check_format
 from torchtitan.parallelisms.pipeline.cut import schedule_traits
-from torchtitan.planner.answer import HEADER, Cost, as_record, comparison, costs, explanation, loss_of, no_plan, row
+from torchtitan.planner.answer import (
+    HEADER,
+    Cost,
+    as_record,
+    comparison,
+    costs,
+    explanation,
+    figure,
+    gpus_text,
+    interval,
+    loss_of,
+    no_plan,
+    row,
+)
 from torchtitan.planner.calibration import usual_calibration
 from torchtitan.planner.measured_runs import calibrate
 from torchtitan.planner.plan import Plan, Workload, apply_changes, can_be_planned
@@ -88,7 +101,7 @@ class Question:
             if not fault.key.startswith(TO_BE_FETCHED)
         ]
         if faults:
-            return f"is not legal on {self.gpus:,} GPUs: {faults[0].key}, given {faults[0].value}"
+            return f"is not legal on {gpus_text(self.gpus)}: {faults[0].key}, given {faults[0].value}"
         plan = Plan.of(self.config, self.gpus, self.search.samples)
         return Candidate(plan, self.search.timer.step_time(plan), self.search.memory(plan))
 
@@ -99,14 +112,14 @@ class Question:
         faster = self.search.with_hardware(replace(hardware, network_link=link))
         no_limit = Limits(limits.memory)
         searches = [
-            (f"{2 * self.gpus:,} GPUs", self.search, 2 * self.gpus, no_limit),
-            (f"{self.gpus // 2:,} GPUs", self.search, self.gpus // 2, no_limit),
+            (gpus_text(2 * self.gpus), self.search, 2 * self.gpus, no_limit),
+            *([(gpus_text(self.gpus // 2), self.search, self.gpus // 2, no_limit)] if self.gpus > 1 else []),
             ("twice the memory", self.search, self.gpus, Limits(2 * limits.memory)),
             ("twice the network", faster, self.gpus, no_limit),
         ]
         alternatives: list[tuple[str, Candidate | None]] = []
         for change, search, gpus, within in searches:
-            best = search.find(gpus, 1, within).best if gpus else []
+            best = search.find(gpus, 1, within).best
             alternatives.append((change, best[0] if best else None))
         return alternatives
 
@@ -159,12 +172,12 @@ def ask(options: argparse.Namespace, config: JobConfig) -> Question:
     except JobError as error:
         raise JobError(f"parallelism.pipeline_parallel_schedule: {error}") from None
     if config.training.epochs is not None and options.tokens is None:
-        reason = "their tokens are those of the data, which is not read"
+        reason = "their tokens depend on the data, which is not read"
         raise JobError(f"training.epochs: given {config.training.epochs}; {reason}; give --tokens")
     samples = Facts(config, options.gpus, device).step_samples
     if samples is None:
         remedy = "set training.global_batch_size, which all plans keep"
-        raise JobError(f"the job's degrees do not fit {options.gpus:,} GPUs, so its batch is not known; {remedy}")
+        raise JobError(f"the job's degrees do not fit {gpus_text(options.gpus)}, so its batch is not known; {remedy}")
     workload = Workload.of(config, samples)
     if workload.dtype == "float8" and not hardware.peak.float8:
         remedy = "leave it out, or choose another --gpu"
@@ -217,13 +230,17 @@ def report(question: Question, result: Result, alternatives: list[tuple[str, Can
     workload, hardware = search.workload, search.hardware
     shown = result.best[: question.options.top]
     name = " + ".join(question.config.job.config_file) or "the default job"
+    evidence = search.calibration.evidence
+    if best.time.outside:
+        evidence += f"; outside the published rows ({best.time.outside})"
     lines = [
         f"{name} on {question.gpus:,} x {hardware.title}, {format_bytes(question.limits.memory)}",
-        f"step times: {search.calibration.evidence}; interval +-{search.calibration.spread:.0%}. Bubbles: simulated. "
+        f"step times: {evidence}; interval {interval(best.time.spread)}. Bubbles: simulated. "
         "Memory: formula, allocator's share fitted. No step of these plans was measured",
         f"every plan trains {search.samples:,} samples x {workload.seq_len:,} tokens a step, as the job does",
         *question.residuals,
         "",
+        *["MFU is of the bfloat16 peak"] * (workload.dtype == "float8"),
         HEADER + "plan; passes x microbatches x rows",
         *(row(candidate, f"{number}") for number, candidate in enumerate(shown, start=1)),
     ]
@@ -267,7 +284,7 @@ def overlay(question: Question, best: Candidate) -> str:
     changes = best.plan.changes(question.search.workload.rows_per_sample, question.search.samples)
     planned = apply_changes(question.config, changes)
     files = [str(Path(file).resolve()) for file in planned.job.config_file]
-    head = f"{WRITTEN}{best.plan}, predicted {best.time.seconds:.3f} s a step, MFU {best.time.mfu:.1%}\n"
+    head = f"{WRITTEN}{best.plan}, predicted {figure(best.time.seconds, 3)} s a step, MFU {best.time.mfu:.1%}\n"
     base = manager.load([argument for file in files for argument in ("--job.config_file", file)])
     before, after = (dict(walk(as_dict(config))) for config in (base, planned))
     differing = {key: value for key, value in after.items() if before.get(key) != value and key != "job.config_file"}

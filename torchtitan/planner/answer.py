@@ -1,5 +1,6 @@
 """Texts of `torchtitan plan`: tables, reasons and comparisons."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,7 +21,9 @@ PARTS = {
     "optimizer": "optimizer",
 }
 """Parts of a step's time, in the order of tables."""
-COUNTED, SIMULATED, FORMULA = "counted", "simulated", "formula"
+COUNTED, SIMULATED, FORMULA, ASSUMED = "counted", "simulated", "formula", "assumed"
+ASSUMED_PARTS = ("cp", "fsdp", "optimizer")
+"""Parts that no factor of the calibration fits."""
 HEADER = f"{'':4}{'s/step':>9} {'tok/s/GPU':>9} {'MFU':>6} {'GiB, low-high':>14} {'bubble':>7}  "
 
 
@@ -46,9 +49,9 @@ class Cost:
 def row(candidate: Candidate, label: str) -> str:
     """Format a line of the table."""
     time, plan, memory = candidate.time, candidate.plan, candidate.memory
-    sizes = f"{memory.low / 2**30:.0f}-{memory.high / 2**30:.0f}"
+    sizes = f"{figure(memory.low / 2**30)}-{figure(memory.high / 2**30)}"
     bubble = f"{time.bubble:.1%}" if plan.pp > 1 else ""
-    figures = f"{time.seconds:9.3f} {time.tokens_per_second:9,.0f} {time.mfu:6.1%} {sizes:>14} {bubble:>7}"
+    figures = f"{figure(time.seconds, 3):>9} {time.tokens_per_second:9,.0f} {time.mfu:6.1%} {sizes:>14} {bubble:>7}"
     bound = PARTS[time.bound_by]
     return f"{label:4}{figures}  {plan}; batch {plan.batch}; {plan.recompute_text}; bound by {bound}"
 
@@ -57,24 +60,47 @@ def costs(candidate: Candidate, cost: Cost) -> str:
     """Format the duration and price of the run, with the interval of the step's time."""
     hours, money = cost.hours(candidate), cost.money(candidate)
     low, high = (hours * seconds / candidate.time.seconds for seconds in (candidate.time.low, candidate.time.high))
-    text = f"{cost.tokens / 1e9:,.4g} G tokens: {duration(hours)} ({duration(low)} to {duration(high)}), "
-    text += f"{cost.gpu_hours(candidate):,.0f} GPU-hours"
-    return text if money is None else f"{text}, {money:,.0f} at {cost.price:g} a GPU-hour"
+    text = f"{amount(cost.tokens)} tokens: {duration(hours)} ({duration(low)} to {duration(high)}), "
+    text += f"{figure(cost.gpu_hours(candidate))} GPU-hours"
+    return text if money is None else f"{text}, {figure(money)} at {cost.price:g} a GPU-hour"
 
 
 def duration(hours: float) -> str:
-    return f"{hours / 24:.1f} days" if hours >= 48 else f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
+    """Format hours with the unit that suits them."""
+    for unit, least, size in (("days", 48, 24), ("h", 1, 1), ("min", 1 / 30, 1 / 60)):
+        if hours >= least:
+            return f"{hours / size:.1f} {unit}"
+    return f"{figure(hours * 3600)} s"
+
+
+def figure(value: float, decimals: int = 0) -> str:
+    """Format a number with at least these decimals, and a number below 10 with at least 3 significant digits."""
+    if 0 < abs(value) < 10:
+        decimals = max(decimals, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{decimals}f}"
+
+
+def amount(count: float) -> str:
+    """Format a large number with the letter of a power of 1000."""
+    for letter, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{count / size:.4g} {letter}"
+    return f"{count:,.0f}"
+
+
+def gpus_text(count: int) -> str:
+    return f"{count:,} GPU" + "s" * (count != 1)
 
 
 def explanation(candidate: Candidate, evidence: str) -> list[str]:
     """Format where the time and memory of a plan go, with the class of evidence of each figure."""
     time, memory = candidate.time, candidate.memory
-    lines = [f"{candidate.plan}; batch {candidate.plan.batch}", f"  {'a step':42}{time.seconds:10.3f} s"]
+    lines = [f"{candidate.plan}; batch {candidate.plan.batch}", f"  {'a step':42}{figure(time.seconds, 3):>10} s"]
     for name, title in PARTS.items():
         if seconds := time.parts[name]:
-            kind = SIMULATED if name == "bubble" and time.simulated else evidence
-            lines.append(f"  {title:42}{seconds:10.3f} s {seconds / time.seconds:6.1%}  {kind}")
-    lines.append(f"  {'interval':42}{time.low:10.3f} to {time.high:.3f} s")
+            kind = SIMULATED if name == "bubble" and time.simulated else ASSUMED if name in ASSUMED_PARTS else evidence
+            lines.append(f"  {title:42}{figure(seconds, 3):>10} s {seconds / time.seconds:6.1%}  {kind}")
+    lines.append(f"  {'interval':42}{figure(time.low, 3):>10} to {figure(time.high, 3)} s")
     for name, size in asdict(memory).items():
         if name not in ("low", "high"):
             lines.append(f"  {name:42}{format_bytes(size):>12}  {COUNTED if name == 'parameters' else FORMULA}")
@@ -93,7 +119,7 @@ def loss_of(plan: Candidate, best: Candidate, memory: float) -> str:
         return "is as fast as the best"
     more = {name: plan.time.parts[name] - best.time.parts[name] for name in PARTS}
     reasons = [name for name in sorted(more, key=lambda part: -more[part]) if more[name] > 0.1 * max(more.values())]
-    texts = ", ".join(f"{PARTS[name]} {more[name]:+.3f} s" for name in reasons[:3])
+    texts = ", ".join(f"{PARTS[name]} +{figure(more[name], 3)} s" for name in reasons[:3])
     return f"takes {slower:.1%} longer: {texts}"
 
 
@@ -101,14 +127,14 @@ def no_plan(result: Result, gpus: int, memory: float) -> str:
     """Return the error if no plan is legal: which constraint excludes most."""
     counts = ", ".join(f"{name} {count:,}" for name, count in result.excluded.most_common(4))
     if not result.excluded:
-        return f"no plan on {gpus:,} GPUs: no degrees divide the GPUs and the global batch; give another --gpus"
+        return f"no plan on {gpus_text(gpus)}: no degrees divide the GPUs and the global batch; give another --gpus"
     most, _ = result.excluded.most_common(1)[0]
     remedies = {
         "memory": f"give more --gpus, a --gpu with more than {format_bytes(memory)}, or a smaller training.seq_len",
         "deadline or budget": "give a later --deadline, a larger --budget, or more --gpus",
     }
     remedy = remedies.get(most, f"change {most} in the job")
-    return f"no legal plan on {gpus:,} GPUs; plans excluded by constraint: {counts}; most by {most}: {remedy}"
+    return f"no legal plan on {gpus_text(gpus)}; plans excluded by constraint: {counts}; most by {most}: {remedy}"
 
 
 def pareto_front(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -118,6 +144,11 @@ def pareto_front(candidates: Iterable[Candidate]) -> list[Candidate]:
         if not front or candidate.memory.total < front[-1].memory.total:
             front.append(candidate)
     return front
+
+
+def interval(spread: float) -> str:
+    """Format how far below and above a step's time is likely to be."""
+    return f"-{spread / (1 + spread):.0%}/+{spread:.0%}"
 
 
 def as_record(candidate: Candidate, cost: Cost, rows_per_sample: int, samples: int) -> dict[str, Any]:

@@ -4,9 +4,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from torchtitan.core.hardware import Hardware
+from torchtitan.planner.step_time import UNPUBLISHED_SPREAD
 from torchtitan.planner.time_parts import Calibration
 
-PUBLISHED_ROWS = 31
+PUBLISHED_ROWS = {"h100-96-500w": 22, "h100-80": 6, "a100-80": 3}
+"""Published rows by hardware."""
 PUBLISHED = {
     "products": 1.173,
     "attention": 1.195,
@@ -22,8 +24,8 @@ PUBLISHED = {
 }
 """Factors fitted on published runs by scripts/planning_page.py: tests/fixtures/published_runs.toml has the rows. The
 hardware's own factors tell how its computation differs from the others'."""
-PUBLISHED_SPREAD, UNPUBLISHED_SPREAD = 0.25, 0.40
-"""Relative errors: the largest of a published row by factors without it; and for hardware without rows, assumed."""
+PUBLISHED_SPREAD = 0.25
+"""Relative error: the largest of a published row by factors without it."""
 SIGMAS = {"products": 0.7, "attention": 0.7, "ep": 0.7, "ring": 1.0, "float8": 0.4}
 HARDWARE_SIGMA = 0.3
 """Standard deviations of the logarithms of factors before anything is measured: of names, and of hardware."""
@@ -86,7 +88,10 @@ def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
 
 def usual_calibration(hardware: Hardware) -> Calibration:
     """Return the calibration without measured runs of this job."""
-    if hardware.name in PUBLISHED:
-        return Calibration(PUBLISHED, PUBLISHED_SPREAD, f"fitted on {PUBLISHED_ROWS} published rows")
-    evidence = f"assumed: no published row is of this hardware; {PUBLISHED_ROWS} are of others"
-    return Calibration(PUBLISHED, UNPUBLISHED_SPREAD, evidence)
+    rows = sum(PUBLISHED_ROWS.values())
+    if of_this := PUBLISHED_ROWS.get(hardware.name, 0):
+        evidence = f"fitted on {of_this} published row{'s' * (of_this > 1)} of this GPU, {rows} in all"
+        return Calibration(PUBLISHED, PUBLISHED_SPREAD, evidence, is_published=True)
+    return Calibration(
+        PUBLISHED, UNPUBLISHED_SPREAD, f"assumed: no published row is of this hardware; {rows} are of others"
+    )

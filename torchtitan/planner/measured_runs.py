@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torchtitan.config import manager
@@ -18,6 +19,8 @@ FIRST_STEPS = 3
 """Steps at the start of a run that are left out: the compiler and the allocator work in them."""
 LEAST_SPREAD = 0.1
 """Smallest relative error of an interval."""
+FEWEST_RUNS = 4
+"""Fewer runs keep the usual interval: nine factors can fit them whatever the formula is worth."""
 
 
 class MeasuredRun:
@@ -76,8 +79,10 @@ def calibrate(folders: Sequence[Path], hardware: Hardware, usual: Calibration) -
     residuals = [run.predicted(hardware, factors) / run.seconds - 1 for run in runs]
     spread = max(LEAST_SPREAD, 2 * math.sqrt(statistics.fmean(residual**2 for residual in residuals)))
     lines = [
-        f"{run.name}: {run.seconds:.3f} s a step measured, residual {residual:+.1%} ({run.plan})"
+        f"{run.name}: {run.seconds:.4g} s a step measured, residual {residual:+.1%} ({run.plan})"
         for run, residual in zip(runs, residuals, strict=True)
     ]
     count = f"{len(runs)} measured run" + "s" * (len(runs) > 1)
+    if len(runs) < FEWEST_RUNS:
+        return replace(usual, factors=factors, evidence=f"fitted on {count}"), lines
     return Calibration(factors, spread, f"fitted on {count}"), lines

@@ -141,8 +141,8 @@ class Plan:
     passes: int = 1
     """Batches in a step; their gradients are summed."""
     recompute: str = "op"
-    """none, full, op (keep matrix products and attention), or a number n: every n-th block. half: op, but every second
-    product is recomputed, as torchtitan's published runs of 2024 and 2025 did; no job here has it."""
+    """none, full, memory_budget, op (keep matrix products and attention), or a number n: every n-th block. half: op,
+    but every second product is recomputed, as torchtitan's published runs of 2024 and 2025 did; no job here has it."""
     compiled: bool = False
     loss_chunks: int | None = None
     async_tp: bool = False
@@ -183,7 +183,7 @@ class Plan:
             microbatch=microbatch * per_sample,
             microbatches=local // microbatch,
             passes=max(1, samples // (local * shards * replicas)),
-            recompute={"full_keep_comm": "full", "memory_budget": "op"}.get(mode, mode),
+            recompute={"full_keep_comm": "full"}.get(mode, mode),
             compiled=config.compile.enable and "model" in config.compile.components,
             loss_chunks=config.training.loss_chunks,
             async_tp=degrees.enable_async_tensor_parallel,
@@ -206,7 +206,7 @@ class Plan:
         Options that do nothing while their degree is 1, which the rules refuse, get their defaults then.
         """
         local = self.microbatch * self.microbatches // rows_per_sample
-        mode = {"none": "none", "full": "full"}.get(self.recompute, "selective")
+        mode = self.recompute if self.recompute in ("none", "full", "memory_budget") else "selective"
         degrees = {
             "tensor_parallel_degree": self.tp,
             "context_parallel_degree": self.cp,
@@ -258,6 +258,7 @@ class Plan:
     @property
     def recompute_text(self) -> str:
         texts = {"op": "selective op", "none": "no recompute", "full": "full recompute"}
+        texts["memory_budget"] = "recompute by memory budget"
         return texts.get(self.recompute, f"recompute {self.recompute}")
 
     def __str__(self) -> str:

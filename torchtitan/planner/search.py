@@ -152,7 +152,8 @@ class _Frontier:
 
     def _fits(self, plan: Plan) -> bool:
         fits = self.search.memory(plan).high <= self.limits.memory
-        self.result.excluded["memory"] += not fits
+        if not fits:
+            self.result.excluded["memory"] += 1
         return fits
 
     def _fits_recomputed(self, layout: Plan) -> bool:

@@ -29,6 +29,10 @@ RING = 0.3
 """Additional time of ring attention for the share of the keys that come from other ranks."""
 EAGER_PASSES, COMPILED_PASSES = 1.0, 0.55
 """Memory traffic of elementwise operations, relative to eager kernels: the compiler fuses them."""
+LEAST_PARAMETERS, MOST_STAGES, LEAST_SECONDS = 8e9, 16, 0.05
+"""Limits of the published rows: parameters of a model, pipeline ranks, seconds of a step."""
+UNPUBLISHED_SPREAD = 0.40
+"""Relative error of a step's time without a published row like it. Assumed."""
 OPTIMIZER_PASSES = 7
 """Reads and writes of values of a parameter's size in an optimizer's step: AdamW's four reads and three writes."""
 
@@ -186,7 +190,9 @@ class StepTimer:
         share = {"none": 0.0, "full": 1.0}.get(plan.recompute)
         if share is None:
             share = 1 / int(plan.recompute) if plan.recompute.isdecimal() else 0.0
-        replay = {"op": moved, "half": moved + products / 2}.get(plan.recompute, share * forward)
+        replay = {"op": moved, "memory_budget": moved, "half": moved + products / 2}.get(
+            plan.recompute, share * forward
+        )
         weights = sum(
             outputs
             * inputs
@@ -285,14 +291,24 @@ class StepTimer:
         parts = Parts({name: seconds for name, seconds in parts.items() if seconds > 0})
         seconds = parts.total()
         peak = self.hardware.peak.bfloat16 if self.workload.compute_bytes == 2 else self.hardware.peak.float32
+        outside = self._outside(plan, seconds) if self.calibration.is_published else ""
         return StepTime(
             parts=parts,
             mfu=self.workload.flops / (plan.gpus * peak * seconds),
             tokens_per_second=self.workload.tokens / (plan.gpus * seconds),
-            spread=self.calibration.spread,
+            spread=max(self.calibration.spread, UNPUBLISHED_SPREAD if outside else 0.0),
+            outside=outside,
             simulated=simulated,
             bubble=parts["bubble"] / seconds,
         )
+
+    def _outside(self, plan: Plan, seconds: float) -> str:
+        """Return what no published row is like."""
+        if self.workload.args.num_parameters < LEAST_PARAMETERS:
+            return f"a model below {LEAST_PARAMETERS / 1e9:.0f}B"
+        if plan.pp > MOST_STAGES:
+            return f"PP above {MOST_STAGES}"
+        return f"a step below {LEAST_SECONDS * 1000:.0f} ms" if seconds < LEAST_SECONDS else ""
 
     def stage_times(self, plan: Plan) -> list[tuple[float, float, float]]:
         """Return the seconds of forward, input gradient and weight gradient of each stage, for one microbatch."""

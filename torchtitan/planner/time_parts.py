@@ -30,6 +30,8 @@ class Calibration:
     spread: float = 0.35
     """Relative error of a step's time that a prediction's interval covers."""
     evidence: str = "assumed"
+    is_published: bool = False
+    """True if the spread is of published runs, which small models, short steps and long pipelines are unlike."""
 
 
 class BlockTime(NamedTuple):
@@ -78,6 +80,8 @@ class StepTime:
     spread: float
     simulated: bool = False
     """True if the pipeline's bubble was simulated."""
+    outside: str = ""
+    """What no published row is like, if the interval is wider for it."""
     bubble: float = 0.0
     """Share of the step that a pipeline's slowest rank idles."""
 
