@@ -12,7 +12,7 @@ LABEL: dict[str, Any] = {
     "zorder": 5,
     "bbox": {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1},
 }
-"""Style of a text that may lie over lines."""
+"""Style of a text that may lie over lines, but below points."""
 Alternatives = Sequence[tuple[str, Candidate | None]]
 
 
@@ -46,7 +46,7 @@ def _draw_memory(axes: Any, result: Result, memory: float, job: Candidate | None
     for candidate in result.judged:
         ends = [candidate.memory.low / 2**30, candidate.memory.high / 2**30]
         axes.plot([candidate.time.seconds] * 2, ends, color=RAW, linewidth=2)
-        axes.plot(candidate.time.seconds, _gib(candidate), "o", color=LOSS, markersize=5)
+        axes.plot(candidate.time.seconds, _gib(candidate), "o", color=LOSS, markersize=5, zorder=6)
     front = pareto_front(result.judged)
     axes.plot([one.time.seconds for one in front], [_gib(one) for one in front], color=LOSS, label="Pareto front")
     numbers = {candidate.plan: number for number, candidate in enumerate(result.best, start=1)}
@@ -58,7 +58,7 @@ def _draw_memory(axes: Any, result: Result, memory: float, job: Candidate | None
     listed = [f"{numbers[one.plan]}: {one.plan}, {one.plan.recompute_text}" for one in front if one.plan in numbers]
     axes.text(0.02, 0.02, "\n".join(listed), transform=axes.transAxes, color=INK, fontsize=8, **LABEL)
     if job is not None:
-        axes.plot(job.time.seconds, _gib(job), "D", color=HELD_OUT, markersize=7, label="the job's own plan")
+        axes.plot(job.time.seconds, _gib(job), "D", color=HELD_OUT, markersize=7, zorder=7, label="the job's own plan")
     axes.axhline(memory / 2**30, color=GREY, linewidth=1, linestyle="--", label="memory of a GPU")
     axes.set_ylim(0, memory / 2**30 * 1.2)
     axes.margins(x=0.1)
