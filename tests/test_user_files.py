@@ -216,7 +216,8 @@ NO_FILES_TO_READ = {
     *(("export", "--to"), ("convert", "target"), ("schedule", "--out"), ("prepare", "--output")),
     *(("bench", "--sweep"), ("chat", "--system"), ("convert", "--add-tokens"), ("convert", "--eos-token")),
     *(("generate", "--prompt"), ("init", "file"), ("prepare", "--text-field"), ("presets", "arguments")),
-    *(("presets", "--data"), ("schedule", "--schedule"), ("schedule", "--write-csv")),
+    *(("presets", "--data"), ("schedule", "--schedule"), ("schedule", "--write-csv"), ("bench", "--hardware")),
+    *(("plan", "--gpu"), ("plan", "--from"), ("plan", "--plot"), ("plan", "--write")),
 }
 """Arguments for files that are written, which may be pipes, and for text that is no path."""
 
@@ -276,6 +277,7 @@ OWN_FILES = {
     "checkpoint/hashed_files.py": "writes",
     "cli.py": "/dev/null",
     "commands/bench.py": "writes; the log of a job that it has started",
+    "commands/plan.py": "writes; the first bytes of a regular file that it would replace",
     "commands/plot.py": "a picture that it has drawn",
     "commands/sweep.py": "writes",
     "commands/presets.py": "writes; presets of the package",
