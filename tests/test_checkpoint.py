@@ -4,13 +4,14 @@ import copy
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from tests.support.checkpoint_job import Job, TinyModel, saved_steps
-from torchtitan.checkpoint import CheckpointError, saving, storage, tensors
+from torchtitan.checkpoint import CheckpointError, checkpointer, saving, storage, tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected call of")
 
@@ -146,7 +147,8 @@ def test_saves_are_due_by_steps_after_the_first_and_after_the_last(tmp_path):
 
 def test_saves_are_due_by_seconds_of_the_monotonic_clock(tmp_path, monkeypatch):
     now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+    # not the module's function, with which thread pools end
+    monkeypatch.setattr(checkpointer, "time", SimpleNamespace(monotonic=lambda: now))
     job = Job(tmp_path, interval=10, interval_type="seconds")
     done = []
     for step in range(1, 8):

@@ -2,8 +2,8 @@
 
 import os
 import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from tests.support.checkpoint_job import Job, TinyModel, rank, saved_steps, tens
 from tests.support.pool import RankFailed, run_ranks
 from torchtitan.checkpoint import (
     CheckpointError,
+    checkpointer,
     folders,
     hashed_files,
     layout,
@@ -123,7 +124,7 @@ def saves_by_seconds(folder: Path) -> list[int]:
     now = [0.0 if rank() == 0 else 86400.0]
     done = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(time, "monotonic", lambda: now[0])
+        patch.setattr(checkpointer, "time", SimpleNamespace(monotonic=lambda: now[0]))
         job = Job(folder, "fsdp", interval=10, interval_type="seconds")
         for step in range(1, 7):
             now[0] += 4 if rank() == 0 else 1000
