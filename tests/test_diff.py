@@ -62,6 +62,20 @@ def test_equal_runs(run, copy, capsys):
     )
 
 
+def test_samples_of_a_step_are_compared_where_ranks_decide_them(run, copy, capsys, monkeypatch):
+    read = diff.layout.read_state
+
+    def read_doubled(folder):
+        state = read(folder)
+        state["trainer"]["samples"] *= 2 if copy in folder.parents else 1
+        return state
+
+    monkeypatch.setattr(diff.layout, "read_state", read_doubled)
+    code, lines = compare(run, copy, capsys)
+    samples = read(run / "checkpoint/step-00000004")["trainer"]["samples"]
+    assert code == 1 and lines[:2] == ["options  1 differ", f"  training.global_batch_size {samples} -> {2 * samples}"]
+
+
 def test_one_bit_of_one_tensor(run, copy, capsys):
     value = flip_a_bit(copy / "checkpoint/step-00000002", NAME)
     code, lines = compare(run, copy, capsys)

@@ -156,14 +156,14 @@ def compare_runs(a: Path, b: Path, tolerance: float) -> Comparison:
     """Compare the jobs, the logged steps and the checkpoints of two runs. JobError if they share none of these."""
     result = Comparison()
     jobs = [job_of_run(folder) for folder in (a, b)]
-    if jobs[0] is not None and jobs[1] is not None:
-        records = [kept_job(job, {}, job.training.global_batch_size) for job in jobs if job is not None]
-        result.options = option_differences(*records)
-    compare_steps(result, values_by_step(a), values_by_step(b), tolerance)
     checkpoints = [
         complete_checkpoints(folder / ("checkpoint" if job is None else job.checkpoint.folder))
         for folder, job in zip((a, b), jobs, strict=True)
     ]
+    recorded = [(job, samples_per_step(job, paths)) for job, paths in zip(jobs, checkpoints, strict=True) if job]
+    if len(recorded) == 2:
+        result.options = option_differences(*(kept_job(job, {}, samples) for job, samples in recorded))
+    compare_steps(result, values_by_step(a), values_by_step(b), tolerance)
     shared = sorted(checkpoints[0].keys() & checkpoints[1].keys())
     for step in shared:
         compare_weights(result, ("ours", checkpoints[0][step]), ("ours", checkpoints[1][step]), tolerance)
@@ -180,6 +180,13 @@ def compare_runs(a: Path, b: Path, tolerance: float) -> Comparison:
 def job_of_run(folder: Path) -> JobConfig | None:
     """Return the job that a run has recorded; None if it has not. Raises ConfigError if that cannot be read."""
     return manager.load(["--job.config_file", str(folder / JOB)]) if (folder / JOB).exists() else None
+
+
+def samples_per_step(job: JobConfig, checkpoints: dict[int, Path]) -> int:
+    """Return the samples of a step, by the newest checkpoint, or as the job says; -1 if these depend on the ranks."""
+    trainer = layout.read_state(checkpoints[max(checkpoints)])["trainer"] if checkpoints else {}
+    samples = trainer.get("samples")
+    return samples if isinstance(samples, int) else job.training.global_batch_size
 
 
 def complete_checkpoints(root: Path) -> dict[int, Path]:
