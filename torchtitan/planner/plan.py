@@ -266,6 +266,8 @@ class Plan:
         parts = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
         if self.pp > 1:
             parts.append(f"PP {self.pp} {self.schedule}" + f" x{self.stages_per_rank}" * (self.stages_per_rank > 1))
+        if self.overlap_experts:
+            parts.append("overlap")
         return ", ".join(parts) or "one GPU"
 
     @property

@@ -11,7 +11,7 @@ Letters: T tokens of a microbatch on a rank, D width, m, n, k sizes of a product
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -263,7 +263,8 @@ class StepTimer:
 
     def least_seconds(self, layout: Plan) -> float:
         """Return a lower bound of a step for all schedules and replicas: an even share of the blocks, no bubble."""
-        parts, _ = self._sum(layout, [self.all_blocks], with_head=True)
+        fastest = replace(layout, overlap_experts=layout.pp > 1 and layout.ep > 1)
+        parts, _ = self._sum(fastest, [self.all_blocks], with_head=True)
         return parts.total() * layout.microbatches * layout.passes / layout.pp
 
     @cached_property
