@@ -111,7 +111,7 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def number_above_0(text: str) -> float:
-    if re.fullmatch(r"[0-9]{1,9}(?:\.[0-9]{1,9})?", text) and float(text) > 0:
+    if re.fullmatch(r"[0-9]{1,15}(?:\.[0-9]{1,9})?(?:e[0-9]{1,2})?", text) and float(text) > 0:
         return float(text)
     raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number above 0")
 

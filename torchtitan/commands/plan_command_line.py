@@ -24,12 +24,12 @@ def plan_parser() -> CommandParser:
     memory = "memory of a GPU, with a unit as in 80GiB (default: the hardware's)"
     parser.add_argument("--memory", type=size_in_bytes, metavar="SIZE", help=memory)
     tokens = "tokens of the whole run, as 15e12 (default: the job's)"
-    parser.add_argument("--tokens", type=_amount, metavar="X", help=tokens)
+    parser.add_argument("--tokens", type=number_above_0, metavar="X", help=tokens)
     price = "price of a GPU for an hour, in any currency (default: the hardware's)"
     parser.add_argument("--price", type=number_above_0, metavar="X", help=price)
     deadline = "longest duration of the run, as 30d, 12h or 45min"
     parser.add_argument("--deadline", type=_duration, metavar="TIME", help=deadline)
-    parser.add_argument("--budget", type=_amount, metavar="X", help="highest price of the run")
+    parser.add_argument("--budget", type=number_above_0, metavar="X", help="highest price of the run")
     parser.add_argument("--top", type=whole_number(1, 100), default=10, metavar="N", help="plans to show (default 10)")
     explain = "show where the time and memory of the N-th plan go"
     parser.add_argument("--explain", type=whole_number(1, 100), metavar="N", help=explain)
@@ -43,12 +43,6 @@ def plan_parser() -> CommandParser:
     parser.add_argument("--plot", type=Path, metavar="FILE", help=plot)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
-
-
-def _amount(text: str) -> float:
-    if re.fullmatch(r"[0-9]{1,15}(?:\.[0-9]{1,9})?(?:e[0-9]{1,2})?", text) and float(text) > 0:
-        return float(text)
-    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number above 0, as 15e12")
 
 
 def _duration(text: str) -> float:
