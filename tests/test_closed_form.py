@@ -136,11 +136,11 @@ def published_prediction(flavor, options, *, shard, tp=1, cp=1, batch=1, seq_len
 
 
 def test_published_runs_reserve_memory_within_the_interval():
-    held = []
+    inside = []
     for flavor, plan, options, figures in PUBLISHED:
         prediction = published_prediction(flavor, options, **plan)
-        held += [prediction.low <= gib * 2**30 <= prediction.high for gib in figures]
-    assert (sum(held), len(held)) == (13, 14)
+        inside += [prediction.low <= gib * 2**30 <= prediction.high for gib in figures]
+    assert (sum(inside), len(inside)) == (13, 14)
 
 
 def test_repeated_products_are_not_stored():

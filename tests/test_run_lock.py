@@ -84,7 +84,7 @@ def test_only_locks_of_dead_owners_are_taken_over(owner, tmp_path, monkeypatch):
     assert locks(tmp_path) == ([] if owner in DEAD else ["run.lock.5"])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="there it is not told from a living one")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows whether a process is a zombie")
 def test_a_zombie_counts_as_dead(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     started = lock.start_time(child.pid)
