@@ -256,9 +256,7 @@ def report(question: Question, result: Result, alternatives: list[tuple[str, Can
     excluded = ", ".join(f"{key} {count:,}" for key, count in result.excluded.most_common(3))
     lines.append(f"searched {judged}" + f"; excluded by {excluded}" * bool(excluded))
     if any(candidate.plan.overlap_experts for candidate in shown):
-        lines.append(
-            "memory of plans with overlap: not described by the formula; run `torchtitan estimate` on them"
-        )
+        lines.append("memory of plans with overlap: not described by the formula; run `torchtitan estimate` on them")
     if not result.complete:
         lines.append("the search ended at its limit: a faster plan may exist")
     return lines

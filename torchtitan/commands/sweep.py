@@ -235,7 +235,7 @@ def finish(run: SweepRun, home: Path) -> str:
         reason = failure_reason(read_end(run.log), code).replace("another job.dump_folder", "another folder by --to")
         run.result = f"exit code {code}: {reason}"
     row = {"options": run.case, "folder": run.name, "exit_code": code}
-    row |= {"seconds": round(time.monotonic() - run.started, 1), "at": round(time.time())}
+    row |= {"seconds": round(time.monotonic() - run.started, 1)}
     with writing(home), (home / RESULTS).open("a") as file:
         file.write(json.dumps(row) + "\n")
     return run.result
