@@ -290,7 +290,9 @@ def options_of_adapters_are_read(facts: Facts) -> Iterator[Fault]:
     else:
         return
     for name in (field.name for field in fields(Adapter)):
-        if name not in read_options and getattr(adapter_options, name) != getattr(default, name):
+        value = getattr(adapter_options, name)
+        recorded = (name, value) == ("save", "whole")  # by each run in its config.toml
+        if name not in read_options and value != getattr(default, name) and not recorded:
             yield facts.fault(f"adapter.{name}", f'nothing with adapter.kind = "{adapter_options.kind}"', remedy)
 
 
