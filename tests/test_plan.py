@@ -12,6 +12,7 @@ from itertools import islice
 
 import pytest
 
+from tests.support import jobs
 from tests.support.jobs import ROOT
 from torchtitan.commands import plan as command
 from torchtitan.config import manager
@@ -24,6 +25,7 @@ from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.search import Limits, Search
 from torchtitan.planner.step_time import StepTimer
 from torchtitan.planner.time_parts import Calibration
+from torchtitan.rules import check
 
 H100 = load_hardware("h100-80")
 SMALL = ("debug_model", "--training.global_batch_size", "16", "--model.overrides.n_layers", "8")
@@ -242,6 +244,14 @@ def test_the_written_job_is_the_best_plan(capsys, tmp_path):
     job = manager.load(["--job.config_file", str(path)])
     assert dataclasses.asdict(Plan.of(job, 8, 16)) == best["plan"]
     assert 'extends = "' in path.read_text() and job.model.overrides == {"n_layers": 8}
+
+
+def test_a_run_in_the_folder_of_the_job_does_not_matter(capsys, tmp_path):
+    jobs.train(jobs.arguments(tmp_path / "run", jobs.write_texts(tmp_path), checkpoint__enable=True, training__steps=1))
+    job = ("--job.config_file", str(tmp_path / "run/config.toml"), "--training.global_batch_size", "16")
+    assert any("as in step-00000001" in str(fault) for fault in check(load(job[1], *job[2:]), 2, "cpu"))
+    plans = json.loads(run(capsys, *job, "--gpus", "2", "--gpu", "cpu", "--quick", "--json"))
+    assert plans["plans"] and not isinstance(plans["job"], str)
 
 
 def test_measured_runs_calibrate(capsys, tmp_path):

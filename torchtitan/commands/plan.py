@@ -39,8 +39,8 @@ from torchtitan.planner.answer import (
 from torchtitan.planner.calibration import usual_calibration
 from torchtitan.planner.measured_runs import calibrate
 from torchtitan.planner.plan import Plan, Workload, apply_changes, can_be_planned
-from torchtitan.planner.search import TO_BE_FETCHED, Candidate, Limits, Result, Search
-from torchtitan.rules import Device, Facts, check
+from torchtitan.planner.search import Candidate, Limits, Result, Search, faults_as_new
+from torchtitan.rules import Device, Facts
 
 PLANNED = {name for plan in (Plan(), Plan(tp=2, cp=2, pp=2, schedule="1F1B")) for name in plan.changes(1, 1)}
 """Options that a plan sets. Their faults in the job do not matter."""
@@ -95,12 +95,7 @@ class Question:
 
     def job_plan(self) -> Candidate | str:
         """Return the prediction of the job's own plan, or why it cannot run."""
-        faults = [
-            fault
-            for fault in check(self.config, self.gpus, self.search.device)
-            if not fault.key.startswith(TO_BE_FETCHED)
-        ]
-        if faults:
+        if faults := faults_as_new(self.config, self.gpus, self.search.device):
             return f"is not legal on {gpus_text(self.gpus)}: {faults[0].key}, given {faults[0].value}"
         plan = Plan.of(self.config, self.gpus, self.search.samples)
         return Candidate(plan, self.search.timer.step_time(plan), self.search.memory(plan))
@@ -158,12 +153,7 @@ def ask(options: argparse.Namespace, config: JobConfig) -> Question:
     if options.machine:
         hardware = replace(hardware, devices_per_machine=options.machine)
     device: Device = "cuda" if hardware.device_names else "cpu"
-    faults = [
-        fault
-        for fault in check(config, options.gpus, device)
-        if fault.key not in PLANNED and not fault.key.startswith(TO_BE_FETCHED)
-    ]
-    if faults:
+    if faults := [fault for fault in faults_as_new(config, options.gpus, device) if fault.key not in PLANNED]:
         raise ConfigError(faults)
     if reason := can_be_planned(config):
         raise JobError(f"torchtitan plan: {reason}")

@@ -13,9 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
+from pathlib import Path
 
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import Fault
+from torchtitan.config.sections.run import Checkpoint
 from torchtitan.core.hardware import Hardware
 from torchtitan.planner.candidates import Space
 from torchtitan.planner.closed_form import MemoryPrediction, predict_memory
@@ -32,6 +34,17 @@ TO_BE_FETCHED = (
 """Prefixes of options with faults that prevent a job from starting but not from being simulated."""
 MOST_ACTIONS = 6000
 """Largest number of layouts and plans that a search looks at. One takes milliseconds."""
+
+
+def faults_as_new(config: JobConfig, gpus: int, device: Device) -> list[Fault]:
+    """Return the faults of a job in a folder without a run, except for data and weights that are not here.
+
+    Plans are for other machines, so what this one's job.dump_folder holds does not matter.
+    """
+    new_folder = replace(config.job, dump_folder=str(Path(config.job.dump_folder, "planned")))
+    checkpoint = replace(config.checkpoint, folder=Checkpoint().folder)
+    faults = check(replace(config, job=new_folder, checkpoint=checkpoint), gpus, device)
+    return [fault for fault in faults if not fault.key.startswith(TO_BE_FETCHED)]
 
 
 @dataclass(frozen=True)
@@ -90,9 +103,8 @@ class Search:
         return apply_changes(self.config, plan.changes(self.workload.rows_per_sample, self.samples))
 
     def faults(self, plan: Plan) -> list[Fault]:
-        """Return the faults of the job with this plan, except for data and weights that are not here."""
-        faults = check(self.job(plan), plan.gpus, self.device)
-        return [fault for fault in faults if not fault.key.startswith(TO_BE_FETCHED)]
+        """Return the faults of the job with this plan."""
+        return faults_as_new(self.job(plan), plan.gpus, self.device)
 
     def candidate(self, plan: Plan) -> Candidate:
         """Predict a legal plan."""
