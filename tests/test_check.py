@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import tomli
 
-from tests.support import jobs
 from torchtitan import cli
 from torchtitan.commands import check as command
 from torchtitan.commands.check import fewest_ranks
@@ -195,12 +194,6 @@ def test_each_job_is_checked_by_itself(capsys, tmp_path):
         "b.toml: training.seq_len: given 0",
         "2 faults",
     ]
-
-
-def test_the_recorded_job_of_a_run_is_ok(tmp_path):
-    jobs.train(jobs.arguments(tmp_path / "run", jobs.write_texts(tmp_path), training__steps=1))
-    another = ["--no-memory", "--world-size", "1", "--job.dump_folder", str(tmp_path / "new")]
-    assert cli.main(["check", str(tmp_path / "run/config.toml"), *another]) == 0
 
 
 def test_print_config(capsys):

@@ -9,6 +9,7 @@ from tests.support import jobs, judged
 from tests.support.judged import lines
 from tests.support.pool import RankFailed, run_ranks
 from tests.test_checkpoint_layout import manifest_of
+from torchtitan import cli
 from torchtitan.checkpoint import folders, layout
 from torchtitan.commands import estimate
 from torchtitan.config.changes import KINDS, changes, kept_job, kind_of, refusable
@@ -223,6 +224,12 @@ def test_a_changed_job_is_refused_on_resume_unless_allowed_by_name(texts, tmp_pa
     assert [path.name for path in starts] == ["0001-from-step-00000000.toml", "0002-from-step-00000004.toml"]
     assert starts[0].read_bytes() == before
     assert starts[1].read_bytes() == (tmp_path / "config.toml").read_bytes() != before
+
+
+def test_the_recorded_job_of_a_run_is_ok(texts, tmp_path):
+    run_ranks(1, jobs.train, jobs.arguments(tmp_path / "run", texts, training__steps=1))
+    another = ["--no-memory", "--world-size", "1", "--job.dump_folder", str(tmp_path / "new")]
+    assert cli.main(["check", str(tmp_path / "run/config.toml"), *another]) == 0
 
 
 def test_initial_weights_are_compared_by_model_sizes_only(texts, tmp_path):
