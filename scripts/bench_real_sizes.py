@@ -1,15 +1,21 @@
 """Measure training at sizes that users have, each method as shipped, next to the program that they would use instead.
 
-    python scripts/bench_real_sizes.py [--only NAME ...] [--size 120M 350M 1.2B] [--turns 2] [--steps 6]
-        [--same-allocator | --alone]
+    python scripts/bench_real_sizes.py [--only NAME ...] [--size 120M 350M 1.2B] [--recompute default none]
+        [--turns 2] [--steps 6] [--same-allocator | --alone]
 
 Llamas of 120 M, 350 M and 1.24 B with random weights in a Hugging Face folder. Each row runs whole programs in turns
 (A B, B A, ...): A is `torchtitan train`, `export` or `generate` with the options of ROWS and defaults otherwise, B is
 `bench_real_sizes_peer.py`: transformers.Trainer with peft, bitsandbytes or galore-torch (the extra `bench`), peft's
 merge, torch.distributed.checkpoint.save of as many tensors, or transformers' greedy generate. Seconds of a step are the
 median of all but the first two; the peak is of the process's resident memory. If a package is missing that B needs,
-only A runs. --same-allocator starts B with the settings of glibc's malloc that A makes itself
-(torchtitan/process/machine.py). --alone runs A only.
+only A runs.
+
+Rows of training are measured twice. In the first both sides recompute what they do by default: A every second block
+(`activation_checkpoint.mode`), B all blocks under an adapter (trl's SFTConfig, peft's prepare_model_for_kbit_training)
+and nothing otherwise (transformers.TrainingArguments). In the second neither recomputes anything. --recompute chooses.
+
+--same-allocator starts B with the settings of glibc's malloc that A makes itself (torchtitan/process/machine.py).
+--alone runs A only.
 """
 
 import argparse
@@ -21,7 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -43,6 +50,7 @@ SIZES = {  # of transformers.LlamaConfig
     "1.2B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}
     | {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True},
 }
+RECOMPUTE = ("default", "none")
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
@@ -61,6 +69,24 @@ class Row:
     seq_len: int = 512
     unit: str = "step"
     """Unit of the seconds: step, record, token, save, or program."""
+    recompute: str = "default"
+    """What both sides recompute in backward: default, none, or full."""
+
+    @property
+    def peer_recomputes(self) -> bool:
+        """Return whether the peer recomputes all blocks."""
+        return self.recompute == "full" or (self.recompute == "default" and "peft" in self.packages)
+
+    def variants(self, name: str, recompute: list[str]) -> "Iterator[tuple[str, Row]]":
+        """Yield the rows to measure, one for each choice of `recompute`, with their names in the table."""
+        if self.unit not in ("step", "record") or self.recompute == "full":
+            yield name, self
+            return
+        if "default" in recompute:
+            yield name, self
+        if "none" in recompute:
+            options = (*self.options, "--activation_checkpoint.mode=none")
+            yield f"{name}, nothing recomputed", replace(self, options=options, recompute="none")
 
 
 def optimizer(name: str) -> tuple[str, ...]:
@@ -75,7 +101,6 @@ def adapter(kind: str, *options: str) -> tuple[str, ...]:
 PEFT = ("transformers", "accelerate", "peft")
 ALL_SIZES = ("quick", "120M", "350M", "1.2B")
 GALORE = (*optimizer("GaLore"), "--optimizer.options={rank = 256, update_gap = 200}")
-FULL_RECOMPUTE = ("--activation_checkpoint.mode=full",)
 PACKED = ("--task.kind=sft", "--training.dataset=text", "--data.train_on=all")
 ROWS = {
     "AdamW": Row(peer="adamw_torch"),
@@ -88,8 +113,10 @@ ROWS = {
     "DoRA": Row(adapter("dora"), "dora", PEFT, ALL_SIZES),
     "QLoRA": Row(adapter("qlora"), "qlora", (*PEFT, "bitsandbytes"), ALL_SIZES),
     "LoRA, merge and export": Row(adapter("lora"), "merge", PEFT, ALL_SIZES, unit="program"),
-    "LoRA, 6,144 tokens": Row((*adapter("lora"), *FULL_RECOMPUTE), "lora-recompute", PEFT, ("350M",), 6144),
-    "LoRA, records": Row((*adapter("lora"), *PACKED), "lora-records", PEFT, seq_len=PACK, unit="record"),
+    "LoRA, 6,144 tokens": Row(
+        (*adapter("lora"), "--activation_checkpoint.mode=full"), "lora", PEFT, ("350M",), 6144, recompute="full"
+    ),
+    "LoRA, records": Row((*adapter("lora"), *PACKED), "lora", PEFT, seq_len=PACK, unit="record"),
     "save": Row(peer="save", seq_len=64, unit="save"),
     "generate, float32": Row(("--training.dtype=float32",), "generate-float32", sizes=ALL_SIZES, unit="token"),
     "generate, bfloat16": Row(("--training.dtype=bfloat16",), "generate-bfloat16", sizes=ALL_SIZES, unit="token"),
@@ -184,6 +211,8 @@ def measure_peer(row: Row, model: Path, folder: Path, environment: dict[str, str
     lengths = record_lengths(steps * RECORDS)
     if row.unit == "record":
         arguments += ["--batch", str(RECORDS), "--lengths", json.dumps(lengths)]
+    if row.peer_recomputes:
+        arguments.append("--recompute")
     method = "lora" if row.unit == "program" else row.peer
     program, peak = run_program([*script, method, *arguments], folder.with_suffix(".log"), environment)
     if row.unit == "program":
@@ -203,9 +232,9 @@ def cell(row: Row, result: Result) -> str:
     return f"{seconds}{rate}{result.peak:.1f} GiB, {result.program:.0f} s"
 
 
-def measure(name: str, model: Path, options: argparse.Namespace) -> str:
+def measure(name: str, row: Row, model: Path, options: argparse.Namespace) -> str:
     """Run both programs in turns and return the row of a table, with medians."""
-    row, environment = ROWS[name], KEEP_FREED_MEMORY if options.same_allocator else {}
+    environment = KEEP_FREED_MEMORY if options.same_allocator else {}
     results: dict[str, list[Result]] = {"A": [], "B": []}
     compared = row.peer and not options.alone and all(find_spec(package) for package in row.packages)
     with tempfile.TemporaryDirectory(dir=model.parent) as scratch:
@@ -227,6 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME", help="; ".join(ROWS))
     parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES)[1:], help="quick: shows that it runs")
+    parser.add_argument("--recompute", nargs="+", choices=RECOMPUTE, default=list(RECOMPUTE), help="rows of training")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6, help="steps of training; 8 records and 8 new tokens for each")
     parser.add_argument("--folder", type=Path, help="keep the models there (default: a temporary folder)")
@@ -247,7 +277,8 @@ def main() -> None:
                 )
             for name in options.only:
                 if size in ROWS[name].sizes:
-                    print(measure(name, models / size, options), flush=True)
+                    for title, row in ROWS[name].variants(name, options.recompute):
+                        print(measure(title, row, models / size, options), flush=True)
 
 
 if __name__ == "__main__":

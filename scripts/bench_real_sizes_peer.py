@@ -4,10 +4,10 @@
     python scripts/bench_real_sizes_peer.py METHOD MODEL --seq-len N --steps N --to FOLDER
     python scripts/bench_real_sizes_peer.py merge MODEL --adapter FOLDER --to FOLDER
 
-`make` writes a Llama with random weights in bfloat16. METHOD is lora, dora, qlora, lora-recompute, lora-records (padded
-batches of --batch records of --lengths), save (model and AdamW's moments), generate-float32, generate-bfloat16, or an
-optimizer of transformers.TrainingArguments for training of all weights. The seconds of each step, save or new token go
-to FOLDER/seconds.json.
+`make` writes a Llama with random weights in bfloat16. METHOD is lora, dora, qlora, save (model and AdamW's moments),
+generate-float32, generate-bfloat16, or an optimizer of transformers.TrainingArguments for training of all weights.
+--lengths makes padded batches of --batch records; --recompute recomputes all blocks in backward. The seconds of each
+step, save or new token go to FOLDER/seconds.json.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class StepSeconds(TrainerCallback):
 
 def load(method: str, path: Path) -> torch.nn.Module:
     """Load the model as its users do: in bfloat16 or 4 bits under an adapter, in float32 for full training."""
-    if method not in ("lora", "dora", "qlora", "lora-recompute", "lora-records"):
+    if method not in ("lora", "dora", "qlora"):
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
@@ -124,6 +124,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--lengths", type=json.loads)
+    parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--to", type=Path)
     options = parser.parse_args()
     if options.method == "make":
@@ -156,7 +157,7 @@ def main() -> None:
         optim=options.method if full else "adamw_torch",
         optim_args="rank=256, update_proj_gap=200, scale=0.25" if options.method.startswith("galore") else None,
         optim_target_modules=["attn", "mlp"] if options.method.startswith("galore") else None,
-        gradient_checkpointing=options.method.endswith("recompute"),
+        gradient_checkpointing=options.recompute,
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,

@@ -34,16 +34,38 @@ def check_real_size(cell: str, tokens: int | None, steps: int) -> None:
 
 
 def test_real_sizes_are_measured_next_to_a_peer():
-    *_, row = run(*REAL_SIZES, "--only", "LoRA")
+    *_, row = run(*REAL_SIZES, "--only", "LoRA", "--recompute", "default")
     name, *cells = row.strip("| ").split(" | ")
     assert name == "LoRA, quick" and len(cells) == 2
     for cell in cells:
         check_real_size(cell, 512, 3)
 
 
+def test_rows_of_training_are_measured_with_defaults_and_with_nothing_recomputed(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    bench_real_sizes = importlib.import_module("bench_real_sizes")
+
+    def names_and_recompute(name: str, *recompute: str) -> list[tuple[str, str, bool]]:
+        rows = bench_real_sizes.ROWS[name].variants(name, recompute)
+        return [(title, row.options[-1], row.peer_recomputes) for title, row in rows]
+
+    none = "--activation_checkpoint.mode=none"
+    assert names_and_recompute("AdamW8bit", "default", "none") == [
+        ("AdamW8bit", "--optimizer.name=AdamW8bit", False),
+        ("AdamW8bit, nothing recomputed", none, False),
+    ]
+    assert names_and_recompute("QLoRA", "default", "none") == [
+        ("QLoRA", "--adapter.save=alone", True),
+        ("QLoRA, nothing recomputed", none, False),
+    ]
+    full = [("LoRA, 6,144 tokens", "--activation_checkpoint.mode=full", True)]
+    assert names_and_recompute("LoRA, 6,144 tokens", "none") == full
+    assert [name for name, _ in bench_real_sizes.ROWS["save"].variants("save", ["none"])] == ["save"]
+
+
 def test_records_saves_and_new_tokens_are_measured_at_real_sizes():
     units = {"LoRA, records": 263, "save": None, "generate, bfloat16": 1}
-    rows = run(*REAL_SIZES, "--alone", "--only", *units)[-len(units) :]
+    rows = run(*REAL_SIZES, "--alone", "--recompute", "default", "--only", *units)[-len(units) :]
     for (expected, tokens), line in zip(units.items(), rows, strict=True):
         name, cell, peer = line.strip("| ").split(" | ")
         assert (name, peer) == (f"{expected}, quick", "-")
