@@ -41,12 +41,10 @@ ROOMS: dict[str, set[str]] = {
     | {"training"},
     "importers": {"adapters", "config", "core", "datasets", "lr_schedules", "models"},
     "launch": {"checkpoint", "config", "core", "launcher", "process", "rules"},
-    "cli": {"core", "process"},  # finds its commands by name
     "commands": {
         "adapters",
         "build",
         "checkpoint",
-        "cli",
         "config",
         "core",
         "datasets",
@@ -56,6 +54,7 @@ ROOMS: dict[str, set[str]] = {
     }
     | {"losses", "lr_schedules", "metrics", "models", "optimizers", "parallelisms", "planner", "process", "rules"}
     | {"training"},
+    "cli": {"commands", "core", "process"},  # imports a command's module when it runs
     "train": {"checkpoint", "cli", "config", "core", "launch", "launcher", "process", "training"},
     "__main__": {"cli"},
     "__init__": set(),

@@ -13,38 +13,12 @@ from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import NoReturn
 
+from torchtitan.commands import COMMANDS
 from torchtitan.core.errors import JobError, wrap_lines
 from torchtitan.process.exit import exit_with
 from torchtitan.process.machine import no_gc_during_imports, use_huge_pages
 from torchtitan.process.ranks import likely_device
 
-COMMANDS = {
-    "train": "train a job: train job.toml, with --section.key value to change it",
-    "check": "check a job, or list all that is wrong with it, without starting it",
-    "estimate": "predict memory and communication per rank, and whether the job fits, without a GPU",
-    "plan": "find the fastest parallel plans of a job for some GPUs, with their time, memory and price",
-    "list": "list models, datasets, tokenizers, optimizers, adapters and schedules, also of installed packages",
-    "preview": "show the first samples that the model will see: decoded, with document borders and masks",
-    "schedule": "simulate a pipeline schedule: its bubble, peak memory, comparison with others, and a picture",
-    "bench": "measure speed and memory of a job's steps, for each combination of some options' values",
-    "sweep": "train a job for each combination of some options' values, and compare the losses",
-    "prepare": "tokenize a dataset once into shards, or all that a job tokenizes before it starts",
-    "generate": "continue a prompt with the weights of a checkpoint or a Hugging Face folder",
-    "evaluate": "measure loss and bits per byte of held-out documents, or answer lm-eval tasks",
-    "chat": "talk with a model in the format of its training records",
-    "import": "convert another program's command line or config to a job (Axolotl, DeepSpeed, ReLoRA)",
-    "convert": "convert weights between checkpoints, Hugging Face folders and torchtitan's own format",
-    "plot": "draw the loss of a run in the terminal, or into a page or picture",
-    "report": "draw runs over one another in a self-contained page: curves, events, jobs, generated texts",
-    "why": "say what bounds a run's speed, from its own records, and what to change first",
-    "diff": "compare two runs, checkpoints or weights: the options, first step and tensors that differ",
-    "replay": "make one step of a run again: its samples, gradients and activations, and the origin of a NaN",
-    "checkpoints": "list a run's checkpoints, their state, and the one that a resume takes",
-    "export": "write a checkpoint's weights for other programs, with an adapter merged or alone",
-    "presets": "list, print or copy the jobs that come with the package",
-    "init": "write a commented job to begin with",
-    "completion": "print the completion script of bash, zsh or fish",
-}
 USAGE = "usage: torchtitan COMMAND [--help] [arguments]\n\n" + "\n".join(f"  {c:13}{t}" for c, t in COMMANDS.items())
 USAGE += "\n\n  --version  of this package and of torch"
 COMPUTING = ("train", "bench", "sweep", "generate", "evaluate", "chat", "replay", "export")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
-from torchtitan.cli import COMMANDS
+from torchtitan.commands import COMMANDS
 from torchtitan.config.command_line import split_job_options
 from torchtitan.config.options import hint
 from torchtitan.core.errors import JobError

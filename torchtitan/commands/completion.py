@@ -7,7 +7,7 @@
 The script holds all candidates, so completion does not start Python; write it again after an update.
 """
 
-from torchtitan.cli import COMMANDS
+from torchtitan.commands import COMMANDS
 from torchtitan.commands.command_lines import PARSERS, parse_command, parser_of
 from torchtitan.commands.command_parser import OneOf
 from torchtitan.config.options import choices, options
