@@ -194,3 +194,13 @@ def test_gradients_of_frozen_parameters_are_not_reduced(row):
         assert reduced == {
             (kind, "dp_shard" if row.dp_shard > 1 else "dp_replicate"): (LAYERS + 1, times * 2 * trained)
         }
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(("adapter", "reached"), [("neurocache", 1), ("unfrozen, last", 0), ("lora", LAYERS)])
+def test_backward_gathers_no_block_below_all_that_is_trained(adapter, reached, prefetch):
+    """Forward gathers all units, backward the blocks of its path: of a Neurocache the last one."""
+    row = row_of(**FSDP2, adapter=adapter, prefetch=prefetch)
+    for traffic, _, _ in run_ranks(2, step, row):
+        calls, _ = traffic["all_gather", "dp_shard"]
+        assert calls == LAYERS + 2 + reached

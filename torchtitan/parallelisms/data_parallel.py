@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from torchtitan.parallelisms.fsdp_units import fsdp_units
@@ -69,6 +71,7 @@ def apply_data_parallel(
         shard(block, mesh=mesh, reshard_after_forward=bool(reshard_after_forward))
     if second_shards > 1:
         _share_second_shards(blocks, second_shards)
+    _prefetch_only_blocks_that_backward_reaches(model, [*blocks, *travelling])
     if head := _head(model, plan):
         shard(head, mesh=mesh, reshard_after_forward=False)
         _extend_to_loss(head, model.loss)
@@ -80,8 +83,7 @@ def apply_data_parallel(
         if replicas_overlap:
             overlap_replicas(module)
     quantize_collectives(fsdp_modules(model), mesh, second_shards, gather_int8, reduce_bits)
-    prefetch = max(prefetch, 1) if travelling and reshard_after_forward else prefetch
-    if prefetch:
+    if prefetch := max(prefetch, 1) if travelling and reshard_after_forward else prefetch:
         _set_prefetch(blocks, head[:1], prefetch, set(travelling))
 
 
@@ -147,6 +149,32 @@ def _set_prefetch(blocks: list[nn.Module], head: list[nn.Module], prefetch: int,
         block.set_modules_to_backward_prefetch(units(blocks[max(0, index - prefetch) : index][::-1]))
     for module in head:
         module.set_modules_to_backward_prefetch(units(blocks[-prefetch:][::-1]))
+
+
+def _prefetch_only_blocks_that_backward_reaches(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Let backward prefetch a block of a partly frozen model only if its last output required a gradient.
+
+    Prefetches follow the order of the forward. Frozen blocks below everything that is trained, which backward never
+    reaches, would be gathered for nothing.
+    """
+    if any(not parameter.requires_grad for parameter in model.parameters()):
+        for unit in (unit for block in blocks for unit in fsdp_units(block)):
+            _skip_prefetch_unless_reached(unit)
+
+
+def _skip_prefetch_unless_reached(unit: FSDPParamGroup) -> None:
+    post_forward, unshard, reached = unit.post_forward, unit.unshard, True
+
+    def leave(module: nn.Module, inputs: object, output: object) -> object:
+        nonlocal reached
+        reached = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
+        return post_forward(module, inputs, output)
+
+    def unshard_if_reached(async_op: bool = False) -> None:
+        if reached or unit._training_state != TrainingState.PRE_BACKWARD:
+            unshard(async_op)
+
+    unit.post_forward, unit.unshard = leave, unshard_if_reached
 
 
 def _is_training_only(block: nn.Module) -> bool:
