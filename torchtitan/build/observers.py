@@ -14,10 +14,12 @@ from torchtitan.guards.stop_conditions import TimeLimit, ValidationResults, seco
 from torchtitan.launcher import run_folder
 from torchtitan.metrics.device import Profiler
 from torchtitan.metrics.logger import LogOptions, MetricsLogger, Workload
+from torchtitan.metrics.stragglers import BlockTimer, Stragglers
 from torchtitan.metrics.trackers import TRACKERS
 from torchtitan.metrics.trackers.interface import Run, TrackerThread
 from torchtitan.optimizers.build import Optimizers
 from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.parallelisms.plan import match_blocks
 from torchtitan.process.ranks import Ranks, slurm_seconds_left
 
 
@@ -88,6 +90,16 @@ def metrics(
         tokens_seen=tokens_seen,
         trackers=trackers(config, ranks, resumed_from),
     )
+
+
+def stragglers(config: JobConfig, built: ParallelModel, ranks: Ranks) -> Stragglers:
+    """Return the comparison of data-parallel ranks, which does nothing if the whole model is compiled as one."""
+    timer, compiled = None, built.options.compile_model
+    if built.dims.dp > 1 and not (compiled and built.options.compile_scope == "model"):
+        plan = model_spec(config).plan
+        blocks = [block for part in built.parts for _, block in match_blocks(part, plan)]
+        timer = BlockTimer(blocks, built.device, compiled)
+    return Stragglers(timer, ranks.world_size, built.dims.pp)
 
 
 def profiler(config: JobConfig, device: torch.device, ranks: Ranks, step: int) -> Profiler:

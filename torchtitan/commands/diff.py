@@ -44,6 +44,7 @@ AT_ONCE = 2**20
 MOST_LINES = 20
 """Options or tensors in the text."""
 MEASURED = {"tokens_per_second", "step_seconds", "data_seconds", "memory_gib", "memory_active_gib", "mfu", "mfu_full"}
+MEASURED |= {"slowest_rank", "slowest_ratio"}
 """Fields of a record that differ between equal runs."""
 NOT_VALUES = MEASURED | {"step", "marked", "perplexity"}
 """Perplexity is a function of the loss."""

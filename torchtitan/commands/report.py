@@ -1,9 +1,9 @@
 """`torchtitan report RUN [RUN ...] --to report.html`: draw runs over one another in one self-contained page.
 
 Loss and validation, learning rate, gradient norm, tokens per second, memory, waits for data, and rows of events
-(saves, restarts, rollbacks, skipped steps, losses that are not finite) share one axis: steps, tokens or hours of
-training. The page answers to the mouse: values under the pointer, zoom, hidden runs, logarithmic scale. Below it are
-the results, the options that differ between the runs, the resolved jobs, and the texts generated at validations.
+(saves, restarts, rollbacks, skipped steps, slow ranks, losses that are not finite) share one axis: steps, tokens or
+hours of training. The page answers to the mouse: values under the pointer, zoom, hidden runs, logarithmic scale. Below
+it are the results, the options that differ between the runs, the resolved jobs, and the texts generated at validations.
 
 The page has the script of plotly inside and fetches nothing, so it can be sent and kept. Needs no torch.
 """
@@ -50,6 +50,7 @@ SYMBOLS = {
     "restart": ("x", "✖"),
     "rollback": ("triangle-left", "◀"),
     "skip": ("diamond", "◆"),
+    "straggler": ("star", "★"),
     LOST: ("cross", "✚"),
 }
 """Kind of event -> plotly's name of its symbol, and the symbol in the labels of the rows of events."""
@@ -297,6 +298,8 @@ def describe(event: Record) -> str:
         return f"saved; {100 * goodput:.1f} % of all time spent training" if is_finite(goodput) else "saved"
     if kind == LOST:
         return f"{LOST} since step {event['step']}"
+    if kind == "straggler":
+        return f"slow: {event['ranks']} times" if event.get("ranks") else "no slow rank any more"
     details = {name: event[name] for name in ("cause", "rank", "steps_lost", "seconds_lost") if name in event}
     return f"{kind}: " + ", ".join(f"{name} {value}" for name, value in details.items())
 

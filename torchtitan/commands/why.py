@@ -120,6 +120,7 @@ def causes_of(seconds: dict[str, float], records: list[Record], config: JobConfi
             name = f"slow steps within training: {len(slow)} of {len(times)} windows took {SLOW} times the median"
             remedy = f"look for other programs on the machine, and {look_inside(config)}"
             yield Cause(name, excess, excess, remedy)
+    yield from slow_ranks_of(records, training)
     if config is not None and config.parallelism.pipeline_parallel_degree > 1:
         with suppress(JobError):  # no such schedule here: see unknowns
             yield bubble_of(config, training)
@@ -128,6 +129,24 @@ def causes_of(seconds: dict[str, float], records: list[Record], config: JobConfi
 def steady(records: list[Record]) -> list[Record]:
     """Return the logged windows of steps without a save, a validation or a first step."""
     return [row for row in records if is_finite(row.get("step_seconds")) and "marked" not in row]
+
+
+def slow_ranks_of(records: list[Record], training: float) -> Iterator[Cause]:
+    """Yield the time within training for which ranks waited for those that the run has named as slow.
+
+    The whole step of a slow rank is taken to be as slow as its data and forwards, which are timed.
+    """
+    names, is_slow, waits = "", False, []
+    for record in records:
+        if record.get("event") == "straggler":
+            is_slow = bool(record.get("number"))
+            names = str(record.get("ranks")) if is_slow else names
+        elif is_finite(record.get("slowest_ratio")) and record["slowest_ratio"] > 0:
+            waits.append(max(0.0, 1 - 1 / record["slowest_ratio"]) if is_slow else 0.0)
+    if names and waits:
+        share = training * sum(waits) / len(waits)
+        remedy = "look at other programs, clocks, temperature and storage of that machine, or train without it"
+        yield Cause(f"waiting within training for slow ranks, last named: {names} times", share, share, remedy)
 
 
 def bubble_of(config: JobConfig, training: float) -> Cause:
@@ -199,7 +218,8 @@ def unknowns(records: list[Record], config: JobConfig | None, causes: list[Cause
     has_pipeline = config is not None and config.parallelism.pipeline_parallel_degree > 1
     if has_pipeline and not any(cause.name.startswith(BUBBLE) for cause in causes):
         yield f"bubble of the pipeline: `torchtitan schedule --job.config_file RUN/{JOB_FILE}` says why"
-    yield "a rank slower than the others: times are the first rank's"
+    if not any("slowest_ratio" in record for record in records):
+        yield "a rank slower than the others: only data-parallel ranks are timed, unless all blocks are compiled as one"
     if not any(record.get("event") == "goodput" for record in records):
         yield "starts, saves and restarts: the run has neither saved nor ended, and logs its account of time then"
     if config is None:

@@ -196,7 +196,7 @@ class MetricsLogger:
             tracker.histograms(histograms, step)
 
     def record_event(self, step: int, event: str, fields: Mapping[str, float | str]) -> None:
-        """Write an event of the run at the state after `step` to metrics.jsonl, with the fields in `told`."""
+        """Write an event of the run at the state after `step` to metrics.jsonl, with more `fields`."""
         if self._file:
             self._file.write({"step": step, "event": event, **fields})
 
@@ -284,6 +284,7 @@ def tags_of(record: Record, world_size: int, flops_per_token_full: float) -> dic
     if "mfu" in record:
         tags |= {"mfu(%)": 100 * record["mfu_full"], "mfu_full(%)": 100 * record["mfu_full"]}
         tags["mfu_causal(%)"] = 100 * record["mfu"]
+    tags |= {f"stragglers/{name}": record[name] for name in ("slowest_rank", "slowest_ratio") if name in record}
     for name, tag in (("max_loss", "global_max_loss"), ("mtp_loss", "global_avg_mtp_loss")):
         if name in record:
             tags[f"loss_metrics/{tag}"] = record[name]

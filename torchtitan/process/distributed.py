@@ -57,7 +57,7 @@ def init(
             )
         device, backend = torch.device("cuda", ranks.local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-        machine.bind_near(_address(device))
+        machine.bind_near(pci_address(device))
     else:
         device, backend = torch.device("cpu"), "gloo"
         machine.keep_freed_memory()
@@ -79,7 +79,7 @@ def init(
     return device
 
 
-def _address(device: torch.device) -> str:
+def pci_address(device: torch.device) -> str:
     """Return the device's address on the PCI bus as Linux writes it."""
     properties: Any = torch.cuda.get_device_properties(device)
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
@@ -200,6 +200,13 @@ def begin_sum_ints(*values: int) -> Callable[[], list[int]]:
         return tensor.tolist()
 
     return finish
+
+
+def all_gather_floats(values: torch.Tensor) -> torch.Tensor:
+    """Return all ranks' values [ranks, n] on every rank, of as many host numbers [n] on each, over gloo."""
+    gathered = values.new_empty(dist.get_world_size(), len(values))
+    dist.all_gather(list(gathered), values)
+    return gathered
 
 
 # Exchange of plain values as JSON: torch's object collectives unpickle the data they receive, which can run code

@@ -82,6 +82,7 @@ class Trainer:
         self.schedulers = parts.lr_schedulers(config, self.optimizers, self.restorer.schedule_start())
         self.findings = observers.findings(config)
         self.guards = observers.guards(config, self.model, self.optimizers)
+        self.stragglers = observers.stragglers(config, self.model, ranks)
         preflight.check(config, ranks, self.tokenizer.fingerprint, self.model)
 
         self.state = TrainState()
@@ -237,6 +238,7 @@ class Trainer:
         state = self.state
         state.random = RandomState()
         microbatches, valid_tokens, data_seconds = self.fetch(batches)
+        self.stragglers.begin_step(data_seconds)
         steps_in_backward = self.config.optimizer.early_step_in_backward
         loss, norm = torch.zeros((), device=self.model.device), None
         state.is_complete = not steps_in_backward
@@ -306,6 +308,7 @@ class Trainer:
                 self.guards.refuse_non_finite("gradient norm", norm, float(means[-1]), self.step)
                 self.guards.refuse_non_finite("loss", loss, not_finite(loss), self.step)
             extra |= self.model.extra_metrics() | self.guards.steps.counts() | self.optimizers.measured()
+            extra |= self.stragglers.compare(self.step, self.metrics)
             if (epochs := self.config.training.epochs) is not None:
                 extra["epoch"] = self.step * epochs / (self.last_data_step or 1)
         tokens = self.state.tokens - self.metrics.tokens_seen
