@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import jobs
 from torchtitan import cli
 from torchtitan.commands import report, why
 
@@ -39,17 +38,16 @@ def figure_in(page: str) -> list[dict]:
 
 
 def test_a_page_of_two_runs(tmp_path, capsys):
-    texts = jobs.write_texts(tmp_path)
-    options = {"training__steps": 4, "validation__enable": True, "validation__freq": 2, "validation__samples": 8}
-    options |= {"validation__dataset": "text", "validation__dataset_path": texts, "training__local_batch_size": 4}
-    code, _, err = jobs.run(jobs.arguments(tmp_path / "real", texts, **options), ranks=2)
-    assert code == 0, err
-    (tmp_path / "real/generated.jsonl").write_text('{"step": 2, "number": 0, "prompt": "<b>alpha", "generated": "x"}\n')
-    restarted = write_run(tmp_path / "a & b")
-    job = (tmp_path / "real/config.toml").read_text().replace("lr = 0.01\n", "lr = 0.02\n")
-    (restarted / "config.toml").write_text(job)
+    first, restarted = write_run(tmp_path / "first", rows=19), write_run(tmp_path / "a & b")
+    (first / "generated.jsonl").write_text('{"step": 2, "number": 0, "prompt": "<b>alpha", "generated": "x"}\n')
+    for folder, lr in ((first, 0.01), (restarted, 0.02)):
+        (folder / "config.toml").write_text(f'extends = "debug_model"\n[optimizer]\nlr = {lr}\n')
+    with (first / "metrics.jsonl").open("a") as file:  # the line of step 41 is cut off
+        for step, ranks in ((18, "rank 1 (node, GPU 0) by 1.20"), (19, "")):
+            row = {"step": step, "event": "straggler", "ranks": ranks, "number": len(ranks[:1])}
+            file.write(f"\n{json.dumps(row)}")
     target = tmp_path / "page.html"
-    assert cli.main(["report", str(tmp_path / "real"), str(restarted), "--to", str(target)]) == 0
+    assert cli.main(["report", str(first), str(restarted), "--to", str(target)]) == 0
     assert capsys.readouterr().out == f"2 runs drawn into {target}\n"
     page = target.read_text()
     own_text = page[: page.index("<script")] + page[page.rindex("</script>") :]
@@ -58,12 +56,11 @@ def test_a_page_of_two_runs(tmp_path, capsys):
     assert "&lt;b&gt;alpha" in own_text and "<b>alpha" not in page
     traces = figure_in(page)
     names = [trace["name"] for trace in traces]
-    label = str(tmp_path / "real")
-    assert names.count(label) > 6 and f"{label}, validation" in names
+    assert names.count(str(first)) > 6 and f"{restarted}, validation".replace("&", "&amp;") in names
     events = [trace for trace in traces if "text" in trace]
     assert "saved; 60.0 % of all time spent training" in events[1]["text"]
     assert any("rank 1 crashed, rank 1" in text and "<" not in text for text in events[1]["text"])
-    assert events[0]["text"] == []  # this run saves nothing
+    assert events[0]["text"][:2] == ["slow: rank 1 (node, GPU 0) by 1.20 times", "no slow rank any more"]
     assert events[1]["x"] == [20, 20, 40] and events[1]["y"][0] == events[1]["y"][2] != events[1]["y"][1]
     assert '"namelength":-1' in page and '"ticktext":["save \\u25cf","restart \\u2716"' in page
 

@@ -113,13 +113,18 @@ def run_script(folder: Path, path: Path, *arguments: str, limit: float = DEFAULT
     """
     with tempfile.TemporaryDirectory() as streams:
         files = [os.path.join(streams, name) for name in ("out", "err")]
-        process = _fork(_be_script, files, str(folder), str(path), *arguments)
+        process = start_script(files, folder, path, *arguments)
         process.join(limit)
         code = process.exitcode
         process.kill()
         process.join()
         out, err = (Path(file).read_text() for file in files)
     return code, out, err
+
+
+def start_script(files: list[str], folder: Path, path: Path, *arguments: str) -> Any:
+    """Start `python path arguments` in `folder` and return its process. `files`: for its output and its errors."""
+    return _fork(_be_script, files, str(folder), str(path), *arguments)
 
 
 def _be_script(files: list[str], folder: str, path: str, *arguments: str) -> None:

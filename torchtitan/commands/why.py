@@ -220,7 +220,10 @@ def unknowns(records: list[Record], config: JobConfig | None, causes: list[Cause
         yield f"bubble of the pipeline: `torchtitan schedule --job.config_file RUN/{JOB_FILE}` says why"
     if not any("slowest_ratio" in record for record in records):
         yield "a rank slower than the others: only data-parallel ranks are timed, unless all blocks are compiled as one"
-    if not any(record.get("event") == "goodput" for record in records):
+    accounts = [record["step"] for record in records if record.get("event") == "goodput"]
+    if accounts and records[-1].get("event") != "goodput":
+        yield f"the time after step {accounts[-1]}: the run logs its account of time at every save and at its end"
+    if not accounts:
         yield "starts, saves and restarts: the run has neither saved nor ended, and logs its account of time then"
     if config is None:
         yield f"the options of the job: no {JOB_FILE} that can be read"

@@ -40,6 +40,8 @@ KINDS: dict[str, Kind] = {
     "lr_scheduler.t_max": "told",
     "lr_scheduler.t_max_unit": "told",
     "data": "told",  # options that decide the samples are checked with the position in the data
+    "data.cache_dir": "quiet",
+    "data.num_proc": "quiet",
     "dpo": "refused",
     "dpo.reference": "told",  # the run stores its log-probabilities, and the model that they come from
     "training": "refused",
