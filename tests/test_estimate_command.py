@@ -6,8 +6,11 @@ import pytest
 
 from torchtitan import cli
 from torchtitan.commands import estimate
+from torchtitan.config import manager
 from torchtitan.config.options import ConfigError
+from torchtitan.core.hardware import load_hardware
 from torchtitan.planner import estimate as prediction
+from torchtitan.planner.closed_form import predict_memory
 
 GIB = 2**30
 
@@ -77,15 +80,32 @@ def test_suggestions_can_be_switched_off(needs, capsys):
     assert code == 1 and out.splitlines()[-1] == "does not fit in 60.00 GiB: needs 90.00 GiB"
 
 
-def test_on_a_gpu_overhead_is_added(needs, capsys):
-    code, out = run(capsys, *needs[:-1], "--device=cuda", "--memory=100GB")
-    assert code == 1
-    assert "does not fit in 93.13 GiB: needs 106.20 GiB, with 18% beside tensors" in out
+@pytest.mark.parametrize(
+    ("memory", "fits"), [("100GiB", "does not fit"), ("110GiB", "may not fit"), ("128GiB", "fits")]
+)
+def test_on_a_gpu_the_interval_of_published_runs_is_compared(needs, capsys, memory, fits):
+    code, out = run(capsys, *needs[:-1], "--device=cuda", f"--memory={memory}", "--no-remedies")
+    assert code == (fits != "fits")
+    assert out.splitlines()[-1] == (
+        f"{fits} in {memory.removesuffix('GiB')}.00 GiB: needs 101.70 GiB to 127.80 GiB, with allocator, libraries and "
+        "communicators, like published runs"
+    )
+
+
+def test_a_plan_and_an_estimate_judge_alike(needs, capsys):
+    """The planner's interval of the same tensors is the same, and both count its upper end."""
+    (predicted,) = prediction.predict(manager.load(["--training.local_batch_size=4"]), 1, "cuda")
+    low, high = predicted.reserved("cuda")
+    memory = predict_memory(manager.load([]), load_hardware("h100-80"))
+    assert (low / predicted.peak, high / predicted.peak) == pytest.approx(
+        (memory.low / memory.total, memory.high / memory.total)
+    )
+    assert predicted.reserved("cpu") == (predicted.peak, predicted.peak)
 
 
 def test_the_jobs_memory_limit_is_compared(needs, capsys):
     code, out = run(capsys, *needs[:-1], "--device=cuda", "--memory.limit=60GiB")
-    assert code == 1 and "does not fit in 60.00 GiB: needs 106.20 GiB" in out
+    assert code == 1 and "does not fit in 60.00 GiB: needs 101.70 GiB to 127.80 GiB" in out
 
 
 def test_a_job_without_further_suggestions():

@@ -19,8 +19,7 @@ from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError, format_bytes
 from torchtitan.core.hardware import load_hardware
 from torchtitan.core.progress_bar import waiting
-from torchtitan.planner.closed_form import RESERVED
-from torchtitan.planner.estimate import BESIDE, Prediction, Remedy, flops_of_a_rank, predict, remedies, worst
+from torchtitan.planner.estimate import Prediction, Remedy, flops_of_a_rank, predict, remedies, worst
 from torchtitan.planner.search import TO_BE_FETCHED
 from torchtitan.process.machine import limit_in_bytes
 from torchtitan.process.ranks import likely_device
@@ -148,17 +147,14 @@ def traffic(of_rank: Prediction, flops: float, speeds: argparse.Namespace) -> li
 
 
 def verdict(most: Prediction, memory: float, device: Device) -> tuple[str, bool]:
-    fits = most.needed(device) <= memory
-    overhead = f", with {BESIDE[device]:.0%} beside tensors for allocator, libraries and communicators" * bool(
-        BESIDE[device]
-    )
-    message = (
-        f"{'fits' if fits else 'does not fit'} in {format_bytes(memory)}: needs {format_bytes(most.needed(device))}"
-    )
-    if device == "cuda":
-        low, high = (format_bytes(most.peak * factor) for factor in RESERVED)
-        overhead += f"; like published runs, {low} to {high}"
-    return message + overhead, fits
+    """Return a line on whether the job fits, and True if it does by the upper end of the interval, as for a plan."""
+    low, high = most.reserved(device)
+    fits = high <= memory
+    text = "fits" if fits else "may not fit" if low <= memory else "does not fit"
+    if low == high:
+        return f"{text} in {format_bytes(memory)}: needs {format_bytes(high)}", fits
+    sizes = f"{format_bytes(low)} to {format_bytes(high)}, with allocator, libraries and communicators"
+    return f"{text} in {format_bytes(memory)}: needs {sizes}, like published runs", fits
 
 
 def ways_out(candidates: list[Remedy], memory: float) -> list[str]:

@@ -43,6 +43,12 @@ class MemoryPrediction:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.logits + self.gathered
 
 
+def reserved(tensors: float, *, on_gpu: bool) -> tuple[float, float]:
+    """Return the least and the most bytes that a device reserves for tensors of this many bytes at their peak."""
+    low, high = RESERVED if on_gpu else (1.0, 1.0)
+    return low * tensors, high * tensors
+
+
 def predict_memory(
     config: JobConfig, hardware: Hardware | None = None, *, drops_every_second_product: bool = False
 ) -> MemoryPrediction:
@@ -56,10 +62,9 @@ def predict_memory(
     ranks = [RankSizes(config, args, rank, drops_every_second_product) for rank in range(pp)]
     candidates = [moment for sizes in fullest(ranks) for moment in moments(sizes)]
     worst = max(candidates, key=Counter.total)
-    on_gpu = hardware is None or bool(hardware.device_names)
-    low, high = RESERVED if on_gpu else (1.0, 1.0)
+    low, high = reserved(worst.total(), on_gpu=hardware is None or bool(hardware.device_names))
     kinds = {kind: worst[kind] for kind in MemoryPrediction.__dataclass_fields__ if kind not in ("low", "high")}
-    return MemoryPrediction(**kinds, low=low * worst.total(), high=high * worst.total())
+    return MemoryPrediction(**kinds, low=low, high=high)
 
 
 def fullest(ranks: list[RankSizes]) -> list[RankSizes]:

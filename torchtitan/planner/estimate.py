@@ -21,6 +21,7 @@ from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallel_model import runs_by_segments
 from torchtitan.parallelisms.pipeline.actions import with_full_backward
 from torchtitan.parallelisms.pipeline.simulator import simulate
+from torchtitan.planner.closed_form import reserved
 from torchtitan.planner.pipeline_replay import RUNNING
 from torchtitan.planner.rehearsal import (
     FROZEN,
@@ -43,9 +44,6 @@ TOGETHER = 200
 """Minimum layers x batches for rehearsals in separate processes. Starting a process takes less time than these."""
 FIRST = 3
 """Minimum number of layers to rehearse without a pipeline: the first, the last and inner layers gather differently."""
-BESIDE = {"cpu": 0.0, "cuda": 0.18}
-"""Memory for the allocator's gaps, libraries and communicators, as a fraction of the tensors' memory, by which a job is
-judged. It lies in the lower half of RESERVED, where torchtitan's compiled runs in bfloat16 are."""
 ON_THE_HOST = (PARAMETERS, FROZEN, GRADIENTS, OPTIMIZER, REFERENCE)
 """Kinds of memory that are on the host with enable_cpu_offload."""
 
@@ -64,9 +62,9 @@ class Prediction:
     def peak(self) -> int:
         return sum(self.kinds.values())
 
-    def needed(self, device: Device) -> float:
-        """Return the bytes needed: the peak of the tensors, plus the fraction BESIDE for other memory."""
-        return self.peak * (1 + BESIDE[device])
+    def reserved(self, device: Device) -> tuple[float, float]:
+        """Return the least and the most bytes that the device reserves for these tensors."""
+        return reserved(self.peak, on_gpu=device == "cuda")
 
 
 def predict(config: JobConfig, world_size: int, device: Device, traffic: bool = False) -> list[Prediction]:
@@ -324,7 +322,7 @@ def _with_samples(config: JobConfig, dims: ParallelDims, samples: int) -> JobCon
 # Changes that make a job fit
 
 Remedy = tuple[dict[str, Any], float]
-"""Options with their new values, and the bytes that the changed job needs."""
+"""Options with their new values, and the most bytes that the changed job reserves."""
 MOST_HALVES = 4
 
 
@@ -337,7 +335,7 @@ def remedies(config: JobConfig, world_size: int, device: Device, memory: float) 
         before = {fault.key for fault in check(config, world_size, device)}
         if any(fault.key not in before for fault in check(changed, world_size, device)):
             return None
-        needed = worst(predict(changed, world_size, device)).needed(device)
+        _, needed = worst(predict(changed, world_size, device)).reserved(device)
         candidates.append((changes, needed))
         return needed
 
