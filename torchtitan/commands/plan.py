@@ -29,6 +29,7 @@ from torchtitan.planner.answer import (
     comparison,
     costs,
     explanation,
+    failure_lines,
     figure,
     gpus_text,
     interval,
@@ -37,6 +38,7 @@ from torchtitan.planner.answer import (
     row,
 )
 from torchtitan.planner.calibration import usual_calibration
+from torchtitan.planner.failures import Failures
 from torchtitan.planner.measured_runs import calibrate
 from torchtitan.planner.plan import Plan, Workload, apply_changes, can_be_planned
 from torchtitan.planner.search import Candidate, Limits, Result, Search, faults_as_new
@@ -181,13 +183,36 @@ def ask(options: argparse.Namespace, config: JobConfig) -> Question:
     memory = options.memory or hardware.memory_gib * 2**30
     price = options.price or hardware.price
     tokens = options.tokens or config.training.tokens or config.training.steps * workload.tokens
-    limits = Limits(memory, most_seconds(options, tokens / workload.tokens, price))
     search = Search(config, workload, samples, hardware, calibration, device)
-    return Question(options, config, search, limits, Cost(tokens, price), residuals)
+    failures = expected_failures(options, search)
+    slowdown = failures.slowdown(options.gpus) if failures else 1.0
+    limits = Limits(memory, most_seconds(options, slowdown * tokens / workload.tokens, price))
+    return Question(options, config, search, limits, Cost(tokens, price, failures), residuals)
+
+
+def expected_failures(options: argparse.Namespace, search: Search) -> Failures | None:
+    """Return the failures that --mtbf-hours names. Raises JobError if the run would hardly advance."""
+    if options.mtbf_hours is None:
+        for name in ("save_seconds", "restart_seconds"):
+            if getattr(options, name) is not None:
+                raise JobError(
+                    f"--{name.replace('_', '-')}: allowed with --mtbf-hours only; give it, or leave this out"
+                )
+        return None
+    memory = search.memory(Plan(microbatch=search.workload.rows_per_sample))
+    failures = Failures(
+        gpu_seconds=3600 * options.mtbf_hours,
+        state=memory.parameters + memory.optimizer,
+        in_background=search.config.checkpoint.async_mode != "disabled",
+        save_seconds=options.save_seconds,
+        restart_seconds=options.restart_seconds,
+    )
+    failures.check(options.gpus)
+    return failures
 
 
 def most_seconds(options: argparse.Namespace, steps: float, price: float | None) -> float:
-    """Return the longest step that deadline and budget allow."""
+    """Return the longest step that deadline and budget allow. `steps`: of the run, more with failures."""
     allowed = [float("inf")]
     if options.deadline:
         allowed.append(options.deadline / steps)
@@ -239,7 +264,7 @@ def report(question: Question, result: Result, alternatives: list[tuple[str, Can
         lines.append(f"job  {job}")
     else:
         lines += [row(job, "job"), f"the job's own plan {loss_of(job, best, question.limits.memory)}"]
-    lines += ["", costs(best, question.cost)]
+    lines += ["", costs(best, question.cost), *failure_lines(best, question.cost)]
     if alternatives:
         lines += ["with the best plan for it:", *comparison(alternatives, best, question.cost)]
     judged = f"{result.layouts:,} layouts, {len(result.judged):,} plans simulated"

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from torchtitan.commands.command_parser import CommandParser, number_above_0, size_in_bytes, whole_number
 from torchtitan.core.hardware import known_hardware
+from torchtitan.metrics.goodput import GPU_HOURS_PER_FAILURE
+from torchtitan.planner.failures import RESTART_SECONDS
 
 DURATIONS = {"min": 60.0, "h": 3600.0, "d": 86400.0}
 USUAL_GPU = "h100-80"
@@ -31,6 +33,12 @@ def plan_parser() -> CommandParser:
     parser.add_argument("--deadline", type=_duration, metavar="TIME", help=deadline)
     parser.add_argument("--budget", type=number_above_0, metavar="X", help="highest price of the run")
     parser.add_argument("--top", type=whole_number(1, 100), default=10, metavar="N", help="plans to show (default 10)")
+    mtbf = f"mean hours between two failures of a GPU, as {GPU_HOURS_PER_FAILURE:g}: adds restarts and saves to the run"
+    parser.add_argument("--mtbf-hours", type=number_above_0, metavar="X", help=mtbf)
+    save = "time for which a save blocks the run (default: by the size of the state)"
+    parser.add_argument("--save-seconds", type=number_above_0, metavar="X", help=save)
+    restart = f"time from a failure to the next step (default {RESTART_SECONDS:g})"
+    parser.add_argument("--restart-seconds", type=number_above_0, metavar="X", help=restart)
     explain = "show where the time and memory of the N-th plan go"
     parser.add_argument("--explain", type=whole_number(1, 100), metavar="N", help=explain)
     quick = "do not search plans for other hardware"

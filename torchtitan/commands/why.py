@@ -6,7 +6,6 @@ cause takes. Causes that the records do not tell apart are listed as unknown.
 """
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,7 +21,7 @@ from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
 from torchtitan.launcher.run_folder import JOB_FILE
 from torchtitan.metrics.console import duration
-from torchtitan.metrics.goodput import CAUSES, SHORTEST_ADVISED_SECONDS
+from torchtitan.metrics.goodput import CAUSES, SHORTEST_ADVISED_SECONDS, best_save_interval
 from torchtitan.metrics.json_lines import Record, is_finite, read_run
 
 WORTH_A_CHANGE = 0.05
@@ -201,7 +200,7 @@ def save_remedy(records: list[Record], config: JobConfig | None, total: float, s
     if config is None or config.checkpoint.async_mode == "disabled":
         advice.append('checkpoint.async_mode = "async"')
     if total >= SHORTEST_ADVISED_SECONDS and failures:
-        best = math.sqrt(2 * total / failures * spent / saves)
+        best = best_save_interval(total / failures, spent / saves)
         advice.append(f"a checkpoint.interval of about {duration(best)}, by the {failures} failures of the run")
     elif total >= SHORTEST_ADVISED_SECONDS:
         advice.append("a longer checkpoint.interval, as the run did not fail")

@@ -35,6 +35,14 @@ SHORTEST_ADVISED_SECONDS = 3600.0
 """Minimum length of a run for advice on the checkpoint interval."""
 
 
+def best_save_interval(between: float, blocked: float) -> float:
+    """Return the seconds between saves that minimise lost time: sqrt(2 * between * blocked) (Young 1974, Daly 2006).
+
+    `between`: mean seconds between failures. `blocked`: seconds for which a save blocks the run.
+    """
+    return math.sqrt(2 * between * blocked)
+
+
 class Goodput:
     """A stopwatch that attributes all time to one cause at a time.
 
@@ -115,11 +123,11 @@ class Goodput:
     def best_interval(self, world_size: int) -> float | None:
         """Return the seconds between saves that minimise lost time; None before the first save or in the first hour.
 
-        Young and Daly: sqrt(2 * time between failures * time for which a save blocks the run). The time between
-        failures is this run's own, or, without a failure, GPU_HOURS_PER_FAILURE divided by the number of devices.
+        The time between failures is this run's own, or, without a failure, GPU_HOURS_PER_FAILURE divided by the number
+        of devices.
         """
         total = self.state_dict() and sum(self.seconds.values())
         if not self.saves or total < SHORTEST_ADVISED_SECONDS:
             return None
         between = total / self.failures if self.failures else 3600 * GPU_HOURS_PER_FAILURE / world_size
-        return math.sqrt(2 * between * self.seconds["save"] / self.saves)
+        return best_save_interval(between, self.seconds["save"] / self.saves)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchtitan.core.errors import format_bytes
+from torchtitan.planner.failures import Failures
 from torchtitan.planner.search import Candidate, Result
 
 PARTS = {
@@ -35,15 +36,27 @@ class Cost:
     """Tokens of the run."""
     price: float | None
     """Of a GPU for an hour."""
+    failures: Failures | None = None
+    """What failures and saves add; None to leave them out."""
 
     def hours(self, candidate: Candidate) -> float:
-        return self.tokens / (candidate.time.tokens_per_second * candidate.plan.gpus) / 3600
+        gpus = candidate.plan.gpus
+        slowdown = self.failures.slowdown(gpus) if self.failures else 1.0
+        return slowdown * self.tokens / (candidate.time.tokens_per_second * gpus) / 3600
 
     def gpu_hours(self, candidate: Candidate) -> float:
         return self.hours(candidate) * candidate.plan.gpus
 
     def money(self, candidate: Candidate) -> float | None:
         return None if self.price is None else self.gpu_hours(candidate) * self.price
+
+    def save_interval(self, candidate: Candidate) -> int | None:
+        """Return the steps between two saves that lose the least time; None without failures."""
+        if self.failures is None:
+            return None
+        time, gpus = candidate.time, candidate.plan.gpus
+        steps = self.tokens / (time.tokens_per_second * gpus * time.seconds)
+        return max(1, round(min(steps, self.failures.interval(gpus) / time.seconds)))
 
 
 def row(candidate: Candidate, label: str) -> str:
@@ -63,6 +76,24 @@ def costs(candidate: Candidate, cost: Cost) -> str:
     text = f"{amount(cost.tokens)} tokens: {duration(hours)} ({duration(low)} to {duration(high)}), "
     text += f"{figure(cost.gpu_hours(candidate))} GPU-hours"
     return text if money is None else f"{text}, {figure(money)} at {cost.price:g} a GPU-hour"
+
+
+def failure_lines(candidate: Candidate, cost: Cost) -> list[str]:
+    """Format what failures and saves add to the duration, and how often to save; nothing without --mtbf-hours."""
+    failures, gpus = cost.failures, candidate.plan.gpus
+    if failures is None:
+        return []
+    between, interval, blocked = (
+        duration(seconds(gpus) / 3600) for seconds in (failures.between, failures.interval, failures.blocked)
+    )
+    save = f"a save blocks {blocked}" + " (assumed)" * (failures.save_seconds is None)
+    restart = f"a restart takes {duration(failures.restart / 3600)}" + " (assumed)" * (failures.restart_seconds is None)
+    longer, share = failures.slowdown(gpus) - 1, failures.blocked(gpus) / failures.interval(gpus)
+    steps = cost.save_interval(candidate)
+    return [
+        f"failures, one every {between}, and saves make it {longer:.1%} longer, saves alone {share:.1%}",
+        f"{save}, {restart}: save every {interval}, checkpoint.interval = {steps} (Young and Daly)",
+    ]
 
 
 def duration(hours: float) -> str:
@@ -168,6 +199,7 @@ def as_record(candidate: Candidate, cost: Cost, rows_per_sample: int, samples: i
         "hours": cost.hours(candidate),
         "gpu_hours": cost.gpu_hours(candidate),
         "price": cost.money(candidate),
+        "checkpoint_interval": cost.save_interval(candidate),
     }
 
 
