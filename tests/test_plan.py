@@ -22,6 +22,7 @@ from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
 from torchtitan.planner import answer, calibration
 from torchtitan.planner.plan import Plan, Workload
+from torchtitan.planner.rank_sizes import RankSizes
 from torchtitan.planner.search import Limits, Search
 from torchtitan.planner.step_time import StepTimer
 from torchtitan.planner.time_parts import Calibration
@@ -97,6 +98,44 @@ def test_a_step_is_its_parts_and_never_faster_than_the_peak():
     step = timer.step_time(Plan.of(config, 64, 64))
     assert step.seconds == sum(step.parts.values()) and 0 < step.mfu < 1
     assert step.low < step.seconds < step.high
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("llama3_8b", Plan(shards=4, tp=2, replicas=2)),
+        ("llama3_405b", Plan(pp=4, shards=2, tp=8, schedule="Interleaved1F1B", stages_per_rank=2, microbatches=8)),
+        ("deepseek_671b", Plan(shards=8)),
+        ("deepseek_671b", Plan(shards=8, ep=8)),
+        ("deepseek_671b", Plan(shards=8, tp=4, cp=2, ep=16)),
+        ("deepseek_671b", Plan(pp=8, shards=64, ep=64, schedule="DualPipeV", stages_per_rank=2, microbatches=16)),
+    ],
+)
+def test_a_rank_updates_the_weights_that_it_stores(name, plan):
+    """Compare with the memory formula, which agrees with rehearsals."""
+    config = load(name)
+    search = Search(config, Workload.of(config, 1024), 1024, H100, Calibration())
+    timer, job = search.timer.timer, search.job(plan)
+    ranks = [RankSizes(job, search.workload.args, rank) for rank in range(plan.pp)]
+    stored = timer.stored(plan, timer.rank_weights(plan))
+    assert stored == pytest.approx(max(sizes.shard for sizes in ranks), rel=0.002)
+    optimizer = timer.step_time(plan).parts["optimizer"]
+    assert optimizer == timer._moved(9 * 4 * stored)
+
+
+def test_expert_parallel_gathers_only_what_is_sharded():
+    """With experts on all ranks once, FSDP sends the other weights alone."""
+    config = load("deepseek_671b")
+    timer = StepTimer(Workload.of(config, 64), H100)
+    plan = Plan(shards=64, ep=64)
+    dense, experts = timer.rank_weights(plan)
+    assert plan.expert_shards == 1 and timer._exchange(plan, timer.rank_weights(plan), 2) == timer._gather(
+        2 * dense, 64, 1
+    )
+    half = dataclasses.replace(plan, ep=32)
+    dense, experts = timer.rank_weights(half)
+    expected = timer._gather(2 * dense, 64, 1) + timer._gather(2 * experts, 2, 32)
+    assert timer._exchange(half, timer.rank_weights(half), 2) == expected
 
 
 def test_fitted_factors_are_recovered():
@@ -273,6 +312,15 @@ def test_measured_runs_calibrate(capsys, tmp_path):
     assert "interval -29%/+40%" in text  # two runs do not narrow the usual interval
     residuals = [float(part.split("%")[0]) for part in text.split("residual ")[1:]]
     assert all(abs(residual) < 10 for residual in residuals)
+
+
+def test_the_ranks_of_a_run_are_not_guessed(tmp_path):
+    """With accumulated gradients the samples of a step do not tell the shards."""
+    config = load("debug_model", "--training.local_batch_size=1", "--training.global_batch_size=8")
+    (tmp_path / "config.toml").write_text(manager.to_toml(config))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "step_seconds": 1.0, "tokens_per_second": 2048.0}\n')
+    with pytest.raises(JobError, match="give a run with parallelism.data_parallel_shard_degree set"):
+        command.main([*SMALL, "--gpus", "2", "--from", str(tmp_path)])
 
 
 def test_a_job_is_never_replaced_by_its_plan(tmp_path):

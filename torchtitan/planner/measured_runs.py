@@ -49,9 +49,15 @@ class MeasuredRun:
         self.workload = Workload.of(self.config, self.samples)
 
     def _gpus(self) -> int:
-        """Return the number of ranks, from the samples of a step if the job's shards are those that were left."""
+        """Return the number of ranks, from the samples of a step if the job's shards are those that were left.
+
+        Raises JobError if a step may have several batches, as the run does not record its ranks.
+        """
         degrees = self.config.parallelism
         shards = degrees.data_parallel_shard_degree
+        if shards == -1 and self.config.training.global_batch_size != -1:
+            reason = "its ranks are not recorded, and training.global_batch_size does not tell them"
+            raise JobError(f"--from {self.name}: {reason}; give a run with parallelism.data_parallel_shard_degree set")
         if shards == -1:
             replicas, local = degrees.data_parallel_replicate_degree, self.config.training.local_batch_size
             shards = max(1, self.samples // (local * replicas))

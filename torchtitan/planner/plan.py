@@ -196,6 +196,11 @@ class Plan:
         return self.tp * self.cp * self.pp * self.shards * self.replicas
 
     @property
+    def expert_shards(self) -> float:
+        """Ranks over which FSDP spreads a rank's experts. Expert parallel takes its ranks from shards, CP and TP."""
+        return self.shards * self.cp * (self.tp if self.ep > 1 else 1) / self.ep
+
+    @property
     def merges_backward(self) -> bool:
         """True if gradients of inputs and weights are computed together, as recompute and compile need it."""
         return self.recompute != "none" or self.compiled

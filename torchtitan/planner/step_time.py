@@ -19,7 +19,7 @@ from torchtitan.core.hardware import ASSUMED, Curve, Hardware, Link
 from torchtitan.models.sizes import STACK, Sizes, split_side
 from torchtitan.parallelisms.pipeline.cut import schedule_traits
 from torchtitan.planner.plan import Plan, Workload
-from torchtitan.planner.time_parts import BlockTime, Calibration, Parts, StepTime
+from torchtitan.planner.time_parts import BlockTime, Calibration, Parts, StepTime, Weights
 
 COMPUTED = ("products", "attention", "memory", "recompute")
 """Parts during which messages of FSDP travel."""
@@ -46,6 +46,7 @@ class StepTimer:
     calibration: Calibration = Calibration()
     _blocks: dict[object, BlockTime] = field(default_factory=dict, repr=False)
     _stages: dict[object, list[Counter[int]]] = field(default_factory=dict, repr=False)
+    _rank_weights: dict[object, set[Weights]] = field(default_factory=dict, repr=False)
 
     def _factor(self, name: str) -> float:
         return self.calibration.factors.get(name, 1.0)
@@ -118,7 +119,7 @@ class StepTimer:
         inside = extent <= self.hardware.devices_per_machine
         return self.hardware.machine_link if inside else self.hardware.network_link
 
-    def _gather(self, size: float, group: int, stride: int) -> float:
+    def _gather(self, size: float, group: float, stride: int) -> float:
         """Return the seconds to gather `size` bytes over a group with members `stride` ranks apart.
 
         Members in the same machine share the machine's network cards.
@@ -193,20 +194,20 @@ class StepTimer:
         replay = {"op": moved, "memory_budget": moved, "half": moved + products / 2}.get(
             plan.recompute, share * forward
         )
-        weights = sum(
-            outputs
-            * inputs
-            * (3 * self.workload.args.n_experts / plan.ep if name == STACK else 1)
-            / (1 if name == STACK or split_side(name) is None else plan.tp)
+        dense = sum(
+            outputs * inputs / (1 if split_side(name) is None else plan.tp)
             for name, (outputs, inputs) in sizes.items()
+            if name != STACK
         )
+        outputs, inputs = sizes.get(STACK, (0, 0))
+        experts = 3 * outputs * inputs * getattr(self.workload.args, "n_experts", 0) / plan.ep
         return BlockTime(
             products=products,
             attention=attention,
             moved=moved,
             replay=replay,
             waited=self._waited(plan, sizes, tokens, local_tokens),
-            gathered=self.workload.compute_bytes * weights,
+            weights=Weights(dense, experts),
         )
 
     def head(self, plan: Plan) -> tuple[float, float]:
@@ -218,22 +219,41 @@ class StepTimer:
         logits = self._moved(passes * 12 * tokens * args.vocab_size / plan.tp)
         return product, logits
 
-    def _sum(self, plan: Plan, stages: Iterable[Counter[int]], with_head: bool) -> tuple[Parts, float]:
-        """Return the seconds of these stages for one microbatch by part, and the bytes that FSDP gathers of them."""
+    def _sum(self, plan: Plan, stages: Iterable[Counter[int]], with_head: bool) -> Parts:
+        """Return the seconds of these stages for one microbatch by part."""
         parts = Parts()
-        gathered = 0.0
         for kinds in stages:
             for kind, count in kinds.items():
                 block = self.block(plan, kind)
                 for name, seconds in block.parts.items():
                     parts[name] += count * seconds
-                gathered += count * block.gathered
         if with_head:
             product, logits = self.head(plan)
             parts["products"] += 3 * product
             parts["memory"] += 2 * logits
-            gathered += self.workload.compute_bytes * self.workload.embedding_size / plan.tp
-        return parts, gathered
+        return parts
+
+    # Weights
+
+    def rank_weights(self, plan: Plan) -> Weights:
+        """Return the weights of the pipeline rank that stores the most of them."""
+        key = plan.pp, plan.schedule, plan.stages_per_rank, plan.tp, plan.ep
+        if key not in self._rank_weights:
+            self._rank_weights[key] = {self._weights(plan, plan.stages_of_rank(rank)) for rank in range(plan.pp)}
+        return max(self._rank_weights[key], key=lambda weights: self.stored(plan, weights))
+
+    def _weights(self, plan: Plan, numbers: list[int]) -> Weights:
+        """Return the weights of some stages. A pipeline has a copy of tied embeddings at both ends."""
+        stages = self.stages(plan)
+        blocks = [(self.block(plan, kind), count) for number in numbers for kind, count in stages[number].items()]
+        has_head = len(stages) - 1 in numbers and (plan.pp > 1 or not self.workload.args.tied_embeddings)
+        ends = self.workload.embedding_size / plan.tp * ((0 in numbers) + has_head)
+        dense = sum(count * block.weights.dense for block, count in blocks)
+        return Weights(dense + ends, sum(count * block.weights.experts for block, count in blocks))
+
+    def stored(self, plan: Plan, weights: Weights) -> float:
+        """Return the number of the weights that this rank stores, as FSDP spreads them."""
+        return weights.dense / (plan.shards * plan.cp) + weights.experts / plan.expert_shards
 
     # Steps
 
@@ -241,7 +261,7 @@ class StepTimer:
         """Predict a step, with a lower bound of a pipeline's bubble. `with_fsdp`: with what does not hide of FSDP."""
         if plan.pp > 1:
             return self.finished(plan, self._pipeline_parts(plan), with_fsdp)
-        parts, _ = self._sum(plan, self.stages(plan), with_head=True)
+        parts = self._sum(plan, self.stages(plan), with_head=True)
         return self.finished(plan, Parts({name: seconds * plan.passes for name, seconds in parts.items()}), with_fsdp)
 
     def _pipeline_parts(self, plan: Plan) -> Parts:
@@ -264,7 +284,7 @@ class StepTimer:
     def least_seconds(self, layout: Plan) -> float:
         """Return a lower bound of a step for all schedules and replicas: an even share of the blocks, no bubble."""
         fastest = replace(layout, overlap_experts=layout.pp > 1 and layout.ep > 1)
-        parts, _ = self._sum(fastest, [self.all_blocks], with_head=True)
+        parts = self._sum(fastest, [self.all_blocks], with_head=True)
         return parts.total() * layout.microbatches * layout.passes / layout.pp
 
     @cached_property
@@ -274,17 +294,15 @@ class StepTimer:
     def rank_time(self, plan: Plan, rank: int) -> Parts:
         """Return the seconds of a pipeline rank's stages for one microbatch, by part."""
         stages, numbers = self.stages(plan), plan.stages_of_rank(rank)
-        return self._sum(plan, [stages[number] for number in numbers], len(stages) - 1 in numbers)[0]
+        return self._sum(plan, [stages[number] for number in numbers], len(stages) - 1 in numbers)
 
     def finished(self, plan: Plan, parts: Parts, with_fsdp: bool = True, simulated: bool = False) -> StepTime:
         """Add FSDP, gradients of replicas and the optimizer to a step's parts."""
-        stages = [self.stages(plan)[number] for number in plan.stages_of_rank(0)]
-        _, gathered = self._sum(plan, stages, with_head=True)
+        weights = self.rank_weights(plan)
+        local = self.stored(plan, weights)
         computed = sum(parts[name] for name in COMPUTED)
-        weights = gathered / self.workload.compute_bytes
-        local = weights / (plan.shards * plan.cp)
         if with_fsdp:
-            parts["fsdp"] = self._fsdp(plan, gathered, computed)
+            parts["fsdp"] = self._fsdp(plan, weights, computed)
         if with_fsdp and plan.replicas > 1:
             reduced = 2 * self._gather(4 * local, plan.replicas, plan.tp * plan.cp * plan.shards)
             parts["fsdp"] += max(0.0, reduced - 0.5 * computed) + 0.05 * reduced
@@ -336,15 +354,16 @@ class StepTimer:
         extent = plan.tp * plan.cp * plan.shards * plan.replicas * plan.pp
         return self._link(extent).seconds(self.workload.compute_bytes * self.workload.args.dim * tokens)
 
-    def _fsdp(self, plan: Plan, gathered: float, computed: float) -> float:
+    def _fsdp(self, plan: Plan, weights: Weights, computed: float) -> float:
         """Return the seconds of gathers and reductions that computation does not hide."""
-        group = plan.shards * plan.cp
-        if group <= 1:
-            return 0.0
-        gather = self._gather(gathered, group, plan.tp)
-        reduce = self._gather(gathered * 4 / self.workload.compute_bytes, group, plan.tp)
+        gather, reduce = (self._exchange(plan, weights, size) for size in (self.workload.compute_bytes, 4))
         if plan.pp > 1:  # once in a step, while the first microbatches fill the pipeline
             return 0.5 * (gather + reduce)
         total = plan.passes * (2 * gather + reduce)
         blocks = max(1, self.workload.args.n_layers)
         return max(0.0, total - computed) + total / blocks
+
+    def _exchange(self, plan: Plan, weights: Weights, size: int) -> float:
+        """Return the seconds to gather a rank's weights, or to reduce their gradients, in values of `size` bytes."""
+        dense = self._gather(size * weights.dense, plan.shards * plan.cp, plan.tp)
+        return dense + self._gather(size * weights.experts, plan.expert_shards, max(plan.tp, plan.ep))

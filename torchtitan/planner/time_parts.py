@@ -34,6 +34,14 @@ class Calibration:
     """True if the spread is of published runs, which small models, short steps and long pipelines are unlike."""
 
 
+class Weights(NamedTuple):
+    """Numbers of weights of a rank of tensor and expert parallel."""
+
+    dense: float
+    experts: float
+    """FSDP spreads them over fewer ranks than the others, if they are spread by expert parallel."""
+
+
 class BlockTime(NamedTuple):
     """Seconds of a block for one microbatch."""
 
@@ -46,8 +54,7 @@ class BlockTime(NamedTuple):
     """What backward computes again."""
     waited: Parts
     """Messages that a rank waits for in forward and backward, by axis."""
-    gathered: float
-    """Bytes that FSDP gathers of the block, on a rank of tensor and expert parallel."""
+    weights: Weights
 
     @property
     def parts(self) -> Parts:
