@@ -35,7 +35,7 @@ MOST_TEXTS = 200
 """Generated texts of a run, the newest."""
 COLORS = ("#1d4ed8", "#d9480f", "#0f766e", "#6d28d9", "#b91c1c", "#4d7c0f", "#be185d", "#0369a1")
 PANELS = {
-    "loss": "loss, nats per token",
+    "loss": "loss, nats per token; thin as logged, bold smoothed, dotted validation",
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "tokens_per_second": "tokens per second",
@@ -44,6 +44,8 @@ PANELS = {
 }
 """Field of a record -> title of its panel."""
 HEIGHTS = (5.0, 1.4, 1.8, 1.8, 1.4, 1.4, 1.8)
+DISTANCE = {"borderwidth": 5, "bordercolor": "white"}
+"""Of the legend from the buttons below it."""
 LOST = "loss not finite"
 SYMBOLS = {
     "save": ("circle", "●"),
@@ -56,7 +58,9 @@ SYMBOLS = {
 """Kind of event -> plotly's name of its symbol, and the symbol in the labels of the rows of events."""
 STYLE = """
 body { font-family: system-ui, sans-serif; color: #1f2937; margin: 2em; max-width: 1500px }
+h1 { font-size: 1.4em } h2 { font-size: 1.2em }
 table { border-collapse: collapse } td, th { text-align: left; padding: 0.2em 1.2em 0.2em 0; vertical-align: top }
+td, th { min-width: 5em; overflow-wrap: anywhere } td:first-child { min-width: 12em }
 th { color: #6b7280; font-weight: normal } pre { white-space: pre-wrap; background: #f9fafb; padding: 1em }
 summary { cursor: pointer; padding: 0.3em 0 }
 """
@@ -198,8 +202,9 @@ def figure_of(runs: Sequence[RunData]) -> Any:
         template="plotly_white",
         hovermode="x unified",
         hoverlabel={"namelength": -1},
-        legend={"orientation": "h", "y": 1.06, "x": 0},
-        margin={"l": 70, "r": 20, "t": 110, "b": 50},
+        legend={"orientation": "h", "yref": "container", "y": 1, "yanchor": "top", "x": 0} | DISTANCE,
+        margin={"l": 70, "r": 40, "t": 95, "b": 50},
+        modebar={"orientation": "v"},
         updatemenus=menus(axes),
     )
     figure.update_annotations(x=0, xanchor="left", font={"size": 12, "color": "#6b7280"})
@@ -222,8 +227,9 @@ def menus(axes: dict[str, list[list[Any]]]) -> list[dict[str, Any]]:
         {"label": f"by {name}", "method": "update", "args": [{"x": values}, {last: name}]}
         for name, values in axes.items()
     ]
-    common = {"type": "buttons", "direction": "right", "y": 1.1, "yanchor": "top", "xanchor": "left"}
-    return [common | {"buttons": shared, "x": 0}, common | {"buttons": scales, "x": 0.25}]
+    common = {"type": "buttons", "direction": "right", "y": 1.02, "yanchor": "bottom"}
+    left, right = {"x": 0, "xanchor": "left"}, {"x": 1, "xanchor": "right"}
+    return [common | left | {"buttons": shared}, common | right | {"buttons": scales}]
 
 
 def curves(run: RunData, count: int) -> Iterator[tuple[int, tuple[list[Record], dict[str, Any]]]]:
@@ -257,7 +263,6 @@ def curves(run: RunData, count: int) -> Iterator[tuple[int, tuple[list[Record], 
                     mode="lines+markers",
                     line=line | {"dash": "dot"},
                     marker=marker,
-                    showlegend=True,
                 ),
             )
     events = with_axes(run.events, run.rows)
@@ -320,12 +325,12 @@ def page_of(runs: Sequence[RunData]) -> Iterator[str]:
     yield "\n<h2>Jobs</h2>\n"
     for run in runs:
         yield f"<details><summary>{run.label}</summary><pre>{html.escape(run.job)}</pre></details>\n"
-    for run in runs:
-        if run.texts:
-            keys = ("step", "prompt", "wanted", "generated")
-            rows = [[html.escape(show_text(text.get(key))) for key in keys] for text in reversed(run.texts)]
-            summary = f"Texts generated at validations, {run.label}"
-            yield f"<details><summary>{summary}</summary>{''.join(table([list(keys), *rows]))}</details>\n"
+    runs_with_texts = [run for run in runs if run.texts]
+    yield "\n<h2>Texts generated at validations</h2>\n" * bool(runs_with_texts)
+    for run in runs_with_texts:
+        keys = ("step", "prompt", "wanted", "generated")
+        rows = [[html.escape(show_text(text.get(key))) for key in keys] for text in reversed(run.texts)]
+        yield f"<details><summary>{run.label}</summary>{''.join(table([list(keys), *rows]))}</details>\n"
     yield "</html>\n"
 
 
