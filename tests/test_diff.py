@@ -62,7 +62,24 @@ def test_equal_runs(run, copy, capsys):
     )
 
 
-def test_samples_of_a_step_are_compared_where_ranks_decide_them(run, copy, capsys, monkeypatch):
+def test_samples_of_a_step_are_compared_where_ranks_decide_them(run, copy, capsys):
+    (path,) = (copy / "starts").glob("*.json")
+    recorded = json.loads(path.read_text())
+    assert recorded == {
+        "degrees": {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1},
+        **{"samples": 8, "ranks": 1, "ranks_per_machine": 1, "device": "cpu"},
+    }
+    path.write_text(json.dumps(recorded | {"samples": 16}))
+    code, lines = compare(run, copy, capsys)
+    assert code == 1 and lines[:2] == ["options  1 differ", "  training.global_batch_size 8 -> 16"]
+    assert compare(run, copy, capsys, "--json")[1][0].count('"plan": false') == 1
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{}", '{"degrees": {}, "samples": "8"}'])
+def test_samples_of_earlier_versions_are_those_of_the_checkpoint(damage, run, copy, capsys, monkeypatch):
+    """Their starts recorded no plan; one that is damaged is taken for none."""
+    (path,) = (copy / "starts").glob("*.json")
+    path.write_text(damage) if damage else path.unlink()
     read = diff.layout.read_state
 
     def read_doubled(folder):
@@ -74,6 +91,43 @@ def test_samples_of_a_step_are_compared_where_ranks_decide_them(run, copy, capsy
     code, lines = compare(run, copy, capsys)
     samples = read(run / "checkpoint/step-00000004")["trainer"]["samples"]
     assert code == 1 and lines[:2] == ["options  1 differ", f"  training.global_batch_size {samples} -> {2 * samples}"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["data_parallel_shard_degree 1 -> 2"]),
+        (
+            {"parallelism__data_parallel_shard_degree": 1, "parallelism__pipeline_parallel_degree": 2},
+            ["pipeline_parallel_degree 1 -> 2"],
+        ),
+    ],
+    ids=["fsdp", "pp"],
+)
+def test_runs_under_different_plans(options, expected, run, copy, tmp_path, capsys):
+    """What the ranks decide is compared as it was, plans are no difference, and tensors are compared one by one."""
+    texts = run.parent / "texts.jsonl"
+    local = 8 if "parallelism__pipeline_parallel_degree" in options else 4
+    options |= {"training__local_batch_size": local, "training__global_batch_size": -1, "training__steps": 4}
+    options |= {"checkpoint__enable": True, "checkpoint__interval": 2}
+    code, _, err = jobs.run(jobs.arguments(tmp_path / "other", texts, **options), ranks=2)
+    assert code == 0, err
+    code, lines = compare(run, tmp_path / "other", capsys, "--tolerance", "1e-4")
+    plan = ["  training.local_batch_size 8 -> 4"] * (local == 4) + [f"  parallelism.{change}" for change in expected]
+    assert (code, lines) == (
+        0,
+        [
+            "options  equal",
+            f"plan     does not change the results, {len(plan)} differ",
+            *plan,
+            "steps    4 that both logged (A up to 4, B up to 4), equal",
+            "tensors  of step 4, 2 of 2 checkpoints that both have, equal",
+            "A and B are equal in all of this",
+        ],
+    )
+    flip_a_bit(copy / "checkpoint/step-00000002", NAME)
+    code, lines = compare(copy, tmp_path / "other", capsys)
+    assert lines[-1] == "results under different plans are equal up to rounding; --tolerance 1e-5 allows for that"
 
 
 def test_one_bit_of_one_tensor(run, copy, capsys):

@@ -162,8 +162,35 @@ def test_a_run_without_checkpoints_starts_from_the_initial_weights(texts, tmp_pa
     assert "making steps 1 to 1 again" in output.err and "from the initial weights" in output.out
     assert "the run logged a value that is not finite" in output.out and "bit for bit" in output.out
     (tmp_path / "run/metrics.jsonl").unlink()
+    assert cli.main(["replay", str(tmp_path / "run"), "--step=2", "--rank=0", "--samples=0"]) == 0
+    assert "\n8 samples, highest loss first" in capsys.readouterr().out, "the start has recorded its plan"
+    for path in (tmp_path / "run/starts").glob("*.json"):  # earlier versions did not
+        path.unlink()
     assert cli.main(["replay", str(tmp_path / "run"), "--step=2"]) == 2
     assert "job and metrics.jsonl of the start that made it do not tell it" in capsys.readouterr().err
+
+
+def test_records_of_varying_length_without_a_checkpoint(tmp_path, capsys):
+    """Tokens do not tell the samples of a step then, but the start's plan does."""
+    records = [{"prompt": f"{'a' * (i % 7)}?", "completion": "b" * (1 + i % 20)} for i in range(64)]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = {"task__kind": "sft", "data__packing": "off", "data__pad_to": "batch"}
+    options |= {"training__steps": 2, "training__global_batch_size": -1, "training__local_batch_size": 4}
+    jobs.train(jobs.arguments(tmp_path / "run", tmp_path / "records.jsonl", **options))
+    assert cli.main(["replay", str(tmp_path / "run"), "--step=2", "--samples=0"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("equal to the run's, bit for bit") == 2 and "\n4 samples, highest loss first" in out
+
+
+def test_a_run_that_steps_in_backward(texts, tmp_path, capsys):
+    """Its gradients are freed at once, so the run logged no norm; the replay keeps them."""
+    options = OPTIONS | {"optimizer__early_step_in_backward": True, "training__max_norm": 0}
+    jobs.train(jobs.arguments(tmp_path / "run", texts, **options))
+    for step in (1, 4, 5):
+        assert cli.main(["replay", str(tmp_path / "run"), f"--step={step}", "--samples=0"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1].endswith("equal to the run's, bit for bit"), (step, lines[1])
+        assert float(lines[2].split()[1]) > 0 and len(lines[2].split()) == 2
 
 
 def test_plan_and_samples_are_of_the_start_that_made_the_step(texts, tmp_path, capsys):

@@ -7,7 +7,7 @@
 Two runs are compared in what both have: each step that both logged, without timings and memory, and each checkpoint of
 the same step, oldest first, up to the first that differs. Otherwise the weights of both are compared, by their stored
 names, or, in different formats, by this project's. Options that only affect where and how a run is logged and saved are
-left out. One tensor of each side is in memory at a time.
+left out, and those of the plan are no difference. One tensor of each side is in memory at a time.
 """
 
 import json
@@ -23,24 +23,23 @@ from torchtitan.build import parts
 from torchtitan.checkpoint import layout
 from torchtitan.checkpoint.base_weights import Kind, find_weights
 from torchtitan.checkpoint.stored_tensors import StoredTensors, open_tensors
+from torchtitan.checkpoint.tensor_differences import TensorDifference, compare_tensors
 from torchtitan.checkpoint.weight_sources import Weights, open_weights
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.generate import JOB, find_job
 from torchtitan.config import manager
-from torchtitan.config.changes import ROWS_PER_SAMPLE, changes, kept_job
+from torchtitan.config.changes import ROWS_PER_SAMPLE, changes, is_of_plan, kept_job
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import show
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError
 from torchtitan.core.progress_bar import progress_bar
-from torchtitan.launcher.run_folder import is_run_folder
+from torchtitan.launcher.run_folder import is_run_folder, newest_start, plan_of_start
 from torchtitan.metrics.json_lines import METRICS, Record, read_records
 from torchtitan.models.hf.config import find_config
 
 DIFFERENT = 1
 """Exit code."""
-AT_ONCE = 2**20
-"""Elements that are compared at a time."""
 MOST_LINES = 20
 """Options or tensors in the text."""
 MEASURED = {"tokens_per_second", "step_seconds", "data_seconds", "memory_gib", "memory_active_gib", "mfu", "mfu_full"}
@@ -50,43 +49,29 @@ NOT_VALUES = MEASURED | {"step", "marked", "perplexity"}
 """Perplexity is a function of the loss."""
 EXPLAINED = {"lr", "tokens"}
 """Fields that follow from the options, so that other options explain their differences."""
+OF_A_RANK = {"max_loss"}
+"""Fields that depend on the samples of a rank, so that other plans explain their differences."""
+SHARDS = "parallelism.data_parallel_shard_degree"
 
 
 class OptionDifference(NamedTuple):
     key: str
     a: str
     b: str
-
-
-@dataclass(frozen=True)
-class TensorDifference:
-    """`index`: the first element that differs, with the values `a` and `b`. `relative`: `largest`, the largest
-    difference, divided by the largest absolute value. `count` and `index` are 0 and [] if types or shapes differ.
-    """
-
-    name: str
-    a: str
-    b: str
-    count: int = 0
-    total: int = 0
-    index: list[int] = field(default_factory=list)
-    largest: float = 0.0
-    relative: float = 0.0
+    plan: bool
+    """True for an option that does not change the results."""
 
     def __str__(self) -> str:
-        change = f"{self.a} -> {self.b}"
-        if self.total > 1:
-            change = f"{self.count:,} of {self.total:,} elements, first {self.index} {change}"
-            change += f"; largest difference {self.largest:.3g}, {self.relative:.3g} of the largest value"
-        return f"{self.name}: {change}"
+        return f"{self.key} {self.a} -> {self.b}"
 
 
 @dataclass
 class Comparison:
     """The differences of two sides. `steps` and `weights` describe the extent of a comparison; "": not made."""
 
-    options: list[OptionDifference] | None = None
+    all_options: list[OptionDifference] | None = None
     """None if they are not recorded on both sides."""
+    tolerance: float = 0.0
     steps: str = ""
     first_step: int | None = None
     values: dict[str, list[Any]] = field(default_factory=dict)
@@ -97,12 +82,24 @@ class Comparison:
     tensors: list[TensorDifference] = field(default_factory=list)
 
     @property
+    def options(self) -> list[str]:
+        """The options that differ and change the results, with both values."""
+        return [str(option) for option in self.all_options or () if not option.plan]
+
+    @property
+    def plan(self) -> list[str]:
+        """The options of the plan that differ, with both values."""
+        return [str(option) for option in self.all_options or () if option.plan]
+
+    @property
     def equal(self) -> bool:
         return not (self.options or self.values or self.only_a or self.only_b or self.tensors)
 
     def lines(self) -> Iterator[str]:
-        if self.options is not None:
-            yield from _section("options", "", [f"{key} {a} -> {b}" for key, a, b in self.options])
+        if self.all_options is not None:
+            yield from _section("options", "", self.options)
+        if self.plan:
+            yield from _section("plan", "does not change the results", self.plan)
         if self.steps:
             pairs = [
                 f"step {self.first_step}: {name} {_show_logged(pair[0])} -> {_show_logged(pair[1])}"
@@ -114,6 +111,8 @@ class Comparison:
             absent = [f"only in A: {name}" for name in self.only_a] + [f"only in B: {name}" for name in self.only_b]
             yield from _section("tensors", self.weights, [*absent, *map(str, self.tensors)])
         yield "A and B are equal in all of this" if self.equal else "A and B differ"
+        if self.plan and not (self.equal or self.options or self.tolerance):
+            yield "results under different plans are equal up to rounding; --tolerance 1e-5 allows for that"
 
 
 def _show_logged(value: Any) -> str:
@@ -136,16 +135,19 @@ def main(argv: list[str]) -> int:
     if is_run(a) and is_run(b):
         result = compare_runs(a, b, options.tolerance)
     else:
-        result = Comparison()
-        compare_weights(result, find_weights(a), find_weights(b), options.tolerance)
+        result = Comparison(tolerance=options.tolerance)
+        compare_weights(result, find_weights(a), find_weights(b))
     print(as_json(result) if options.json else "\n".join(result.lines()))
     return 0 if result.equal else DIFFERENT
 
 
 def as_json(result: Comparison) -> str:
     """Return all differences as one JSON object, with null for infinity, which JSON lacks."""
-    options = None if result.options is None else [difference._asdict() for difference in result.options]
-    text = json.dumps({"equal": result.equal} | asdict(result) | {"options": options})
+    record = asdict(result)
+    options = record.pop("all_options")
+    if options is not None:
+        options = [option._asdict() for option in options]
+    text = json.dumps({"equal": result.equal, "options": options} | record)
     return json.dumps(json.loads(text, parse_constant=lambda constant: None))
 
 
@@ -155,19 +157,23 @@ def is_run(folder: Path) -> bool:
 
 def compare_runs(a: Path, b: Path, tolerance: float) -> Comparison:
     """Compare the jobs, the logged steps and the checkpoints of two runs. JobError if they share none of these."""
-    result = Comparison()
+    result = Comparison(tolerance=tolerance)
     jobs = [job_of_run(folder) for folder in (a, b)]
     checkpoints = [
         complete_checkpoints(folder / ("checkpoint" if job is None else job.checkpoint.folder))
         for folder, job in zip((a, b), jobs, strict=True)
     ]
-    recorded = [(job, samples_per_step(job, paths)) for job, paths in zip(jobs, checkpoints, strict=True) if job]
-    if len(recorded) == 2:
-        result.options = option_differences(*(kept_job(job, {}, samples) for job, samples in recorded))
-    compare_steps(result, values_by_step(a), values_by_step(b), tolerance)
+    records = [
+        job_as_used(folder, job, paths)
+        for folder, job, paths in zip((a, b), jobs, checkpoints, strict=True)
+        if job is not None
+    ]
+    if len(records) == 2:
+        result.all_options = option_differences(*records)
+    compare_steps(result, values_by_step(a), values_by_step(b))
     shared = sorted(checkpoints[0].keys() & checkpoints[1].keys())
     for step in shared:
-        compare_weights(result, ("ours", checkpoints[0][step]), ("ours", checkpoints[1][step]), tolerance)
+        compare_weights(result, ("ours", checkpoints[0][step]), ("ours", checkpoints[1][step]))
         result.weights = f"of step {step}, {shared.index(step) + 1} of {len(shared)} checkpoints that both have"
         if result.tensors or result.only_a or result.only_b:
             break
@@ -183,11 +189,30 @@ def job_of_run(folder: Path) -> JobConfig | None:
     return manager.load(["--job.config_file", str(folder / JOB)]) if (folder / JOB).exists() else None
 
 
-def samples_per_step(job: JobConfig, checkpoints: dict[int, Path]) -> int:
-    """Return the samples of a step, by the newest checkpoint, or as the job says; -1 if these depend on the ranks."""
+def job_as_used(folder: Path, job: JobConfig, checkpoints: dict[int, Path]) -> dict[str, Any]:
+    """Return the record of a run's job (`kept_job`) with what its number of ranks has decided.
+
+    Samples of a step and shards are of the last start, or of the newest checkpoint in runs of earlier versions; without
+    these they stay as the job has them.
+    """
     trainer = layout.read_state(checkpoints[max(checkpoints)])["trainer"] if checkpoints else {}
+    if plan := plan_of_start(newest_start(folder)):
+        trainer |= {"samples": plan.samples, "degrees": plan.degrees}
     samples = trainer.get("samples")
-    return samples if isinstance(samples, int) else job.training.global_batch_size
+    record = kept_job(job, {}, samples if isinstance(samples, int) else job.training.global_batch_size)
+    return with_shards(record, trainer.get("degrees"))
+
+
+def with_shards(record: dict[str, Any], degrees: Any) -> dict[str, Any]:
+    """Return the record of a job with the shards that were used, if the job left them open and they are known."""
+    section, option = SHARDS.split(".")
+    job = record.get("job")
+    if not isinstance(job, dict) or not isinstance(degrees, dict) or not isinstance(degrees.get("dp_shard"), int):
+        return record
+    options = job.get(section, {})
+    if not isinstance(options, dict) or options.get(option, -1) != -1:
+        return record
+    return record | {"job": job | {section: options | {option: degrees["dp_shard"]}}}
 
 
 def complete_checkpoints(root: Path) -> dict[int, Path]:
@@ -200,7 +225,7 @@ def option_differences(a: dict[str, Any], b: dict[str, Any]) -> list[OptionDiffe
     """Return the options and model sizes in two records of jobs (`kept_job`) that differ, without quiet ones."""
     if not all(isinstance(record.get("job"), dict) and ROWS_PER_SAMPLE in record for record in (a, b)):
         return None
-    return [OptionDifference(change.key, change.before, change.now) for change in changes(a, b)]
+    return [OptionDifference(change.key, change.before, change.now, is_of_plan(change.key)) for change in changes(a, b)]
 
 
 def values_by_step(folder: Path) -> dict[int, Record]:
@@ -218,17 +243,17 @@ def values_by_step(folder: Path) -> dict[int, Record]:
     return steps
 
 
-def compare_steps(result: Comparison, a: dict[int, Record], b: dict[int, Record], tolerance: float) -> None:
+def compare_steps(result: Comparison, a: dict[int, Record], b: dict[int, Record]) -> None:
     """Find the first step that both logged with other values. A tolerance is relative to the larger of two numbers."""
     shared = sorted(a.keys() & b.keys())
     if not shared:
         return
     result.steps = f"{len(shared)} that both logged (A up to {max(a)}, B up to {max(b)})"
-    left_out = NOT_VALUES | (EXPLAINED if result.options else set())
+    left_out = NOT_VALUES | (EXPLAINED if result.options else set()) | (OF_A_RANK if result.plan else set())
     for step in shared:
         names = [name for name in a[step] if name in b[step] and name not in left_out]
         pairs = {name: [a[step][name], b[step][name]] for name in names}
-        result.values = {name: pair for name, pair in pairs.items() if not within(pair[0], pair[1], tolerance)}
+        result.values = {name: pair for name, pair in pairs.items() if not within(pair[0], pair[1], result.tolerance)}
         if result.values:
             result.first_step = step
             if result.values.get("max_loss") == result.values.get("loss"):  # the step had one batch
@@ -247,11 +272,11 @@ def within(a: Any, b: Any, tolerance: float) -> bool:
 Location = tuple[Kind, Path]
 
 
-def compare_weights(result: Comparison, a: Location, b: Location, tolerance: float) -> None:
+def compare_weights(result: Comparison, a: Location, b: Location) -> None:
     """Compare the tensors at two locations of weights, and the options next to them."""
     if a[0] == b[0]:
-        if result.options is None:
-            result.options = option_differences_next_to(a, b)
+        if result.all_options is None:
+            result.all_options = option_differences_next_to(a, b)
         opened = opened_by_stored_names(a, b)
     else:
         opened = opened_by_our_names(a, b)
@@ -263,7 +288,7 @@ def compare_weights(result: Comparison, a: Location, b: Location, tolerance: flo
         shared = [name for name in names_a if name in names_b]
         with progress_bar("comparing", len(shared), unit=" tensors") as progress:
             for name in shared:
-                difference = compare_tensors(name, tensors_a.read(name), tensors_b.read(name), tolerance)
+                difference = compare_tensors(name, tensors_a.read(name), tensors_b.read(name), result.tolerance)
                 result.tensors += [] if difference is None else [difference]
                 progress.update()
 
@@ -272,12 +297,12 @@ def option_differences_next_to(a: Location, b: Location) -> list[OptionDifferenc
     """Return the differences of two checkpoints' jobs, or of the config.json of two folders."""
     if a[0] == "ours":
         records = [layout.read_state(folder)["trainer"] for _, folder in (a, b)]
-        return option_differences(*records)
+        return option_differences(*(with_shards(record, record.get("degrees")) for record in records))
     config_a, config_b = (find_config(folder) for _, folder in (a, b))
     if config_a is None or config_b is None:
         return None
     names = [name for name in {**config_a, **config_b} if config_a.get(name) != config_b.get(name)]
-    return [OptionDifference(name, show(config_a.get(name)), show(config_b.get(name))) for name in names]
+    return [OptionDifference(name, show(config_a.get(name)), show(config_b.get(name)), False) for name in names]
 
 
 @contextmanager
@@ -311,44 +336,3 @@ def opened_by_our_names(a: Location, b: Location) -> Iterator[tuple[StoredTensor
         ]
         tensors_a, tensors_b = (NamedWeights(opened, names) for opened in weights)
         yield tensors_a, tensors_b
-
-
-def compare_tensors(name: str, a: torch.Tensor, b: torch.Tensor, tolerance: float) -> TensorDifference | None:
-    """Compare two tensors of any shape bit by bit, or, with a tolerance, by their values.
-
-    The tolerance is relative to the largest absolute value of both. Returns None if they are equal.
-    """
-    castable = tolerance > 0 and a.is_floating_point() and b.is_floating_point()
-    if a.shape != b.shape or (a.dtype != b.dtype and not castable):
-        return TensorDifference(name, _kind(a), _kind(b))
-    flat_a, flat_b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
-    if a.dtype == b.dtype and torch.equal(flat_a.view(torch.uint8), flat_b.view(torch.uint8)):
-        return None
-    count, first, largest, magnitude = 0, -1, 0.0, 0.0
-    for start in range(0, len(flat_a), AT_ONCE):
-        piece_a, piece_b = (flat[start : start + AT_ONCE] for flat in (flat_a, flat_b))
-        x, y = piece_a.double(), piece_b.double()
-        gaps = (x - y).abs()
-        gaps[(x == y) | (x.isnan() & y.isnan())] = 0  # infinities, and NaN with another payload
-        gaps[gaps.isnan()] = torch.inf
-        differs = gaps > 0 if tolerance else (_bits(piece_a) != _bits(piece_b)).any(1)
-        count += int(differs.sum())
-        if first < 0 and differs.any():
-            first = start + int(differs.nonzero()[0])
-        largest = max(largest, float(gaps.max()))
-        magnitude = max(magnitude, *(float(side.abs().nan_to_num(0, 0).amax()) for side in (x, y)))
-    relative = largest / magnitude if magnitude else largest
-    if not count or (tolerance and relative <= tolerance):
-        return None
-    index = [int(i) for i in torch.unravel_index(torch.tensor(first), a.shape)]
-    value_a, value_b = (f"{float(flat[first].double()):.9g}" for flat in (flat_a, flat_b))
-    return TensorDifference(name, value_a, value_b, count, a.numel(), index, largest, relative)
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Return the bytes [n, bytes of an element] of a contiguous tensor [n]."""
-    return values.view(torch.uint8).view(len(values), -1)
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -42,6 +42,8 @@ def main(argv: list[str]) -> int:
         raise JobError(f"{run}: no {JOB} in it; give the dump_folder of a run")
     config = manager.load(["--job.config_file", str(file)])
     record = logged_record(run, options.step)
+    if record is not None and config.optimizer.early_step_in_backward:
+        record.pop("grad_norm", None)  # null, as the run has not computed it
     with only_errors():
         result = replay(config, run, options.step, lambda line: print(line, file=sys.stderr, flush=True))
     samples = samples_of_rank(result, options.rank)
@@ -80,7 +82,7 @@ def samples_of_rank(result: ReplayedStep, rank: int | None) -> list[Sample]:
         return result.samples
     dims = result.start.dims()
     if dims is None:
-        raise JobError(f"--rank: given {rank}; allowed: not without a checkpoint of that start, which tells its plan")
+        raise JobError(f"--rank: given {rank}; allowed: in a run that recorded its plan or a checkpoint; leave it out")
     if rank >= dims.world_size:
         raise JobError(f"--rank: given {rank}; allowed: 0 to {dims.world_size - 1}, the ranks of the run")
     return [sample for sample in result.samples if rank in ranks_of_sample(sample.number, dims)]

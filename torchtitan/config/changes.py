@@ -7,12 +7,13 @@ is, or the position in the data checks it. "quiet": a change affects only how th
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torchtitan.config.batch_shape import rows_per_sample
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.options import options, show
 
+T = TypeVar("T")
 Kind = Literal["refused", "told", "quiet"]
 
 KINDS: dict[str, Kind] = {
@@ -72,6 +73,21 @@ KINDS: dict[str, Kind] = {
     "debug": "told",
 }
 """Of sections, and of the options in them that are of another class."""
+PLAN = {
+    "parallelism": True,
+    "parallelism.fsdp_quantized_gather": False,
+    "parallelism.fsdp_quantized_reduce": False,
+    "activation_checkpoint": True,
+    "activation_checkpoint.preserve_rng_state": False,
+    "compile": True,
+    "model.attention_backend": True,
+    "optimizer.implementation": True,
+    "training.local_batch_size": True,
+    "training.loss_chunks": True,
+    "training.enable_cpu_offload": True,
+    "validation.local_batch_size": True,
+}
+"""True for sections and options of the plan: a run with other values has the same results, up to rounding."""
 
 TRAINED = ("training.unfrozen", "adapter.train_fully", "adapter.train_dense_rest")
 """Which parameters an optimizer has a state of: a checkpoint has none for what was frozen in its run."""
@@ -108,9 +124,18 @@ class Change:
 
 def kind_of(key: str) -> Kind:
     """Return the class of the longest prefix in KINDS. Options without one are refused."""
+    return _of_longest_prefix(KINDS, key, default="refused")
+
+
+def _of_longest_prefix(values: Mapping[str, T], key: str, default: T) -> T:
     parts = key.split(".")
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((KINDS[name] for name in names if name in KINDS), "refused")
+    return next((values[name] for name in names if name in values), default)
+
+
+def is_of_plan(key: str) -> bool:
+    """Return the value of the longest prefix in PLAN; False without one."""
+    return _of_longest_prefix(PLAN, key, default=False)
 
 
 def refusable() -> list[str]:

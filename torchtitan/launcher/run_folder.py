@@ -1,6 +1,6 @@
 """Files of a run in job.dump_folder in addition to checkpoints and metrics.
 
-They include the job of every start and the step of the last save, which distinguishes a folder that lost its
+They include the job and plan of every start and the step of the last save, which distinguishes a folder that lost its
 checkpoints from a new one. Needs no torch.
 
 The folder is emptied before a new run begins in it if the job says so (job.clean_start). Only files of a run are
@@ -17,6 +17,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,13 +66,51 @@ _EARLIER = re.compile(r"(metrics|generated)\.(previous(-[0-9]+)?|redone)\.jsonl"
 _START = re.compile(r"([0-9]{4,})-from-step-([0-9]{8,})\.toml")
 
 
-def record_start(folder: Path, text: str, step: int) -> None:
-    """Save the job as it starts at `step`: as config.toml, and as a new file in the history of all starts."""
+@dataclasses.dataclass(frozen=True)
+class RecordedPlan:
+    """What a start has used and its job need not say: with its number of ranks alone a job may leave these open."""
+
+    degrees: dict[str, int]
+    """Axis of the mesh, or "ep" -> its degree."""
+    samples: int
+    """Of a step, over all ranks."""
+    ranks: int
+    ranks_per_machine: int
+    device: str
+    """Name by which torch reports the first rank's GPU, or "cpu"."""
+
+
+def record_start(folder: Path, text: str, step: int, plan: RecordedPlan | None = None) -> None:
+    """Save the job as it starts at `step`: as config.toml, and as a new file in the history of all starts.
+
+    The plan is saved next to the latter.
+    """
     history = folder / STARTS_FOLDER
     history.mkdir(parents=True, exist_ok=True)
     numbers = [int(match[1]) for path in history.iterdir() if (match := _START.fullmatch(path.name))]
-    folders.replace_file(history / f"{max(numbers, default=0) + 1:04d}-from-step-{step:08d}.toml", text)
+    path = history / f"{max(numbers, default=0) + 1:04d}-from-step-{step:08d}.toml"
+    if plan is not None:
+        folders.replace_file(path.with_suffix(".json"), layout.dump_json(dataclasses.asdict(plan)))
+    folders.replace_file(path, text)
     folders.replace_file(folder / JOB_FILE, text)
+
+
+def plan_of_start(file: Path) -> RecordedPlan | None:
+    """Return the plan of the start with this job file; None if it is not recorded, as in runs of earlier versions."""
+    try:
+        record = layout.read_json(file.with_suffix(".json")) if _START.fullmatch(file.name) else {}
+        plan = RecordedPlan(**record)
+    except (OSError, layout.CheckpointError, TypeError):
+        return None
+    numbers = [*plan.degrees.values()] if isinstance(plan.degrees, dict) else [None]
+    numbers += [plan.samples, plan.ranks, plan.ranks_per_machine]
+    is_valid = all(isinstance(number, int) and number > 0 for number in numbers) and isinstance(plan.device, str)
+    return plan if is_valid else None
+
+
+def newest_start(folder: Path) -> Path:
+    """Return the file of the job of the last start, or config.toml if no start is recorded."""
+    return job_of_step(folder, sys.maxsize)
 
 
 def job_of_step(folder: Path, step: int) -> Path:

@@ -26,11 +26,16 @@ class Peak:
     reason: str
 
 
+def device_name(device: torch.device) -> str:
+    """Return the name by which torch reports a GPU, or the type of another device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def find_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     """Return a device's peak for matrix products in `dtype`."""
     if device.type != "cuda":
         return Peak(None, f"no peak is known for a {device.type} device")
-    return peak_of(torch.cuda.get_device_name(device), dtype)
+    return peak_of(device_name(device), dtype)
 
 
 def peak_of(name: str, dtype: torch.dtype) -> Peak:

@@ -30,7 +30,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError
 from torchtitan.core.initialization import clean_name
 from torchtitan.guards import BadStep, RollBack
-from torchtitan.launcher.run_folder import JOB_FILE, REFERENCE_FILE, job_of_step
+from torchtitan.launcher.run_folder import JOB_FILE, REFERENCE_FILE, RecordedPlan, job_of_step, plan_of_start
 from torchtitan.losses.tasks import task_of
 from torchtitan.metrics.json_lines import METRICS, read_records
 from torchtitan.parallelisms.parallel_dims import AXES, ParallelDims
@@ -38,21 +38,26 @@ from torchtitan.process.ranks import Ranks
 from torchtitan.training.batches import Batch
 from torchtitan.training.trainer import Trainer
 
+IN_BACKWARD = "optimizer.early_step_in_backward"
+"""An option that frees the gradients, so that a replay leaves it out."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Start:
     """A state to replay from. `folder`: its checkpoint; None for the initial weights. `trainer`: the trainer's state
-    in a checkpoint of the start of the run that made the step; {} without one. `samples`: of the step.
+    in a checkpoint of the start of the run that made the step; {} without one. `plan`: of that start, None in runs of
+    earlier versions. `samples`: of the step.
     """
 
     step: int
     folder: Path | None
     trainer: dict[str, Any]
+    plan: RecordedPlan | None
     samples: int
 
     def dims(self) -> ParallelDims | None:
-        """Return the degrees of the plan that made the step; None if no checkpoint tells."""
-        degrees = self.trainer.get("degrees")
+        """Return the degrees of the plan that made the step; None if neither the start nor a checkpoint tells."""
+        degrees = self.trainer.get("degrees") if self.plan is None else self.plan.degrees
         if not isinstance(degrees, dict) or not all(isinstance(degrees.get(axis), int) for axis in AXES):
             return None
         world_size = 1
@@ -134,22 +139,24 @@ def find_start(config: JobConfig, run: Path, step: int) -> Start:
                 f"{run}: steps from {first + 1} on were made with {differing[0].key} = {differing[0].before}, and step "
                 f"{step} with {differing[0].now}; replay needs a checkpoint in between"
             )
-    return Start(first, folder, trainer, samples)
+    return Start(first, folder, trainer, plan_of_start(file), samples)
 
 
 def samples_per_step(config: JobConfig, run: Path, file: Path, trainer: dict[str, Any]) -> int:
     """Return the samples of each step that one start made. `file`: its job. `trainer`: as in `Start`.
 
-    Raises JobError if its checkpoint, its job and its metrics tell none, or different numbers.
+    Raises JobError if its plan, its checkpoint, its job and its metrics tell none, or different numbers.
     """
     counts = set(logged_samples(config, run, file))
+    plan = plan_of_start(file)
+    counts |= set() if plan is None else {plan.samples}
     counts |= {trainer["samples"]} if isinstance(trainer.get("samples"), int) else set()
     counts |= {config.training.global_batch_size} if config.training.global_batch_size > 0 else set()
     if len(counts) == 1:
         return counts.pop()
     shown = f"tell different numbers, {sorted(counts)}" if counts else "do not tell it"
     raise JobError(
-        f"{run}: the samples of a step are needed, and the checkpoints, job and {METRICS} of the start that made it "
+        f"{run}: the samples of a step are needed, and plan, checkpoints, job and {METRICS} of the start that made it "
         f"{shown}; replay a step of another start, or train with training.global_batch_size set"
     )
 
@@ -192,11 +199,9 @@ def replay(config: JobConfig, run: Path, step: int, report: Callable[[str], None
 def one_rank_job(config: JobConfig, run: Path, start: Start, folder: Path) -> JobConfig:
     """Return the job that makes the same steps on one rank from the start's checkpoint, and writes only to `folder`."""
     dims = start.dims()
-    if config.optimizer.early_step_in_backward:
-        raise JobError("optimizer.early_step_in_backward: given true; allowed: false; its gradients are freed at once")
     if task_of(config).streams_documents and start.samples > config.training.local_batch_size:
         if dims is None:
-            raise JobError(f"{run}: each data-parallel rank caches its rows, and no checkpoint tells their number")
+            raise JobError(f"{run}: each data-parallel rank caches its rows, and nothing tells the number of ranks")
         if dims.dp > 1:
             raise JobError(
                 f"{run}: each of its {dims.dp} data-parallel ranks caches its rows; replay needs one such rank"
@@ -206,11 +211,17 @@ def one_rank_job(config: JobConfig, run: Path, start: Start, folder: Path) -> Jo
     if start.folder is not None:
         loaded_from = str(start.folder.parent.resolve())
         checkpoint = dataclasses.replace(
-            checkpoint, enable=True, load_only=True, load_step=start.step, folder=loaded_from
+            checkpoint,
+            enable=True,
+            load_only=True,
+            load_step=start.step,
+            folder=loaded_from,
+            allow_config_change=[*checkpoint.allow_config_change, IN_BACKWARD],
         )
     single = parts.one_rank_job(config)
     return dataclasses.replace(
         single,
+        optimizer=dataclasses.replace(config.optimizer, early_step_in_backward=False),
         job=dataclasses.replace(config.job, dump_folder=str(folder), clean_start="never", time_limit=None),
         training=dataclasses.replace(single.training, global_batch_size=start.samples),
         data=dataclasses.replace(config.data, cache_dir=str(cache) if cache.exists() else str(folder / "data")),

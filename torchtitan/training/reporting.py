@@ -20,9 +20,10 @@ from torchtitan.core.files import FileError
 from torchtitan.core.float8 import has_kernel
 from torchtitan.core.progress_bar import DELAY_SECONDS, is_watched, progress_bar
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.launcher.run_folder import PLOT_FILE
+from torchtitan.launcher.run_folder import PLOT_FILE, RecordedPlan
 from torchtitan.lr_scheduling import LRSchedulers
 from torchtitan.metrics.console import duration
+from torchtitan.metrics.device import device_name
 from torchtitan.metrics.goodput import Goodput
 from torchtitan.metrics.logger import MetricsLogger
 from torchtitan.metrics.plot import draw_training_curve
@@ -127,6 +128,18 @@ def describe_quantized_messages(config: JobConfig) -> str:
     kinds = {"parameters": options.fsdp_quantized_gather, "gradients": options.fsdp_quantized_reduce}
     rounded = " and ".join(f"{name} in {kind}" for name, kind in kinds.items() if kind != "none")
     return f"ranks send {rounded}, which is lossy: losses differ from an exact plan" * bool(rounded)
+
+
+def plan_to_record(config: JobConfig, model: ParallelModel, ranks: Ranks) -> RecordedPlan:
+    """Return the plan of this start, as the run's folder keeps it."""
+    samples = parts.global_batch_size(config, model.dims)
+    return RecordedPlan(
+        degrees=model.dims.all_degrees,
+        samples=samples,
+        ranks=ranks.world_size,
+        ranks_per_machine=ranks.local_world_size,
+        device=device_name(model.device),
+    )
 
 
 def record_start(

@@ -34,7 +34,7 @@ from torchtitan.training import preflight
 from torchtitan.training.batches import Batch, PeerStopped, Prefetcher, batch_preparer, prepare_adapter
 from torchtitan.training.final_export import Exports
 from torchtitan.training.reference_logprobs import load_references
-from torchtitan.training.reporting import StepProgress, log_end, log_start, record_start
+from torchtitan.training.reporting import StepProgress, log_end, log_start, plan_to_record, record_start
 from torchtitan.training.restore import Restorer, TrainState
 from torchtitan.training.validation import Validator
 
@@ -127,7 +127,8 @@ class Trainer:
             config, self.model.device, self.ranks, resumed_step, state.tokens, self.model.adapter
         )
         if self.ranks.is_main:
-            run_folder.record_start(self.folder, to_toml(parts.portable_job(self.job)), self.step)
+            plan = plan_to_record(config, self.model, self.ranks)
+            run_folder.record_start(self.folder, to_toml(parts.portable_job(self.job)), self.step, plan)
         loaded_from = self.checkpointer.loaded_from if resumed_step is not None else None
         record_start(config, restart, self.metrics, self.goodput, self.step, loaded_from)
 
