@@ -228,8 +228,8 @@ def menus(axes: dict[str, list[list[Any]]]) -> list[dict[str, Any]]:
         for name, values in axes.items()
     ]
     common = {"type": "buttons", "direction": "right", "y": 1.02, "yanchor": "bottom"}
-    left, right = {"x": 0, "xanchor": "left"}, {"x": 1, "xanchor": "right"}
-    return [common | left | {"buttons": shared}, common | right | {"buttons": scales}]
+    first, second = {"x": 0, "xanchor": "left"}, {"x": 1, "xanchor": "right"}
+    return [common | first | {"buttons": shared}, common | second | {"buttons": scales}]
 
 
 def curves(run: RunData, count: int) -> Iterator[tuple[int, tuple[list[Record], dict[str, Any]]]]:
