@@ -68,7 +68,7 @@ _START = re.compile(r"([0-9]{4,})-from-step-([0-9]{8,})\.toml")
 
 @dataclasses.dataclass(frozen=True)
 class RecordedPlan:
-    """What a start has used and its job need not say: with its number of ranks alone a job may leave these open."""
+    """The plan that a start has used, which a job may leave to its number of ranks."""
 
     degrees: dict[str, int]
     """Axis of the mesh, or "ep" -> its degree."""
