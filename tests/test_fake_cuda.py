@@ -167,6 +167,16 @@ def test_the_step_of_an_optimizer_takes_few_kernels_and_bytes(card, name, option
     assert costs["bytes"]["all"] <= size * costs["trained"]
 
 
+@pytest.mark.parametrize(("name", "products"), [("AdamW", False), ("Muon", True)])
+def test_a_kernel_is_estimated_by_the_longer_of_bytes_and_products(card, name, products):
+    """AdamW is bound by its bytes; Muon multiplies each matrix with itself 15 times."""
+    argv = ["--job.config_file=train_configs/llama3_8b.toml", *SMALL, "--model.overrides={n_layers = 1}"]
+    costs = ask_card(card, "optimizer_costs", 0, 1, *argv, f"--optimizer.name={name}")
+    kernels, size, seconds = (costs[unit]["all"] for unit in ("kernels", "bytes", "seconds"))
+    by_bytes = size / 2.8e12 + kernels * 2e-6
+    assert seconds > 1.5 * by_bytes if products else seconds == pytest.approx(by_bytes)
+
+
 def test_a_chunk_of_the_loss_reads_and_writes_the_gradient_of_the_head_once(card):
     """A chunk moves 12 bytes a weight: the weight in bfloat16, forward and backward, and the float32 sum, both ways."""
     argv = ["--job.config_file=train_configs/debug_model.toml", *SMALL, "--model.name=llama3.2", "--model.flavor=1B"]

@@ -17,6 +17,7 @@ import torch  # isort: skip
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 NO_KERNEL = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"),
@@ -24,6 +25,9 @@ NO_KERNEL = {
 }
 OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_"}
 """Operations in place that do not read what they write."""
+BYTES_A_SECOND, LAUNCH = 2.8e12, 2e-6
+FLOPS_A_SECOND = {"products": 0.66e15, "attention": 0.35e15, "float32": 45e12}
+"""An H100's rates for an estimate, and the least seconds of a kernel: FlashAttention 2, matrix products in bfloat16."""
 LOOKUPS = {"embedding", "gather", "index", "index_select"}
 """Operations that read as much of their first input as they write."""
 
@@ -45,7 +49,7 @@ class Kernels(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.by_place: dict[str, Counter[str]] = {"kernels": Counter(), "bytes": Counter()}
+        self.by_place: dict[str, Counter[str]] = {"kernels": Counter(), "bytes": Counter(), "seconds": Counter()}
         self.outputs: dict[int, torch.Tensor] | None = None
         """Tensors that the compiled function under way writes to; None outside of one."""
 
@@ -84,12 +88,27 @@ class Kernels(TorchDispatchMode):
         if name in LOOKUPS:
             inputs.pop(id(args[0]), None)
             size *= 2
-        self.add(device.place_of(device.frame_of_package().f_code), size + sum(map(_size, inputs.values())))
+        size += sum(map(_size, inputs.values()))
+        seconds = max(size / BYTES_A_SECOND, _product_seconds(func, args, out))
+        self.add(device.place_of(device.frame_of_package().f_code), size, seconds)
         return out
 
-    def add(self, place: str, size: int) -> None:
+    def add(self, place: str, size: int, seconds: float) -> None:
         self.by_place["kernels"][place] += 1
         self.by_place["bytes"][place] += size
+        self.by_place["seconds"][place] += seconds + LAUNCH
+
+
+def _product_seconds(func: Any, args: Any, out: Any) -> float:
+    """Estimate the seconds of an operation's products; causal attention computes half of them."""
+    formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+    if formula is None:
+        return 0.0
+    flops = formula(*(arg for arg in args if isinstance(arg, torch.Tensor)), out_val=out)
+    if "attention" in func.name():
+        return flops / 2 / FLOPS_A_SECOND["attention"]
+    wide = all(t.dtype == torch.float32 for t in _device_tensors(args).values())  # a sum may be wider than its products
+    return flops / FLOPS_A_SECOND["float32" if wide else "products"]
 
 
 def _arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
@@ -126,7 +145,7 @@ def compiled(function: Callable | None = None, **options: Any) -> Callable:
             size = sum(map(_size, [*inputs.values(), *(outputs | changed).values()]))
         finally:
             kernels.outputs = None
-        kernels.add(place, size)
+        kernels.add(place, size, size / BYTES_A_SECOND)
         return out
 
     return call

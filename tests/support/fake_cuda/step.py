@@ -24,7 +24,7 @@ from torchtitan.adapters import quantized
 from torchtitan.build import parts
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
-from torchtitan.models import dropout
+from torchtitan.models import dropout, layers
 from torchtitan.optimizers import moments
 from torchtitan.parallelisms import data_parallel, parallel_dims, parallel_model
 from torchtitan.parallelisms.parallel_model import ParallelModel
@@ -259,7 +259,8 @@ def optimizer_costs(argv: list[str], rank: int, world_size: int) -> dict[str, An
 def _costs(model: ParallelModel, work: Callable[[], None]) -> dict[str, Any]:
     """Return what `work` costs.
 
-    `kernels` and `bytes`: by place, with their sums under "all"; `host_waits`; `trained`: the rank's trained weights.
+    `kernels`, `bytes` and `seconds`, an estimate for an H100: by place, with their sums under "all"; `host_waits`;
+    `trained`: the rank's trained weights.
     """
     device.host_waits.clear()
     with kernels.Kernels() as counter:
@@ -268,6 +269,34 @@ def _costs(model: ParallelModel, work: Callable[[], None]) -> dict[str, Any]:
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     sums = {kind: {"all": counts.total(), **counts} for kind, counts in counter.by_place.items()}
     return sums | {"host_waits": dict(device.host_waits), "trained": trained}
+
+
+def costs_with_fused_kernels(argv: list[str], rank: int, world_size: int) -> dict[str, Any]:
+    """Return `costs` with attention and norms as the single kernels that a real GPU has for them."""
+    layers.RMSNorm.forward = lambda self, x: _NormKernel.apply(x, self.weight.to(x.dtype))
+    torch.nn.functional.scaled_dot_product_attention = _flash
+    return costs(argv, rank, world_size)
+
+
+def _flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None = None, *, is_causal: bool, **_: Any
+) -> torch.Tensor:
+    assert mask is None
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+
+
+class _NormKernel(torch.autograd.Function):
+    """A norm [..., D] that reads and writes as often as torch's kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.add(grad, x), torch.empty_like(weight)
 
 
 def flash_attention(argv: list[str], rank: int, world_size: int) -> list[str | None]:
