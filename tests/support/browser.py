@@ -146,8 +146,12 @@ def open_page(file: Path, folder: Path, width: int = 1400, height: int = 1000) -
     program = find_browser()
     arguments = [*OPTIONS, f"--window-size={width},{height}", f"--user-data-dir={folder / 'profile'}"]
     libraries, fonts = program.parent / "al2023/lib", program.parent / "fonts"
-    unpacked = {"LD_LIBRARY_PATH": str(libraries), "FONTCONFIG_PATH": str(fonts)}
-    environment = os.environ | (unpacked if libraries.exists() else {})
+    environment = dict(os.environ)
+    if libraries.exists():
+        # The package's own fonts.conf names folders of the machines that it was made for.
+        configuration = f"<fontconfig><dir>{fonts}</dir><cachedir>{folder / 'fonts-cache'}</cachedir></fontconfig>"
+        (folder / "fonts.conf").write_text(configuration, "utf-8")
+        environment |= {"LD_LIBRARY_PATH": str(libraries), "FONTCONFIG_FILE": str(folder / "fonts.conf")}
     with (folder / "browser.log").open("wb") as log:
         process = subprocess.Popen(
             ["/bin/sh", "-c", PIPES, "sh", str(program), *arguments],
