@@ -16,8 +16,8 @@ import tomli
 from torchtitan.core.hardware import load_hardware
 from torchtitan.models import resolve_sizes
 from torchtitan.planner.calibration import HARDWARE_SIGMA, PUBLISHED, SIGMAS, fit_factors
-from torchtitan.planner.pipeline_time import PipelineTimer
 from torchtitan.planner.plan import Plan, Workload
+from torchtitan.planner.search import PipelineTimer
 from torchtitan.planner.step_time import StepTimer
 from torchtitan.planner.time_parts import Calibration
 

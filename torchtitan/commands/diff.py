@@ -22,8 +22,7 @@ import torch
 from torchtitan.build import parts
 from torchtitan.checkpoint import layout
 from torchtitan.checkpoint.base_weights import Kind, find_weights
-from torchtitan.checkpoint.stored_tensors import StoredTensors, open_tensors
-from torchtitan.checkpoint.tensor_differences import TensorDifference, compare_tensors
+from torchtitan.checkpoint.stored_tensors import StoredTensors, TensorDifference, compare_tensors, open_tensors
 from torchtitan.checkpoint.weight_sources import Weights, open_weights
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.generate import JOB, find_job

@@ -11,7 +11,8 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from fractions import Fraction
+from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -19,12 +20,14 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.options import Fault
 from torchtitan.config.sections.run import Checkpoint
 from torchtitan.core.hardware import Hardware
+from torchtitan.parallelisms.pipeline.actions import Table
+from torchtitan.parallelisms.pipeline.runtime import build_table
+from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
 from torchtitan.planner.candidates import Space
 from torchtitan.planner.closed_form import MemoryPrediction, predict_memory
-from torchtitan.planner.pipeline_time import PipelineTimer
 from torchtitan.planner.plan import Plan, Workload, apply_changes
 from torchtitan.planner.step_time import StepTimer
-from torchtitan.planner.time_parts import Calibration, StepTime
+from torchtitan.planner.time_parts import Calibration, Parts, StepTime
 from torchtitan.rules import Device, check
 
 TO_BE_FETCHED = (
@@ -32,8 +35,57 @@ TO_BE_FETCHED = (
     *("checkpoint.", "job.", "metrics.", "profiling.", "adapter.initial_path"),
 )
 """Prefixes of options with faults that prevent a job from starting but not from being simulated."""
+MOST_FORWARDS = 1500
+"""Largest number of simulated forwards of all ranks. Longer steps are extrapolated, as a full pipeline is periodic."""
+TICK = 1e-6
+"""Seconds of the simulation's unit."""
 MOST_ACTIONS = 6000
 """Largest number of layouts and plans that a search looks at. One takes milliseconds."""
+
+
+@dataclass
+class PipelineTimer:
+    """Simulates pipelines with the times of `timer`."""
+
+    timer: StepTimer
+
+    def step_time(self, plan: Plan) -> StepTime:
+        """Predict a step. Without a pipeline it is the formula's."""
+        if plan.pp == 1:
+            return self.timer.step_time(plan)
+        makespan = self._makespan(plan)
+        ranks = [self.timer.rank_time(plan, rank) for rank in range(plan.pp)]
+        parts = Parts({name: s * plan.microbatches for name, s in max(ranks, key=Parts.total).items()})
+        parts["bubble"] = max(0.0, makespan - parts.total())
+        return self.timer.finished(plan, parts, simulated=True)
+
+    def _makespan(self, plan: Plan) -> float:
+        """Return the seconds of all microbatches, extrapolated from two smaller numbers of them if they are many."""
+        counts = self._microbatches(plan)
+        first, *more = [self._simulated(plan, count) for count in counts]
+        if not more:
+            return first
+        return first + (more[0] - first) * (plan.microbatches - counts[0]) / (counts[1] - counts[0])
+
+    def _microbatches(self, plan: Plan) -> list[int]:
+        """Return the numbers of microbatches to simulate: the plan's, or two smaller ones."""
+        stages = plan.pp * plan.stages_per_rank
+        if plan.microbatches * stages <= MOST_FORWARDS:
+            return [plan.microbatches]
+        smaller = [2 * plan.pp, 3 * plan.pp]  # after two rounds all ranks are busy
+        return smaller if plan.microbatches > smaller[1] else [plan.microbatches]
+
+    def _simulated(self, plan: Plan, microbatches: int) -> float:
+        shape = plan.schedule, plan.pp, microbatches, plan.stages_per_rank, plan.merges_backward, plan.overlap_experts
+        costs = [Costs(*(round(seconds / TICK) for seconds in stage)) for stage in self.timer.stage_times(plan)]
+        send = round(self.timer.send_seconds(plan) / TICK)
+        overlap = Fraction(1) if plan.overlap_experts else None
+        return float(simulate(_table(*shape), costs, send, overlap).makespan) * TICK
+
+
+@lru_cache(64)
+def _table(schedule: str, pp: int, microbatches: int, stages_per_rank: int, merged: bool, overlap: bool) -> Table:
+    return build_table(schedule, pp, microbatches, stages_per_rank, merge_backward=merged, overlap=overlap)
 
 
 def faults_as_new(config: JobConfig, gpus: int, device: Device) -> list[Fault]:

@@ -4,7 +4,7 @@ Products take FLOPs / (peak x share of their sizes), attention likewise, everyth
 backward recomputes counts again. Messages take latency + bytes / bandwidth of the link inside or between machines. FSDP
 gathers while a layer computes: the longer of the two counts. Tensor, context and expert parallel wait for their
 messages: their `exposed` share is added. A pipeline idles by its schedule: `step_time` uses a lower bound of the
-bubble, `simulated_step_time` in pipeline_time.py the simulator.
+bubble, `PipelineTimer` of search.py simulates it.
 
 Letters: T tokens of a microbatch on a rank, D width, m, n, k sizes of a product [m, k] x [k, n].
 """
