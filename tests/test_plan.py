@@ -129,12 +129,12 @@ def test_expert_parallel_gathers_only_what_is_sharded():
     timer = StepTimer(Workload.of(config, 64), H100)
     plan = Plan(shards=64, ep=64)
     dense, experts = timer.rank_weights(plan)
-    assert plan.expert_shards == 1 and timer._exchange(plan, timer.rank_weights(plan), 2) == timer._gather(
-        2 * dense, 64, 1
-    )
+    gather, blocks = timer.messages.gather, timer.workload.args.n_layers
+    assert plan.expert_shards == 1
+    assert timer._exchange(plan, timer.rank_weights(plan), 2) == gather(2 * dense, 64, 1, blocks)
     half = dataclasses.replace(plan, ep=32)
     dense, experts = timer.rank_weights(half)
-    expected = timer._gather(2 * dense, 64, 1) + timer._gather(2 * experts, 2, 32)
+    expected = gather(2 * dense, 64, 1, blocks) + gather(2 * experts, 2, 32, blocks)
     assert timer._exchange(half, timer.rank_weights(half), 2) == expected
 
 

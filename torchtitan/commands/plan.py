@@ -123,7 +123,7 @@ class Question:
     def explained(self, result: Result) -> list[str]:
         """Return the lines of --explain."""
         number = self.options.explain
-        return explanation(result.best[number - 1], self.search.calibration.evidence) if number else []
+        return explanation(result.best[number - 1], self.search.calibration) if number else []
 
     def record(self, result: Result, alternatives: list[tuple[str, Candidate | None]]) -> dict[str, object]:
         search, job = self.search, self.job_plan()

@@ -79,6 +79,14 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Curves:
+    """Shares of the peak in float32, of a device on which they differ from those of types with fewer bits."""
+
+    products: Curve
+    attention: Curve
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Hardware:
     """A device, and the machine and network that it is in."""
 
@@ -103,8 +111,23 @@ class Hardware:
     """Share of the peak in attention. Size: keys of a query."""
     memory_bound: Curve = field(default_factory=lambda: Curve(most=0.85, half=(8e6,)))
     """Share of the memory bandwidth in elementwise operations, sums and copies. Size: bytes."""
+    float32: Curves | None = None
+    """Products and attention in float32; None if their shares of the peak are those of other types."""
+    cores: Annotated[int, Field(ge=1)] | None = None
+    """Cores that the ranks of a machine share, for a CPU: its peaks and its memory bandwidth are of one of them. None
+    if each rank has a device."""
     price: _Above0 | None = None
     """Price of a device for an hour, in any currency."""
+
+    def slowdown(self, ranks: int) -> float:
+        """Return the seconds of a rank's computation relative to those on a device, or on a core if ranks share cores.
+
+        The launcher gives each rank cores // ranks threads; more ranks than cores take turns.
+        """
+        if self.cores is None:
+            return 1.0
+        ranks = min(ranks, self.devices_per_machine)
+        return max(ranks / self.cores, 1 / max(1, self.cores // ranks))
 
     def matches(self, device_name: str) -> bool:
         """Return whether torch reports this device by `device_name`."""
@@ -158,7 +181,11 @@ def _load(path: Path) -> Hardware:
     except (ValueError, re.error) as error:
         raise JobError(f"{path}: is not TOML of hardware ({error}); {remedy}") from None
     sizes = {"products": 3, "attention": 1, "memory_bound": 1}
-    for curve, number in sizes.items():
-        if len(getattr(hardware, curve).half) != number:
-            raise JobError(f"{path}: {curve}.half has {number} value{'s' * (number > 1)}; {remedy}")
+    curves = {name: getattr(hardware, name) for name in sizes}
+    if hardware.float32:
+        curves |= {f"float32.{name}": getattr(hardware.float32, name) for name in ("products", "attention")}
+    for name, curve in curves.items():
+        number = sizes[name.rpartition(".")[2]]
+        if len(curve.half) != number:
+            raise JobError(f"{path}: {name}.half has {number} value{'s' * (number > 1)}; {remedy}")
     return hardware

@@ -8,6 +8,7 @@ from typing import Any
 from torchtitan.core.errors import format_bytes
 from torchtitan.planner.failures import Failures
 from torchtitan.planner.search import Candidate, Result
+from torchtitan.planner.time_parts import Calibration
 
 PARTS = {
     "products": "matrix products",
@@ -23,8 +24,8 @@ PARTS = {
 }
 """Parts of a step's time, in the order of tables."""
 COUNTED, SIMULATED, FORMULA, ASSUMED = "counted", "simulated", "formula", "assumed"
-ASSUMED_PARTS = ("cp", "fsdp", "optimizer")
-"""Parts that no factor of the calibration fits."""
+ASSUMED_PARTS = {"cp": "messages", "fsdp": "messages", "optimizer": "optimizer"}
+"""Parts that published runs do not fit, and the factor by which other runs do. None fits the optimizer."""
 HEADER = f"{'':4}{'s/step':>9} {'tok/s/GPU':>9} {'MFU':>6} {'GiB, low-high':>14} {'bubble':>7}  "
 
 
@@ -123,13 +124,15 @@ def gpus_text(count: int) -> str:
     return f"{count:,} GPU" + "s" * (count != 1)
 
 
-def explanation(candidate: Candidate, evidence: str) -> list[str]:
+def explanation(candidate: Candidate, calibration: Calibration) -> list[str]:
     """Format where the time and memory of a plan go, with the class of evidence of each figure."""
     time, memory = candidate.time, candidate.memory
     lines = [f"{candidate.plan}; batch {candidate.plan.batch}", f"  {'a step':42}{figure(time.seconds, 3):>10} s"]
     for name, title in PARTS.items():
         if seconds := time.parts[name]:
-            kind = SIMULATED if name == "bubble" and time.simulated else ASSUMED if name in ASSUMED_PARTS else evidence
+            assumed = name in ASSUMED_PARTS and ASSUMED_PARTS[name] not in calibration.factors
+            fitted = ASSUMED if assumed else calibration.evidence
+            kind = SIMULATED if name == "bubble" and time.simulated else fitted
             lines.append(f"  {title:42}{figure(seconds, 3):>10} s {seconds / time.seconds:6.1%}  {kind}")
     lines.append(f"  {'interval':42}{figure(time.low, 3):>10} to {figure(time.high, 3)} s")
     for name, size in asdict(memory).items():

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from torchtitan.core.hardware import Hardware
+from torchtitan.core.hardware import ASSUMED, Hardware
 from torchtitan.planner.step_time import UNPUBLISHED_SPREAD
 from torchtitan.planner.time_parts import Calibration
 
@@ -26,7 +26,7 @@ PUBLISHED = {
 hardware's own factors tell how its computation differs from the others'."""
 PUBLISHED_SPREAD = 0.25
 """Relative error: the largest of a published row by factors without it."""
-SIGMAS = {"products": 0.7, "attention": 0.7, "ep": 0.7, "ring": 1.0, "float8": 0.4}
+SIGMAS = {"products": 0.7, "attention": 0.7, "ep": 0.7, "ring": 1.0, "float8": 0.4, "messages": 1.0}
 HARDWARE_SIGMA = 0.3
 """Standard deviations of the logarithms of factors before anything is measured: of names, and of hardware."""
 SIGMA = 0.5
@@ -87,11 +87,17 @@ def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
 
 
 def usual_calibration(hardware: Hardware) -> Calibration:
-    """Return the calibration without measured runs of this job."""
+    """Return the calibration without measured runs of this job.
+
+    Published factors of computation are of assumed curves, and those of messages of GPUs, which compute meanwhile.
+    """
     rows = sum(PUBLISHED_ROWS.values())
+    curves = {"products": hardware.products, "attention": hardware.attention, "memory": hardware.memory_bound}
+    measured = {name for name, curve in curves.items() if curve.evidence != ASSUMED}
+    factors = {name: factor for name, factor in PUBLISHED.items() if name not in measured and not hardware.cores}
     if of_this := PUBLISHED_ROWS.get(hardware.name, 0):
         evidence = f"fitted on {of_this} published row{'s' * (of_this > 1)} of this GPU, {rows} in all"
-        return Calibration(PUBLISHED, PUBLISHED_SPREAD, evidence, is_published=True)
+        return Calibration(factors, PUBLISHED_SPREAD, evidence, is_published=True)
     return Calibration(
-        PUBLISHED, UNPUBLISHED_SPREAD, f"assumed: no published row is of this hardware; {rows} are of others"
+        factors, UNPUBLISHED_SPREAD, f"assumed: no published row is of this hardware; {rows} are of others"
     )

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli_w
 import torch
@@ -31,6 +31,7 @@ from torchtitan.process.distributed import device_type
 
 Sample = tuple[tuple[float, ...], float]
 """Sizes of an operation, and the FLOP/s or bytes/s that it reached."""
+DTYPES = (torch.bfloat16, torch.float32)
 HALVES = [0.0, *(2.0**power for power in range(4, 27))]
 """Candidates for the size at which half of the best rate is reached."""
 
@@ -51,7 +52,7 @@ class Sizes:
 
 
 USUAL_SIZES = {
-    "cpu": Sizes((64, 128, 256, 512, 1024), (128, 256, 512, 1024), (2**16, 2**20, 2**24, 2**27), (2**12, 2**24), 0.1),
+    "cpu": Sizes((64, 128, 256, 512, 1024), (128, 256, 512, 1024), (2**25, 2**26, 2**27), (2**12, 2**24), 0.1),
     "cuda": Sizes((256, 512, 1024, 2048, 4096, 8192), (512, 2048, 8192), (2**20, 2**24, 2**28), (2**14, 2**28), 0.2),
 }
 
@@ -73,26 +74,43 @@ def write_hardware(path: Path, ranks: int, sizes: Sizes | None = None) -> Hardwa
     return load_hardware(str(path))
 
 
+class Measured(NamedTuple):
+    """Rates of a rank, while all ranks measure. On a CPU of a core."""
+
+    products: dict[torch.dtype, list[Sample]]
+    attention: dict[torch.dtype, list[Sample]]
+    copies: list[Sample]
+    exchanges: list[float]
+    """Seconds of an exchange between all ranks, by size."""
+
+
 def measure_hardware(ranks: int, sizes: Sizes | None = None) -> dict[str, Any]:
     """Return the table of a hardware file for this machine. `ranks`: processes that exchange messages."""
     kind = device_type()
-    sizes, device = sizes or USUAL_SIZES[kind], torch.device(kind)
-    rates = {dtype: products(sizes, device, dtype) for dtype in (torch.bfloat16, torch.float32)}
-    copies = memory_bound(sizes, device)
-    bandwidth, peak = _rounded(max(rate for _, rate in copies)), _peaks(rates)
+    sizes = sizes or USUAL_SIZES[kind]
+    measured = _measure_in_ranks(ranks, sizes) if ranks > 1 else _measure(1, sizes, torch.device(kind))
+    bandwidth, peak = _rounded(max(rate for _, rate in measured.copies)), _peaks(measured.products)
     published = find_hardware(torch.cuda.get_device_name()) if kind == "cuda" else None
     device_names: list[str] = []
     if published is not None:
         device_names, bandwidth = list(published.device_names), published.memory_bandwidth
         peak = {key: flops for key, flops in dataclasses.asdict(published.peak).items() if flops is not None}
-    fastest = max(rates, key=lambda dtype: max(rate for _, rate in rates[dtype]))
-    limit = peak[str(fastest).removeprefix("torch.")]
     link = {"evidence": f"measured between {ranks} ranks"} | (
-        links(ranks, sizes) if ranks > 1 else {"bandwidth": bandwidth / 4, "latency": 1e-5, "evidence": "assumed"}
+        _link(ranks, sizes, measured.exchanges)
+        if ranks > 1
+        else {"bandwidth": bandwidth / 4, "latency": 1e-5, "evidence": "assumed"}
     )
-    title = f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+    def curves(dtype: torch.dtype) -> dict[str, Any]:
+        limit = peak[str(dtype).removeprefix("torch.")]
+        return {
+            "products": fit(measured.products[dtype], limit, 3),
+            "attention": fit(measured.attention[dtype], limit, 1),
+        }
+
+    shared = {"cores": _cores(), "float32": curves(torch.float32)} if kind == "cpu" else {}
     return {
-        "title": torch.cuda.get_device_name() if kind == "cuda" else title,
+        "title": torch.cuda.get_device_name() if kind == "cuda" else f"{platform.machine()}, {_cores()} cores",
         "device_names": device_names,
         "memory_gib": round(_memory(kind) / 2**30, 2),
         "memory_bandwidth": bandwidth,
@@ -100,10 +118,24 @@ def measure_hardware(ranks: int, sizes: Sizes | None = None) -> dict[str, Any]:
         "peak": peak,
         "machine_link": link,
         "network_link": {**link, "evidence": "assumed to be like the links of the machine"},
-        "products": fit(rates[fastest], limit, 3),
-        "attention": fit(attention(sizes, device, fastest), limit, 1),
-        "memory_bound": fit(copies, bandwidth, 1),
+        "memory_bound": fit(measured.copies, bandwidth, 1),
+        **curves(torch.bfloat16),
+        **shared,
     }
+
+
+def _cores() -> int:
+    return os.cpu_count() or 1
+
+
+def _measure(ranks: int, sizes: Sizes, device: torch.device) -> Measured:
+    """Measure computation and messages of this rank, while the others do the same."""
+    return Measured(
+        products={dtype: products(sizes, device, dtype) for dtype in DTYPES},
+        attention={dtype: attention(sizes, device, dtype) for dtype in DTYPES},
+        copies=memory_bound(sizes, device),
+        exchanges=[_exchange_seconds(ranks, size, device) for size in sizes.sent] if ranks > 1 else [],
+    )
 
 
 def _peaks(rates: dict[torch.dtype, list[Sample]]) -> dict[str, float]:
@@ -126,18 +158,30 @@ def _memory(kind: str) -> int:
 # Rates
 
 
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call.
+
+    On a CPU it is the time of this process on the cores, which other programs hardly change. Messages are counted too:
+    gloo copies them with the cores.
+    """
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = clock()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return max(clock() - started, 1e-9)  # the clocks count in nanoseconds
+
+
 def seconds_of(run: Callable[[], object], device: torch.device, budget: float) -> float:
     """Return the median time of a call, after one call that does not count, within about `budget` seconds."""
     run()
+    if dist.is_initialized():
+        dist.barrier()
     times: list[float] = []
     while not times or (sum(times) < budget and len(times) < 1000):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
+        times.append(timed(run, device))
     return statistics.median(times)
 
 
@@ -199,17 +243,15 @@ def fit(samples: Sequence[Sample], peak: float, dimensions: int) -> dict[str, An
     }
 
 
-# Links between ranks
+# Ranks
 
 
-def links(ranks: int, sizes: Sizes) -> dict[str, float]:
-    """Return the bandwidth and latency of a rank in all-gathers and all-to-alls of all ranks of this machine."""
+def _measure_in_ranks(ranks: int, sizes: Sizes) -> Measured:
+    """Measure in as many processes at once, which share the cores and the memory's bandwidth as those of a job do."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
         store, results = str(Path(folder, "store")), context.SimpleQueue()
-        processes = [
-            context.Process(target=_exchange, args=(rank, ranks, store, sizes, results)) for rank in range(ranks)
-        ]
+        processes = [context.Process(target=_rank, args=(rank, ranks, store, sizes, results)) for rank in range(ranks)]
         for process in processes:
             process.start()
         for process in processes:
@@ -218,32 +260,43 @@ def links(ranks: int, sizes: Sizes) -> dict[str, float]:
             raise JobError(
                 f"--ranks: given {ranks}; allowed: ranks of this machine that can exchange messages; see above"
             )
-        small, large = results.get()
-    sent = [size * (ranks - 1) for size in sizes.sent]
-    bandwidth = _rounded((sent[1] - sent[0]) / max(large - small, 1e-9))
-    return {"bandwidth": bandwidth, "latency": _rounded(max(small - sent[0] / bandwidth, 1e-7))}
+        measured: Measured = results.get()
+    return measured
 
 
-def _exchange(rank: int, ranks: int, store: str, sizes: Sizes, results: Any) -> None:
-    """Run in a process: rank 0 puts the seconds of the smallest and of the largest exchange in `results`."""
+def _rank(rank: int, ranks: int, store: str, sizes: Sizes, results: Any) -> None:
+    """Run in a process: rank 0 puts what it has measured in `results`."""
     kind = device_type()
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    torch.set_num_threads(max(1, _cores() // ranks))  # as the launcher does
     backend = "nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(
         backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
-    times = []
-    for size in sizes.sent:
-        shard = torch.zeros(size, dtype=torch.uint8, device=device)
-        everything = torch.empty(size * ranks, dtype=torch.uint8, device=device)
-        gather = _steady_seconds(partial(dist.all_gather, list(everything.chunk(ranks)), shard), device)
-        turned = torch.empty_like(everything)
-        swap = _steady_seconds(partial(dist.all_to_all_single, turned, everything), device)
-        times.append((gather + swap) / 2)
+    measured = _measure(ranks, sizes, device)
     if rank == 0:
-        results.put(times)
+        results.put(measured)
     dist.destroy_process_group()
+
+
+def _link(ranks: int, sizes: Sizes, seconds: Sequence[float]) -> dict[str, float]:
+    """Return the bandwidth and latency of a rank in exchanges between all ranks of this machine."""
+    small, *_, large = seconds
+    sent = [size * (ranks - 1) for size in sizes.sent]
+    bandwidth = _rounded((sent[-1] - sent[0]) / max(large - small, 1e-9))
+    return {"bandwidth": bandwidth, "latency": _rounded(max(small - sent[0] / bandwidth, 1e-7))}
+
+
+def _exchange_seconds(ranks: int, size: int, device: torch.device) -> float:
+    """Return the mean seconds of an all-gather, a reduce-scatter and an all-to-all of `size` bytes from each rank."""
+    shard = torch.zeros(size // 4, device=device)
+    everything, turned = (torch.zeros(size // 4 * ranks, device=device) for _ in range(2))
+    exchanges = (
+        partial(dist.all_gather, list(everything.chunk(ranks)), shard),
+        partial(dist.reduce_scatter, shard, list(everything.chunk(ranks))),
+        partial(dist.all_to_all_single, turned, everything),
+    )
+    return statistics.fmean(_steady_seconds(exchange, device) for exchange in exchanges)
 
 
 def _steady_seconds(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
@@ -251,9 +304,5 @@ def _steady_seconds(run: Callable[[], object], device: torch.device, times: int 
     took = []
     for _ in range(1 + times):
         dist.barrier()
-        started = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        took.append(time.perf_counter() - started)
+        took.append(timed(run, device))
     return statistics.median(took[1:])

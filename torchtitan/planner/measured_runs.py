@@ -20,7 +20,7 @@ FIRST_STEPS = 3
 LEAST_SPREAD = 0.1
 """Smallest relative error of an interval."""
 FEWEST_RUNS = 4
-"""Fewer runs keep the usual interval: nine factors can fit them whatever the formula is worth."""
+"""Fewer runs keep the usual interval: ten factors can fit them whatever the formula is worth."""
 
 
 class MeasuredRun:

@@ -56,7 +56,7 @@ class PipelineTimer:
         makespan = self._makespan(plan)
         ranks = [self.timer.rank_time(plan, rank) for rank in range(plan.pp)]
         parts = Parts({name: s * plan.microbatches for name, s in max(ranks, key=Parts.total).items()})
-        parts["bubble"] = max(0.0, makespan - parts.total())
+        parts["bubble"] = self.timer.bubble(plan, makespan, parts.total())
         return self.timer.finished(plan, parts, simulated=True)
 
     def _makespan(self, plan: Plan) -> float:
@@ -78,7 +78,7 @@ class PipelineTimer:
     def _simulated(self, plan: Plan, microbatches: int) -> float:
         shape = plan.schedule, plan.pp, microbatches, plan.stages_per_rank, plan.merges_backward, plan.overlap_experts
         costs = [Costs(*(round(seconds / TICK) for seconds in stage)) for stage in self.timer.stage_times(plan)]
-        send = round(self.timer.send_seconds(plan) / TICK)
+        send = round(self.timer.messages.send(plan) / TICK)
         overlap = Fraction(1) if plan.overlap_experts else None
         return float(simulate(_table(*shape), costs, send, overlap).makespan) * TICK
 

@@ -6,6 +6,9 @@ gathers while a layer computes: the longer of the two counts. Tensor, context an
 messages: their `exposed` share is added. A pipeline idles by its schedule: `step_time` uses a lower bound of the
 bubble, `PipelineTimer` of search.py simulates it.
 
+The ranks of a CPU share its cores, and gloo sends with the cores that compute: all messages count in full. If more
+ranks than cores take turns, a pipeline's idle ranks leave their turns to others.
+
 Letters: T tokens of a microbatch on a rank, D width, m, n, k sizes of a product [m, k] x [k, n].
 """
 
@@ -15,16 +18,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
-from torchtitan.core.hardware import ASSUMED, Curve, Hardware, Link
+from torchtitan.core.hardware import Curve, Hardware
 from torchtitan.models.sizes import STACK, Sizes, split_side
 from torchtitan.parallelisms.pipeline.cut import schedule_traits
+from torchtitan.planner.message_time import MessageTimer
 from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.time_parts import BlockTime, Calibration, Parts, StepTime, Weights
 
 COMPUTED = ("products", "attention", "memory", "recompute")
 """Parts during which messages of FSDP travel."""
-EXPOSED = {"tp": 1.0, "async_tp": 0.35, "cp": 1.0, "ep": 1.0, "overlapped_ep": 0.25}
-"""Share of the messages' time that a rank waits for."""
 RING = 0.3
 """Additional time of ring attention for the share of the keys that come from other ranks."""
 EAGER_PASSES, COMPILED_PASSES = 1.0, 0.55
@@ -48,21 +50,30 @@ class StepTimer:
     _stages: dict[object, list[Counter[int]]] = field(default_factory=dict, repr=False)
     _rank_weights: dict[object, set[Weights]] = field(default_factory=dict, repr=False)
 
-    def _factor(self, name: str) -> float:
-        return self.calibration.factors.get(name, 1.0)
+    def _computed(self, name: str) -> float:
+        """Return the factor of products or attention."""
+        return self.calibration.factor(name) * self.calibration.factor(self.hardware.name)
 
-    def _computed(self, name: str, curve: Curve) -> float:
-        """Return the factor of a kind of computation. A measured curve has the hardware's factor alone."""
-        of_kind = self._factor(name) if curve.evidence == ASSUMED else 1.0
-        return of_kind * (self._factor(self.hardware.name) if name != "memory" else 1.0)
+    def _curve(self, name: str, computes_float32: bool) -> Curve:
+        """Return the curve of products or attention."""
+        curve: Curve = getattr(
+            self.hardware.float32 if computes_float32 and self.hardware.float32 else self.hardware, name
+        )
+        return curve
+
+    @cached_property
+    def messages(self) -> MessageTimer:
+        return MessageTimer(self.workload, self.hardware, self.calibration)
 
     # Computation
 
     def _product(self, m: float, n: float, k: float, count: float = 1.0) -> float:
         """Return the seconds of `count` products [m, k] x [k, n]."""
         peak = getattr(self.hardware.peak, self.workload.dtype) or self.hardware.peak.bfloat16
-        curve = self.hardware.products
-        factor = self._computed("products", curve) * (self._factor("float8") if self.workload.dtype == "float8" else 1)
+        curve = self._curve("products", self.workload.dtype == "float32")
+        factor = self._computed("products") * (
+            self.calibration.factor("float8") if self.workload.dtype == "float8" else 1
+        )
         return factor * count * 2 * m * n * k / (peak * curve.share(m, n, k))
 
     def _attention(self, plan: Plan, tokens: float) -> float:
@@ -71,16 +82,16 @@ class StepTimer:
         widths = args.qk_head_dim + args.v_head_dim if hasattr(args, "kv_lora_rank") else 2 * args.head_dim
         peak = self.hardware.peak.bfloat16 if self.workload.compute_bytes == 2 else self.hardware.peak.float32
         flops = 2 * tokens * args.n_heads / plan.tp * widths * keys
-        ring = 1 + self._factor("ring") * RING * plan.ring * (1 - 1 / plan.cp)
-        curve = self.hardware.attention
-        return self._computed("attention", curve) * ring * flops / (peak * curve.share(keys))
+        ring = 1 + self.calibration.factor("ring") * RING * plan.ring * (1 - 1 / plan.cp)
+        curve = self._curve("attention", self.workload.compute_bytes == 4)
+        return self._computed("attention") * ring * flops / (peak * curve.share(keys))
 
     def _moved(self, size: float) -> float:
         """Return the seconds to move bytes of memory in kernels that compute little."""
         if size <= 0:
             return 0.0
         curve = self.hardware.memory_bound
-        return self._computed("memory", curve) * size / (self.hardware.memory_bandwidth * curve.share(size))
+        return self.calibration.factor("memory") * size / (self.hardware.memory_bandwidth * curve.share(size))
 
     def _linears(self, plan: Plan, sizes: Sizes, tokens: float, local_tokens: float) -> float:
         """Return the seconds of a block's products in forward."""
@@ -112,55 +123,6 @@ class StepTimer:
             values += (5 if "feed_forward.w3" in sizes else 2) * width * tokens
         return b * values
 
-    # Messages
-
-    def _link(self, extent: int) -> Link:
-        """Return the slowest link of a group that spans `extent` neighbouring ranks."""
-        inside = extent <= self.hardware.devices_per_machine
-        return self.hardware.machine_link if inside else self.hardware.network_link
-
-    def _gather(self, size: float, group: float, stride: int) -> float:
-        """Return the seconds to gather `size` bytes over a group with members `stride` ranks apart.
-
-        Members in the same machine share the machine's network cards.
-        """
-        if group <= 1:
-            return 0.0
-        members = max(1, min(group, self.hardware.devices_per_machine // stride))
-        link = self.hardware.machine_link
-        inside = link.seconds(size * (members - 1) / members, 1) if members > 1 else 0.0
-        if members == group:
-            return inside
-        network = self.hardware.network_link
-        machines = group / members
-        return max(inside, network.seconds(size * (machines - 1) / machines / members, 1))
-
-    def _waited(self, plan: Plan, sizes: Sizes, tokens: float, local_tokens: float) -> Parts:
-        """Return the seconds of messages that a block waits for, in forward and backward."""
-        args, b = self.workload.args, self.workload.compute_bytes
-        waited = Parts()
-        replays = 1 + (plan.recompute == "full")
-        if plan.tp > 1:
-            calls = 4 * (1 + replays) - 4 * (replays - 1) / 2
-            size = b * args.dim * tokens * (plan.tp - 1) / plan.tp
-            kind = "async_tp" if plan.async_tp else "tp"
-            waited["tp"] = self._factor(kind) * EXPOSED[kind] * calls * self._link(plan.tp).seconds(size)
-        if plan.cp > 1:
-            keys = 2 * getattr(args, "num_kv_heads", args.n_heads) / plan.tp * getattr(args, "head_dim", 128)
-            size = b * keys * tokens * (plan.cp - 1)
-            waited["cp"] = EXPOSED["cp"] * (1 + replays) * self._link(plan.tp * plan.cp).seconds(size)
-        if plan.ep > 1 and STACK in sizes:
-            waited["ep"] = self._factor("ep") * self._all_to_all(plan, local_tokens) * 2 * (1 + replays)
-        return waited
-
-    def _all_to_all(self, plan: Plan, local_tokens: float) -> float:
-        """Return the exposed seconds to send each token to its experts, or back."""
-        size = self.workload.compute_bytes * self.workload.args.dim * local_tokens * self.workload.args.top_k
-        near = min(plan.ep, self.hardware.devices_per_machine) / plan.ep
-        far = self.hardware.network_link.seconds(size * (1 - near), plan.ep * (1 - near) ** 0.5) if near < 1 else 0.0
-        inside = self.hardware.machine_link.seconds(size * near)
-        return EXPOSED["overlapped_ep" if plan.overlap_experts else "ep"] * max(far, inside)
-
     # Blocks, stages
 
     def stages(self, plan: Plan) -> list[Counter[int]]:
@@ -174,7 +136,7 @@ class StepTimer:
         """Return the time of a block of `Workload.kinds` for one microbatch."""
         key = (
             *(kind, plan.tp, plan.cp, plan.ep, plan.microbatch, plan.recompute, plan.compiled, plan.async_tp),
-            *(plan.ring, plan.overlap_experts),
+            *(plan.ring, plan.overlap_experts, self.hardware.slowdown(plan.gpus)),
         )
         if key not in self._blocks:
             self._blocks[key] = self._block(plan, self.workload.kinds[kind])
@@ -183,10 +145,11 @@ class StepTimer:
     def _block(self, plan: Plan, sizes: Sizes) -> BlockTime:
         tokens = plan.microbatch * self.workload.seq_len / plan.cp
         local_tokens = tokens / plan.tp
-        products = self._linears(plan, sizes, tokens, local_tokens)
-        attention = self._attention(plan, tokens)
+        slowdown = self.hardware.slowdown(plan.gpus)
+        products = slowdown * self._linears(plan, sizes, tokens, local_tokens)
+        attention = slowdown * self._attention(plan, tokens)
         passes = COMPILED_PASSES if plan.compiled else EAGER_PASSES
-        moved = self._moved(passes * self._elementwise(plan, sizes, tokens, local_tokens))
+        moved = slowdown * self._moved(passes * self._elementwise(plan, sizes, tokens, local_tokens))
         forward = products + attention + moved
         share = {"none": 0.0, "full": 1.0}.get(plan.recompute)
         if share is None:
@@ -206,7 +169,7 @@ class StepTimer:
             attention=attention,
             moved=moved,
             replay=replay,
-            waited=self._waited(plan, sizes, tokens, local_tokens),
+            waited=self.messages.waited(plan, STACK in sizes, tokens),
             weights=Weights(dense, experts),
         )
 
@@ -214,9 +177,10 @@ class StepTimer:
         """Return the seconds of the output head's product and of the loss for one microbatch, in forward."""
         args = self.workload.args
         tokens = plan.microbatch * self.workload.seq_len / plan.cp
-        product = self._product(tokens, args.vocab_size / plan.tp, args.dim)
+        slowdown = self.hardware.slowdown(plan.gpus)
+        product = slowdown * self._product(tokens, args.vocab_size / plan.tp, args.dim)
         passes = COMPILED_PASSES if plan.compiled else EAGER_PASSES
-        logits = self._moved(passes * 12 * tokens * args.vocab_size / plan.tp)
+        logits = slowdown * self._moved(passes * 12 * tokens * args.vocab_size / plan.tp)
         return product, logits
 
     def _sum(self, plan: Plan, stages: Iterable[Counter[int]], with_head: bool) -> Parts:
@@ -278,8 +242,15 @@ class StepTimer:
         least = max(seconds + idle[min(rank)] for seconds, rank in zip(busy, numbers, strict=True))
         slowest = self.rank_time(plan, busy.index(max(busy)))
         parts = Parts({name: seconds * plan.microbatches for name, seconds in slowest.items()})
-        parts["bubble"] = least - max(busy)
+        parts["bubble"] = self.bubble(plan, least, max(busy))
         return parts
+
+    def bubble(self, plan: Plan, makespan: float, busy: float) -> float:
+        """Return the seconds that the busiest rank of a pipeline idles.
+
+        `makespan`: with as many ranks on a core all the time. An idle rank leaves it to them.
+        """
+        return max(0.0, makespan / self.messages.turns(plan) - busy)
 
     def least_seconds(self, layout: Plan) -> float:
         """Return a lower bound of a step for all schedules and replicas: an even share of the blocks, no bubble."""
@@ -302,18 +273,16 @@ class StepTimer:
         local = self.stored(plan, weights)
         computed = sum(parts[name] for name in COMPUTED)
         if with_fsdp:
-            parts["fsdp"] = self._fsdp(plan, weights, computed)
-        if with_fsdp and plan.replicas > 1:
-            reduced = 2 * self._gather(4 * local, plan.replicas, plan.tp * plan.cp * plan.shards)
-            parts["fsdp"] += max(0.0, reduced - 0.5 * computed) + 0.05 * reduced
-        parts["optimizer"] = self._moved((OPTIMIZER_PASSES + 2) * self.workload.stored_bytes * local)
+            parts["fsdp"] = self._fsdp(plan, weights, computed) + self._replicas(plan, local, computed)
+        slowdown = self.hardware.slowdown(plan.gpus)
+        parts["optimizer"] = slowdown * self._moved((OPTIMIZER_PASSES + 2) * self.workload.stored_bytes * local)
         parts = Parts({name: seconds for name, seconds in parts.items() if seconds > 0})
         seconds = parts.total()
         peak = self.hardware.peak.bfloat16 if self.workload.compute_bytes == 2 else self.hardware.peak.float32
         outside = self._outside(plan, seconds) if self.calibration.is_published else ""
         return StepTime(
             parts=parts,
-            mfu=self.workload.flops / (plan.gpus * peak * seconds),
+            mfu=self.workload.flops * slowdown / (plan.gpus * peak * seconds),
             tokens_per_second=self.workload.tokens / (plan.gpus * seconds),
             spread=max(self.calibration.spread, UNPUBLISHED_SPREAD if outside else 0.0),
             outside=outside,
@@ -348,22 +317,28 @@ class StepTimer:
             times.append((forward, input_grad, weight_grad))
         return times
 
-    def send_seconds(self, plan: Plan) -> float:
-        """Return the seconds from the end of a stage to its result's arrival on the next rank."""
-        tokens = plan.microbatch * self.workload.seq_len / plan.cp / plan.tp
-        extent = plan.tp * plan.cp * plan.shards * plan.replicas * plan.pp
-        return self._link(extent).seconds(self.workload.compute_bytes * self.workload.args.dim * tokens)
-
     def _fsdp(self, plan: Plan, weights: Weights, computed: float) -> float:
         """Return the seconds of gathers and reductions that computation does not hide."""
         gather, reduce = (self._exchange(plan, weights, size) for size in (self.workload.compute_bytes, 4))
         if plan.pp > 1:  # once in a step, while the first microbatches fill the pipeline
-            return 0.5 * (gather + reduce)
+            return (0.5 if self.messages.overlap else 1.0) * (gather + reduce)
         total = plan.passes * (2 * gather + reduce)
-        blocks = max(1, self.workload.args.n_layers)
-        return max(0.0, total - computed) + total / blocks
+        if not self.messages.overlap:
+            return total
+        return max(0.0, total - computed) + total / self._blocks_of_a_rank(plan)
+
+    def _replicas(self, plan: Plan, stored: float, computed: float) -> float:
+        """Return the seconds to sum the gradients of `stored` weights over replicas that computation does not hide."""
+        size, stride, turns = 4 * stored, plan.tp * plan.cp * plan.shards, self.messages.turns(plan)
+        total = turns * 2 * self.messages.gather(size, plan.replicas, stride, self._blocks_of_a_rank(plan))
+        return max(0.0, total - 0.5 * computed) + 0.05 * total if self.messages.overlap else total
+
+    def _blocks_of_a_rank(self, plan: Plan) -> float:
+        return max(1.0, self.workload.args.n_layers / plan.pp)
 
     def _exchange(self, plan: Plan, weights: Weights, size: int) -> float:
         """Return the seconds to gather a rank's weights, or to reduce their gradients, in values of `size` bytes."""
-        dense = self._gather(size * weights.dense, plan.shards * plan.cp, plan.tp)
-        return dense + self._gather(size * weights.experts, plan.expert_shards, max(plan.tp, plan.ep))
+        blocks, gather = self._blocks_of_a_rank(plan), self.messages.gather
+        dense = gather(size * weights.dense, plan.shards * plan.cp, plan.tp, blocks)
+        experts = gather(size * weights.experts, plan.expert_shards, max(plan.tp, plan.ep), blocks)
+        return self.messages.turns(plan) * (dense + experts)

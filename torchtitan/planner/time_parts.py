@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-FACTORS = ("products", "attention", "memory", "tp", "async_tp", "ring", "ep", "float8")
-"""Names of the factors: products, attention, operations bound by memory, exposed messages of tensor and expert
-parallel, attention over the keys of other ranks in a ring, and products in float8."""
+FACTORS = ("products", "attention", "memory", "messages", "tp", "async_tp", "ring", "ep", "float8")
+"""Names of the factors: products, attention, operations bound by memory, all messages, exposed messages of tensor and
+expert parallel, attention over the keys of other ranks in a ring, and products in float8."""
 ATTENTION_BACKWARD = 2.5
 """Products in the backward of a fused attention kernel relative to its forward: five and two."""
 
@@ -32,6 +32,9 @@ class Calibration:
     evidence: str = "assumed"
     is_published: bool = False
     """True if the spread is of published runs, which small models, short steps and long pipelines are unlike."""
+
+    def factor(self, name: str) -> float:
+        return self.factors.get(name, 1.0)
 
 
 class Weights(NamedTuple):

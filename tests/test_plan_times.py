@@ -1,0 +1,232 @@
+"""Times of plans on a CPU: closed formulas of shared cores and messages, and scripts/compare_plan_times.py."""
+
+import dataclasses
+import importlib
+import itertools
+import re
+
+import pytest
+
+from tests.support.jobs import ROOT
+from torchtitan.config import manager
+from torchtitan.core.errors import JobError
+from torchtitan.core.hardware import Curve, Curves, load_hardware
+from torchtitan.planner import answer, calibration, measured_hardware
+from torchtitan.planner.closed_form import MemoryPrediction
+from torchtitan.planner.plan import Plan, Workload
+from torchtitan.planner.search import Candidate, PipelineTimer
+from torchtitan.planner.step_time import StepTimer
+from torchtitan.planner.time_parts import Calibration
+
+CPU = dataclasses.replace(load_hardware("cpu"), devices_per_machine=8)
+"""A machine of two cores and any number of ranks."""
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("compare_plan_times")
+
+
+def timer(hardware=CPU, factors=None, **changes):
+    workload = Workload.of(manager.load(["--job.config_file", "debug_model"]), 16)
+    return StepTimer(dataclasses.replace(workload, **changes), hardware, Calibration(factors or {}))
+
+
+# The formula
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "slowdown"),
+    [(2, 1, 1 / 2), (2, 2, 1), (2, 4, 2), (4, 3, 1), (8, 3, 1 / 2), (2, 64, 4), (None, 64, 1)],
+)
+def test_ranks_share_cores_as_the_launcher_divides_them(cores, ranks, slowdown):
+    """Each rank has cores // ranks threads; more ranks than cores take turns. 64 ranks are 8 machines of 8."""
+    assert dataclasses.replace(CPU, cores=cores).slowdown(ranks) == slowdown
+
+
+def test_twice_the_ranks_on_the_same_cores_compute_as_long():
+    """Half of the rows on half of a core; the products are of the same sizes."""
+    two, four = (timer().step_time(Plan(shards=ranks, passes=16 // ranks)).parts for ranks in (2, 4))
+    assert all(four[name] == pytest.approx(two[name]) for name in ("products", "attention", "memory"))
+    alone = timer().step_time(Plan(passes=16)).parts
+    assert alone["products"] == pytest.approx(two["products"])  # two threads
+
+
+def test_mfu_is_of_all_cores():
+    step = timer().step_time(Plan(shards=2, microbatch=8))
+    four = timer().step_time(Plan(shards=4, microbatch=4))
+    for time in (step, four):
+        assert time.mfu == pytest.approx(timer().workload.flops / (2 * CPU.peak.bfloat16 * time.seconds))
+
+
+@pytest.mark.parametrize("passes", [1, 4])
+def test_gathers_on_a_cpu_add_to_computation(passes):
+    """Each block gathers its weights twice a pass, in latency + half of the bytes / bandwidth, and reduces once."""
+    plan, times = Plan(shards=2, microbatch=8 // passes, passes=passes), timer()
+    (weights, _), link = times.rank_weights(plan), CPU.machine_link
+    blocks = times.workload.args.n_layers
+
+    def exchange(size):
+        return blocks * link.latency + size * weights / 2 / link.bandwidth
+
+    expected = passes * (2 * exchange(times.workload.compute_bytes) + exchange(4))
+    assert times.step_time(plan).parts["fsdp"] == pytest.approx(expected)
+    overlapped = timer(dataclasses.replace(CPU, cores=None)).step_time(plan).parts["fsdp"]
+    assert overlapped < expected
+
+
+def test_replicas_on_a_cpu_add_their_sums_and_pipelines_their_gathers():
+    times, link = timer(), CPU.machine_link
+    plan = Plan(replicas=2, microbatch=8)
+    blocks, size = times.workload.args.n_layers, 4 * times.stored(plan, times.rank_weights(plan))
+    assert times.step_time(plan).parts["fsdp"] == pytest.approx(2 * (blocks * link.latency + size / 2 / link.bandwidth))
+    pipeline = Plan(shards=2, pp=2, schedule="1F1B", microbatches=8)
+    (weights, _), turns, blocks = times.rank_weights(pipeline), 2, blocks / 2
+    sizes = (times.workload.compute_bytes * weights, 4 * weights)
+    expected = turns * sum(blocks * link.latency + size / 2 / link.bandwidth for size in sizes)
+    assert times.step_time(pipeline).parts["fsdp"] == pytest.approx(expected)
+
+
+def test_all_messages_have_one_factor_and_none_hide_on_a_cpu():
+    plans = [Plan(tp=2, microbatch=16), Plan(cp=2, microbatch=16), Plan(shards=2, microbatch=8)]
+    for plan, part in zip(plans, ("tp", "cp", "fsdp"), strict=True):
+        seconds = timer().step_time(plan).parts[part]
+        assert timer(factors={"messages": 3.0}).step_time(plan).parts[part] == pytest.approx(3 * seconds)
+    asynchronous = dataclasses.replace(plans[0], async_tp=True)
+    assert timer().step_time(asynchronous).parts["tp"] == pytest.approx(timer().step_time(plans[0]).parts["tp"])
+
+
+def test_idle_ranks_of_a_pipeline_leave_their_turns_to_others():
+    """On a core for each rank GPipe idles; if two ranks take turns, the step is the computation of all ranks."""
+    plan = Plan(pp=4, schedule="GPipe", microbatches=4, microbatch=4)
+    (apart, turns) = (PipelineTimer(timer(dataclasses.replace(CPU, cores=cores))).step_time(plan) for cores in (4, 2))
+    busy = apart.seconds - apart.parts["bubble"] - apart.parts["optimizer"]
+    assert apart.parts["bubble"] > 0.3 * busy
+    bubble = max(0.0, apart.parts["bubble"] + busy - 2 * busy)
+    assert turns.parts["bubble"] == pytest.approx(bubble, rel=1e-3)  # the simulator counts microseconds
+    assert turns.parts["products"] == pytest.approx(2 * apart.parts["products"])
+
+
+def test_float32_has_its_own_curves():
+    slow = Curves(products=Curve(most=0.5, half=(1, 1, 1)), attention=Curve(most=0.25, half=(1,)))
+    fast = Curves(products=Curve(most=1.0, half=(1, 1, 1)), attention=Curve(most=1.0, half=(1,)))
+    plan = Plan(shards=2, microbatch=8)
+
+    def parts(curves, **changes):
+        return timer(dataclasses.replace(CPU, float32=curves), **changes).step_time(plan).parts
+
+    single = {"compute_bytes": 4, "dtype": "float32"}
+    assert parts(slow, **single)["products"] == pytest.approx(2 * parts(fast, **single)["products"])
+    assert parts(slow, **single)["attention"] == pytest.approx(4 * parts(fast, **single)["attention"])
+    assert parts(slow) == parts(fast)  # bfloat16
+
+
+def test_published_factors_are_of_assumed_curves_and_of_gpus():
+    assert calibration.usual_calibration(CPU).factors == {}
+    gpu = load_hardware("h200")
+    measured = dataclasses.replace(
+        gpu, products=dataclasses.replace(gpu.products, evidence="fitted on 17 measurements")
+    )
+    factors = calibration.usual_calibration(measured).factors
+    assert "products" not in factors and factors["tp"] == calibration.PUBLISHED["tp"]
+    assert calibration.usual_calibration(gpu).factors == calibration.PUBLISHED
+
+
+def test_only_runs_of_from_fit_messages():
+    step = timer().step_time(Plan(shards=2, microbatch=8))
+    memory = MemoryPrediction(1, 0, 0, 0, 0, 0, 1, 1)
+    candidate = Candidate(Plan(shards=2), step, memory)
+    for factors, evidence in (({}, "assumed"), ({"messages": 1.2}, "fitted on 3 runs")):
+        lines = answer.explanation(candidate, Calibration(factors, evidence="fitted on 3 runs"))
+        assert any("gathers" in line and line.endswith(evidence) for line in lines)
+        assert any("optimizer" in line and line.endswith("assumed") for line in lines)
+
+
+# Hardware
+
+
+def test_a_link_follows_from_its_exchanges():
+    """Three ranks: each receives from two others."""
+    sizes = dataclasses.replace(measured_hardware.USUAL_SIZES["cpu"], sent=(1000, 10**6))
+    link = measured_hardware._link(3, sizes, [0.001 + 2 * size / 1e8 for size in sizes.sent])
+    assert link == pytest.approx({"bandwidth": 1e8, "latency": 0.001}, rel=1e-3)
+
+
+def test_a_curve_of_float32_with_too_many_sizes_is_refused(tmp_path):
+    text = (ROOT / "torchtitan/hardware/cpu.toml").read_text()
+    path = tmp_path / "ours.toml"
+    path.write_text(re.sub(r"(\[float32.attention\]\nmost = \S+\nhalf = \[)", r"\g<1>1.0,", text))
+    with pytest.raises(JobError, match="float32.attention.half has 1 value;"):
+        load_hardware(str(path))
+
+
+# The script
+
+
+def test_tau_counts_pairs_in_the_same_order(script):
+    assert script.kendall([(1, 1), (2, 3), (3, 2), (4, 4)]) == pytest.approx((5 - 1) / 6)
+    assert script.kendall([(1, 3), (2, 2), (3, 1)]) == -1
+    assert script.kendall([(1, 1), (1, 2), (2, 3)]) == pytest.approx(2 / 3)  # a tie counts as neither
+
+
+def test_the_winner_is_the_plan_that_is_predicted_to_be_fastest(script):
+    rows = [script.Row("a", 2.0, 1.0), script.Row("b", 1.6, 1.1), script.Row("c", 3.0, 3.0)]
+    assert script.winner_gap(rows) == pytest.approx(0.25)
+
+
+def test_only_plans_without_a_measurement_are_judged(script):
+    rows = [script.Row(name, 1.0 + number, 1.0 + number) for number, name in enumerate(script.PREDICTED)]
+    bad = [script.Row(name, 100.0 - number, 1.0 + number) for number, name in enumerate(script.CALIBRATED)]
+    assert "8 plans without their own measurement: Kendall's tau 1.00" in script.summary(bad + rows)
+    assert script.summary([]) == "Not measured yet."
+
+
+def test_the_page_agrees_with_its_rows(script):
+    """The summary below the table of docs/planning.md follows from the table's rows."""
+    section = script.PAGE.read_text().partition(script.BEGIN)[2].partition(script.END)[0]
+    cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")][2:]
+    rows = [script.Row(name.removesuffix(" (calibrates)"), float(a), float(b)) for name, a, b, _ in cells]
+    assert script.summary(rows) in section and [row.name for row in rows] in ([], list(script.PLANS))
+
+
+def test_the_section_is_replaced_alone(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "PAGE", tmp_path / "page.md")
+    script.PAGE.write_text(f"before\n{script.BEGIN}\nold\n{script.END}\nafter\n")
+    script.write_page(script.table([]))
+    assert script.PAGE.read_text() == f"before\n{script.BEGIN}\nNot measured yet.\n{script.END}\nafter\n"
+
+
+def test_planted_runs_are_predicted_by_what_three_of_them_calibrate(script, tmp_path):
+    """Steps take what the formula says with doubled computation and slower messages. Three of them give that away, but
+    for the prior of the factors and the pipelines' bubbles, which the fit bounds from below."""
+    runs, uncalibrated = {}, []
+    for name in script.PLANS:
+        _, job, steps = script.job_of(name, tmp_path, False)
+        run = runs[name] = tmp_path / script.name_of_folder(name)
+        run.mkdir()
+        config = manager.load(job)
+        (run / "config.toml").write_text(manager.to_toml(config))
+        plan, workload = Plan.of(config, script.PLANS[name][0], script.SAMPLES), Workload.of(config, script.SAMPLES)
+        times = PipelineTimer(StepTimer(workload, CPU, Calibration({"cpu": 2.0, "messages": 1.5})))
+        seconds = times.step_time(plan).seconds
+        uncalibrated.append(PipelineTimer(StepTimer(workload, CPU)).step_time(plan).seconds / seconds - 1)
+        line = f'{{"step": 1, "step_seconds": {seconds}, "tokens_per_second": {workload.tokens / seconds}}}\n'
+        (run / "metrics.jsonl").write_text(line * steps)
+        assert script.complete(run, steps) and not script.complete(run, steps + 1)
+    rows, residuals = script.predict(runs, CPU)
+    assert len(residuals) == 3 and [row.name for row in rows] == list(script.PLANS)
+    errors = {row.name: row.predicted / row.measured - 1 for row in rows}
+    assert max(map(abs, errors.values())) < 0.05 and max(uncalibrated) < -0.4, errors
+    assert not script.complete(tmp_path / "missing", 1)
+
+
+def test_plans_of_the_script_train_the_same_and_are_legal(script, tmp_path):
+    plans = []
+    for name, (ranks, _) in script.PLANS.items():
+        config = manager.load(script.job_of(name, tmp_path, False)[1])
+        plans.append(Plan.of(config, ranks, script.SAMPLES))
+        assert plans[-1].gpus == ranks
+        rows = plans[-1].shards * plans[-1].replicas * plans[-1].microbatch * plans[-1].microbatches * plans[-1].passes
+        assert rows == script.SAMPLES == config.training.global_batch_size
+    assert all(a != b for a, b in itertools.combinations(plans, 2))

@@ -1,0 +1,101 @@
+"""The time of messages between the ranks of a plan. Imports no torch.
+
+A message takes latency + bytes / bandwidth of the link inside or between machines. GPUs compute meanwhile. The ranks of
+a CPU share its cores, and gloo sends with the cores that compute, so there nothing overlaps.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torchtitan.core.hardware import Hardware, Link
+from torchtitan.planner.plan import Plan, Workload
+from torchtitan.planner.time_parts import Calibration, Parts
+
+EXPOSED = {"tp": 1.0, "async_tp": 0.35, "cp": 1.0, "ep": 1.0, "overlapped_ep": 0.25}
+"""Share of the messages' time that a rank waits for, on GPUs."""
+
+
+@dataclass
+class MessageTimer:
+    """Predicts the messages of one workload on one kind of hardware."""
+
+    workload: Workload
+    hardware: Hardware
+    calibration: Calibration
+
+    @cached_property
+    def _links(self) -> tuple[Link, Link]:
+        """The links inside and between machines with their factor."""
+        factor, links = self.calibration.factor("messages"), (self.hardware.machine_link, self.hardware.network_link)
+        inside, between = (
+            replace(link, bandwidth=link.bandwidth / factor, latency=link.latency * factor) for link in links
+        )
+        return inside, between
+
+    @property
+    def overlap(self) -> bool:
+        """True if messages travel while a rank computes."""
+        return self.hardware.cores is None
+
+    def turns(self, plan: Plan) -> float:
+        """Return the number of ranks that take turns on a core; 1 if each has one."""
+        return max(1.0, self.hardware.slowdown(plan.gpus))
+
+    def _exposed(self, kind: str) -> float:
+        return EXPOSED[kind] if self.overlap else 1.0
+
+    def _link(self, extent: int) -> Link:
+        """Return the slowest link of a group that spans `extent` neighbouring ranks."""
+        inside, between = self._links
+        return inside if extent <= self.hardware.devices_per_machine else between
+
+    def gather(self, size: float, group: float, stride: int, messages: float = 1) -> float:
+        """Return the seconds to gather `size` bytes in `messages` over a group with members `stride` ranks apart.
+
+        Members in the same machine share the machine's network cards.
+        """
+        if group <= 1 or size <= 0:
+            return 0.0
+        members = max(1, min(group, self.hardware.devices_per_machine // stride))
+        link, network = self._links
+        inside = link.seconds(size * (members - 1) / members, messages) if members > 1 else 0.0
+        if members == group:
+            return inside
+        machines = group / members
+        return max(inside, network.seconds(size * (machines - 1) / machines / members, messages))
+
+    def waited(self, plan: Plan, has_experts: bool, tokens: float) -> Parts:
+        """Return the seconds of messages that a block waits for, in forward and backward, for `tokens` of a rank."""
+        args, b = self.workload.args, self.workload.compute_bytes
+        waited = Parts()
+        replays = 1 + (plan.recompute == "full")
+        if plan.tp > 1:
+            calls = 4 * (1 + replays) - 4 * (replays - 1) / 2
+            size = b * args.dim * tokens * (plan.tp - 1) / plan.tp
+            kind = "async_tp" if plan.async_tp else "tp"
+            seconds = calls * self._link(plan.tp).seconds(size)
+            waited["tp"] = self.calibration.factor(kind) * self._exposed(kind) * seconds
+        if plan.cp > 1:
+            keys = 2 * getattr(args, "num_kv_heads", args.n_heads) / plan.tp * getattr(args, "head_dim", 128)
+            size = b * keys * tokens * (plan.cp - 1)
+            waited["cp"] = self._exposed("cp") * (1 + replays) * self._link(plan.tp * plan.cp).seconds(size)
+        if plan.ep > 1 and has_experts:
+            seconds = self._all_to_all(plan, tokens / plan.tp) * 2 * (1 + replays)
+            waited["ep"] = self.calibration.factor("ep") * seconds
+        turns = self.turns(plan)
+        return Parts({axis: seconds * turns for axis, seconds in waited.items()}) if turns > 1 else waited
+
+    def _all_to_all(self, plan: Plan, local_tokens: float) -> float:
+        """Return the exposed seconds to send each token to its experts, or back."""
+        size = self.workload.compute_bytes * self.workload.args.dim * local_tokens * self.workload.args.top_k
+        near = min(plan.ep, self.hardware.devices_per_machine) / plan.ep
+        link, network = self._links
+        far = network.seconds(size * (1 - near), plan.ep * (1 - near) ** 0.5) if near < 1 else 0.0
+        return self._exposed("overlapped_ep" if plan.overlap_experts else "ep") * max(far, link.seconds(size * near))
+
+    def send(self, plan: Plan) -> float:
+        """Return the seconds from the end of a stage to its result's arrival on the next rank."""
+        tokens = plan.microbatch * self.workload.seq_len / plan.cp / plan.tp
+        extent = plan.tp * plan.cp * plan.shards * plan.replicas * plan.pp
+        size = self.workload.compute_bytes * self.workload.args.dim * tokens
+        return self.turns(plan) * self._link(extent).seconds(size)
