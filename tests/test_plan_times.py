@@ -199,7 +199,7 @@ def test_the_section_is_replaced_alone(script, tmp_path, monkeypatch):
 
 def test_planted_runs_are_predicted_by_what_three_of_them_calibrate(script, tmp_path):
     """Steps take what the formula says with doubled computation and slower messages. Three of them give that away, but
-    for the prior of the factors and the pipelines' bubbles, which the fit bounds from below."""
+    for the prior of the factors."""
     runs, uncalibrated = {}, []
     for name in script.PLANS:
         _, job, steps = script.job_of(name, tmp_path, False)

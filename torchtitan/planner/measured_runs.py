@@ -1,4 +1,4 @@
-"""Measured steps of runs, to calibrate the planner: medians of metrics.jsonl and the run's config.toml. No torch."""
+"""Measured steps of runs, to calibrate the planner: medians of metrics.jsonl and the run's config.toml."""
 
 import math
 import statistics
@@ -12,6 +12,7 @@ from torchtitan.core.hardware import Hardware
 from torchtitan.metrics.json_lines import METRICS, read_records
 from torchtitan.planner.calibration import SIGMAS, fit_factors
 from torchtitan.planner.plan import Plan, Workload, can_be_planned
+from torchtitan.planner.search import PipelineTimer
 from torchtitan.planner.step_time import StepTimer
 from torchtitan.planner.time_parts import FACTORS, Calibration
 
@@ -65,8 +66,9 @@ class MeasuredRun:
         return shards * product * degrees.context_parallel_degree * degrees.pipeline_parallel_degree
 
     def predicted(self, hardware: Hardware, factors: Mapping[str, float]) -> float:
-        """Return the seconds of a step by the formula."""
-        return StepTimer(self.workload, hardware, Calibration(factors)).step_time(self.plan).seconds
+        """Return the seconds of a step by the formula, with the simulated bubble of a pipeline."""
+        timer = PipelineTimer(StepTimer(self.workload, hardware, Calibration(factors)))
+        return timer.step_time(self.plan).seconds
 
 
 def calibrate(folders: Sequence[Path], hardware: Hardware, usual: Calibration) -> tuple[Calibration, list[str]]:
