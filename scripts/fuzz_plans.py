@@ -2,8 +2,9 @@
 
     python scripts/fuzz_plans.py --seed 1 --count 50 [--ranks 4]
 
-Plans cover all families, odd degrees, uneven cuts, all schedules and context-parallel methods, recompute and adapters.
-Each passes `torchtitan check` and runs on CPU ranks in float64. Prints the arguments of each plan that differs or
+Plans cover all families, odd degrees, uneven cuts, all schedules and context-parallel methods, recompute, adapters,
+products in float8 and quantized collectives. Each passes `torchtitan check` and runs on CPU ranks in float64. Gathers
+in int8 get weights that they do not change, and reductions in int4 exact messages, because they are lossy. Prints the arguments of each plan that differs or
 fails, for `torchtitan check`; then the exit code is 1. A seed and a number give the same plans everywhere.
 """
 
