@@ -18,7 +18,7 @@ from torchtitan.datasets import open_source
 from torchtitan.datasets.loader import Loader, LoaderOptions, WeightedSource, WorkerOptions, build_loader, merge_states
 from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.record_format import RecordReader
-from torchtitan.datasets.samples import IGNORE, next_token_arrays
+from torchtitan.datasets.samples import IGNORE, ShardPieces, next_token_arrays, next_token_pieces
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_text import text
 from torchtitan.datasets.streams import IndexedStreams
@@ -181,6 +181,33 @@ def test_ids_outside_the_vocabulary_are_refused(token):
     nothing = np.empty(0, dtype=np.int64)
     with pytest.raises(DataError, match="the tokenizer's vocabulary has 10"):
         next_token_arrays(np.array([[1, 2, token]]), (nothing, nothing), False, 10)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("size", [1, 3, 7, 9])
+def test_pieces_are_rows_of_all_arrays(size, trained):
+    """Every piece is what its rows give by themselves, in any order of the document starts."""
+    rng = np.random.default_rng(size)
+    ids, (row, column) = rng.integers(0, 9, (7, 12)), np.nonzero(rng.random((7, 12)) < 0.3)
+    shuffled_starts = rng.permutation(len(row))
+    mask = rng.random((7, 12)) < 0.5 if trained else None
+    begins = row[shuffled_starts], column[shuffled_starts]
+    for top, piece in zip(range(0, 7, size), next_token_pieces(ids, begins, True, 10, mask, size), strict=True):
+        inside = (row >= top) & (row < top + size)
+        rows_mask = None if mask is None else mask[top : top + size]
+        arrays = next_token_arrays(ids[top : top + size], (row[inside] - top, column[inside]), True, 10, rows_mask)
+        assert all(np.array_equal(ours, expected) for ours, expected in zip(piece, arrays, strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sizes_of_pieces_and_reads_do_not_change_samples(data, monkeypatch, workers):
+    """One epoch, at whose end some samples only fill up a batch of all ranks."""
+    options = dict(**data["prepared"], local_batch_size=3, epochs=1, document_mask=True, num_workers=workers)
+    expected = [row for batch in loader(**options) for row in rows(batch)]
+    for sizes in ((1, 1, 1), (2 * 3 * SEQ_LEN, 7 * 3 * SEQ_LEN, 50), (5 * 3 * SEQ_LEN, 1, 2**10)):
+        for name, value in zip(("PIECE_TOKENS", "READ_TOKENS", "AHEAD"), sizes, strict=True):
+            monkeypatch.setattr(ShardPieces, name, value)
+        assert [row for batch in loader(**options) for row in rows(batch)] == expected
 
 
 # The order

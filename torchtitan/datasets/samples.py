@@ -8,7 +8,7 @@ Adjacent samples that share a loss, such as pairs, go to the same rank.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -44,6 +44,22 @@ def next_token_arrays(
     With document_mask it also returns positions, which restart at each document, and the label that would be the next
     document's first token is IGNORE, because it cannot be predicted. Raises DataError for an id outside the vocabulary.
     """
+    return next(next_token_pieces(rows, begins, document_mask, vocab_size, trained, len(rows)))
+
+
+def next_token_pieces(
+    rows: np.ndarray,
+    begins: tuple[np.ndarray, np.ndarray],
+    document_mask: bool,
+    vocab_size: int,
+    trained: np.ndarray | None,
+    size: int,
+) -> Iterator[list[np.ndarray]]:
+    """Yield the arrays of next_token_arrays for `size` rows after each other, and for the remaining ones.
+
+    What concerns documents is computed for all rows at once. The arrays, which are 24 bytes or more a token, are made
+    when they are asked for, in parts that stay in the processor's cache.
+    """
     if rows.max() >= vocab_size or (rows.dtype.kind == "i" and rows.min() < 0):
         raise DataError(
             f"the data hold the ids {rows.min()} to {rows.max()}, but the tokenizer's vocabulary has {vocab_size}; "
@@ -56,17 +72,22 @@ def next_token_arrays(
     borders = np.concatenate([row_borders, row[inside] * length + column[inside]])
     borders.sort()
     starts, lengths = borders[:-1], borders[1:] - borders[:-1]
-    numbers = np.arange(len(starts)) - starts.searchsorted(row_borders)[starts // length]
-
-    arrays = [rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64), numbers.repeat(lengths)]
-    if document_mask:
-        positions = starts.repeat(lengths)
-        arrays.append(np.subtract(np.arange(n * length), positions, out=positions))
-        after = column > 0
-        arrays[1][row[after], column[after] - 1] = IGNORE
-    if trained is not None:
-        arrays[1][~trained[:, 1:]] = IGNORE
-    return [array.reshape(n, length) for array in arrays]
+    first_of_row = starts.searchsorted(row_borders)
+    numbers = np.arange(len(starts)) - first_of_row[starts // length]
+    last_tokens = np.sort((row * length + column - 1)[column > 0])  # of documents with a next one in the row
+    index = np.arange(size * length if document_mask else 0)
+    for top, bottom in pairwise([*range(0, n, size), n]):
+        documents = slice(first_of_row[top], first_of_row[bottom])
+        arrays = [rows[top:bottom, :-1].astype(np.int64), rows[top:bottom, 1:].astype(np.int64)]
+        arrays.append(numbers[documents].repeat(lengths[documents]))
+        if document_mask:
+            positions = (starts[documents] - top * length).repeat(lengths[documents])
+            arrays.append(np.subtract(index[: len(positions)], positions, out=positions))
+            ends = slice(*last_tokens.searchsorted([top * length, bottom * length]))
+            arrays[1].reshape(-1)[last_tokens[ends] - top * length] = IGNORE
+        if trained is not None:
+            arrays[1][~trained[top:bottom, 1:]] = IGNORE
+        yield [array.reshape(bottom - top, length) for array in arrays]
 
 
 Labels = Literal["next", "same", "first", "last"]
@@ -163,17 +184,22 @@ class BatchFormat:
         return count(start, step) if self.batches is None else range(start, self.batches, step)
 
     def tensors(
-        self, rows: np.ndarray, begins: tuple[np.ndarray, np.ndarray], trained: np.ndarray | None
-    ) -> list[torch.Tensor]:
-        """Convert ids [n, seq_len + 1] to batch tensors, each [n, seq_len], as `next_token_arrays` does."""
+        self, rows: np.ndarray, begins: tuple[np.ndarray, np.ndarray], trained: np.ndarray | None, size: int
+    ) -> Iterator[list[torch.Tensor]]:
+        """Convert ids [n, seq_len + 1] to batch tensors, each [size, seq_len], as `next_token_pieces` does."""
         vocab_size = self.tokenizer.vocab_size
-        if self.labels in ("first", "last"):
-            assert self.packing is not None and trained is not None, "classes are of whole records"
-            arrays = class_arrays(rows, begins, vocab_size, trained, self.packing.pad_id, self.labels == "first")
+        pieces: Iterable[Sequence[np.ndarray]]
+        if self.labels == "next":
+            pieces = next_token_pieces(rows, begins, self.document_mask, vocab_size, trained, size)
         else:
-            make = masked_lm_arrays if self.labels == "same" else next_token_arrays
-            arrays = make(rows, begins, self.document_mask, vocab_size, trained)
-        return [torch.from_numpy(array) for array in arrays]
+            if self.labels == "same":
+                arrays = masked_lm_arrays(rows, begins, self.document_mask, vocab_size, trained)
+            else:
+                assert self.packing is not None and trained is not None, "classes are of whole records"
+                arrays = class_arrays(rows, begins, vocab_size, trained, self.packing.pad_id, self.labels == "first")
+            borders = range(size, len(rows), size)
+            pieces = zip(*(np.split(array, borders) for array in arrays), strict=True)
+        return ([torch.from_numpy(array) for array in arrays] for arrays in pieces)
 
     def reader(self, sources: Sequence[TokenShards], seed: int, shuffle: bool) -> "Reader":
         """Return a reader of prepared shards from one folder, or from several joined folders."""
@@ -237,7 +263,8 @@ class StreamPieces:
                 if isinstance(packer, StreamPacker):
                     cursors[streams[row]] = packer.cursor
             begins = np.array(begin_rows, dtype=np.int64), np.array(begin_columns, dtype=np.int64)
-            yield local_rows, self.batch_format.tensors(ids, begins, trained) if local_rows else [], cursors
+            tensors = next(self.batch_format.tensors(ids, begins, trained, len(ids))) if local_rows else []
+            yield local_rows, tensors, cursors
 
     def _packers(self, local_streams: list[int]) -> dict[int, "StreamPacker | ShardStream"]:
         packers: dict[int, StreamPacker | ShardStream] = {}
@@ -281,6 +308,8 @@ class ShardPieces:
 
     PIECE_TOKENS = 2**17
     PIECE_BATCHES = 64
+    READ_TOKENS = 2**19
+    """Tokens that are looked up and read together, for several pieces."""
     AHEAD = 2048
     """Number of samples per computation of their order."""
     local_streams: list[int] = []
@@ -304,24 +333,24 @@ class ShardPieces:
         reader = self.batch_format.reader(self.sources, self.seed, self.shuffle)
         size, limit = self.share.batch_size, self.batch_format.batches
         per_piece = min(max(1, self.PIECE_TOKENS // (size * self.batch_format.seq_len)), self.PIECE_BATCHES)
-        num_pieces = max(1, self.AHEAD // (per_piece * size))
+        per_read = per_piece * max(1, self.READ_TOKENS // (per_piece * size * self.batch_format.seq_len))
+        num_reads = max(1, self.AHEAD // (per_read * size))
+        num_pieces = num_reads * per_read // per_piece
         for first in count(worker, workers * num_pieces):
             batches = (first + np.arange(num_pieces)[:, None] * workers) * per_piece + np.arange(per_piece)
             samples = self.share.samples(batches.ravel()).ravel()
             past = np.zeros(len(samples), dtype=bool) if self.end is None else samples >= self.end
             starts = reader.order(np.where(past, 0, samples))
-            chunks = zip(batches.tolist(), np.split(starts, num_pieces), np.split(past, num_pieces), strict=True)
-            for numbers, piece_starts, is_past in chunks:
-                remaining = per_piece if limit is None else max(0, min(per_piece, limit - numbers[0]))
-                if remaining == 0:
-                    return
-                piece_starts, is_past = piece_starts[: remaining * size], is_past[: remaining * size]
-                trained = reader.trained(piece_starts)
-                if is_past.any():
-                    trained = (
-                        np.ones((len(piece_starts), self.batch_format.seq_len + 1), dtype=bool)
-                        if trained is None
-                        else trained
-                    )
-                    trained = trained & ~is_past[:, None]
-                yield None, self.batch_format.tensors(*reader.read(piece_starts), trained), {}
+            remaining = len(starts) if limit is None else int((batches < limit).sum()) * size
+            for begin in range(0, remaining, per_read * size):
+                read = slice(begin, min(begin + per_read * size, remaining))
+                trained = reader.trained(starts[read])
+                if past[read].any():
+                    shape = len(starts[read]), self.batch_format.seq_len + 1
+                    trained = np.ones(shape, dtype=bool) if trained is None else trained
+                    trained = trained & ~past[read, None]
+                rows, begins = reader.read(starts[read])
+                for tensors in self.batch_format.tensors(rows, begins, trained, per_piece * size):
+                    yield None, tensors, {}
+            if remaining < len(starts):
+                return
