@@ -4,8 +4,9 @@
 
 Plans cover all families, odd degrees, uneven cuts, all schedules and context-parallel methods, recompute, adapters,
 products in float8 and quantized collectives. Each passes `torchtitan check` and runs on CPU ranks in float64. Gathers
-in int8 get weights that they do not change, and reductions in int4 exact messages, because they are lossy. Prints the arguments of each plan that differs or
-fails, for `torchtitan check`; then the exit code is 1. A seed and a number give the same plans everywhere.
+in int8 get weights that they do not change, and reductions in int4 exact messages, because they are lossy. Prints the
+arguments of each plan that differs or fails, for `torchtitan check`; then the exit code is 1. A seed and a number give
+the same plans everywhere.
 """
 
 import argparse
