@@ -164,7 +164,11 @@ def peft_config(options: Options, names: list[str], form: TensorMap, base: str) 
 
 
 def save(folder: Path, state: Mapping[str, torch.Tensor], options: Options, form: TensorMap, base: str = "") -> None:
-    """Write full adapter tensors, given by our names. Raises OSError if the folder cannot be written."""
+    """Write an adapter in peft's layout: its full tensors by our names, and a config made from the job's `options`.
+
+    `form`: our names to those of Hugging Face. `base`: path of the base model, for peft to find it. Raises OSError if
+    the folder cannot be written.
+    """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

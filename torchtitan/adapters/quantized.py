@@ -34,10 +34,7 @@ class Quantizer(Protocol):
         """Return the parameters of a matrix [outputs, inputs], on the meta device."""
 
     def block_size(self, *parts: torch.Tensor) -> int:
-        """Return how many weights of a row are packed together, given a rank's parameters.
-
-        These are shards of tensors of `like`'s shapes.
-        """
+        """Return how many weights of a row are packed together. `parts`: a rank's shards of the parameters."""
 
     def quantize(self, blocks: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Pack float32 [out, blocks, block]; `row` [out]: the largest magnitude of each full row."""
@@ -47,7 +44,7 @@ class Quantizer(Protocol):
 
 
 class QuantizedLinear(LowRankLinear):
-    """A LowRankLinear with its `weight` packed into parameters with the form's names."""
+    """A LowRankLinear with its `weight` packed into the parameters that its quantizer names."""
 
     quantizer: Quantizer
 

@@ -131,7 +131,10 @@ def last_step_of_data(config: JobConfig, plan: ParallelDims, samples_read: int =
 
 
 def with_steps(config: JobConfig, plan: ParallelDims, samples_read: int = 0, step: int = 0) -> JobConfig:
-    """Return the job with its number of steps set; arguments as for `last_step_of_data`."""
+    """Return the job with `training.steps` lowered to the end of its epochs or tokens; unchanged if it has neither.
+
+    Arguments as for `last_step_of_data`. If `training.steps` comes first, options in epochs or tokens become steps.
+    """
     return with_end(config, last_step_of_data(config, plan, samples_read, step))
 
 

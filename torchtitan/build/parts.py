@@ -115,6 +115,7 @@ def head_parameters(config: JobConfig) -> frozenset[str]:
 
 
 def has_experts(config: JobConfig) -> bool:
+    """Return True if at least one layer of the model is a mixture of experts."""
     return getattr(model_args(config), "expert_layers", 0) > 0
 
 

@@ -154,6 +154,7 @@ def _bypass_cache(descriptor: int) -> bool:
 
 
 def _set_direct(descriptor: int, direct: bool) -> bool:
+    """Turn O_DIRECT of an open file on or off. Return False on systems without it; raises OSError if refused."""
     flag = getattr(os, "O_DIRECT", 0)  # Linux
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | flag if direct else flags & ~flag)

@@ -67,7 +67,10 @@ def hashed(number: int, offset: Sequence[int], shape: Sequence[int], device: tor
 
 
 def normal(key: str, offset: Sequence[int], shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return standard normal values, float32 of that `shape`, by inverting the distribution function."""
+    """Return standard normal values of a shard, float32 of that `shape`, by inverting the distribution function.
+
+    Arguments as for `bits`.
+    """
     values = torch.empty(tuple(shape), dtype=torch.float32, device=device)
     _fused_normal(values, key_of(key), tuple(offset))
     return values

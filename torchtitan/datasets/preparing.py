@@ -161,7 +161,7 @@ class RecordStatistics:
             )
 
     def reason_for_no_tokens(self, options: PrepareOptions) -> str:
-        """Return the reason why no token of a source is left."""
+        """Explain why a source has no tokens, and what to change."""
         if options.max_tokens is None or not self.outcomes["dropped"]:
             return "no text in it; give documents with text"
         description = describe_records(self.to_dict(), options.max_tokens - 1)

@@ -102,7 +102,10 @@ class JobDraft:
         self.faults.append(Fault(self.source, f"{self.prefix}{name}", show(value), allowed, remedy))
 
     def apply(self, name: str, option: Option, value: Any) -> None:
-        """Record the translation, by the table, of a valid value that was set or is the program's default."""
+        """Record what becomes of an option's valid value: a refusal, a note, or values of the job, as `option` says.
+
+        `name`: the option without prefix. `value`: as set, or the program's default.
+        """
         if option.reason and not option.choices and value:
             self.refuse(name, value, "nothing", option.reason)
         elif option.note and value not in (None, False):

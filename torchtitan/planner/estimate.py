@@ -294,7 +294,8 @@ def _with_layers(
 def _with_few_microbatches(config: JobConfig, dims: ParallelDims, num_stages: int) -> JobConfig:
     """Return the job with the fewest microbatches that keep each rank's highest number in flight.
 
-    Their number is a multiple of the pipeline's ranks. It is unchanged where microbatches are replayed.
+    The new number is a multiple of the pipeline's ranks. The job is unchanged if no smaller one does, and if its
+    schedule keeps all microbatches in the rehearsal: one without the overlap of expert parallel, or from a CSV file.
     """
     if not _overlaps(config, dims) or config.parallelism.pipeline_parallel_schedule_csv is not None:
         return config

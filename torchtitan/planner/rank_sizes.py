@@ -212,6 +212,7 @@ class RankSizes(RankLayout):
 
     @cached_property
     def block_stored(self) -> float:
+        """Bytes that the job's recompute leaves stored of the largest block."""
         return max((self._stored(layer) for layer in self.layers), default=0.0)
 
     @cached_property

@@ -207,7 +207,10 @@ class StepTimer:
         return max(self._rank_weights[key], key=lambda weights: self.stored(plan, weights))
 
     def _weights(self, plan: Plan, numbers: list[int]) -> Weights:
-        """Return the weights of some stages. A pipeline has a copy of tied embeddings at both ends."""
+        """Return how many weights the stages with these numbers have on a rank, before FSDP shards them.
+
+        A pipeline has a copy of tied embeddings at both ends.
+        """
         stages = self.stages(plan)
         blocks = [(self.block(plan, kind), count) for number in numbers for kind, count in stages[number].items()]
         has_head = len(stages) - 1 in numbers and (plan.pp > 1 or not self.workload.args.tied_embeddings)

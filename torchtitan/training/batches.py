@@ -259,6 +259,7 @@ def batch_preparer(
 
 
 def _stream_keys(config: JobConfig, dims: ParallelDims) -> tuple[str, ...]:
+    """Return the further batch tensors that a model with a memory reads (MEMORY_INPUTS); none for other tasks."""
     if not task_of(config).streams_documents:
         return ()
     return MEMORY_INPUTS if dims.pp > 1 else MEMORY_INPUTS[1:]  # reading a lane's number synchronizes with the device
