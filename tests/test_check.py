@@ -206,7 +206,7 @@ def test_print_config(capsys):
     [
         (["--world-size", "0"], "--world-size: given '0'; allowed: a whole number >= 1"),
         (["--world-size=two"], "--world-size: given 'two'; allowed: a whole number >= 1"),
-        (["--world-size"], "--world-size: expected one argument"),
+        (["--world-size"], "--world-size: given no value; one that starts with a dash is written --world-size=VALUE"),
         (["--device=tpu"], "--device: given 'tpu'; allowed: cpu, cuda"),
         (["a.toml", "b.toml", "--upgrade"], "--upgrade takes one job"),
     ],

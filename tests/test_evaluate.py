@@ -168,7 +168,9 @@ def test_a_context_that_is_longer_than_the_cache_is_refused(tmp_path):
     [
         (["--plot", "p.gif"], "--plot: given 'p.gif'; allowed: names with .svg or .png"),
         (["--cache-sizes=0,8"], "--cache-sizes: this model has no cache; leave it out"),
-        (["--out", "/no/such/folder/f.json"], "the figures above were not written"),
+        (["--out", "/dev/null/f.json"], "--out: given '/dev/null/f.json'; allowed: "),
+        (["--plot", "/dev/null/p.png"], "--plot: given '/dev/null/p.png'; allowed: "),
+        (["--out", "/dev/full"], "the figures above were not written (No space left on device); give another name"),
     ],
 )
 def test_invalid_values_are_refused(home, capsys, argv, message):

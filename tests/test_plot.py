@@ -65,8 +65,8 @@ def test_rows_of_another_program_are_drawn_where_finite(tmp_path, capsys):
         (["none"], "none: cannot be read (No such file or directory); give the dump_folder of a run that has logged"),
         (
             ["."],
-            "metrics.jsonl: no loss in it; allowed: the metrics of a run with a logged "
-            "step; try again after its first one",
+            "metrics.jsonl: no logged step with a loss; give the dump_folder of a run, or try again after its "
+            "first step",
         ),
         (["run", "--to=a.gif"], "--to: given 'a.gif'; allowed: names with .html or .svg or .png; rename it"),
         (["run", "--to=none/a.html"], "none/a.html: cannot be written (No such file or directory); give another name"),

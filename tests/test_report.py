@@ -118,7 +118,11 @@ def test_the_package_that_draws_is_named(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("command", ["report", "why"])
 def test_what_is_no_run_is_a_line(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for content, message in ((None, "metrics.jsonl: cannot be read"), ("", "no loss in it"), ('{"st', "no loss in it")):
+    for content, message in (
+        (None, "metrics.jsonl: cannot be read"),
+        ("", "no logged step with a loss"),
+        ('{"st', "no logged step with a loss"),
+    ):
         Path("run").mkdir(exist_ok=True)
         if content is not None:
             Path("run/metrics.jsonl").write_text(content)
@@ -158,7 +162,7 @@ def test_a_run_that_computes_and_a_run_that_was_killed(tmp_path, capsys):
 def test_slow_windows_and_a_pipeline(tmp_path):
     rows = [{"step": i, "loss": 1.0, "step_seconds": 10.0 if i % 5 == 0 else 1.0} for i in range(1, 21)]
     (cause,) = why.causes_of({"train": 100.0}, rows, None)
-    assert "4 of 20 windows took 1.5 times the median" in cause.name
+    assert "4 of 20 logged ones took over 1.5 times the median" in cause.name
     assert cause.gain == pytest.approx(4 * 9 / 56)
     job = tmp_path / "job.toml"
     job.write_text(

@@ -16,7 +16,7 @@ from torchtitan.config.manager import load, to_toml
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 STEPS, INTERVAL, CRASH_STEP = 6, 2, 3
-NO_LOSS = "no loss in it; allowed: the metrics of a run with a logged step; try again after its first one"
+NO_LOSS = "no logged step with a loss; give the dump_folder of a run, or try again after its first step"
 
 
 class CrashingLauncher:
@@ -96,7 +96,7 @@ def test_the_run_restarted(run):
 
 def test_sweep_reads_the_runs_that_it_has_made(home, run, tmp_path, capsys):
     head, columns, row, drawn = output_of(capsys, *sweep_of(home)).splitlines()
-    assert head.startswith("1 combinations in ") and ", 1 of them done; logs in " in head
+    assert head.startswith("1 combination in ") and ", 1 already done; logs in " in head
     assert row.split()[:2] == ["1e-2", str(STEPS)] and row.endswith("ok") and drawn.endswith("losses.png")
     copy = Path(shutil.copytree(home, tmp_path / "copy"))
     metrics = copy / "all" / run.name

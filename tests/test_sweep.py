@@ -70,7 +70,7 @@ def test_real_runs_side_by_side(job, tmp_path, capfd):
     assert cli.main(arguments) == 0
     head, *done, columns, first, second, drawn = capfd.readouterr().out.splitlines()
     home = tmp_path / "run_sweep"
-    assert head == f"2 combinations in {home}, 0 of them done; logs in {home}/logs"
+    assert head == f"2 combinations in {home}, 0 already done; logs in {home}/logs"
     assert sorted(done) == ["optimizer.lr = 1e-2: ok", "optimizer.lr = 1e-3: ok"]
     assert columns.split() == ["optimizer.lr", "steps", "loss", "validation", "tokens/s", "result"]
     losses = [jobs.logged_steps(home / f"optimizer.lr={lr}")[-1]["loss"] for lr in ("1e-3", "1e-2")]
@@ -82,7 +82,7 @@ def test_real_runs_side_by_side(job, tmp_path, capfd):
     assert cli.main([*arguments, "--debug.seed=7"]) == 2
     assert f"{home}/optimizer.lr=1e-3: trained by another job (debug.seed" in capfd.readouterr().err
     assert cli.main([*arguments, "--job.description=again"]) == 0  # a quiet option makes no other job
-    assert ", 2 of them done" in capfd.readouterr().out
+    assert ", 2 already done" in capfd.readouterr().out
     assert (home / "optimizer.lr=1e-3/metrics.jsonl").read_bytes() == before
 
 
@@ -97,7 +97,7 @@ def test_a_half_done_sweep_is_completed(job, tmp_path, fake_runs, capsys):
     fake_runs.codes = [0, 0]
     assert cli.main([*arguments[:-2], "--over=optimizer.lr=0.1,0.2,0.3,0.4", "--to=all"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "4 combinations in all, 2 of them done; logs in all/logs"
+    assert lines[0] == "4 combinations in all, 2 already done; logs in all/logs"
     assert [load(command[4:]).optimizer.lr for command, _ in fake_runs.started[3:]] == [0.2, 0.4]
     table = [line.split() for line in lines[-5:-1]]
     assert [row[0] for row in table] == ["0.1", "0.2", "0.3", "0.4"] and {row[-1] for row in table} == {"ok"}
@@ -109,6 +109,9 @@ def test_a_half_done_sweep_is_completed(job, tmp_path, fake_runs, capsys):
     assert len(fake_runs.started) == 5 and load(["all/jobs/optimizer.lr=0.1.toml"]).training.steps == 2
     fake_runs.codes = [0] * 2
     assert cli.main([*other, "--to=elsewhere"]) == 0 and len(fake_runs.started) == 7
+    capsys.readouterr()
+    assert cli.main([*other, "--to=all/optimizer.lr=0.1"]) == 2 and len(fake_runs.started) == 7
+    assert "all/optimizer.lr=0.1: the folder of a run; give another folder by --to" in capsys.readouterr().err
 
 
 def test_workers_share_the_machine(job, fake_runs, monkeypatch, capsys):

@@ -34,7 +34,10 @@ class Quantizer(Protocol):
         """Return the parameters of a matrix [outputs, inputs], on the meta device."""
 
     def block_size(self, *parts: torch.Tensor) -> int:
-        """Return how many weights of a row are packed together. `parts`: a rank's shards of the parameters."""
+        """Return how many weights of a row are packed together.
+
+        `parts`: a rank's shards of the parameters of `empty_parameters`, the first [out, in / n].
+        """
 
     def quantize(self, blocks: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Pack float32 [out, blocks, block]; `row` [out]: the largest magnitude of each full row."""

@@ -249,13 +249,14 @@ def _evaluate() -> CommandParser:
     tasks = "lm-eval tasks to answer instead: a task's YAML file, or a folder of them"
     parser.add_argument("--tasks", metavar="PATH", help=tasks)
     sizes = "entries of a cache, separated by commas; 0: without (default: 0 and the job's)"
-    parser.add_argument("--cache-sizes", type=_sizes, metavar="N,N", help=sizes)
-    parser.add_argument("--out", help="JSON file to write")
-    parser.add_argument("--plot", help="picture to draw, .svg or .png")
+    parser.add_argument("--cache-sizes", type=_cache_sizes, metavar="N,N", help=sizes)
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--plot", type=Path, help="picture to draw, .svg or .png")
     return parser
 
 
-def _sizes(text: str) -> list[int]:
+def _cache_sizes(text: str) -> list[int]:
+    """Parse --cache-sizes: whole numbers of entries, separated by commas."""
     return [whole_number(0)(part) for part in text.split(",")]
 
 

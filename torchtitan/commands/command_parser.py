@@ -4,6 +4,8 @@ Needs no torch, and imports a registry only when its names are needed.
 """
 
 import argparse
+import itertools
+import math
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable
@@ -56,14 +58,21 @@ class CommandParser(argparse.ArgumentParser):
         job_options, arguments = split_job_options(argv) if self.takes else ([], list(argv))
         arguments = [self._with_dashes(argument) for argument in arguments]
         ends_in_remainder = any(action.nargs == argparse.REMAINDER for action in self._actions)
+        if not ends_in_remainder:  # before a missing argument, which may just be misspelled
+            before_dashes = itertools.takewhile(lambda argument: argument != "--", arguments)
+            self._refuse([argument for argument in before_dashes if argument.startswith("--")])
         parse = self.parse_known_args if ends_in_remainder else self.parse_known_intermixed_args
         options, unknown = parse(arguments)
-        if unknown:
-            name = unknown[0].partition("=")[0]
-            near = hint(name, self._option_string_actions)
-            self.error(f"no option {name}; {near}" if name.startswith("-") else f"one argument too many: {name}")
+        self._refuse(unknown)
         files = [*options.config, *options.job] if self.takes == "job" else []
         return options, [*(job_arg for file in files for job_arg in ("--job.config_file", file)), *job_options]
+
+    def _refuse(self, arguments: list[str]) -> None:
+        """Raise JobError for the first argument that is no option of the command."""
+        for name in (argument.partition("=")[0] for argument in arguments):
+            if name not in self._option_string_actions:
+                near = hint(name, self._option_string_actions)
+                self.error(f"no option {name}; {near}" if name.startswith("-") else f"one argument too many: {name}")
 
     def _with_dashes(self, argument: str) -> str:
         """Return an argument with the dashes of its option, which may be spelled with underscores."""
@@ -73,6 +82,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ").rstrip("; ")
+        if message.endswith(one := ": expected one argument"):
+            name = message.removesuffix(one)
+            message = f"{name}: given no value; one that starts with a dash is written {name}=VALUE"
         raise JobError(f"{self.prog}: {message}; {self.prog} --help lists the options")
 
 
@@ -111,17 +123,18 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def number_above_0(text: str) -> float:
-    if re.fullmatch(r"[0-9]{1,15}(?:\.[0-9]{1,9})?(?:e[0-9]{1,2})?", text) and float(text) > 0:
+    if _is_decimal(text) and 0 < float(text) < math.inf:
         return float(text)
     raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number above 0")
 
 
+def _is_decimal(text: str) -> bool:
+    return re.fullmatch(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?", text) is not None
+
+
 def number_from_0(text: str) -> float:
-    try:
-        if 0 <= float(text) < 2**63:  # so not NaN
-            return float(text)
-    except ValueError:
-        pass
+    if _is_decimal(text) and float(text) < math.inf:
+        return float(text)
     raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number >= 0")
 
 

@@ -234,7 +234,8 @@ def values_by_step(folder: Path) -> dict[int, Record]:
     except FileNotFoundError:
         return {}
     except (OSError, FileError) as error:
-        raise JobError(f"{folder / METRICS}: cannot be read ({error}); give the dump_folder of a run") from None
+        reason = error.reason if isinstance(error, FileError) else f"cannot be read ({error.strerror})"
+        raise JobError(f"{folder / METRICS}: {reason}; give the dump_folder of a run") from None
     steps: dict[int, Record] = {}
     for record in records:
         if "event" not in record:

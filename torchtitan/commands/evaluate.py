@@ -27,6 +27,7 @@ from torchtitan.build import parts as build
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.evaluate_tasks import evaluate_tasks, tasks_table
 from torchtitan.commands.generate import find_checkpoint
+from torchtitan.commands.schedule import check_file
 from torchtitan.config.job import JobConfig, Validation, describe_sources
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.segments import Documents, HeldOutSegments
@@ -75,7 +76,9 @@ def main(argv: list[str]) -> int:
     if options.tasks and (options.plot or options.cache_sizes):
         raise JobError("--tasks: documents are measured with --plot and --cache-sizes; leave these out")
     if options.plot:
-        check_format(Path(options.plot))
+        check_format(options.plot)
+    for option in ("out", "plot"):
+        check_file(option, getattr(options, option))
     config, path = find_checkpoint(Path(options.folder), options.config, job_args, options.best)
     if options.tasks:
         results = evaluate_tasks(config, path, Path(options.tasks), options.samples)
@@ -87,12 +90,14 @@ def main(argv: list[str]) -> int:
             results = evaluate(config, path, options.samples, options.cache_sizes)
         print(table(results))
     try:
+        for path in filter(None, (options.out, options.plot)):
+            path.parent.mkdir(parents=True, exist_ok=True)
         if options.out:
-            Path(options.out).write_text(json.dumps(results, indent=2) + "\n")
+            options.out.write_text(json.dumps(results, indent=2) + "\n")
         if options.plot:
-            draw(results, Path(options.plot))
+            draw(results, options.plot)
     except OSError as error:
-        raise JobError(f"the figures above were not written: {error}; give another name") from None
+        raise JobError(f"the figures above were not written ({error.strerror}); give another name") from None
     return 0
 
 

@@ -281,6 +281,8 @@ def write(question: Question, result: Result, alternatives: list[tuple[str, Cand
     """Write the best plan as a job that extends the given one, and the picture."""
     options = question.options
     try:
+        for path in filter(None, (options.write, options.plot)):
+            path.parent.mkdir(parents=True, exist_ok=True)
         if options.write is not None:
             options.write.write_text(overlay(question, result.best[0]), encoding="utf-8")
             if not options.json:

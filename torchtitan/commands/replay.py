@@ -28,7 +28,7 @@ from torchtitan.core.files import FileError
 from torchtitan.launcher.run_folder import job_of_step
 from torchtitan.losses.tasks import task_of
 from torchtitan.metrics.json_lines import METRICS, Record, read_records
-from torchtitan.training.replay import ReplayedStep, Sample, ranks_of_sample, replay
+from torchtitan.training.replay import ReplayedStep, Sample, Start, find_start, ranks_of_sample, replay
 
 MOST_LINES = 20
 """Samples, parameters or blocks in a table."""
@@ -44,6 +44,8 @@ def main(argv: list[str]) -> int:
     record = logged_record(run, options.step)
     if record is not None and config.optimizer.early_step_in_backward:
         record.pop("grad_norm", None)  # null, as the run has not computed it
+    if options.rank is not None:  # before the steps in between, which may take hours
+        check_rank(options.rank, find_start(config, run, options.step))
     with only_errors():
         result = replay(config, run, options.step, lambda line: print(line, file=sys.stderr, flush=True))
     samples = samples_of_rank(result, options.rank)
@@ -76,15 +78,20 @@ def logged_record(run: Path, step: int) -> Record | None:
     return next((record for record in reversed(records) if record["step"] == step and "loss" in record), None)
 
 
-def samples_of_rank(result: ReplayedStep, rank: int | None) -> list[Sample]:
-    """Return the samples of the step, or those that a rank read. Raises JobError for a rank that the run lacks."""
-    if rank is None:
-        return result.samples
-    dims = result.start.dims()
+def check_rank(rank: int, start: Start) -> None:
+    """Raise JobError for a rank that the start of the run lacked, or if its ranks are not known."""
+    dims = start.dims()
     if dims is None:
         raise JobError(f"--rank: given {rank}; allowed: in a run that recorded its plan or a checkpoint; leave it out")
     if rank >= dims.world_size:
         raise JobError(f"--rank: given {rank}; allowed: 0 to {dims.world_size - 1}, the ranks of the run")
+
+
+def samples_of_rank(result: ReplayedStep, rank: int | None) -> list[Sample]:
+    """Return the samples of the step, or those that a rank of the run read."""
+    dims = result.start.dims()
+    if rank is None or dims is None:
+        return result.samples
     return [sample for sample in result.samples if rank in ranks_of_sample(sample.number, dims)]
 
 

@@ -1,7 +1,7 @@
 """`torchtitan sweep JOB --over KEY=VALUE,VALUE ...`: train a job once for each combination of some options' values.
 
     torchtitan sweep my_job.toml --over optimizer.lr=1e-4,3e-4,1e-3
-    torchtitan sweep my_job.toml --over optimizer.lr=1e-4,3e-4 --over training.seed=1,2 --workers 2 --ranks 4
+    torchtitan sweep my_job.toml --over optimizer.lr=1e-4,3e-4 --over debug.seed=1,2 --workers 2 --ranks 4
 
 KEY is an option of a job, or `model` with values FAMILY/FLAVOR. Each combination is a separate run, started by the
 launcher, in a folder named after its values. --workers of them train at the same time; each gets its share of the GPUs
@@ -85,6 +85,8 @@ def main(argv: list[str]) -> int:
         raise JobError("torchtitan sweep: --over: not given; allowed: KEY=VALUE,VALUE, as optimizer.lr=1e-4,3e-4")
     cases = list(combinations("--over", arguments.over))
     home = arguments.to or Path(f"{Path(load([*job_args, *arguments_of(cases[0])]).job.dump_folder)}_sweep")
+    if (home / METRICS).exists():
+        raise JobError(f"{home}: the folder of a run; give another folder by --to; nothing was started")
     devices = visible_devices(arguments.workers * arguments.ranks)
     jobs = checked_jobs(
         cases, job_args, arguments.ranks, lambda case, job: run_of(case, job, home), "nothing was started"
@@ -144,7 +146,7 @@ def run_of(case: Case, job: JobConfig, home: Path) -> tuple[JobConfig, Iterable[
 
 
 def folder_name(case: Case) -> str:
-    """Return a folder name that no other combination has, like `optimizer.lr=1e-4,training.seed=1`."""
+    """Return a folder name that no other combination has, like `optimizer.lr=1e-4,debug.seed=1`."""
     exact = ",".join(f"{key}={value}" for key, value in case.items())
     name = re.sub(r"[^A-Za-z0-9.,=_+-]", "-", exact)[:LONGEST_NAME]
     return name if name == exact else f"{name}-{hashlib.sha256(exact.encode()).hexdigest()[:8]}"
@@ -179,7 +181,8 @@ def completed(home: Path) -> set[str]:
 def train_all(runs: list[SweepRun], home: Path, arguments: argparse.Namespace, devices: list[str]) -> int:
     """Train the runs that have no result yet. Return 0 if all ended well, 1 if not, 128 + a stop signal's number."""
     pending = [run for run in runs if not run.result]
-    print(f"{len(runs)} combinations in {home}, {len(runs) - len(pending)} of them done; logs in {home / LOGS}")
+    count = f"{len(runs)} combination{'s' * (len(runs) > 1)}"
+    print(f"{count} in {home}, {len(runs) - len(pending)} already done; logs in {home / LOGS}")
     active: list[SweepRun] = []
     queue, stop = SignalQueue(), 0
     try:

@@ -116,7 +116,8 @@ def causes_of(seconds: dict[str, float], records: list[Record], config: JobConfi
         slow = [time - median for time in times if time > SLOW * median]
         if slow:
             excess = training * sum(slow) / sum(times)
-            name = f"slow steps within training: {len(slow)} of {len(times)} windows took {SLOW} times the median"
+            count = f"{len(slow)} of {len(times)} logged ones"
+            name = f"slow steps within training: {count} took over {SLOW} times the median"
             remedy = f"look for other programs on the machine, and {look_inside(config)}"
             yield Cause(name, excess, excess, remedy)
     yield from slow_ranks_of(records, training)

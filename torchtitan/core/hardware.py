@@ -7,6 +7,7 @@ files alone. A device that is not among them is described by a file of the user 
 
 import re
 from dataclasses import field
+from difflib import get_close_matches
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -150,8 +151,11 @@ def load_hardware(name_or_path: str) -> Hardware:
     path = Path(name_or_path).expanduser()
     if path.suffix != ".toml":
         names = ", ".join(known_hardware())
-        remedy = f"or the path of a file like {FOLDER / 'h100-80.toml'}, which `torchtitan bench --hardware` writes"
-        raise JobError(f"hardware: given {name_or_path!r}; allowed: {names}, {remedy}")
+        remedy = f"or a .toml file like {FOLDER / 'h100-80.toml'}, as `torchtitan bench --hardware` writes"
+        completions = [full_name for full_name in known_hardware() if full_name.startswith(name)]
+        near = completions or get_close_matches(name, known_hardware(), n=1)
+        question = f"; did you mean {near[0]}?" if near else ""
+        raise JobError(f"--gpu: given {name_or_path!r}; allowed: {names}, {remedy}{question}")
     return _load(path)
 
 

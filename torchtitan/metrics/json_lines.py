@@ -88,7 +88,7 @@ def read_run(path: Path) -> list[Record]:
         raise JobError(f"{path}: {reason}; {remedy}") from None
     if not any(is_finite(record.get("loss")) for record in records):
         raise JobError(
-            f"{path}: no loss in it; allowed: the metrics of a run with a logged step; try again after its first one"
+            f"{path}: no logged step with a loss; give the dump_folder of a run, or try again after its first step"
         )
     return records
 

@@ -104,6 +104,7 @@ def draw_losses(runs: Sequence[tuple[str, Path]], path: Path) -> bool:
                 panel.plot(x, y, color=color, linewidth=1.8, marker="" if key == "loss" else "D", label=label)
             _panel_title(panel, keys[key])
         panels[-1].set_xlabel("step")
+        panels[-1].xaxis.get_major_locator().set_params(integer=True)
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", frameon=False, ncols=2)
         figure.savefig(path, facecolor="white")
     return True

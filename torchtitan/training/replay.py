@@ -154,10 +154,11 @@ def samples_per_step(config: JobConfig, run: Path, file: Path, trainer: dict[str
     counts |= {config.training.global_batch_size} if config.training.global_batch_size > 0 else set()
     if len(counts) == 1:
         return counts.pop()
-    shown = f"tell different numbers, {sorted(counts)}" if counts else "do not tell it"
+    sources = f"plan, checkpoints, job and {METRICS} of the start that made the step"
+    problem = f"{sources} differ in it: {sorted(counts)}" if counts else f"none of {sources} has it"
     raise JobError(
-        f"{run}: the samples of a step are needed, and plan, checkpoints, job and {METRICS} of the start that made it "
-        f"{shown}; replay a step of another start, or train with training.global_batch_size set"
+        f"{run}: the number of samples in a step is not known: {problem}; replay a step of another start, or train "
+        "with training.global_batch_size set"
     )
 
 
