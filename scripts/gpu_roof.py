@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.support import fake_cuda
+from torchtitan import fake_cuda
 
 COMMON = ["--model.tokenizer_path=bytes", "--compile.no_enable", "--training.seq_len=4096"]
 ONE_B = ["--job.config_file=train_configs/debug_model.toml", "--model.name=llama3.2", "--model.flavor=1B", *COMMON]
@@ -40,7 +40,7 @@ UNITS = ("kernels", "bytes", "seconds")
 
 def ask(card: fake_cuda.FakeCuda, question: str, options: list[str]) -> dict[str, float]:
     """Return the sums of a job's costs on one rank. Raises RuntimeError with the traceback of a job that fails."""
-    ok, answer = card.ask(question, options, 0, 1)
+    ok, answer = card.ask(f"tests.support.fake_cuda_questions:{question}", options, 0, 1)
     if not ok:
         raise RuntimeError(answer)
     return {unit: answer[unit]["all"] for unit in UNITS}

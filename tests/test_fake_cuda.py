@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import fake_cuda
+from torchtitan import fake_cuda
 
 pytestmark = pytest.mark.skipif(bool(fake_cuda.missing()), reason=fake_cuda.missing())
 
@@ -21,8 +21,9 @@ def card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fake_cuda.FakeCud
 
 
 def ask_card(card: fake_cuda.FakeCuda, question: str, rank: int, world_size: int, *argv: str, mutant: str = "") -> Any:
-    """Call a function of step.py for one rank of a job; fail if it raises."""
-    ok, answer = card.ask(question, list(argv), rank, world_size, mutant)
+    """Call a function of fake_cuda_questions.py for one rank of a job; fail if it raises."""
+    before = f"tests.support.fake_cuda_mutants:{mutant}" if mutant else ""
+    ok, answer = card.ask(f"tests.support.fake_cuda_questions:{question}", argv, rank, world_size, before=before)
     assert ok, answer[-3000:]
     return answer
 
@@ -295,15 +296,18 @@ def test_both_ends_of_a_pipeline_issue_equal_messages_in_order(card, case):
 
 def test_control_a_tensor_on_a_wrong_device_is_detected(card):
     argv = ["--job.config_file=train_configs/debug_model.toml", *SMALL, "--model.overrides={n_layers = 1}"]
-    ok, error = card.ask("host_waits", argv, 0, 2, mutant="wrong_device")
+    before = "tests.support.fake_cuda_mutants:wrong_device"
+    ok, error = card.ask("tests.support.fake_cuda_questions:host_waits", argv, 0, 2, before=before)
     assert not ok and "FakeTensorDeviceMismatchError" in error
 
 
-@pytest.mark.parametrize(("mutant", "kind"), [("host_wait", "number"), ("copied_numbers", "numbers")])
-def test_control_a_host_wait_in_every_step_is_detected(card, mutant, kind):
+@pytest.mark.parametrize(
+    ("mutant", "wait"), [("host_wait", "number {}:clip_and_read"), ("copied_numbers", "numbers {}:<lambda>")]
+)
+def test_control_a_host_wait_in_every_step_is_detected(card, mutant, wait):
     argv = ["--job.config_file=train_configs/debug_model.toml", *SMALL, "--model.overrides={n_layers = 1}"]
     waits = ask_card(card, "host_waits", 0, 2, *argv, mutant=mutant)
-    assert waits == {f"{kind} parallel_model.py:clip_gradients": 1}
+    assert waits == {wait.format("fake_cuda_mutants.py"): 1}
 
 
 @pytest.mark.parametrize(

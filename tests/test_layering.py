@@ -39,6 +39,8 @@ ROOMS: dict[str, set[str]] = {
     | {"lr_scheduling", "metrics", "models", "parallelisms", "process"},
     "planner": {"build", "config", "core", "metrics", "models", "optimizers", "parallelisms", "process", "rules"}
     | {"training"},
+    "fake_cuda": {"adapters", "build", "config", "core", "models", "optimizers", "parallelisms", "planner", "process"}
+    | {"training"},
     "importers": {"adapters", "config", "core", "datasets", "lr_schedules", "models"},
     "launch": {"checkpoint", "config", "core", "launcher", "process", "rules"},
     "commands": {

@@ -111,7 +111,7 @@ def rehearse(config: JobConfig, rank: int, world_size: int, device: str) -> Rehe
         batch = zero_batch(config, dims, model.needs_keys)
         rehearsal = Rehearsal(config, model, optimizers, batch, num_batches_per_step(config, dims))
         ref_model = _reference(config, model, device)
-        with WITHOUT_VALUES, FakeValues(_rows_of_experts(config), dims.ep), live.watching():
+        with WITHOUT_VALUES, FakeValues(rows_of_experts(config), dims.ep), live.watching():
             before = {} if ref_model is None else _ask(ref_model, batch, live)
             del ref_model
             gc.collect()  # FSDP's modules are in reference cycles
@@ -270,7 +270,7 @@ def _imitate(device: str, parts: list[nn.Module]) -> None:
                 module.use_kernel = device == "cuda"
 
 
-def _rows_of_experts(config: JobConfig) -> int:
+def rows_of_experts(config: JobConfig) -> int:
     """Return the number of rows for experts in one forward pass of a rank, before they are exchanged."""
     degrees = config.parallelism
     rows = microbatch_rows(config) if degrees.pipeline_parallel_degree > 1 else batch_rows(config)

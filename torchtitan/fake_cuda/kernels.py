@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from tests.support.fake_cuda import device  # first: see there
+from torchtitan.fake_cuda import device  # first: see there
 
 import torch  # isort: skip
 from torch.distributed.tensor import DTensor
@@ -96,7 +96,7 @@ class Kernels(TorchDispatchMode):
     def add(self, place: str, size: int, seconds: float) -> None:
         self.by_place["kernels"][place] += 1
         self.by_place["bytes"][place] += size
-        self.by_place["seconds"][place] += seconds + LAUNCH
+        self.by_place["seconds"][place] += seconds + LAUNCH  # type: ignore[assignment]
 
 
 def _product_seconds(func: Any, args: Any, out: Any) -> float:

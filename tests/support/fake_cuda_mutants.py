@@ -51,8 +51,3 @@ def other_order() -> None:
         return table
 
     pipeline_parallel.build_table = build_by_rank
-
-
-PLANTED = {
-    function.__name__: function for function in (wrong_device, host_wait, copied_numbers, coalesced, other_order)
-}

@@ -5,6 +5,7 @@ To be imported before anything else imports torch: torch asks once what CUDA the
 
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 from collections import Counter, defaultdict
@@ -12,7 +13,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from tests.support.fake_cuda import LIBRARY
+from torchtitan.fake_cuda import LIBRARY
 
 ctypes.CDLL(os.environ[LIBRARY], ctypes.RTLD_GLOBAL)
 
@@ -25,7 +26,9 @@ import torch.distributed.tensor  # noqa: E402
 import torch.nn.attention.flex_attention  # noqa: E402
 
 host_waits: Counter[str] = Counter()
-"""By place in the package: `what file:function`."""
+"""By place: `what file:function`."""
+wait_lines: Counter[tuple[str, str]] = Counter()
+"""By kind and line: (what, `path:line`), a path within the package or a whole one."""
 
 
 order: list[tuple[str, int]] = []
@@ -33,18 +36,33 @@ order: list[tuple[str, int]] = []
 groups: set[tuple[int, ...]] = set()
 """Ranks that exchange something of the device's."""
 _last: list = [None, 0]
+PACKAGE = Path(__file__).parents[1]
+_NO_PLACES = tuple(map(str, (Path(torch.__file__).parent, Path(contextlib.__file__).parent)))
+_NO_PLACES += tuple(str(PACKAGE / room) for room in ("fake_cuda", "planner"))  # what watches a step
+
+
+@functools.cache
+def _is_place(path: str) -> bool:
+    """Return True for a source file of the package or of another one, and not of torch, Python or the fake CUDA."""
+    return path[0] != "<" and (not path.startswith(_NO_PLACES) or "-packages" in path.removeprefix(_NO_PLACES[0]))
 
 
 def frame_of_package() -> FrameType:
-    """Return the frame of the package's innermost call, or the outermost of all."""
+    """Return the frame of the innermost call outside of torch and Python's library, or the outermost of all."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and "/torchtitan/" not in frame.f_code.co_filename:
+    while frame.f_back is not None and not _is_place(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
 
 def place_of(code: CodeType) -> str:
     return f"{Path(code.co_filename).name}:{code.co_name}"
+
+
+def line_of(frame: FrameType) -> str:
+    """Return the line that a frame is at: `trainer.py:12` with the path within the package, or with its whole path."""
+    path = Path(frame.f_code.co_filename)
+    return f"{path.relative_to(PACKAGE) if path.is_relative_to(PACKAGE) else path}:{frame.f_lineno}"
 
 
 def waits(operation: str) -> None:
@@ -55,6 +73,7 @@ def waits(operation: str) -> None:
     _last[:] = frame, frame.f_lasti
     order.append(("wait", 0))
     host_waits[f"{operation} {place_of(frame.f_code)}"] += 1
+    wait_lines[operation, line_of(frame)] += 1
 
 
 class Event:
@@ -149,23 +168,36 @@ def _tensor_from_numbers(data: Any, *, device: Any = None, **kwargs: Any) -> tor
     return torch.empty(values.shape, dtype=values.dtype, device=device)
 
 
+def replace(owner: Any, **attributes: Any) -> None:
+    """Set attributes of a module or a class of torch's."""
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+
+
 def install() -> None:
     """Replace what would ask a driver."""
-    cuda = torch.cuda
-    torch.tensor = _tensor_from_numbers
-    cuda.Stream, cuda.Event, cuda.stream = Stream, Event, _stream
-    cuda.current_stream, cuda.default_stream = lambda device=None: _streams[-1], lambda device=None: _main
-    torch.accelerator.current_stream = cuda.current_stream
-    cuda.is_available = cuda.is_initialized = cuda.is_bf16_supported = lambda *args, **kwargs: True
-    cuda.device_count, cuda.current_device = lambda: 8, lambda: 0
-    cuda.get_device_name, cuda.get_device_capability = lambda device=None: Card.name, lambda device=None: (9, 0)
-    cuda.get_device_properties = lambda device=None: Card
-    cuda.set_device = cuda._lazy_init = cuda.manual_seed = cuda.manual_seed_all = cuda.set_rng_state = _nothing
-    cuda.reset_peak_memory_stats = _nothing
-    cuda.get_rng_state = lambda *args: torch.zeros(16, dtype=torch.uint8, device="cpu")
-    cuda.memory_stats = lambda device=None: defaultdict(int)
-    cuda.synchronize = lambda device=None: waits("device")
-    torch._C._ensureCUDADeviceGuardSet = _nothing
-    torch.Tensor.record_stream = _nothing
-    torch.Tensor.pin_memory, torch.Tensor.is_pinned = lambda self, *args: self, lambda self, *args: True
-    dist.get_default_backend_for_device = lambda device: "fake"
+    replace(torch, tensor=_tensor_from_numbers)
+    replace(
+        torch.cuda,
+        **{"Stream": Stream, "Event": Event, "stream": _stream, "current_device": lambda: 0, "device_count": lambda: 8},
+        current_stream=lambda device=None: _streams[-1],
+        default_stream=lambda device=None: _main,
+        get_device_name=lambda device=None: Card.name,
+        get_device_capability=lambda device=None: (Card.major, Card.minor),
+        get_device_properties=lambda device=None: Card,
+        get_rng_state=lambda *args: torch.zeros(16, dtype=torch.uint8, device="cpu"),
+        memory_stats=lambda device=None: defaultdict(int),
+        synchronize=lambda device=None: waits("device"),
+        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), lambda *args, **kwargs: True),
+        **dict.fromkeys(("set_device", "_lazy_init", "manual_seed", "manual_seed_all", "set_rng_state"), _nothing),
+        reset_peak_memory_stats=_nothing,
+    )
+    replace(torch.accelerator, current_stream=torch.cuda.current_stream)
+    replace(torch._C, _ensureCUDADeviceGuardSet=_nothing)
+    replace(
+        torch.Tensor,
+        record_stream=_nothing,
+        pin_memory=lambda self, *args: self,
+        is_pinned=lambda self, *args: True,
+    )
+    replace(dist, get_default_backend_for_device=lambda device: "fake")

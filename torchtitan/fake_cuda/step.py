@@ -1,0 +1,161 @@
+"""One rank's training step of a job on the fake CUDA."""
+
+import functools
+import inspect
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torchtitan.fake_cuda import device, kernels  # first: see there
+
+import torch  # isort: skip
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchtitan.adapters import quantized
+from torchtitan.build import parts
+from torchtitan.config.job import JobConfig
+from torchtitan.models import dropout
+from torchtitan.optimizers import moments
+from torchtitan.parallelisms import data_parallel, parallel_dims, parallel_model
+from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.planner.live_tensors import FakeValues
+from torchtitan.planner.rehearsal import rows_of_experts
+from torchtitan.planner.traffic import group_of
+from torchtitan.training.batches import zero_batch
+
+allocate_sharded = parallel_model.allocate
+OPERATORS = (quantized, "unpack_nf4"), (quantized, "unpack_int8"), (dropout, "drop_by_keys")
+"""Custom operators, of which fake tensors see the shapes alone."""
+
+
+class HostWaits(FakeValues):
+    """Counts where a number or a copy comes to the host, and gives the numbers that only a device would know."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, config: JobConfig):
+        super().__init__(rows_of_experts(config), config.parallelism.expert_parallel_degree)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        name = func.name()
+        if name in ("aten::nonzero", "aten::masked_select") and args[0].device.type == "cuda":
+            device.waits("nonzero")
+        if name == "aten::index" and any(t is not None and t.dtype == torch.bool for t in args[1]):
+            device.waits("nonzero")
+        is_number = name == "aten::_local_scalar_dense" and isinstance(args[0], FakeTensor)
+        if is_number and args[0].device.type == "cuda" and not _torch_votes():
+            device.waits("number")
+        if name == "c10d::_allgather_base_":
+            device.order.append(("gather", args[0].numel()))
+        if name == "c10d::_reduce_scatter_base_":
+            device.order.append(("reduction", args[1].numel()))
+        if name.startswith("c10d::"):
+            device.groups |= {ranks for ranks in [group_of(func, args)] if _on_device(args)}
+        target = kwargs.get("device")
+        if name == "aten::_to_copy" and target is not None and torch.device(target).type != args[0].device.type:
+            self._copy(kwargs.get("non_blocking", False))
+        if name == "aten::copy_" and args[0].device.type != args[1].device.type:
+            self._copy(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        return super().call(func, args, kwargs)
+
+    @staticmethod
+    def _copy(non_blocking: bool) -> None:
+        if not non_blocking:
+            device.waits("copy")
+
+
+def _on_device(args: tuple) -> bool:
+    """Return True if any argument of a collective is a tensor on the device, or a list of these."""
+    lists = [arg if isinstance(arg, (list, tuple)) else [arg] for arg in args]
+    return any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for tensors in lists for x in tensors)
+
+
+def _torch_votes() -> bool:
+    """Return True while torch's pipelining exchanges shapes, once in the first step."""
+    frames = traceback.extract_stack()[-10:]
+    return any("pipelining/stage" in f.filename or f.name == "_warmup_p2p" for f in frames)
+
+
+def outside_fake(owner: Any, *names: str) -> None:
+    """Make methods work with the ranks' real numbers, outside of the fake mode."""
+    for name in names:
+        original = owner.__dict__[name]
+        wrapped = isinstance(original, (staticmethod, classmethod))
+        function = original.__func__ if wrapped else original
+
+        @functools.wraps(function)
+        def call(*args, _function=function, **kwargs):
+            with unset_fake_temporarily():
+                return _function(*args, **kwargs)
+
+        setattr(owner, name, type(original)(call) if wrapped else call)
+
+
+MESH: tuple[str, ...] = (
+    "__init__",
+    "__getitem__",
+    "_flatten",
+    "_concatenate",
+    "get_local_rank",
+    "get_coordinate",
+    "get_group",
+)
+MESH += ("_is_current_rank_part_of_mesh", "_get_mesh_tensor_from_full_mesh", "_create_sub_mesh", "_create_flatten_mesh")
+DIMS = ("build_expert_mesh", "build_counts_group", "stage_groups", "expert_dp_mesh", "dp_mesh")
+
+
+def install() -> None:
+    """Make this process one that trains on the fake CUDA."""
+    device.install()
+    device.replace(FakeTensorMode, avoid_device_init=True)
+    outside_fake(DeviceMesh, *(name for name in MESH if name in DeviceMesh.__dict__))
+    outside_fake(parallel_dims.ParallelDims, *(name for name in DIMS if name in parallel_dims.ParallelDims.__dict__))
+    device.replace(ParallelModel, initialize=lambda self, names=None: None)  # there are no values
+    device.replace(parallel_model, allocate=allocate)
+    device.replace(data_parallel, _without_recompute=lambda function: function)
+    device.replace(torch.nn.Module, to=lambda self, *args, **kwargs: self)
+    device.replace(torch, compile=kernels.compiled)  # inductor has nothing to compile for
+    for name in ("codebook", "code_table"):  # which are real tensors otherwise, and there is no real device
+        setattr(moments, name, functools.cache(inspect.unwrap(getattr(moments, name))))
+    for module, name in OPERATORS:  # run what they do
+        setattr(module, name, getattr(module, name)._init_fn)
+
+
+def allocate(part: torch.nn.Module, card: torch.device, offloaded: bool) -> None:
+    """Do as parallel_model.allocate does, also for plain parameters, which `to_empty` cannot exchange for fake ones."""
+    if any(isinstance(parameter, DTensor) for parameter in part.parameters()):
+        return allocate_sharded(part, card, offloaded)
+    allocated: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in part.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in allocated:
+                empty = torch.empty_like(parameter, device="cpu" if offloaded else card)
+                allocated[parameter] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            setattr(module, name, allocated[parameter])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=card) if buffer.is_meta else buffer.to(card))
+
+
+@contextmanager
+def job_on_rank(config: JobConfig, rank: int, world_size: int) -> Iterator[tuple[ParallelModel, Any, dict]]:
+    """The job's model, optimizers and one batch, as rank `rank` of `world_size` would build them."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    dims = parts.dims(config, world_size)
+    card = torch.device("cuda", 0)
+    mesh = dims.build_mesh("cuda")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = parts.model(config, mesh, dims, card)
+        optimizers = parts.optimizers(config, model)
+        batch = zero_batch(config, dims, model.needs_keys)
+        yield model, optimizers, {name: torch.empty_like(t, device=card) for name, t in batch.items()}
