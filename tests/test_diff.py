@@ -56,7 +56,7 @@ def test_equal_runs(run, copy, capsys):
         [
             "options  equal",
             "steps    4 that both logged (A up to 4, B up to 4), equal",
-            "tensors  of step 4, 2 of 2 checkpoints that both have, equal",
+            "tensors  up to step 4, 2 of 2 common checkpoints compared, equal",
             "A and B are equal in all of this",
         ],
     )
@@ -71,7 +71,7 @@ def test_samples_of_a_step_are_compared_where_ranks_decide_them(run, copy, capsy
     }
     path.write_text(json.dumps(recorded | {"samples": 16}))
     code, lines = compare(run, copy, capsys)
-    assert code == 1 and lines[:2] == ["options  1 differ", "  training.global_batch_size 8 -> 16"]
+    assert code == 1 and lines[:2] == ["options  1 differs", "  training.global_batch_size 8 -> 16"]
     assert compare(run, copy, capsys, "--json")[1][0].count('"plan": false') == 1
 
 
@@ -90,7 +90,7 @@ def test_samples_of_earlier_versions_are_those_of_the_checkpoint(damage, run, co
     monkeypatch.setattr(diff.layout, "read_state", read_doubled)
     code, lines = compare(run, copy, capsys)
     samples = read(run / "checkpoint/step-00000004")["trainer"]["samples"]
-    assert code == 1 and lines[:2] == ["options  1 differ", f"  training.global_batch_size {samples} -> {2 * samples}"]
+    assert code == 1 and lines[:2] == ["options  1 differs", f"  training.global_batch_size {samples} -> {2 * samples}"]
 
 
 @pytest.mark.parametrize(
@@ -118,10 +118,10 @@ def test_runs_under_different_plans(options, expected, run, copy, tmp_path, caps
         0,
         [
             "options  equal",
-            f"plan     does not change the results, {len(plan)} differ",
+            f"plan     does not change the results, {len(plan)} differ{'s' * (len(plan) == 1)}",
             *plan,
             "steps    4 that both logged (A up to 4, B up to 4), equal",
-            "tensors  of step 4, 2 of 2 checkpoints that both have, equal",
+            "tensors  up to step 4, 2 of 2 common checkpoints compared, equal",
             "A and B are equal in all of this",
         ],
     )
@@ -133,7 +133,7 @@ def test_runs_under_different_plans(options, expected, run, copy, tmp_path, caps
 def test_one_bit_of_one_tensor(run, copy, capsys):
     value = flip_a_bit(copy / "checkpoint/step-00000002", NAME)
     code, lines = compare(run, copy, capsys)
-    assert code == 1 and lines[2] == "tensors  of step 2, 1 of 2 checkpoints that both have, 1 differ"
+    assert code == 1 and lines[2] == "tensors  up to step 2, 1 of 2 common checkpoints compared, 1 differs"
     assert lines[3].startswith(f"  {NAME}: 1 of 3,072 elements, first [0, 3] {value:.9g} -> ")
     assert lines[4] == "A and B differ"
     code, lines = compare(run, copy, capsys, "--json")
@@ -144,7 +144,7 @@ def test_one_bit_of_one_tensor(run, copy, capsys):
     assert compare(run, copy, capsys, "--tolerance", "1e-6")[0] == 0
     steps = [folder / "checkpoint/step-00000002" for folder in (run, copy)]
     assert compare(*steps, capsys)[1][1:3] == [
-        "tensors  of step-00000002 and step-00000002, 1 differ",
+        "tensors  of step-00000002 and step-00000002, 1 differs",
         f"  {NAME}: {str(diff.compare_tensors(NAME, *read_both(*steps), 0)).partition(': ')[2]}",
     ]
 
@@ -168,11 +168,11 @@ def test_an_option_and_a_logged_value(run, copy, capsys):
     lines = [json.dumps(row) for row in rows]
     (copy / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 5, "lo']))
     assert compare(run, copy, capsys)[1] == [
-        "options  1 differ",
+        "options  1 differs",
         "  optimizer.lr 0.01 -> 0.02",
-        "steps    4 that both logged (A up to 4, B up to 4), from step 3 on differ",
+        "steps    4 that both logged (A up to 4, B up to 4), step 3 is the first that differs",
         f"  step 3: loss {loss} -> {row['loss']}",
-        "tensors  of step 4, 2 of 2 checkpoints that both have, equal",
+        "tensors  up to step 4, 2 of 2 common checkpoints compared, equal",
         "A and B differ",
     ]
     row |= {"loss": None, "max_loss": None}
@@ -208,7 +208,7 @@ def test_a_run_and_a_folder_of_hugging_face(run, tmp_path, capsys):
     config = json.loads((changed / "config.json").read_text())
     (changed / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
     code, lines = compare(exported, changed, capsys)
-    assert code == 1 and lines[:2] == ["options  1 differ", f"  rope_theta {config['rope_theta']} -> 5.0"]
+    assert code == 1 and lines[:2] == ["options  1 differs", f"  rope_theta {config['rope_theta']} -> 5.0"]
     assert lines[3].startswith("  model.norm.weight: 1 of 32 elements")
     file.write_bytes(file.read_bytes()[:-8])
     code, lines = compare(exported, changed, capsys)

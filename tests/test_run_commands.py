@@ -140,7 +140,7 @@ def test_diff_finds_it_equal_to_an_undisturbed_run(home, run, copy, capsys):
     options, steps, tensors, last = output_of(capsys, "diff", undisturbed, run).splitlines()
     assert options == "options  equal" and last == "A and B are equal in all of this"
     assert steps == f"steps    {STEPS} that both logged (A up to {STEPS}, B up to {STEPS}), equal"
-    assert tensors == f"tensors  of step {STEPS}, 3 of 3 checkpoints that both have, equal"
+    assert tensors == f"tensors  up to step {STEPS}, 3 of 3 common checkpoints compared, equal"
     cut(copy)
     out = output_of(capsys, "diff", undisturbed, copy)
     assert f"2 that both logged (A up to {STEPS}, B up to 2), equal" in out

@@ -104,7 +104,7 @@ class Comparison:
                 f"step {self.first_step}: {name} {_show_logged(pair[0])} -> {_show_logged(pair[1])}"
                 for name, pair in self.values.items()
             ]
-            outcome = f"from step {self.first_step} on" if pairs else ""
+            outcome = f"step {self.first_step} is the first that differs" if pairs else ""
             yield from _section("steps", self.steps, pairs, outcome)
         if self.weights:
             absent = [f"only in A: {name}" for name in self.only_a] + [f"only in B: {name}" for name in self.only_b]
@@ -120,8 +120,8 @@ def _show_logged(value: Any) -> str:
 
 def _section(title: str, extent: str, differences: list[str], outcome: str = "") -> Iterator[str]:
     """Yield a heading and a line for each difference. `outcome`: in place of their number."""
-    outcome = outcome or f"{len(differences)}" if differences else ""
-    shown = f"{outcome} differ" if outcome else "not compared" if extent.startswith("no ") else "equal"
+    count = f"{len(differences)} differ{'s' * (len(differences) == 1)}" if differences else ""
+    shown = outcome or count or ("not compared" if extent.startswith("no ") else "equal")
     yield f"{title:9}" + ", ".join(filter(None, [extent, shown]))
     yield from (f"  {difference}" for difference in differences[:MOST_LINES])
     if len(differences) > MOST_LINES:
@@ -173,7 +173,7 @@ def compare_runs(a: Path, b: Path, tolerance: float) -> Comparison:
     shared = sorted(checkpoints[0].keys() & checkpoints[1].keys())
     for step in shared:
         compare_weights(result, ("ours", checkpoints[0][step]), ("ours", checkpoints[1][step]))
-        result.weights = f"of step {step}, {shared.index(step) + 1} of {len(shared)} checkpoints that both have"
+        result.weights = f"up to step {step}, {shared.index(step) + 1} of {len(shared)} common checkpoints compared"
         if result.tensors or result.only_a or result.only_b:
             break
     result.weights = result.weights or "no checkpoint of the same step"

@@ -13,7 +13,7 @@ from torchtitan.planner.time_parts import Calibration
 PARTS = {
     "products": "matrix products",
     "attention": "attention",
-    "memory": "operations bound by memory",
+    "memory": "elementwise operations",
     "recompute": "recompute",
     "tp": "tensor parallel, exposed",
     "cp": "context parallel, exposed",
