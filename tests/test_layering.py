@@ -37,8 +37,8 @@ ROOMS: dict[str, set[str]] = {
     | {"launcher", "lr_scheduling", "metrics", "models", "optimizers", "parallelisms", "process"},
     "training": {"adapters", "build", "checkpoint", "config", "core", "datasets", "guards", "launcher", "losses"}
     | {"lr_scheduling", "metrics", "models", "parallelisms", "process"},
-    "planner": {"build", "config", "core", "metrics", "models", "optimizers", "parallelisms", "process", "rules"}
-    | {"training"},
+    "planner": {"build", "config", "core", "launcher", "metrics", "models", "optimizers", "parallelisms", "process"}
+    | {"rules", "training"},
     "fake_cuda": {"adapters", "build", "config", "core", "models", "optimizers", "parallelisms", "planner", "process"}
     | {"training"},
     "importers": {"adapters", "config", "core", "datasets", "lr_schedules", "models"},

@@ -18,6 +18,7 @@ from torchtitan.commands import plan as command
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import load_hardware
+from torchtitan.launcher.run_folder import RecordedPlan, record_start
 from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
 from torchtitan.planner import answer, calibration
@@ -321,6 +322,16 @@ def test_the_ranks_of_a_run_are_not_guessed(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "step_seconds": 1.0, "tokens_per_second": 2048.0}\n')
     with pytest.raises(JobError, match="give a run with parallelism.data_parallel_shard_degree set"):
         command.main([*SMALL, "--gpus", "2", "--from", str(tmp_path)])
+
+
+def test_the_recorded_plan_of_a_run_tells_its_ranks_and_device(tmp_path, capsys):
+    config = load("debug_model", "--training.local_batch_size=1", "--training.global_batch_size=8")
+    degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1, "ep": 1}
+    record_start(tmp_path, manager.to_toml(config), 0, RecordedPlan(degrees, 8, 4, 4, "cpu"))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "step_seconds": 1.0, "tokens_per_second": 2048.0}\n')
+    with pytest.raises(JobError, match=r"ran on cpu, which is not NVIDIA H100 .*; give --gpu the hardware of the runs"):
+        command.main([*SMALL, "--gpus", "2", "--from", str(tmp_path)])
+    assert "(FSDP 4)" in run(capsys, *SMALL, "--gpus", "2", "--gpu", "cpu", "--quick", "--from", str(tmp_path))
 
 
 def test_a_job_is_never_replaced_by_its_plan(tmp_path):

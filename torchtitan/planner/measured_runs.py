@@ -9,6 +9,7 @@ from pathlib import Path
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import Hardware
+from torchtitan.launcher.run_folder import newest_start, plan_of_start
 from torchtitan.metrics.json_lines import METRICS, read_records
 from torchtitan.planner.calibration import SIGMAS, fit_factors
 from torchtitan.planner.plan import Plan, Workload, can_be_planned
@@ -46,14 +47,17 @@ class MeasuredRun:
         self.seconds = statistics.median(record["step_seconds"] for record in steps)
         tokens = statistics.median(record["tokens_per_second"] * record["step_seconds"] for record in steps)
         self.samples = round(tokens / self.config.training.seq_len)
+        self.recorded = plan_of_start(newest_start(folder))
         self.plan = Plan.of(self.config, self._gpus(), self.samples)
         self.workload = Workload.of(self.config, self.samples)
 
     def _gpus(self) -> int:
-        """Return the number of ranks, from the samples of a step if the job's shards are those that were left.
+        """Return the number of ranks that the run recorded. Of an older run it is computed from the samples of a step.
 
-        Raises JobError if a step may have several batches, as the run does not record its ranks.
+        Raises JobError if such a step may have several batches, so that its samples do not tell the shards.
         """
+        if self.recorded is not None:
+            return self.recorded.ranks
         degrees = self.config.parallelism
         shards = degrees.data_parallel_shard_degree
         if shards == -1 and self.config.training.global_batch_size != -1:
@@ -64,6 +68,14 @@ class MeasuredRun:
             shards = max(1, self.samples // (local * replicas))
         product = degrees.data_parallel_replicate_degree * degrees.tensor_parallel_degree
         return shards * product * degrees.context_parallel_degree * degrees.pipeline_parallel_degree
+
+    def check_device(self, hardware: Hardware) -> None:
+        """Raise JobError if the run has recorded that it ran on other hardware."""
+        device = "cpu" if self.recorded is None else self.recorded.device
+        is_other = not hardware.matches(device) if hardware.device_names else device != "cpu"
+        if self.recorded is not None and is_other:
+            remedy = "give --gpu the hardware of the runs"
+            raise JobError(f"--from {self.name}: ran on {device}, which is not {hardware.title}; {remedy}")
 
     def predicted(self, hardware: Hardware, factors: Mapping[str, float]) -> float:
         """Return the seconds of a step by the formula, with the simulated bubble of a pipeline."""
@@ -77,6 +89,8 @@ def calibrate(folders: Sequence[Path], hardware: Hardware, usual: Calibration) -
     Raises JobError for a folder that is no run, or for a job that cannot be planned.
     """
     runs = [MeasuredRun(folder) for folder in folders]
+    for run in runs:
+        run.check_device(hardware)
     names = [*FACTORS, hardware.name]
 
     def factors_of(changes: Mapping[str, float]) -> dict[str, float]:
