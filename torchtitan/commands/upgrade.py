@@ -13,9 +13,8 @@ from tomlkit.items import Comment, Table
 from torchtitan.config.job import JobConfig
 from torchtitan.config.layers import Values, assemble, layer_of, merged, nest
 from torchtitan.config.manager import LARGEST_FILE, read_layers
-from torchtitan.config.old_float8 import EXCLUDE
 from torchtitan.config.options import ConfigError, Fault, options, show
-from torchtitan.config.renames import MOVED
+from torchtitan.config.renames import FLOAT8_EXCLUDE, MOVED
 from torchtitan.config.upgrade import Upgrade, upgrade
 from torchtitan.core.files import read_file
 from torchtitan.rules import WITHOUT_EFFECT, Facts
@@ -60,13 +59,15 @@ def _faults_without_effect(values: Values) -> list[Fault]:
 
 def _without_unmatched(values: Values, result: Upgrade) -> Values:
     """Leave out filters of float8 that match none of the model's linears: old files named routers for every model."""
-    names = linears_in_blocks(Facts(assemble(values, []), 1, "cpu")) if EXCLUDE in values else {}
-    unmatched = [pattern for pattern in values[EXCLUDE] if not fnmatch.filter(names, pattern)] if names else []
+    names = linears_in_blocks(Facts(assemble(values, []), 1, "cpu")) if FLOAT8_EXCLUDE in values else {}
+    unmatched = [pattern for pattern in values[FLOAT8_EXCLUDE] if not fnmatch.filter(names, pattern)] if names else []
     if not unmatched:
         return values
     dropped = ", ".join(unmatched)
-    result.notes.append(f"left out, changed nothing: {dropped} in {EXCLUDE} (no linear in float8 has such a name)")
-    return values | {EXCLUDE: [pattern for pattern in values[EXCLUDE] if pattern not in unmatched]}
+    result.notes.append(
+        f"left out, changed nothing: {dropped} in {FLOAT8_EXCLUDE} (no linear in float8 has such a name)"
+    )
+    return values | {FLOAT8_EXCLUDE: [pattern for pattern in values[FLOAT8_EXCLUDE] if pattern not in unmatched]}
 
 
 @dataclass

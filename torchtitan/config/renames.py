@@ -1,16 +1,32 @@
 """Options of torchtitan's older TOML dialects that have moved or no longer exist.
 
-Covers all dialects from the flat one of July 2024 to v0.2.2 (February 2026). upgrade.py translates whole jobs.
+Covers all dialects from the flat one of July 2024 to v0.2.2 (February 2026). upgrade.py translates whole jobs; the
+options of float8 training, which have to be read together, are translated here.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.config.old_float8 import CONVERTERS
 from torchtitan.core.errors import JobError
 
 Values = dict[str, Any]
+
+# float8 training, which the older dialects spread over up to three sections
+FLOAT8_CONVERTERS = ("float8", "quantize.linear.float8", "quantize.dense.float8")
+"""Names of the conversion in model.converters; also the sections of its options."""
+FLOAT8_SWITCHES = ("training.enable_float8_linear", "float8.enable_float8_linear")
+FLOAT8_RECIPES = ("tensorwise", "rowwise")
+FLOAT8_HEAD = "output"
+FLOAT8_AUTOMATIC = "auto_filter_small_kn"
+"""Excluded the matrices that torchao measured as too small."""
+FLOAT8_EXPERTS = (
+    "float8.moe_fqns",
+    "float8.moe_fqns_prototype",
+    "quantize.moe.float8.fqns",
+    "quantize.grouped_mm.float8.fqns",
+)
+FLOAT8, FLOAT8_EXCLUDE = "training.float8", "training.float8_exclude"
 
 
 @dataclass(frozen=True)
@@ -84,8 +100,8 @@ MOVED: dict[str, Moved] = {
     "lr_scheduler.lr_min": Moved("lr_scheduler.min_lr_factor"),
     "training.warmup_steps": Moved("lr_scheduler.warmup_steps"),
     **{f"{old}.enable_float8_linear": Moved("training.float8") for old in ("training", "float8")},
-    **{f"{old}.recipe_name": Moved("training.float8") for old in CONVERTERS},
-    **{f"{old}.filter_fqns": Moved("training.float8_exclude") for old in CONVERTERS},
+    **{f"{old}.recipe_name": Moved("training.float8") for old in FLOAT8_CONVERTERS},
+    **{f"{old}.filter_fqns": Moved("training.float8_exclude") for old in FLOAT8_CONVERTERS},
     "training.batch_size": Moved("training.local_batch_size"),
     "training.compile": Moved("compile.enable"),
     "training.seed": Moved("debug.seed"),
@@ -131,12 +147,12 @@ GONE: dict[str, Removed] = {
     **{
         f"{section}.{key}": Removed(reason, None)
         for section, reason, keys in (
-            *((name, _fp8_gather, _gathers) for name in ("training", *CONVERTERS)),
+            *((name, _fp8_gather, _gathers) for name in ("training", *FLOAT8_CONVERTERS)),
             ("training", _fp8, "float8_scaling_type_input float8_scaling_type_weight float8_scaling_type_grad_output"),
             ("float8", _fp8, "scaling_type_input scaling_type_weight scaling_type_grad_output"),
             ("float8", _fp8, "force_recompute_fp8_weight_in_bwd"),
             ("float8", _fp8_experts, "moe_fqns_prototype moe_fqns"),
-            *((name, _fp8, "emulate") for name in CONVERTERS),
+            *((name, _fp8, "emulate") for name in FLOAT8_CONVERTERS),
             ("mx", _mx, "moe_fqns"),
             ("mx", _mx, "use_fp8_dim1_cast_triton_kernel mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns"),
             ("quantize.linear.mx", _mx, "mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns"),
@@ -218,3 +234,54 @@ def renamed(key: str) -> Moved | Removed | None:
 def old_section(name: str) -> bool:
     """Return True if older dialects had options in this section that are no longer there."""
     return any(key.startswith(f"{name}.") for key in (*MOVED, *GONE))
+
+
+def translate_float8(
+    old: dict[str, Any], values: dict[str, Any], notes: list[str], stuck: list[tuple[str, Any, str]]
+) -> None:
+    """Move the options of float8 from `old` to `values`, or drop them where it was off.
+
+    Notes and options without a translation (option, value, reason) are appended to the lists.
+    """
+    converters = old.get("model.converters") or []
+    if not isinstance(converters, list):  # v0.1.0 separated the names by commas
+        converters = [name.strip() for name in str(converters).split(",")]
+    was_on = any(old.get(key) is True for key in FLOAT8_SWITCHES) or any(
+        name in FLOAT8_CONVERTERS for name in converters
+    )
+    options = {key: old.pop(key) for key in list(old) if _is_float8_option(key)}
+    if not was_on:
+        notes.extend(f"left out, changed nothing: {key} (float8 was off)" for key in options)
+        return
+    if other_names := [name for name in converters if name not in FLOAT8_CONVERTERS]:
+        old["model.converters"] = other_names
+    else:
+        old.pop("model.converters", None)
+    recipe: str = "tensorwise"
+    excluded: list[Any] = []
+    for key, value in options.items():
+        name = key.rpartition(".")[2]
+        if name == "recipe_name" and value is not None:
+            if value in FLOAT8_RECIPES:
+                recipe = value
+            else:
+                stuck.append((key, value, f"{FLOAT8} is one of {', '.join(FLOAT8_RECIPES)}"))
+        elif name == "filter_fqns":
+            excluded = value if isinstance(value, list) else [value]
+            if FLOAT8_AUTOMATIC in excluded:
+                stuck.append((key, value, f"list the linears to leave out, in {FLOAT8_EXCLUDE}"))
+        elif "scaling_type" in name and value != "dynamic":
+            stuck.append((key, value, "scales follow from the numbers of each product"))
+        elif key in FLOAT8_EXPERTS and value:
+            stuck.append((key, value, "stacks of experts stay in training.mixed_precision_param"))
+    values[FLOAT8] = recipe
+    if patterns := [f"*{name}*" for name in excluded if name not in (FLOAT8_HEAD, FLOAT8_AUTOMATIC)]:
+        values[FLOAT8_EXCLUDE] = patterns
+    notes.append(f"moved: {', '.join([*options] or ['model.converters'])} -> {FLOAT8}")
+    if FLOAT8_SWITCHES[0] not in options and FLOAT8_HEAD not in excluded:
+        notes.append("not the same: the head multiplied in float8 too; here it does not")
+
+
+def _is_float8_option(key: str) -> bool:
+    section = key.rpartition(".")[0]
+    return section in FLOAT8_CONVERTERS or key in FLOAT8_EXPERTS or (section == "training" and "float8" in key)

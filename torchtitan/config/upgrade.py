@@ -11,8 +11,7 @@ and numbers cannot express becomes a note, or the reason why there is no transla
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.config.old_float8 import translate_float8
-from torchtitan.config.renames import VALUES, Removed, Values, renamed
+from torchtitan.config.renames import VALUES, Removed, Values, renamed, translate_float8
 from torchtitan.core.errors import JobError
 
 V0_2_2 = "v0.2.2"
