@@ -10,6 +10,24 @@ from collections.abc import Mapping
 from torchtitan.core.constraints import LimitError
 
 DEGREES, SEQ_LEN = "parallelism.", "training.seq_len (or validation.seq_len)"
+NEEDS_DEGREE = {
+    "tensor_parallel_degree": (
+        "disable_sequence_parallel",
+        "disable_loss_parallel",
+        "enable_async_tensor_parallel",
+    ),
+    "context_parallel_degree": ("context_parallel_load_balancer", "context_parallel_rotate_method"),
+    "pipeline_parallel_degree": (
+        "module_fqns_per_model_part",
+        "pipeline_parallel_first_stage_less_layers",
+        "pipeline_parallel_last_stage_less_layers",
+        "pipeline_parallel_layers_per_stage",
+        "pipeline_parallel_schedule",
+        "pipeline_parallel_schedule_csv",
+        "pipeline_parallel_microbatch_size",
+    ),
+}
+"""Options that do nothing while their degree is 1."""
 
 
 def resolve_shard_degree(world_size: int, dp_shard: int, *, dp_replicate: int, cp: int, tp: int, pp: int) -> int:

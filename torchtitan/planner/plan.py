@@ -16,8 +16,8 @@ from torchtitan.config.sections.model import Parallelism
 from torchtitan.models import resolve_sizes
 from torchtitan.models.flops import causal_keys, flops_per_token, latent_flops_per_token
 from torchtitan.models.sizes import Sizes
+from torchtitan.parallelisms.degrees import NEEDS_DEGREE
 from torchtitan.parallelisms.pipeline.cut import schedule_traits, split_layers, stages_of_rank
-from torchtitan.rules.parallelism import NEEDS_DEGREE
 
 Changes = dict[str, Any]
 """Options of a job by dotted name."""

@@ -10,27 +10,8 @@ from torchtitan.config.options import Fault
 from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.constraints import LimitError, check_global_batch
 from torchtitan.parallelisms import degrees
-from torchtitan.parallelisms.degrees import check_expert_degree, check_num_experts
+from torchtitan.parallelisms.degrees import NEEDS_DEGREE, check_expert_degree, check_num_experts
 from torchtitan.rules.facts import Facts, Rule
-
-NEEDS_DEGREE = {
-    "tensor_parallel_degree": (
-        "disable_sequence_parallel",
-        "disable_loss_parallel",
-        "enable_async_tensor_parallel",
-    ),
-    "context_parallel_degree": ("context_parallel_load_balancer", "context_parallel_rotate_method"),
-    "pipeline_parallel_degree": (
-        "module_fqns_per_model_part",
-        "pipeline_parallel_first_stage_less_layers",
-        "pipeline_parallel_last_stage_less_layers",
-        "pipeline_parallel_layers_per_stage",
-        "pipeline_parallel_schedule",
-        "pipeline_parallel_schedule_csv",
-        "pipeline_parallel_microbatch_size",
-    ),
-}
-"""Options that do nothing while their degree is 1."""
 
 
 def degrees_fit_the_ranks(facts: Facts) -> Iterator[Fault]:
