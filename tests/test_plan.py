@@ -22,6 +22,7 @@ from torchtitan.launcher.run_folder import RecordedPlan, record_start
 from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
 from torchtitan.planner import answer, calibration
+from torchtitan.planner.measured_runs import MeasuredRun
 from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.rank_sizes import RankSizes
 from torchtitan.planner.search import Limits, Search
@@ -332,6 +333,20 @@ def test_the_recorded_plan_of_a_run_tells_its_ranks_and_device(tmp_path, capsys)
     with pytest.raises(JobError, match=r"ran on cpu, which is not NVIDIA H100 .*; give --gpu the hardware of the runs"):
         command.main([*SMALL, "--gpus", "2", "--from", str(tmp_path)])
     assert "(FSDP 4)" in run(capsys, *SMALL, "--gpus", "2", "--gpu", "cpu", "--quick", "--from", str(tmp_path))
+
+
+def test_the_plan_of_a_run_is_the_one_that_its_last_start_recorded(tmp_path):
+    """The steps of an earlier start, on other ranks, do not count. Lengths are those of the tokens that were read."""
+    config = load("debug_model", "--training.local_batch_size=1", "--training.global_batch_size=8")
+    for step, ranks in ((0, 1), (10, 4)):
+        plan = RecordedPlan(degrees={"tp": 1}, samples=8, ranks=ranks, ranks_per_machine=2, device="cpu")
+        record_start(tmp_path, manager.to_toml(config), step, plan)
+    rows = [{"step": step, "step_seconds": 1.0 if step > 10 else 9.0, "data_seconds": 0.25} for step in range(1, 20)]
+    lines = [json.dumps(row | {"tokens_per_second": 8 * 100 / row["step_seconds"]}) + "\n" for row in rows]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    measured = MeasuredRun(tmp_path)
+    assert (measured.plan.shards, measured.plan.passes, measured.samples) == (4, 2, 8)
+    assert (measured.seconds, measured.data_seconds, measured.workload.seq_len) == (1.0, 0.25, 100)
 
 
 def test_a_job_is_never_replaced_by_its_plan(tmp_path):

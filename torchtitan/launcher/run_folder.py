@@ -121,6 +121,12 @@ def job_of_step(folder: Path, step: int) -> Path:
     return max(starts)[1] if starts else folder / JOB_FILE
 
 
+def step_of_start(file: Path) -> int:
+    """Return the step from which the start with this job file went on; 0 if it is not recorded."""
+    match = _START.fullmatch(file.name)
+    return int(match[2]) if match else 0
+
+
 def is_run_folder(folder: Path) -> bool:
     """Return True if `record_start` has written to this folder."""
     starts = folder / STARTS_FOLDER

@@ -8,21 +8,8 @@ from typing import Any
 from torchtitan.core.errors import format_bytes
 from torchtitan.planner.failures import Failures
 from torchtitan.planner.search import Candidate, Result
-from torchtitan.planner.time_parts import Calibration
+from torchtitan.planner.time_parts import PARTS, Calibration
 
-PARTS = {
-    "products": "matrix products",
-    "attention": "attention",
-    "memory": "elementwise operations",
-    "recompute": "recompute",
-    "tp": "tensor parallel, exposed",
-    "cp": "context parallel, exposed",
-    "ep": "expert parallel, exposed",
-    "bubble": "pipeline bubble",
-    "fsdp": "gathers and reductions that do not hide",
-    "optimizer": "optimizer",
-}
-"""Parts of a step's time, in the order of tables."""
 COUNTED, SIMULATED, FORMULA, ASSUMED = "counted", "simulated", "formula", "assumed"
 ASSUMED_PARTS = {"cp": "messages", "fsdp": "messages", "optimizer": "optimizer"}
 """Parts that published runs do not fit, and the factor by which other runs do. None fits the optimizer."""

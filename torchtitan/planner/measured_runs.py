@@ -9,8 +9,8 @@ from pathlib import Path
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import Hardware
-from torchtitan.launcher.run_folder import newest_start, plan_of_start
-from torchtitan.metrics.json_lines import METRICS, read_records
+from torchtitan.launcher.run_folder import JOB_FILE, job_of_step, plan_of_start, step_of_start
+from torchtitan.metrics.json_lines import METRICS, Record, read_records
 from torchtitan.planner.calibration import SIGMAS, fit_factors
 from torchtitan.planner.plan import Plan, Workload, can_be_planned
 from torchtitan.planner.search import PipelineTimer
@@ -26,30 +26,38 @@ FEWEST_RUNS = 4
 
 
 class MeasuredRun:
-    """A run with a plan, and the median seconds of its steps."""
+    """A run with a plan, and the median seconds of its steps in the last start that logged any.
 
-    def __init__(self, folder: Path) -> None:
+    Raises JobError for a folder that is no run, and for a job whose steps the formulas do not describe. `records`: of
+    its metrics, if they have been read.
+    """
+
+    def __init__(self, folder: Path, records: Sequence[Record] | None = None) -> None:
         self.name = str(folder)
-        for name in ("config.toml", METRICS):
+        for name in (JOB_FILE, METRICS):
             if not (folder / name).is_file():
-                raise JobError(f"--from {folder}: has no {name}; give the dump_folder of a run")
+                raise JobError(f"{folder}: has no {name}; give the dump_folder of a run")
         try:
-            self.config = manager.load(["--job.config_file", str(folder / "config.toml")])
-            records = read_records(folder / METRICS)
+            records = read_records(folder / METRICS) if records is None else records
+            steps = [record for record in records if "step_seconds" in record and "marked" not in record]
+            file = job_of_step(folder, steps[-1]["step"] if steps else 1)
+            self.config = manager.load(["--job.config_file", str(file)])
         except (OSError, JobError) as error:
-            raise JobError(f"--from {folder}: cannot be read ({error}); give the dump_folder of a run") from None
-        steps = [record for record in records if "step_seconds" in record and "marked" not in record]
+            raise JobError(f"{folder}: cannot be read ({error}); give the dump_folder of a run") from None
+        steps = [record for record in steps if record["step"] > step_of_start(file)] or steps
         steps = steps[FIRST_STEPS:] or steps
         if not steps:
-            raise JobError(f"--from {folder}: no step has been logged; give a run that has trained some steps")
+            raise JobError(f"{folder}: no step has been logged; give a run that has trained some steps")
         if reason := can_be_planned(self.config):
-            raise JobError(f"--from {folder}: {reason}")
+            raise JobError(f"{folder}: {reason}")
+        self.recorded = plan_of_start(file)
         self.seconds = statistics.median(record["step_seconds"] for record in steps)
+        self.data_seconds = statistics.median(record.get("data_seconds") or 0.0 for record in steps)
         tokens = statistics.median(record["tokens_per_second"] * record["step_seconds"] for record in steps)
-        self.samples = round(tokens / self.config.training.seq_len)
-        self.recorded = plan_of_start(newest_start(folder))
+        self.samples = self.recorded.samples if self.recorded else round(tokens / self.config.training.seq_len)
         self.plan = Plan.of(self.config, self._gpus(), self.samples)
-        self.workload = Workload.of(self.config, self.samples)
+        workload = Workload.of(self.config, self.samples)
+        self.workload = replace(workload, seq_len=max(1, round(tokens / workload.rows)))  # records may vary in length
 
     def _gpus(self) -> int:
         """Return the number of ranks that the run recorded. Of an older run it is computed from the samples of a step.
@@ -62,7 +70,7 @@ class MeasuredRun:
         shards = degrees.data_parallel_shard_degree
         if shards == -1 and self.config.training.global_batch_size != -1:
             reason = "its ranks are not recorded, and training.global_batch_size does not tell them"
-            raise JobError(f"--from {self.name}: {reason}; give a run with parallelism.data_parallel_shard_degree set")
+            raise JobError(f"{self.name}: {reason}; give a run with parallelism.data_parallel_shard_degree set")
         if shards == -1:
             replicas, local = degrees.data_parallel_replicate_degree, self.config.training.local_batch_size
             shards = max(1, self.samples // (local * replicas))
@@ -75,7 +83,7 @@ class MeasuredRun:
         is_other = not hardware.matches(device) if hardware.device_names else device != "cpu"
         if self.recorded is not None and is_other:
             remedy = "give --gpu the hardware of the runs"
-            raise JobError(f"--from {self.name}: ran on {device}, which is not {hardware.title}; {remedy}")
+            raise JobError(f"{self.name}: ran on {device}, which is not {hardware.title}; {remedy}")
 
     def predicted(self, hardware: Hardware, factors: Mapping[str, float]) -> float:
         """Return the seconds of a step by the formula, with the simulated bubble of a pipeline."""
@@ -88,9 +96,12 @@ def calibrate(folders: Sequence[Path], hardware: Hardware, usual: Calibration) -
 
     Raises JobError for a folder that is no run, or for a job that cannot be planned.
     """
-    runs = [MeasuredRun(folder) for folder in folders]
-    for run in runs:
-        run.check_device(hardware)
+    try:
+        runs = [MeasuredRun(folder) for folder in folders]
+        for run in runs:
+            run.check_device(hardware)
+    except JobError as error:
+        raise JobError(f"--from {error}") from None
     names = [*FACTORS, hardware.name]
 
     def factors_of(changes: Mapping[str, float]) -> dict[str, float]:

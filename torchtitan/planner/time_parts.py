@@ -4,6 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+PARTS = {
+    "products": "matrix products",
+    "attention": "attention",
+    "memory": "elementwise operations",
+    "recompute": "recompute",
+    "tp": "tensor parallel, exposed",
+    "cp": "context parallel, exposed",
+    "ep": "expert parallel, exposed",
+    "bubble": "pipeline bubble",
+    "fsdp": "FSDP and replicas, exposed",
+    "optimizer": "optimizer",
+}
+"""Parts of a step's time, in the order of tables."""
 FACTORS = ("products", "attention", "memory", "messages", "tp", "async_tp", "ring", "ep", "float8")
 """Names of the factors: products, attention, operations bound by memory, all messages, exposed messages of tensor and
 expert parallel, attention over the keys of other ranks in a ring, and products in float8."""
