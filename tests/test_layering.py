@@ -69,6 +69,7 @@ TORCH_FREE = (
     "commands.check",
     "commands.list",
     "commands.checkpoints",
+    "commands.why",
     "adapters",
     "datasets",
     "datasets.tokenizer",

@@ -133,13 +133,22 @@ def test_published_factors_are_of_assumed_curves_and_of_gpus():
     assert calibration.usual_calibration(gpu).factors == calibration.PUBLISHED
 
 
+def test_accumulated_batches_of_a_pipeline_take_one_after_the_other():
+    plan = Plan(pp=2, schedule="1F1B", shards=2, microbatches=4)
+    formula = timer(dataclasses.replace(CPU, cores=8))
+    for predict in (formula.step_time, PipelineTimer(formula).step_time):
+        one, three = predict(plan).parts, predict(dataclasses.replace(plan, passes=3)).parts
+        assert one["bubble"] > 0 and one["fsdp"] > 0
+        assert three == pytest.approx({name: s * (1 if name == "optimizer" else 3) for name, s in one.items()})
+
+
 def test_only_runs_of_from_fit_messages():
     step = timer().step_time(Plan(shards=2, microbatch=8))
     memory = MemoryPrediction(1, 0, 0, 0, 0, 0, 1, 1)
     candidate = Candidate(Plan(shards=2), step, memory)
     for factors, evidence in (({}, "assumed"), ({"messages": 1.2}, "fitted on 3 runs")):
         lines = answer.explanation(candidate, Calibration(factors, evidence="fitted on 3 runs"))
-        assert any("gathers" in line and line.endswith(evidence) for line in lines)
+        assert any("FSDP" in line and line.endswith(evidence) for line in lines)
         assert any("optimizer" in line and line.endswith("assumed") for line in lines)
 
 

@@ -89,7 +89,10 @@ def output_of(capsys, *arguments: object, code: int = 0) -> str:
 def test_the_run_restarted(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (event,) = [row for row in rows if row.get("event") == "restart"]
-    assert (event["step"], event["rank"], event["steps_lost"]) == (INTERVAL, 1, 1)
+    assert (event["step"], event["steps_lost"]) == (
+        INTERVAL,
+        1,
+    )  # either rank may be seen to end first
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, STEPS + 1))
     assert [row["step"] for row in rows if "validation_loss" in row] == [3, 6]
 
@@ -116,7 +119,7 @@ def test_report_draws_it(home, run, copy, tmp_path, capsys):
     assert "<td>optimizer.lr</td><td>0.01</td><td>0.02</td>" in page.read_text()
     events, cut_events = [trace for trace in figure_in(page.read_text()) if "text" in trace]
     assert events["x"] == [2, 2, 4, 6] and cut_events["x"] == [2, 2]
-    assert events["text"][0].startswith("saved; ") and events["text"][1].startswith("restart: cause rank 1 was ended")
+    assert events["text"][0].startswith("saved; ") and events["text"][1].startswith("restart: cause rank ")
     losses = [trace for trace in figure_in(page.read_text()) if trace["name"].endswith(", as logged")]
     assert [trace["x"] for trace in losses] == [list(range(1, STEPS + 1)), [1, 2]]
     empty(copy)
@@ -128,6 +131,7 @@ def test_why_accounts_for_the_restart(run, copy, capsys):
     assert out.startswith(f"{run}: ") and "%  restarts\n" in out and "%  steps that were lost\n" in out
     assert "%  saving\n" in out and "%  validation" in out and "unknown: a rank" not in out
     assert "unknown: the time after" not in out
+    assert "by the planner's model" in out and ": FSDP 2 on Two cores of an AMD EPYC" in out, "the recorded plan"
     cut(copy)
     out = output_of(capsys, "why", copy)
     assert "restarts\n" not in out and "unknown: the time after step 2: the run logs its account of time at" in out

@@ -212,7 +212,7 @@ READ_ARGUMENTS = {
 }
 NO_FILES_TO_READ = {
     *(("bench", "--out"), ("bench", "--plot"), ("evaluate", "--out"), ("evaluate", "--plot"), ("plot", "--to")),
-    *(("estimate", "--gpu"), ("report", "--to"), ("sweep", "--over"), ("sweep", "--to")),
+    *(("estimate", "--gpu"), ("why", "--gpu"), ("report", "--to"), ("sweep", "--over"), ("sweep", "--to")),
     *(("export", "--to"), ("convert", "target"), ("schedule", "--out"), ("prepare", "--output")),
     *(("bench", "--sweep"), ("chat", "--system"), ("convert", "--add-tokens"), ("convert", "--eos-token")),
     *(("generate", "--prompt"), ("init", "file"), ("prepare", "--text-field"), ("presets", "arguments")),

@@ -1,8 +1,10 @@
 """`torchtitan why RUN`: what bounds a run's speed, from its own records, and what to change first.
 
 The shares of time by cause are from the account of time that a run logs at every save and at its end, over all of its
-starts. The bubble of a pipeline is simulated, as by `torchtitan schedule`. A gain is an upper bound: the time that a
-cause takes. Causes that the records do not tell apart are listed as unknown.
+starts. A gain is an upper bound: the time that a cause takes. The planner's model of the run's own job, plan and
+hardware divides the typical step, and names the fastest plan if the measured time is in the model's interval. Without a
+model the bubble of a pipeline is simulated, as by `torchtitan schedule`. What neither the records nor the model tell is
+listed as unknown.
 """
 
 import dataclasses
@@ -11,18 +13,21 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from torchtitan.commands.command_lines import parse_command
-from torchtitan.commands.schedule import ask
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import load
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
+from torchtitan.core.hardware import Hardware, load_hardware
+from torchtitan.core.progress_bar import waiting
 from torchtitan.launcher.run_folder import JOB_FILE
 from torchtitan.metrics.console import duration
 from torchtitan.metrics.goodput import CAUSES, SHORTEST_ADVISED_SECONDS, best_save_interval
 from torchtitan.metrics.json_lines import Record, is_finite, read_run
+from torchtitan.planner.measured_runs import UNEXPLAINED, MeasuredRun, ModelledStep
 
 WORTH_A_CHANGE = 0.05
 """Smallest share of all time for which a cause is said to bound the run."""
@@ -47,9 +52,10 @@ class Cause:
 
 def main(argv: list[str]) -> int:
     options, _ = parse_command("why", argv)
+    hardware = load_hardware(options.gpu) if options.gpu else None
     records = read_run(options.run)
     config = job_of_file(options.run / JOB_FILE)
-    print("\n".join(lines_of(options.run, records, config)))
+    print("\n".join(lines_of(options.run, records, config, hardware)))
     return 0
 
 
@@ -61,17 +67,23 @@ def job_of_file(path: Path) -> JobConfig | None:
         return None
 
 
-def lines_of(run: Path, records: list[Record], config: JobConfig | None) -> Iterator[str]:
+def lines_of(
+    run: Path, records: list[Record], config: JobConfig | None, hardware: Hardware | None = None
+) -> Iterator[str]:
+    """Yield the answer. `hardware`: of the run; None for that of the device that it recorded."""
     seconds = account_of(records)
     total = sum(seconds.values())
     if not total:
         raise JobError(f"{run}: no account of its time and no times of steps in its metrics; let it log a few steps")
-    causes = sorted(causes_of(seconds, records, config), key=lambda cause: -cause.gain)
     training = seconds.get("train", 0.0) / total
+    step, reason = model_of(run, records, hardware)
+    causes = sorted(causes_of(seconds, records, config, step is not None), key=lambda cause: -cause.gain)
     shares = {CAUSES[cause]: seconds.get(cause, 0.0) / total for cause in ONCE}
     yield f"{run}: {duration(total)} recorded, {100 * training:.1f} % of it training"
     for cause in sorted(causes, key=lambda cause: -cause.share):
         yield f"  {100 * cause.share:5.1f} %  {cause.name}"
+    if step is not None:
+        yield from step_lines(step)
     first = causes[0] if causes and causes[0].gain >= WORTH_A_CHANGE else None
     if first is None and sum(shares.values()) >= WORTH_A_CHANGE:
         yield f"too short to tell what bounds it: {100 * sum(shares.values()):.0f} % of it is spent once in each start"
@@ -79,11 +91,63 @@ def lines_of(run: Path, records: list[Record], config: JobConfig | None) -> Iter
         yield f"bound by the steps themselves: no other cause takes {100 * WORTH_A_CHANGE:.0f} % of the time"
     else:
         yield f"bound by {first.name}; at most {1 / (1 - min(first.gain, 0.999)):.2f} times as fast without it"
-        yield f"change first: {first.remedy}"
-    remedies = dict.fromkeys(cause.remedy for cause in causes if cause.gain >= WORTH_A_CHANGE)  # without repetitions
-    yield from (f"then: {remedy}" for remedy in list(remedies)[1:])
+    changes = sorted([*causes, *(plan_changes(step, training) if step else ())], key=lambda cause: -cause.gain)
+    remedies = dict.fromkeys(cause.remedy for cause in changes if cause.gain >= WORTH_A_CHANGE)  # without repetitions
+    yield from (f"{'then' if index else 'change first'}: {remedy}" for index, remedy in enumerate(remedies))
     yield from (f"a {cause.remedy}" for cause in causes if not cause.gain and cause.share >= WORTH_A_CHANGE)
-    yield from (f"unknown: {text}" for text in unknowns(records, config, causes))
+    if reason and config is not None:
+        yield f"unknown: the parts of a step by the planner's model: {reason}"
+    yield from (f"unknown: {text}" for text in unknowns(records, config, causes, step))
+
+
+def model_of(run: Path, records: list[Record], hardware: Hardware | None) -> tuple[ModelledStep | None, str]:
+    """Return the planner's model of the run's typical step, or None and the reason."""
+    try:
+        return ModelledStep.of(MeasuredRun(run, records), hardware), ""
+    except JobError as error:
+        return None, str(error).removeprefix(f"{run}: ")
+
+
+def step_lines(step: ModelledStep) -> Iterator[str]:
+    """Yield what takes the typical step, and what bounds it."""
+    time, run = step.time, step.run
+    yield (
+        f"a step takes {run.seconds:.4g} s, by the planner's model {time.low:.4g} to {time.high:.4g} s without data: "
+        f"{run.plan} on {step.hardware.title} ({step.calibration.evidence})"
+    )
+    if step.busy_seconds < time.low:
+        yield "what bounds the steps is not known: they take less time than the model's interval, so it is wrong here"
+        return
+    shares = step.shares()
+    yield from (f"  {100 * share:5.1f} %  {name}" for name, share in shares.items() if share >= 0.001)
+    bound = next(iter(shares))
+    if step.busy_seconds > time.high:
+        bound = f"{UNEXPLAINED}: they take longer than its interval, and it cannot know why"
+    yield f"the steps are bound by {bound}"
+
+
+def plan_changes(step: ModelledStep, training: float) -> Iterator[Cause]:
+    """Yield the planner's fastest plan on the ranks of the run, if the model explains the steps and it is faster."""
+    if step.busy_seconds > step.time.high:
+        share = training * step.shares()[UNEXPLAINED]
+        yield Cause(
+            UNEXPLAINED, share, share, f"to see what takes the unexplained time, {look_inside(step.run.config)}"
+        )
+    if not step.time.low <= step.busy_seconds <= step.time.high:
+        return
+    with waiting("plans are searched"):
+        best = step.fastest()
+    if best is not None and best.time.seconds < step.time.seconds:
+        plan = best.plan
+        share, least, most = step.savings(best.time)
+        yield Cause(
+            "the plan",
+            training * share,
+            training * share,
+            f"the fastest legal plan on these {plan.gpus} ranks, which saves {100 * share:.0f} % of a step by the "
+            f"model ({100 * least:.0f} to {100 * most:.0f} %): {plan}; batch {plan.batch}; "
+            f"{plan.recompute_text}; `torchtitan plan` writes it as a job",
+        )
 
 
 def account_of(records: list[Record]) -> dict[str, float]:
@@ -102,8 +166,13 @@ def account_of(records: list[Record]) -> dict[str, float]:
     return seconds
 
 
-def causes_of(seconds: dict[str, float], records: list[Record], config: JobConfig | None) -> Iterator[Cause]:
-    """Yield the causes of time besides training, and of time within training as far as the records show it."""
+def causes_of(
+    seconds: dict[str, float], records: list[Record], config: JobConfig | None, is_modelled: bool = False
+) -> Iterator[Cause]:
+    """Yield the causes of time besides training, and of time within training as far as the records show it.
+
+    `is_modelled`: the planner's model has the bubble of a pipeline.
+    """
     total = sum(seconds.values())
     for cause, spent in seconds.items():
         if cause != "train" and spent >= 0.001 * total:
@@ -121,7 +190,7 @@ def causes_of(seconds: dict[str, float], records: list[Record], config: JobConfi
             remedy = f"look for other programs on the machine, and {look_inside(config)}"
             yield Cause(name, excess, excess, remedy)
     yield from slow_ranks_of(records, training)
-    if config is not None and config.parallelism.pipeline_parallel_degree > 1:
+    if config is not None and config.parallelism.pipeline_parallel_degree > 1 and not is_modelled:
         with suppress(JobError):  # no such schedule here: see unknowns
             yield bubble_of(config, training)
 
@@ -152,7 +221,7 @@ def slow_ranks_of(records: list[Record], training: float) -> Iterator[Cause]:
 def bubble_of(config: JobConfig, training: float) -> Cause:
     """Return the idle time of the pipeline within training, simulated, and the gain of twice as many microbatches."""
     options, job = parse_command("schedule", ["--job.config_file", *config.job.config_file])
-    question = ask(options, job)
+    question = resolve_name("torchtitan.commands.schedule:ask")(options, job)  # needs torch
     share = question.simulated(question.table()).bubble_share
     larger = dataclasses.replace(question, microbatches=2 * question.microbatches)
     better = larger.simulated(larger.table()).bubble_share
@@ -208,15 +277,22 @@ def save_remedy(records: list[Record], config: JobConfig | None, total: float, s
     return "; ".join(advice) or "a longer checkpoint.interval"
 
 
-def unknowns(records: list[Record], config: JobConfig | None, causes: list[Cause]) -> Iterator[str]:
-    """Yield the causes that the records cannot tell apart."""
+def unknowns(
+    records: list[Record], config: JobConfig | None, causes: list[Cause], step: ModelledStep | None = None
+) -> Iterator[str]:
+    """Yield the causes that neither the records nor the planner's model tell apart."""
     rows = [row for row in steady(records) if is_finite(row.get("mfu_full"))]
     if rows:
         mfu = statistics.median(row["mfu_full"] for row in rows)
         yield f"the parts of the steps that are not at the device's peak (MFU {100 * mfu:.1f} %)"
-    yield f"host time, kernels and exposed communication within a step: {look_inside(config)}"
+    if step is None:
+        yield f"host time, kernels and exposed communication within a step: {look_inside(config)}"
+    else:
+        yield f"host time and slow kernels within a step, which the model does not have: {look_inside(config)}"
+    if step is not None and step.hardware.name == "cpu":
+        yield f"whether the CPU is like {step.hardware.title}; `torchtitan bench --hardware FILE` measures it for --gpu"
     has_pipeline = config is not None and config.parallelism.pipeline_parallel_degree > 1
-    if has_pipeline and not any(cause.name.startswith(BUBBLE) for cause in causes):
+    if has_pipeline and step is None and not any(cause.name.startswith(BUBBLE) for cause in causes):
         yield f"bubble of the pipeline: `torchtitan schedule --job.config_file RUN/{JOB_FILE}` says why"
     if not any("slowest_ratio" in record for record in records):
         yield "a rank slower than the others: only data-parallel ranks are timed, unless all blocks are compiled as one"

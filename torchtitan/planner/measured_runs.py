@@ -1,28 +1,42 @@
-"""Measured steps of runs, to calibrate the planner: medians of metrics.jsonl and the run's config.toml."""
+"""Measured steps of runs: to calibrate the planner, and to compare them with its model.
+
+The simulator of pipelines and the search, which need torch, are loaded when they are used.
+"""
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
 
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
-from torchtitan.core.hardware import Hardware
+from torchtitan.core.hardware import Hardware, find_hardware, load_hardware
 from torchtitan.launcher.run_folder import JOB_FILE, job_of_step, plan_of_start, step_of_start
-from torchtitan.metrics.json_lines import METRICS, Record, read_records
-from torchtitan.planner.calibration import SIGMAS, fit_factors
+from torchtitan.metrics.json_lines import METRICS, Record, is_finite, read_records
+from torchtitan.planner.calibration import SIGMAS, fit_factors, usual_calibration
 from torchtitan.planner.plan import Plan, Workload, can_be_planned
-from torchtitan.planner.search import PipelineTimer
 from torchtitan.planner.step_time import StepTimer
-from torchtitan.planner.time_parts import FACTORS, Calibration
+from torchtitan.planner.time_parts import FACTORS, PARTS, Calibration, Parts, StepTime
 
 FIRST_STEPS = 3
 """Steps at the start of a run that are left out: the compiler and the allocator work in them."""
 LEAST_SPREAD = 0.1
 """Smallest relative error of an interval."""
+DATA, COMPUTATION, UNEXPLAINED = "waiting for data", "computation", "what the model does not explain"
+COMPUTATION_PARTS = ("products", "attention", "memory", "optimizer")
+"""Parts of the model (PARTS) that are computation."""
 FEWEST_RUNS = 4
 """Fewer runs keep the usual interval: ten factors can fit them whatever the formula is worth."""
+
+
+def is_typical(record: Record) -> bool:
+    """Return True for logged steps without a save, a validation or a first step."""
+    measured = (record.get("step_seconds"), record.get("tokens_per_second"))
+    return "marked" not in record and all(is_finite(value) and value > 0 for value in measured)
 
 
 class MeasuredRun:
@@ -39,7 +53,7 @@ class MeasuredRun:
                 raise JobError(f"{folder}: has no {name}; give the dump_folder of a run")
         try:
             records = read_records(folder / METRICS) if records is None else records
-            steps = [record for record in records if "step_seconds" in record and "marked" not in record]
+            steps = [record for record in records if is_typical(record)]
             file = job_of_step(folder, steps[-1]["step"] if steps else 1)
             self.config = manager.load(["--job.config_file", str(file)])
         except (OSError, JobError) as error:
@@ -48,13 +62,20 @@ class MeasuredRun:
         steps = steps[FIRST_STEPS:] or steps
         if not steps:
             raise JobError(f"{folder}: no step has been logged; give a run that has trained some steps")
-        if reason := can_be_planned(self.config):
+        try:
+            reason = can_be_planned(self.config)
+        except KeyError:  # of a package that is not installed here
+            model = self.config.model
+            reason = f"model.name = {model.name!r} with model.flavor = {model.flavor!r}: not known here"
+        if reason:
             raise JobError(f"{folder}: {reason}")
         self.recorded = plan_of_start(file)
         self.seconds = statistics.median(record["step_seconds"] for record in steps)
         self.data_seconds = statistics.median(record.get("data_seconds") or 0.0 for record in steps)
         tokens = statistics.median(record["tokens_per_second"] * record["step_seconds"] for record in steps)
         self.samples = self.recorded.samples if self.recorded else round(tokens / self.config.training.seq_len)
+        if not self.samples:
+            raise JobError(f"{folder}: its steps have fewer tokens than a sample; give a run with its own {JOB_FILE}")
         self.plan = Plan.of(self.config, self._gpus(), self.samples)
         workload = Workload.of(self.config, self.samples)
         self.workload = replace(workload, seq_len=max(1, round(tokens / workload.rows)))  # records may vary in length
@@ -87,8 +108,79 @@ class MeasuredRun:
 
     def predicted(self, hardware: Hardware, factors: Mapping[str, float]) -> float:
         """Return the seconds of a step by the formula, with the simulated bubble of a pipeline."""
-        timer = PipelineTimer(StepTimer(self.workload, hardware, Calibration(factors)))
-        return timer.step_time(self.plan).seconds
+        return self.step_time(hardware, Calibration(factors)).seconds
+
+    def step_time(self, hardware: Hardware, calibration: Calibration) -> StepTime:
+        """Predict a step of the run's plan."""
+        timer = StepTimer(self.workload, hardware, calibration)
+        if self.plan.pp > 1:
+            timer = resolve_name("torchtitan.planner.search:PipelineTimer")(timer)
+        return timer.step_time(self.plan)
+
+
+@dataclass(frozen=True)
+class ModelledStep:
+    """The typical step of a run and the planner's model of it."""
+
+    run: MeasuredRun
+    hardware: Hardware
+    calibration: Calibration
+
+    @classmethod
+    def of(cls, run: MeasuredRun, hardware: Hardware | None = None) -> "ModelledStep":
+        """Model a run, by default on the device that it recorded. Raises JobError if no figures describe that."""
+        if hardware is None:
+            device = run.recorded.device if run.recorded else ""
+            hardware = load_hardware(device) if device == "cpu" else find_hardware(device)
+            if hardware is None:
+                reason = f"no figures of {device}" if device else "the run has not recorded its device"
+                raise JobError(f"{run.name}: {reason}; give --gpu NAME, or a file of `torchtitan bench --hardware`")
+        if run.recorded is not None:
+            hardware = replace(hardware, devices_per_machine=run.recorded.ranks_per_machine)
+        return cls(run, hardware, usual_calibration(hardware))
+
+    @cached_property
+    def time(self) -> StepTime:
+        """The prediction for the plan of the run."""
+        return self.run.step_time(self.hardware, self.calibration)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds of a step without the wait for data, which the model leaves out."""
+        return max(0.0, self.run.seconds - self.run.data_seconds)
+
+    @property
+    def scale(self) -> float:
+        """Factor of the model's seconds where it predicts more than was measured; else 1."""
+        return min(1.0, self.busy_seconds / self.time.seconds)
+
+    def shares(self) -> dict[str, float]:
+        """Return the shares of the measured step by what takes them, largest first."""
+        shares = Parts({DATA: self.run.data_seconds, UNEXPLAINED: self.busy_seconds})
+        for name, seconds in self.time.parts.items():
+            shares[COMPUTATION if name in COMPUTATION_PARTS else PARTS[name]] += self.scale * seconds
+            shares[UNEXPLAINED] -= self.scale * seconds
+        return {name: shares[name] / self.run.seconds for name in sorted(shares, key=lambda name: -shares[name])}
+
+    def fastest(self) -> Any:
+        """Return the planner's fastest legal plan on the ranks of the run; None if none fits."""
+        run, device = self.run, "cuda" if self.hardware.device_names else "cpu"
+        planner = resolve_name("torchtitan.planner.search")
+        search = planner.Search(run.config, run.workload, run.samples, self.hardware, self.calibration, device)
+        best = search.find(run.plan.gpus, 1, planner.Limits(self.hardware.memory_gib * 2**30)).best
+        return best[0] if best else None
+
+    def savings(self, other: StepTime) -> tuple[float, float, float]:
+        """Return the share of the measured step that another plan saves by the model, and the ends of its interval.
+
+        The time of the run's own plan is measured, so the interval is that of the other plan's time alone.
+        """
+        spread = 1 + max(self.time.spread, other.spread)
+        least, most = (
+            self.scale * (self.time.seconds - seconds) / self.run.seconds
+            for seconds in (other.seconds * spread, other.seconds / spread)
+        )
+        return self.scale * (self.time.seconds - other.seconds) / self.run.seconds, least, most
 
 
 def calibrate(folders: Sequence[Path], hardware: Hardware, usual: Calibration) -> tuple[Calibration, list[str]]:

@@ -1,0 +1,143 @@
+"""Tests of the planner's model in `torchtitan why`: parts of a step by axis, and the plan that it proposes."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from torchtitan import cli
+from torchtitan.config import manager
+from torchtitan.core.hardware import FOLDER, load_hardware
+from torchtitan.launcher.run_folder import RecordedPlan, record_start
+from torchtitan.planner.measured_runs import UNEXPLAINED, MeasuredRun, ModelledStep
+
+H100 = "NVIDIA H100 80GB HBM3"
+DATA_SECONDS = 0.01
+TENSOR_PARALLEL = ["llama3_8b", "--parallelism.tensor_parallel_degree=4", "--training.local_batch_size=1"]
+PIPELINE = ["llama3_8b", "--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=2"]
+
+
+def write_run(folder, job, ranks, device=H100, factor=1.0, hardware=None):
+    """Write a run of 16 samples a step on one machine, whose steps take `factor` times what the model predicts."""
+    config = manager.load([*job, "--training.global_batch_size=16"])
+    record_start(folder, manager.to_toml(config), 0, RecordedPlan({"tp": 1}, 16, ranks, ranks, device))
+    tokens = 16 * config.training.seq_len
+
+    def write(seconds):
+        rates = {"step_seconds": seconds, "data_seconds": DATA_SECONDS, "tokens_per_second": tokens / seconds}
+        rows = ({"step": step, "loss": 1.0, **rates} for step in range(1, 20))
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write(1.0)
+    step = ModelledStep.of(MeasuredRun(folder), hardware)
+    write(DATA_SECONDS + factor * step.time.seconds)
+    return ModelledStep.of(MeasuredRun(folder), hardware)
+
+
+def output_of(capsys, *arguments, code=0):
+    assert cli.main([str(argument) for argument in arguments]) == code
+    output = capsys.readouterr()
+    return output.out if code == 0 else output.err
+
+
+@pytest.mark.parametrize(
+    ("job", "part", "title"),
+    [(TENSOR_PARALLEL, "tp", "tensor parallel, exposed"), (PIPELINE, "bubble", "pipeline bubble")],
+    ids=["tensor parallel", "pipeline"],
+)
+def test_parts_and_savings_are_those_of_the_planner(job, part, title, tmp_path, capsys):
+    """A step is 1.1 times what `torchtitan plan` predicts for the job, so that 0.1 of it is not explained."""
+    step = write_run(tmp_path, job, 8, factor=1.1)
+    command = ["plan", tmp_path / "config.toml", "--gpus=8", "--gpu=h100-80", "--quick", "--json", "--top=1"]
+    answer = json.loads(output_of(capsys, *command))
+    own, best = answer["job"], answer["plans"][0]
+    shares, measured = step.shares(), DATA_SECONDS + 1.1 * own["step_seconds"]
+    assert step.run.seconds == pytest.approx(measured) and sum(shares.values()) == pytest.approx(1)
+    assert shares[UNEXPLAINED] == pytest.approx(0.1 * own["step_seconds"] / measured)
+    assert shares["waiting for data"] == pytest.approx(DATA_SECONDS / measured)
+    assert shares[title] == pytest.approx(own["parts"][part] / measured) and shares[title] > 0.05
+    assert shares["recompute"] == pytest.approx(own["parts"]["recompute"] / measured)
+    saved = [own["step_seconds"] - best[name] for name in ("step_seconds", "step_seconds_high", "step_seconds_low")]
+    lines = output_of(capsys, "why", tmp_path).splitlines()
+    (change,) = [line for line in lines if line.startswith("change first: ")]
+    percent, least, most = (f"{100 * seconds / measured:.0f}" for seconds in saved)
+    assert f"on these 8 ranks, which saves {percent} % of a step by the model ({least} to {most} %): " in change
+    assert "the steps are bound by computation" in lines and float(percent) > 10
+
+
+@pytest.mark.parametrize(
+    ("options", "title"),
+    [
+        (["--parallelism.tensor_parallel_degree=2"], "tensor parallel, exposed"),
+        ([], "FSDP and replicas, exposed"),
+        (["--parallelism.data_parallel_replicate_degree=2"], "FSDP and replicas, exposed"),
+        (["--parallelism.context_parallel_degree=2", "--training.seq_len=65536"], "context parallel, exposed"),
+        (["--model.name=qwen3_moe", "--model.flavor=debugmodel", "--parallelism.expert_parallel_degree=2"], "expert"),
+    ],
+    ids=["tp", "fsdp", "replicas", "cp", "ep"],
+)
+def test_slow_links_bound_the_axis_that_uses_them(options, title, tmp_path, capsys):
+    path = tmp_path / "slow.toml"
+    text = (FOLDER / "cpu.toml").read_text()
+    path.write_text(re.sub("^bandwidth = .*", "bandwidth = 1e3", text, flags=re.MULTILINE))
+    job = ["debug_model", "--training.local_batch_size=8", *options]
+    step = write_run(tmp_path / "run", job, 2, "cpu", hardware=load_hardware(str(path)))
+    assert next(iter(step.shares())).startswith(title)
+    out = output_of(capsys, "why", tmp_path / "run", "--gpu", path)
+    assert f"the steps are bound by {title}" in out and "unknown: whether the CPU" not in out
+
+
+@pytest.mark.parametrize(
+    ("factor", "line"),
+    [
+        (2.0, f"the steps are bound by {UNEXPLAINED}: they take longer than its interval, and it cannot know why"),
+        (0.5, "what bounds the steps is not known: they take less time than the model's interval, so it is wrong here"),
+    ],
+)
+def test_steps_outside_the_interval_of_the_model(factor, line, tmp_path, capsys, monkeypatch):
+    """The model cannot know then, and proposes no plan."""
+    write_run(tmp_path, TENSOR_PARALLEL, 8, factor=factor)
+    monkeypatch.setattr(ModelledStep, "fastest", lambda step: pytest.fail("plans are searched"))
+    lines = output_of(capsys, "why", tmp_path).splitlines()
+    assert line in lines and not any("legal plan" in other for other in lines)
+    changes = [other for other in lines if other.startswith("change first: ")]
+    assert changes == [
+        "change first: to see what takes the unexplained time, set profiling.enable_profiling for some steps"
+    ] * (factor > 1)
+
+
+def test_the_fastest_plan_is_no_change(tmp_path, capsys, monkeypatch):
+    step = write_run(tmp_path, TENSOR_PARALLEL, 8)
+    for best in (None, replace(step.fastest(), time=step.time)):
+        monkeypatch.setattr(ModelledStep, "fastest", lambda step, best=best: best)
+        assert "change first" not in output_of(capsys, "why", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("job", "device", "reason"),
+    [
+        (TENSOR_PARALLEL, "Mystery 9000", "no figures of Mystery 9000; give --gpu NAME, or a file of"),
+        (["debug_model", "--adapter.kind=lora"], "cpu", "adapter.kind = 'lora': the formulas are of jobs that"),
+        (["debug_model", "--model.flavor=mine"], "cpu", "model.name = 'llama3' with model.flavor = 'mine': not known"),
+        (TENSOR_PARALLEL, None, "the run has not recorded its device; give --gpu NAME"),
+    ],
+)
+def test_what_the_model_cannot_know_is_said(job, device, reason, tmp_path, capsys):
+    write_run(tmp_path, TENSOR_PARALLEL, 8)
+    record_start(
+        tmp_path,
+        manager.to_toml(manager.load([*job, "--parallelism.data_parallel_shard_degree=2"])),
+        0,
+        None if device is None else RecordedPlan({"tp": 1}, 16, 8, 8, device),
+    )
+    out = output_of(capsys, "why", tmp_path)
+    assert f"\nunknown: the parts of a step by the planner's model: {reason}" in out
+    assert "the steps are bound by" not in out
+    if job is TENSOR_PARALLEL:
+        assert "on NVIDIA H200" in output_of(capsys, "why", tmp_path, "--gpu=h200")
+
+
+def test_hardware_that_is_not_known_is_a_line(tmp_path, capsys):
+    write_run(tmp_path, TENSOR_PARALLEL, 8)
+    assert "--gpu: given 'h99'; allowed: a10, " in output_of(capsys, "why", tmp_path, "--gpu=h99", code=2)
