@@ -229,7 +229,7 @@ class StepTimer:
         if plan.pp > 1:
             return self.finished(plan, self._pipeline_parts(plan), with_fsdp)
         parts = self._sum(plan, self.stages(plan), with_head=True)
-        return self.finished(plan, Parts({name: seconds * plan.passes for name, seconds in parts.items()}), with_fsdp)
+        return self.finished(plan, parts, with_fsdp)
 
     def _pipeline_parts(self, plan: Plan) -> Parts:
         """Return the seconds of the rank that takes the longest, by part, with a lower bound of its bubble.
@@ -271,7 +271,8 @@ class StepTimer:
         return self._sum(plan, [stages[number] for number in numbers], len(stages) - 1 in numbers)
 
     def finished(self, plan: Plan, parts: Parts, with_fsdp: bool = True, simulated: bool = False) -> StepTime:
-        """Add FSDP, gradients of replicas and the optimizer to a step's parts."""
+        """Return the time of a step by the parts of a batch, with FSDP, gradients of replicas and the optimizer."""
+        parts = Parts({name: seconds * plan.passes for name, seconds in parts.items()})
         weights = self.rank_weights(plan)
         local = self.stored(plan, weights)
         computed = sum(parts[name] for name in COMPUTED)
@@ -323,8 +324,8 @@ class StepTimer:
     def _fsdp(self, plan: Plan, weights: Weights, computed: float) -> float:
         """Return the seconds of gathers and reductions that computation does not hide."""
         gather, reduce = (self._exchange(plan, weights, size) for size in (self.workload.compute_bytes, 4))
-        if plan.pp > 1:  # once in a step, while the first microbatches fill the pipeline
-            return (0.5 if self.messages.overlap else 1.0) * (gather + reduce)
+        if plan.pp > 1:  # once in a batch, while the first microbatches fill the pipeline
+            return (0.5 if self.messages.overlap else 1.0) * plan.passes * (gather + reduce)
         total = plan.passes * (2 * gather + reduce)
         if not self.messages.overlap:
             return total
