@@ -73,6 +73,10 @@ REFUSED = [
     (["--optimizer.name=Adam"], 'optimizer.name: given "Adam"; allowed: "AdamW", as in step-00000060'),
     (["--training.mixed_precision_param=float32"], 'mixed_precision_param: given "float32"; allowed: "bfloat16", as'),
     (["--training.global_batch_size=16"], "training.global_batch_size: given 16; allowed: 8, as in step-00000060"),
+    (
+        ["--training.local_batch_size=4"],
+        "as in step-00000060; it follows from the number of ranks: give as many, or set",
+    ),
     (["--lr_scheduler.warmup_steps=7"], "lr_scheduler.warmup_steps: given 7; allowed: nothing, as in step-00000060"),
     (
         ["--model.overrides={n_heads = 2, n_layers = 2}"],

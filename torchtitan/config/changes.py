@@ -209,6 +209,8 @@ def _changed_options(saved: Mapping[str, Any], now: Mapping[str, Any], note: str
         default = DEFAULTS.get(key, option.default)
         before, today = saved_value(saved["job"], key, default), saved_value(now["job"], key, default)
         if key == SAMPLES:
+            if today == default:
+                note += f"it follows from the number of ranks: give as many, or set it to {saved.get('samples')}; else "
             before, today = saved.get("samples"), now["samples"]
         if before != today:
             yield Change(key, show(before), show(today), note * (key == SAMPLES))
