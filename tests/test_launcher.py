@@ -29,7 +29,7 @@ from torchtitan.launcher.monitor import RankMonitor
 from torchtitan.process.exit import exit_with
 monitor.FOLLOW_SECONDS, monitor.SHUTDOWN_SECONDS, processes.ONE_REQUEST_SECONDS = {follow}, {shutdown}, 0
 queue = SignalQueue()
-ranks = Processes([sys.executable, "-c", sys.argv[1]], 2)
+ranks = Processes([sys.executable, "-c", sys.argv[1]], 2, can_fork={can_fork})
 exit_with(RankMonitor(ranks, queue, HangLimits(1000, 1000), Path("unused")).wait)
 """
 # Helpers for the programs of ranks: report a phase to the launcher, and send lines to the test.
@@ -60,9 +60,14 @@ def wait_to_be_asked():
 """
 
 
-def start(program: str, follow: float = 100, shutdown: float = 100, **options) -> subprocess.Popen:
-    """Start a launcher of two ranks that run `program`, with a pipe for its output."""
-    command = [sys.executable, "-c", LAUNCHER.format(follow=follow, shutdown=shutdown), RANK + program]
+def start(
+    program: str, follow: float = 100, shutdown: float = 100, can_fork: bool = False, **options
+) -> subprocess.Popen:
+    """Start a launcher of two ranks that run `program`, with a pipe for its output. With `can_fork`, the program has to
+    begin with a fork server, which is the place for RANK.
+    """
+    launcher = LAUNCHER.format(follow=follow, shutdown=shutdown, can_fork=can_fork)
+    command = [sys.executable, "-c", launcher, program if can_fork else RANK + program]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) | options
     started.append(subprocess.Popen(command, cwd=jobs.ROOT, start_new_session=True, **pipes))
     return started[-1]
@@ -96,10 +101,7 @@ def has_ended(pid: int, seconds: float = 60) -> bool:
     """True if a process ends, or is a zombie, within `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except FileNotFoundError:
+        if jobs.ended(pid):
             return True
         time.sleep(0.02)
     return False

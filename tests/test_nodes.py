@@ -23,7 +23,7 @@ from torchtitan.launcher.nodes import Nodes
 from torchtitan.launcher.run_folder import SECRET_FILE
 from torchtitan.process import distributed
 from torchtitan.process.heartbeat import Progress
-from torchtitan.process.ranks import Launcher, Ranks, environment_of
+from torchtitan.process.ranks import Launcher, Ranks, variables_of
 from torchtitan.training.trainer import Trainer
 
 
@@ -44,9 +44,9 @@ def start(argv: list[str], head: str = "127.0.0.1") -> list[subprocess.Popen]:
 
 def test_ranks_are_numbered_across_machines():
     launcher = Launcher(1, "", "", "", "", 3)
-    environment = environment_of(1, 4, launcher, (2, 1, "10.0.0.1", 29500))
+    variables = variables_of(1, 4, launcher, (2, 1, "10.0.0.1", 29500))
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-    assert [environment[name] for name in names] == ["5", "1", "8", "4", "1", "10.0.0.1", "29500"]
+    assert [variables[name] for name in names] == ["5", "1", "8", "4", "1", "10.0.0.1", "29500"]
 
 
 @pytest.mark.parametrize(

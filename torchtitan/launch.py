@@ -192,7 +192,8 @@ def start_ranks(
     """Start the ranks of this machine and return their monitor. `program`: by default PROGRAM."""
     command = [*(program or PROGRAM), *arguments]
     limits = HangLimits(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds)
-    ranks = Processes(command, num_ranks, restart, nodes, listener)
+    can_fork = program is None and likely_device() == "cpu"
+    ranks = Processes(command, num_ranks, restart, nodes, listener, can_fork)
     return RankMonitor(ranks, queue, limits, Path(config.job.dump_folder) / HANGS_FOLDER, peers, export_advice(config))
 
 

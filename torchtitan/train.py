@@ -10,6 +10,7 @@ if __name__ == "__main__":  # as `torchtitan train`; its --help does not wait fo
     cli.run("train")
 
 import faulthandler
+import importlib
 import logging
 import signal
 import time
@@ -21,7 +22,8 @@ from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError, wrap_lines
 from torchtitan.launch import launch, load_job
-from torchtitan.launcher.hangs import respond_to_launcher
+from torchtitan.launcher.forks import first_rank, fork_ranks
+from torchtitan.launcher.hangs import respond_to_launcher, write_stacks_on_request
 from torchtitan.launcher.lock import hold_lock, this_process
 from torchtitan.launcher.processes import StopRequests
 from torchtitan.launcher.run_folder import LOGS_FOLDER, empty_folder
@@ -41,7 +43,7 @@ from torchtitan.process.exit import (
     stop_signals,
 )
 from torchtitan.process.machine import no_gc_during_imports
-from torchtitan.process.ranks import Ranks, read_ranks, slurm_job, started_as_rank
+from torchtitan.process.ranks import Launcher, Ranks, read_ranks, slurm_job, started_as_rank
 from torchtitan.process.run_log import set_up_logging
 
 logger = logging.getLogger("torchtitan.train")
@@ -50,9 +52,12 @@ PATIENCE_SECONDS = 3
 
 
 def main(argv: list[str]) -> int:
-    if not started_as_rank():
+    launcher = first_rank()
+    if launcher is None and not started_as_rank():
         return launch(1, argv)
     faulthandler.enable()  # print every thread's stack after a crash in native code
+    if launcher is not None:
+        import_and_fork(launcher)
     ranks = read_ranks()
     if ranks.launcher is not None:
         die_with_parent(ranks.launcher.pid)
@@ -75,6 +80,15 @@ def main(argv: list[str]) -> int:
         if message := empty_folder(config, slurm_job()[1]):
             logger.info("%s", message)
         return run(config, ranks)
+
+
+def import_and_fork(launcher: Launcher) -> None:
+    """Import the trainer, start neither threads nor a process group, and return in a fork for each rank."""
+    die_with_parent(launcher.pid)
+    write_stacks_on_request(launcher)
+    with no_gc_during_imports():
+        importlib.import_module("torchtitan.training.trainer")
+    fork_ranks()
 
 
 def wait_for_reporting_rank(ranks: Ranks, times: int = 1) -> None:

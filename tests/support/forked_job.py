@@ -1,7 +1,8 @@
-"""Run `python -m torchtitan.launch` with ranks that are forks of the launcher, for `run_script` and tests of commands.
+"""Run `python -m torchtitan.launch` with ranks (or their fork server) that are forks of the launcher, for `run_script` and
+tests of commands.
 
 A rank in a new interpreter needs three seconds for imports; a fork of a process that has imported torch starts at once,
-with the same environment, session and signals. Tests that use `jobs.start` cover ranks in new interpreters.
+with the same environment, session and signals. Tests that use `jobs.start` cover new interpreters.
 """
 
 import os
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torchtitan import launch
-from torchtitan.launcher import processes
+from torchtitan.launcher import forks, processes
 from torchtitan.process.exit import exit_with, stop_signals
 
 
@@ -53,7 +54,7 @@ def _run_rank(argv: list[str], env: dict[str, str]) -> None:
 
 def fork_ranks() -> None:
     """Let this process fork the ranks that it launches from now on."""
-    processes.subprocess = SimpleNamespace(Popen=Forked)  # type: ignore[assignment]
+    processes.subprocess = forks.subprocess = SimpleNamespace(Popen=Forked)  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -150,16 +150,29 @@ def wait_for_step(folder: Path, step: int, process, seconds: float = 600) -> Non
 
 def children(pid: int) -> list[int]:
     """Return the process ids of all descendants; none if the process has ended."""
-    try:
-        pids = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
+    pids = direct_children(pid)
     return pids + [grandchild for child in pids for grandchild in children(child)]
 
 
+def direct_children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def ended(pid: int) -> bool:
+    """True if a process has ended, or is a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
 def started_ranks(process: subprocess.Popen, count: int) -> list[int]:
-    """Wait until a job has `count` ranks and return their process ids."""
-    while len(pids := children(process.pid)) < count:
+    """Wait until a job has `count` ranks, after the end of the process that they are forked from, and return their
+    process ids."""
+    while len(pids := [pid for pid in direct_children(process.pid) if not ended(pid)]) != count:
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     return pids

@@ -30,10 +30,15 @@ STACKS = signal.SIGUSR2
 
 def respond_to_launcher(launcher: Launcher) -> None:
     """Let this rank respond to the launcher's requests for stacks and collectives from now on."""
-    # stays open for the lifetime of the process
-    faulthandler.register(STACKS, file=open(launcher.stacks, "w"), all_threads=True)  # noqa: SIM115
+    write_stacks_on_request(launcher)
     thread = threading.Thread(target=_write_collectives, args=(launcher,), name="answers", daemon=True)
     thread.start()
+
+
+def write_stacks_on_request(launcher: Launcher) -> None:
+    """Let this process write its stacks when the launcher requests them. This starts no thread."""
+    # stays open for the lifetime of the process
+    faulthandler.register(STACKS, file=open(launcher.stacks, "w"), all_threads=True)  # noqa: SIM115
 
 
 def _write_collectives(launcher: Launcher) -> None:

@@ -22,10 +22,11 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import FrameType
 
+from torchtitan.launcher.forks import ForkedRank, ForkPlan, ForkServer
 from torchtitan.launcher.nodes import Nodes
 from torchtitan.process.exit import stop_signals
 from torchtitan.process.heartbeat import Activity, ProgressTable, SharedFile
-from torchtitan.process.ranks import Launcher, Restart, environment_of
+from torchtitan.process.ranks import Launcher, Restart, variables_of
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -39,6 +40,8 @@ class RankExit:
     activity: Activity
     at: float
     """End time on the monotonic clock."""
+    before_fork: bool = False
+    """True if it is the process that failed from which all ranks of this machine were to be forked."""
 
     @property
     def exit_code(self) -> int:
@@ -49,7 +52,10 @@ class RankExit:
         outcome = (
             f"was ended by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with exit code {self.code}"
         )
-        return f"rank {self.rank} {outcome}"
+        name = f"rank {self.rank}"
+        if self.before_fork:
+            name = "the process that imports torch for all ranks of this machine"
+        return f"{name} {outcome}"
 
 
 class RankFiles:
@@ -68,7 +74,7 @@ class RankFiles:
 
 class Processes:
     """All ranks of this machine, by local rank. `command` is the program of a rank; `listener` is the socket for the
-    store of several machines, on the first.
+    store of several machines, on the first. With `can_fork`, the program can be a fork server (forks.py).
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class Processes:
         restart: Restart | None = None,
         nodes: Nodes | None = None,
         listener: socket.socket | None = None,
+        can_fork: bool = False,
     ) -> None:
         self.started_at = time.monotonic()
         self.nodes, self.listener = nodes or Nodes(), listener
@@ -89,15 +96,22 @@ class Processes:
         self.exits: list[RankExit] = []
         """Ranks that have ended, in the order in which this was noticed."""
         self._foreign_children = _children()
-        _adopt_orphans()
-        self.running = {rank: self._start(command, rank, restart) for rank in range(num_ranks)}
+        adopts = _adopt_orphans()
+        plans = [self._plan(rank, restart) for rank in range(num_ranks)]
+        self.running: dict[int, ForkedRank | subprocess.Popen[bytes]]
+        if can_fork and adopts and num_ranks > 1:
+            server = ForkServer(command, plans)
+            self.running = {rank: ForkedRank(server, rank) for rank in range(num_ranks)}
+        else:
+            self.running = {rank: _start(command, plan) for rank, plan in enumerate(plans)}
 
     @property
     def world_size(self) -> int:
         """Number of ranks on all machines."""
         return self.nodes.count * len(self.rank_files)
 
-    def _start(self, command: list[str], rank: int, restart: Restart | None) -> subprocess.Popen[bytes]:
+    def _plan(self, rank: int, restart: Restart | None) -> ForkPlan:
+        """Return the environment variables and file descriptors of a rank."""
         shared = self.rank_files[rank]
         files = (self.store, self.heartbeats, shared.stacks, shared.collectives)
         listen = [] if self.listener is None or rank else [self.listener.fileno()]
@@ -111,11 +125,9 @@ class Processes:
             listen=listen[0] if listen else None,
             restart=restart,
         )
-        return subprocess.Popen(
-            command,
-            env=environment_of(rank, len(self.rank_files), launcher, astuple(self.nodes)),
-            pass_fds=[*(file.descriptor for file in files), shared.request_reader, *listen],
-            start_new_session=True,
+        return ForkPlan(
+            variables_of(rank, len(self.rank_files), launcher, astuple(self.nodes)),
+            [*(file.descriptor for file in files), shared.request_reader, *listen],
         )
 
     def poll(self) -> list[RankExit]:
@@ -124,7 +136,10 @@ class Processes:
         for rank, process in list(self.running.items()):
             code = process.poll()
             if code is not None:
-                newly_ended.append(RankExit(self.first_rank + rank, code, self.progress[rank], time.monotonic()))
+                before_fork = isinstance(process, ForkedRank) and not process.is_forked
+                newly_ended.append(
+                    RankExit(self.first_rank + rank, code, self.progress[rank], time.monotonic(), before_fork)
+                )
                 del self.running[rank]
         newly_ended.sort(
             key=lambda rank_exit: rank_exit.code >= 0
@@ -185,10 +200,15 @@ def _read(path: str | Path) -> str:
         return ""
 
 
-def _adopt_orphans() -> None:
-    """Make this process the parent of processes that outlive their rank, so that `close` finds them."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def _start(command: list[str], plan: ForkPlan) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, env=os.environ | plan.variables, pass_fds=plan.descriptors, start_new_session=True)
+
+
+def _adopt_orphans() -> bool:
+    """Make this process the parent of processes that outlive their parent: those of a rank, which `close` ends, and
+    ranks that were forked. Return True if it is. Linux only.
+    """
+    return sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
 
 
 def _children() -> set[int]:

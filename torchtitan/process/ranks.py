@@ -141,10 +141,10 @@ def read_nodes() -> tuple[int, int, str, int]:
     return count, index, os.environ.get("HEAD_ADDR", ""), port
 
 
-def environment_of(
+def variables_of(
     local_rank: int, local_world_size: int, launcher: Launcher, nodes: tuple[int, int, str, int] = (1, 0, "", 0)
 ) -> dict[str, str]:
-    """Return the environment for a rank that the launcher starts: torchrun's variables and our own.
+    """Return the environment variables of a rank that the launcher starts: torchrun's and our own.
 
     On one machine MASTER_ADDR is left out, because no rank listens there.
     """
@@ -163,7 +163,7 @@ def environment_of(
         LAUNCHER: json.dumps(asdict(launcher)),
     }
     names |= {"MASTER_ADDR": head, "MASTER_PORT": port} if count > 1 else {}
-    return os.environ | {name: str(value) for name, value in names.items()}
+    return {name: str(value) for name, value in names.items()}
 
 
 def read_launcher(text: str) -> Launcher:
