@@ -1,5 +1,6 @@
-"""Run `python -m torchtitan.launch` with ranks (or their fork server) that are forks of the launcher, for `run_script` and
-tests of commands.
+"""Run `python -m torchtitan.launch` with ranks, or their fork server, that are forks of the launcher.
+
+For `run_script` and tests of commands.
 
 A rank in a new interpreter needs three seconds for imports; a fork of a process that has imported torch starts at once,
 with the same environment, session and signals. Tests that use `jobs.start` cover new interpreters.
