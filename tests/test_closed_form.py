@@ -45,8 +45,19 @@ def rehearsed_peaks(jobs):
 
 
 DENSE, EXPERTS = MODELS[:6], MODELS[6:]
+CONTEXT = [
+    *("--model.name=llama3", "--model.flavor=8B", "--model.overrides={n_layers=4}", "--training.seq_len=32768"),
+    *("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"),
+    *("--parallelism.context_parallel_degree=4", "--parallelism.data_parallel_shard_degree=8"),
+    "--training.local_batch_size=1",
+]
+"""Selective recompute by operator stores what each method of context parallel sends."""
 SAMPLES = {
     "dense": [*memory_plans(1, 4, DENSE), list(memory_plans(3, 4, DENSE))[3], list(memory_plans(5, 8, DENSE))[7]],
+    "context": [
+        (32, [*CONTEXT, f"--parallelism.context_parallel_rotate_method={method}"])
+        for method in ("allgather", "ulysses", "alltoall")
+    ],
     "experts": [list(memory_plans(1, 12, EXPERTS))[index] for index in (0, 7)],
 }
 """Random plans. The last two dense ones: GPipe, accumulated gradients. With experts: GPipe with tensor parallel, and

@@ -196,25 +196,40 @@ def test_no_schedule_is_faster_than_the_lower_bound(name, gpus, samples):
 # Search
 
 
-def test_the_search_finds_what_judging_all_plans_finds():
-    config = load("debug_model", "--training.global_batch_size", "4", "--model.overrides.n_layers", "4")
-    workload = Workload.of(config, 4)
-    search = Search(config, workload, 4, H100, Calibration())
-    space, limit = search.space(4), 0.15 * 2**30
-    result = search.find(4, 5, Limits(limit))
+@pytest.mark.parametrize(
+    ("gpus", "samples", "gib", "options", "methods", "chunks"),
+    [
+        (4, 4, 0.15, ("--model.overrides.n_layers=4",), {"allgather"}, {0}),
+        (
+            *(2, 2, 4.0, ("--model.overrides.n_layers=2", "--model.overrides.vocab_size=131072")),
+            *({"allgather", "ulysses", "alltoall"}, {0, 1, 8, 16}),
+        ),
+    ],
+)
+def test_the_search_finds_what_judging_all_plans_finds(gpus, samples, gib, options, methods, chunks):
+    seq_len = 256 if gpus == 4 else 4096
+    config = load("debug_model", f"--training.global_batch_size={samples}", f"--training.seq_len={seq_len}", *options)
+    workload = Workload.of(config, samples)
+    search = Search(config, workload, samples, H100, Calibration())
+    space, limit = search.space(gpus), gib * 2**30
+    result = search.find(gpus, 5, Limits(limit))
     plans = [
-        plan
+        chunked
         for layout in space.layouts()
-        for scheduled in space.scheduled(layout)
-        for plan in space.replicated(scheduled)
+        for variant in space.variants(layout)
+        for scheduled in space.scheduled(variant)
+        for replicated in space.replicated(scheduled)
+        for chunked in space.with_loss_chunks(replicated)
     ]
     fitting = [plan for plan in plans if search.memory(plan).high <= limit and not search.faults(plan)]
     times = {}
     for plan in fitting:
-        key = dataclasses.replace(plan, replicas=1, shards=plan.shards * plan.replicas)
-        times[key] = min(times.get(key, math.inf), search.timer.step_time(plan).seconds)
+        seconds = search.timer.step_time(plan).seconds
+        times[plan.layout] = min(times.get(plan.layout, math.inf), seconds)
     assert 0 < len(fitting) < len(plans)
     assert [one.time.seconds for one in result.best] == pytest.approx(sorted(times.values())[:5])
+    assert {plan.compiled for plan in plans} == {True, False}
+    assert {plan.cp_method for plan in plans} == methods and {plan.loss_chunks for plan in plans} == chunks
 
 
 def test_plans_are_legal_and_train_the_same():
@@ -249,10 +264,75 @@ def test_options_of_other_degrees_do_not_exclude_plans(options):
     assert not any(search.faults(one.plan) for one in result.best)
 
 
-def test_the_compiled_components_stay_those_of_the_job():
-    config = load("debug_model", "--compile.enable", "true", "--compile.components", '["loss"]')
+@pytest.mark.parametrize(
+    ("enable", "components", "compiled", "expected"),
+    [
+        ("true", ["loss"], False, (True, ["loss"])),
+        ("true", ["loss"], True, (True, ["loss", "model"])),
+        ("true", ["model"], True, (True, ["model"])),
+        ("true", ["model"], False, (False, ["model"])),
+        ("false", ["loss"], True, (True, ["model", "loss"])),
+    ],
+)
+def test_a_plan_changes_compilation_only_where_it_has_to(enable, components, compiled, expected):
+    config = load("debug_model", "--compile.enable", enable, "--compile.components", json.dumps(components))
     search = Search(config, Workload.of(config, 16), 16, H100, Calibration())
-    assert search.job(Plan(shards=4, microbatch=4)).compile == config.compile
+    job = search.job(Plan(shards=4, microbatch=4, compiled=compiled, loss_chunks=0))
+    assert (job.compile.enable, job.compile.components) == expected
+    assert Plan.of(job, 4, 16).compiled == compiled
+
+
+def test_a_job_that_cannot_be_compiled_is_planned_without(monkeypatch):
+    config = load("debug_model")
+    search = Search(config, Workload.of(config, 16), 16, load_hardware("cpu"), Calibration(), "cpu")
+    assert search.space(2).compiled == (True, False)
+    monkeypatch.setattr("torchtitan.rules.optimization.has_cpp_compiler", lambda: False)
+    search = Search(config, Workload.of(config, 16), 16, load_hardware("cpu"), Calibration(), "cpu")
+    assert search.space(2).compiled == (False,)
+    assert not any(one.plan.compiled for one in search.find(2, 5, Limits(2**40)).best)
+
+
+def test_layouts_are_listed_once():
+    """The fastest variant stands for its degrees and schedule."""
+    search, result = searched("llama3_8b", 64, 64)
+    assert len({one.plan.layout for one in result.best}) == len(result.best) == 10
+    for one in result.best:
+        for change in ({"compiled": not one.plan.compiled}, {"recompute": "full"}):
+            other = dataclasses.replace(one.plan, **change)
+            slower = search.timer.step_time(other).seconds >= one.time.seconds
+            assert slower or search.faults(other) or search.memory(other).high > H100.memory_gib * 2**30
+
+
+def test_ulysses_sends_a_share_of_the_heads():
+    """8B, 4 ranks, T tokens of each: 3/4 of 32 query and result heads and 8 of keys and values leave a rank, of 128
+    values in 2 bytes, in two messages. A gather receives 3 times its own 8 heads of keys and values, in one."""
+    config = load("llama3_8b")
+    timer = StepTimer(Workload.of(config, 1), H100)
+    plan, link = Plan(cp=4, recompute="none"), H100.machine_link
+    tokens = timer.workload.seq_len / 4
+    size = 2 * 128 * tokens * (2 * 32 + 2 * 8) * 3 / 4
+    ulysses = dataclasses.replace(plan, cp_method="ulysses")
+    waited = timer.messages.waited(ulysses, False, tokens)["cp"]
+    assert waited == pytest.approx(2 * (2 * link.latency + size / link.reached_bandwidth))
+    assert timer.messages._attention_message(dataclasses.replace(ulysses, cp=16), tokens)[0] == pytest.approx(
+        2 * 128 * tokens * (2 * 32 + 2 * 16) * 15 / 16  # heads of keys are repeated, one for each rank
+    )
+    gathered = 2 * 128 * tokens * 2 * 8 * 3
+    waited = timer.messages.waited(plan, False, tokens)["cp"]
+    assert waited == pytest.approx(2 * (link.latency + gathered / link.reached_bandwidth))
+
+
+def test_chunks_of_the_loss_have_smaller_products_and_sum_the_gradient():
+    config = load("llama3_8b")
+    workload = Workload.of(config, 1)
+    timer, args = StepTimer(workload, H100), workload.args
+    whole, chunks = Plan(loss_chunks=1), Plan(loss_chunks=0)
+    assert workload.loss_pieces(chunks) == -(-8192 // (2**30 // (4 * args.vocab_size))) == 4
+    assert timer.head(Plan(loss_chunks=None)) == timer.head(whole)
+    product, logits = timer.head(chunks)
+    assert product == pytest.approx(4 * timer._product(8192 / 4, args.vocab_size, args.dim))
+    sums = 4 * 8 * args.vocab_size * args.dim  # each chunk reads and writes float32; half in forward, half in backward
+    assert logits == pytest.approx(timer._moved(12 * 8192 * args.vocab_size + sums / 2))
 
 
 # Command
@@ -412,7 +492,7 @@ def test_a_memory_budget_is_named_and_kept():
     config = load("debug_model", "--compile.enable", "true", "--activation_checkpoint.mode", "memory_budget")
     plan = Plan.of(config, 4, 16)
     assert plan.recompute_text == "recompute by memory budget"
-    assert plan.changes(1, 16)["activation_checkpoint.mode"] == "memory_budget"
+    assert plan.changes(config, 16)["activation_checkpoint.mode"] == "memory_budget"
 
 
 def test_an_explanation_is_part_of_the_json(capsys):

@@ -40,11 +40,11 @@ from torchtitan.planner.answer import (
 from torchtitan.planner.calibration import usual_calibration
 from torchtitan.planner.failures import Failures
 from torchtitan.planner.measured_runs import calibrate
-from torchtitan.planner.plan import Plan, Workload, apply_changes, can_be_planned
+from torchtitan.planner.plan import Plan, Workload, can_be_planned
 from torchtitan.planner.search import Candidate, Limits, Result, Search, faults_as_new
 from torchtitan.rules import Device, Facts
 
-PLANNED = {name for plan in (Plan(), Plan(tp=2, cp=2, pp=2, schedule="1F1B")) for name in plan.changes(1, 1)}
+PLANNED = {name for plan in (Plan(), Plan(tp=2, cp=2, pp=2, schedule="1F1B")) for name in plan.changes(JobConfig(), 1)}
 """Options that a plan sets. Their faults in the job do not matter."""
 WRITTEN = "# torchtitan plan: "
 """Start of a file of --write, which may be replaced by another one."""
@@ -127,10 +127,9 @@ class Question:
 
     def record(self, result: Result, alternatives: list[tuple[str, Candidate | None]]) -> dict[str, object]:
         search, job = self.search, self.job_plan()
-        per_sample = search.workload.rows_per_sample
 
         def record_of(candidate: Candidate) -> dict[str, object]:
-            return as_record(candidate, self.cost, per_sample, search.samples)
+            return as_record(candidate, self.cost, candidate.plan.changes(self.config, search.samples))
 
         return {
             "gpus": self.gpus,
@@ -300,8 +299,7 @@ def overlay(question: Question, best: Candidate) -> str:
 
     If an option that the files set has to be unset, which no file can say, the whole job is written.
     """
-    changes = best.plan.changes(question.search.workload.rows_per_sample, question.search.samples)
-    planned = apply_changes(question.config, changes)
+    planned = question.search.job(best.plan)
     files = [str(Path(file).resolve()) for file in planned.job.config_file]
     head = f"{WRITTEN}{best.plan}, predicted {figure(best.time.seconds, 3)} s a step, MFU {best.time.mfu:.1%}\n"
     base = manager.load([argument for file in files for argument in ("--job.config_file", file)])

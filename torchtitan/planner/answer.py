@@ -1,7 +1,7 @@
 """Texts of `torchtitan plan`: tables, reasons and comparisons."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ def row(candidate: Candidate, label: str) -> str:
     bubble = f"{time.bubble:.1%}" if plan.pp > 1 else ""
     figures = f"{figure(time.seconds, 3):>9} {time.tokens_per_second:9,.0f} {time.mfu:6.1%} {sizes:>14} {bubble:>7}"
     bound = PARTS[time.bound_by]
-    return f"{label:4}{figures}  {plan}; batch {plan.batch}; {plan.recompute_text}; bound by {bound}"
+    return f"{label:4}{figures}  {plan}; batch {plan.batch}; {plan.options_text}; bound by {bound}"
 
 
 def costs(candidate: Candidate, cost: Cost) -> str:
@@ -172,12 +172,12 @@ def interval(spread: float) -> str:
     return f"-{spread / (1 + spread):.0%}/+{spread:.0%}"
 
 
-def as_record(candidate: Candidate, cost: Cost, rows_per_sample: int, samples: int) -> dict[str, Any]:
-    """Return a plan for --json: figures, parts and the options of a job."""
+def as_record(candidate: Candidate, cost: Cost, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plan for --json: figures, parts and the `options` of a job."""
     time = candidate.time
     return {
         "plan": asdict(candidate.plan),
-        "options": candidate.plan.changes(rows_per_sample, samples),
+        "options": options,
         "step_seconds": time.seconds,
         "step_seconds_low": time.low,
         "step_seconds_high": time.high,

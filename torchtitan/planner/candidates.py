@@ -9,6 +9,10 @@ from torchtitan.planner.plan import Plan, Workload
 MOST_ROWS = 16
 """Largest number of rows of a forward pass."""
 RECOMPUTE = ("none", "op", "full")
+CP_METHODS = ("allgather", "ulysses", "alltoall")
+"""Methods of context parallel. "ring" sends and stores as much as "alltoall"."""
+SMALLER_CHUNKS = 4
+"""Number of smaller chunks of the loss in one of the default size."""
 FEWEST_TOKENS = 2048
 """Smallest part of a sequence that context parallel leaves to a rank."""
 
@@ -25,14 +29,13 @@ class Space:
     gpus: int
     machine: int
     """GPUs in a machine. Tensor parallel stays inside."""
-    compiled: bool
-    """True if all plans compile the model, as the job does."""
+    compiled: tuple[bool, ...]
+    """True if plans may compile the model, False if they may not, the faster one first."""
     async_tp: bool
     """True if plans may use async tensor parallel."""
-    loss_chunks: int | None = None
 
     def layouts(self) -> Iterator[Plan]:
-        """Yield plans that differ in more than schedule and replicas: fully sharded, a pipeline without a schedule."""
+        """Yield plans that differ in degrees, rows or recompute: fully sharded, a pipeline without a schedule."""
         for degrees in self._degrees():
             rows = self.workload.rows // degrees.shards
             for microbatch in powers_of_2(min(rows, MOST_ROWS * self.workload.rows_per_sample)):
@@ -63,13 +66,29 @@ class Space:
                                 pp=pp,
                                 ep=ep,
                                 shards=shards,
-                                compiled=self.compiled,
-                                loss_chunks=self.loss_chunks,
+                                compiled=self.compiled[0],
+                                loss_chunks=0,
                             )
+
+    def variants(self, layout: Plan) -> Iterator[Plan]:
+        """Yield a layout's plans with each method of context parallel, with and without compilation."""
+        for compiled in self.compiled:
+            for method in CP_METHODS if layout.cp > 1 else CP_METHODS[:1]:
+                yield replace(layout, compiled=compiled, cp_method=method)
 
     def leanest(self, layout: Plan) -> Plan:
         """Return the plan of a layout that needs the least memory: 1F1B stores the fewest activations."""
         return replace(layout, schedule="1F1B") if layout.pp > 1 else layout
+
+    def with_loss_chunks(self, plan: Plan) -> Iterator[Plan]:
+        """Yield a plan with the chunks of the loss that a job has by default, with whole logits and smaller chunks.
+
+        Logits that a job does not split by default need less memory whole than in chunks, mostly.
+        """
+        yield replace(plan, loss_chunks=0)
+        chunks = self.workload.loss_pieces(replace(plan, loss_chunks=0))
+        if chunks > 1:
+            yield from (replace(plan, loss_chunks=number) for number in (1, SMALLER_CHUNKS * chunks))
 
     def scheduled(self, layout: Plan) -> Iterator[Plan]:
         """Yield a layout's plans with each schedule and number of stages, fully sharded."""

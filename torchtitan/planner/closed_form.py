@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torchtitan.config.job import JobConfig
 from torchtitan.core.hardware import Hardware
 from torchtitan.models import resolve_sizes
+from torchtitan.planner.rank_layout import kinds_of_layers
 from torchtitan.planner.rank_sizes import RankSizes
 
 Bytes = Counter[str]
@@ -71,9 +72,7 @@ def fullest(ranks: list[RankSizes]) -> list[RankSizes]:
     """Return one of each set of pipeline ranks with equal stages: the one with the most microbatches in flight."""
     if len(ranks) == 1:
         return ranks
-    args = ranks[0].args
-    kinds = [(args.block_linears(layer), args.block_others(layer)) for layer in range(args.n_layers)]
-    kind_of_layer = [kinds.index(kind) for kind in kinds]
+    kind_of_layer = kinds_of_layers(ranks[0].args)
     by_content: dict[object, RankSizes] = {}
     for sizes in ranks:
         stages = tuple(tuple(kind_of_layer[layer] for layer in stage) for stage in sizes.stages)

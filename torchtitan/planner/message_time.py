@@ -6,6 +6,7 @@ a CPU share its cores, and gloo sends with the cores that compute, so there noth
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import lcm
 
 from torchtitan.core.hardware import Hardware, Link
 from torchtitan.planner.plan import Plan, Workload
@@ -76,14 +77,26 @@ class MessageTimer:
             seconds = calls * self._link(plan.tp).seconds(size)
             waited["tp"] = self.calibration.factor(kind) * self._exposed(kind) * seconds
         if plan.cp > 1:
-            keys = 2 * getattr(args, "num_kv_heads", args.n_heads) / plan.tp * getattr(args, "head_dim", 128)
-            size = b * keys * tokens * (plan.cp - 1)
-            waited["cp"] = self._exposed("cp") * (1 + replays) * self._link(plan.tp * plan.cp).seconds(size)
+            seconds = self._link(plan.tp * plan.cp).seconds(*self._attention_message(plan, tokens))
+            waited["cp"] = self._exposed("cp") * (1 + replays) * seconds
         if plan.ep > 1 and has_experts:
             seconds = self._all_to_all(plan, tokens / plan.tp) * 2 * (1 + replays)
             waited["ep"] = self.calibration.factor("ep") * seconds
         turns = self.turns(plan)
         return Parts({axis: seconds * turns for axis, seconds in waited.items()}) if turns > 1 else waited
+
+    def _attention_message(self, plan: Plan, tokens: float) -> tuple[float, int]:
+        """Return the bytes and the number of messages by which context parallel attends to all tokens once.
+
+        Ulysses sends queries, keys, values and results, but for its share of the heads; others send keys and values to
+        every rank. Ulysses repeats the heads of keys until their number divides by the ranks.
+        """
+        args, b = self.workload.args, self.workload.compute_bytes
+        heads, key_heads = args.n_heads // plan.tp, max(1, getattr(args, "num_kv_heads", args.n_heads) // plan.tp)
+        values = b * tokens * getattr(args, "head_dim", 128)
+        if plan.cp_method == "ulysses":
+            return values * 2 * (heads + lcm(key_heads, plan.cp)) * (plan.cp - 1) / plan.cp, 2
+        return values * 2 * getattr(args, "num_kv_heads", args.n_heads) / plan.tp * (plan.cp - 1), 1
 
     def _all_to_all(self, plan: Plan, local_tokens: float) -> float:
         """Return the exposed seconds to send each token to its experts, or back."""

@@ -12,16 +12,19 @@ from typing import Any
 
 from torchtitan.config.batch_shape import rows_per_sample
 from torchtitan.config.job import JobConfig
-from torchtitan.config.sections.model import Parallelism
+from torchtitan.config.sections.model import Compile, Parallelism
 from torchtitan.models import resolve_sizes
 from torchtitan.models.flops import causal_keys, flops_per_token, latent_flops_per_token
 from torchtitan.models.sizes import Sizes
 from torchtitan.parallelisms.degrees import NEEDS_DEGREE
 from torchtitan.parallelisms.pipeline.cut import schedule_traits, split_layers, stages_of_rank
+from torchtitan.planner.rank_sizes import CHUNK_BYTES
 
 Changes = dict[str, Any]
 """Options of a job by dotted name."""
 BYTES = {"float32": 4, "bfloat16": 2}
+RINGS = ("alltoall", "ring")
+"""Methods of context parallel by which attention merges its results over one rank's keys after the other."""
 
 
 def can_be_planned(config: JobConfig) -> str:
@@ -112,6 +115,13 @@ class Workload:
         """Mean number of keys of a query."""
         return causal_keys(self.seq_len, getattr(self.args, "sliding_window", 0) or self.seq_len)
 
+    def loss_pieces(self, plan: "Plan") -> int:
+        """Return the number of chunks of the head and the loss for one microbatch: one if the plan does not say."""
+        if plan.loss_chunks != 0:
+            return plan.loss_chunks or 1
+        rows = max(1, CHUNK_BYTES // (4 * (self.args.vocab_size // plan.tp)))
+        return max(1, -(-plan.microbatch * self.seq_len // plan.cp // rows))
+
     @property
     def embedding_size(self) -> int:
         """Weights of the embedding, and of the head."""
@@ -145,9 +155,10 @@ class Plan:
     but every second product is recomputed, as torchtitan's published runs of 2024 and 2025 did; no job here has it."""
     compiled: bool = False
     loss_chunks: int | None = None
+    """training.loss_chunks; None: the whole logits, as in published runs of others."""
     async_tp: bool = False
-    ring: bool = False
-    """True if attention merges its results over one context-parallel rank's keys after the other."""
+    cp_method: str = "allgather"
+    """parallelism.context_parallel_rotate_method."""
     overlap_experts: bool = False
 
     @classmethod
@@ -187,7 +198,7 @@ class Plan:
             compiled=config.compile.enable and "model" in config.compile.components,
             loss_chunks=config.training.loss_chunks,
             async_tp=degrees.enable_async_tensor_parallel,
-            ring=degrees.context_parallel_rotate_method in ("alltoall", "ring"),
+            cp_method=degrees.context_parallel_rotate_method,
             overlap_experts=degrees.pipeline_parallel_expert_parallel_overlap,
         )
 
@@ -205,12 +216,22 @@ class Plan:
         """True if gradients of inputs and weights are computed together, as recompute and compile need it."""
         return self.recompute != "none" or self.compiled
 
-    def changes(self, rows_per_sample: int, samples: int) -> Changes:
+    @property
+    def ring(self) -> bool:
+        return self.cp_method in RINGS
+
+    @property
+    def layout(self) -> tuple[int, int, int, int, str, int]:
+        """Degrees and schedule, without what plans of the same layout may vary."""
+        return self.tp, self.cp, self.pp, self.ep, self.schedule, self.stages_per_rank
+
+    def changes(self, config: JobConfig, samples: int) -> Changes:
         """Return the options of a job that give this plan with `samples` samples in a step.
 
         Options that do nothing while their degree is 1, which the rules refuse, get their defaults then.
         """
-        local = self.microbatch * self.microbatches // rows_per_sample
+        per_sample = rows_per_sample(config)
+        local = self.microbatch * self.microbatches // per_sample
         mode = self.recompute if self.recompute in ("none", "full", "memory_budget") else "selective"
         degrees = {
             "tensor_parallel_degree": self.tp,
@@ -241,11 +262,20 @@ class Plan:
                 "parallelism.pipeline_parallel_schedule_csv": None,
                 "parallelism.module_fqns_per_model_part": None,
                 "parallelism.pipeline_parallel_layers_per_stage": self.layers_per_stage,
-                "parallelism.pipeline_parallel_microbatch_size": self.microbatch // rows_per_sample,
+                "parallelism.pipeline_parallel_microbatch_size": self.microbatch // per_sample,
             }
         if self.cp > 1:
-            values["parallelism.context_parallel_rotate_method"] = "alltoall" if self.ring else "allgather"
-        return values
+            values["parallelism.context_parallel_rotate_method"] = self.cp_method
+        return values | self._compilation(config.compile)
+
+    def _compilation(self, options: Compile) -> Changes:
+        """Return the options that compile the model, or do not, if the job's do not do that."""
+        if self.compiled == (options.enable and "model" in options.components):
+            return {}
+        if not self.compiled:
+            return {"compile.enable": False}
+        components = Compile().components if not options.enable else sorted({*options.components, "model"})
+        return {"compile.enable": True, "compile.components": components}
 
     def stages(self, workload: Workload) -> list[Counter[int]]:
         """Return the number of blocks of each kind in every stage."""
@@ -261,6 +291,12 @@ class Plan:
         return stages_of_rank(rank, self.pp, self.pp * self.stages_per_rank, style)
 
     @property
+    def options_text(self) -> str:
+        """Recompute, compilation and chunks of the loss."""
+        chunks = {None: [], 0: [], 1: ["whole logits"]}.get(self.loss_chunks, [f"loss in {self.loss_chunks} chunks"])
+        return ", ".join([self.recompute_text, "compiled" if self.compiled else "eager", *chunks])
+
+    @property
     def recompute_text(self) -> str:
         texts = {"op": "selective op", "none": "no recompute", "full": "full recompute"}
         texts["memory_budget"] = "recompute by memory budget"
@@ -269,6 +305,8 @@ class Plan:
     def __str__(self) -> str:
         degrees = {"replicas": self.replicas, "FSDP": self.shards, "TP": self.tp, "CP": self.cp, "EP": self.ep}
         parts = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+        if self.cp > 1 and self.cp_method != "allgather":
+            parts[-1 - (self.ep > 1)] += f" {self.cp_method}"
         if self.pp > 1:
             parts.append(f"PP {self.pp} {self.schedule}" + f" x{self.stages_per_rank}" * (self.stages_per_rank > 1))
         if self.overlap_experts:

@@ -1,8 +1,10 @@
 """The layers, tokens and types of a rank, from a job's degrees. Imports no torch."""
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
+from math import lcm
 from typing import Any
 
 from torchtitan.config.batch_shape import batch_rows, microbatch_rows, split_by_tensor_parallel
@@ -41,6 +43,13 @@ def _spans(counts: tuple[int, ...]) -> list[list[int]]:
 
 
 _split = cache(split_layers)
+
+
+@cache
+def kinds_of_layers(args: Any) -> list[int]:
+    """Return for each layer of a model the first one with the same parameters."""
+    contents = [(args.block_linears(layer), args.block_others(layer)) for layer in range(args.n_layers)]
+    return [contents.index(content) for content in contents]
 
 
 @dataclass(frozen=True)
@@ -146,6 +155,19 @@ class RankLayout:
         """True if context parallel gathers the keys and values of all ranks."""
         return self.config.parallelism.context_parallel_rotate_method == "allgather"
 
+    def exchanged_heads(self, heads: float, key_heads: float) -> float:
+        """Return the heads of a token that context parallel adds to what selective recompute by operator stores.
+
+        These are results of collectives, and of attention in another order or to one rank's keys after the other.
+        """
+        if self.cp == 1:
+            return 0.0
+        if self.gathers_keys:
+            return 2 * heads + 2 * key_heads * self.cp
+        if self.config.parallelism.context_parallel_rotate_method == "ulysses":
+            return 2 * heads + 2 * lcm(max(1, int(key_heads)), self.cp)
+        return heads + (self.cp - 1) * (heads + 2 * key_heads)
+
     @property
     def hidden(self) -> float:
         """Bytes of the residual stream between two blocks."""
@@ -185,6 +207,15 @@ class RankLayout:
     @cached_property
     def layers(self) -> list[int]:
         return [layer for stage in self.stages for layer in stage]
+
+    @cached_property
+    def kinds(self) -> Counter[int]:
+        """Number of this rank's layers that need as much as its layer of this number; of selected layers one each."""
+        recompute = self.config.activation_checkpoint
+        if recompute.mode == "selective" and recompute.selective_ac_option.isdecimal():
+            return Counter(self.layers)
+        kinds, numbers = kinds_of_layers(self.args), dict[int, int]()
+        return Counter(numbers.setdefault(kinds[layer], layer) for layer in self.layers)
 
     @property
     def has_embedding(self) -> bool:

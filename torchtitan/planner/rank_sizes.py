@@ -24,6 +24,15 @@ class RankSizes(RankLayout):
 
     def _local_weights(self, layer: int) -> tuple[float, float]:
         """Return this tensor- and expert-parallel rank's weights of a layer: dense, experts."""
+        if layer not in self._weights_of_kind:
+            self._weights_of_kind[layer] = self._count_weights(layer)
+        return self._weights_of_kind[layer]
+
+    @cached_property
+    def _weights_of_kind(self) -> dict[int, tuple[float, float]]:
+        return {}
+
+    def _count_weights(self, layer: int) -> tuple[float, float]:
         dense = experts = 0.0
         for name, (outputs, inputs) in self.args.block_linears(layer).items():
             if name == STACK:
@@ -48,9 +57,9 @@ class RankSizes(RankLayout):
     @cached_property
     def _all_weights(self) -> tuple[float, float]:
         dense = experts = 0.0
-        for layer in self.layers:
+        for layer, count in self.kinds.items():
             of_layer = self._local_weights(layer)
-            dense, experts = dense + of_layer[0], experts + of_layer[1]
+            dense, experts = dense + count * of_layer[0], experts + count * of_layer[1]
         tied_here = self.args.tied_embeddings and not self.in_pipeline
         ends = self.has_embedding + (self.has_head and not tied_here)
         return dense + ends * self.embedding_weights, experts
@@ -92,7 +101,7 @@ class RankSizes(RankLayout):
     @cached_property
     def block_weights(self) -> float:
         """Weights of this rank's largest layer that FSDP gathers, of the experts only where they are sharded."""
-        return max((self._gathered_weights(layer) for layer in self.layers), default=0.0)
+        return max((self._gathered_weights(layer) for layer in self.kinds), default=0.0)
 
     def _gathered_weights(self, layer: int) -> float:
         dense, experts = self._local_weights(layer)
@@ -149,13 +158,13 @@ class RankSizes(RankLayout):
     @cached_property
     def block_reduced(self) -> float:
         """Bytes of a block's gradients in the buffer of their reduction, with experts that no other rank has."""
-        weights = max((sum(self._local_weights(layer)) for layer in self.layers), default=0.0)
+        weights = max((sum(self._local_weights(layer)) for layer in self.kinds), default=0.0)
         return self.reduced_bytes * weights * self._copies_gradients
 
     @cached_property
     def block_gradients(self) -> float:
         """Bytes of a block's reduced gradients."""
-        return self.stored_bytes * max((self._shard_of_layer(layer) for layer in self.layers), default=0.0)
+        return self.stored_bytes * max((self._shard_of_layer(layer) for layer in self.kinds), default=0.0)
 
     def _shard_of_layer(self, layer: int) -> float:
         dense, experts = self._local_weights(layer)
@@ -208,19 +217,21 @@ class RankSizes(RankLayout):
     @cached_property
     def block_activations(self) -> float:
         """Bytes that autograd stores of the largest block without recompute."""
-        return max((self._activations(layer) for layer in self.layers), default=0.0)
+        return max((self._activations(layer) for layer in self.kinds), default=0.0)
 
     @cached_property
     def block_stored(self) -> float:
         """Bytes that the job's recompute leaves stored of the largest block."""
-        return max((self._stored(layer) for layer in self.layers), default=0.0)
+        return max((self._stored(layer) for layer in self.kinds), default=0.0)
 
     @cached_property
     def stored(self) -> float:
         """Bytes stored for all microbatches in flight, between their forward and backward."""
         if not self.in_pipeline:
-            return sum(self._stored(layer) + self._resident_experts(layer) for layer in self.layers)
-        of_chunk = sum(map(self._stored, self.layers)) / self.chunks + self.hidden + self._rotation
+            stored = {layer: self._stored(layer) + self._resident_experts(layer) for layer in self.kinds}
+            return sum(count * stored[layer] for layer, count in self.kinds.items())
+        of_chunks = sum(count * self._stored(layer) for layer, count in self.kinds.items())
+        of_chunk = of_chunks / self.chunks + self.hidden + self._rotation
         return self.in_flight * of_chunk
 
     @property
@@ -288,8 +299,7 @@ class RankSizes(RankLayout):
             unfolded = args.qk_nope_head_dim + 2 * args.v_head_dim
             stored += inside * b * (latent + heads * (args.qk_head_dim + unfolded))
         else:
-            gathered = self.cp if self.cp > 1 and self.gathers_keys else 0
-            stored += inside * b * args.head_dim * (2 * heads + 2 * kv_heads * (1 + gathered))
+            stored += inside * b * args.head_dim * (2 * heads + 2 * kv_heads + self.exchanged_heads(heads, kv_heads))
         if STACK in linears:
             exchanged = 2 * args.dim * (self.ep > 1)
             routed = outside * args.top_k * b * (2 * args.expert_dim + args.dim + exchanged)
@@ -303,7 +313,7 @@ class RankSizes(RankLayout):
     @cached_property
     def recomputed(self) -> float:
         """Bytes that the backward of a block adds to what its forward has stored, at their peak."""
-        layer = max(self.layers, key=self._activations)
+        layer = max(self.kinds, key=self._activations)
         args, b, linears = self.args, self.compute, self.args.block_linears(layer)
         extra = self.block_activations - self.block_stored
         if STACK in linears:

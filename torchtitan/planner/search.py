@@ -3,17 +3,16 @@
 A layout is bounded by its computation without a bubble, a plan by the formula of planner/step_time.py. The plan with
 the lowest bound is judged next: its memory by formula, its legality by the rules, its time by simulation. A plan is
 accepted as soon as no other has a bound below its time, so the result is the same as if all plans
-were judged. Plans that differ in their replicas alone are represented by the fastest.
+were judged. Plans with the same degrees and schedule are represented by the fastest.
 """
 
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import lru_cache, partial
-from itertools import takewhile
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 from torchtitan.config.job import JobConfig
@@ -143,6 +142,7 @@ class Search:
     hardware: Hardware
     calibration: Calibration
     device: Device = "cuda"
+    _memory: dict[Plan, MemoryPrediction] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.timer = PipelineTimer(StepTimer(self.workload, self.hardware, self.calibration))
@@ -152,7 +152,7 @@ class Search:
 
     def job(self, plan: Plan) -> JobConfig:
         """Return the job with this plan."""
-        return apply_changes(self.config, plan.changes(self.workload.rows_per_sample, self.samples))
+        return apply_changes(self.config, plan.changes(self.config, self.samples))
 
     def faults(self, plan: Plan) -> list[Fault]:
         """Return the faults of the job with this plan."""
@@ -163,22 +163,32 @@ class Search:
         return Candidate(plan, self.timer.step_time(plan), self.memory(plan))
 
     def space(self, gpus: int) -> Space:
-        compiles = self.config.compile
         return Space(
             workload=self.workload,
             gpus=gpus,
             machine=self.hardware.devices_per_machine,
-            compiled=compiles.enable and "model" in compiles.components,
+            compiled=self.compilations,
             async_tp=self.config.parallelism.enable_async_tensor_parallel,
-            loss_chunks=self.config.training.loss_chunks,
         )
+
+    @cached_property
+    def compilations(self) -> tuple[bool, ...]:
+        """True and False, or False alone if the job cannot be compiled on any plan, as without a C++ compiler."""
+        single = Plan(microbatch=self.workload.rows_per_sample, loss_chunks=0, recompute="none", compiled=True)
+        faults = [fault for fault in self.faults(single) if fault.key.startswith("compile.")]
+        return (False,) if faults else (True, False)
 
     def find(self, gpus: int, top: int, limits: Limits) -> Result:
         """Return the fastest `top` plans on this number of GPUs."""
         return _Frontier(self, self.space(gpus), limits).run(top)
 
     def memory(self, plan: Plan) -> MemoryPrediction:
-        return predict_memory(self.job(plan), self.hardware)
+        """Predict the memory of a plan. Compilation matters where gradients could be computed apart without it."""
+        if plan.pp == 1 or plan.recompute != "none":
+            plan = replace(plan, compiled=False)
+        if plan not in self._memory:
+            self._memory[plan] = predict_memory(self.job(plan), self.hardware)
+        return self._memory[plan]
 
 
 class _Frontier:
@@ -190,12 +200,14 @@ class _Frontier:
         self._timer = search.timer.timer
         self._order = itertools.count()  # breaks ties by the order of enumeration
         self._lean: dict[Plan, bool] = {}
+        self._listed: set[object] = set()  # layouts of plans in the result
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
 
     def run(self, top: int) -> Result:
         result = self.result
         for layout in self.space.layouts():
-            self._push(self._timer.least_seconds(layout), partial(self._schedule, layout))
+            methods = [plan for plan in self.space.variants(layout) if plan.compiled == layout.compiled]
+            self._push(min(map(self._timer.least_seconds, methods)), partial(self._vary, layout))
         result.layouts = len(self._queue)
         for actions in itertools.count():
             if not self._queue or len(result.best) >= top:
@@ -205,7 +217,9 @@ class _Frontier:
                 break
             heapq.heappop(self._queue)[2]()
         if not result.complete:
-            result.best = sorted(result.judged, key=lambda candidate: candidate.time.seconds)[:top]
+            for candidate in sorted(result.judged, key=lambda candidate: candidate.time.seconds):
+                self._accept(candidate)
+            result.best = result.best[:top]
         return result
 
     def _push(self, bound: float, action: Callable[[], None]) -> None:
@@ -220,31 +234,59 @@ class _Frontier:
             self.result.excluded["memory"] += 1
         return fits
 
-    def _fits_recomputed(self, layout: Plan) -> bool:
-        """Return whether the layout fits with full recompute, which needs the least memory."""
-        leanest = replace(self.space.leanest(layout), recompute="full", async_tp=False)
+    def _fits_somehow(self, plan: Plan) -> bool:
+        """Return whether the plan fits with any schedule and any number of chunks of the loss."""
+        leanest = replace(self.space.leanest(plan), async_tp=False, compiled=False)
         if leanest not in self._lean:
-            self._lean[leanest] = self._fits(leanest)
+            self._lean[leanest] = any(map(self._fits, self.space.with_loss_chunks(leanest)))
         return self._lean[leanest]
 
+    def _vary(self, layout: Plan) -> None:
+        """Queue a layout's variants that fit, if any does with full recompute, which needs the least memory."""
+        variants = [] if layout.layout in self._listed else list(self.space.variants(layout))
+        if any(self._fits_somehow(replace(plan, recompute="full")) for plan in variants):
+            for plan in filter(self._fits_somehow, variants):
+                self._push(self._timer.least_seconds(plan), partial(self._schedule, plan))
+
     def _schedule(self, layout: Plan) -> None:
-        if self._fits_recomputed(layout) and self._fits(self.space.leanest(layout)):
-            for plan in self.space.scheduled(layout):
-                self._push(self._timer.step_time(plan, with_fsdp=False).seconds, partial(self._replicate, plan))
+        for plan in self.space.scheduled(layout):
+            if plan.layout not in self._listed:
+                self._push(self._timer.step_time(plan, with_fsdp=False).seconds, partial(self._complete, plan))
 
-    def _replicate(self, plan: Plan) -> None:
-        """Queue the number of replicas that fits and takes the least time, and the others for the case of faults."""
-        fitting = list(takewhile(self._fits, self.space.replicated(plan)))
-        if fitting:
-            ordered = sorted(fitting, key=lambda replicated: self._timer.step_time(replicated).seconds)
-            self._push(self._timer.step_time(ordered[0]).seconds, partial(self._judge, ordered))
+    def _complete(self, plan: Plan) -> None:
+        """Queue the plan with each number of replicas and of chunks of the loss, the fastest first."""
+        plans = [
+            chunked for replicated in self.space.replicated(plan) for chunked in self.space.with_loss_chunks(replicated)
+        ]
+        self._next(iter(sorted(plans, key=lambda one: self._timer.step_time(one).seconds)), [])
 
-    def _judge(self, plans: list[Plan]) -> None:
+    def _next(self, plans: Iterator[Plan], full: list[Plan]) -> None:
+        """Queue the first of these plans that fits. `full`: those that do not, as then with more replicas."""
         for plan in plans:
-            if faults := self.search.faults(plan):
-                self.result.excluded[faults[0].key] += 1
+            if plan.layout in self._listed or any(
+                plan.replicas >= other.replicas and plan.loss_chunks == other.loss_chunks for other in full
+            ):
                 continue
-            candidate = self.search.candidate(plan)
-            self.result.judged.append(candidate)
-            self._push(candidate.time.seconds, partial(self.result.best.append, candidate))
+            if self._fits(plan):
+                self._push(self._timer.step_time(plan).seconds, partial(self._judge, plan, plans, full))
+                return
+            full.append(plan)
+
+    def _judge(self, plan: Plan, alternatives: Iterator[Plan], full: list[Plan]) -> None:
+        if plan.layout in self._listed:
             return
+        if faults := self.search.faults(plan):
+            self.result.excluded[faults[0].key] += 1
+            sharded = replace(plan, replicas=1, shards=plan.shards * plan.replicas, loss_chunks=0)
+            if faults[0].key not in [fault.key for fault in self.search.faults(sharded)]:
+                self._next(alternatives, full)  # another number of replicas or chunks may be legal
+            return
+        candidate = self.search.candidate(plan)
+        self.result.judged.append(candidate)
+        self._push(candidate.time.seconds, partial(self._accept, candidate))
+
+    def _accept(self, candidate: Candidate) -> None:
+        """List a plan, unless a faster one of its layout is."""
+        if candidate.plan.layout not in self._listed:
+            self._listed.add(candidate.plan.layout)
+            self.result.best.append(candidate)

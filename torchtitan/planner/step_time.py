@@ -136,7 +136,7 @@ class StepTimer:
         """Return the time of a block of `Workload.kinds` for one microbatch."""
         key = (
             *(kind, plan.tp, plan.cp, plan.ep, plan.microbatch, plan.recompute, plan.compiled, plan.async_tp),
-            *(plan.ring, plan.overlap_experts, self.hardware.slowdown(plan.gpus)),
+            *(plan.cp_method, plan.overlap_experts, self.hardware.slowdown(plan.gpus)),
         )
         if key not in self._blocks:
             self._blocks[key] = self._block(plan, self.workload.kinds[kind])
@@ -174,13 +174,18 @@ class StepTimer:
         )
 
     def head(self, plan: Plan) -> tuple[float, float]:
-        """Return the seconds of the output head's product and of the loss for one microbatch, in forward."""
+        """Return the seconds of the output head's product and of the loss for one microbatch, in forward.
+
+        Each of several chunks reads and writes the head's gradient in float32, half of which is counted here.
+        """
         args = self.workload.args
         tokens = plan.microbatch * self.workload.seq_len / plan.cp
         slowdown = self.hardware.slowdown(plan.gpus)
-        product = slowdown * self._product(tokens, args.vocab_size / plan.tp, args.dim)
+        chunks = self.workload.loss_pieces(plan)
+        product = slowdown * self._product(tokens / chunks, args.vocab_size / plan.tp, args.dim, chunks)
         passes = COMPILED_PASSES if plan.compiled else EAGER_PASSES
-        logits = slowdown * self._moved(passes * 12 * tokens * args.vocab_size / plan.tp)
+        sums = 4 * chunks * self.workload.embedding_size / plan.tp if chunks > 1 else 0.0
+        logits = slowdown * self._moved(passes * 12 * tokens * args.vocab_size / plan.tp + sums)
         return product, logits
 
     def _sum(self, plan: Plan, stages: Iterable[Counter[int]], with_head: bool) -> Parts:
@@ -298,6 +303,8 @@ class StepTimer:
         """Return what no published row is like."""
         if self.workload.args.num_parameters < LEAST_PARAMETERS:
             return f"a model below {LEAST_PARAMETERS / 1e9:.0f}B"
+        if plan.cp > 1 and plan.cp_method == "ulysses":
+            return "ulysses"
         if plan.pp > MOST_STAGES:
             return f"PP above {MOST_STAGES}"
         return f"a step below {LEAST_SECONDS * 1000:.0f} ms" if seconds < LEAST_SECONDS else ""
