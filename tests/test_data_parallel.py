@@ -152,6 +152,37 @@ def test_over_replicas_no_gradient_is_divided_or_copied():
     assert run_ranks(2, backward_over_replicas) == [([], [True] * 5)] * 2
 
 
+def weights_of_three_steps(row):
+    """Return, for steps after an update and after all parameters have moved, a linear's weights in forward and stored,
+    and whether they share storage.
+    """
+    model, batch = test_combinations.assembled(row), test_combinations.batch()
+    linear = next(module for module in model.parts[0].modules() if isinstance(module, nn.Linear))
+    seen = []
+    linear.register_forward_hook(lambda module, *_: seen.append(module.weight.detach()))
+    results = []
+    for _ in range(3):
+        model.forward_backward({name: batch[name] for name in ("tokens", "labels")}, 100)
+        used, stored = seen.pop(), linear.weight.to_local().detach()
+        shares = used.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
+        results.append((used.float().numpy().copy() if shares else None, stored.numpy().copy(), shares))
+        with torch.no_grad():
+            for _, parameter in model.named_parameters():
+                parameter.to_local().mul_(2)
+        if len(results) == 2:
+            model.parts[0]._apply(lambda tensor: tensor.clone())
+    return results
+
+
+def test_replicas_compute_with_their_stored_parameters():
+    """Without a copy, also after an update and after a move to other storage. Those of another type are cast."""
+    for results in run_ranks(2, weights_of_three_steps, REPLICAS[0]):
+        assert all(shares and np.array_equal(used, stored) for used, stored, shares in results)
+        assert np.array_equal(results[2][1], 4 * results[0][1])
+    for results in run_ranks(2, weights_of_three_steps, REPLICAS[1]):
+        assert not any(shares for *_, shares in results)
+
+
 def gradients_of_two_steps(overlapped):
     """Return the sum of the gradients of two steps without zero_grad in between. The second rank is late."""
     with patch.object(data_parallel, "overlap_replicas", replicas.overlap_replicas if overlapped else lambda _: None):

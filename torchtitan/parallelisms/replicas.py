@@ -1,10 +1,12 @@
-"""FSDP2 over replicas on a CPU: sums of gradients under way while backward computes, and no copies of gradients.
+"""FSDP2 over replicas on a CPU: sums of gradients under way while backward computes, and no copies of gradients and
+parameters.
 
 On a GPU FSDP2 issues the all-reduce of a unit's gradients on a second stream, next to backward. A CPU has no streams,
 so with gloo the host would wait for each sum. Here it waits for all of them at the end of backward.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import alloc_storage
 
 from torchtitan.parallelisms.fsdp_units import fsdp_units
 
@@ -70,14 +73,45 @@ class SingleBuffer(DefaultReduceScatter):
         return buffer
 
 
+def _unshard(unit: Any) -> None:
+    """Make the parameters of a unit with one shard ready for computation, in place of FSDP's `wait_for_unshard`.
+
+    FSDP copies the shard, which is the full parameter, in each forward. Here a parameter of the shard's type shares its
+    storage, and another type is cast to without a temporary copy.
+    """
+    if unit._all_gather_result is None:
+        return
+    unit._all_gather_result = None
+    for parameter in unit.fsdp_params:
+        shard = parameter._sharded_param_data
+        if parameter.param_dtype is not None:
+            parameter.init_all_gather_outputs([shard.numel()], [parameter.param_dtype], 1, unit.device)
+            (output,) = parameter.all_gather_outputs
+            alloc_storage(output)
+            with torch.autograd._unsafe_preserve_version_counter(output):  # as FSDP does
+                output.copy_(shard)
+            parameter.init_unsharded_param()
+        elif getattr(parameter, "shared_storage", None) is not shard:  # FSDP replaces it if the parameter's moves
+            parameter.__dict__.pop("_unsharded_param", None)
+            parameter.all_gather_outputs = [shard]
+            parameter.init_unsharded_param()
+            parameter.all_gather_outputs = []  # which FSDP frees
+            parameter.shared_storage = shard
+    unit._to_unsharded()
+
+
 def overlap_replicas(module: FSDPModule) -> None:
-    """Let the sums over replicas of one FSDP unit end with backward, if it has replicas and is on a CPU.
+    """Let the sums over replicas of one FSDP unit end with backward, and its only shard be used in place, on a CPU.
 
     A gradient is a view of its sum, and further microbatches are added before the sum, so nothing reads it earlier.
     """
     for unit in fsdp_units(module):
         info = unit.mesh_info
-        if unit.device.type != "cpu" or not isinstance(info, HSDPMeshInfo):
+        if unit.device.type != "cpu":
+            continue
+        if info.shard_mesh_size == 1:
+            unit.wait_for_unshard = partial(_unshard, unit)
+        if not isinstance(info, HSDPMeshInfo):
             continue
         if info.shard_mesh_size == 1:
             unit.gradient_divide_factor = None  # torch would divide by 1 into a copy
