@@ -193,6 +193,44 @@ def test_a_run_that_steps_in_backward(texts, tmp_path, capsys):
         assert float(lines[2].split()[1]) > 0 and len(lines[2].split()) == 2
 
 
+DOCUMENTS = {"task__kind": "documents", "adapter__kind": "neurocache", "training__steps": 4, "training__seq_len": 16}
+DOCUMENTS |= {"training__local_batch_size": 2, "training__global_batch_size": 8}
+DOCUMENTS |= {f"adapter__neurocache__{name}": value for name, value in {"cache_size": 64, "topk": 4}.items()}
+
+
+def test_caches_of_several_ranks(texts, tmp_path, capsys):
+    """Each of two ranks has caches of two rows. Compressed entries are of the weights of their time, so that the start
+    cannot compute them again: without those of the checkpoint, the loss of step 4 differs by 7e-5."""
+    run = tmp_path / "run"
+    options = OPTIONS | DOCUMENTS | {"adapter__neurocache__resume_warmup": "saved"}
+    code, _, err = jobs.run(jobs.arguments(run, texts, **options), ranks=2)
+    assert code == 0, err
+    for step, start in ((2, 0), (4, 2)):
+        result, record = replay(job_of(run), run, step), record_of(run, step)
+        assert result.start.step == start and [sample.number for sample in result.samples] == list(range(8))
+        assert result.loss == pytest.approx(record["loss"], rel=2e-6)
+        assert result.grad_norm == pytest.approx(record["grad_norm"], rel=2e-6)
+        tokens = [sample.tokens for sample in result.samples]
+        mean = sum(sample.loss * sample.tokens for sample in result.samples) / sum(tokens)
+        assert mean == pytest.approx(result.loss, rel=2e-6), "each sample reads the cache of its row"
+    assert cli.main(["replay", str(run), "--step=4", "--rank=1", "--samples=0"]) == 0
+    out = capsys.readouterr().out
+    assert "\n4 samples, highest loss first" in out and out.count("tokens with a loss  rank 1\n") == 4
+
+
+def test_caches_that_one_process_cannot_have(texts, tmp_path, capsys):
+    run = tmp_path / "run"
+    options = OPTIONS | DOCUMENTS | {"training__steps": 1, "adapter__neurocache__scope": "global"}
+    code, _, err = jobs.run(jobs.arguments(run, texts, **options), ranks=2)
+    assert code == 0, err
+    assert cli.main(["replay", str(run), "--step=1"]) == 2
+    assert "the rows of each of its ranks share a cache" in capsys.readouterr().err
+    for path in [*(run / "starts").glob("*.json"), *(run / "checkpoint").glob("step-*")]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert cli.main(["replay", str(run), "--step=1"]) == 2
+    assert "each data-parallel rank reads its own rows, and nothing tells the number" in capsys.readouterr().err
+
+
 def test_plan_and_samples_are_of_the_start_that_made_the_step(texts, tmp_path, capsys):
     """Steps 1 to 5 had 4 samples on one rank; the same folder goes on with 8 on two ranks."""
     folder = tmp_path / "run"

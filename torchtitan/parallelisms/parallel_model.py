@@ -287,17 +287,17 @@ class ParallelModel:
         return share.detach()
 
     @torch.no_grad()
-    def loss_sum(self, batch: Batch) -> torch.Tensor:
-        """Return this rank's share of the sum of losses, a scalar, without gradients; `batch` as in
-        `forward_backward`.
-        """
+    def loss_sum(self, batch: Batch, update_state: bool = True) -> torch.Tensor:
+        """Return this rank's share of the sum of losses, a scalar, for a `batch` as in `forward_backward`.
+        `update_state`: let an adapter with state remember the batch."""
         batch = self._shard_batch(batch)
         if self.pipeline is not None:
             loss = self.pipeline.eval_step(batch)
         else:
             with self.autocast:
                 loss = self.parts[0](**batch)
-        self._after_batch()
+        if update_state:
+            self._after_batch()
         return loss
 
     def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> dict[str, torch.Tensor]:

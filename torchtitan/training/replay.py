@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor
 from torchtitan.build import parts
 from torchtitan.build.data import cache_of
 from torchtitan.checkpoint import layout
+from torchtitan.checkpoint.layout import ADAPTER_STATE
+from torchtitan.checkpoint.stored_tensors import open_tensors
 from torchtitan.config import manager
-from torchtitan.config.batch_shape import is_packed, rows_per_sample
+from torchtitan.config.batch_shape import batch_rows, is_packed, rows_per_sample
 from torchtitan.config.changes import changes, kept_job
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.model import Compile
@@ -29,6 +31,7 @@ from torchtitan.config.sections.training import Validation
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError
 from torchtitan.core.initialization import clean_name
+from torchtitan.datasets.samples import IGNORE
 from torchtitan.guards import BadStep, RollBack
 from torchtitan.launcher.run_folder import JOB_FILE, REFERENCE_FILE, RecordedPlan, job_of_step, plan_of_start
 from torchtitan.losses.tasks import task_of
@@ -190,6 +193,7 @@ def replay(config: JobConfig, run: Path, step: int, report: Callable[[str], None
             Path(folder, REFERENCE_FILE).symlink_to((run / REFERENCE_FILE).resolve())
         trainer = Trainer(one_rank_job(config, run, start, Path(folder)), Ranks())
         try:
+            restore_caches(trainer, start)
             return _replay(trainer, start, step, report)
         finally:
             trainer.metrics.close()
@@ -199,14 +203,14 @@ def replay(config: JobConfig, run: Path, step: int, report: Callable[[str], None
 
 def one_rank_job(config: JobConfig, run: Path, start: Start, folder: Path) -> JobConfig:
     """Return the job that makes the same steps on one rank from the start's checkpoint, and writes only to `folder`."""
-    dims = start.dims()
-    if task_of(config).streams_documents and start.samples > config.training.local_batch_size:
-        if dims is None:
-            raise JobError(f"{run}: each data-parallel rank caches its rows, and nothing tells the number of ranks")
-        if dims.dp > 1:
-            raise JobError(
-                f"{run}: each of its {dims.dp} data-parallel ranks caches its rows; replay needs one such rank"
-            )
+    rows = config.training.local_batch_size
+    if task_of(config).streams_documents and start.samples > rows:  # the rows of all ranks, each with its documents
+        if (dims := start.dims()) is None:
+            raise JobError(f"{run}: each data-parallel rank reads its own rows, and nothing tells the number of ranks")
+        if dims.dp > 1 and config.adapter.kind == "neurocache" and config.adapter.neurocache.scope == "global":
+            reason = 'the rows of each of its ranks share a cache (adapter.neurocache.scope = "global")'
+            raise JobError(f"{run}: {reason}, and one process has one such cache; replay needs one data-parallel rank")
+        rows *= dims.dp
     cache = cache_of(config)
     checkpoint = dataclasses.replace(config.checkpoint, enable=False, best_metric=None, exclude_from_loading=[])
     if start.folder is not None:
@@ -224,7 +228,7 @@ def one_rank_job(config: JobConfig, run: Path, start: Start, folder: Path) -> Jo
         single,
         optimizer=dataclasses.replace(config.optimizer, early_step_in_backward=False),
         job=dataclasses.replace(config.job, dump_folder=str(folder), clean_start="never", time_limit=None),
-        training=dataclasses.replace(single.training, global_batch_size=start.samples),
+        training=dataclasses.replace(single.training, global_batch_size=start.samples, local_batch_size=rows),
         data=dataclasses.replace(config.data, cache_dir=str(cache) if cache.exists() else str(folder / "data")),
         checkpoint=checkpoint,
         compile=Compile(),
@@ -233,6 +237,31 @@ def one_rank_job(config: JobConfig, run: Path, start: Start, folder: Path) -> Jo
         validation=Validation(),
         early_stop=EarlyStop(),
     )
+
+
+def restore_caches(trainer: Trainer, start: Start) -> None:
+    """Fill an adapter's caches from those that the run's ranks have saved, if a rank has those of all of its rows.
+
+    Ranks of a pipeline have caches of microbatches, and ranks of adapter.neurocache.cache_shard parts of them. Without
+    a cache in the checkpoint, or with such ones, the start has read the last segments again.
+    """
+    adapter, dims, config = trainer.model.stateful_adapter, start.dims(), trainer.config
+    if adapter is None or start.folder is None or dims is None or dims.pp > 1:
+        return
+    with open_tensors("ours", start.folder) as stored:
+        prefixes = [f"{ADAPTER_STATE}{ranks_of_sample(number, dims)[0]}." for number in range(dims.dp)]
+        names = [name.removeprefix(prefixes[0]) for name in stored.names if name.startswith(prefixes[0])]
+        saved = {name: [stored.read(prefix + name) for prefix in prefixes] for name in names}
+    # row i of rank r is row i * dp + r of all; the clock is the same on all ranks
+    rows = {name: v[0] if name.endswith("clock") else torch.stack(v, 1).flatten(0, 1) for name, v in saved.items()}
+    shapes = {name: list(tensor.shape) for name, tensor in rows.items()}
+    parts = trainer.model.parts
+    if not rows or not (caches := adapter.tensors_to_restore(parts, shapes, batch_rows(config), trainer.model.device)):
+        return
+    for name, tensor in caches.items():
+        tensor.copy_(rows[name])
+    adapter.state_restored = True
+    trainer.model.prepare_adapter(lambda tokens: ())
 
 
 def _replay(trainer: Trainer, start: Start, step: int, report: Callable[[str], None]) -> ReplayedStep:
@@ -252,31 +281,39 @@ def _replay(trainer: Trainer, start: Start, step: int, report: Callable[[str], N
     result.bad_weights = [n for n, p in model.named_parameters() if p.is_floating_point() and not p.isfinite().all()]
     microbatches, valid_tokens, _ = trainer.fetch(batches)
     loss = torch.zeros((), device=model.device)
-    with watch_modules(model.parts[0], result):
-        for index, batch in enumerate(microbatches):
+    fetched = trainer.prefetcher.batches  # with all tensors of the data, also those that the model does not read
+    for index, (batch, source) in enumerate(zip(microbatches, fetched, strict=True)):
+        if model.stateful_adapter is not None:  # which remembers the batch afterwards
+            result.samples += _samples(trainer, batch, source, len(result.samples))
+        with watch_modules(model.parts[0], result):
             loss += model.forward_backward(batch, valid_tokens, is_last=index == len(microbatches) - 1)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
             result.norms[name] = float(torch.linalg.vector_norm(gradient.float()))
     result.loss, result.grad_norm = float(loss), float(model.clip_gradients(trainer.config.training.max_norm))
-    result.samples = list(_samples(trainer, microbatches))
+    if model.stateful_adapter is None:
+        for batch, source in zip(microbatches, fetched, strict=True):
+            result.samples += _samples(trainer, batch, source, len(result.samples))
     return result
 
 
-def _samples(trainer: Trainer, microbatches: list[Batch]) -> Iterator[Sample]:
-    """Compute each sample's loss by itself, with the random numbers of the step."""
-    size, number = rows_per_sample(trainer.config), 0
-    fetched = trainer.prefetcher.batches  # with all tensors of the data, also those that the model does not read
-    for batch, source in zip(microbatches, fetched, strict=True):
-        rows = len(batch["tokens"])
-        for first in range(0, rows, size):
-            sample = {key: rows_of(value, first, size, rows) for key, value in batch.items()}
-            of_source = {key: rows_of(value, first, size, rows) for key, value in source.items()}
-            tokens = trainer.preparer.objective.count(of_source)
-            loss = float(trainer.model.loss_sum(sample)) / max(tokens, 1)
-            yield Sample(number, loss, tokens, [{k: v[i] for k, v in of_source.items()} for i in range(size)])
-            number += 1
+def _samples(trainer: Trainer, batch: Batch, source: Batch, first_number: int) -> Iterator[Sample]:
+    """Compute the loss of each sample of a batch by itself, with the random numbers of the step.
+
+    An adapter with state has its own for each row, so it gets the whole batch, without the labels of other rows.
+    """
+    size, rows = rows_per_sample(trainer.config), len(batch["tokens"])
+    for first in range(0, rows, size):
+        sample = {key: rows_of(value, first, size, rows) for key, value in batch.items()}
+        of_source = {key: rows_of(value, first, size, rows) for key, value in source.items()}
+        if trainer.model.stateful_adapter is not None:
+            is_other = torch.arange(rows, device=batch["labels"].device) // size != first // size
+            sample = batch | {"labels": batch["labels"].masked_fill(is_other[:, None], IGNORE)}
+        tokens = trainer.preparer.objective.count(of_source)
+        loss = float(trainer.model.loss_sum(sample, update_state=False)) / max(tokens, 1)
+        texts = [{key: value[row] for key, value in of_source.items()} for row in range(size)]
+        yield Sample(first_number + first // size, loss, tokens, texts)
 
 
 def rows_of(value: torch.Tensor, first: int, size: int, rows: int) -> torch.Tensor:
