@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support import jobs
+from tests.test_expert_jobs import JOB as JOB_WITH_EXPERTS
 from torchtitan import cli
 from torchtitan.checkpoint.stored_tensors import open_tensors
 from torchtitan.commands import diff
@@ -38,11 +39,14 @@ def compare(a, b, capsys, *arguments) -> tuple[int, list[str]]:
     return code, (output.out + output.err).splitlines()
 
 
-def flip_a_bit(step_folder: Path, name: str) -> float:
-    """Flip the lowest bit of the fourth element of a float32 tensor, and return its former value."""
+def flip_a_bit(step_folder: Path, name: str, shards: int = 1) -> float:
+    """Flip the lowest bit of the fourth element of a float32 tensor, and return its former value.
+
+    `shards`: parts that it was saved in, along its first dimension.
+    """
     with open_tensors("ours", step_folder) as tensors:
         tensor = tensors.read(name)
-    content = jobs.tensor_bytes(tensor)
+    content = jobs.tensor_bytes(tensor[: len(tensor) // shards])
     (file,) = [path for path in step_folder.glob("*.distcp") if content in path.read_bytes()]
     data = bytearray(file.read_bytes())
     data[data.index(content) + 4 * 3] ^= 1
@@ -101,13 +105,17 @@ def test_samples_of_earlier_versions_are_those_of_the_checkpoint(damage, run, co
             {"parallelism__data_parallel_shard_degree": 1, "parallelism__pipeline_parallel_degree": 2},
             ["pipeline_parallel_degree 1 -> 2"],
         ),
+        (
+            {"parallelism__data_parallel_shard_degree": 1, "parallelism__tensor_parallel_degree": 2},
+            ["tensor_parallel_degree 1 -> 2"],
+        ),
     ],
-    ids=["fsdp", "pp"],
+    ids=["fsdp", "pp", "tp"],
 )
 def test_runs_under_different_plans(options, expected, run, copy, tmp_path, capsys):
     """What the ranks decide is compared as it was, plans are no difference, and tensors are compared one by one."""
     texts = run.parent / "texts.jsonl"
-    local = 8 if "parallelism__pipeline_parallel_degree" in options else 4
+    local = 8 if options else 4
     options |= {"training__local_batch_size": local, "training__global_batch_size": -1, "training__steps": 4}
     options |= {"checkpoint__enable": True, "checkpoint__interval": 2}
     code, _, err = jobs.run(jobs.arguments(tmp_path / "other", texts, **options), ranks=2)
@@ -147,6 +155,34 @@ def test_one_bit_of_one_tensor(run, copy, capsys):
         "tensors  of step-00000002 and step-00000002, 1 differs",
         f"  {NAME}: {str(diff.compare_tensors(NAME, *read_both(*steps), 0)).partition(': ')[2]}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("degree", "name"),
+    [("tensor_parallel", NAME), ("expert_parallel", "model.layers.1.moe.experts.w1")],
+    ids=["tp", "ep"],
+)
+def test_checkpoints_of_sharded_tensors(degree, name, tmp_path, capsys):
+    """Whole tensors are compared, as one device has them, and a bit of one shard is found. So is a changed option."""
+    texts = jobs.write_texts(tmp_path)
+    options = {"checkpoint__enable": True, "training__steps": 1, "training__global_batch_size": 8}
+    if degree == "expert_parallel":
+        options |= JOB_WITH_EXPERTS | {"optimizer__lr": 1e-2}
+    one, two = tmp_path / "one", tmp_path / "two"
+    jobs.train(jobs.arguments(one, texts, **options))
+    options |= {f"parallelism__{degree}_degree": 2, "training__local_batch_size": 4}
+    code, _, err = jobs.run(jobs.arguments(two, texts, **options), ranks=2)
+    assert code == 0, err
+    steps = [folder / "checkpoint/step-00000001" for folder in (one, two)]
+    code, lines = compare(*steps, capsys, "--tolerance=1e-4")
+    assert (code, lines[-1]) == (0, "A and B are equal in all of this")
+    copy = Path(shutil.copytree(two, tmp_path / "copy"))
+    flip_a_bit(copy / "checkpoint/step-00000001", name, shards=2)
+    code, lines = compare(two, copy, capsys)
+    assert code == 1 and lines[-3].endswith(" compared, 1 differs") and lines[-2].startswith(f"  {name}: 1 of ")
+    job = (copy / "config.toml").read_text()
+    (copy / "config.toml").write_text(job.replace("lr = 0.01", "lr = 0.02"))
+    assert compare(two, copy, capsys)[1][:2] == ["options  1 differs", "  optimizer.lr 0.01 -> 0.02"]
 
 
 def read_both(a: Path, b: Path) -> list[torch.Tensor]:
