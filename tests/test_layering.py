@@ -50,6 +50,7 @@ ROOMS: dict[str, set[str]] = {
         "config",
         "core",
         "datasets",
+        "fake_cuda",
         "importers",
         "launch",
         "launcher",

@@ -1,18 +1,19 @@
 """Faults that the checks on the fake CUDA have to find, each planted before a step is built."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
-from torchtitan.models import layers
 from torchtitan.parallelisms import parallel_model
 from torchtitan.parallelisms.pipeline import pipeline_parallel
 
 
 def wrong_device() -> None:
     """Create a tensor without naming a device."""
-    forward = layers.RMSNorm.forward
-    layers.RMSNorm.forward = lambda self, x: forward(self, x) + torch.ones(x.shape[-1])
+    clip = parallel_model.clip_gradients
+    parallel_model.clip_gradients = lambda *args, **kwargs: clip(*args, **kwargs).reshape(1) + torch.ones(1)
 
 
 def host_wait() -> None:
@@ -51,3 +52,27 @@ def other_order() -> None:
         return table
 
     pipeline_parallel.build_table = build_by_rank
+
+
+def other_collective() -> None:
+    """Reduce the gradient norm once more on odd ranks."""
+    clip = parallel_model.clip_gradients
+
+    def clip_and_reduce(*args, **kwargs):
+        total = clip(*args, **kwargs)
+        if dist.get_rank() % 2:
+            dist.all_reduce(total)
+        return total
+
+    parallel_model.clip_gradients = clip_and_reduce
+
+
+def shape_by_values() -> None:
+    """Use a shape that only the values of a tensor on the device decide."""
+    clip = parallel_model.clip_gradients
+    parallel_model.clip_gradients = lambda *args, **kwargs: clip(*args, **kwargs).reshape(1).nonzero()
+
+
+def ends() -> None:
+    """End the process of the rank."""
+    os._exit(9)

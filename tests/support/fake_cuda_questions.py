@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import current_flash_attention_impl, register_flash_attention_impl
 
 from torchtitan.config import manager
-from torchtitan.fake_cuda.step import HostWaits, job_on_rank
-from torchtitan.models import layers
+from torchtitan.fake_cuda.step import HostWaits, job_on_rank, use_fused_norms
 from torchtitan.parallelisms.parallel_model import ParallelModel
 
 VALID_TOKENS = 1000
@@ -124,7 +123,7 @@ def _costs(model: ParallelModel, work: Callable[[], None]) -> dict[str, Any]:
 
 def costs_with_fused_kernels(argv: list[str], rank: int, world_size: int) -> dict[str, Any]:
     """Return `costs` with attention and norms as the single kernels that a real GPU has for them."""
-    layers.RMSNorm.forward = lambda self, x: _NormKernel.apply(x, self.weight.to(x.dtype))
+    use_fused_norms()
     torch.nn.functional.scaled_dot_product_attention = _flash
     return costs(argv, rank, world_size)
 
@@ -134,20 +133,6 @@ def _flash(
 ) -> torch.Tensor:
     assert mask is None
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
-
-
-class _NormKernel(torch.autograd.Function):
-    """A norm [..., D] that reads and writes as often as torch's kernels."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight = ctx.saved_tensors
-        return torch.add(grad, x), torch.empty_like(weight)
 
 
 def flash_attention(argv: list[str], rank: int, world_size: int) -> list[str | None]:

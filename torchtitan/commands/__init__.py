@@ -4,6 +4,7 @@ COMMANDS = {
     "train": "train a job: train job.toml, with --section.key value to change it",
     "check": "check a job, or list all that is wrong with it, without starting it",
     "estimate": "predict memory and communication per rank, and whether the job fits, without a GPU",
+    "rehearse": "run the whole step of a job on a fake CUDA: host waits, kernels, collectives, memory, without a GPU",
     "plan": "find the fastest parallel plans of a job for some GPUs, with their time, memory and price",
     "list": "list models, datasets, tokenizers, optimizers, adapters and schedules, also of installed packages",
     "preview": "show the first samples that the model will see: decoded, with document borders and masks",

@@ -89,6 +89,23 @@ def _estimate() -> CommandParser:
     return parser
 
 
+def _rehearse() -> CommandParser:
+    parser = CommandParser(
+        "rehearse",
+        "Needs Linux and g++. Exit code: 0 if nothing is wrong, 1 if the step fails, ranks disagree on a collective or "
+        "the host waits for the device where no option asks for it, 2 for faults.",
+        takes="job",
+    )
+    ranks = "ranks of the job (default: the fewest that its parallel degrees allow)"
+    parser.add_argument("--world-size", type=whole_number(1), metavar="N", help=ranks)
+    chosen = "ranks to rehearse (default: 0, its neighbor along each axis, and ranks at both ends of a pipeline)"
+    parser.add_argument("--ranks", type=_whole_numbers, metavar="N,N", help=chosen)
+    layers = "rehearse all layers, also of a job for which that takes minutes"
+    parser.add_argument("--all-layers", action="store_true", help=layers)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
 def _list() -> CommandParser:
     parser = CommandParser("list", "Exit code: 2 if an installed package gives something that cannot be used.")
     kinds = OneOf("torchtitan.commands.list:KIND_NAMES")
@@ -249,14 +266,14 @@ def _evaluate() -> CommandParser:
     tasks = "lm-eval tasks to answer instead: a task's YAML file, or a folder of them"
     parser.add_argument("--tasks", metavar="PATH", help=tasks)
     sizes = "entries of a cache, separated by commas; 0: without (default: 0 and the job's)"
-    parser.add_argument("--cache-sizes", type=_cache_sizes, metavar="N,N", help=sizes)
+    parser.add_argument("--cache-sizes", type=_whole_numbers, metavar="N,N", help=sizes)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--plot", type=Path, help="picture to draw, .svg or .png")
     return parser
 
 
-def _cache_sizes(text: str) -> list[int]:
-    """Parse --cache-sizes: whole numbers of entries, separated by commas."""
+def _whole_numbers(text: str) -> list[int]:
+    """Parse whole numbers separated by commas: of entries of a cache, of ranks."""
     return [whole_number(0)(part) for part in text.split(",")]
 
 
@@ -341,6 +358,7 @@ def _completion() -> CommandParser:
 PARSERS: dict[str, Callable[[], CommandParser]] = {
     "check": _check,
     "estimate": _estimate,
+    "rehearse": _rehearse,
     "plan": plan_parser,
     "list": _list,
     "preview": _preview,

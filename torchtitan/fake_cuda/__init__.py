@@ -23,7 +23,7 @@ from torchtitan.core.errors import JobError
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 LIBRARY = "FAKE_CUDA_LIBRARY"
 """Environment variable with the path of the compiled source."""
-LIMIT = 300
+LIMIT = 600
 """Seconds that an answer may take."""
 Question = tuple[str, str, Sequence[Any]]
 """Function "module:name", function without arguments to call before it or "", and its arguments, as JSON has them."""

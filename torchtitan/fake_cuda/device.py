@@ -15,15 +15,16 @@ from typing import Any
 
 from torchtitan.fake_cuda import LIBRARY
 
-ctypes.CDLL(os.environ[LIBRARY], ctypes.RTLD_GLOBAL)
+if LIBRARY in os.environ:  # elsewhere the module can be imported, but not installed
+    ctypes.CDLL(os.environ[LIBRARY], ctypes.RTLD_GLOBAL)
 
-import torch  # noqa: E402
-import torch._dynamo  # noqa: E402  (what asks for a device when it is imported: before there seems to be one)
-import torch._inductor  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.distributed.fsdp  # noqa: E402
-import torch.distributed.tensor  # noqa: E402
-import torch.nn.attention.flex_attention  # noqa: E402
+import torch
+import torch._dynamo  # asks for a device when it is imported: before there seems to be one
+import torch._inductor
+import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.tensor
+import torch.nn.attention.flex_attention
 
 host_waits: Counter[str] = Counter()
 """By place: `what file:function`."""
@@ -42,7 +43,7 @@ _NO_PLACES += tuple(str(PACKAGE / room) for room in ("fake_cuda", "planner"))  #
 
 
 @functools.cache
-def _is_place(path: str) -> bool:
+def is_place(path: str) -> bool:
     """Return True for a source file of the package or of another one, and not of torch, Python or the fake CUDA."""
     return path[0] != "<" and (not path.startswith(_NO_PLACES) or "-packages" in path.removeprefix(_NO_PLACES[0]))
 
@@ -50,7 +51,7 @@ def _is_place(path: str) -> bool:
 def frame_of_package() -> FrameType:
     """Return the frame of the innermost call outside of torch and Python's library, or the outermost of all."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and not _is_place(frame.f_code.co_filename):
+    while frame.f_back is not None and not is_place(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -59,10 +60,15 @@ def place_of(code: CodeType) -> str:
     return f"{Path(code.co_filename).name}:{code.co_name}"
 
 
+def shown(path: str) -> str:
+    """Return a path within the package, or a whole one of another file."""
+    return str(Path(path).relative_to(PACKAGE)) if Path(path).is_relative_to(PACKAGE) else path
+
+
 def line_of(frame: FrameType) -> str:
-    """Return the line that a frame is at: `trainer.py:12` with the path within the package, or with its whole path."""
-    path = Path(frame.f_code.co_filename)
-    return f"{path.relative_to(PACKAGE) if path.is_relative_to(PACKAGE) else path}:{frame.f_lineno}"
+    """Return the `path:line` that a frame is at, or "" for one of torch or Python's library."""
+    path = frame.f_code.co_filename
+    return f"{shown(path)}:{frame.f_lineno}" if is_place(path) else ""
 
 
 def waits(operation: str) -> None:

@@ -291,6 +291,20 @@ def _with_layers(
     )
 
 
+def few_layers(config: JobConfig, world_size: int, most: int) -> JobConfig:
+    """Return the job with the fewest layers of each stage that show how its layers gather and recompute.
+
+    A job of which a rank has at most `most` layers times forward passes is unchanged, and one whose layers differ.
+    """
+    dims = parts.dims(config, world_size)
+    stages, microbatches = _stages(config, dims), parts.pipeline_options(config).microbatches if dims.pp > 1 else 1
+    passes = microbatches * min(2, num_batches_per_step(config, dims))
+    if parts.model_args(config).n_layers * passes <= most * dims.pp or _layers_differ(config):
+        return config
+    counts = {number: _fewest_layers(config, stage, dims) for number, stage in enumerate(stages)}
+    return _with_layers(config, stages, counts, dims)
+
+
 def _with_few_microbatches(config: JobConfig, dims: ParallelDims, num_stages: int) -> JobConfig:
     """Return the job with the fewest microbatches that keep each rank's highest number in flight.
 

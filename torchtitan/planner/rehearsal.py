@@ -101,25 +101,31 @@ def rehearse(config: JobConfig, rank: int, world_size: int, device: str) -> Rehe
     with warnings.catch_warnings(), _quiet(), _alone_as(rank, world_size):
         warnings.simplefilter("ignore")
         dims, cpu = build.dims(config, world_size), torch.device("cpu")
-        live = LiveTensors()
         options = dataclasses.replace(build.parallel_options(config), replicas_overlap=device == "cpu")
         without_values: dict[str, Any] = dict(init_weights=False, storage=WITHOUT_VALUES)
         model = build.model(config, dims.build_mesh("cpu"), dims, cpu, options=options, **without_values)
         optimizers = build.optimizers(config, model)
-        _imitate(device, model.parts)
-        _count_state(live, model.parts)
         batch = zero_batch(config, dims, model.needs_keys)
-        rehearsal = Rehearsal(config, model, optimizers, batch, num_batches_per_step(config, dims))
-        ref_model = _reference(config, model, device)
-        with WITHOUT_VALUES, FakeValues(rows_of_experts(config), dims.ep), live.watching():
-            before = {} if ref_model is None else _ask(ref_model, batch, live)
-            del ref_model
-            gc.collect()  # FSDP's modules are in reference cycles
-            if _keeps_more(config):
-                rehearsal.step(live)
-                _name_what_stays(live, optimizers)
-            result = rehearsal.step(live)
-            return dataclasses.replace(result, moments=result.moments | before)
+        return rehearse_built(config, model, optimizers, batch, device, LiveTensors())
+
+
+def rehearse_built(
+    config: JobConfig, model: ParallelModel, optimizers: Optimizers, batch: Batch, device: str, live: LiveTensors
+) -> Rehearsed:
+    """Rehearse a step of a job that is built; `batch` has tensors [B, S] or [B]. `live` counts its memory."""
+    imitate(device, model.parts)
+    _count_state(live, model.parts)
+    rehearsal = Rehearsal(config, model, optimizers, batch, num_batches_per_step(config, model.dims))
+    ref_model = _reference(config, model, device)
+    with WITHOUT_VALUES, FakeValues(rows_of_experts(config), model.dims.ep), live.watching():
+        before = {} if ref_model is None else _ask(ref_model, batch, live)
+        del ref_model
+        gc.collect()  # FSDP's modules are in reference cycles
+        if _keeps_more(config):
+            rehearsal.step(live)
+            _name_what_stays(live, optimizers)
+        result = rehearsal.step(live)
+        return dataclasses.replace(result, moments=result.moments | before)
 
 
 @dataclasses.dataclass
@@ -209,7 +215,7 @@ def _reference(config: JobConfig, model: ParallelModel, device: str) -> Parallel
         return None
     places = model.mesh, model.dims, model.device
     ref_model = build.model(config, *places, policy=model, init_weights=False, storage=WITHOUT_VALUES)
-    _imitate(device, ref_model.parts)
+    imitate(device, ref_model.parts)
     return ref_model
 
 
@@ -256,7 +262,7 @@ def _count_state(live: LiveTensors, parts: list[nn.Module]) -> None:
             part.loss.register_forward_hook(lambda *_: live.end())
 
 
-def _imitate(device: str, parts: list[nn.Module]) -> None:
+def imitate(device: str, parts: list[nn.Module]) -> None:
     """Let parts on the CPU use the attention and float8 products of `device`, and its chunks of the loss."""
     for part in parts:
         if part.loss is not None:

@@ -43,6 +43,10 @@ class Exchange:
     sent: Fraction
     """Bytes that this rank sends."""
     dtype: torch.dtype
+    elements: int
+    """Numbers of this rank's part, or of the tensor to reduce."""
+    peer: int | None = None
+    """Global rank of the other end of a message between two."""
 
 
 class Traffic(OperatorMode):
@@ -76,7 +80,9 @@ class Traffic(OperatorMode):
         else:
             sent = Fraction(size if kind == "send" else 0)
         if peers:
-            self.exchanges.append(Exchange(kind, group, sent, tensors[0].dtype))
+            peer = group[args[2]] if kind in ("send", "receive") else None
+            elements = sum(tensor.numel() for tensor in tensors)
+            self.exchanges.append(Exchange(kind, group, sent, tensors[0].dtype, elements, peer))
 
     @staticmethod
     def _to_others(args: Any, tensor: torch.Tensor, group: Group) -> Fraction:

@@ -1,0 +1,190 @@
+"""Rehearse a whole step of one rank for `torchtitan rehearse`: memory, kernels, host waits and messages in order.
+
+The first step is the planner's rehearsal, with all live tensors counted (planner/rehearsal.py). The second one has its
+state, as later steps do, and shows the rest. Blocks are not compiled: a compiled function counts as one kernel, and
+what the compiler makes of a block is not known here. Attention and norms are the single kernels that a GPU has.
+"""
+
+import dataclasses
+import traceback
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from torchtitan.fake_cuda import device, kernels  # first: see there
+
+import torch  # isort: skip
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from torchtitan.build import observers, parts
+from torchtitan.build.data import num_batches_per_step
+from torchtitan.config import manager
+from torchtitan.config.job import JobConfig
+from torchtitan.core.errors import JobError
+from torchtitan.fake_cuda.step import HostWaits, job_on_rank, use_fused_norms
+from torchtitan.optimizers.build import Optimizers
+from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
+from torchtitan.planner.estimate import few_layers
+from torchtitan.planner.live_tensors import ACTIVATIONS, LiveTensors
+from torchtitan.planner.rehearsal import ANY_COUNT, rehearse_built
+from torchtitan.planner.traffic import Traffic
+
+REFUSED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""What a step without values cannot do: values, shapes that depend on them, operators without a rule for shapes."""
+MOST = 128
+"""Layers times forward passes of a rank in a rehearsal of all layers. Each takes about half a second of a processor."""
+PARTS = ("forward and backward", "clipping and optimizer")
+
+
+class TypedTensors(LiveTensors):
+    """Live tensors, and the bytes of the activations that were ever allocated, by type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activations: Counter[str] = Counter()
+
+    def _count(self, tensor: torch.Tensor, kind: str | None = None) -> None:
+        before = self.now[ACTIVATIONS]
+        super()._count(tensor, kind)
+        if (grown := self.now[ACTIVATIONS] - before) > 0:
+            self.activations[_type(tensor)] += grown
+
+
+class Order(Traffic):
+    """Messages in order, with the line that issued each, or "" where torch does so by itself, as in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def _record(self, *args: Any) -> None:
+        before = len(self.exchanges)
+        super()._record(*args)
+        if len(self.exchanges) > before:
+            self.lines.append(device.line_of(device.frame_of_package()))
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the distinct messages, (group, kind, type, elements, peer, line), and the order of their numbers."""
+        numbers: dict[tuple[Any, ...], int] = {}
+        order = []
+        for one, line in zip(self.exchanges, self.lines, strict=True):
+            message = one.group, one.kind, _name(one.dtype), one.elements, one.peer, line
+            order.append(numbers.setdefault(message, len(numbers)))
+        return {"messages": list(numbers), "order": order}
+
+
+def rehearse(argv: list[str], rank: int, world_size: int, all_layers: bool) -> dict[str, Any]:
+    """Return what a step of the job `argv` does on a rank, or under "failure" and "refusal" why there is none.
+
+    Without `all_layers`, each stage of a job with many layers and microbatches has a few of its layers.
+    """
+    config = manager.load(argv)
+    config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, enable=False))
+    layers = parts.model_args(config).n_layers
+    if not all_layers:
+        config = few_layers(config, world_size, MOST)
+    use_fused_norms()
+    try:
+        with job_on_rank(config, rank, world_size) as (model, optimizers, batch):
+            live = TypedTensors()
+            first = rehearse_built(config, model, optimizers, batch, "cuda", live)
+            second = _second_step(config, model, optimizers, batch)
+    except JobError:
+        raise
+    except REFUSED as error:
+        return {"refusal": _described(error)}
+    except Exception as error:
+        return {"failure": _described(error), "traceback": traceback.format_exc()}
+    moment = max(first.moments, key=lambda name: first.moments[name].total())
+    memory = {kind: int(size) for kind, size in first.moments[moment].items() if size >= 1}
+    sent = Counter[tuple[str, str, str]]()
+    for key, amount in first.sent.items():
+        sent[key] += int(amount)
+    return {
+        "layers": [parts.model_args(config).n_layers, layers],
+        "moment": moment,
+        "memory": dict(sorted(memory.items(), key=lambda item: -item[1])),
+        "sent": [[*key, amount] for key, amount in sorted(sent.items())],
+        "groups": first.groups,
+        "types": second.pop("types") | {"activations": dict(live.activations)},
+        **second,
+    }
+
+
+def _second_step(config: JobConfig, model: ParallelModel, optimizers: Optimizers, batch: Batch) -> dict[str, Any]:
+    """Run a step with the state of the first one; a third pass of gradient accumulation is like the second."""
+    passes = num_batches_per_step(config, model.dims)
+    guards = observers.guards(config, model, optimizers)
+    steps_in_backward = config.optimizer.early_step_in_backward
+    waits, costs = Counter[tuple[str, str]](), {part: Counter[str]() for part in PARTS}
+    loss, norm = torch.zeros((), device=model.device), None
+
+    def add(part: str, counter: kernels.Kernels, times: int = 1) -> None:
+        costs[part].update({unit: times * counter.by_place[unit].total() for unit in ("kernels", "bytes")})
+        waits.update({wait: times * number for wait, number in device.wait_lines.items()})
+        device.wait_lines.clear()
+
+    device.wait_lines.clear()
+    with HostWaits(config), Order() as order:
+        for remaining in reversed(range(min(2, passes))):
+            with kernels.Kernels() as counter:
+                loss += model.forward_backward(batch, ANY_COUNT, is_last=not remaining)
+            add(PARTS[0], counter, passes - 1 if remaining else 1)
+        gradients = _types(p.grad for _, p in model.named_parameters() if p.grad is not None)
+        with kernels.Kernels() as counter:
+            if not steps_in_backward:
+                norm = model.clip_gradients(config.training.max_norm)
+            if not guards.reason_to_skip(2, loss, norm, can_skip=not steps_in_backward):
+                optimizers.step()
+            model.after_step(2, optimizers.optimizers)
+            optimizers.zero_grad()
+        add(PARTS[1], counter)
+    parameters = [p for _, p in model.named_parameters()]
+    moments = [t for o in optimizers for state in o.state.values() for t in state.values() if torch.is_tensor(t)]
+    types = {
+        "parameters": _types(p for p in parameters if p.requires_grad),
+        "frozen parameters": _types(p for p in parameters if not p.requires_grad),
+        "gradients": gradients,
+        "optimizer state": _types(moments),
+    }
+    return {
+        "costs": costs,
+        "trained": sum(_local(p).numel() for p in parameters if p.requires_grad),
+        "waits": [[kind, line, number] for (kind, line), number in sorted(waits.items())],
+        "types": {name: sizes for name, sizes in types.items() if sizes},
+        **order.as_record(),
+    }
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor)  # this rank's part of a DTensor
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _type(tensor: torch.Tensor) -> str:
+    local = _local(tensor)
+    return f"{_name(local.dtype)} {local.device.type}"
+
+
+def _types(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
+    """Return the bytes of the rank's parts by type and device."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        sizes[_type(tensor)] += _local(tensor).nbytes
+    return dict(sizes)
+
+
+def _described(error: BaseException) -> str:
+    """Return the line at which the step failed, and the first line of the error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    lines = [f"{device.shown(s.filename)}:{s.lineno}" for s in traceback.extract_tb(error.__traceback__)]
+    places = [line for frame, line in zip(frames, lines, strict=True) if device.is_place(frame.f_code.co_filename)]
+    message = str(error).strip().splitlines() or [""]
+    return f"{places[-1] if places else 'in torch'}: {type(error).__name__}: {message[0]}"
