@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torchtitan import fake_cuda
+from torchtitan.planner import fake_cuda
 
 COMMON = ["--model.tokenizer_path=bytes", "--compile.no_enable", "--training.seq_len=4096"]
 ONE_B = ["--job.config_file=train_configs/debug_model.toml", "--model.name=llama3.2", "--model.flavor=1B", *COMMON]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan import fake_cuda
+from torchtitan.planner import fake_cuda
 
 pytestmark = pytest.mark.skipif(bool(fake_cuda.missing()), reason=fake_cuda.missing())
 

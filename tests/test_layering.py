@@ -37,10 +37,8 @@ ROOMS: dict[str, set[str]] = {
     | {"launcher", "lr_scheduling", "metrics", "models", "optimizers", "parallelisms", "process"},
     "training": {"adapters", "build", "checkpoint", "config", "core", "datasets", "guards", "launcher", "losses"}
     | {"lr_scheduling", "metrics", "models", "parallelisms", "process"},
-    "planner": {"build", "config", "core", "launcher", "metrics", "models", "optimizers", "parallelisms", "process"}
-    | {"rules", "training"},
-    "fake_cuda": {"adapters", "build", "config", "core", "models", "optimizers", "parallelisms", "planner", "process"}
-    | {"training"},
+    "planner": {"adapters", "build", "config", "core", "launcher", "metrics", "models", "optimizers", "parallelisms"}
+    | {"process", "rules", "training"},
     "importers": {"adapters", "config", "core", "datasets", "lr_schedules", "models"},
     "launch": {"checkpoint", "config", "core", "launcher", "process", "rules"},
     "commands": {
@@ -50,7 +48,6 @@ ROOMS: dict[str, set[str]] = {
         "config",
         "core",
         "datasets",
-        "fake_cuda",
         "importers",
         "launch",
         "launcher",

@@ -10,11 +10,11 @@ import pytest
 
 from tests.support.fake_cuda_mutants import __file__ as mutants
 from tests.support.jobs import ROOT
-from torchtitan import cli, fake_cuda
+from torchtitan import cli
 from torchtitan.build import parts
 from torchtitan.commands import rehearse
 from torchtitan.config import manager
-from torchtitan.planner import estimate, rehearsal
+from torchtitan.planner import estimate, fake_cuda, rehearsal
 
 needs_fake_cuda = pytest.mark.skipif(bool(fake_cuda.missing()), reason=fake_cuda.missing())
 JOB = ("debug_model", "--model.overrides={n_layers = 2}", "--model.tokenizer_path=bytes")

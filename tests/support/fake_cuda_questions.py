@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from torchtitan.fake_cuda import device, kernels  # first: see there
+from torchtitan.planner.fake_cuda import device, kernels  # first: see there
 
 import torch  # isort: skip
 import torch.distributed as dist
@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import current_flash_attention_impl, register_flash_attention_impl
 
 from torchtitan.config import manager
-from torchtitan.fake_cuda.step import HostWaits, job_on_rank, use_fused_norms
 from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.planner.fake_cuda.step import HostWaits, job_on_rank, use_fused_norms
 
 VALID_TOKENS = 1000
 

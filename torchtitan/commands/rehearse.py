@@ -1,7 +1,7 @@
 """`torchtitan rehearse JOB --world-size 8`: the whole step of a job on a fake CUDA, at its real size, without a GPU.
 
-Some ranks run a step of tensors without values (torchtitan/fake_cuda). What they would send is compared: ranks of a
-group that issue different collectives would wait for each other forever.
+Some ranks run a step of tensors without values (torchtitan/planner/fake_cuda). What they would send is compared: ranks
+of a group that issue different collectives would wait for each other forever.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError, format_bytes
 from torchtitan.core.progress_bar import progress_bar, waiting
-from torchtitan.fake_cuda import FakeCuda, build
 from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.planner.fake_cuda import FakeCuda, build
 from torchtitan.planner.search import TO_BE_FETCHED
 from torchtitan.rules import check
 
@@ -36,12 +36,12 @@ EXPECTED = {
     "guards/__init__.py": "loss and norm, for the guard that the job asks for",
 }
 """Files whose host waits belong to what the job asks for, and what the host waits for."""
-QUESTION, PREPARATION = "torchtitan.fake_cuda.rehearse:rehearse", ""
+QUESTION, PREPARATION = "torchtitan.planner.fake_cuda.rehearse:rehearse", ""
 """The function that each rank runs, and one to call before it, for tests."""
 FINE, WRONG = 0, 1
 """Exit codes."""
 Rank = dict[str, Any]
-"""The record of a rank, from torchtitan/fake_cuda/rehearse.py."""
+"""The record of a rank, from torchtitan/planner/fake_cuda/rehearse.py."""
 
 
 def main(argv: list[str]) -> int:

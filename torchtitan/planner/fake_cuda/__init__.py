@@ -5,7 +5,7 @@ streams and events in device.py, and torch's fake process group. It shows tensor
 refuses, where the host waits for the device, and the order of messages between ranks. It cannot show NCCL, the choice
 of kernels, races or speed.
 
-The patches are permanent, so it runs in a separate process: `python -m torchtitan.fake_cuda`, see __main__.py.
+The patches are permanent, so it runs in a separate process: `python -m torchtitan.planner.fake_cuda`, see __main__.py.
 """
 
 import json
@@ -55,13 +55,13 @@ def build(folder: Path) -> Path:
 
 
 class FakeCuda:
-    """A process of `python -m torchtitan.fake_cuda` with the library of `build`, which answers many questions."""
+    """A process of `python -m torchtitan.planner.fake_cuda` with the library of `build`. It answers many questions."""
 
     def __init__(self, library: Path):
-        package = str(SOURCE.parents[2])  # importable there too, wherever this process has found it
+        package = str(SOURCE.parents[3])  # importable there too, wherever this process has found it
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "torchtitan.fake_cuda"],
+            [sys.executable, "-m", "torchtitan.planner.fake_cuda"],
             env={**os.environ, LIBRARY: str(library), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan.fake_cuda import device  # first: see there
+from torchtitan.planner.fake_cuda import device  # first: see there
 
 import torch  # isort: skip
 from torch.distributed.tensor import DTensor

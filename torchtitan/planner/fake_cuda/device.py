@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from torchtitan.fake_cuda import LIBRARY
+from torchtitan.planner.fake_cuda import LIBRARY
 
 if LIBRARY in os.environ:  # elsewhere the module can be imported, but not installed
     ctypes.CDLL(os.environ[LIBRARY], ctypes.RTLD_GLOBAL)
@@ -37,9 +37,9 @@ order: list[tuple[str, int]] = []
 groups: set[tuple[int, ...]] = set()
 """Ranks that exchange something of the device's."""
 _last: list = [None, 0]
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[2]
 _NO_PLACES = tuple(map(str, (Path(torch.__file__).parent, Path(contextlib.__file__).parent)))
-_NO_PLACES += tuple(str(PACKAGE / room) for room in ("fake_cuda", "planner"))  # what watches a step
+_NO_PLACES += (str(PACKAGE / "planner"),)  # what watches a step
 
 
 @functools.cache

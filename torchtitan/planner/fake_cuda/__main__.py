@@ -1,4 +1,4 @@
-"""`python -m torchtitan.fake_cuda` answers lists of questions, a list in a line of JSON (`Question` in __init__.py).
+"""`python -m torchtitan.planner.fake_cuda` answers lists of questions, each a line of JSON (`Question` in __init__.py).
 
 Its answers are lines too, one a question as soon as it is there: [number, True, result] or [number, False, traceback].
 """
@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pkgutil import resolve_name
 from typing import Any
 
-from torchtitan.fake_cuda import LIMIT, Question, step
+from torchtitan.planner.fake_cuda import LIMIT, Question, step
 from torchtitan.process.exit import die_with_parent
 
 _context = multiprocessing.get_context("fork")

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from torchtitan.fake_cuda import device, kernels  # first: see there
+from torchtitan.planner.fake_cuda import device, kernels  # first: see there
 
 import torch  # isort: skip
 from torch._subclasses.fake_tensor import (
@@ -25,10 +25,10 @@ from torchtitan.build.data import num_batches_per_step
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
-from torchtitan.fake_cuda.step import HostWaits, job_on_rank, use_fused_norms
 from torchtitan.optimizers.build import Optimizers
 from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
 from torchtitan.planner.estimate import few_layers
+from torchtitan.planner.fake_cuda.step import HostWaits, job_on_rank, use_fused_norms
 from torchtitan.planner.live_tensors import ACTIVATIONS, LiveTensors
 from torchtitan.planner.rehearsal import ANY_COUNT, rehearse_built
 from torchtitan.planner.traffic import Traffic

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torchtitan.fake_cuda import device, kernels  # first: see there
+from torchtitan.planner.fake_cuda import device, kernels  # first: see there
 
 import torch  # isort: skip
 import torch.distributed as dist
