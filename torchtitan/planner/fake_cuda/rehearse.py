@@ -30,7 +30,7 @@ from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
 from torchtitan.planner.estimate import few_layers
 from torchtitan.planner.fake_cuda.step import HostWaits, job_on_rank, use_fused_norms
 from torchtitan.planner.live_tensors import ACTIVATIONS, LiveTensors
-from torchtitan.planner.rehearsal import ANY_COUNT, rehearse_built
+from torchtitan.planner.rehearsal import ANY_COUNT, WITHOUT_VALUES, rehearse_built
 from torchtitan.planner.traffic import Traffic
 
 REFUSED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -89,7 +89,7 @@ def rehearse(argv: list[str], rank: int, world_size: int, all_layers: bool) -> d
         config = few_layers(config, world_size, MOST)
     use_fused_norms()
     try:
-        with job_on_rank(config, rank, world_size) as (model, optimizers, batch):
+        with job_on_rank(config, rank, world_size, WITHOUT_VALUES) as (model, optimizers, batch):
             live = TypedTensors()
             first = rehearse_built(config, model, optimizers, batch, "cuda", live)
             second = _second_step(config, model, optimizers, batch)

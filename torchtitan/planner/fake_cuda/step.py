@@ -24,7 +24,7 @@ from torchtitan.optimizers import moments
 from torchtitan.parallelisms import data_parallel, parallel_dims, parallel_model
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.planner.live_tensors import FakeValues
-from torchtitan.planner.rehearsal import WITHOUT_VALUES, rows_of_experts
+from torchtitan.planner.rehearsal import rows_of_experts
 from torchtitan.planner.traffic import group_of
 from torchtitan.training.batches import zero_batch
 
@@ -165,15 +165,20 @@ class _NormKernel(torch.autograd.Function):
 
 
 @contextmanager
-def job_on_rank(config: JobConfig, rank: int, world_size: int) -> Iterator[tuple[ParallelModel, Any, dict]]:
-    """The job's model, optimizers and one batch, as rank `rank` of `world_size` would build them."""
+def job_on_rank(
+    config: JobConfig, rank: int, world_size: int, mode: FakeTensorMode | None = None
+) -> Iterator[tuple[ParallelModel, Any, dict]]:
+    """The job's model, optimizers and one batch, as rank `rank` of `world_size` would build them.
+
+    `mode`: one that no other job of this process has used, by default a new one.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     dims = parts.dims(config, world_size)
     card = torch.device("cuda", 0)
     mesh = dims.build_mesh("cuda")
-    with WITHOUT_VALUES:
+    with mode or FakeTensorMode(allow_non_fake_inputs=True):
         model = parts.model(config, mesh, dims, card)
         optimizers = parts.optimizers(config, model)
         batch = zero_batch(config, dims, model.needs_keys)
