@@ -52,6 +52,18 @@ CONTEXT = [
     "--training.local_batch_size=1",
 ]
 """Selective recompute by operator stores what each method of context parallel sends."""
+REPLICAS = {
+    "model.name": "llama3",
+    "model.flavor": "8B",
+    "model.overrides": "{n_layers = 5}",
+    "model.tokenizer_path": "bytes",
+    "training.seq_len": 2048,
+    "training.local_batch_size": 1,
+    "training.dtype": "bfloat16",
+    "parallelism.data_parallel_shard_degree": 1,
+    "parallelism.data_parallel_replicate_degree": 2,
+}
+"""FSDP keeps the float32 sums over replicas of all units until the end of backward: a third of this plan's peak."""
 SAMPLES = {
     "dense": [*memory_plans(1, 4, DENSE), list(memory_plans(3, 4, DENSE))[3], list(memory_plans(5, 8, DENSE))[7]],
     "context": [
@@ -59,6 +71,7 @@ SAMPLES = {
         for method in ("allgather", "ulysses", "alltoall")
     ],
     "experts": [list(memory_plans(1, 12, EXPERTS))[index] for index in (0, 7)],
+    "replicas": [(2, [f"--{name}={value}" for name, value in REPLICAS.items()])],
 }
 """Random plans. The last two dense ones: GPipe, accumulated gradients. With experts: GPipe with tensor parallel, and
 experts that no other rank has."""

@@ -157,17 +157,20 @@ def _without_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
         gradients=max(accumulated, sizes.head_gradients),
     )
     first = sizes.block_gathered if sizes.stays_gathered else 0.0
-    gradients = max(accumulated, sizes.gradients - sizes.head_gradients - sizes.block_gradients)
+    reduced = sizes.gradients - sizes.head_gradients - sizes.block_gradients
+    gradients = max(accumulated, reduced)
+    sums = sizes.replica_sums(max(0.0, reduced - sizes.block_gradients))  # the last block that gathers another
     yield backward + _sizes(
         gathered=first,
-        activations=sizes.block_stored + sizes.block_reduced + sizes.replicated_gradients,
+        activations=sizes.block_stored + sizes.block_reduced + sums,
         gradients=gradients,
     )
     reducing = _sizes(gathered=sizes.embedding_gathered + 2 * buffer, activations=sizes.block_reducing + sizes.hidden)
-    yield reducing + _sizes(gathered=first, gradients=gradients)
+    yield reducing + _sizes(gathered=first, gradients=gradients, activations=sizes.replica_sums(reduced))
     yield reducing + _sizes(
         gathered=blocks,
         activations=sizes.stored - sizes.last_resident,
         gradients=max(accumulated, sizes.head_gradients),
     )
-    yield _sizes(gathered=sizes.embedding_gathered, activations=sizes.embedding_reduced, gradients=sizes.gradients)
+    embedding = sizes.embedding_reduced + sizes.replica_sums(sizes.gradients)
+    yield _sizes(gathered=sizes.embedding_gathered, activations=embedding, gradients=sizes.gradients)

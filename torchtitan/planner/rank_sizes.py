@@ -152,8 +152,9 @@ class RankSizes(RankLayout):
 
     @property
     def _copies_gradients(self) -> bool:
-        """True if FSDP copies a unit's gradients to a buffer in the type of the reduction, to send them."""
-        return self.fully_sharded and self.shards > 1
+        """True if FSDP copies a unit's gradients to a buffer in the type of the reduction, for shards or replicas."""
+        replicas = self.config.parallelism.data_parallel_replicate_degree
+        return self.fully_sharded and self.shards * replicas > 1
 
     @cached_property
     def block_reduced(self) -> float:
@@ -170,11 +171,13 @@ class RankSizes(RankLayout):
         dense, experts = self._local_weights(layer)
         return dense / self.shards + experts / self.expert_shards
 
-    @property
-    def replicated_gradients(self) -> float:
-        """Further bytes of a block's gradients in the type of the reduction, while replicas add them."""
-        is_larger = self.config.parallelism.data_parallel_replicate_degree > 1 and self._copies_gradients
-        return (self.reduced_bytes / self.stored_bytes - 1) * self.block_gradients * is_larger
+    def replica_sums(self, gradients: float) -> float:
+        """Return the bytes of the sums over replicas, in the type of the reduction, of so many bytes of gradients.
+
+        FSDP keeps each unit's until the end of backward. In the type of the parameters they are the gradients.
+        """
+        keeps = self.config.parallelism.data_parallel_replicate_degree > 1 and self.reduced_bytes != self.stored_bytes
+        return self.reduced_bytes / self.stored_bytes * gradients * (keeps and self._copies_gradients)
 
     @cached_property
     def block_reducing(self) -> float:
