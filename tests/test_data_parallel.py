@@ -245,3 +245,26 @@ def test_units_are_asked_for_in_one_place():
 
 FSDP_NAMES = re.compile(r"^from .*", re.MULTILINE)
 """Imports. A module of torch has a similar name."""
+
+
+def gradients_after_another_forward(between):
+    """Return the gradients of two blocks, the first of them frozen; maybe with a forward without gradients before."""
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(3)))
+    blocks[0].requires_grad_(False)
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (*blocks, blocks):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    data_parallel._prefetch_only_blocks_that_backward_reaches(blocks, list(blocks))
+    loss = blocks(torch.ones(2, 4)).square().sum()
+    if between:
+        with torch.no_grad():
+            blocks(torch.zeros(2, 4))
+    loss.backward()
+    return [parameter.grad.full_tensor().numpy() for parameter in blocks[1:].parameters()]
+
+
+def test_backward_gathers_its_blocks_after_a_forward_without_gradients():
+    between, plain = (run_ranks(2, gradients_after_another_forward, choice) for choice in (True, False))
+    for gradients, expected in zip(between, plain, strict=True):
+        assert len(gradients) == 8 and all(map(np.array_equal, gradients, expected))

@@ -163,18 +163,23 @@ def _prefetch_only_blocks_that_backward_reaches(model: nn.Module, blocks: list[n
 
 
 def _skip_prefetch_unless_reached(unit: FSDPParamGroup) -> None:
-    post_forward, unshard, reached = unit.post_forward, unit.unshard, True
+    post_forward, pre_backward, unshard, reached = unit.post_forward, unit.pre_backward, unit.unshard, True
 
     def leave(module: nn.Module, inputs: object, output: object) -> object:
         nonlocal reached
         reached = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
         return post_forward(module, inputs, output)
 
+    def enter_backward(*arguments: object) -> None:
+        nonlocal reached
+        reached = True  # also after a later forward without gradients
+        pre_backward(*arguments)
+
     def unshard_if_reached(async_op: bool = False) -> None:
         if reached or unit._training_state != TrainingState.PRE_BACKWARD:
             unshard(async_op)
 
-    unit.post_forward, unit.unshard = leave, unshard_if_reached
+    unit.post_forward, unit.pre_backward, unit.unshard = leave, enter_backward, unshard_if_reached
 
 
 def _is_training_only(block: nn.Module) -> bool:
