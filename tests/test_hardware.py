@@ -5,11 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.jobs import ROOT
 from torchtitan.commands import bench
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import FOLDER, Curve, Link, find_hardware, known_hardware, load_hardware
+from torchtitan.planner import measured_hardware
 from torchtitan.planner.measured_hardware import Sizes, fit, write_hardware
 
 NAMES = {
@@ -116,6 +118,18 @@ def test_this_machine_is_measured(tmp_path):
         write_hardware(tmp_path / "ours.toml", ranks=1, sizes=TINY)
     with pytest.raises(JobError, match="allowed: a name with .toml"):
         write_hardware(tmp_path / "ours", ranks=1, sizes=TINY)
+
+
+def test_a_gpu_that_no_file_describes_is_recognized_by_its_own(tmp_path, monkeypatch):
+    name, measure = "NVIDIA Unlisted 9 (A+)", measured_hardware._measure
+    monkeypatch.setattr(measured_hardware, "device_type", lambda: "cuda")
+    monkeypatch.setattr(measured_hardware, "_memory", lambda kind: 2**34)
+    monkeypatch.setattr(
+        measured_hardware, "_measure", lambda ranks, sizes, _: measure(ranks, sizes, torch.device("cpu"))
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    hardware = write_hardware(tmp_path / "ours.toml", ranks=1, sizes=TINY)
+    assert hardware.matches(name) and not hardware.matches(name + "2")
 
 
 def test_a_curve_is_recovered_from_its_samples():

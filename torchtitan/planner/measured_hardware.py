@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import os
 import platform
+import re
 import statistics
 import tempfile
 import time
@@ -91,7 +92,8 @@ def measure_hardware(ranks: int, sizes: Sizes | None = None) -> dict[str, Any]:
     measured = _measure_in_ranks(ranks, sizes) if ranks > 1 else _measure(1, sizes, torch.device(kind))
     bandwidth, peak = _rounded(max(rate for _, rate in measured.copies)), _peaks(measured.products)
     published = find_hardware(torch.cuda.get_device_name()) if kind == "cuda" else None
-    device_names: list[str] = []
+    # a file without names is of a CPU
+    device_names = [f"^{re.escape(torch.cuda.get_device_name())}$"] if kind == "cuda" else []
     if published is not None:
         device_names, bandwidth = list(published.device_names), published.memory_bandwidth
         peak = {key: flops for key, flops in dataclasses.asdict(published.peak).items() if flops is not None}
