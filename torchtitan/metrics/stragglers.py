@@ -44,7 +44,7 @@ class BlockTimer:
     """
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device, compiled: bool) -> None:
-        self._device, self._last_time = device, time.perf_counter()
+        self._device, self._last_time, self._begun = device, time.perf_counter(), 0
         self._steps: deque[tuple[float, list[Any]]] = deque(maxlen=STEPS_TO_NAME)
         note = torch.compiler.disable(self._note) if compiled else self._note
         for block in blocks[:: -(-len(blocks) // MOST_BLOCKS) or 1]:
@@ -65,17 +65,20 @@ class BlockTimer:
     def begin_step(self, data_seconds: float) -> None:
         """Time the next step. `data_seconds`: its wait for data."""
         self._steps.append((data_seconds, []))
+        self._begun += 1
 
     def pop_seconds(self) -> torch.Tensor:
-        """Return the seconds [steps + 1] of each step since the last call, and of all since then, and forget them.
+        """Return the seconds [steps + 1] of each step since the last call, and a whole step's mean; forget them.
 
         Of many steps, the last are returned. 0 for a step without a forward of a block. The device must have completed
         the forwards.
         """
         seconds = [self._sum(data_seconds, times) for data_seconds, times in self._steps]
-        self._steps.clear()
         previous, self._last_time = self._last_time, time.perf_counter()
-        return torch.tensor([*seconds, self._last_time - previous])
+        mean = (self._last_time - previous) / max(1, self._begun)
+        self._steps.clear()
+        self._begun = 0
+        return torch.tensor([*seconds, mean])
 
     def _sum(self, data_seconds: float, times: list[Any]) -> float:
         pairs = zip(times[::2], times[1::2], strict=True)
@@ -97,17 +100,17 @@ class SlowRanks:
         self._other_steps = torch.zeros(world_size)
         self._is_slow = torch.zeros(world_size, dtype=torch.bool)
 
-    def update(self, seconds: torch.Tensor, elapsed: float) -> torch.Tensor:
+    def update(self, seconds: torch.Tensor, step_seconds: float) -> torch.Tensor:
         """Note the ranks' times [steps, ranks]. Return them as multiples of the lower median of their peers'.
 
-        1 for the ranks of a pipeline stage without blocks. `elapsed`: seconds in which these steps were made.
+        1 for the ranks of a pipeline stage without blocks. `step_seconds`: mean duration of a whole step.
         """
         by_stage = seconds.unflatten(1, (self._stages, -1))
         ratios = (by_stage / by_stage.median(2, keepdim=True).values).nan_to_num(1.0, posinf=1.0).flatten(1)
         self._ratios = torch.cat((self._ratios, ratios))[-STEPS_TO_NAME:]
         for is_slow in ratios > MARGIN:
             self._slow_steps = (self._slow_steps + 1) * is_slow
-            self._slow_seconds = (self._slow_seconds + elapsed / len(ratios)) * is_slow
+            self._slow_seconds = (self._slow_seconds + step_seconds) * is_slow
             self._other_steps = (self._other_steps + 1) * ~is_slow
         has_become_slow = (self._slow_steps >= STEPS_TO_NAME) & (self._slow_seconds >= SECONDS_TO_NAME)
         self._is_slow = has_become_slow | (self._is_slow & (self._other_steps < STEPS_TO_NAME))
@@ -141,10 +144,10 @@ class Stragglers:
         if self._timer is None:
             return {}
         gathered = distributed.all_gather_floats(self._timer.pop_seconds())
-        seconds, elapsed = gathered[:, :-1], float(gathered[0, -1])
+        seconds, step_seconds = gathered[:, :-1], float(gathered[0, -1])
         if not seconds.any():
             return {}
-        ratios = self._slow_ranks.update(seconds.T, elapsed).median(0).values
+        ratios = self._slow_ranks.update(seconds.T, step_seconds).median(0).values
         slow = self._slow_ranks.slow()
         if slow.keys() != self._named:
             self._named = set(slow)
