@@ -14,6 +14,7 @@ from torchtitan import cli
 from torchtitan.build import parts
 from torchtitan.commands import rehearse
 from torchtitan.config import manager
+from torchtitan.core.errors import JobError
 from torchtitan.planner import estimate, fake_cuda, rehearsal
 
 needs_fake_cuda = pytest.mark.skipif(bool(fake_cuda.missing()), reason=fake_cuda.missing())
@@ -159,6 +160,16 @@ def test_a_tensor_on_a_wrong_device_ends_the_step_with_its_line(run):
 def test_a_step_that_cannot_be_rehearsed_is_refused(run, mutant, reason):
     code, out, err = run("--world-size=1", mutant=mutant)
     assert code == 2 and not out and re.search(reason, " ".join(err.split())) and "Traceback" not in err
+
+
+@needs_fake_cuda
+def test_a_library_that_cannot_be_loaded_is_explained(tmp_path):
+    library = tmp_path / "libfake_cuda.so"
+    library.write_text("no library")
+    card = fake_cuda.FakeCuda(library)
+    with pytest.raises(JobError, match=r"ended, exit code 1: OSError: .*libfake_cuda.so: "):
+        list(card.ask_all([("os:getpid", "", ())]))
+    card.close()
 
 
 @pytest.mark.parametrize(

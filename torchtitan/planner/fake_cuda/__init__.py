@@ -13,7 +13,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -60,11 +62,14 @@ class FakeCuda:
     def __init__(self, library: Path):
         package = str(SOURCE.parents[3])  # importable there too, wherever this process has found it
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+        # torch of a CUDA build writes there that its hooks are replaced
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torchtitan.planner.fake_cuda"],
             env={**os.environ, LIBRARY: str(library), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self.errors,
             text=True,
         )
 
@@ -76,12 +81,20 @@ class FakeCuda:
     def ask_all(self, questions: Sequence[Question]) -> Iterator[tuple[int, bool, Any]]:
         """Yield (number of the question, True, result) or (number, False, traceback), as they come.
 
-        As many are answered at once as there are processors.
+        As many are answered at once as there are processors. Raises JobError if the process ends before.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
-        print(json.dumps(questions), file=self.process.stdin, flush=True)
+        with suppress(BrokenPipeError):
+            print(json.dumps(questions), file=self.process.stdin, flush=True)
         for _ in questions:
-            yield tuple(json.loads(self.process.stdout.readline()))
+            if not (line := self.process.stdout.readline()):
+                code = self.process.wait()
+                self.errors.seek(0)
+                *_, reason = ["it printed nothing", *self.errors.read().strip().splitlines()]
+                raise JobError(f"the process of the fake CUDA ended, exit code {code}: {reason}")
+            yield tuple(json.loads(line))
 
     def close(self) -> None:
-        self.process.communicate()
+        with suppress(BrokenPipeError):
+            self.process.communicate()
+        self.errors.close()

@@ -26,6 +26,9 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.nn.attention.flex_attention
 
+if LIBRARY in os.environ:
+    ctypes.CDLL(os.environ[LIBRARY]).register_fake_guard()
+
 host_waits: Counter[str] = Counter()
 """By place: `what file:function`."""
 wait_lines: Counter[tuple[str, str]] = Counter()

@@ -48,11 +48,12 @@ struct FakeGuard final : impl::DeviceGuardImplInterface {
 
 FakeGuard guard;
 
-struct Register {
-  Register() { impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)].store(&guard); }
-} registered;
-
 }  // namespace
+
+// To be called after torch is imported, since a CUDA build then registers a guard of its own.
+extern "C" void register_fake_guard() {
+  impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)].store(&guard);
+}
 
 namespace at {
 
@@ -75,6 +76,7 @@ struct FakeCUDAHooks : CUDAHooksInterface {
   void deviceSynchronize(DeviceIndex) const override {}
 };
 
-C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, FakeCUDAHooks)
+// A CUDA build of torch has registered its own.
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, FakeCUDAHooks)
 
 }  // namespace at
