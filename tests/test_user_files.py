@@ -283,6 +283,7 @@ OWN_FILES = {
     "commands/presets.py": "writes; presets of the package",
     "datasets/preparing.py": "a lock",
     "datasets/template_worker.py": "/proc",
+    "launcher/forks.py": "a file that the launcher or the fork server has written; /proc",
     "launcher/hangs.py": "writes",
     "launcher/lock.py": "/proc; writes",
     "launcher/nodes.py": "/proc",
