@@ -218,6 +218,25 @@ def test_caches_of_several_ranks(texts, tmp_path, capsys):
     assert "\n4 samples, highest loss first" in out and out.count("tokens with a loss  rank 1\n") == 4
 
 
+@pytest.mark.parametrize(("first", "axis"), [(1, "data_parallel_shard"), (2, "tensor")])
+def test_caches_of_another_plan_are_rebuilt_as_by_the_run(first, axis, texts, tmp_path):
+    """The checkpoint is of one rank or of two by tensor parallel, the start from it has two data-parallel ranks or one.
+
+    With the saved caches the loss of step 3 after tensor parallel differs by 1.25e-6.
+    """
+    run = tmp_path / "run"
+    options = OPTIONS | DOCUMENTS | {"adapter__neurocache__resume_warmup": "saved"}
+    tensor = {"parallelism__data_parallel_shard_degree": 1, "parallelism__tensor_parallel_degree": 2}
+    for ranks, steps in ((first, 2), (3 - first, 4)):
+        plan = tensor if axis == "tensor" and ranks == 2 else {}
+        code, _, err = jobs.run(
+            jobs.arguments(run, texts, **(options | plan | {"training__steps": steps})), ranks=ranks
+        )
+        assert code == 0, err
+    for step in (3, 4):
+        assert replay(job_of(run), run, step).loss == pytest.approx(record_of(run, step)["loss"], rel=2e-7)
+
+
 def test_caches_that_one_process_cannot_have(texts, tmp_path, capsys):
     run = tmp_path / "run"
     options = OPTIONS | DOCUMENTS | {"training__steps": 1, "adapter__neurocache__scope": "global"}

@@ -243,10 +243,13 @@ def restore_caches(trainer: Trainer, start: Start) -> None:
     """Fill an adapter's caches from those that the run's ranks have saved, if a rank has those of all of its rows.
 
     Ranks of a pipeline have caches of microbatches, and ranks of adapter.neurocache.cache_shard parts of them. Without
-    a cache in the checkpoint, or with such ones, the start has read the last segments again.
+    a cache in the checkpoint, with such ones, or with those of another plan, the start has read the last segments
+    again.
     """
     adapter, dims, config = trainer.model.stateful_adapter, start.dims(), trainer.config
     if adapter is None or start.folder is None or dims is None or dims.pp > 1:
+        return
+    if layout.read_state(start.folder)["trainer"].get("degrees") != dims.all_degrees:
         return
     with open_tensors("ours", start.folder) as stored:
         prefixes = [f"{ADAPTER_STATE}{ranks_of_sample(number, dims)[0]}." for number in range(dims.dp)]
