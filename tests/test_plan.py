@@ -51,12 +51,12 @@ def load(name, *options):
     return manager.load(["--job.config_file", name, *options])
 
 
-def searched(name, gpus, samples, gpu="h100-80", *options):
+def searched(name, gpus, samples, gpu="h100-80", *options, top=10):
     hardware = load_hardware(gpu)
     config = load(name, *options)
     workload = Workload.of(config, samples)
     search = Search(config, workload, samples, hardware, calibration.usual_calibration(hardware))
-    return search, search.find(gpus, 10, Limits(hardware.memory_gib * 2**30))
+    return search, search.find(gpus, top, Limits(hardware.memory_gib * 2**30))
 
 
 # Published runs
@@ -86,7 +86,7 @@ def test_llama_405b_on_16384_gpus_is_planned_as_published():
 
 
 def test_deepseek_v3_on_2048_gpus_is_planned_as_published():
-    _, result = searched("deepseek_671b", 2048, 15360, "h800")
+    _, result = searched("deepseek_671b", 2048, 15360, "h800", top=16)
     (published, *_) = [one for one in result.best if (one.plan.pp, one.plan.ep) == (16, 64)]
     assert published.time.seconds <= 1.15 * result.best[0].time.seconds
 
@@ -239,6 +239,14 @@ def test_plans_are_legal_and_train_the_same():
         assert plan.gpus == 64 and not search.faults(plan)
         assert plan.shards * plan.replicas * plan.microbatch * plan.microbatches * plan.passes == 64
         assert Plan.of(search.job(plan), 64, 64) == plan
+
+
+def test_plans_with_whole_logits_come_in_order():
+    """They may be faster than the same plan with the chunks of the job, by which layouts are bounded."""
+    _, result = searched("llama3_8b", 8, 64, "h100-80", "--training.global_batch_size=64", "--training.seq_len=2048")
+    seconds = [candidate.time.seconds for candidate in result.best]
+    assert len(seconds) == 10 and seconds == sorted(seconds)
+    assert {candidate.plan.loss_chunks for candidate in result.best} >= {0, 1}
 
 
 def test_the_table_is_sorted():

@@ -207,7 +207,7 @@ class _Frontier:
         result = self.result
         for layout in self.space.layouts():
             methods = [plan for plan in self.space.variants(layout) if plan.compiled == layout.compiled]
-            self._push(min(map(self._timer.least_seconds, methods)), partial(self._vary, layout))
+            self._push(min(map(self._least_seconds, methods)), partial(self._vary, layout))
         result.layouts = len(self._queue)
         for actions in itertools.count():
             if not self._queue or len(result.best) >= top:
@@ -221,6 +221,10 @@ class _Frontier:
                 self._accept(candidate)
             result.best = result.best[:top]
         return result
+
+    def _least_seconds(self, plan: Plan) -> float:
+        """Return a lower bound for every number of chunks of the loss: whole logits may take less time."""
+        return min(map(self._timer.least_seconds, self.space.with_loss_chunks(plan)))
 
     def _push(self, bound: float, action: Callable[[], None]) -> None:
         if bound <= self.limits.most_seconds:
@@ -246,12 +250,14 @@ class _Frontier:
         variants = [] if layout.layout in self._listed else list(self.space.variants(layout))
         if any(self._fits_somehow(replace(plan, recompute="full")) for plan in variants):
             for plan in filter(self._fits_somehow, variants):
-                self._push(self._timer.least_seconds(plan), partial(self._schedule, plan))
+                self._push(self._least_seconds(plan), partial(self._schedule, plan))
 
     def _schedule(self, layout: Plan) -> None:
         for plan in self.space.scheduled(layout):
             if plan.layout not in self._listed:
-                self._push(self._timer.step_time(plan, with_fsdp=False).seconds, partial(self._complete, plan))
+                chunked = self.space.with_loss_chunks(plan)
+                bound = min(self._timer.step_time(one, with_fsdp=False).seconds for one in chunked)
+                self._push(bound, partial(self._complete, plan))
 
     def _complete(self, plan: Plan) -> None:
         """Queue the plan with each number of replicas and of chunks of the loss, the fastest first."""
