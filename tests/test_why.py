@@ -15,6 +15,8 @@ from torchtitan.planner.measured_runs import UNEXPLAINED, MeasuredRun, ModelledS
 H100 = "NVIDIA H100 80GB HBM3"
 DATA_SECONDS = 0.01
 TENSOR_PARALLEL = ["llama3_8b", "--parallelism.tensor_parallel_degree=4", "--training.local_batch_size=1"]
+CUSTOM = "parallelism.pipeline_parallel_{}: the formulas are of named schedules and usual stages"
+MISFIT = "its job, recorded plan and metrics do not fit each other; give the folder as the run has left it"
 PIPELINE = ["llama3_8b", "--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=2"]
 
 
@@ -121,6 +123,13 @@ def test_the_fastest_plan_is_no_change(tmp_path, capsys, monkeypatch):
         (["debug_model", "--adapter.kind=lora"], "cpu", "adapter.kind = 'lora': the formulas are of jobs that"),
         (["debug_model", "--model.flavor=mine"], "cpu", "model.name = 'llama3' with model.flavor = 'mine': not known"),
         (TENSOR_PARALLEL, None, "the run has not recorded its device; give --gpu NAME"),
+        ([*PIPELINE, "--parallelism.pipeline_parallel_schedule_csv=a.csv"], H100, CUSTOM.format("schedule_csv")),
+        (
+            [*PIPELINE, "--parallelism.pipeline_parallel_layers_per_stage=40"],
+            H100,
+            MISFIT,
+        ),
+        (["llama3_8b", "--parallelism.tensor_parallel_degree=16"], H100, MISFIT),
     ],
 )
 def test_what_the_model_cannot_know_is_said(job, device, reason, tmp_path, capsys):
@@ -136,6 +145,19 @@ def test_what_the_model_cannot_know_is_said(job, device, reason, tmp_path, capsy
     assert "the steps are bound by" not in out
     if job is TENSOR_PARALLEL:
         assert "on NVIDIA H200" in output_of(capsys, "why", tmp_path, "--gpu=h200")
+
+
+def test_ranks_on_more_machines_take_longer(tmp_path):
+    """A step is predicted on as many ranks of a machine as are recorded, for why and for plan --from."""
+    usual = write_run(tmp_path / "one", TENSOR_PARALLEL, 8)
+    write_run(tmp_path / "eight", TENSOR_PARALLEL, 8)
+    (file,) = (tmp_path / "eight/starts").glob("*.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"ranks_per_machine": 1}))
+    run = MeasuredRun(tmp_path / "eight")
+    factors = usual.calibration.factors
+    seconds = run.predicted(usual.hardware, factors)
+    assert seconds > 1.5 * usual.run.predicted(usual.hardware, factors)
+    assert seconds == ModelledStep.of(run, None).time.seconds
 
 
 def test_hardware_that_is_not_known_is_a_line(tmp_path, capsys):

@@ -103,7 +103,9 @@ def lines_of(
 def model_of(run: Path, records: list[Record], hardware: Hardware | None) -> tuple[ModelledStep | None, str]:
     """Return the planner's model of the run's typical step, or None and the reason."""
     try:
-        return ModelledStep.of(MeasuredRun(run, records), hardware), ""
+        step = ModelledStep.of(MeasuredRun(run, records), hardware)
+        step.run.step_time(step.hardware, step.calibration)  # may raise too
+        return step, ""
     except JobError as error:
         return None, str(error).removeprefix(f"{run}: ")
 

@@ -76,9 +76,21 @@ class MeasuredRun:
         self.samples = self.recorded.samples if self.recorded else round(tokens / self.config.training.seq_len)
         if not self.samples:
             raise JobError(f"{folder}: its steps have fewer tokens than a sample; give a run with its own {JOB_FILE}")
-        self.plan = Plan.of(self.config, self._gpus(), self.samples)
-        workload = Workload.of(self.config, self.samples)
-        self.workload = replace(workload, seq_len=max(1, round(tokens / workload.rows)))  # records may vary in length
+        degrees = self.config.parallelism
+        for option in ("pipeline_parallel_schedule_csv", "module_fqns_per_model_part"):
+            if degrees.pipeline_parallel_degree > 1 and getattr(degrees, option) is not None:
+                raise JobError(f"{folder}: parallelism.{option}: the formulas are of named schedules and usual stages")
+        try:
+            self.plan = Plan.of(self.config, self._gpus(), self.samples)
+            workload = Workload.of(self.config, self.samples)
+            self.workload = replace(workload, seq_len=max(1, round(tokens / workload.rows)))  # may vary in length
+            ranks = self.plan.gpus if self.recorded is None else self.recorded.ranks
+            if min(self.plan.shards, self.plan.microbatches) < 1 or self.plan.gpus != ranks:
+                raise ArithmeticError
+            self.plan.stages(workload)
+        except (ArithmeticError, LookupError) as error:
+            remedy = "give the folder as the run has left it"
+            raise JobError(f"{folder}: its job, recorded plan and metrics do not fit each other; {remedy}") from error
 
     def _gpus(self) -> int:
         """Return the number of ranks that the run recorded. Of an older run it is computed from the samples of a step.
@@ -111,7 +123,9 @@ class MeasuredRun:
         return self.step_time(hardware, Calibration(factors)).seconds
 
     def step_time(self, hardware: Hardware, calibration: Calibration) -> StepTime:
-        """Predict a step of the run's plan."""
+        """Predict a step of the run's plan, on as many ranks in each machine as it has recorded."""
+        if self.recorded is not None:
+            hardware = replace(hardware, devices_per_machine=self.recorded.ranks_per_machine)
         timer = StepTimer(self.workload, hardware, calibration)
         if self.plan.pp > 1:
             timer = resolve_name("torchtitan.planner.search:PipelineTimer")(timer)
