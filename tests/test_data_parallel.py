@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import test_combinations
@@ -181,6 +182,26 @@ def test_replicas_compute_with_their_stored_parameters():
         assert np.array_equal(results[2][1], 4 * results[0][1])
     for results in run_ranks(2, weights_of_three_steps, REPLICAS[1]):
         assert not any(shares for *_, shares in results)
+
+
+def products_after_loads():
+    """Return for parameters that begin at several places of their storage whether they are what is computed with."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    linear = nn.Linear(4, 4, bias=False)
+    fully_shard(linear, mesh=mesh)
+    replicas.overlap_replicas(linear)
+    results = []
+    for begin in (0, 16, 0, 32, 16):
+        linear(torch.eye(4)).sum().backward()
+        rows = torch.arange(64.0)[begin : begin + 16].view(4, 4)
+        loaded = DTensor.from_local(rows, linear.weight.device_mesh, linear.weight.placements)
+        linear.load_state_dict({"weight": loaded}, assign=True)
+        results.append(torch.equal(linear(torch.eye(4)), rows.T))
+    return results
+
+
+def test_a_parameter_may_be_a_part_of_its_storage():
+    assert run_ranks(1, products_after_loads) == [[True] * 5]
 
 
 def gradients_of_two_steps(overlapped):

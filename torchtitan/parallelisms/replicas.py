@@ -84,8 +84,11 @@ def _unshard(unit: Any) -> None:
     unit._all_gather_result = None
     for parameter in unit.fsdp_params:
         shard = parameter._sharded_param_data
-        if parameter.param_dtype is not None:
-            parameter.init_all_gather_outputs([shard.numel()], [parameter.param_dtype], 1, unit.device)
+        if parameter.param_dtype is not None or shard.storage_offset():  # FSDP views a storage from its start
+            if parameter.__dict__.pop("shared_storage", None) is not None:
+                parameter.__dict__.pop("_unsharded_param", None)
+            dtype = parameter.param_dtype or shard.dtype
+            parameter.init_all_gather_outputs([shard.numel()], [dtype], 1, unit.device)
             (output,) = parameter.all_gather_outputs
             alloc_storage(output)
             with torch.autograd._unsafe_preserve_version_counter(output):  # as FSDP does
