@@ -111,6 +111,17 @@ def test_a_server_that_is_killed_is_explained():
     assert (code, out, err) == (137, "", f"{FAILED} was ended by SIGKILL\n")
 
 
+def test_a_server_that_is_killed_while_it_names_its_forks_ends_them_quietly():
+    kill = "import json; json.dump = lambda *_: os.kill(os.getpid(), 9)"
+    code, out, err = end(start_forked("say('never')", kill))
+    assert (code, out, err) == (137, "", f"{FAILED} was ended by SIGKILL\n")
+
+
+def test_a_server_that_ends_without_forks_is_explained():
+    code, out, err = end(start_forked("say('never')", "os._exit(0)"))
+    assert (code, out) == (1, "") and FAILED in err and "Traceback" not in err
+
+
 def test_without_all_ranks_none_runs():
     """The second fork fails, as where a user may have no more processes."""
     fails = "fork = os.fork; calls = []; os.fork = lambda: fork() if not calls.append(1) and len(calls) < 2 else 1 / 0"

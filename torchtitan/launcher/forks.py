@@ -12,6 +12,7 @@ Ranks on GPUs are started one by one: a process that has used CUDA cannot be for
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -59,8 +60,9 @@ class ForkServer:
     def pids(self) -> list[int]:
         """Return the process IDs of the ranks; empty before the server has ended, and if it has failed."""
         if self.code is None and (code := self.process.poll()) is not None:
-            self._pids = [] if code else json.loads(self._file.read())
-            self.code = code
+            content = [] if code else json.loads(self._file.read())
+            has_forked = all(isinstance(pid, int) for pid in content)  # else it is still the plans
+            self._pids, self.code = (content, code) if has_forked else ([], 1)
             self._file.close()
             for pid in self._pids:
                 for number in self._signals:  # the server may have been too close to its end to receive them
@@ -162,5 +164,7 @@ def _wait_for_adoption(server: int, path: str) -> None:
     while os.getppid() == server:
         time.sleep(POLL_SECONDS)
     with open(path) as file:
-        if os.getpid() not in json.load(file):
-            os._exit(1)
+        text = file.read()
+    # if the server was killed, still the plans, or cut off
+    if not re.fullmatch(r"\[[\d, ]*\]", text) or os.getpid() not in json.loads(text):
+        os._exit(1)
