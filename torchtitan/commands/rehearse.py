@@ -1,7 +1,7 @@
 """`torchtitan rehearse JOB --world-size 8`: the whole step of a job on a fake CUDA, at its real size, without a GPU.
 
-Some ranks run a step of tensors without values (torchtitan/planner/fake_cuda). What they would send is compared: ranks
-of a group that issue different collectives would wait for each other forever.
+Some ranks run a step on tensors without values (torchtitan/planner/fake_cuda). Their messages are compared: ranks of a
+group that issue different collectives would wait for each other forever.
 """
 
 import argparse
@@ -35,7 +35,7 @@ EXPECTED = {
     "parallelisms/pipeline/overlap/exchange.py": "sizes of the exchange between experts",
     "guards/__init__.py": "loss and norm, for the guard that the job asks for",
 }
-"""Files whose host waits belong to what the job asks for, and what the host waits for."""
+"""File -> purpose of its host waits, which options of the job require."""
 QUESTION, PREPARATION = "torchtitan.planner.fake_cuda.rehearse:rehearse", ""
 """The function that each rank runs, and one to call before it, for tests."""
 FINE, WRONG = 0, 1
@@ -73,7 +73,7 @@ def usual_ranks(dims: ParallelDims) -> list[int]:
     for degree in (dims.tp, dims.cp, dims.dp_shard, dims.dp_replicate):  # the axes of the mesh, the innermost first
         ranks |= {stride} if degree > 1 else set()
         stride *= degree
-    return sorted(ranks | {place % dims.pp * stride for place in (0, 1, -2, -1)})
+    return sorted(ranks | {stage % dims.pp * stride for stage in (0, 1, -2, -1)})
 
 
 def rehearsed(options: argparse.Namespace, job_args: list[str], ranks: list[int], world_size: int) -> dict[int, Rank]:
@@ -118,11 +118,11 @@ def shows_tracebacks() -> bool:
     return os.environ.get("TORCHTITAN_TRACEBACK") == "1"
 
 
-# What is wrong
+# Faults
 
 
 def verdict(records: dict[int, Rank]) -> tuple[list[str], list[str]]:
-    """Return lines for what is wrong with the step, and for what is as it should be."""
+    """Return lines about the faults of the step, and lines about its correct parts."""
     failures = [f"rank {rank}: the step fails at {r['failure']}" for rank, r in records.items() if "failure" in r]
     complete = {rank: record for rank, record in records.items() if "failure" not in record}
     differences, compared = disagreements(complete)
@@ -160,7 +160,7 @@ def disagreements(records: dict[int, Rank]) -> tuple[list[str], set[int]]:
 
 
 def issued(rank: int, record: Rank) -> Iterator[tuple[tuple[str, tuple[int, ...]], list[Any], str]]:
-    """Yield the messages of a rank in order: its group or pair, what both ends have to agree on, and the line."""
+    """Yield a rank's messages in order: the group or pair, the values that both ends must share, and the line."""
     for number in record["order"]:
         group, kind, dtype, elements, peer, line = record["messages"][number]
         if peer is None:
@@ -172,7 +172,7 @@ def issued(rank: int, record: Rank) -> Iterator[tuple[tuple[str, tuple[int, ...]
 
 
 def first_difference(first: int, messages: list[Any], second: int, other_messages: list[Any]) -> str:
-    """Return the first message that two ranks do not have in common, or an empty string."""
+    """Describe the first message in which two ranks differ; an empty string if there is none."""
     for number in range(max(len(messages), len(other_messages))):
         ends = [log[number] if number < len(log) else None for log in (messages, other_messages)]
         if ends[0] is None or ends[1] is None or ends[0][0] != ends[1][0]:
@@ -208,13 +208,13 @@ def header(config: JobConfig, dims: ParallelDims, records: dict[int, Rank]) -> l
     if layers[0] < layers[1]:
         lines.append(
             f"with {layers[0]} of {layers[1]} layers in all stages together, as all would take long (--all-layers): "
-            "kernels, messages and memory are those of fewer layers; `torchtitan estimate` predicts the memory of all"
+            "kernels, messages and memory are of fewer layers; `torchtitan estimate` predicts the memory of all"
         )
     return lines
 
 
 def tables(records: dict[int, Rank]) -> list[str]:
-    """Format what each rank does; ranks that do the same are shown once."""
+    """Format the tables of all ranks; ranks with equal tables share one."""
     ranks: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank, record in records.items():
         if "failure" not in record:
