@@ -124,6 +124,7 @@ def parts() -> dict[str, list[Step]]:
     connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     return {
         "probe": [script("probe", "operations one by one, beside what they should take", "scripts/gpu_probe.py")],
+        "programs": [script("programs", "GPU and CPU agree; a resume repeats the bits", "scripts/gpu_programs.py")],
         "same": [
             job("float32", "losses within 1e-4 of float32_cpu's", SAME, 10),
             job("float32_cpu", "the losses of a CPU", SAME, 10, CUDA_VISIBLE_DEVICES=""),
@@ -189,7 +190,7 @@ def run(step: Step, seconds: float) -> str:
         return f"{step.name:18} FAILED ({code}): " + " | ".join(line[:160] for line in lines[-3:])
     records = training_records(OUT / "runs" / step.name / "metrics.jsonl")
     if not records:
-        return "\n  ".join([f"{step.name:18} ran", *(line.rstrip() for line in text.splitlines()[-30:])])
+        return "\n  ".join([f"{step.name:18} ran", *(line.rstrip() for line in text.splitlines()[-60:])])
     row = f"{step.name:18} {summary(records)}"
     return row + "".join(f"\n{'':18} {line}" for line in host_waits(text) if step.name == "waits")
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The first hour on a machine with GPUs, in parts of at most nine minutes:
 #
-#   PYTHON=python3 scripts/gpu_hour.sh PART [PART ...]     one GPU: probe same speed watch features suite
+#   PYTHON=python3 scripts/gpu_hour.sh PART [PART ...]     one GPU: programs probe same speed watch features suite
 #                                                          eight: plans large sharded pairs
 #   scripts/gpu_hour.sh --list [PART ...]                  print the steps, run nothing
 #
