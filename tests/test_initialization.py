@@ -1,6 +1,7 @@
 """Initial weights depend on seed, name and shape, and on nothing else: not on ranks, shards, wrappers or types."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -247,3 +248,19 @@ def replicated_tensor():
 def test_replicated_tensors_are_drawn_whole():
     first, second = run_ranks(2, replicated_tensor)
     assert torch.equal(first, second) and first.all()
+
+
+def test_threads_draw_the_same_bits_and_leave_the_number_of_threads():
+    before = torch.get_num_threads()
+    drawn = []
+    try:
+        for num_threads in (1, 3):
+            torch.set_num_threads(num_threads)
+            weights = torch.empty(7, 65536)
+            initialization.draw(weights, Normal(0.02), "a weight")
+            drawn.append(weights)
+            with ThreadPoolExecutor(1) as later:
+                assert later.submit(torch.get_num_threads).result() == torch.get_num_threads() == num_threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*drawn)

@@ -9,7 +9,9 @@ starts from the same values too (up to the cast).
 
 import hashlib
 import math
+import threading
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 BLOCK_ELEMENTS = 65536
 TRUNCATE_AT = 3.0  # standard deviations
+
+_buffers = threading.local()
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 
@@ -88,7 +92,10 @@ def draw(parameter: torch.Tensor, init: Init, key: str) -> None:
     if isinstance(init, Constant):
         local.fill_(init.value)
     elif local.numel():
-        _draw(local, shape, offset, init, key)
+        values = local.detach() if local.device.type == "cpu" else torch.empty(local.shape, dtype=local.dtype)
+        _draw(values, shape, offset, init, key)
+        if values.device != local.device:
+            local.copy_(values)  # at once: each copy to a GPU waits for it
 
 
 def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
@@ -111,7 +118,8 @@ def _draw(
     rows_per_block = max(1, BLOCK_ELEMENTS // math.prod(row_shape))
     within_row = tuple(slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
     first, last = offset[0], offset[0] + local.shape[0]
-    for block in range(first // rows_per_block, -(-last // rows_per_block)):
+
+    def draw_block(block: int) -> None:
         start = block * rows_per_block
         stop = min(start + rows_per_block, shape[0])
         values = _values((stop - start, *row_shape), init, f"{key}/{block}")
@@ -120,11 +128,29 @@ def _draw(
             values[(slice(rows.start - start, rows.stop - start), *within_row)]
         )
 
+    blocks = range(first // rows_per_block, -(-last // rows_per_block))
+    num_threads = torch.get_num_threads()
+    if len(blocks) == 1 or num_threads == 1:
+        for block in blocks:
+            draw_block(block)
+        return
+    # A generator draws on one thread: 17 s for 1.2 billion weights on a machine with an H100. The last call is for
+    # threads that start later, as set_num_threads also holds for them.
+    try:
+        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+            list(threads.map(draw_block, blocks))
+    finally:
+        torch.set_num_threads(num_threads)
+
 
 def _values(shape: tuple[int, ...], init: Normal | Uniform, key: str) -> torch.Tensor:
+    """Draw a block; it is valid until this thread draws the next."""
     digest = hashlib.sha256(key.encode()).digest()[:4]  # torch's CPU generator keeps 32 bits of a seed
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    values = torch.empty(shape, dtype=torch.float32)
+    size = math.prod(shape)
+    if size > len(getattr(_buffers, "values", ())):  # fresh memory for each block takes longer than the drawing
+        _buffers.values = torch.empty(size, dtype=torch.float32)
+    values = _buffers.values[:size].view(shape)
     if isinstance(init, Uniform):
         return values.uniform_(-init.bound, init.bound, generator=generator)
     return _truncated_normal(values, init.std, generator)
