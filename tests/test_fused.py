@@ -226,3 +226,19 @@ def test_a_formula_that_breaks_the_graph_is_computed_once(monkeypatch):
     monkeypatch.setattr(fused, "LARGE", 1)
     function = fused.Fused(broken)
     assert function(torch.ones(4)).eq(6).all() and function.is_broken
+
+
+@pytest.mark.parametrize("is_compiled_for_each_float", [False, True])
+def test_a_function_is_compiled_once_for_all_values_of_a_float(monkeypatch, is_compiled_for_each_float):
+    """Torch before 2.13 needs numbers as tensors for this; the present one takes both."""
+    monkeypatch.setattr(fused, "IS_COMPILED_FOR_EACH_FLOAT", is_compiled_for_each_float)
+
+    def decayed(weight: torch.Tensor, rates: tuple[float, int]) -> torch.Tensor:
+        return weight * (rates[0] - 1) + weight / rates[1]
+
+    function, weight = fused.Fused(decayed, dynamic=True, large=1), torch.randn(64, 64)
+    torch._dynamo.utils.counters.clear()
+    for step in range(4):
+        rates = 1 - step / 7, 3
+        torch.testing.assert_close(function(weight, rates), weight * (rates[0] - 1) + weight / 3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

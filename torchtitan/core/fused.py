@@ -15,12 +15,15 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
 
 logger = logging.getLogger(__name__)
 
 LARGE = 2**19
 """Elements of a tensor on a CPU for which a formula is compiled."""
 NEVER = math.inf
+IS_COMPILED_FOR_EACH_FLOAT = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+"""Before 2.13, torch compiled again for each value of a float, such as a learning rate, and soon gave up."""
 
 
 @cache
@@ -73,8 +76,9 @@ class Fused:
             compiled = compile_lazily(self.formula, dynamic=self.dynamic, fullgraph=True)
         except RuntimeError as error:  # of a Python that torch.compile does not support
             return self._give_up(error)(*args)
+        inputs = tree_map_only(float, _scalar, args) if IS_COMPILED_FOR_EACH_FLOAT and self.dynamic else args
         try:
-            return compiled(*args)
+            return compiled(*inputs)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
             self.refused.add((first.shape, first.dtype))
             return self.eager(*args)
@@ -95,6 +99,11 @@ class Fused:
         reason = str(error).strip().partition("\n")[0]
         logger.warning(f"torch.compile does not work here, so {self.formula.__name__} is slower: {reason}")
         return self.eager
+
+
+def _scalar(number: float) -> torch.Tensor:
+    """Return a number as the tensor, without an axis, that a compiled function takes for any of its values."""
+    return torch.tensor(number, dtype=torch.float64)
 
 
 def pieces(length: int, size: int) -> Iterator[slice]:
