@@ -37,10 +37,13 @@ class _Float8Matmul(torch.autograd.Function):
         rows = quantize(grad, dtype, rowwise)
         of_x = of_weight = None
         if _is_wanted(ctx, 0):
-            of_x = product(rows, _columns(weight, E4M3, rowwise), x.dtype, use_kernel)
+            of_x = product(rows, quantize(weight, E4M3, rowwise, transposed=True), x.dtype, use_kernel)
         if _is_wanted(ctx, 1):
-            columns = _columns(grad, dtype, rowwise) if rowwise else Scaled(rows.values.t(), rows.inverse)
-            of_weight = product(columns, _columns(x, E4M3, rowwise), x.dtype, use_kernel)
+            if rowwise:
+                columns = quantize(grad, dtype, rowwise, transposed=True)
+            else:
+                columns = Scaled(rows.values.t(), rows.inverse)
+            of_weight = product(columns, quantize(x, E4M3, rowwise, transposed=True), x.dtype, use_kernel)
         return of_x, of_weight, None, None
 
 
@@ -49,11 +52,6 @@ def _is_wanted(ctx: Any, index: int) -> bool:
     if torch.compiler.is_compiling() or not ctx.needs_input_grad[index]:
         return ctx.needs_input_grad[index]
     return torch._C._will_engine_execute_node(ctx.next_functions[index][0])
-
-
-def _columns(x: torch.Tensor, dtype: torch.dtype, rowwise: bool) -> Scaled:
-    """Round x^T, [R, C] -> [C, R], with one scale or one for each column of x."""
-    return quantize(x.t(), dtype, rowwise)
 
 
 class Float8Linear(nn.Linear):
