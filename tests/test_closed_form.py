@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.memory_plans import MODELS, memory_plans
+from tests.support.memory_plans import MODELS, memory_plan, memory_plans
 from tests.support.pool import run_alone
 from torchtitan.config.manager import load
 from torchtitan.core.hardware import load_hardware
@@ -63,18 +63,26 @@ REPLICAS = {
     "parallelism.data_parallel_shard_degree": 1,
     "parallelism.data_parallel_replicate_degree": 2,
 }
-"""FSDP keeps the float32 sums over replicas of all units until the end of backward: a third of this plan's peak."""
+"""FSDP keeps the float32 sums over replicas of all units until the end of backward: a third of this plan's peak. Where
+gradients are accumulated in a pipeline, plan 102, it keeps those of the earlier batch."""
 SAMPLES = {
-    "dense": [*memory_plans(1, 4, DENSE), list(memory_plans(3, 4, DENSE))[3], list(memory_plans(5, 8, DENSE))[7]],
+    "dense": [*memory_plans(1, 4, DENSE), memory_plan(3, 3, DENSE), memory_plan(5, 7, DENSE)],
     "context": [
         (32, [*CONTEXT, f"--parallelism.context_parallel_rotate_method={method}"])
         for method in ("allgather", "ulysses", "alltoall")
     ],
-    "experts": [list(memory_plans(1, 12, EXPERTS))[index] for index in (0, 7)],
-    "replicas": [(2, [f"--{name}={value}" for name, value in REPLICAS.items()])],
+    "experts": [memory_plan(1, index, EXPERTS) for index in (0, 7)],
+    "replicas": [(2, [f"--{name}={value}" for name, value in REPLICAS.items()]), memory_plan(1, 102)],
+    "units": [memory_plan(1, index) for index in (8, 24, 41, 128, 151)],
+    "last blocks": [memory_plan(1, index) for index in (78, 72)],
+    "stages": [memory_plan(1, index) for index in (127, 149, 187)],
+    "loss": [memory_plan(1, 34)],
 }
 """Random plans. The last two dense ones: GPipe, accumulated gradients. With experts: GPipe with tensor parallel, and
-experts that no other rank has."""
+experts that no other rank has. Peaks in the reduction of a unit: of a block while one other is gathered, divided on one
+shard, of the embedding on one shard, of experts, of the head. Last blocks: two of them, of which the first gathers no
+other in backward; experts that replicas gather again. Stages: gathered on one shard; reduced one after the other; the
+backward of the second loss in chunks. Loss: the head's gathered buffer lives until the end of forward."""
 
 
 @pytest.mark.parametrize("kind", SAMPLES)

@@ -22,18 +22,21 @@ NOT_READ = ("model.tokenizer_path", "training.dataset", "data.")
 """Prefixes of options with faults that do not matter, as nothing is trained."""
 
 
+def memory_plan(seed: int, index: int, models: tuple[tuple[str, str], ...] = MODELS) -> tuple[int, list[str]]:
+    """Return the number of ranks and the command line of a legal job."""
+    chooser = random.Random(f"{seed}/{index}")
+    while True:
+        ranks, arguments = _proposed(chooser, models)
+        faults = check(load(arguments), ranks, "cuda")
+        if all(fault.key.startswith(NOT_READ) for fault in faults):
+            return ranks, arguments
+
+
 def memory_plans(
     seed: int, count: int, models: tuple[tuple[str, str], ...] = MODELS
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield numbers of ranks and command lines of legal jobs."""
-    for index in range(count):
-        chooser = random.Random(f"{seed}/{index}")
-        while True:
-            ranks, arguments = _proposed(chooser, models)
-            faults = check(load(arguments), ranks, "cuda")
-            if all(fault.key.startswith(NOT_READ) for fault in faults):
-                yield ranks, arguments
-                break
+    return (memory_plan(seed, index, models) for index in range(count))
 
 
 def _proposed(chooser: random.Random, models: tuple[tuple[str, str], ...]) -> tuple[int, list[str]]:

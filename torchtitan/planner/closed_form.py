@@ -97,80 +97,103 @@ def _in_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
 
     All its parameters stay gathered, and its gradients are reduced after the last microbatch.
     """
-    earlier = sizes.gradients if sizes.accumulates and sizes.fully_sharded else 0.0  # of earlier batches of the step
-    always = _sizes(gathered=sizes.all_gathered, gradients=sizes.unsharded_gradients + earlier)
-    pending = sizes.pending_losses if sizes.has_head else 0.0
-    if sizes.has_head:
-        loss = _sizes(activations=sizes.stored + sizes.head_inputs, logits=sizes.loss_peak + pending)
-        yield (_sizes(gathered=sizes.all_gathered) if pending else always) + loss  # all forwards precede the gradients
-    work = sizes.recomputed + sizes.hidden
-    if sizes.forwards_first and sizes.microbatches > 1:
-        yield from (
-            _sizes(gathered=sizes.all_gathered) + moment
-            for moment in _after_all_forwards(sizes, work, earlier, pending)
+    earlier, sums = sizes.earlier_gradients, sizes.replica_sums(0.0)
+    gathered = _sizes(gathered=sizes.all_gathered, gradients=earlier, activations=sums)
+    always = gathered + _sizes(gradients=sizes.all_weights * sizes.summed_bytes)
+    forwards_first = sizes.forwards_first and sizes.microbatches > 1
+    if sizes.has_head:  # where all forwards precede the gradients, the losses of all other microbatches wait
+        loss = _sizes(activations=sizes.stored + sizes.head_inputs, logits=sizes.loss_peak)
+        yield loss + (
+            gathered + _sizes(logits=(sizes.microbatches - 1) * sizes.loss_kept) if forwards_first else always
         )
+    if forwards_first:
+        yield from (state + _sizes(activations=sums) for state in _after_all_forwards(sizes, earlier))
     else:
-        yield always + _sizes(activations=sizes.stored + work)
-    yield always + _sizes(gradients=sizes.pipeline_tail)
+        work = sizes.recomputed + sizes.hidden
+        yield always + _sizes(activations=sizes.stored + work, gradients=sizes.head_computed)
+        yield always + _sizes(gradients=sizes.pipeline_tail)  # of the first unit
+    all_sums = sizes.replica_sums(sizes.gradients)
+    yield _sizes(gradients=sizes.gradients, activations=all_sums + sizes.block_reduced)  # of the last unit
 
 
-def _after_all_forwards(sizes: RankSizes, work: float, earlier: float, pending: float) -> Iterator[Bytes]:
-    """Yield bytes of the backward after all forwards: at its start and after each stage's first microbatch.
+def _after_all_forwards(sizes: RankSizes, earlier: float) -> Iterator[Bytes]:
+    """Yield bytes of the backward after all forwards, stage by stage: in its first and in its second microbatch.
 
-    Gradients arise stage by stage, while the microbatches that are done free what they have stored. `work`: bytes of
-    the backward of a block, `earlier` of gradients of earlier batches, `pending` of losses of other microbatches.
+    Microbatches that are done free what they have stored. Gradients of a stage are reduced, and its parameters freed,
+    after its last microbatch. `earlier`: bytes of gradients of earlier batches of the step.
     """
-    yield _sizes(activations=sizes.stored + work, gradients=earlier + sizes.head_unsharded, logits=pending)
-    chunk, count = sizes.stored / sizes.chunks, sizes.microbatches
-    losses = pending * (count - 2) / (count - 1)
-    gradients = earlier + sizes.unsharded_gradients / sizes.chunks
-    if sizes.has_head and sizes.loss_chunks == 1:  # backward of the second loss
-        yield _sizes(activations=sizes.stored - chunk / count, gradients=gradients, logits=losses + sizes.loss_peak)
-    for done in range(sizes.chunks):
-        remaining = sizes.stored - (done + 1 / count) * chunk + sizes.block_stored
-        gradients = earlier + sizes.unsharded_gradients * (done + 1) / sizes.chunks
-        yield _sizes(activations=remaining + work, gradients=gradients, logits=0.0 if done else losses)
+    count, work = sizes.microbatches, sizes.recomputed + sizes.hidden
+    for number in reversed(range(sizes.chunks)):
+        before = count * sum(map(sizes.stored_of_stage, sizes.stages[:number]))
+        one, weights = sizes.stored_of_stage(sizes.stages[number]), sizes.weights_of_stage(sizes.stages[number])
+        later = sum(map(sizes.weights_of_stage, sizes.stages[number + 1 :]))
+        reduced = max(earlier, sizes.stored_bytes * later / sizes.shards)
+        state = _sizes(gathered=sizes.all_gathered * (1 - later / sizes.all_weights), gradients=reduced)
+        has_loss = sizes.has_head and number == sizes.chunks - 1
+        losses, head = sizes.loss_kept * has_loss, sizes.head_computed * has_loss
+        first = _sizes(activations=before + count * one + work, gradients=head, logits=(count - 1) * losses)
+        summed = _sizes(gradients=weights * sizes.summed_bytes)
+        second = _sizes(activations=before + (count - 1) * one, logits=(count - 2) * losses)
+        yield state + first
+        if has_loss:
+            yield state + summed + second + _sizes(logits=sizes.loss_backward)
+        yield state + summed + second + _sizes(activations=sizes.block_stored + work, gradients=head)
+        yield state + summed + _sizes(activations=before, gradients=sizes.pipeline_tail)  # of the first unit
 
 
 def _without_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
     """Yield what a rank without a pipeline needs beside its state.
 
-    That is for the loss, for the backward of the last and of the first block, and for the embedding's gradient.
+    That is for the loss, for the backward of blocks, and for the embedding's gradient.
     """
-    accumulated = sizes.gradients if sizes.accumulates else 0.0
-    if sizes.stays_gathered:
-        blocks, buffer = sizes.all_gathered - sizes.embedding_gathered - sizes.head_gathered, 0.0
-    else:
-        blocks, buffer = 0.0, sizes.block_gathered
+    blocks = sizes.all_gathered - sizes.embedding_gathered - sizes.head_gathered if sizes.stays_gathered else 0.0
+    buffer = 0.0 if sizes.stays_gathered else sizes.block_gathered
     ends = sizes.embedding_gathered + sizes.head_gathered
-    loss_buffer = buffer if sizes.loss_chunks == 1 else sizes.head_gathered * (sizes.shards > 1)
+    loss = _sizes(
+        gathered=ends + blocks,
+        activations=sizes.stored + sizes.head_inputs + sizes.replica_sums(0.0),
+        gradients=sizes.earlier_gradients,
+    )
+    head_buffer = sizes.head_gathered * (sizes.shards > 1)  # until the end of the model's forward
+    yield loss + _sizes(gathered=head_buffer, logits=sizes.loss_forward)
+    yield loss + _sizes(gathered=buffer, logits=sizes.loss_backward)  # with the last block's parameters
+    last = len(sizes.layers) - 1
+    if not sizes.tied:
+        yield _sizes(
+            gathered=sizes.embedding_gathered + blocks + buffer,  # of the last block
+            activations=sizes.stored + sizes.hidden + sizes.end_reducing + sizes.replica_sums(0.0),
+            gradients=sizes.earlier_gradients,
+        )
+    for before in sorted({0, min(1, last), max(0, last - 1), last}):  # bytes are linear in it between these
+        yield from _backward_of_block(sizes, before, blocks * before / len(sizes.layers) + buffer * (before > 0))
+    reduced = sizes.gradients - sizes.embedding_gradients
     yield _sizes(
-        gathered=ends + blocks + loss_buffer,
-        activations=sizes.stored + sizes.head_inputs,
-        logits=sizes.loss_peak,
-        gradients=accumulated,
+        activations=sizes.end_reducing + sizes.replica_sums(reduced), gradients=max(reduced, sizes.earlier_gradients)
     )
-    backward = _sizes(gathered=sizes.embedding_gathered + 2 * buffer, activations=sizes.recomputed + sizes.hidden)
-    yield backward + _sizes(
-        gathered=blocks,
-        activations=sizes.stored + sizes.head_reduced,
-        gradients=max(accumulated, sizes.head_gradients),
+    yield _sizes(activations=sizes.embedding_reduced + sizes.replica_sums(sizes.gradients), gradients=sizes.gradients)
+
+
+def _backward_of_block(sizes: RankSizes, before: int, gathered: float) -> Iterator[Bytes]:
+    """Yield bytes of the backward of the block that has so many blocks `before` it, and of its gradients' reduction.
+
+    `gathered`: bytes of the parameters of these blocks that are gathered: of the next, or of all that stay.
+    """
+    done = len(sizes.layers) - before - 1
+    reduced = sizes.head_gradients + done * sizes.block_gradients
+    state = _sizes(
+        gathered=gathered + sizes.embedding_gathered,
+        activations=sizes.stored_before(before) + sizes.hidden,
+        gradients=max(reduced, sizes.earlier_gradients),
     )
-    first = sizes.block_gathered if sizes.stays_gathered else 0.0
-    reduced = sizes.gradients - sizes.head_gradients - sizes.block_gradients
-    gradients = max(accumulated, reduced)
-    sums = sizes.replica_sums(max(0.0, reduced - sizes.block_gradients))  # the last block that gathers another
-    yield backward + _sizes(
-        gathered=first,
-        activations=sizes.block_stored + sizes.block_reduced + sums,
-        gradients=gradients,
-    )
-    reducing = _sizes(gathered=sizes.embedding_gathered + 2 * buffer, activations=sizes.block_reducing + sizes.hidden)
-    yield reducing + _sizes(gathered=first, gradients=gradients, activations=sizes.replica_sums(reduced))
-    yield reducing + _sizes(
-        gathered=blocks,
-        activations=sizes.stored - sizes.last_resident,
-        gradients=max(accumulated, sizes.head_gradients),
-    )
-    embedding = sizes.embedding_reduced + sizes.replica_sums(sizes.gradients)
-    yield _sizes(gathered=sizes.embedding_gathered, activations=embedding, gradients=sizes.gradients)
+    *experts, block = sizes.block_units  # in the order of their reductions
+    earlier_input = block.reduced if done else sizes.head_reduced  # of the reduction before, until the next one
+    earlier_sums = sizes.replica_sums(max(0.0, reduced - sizes.block_gradients) if done else 0.0)
+    at_work = sizes.block_at_work + sizes.experts_at_work
+    yield state + _sizes(gathered=sizes.block_gathered, activations=at_work + earlier_input + earlier_sums)
+    state += _sizes(activations=sizes.replica_sums(reduced))
+    for unit in experts:
+        attention = _sizes(gathered=block.gathered, activations=sizes.attention_at_work)
+        yield state + attention + _sizes(activations=unit.reducing)
+        yield state + attention + _sizes(activations=unit.reduced, gradients=unit.gradients)
+        state += _sizes(gradients=unit.gradients)
+    yield state + _sizes(activations=block.reducing)

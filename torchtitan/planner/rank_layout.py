@@ -82,6 +82,10 @@ class RankLayout:
     def dp_shard(self) -> int:
         return max(1, self.config.parallelism.data_parallel_shard_degree)
 
+    @property
+    def replicas(self) -> int:
+        return self.config.parallelism.data_parallel_replicate_degree
+
     @cached_property
     def shards(self) -> int:
         """Ranks over which FSDP spreads parameters that are not experts."""
@@ -89,14 +93,13 @@ class RankLayout:
 
     @cached_property
     def world_size(self) -> int:
-        return self.config.parallelism.data_parallel_replicate_degree * self.shards * self.tp * self.pp
+        return self.replicas * self.shards * self.tp * self.pp
 
     @cached_property
     def fully_sharded(self) -> bool:
         """True if FSDP wraps the model, as `uses_fully_shard` in parallelisms/parallelize.py decides."""
         mixed = self.world_size > 1 and self.compute != self.stored_bytes
-        replicas = self.config.parallelism.data_parallel_replicate_degree
-        return replicas * self.shards > 1 or mixed or 1 < self.ep < self.dp_shard * self.cp * self.tp
+        return self.replicas * self.shards > 1 or mixed or 1 < self.ep < self.dp_shard * self.cp * self.tp
 
     @property
     def in_pipeline(self) -> bool:

@@ -36,14 +36,31 @@ class RankSizes(RankWeights):
         if not self.in_pipeline:
             stored = {layer: self._stored(layer) + self._resident_experts(layer) for layer in self.kinds}
             return sum(count * stored[layer] for layer, count in self.kinds.items())
-        of_chunks = sum(count * self._stored(layer) for layer, count in self.kinds.items())
-        of_chunk = of_chunks / self.chunks + self.hidden + self._rotation
-        return self.in_flight * of_chunk
+        return self.in_flight / self.chunks * sum(map(self.stored_of_stage, self.stages))
+
+    def stored_of_stage(self, stage: list[int]) -> float:
+        """Return the bytes stored of a pipeline stage for one microbatch."""
+        return sum(map(self._stored, stage)) + self.hidden + self._rotation
+
+    def stored_before(self, count: int) -> float:
+        """Return the bytes that the first `count` layers of a rank without a pipeline leave stored."""
+        return sum(self._stored(layer) + self._resident_experts(layer) for layer in self.layers[:count])
 
     @property
-    def last_resident(self) -> float:
-        """Bytes that the last block's backward frees: its activations, and its experts that stayed."""
-        return self._stored(self.layers[-1]) + self._resident_experts(self.layers[-1])
+    def block_at_work(self) -> float:
+        """Bytes of a block during its backward: stored and recomputed."""
+        return self.block_stored + self.recomputed
+
+    @property
+    def experts_at_work(self) -> float:
+        """Bytes of experts that stay gathered until the end of their backward, as no other rank has a shard."""
+        return max(map(self._resident_experts, self.kinds))
+
+    @property
+    def attention_at_work(self) -> float:
+        """Bytes of a block after the backward of its experts."""
+        layer = max(self.kinds, key=self._activations)
+        return self._before_experts(layer) + self.compute * self.local_tokens * self.args.top_k * self.args.dim
 
     @property
     def _rotation(self) -> float:
@@ -151,8 +168,13 @@ class RankSizes(RankWeights):
         """
         args, b = self.args, self.compute
         rows = self.local_tokens * args.top_k
-        before = self._activations(layer) - self._feed_forward(layer) + 4 * args.dim * self.local_tokens
-        return before + b * (rows * (3 * args.dim + args.expert_dim) + self._local_weights(layer)[1])
+        return self._before_experts(layer) + b * (
+            rows * (3 * args.dim + args.expert_dim) + self._local_weights(layer)[1]
+        )
+
+    def _before_experts(self, layer: int) -> float:
+        """Return the bytes that the backward of a block needs before its experts."""
+        return self._activations(layer) - self._feed_forward(layer) + 4 * self.args.dim * self.local_tokens
 
     def _summed_gradients(self, layer: int) -> float:
         """Return the bytes of a block's gradients, and of two copies of the last while tensor-parallel ranks add it.
@@ -180,27 +202,46 @@ class RankSizes(RankWeights):
         return self.config.training.loss_chunks or max(1, -(-self.tokens // rows_of_chunk))
 
     @property
-    def pending_losses(self) -> float:
-        """Bytes that losses of other microbatches keep for their backward, where a schedule runs all forwards first."""
-        if not self.forwards_first:
-            return 0.0
-        chunked = 4 * self.embedding_weights + self.compute * self.args.dim * self.tokens
-        of_one = 4 * self.tokens * self.logits_width if self.loss_chunks == 1 else chunked
-        return (self.microbatches - 1) * of_one
+    def loss_kept(self) -> float:
+        """Bytes that the loss of a microbatch keeps for its backward.
 
-    @cached_property
-    def loss_peak(self) -> float:
-        """Bytes of logits, probabilities and gradients of the last chunk, after the gradients of those before it.
-
-        Each logit exists in the type of the computation and as a probability in float32. In forward its float32 copy
-        is a third one; with a split vocabulary backward makes two more copies in float32.
+        These are probabilities and the head's input, or the gradients that its chunks have computed.
         """
-        rows = math.ceil(self.tokens / self.loss_chunks)
-        copies = 3 if self.logits_width < self.args.vocab_size else 2
-        logits = rows * self.logits_width * (copies * 4 + self.compute)
+        hidden = self.compute * self.args.dim * self.tokens
+        return hidden + 4 * (self.tokens * self.logits_width if self.loss_chunks == 1 else self.embedding_weights)
+
+    @property
+    def _chunk_rows(self) -> int:
+        return math.ceil(self.tokens / self.loss_chunks)
+
+    @property
+    def _backward_copies(self) -> int:
+        """Copies of the logits in float32 in backward: probabilities, and with a split vocabulary two more."""
+        return 3 if self.logits_width < self.args.vocab_size else 1
+
+    @property
+    def loss_forward(self) -> float:
+        """Bytes of logits, probabilities and gradients in the last chunk of the forward.
+
+        Each logit exists in the type of the computation, in float32 and as a probability. In chunks the backward of
+        each is part of the forward, after the gradients of those before it.
+        """
+        copies = 2 if self.loss_chunks == 1 else max(2, self._backward_copies)
+        logits = self._chunk_rows * self.logits_width * (copies * 4 + self.compute)
         if self.loss_chunks == 1:
             return logits
         hidden = self.compute * self.args.dim
-        forward = logits + hidden * (self.tokens - rows)
+        forward = logits + hidden * (self.tokens - self._chunk_rows)
         backward = self.compute * self.embedding_weights + 2 * hidden * self.tokens  # gradients in that type
         return 4 * self.embedding_weights + max(forward, backward)
+
+    @property
+    def loss_backward(self) -> float:
+        """Bytes of a loss during its backward: of the logits, or gradients from its chunks and their scaled copies."""
+        if self.loss_chunks > 1:
+            return self.loss_kept + self.compute * (self.embedding_weights + self.args.dim * self.tokens)
+        return self.tokens * self.logits_width * (self._backward_copies * 4 + self.compute)
+
+    @property
+    def loss_peak(self) -> float:
+        return max(self.loss_forward, self.loss_backward)

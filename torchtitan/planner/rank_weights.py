@@ -5,11 +5,24 @@ Imports no torch.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from torchtitan.models.sizes import STACK, split_side
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED
 from torchtitan.planner.rank_layout import RankLayout
+
+
+class Unit(NamedTuple):
+    """Bytes of an FSDP unit of a block."""
+
+    gathered: float
+    reduced: float
+    """Its gradients in the buffer of their reduction, which lives until the next reduction."""
+    reducing: float
+    """All of its gradients, at the peak of their reduction."""
+    gradients: float
+    """Its gradients after their reduction."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,16 @@ class RankWeights(RankLayout):
         ends = self.has_embedding + (self.has_head and not tied_here)
         return dense + ends * self.embedding_weights, experts
 
+    @property
+    def all_weights(self) -> float:
+        """Number of the weights that this rank stores or, sharded, gathers."""
+        return sum(self._all_weights)
+
+    def weights_of_stage(self, stage: list[int]) -> float:
+        """Return the number of weights of a pipeline stage with layers of these numbers."""
+        ends = (0 in stage) + (self.args.n_layers - 1 in stage)
+        return sum(sum(self._local_weights(layer)) for layer in stage) + ends * self.embedding_weights
+
     @cached_property
     def expert_shards(self) -> float:
         return self.dp_shard * self.cp * (self.tp if self.ep > 1 else 1) / self.ep
@@ -101,11 +124,12 @@ class RankWeights(RankLayout):
 
     def _gathered_weights(self, layer: int) -> float:
         dense, experts = self._local_weights(layer)
-        return dense + experts * (self.ep == 1 or self.expert_shards > 1)
+        return dense + experts * (self.ep == 1 or self.expert_shards * self.replicas > 1)
 
     def _resident_experts(self, layer: int) -> float:
-        """Return the bytes of experts in the compute type that stay until backward, as no other rank has a shard."""
-        copied = self.ep > 1 and self.expert_shards == 1 and self.compute != self.stored_bytes and not self.in_pipeline
+        """Return the bytes of experts in the compute type that stay until backward, as no other rank has them."""
+        alone = self.ep > 1 and self.expert_shards * self.replicas == 1
+        copied = alone and self.fully_sharded and not self.in_pipeline
         return self.compute * self._local_weights(layer)[1] * copied
 
     @property
@@ -126,37 +150,33 @@ class RankWeights(RankLayout):
 
     @cached_property
     def all_gathered(self) -> float:
-        """Bytes of all parameters of this rank in the compute type."""
-        return self.compute * sum(self._all_weights) if self.compute != self.stored_bytes or self.shards > 1 else 0.0
+        """Bytes of copies of all parameters in the compute type, which FSDP makes on one rank too.
+
+        Autocast copies those of matrix products.
+        """
+        copied = self.all_weights if self.fully_sharded else self.all_weights - self.embedding_weights * (not self.tied)
+        return self.compute * copied * (self.fully_sharded or self.compute != self.stored_bytes)
 
     # Gradients before their reduction
 
     @property
-    def unsharded_gradients(self) -> float:
-        """Bytes of a pipeline rank's summed gradients before they are reduced, in the type of the reduction."""
-        return sum(self._all_weights) * self._summed_bytes
+    def summed_bytes(self) -> int:
+        """Bytes of a value of the gradients that a pipeline rank sums before their reduction.
+
+        Without FSDP these are the gradients of earlier batches.
+        """
+        return self.reduced_bytes if self.fully_sharded else self.stored_bytes * (not self.accumulates)
 
     @property
-    def _summed_bytes(self) -> int:
-        """Bytes of a value of a pipeline rank's summed gradients."""
-        return self.reduced_bytes if self.fully_sharded else self.stored_bytes
-
-    @property
-    def head_unsharded(self) -> float:
-        """Bytes of the head's gradient on a pipeline rank before it is reduced."""
-        return self.embedding_weights * self.has_head * self._summed_bytes
-
-    @property
-    def _copies_gradients(self) -> bool:
-        """True if FSDP copies a unit's gradients to a buffer in the type of the reduction, for shards or replicas."""
-        replicas = self.config.parallelism.data_parallel_replicate_degree
-        return self.fully_sharded and self.shards * replicas > 1
+    def head_computed(self) -> float:
+        """Bytes of the head's gradient of a microbatch, which FSDP adds to the sum at the end of its backward."""
+        return self.compute * self.embedding_weights * self.has_head
 
     @cached_property
     def block_reduced(self) -> float:
         """Bytes of a block's gradients in the buffer of their reduction, with experts that no other rank has."""
         weights = max((sum(self._local_weights(layer)) for layer in self.kinds), default=0.0)
-        return self.reduced_bytes * weights * self._copies_gradients
+        return self.reduced_bytes * weights * self.fully_sharded
 
     @cached_property
     def block_gradients(self) -> float:
@@ -167,41 +187,95 @@ class RankWeights(RankLayout):
         dense, experts = self._local_weights(layer)
         return dense / self.shards + experts / self.expert_shards
 
-    def replica_sums(self, gradients: float) -> float:
-        """Return the bytes of the sums over replicas, in the type of the reduction, of so many bytes of gradients.
+    @property
+    def _keeps_sums(self) -> bool:
+        """True if sums over replicas are in the type of the reduction, and the gradients in another one."""
+        return self.replicas > 1 and self.reduced_bytes != self.stored_bytes and self.fully_sharded
 
-        FSDP keeps each unit's until the end of backward. In the type of the parameters they are the gradients.
+    def replica_sums(self, gradients: float) -> float:
+        """Return the bytes of sums over replicas when so many bytes of gradients are reduced.
+
+        FSDP keeps each unit's until the end of backward. Where gradients are accumulated it keeps the sums of earlier
+        batches, of all units, in place of gradients.
         """
-        keeps = self.config.parallelism.data_parallel_replicate_degree > 1 and self.reduced_bytes != self.stored_bytes
-        return self.reduced_bytes / self.stored_bytes * gradients * (keeps and self._copies_gradients)
+        summed = self.gradients if self.accumulates else gradients
+        return self.reduced_bytes / self.stored_bytes * summed * self._keeps_sums
+
+    @property
+    def earlier_gradients(self) -> float:
+        """Bytes of the gradients of earlier batches of the step."""
+        return self.gradients * (self.accumulates and not self._keeps_sums)
+
+    def _reducing(self, weights: float, shards: float, last: float, computed: int | None = None) -> float:
+        """Return the bytes of gradients of so many weights at the peak of their reduction.
+
+        FSDP copies them to one buffer in the type of the reduction. Then it frees them, except that of the `last`
+        matrix, which a loop variable keeps (`unsharded_grad` of foreach_reduce in torch/distributed/fsdp), and creates
+        the sums of a shard and, in another type, its gradients. Where there is one shard but replicas, the sums are
+        copied from a divided buffer. `computed`: bytes of a value before the reduction, by default of a computed one.
+        """
+        computed = self.compute if computed is None else computed
+        divided = self.reduced_bytes * (shards == 1 and self.replicas > 1)
+        shard = self.reduced_bytes + max(divided, self.stored_bytes * (self.stored_bytes != self.reduced_bytes))
+        after = computed * last * (shards > 1) + shard * weights / shards
+        return (self.reduced_bytes * weights + max(computed * weights, after)) * self.fully_sharded
 
     @cached_property
-    def block_reducing(self) -> float:
-        """Bytes of a block's gradients before and after their reduction, and in the type of the parameters."""
-        copies = self.reduced_bytes + self.stored_bytes * (self.stored_bytes != self.reduced_bytes)
-        return self.block_reduced + copies * self.block_gradients / self.stored_bytes * self._copies_gradients
+    def block_units(self) -> list[Unit]:
+        """The FSDP units of the largest block, in the order of their reduction: its experts and the rest."""
+        layer = max(self.kinds, key=lambda kind: sum(self._local_weights(kind)))
+        dense, experts = self._local_weights(layer)
+        name, (outputs, inputs) = list(self.args.block_linears(layer).items())[-1]
+        last = outputs * inputs / (1 if split_side(name) is None else self.tp)
+        if self.ep > 1:
+            last = 0.0 if name == STACK else last
+            return [self._unit(experts, self.expert_shards, experts / 3), self._unit(dense, self.shards, last)]
+        return [self._unit(dense + experts, self.shards, experts / 3 if name == STACK else last)]
+
+    def _unit(self, weights: float, shards: float, last: float) -> Unit:
+        return Unit(
+            gathered=self.compute * weights * self.fully_sharded,
+            reduced=self.reduced_bytes * weights * self.fully_sharded,
+            reducing=self._reducing(weights, shards, last),
+            gradients=self.stored_bytes * weights / shards,
+        )
 
     @property
     def head_reduced(self) -> float:
-        return self.block_reduced if self.tied else self.reduced_bytes * self.embedding_weights * self._copies_gradients
+        """Bytes of the buffer of the head's reduction. A tied head is reduced with the embedding."""
+        return 0.0 if self.tied else self.reduced_bytes * self.embedding_weights * self.fully_sharded
+
+    @property
+    def end_reducing(self) -> float:
+        """Bytes of the gradient of the head, or of the embedding, at the peak of its reduction."""
+        return self._reducing(self.embedding_weights, self.shards, self.embedding_weights)
 
     @property
     def embedding_reduced(self) -> float:
         """Bytes of the embedding's gradient while it is reduced, in the last moment of backward."""
-        return self.embedding_weights * (self.reduced_bytes if self._copies_gradients else self.compute)
+        return self.embedding_weights * (self.reduced_bytes if self.fully_sharded else self.compute)
+
+    @property
+    def embedding_gradients(self) -> float:
+        return self.stored_bytes * self.embedding_weights / self.shards
 
     @property
     def head_gradients(self) -> float:
-        return 0.0 if self.tied else self.stored_bytes * self.embedding_weights / self.shards
+        return 0.0 if self.tied else self.embedding_gradients
 
     @property
     def accumulates(self) -> bool:
         """True if a step has several forward passes."""
-        training, replicas = self.config.training, self.config.parallelism.data_parallel_replicate_degree
-        return training.global_batch_size > training.local_batch_size * replicas * self.dp_shard
+        training = self.config.training
+        return training.global_batch_size > training.local_batch_size * self.replicas * self.dp_shard
 
     @property
     def pipeline_tail(self) -> float:
-        """Bytes that the reduction of a pipeline rank's first unit adds, after its gathered parameters are freed."""
-        weights = self.embedding_weights if self.has_embedding else self.block_weights
-        return (self.reduced_bytes - self.compute) * weights * self._copies_gradients
+        """Bytes that the reduction of a pipeline rank's first unit adds, after its gathered parameters are freed.
+
+        The embedding's and the head's unit has no other matrix.
+        """
+        ends = self.has_embedding or self.has_head
+        weights = self.embedding_weights if ends else self.block_weights
+        reducing = self._reducing(weights, self.shards, weights * ends, self.reduced_bytes)
+        return (reducing - (self.reduced_bytes + self.compute) * weights) * self.fully_sharded
