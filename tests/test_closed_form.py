@@ -1,5 +1,7 @@
 """Memory by formula against the rehearsal, and its parts against the simulated schedules."""
 
+import operator
+
 import pytest
 
 from tests.support.memory_plans import MODELS, memory_plan, memory_plans
@@ -8,11 +10,12 @@ from torchtitan.config.manager import load
 from torchtitan.core.hardware import load_hardware
 from torchtitan.models import resolve_sizes
 from torchtitan.parallelisms.pipeline.actions import with_full_backward
+from torchtitan.parallelisms.pipeline.cut import schedule_traits, stages_of_rank
 from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import simulate
 from torchtitan.planner import estimate
 from torchtitan.planner.closed_form import fullest, moments, predict_memory
-from torchtitan.planner.rank_layout import in_flight
+from torchtitan.planner.rank_layout import in_flight, stages_in_flight
 from torchtitan.planner.rank_sizes import RankSizes
 
 SCHEDULES = {
@@ -37,6 +40,31 @@ def test_microbatches_in_flight_are_those_of_the_simulation(schedule, merged):
             simulated = simulate(with_full_backward(table) if merged else table).peak_activations
             counts = [in_flight(schedule, rank, pp, microbatches, chunks, merged) for rank in range(pp)]
             assert counts == [chunks * peak for peak in simulated], (pp, microbatches)
+
+
+def fullest_states(row, stages):
+    """Return the numbers of stored microbatches of each stage in all states that no other one exceeds."""
+    counts, states = dict.fromkeys(stages, 0), set()
+    for action in (single for pair in row for single in pair.singles):
+        counts[action.stage] += action.kind == "F"
+        states.add(tuple(counts.values()))
+        counts[action.stage] -= action.kind in ("B", "W")
+    return {
+        state for state in states if not any(state != other and all(map(operator.le, state, other)) for other in states)
+    }
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("merged", [False, True])
+def test_stages_in_flight_are_those_of_the_table(schedule, merged):
+    chunks = SCHEDULES[schedule]
+    for pp in (2, 4, 8):
+        for microbatches in (2 * pp, 3 * pp, 8 * pp):
+            table = build_table(schedule, pp, microbatches, chunks)
+            for rank, row in enumerate(with_full_backward(table) if merged else table):
+                stages = stages_of_rank(rank, pp, pp * chunks, schedule_traits(schedule).style)
+                states = stages_in_flight(schedule, rank, pp, microbatches, chunks, merged)
+                assert set(states) == fullest_states(row, stages), (pp, microbatches, rank)
 
 
 def rehearsed_peaks(jobs):
@@ -75,14 +103,15 @@ SAMPLES = {
     "replicas": [(2, [f"--{name}={value}" for name, value in REPLICAS.items()]), memory_plan(1, 102)],
     "units": [memory_plan(1, index) for index in (8, 24, 41, 128, 151)],
     "last blocks": [memory_plan(1, index) for index in (78, 72)],
-    "stages": [memory_plan(1, index) for index in (127, 149, 187)],
+    "stages": [*(memory_plan(1, index) for index in (127, 149, 154, 187)), memory_plan(2, 0)],
     "loss": [memory_plan(1, 34)],
 }
 """Random plans. The last two dense ones: GPipe, accumulated gradients. With experts: GPipe with tensor parallel, and
 experts that no other rank has. Peaks in the reduction of a unit: of a block while one other is gathered, divided on one
 shard, of the embedding on one shard, of experts, of the head. Last blocks: two of them, of which the first gathers no
-other in backward; experts that replicas gather again. Stages: gathered on one shard; reduced one after the other; the
-backward of the second loss in chunks. Loss: the head's gathered buffer lives until the end of forward."""
+other in backward; experts that replicas gather again. Stages: gathered on one shard; reduced one after the other;
+unequal ones in flight; the backward of the second loss in chunks; experts that tensor-parallel ranks add in the end.
+Loss: the head's gathered buffer lives until the end of forward."""
 
 
 @pytest.mark.parametrize("kind", SAMPLES)

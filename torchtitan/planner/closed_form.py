@@ -102,7 +102,7 @@ def _in_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
     always = gathered + _sizes(gradients=sizes.all_weights * sizes.summed_bytes)
     forwards_first = sizes.forwards_first and sizes.microbatches > 1
     if sizes.has_head:  # where all forwards precede the gradients, the losses of all other microbatches wait
-        loss = _sizes(activations=sizes.stored + sizes.head_inputs, logits=sizes.loss_peak)
+        loss = _sizes(activations=sizes.stored_at_loss + sizes.head_inputs, logits=sizes.loss_peak)
         yield loss + (
             gathered + _sizes(logits=(sizes.microbatches - 1) * sizes.loss_kept) if forwards_first else always
         )
@@ -174,23 +174,21 @@ def _without_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
 
 
 def _backward_of_block(sizes: RankSizes, before: int, gathered: float) -> Iterator[Bytes]:
-    """Yield bytes of the backward of the block that has so many blocks `before` it, and of its gradients' reduction.
+    """Yield bytes of the backward of a block and of the reduction of its gradients. `before`: number of earlier blocks.
 
-    `gathered`: bytes of the parameters of these blocks that are gathered: of the next, or of all that stay.
+    `gathered`: bytes of the gathered parameters of earlier blocks: of the next one in backward, or of all that stay.
     """
-    done = len(sizes.layers) - before - 1
-    reduced = sizes.head_gradients + done * sizes.block_gradients
+    reduced = sizes.gradients_after(before)
     state = _sizes(
         gathered=gathered + sizes.embedding_gathered,
-        activations=sizes.stored_before(before) + sizes.hidden,
+        activations=sizes.stored_before(before) + sizes.hidden + sizes.replica_sums(reduced),
         gradients=max(reduced, sizes.earlier_gradients),
     )
     *experts, block = sizes.block_units  # in the order of their reductions
-    earlier_input = block.reduced if done else sizes.head_reduced  # of the reduction before, until the next one
-    earlier_sums = sizes.replica_sums(max(0.0, reduced - sizes.block_gradients) if done else 0.0)
+    is_last = before == len(sizes.layers) - 1
+    earlier_input = sizes.head_reduced if is_last else block.reduced  # of the reduction before, until the next one
     at_work = sizes.block_at_work + sizes.experts_at_work
-    yield state + _sizes(gathered=sizes.block_gathered, activations=at_work + earlier_input + earlier_sums)
-    state += _sizes(activations=sizes.replica_sums(reduced))
+    yield state + _sizes(gathered=sizes.block_gathered, activations=at_work + earlier_input)
     for unit in experts:
         attention = _sizes(gathered=block.gathered, activations=sizes.attention_at_work)
         yield state + attention + _sizes(activations=unit.reducing)

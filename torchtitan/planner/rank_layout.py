@@ -35,6 +35,33 @@ def in_flight(schedule: str, rank: int, pp: int, microbatches: int, chunks: int,
     return min(everything, counts[name])
 
 
+def stages_in_flight(
+    schedule: str, rank: int, pp: int, microbatches: int, chunks: int, merged: bool
+) -> list[tuple[int, ...]]:
+    """Return numbers of microbatches that each stage of a rank stores, in all states with the most in flight.
+
+    A state with more of some stage has fewer of others. Arguments and test as of `in_flight`.
+    """
+    name, total = schedule_traits(schedule).name, in_flight(schedule, rank, pp, microbatches, chunks, merged)
+    if name == "DualPipeV":
+        return [(total - rank - 1, rank + 1)]
+    if name == "ZBVZeroBubble":
+        return [(total - later, later) for later in (rank + 1, rank)]
+    if chunks == 1 or total == chunks * microbatches:
+        return [(total // chunks,) * chunks]
+    # forwards in turn, pp of each stage; then each further one replaces a backward of the last stage
+    order = Counter((number // pp) % chunks for number in range(total))
+    states = [tuple(order[chunk] for chunk in range(chunks))]
+    while True:
+        counts = list(states[-1])
+        last = max(chunk for chunk in range(chunks) if counts[chunk])
+        target = next((chunk for chunk in range(last) if counts[chunk] < 2 * pp), None)
+        if target is None:
+            return states
+        counts[target], counts[last] = counts[target] + 1, counts[last] - 1
+        states.append(tuple(counts))
+
+
 @cache
 def _spans(counts: tuple[int, ...]) -> list[list[int]]:
     """Return the numbers of the layers of each stage, from their counts."""
@@ -177,11 +204,16 @@ class RankLayout:
         return self.compute * self.args.dim * self.local_tokens
 
     @cached_property
-    def in_flight(self) -> int:
-        """Highest number of (stage, microbatch) pairs that this pipeline rank stores activations of."""
+    def stages_in_flight(self) -> list[tuple[int, ...]]:
+        """Numbers of microbatches that each stage of this pipeline rank stores, in states with the most in flight."""
         merged = self.config.activation_checkpoint.mode != "none" or self.config.compile.enable
         schedule = self.config.parallelism.pipeline_parallel_schedule
-        return in_flight(schedule, self.rank, self.pp, self.microbatches, self.chunks, merged)
+        return stages_in_flight(schedule, self.rank, self.pp, self.microbatches, self.chunks, merged)
+
+    @property
+    def in_flight(self) -> int:
+        """Highest number of (stage, microbatch) pairs that this pipeline rank stores activations of."""
+        return sum(self.stages_in_flight[0])
 
     # Layers of this rank
 

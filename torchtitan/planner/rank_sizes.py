@@ -1,6 +1,7 @@
 """Bytes of a rank's activations and logits, from the sizes of the model and the rank's layout. Imports no torch."""
 
 import math
+import operator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,17 +35,34 @@ class RankSizes(RankWeights):
     def stored(self) -> float:
         """Bytes stored for all microbatches in flight, between their forward and backward."""
         if not self.in_pipeline:
-            stored = {layer: self._stored(layer) + self._resident_experts(layer) for layer in self.kinds}
-            return sum(count * stored[layer] for layer, count in self.kinds.items())
-        return self.in_flight / self.chunks * sum(map(self.stored_of_stage, self.stages))
+            return sum(count * self._left_by_layer(layer) for layer, count in self.kinds.items())
+        return max(self._stored_in_flight)
+
+    @property
+    def stored_at_loss(self) -> float:
+        """Bytes stored for all microbatches in flight during a loss of the last stage, which is among them."""
+        states = zip(self._stored_in_flight, self.stages_in_flight, strict=True)
+        return max(stored for stored, counts in states if counts[-1]) if self.in_pipeline else self.stored
+
+    @cached_property
+    def _stored_in_flight(self) -> list[float]:
+        """Bytes stored in each of the states with the most microbatches in flight."""
+        one = [self.stored_of_stage(stage) for stage in self.stages]
+        return [sum(map(operator.mul, counts, one)) for counts in self.stages_in_flight]
 
     def stored_of_stage(self, stage: list[int]) -> float:
         """Return the bytes stored of a pipeline stage for one microbatch."""
         return sum(map(self._stored, stage)) + self.hidden + self._rotation
 
     def stored_before(self, count: int) -> float:
-        """Return the bytes that the first `count` layers of a rank without a pipeline leave stored."""
-        return sum(self._stored(layer) + self._resident_experts(layer) for layer in self.layers[:count])
+        """Return the bytes that the forward of the first `count` layers of a rank without a pipeline leaves."""
+        rest = self.layers[count:]
+        if len(rest) < count:
+            return self.stored - sum(map(self._left_by_layer, rest))
+        return sum(map(self._left_by_layer, self.layers[:count]))
+
+    def _left_by_layer(self, layer: int) -> float:
+        return self._stored(layer) + self._resident_experts(layer)
 
     @property
     def block_at_work(self) -> float:
@@ -53,7 +71,7 @@ class RankSizes(RankWeights):
 
     @property
     def experts_at_work(self) -> float:
-        """Bytes of experts that stay gathered until the end of their backward, as no other rank has a shard."""
+        """Bytes of experts that stay gathered until the end of their backward, as no other rank has them."""
         return max(map(self._resident_experts, self.kinds))
 
     @property
@@ -177,12 +195,8 @@ class RankSizes(RankWeights):
         return self._activations(layer) - self._feed_forward(layer) + 4 * self.args.dim * self.local_tokens
 
     def _summed_gradients(self, layer: int) -> float:
-        """Return the bytes of a block's gradients, and of two copies of the last while tensor-parallel ranks add it.
-
-        Only experts that each of these ranks has with all others are added.
-        """
-        dense, experts = self._local_weights(layer)
-        return self.compute * (dense + experts + 2 / 3 * experts * (self.ep == 1 and self.tp > 1))
+        """Return the bytes of a block's gradients, with sums over tensor-parallel ranks. A pipeline sums later."""
+        return self.compute * (sum(self._local_weights(layer)) + self.experts_summed(layer) * (not self.in_pipeline))
 
     # Loss
 

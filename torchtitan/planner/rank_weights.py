@@ -128,8 +128,8 @@ class RankWeights(RankLayout):
 
     def _resident_experts(self, layer: int) -> float:
         """Return the bytes of experts in the compute type that stay until backward, as no other rank has them."""
-        alone = self.ep > 1 and self.expert_shards * self.replicas == 1
-        copied = alone and self.fully_sharded and not self.in_pipeline
+        unshared = self.ep > 1 and self.expert_shards * self.replicas == 1
+        copied = unshared and self.fully_sharded and not self.in_pipeline
         return self.compute * self._local_weights(layer)[1] * copied
 
     @property
@@ -174,14 +174,17 @@ class RankWeights(RankLayout):
 
     @cached_property
     def block_reduced(self) -> float:
-        """Bytes of a block's gradients in the buffer of their reduction, with experts that no other rank has."""
+        """Bytes of the gradients of the largest block in the buffer of their reduction."""
         weights = max((sum(self._local_weights(layer)) for layer in self.kinds), default=0.0)
         return self.reduced_bytes * weights * self.fully_sharded
 
-    @cached_property
-    def block_gradients(self) -> float:
-        """Bytes of a block's reduced gradients."""
-        return self.stored_bytes * max((self._shard_of_layer(layer) for layer in self.kinds), default=0.0)
+    def gradients_after(self, number: int) -> float:
+        """Return the bytes of the reduced gradients of the head and the layers after this one, without a pipeline."""
+        later = self.layers[number + 1 :]
+        if len(later) <= number:
+            return self.head_gradients + self.stored_bytes * sum(map(self._shard_of_layer, later))
+        not_later = self.stored_bytes * sum(map(self._shard_of_layer, self.layers[: number + 1]))
+        return self.gradients - self.embedding_gradients - not_later
 
     def _shard_of_layer(self, layer: int) -> float:
         dense, experts = self._local_weights(layer)
@@ -271,11 +274,20 @@ class RankWeights(RankLayout):
 
     @property
     def pipeline_tail(self) -> float:
-        """Bytes that the reduction of a pipeline rank's first unit adds, after its gathered parameters are freed.
+        """Bytes that the reduction of a pipeline rank's first unit adds.
 
-        The embedding's and the head's unit has no other matrix.
+        The copy that is reduced, after its gathered parameters are freed, or the sum of a block's experts over
+        tensor-parallel ranks before. The unit of the embedding or the head has no other matrix.
         """
         ends = self.has_embedding or self.has_head
         weights = self.embedding_weights if ends else self.block_weights
         reducing = self._reducing(weights, self.shards, weights * ends, self.reduced_bytes)
-        return (reducing - (self.reduced_bytes + self.compute) * weights) * self.fully_sharded
+        sums = self.reduced_bytes * max(map(self.experts_summed, self.kinds))
+        return max(sums, reducing - (self.reduced_bytes + self.compute) * weights) * self.fully_sharded
+
+    def experts_summed(self, layer: int) -> float:
+        """Return the weights of two copies of the last matrix of experts, while tensor-parallel ranks add its gradient.
+
+        Only experts that each of these ranks has with all others are added.
+        """
+        return 2 / 3 * self._local_weights(layer)[1] * (self.ep == 1 and self.tp > 1)
