@@ -15,7 +15,7 @@ from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import simulate
 from torchtitan.planner import estimate
 from torchtitan.planner.closed_form import fullest, moments, predict_memory
-from torchtitan.planner.rank_layout import in_flight, stages_in_flight
+from torchtitan.planner.rank_layout import in_flight, stages_in_flight, waiting_weight_gradients
 from torchtitan.planner.rank_sizes import RankSizes
 
 SCHEDULES = {
@@ -52,6 +52,20 @@ def fullest_states(row, stages):
     return {
         state for state in states if not any(state != other and all(map(operator.le, state, other)) for other in states)
     }
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_weight_gradients_wait_as_in_the_table(merged):
+    for pp in (2, 4, 8):
+        table = build_table("InterleavedZeroBubble", pp, 4 * pp, 2)
+        for rank, row in enumerate(with_full_backward(table) if merged else table):
+            stored, waiting, states = 0, 0, []
+            for action in (single for pair in row for single in pair.singles):
+                stored += action.kind == "F"
+                states += [(stored, waiting)] * (action.kind == "F")
+                stored -= action.kind in ("B", "W")
+                waiting += (action.kind == "I") - (action.kind == "W")
+            assert max(states)[1] == waiting_weight_gradients("InterleavedZeroBubble", rank, merged), (pp, rank)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -103,15 +117,15 @@ SAMPLES = {
     "replicas": [(2, [f"--{name}={value}" for name, value in REPLICAS.items()]), memory_plan(1, 102)],
     "units": [memory_plan(1, index) for index in (8, 24, 41, 128, 151)],
     "last blocks": [memory_plan(1, index) for index in (78, 72)],
-    "stages": [*(memory_plan(1, index) for index in (127, 149, 154, 187)), memory_plan(2, 0)],
+    "stages": [*(memory_plan(1, index) for index in (60, 127, 149, 154, 187)), memory_plan(2, 0)],
     "loss": [memory_plan(1, 34)],
 }
 """Random plans. The last two dense ones: GPipe, accumulated gradients. With experts: GPipe with tensor parallel, and
 experts that no other rank has. Peaks in the reduction of a unit: of a block while one other is gathered, divided on one
 shard, of the embedding on one shard, of experts, of the head. Last blocks: two of them, of which the first gathers no
-other in backward; experts that replicas gather again. Stages: gathered on one shard; reduced one after the other;
-unequal ones in flight; the backward of the second loss in chunks; experts that tensor-parallel ranks add in the end.
-Loss: the head's gathered buffer lives until the end of forward."""
+other in backward; experts that replicas gather again. Stages: weight gradients that wait; gathered on one shard;
+reduced one after the other; unequal ones in flight; the backward of the second loss in chunks; experts that
+tensor-parallel ranks add in the end. Loss: the head's gathered buffer lives until the end of forward."""
 
 
 @pytest.mark.parametrize("kind", SAMPLES)

@@ -100,6 +100,7 @@ def _in_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
     earlier, sums = sizes.earlier_gradients, sizes.replica_sums(0.0)
     gathered = _sizes(gathered=sizes.all_gathered, gradients=earlier, activations=sums)
     always = gathered + _sizes(gradients=sizes.all_weights * sizes.summed_bytes)
+    always += _sizes(activations=sizes.waiting_gradients)
     forwards_first = sizes.forwards_first and sizes.microbatches > 1
     if sizes.has_head:  # where all forwards precede the gradients, the losses of all other microbatches wait
         loss = _sizes(activations=sizes.stored_at_loss + sizes.head_inputs, logits=sizes.loss_peak)

@@ -62,6 +62,14 @@ def stages_in_flight(
         states.append(tuple(counts))
 
 
+def waiting_weight_gradients(schedule: str, rank: int, merged: bool) -> int:
+    """Return the highest number of stored microbatches with computed gradients of inputs, but not yet of weights.
+
+    That is at forwards of a rank with the most in flight. Arguments and test as of `in_flight`.
+    """
+    return rank if schedule_traits(schedule).name == "InterleavedZeroBubble" and not merged else 0
+
+
 @cache
 def _spans(counts: tuple[int, ...]) -> list[list[int]]:
     """Return the numbers of the layers of each stage, from their counts."""
@@ -203,12 +211,22 @@ class RankLayout:
         """Bytes of the residual stream between two blocks."""
         return self.compute * self.args.dim * self.local_tokens
 
+    @property
+    def _merges_backward(self) -> bool:
+        """True if gradients of inputs and weights are computed together, in every schedule."""
+        return self.config.activation_checkpoint.mode != "none" or self.config.compile.enable
+
     @cached_property
     def stages_in_flight(self) -> list[tuple[int, ...]]:
         """Numbers of microbatches that each stage of this pipeline rank stores, in states with the most in flight."""
-        merged = self.config.activation_checkpoint.mode != "none" or self.config.compile.enable
-        schedule = self.config.parallelism.pipeline_parallel_schedule
+        schedule, merged = self.config.parallelism.pipeline_parallel_schedule, self._merges_backward
         return stages_in_flight(schedule, self.rank, self.pp, self.microbatches, self.chunks, merged)
+
+    @property
+    def waiting_weight_gradients(self) -> int:
+        """Microbatches with computed gradients of inputs, but not yet of weights, where this rank stores the most."""
+        schedule = self.config.parallelism.pipeline_parallel_schedule
+        return waiting_weight_gradients(schedule, self.rank, self._merges_backward)
 
     @property
     def in_flight(self) -> int:

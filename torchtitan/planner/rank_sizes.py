@@ -5,7 +5,7 @@ import operator
 from dataclasses import dataclass
 from functools import cached_property
 
-from torchtitan.models.sizes import STACK
+from torchtitan.models.sizes import STACK, split_side
 from torchtitan.planner.rank_weights import RankWeights
 
 CHUNK_BYTES = 2**30
@@ -49,6 +49,22 @@ class RankSizes(RankWeights):
         """Bytes stored in each of the states with the most microbatches in flight."""
         one = [self.stored_of_stage(stage) for stage in self.stages]
         return [sum(map(operator.mul, counts, one)) for counts in self.stages_in_flight]
+
+    @property
+    def waiting_gradients(self) -> float:
+        """Bytes of gradients from which gradients of weights are computed later, in a schedule that splits backward."""
+        largest = max(sum(map(self._result_gradients, stage)) for stage in self.stages)
+        return self.waiting_weight_gradients * largest
+
+    def _result_gradients(self, layer: int) -> float:
+        """Return the bytes of the gradients of the results of a layer's matrix products and norms."""
+        results = 2.0 * self.hidden
+        for name, (outputs, inputs) in self.args.block_linears(layer).items():
+            if name == STACK:  # w1 and w3 of each token's experts, and w2
+                results += self.compute * self.local_tokens * self.args.top_k * (2 * outputs + inputs)
+            else:
+                results += self.compute * self.tokens * outputs / (self.tp if split_side(name) == 0 else 1)
+        return results
 
     def stored_of_stage(self, stage: list[int]) -> float:
         """Return the bytes stored of a pipeline stage for one microbatch."""
