@@ -117,15 +117,16 @@ SAMPLES = {
     "replicas": [(2, [f"--{name}={value}" for name, value in REPLICAS.items()]), memory_plan(1, 102)],
     "units": [memory_plan(1, index) for index in (8, 24, 41, 128, 151)],
     "last blocks": [memory_plan(1, index) for index in (78, 72)],
-    "stages": [*(memory_plan(1, index) for index in (60, 127, 149, 154, 187)), memory_plan(2, 0)],
-    "loss": [memory_plan(1, 34)],
+    "stages": [*(memory_plan(1, index) for index in (28, 60, 127, 132, 149, 154, 187)), memory_plan(2, 0)],
+    "loss": [memory_plan(1, index) for index in (23, 34)],
 }
 """Random plans. The last two dense ones: GPipe, accumulated gradients. With experts: GPipe with tensor parallel, and
 experts that no other rank has. Peaks in the reduction of a unit: of a block while one other is gathered, divided on one
 shard, of the embedding on one shard, of experts, of the head. Last blocks: two of them, of which the first gathers no
-other in backward; experts that replicas gather again. Stages: weight gradients that wait; gathered on one shard;
-reduced one after the other; unequal ones in flight; the backward of the second loss in chunks; experts that
-tensor-parallel ranks add in the end. Loss: the head's gathered buffer lives until the end of forward."""
+other in backward; experts that replicas gather again. Stages: probabilities that live through backward; weight
+gradients that wait; gathered on one shard; no gradients before all forwards of a stage; reduced one after the other;
+unequal ones in flight; the backward of the second loss in chunks; experts that tensor-parallel ranks add in the end.
+Loss: three gradients of a tied head; the head's gathered buffer lives until the end of forward."""
 
 
 @pytest.mark.parametrize("kind", SAMPLES)

@@ -103,7 +103,7 @@ def _in_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
     always += _sizes(activations=sizes.waiting_gradients)
     forwards_first = sizes.forwards_first and sizes.microbatches > 1
     if sizes.has_head:  # where all forwards precede the gradients, the losses of all other microbatches wait
-        loss = _sizes(activations=sizes.stored_at_loss + sizes.head_inputs, logits=sizes.loss_peak)
+        loss = _sizes(activations=sizes.stored_at_loss - sizes.not_together + sizes.head_inputs, logits=sizes.loss_peak)
         yield loss + (
             gathered + _sizes(logits=(sizes.microbatches - 1) * sizes.loss_kept) if forwards_first else always
         )
@@ -111,7 +111,8 @@ def _in_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
         yield from (state + _sizes(activations=sums) for state in _after_all_forwards(sizes, earlier))
     else:
         work = sizes.recomputed + sizes.hidden
-        yield always + _sizes(activations=sizes.stored + work, gradients=sizes.head_computed)
+        stored = sizes.stored - sizes.not_together
+        yield always + _sizes(activations=stored + work, gradients=sizes.head_computed)
         yield always + _sizes(gradients=sizes.pipeline_tail)  # of the first unit
     all_sums = sizes.replica_sums(sizes.gradients)
     yield _sizes(gradients=sizes.gradients, activations=all_sums + sizes.block_reduced)  # of the last unit
@@ -131,15 +132,25 @@ def _after_all_forwards(sizes: RankSizes, earlier: float) -> Iterator[Bytes]:
         reduced = max(earlier, sizes.stored_bytes * later / sizes.shards)
         state = _sizes(gathered=sizes.all_gathered * (1 - later / sizes.all_weights), gradients=reduced)
         has_loss = sizes.has_head and number == sizes.chunks - 1
-        losses, head = sizes.loss_kept * has_loss, sizes.head_computed * has_loss
+        losses, retained = sizes.loss_kept * has_loss, sizes.loss_retained * has_loss
+        head = sizes.head_computed * has_loss
         first = _sizes(activations=before + count * one + work, gradients=head, logits=(count - 1) * losses)
-        summed = _sizes(gradients=weights * sizes.summed_bytes)
-        second = _sizes(activations=before + (count - 1) * one, logits=(count - 2) * losses)
         yield state + first
+        state += _sizes(activations=before)
+        summed = weights * sizes.summed_bytes
+        later_ones, waiting = (count - 1) * one, (count - 2) * losses
         if has_loss:
-            yield state + summed + second + _sizes(logits=sizes.loss_backward)
-        yield state + summed + second + _sizes(activations=sizes.block_stored + work, gradients=head)
-        yield state + summed + _sizes(activations=before, gradients=sizes.pipeline_tail)  # of the first unit
+            logits = waiting + sizes.loss_backward
+            yield state + _sizes(activations=later_ones, gradients=summed, logits=logits)
+        yield state + _sizes(activations=later_ones + work, gradients=summed + head, logits=waiting + retained)
+        # not in the sum until the end of backward: the head's gradient, and those of the stage's first block
+        unsummed = sizes.embedding_weights * sizes.summed_bytes * has_loss + sizes.block_reduced
+        yield state + _sizes(
+            activations=later_ones + sizes.block_stored + work,
+            gradients=summed - unsummed + head,
+            logits=waiting + losses + retained,
+        )
+        yield state + _sizes(gradients=summed + sizes.pipeline_tail)  # reduction of the first unit
 
 
 def _without_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
@@ -171,7 +182,12 @@ def _without_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
     yield _sizes(
         activations=sizes.end_reducing + sizes.replica_sums(reduced), gradients=max(reduced, sizes.earlier_gradients)
     )
-    yield _sizes(activations=sizes.embedding_reduced + sizes.replica_sums(sizes.gradients), gradients=sizes.gradients)
+    computed = sizes.compute * sizes.embedding_weights * (3 if sizes.tied else 1)  # with the head's, and their sum
+    yield _sizes(
+        gathered=sizes.embedding_gathered,
+        activations=computed + sizes.block_units[-1].reduced + sizes.replica_sums(reduced),
+        gradients=max(reduced, sizes.earlier_gradients),
+    )
 
 
 def _backward_of_block(sizes: RankSizes, before: int, gathered: float) -> Iterator[Bytes]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torchtitan.models.sizes import STACK, split_side
+from torchtitan.parallelisms.pipeline.cut import schedule_traits
 from torchtitan.planner.rank_weights import RankWeights
 
 CHUNK_BYTES = 2**30
@@ -51,6 +52,19 @@ class RankSizes(RankWeights):
         return [sum(map(operator.mul, counts, one)) for counts in self.stages_in_flight]
 
     @property
+    def not_together(self) -> float:
+        """Bytes of the first stage that are not there together: of its gradients, or of a microbatch that it stores.
+
+        Rank 0 of DualPipeV stores up to 2 pp microbatches of the first stage. If there are no more, all its forwards
+        precede its first backward.
+        """
+        schedule = schedule_traits(self.config.parallelism.pipeline_parallel_schedule).name
+        if schedule != "DualPipeV" or self.rank > 0 or self.microbatches > 2 * self.pp:
+            return 0.0
+        first = self.stages[0]
+        return min(self.summed_bytes * self.weights_of_stage(first), self.stored_of_stage(first))
+
+    @property
     def waiting_gradients(self) -> float:
         """Bytes of gradients from which gradients of weights are computed later, in a schedule that splits backward."""
         largest = max(sum(map(self._result_gradients, stage)) for stage in self.stages)
@@ -72,9 +86,9 @@ class RankSizes(RankWeights):
 
     def stored_before(self, count: int) -> float:
         """Return the bytes that the forward of the first `count` layers of a rank without a pipeline leaves."""
-        rest = self.layers[count:]
-        if len(rest) < count:
-            return self.stored - sum(map(self._left_by_layer, rest))
+        later = self.layers[count:]
+        if len(later) < count:
+            return self.stored - sum(map(self._left_by_layer, later))
         return sum(map(self._left_by_layer, self.layers[:count]))
 
     def _left_by_layer(self, layer: int) -> float:
@@ -88,7 +102,7 @@ class RankSizes(RankWeights):
     @property
     def experts_at_work(self) -> float:
         """Bytes of experts that stay gathered until the end of their backward, as no other rank has them."""
-        return max(map(self._resident_experts, self.kinds))
+        return max(map(self._resident_experts, self.kinds), default=0.0)
 
     @property
     def attention_at_work(self) -> float:
@@ -271,6 +285,11 @@ class RankSizes(RankWeights):
         if self.loss_chunks > 1:
             return self.loss_kept + self.compute * (self.embedding_weights + self.args.dim * self.tokens)
         return self.tokens * self.logits_width * (self._backward_copies * 4 + self.compute)
+
+    @property
+    def loss_retained(self) -> float:
+        """Bytes of probabilities of the whole vocabulary that live until the end of a pipeline's backward."""
+        return self.loss_kept * (self.loss_chunks == 1 and self._backward_copies == 1)
 
     @property
     def loss_peak(self) -> float:

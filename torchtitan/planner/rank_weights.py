@@ -254,11 +254,6 @@ class RankWeights(RankLayout):
         return self._reducing(self.embedding_weights, self.shards, self.embedding_weights)
 
     @property
-    def embedding_reduced(self) -> float:
-        """Bytes of the embedding's gradient while it is reduced, in the last moment of backward."""
-        return self.embedding_weights * (self.reduced_bytes if self.fully_sharded else self.compute)
-
-    @property
     def embedding_gradients(self) -> float:
         return self.stored_bytes * self.embedding_weights / self.shards
 
@@ -282,7 +277,7 @@ class RankWeights(RankLayout):
         ends = self.has_embedding or self.has_head
         weights = self.embedding_weights if ends else self.block_weights
         reducing = self._reducing(weights, self.shards, weights * ends, self.reduced_bytes)
-        sums = self.reduced_bytes * max(map(self.experts_summed, self.kinds))
+        sums = self.reduced_bytes * max(map(self.experts_summed, self.kinds), default=0.0)
         return max(sums, reducing - (self.reduced_bytes + self.compute) * weights) * self.fully_sharded
 
     def experts_summed(self, layer: int) -> float:
