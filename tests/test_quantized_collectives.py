@@ -13,13 +13,13 @@ from tests.combinations import Combination
 from tests.support.pool import run_ranks
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
+from torchtitan.parallelisms import quantized_collectives
 from torchtitan.parallelisms.data_parallel import fsdp_modules
+from torchtitan.parallelisms.fsdp_messages import BLOCK, message_bytes, split_parts
 from torchtitan.parallelisms.quantized_collectives import (
-    BLOCK,
     QuantizedAllGather,
     QuantizedReduceScatter,
     error_bound,
-    message_bytes,
     pack,
     reduction_hops,
     unpack,
@@ -90,6 +90,37 @@ def test_not_finite_numbers_are_not_hidden(bits, value):
     received = unpack(pack(rows, [96], bits), [96], bits)
     assert not received[0, 32:64].isfinite().any()
     assert torch.equal(received[0, :32], expected[0, :32]) and torch.equal(received[0, 64:], expected[0, 64:])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("most", [1, 32, 100, 4096])
+@pytest.mark.parametrize("sizes", [[1], [64], [43, 32], [1, 31, 33, 8, 500], [4097]], ids=str)
+def test_pieces_have_the_blocks_of_the_row(bits, most, sizes):
+    pieces = list(split_parts(sizes, most))
+    assert all(0 < sum(piece) <= max(BLOCK, most) for piece in pieces)
+    rows = numbers(3, sum(sizes))
+    columns = rows.split([sum(piece) for piece in pieces], 1)
+    messages = [pack(part, piece, bits) for part, piece in zip(columns, pieces, strict=True)]
+    assert torch.equal(torch.cat(messages, 1), pack(rows, sizes, bits))
+    assert len(list(split_parts(sizes, 10**6))) == 1
+
+
+def with_small_pieces(bits, inner):
+    """Return the results of `gathered_and_reduced` in pieces of one or two blocks of each rank."""
+    before, quantized_collectives.PIECE = quantized_collectives.PIECE, 4 * 2 * BLOCK
+    try:
+        return gathered_and_reduced(bits, inner)
+    finally:
+        quantized_collectives.PIECE = before
+
+
+@pytest.mark.parametrize("bits, inner", [(8, 1), (4, 2)])
+def test_pieces_change_no_bits(bits, inner):
+    results = (run_ranks(4, function, bits, inner) for function in (gathered_and_reduced, with_small_pieces))
+    for whole, pieces in zip(*results, strict=True):
+        assert np.array_equal(whole[0], pieces[0]) and np.array_equal(whole[1], pieces[1])
+        assert len(pieces[2]) == 2 * len(whole[2])
+        assert sum(sent for *_, sent in pieces[2]) == sum(sent for *_, sent in whole[2])
 
 
 def gathered_and_reduced(bits, inner):

@@ -90,6 +90,22 @@ def test_memory_and_messages_are_those_of_the_planners_rehearsal(run, options):
 
 
 @needs_fake_cuda
+def test_quantized_messages_need_little_workspace(run):
+    """Gradients of 2 GiB (embedding, head) are reduced in pieces of 256 MiB, with less than three of these as work."""
+
+    def peak(*options: str) -> int:
+        sizes = "--model.flavor=8B", "--training.seq_len=64"
+        code, out, _ = run("--world-size=8", "--ranks=0", "--json", *sizes, *options)
+        assert code == 0
+        return sum(json.loads(out)["ranks"]["0"]["memory"].values())
+
+    reduce, gather = "--parallelism.fsdp_quantized_reduce=int4", "--parallelism.fsdp_quantized_gather=int8"
+    exact, second = peak(), peak("--parallelism.fsdp_reshard_after_forward=2")
+    assert peak(reduce, gather) < exact + 3 * 2**28
+    assert peak(reduce, gather, "--parallelism.fsdp_reshard_after_forward=2") < second + 3 * 2**28
+
+
+@needs_fake_cuda
 def test_a_host_wait_is_named_with_its_line(run):
     code, out, _ = run("--world-size=2", mutant="host_wait")
     (line,) = [n for n, text in enumerate(Path(mutants).read_text().splitlines(), 1) if "total.item()" in text]

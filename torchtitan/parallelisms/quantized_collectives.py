@@ -20,10 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from torchtitan.core.errors import JobError
+from torchtitan.parallelisms.fsdp_messages import BLOCK, PIECE, message_bytes, split_parts
 from torchtitan.parallelisms.fsdp_units import fsdp_units
 
-BLOCK = 32
-"""Numbers that share a scale."""
 MANTISSA_BITS, MAX_EXPONENT = 23, 254
 """Of float32: bits below the exponent, and the largest exponent field of a finite number."""
 
@@ -34,11 +33,6 @@ def error_bound(largest: torch.Tensor, bits: int) -> torch.Tensor:
     It is half of the scale, as the scale is less than twice what maps `largest` to the largest integer.
     """
     return largest / (2 ** (bits - 1) - 0.5)
-
-
-def message_bytes(sizes: Sequence[int], bits: int) -> int:
-    """Return the bytes of a message of parts of these sizes."""
-    return sum(-(-size // BLOCK) for size in sizes) * (BLOCK * bits // 8 + 1)
 
 
 def pack(rows: torch.Tensor, sizes: Sequence[int], bits: int) -> torch.Tensor:
@@ -100,7 +94,12 @@ class QuantizedAllGather(DefaultAllGather):
         message = pack(input_tensor.view(1, -1), sizes, 8)
         messages = message.new_empty(group.size(), message.size(1))
         super().__call__(messages, message, group)
-        output_tensor.view(group.size(), -1).copy_(unpack(messages, sizes, 8))
+        output = output_tensor.view(group.size(), -1)
+        start = begin = 0  # of a piece in the output, and of its message
+        for piece in split_parts(sizes, PIECE // group.size()):
+            end, message_end = start + sum(piece), begin + message_bytes(piece, 8)
+            output[:, start:end] = unpack(messages[:, begin:message_end], piece, 8)
+            start, begin = end, message_end
         return None
 
 
@@ -130,16 +129,23 @@ class QuantizedReduceScatter(DefaultReduceScatter):
                 f"only {size} of {sum(self.sizes)} numbers of an FSDP unit have gradients, as parameters are unused: "
                 'set parallelism.fsdp_quantized_reduce = "none"'
             )
-        sums = input_tensor.float()
-        for hop in self.hops or (group,):  # the parts for the ranks at each place of the group become one row
-            rows = sums.view(-1, hop.size(), size).transpose(0, 1).flatten(1)
-            sums = self._sum_of_rows(rows, hop)
-        output_tensor.copy_(sums)
+        parts, start = input_tensor.view(-1, size), 0
+        for sizes in split_parts(self.sizes, PIECE // len(parts)):
+            end = start + sum(sizes)
+            sums = parts[:, start:end].float()
+            for hop in self.hops or (group,):  # the parts for the ranks at each place of the group become one row
+                rows = sums.view(-1, hop.size(), end - start).transpose(0, 1).flatten(1)
+                sums = self._sum_of_rows(rows, hop, sizes)
+            output_tensor[start:end] = sums
+            start = end
         return None
 
-    def _sum_of_rows(self, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Send row i of [ranks of the group, M] to the group's rank i; return the sum [M] of the rows for this rank."""
-        sizes = self.sizes * (rows.size(1) // sum(self.sizes))
+    def _sum_of_rows(self, rows: torch.Tensor, group: dist.ProcessGroup, sizes: list[int]) -> torch.Tensor:
+        """Send row i of [ranks of the group, M] to the group's rank i; return the sum [M] of the rows for this rank.
+
+        `sizes`: of the parts of a piece, of which a row has one or several.
+        """
+        sizes = sizes * (rows.size(1) // sum(sizes))
         messages = pack(rows, sizes, self.bits)
         received = torch.empty_like(messages)
         dist.all_to_all_single(received, messages, group=group)

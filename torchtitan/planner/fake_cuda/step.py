@@ -21,7 +21,7 @@ from torchtitan.build import parts
 from torchtitan.config.job import JobConfig
 from torchtitan.models import dropout, layers
 from torchtitan.optimizers import moments
-from torchtitan.parallelisms import data_parallel, parallel_dims, parallel_model
+from torchtitan.parallelisms import data_parallel, parallel_dims, parallel_model, quantized_collectives
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.planner.live_tensors import FakeValues
 from torchtitan.planner.rehearsal import rows_of_experts
@@ -119,6 +119,8 @@ def install() -> None:
     device.replace(FakeTensorMode, avoid_device_init=True)
     outside_fake(DeviceMesh, *(name for name in MESH if name in DeviceMesh.__dict__))
     outside_fake(parallel_dims.ParallelDims, *(name for name in DIMS if name in parallel_dims.ParallelDims.__dict__))
+    outside_fake(data_parallel, "_get_post_forward_mesh_info")
+    outside_fake(quantized_collectives, "reduction_hops")
     device.replace(ParallelModel, initialize=lambda self, names=None: None)  # there are no values
     device.replace(parallel_model, allocate=allocate)
     device.replace(data_parallel, _without_recompute=lambda function: function)
