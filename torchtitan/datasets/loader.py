@@ -109,7 +109,8 @@ class Loader:
             self.close()
         self._batches, self._cursors = 0, dict(self._start.cursors)
         self._running = running = iter(_Pieces(self._pieces) if self._workers is None else self._workers)
-        shape = (-1, *self._positions.shape)
+        size, packing = self._pieces.share.batch_size, self._pieces.batch_format.packing
+        multiple = packing.multiple if packing is not None else 0
         while pieces := list(islice(running, self._per_batch)):
             if self.verification is not None:
                 self.verification.raise_if_damaged()
@@ -120,15 +121,15 @@ class Loader:
                 self._cursors.update(piece[2])
             tensors = self._merge_pieces(pieces)
             tensors = [tensor.pin_memory() for tensor in tensors] if self._pin_memory else tensors
-            for batch in zip(*(tensor.view(shape).unbind() for tensor in tensors), strict=True):
+            # unsafe_split is the fastest way to make views of a tensor; it is unsafe for tensors with gradients
+            for batch_tensors in zip(*(tensor.unsafe_split(size) for tensor in tensors), strict=True):
                 self._batches += 1
-                yield self._trim({"positions": self._positions, **dict(zip(NAMES, batch, strict=False))})
+                batch = dict(zip(NAMES, batch_tensors, strict=False))
+                batch.setdefault("positions", self._positions)
+                yield self._trim(batch, multiple) if multiple else batch
 
-    def _trim(self, batch: Batch) -> Batch:
-        packing = self._pieces.batch_format.packing
-        if packing is None or not packing.multiple:
-            return batch
-        short = trim_to_longest(batch, packing.multiple)
+    def _trim(self, batch: Batch, multiple: int) -> Batch:
+        short = trim_to_longest(batch, multiple)
         return {name: tensor.pin_memory() for name, tensor in short.items()} if self._pin_memory else short
 
     def _merge_pieces(self, pieces: list[Piece]) -> Sequence[torch.Tensor]:

@@ -71,23 +71,26 @@ def next_token_pieces(
     row_borders = np.arange(n + 1) * length
     borders = np.concatenate([row_borders, row[inside] * length + column[inside]])
     borders.sort()
-    starts, lengths = borders[:-1], borders[1:] - borders[:-1]
+    starts, lengths = borders[:-1], np.diff(borders)
     first_of_row = starts.searchsorted(row_borders)
-    numbers = np.arange(len(starts)) - first_of_row[starts // length]
+    rows_of_starts, columns = np.divmod(starts, length)
+    numbers = np.arange(len(starts)) - first_of_row[rows_of_starts]
     last_tokens = np.sort((row * length + column - 1)[column > 0])  # of documents with a next one in the row
-    index = np.arange(size * length if document_mask else 0)
-    for top, bottom in pairwise([*range(0, n, size), n]):
-        documents = slice(first_of_row[top], first_of_row[bottom])
+    small = np.min_scalar_type(length)  # memory bounds the speed: positions are computed in few bytes
+    columns, index = columns.astype(small), np.arange(length, dtype=small)
+    tops = np.array([*range(0, n, size), n])
+    parts = np.stack([tops, first_of_row[tops], last_tokens.searchsorted(tops * length)], axis=1).tolist()
+    for (top, first, first_end), (bottom, stop, stop_end) in pairwise(parts):
+        shape = bottom - top, length
         arrays = [rows[top:bottom, :-1].astype(np.int64), rows[top:bottom, 1:].astype(np.int64)]
-        arrays.append(numbers[documents].repeat(lengths[documents]))
+        arrays.append(numbers[first:stop].repeat(lengths[first:stop]).reshape(shape))
         if document_mask:
-            positions = (starts[documents] - top * length).repeat(lengths[documents])
-            arrays.append(np.subtract(index[: len(positions)], positions, out=positions))
-            ends = slice(*last_tokens.searchsorted([top * length, bottom * length]))
-            arrays[1].reshape(-1)[last_tokens[ends] - top * length] = IGNORE
+            positions = columns[first:stop].repeat(lengths[first:stop]).reshape(shape)
+            arrays.append(np.subtract(index, positions, out=positions).astype(np.int64))
+            arrays[1].reshape(-1)[last_tokens[first_end:stop_end] - top * length] = IGNORE
         if trained is not None:
             arrays[1][~trained[top:bottom, 1:]] = IGNORE
-        yield [array.reshape(bottom - top, length) for array in arrays]
+        yield arrays
 
 
 Labels = Literal["next", "same", "first", "last"]
@@ -308,9 +311,9 @@ class ShardPieces:
 
     PIECE_TOKENS = 2**17
     PIECE_BATCHES = 64
-    READ_TOKENS = 2**19
+    READ_TOKENS = 2**20
     """Tokens that are looked up and read together, for several pieces."""
-    AHEAD = 2048
+    AHEAD = 2**14
     """Number of samples per computation of their order."""
     local_streams: list[int] = []
 

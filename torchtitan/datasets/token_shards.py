@@ -170,14 +170,16 @@ class BlockReader(TokenReader):
         """Return the ids [n, seq_len + 1] of the blocks at `starts`, and (row, column) of each document start."""
         self.check_not_shrunk()
         rows = self._rows(starts)
-        first = self.documents.searchsorted(starts)
-        last = self.documents.searchsorted(starts + self.seq_len, side="right")
+        order = starts.argsort()
+        ascending = starts[order]  # neighbouring searches read the same pages of a large index
+        first = self.documents.searchsorted(ascending)
+        last = self.documents.searchsorted(ascending + self.seq_len, side="right")
         counts = last - first
         index = np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)
-        columns = self.documents[index] - np.repeat(starts, counts)
+        columns = self.documents[index] - np.repeat(ascending, counts)
         if len(columns) and not 0 <= columns.min() <= columns.max() <= self.seq_len:
             raise self.damaged()
-        return rows, (np.repeat(np.arange(len(starts)), counts), columns)
+        return rows, (np.repeat(order, counts), columns)
 
     def trained(self, starts: np.ndarray) -> np.ndarray | None:
         """Return the loss mask [n, seq_len + 1] of these blocks; None if all tokens of the folder are trained."""
