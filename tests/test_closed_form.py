@@ -107,11 +107,16 @@ REPLICAS = {
 }
 """FSDP keeps the float32 sums over replicas of all units until the end of backward: a third of this plan's peak. Where
 gradients are accumulated in a pipeline, plan 102, it keeps those of the earlier batch."""
+WIDE = [
+    *("--model.name=llama3", "--model.flavor=70B", "--model.overrides={n_layers=4}", "--training.seq_len=2048"),
+    *("--training.local_batch_size=1", "--parallelism.data_parallel_shard_degree=32"),
+    "--activation_checkpoint.mode=full",
+]
+QUANTIZED = ["--parallelism.fsdp_quantized_reduce=int4", "--parallelism.fsdp_quantized_gather=int8"]
 SAMPLES = {
-    "dense": [*memory_plans(1, 4, DENSE), memory_plan(3, 3, DENSE), memory_plan(5, 7, DENSE)],
-    "context": [
-        (32, [*CONTEXT, f"--parallelism.context_parallel_rotate_method={method}"])
-        for method in ("allgather", "ulysses", "alltoall")
+    "second shards": [
+        (32, [*WIDE, "--parallelism.fsdp_reshard_after_forward=2"]),
+        (32, [*WIDE, "--parallelism.fsdp_reshard_after_forward=8", *QUANTIZED]),
     ],
     "experts": [memory_plan(1, index, EXPERTS) for index in (0, 7)],
     "replicas": [(2, [f"--{name}={value}" for name, value in REPLICAS.items()]), memory_plan(1, 102)],

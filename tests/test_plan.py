@@ -133,11 +133,11 @@ def test_expert_parallel_gathers_only_what_is_sharded():
     dense, experts = timer.rank_weights(plan)
     gather, blocks = timer.messages.gather, timer.workload.args.n_layers
     assert plan.expert_shards == 1
-    assert timer._exchange(plan, timer.rank_weights(plan), 2) == gather(2 * dense, 64, 1, blocks)
+    assert timer._gather(plan, timer.rank_weights(plan)) == gather(2 * dense, 64, 1, blocks)
     half = dataclasses.replace(plan, ep=32)
     dense, experts = timer.rank_weights(half)
     expected = gather(2 * dense, 64, 1, blocks) + gather(2 * experts, 2, 32, blocks)
-    assert timer._exchange(half, timer.rank_weights(half), 2) == expected
+    assert timer._gather(half, timer.rank_weights(half)) == expected
 
 
 def test_fitted_factors_are_recovered():

@@ -8,10 +8,11 @@ import re
 import pytest
 
 from tests.support.jobs import ROOT
+from tests.support.pool import run_alone
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import Curve, Curves, load_hardware
-from torchtitan.planner import answer, calibration, measured_hardware
+from torchtitan.planner import answer, calibration, measured_hardware, rehearsal
 from torchtitan.planner.closed_form import MemoryPrediction
 from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.search import Candidate, PipelineTimer
@@ -74,6 +75,53 @@ def test_gathers_on_a_cpu_add_to_computation(passes):
     assert times.step_time(plan).parts["fsdp"] == pytest.approx(expected)
     overlapped = timer(dataclasses.replace(CPU, cores=None)).step_time(plan).parts["fsdp"]
     assert overlapped < expected
+
+
+MESSAGES = {
+    "exact": [],
+    "no resharding": ["--parallelism.fsdp_reshard_after_forward=never"],
+    "reduced in bfloat16": ["--training.mixed_precision_reduce=bfloat16"],
+    "float8": ["--training.float8=tensorwise", '--training.float8_exclude=["*.wk"]'],
+    "int8 gathers": ["--parallelism.fsdp_quantized_gather=int8"],
+    "int4 reductions": ["--parallelism.fsdp_quantized_reduce=int4"],
+    "second shards": ["--parallelism.fsdp_reshard_after_forward=2"],
+    "ZeRO++": [
+        *("--parallelism.fsdp_reshard_after_forward=4", "--parallelism.fsdp_quantized_gather=int8"),
+        "--parallelism.fsdp_quantized_reduce=int8",
+    ],
+}
+
+
+def sent_for_blocks(options):
+    """Return the bytes that a rank of 8 sends for two more blocks: by the formula, and in the rehearsal."""
+    link = dataclasses.replace(CPU.machine_link, bandwidth=1.0, latency=1e-30, reached=1.0)
+    seconds_are_bytes = dataclasses.replace(CPU, machine_link=link, cores=8)
+    job = ["--job.config_file", "debug_model", "--model.tokenizer_path=bytes", *options]
+    formula, rehearsed = [], []
+    for layers in (2, 4):
+        config = manager.load([*job, f"--model.overrides={{n_layers = {layers}}}"])
+        workload, plan = Workload.of(config, 8), Plan(shards=8)
+        formula.append(StepTimer(workload, seconds_are_bytes, Calibration()).step_time(plan).parts["fsdp"])
+        sent = rehearsal.rehearse(config, 0, 8, "cpu").sent
+        rehearsed.append(
+            sum(size for (_, kind, unit), size in sent.items() if unit == "bytes" and kind != "all_reduce")
+        )
+    return formula[1] - formula[0], float(rehearsed[1] - rehearsed[0])
+
+
+@pytest.mark.parametrize("messages", MESSAGES)
+def test_bytes_of_fsdp_are_those_of_the_rehearsal(messages):
+    """The formula leaves out norms: 0.1 % of the weights of a block."""
+    formula, rehearsed = run_alone(sent_for_blocks, MESSAGES[messages])
+    assert formula == pytest.approx(rehearsed, rel=2e-3)
+
+
+def test_an_all_to_all_between_machines_sends_all_its_parts_there():
+    """Of 16 ranks in two machines half of the bytes go to the other one; a gather sends them there once for 8 ranks."""
+    gpu = load_hardware("h100-80")
+    messages = timer(gpu).messages
+    assert messages.exchange(1e9, 16, 1) == pytest.approx(gpu.network_link.seconds(5e8))
+    assert messages.gather(1e9, 16, 1) < messages.exchange(1e9, 16, 1)
 
 
 def test_replicas_on_a_cpu_add_their_sums_and_pipelines_their_gathers():

@@ -38,6 +38,7 @@ from torchtitan.models.hf.save import build_extra_files, read_source
 from torchtitan.models.spec import MODELS, ModelSpec
 from torchtitan.optimizers.build import Optimizers, build_optimizers
 from torchtitan.optimizers.spec import SHARED
+from torchtitan.parallelisms.fsdp_messages import BITS, resharding
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.parallelisms.parallelize import ParallelOptions
@@ -133,35 +134,24 @@ def model_spec(config: JobConfig) -> ModelSpec:
     return MODELS[config.model.name]
 
 
-def reshards(options: Parallelism) -> bool | int:
-    """Return True if blocks free their gathered parameters after forward, or the ranks that then share a second copy.
-
-    By default not in a pipeline, which would gather them again for every microbatch.
-    """
-    policy = options.fsdp_reshard_after_forward
-    if isinstance(policy, int):
-        return policy
-    return options.pipeline_parallel_degree == 1 if policy == "default" else policy == "always"
-
-
 def parallel_options(config: JobConfig) -> ParallelOptions:
-    recompute, compile_ = config.activation_checkpoint, config.compile
+    recompute, compile_, degrees = config.activation_checkpoint, config.compile, config.parallelism
     # weights in bfloat16 are always computed with in bfloat16
     compute = "bfloat16" if config.training.dtype == "bfloat16" else config.training.mixed_precision_param
     return ParallelOptions(
         param_dtype=DTYPES[compute],
         reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
-        reshard_after_forward=reshards(config.parallelism),
-        prefetch=config.parallelism.fsdp_prefetch,
+        reshard_after_forward=resharding(degrees.fsdp_reshard_after_forward, degrees.pipeline_parallel_degree),
+        prefetch=degrees.fsdp_prefetch,
         cpu_offload=config.training.enable_cpu_offload,
-        gather_int8=config.parallelism.fsdp_quantized_gather == "int8",
-        reduce_bits={"none": 0, "int8": 8, "int4": 4}[config.parallelism.fsdp_quantized_reduce],
-        sequence_parallel=not config.parallelism.disable_sequence_parallel,
-        loss_parallel=not config.parallelism.disable_loss_parallel,
-        async_tp=config.parallelism.enable_async_tensor_parallel,
-        cp_method=config.parallelism.context_parallel_rotate_method,
-        cp_load_balance=config.parallelism.context_parallel_load_balancer == "headtail",
-        overlap=config.parallelism.pipeline_parallel_expert_parallel_overlap,
+        gather_int8=degrees.fsdp_quantized_gather == "int8",
+        reduce_bits=BITS[degrees.fsdp_quantized_reduce],
+        sequence_parallel=not degrees.disable_sequence_parallel,
+        loss_parallel=not degrees.disable_loss_parallel,
+        async_tp=degrees.enable_async_tensor_parallel,
+        cp_method=degrees.context_parallel_rotate_method,
+        cp_load_balance=degrees.context_parallel_load_balancer == "headtail",
+        overlap=degrees.pipeline_parallel_expert_parallel_overlap,
         recompute=recompute.mode,
         selective_option=recompute.selective_ac_option,
         **matching_options(recompute, ParallelOptions),

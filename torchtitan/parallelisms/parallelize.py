@@ -20,6 +20,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_sel
 from torchtitan.parallelisms.context_parallel import apply_context_parallel
 from torchtitan.parallelisms.data_parallel import apply_data_parallel
 from torchtitan.parallelisms.expert_parallel import apply_expert_parallel
+from torchtitan.parallelisms.fsdp_messages import may_gather_float8
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.pipeline.overlap.segments import RecomputePolicy
 from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
@@ -58,8 +59,7 @@ class ParallelOptions:
 
     @property
     def gathers_float8(self) -> bool:
-        """Return True if FSDP may gather weights in float8, which it cannot from second shards or from the host."""
-        return isinstance(self.reshard_after_forward, bool) and not (self.cpu_offload or self.gather_int8)
+        return may_gather_float8(self.reshard_after_forward, self.cpu_offload, self.gather_int8)
 
 
 def parallelize(

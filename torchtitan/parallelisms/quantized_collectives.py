@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from torchtitan.core.errors import JobError
-from torchtitan.parallelisms.fsdp_messages import BLOCK, PIECE, message_bytes, split_parts
+from torchtitan.parallelisms.fsdp_messages import BLOCK, PIECE, block_bytes, message_bytes, split_parts
 from torchtitan.parallelisms.fsdp_units import fsdp_units
 
 MANTISSA_BITS, MAX_EXPONENT = 23, 254
@@ -58,7 +58,7 @@ def pack(rows: torch.Tensor, sizes: Sequence[int], bits: int) -> torch.Tensor:
 
 def unpack(messages: torch.Tensor, sizes: Sequence[int], bits: int) -> torch.Tensor:
     """Return the numbers of messages [R, message_bytes(sizes, bits)] as float32 [R, sum of sizes]."""
-    blocks = messages.view(len(messages), -1, BLOCK * bits // 8 + 1)
+    blocks = messages.view(len(messages), -1, block_bytes(bits))
     integers = blocks[..., :-1].view(torch.int8)
     if bits == 4:
         integers = torch.stack([integers << 4, integers], dim=3).flatten(2) >> 4  # shifts keep the sign

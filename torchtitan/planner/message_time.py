@@ -65,6 +65,18 @@ class MessageTimer:
         machines = group / members
         return max(inside, network.seconds(size * (machines - 1) / machines / members, messages))
 
+    def exchange(self, size: float, group: float, stride: int, messages: float = 1) -> float:
+        """Return the seconds of all-to-alls, in which a rank sends its part of `size` bytes to each of the others.
+
+        The group is as in `gather`, but every rank sends its parts for other machines itself.
+        """
+        if group <= 1 or size <= 0:
+            return 0.0
+        members = max(1, min(group, self.hardware.devices_per_machine // stride))
+        link, network = self._links
+        inside = link.seconds(size * (members - 1) / group, messages) if members > 1 else 0.0
+        return max(inside, network.seconds(size * (group - members) / group, messages)) if members < group else inside
+
     def waited(self, plan: Plan, has_experts: bool, tokens: float) -> Parts:
         """Return the seconds of messages that a block waits for, in forward and backward, for `tokens` of a rank."""
         args, b = self.workload.args, self.workload.compute_bytes

@@ -15,9 +15,11 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.model import Compile, Parallelism
 from torchtitan.models import resolve_sizes
 from torchtitan.models.flops import causal_keys, flops_per_token, latent_flops_per_token
-from torchtitan.models.sizes import Sizes
+from torchtitan.models.sizes import STACK, Sizes
 from torchtitan.parallelisms.degrees import NEEDS_DEGREE
+from torchtitan.parallelisms.fsdp_messages import BITS, BLOCK, block_bytes
 from torchtitan.parallelisms.pipeline.cut import schedule_traits, split_layers, stages_of_rank
+from torchtitan.planner.rank_layout import float8_weights
 from torchtitan.planner.rank_sizes import CHUNK_BYTES
 
 Changes = dict[str, Any]
@@ -67,13 +69,26 @@ class Workload:
     """Type of the products' factors, a field of `Peak` in core/hardware.py."""
     ends: tuple[int, int] = (1, 1)
     """Layers that the first and last stage of a pipeline have less than others."""
+    reshard: str | int = "default"
+    """parallelism.fsdp_reshard_after_forward."""
+    gather_bits: int = 0
+    """Bits of FSDP's quantized gathers; 0: not quantized."""
+    float8_share: float = 0.0
+    """Share of the weights, without experts, that FSDP gathers in float8."""
+    reduced_bytes: int = 4
+    """Bytes of a gradient when it is reduced, if that is not quantized."""
+    reduce_bits: int = 0
 
     @classmethod
     def of(cls, config: JobConfig, samples: int, dtype: str | None = None) -> "Workload":
         model, training, degrees = config.model, config.training, config.parallelism
         computes = training.dtype if training.dtype == "bfloat16" else training.mixed_precision_param
+        args = resolve_sizes(model.name, model.flavor, model.hf_folder, model.overrides)
+        layers = range(args.n_layers)
+        dense = sum(o * i for layer in layers for name, (o, i) in args.block_linears(layer).items() if name != STACK)
+        ends = args.vocab_size * args.dim * (1 if args.tied_embeddings else 2)
         return cls(
-            args=resolve_sizes(model.name, model.flavor, model.hf_folder, model.overrides),
+            args=args,
             seq_len=training.seq_len,
             rows=samples * rows_per_sample(config),
             rows_per_sample=rows_per_sample(config),
@@ -84,7 +99,22 @@ class Workload:
                 degrees.pipeline_parallel_first_stage_less_layers,
                 degrees.pipeline_parallel_last_stage_less_layers,
             ),
+            reshard=degrees.fsdp_reshard_after_forward,
+            gather_bits=BITS[degrees.fsdp_quantized_gather],
+            float8_share=sum(float8_weights(config, args, layer) for layer in layers) / (dense + ends),
+            reduced_bytes=BYTES[training.mixed_precision_reduce],
+            reduce_bits=BITS[degrees.fsdp_quantized_reduce],
         )
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Mean bytes of a weight, which is no expert's, when FSDP gathers it."""
+        return self.message_bytes(self.gather_bits, self.compute_bytes - (self.compute_bytes - 1) * self.float8_share)
+
+    @staticmethod
+    def message_bytes(bits: int, exact: float) -> float:
+        """Return the bytes of a value in a quantized message; `exact`: if 0 bits."""
+        return block_bytes(bits) / BLOCK if bits else exact
 
     @property
     def tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from itertools import accumulate
 from math import lcm
@@ -9,6 +10,9 @@ from typing import Any
 
 from torchtitan.config.batch_shape import batch_rows, microbatch_rows, split_by_tensor_parallel
 from torchtitan.config.job import JobConfig
+from torchtitan.core.constraints import FLOAT8_MULTIPLE
+from torchtitan.models.sizes import STACK, split_side
+from torchtitan.parallelisms.fsdp_messages import may_gather_float8, resharding
 from torchtitan.parallelisms.pipeline.cut import schedule_traits, split_layers, stages_of_rank
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -87,6 +91,25 @@ def kinds_of_layers(args: Any) -> list[int]:
     return [contents.index(content) for content in contents]
 
 
+def float8_weights(config: JobConfig, args: Any, layer: int, tp: int = 1) -> float:
+    """Return the number of a layer's weights that FSDP gathers in 8 bits, on one of `tp` tensor-parallel ranks.
+
+    These are of the linears that models/float8.py converts. Shards that do not divide their rows are left out.
+    """
+    options, degrees = config.training, config.parallelism
+    reshard = resharding(degrees.fsdp_reshard_after_forward, degrees.pipeline_parallel_degree)
+    in_int8 = degrees.fsdp_quantized_gather == "int8"
+    if options.float8 != "tensorwise" or not may_gather_float8(reshard, options.enable_cpu_offload, in_int8):
+        return 0.0
+    weights = 0.0
+    for name, (outputs, inputs) in args.block_linears(layer).items():
+        excluded = any(fnmatchcase(f"layers.{layer}.{name}", pattern) for pattern in options.float8_exclude)
+        fits = outputs % FLOAT8_MULTIPLE == 0 and inputs % FLOAT8_MULTIPLE == 0
+        if name != STACK and fits and not excluded:
+            weights += outputs * inputs / (1 if split_side(name) is None else tp)
+    return weights
+
+
 @dataclass(frozen=True)
 class RankLayout:
     """The degrees, types, tokens and layers of a rank. `rank`: of the pipeline."""
@@ -143,9 +166,17 @@ class RankLayout:
     @property
     def stays_gathered(self) -> bool:
         """True if blocks stay gathered between forward and backward."""
-        policy = self.config.parallelism.fsdp_reshard_after_forward
-        reshards = not self.in_pipeline if policy == "default" else policy == "always"
-        return not (reshards and self.shards > 1)
+        return not (self._resharding and self.shards > 1)
+
+    @property
+    def _resharding(self) -> bool | int:
+        return resharding(self.config.parallelism.fsdp_reshard_after_forward, self.pp)
+
+    @property
+    def second_shards(self) -> int:
+        """Number of ranks that share a second copy of a block's parameters between forward and backward, or 0."""
+        size = self._resharding
+        return size if not isinstance(size, bool) and size < self.shards else 0
 
     # Types
 

@@ -92,7 +92,7 @@ class RankSizes(RankWeights):
         return sum(map(self._left_by_layer, self.layers[:count]))
 
     def _left_by_layer(self, layer: int) -> float:
-        return self._stored(layer) + self._resident_experts(layer)
+        return self._stored(layer) + self._resident_experts(layer) + self.second_shard(layer)
 
     @property
     def block_at_work(self) -> float:

@@ -126,6 +126,12 @@ class RankWeights(RankLayout):
         dense, experts = self._local_weights(layer)
         return dense + experts * (self.ep == 1 or self.expert_shards * self.replicas > 1)
 
+    def second_shard(self, layer: int) -> float:
+        """Return the bytes of a layer's second shard, from which backward gathers its parameters."""
+        dense, experts = self._local_weights(layer)
+        in_block = dense + experts * (self.ep == 1)
+        return self.compute * in_block / self.second_shards if self.second_shards else 0.0
+
     def _resident_experts(self, layer: int) -> float:
         """Return the bytes of experts in the compute type that stay until backward, as no other rank has them."""
         unshared = self.ep > 1 and self.expert_shards * self.replicas == 1
