@@ -354,7 +354,7 @@ def run(capsys, *arguments):
 def test_the_answer_names_plans_reasons_and_evidence(capsys):
     text = run(capsys, "llama3_8b", "--gpus", "64", "--price", "2", "--explain", "1", "--quick")
     assert (
-        "fitted on 6 published rows of this GPU, 31 in all; interval -20%/+25%" in text
+        "fitted on 9 published rows of this GPU, 34 in all; interval -20%/+25%" in text
         and "the job's own plan takes" in text
     )
     assert "GPU-hours" in text and "simulated" in text and "counted" in text
@@ -459,7 +459,7 @@ def test_a_job_is_never_replaced_by_its_plan(tmp_path):
 def test_small_jobs_have_figures_and_a_wider_interval(capsys, tmp_path):
     picture = tmp_path / "plan.svg"
     text = run(capsys, *SMALL, "--gpus", "1", "--explain", "1", "--plot", str(picture))
-    assert "outside the published rows (a model below 8B); interval -29%/+40%" in text
+    assert "outside the published rows (a model below 1B); interval -29%/+40%" in text
     assert "with the best plan for it" in text and not re.search(
         r"\b0-0\b|\b0\.000 |\b0 GPU|\b1 GPUs|memory 0|0\.0 min", text
     )
@@ -486,7 +486,7 @@ def test_amounts_have_the_letter_of_their_size():
         ("llama3_405b", 512, 512, ""),
         ("llama3_405b", 2048, 512, "PP above 16"),
         ("llama3_8b", 64, 64, ""),
-        ("debug_model", 8, 16, "a model below 8B"),
+        ("debug_model", 8, 16, "a model below 1B"),
     ],
 )
 def test_plans_unlike_the_published_rows_have_a_wider_interval(name, gpus, samples, outside):

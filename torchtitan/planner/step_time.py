@@ -33,7 +33,7 @@ RING = 0.3
 """Additional time of ring attention for the share of the keys that come from other ranks."""
 EAGER_PASSES, COMPILED_PASSES = 1.0, 0.55
 """Memory traffic of elementwise operations, relative to eager kernels: the compiler fuses them."""
-LEAST_PARAMETERS, MOST_STAGES, LEAST_SECONDS = 8e9, 16, 0.05
+LEAST_PARAMETERS, MOST_STAGES, LEAST_SECONDS = 1e9, 16, 0.05
 """Limits of the published rows: parameters of a model, pipeline ranks, seconds of a step."""
 UNPUBLISHED_SPREAD = 0.40
 """Relative error of a step's time without a published row like it. Assumed."""
