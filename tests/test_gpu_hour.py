@@ -109,6 +109,18 @@ def test_parts_run_on_a_cpu_without_a_network(archive):
     assert b"==" not in output, "steps that have a row are not run again"
 
 
+def test_programs_are_compared_and_resumed_on_a_cpu(archive):
+    variables = ENVIRONMENT | {"OUT": str(archive / "out"), "PYTHONPATH": str(archive)}
+    command = [sys.executable, "scripts/gpu_programs.py", "llama", "pairs", "resume_disabled", "uses", "compiled_llama"]
+    done = subprocess.run(command, cwd=archive, env=variables, capture_output=True, text=True)
+    rows = {row.split()[0]: row for row in done.stdout.splitlines()}
+    assert done.returncode == 2 and not rows and "compiled_llama" in done.stderr
+    done = subprocess.run(command[:-1], cwd=archive, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row.split()[0]: row.split()[1] for row in done.stdout.splitlines()}
+    assert rows == dict.fromkeys(("llama", "pairs", "resume_disabled", "uses"), "equal:")
+
+
 def test_a_step_that_fails_has_a_row_and_is_run_again(archive):
     (archive / "scripts/gpu_probe.py").write_text("print('the reason'); raise SystemExit(3)")
     variables = ENVIRONMENT | {"TINY": "1", "OUT": str(archive / "out")}

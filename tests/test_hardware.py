@@ -1,5 +1,6 @@
 """Files of hardware: known ones are complete and tell devices apart, and faults in a user's file are reported."""
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -143,3 +144,17 @@ def test_a_curve_is_recovered_from_its_samples():
 def test_bench_measures_hardware_or_a_job():
     with pytest.raises(JobError, match="--hardware: allowed without a job, --sweep and --plot"):
         bench.main(["debug_model", "--hardware=ours.toml"])
+
+
+def test_short_operations_are_measured_in_a_row(monkeypatch):
+    """Starting a kernel would count for one that is measured alone on a GPU."""
+    calls = []
+
+    def timed(run, device, in_a_row=1):
+        calls.append(in_a_row)
+        return 0.25
+
+    monkeypatch.setattr(measured_hardware, "timed", timed)
+    sizes = dataclasses.replace(TINY, seconds=2.0, least=1.0)
+    assert measured_hardware.seconds_of(lambda: None, torch.device("cpu"), sizes) == 0.25
+    assert calls == [1, 4, 4], "one call to see how long it takes, and four in a row until two seconds are over"

@@ -50,11 +50,17 @@ class Sizes:
     """Bytes of a rank."""
     seconds: float
     """Time of each measurement."""
+    heads: int = 8
+    """Of attention."""
+    least: float = 0.0
+    """Seconds that a GPU computes between two readings of the clock, so that starting a kernel does not count."""
 
 
 USUAL_SIZES = {
     "cpu": Sizes((64, 128, 256, 512, 1024), (128, 256, 512, 1024), (2**25, 2**26, 2**27), (2**12, 2**24), 0.1),
-    "cuda": Sizes((256, 512, 1024, 2048, 4096, 8192), (512, 2048, 8192), (2**20, 2**24, 2**28), (2**14, 2**28), 0.2),
+    "cuda": Sizes(
+        (256, 512, 1024, 2048, 4096, 8192), (512, 2048, 8192), (2**20, 2**24, 2**28), (2**14, 2**28), 0.2, 128, 5e-3
+    ),
 }
 
 
@@ -160,8 +166,8 @@ def _memory(kind: str) -> int:
 # Rates
 
 
-def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of a call.
+def timed(run: Callable[[], object], device: torch.device, calls: int = 1) -> float:
+    """Return the seconds of a call, one of some in a row.
 
     On a CPU it is the time of this process on the cores, which other programs hardly change. Messages are counted too:
     gloo copies them with the cores.
@@ -170,20 +176,22 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     started = clock()
-    run()
+    for _ in range(calls):
+        run()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return max(clock() - started, 1e-9)  # the clocks count in nanoseconds
+    return max(clock() - started, 1e-9) / calls  # the clocks count in nanoseconds
 
 
-def seconds_of(run: Callable[[], object], device: torch.device, budget: float) -> float:
-    """Return the median time of a call, after one call that does not count, within about `budget` seconds."""
+def seconds_of(run: Callable[[], object], device: torch.device, sizes: Sizes) -> float:
+    """Return the median time of a call, after some that do not count, within about `sizes.seconds`."""
     run()
+    calls = math.ceil(sizes.least / timed(run, device)) or 1
     if dist.is_initialized():
         dist.barrier()
     times: list[float] = []
-    while not times or (sum(times) < budget and len(times) < 1000):
-        times.append(timed(run, device))
+    while not times or (calls * sum(times) < sizes.seconds and len(times) < 1000):
+        times.append(timed(run, device, calls))
     return statistics.median(times)
 
 
@@ -197,18 +205,18 @@ def products(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[Sam
     samples: list[Sample] = []
     for m, n, k in sorted(shapes):
         a, b = (torch.randn(shape, device=device, dtype=dtype) for shape in ((m, k), (k, n)))
-        took = seconds_of(partial(torch.matmul, a, b), device, sizes.seconds)
+        took = seconds_of(partial(torch.matmul, a, b), device, sizes)
         samples.append(((m, n, k), 2 * m * n * k / took))
     return samples
 
 
 def attention(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    """Measure causal attention of 8 heads of 64 features in forward, for each number of keys."""
+    """Measure causal attention of heads of 64 features in forward, for each number of keys."""
     samples: list[Sample] = []
     for keys in sizes.keys:
-        q, k, v = (torch.randn(1, 8, keys, 64, device=device, dtype=dtype) for _ in range(3))
+        q, k, v = (torch.randn(1, sizes.heads, keys, 64, device=device, dtype=dtype) for _ in range(3))
         run = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
-        samples.append(((keys,), 2 * 8 * 64 * keys**2 / seconds_of(run, device, sizes.seconds)))
+        samples.append(((keys,), 2 * sizes.heads * 64 * keys**2 / seconds_of(run, device, sizes)))
     return samples
 
 
@@ -218,7 +226,7 @@ def memory_bound(sizes: Sizes, device: torch.device) -> list[Sample]:
     for size in sizes.copied:
         source = torch.zeros(size, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        took = seconds_of(partial(target.copy_, source), device, sizes.seconds)
+        took = seconds_of(partial(target.copy_, source), device, sizes)
         samples.append(((2 * size,), 2 * size / took))
     return samples
 
