@@ -267,6 +267,7 @@ def main() -> None:
     print("| | torchtitan: seconds, tokens/s, peak, program | peer |\n|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         models = options.folder or Path(temporary)
+        models.mkdir(parents=True, exist_ok=True)
         for size in options.size:
             if not (models / size).exists():
                 arguments = [str(models / size), "--config", json.dumps(SIZES[size])]
