@@ -50,16 +50,18 @@ def stages_in_flight(
     if name == "DualPipeV":
         return [(total - rank - 1, rank + 1)]
     if name == "ZBVZeroBubble":
-        return [(total - later, later) for later in (rank + 1, rank)]
+        pairs = [(total - later, later) for later in (rank + 1, rank)]
+        return [pair for pair in pairs if max(pair) <= microbatches] or [(microbatches, total - microbatches)]
     if chunks == 1 or total == chunks * microbatches:
         return [(total // chunks,) * chunks]
-    # forwards in turn, pp of each stage; then each further one replaces a backward of the last stage
-    order = Counter((number // pp) % chunks for number in range(total))
+    # forwards in turn, a round of each stage; then each further one replaces a backward of the last stage
+    turn = microbatches // max(1, microbatches // pp)
+    order = Counter((number // turn) % chunks for number in range(total))
     states = [tuple(order[chunk] for chunk in range(chunks))]
     while True:
         counts = list(states[-1])
         last = max(chunk for chunk in range(chunks) if counts[chunk])
-        target = next((chunk for chunk in range(last) if counts[chunk] < 2 * pp), None)
+        target = next((chunk for chunk in range(last) if counts[chunk] < min(2 * turn, microbatches)), None)
         if target is None:
             return states
         counts[target], counts[last] = counts[target] + 1, counts[last] - 1
