@@ -86,7 +86,7 @@ def test_the_host_waits_once_for_the_numbers_of_a_restart_of_relora(card):
     """
     argv = ["--job.config_file=train_configs/relora_250m.toml", *SMALL, *ADAPTED, "--adapter.relora.reset=random"]
     costs = ask_card(card, "restart_costs", 0, 2, *argv)
-    assert costs["host_waits"] == {"copy initialization.py:_draw": 3 * 14, "number lora.py:reset_moments": 1}
+    assert costs["host_waits"] == {"copy initialization.py:draw": 3 * 14, "number lora.py:reset_moments": 1}
     assert 0 < costs["kernels"]["all"] <= 550
 
 
