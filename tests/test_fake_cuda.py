@@ -129,7 +129,7 @@ def test_products_in_float8_take_few_kernels_and_bytes(card, recipe, gradients):
     assert kernels["float8.py:_rounded"] == (times - transposed) * 7 * 2
     assert kernels["float8.py:_rounded_columns"] == transposed * 7 * 2
     assert kernels["float8.py:product"] == 3 * 7 * 2
-    assert kernels.get("float8.py:<lambda>", 0) == (2 - gradients) * 7 * 2
+    assert kernels.get("float8.py:_row_major", 0) == (2 - gradients) * 7 * 2
     elements = 2 * (2 * MATRICES + 2 * 4096 * (6 * 4096 + 14336) + gradients * 4096 * (3 * 4096 + 2 * 1024 + 2 * 14336))
     assert size["float8.py:quantize"] == pytest.approx(2 * elements, rel=1e-2)
     rounding = size["float8.py:_rounded"] + size["float8.py:_rounded_columns"]

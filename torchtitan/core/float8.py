@@ -67,9 +67,13 @@ def _rounded_columns(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype)
     return values.contiguous(), inverse
 
 
+def _row_major(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous()
+
+
 ROUNDED = Fused(_rounded, dynamic=True)
 ROUNDED_COLUMNS = Fused(_rounded_columns, dynamic=True)
-CONTIGUOUS = Fused(lambda values: values.contiguous(), dynamic=True)  # torch's kernel transposes at 0.3 TB/s
+CONTIGUOUS = Fused(_row_major, dynamic=True)  # torch's kernel transposes at 0.3 TB/s
 
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype, use_kernel: bool, fast: bool = False) -> torch.Tensor:
@@ -86,8 +90,9 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype, use_kernel: bool, fast: bo
 
 
 def _contiguous(values: torch.Tensor) -> torch.Tensor:
-    is_copied_by_torch = values.is_contiguous() or values.device.type == "cpu"
-    return values.contiguous() if is_copied_by_torch else CONTIGUOUS(values)
+    if values.is_contiguous() or values.device.type == "cpu":
+        return values.contiguous()
+    return CONTIGUOUS(values)
 
 
 def _padded(values: torch.Tensor) -> torch.Tensor:
