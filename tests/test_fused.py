@@ -228,7 +228,7 @@ def test_a_formula_that_breaks_the_graph_is_computed_once(monkeypatch):
     assert function(torch.ones(4)).eq(6).all() and function.is_broken
 
 
-@pytest.mark.parametrize("is_compiled_for_each_float", [False, True])
+@pytest.mark.parametrize("is_compiled_for_each_float", sorted({fused.IS_COMPILED_FOR_EACH_FLOAT, True}))
 def test_a_function_is_compiled_once_for_all_values_of_a_float(monkeypatch, is_compiled_for_each_float):
     """Torch before 2.13 needs numbers as tensors for this; the present one takes both."""
     monkeypatch.setattr(fused, "IS_COMPILED_FOR_EACH_FLOAT", is_compiled_for_each_float)
