@@ -1,5 +1,6 @@
 """Memory by formula against the rehearsal, and its parts against the simulated schedules."""
 
+import itertools
 import operator
 
 import pytest
@@ -30,12 +31,20 @@ SCHEDULES = {
 """Schedule -> stages per rank."""
 
 
+def numbers_of_microbatches(schedule, pp):
+    """Return numbers of microbatches that the schedule supports: few, even rounds of pp, and others."""
+    traits, stages = schedule_traits(schedule), pp * SCHEDULES[schedule]
+    numbers = sorted({2, pp // 2, pp - 1, pp, pp + pp // 2, 2 * pp, 2 * pp + 2, 3 * pp, 8 * pp})
+    least = stages if traits.microbatch_per_stage else 1
+    return [n for n in numbers if n >= least and not (traits.equal_rounds and n % max(1, n // pp))]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("merged", [False, True])
 def test_microbatches_in_flight_are_those_of_the_simulation(schedule, merged):
     chunks = SCHEDULES[schedule]
     for pp in (2, 4, 8):
-        for microbatches in (2 * pp, 3 * pp, 8 * pp):
+        for microbatches in numbers_of_microbatches(schedule, pp):
             table = build_table(schedule, pp, microbatches, chunks)
             simulated = simulate(with_full_backward(table) if merged else table).peak_activations
             counts = [in_flight(schedule, rank, pp, microbatches, chunks, merged) for rank in range(pp)]
@@ -56,16 +65,19 @@ def fullest_states(row, stages):
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_weight_gradients_wait_as_in_the_table(merged):
-    for pp in (2, 4, 8):
-        table = build_table("InterleavedZeroBubble", pp, 4 * pp, 2)
-        for rank, row in enumerate(with_full_backward(table) if merged else table):
-            stored, waiting, states = 0, 0, []
-            for action in (single for pair in row for single in pair.singles):
-                stored += action.kind == "F"
-                states += [(stored, waiting)] * (action.kind == "F")
-                stored -= action.kind in ("B", "W")
-                waiting += (action.kind == "I") - (action.kind == "W")
-            assert max(states)[1] == waiting_weight_gradients("InterleavedZeroBubble", rank, merged), (pp, rank)
+    schedules = [name for name in SCHEDULES if schedule_traits(name).split_backward]
+    for schedule, pp in itertools.product(schedules, (2, 4, 8)):
+        for microbatches in numbers_of_microbatches(schedule, pp):
+            table = build_table(schedule, pp, microbatches, SCHEDULES[schedule])
+            for rank, row in enumerate(with_full_backward(table) if merged else table):
+                stored, waiting, states = 0, 0, []
+                for action in (single for pair in row for single in pair.singles):
+                    stored += action.kind == "F"
+                    states += [(stored, waiting)] * (action.kind == "F")
+                    stored -= action.kind in ("B", "W")
+                    waiting += (action.kind == "I") - (action.kind == "W")
+                expected = waiting_weight_gradients(schedule, rank, pp, microbatches, merged)
+                assert max(states)[1] == expected, (schedule, pp, microbatches, rank)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -73,9 +85,7 @@ def test_weight_gradients_wait_as_in_the_table(merged):
 def test_stages_in_flight_are_those_of_the_table(schedule, merged):
     chunks = SCHEDULES[schedule]
     for pp in (2, 4, 8):
-        for microbatches in (pp // 2, pp, 2 * pp, 3 * pp, 8 * pp):
-            if schedule_traits(schedule).microbatch_per_stage and microbatches < 2 * pp:
-                continue
+        for microbatches in numbers_of_microbatches(schedule, pp):
             table = build_table(schedule, pp, microbatches, chunks)
             for rank, row in enumerate(with_full_backward(table) if merged else table):
                 stages = stages_of_rank(rank, pp, pp * chunks, schedule_traits(schedule).style)
@@ -144,10 +154,21 @@ def test_the_formula_agrees_with_the_rehearsal(kind):
         assert predict_memory(load(arguments)).total == pytest.approx(peak, rel=0.03), arguments
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_fewer_microbatches_than_ranks_need_less(schedule):
+    job = [
+        *("--model.name=llama3", "--model.flavor=8B", "--parallelism.pipeline_parallel_degree=4"),
+        f"--parallelism.pipeline_parallel_schedule={schedule}",
+    ]
+    two, three, four = (predict_memory(load([*job, f"--training.local_batch_size={n}"])).total for n in (2, 3, 4))
+    assert two < three < four
+
+
 UNEVEN = [
     ("llama3.1", "405B", "n_layers = 126", "1F1B", 64, 128, 1),
     ("llama3.1", "405B", "n_layers = 45", "Interleaved1F1B", 4, 8, 1),
     ("llama3.1", "405B", "n_layers = 45", "ZBVZeroBubble", 8, 10, 5),  # later ranks have more in flight
+    ("llama3.1", "405B", "n_layers = 30", "InterleavedZeroBubble", 8, 16, 6),  # the most weight gradients wait
     ("deepseek", "671B", "n_layers = 61", "1F1B", 16, 64, 1),
     ("deepseek", "671B", "n_layers = 61", "DualPipeV", 8, 16, 1),
     ("deepseek", "671B", "n_layers = 61", "GPipe", 4, 4, 1),
@@ -165,6 +186,7 @@ def test_the_rank_that_needs_the_most_is_examined(family, flavor, size, schedule
         "training.local_batch_size": microbatches,
         "parallelism.pipeline_parallel_degree": pp,
         "parallelism.pipeline_parallel_schedule": schedule,
+        "activation_checkpoint.mode": "none" if schedule == "InterleavedZeroBubble" else "selective",
     }
     config = load([f"--{name}={value}" for name, value in settings.items()])
     args = resolve_sizes(family, flavor, None, config.model.overrides)

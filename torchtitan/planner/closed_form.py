@@ -1,7 +1,7 @@
 """The memory of a rank by formula, in about a millisecond and without torch, for a search over many plans.
 
-A step has a few moments that may need the most memory: the loss, the backward of the last and of the first layer, the
-reduction of the last gradients, and the optimizer's step. In each the formula adds up what a rehearsal counts
+A step has a few moments that may need the most memory: the loss, the backward of some layers or, in a pipeline, of its
+stages, the reductions of FSDP's units, and the optimizer's step. In each the formula adds up what a rehearsal counts
 (planner/rehearsal.py): shards of parameters, gradients and optimizer state, gathered parameters with FSDP's buffers,
 activations by recompute mode, and logits. `scripts/compare_memory.py` compares both; docs/planning.md has the errors.
 
@@ -69,16 +69,16 @@ def predict_memory(
 
 
 def fullest(ranks: list[RankSizes]) -> list[RankSizes]:
-    """Return one of each set of pipeline ranks with equal stages: the one with the most microbatches in flight."""
+    """Return one of each set of pipeline ranks with equal stages: the one that stores the most between passes."""
     if len(ranks) == 1:
         return ranks
     kind_of_layer = kinds_of_layers(ranks[0].args)
-    by_content: dict[object, RankSizes] = {}
+    by_content: dict[object, list[RankSizes]] = {}
     for sizes in ranks:
         stages = tuple(tuple(kind_of_layer[layer] for layer in stage) for stage in sizes.stages)
         content = stages, sizes.has_embedding, sizes.has_head
-        by_content[content] = max(by_content.get(content, sizes), sizes, key=lambda equal: equal.in_flight)
-    return list(by_content.values())
+        by_content.setdefault(content, []).append(sizes)
+    return [max(equals, key=lambda sizes: sizes.stored + sizes.waiting_gradients) for equals in by_content.values()]
 
 
 def _sizes(**kinds: float) -> Bytes:
@@ -103,7 +103,7 @@ def _in_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
     always += _sizes(activations=sizes.waiting_gradients)
     forwards_first = sizes.forwards_first and sizes.microbatches > 1
     if sizes.has_head:  # where all forwards precede the gradients, the losses of all other microbatches wait
-        loss = _sizes(activations=sizes.stored_at_loss - sizes.not_together + sizes.head_inputs, logits=sizes.loss_peak)
+        loss = _sizes(activations=sizes.stored_at_loss - sizes.overcount + sizes.head_inputs, logits=sizes.loss_peak)
         yield loss + (
             gathered + _sizes(logits=(sizes.microbatches - 1) * sizes.loss_kept) if forwards_first else always
         )
@@ -111,7 +111,7 @@ def _in_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
         yield from (state + _sizes(activations=sums) for state in _after_all_forwards(sizes, earlier))
     else:
         work = sizes.recomputed + sizes.hidden
-        stored = sizes.stored - sizes.not_together
+        stored = sizes.stored - sizes.overcount
         yield always + _sizes(activations=stored + work, gradients=sizes.head_computed)
         yield always + _sizes(gradients=sizes.pipeline_tail)  # of the first unit
     all_sums = sizes.replica_sums(sizes.gradients)
@@ -203,9 +203,9 @@ def _backward_of_block(sizes: RankSizes, before: int, gathered: float) -> Iterat
     )
     *experts, block = sizes.block_units  # in the order of their reductions
     is_last = before == len(sizes.layers) - 1
-    earlier_input = sizes.head_reduced if is_last else block.reduced  # of the reduction before, until the next one
+    previous_buffer = sizes.head_reduced if is_last else block.reduced  # of the reduction before, until the next one
     at_work = sizes.block_at_work + sizes.experts_at_work
-    yield state + _sizes(gathered=sizes.block_gathered, activations=at_work + earlier_input)
+    yield state + _sizes(gathered=sizes.block_gathered, activations=at_work + previous_buffer)
     for unit in experts:
         attention = _sizes(gathered=block.gathered, activations=sizes.attention_at_work)
         yield state + attention + _sizes(activations=unit.reducing)

@@ -19,12 +19,11 @@ from torchtitan.models.sizes import STACK, Sizes
 from torchtitan.parallelisms.degrees import NEEDS_DEGREE
 from torchtitan.parallelisms.fsdp_messages import BITS, BLOCK, block_bytes
 from torchtitan.parallelisms.pipeline.cut import schedule_traits, split_layers, stages_of_rank
-from torchtitan.planner.rank_layout import float8_weights
+from torchtitan.planner.rank_layout import BYTES, float8_weights
 from torchtitan.planner.rank_sizes import CHUNK_BYTES
 
 Changes = dict[str, Any]
 """Options of a job by dotted name."""
-BYTES = {"float32": 4, "bfloat16": 2}
 RINGS = ("alltoall", "ring")
 """Methods of context parallel by which attention merges its results over one rank's keys after the other."""
 

@@ -11,7 +11,7 @@ from typing import Any
 from torchtitan.config.batch_shape import batch_rows, microbatch_rows, split_by_tensor_parallel
 from torchtitan.config.job import JobConfig
 from torchtitan.core.constraints import FLOAT8_MULTIPLE
-from torchtitan.models.sizes import STACK, split_side
+from torchtitan.models.sizes import STACK
 from torchtitan.parallelisms.fsdp_messages import may_gather_float8, resharding
 from torchtitan.parallelisms.pipeline.cut import schedule_traits, split_layers, stages_of_rank
 
@@ -25,18 +25,22 @@ def in_flight(schedule: str, rank: int, pp: int, microbatches: int, chunks: int,
     simulated tables in tests/test_closed_form.py.
     """
     name, everything = schedule_traits(schedule).name, chunks * microbatches
-    rounds = max(1, microbatches // pp)
-    warmup = (chunks - 1) * (microbatches // rounds)
+    warmup = (chunks - 1) * _round_size(pp, microbatches)
     counts = {
         "GPipe": everything,
         "LoopedBFS": everything,
         "1F1B": pp - rank,
         "Interleaved1F1B": warmup + 2 * (pp - 1 - rank) + 1,
-        "InterleavedZeroBubble": warmup + pp - rank if merged else chunks * pp,
+        "InterleavedZeroBubble": warmup + (pp - rank if merged else pp),
         "ZBVZeroBubble": min(2 * pp, microbatches + rank + 1),
         "DualPipeV": 2 * pp + 1,
     }
     return min(everything, counts[name])
+
+
+def _round_size(pp: int, microbatches: int) -> int:
+    """Return the microbatches of a round of an interleaved schedule, which a rank forwards in each stage in turn."""
+    return microbatches // max(1, microbatches // pp)
 
 
 def stages_in_flight(
@@ -47,33 +51,35 @@ def stages_in_flight(
     A state with more of some stage has fewer of others. Arguments and test as of `in_flight`.
     """
     name, total = schedule_traits(schedule).name, in_flight(schedule, rank, pp, microbatches, chunks, merged)
+    if chunks == 1 or total == chunks * microbatches:
+        return [(total // chunks,) * chunks]
     if name == "DualPipeV":
         return [(total - rank - 1, rank + 1)]
     if name == "ZBVZeroBubble":
-        pairs = [(total - later, later) for later in (rank + 1, rank)]
-        return [pair for pair in pairs if max(pair) <= microbatches] or [(microbatches, total - microbatches)]
-    if chunks == 1 or total == chunks * microbatches:
-        return [(total // chunks,) * chunks]
-    # forwards in turn, a round of each stage; then each further one replaces a backward of the last stage
-    turn = microbatches // max(1, microbatches // pp)
-    order = Counter((number // turn) % chunks for number in range(total))
+        return [(total - second, second) for second in (rank + 1, rank) if total - second <= microbatches]
+    # forwards of rounds, stage by stage; then each further one replaces a backward of the last stage with any
+    size = _round_size(pp, microbatches)
+    most = min(2 * size, microbatches)
+    order = Counter((number // size) % chunks for number in range(total))
     states = [tuple(order[chunk] for chunk in range(chunks))]
     while True:
         counts = list(states[-1])
         last = max(chunk for chunk in range(chunks) if counts[chunk])
-        target = next((chunk for chunk in range(last) if counts[chunk] < min(2 * turn, microbatches)), None)
+        target = next((chunk for chunk in range(last) if counts[chunk] < most), None)
         if target is None:
             return states
         counts[target], counts[last] = counts[target] + 1, counts[last] - 1
         states.append(tuple(counts))
 
 
-def waiting_weight_gradients(schedule: str, rank: int, merged: bool) -> int:
+def waiting_weight_gradients(schedule: str, rank: int, pp: int, microbatches: int, merged: bool) -> int:
     """Return the highest number of stored microbatches with computed gradients of inputs, but not yet of weights.
 
     That is at forwards of a rank with the most in flight. Arguments and test as of `in_flight`.
     """
-    return rank if schedule_traits(schedule).name == "InterleavedZeroBubble" and not merged else 0
+    if schedule_traits(schedule).name != "InterleavedZeroBubble" or merged:
+        return 0
+    return max(0, rank - max(0, pp - microbatches))
 
 
 @cache
@@ -93,8 +99,8 @@ def kinds_of_layers(args: Any) -> list[int]:
     return [contents.index(content) for content in contents]
 
 
-def float8_weights(config: JobConfig, args: Any, layer: int, tp: int = 1) -> float:
-    """Return the number of a layer's weights that FSDP gathers in 8 bits, on one of `tp` tensor-parallel ranks.
+def float8_weights(config: JobConfig, args: Any, layer: int) -> int:
+    """Return the number of a layer's weights that FSDP gathers in 8 bits.
 
     These are of the linears that models/float8.py converts. Shards that do not divide their rows are left out.
     """
@@ -102,13 +108,13 @@ def float8_weights(config: JobConfig, args: Any, layer: int, tp: int = 1) -> flo
     reshard = resharding(degrees.fsdp_reshard_after_forward, degrees.pipeline_parallel_degree)
     in_int8 = degrees.fsdp_quantized_gather == "int8"
     if options.float8 != "tensorwise" or not may_gather_float8(reshard, options.enable_cpu_offload, in_int8):
-        return 0.0
-    weights = 0.0
+        return 0
+    weights = 0
     for name, (outputs, inputs) in args.block_linears(layer).items():
         excluded = any(fnmatchcase(f"layers.{layer}.{name}", pattern) for pattern in options.float8_exclude)
         fits = outputs % FLOAT8_MULTIPLE == 0 and inputs % FLOAT8_MULTIPLE == 0
         if name != STACK and fits and not excluded:
-            weights += outputs * inputs / (1 if split_side(name) is None else tp)
+            weights += outputs * inputs
     return weights
 
 
@@ -259,12 +265,7 @@ class RankLayout:
     def waiting_weight_gradients(self) -> int:
         """Microbatches with computed gradients of inputs, but not yet of weights, where this rank stores the most."""
         schedule = self.config.parallelism.pipeline_parallel_schedule
-        return waiting_weight_gradients(schedule, self.rank, self._merges_backward)
-
-    @property
-    def in_flight(self) -> int:
-        """Highest number of (stage, microbatch) pairs that this pipeline rank stores activations of."""
-        return sum(self.stages_in_flight[0])
+        return waiting_weight_gradients(schedule, self.rank, self.pp, self.microbatches, self._merges_backward)
 
     # Layers of this rank
 

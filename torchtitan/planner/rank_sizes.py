@@ -52,8 +52,8 @@ class RankSizes(RankWeights):
         return [sum(map(operator.mul, counts, one)) for counts in self.stages_in_flight]
 
     @property
-    def not_together(self) -> float:
-        """Bytes of the first stage that are not there together: of its gradients, or of a microbatch that it stores.
+    def overcount(self) -> float:
+        """Bytes of the first stage's gradients, or of a microbatch that it stores, as both never exist at once.
 
         Rank 0 of DualPipeV stores up to 2 pp microbatches of the first stage. If there are no more, all its forwards
         precede its first backward.
@@ -67,8 +67,8 @@ class RankSizes(RankWeights):
     @property
     def waiting_gradients(self) -> float:
         """Bytes of gradients from which gradients of weights are computed later, in a schedule that splits backward."""
-        largest = max(sum(map(self._result_gradients, stage)) for stage in self.stages)
-        return self.waiting_weight_gradients * largest
+        count = self.waiting_weight_gradients
+        return count * max(sum(map(self._result_gradients, stage)) for stage in self.stages) if count else 0.0
 
     def _result_gradients(self, layer: int) -> float:
         """Return the bytes of the gradients of the results of a layer's matrix products and norms."""
