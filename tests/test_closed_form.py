@@ -126,6 +126,11 @@ WIDE = [
 ]
 QUANTIZED = ["--parallelism.fsdp_quantized_reduce=int4", "--parallelism.fsdp_quantized_gather=int8"]
 SAMPLES = {
+    "dense": [*memory_plans(1, 4, DENSE), memory_plan(3, 3, DENSE), memory_plan(5, 7, DENSE)],
+    "context": [
+        (32, [*CONTEXT, f"--parallelism.context_parallel_rotate_method={method}"])
+        for method in ("allgather", "ulysses", "alltoall")
+    ],
     "second shards": [
         (32, [*WIDE, "--parallelism.fsdp_reshard_after_forward=2"]),
         (32, [*WIDE, "--parallelism.fsdp_reshard_after_forward=8", *QUANTIZED]),

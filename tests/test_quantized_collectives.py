@@ -106,8 +106,8 @@ def test_pieces_have_the_blocks_of_the_row(bits, most, sizes):
 
 
 def with_small_pieces(bits, inner):
-    """Return the results of `gathered_and_reduced` in pieces of one or two blocks of each rank."""
-    before, quantized_collectives.PIECE = quantized_collectives.PIECE, 4 * 2 * BLOCK
+    """Return the results of `gathered_and_reduced` in pieces of a block of each of 4 ranks, which cut a parameter."""
+    before, quantized_collectives.PIECE = quantized_collectives.PIECE, 4 * BLOCK
     try:
         return gathered_and_reduced(bits, inner)
     finally:
@@ -119,7 +119,7 @@ def test_pieces_change_no_bits(bits, inner):
     results = (run_ranks(4, function, bits, inner) for function in (gathered_and_reduced, with_small_pieces))
     for whole, pieces in zip(*results, strict=True):
         assert np.array_equal(whole[0], pieces[0]) and np.array_equal(whole[1], pieces[1])
-        assert len(pieces[2]) == 2 * len(whole[2])
+        assert len(pieces[2]) == 3 * len(whole[2])
         assert sum(sent for *_, sent in pieces[2]) == sum(sent for *_, sent in whole[2])
 
 
