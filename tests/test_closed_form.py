@@ -99,6 +99,7 @@ def rehearsed_peaks(jobs):
 
 
 DENSE, EXPERTS = MODELS[:6], MODELS[6:]
+ROTATION = "--parallelism.context_parallel_rotate_method="
 CONTEXT = [
     *("--model.name=llama3", "--model.flavor=8B", "--model.overrides={n_layers=4}", "--training.seq_len=32768"),
     *("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"),
@@ -106,6 +107,13 @@ CONTEXT = [
     "--training.local_batch_size=1",
 ]
 """Selective recompute by operator stores what each method of context parallel sends."""
+LATENT = [
+    *("--model.name=deepseek", "--model.flavor=671B", "--model.overrides={n_layers=3}", f"{ROTATION}ulysses"),
+    *("--training.seq_len=32768", "--training.local_batch_size=1"),
+    *("--parallelism.context_parallel_degree=4", "--parallelism.data_parallel_shard_degree=8"),
+    "--activation_checkpoint.selective_ac_option=op",
+]
+"""Context parallel stores copies of the keys and values of every head; so in plan 9, where they are gathered."""
 REPLICAS = {
     "model.name": "llama3",
     "model.flavor": "8B",
@@ -127,13 +135,14 @@ WIDE = [
 QUANTIZED = ["--parallelism.fsdp_quantized_reduce=int4", "--parallelism.fsdp_quantized_gather=int8"]
 SAMPLES = {
     "dense": [*memory_plans(1, 4, DENSE), memory_plan(3, 3, DENSE), memory_plan(5, 7, DENSE)],
-    "context": [
-        (32, [*CONTEXT, f"--parallelism.context_parallel_rotate_method={method}"])
-        for method in ("allgather", "ulysses", "alltoall")
-    ],
+    "context": [(32, [*CONTEXT, ROTATION + method]) for method in ("allgather", "ulysses", "alltoall")],
     "second shards": [
         (32, [*WIDE, "--parallelism.fsdp_reshard_after_forward=2"]),
         (32, [*WIDE, "--parallelism.fsdp_reshard_after_forward=8", *QUANTIZED]),
+    ],
+    "latent attention": [
+        *((32, [*LATENT, f"--activation_checkpoint.mode={mode}"]) for mode in ("none", "selective")),
+        memory_plan(1, 9),
     ],
     "experts": [memory_plan(1, index, EXPERTS) for index in (0, 7)],
     "replicas": [(2, [f"--{name}={value}" for name, value in REPLICAS.items()]), memory_plan(1, 102)],

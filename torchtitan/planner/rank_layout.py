@@ -232,18 +232,25 @@ class RankLayout:
         """True if context parallel gathers the keys and values of all ranks."""
         return self.config.parallelism.context_parallel_rotate_method == "allgather"
 
-    def exchanged_heads(self, heads: float, key_heads: float) -> float:
-        """Return the heads of a token that context parallel adds to what selective recompute by operator stores.
+    @property
+    def exchanges_heads(self) -> bool:
+        """True if context parallel gives each rank all tokens of some heads."""
+        return self.config.parallelism.context_parallel_rotate_method == "ulysses"
 
-        These are results of collectives, and of attention in another order or to one rank's keys after the other.
+    def exchanged_features(self, heads: float, key_heads: float, keys: float, values: float) -> float:
+        """Return the features of a token that context parallel adds to what selective recompute by operator stores.
+
+        These are results of collectives, and of attention in another order or, in float32, to one rank's keys after the
+        other. Kernels pad values and results to the width of the keys. `keys` and `values`: features of a head.
         """
         if self.cp == 1:
             return 0.0
+        both = keys + values
         if self.gathers_keys:
-            return 2 * heads + 2 * key_heads * self.cp
-        if self.config.parallelism.context_parallel_rotate_method == "ulysses":
-            return 2 * heads + 2 * lcm(max(1, int(key_heads)), self.cp)
-        return heads + (self.cp - 1) * (heads + 2 * key_heads)
+            return heads * (3 * keys - values) + key_heads * self.cp * both
+        if self.exchanges_heads:
+            return heads * 2 * keys + lcm(max(1, int(key_heads)), self.cp) * both
+        return heads * ((self.cp + 1) * keys - values) + (self.cp - 1) * key_heads * both
 
     @property
     def hidden(self) -> float:

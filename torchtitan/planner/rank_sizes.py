@@ -130,7 +130,7 @@ class RankSizes(RankWeights):
         heads, kv_heads = args.n_heads / self.tp, args.num_kv_heads / self.tp
         if hasattr(args, "kv_lora_rank"):
             latent = 2 * args.kv_lora_rank + args.qk_rope_head_dim + 2 * (args.q_lora_rank or 0)
-            return inside * (b * (latent + heads * (self._latent_keys + args.v_head_dim)) + 4 * heads)
+            return inside * (b * (latent + heads * self._latent_head) + 4 * heads)
         features = args.head_dim * (2 * heads + 2 * kv_heads)
         if "attention.q_norm.weight" in args.block_others(layer):
             features += (args.head_dim + 4 / b) * (heads + kv_heads)
@@ -140,9 +140,18 @@ class RankSizes(RankWeights):
         return inside * (b * features + 4 * heads)
 
     @property
-    def _latent_keys(self) -> float:
-        """Features of a head's queries, keys, and keys and values before they are rotated, of latent attention."""
-        return 2 * self.args.qk_head_dim + self.args.qk_nope_head_dim + self.args.v_head_dim
+    def _latent_head(self) -> float:
+        """Features of a head that the backward of latent attention needs: queries, keys, values and the result.
+
+        Values are part of a product, together with part of the keys. With context parallel a copy of each head's keys
+        and values that was gathered or exchanged is stored in its place, and the result in another order too.
+        """
+        keys, values = self.args.qk_head_dim, self.args.v_head_dim
+        if self.cp > 1 and self.gathers_keys:
+            return keys + self.cp * (keys + values) + 2 * values
+        if self.cp > 1 and self.exchanges_heads:  # with values and result padded to the width of the keys
+            return 4 * keys + 2 * values
+        return 2 * keys + self.args.qk_nope_head_dim + values * (3 if self.cp > 1 else 2)
 
     def _activations(self, layer: int) -> float:
         """Return what autograd stores of a layer without recompute."""
@@ -172,10 +181,13 @@ class RankSizes(RankWeights):
             stored += regions * b * args.dim * (inside + outside)
         if hasattr(args, "kv_lora_rank"):
             latent = args.kv_lora_rank + args.qk_rope_head_dim + (args.q_lora_rank or 0)
-            unfolded = args.qk_nope_head_dim + 2 * args.v_head_dim
-            stored += inside * b * (latent + heads * (args.qk_head_dim + unfolded))
+            keys, values = args.qk_head_dim, args.v_head_dim
+            unfolded = heads * (keys + args.qk_nope_head_dim + 2 * values)
+            stored += inside * b * (latent + unfolded + self.exchanged_features(heads, heads, keys, values))
         else:
-            stored += inside * b * args.head_dim * (2 * heads + 2 * kv_heads + self.exchanged_heads(heads, kv_heads))
+            width = args.head_dim
+            stored += inside * b * width * (2 * heads + 2 * kv_heads)
+            stored += inside * b * self.exchanged_features(heads, kv_heads, width, width)
         if STACK in linears:
             exchanged = 2 * args.dim * (self.ep > 1)
             routed = outside * args.top_k * b * (2 * args.expert_dim + args.dim + exchanged)
