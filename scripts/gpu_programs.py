@@ -86,11 +86,12 @@ def compare_job(name: str, job: str, values: dict[str, object]) -> str:
     gpu, cpu = (train(f"{name}_{end}", job, values, is_on_gpu=end == "gpu") for end in ("gpu", "cpu"))
     compared = 1 if name == "neurocache" else 2  # losses, or losses and norms
     differences = [
-        max(abs(a - b) / max(abs(b), 1e-8) for a, b in list(zip(*step, strict=True))[:compared])
+        sum(abs(a - b) / max(abs(b), 1e-8) for a, b in list(zip(*step, strict=True))[:compared])
         for step in zip(gpu, cpu, strict=True)
     ]
-    same = "equal" if len(gpu) == STEPS and max(differences) <= TOLERANCE else "NOT EQUAL"
-    return f"{same}: step 1 differs by {differences[0]:.1e}, {len(gpu)} steps by {max(differences):.1e}"
+    is_equal = len(gpu) == STEPS and all(difference <= TOLERANCE for difference in differences)  # False for NaN
+    steps = f"step 1 differs by {differences[0]:.1e}, {len(gpu)} steps by {max(differences):.1e}"
+    return f"{'equal' if is_equal else 'NOT EQUAL'}: {steps}"
 
 
 def preference_pairs() -> Path:

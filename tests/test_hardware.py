@@ -155,6 +155,6 @@ def test_short_operations_are_measured_in_a_row(monkeypatch):
         return 0.25
 
     monkeypatch.setattr(measured_hardware, "timed", timed)
-    sizes = dataclasses.replace(TINY, seconds=2.0, least=1.0)
+    sizes = dataclasses.replace(TINY, seconds=2.0, min_seconds=1.0)
     assert measured_hardware.seconds_of(lambda: None, torch.device("cpu"), sizes) == 0.25
     assert calls == [1, 4, 4], "one call to see how long it takes, and four in a row until two seconds are over"

@@ -15,7 +15,7 @@ from transformers.optimization import Adafactor as TheirAdafactor
 from tests.support.pool import run_ranks
 from tests.support.recorded_optimizers import PACKED, normal, recorded, scaled
 from torchtitan.checkpoint.tensors import optimizer_state
-from torchtitan.core import keyed_rng
+from torchtitan.core import fused, keyed_rng
 from torchtitan.core.fused import Fused
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.adam_step import add_with_lost, stochastically_rounded
@@ -185,11 +185,14 @@ COMPILED += [("Adafactor", {}, torch.float32, 5), ("APOLLO", {"rank": 8, "target
 
 
 @pytest.mark.parametrize("name, options, dtype, graphs", COMPILED, ids=str)
-def test_a_compiled_step_is_that_of_eager(name, options, dtype, graphs, monkeypatch):
+@pytest.mark.parametrize("with_tensors", sorted({True, fused.IS_COMPILED_FOR_EACH_FLOAT}))
+def test_a_compiled_step_is_that_of_eager(name, options, dtype, graphs, with_tensors, monkeypatch):
     """The compiler fuses or splits products and sums, so that last bits differ. It compiles once for all shapes.
 
-    Without its own rounding, the compiled form of kahan would find that rounding loses nothing.
+    Without its own rounding, the compiled form of kahan would find that rounding loses nothing. `with_tensors`: numbers
+    arrive as tensors, as before torch 2.13.
     """
+    monkeypatch.setattr(fused, "IS_COMPILED_FOR_EACH_FLOAT", with_tensors)
     shapes = [(32, 512), (48, 768), (16, 1024)]
     eager = steps_of(name, options, dtype, shapes)
     torch._dynamo.reset()

@@ -17,7 +17,7 @@ from torchtitan.planner.closed_form import MemoryPrediction
 from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.search import Candidate, PipelineTimer
 from torchtitan.planner.step_time import StepTimer
-from torchtitan.planner.time_parts import Calibration
+from torchtitan.planner.time_parts import Calibration, Parts
 
 CPU = dataclasses.replace(load_hardware("cpu"), devices_per_machine=8)
 """A machine of two cores and any number of ranks."""
@@ -61,6 +61,25 @@ def test_mfu_is_of_all_cores():
         assert time.mfu == pytest.approx(timer().workload.flops / (2 * CPU.peak.bfloat16 * time.seconds))
 
 
+def test_gradients_of_microbatches_are_added():
+    """A sum in float32 is read and written, and a gradient read, for each microbatch but the first."""
+    times = timer()
+    one, four = (Plan(pp=2, microbatch=16 // n, microbatches=n, schedule="1F1B") for n in (1, 4))
+    size = (4 + 4 + times.workload.compute_bytes) * times.rank_weights(four).dense
+    assert "memory" not in times.finished(one, Parts()).parts
+    assert times.finished(four, Parts()).parts["memory"] == pytest.approx(3 * times._moved(size))
+
+
+@pytest.mark.parametrize(("schedule", "actions"), [("1F1B", 2), ("ZBVZeroBubble", 3)])
+def test_actions_of_a_pipeline_take_time_on_a_cpu(schedule, actions):
+    """Forward, backward, and the weight gradients where they are computed apart. A GPU computes meanwhile."""
+    plan = Plan(pp=2, microbatch=4, microbatches=4, schedule=schedule, stages_per_rank=actions - 1, recompute="none")
+    gpu = dataclasses.replace(CPU, cores=None)
+    cpu_times, gpu_times = (timer(hardware).stage_times(plan) for hardware in (CPU, gpu))
+    for cpu_stage, gpu_stage in zip(cpu_times, gpu_times, strict=True):
+        assert sum(cpu_stage) - sum(gpu_stage) == pytest.approx(actions * 1.5e-3, rel=1e-6)
+
+
 @pytest.mark.parametrize("passes", [1, 4])
 def test_gathers_on_a_cpu_add_to_computation(passes):
     """Each block gathers its weights twice a pass, in latency + half of the bytes / bandwidth, and reduces once."""
@@ -71,7 +90,8 @@ def test_gathers_on_a_cpu_add_to_computation(passes):
     def exchange(size):
         return blocks * link.latency + size * weights / 2 / link.bandwidth
 
-    expected = passes * (2 * exchange(times.workload.compute_bytes) + exchange(4))
+    copied = times._moved(2 * (2 * times.workload.compute_bytes + 4) * weights)
+    expected = passes * (2 * exchange(times.workload.compute_bytes) + exchange(4) + copied)
     assert times.step_time(plan).parts["fsdp"] == pytest.approx(expected)
     overlapped = timer(dataclasses.replace(CPU, cores=None)).step_time(plan).parts["fsdp"]
     assert overlapped < expected
@@ -132,15 +152,18 @@ def test_replicas_on_a_cpu_add_their_sums_and_pipelines_their_gathers():
     pipeline = Plan(shards=2, pp=2, schedule="1F1B", microbatches=8)
     (weights, _), turns, blocks = times.rank_weights(pipeline), 2, blocks / 2
     sizes = (times.workload.compute_bytes * weights, 4 * weights)
-    expected = turns * sum(blocks * link.latency + size / 2 / link.bandwidth for size in sizes)
+    copied = turns * times._moved(2 * sum(sizes))
+    expected = copied + turns * sum(blocks * link.latency + size / 2 / link.bandwidth for size in sizes)
     assert times.step_time(pipeline).parts["fsdp"] == pytest.approx(expected)
 
 
 def test_all_messages_have_one_factor_and_none_hide_on_a_cpu():
     plans = [Plan(tp=2, microbatch=16), Plan(cp=2, microbatch=16), Plan(shards=2, microbatch=8)]
-    for plan, part in zip(plans, ("tp", "cp", "fsdp"), strict=True):
-        seconds = timer().step_time(plan).parts[part]
-        assert timer(factors={"messages": 3.0}).step_time(plan).parts[part] == pytest.approx(3 * seconds)
+    weights = timer().rank_weights(plans[2])
+    for plan, part, gathers in zip(plans, ("tp", "cp", "fsdp"), (0, 0, 2), strict=True):
+        copied = timer()._copied(plan, weights, gathers) if gathers else 0.0
+        seconds = timer().step_time(plan).parts[part] - copied
+        assert timer(factors={"messages": 3.0}).step_time(plan).parts[part] == pytest.approx(3 * seconds + copied)
     asynchronous = dataclasses.replace(plans[0], async_tp=True)
     assert timer().step_time(asynchronous).parts["tp"] == pytest.approx(timer().step_time(plans[0]).parts["tp"])
 

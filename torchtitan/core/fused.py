@@ -38,7 +38,8 @@ def compile_lazily(function: Callable, **options: Any) -> Callable:
 class Fused:
     """A function of tensors, computed by `formula` compiled, or by `eager`.
 
-    `eager` defaults to the formula. `dynamic`: as in torch.compile. A formula may change tensors in place: it is
+    `eager` defaults to the formula. `dynamic`: as in torch.compile; then floats may arrive as tensors without axes
+    (IS_COMPILED_FOR_EACH_FLOAT), on which a formula cannot branch. A formula may change tensors in place: it is
     compiled as one graph, so that all errors of the compiler come before anything is computed, and eager can take over.
     Within a function that is compiled it is part of that.
 

@@ -134,7 +134,7 @@ def _draw(
         for block in blocks:
             draw_block(block)
         return
-    # A generator draws on one thread, with which 1.2 billion weights took most of a start of 17 s beside an H100. The
+    # A generator draws on one thread, with which 1.2 billion weights took most of a start of 14 s beside an H100. The
     # last call is for threads that start later, as set_num_threads also holds for them.
     try:
         with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as threads:

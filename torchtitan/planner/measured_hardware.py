@@ -52,7 +52,7 @@ class Sizes:
     """Time of each measurement."""
     heads: int = 8
     """Of attention."""
-    least: float = 0.0
+    min_seconds: float = 0.0
     """Seconds that a GPU computes between two readings of the clock, so that starting a kernel does not count."""
 
 
@@ -167,7 +167,7 @@ def _memory(kind: str) -> int:
 
 
 def timed(run: Callable[[], object], device: torch.device, calls: int = 1) -> float:
-    """Return the seconds of a call, one of some in a row.
+    """Return the mean seconds of `calls` in a row.
 
     On a CPU it is the time of this process on the cores, which other programs hardly change. Messages are counted too:
     gloo copies them with the cores.
@@ -186,7 +186,7 @@ def timed(run: Callable[[], object], device: torch.device, calls: int = 1) -> fl
 def seconds_of(run: Callable[[], object], device: torch.device, sizes: Sizes) -> float:
     """Return the median time of a call, after some that do not count, within about `sizes.seconds`."""
     run()
-    calls = math.ceil(sizes.least / timed(run, device)) or 1
+    calls = math.ceil(sizes.min_seconds / timed(run, device)) or 1
     if dist.is_initialized():
         dist.barrier()
     times: list[float] = []

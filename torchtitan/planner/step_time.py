@@ -37,6 +37,8 @@ LEAST_PARAMETERS, MOST_STAGES, LEAST_SECONDS = 1e9, 16, 0.05
 """Limits of the published rows: parameters of a model, pipeline ranks, seconds of a step."""
 UNPUBLISHED_SPREAD = 0.40
 """Relative error of a step's time without a published row like it. Assumed."""
+ACTION_SECONDS = 1.5e-3
+"""What an action of a pipeline's runtime takes on a CPU (docs/benchmarks.md). A GPU computes meanwhile."""
 OPTIMIZER_PASSES = 7
 """Reads and writes of values of a parameter's size in an optimizer's step: AdamW's four reads and three writes."""
 
@@ -279,8 +281,9 @@ class StepTimer:
 
     def finished(self, plan: Plan, parts: Parts, with_fsdp: bool = True, simulated: bool = False) -> StepTime:
         """Return the time of a step by the parts of a batch, with FSDP, gradients of replicas and the optimizer."""
-        parts = Parts({name: seconds * plan.passes for name, seconds in parts.items()})
         weights = self.rank_weights(plan)
+        parts["memory"] += self._accumulated(plan, weights)
+        parts = Parts({name: seconds * plan.passes for name, seconds in parts.items()})
         local = self.stored(plan, weights)
         computed = sum(parts[name] for name in COMPUTED)
         if with_fsdp:
@@ -315,6 +318,8 @@ class StepTimer:
         """Return the seconds of forward, input gradient and weight gradient of each stage, for one microbatch."""
         times = []
         stages = self.stages(plan)
+        start = 0.0 if self.messages.overlap else ACTION_SECONDS
+        merged = plan.merges_backward or not schedule_traits(plan.schedule).split_backward
         for number, kinds in enumerate(stages):
             blocks = [(self.block(plan, kind), count) for kind, count in kinds.items()]
             forward = sum(count * block.forward for block, count in blocks)
@@ -322,25 +327,37 @@ class StepTimer:
             weight_grad = sum(count * block.products for block, count in blocks)
             if number == len(stages) - 1:
                 product, logits = self.head(plan)
-                forward, input_grad, weight_grad = (
-                    forward + product + logits,
-                    input_grad + product + logits,
-                    weight_grad + product,
-                )
-            times.append((forward, input_grad, weight_grad))
+                forward, input_grad = forward + product + logits, input_grad + product + logits
+                weight_grad += product
+            times.append((start + forward, start + input_grad, weight_grad + (0.0 if merged else start)))
         return times
+
+    def _accumulated(self, plan: Plan, weights: Weights) -> float:
+        """Return the seconds to add the gradients of a pipeline's microbatches, which are reduced together."""
+        size = 2 * self.workload.reduced_bytes + self.workload.compute_bytes  # a sum is read and written
+        added = (plan.microbatches - 1) * self._moved(size * (weights.dense + weights.experts)) if plan.pp > 1 else 0.0
+        return self.hardware.slowdown(plan.gpus) * added
 
     def _fsdp(self, plan: Plan, weights: Weights, computed: float) -> float:
         """Return the seconds of gathers and reductions that computation does not hide."""
         gather, reduce = self._gather(plan, weights), self._reduce(plan, weights)
         if plan.pp > 1:  # once in a batch, while the first microbatches fill the pipeline
-            return (0.5 if self.messages.overlap else 1.0) * plan.passes * (gather + reduce)
-        again = resharding(self.workload.reshard, plan.pp)  # for backward, perhaps from second shards
+            if not self.messages.overlap:
+                return plan.passes * (gather + reduce + self._copied(plan, weights, 1))
+            return 0.5 * plan.passes * (gather + reduce)
+        again = resharding(self.workload.reshard, plan.pp)  # perhaps from second shards
         second = self._gather(plan, weights, 0 if isinstance(again, bool) else again) if again else 0.0
         total = plan.passes * (gather + second + reduce)
         if not self.messages.overlap:
-            return total
+            return total + plan.passes * self._copied(plan, weights, 2 if again else 1)
         return max(0.0, total - computed) + total / self._blocks_of_a_rank(plan)
+
+    def _copied(self, plan: Plan, weights: Weights, gathers: int) -> float:
+        """Return the seconds to copy weights out of gathered buffers, and gradients into those that are reduced."""
+        workload = self.workload
+        size = 2 * (gathers * workload.gathered_bytes + workload.reduced_bytes)  # read and written
+        sharded = weights.dense * (plan.shards * plan.cp > 1) + weights.experts * (plan.expert_shards > 1)
+        return self.hardware.slowdown(plan.gpus) * self._moved(size * sharded)
 
     def _replicas(self, plan: Plan, stored: float, computed: float) -> float:
         """Return the seconds to sum the gradients of `stored` weights over replicas that computation does not hide."""
