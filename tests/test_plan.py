@@ -21,7 +21,7 @@ from torchtitan.core.hardware import load_hardware
 from torchtitan.launcher.run_folder import RecordedPlan, record_start
 from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
-from torchtitan.planner import answer, calibration
+from torchtitan.planner import answer, calibration, estimate
 from torchtitan.planner.measured_runs import MeasuredRun
 from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.rank_sizes import RankSizes
@@ -466,6 +466,19 @@ def test_small_jobs_have_figures_and_a_wider_interval(capsys, tmp_path):
     assert re.search("optimizer .* assumed", text)
     run(capsys, *SMALL, "--gpus", "1", "--quick", "--plot", str(picture))
     assert picture.stat().st_size > 10_000
+
+
+def test_the_best_plans_are_rehearsed(capsys, monkeypatch):
+    """The formula is near the rehearsal (6 % off for so small a model), and a plan that proves larger is named."""
+    answer = json.loads(run(capsys, *SMALL, "--gpus", "4", "--quick", "--json", "--rehearse", "2"))
+    for peak, plan in zip(answer["rehearsed_peaks"], answer["plans"][:2], strict=True):
+        formula = sum(size for name, size in plan["memory"].items() if name not in ("low", "high"))
+        assert formula == pytest.approx(peak, rel=0.1)
+    for size, verdict in ((2**30, "fits"), (2**40, "may not fit")):
+        prediction = estimate.Prediction(0, 0, "backward", {"activations": size})
+        monkeypatch.setattr(estimate, "predict", lambda *_, prediction=prediction: [prediction])
+        text = run(capsys, *SMALL, "--gpus", "4", "--quick", "--rehearse", "1")
+        assert re.search(rf"^  1   .*, by the formula .*; reserved .* to .*: {verdict}$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

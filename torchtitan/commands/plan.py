@@ -5,6 +5,7 @@ Every plan trains the same model: the samples of a step and their length are the
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from torchtitan.core.hardware import load_hardware
 from torchtitan.core.progress_bar import waiting
 from torchtitan.metrics.plot import check_format
 from torchtitan.parallelisms.pipeline.cut import schedule_traits
+from torchtitan.planner import estimate
 from torchtitan.planner.answer import (
     HEADER,
     Cost,
@@ -38,6 +40,7 @@ from torchtitan.planner.answer import (
     row,
 )
 from torchtitan.planner.calibration import usual_calibration
+from torchtitan.planner.closed_form import reserved
 from torchtitan.planner.failures import Failures
 from torchtitan.planner.measured_runs import calibrate
 from torchtitan.planner.plan import Plan, Workload, can_be_planned
@@ -64,17 +67,20 @@ def main(argv: list[str]) -> int:
         check_replaced(options.write, job_args)
     question = ask(options, manager.load(job_args))
     with waiting("plans are searched"):
-        result = question.search.find(options.gpus, max(options.top, options.explain or 0), question.limits)
+        number = max(options.top, options.explain or 0, options.rehearse)
+        result = question.search.find(options.gpus, number, question.limits)
     if not result.best:
         raise JobError(no_plan(result, options.gpus, question.limits.memory))
     if options.explain and options.explain > len(result.best):
         raise JobError(f"--explain: given {options.explain}; allowed: 1 to {len(result.best)}, the plans found")
     with waiting("other hardware is tried"):
         alternatives = [] if options.quick else question.alternatives()
+    peaks = list(question.rehearsed_peaks(result))
     if options.json:
-        print(json.dumps(question.record(result, alternatives), indent=1))
+        print(json.dumps(question.record(result, alternatives, peaks), indent=1))
     else:
-        print("\n".join([*report(question, result, alternatives), *question.explained(result)]))
+        lines = [*report(question, result, alternatives), *question.comparison_with(peaks, result)]
+        print("\n".join([*lines, *question.explained(result)]))
     write(question, result, alternatives)
     return 0
 
@@ -125,7 +131,27 @@ class Question:
         number = self.options.explain
         return explanation(result.best[number - 1], self.search.calibration) if number else []
 
-    def record(self, result: Result, alternatives: list[tuple[str, Candidate | None]]) -> dict[str, object]:
+    def rehearsed_peaks(self, result: Result) -> Iterator[int]:
+        """Yield the bytes of tensors at the peak of the first plans' steps, as many as --rehearse says."""
+        for number, candidate in enumerate(result.best[: self.options.rehearse], start=1):
+            with waiting(f"plan {number} is rehearsed"):
+                yield estimate.worst(
+                    estimate.predict(self.search.job(candidate.plan), self.gpus, self.search.device)
+                ).peak
+
+    def comparison_with(self, peaks: list[int], result: Result) -> list[str]:
+        """Return lines that compare rehearsed peaks with the formula, and say which plans do not fit."""
+        lines = ["rehearsed, nothing compiled; tensors at the peak:"] * bool(peaks)
+        for number, (peak, candidate) in enumerate(zip(peaks, result.best, strict=False), start=1):
+            low, high = reserved(peak, on_gpu=self.search.device == "cuda")
+            sizes = f"{format_bytes(peak)}, by the formula {format_bytes(candidate.memory.total)}"
+            verdict = "may not fit" if high > self.limits.memory else "fits"
+            lines.append(f"  {number:<3} {sizes}; reserved {format_bytes(low)} to {format_bytes(high)}: {verdict}")
+        return lines
+
+    def record(
+        self, result: Result, alternatives: list[tuple[str, Candidate | None]], peaks: list[int]
+    ) -> dict[str, object]:
         search, job = self.search, self.job_plan()
 
         def record_of(candidate: Candidate) -> dict[str, object]:
@@ -142,6 +168,7 @@ class Question:
             "complete": result.complete,
             "excluded": dict(result.excluded),
             "plans": [record_of(candidate) for candidate in result.best],
+            "rehearsed_peaks": peaks,
             "job": job if isinstance(job, str) else record_of(job),
             "alternatives": {change: other and record_of(other) for change, other in alternatives},
             "explanation": self.explained(result),
@@ -270,7 +297,7 @@ def report(question: Question, result: Result, alternatives: list[tuple[str, Can
     excluded = ", ".join(f"{key} {count:,}" for key, count in result.excluded.most_common(3))
     lines.append(f"searched {judged}" + f"; excluded by {excluded}" * bool(excluded))
     if any(candidate.plan.overlap_experts for candidate in shown):
-        lines.append("memory of plans with overlap: not described by the formula; run `torchtitan estimate` on them")
+        lines.append("memory of plans with overlap: not described by the formula; --rehearse shows it")
     if not result.complete:
         lines.append("the search ended at its limit: a faster plan may exist")
     return lines

@@ -41,6 +41,8 @@ def plan_parser() -> CommandParser:
     parser.add_argument("--restart-seconds", type=number_above_0, metavar="X", help=restart)
     explain = "show where the time and memory of the N-th plan go"
     parser.add_argument("--explain", type=whole_number(1, 100), metavar="N", help=explain)
+    rehearse = "rehearse the first N plans, for their memory to the byte; takes up to a minute each"
+    parser.add_argument("--rehearse", type=whole_number(1, 100), metavar="N", default=0, help=rehearse)
     quick = "do not search plans for other hardware"
     parser.add_argument("--quick", action="store_true", help=quick)
     runs = "dump_folders of runs on this hardware: fit the formula to their measured steps"
