@@ -143,6 +143,7 @@ def measure(rank: int, options: argparse.Namespace) -> None:
             )
         )
     if options.ranks > 1:
+        dist.barrier()  # gloo may abort a rank whose peer is still connecting
         dist.destroy_process_group()
 
 
