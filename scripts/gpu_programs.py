@@ -97,25 +97,21 @@ def compare_job(name: str, job: str, values: dict[str, object]) -> str:
 def preference_pairs() -> Path:
     """Write a few pairs of answers and return their file."""
     path = OUT / "pairs.jsonl"
-    if not path.exists():
-        rows = [{"prompt": f"{n} plus 1 is", "chosen": f" {n + 1}.", "rejected": f" {n}."} for n in range(64)]
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    rows = [{"prompt": f"{n} plus 1 is", "chosen": f" {n + 1}.", "rejected": f" {n}."} for n in range(64)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return path
 
 
 def compare_resume(name: str, values: dict[str, object]) -> str:
     """Return a row that says whether a run that resumes repeats the losses of the run that it is a copy of."""
     values = {"checkpoint.interval": 3, "training.mixed_precision_param": "bfloat16"} | values
-    whole = train(name, LLAMA, values, is_on_gpu=True)
-    first, second = OUT / name, OUT / f"{name}_again"
-    shutil.copytree(first, second)
-    for path in second.glob(f"checkpoint/step-{STEPS:08}"):
-        shutil.rmtree(path)
-    (second / "metrics.jsonl").unlink()
-    again = train(f"{name}_again", LLAMA, values, is_on_gpu=True)
-    return (
-        f"{'equal' if again == whole[3:] else 'NOT EQUAL'}: steps 4 to {STEPS} once more: {again}, before {whole[3:]}"
-    )
+    expected = train(name, LLAMA, values, is_on_gpu=True)[3:]
+    copy = OUT / f"{name}_resumed"
+    shutil.copytree(OUT / name, copy)
+    shutil.rmtree(copy / f"checkpoint/step-{STEPS:08}")
+    (copy / "metrics.jsonl").unlink()
+    resumed = train(copy.name, LLAMA, values, is_on_gpu=True)
+    return f"{'equal' if resumed == expected else 'NOT EQUAL'}: steps 4 to {STEPS} resumed {resumed}, before {expected}"
 
 
 def compare_uses(name: str) -> str:

@@ -282,8 +282,8 @@ class StepTimer:
     def finished(self, plan: Plan, parts: Parts, with_fsdp: bool = True, simulated: bool = False) -> StepTime:
         """Return the time of a step by the parts of a batch, with FSDP, gradients of replicas and the optimizer."""
         weights = self.rank_weights(plan)
-        parts["memory"] += self._accumulated(plan, weights)
-        parts = Parts({name: seconds * plan.passes for name, seconds in parts.items()})
+        memory = parts["memory"] + self._accumulated(plan, weights)
+        parts = Parts({name: seconds * plan.passes for name, seconds in (parts | {"memory": memory}).items()})
         local = self.stored(plan, weights)
         computed = sum(parts[name] for name in COMPUTED)
         if with_fsdp:
