@@ -364,8 +364,9 @@ SOUND += ["--lr_scheduler.warmup_steps=5", "--lr_scheduler.restart_warmup_steps=
     [
         (
             ["--training.steps=45"],
-            "lr_scheduler.cycle_length: given nothing; allowed: what divides the 45 steps in all",
+            "lr_scheduler.cycle_length: given nothing; allowed: what divides the 45 steps in all; train 40 or 50",
         ),
+        (["--training.steps=9"], "allowed: what divides the 9 steps in all; train 10 steps, or change it"),
         (["--lr_scheduler.warmup_steps=11"], "at most the cycle's 10; shorten one of the two"),
         (["--lr_scheduler.adjust_step=6"], "with adjust_step 6 at most the cycle's 10"),
         (["--lr_scheduler.restart_warmup_steps=11"], "at most the cycle's 10; shorten it"),
