@@ -133,6 +133,7 @@ LONG = 300 * "a"
         ("--csv a.csv --schedule 1F1B", "--schedule: not allowed with argument --csv"),
         ("--csv a.csv", "a.csv, the file: given what cannot be read (No such file or directory)"),
         ("--microbatch 3", "no option --microbatch; did you mean --microbatches?"),
+        ("--ranks 8", "no option --ranks; did you mean --pp?"),
         ("--schedule ZBV", "there is no pipeline schedule 'ZBV'"),
         ("--schedule DualPipeV --microbatches 4", "needs at least 8 microbatches"),
         ("--chunks 3", "1F1B needs exactly 1 stage per rank"),

@@ -19,6 +19,8 @@ from torchtitan.core.errors import JobError
 
 JOB_HELP = "--section.key value  options of a job; torchtitan train --help lists its sections"
 
+NUMBERS_OF_RANKS = ("--world-size", "--gpus", "--ranks", "--pp")
+"""Options for a number of ranks. A command has one of them, and a user may type the one of another command."""
 UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -71,7 +73,9 @@ class CommandParser(argparse.ArgumentParser):
         """Raise JobError for the first argument that is no option of the command."""
         for name in (argument.partition("=")[0] for argument in arguments):
             if name not in self._option_string_actions:
-                near = hint(name, self._option_string_actions)
+                candidates = [*self._option_string_actions]
+                ranks = [option for option in NUMBERS_OF_RANKS if option in candidates and name in NUMBERS_OF_RANKS]
+                near = f"did you mean {ranks[0]}?" if ranks else hint(name, candidates)
                 self.error(f"no option {name}; {near}" if name.startswith("-") else f"one argument too many: {name}")
 
     def _with_dashes(self, argument: str) -> str:
