@@ -182,7 +182,7 @@ def test_a_new_run_keeps_the_old_file(tmp_path, resume_step):
 
 def test_malformed_rows_are_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n\xff\n[1]\n{"loss": 1}\n\n{"step": "2"}\n{"step": 3}\n{"st')
+    path.write_bytes(b'{"step": 1}\n\xff\n[1]\n{"loss": 1}\n\n{"step": "2"}\n{"step": 3}\n{"step": true}\n{"st')
     assert read_records(path) == [{"step": 1}, {"step": 3}]
 
 

@@ -72,7 +72,7 @@ def read_records(path: Path) -> list[Record]:
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
+            if isinstance(record, dict) and type(record.get("step")) is int:
                 records.append(record)
     return records
 
@@ -94,8 +94,8 @@ def read_run(path: Path) -> list[Record]:
 
 
 def is_finite(value: object) -> bool:
-    """Return True for a finite number, which can be drawn."""
-    return isinstance(value, int | float) and math.isfinite(value)
+    """Return True for a finite number, which can be drawn. A bool is not a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def lost_losses(steps: list[Record]) -> list[Record]:
