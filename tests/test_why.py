@@ -109,6 +109,18 @@ def test_steps_outside_the_interval_of_the_model(factor, line, tmp_path, capsys,
     ] * (factor > 1)
 
 
+def test_each_remedy_is_printed_once(tmp_path, capsys):
+    """A profile shows both what slow steps take and what the model does not explain."""
+    write_run(tmp_path, TENSOR_PARALLEL, 8, factor=2.0)
+    path = tmp_path / "metrics.jsonl"
+    *rows, last = path.read_text().splitlines()
+    slow = json.loads(last) | {"step_seconds": 5 * json.loads(last)["step_seconds"]}
+    path.write_text("\n".join([*rows, json.dumps(slow), ""]))
+    out = output_of(capsys, "why", tmp_path)
+    assert "change first: to see what takes the unexplained time, set profiling" in out
+    assert "then: look for other programs on the machine\n" in out and out.count("set profiling.") == 1
+
+
 def test_the_fastest_plan_is_no_change(tmp_path, capsys, monkeypatch):
     step = write_run(tmp_path, TENSOR_PARALLEL, 8)
     for best in (None, replace(step.fastest(), time=step.time)):

@@ -97,7 +97,8 @@ def lines_of(
     yield from (f"a {cause.remedy}" for cause in causes if not cause.gain and cause.share >= WORTH_A_CHANGE)
     if reason and config is not None:
         yield f"unknown: the parts of a step by the planner's model: {reason}"
-    yield from (f"unknown: {text}" for text in unknowns(records, config, causes, step))
+    names_profiling = any(look_inside(config) in remedy for remedy in remedies)
+    yield from (f"unknown: {text}" for text in unknowns(records, config, causes, step, names_profiling))
 
 
 def model_of(run: Path, records: list[Record], hardware: Hardware | None) -> tuple[ModelledStep | None, str]:
@@ -189,8 +190,7 @@ def causes_of(
             excess = training * sum(slow) / sum(times)
             count = f"{len(slow)} of {len(times)} logged ones"
             name = f"slow steps within training: {count} took over {SLOW} times the median"
-            remedy = f"look for other programs on the machine, and {look_inside(config)}"
-            yield Cause(name, excess, excess, remedy)
+            yield Cause(name, excess, excess, "look for other programs on the machine")
     yield from slow_ranks_of(records, training)
     if config is not None and config.parallelism.pipeline_parallel_degree > 1 and not is_modelled:
         with suppress(JobError):  # no such schedule here: see unknowns
@@ -280,17 +280,25 @@ def save_remedy(records: list[Record], config: JobConfig | None, total: float, s
 
 
 def unknowns(
-    records: list[Record], config: JobConfig | None, causes: list[Cause], step: ModelledStep | None = None
+    records: list[Record],
+    config: JobConfig | None,
+    causes: list[Cause],
+    step: ModelledStep | None = None,
+    names_profiling: bool = False,
 ) -> Iterator[str]:
-    """Yield the causes that neither the records nor the planner's model tell apart."""
+    """Yield the causes that neither the records nor the planner's model tell apart.
+
+    `names_profiling`: a remedy already says how to look inside a step.
+    """
+    remedy = "" if names_profiling else f": {look_inside(config)}"
     rows = [row for row in steady(records) if is_finite(row.get("mfu_full"))]
     if rows:
         mfu = statistics.median(row["mfu_full"] for row in rows)
         yield f"the parts of the steps that are not at the device's peak (MFU {100 * mfu:.1f} %)"
     if step is None:
-        yield f"host time, kernels and exposed communication within a step: {look_inside(config)}"
+        yield f"host time, kernels and exposed communication within a step{remedy}"
     else:
-        yield f"host time and slow kernels within a step, which the model does not have: {look_inside(config)}"
+        yield f"host time and slow kernels within a step, which the model does not have{remedy}"
     if step is not None and step.hardware.name == "cpu":
         yield f"whether the CPU is like {step.hardware.title}; `torchtitan bench --hardware FILE` measures it for --gpu"
     has_pipeline = config is not None and config.parallelism.pipeline_parallel_degree > 1
