@@ -29,7 +29,7 @@ from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
 from torchtitan.models.spec import MODELS
-from torchtitan.process.ranks import read_ranks
+from torchtitan.process.ranks import likely_device, read_ranks
 from torchtitan.training import inference_model
 
 BYTES = ByteTokenizer()
@@ -379,15 +379,21 @@ def test_wide_matrices_in_float32_are_stored_by_columns(monkeypatch, tied):
 
 
 def test_two_ranks_generate_the_same_text(run, capsys):
-    """Start the command with the prompt on stdin, as a user does, and compare with one device in this process."""
+    """Start the command with the prompt on stdin, as a user does, and compare with one device in this process.
+
+    Python lists the imports of each process: on a CPU the command and one process for all ranks import torch.
+    """
     arguments = ["--temperature=0", "--max_new_tokens=8"]
     command = [sys.executable, "-m", "torchtitan", "generate", str(run), "--prompt-file=-", *arguments, "--ranks=2"]
-    environment = os.environ | {"PYTHONPATH": str(jobs.ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(jobs.ROOT), "OMP_NUM_THREADS": "1", "PYTHONPROFILEIMPORTTIME": "1"}
     done = subprocess.run(command, input="alpha be", cwd=jobs.ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == run_generate(capsys, run, "--prompt", "alpha be", *arguments) and done.stdout.startswith(
         "alpha be"
     )
+    forks = sys.platform == "linux" and likely_device() == "cpu"
+    imports = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
+    assert imports.count("torch") == (2 if forks else 3)
 
 
 GREEDY = dict(max_new_tokens=8, context=64, temperature=0, top_k=0, seed=0)

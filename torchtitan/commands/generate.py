@@ -33,12 +33,13 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError, read_file
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.base import decode_stream
+from torchtitan.launcher.forks import first_rank, fork_ranks
 from torchtitan.launcher.processes import Processes
 from torchtitan.models import CONFIG_CONVERTERS, family_for_model_type
 from torchtitan.models.hf.config import CONFIG, find_config
 from torchtitan.process.distributed import device_type
 from torchtitan.process.exit import die_with_parent
-from torchtitan.process.ranks import Ranks, read_ranks, started_as_rank
+from torchtitan.process.ranks import Ranks, likely_device, read_ranks, started_as_rank
 from torchtitan.rules import Facts, known_names
 from torchtitan.rules.model_and_data import folder_has_sizes, model_sizes, positions_are_learned, tokenizer_fits
 from torchtitan.rules.neurocache import cache_fits_the_model
@@ -50,11 +51,12 @@ other than the first reports a failure, which the first usually has reported by 
 
 
 def run_on_ranks(arguments: list[str], num_ranks: int) -> int:
-    """Run `torchtitan WORDS` on each rank. Returns the exit code of the first failure, or 0.
+    """Run `torchtitan ARGUMENTS` on each rank. Returns the exit code of the first failure, or 0.
 
-    No rank outlives this process.
+    On a CPU the ranks are forked from one process (launcher/forks.py). No rank outlives this one.
     """
-    world = Processes([sys.executable, "-m", "torchtitan", *arguments], num_ranks)
+    command = [sys.executable, "-m", "torchtitan", *arguments]
+    world = Processes(command, num_ranks, can_fork=likely_device() == "cpu")
     deadline = float("inf")
     try:
         while world.running and time.monotonic() < deadline:
@@ -73,6 +75,9 @@ CONTROLS = dict.fromkeys([c for c in (*range(32), *range(127, 160)) if chr(c) no
 
 
 def main(argv: list[str]) -> int:
+    if (launcher := first_rank()) is not None:  # this process has imported torch for all ranks
+        die_with_parent(launcher.pid)
+        fork_ranks()
     options, job_args = parse_command("generate", argv)
     if options.prompt and options.prompt_file:
         raise JobError("--prompt and --prompt-file: give one of them")
