@@ -157,7 +157,7 @@ def compare(options: argparse.Namespace) -> None:
     job = SETTINGS[options.worker] | {"training.steps": steps(options.pairs, options.repeats)}
     trainer = Trainer(manager.load(arguments(options.sizes, options.folder / "run", **job)), ranks)
     if options.worker == "same settings":
-        trainer.model.parts[0].set_attention_kernel(PlainAttention())
+        trainer.model.parts[0].set_attention_kernels([PlainAttention()])
     batches = list(islice(iter(trainer.loader), 8))
     plain = PlainLoop(options.sizes, batches)
     if options.aa:

@@ -43,10 +43,14 @@ class KernelHolder(nn.Module):
 
     def __init__(self, kernel=None):
         super().__init__()
-        self.kernel = kernel or AttentionKernel()
+        self.set_attention_kernels([kernel or AttentionKernel()])
 
-    def set_attention_kernel(self, kernel):
-        self.kernel = kernel
+    def set_attention_kernels(self, kernels):
+        self.kernels = nn.ModuleList(kernels)
+
+    @property
+    def kernel(self):
+        return self.kernels[0]
 
 
 def parallel_kernel(ranks, method, balance, kernel=None):

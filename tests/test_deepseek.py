@@ -90,8 +90,8 @@ def test_logits_and_every_gradient_equal_transformers_exactly(shape, monkeypatch
         monkeypatch.setattr(modeling, "apply_rotary_emb", exact_rotation)
     lengthening = hf_model.model.rotary_emb.attention_scaling
     with exact(modeling, model, hf_model, monkeypatch):
-        plain = model.rotary.forward
-        model.rotary.forward = lambda positions: plain(positions) * lengthening
+        plain = model.kinds[0].rotary.forward
+        model.kinds[0].rotary.forward = lambda positions: plain(positions) * lengthening
         compare(model, hf_model, HF, 1e-12)
 
 
@@ -101,7 +101,7 @@ def test_frequencies_are_those_of_transformers(scaling):
     config = DeepseekV3Config(**HF.config_to_hf(args))
     hf_rotary = modeling_deepseek_v3.DeepseekV3RotaryEmbedding(config)
     with torch.device("meta"):
-        rotary = Deepseek(dataclasses.replace(args, n_layers=1, n_dense_layers=0)).rotary
+        rotary = Deepseek(dataclasses.replace(args, n_layers=1, n_dense_layers=0)).kinds[0].rotary
     ours = rotary.frequencies(torch.device("cpu"))
     torch.testing.assert_close(ours, hf_rotary.inv_freq, rtol=3e-7, atol=0)  # float32, one rounding or two
     positions = torch.tensor([[0, 5, 4000]])

@@ -157,9 +157,9 @@ def test_evaluation_and_generation_see_everything():
 def test_a_jobs_model_attends_in_groups():
     config = load(["--model.s2_group_size=8", "--model.attention_backend=sdpa", "--model.tokenizer_path=bytes"])
     model = jobs.adapted_model(config)[0]
-    (kernel,) = {model.kernel, *(block.attention.kernel for block in model.layers.values())}
+    (kernel,) = {*model.kernels, *(block.attention.kernel for block in model.layers.values())}
     assert type(kernel) is ShiftedGroups and (kernel.size, kernel.heads, kernel.backend) == (8, 16, "sdpa")
-    assert type(jobs.adapted_model(load(["--model.tokenizer_path=bytes"]))[0].kernel) is AttentionKernel
+    assert type(jobs.adapted_model(load(["--model.tokenizer_path=bytes"]))[0].kernels[0]) is AttentionKernel
 
 
 def faults(ranks, *options):

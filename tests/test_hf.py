@@ -62,7 +62,7 @@ def test_logits_and_every_gradient_equal_transformers_exactly(shape, monkeypatch
 
 def test_the_rope_scaling_of_the_test_shape_covers_every_case():
     plain, stretched = (
-        build_llama(a).rotary.frequencies(torch.device("cpu"))
+        build_llama(a).kinds[0].rotary.frequencies(torch.device("cpu"))
         for a in (dataclasses.replace(LLAMA["llama3.1"], rope_scaling=None), LLAMA["llama3.1"])
     )
     ratio = (plain / stretched).tolist()

@@ -91,7 +91,7 @@ def test_a_kernel_can_be_swapped_for_all_blocks():
     model, x = build(), tokens()
     changed = x.clone()
     changed[:, 0] = (changed[:, 0] + 1) % TINY.vocab_size
-    model.set_attention_kernel(Nothing())
+    model.set_attention_kernels([Nothing()])
     assert torch.equal(model(x)[:, 1:], model(changed)[:, 1:]), "without attention a token sees only itself"
 
 
@@ -174,7 +174,7 @@ def angles_in_blocks():
 
 
 def test_angles_stay_exact_under_fsdp_in_bfloat16():
-    exact = build().rotary(torch.arange(12)[None])
+    exact = build().kinds[0].rotary(torch.arange(12)[None])
     for dtype, rotations in run_ranks(2, angles_in_blocks):
         assert dtype == torch.bfloat16
         assert len(rotations) == 2 and all(torch.equal(rotation, exact) for rotation in rotations)

@@ -101,7 +101,7 @@ def formula(model, tokens, labels):
             e = rms(next_embeddings, part["enorm.weight"], args.norm_eps)
             h = rms(h[:, :length], part["hnorm.weight"], args.norm_eps)
             x = torch.cat((e, h), -1) @ part["eh_proj.weight"].T
-            y = block_of(model, weights, layer)(x, plain.context(x))
+            y = block_of(model, weights, layer)(x, plain.shared_for_layer(plain.context(x), 0))
             h = rms(y, part["norm.weight"], args.norm_eps)
         logs = (h @ weights["output.weight"].T).log_softmax(-1)
         term = [

@@ -375,7 +375,7 @@ def test_a_part_contains_the_modules_of_its_stage():
     for part, stage in ((first, stages[0]), (last, stages[2])):
         names = {name for name, _ in part.named_parameters()}
         assert names == {name for name in all_names if any(name.startswith(f"{module}.") for module in stage)}
-        assert all(block.attention.kernel is part.kernel for block in part.layers.values())
+        assert all(block.attention.kernel is part.kernels[0] for block in part.layers.values())
     assert first.output is None and last.tok_embeddings is None and model.output is not None
 
 

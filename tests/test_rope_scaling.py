@@ -66,12 +66,18 @@ def test_kinds_of_stretching_equal_transformers(family, kind):
     hf_model = twin(family.hf_class, family.config, model, family.hf)
     turned = hf_model.model.rotary_emb
     # eight rounded operations in float32 each; ntk is written as another theta, which is rounded once more
-    torch.testing.assert_close(model.rotary.frequencies(torch.device("cpu")), turned.inv_freq, rtol=1e-6, atol=0)
-    assert model.rotary.magnitude == pytest.approx(turned.attention_scaling, rel=1e-12)
-    assert (model.rotary.magnitude != 1) == (kind == "yarn")
+    torch.testing.assert_close(
+        model.kinds[0].rotary.frequencies(torch.device("cpu")), turned.inv_freq, rtol=1e-6, atol=0
+    )
+    assert model.kinds[0].rotary.magnitude == pytest.approx(turned.attention_scaling, rel=1e-12)
+    assert (model.kinds[0].rotary.magnitude != 1) == (kind == "yarn")
     compare(model, hf_model, family.hf, 4e-6, length=100)
-    plain = build(family.model, dataclasses.replace(args, rope_scaling=None)).rotary.frequencies(torch.device("cpu"))
-    assert not torch.equal(plain, model.rotary.frequencies(torch.device("cpu")))
+    plain = (
+        build(family.model, dataclasses.replace(args, rope_scaling=None))
+        .kinds[0]
+        .rotary.frequencies(torch.device("cpu"))
+    )
+    assert not torch.equal(plain, model.kinds[0].rotary.frequencies(torch.device("cpu")))
 
 
 def test_ntk_is_what_transformers_calls_dynamic_at_one_length():
@@ -81,7 +87,7 @@ def test_ntk_is_what_transformers_calls_dynamic_at_one_length():
     hf_config = LLAMA_HF.config_to_hf(args) | {"rope_theta": args.rope_theta, "max_position_embeddings": 32}
     hf_config["rope_scaling"] = {"rope_type": "dynamic", "factor": 4.0}
     expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](LlamaConfig(**hf_config), "cpu", length)
-    ours = build(Llama, args).rotary.frequencies(torch.device("cpu"))
+    ours = build(Llama, args).kinds[0].rotary.frequencies(torch.device("cpu"))
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
 
 

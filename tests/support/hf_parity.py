@@ -81,7 +81,7 @@ def exact(modeling: ModuleType, model, hf_model, monkeypatch):
             angles = positions[..., None, None].double() * frequencies
             return torch.stack((angles.cos(), angles.sin()), dim=-1)
 
-        model.rotary.forward = rotation
+        model.kinds[0].rotary.forward = rotation
         yield
 
 

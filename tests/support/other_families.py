@@ -10,7 +10,7 @@ from torch import nn
 
 from torchtitan.losses.objective import IGNORE_INDEX, Objective, cross_entropies, summed_cross_entropy
 from torchtitan.models.attention import GroupedQueryAttention
-from torchtitan.models.decoder import Block, Decoder, InputEmbedding
+from torchtitan.models.decoder import AttentionKind, Block, Decoder, InputEmbedding
 from torchtitan.models.family import Family
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.layers import MLP, LayerNorm
@@ -73,7 +73,7 @@ class Other(Decoder):
 
         super().__init__(
             args,
-            None,
+            AttentionKind(),
             block,
             attention_backend,
             causal=args.causal,

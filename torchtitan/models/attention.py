@@ -171,16 +171,17 @@ def activate_flash_attention(backend: str, device: torch.device) -> None:
 
 
 class SharedInputs(NamedTuple):
-    """Inputs that all blocks share in a forward."""
+    """Inputs that all blocks share in a forward; those of one block have its `rotation`, `mask` and `keys`."""
 
     positions: torch.Tensor  # [B or 1, S]
     documents: torch.Tensor | None  # [B, S]
     rotation: torch.Tensor | None  # of the positions, see Rotary; None without rotary positions
-    mask: object  # from the attention kernel's `prepare`
+    mask: Any  # from the attention kernel's `prepare`
     keys: torch.Tensor | None = None  # [B, S], random keys of this layer, see Dropout
     targets: Mapping[str, torch.Tensor] | None = None  # batch tensors that the loss reads
     retrieved: Any = None  # retrieved by the model's memory for its layers, in addition to the sequence
     lengths: torch.Tensor | None = None  # [B, S], lengths of the tokens' records, see EmbeddingNoise
+    by_kind: Any = None  # index of a kind of attention -> rotation and mask of its blocks
 
 
 def run_attention(kernel: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: SharedInputs) -> torch.Tensor:
@@ -201,8 +202,8 @@ class GroupedSizes(Protocol):
 class GroupedQueryAttention(nn.Module):
     """Grouped-query attention (arXiv:2305.13245): each key/value head serves several query heads.
 
-    It has rotary positions if the model does. With `qk_norm` each head's query and key are normalized before rotation
-    (arXiv:2302.05442, as in Qwen 3). `bias` applies to all four matrices.
+    It has rotary positions if the layer's kind does. With `qk_norm` each head's query and key are normalized before
+    rotation (arXiv:2302.05442, as in Qwen 3). `bias` applies to all four matrices.
 
     Letters of the shapes: B samples, S tokens, D width, H query heads, K key/value heads, E = head_dim.
     """
@@ -310,16 +311,16 @@ class ShiftedGroups(AttentionKernel):
 
 
 def use_shifted_groups(model: Any, size: int) -> None:
-    """Replace the kernel of all blocks of a decoder by ShiftedGroups, in place, unless `size` is 0.
+    """Replace the kernels of all blocks of a decoder by ShiftedGroups, in place, unless `size` is 0.
 
     Raises JobError unless the attention is plain causal.
     """
     if not size:
         return
-    kernel = getattr(model, "kernel", None)
-    if type(kernel) is not AttentionKernel or not kernel.causal or kernel.window:
+    kernels = list(getattr(model, "kernels", [None]))
+    if any(type(kernel) is not AttentionKernel or not kernel.causal or kernel.window for kernel in kernels):
         raise JobError(
             f"model.s2_group_size: given {size}; allowed: 0 for {type(model).__name__}, whose attention "
-            f"({type(kernel).__name__}) is not plainly causal; leave it out"
+            f"({', '.join(type(kernel).__name__ for kernel in kernels)}) is not plainly causal; leave it out"
         )
-    model.set_attention_kernel(ShiftedGroups(size, model.args.n_heads, kernel.backend))
+    model.set_attention_kernels(ShiftedGroups(size, model.args.n_heads, kernel.backend) for kernel in kernels)

@@ -1,13 +1,13 @@
 """Decoder models: embedding, blocks, norm and head, and everything that is the same in all families.
 
-A family provides the blocks and the rotary positions. Blocks are kept in a dictionary, and the embedding, the final
-norm and the head may be None, so that a pipeline can split the model and parameter names do not change. A block defines
-its computation once, as steps (parallelisms/steps.py).
+A family provides the blocks and the kinds of their attention. Blocks are kept in a dictionary, and the embedding, the
+final norm and the head may be None, so that a pipeline can split the model and parameter names do not change. A block
+defines its computation once, as steps (parallelisms/steps.py).
 
 Letters of the shapes: B samples, S tokens, D = args.dim, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Literal, Protocol
 
@@ -153,26 +153,36 @@ class InputEmbedding(nn.Module):
         return x if self.dropout is None else self.dropout(x, keys)
 
 
+class AttentionKind(nn.Module):
+    """The properties of attention that layers share: masks and rotations are prepared once for all layers of a kind.
+
+    `rotary` is None if positions are learned or there are none. `window`: number of tokens that a token attends to,
+    including itself; 0 for all before it.
+    """
+
+    def __init__(self, rotary: nn.Module | None = None, window: int = 0):
+        super().__init__()
+        self.rotary, self.window = rotary, window
+
+
 class Decoder(nn.Module):
     """A decoder model. The trainer attaches `loss`, an objective (hidden, head, batch) -> scalar.
 
-    `block(layer, kernel)` makes a layer, which must keep the kernel in `attention.kernel`. `rotary` is None if
-    positions are learned (`entrance`) or there are none. causal=False: tokens attend to their full document. `window`:
-    number of tokens that a token attends to, including itself; 0 for all before it. `attention_dropout`: dropout
-    probability of attention probabilities. `norm`: the final norm, by default RMSNorm; nn.Identity() if the last block
-    ends with a norm. `head`: computes logits from the output of `norm`; by default a linear layer over the vocabulary
-    without bias.
+    `attention`: the kind of all layers, or a list with the kind of each layer, in which equal layers have the same
+    object. `block(layer, kernel)` makes a layer, which must keep the kernel in `attention.kernel`. causal=False: tokens
+    attend to their full document. `attention_dropout`: dropout probability of attention probabilities. `norm`: the
+    final norm, by default RMSNorm; nn.Identity() if the last block ends with a norm. `head`: computes logits from the
+    output of `norm`; by default a linear layer over the vocabulary without bias.
     """
 
     def __init__(
         self,
         args: DecoderArgs,
-        rotary: nn.Module | None,
+        attention: AttentionKind | Sequence[AttentionKind],
         block: Callable[[int, AttentionKernel], nn.Module],
         attention_backend: str = "auto",
         *,
         causal: bool = True,
-        window: int = 0,
         word_dim: int | None = None,
         entrance: nn.Module | None = None,
         norm: nn.Module | None = None,
@@ -182,13 +192,16 @@ class Decoder(nn.Module):
         super().__init__()
         self.args = args
         self.loss = None
-        self.rotary = rotary
+        kinds = [attention] * args.n_layers if isinstance(attention, AttentionKind) else attention
+        self.kinds = nn.ModuleList(dict.fromkeys(kinds))
+        self.kind_of_layer = [list(self.kinds).index(kind) for kind in kinds]
         kernel = partial(DropoutKernel, attention_dropout) if attention_dropout else AttentionKernel
-        self.kernel = kernel(attention_backend, causal, window)  # one for all blocks; it has no state
+        # one for all blocks of a kind; it has no state
+        self.kernels = nn.ModuleList(kernel(attention_backend, causal, kind.window) for kind in self.kinds)
         self.tok_embeddings = nn.Embedding(args.vocab_size, word_dim or args.dim)
         self.noise: nn.Module | None = None  # on embeddings, see dropout.py; on the same pipeline stage as they are
         self.entrance = entrance
-        self.layers = nn.ModuleDict({str(i): block(i, self.kernel) for i in range(args.n_layers)})
+        self.layers = nn.ModuleDict({str(i): block(i, self.kernels[kind]) for i, kind in enumerate(self.kind_of_layer)})
         self.memory: nn.Module | None = None  # set by an adapter; retrieves further states for the blocks
         self.norm = norm or RMSNorm(args.dim, args.norm_eps)
         self.output = head or nn.Linear(args.dim, args.vocab_size, bias=False)
@@ -224,8 +237,8 @@ class Decoder(nn.Module):
         for layer, block in self.layers.items():
             if int(layer) < self.args.n_layers:
                 if self.memory is not None:
-                    shared = self.memory.before_block(int(layer), block, x, shared, self.kernel)
-                x = block(x, shared_for_layer(shared, int(layer)))
+                    shared = self.memory.before_block(int(layer), block, x, shared, self.kernels[0])
+                x = block(x, self.shared_for_layer(shared, int(layer)))
         x = self.apply_norm(x)
         shared = shared._replace(targets={name: target for name, target in targets.items() if target is not None})
         out = self.compute_output(x, shared)
@@ -240,7 +253,7 @@ class Decoder(nn.Module):
         Extra losses have no steps.
         """
         chains = [
-            StepChain(f"layers.{name}", block.steps(), partial(shared_for_layer, layer=int(name)))
+            StepChain(f"layers.{name}", block.steps(), partial(self.shared_for_layer, layer=int(name)))
             for name, block in self.layers.items()
         ]
         if self.tok_embeddings is not None:
@@ -264,18 +277,33 @@ class Decoder(nn.Module):
         lengths: torch.Tensor | None = None,
         **targets: torch.Tensor,
     ) -> SharedInputs:
-        """Return the inputs that all blocks share, for tokens [B, S] or hidden states [B, S, D] x; see forward."""
+        """Return the inputs that all blocks share, for tokens [B, S] or hidden states [B, S, D] x; see forward.
+
+        Rotations and masks are those of the kinds of the model's layers, which in a pipeline part may not be all.
+        """
         if positions is None:
             assert self.tok_embeddings is not None, "x may be a share of the tokens, so their positions are given"
             positions = default_positions(x)
-        places = torch.arange(positions.shape[1], device=positions.device)  # [S]
-        rotation = None if self.rotary is None else self.rotary(positions)
-        mask = self.kernel.prepare(Tokens(places, document_ids))
-        return SharedInputs(positions, document_ids, rotation, mask, keys, targets, lengths=lengths)
+        tokens = Tokens(torch.arange(positions.shape[1], device=positions.device), document_ids)
+        by_kind = {}
+        for kind in sorted({self.kind_index(int(layer)) for layer in self.layers}):
+            rotary = self.kinds[kind].rotary
+            by_kind[kind] = None if rotary is None else rotary(positions), self.kernels[kind].prepare(tokens)
+        return SharedInputs(positions, document_ids, None, None, keys, targets, lengths=lengths, by_kind=by_kind)
+
+    def kind_index(self, layer: int) -> int:
+        """Return the index in `kinds` of a layer's kind. Layers of extra losses have that of the last layer."""
+        return self.kind_of_layer[min(layer, len(self.kind_of_layer) - 1)]
+
+    def shared_for_layer(self, shared: SharedInputs, layer: int) -> SharedInputs:
+        """Return the shared inputs with the rotation, mask and random keys of one layer."""
+        rotation, mask = shared.by_kind[self.kind_index(layer)]
+        keys = None if shared.keys is None else layer_keys(shared.keys, layer)
+        return shared._replace(rotation=rotation, mask=mask, keys=keys, by_kind=None)
 
     def input_states(self, tokens: torch.Tensor, shared: SharedInputs) -> torch.Tensor:
         """Return the input of the first block: [B, S] -> [B, S, D]."""
-        x, keys = self.embed(tokens), shared_for_layer(shared, -1).keys
+        x, keys = self.embed(tokens), None if shared.keys is None else layer_keys(shared.keys, -1)
         x = x if self.noise is None else self.noise(x, keys, shared.lengths)
         return x if self.entrance is None else self.entrance(x, shared.positions, keys)
 
@@ -321,13 +349,13 @@ class Decoder(nn.Module):
         return {}
 
     def set_attention_backend(self, backend: str) -> None:
-        self.set_attention_kernel(self.kernel.with_backend(backend))
+        self.set_attention_kernels(kernel.with_backend(backend) for kernel in self.kernels)
 
-    def set_attention_kernel(self, kernel: nn.Module) -> None:
-        """Replace the attention kernel of all blocks (see AttentionKernel)."""
-        self.kernel = kernel
-        for block in self.layers.values():
-            block.attention.kernel = kernel
+    def set_attention_kernels(self, kernels: Iterable[nn.Module]) -> None:
+        """Replace the attention kernel of all blocks of each kind, in the order of `kernels` (see AttentionKernel)."""
+        self.kernels = nn.ModuleList(kernels)
+        for layer, block in self.layers.items():
+            block.attention.kernel = self.kernels[self.kind_index(int(layer))]
 
     def tie_weights(self) -> None:
         if self.args.tied_embeddings and self.tok_embeddings is not None and self.output is not None:
@@ -357,8 +385,3 @@ class Decoder(nn.Module):
             return Normal(0.02)
         _, layer, *_, matrix = name.removesuffix(".weight").split(".")
         return Normal(0.02 / (2 * (int(layer) + 1)) ** 0.5 if matrix in ("wo", "w2", "w3") else 0.02)
-
-
-def shared_for_layer(shared: SharedInputs, layer: int) -> SharedInputs:
-    """Return the shared inputs with the random keys of one layer; -1 for the input embedding."""
-    return shared if shared.keys is None else shared._replace(keys=layer_keys(shared.keys, layer))

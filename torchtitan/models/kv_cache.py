@@ -109,9 +109,11 @@ class CachedDecoder:
 
     def __init__(self, model: Decoder):
         self.model = model
-        base_kernel = model.kernel.with_backend("sdpa")
-        self.kernels = [CachingKernel(base_kernel) for _ in model.layers]
-        model.kernel = self.kernels[0]  # all cache the same tokens, so its mask holds for every layer
+        base_kernels = [kernel.with_backend("sdpa") for kernel in model.kernels]
+        kinds = [model.kind_index(int(layer)) for layer in model.layers]
+        self.kernels = [CachingKernel(base_kernels[kind]) for kind in kinds]
+        # all layers of a kind cache the same tokens, so the mask of the first holds for every one
+        model.set_attention_kernels(self.kernels[kinds.index(kind)] for kind in range(len(base_kernels)))
         for block, kernel in zip(model.layers.values(), self.kernels, strict=True):
             block.attention.kernel = kernel
         self.cached_ids: torch.Tensor | None = None  # [1, S]

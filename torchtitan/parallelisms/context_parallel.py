@@ -1,7 +1,7 @@
 """Context parallel: every rank holds a part of each sequence, and attention communicates to see all of it.
 
 There are three implementations, all exact, with documents and grouped heads. One of them replaces the model's attention
-kernel, which declares the ones that it supports (sequence_layout.py):
+kernels, which declare the ones that they support (sequence_layout.py):
 
 * allgather: every rank gathers all keys and values (arXiv:2407.21783, 3.3.2). One exchange per layer; memory for keys
   and values of the full sequence.
@@ -55,20 +55,21 @@ Mask = Any
 
 
 def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, method: str, load_balance: bool) -> None:
-    """Replace the attention kernel of `model` in place. The model then takes batches from `shard_sequence`.
+    """Replace the attention kernels of `model` in place. The model then takes batches from `shard_sequence`.
 
-    Raises JobError if the kernel does not support the method.
+    Raises JobError if a kernel does not support the method.
     """
-    check_kernel_method(model.kernel, method)
+    for kernel in model.kernels:
+        check_kernel_method(kernel, method)
     layout = build_layout(cp_mesh.size(), method, load_balance)
     group = cp_mesh.get_group()
     if method == "allgather":
-        model.set_attention_kernel(AllGatherAttention(model.kernel, group, layout))
+        model.set_attention_kernels(AllGatherAttention(kernel, group, layout) for kernel in model.kernels)
     elif method == "ulysses":
-        model.set_attention_kernel(UlyssesAttention(model.kernel, group, layout))
+        model.set_attention_kernels(UlyssesAttention(kernel, group, layout) for kernel in model.kernels)
     else:
         ring = Ring(group, by_all_to_all=method == "alltoall")
-        model.set_attention_kernel(RingAttention(model.kernel, group, layout, ring))
+        model.set_attention_kernels(RingAttention(kernel, group, layout, ring) for kernel in model.kernels)
 
 
 def check_kernel_method(kernel: Kernel, method: str) -> None:

@@ -67,7 +67,7 @@ def apply_tensor_parallel(
     tied = embedding is not None and head is not None and head.weight is embedding.weight
     border = RegionBorder(mesh, sequence_parallel)
     tokens_gradient = Partial() if sequence_parallel else Replicate()
-    if depends_on_head_index(kernel := getattr(model, "kernel", None)):
+    for kernel in filter(depends_on_head_index, getattr(model, "kernels", ())):
         kernel.head_shard = border.rank
 
     for name, module in _matching(model, plan, plan.column):

@@ -267,10 +267,14 @@ def imitate(device: str, parts: list[nn.Module]) -> None:
     for part in parts:
         if part.loss is not None:
             part.loss.device_type = device
-        if isinstance(part.kernel, RingAttention):
-            part.kernel.device_type = device
-        if device == "cuda" and type(part.kernel) is AttentionKernel:
-            part.set_attention_kernel(Flash(part.kernel.backend, part.kernel.causal, part.kernel.window))
+        for kernel in part.kernels:
+            if isinstance(kernel, RingAttention):
+                kernel.device_type = device
+        if device == "cuda":
+            part.set_attention_kernels(
+                Flash(kernel.backend, kernel.causal, kernel.window) if type(kernel) is AttentionKernel else kernel
+                for kernel in part.kernels
+            )
         for module in part.modules():
             if isinstance(module, Float8Linear):
                 module.use_kernel = device == "cuda"

@@ -69,7 +69,11 @@ class Neurocache(StatefulAdapter):
         kwargs = dict(dtype=norm.weight.dtype, device=norm.weight.device)
         for layer in layers.attending:
             attention = blocks[str(layer)].attention
-            if type(attention) is not GroupedQueryAttention or attention.q_norm is not None or not model.kernel.causal:
+            if (
+                type(attention) is not GroupedQueryAttention
+                or attention.q_norm is not None
+                or not attention.kernel.causal
+            ):
                 raise JobError(
                     f"adapter.kind = 'neurocache' with {type(model).__name__}: it is added to causal attention "
                     f"of grouped heads without query norms; allowed are Llama, Mistral and OPT"

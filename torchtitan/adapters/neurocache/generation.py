@@ -56,11 +56,11 @@ def reader_for(model: Decoder, seq_len: int) -> tuple[CachedDecoder, int]:
 @contextmanager
 def incremental_reader(model: Decoder, seq_len: int) -> Iterator[tuple[CachedDecoder, int]]:
     """Yield `reader_for`, and afterwards prepare the model for full batches again."""
-    kernel = model.kernel
+    kernels = list(model.kernels)
     try:
         yield reader_for(model, seq_len)
     finally:
-        model.set_attention_kernel(kernel)
+        model.set_attention_kernels(kernels)
         if model.memory is not None:
             model.memory.decodes = False
             model.memory.clear()

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from torchtitan.models.attention import AttentionKernel, SharedInputs, run_attention
-from torchtitan.models.decoder import Block, Decoder, shared_for_layer
+from torchtitan.models.decoder import AttentionKind, Block, Decoder
 from torchtitan.models.deepseek import CONFIG, DeepseekArgs
 from torchtitan.models.flops import latent_flops_per_token
 from torchtitan.models.hf.names import ATTENTION, EXPERTS, FEED_FORWARD, TensorMap
@@ -143,11 +143,11 @@ class Deepseek(ZeroedBuffers, Decoder):
             return kind(args, LatentAttention(args, kernel))
 
         rotary = YarnRotary(args.qk_rope_head_dim, args.rope_theta, args.rope_scaling)
-        super().__init__(args, rotary, block, attention_backend)
+        super().__init__(args, AttentionKind(rotary), block, attention_backend)
         mtp_loss = torch.zeros((), dtype=torch.float64) if args.n_mtp_layers else None
         self.register_buffer("mtp_loss", mtp_loss, persistent=False)
         for layer in range(args.n_layers, args.n_layers + args.n_mtp_layers):
-            self.layers[str(layer)] = MultiTokenBlock(args, LatentAttention(args, self.kernel))
+            self.layers[str(layer)] = MultiTokenBlock(args, LatentAttention(args, self.kernels[0]))
 
     def extra_loss(
         self,
@@ -169,7 +169,7 @@ class Deepseek(ZeroedBuffers, Decoder):
             layer = self.args.n_layers + depth - 1
             block = self.layers[str(layer)]
             # tokens that roll wraps around have no label
-            x = block(x, self.embed(tokens.roll(-depth, 1)), shared_for_layer(shared, layer))
+            x = block(x, self.embed(tokens.roll(-depth, 1)), self.shared_for_layer(shared, layer))
             targets = {"labels": labels_of_depth(shared.targets["labels"], document_ids, depth)}
             losses.append(self.compute_loss(x, targets, shared))
         mean = torch.stack(losses).mean()

@@ -12,7 +12,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.models.decoder import InputEmbedding
+from torchtitan.models.decoder import AttentionKind, InputEmbedding
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.gpt2 import CONFIG, GPT2Args
 from torchtitan.models.hf.names import TensorMap, with_biases
@@ -33,7 +33,7 @@ class GPT2(LearnedPositionDecoder):
     def __init__(self, args: GPT2Args, attention_backend: str = "auto"):
         super().__init__(
             args,
-            None,
+            AttentionKind(),
             partial(make_block, args, partial(F.gelu, approximate="tanh"), "pre"),
             attention_backend,
             entrance=InputEmbedding(args.dim, args.max_seq_len, dropout=args.dropout),

@@ -8,7 +8,7 @@ rotates feature i with i + head_dim / 2, so the rows of wq and wk are in another
 """
 
 from torchtitan.models.attention import GroupedQueryAttention
-from torchtitan.models.decoder import DECODER_PLAN, Block, Decoder
+from torchtitan.models.decoder import DECODER_PLAN, AttentionKind, Block, Decoder
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, REORDERED, TensorMap
 from torchtitan.models.layers import Rotary
@@ -20,7 +20,7 @@ class Llama(Decoder):
     def __init__(self, args: LlamaArgs, attention_backend: str = "auto"):
         super().__init__(
             args,
-            Rotary(args.head_dim, args.rope_theta, args.rope_scaling),
+            AttentionKind(Rotary(args.head_dim, args.rope_theta, args.rope_scaling)),
             lambda layer, kernel: Block(args, GroupedQueryAttention(args, kernel)),
             attention_backend,
         )

@@ -5,7 +5,7 @@ model's width. Names and order of rows are as in Llama.
 """
 
 from torchtitan.models.attention import GroupedQueryAttention
-from torchtitan.models.decoder import DECODER_PLAN, Block, Decoder
+from torchtitan.models.decoder import DECODER_PLAN, AttentionKind, Block, Decoder
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, REORDERED, TensorMap
 from torchtitan.models.layers import Rotary
@@ -17,10 +17,9 @@ class Mistral(Decoder):
     def __init__(self, args: MistralArgs, attention_backend: str = "auto"):
         super().__init__(
             args,
-            Rotary(args.head_dim, args.rope_theta, args.rope_scaling),
+            AttentionKind(Rotary(args.head_dim, args.rope_theta, args.rope_scaling), args.sliding_window),
             lambda layer, kernel: Block(args, GroupedQueryAttention(args, kernel)),
             attention_backend,
-            window=args.sliding_window,
         )
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.models.decoder import InputEmbedding
+from torchtitan.models.decoder import AttentionKind, InputEmbedding
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import TensorMap, with_biases
 from torchtitan.models.learned_positions.model import (
@@ -44,7 +44,7 @@ class OPT(LearnedPositionDecoder):
         project = nn.Linear(args.word_dim, args.dim, bias=False) if args.projects else None
         super().__init__(
             args,
-            None,
+            AttentionKind(),
             partial(make_block, args, F.relu, args.order),
             attention_backend,
             word_dim=args.word_dim,

@@ -8,7 +8,7 @@ features: the rows of wq and wk and the weights of their norms are in another or
 from dataclasses import replace
 
 from torchtitan.models.attention import GroupedQueryAttention
-from torchtitan.models.decoder import DECODER_PLAN, Block, Decoder
+from torchtitan.models.decoder import DECODER_PLAN, AttentionKind, Block, Decoder
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, QK_NORMS, REORDERED, TensorMap
 from torchtitan.models.layers import Rotary
@@ -20,7 +20,7 @@ class Qwen3(Decoder):
     def __init__(self, args: Qwen3Args, attention_backend: str = "auto"):
         super().__init__(
             args,
-            Rotary(args.head_dim, args.rope_theta, args.rope_scaling),
+            AttentionKind(Rotary(args.head_dim, args.rope_theta, args.rope_scaling)),
             lambda layer, kernel: Block(args, GroupedQueryAttention(args, kernel, qk_norm=True)),
             attention_backend,
         )

@@ -7,7 +7,7 @@ one and transposed there.
 """
 
 from torchtitan.models.attention import GroupedQueryAttention
-from torchtitan.models.decoder import Decoder
+from torchtitan.models.decoder import AttentionKind, Decoder
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import ATTENTION, EXPERTS, QK_NORMS, REORDERED, TensorMap
 from torchtitan.models.layers import Rotary
@@ -22,7 +22,7 @@ class Qwen3MoE(Decoder):
     def __init__(self, args: Qwen3MoEArgs, attention_backend: str = "auto"):
         super().__init__(
             args,
-            Rotary(args.head_dim, args.rope_theta, args.rope_scaling),
+            AttentionKind(Rotary(args.head_dim, args.rope_theta, args.rope_scaling)),
             lambda layer, kernel: MoEBlock(args, GroupedQueryAttention(args, kernel, qk_norm=True)),
             attention_backend,
         )

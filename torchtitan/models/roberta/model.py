@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.models.decoder import InputEmbedding
+from torchtitan.models.decoder import AttentionKind, InputEmbedding
 from torchtitan.models.flops import bidirectional_flops_per_token
 from torchtitan.models.hf.names import TensorMap, with_biases
 from torchtitan.models.learned_positions.model import PLAN, LearnedPositionDecoder, make_block, make_norm
@@ -45,7 +45,7 @@ class Roberta(LearnedPositionDecoder):
         classes = args.n_classes > 0
         super().__init__(
             args,
-            None,
+            AttentionKind(),
             partial(make_block, args, F.gelu, "post"),
             attention_backend,
             causal=args.causal,
