@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from torchtitan.core.errors import JobError
 from torchtitan.models import attention
 from torchtitan.models.attention import AttentionKernel
-from torchtitan.models.layers import RMSNorm, Rotary, SwiGLU, rotate
+from torchtitan.models.layers import RMSNorm, Rotary, SwiGLU, ZeroCenteredRMSNorm, rotate
 from torchtitan.models.sizes import RopeScaling
 from torchtitan.parallelisms import attention_kernels
 from torchtitan.parallelisms.region_attention import RegionTable
@@ -200,17 +200,18 @@ def test_an_unknown_backend_is_refused():
 
 @pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("trained", ["both", "input", "weight"])
-def test_rms_norm_and_its_gradients_equal_torch(dtype, atol, trained):
+@pytest.mark.parametrize("kind, center", [(RMSNorm, 0), (ZeroCenteredRMSNorm, 1)])
+def test_rms_norm_and_its_gradients_equal_torch(kind, center, dtype, atol, trained):
     """Compare with torch in float64. A bfloat16 result is rounded once: half a unit of the last place at 4 is 2^-7."""
-    norm = RMSNorm(24, eps=1e-3).to(dtype)
+    norm = kind(24, eps=1e-3).to(dtype)
     x = torch.randn(3, 5, 24, dtype=dtype, requires_grad=trained != "weight")
-    norm.weight.data = 1 + 0.3 * torch.randn(24, dtype=dtype)
+    norm.weight.data = 1 - center + 0.3 * torch.randn(24, dtype=dtype)
     norm.weight.requires_grad_(trained != "input")
     grad = torch.randn(5, 3, 24, dtype=dtype).transpose(0, 1)  # not contiguous, as attention hands it back
     y = norm(x)
     y.backward(grad)
     wide, weight = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
-    expected = torch.nn.functional.rms_norm(wide, (24,), weight, 1e-3)
+    expected = torch.nn.functional.rms_norm(wide, (24,), center + weight, 1e-3)
     expected.backward(grad.double())
     assert y.dtype == dtype
     for ours, reference in ((y, expected), (x.grad, wide.grad), (norm.weight.grad, weight.grad)):

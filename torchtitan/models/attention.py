@@ -202,21 +202,29 @@ class GroupedSizes(Protocol):
 class GroupedQueryAttention(nn.Module):
     """Grouped-query attention (arXiv:2305.13245): each key/value head serves several query heads.
 
-    It has rotary positions if the layer's kind does. With `qk_norm` each head's query and key are normalized before
-    rotation (arXiv:2302.05442, as in Qwen 3). `bias` applies to all four matrices.
+    It has rotary positions if the layer's kind does. With `qk_norm`, a kind of norm, each head's query and key are
+    normalized before rotation (arXiv:2302.05442, as in Qwen 3). `bias` applies to all four matrices. Scores are scaled
+    by `query_scale` / sqrt(E).
 
     Letters of the shapes: B samples, S tokens, D width, H query heads, K key/value heads, E = head_dim.
     """
 
-    def __init__(self, args: GroupedSizes, kernel: AttentionKernel, qk_norm: bool = False, bias: bool = False):
+    def __init__(
+        self,
+        args: GroupedSizes,
+        kernel: AttentionKernel,
+        qk_norm: type[RMSNorm] | None = None,
+        bias: bool = False,
+        query_scale: float = 1.0,
+    ):
         super().__init__()
-        self.head_dim = args.head_dim
+        self.head_dim, self.query_scale = args.head_dim, query_scale
         self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias)
         self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias)
         self.wv = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias)
-        self.q_norm = RMSNorm(args.head_dim, args.norm_eps) if qk_norm else None
-        self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if qk_norm else None
+        self.q_norm = qk_norm(args.head_dim, args.norm_eps) if qk_norm else None
+        self.k_norm = qk_norm(args.head_dim, args.norm_eps) if qk_norm else None
         self.kernel = kernel
 
     def forward(self, x: torch.Tensor, shared: SharedInputs) -> torch.Tensor:
@@ -227,6 +235,8 @@ class GroupedQueryAttention(nn.Module):
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))  # [B, S, K, E]
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.query_scale != 1:
+            q = q * self.query_scale
         if shared.rotation is not None:
             q, k = rotate(q, shared.rotation), rotate(k, shared.rotation)
         return self.wo(run_attention(self.kernel, q, k, v, shared))  # [B, S, D]

@@ -6,12 +6,14 @@ the routed experts it includes those that a token is sent to, and the router and
 sum of the experts' outputs is a product too, of 6 k D per layer.
 
 Attention adds 12 L A K: L layers, A = heads x head_dim, and K the mean number of keys that a query attends to, which a
-sliding window bounds. If values are not as wide as keys, it adds 6 L heads (d_qk + d_v) K instead. Multi-token
-prediction counts with its layers, and with one more head for each depth. Recomputation and padding never count.
+sliding window bounds; where only some layers have a window, K is the mean over the layers. If values are not as wide as
+keys, it adds 6 L heads (d_qk + d_v) K instead. Multi-token prediction counts with its layers, and with one more head
+for each depth. Recomputation and padding never count.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Sizes(Protocol):
@@ -39,9 +41,15 @@ class FlopsPerToken:
 
 
 def flops_per_token(sizes: Sizes, seq_len: int) -> FlopsPerToken:
-    window = getattr(sizes, "sliding_window", 0) or seq_len
-    full, causal = min(window, seq_len), causal_keys(seq_len, window)
+    full, causal = mean_over_layers(sizes, seq_len, min), mean_over_layers(sizes, seq_len, causal_keys)
     return FlopsPerToken(full=with_keys(sizes, full), causal=with_keys(sizes, causal))
+
+
+def mean_over_layers(sizes: Any, seq_len: int, keys: Callable[[int, int], float]) -> float:
+    """Return the mean over the layers of keys(seq_len, window): `n_global_layers` have no window, by default none."""
+    windowed = keys(seq_len, getattr(sizes, "sliding_window", 0) or seq_len)
+    without = getattr(sizes, "n_global_layers", 0)
+    return windowed + (keys(seq_len, seq_len) - windowed) * without / sizes.n_layers if without else windowed
 
 
 def bidirectional_flops_per_token(sizes: Sizes, seq_len: int) -> FlopsPerToken:

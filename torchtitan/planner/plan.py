@@ -14,7 +14,7 @@ from torchtitan.config.batch_shape import rows_per_sample
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.model import Compile, Parallelism
 from torchtitan.models import resolve_sizes
-from torchtitan.models.flops import causal_keys, flops_per_token, latent_flops_per_token
+from torchtitan.models.flops import causal_keys, flops_per_token, latent_flops_per_token, mean_over_layers
 from torchtitan.models.sizes import STACK, Sizes
 from torchtitan.parallelisms.degrees import NEEDS_DEGREE
 from torchtitan.parallelisms.fsdp_messages import BITS, BLOCK, block_bytes
@@ -142,7 +142,7 @@ class Workload:
     @cached_property
     def mean_keys(self) -> float:
         """Mean number of keys of a query."""
-        return causal_keys(self.seq_len, getattr(self.args, "sliding_window", 0) or self.seq_len)
+        return mean_over_layers(self.args, self.seq_len, causal_keys)
 
     def loss_pieces(self, plan: "Plan") -> int:
         """Return the number of chunks of the head and the loss for one microbatch: one if the plan does not say."""

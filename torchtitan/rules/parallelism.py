@@ -192,8 +192,13 @@ def rings_carry_no_window(facts: Facts) -> Iterator[Fault]:
     method, window = facts.config.parallelism.context_parallel_rotate_method, getattr(facts.args, "sliding_window", 0)
     if facts.cp > 1 and method in RINGS and window:
         allowed = f'"allgather" or "ulysses" with a sliding window (of {window} tokens)'
-        remedy = 'write "allgather", or model.overrides = {sliding_window = 0}'
+        remedy = 'write "allgather"' + _or_without(facts.args, "sliding_window")
         yield facts.fault("parallelism.context_parallel_rotate_method", allowed, remedy)
+
+
+def _or_without(args: Any, size: str) -> str:
+    """Return the end of a remedy that sets a size of the model to 0; empty if the model needs it."""
+    return f", or model.overrides = {{{size} = 0}}" if size in getattr(args, "may_be_zero", ()) else ""
 
 
 def async_tensor_parallel(facts: Facts) -> Iterator[Fault]:
@@ -226,7 +231,7 @@ def groups_fit_the_model(facts: Facts) -> Iterator[Fault]:
     obstacles = {"sliding_window": "a sliding window", "attention_dropout": "attention_dropout"}
     obstacles = {key: description for key, description in obstacles.items() if getattr(args, key, 0)}
     for key, description in obstacles.items():
-        remedy = f"write 0, or model.overrides = {{{key} = 0}}"
+        remedy = "write 0" + _or_without(args, key)
         yield facts.fault(S2_KEY, f"0 for a model with {description} ({getattr(args, key)})", remedy)
     if not getattr(args, "causal", True):
         yield facts.fault(S2_KEY, f"0 for {name}, which has bidirectional attention", "write 0, or train a decoder")

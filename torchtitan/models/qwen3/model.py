@@ -11,7 +11,7 @@ from torchtitan.models.attention import GroupedQueryAttention
 from torchtitan.models.decoder import DECODER_PLAN, AttentionKind, Block, Decoder
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, QK_NORMS, REORDERED, TensorMap
-from torchtitan.models.layers import Rotary
+from torchtitan.models.layers import RMSNorm, Rotary
 from torchtitan.models.qwen3 import CONFIG, Qwen3Args
 from torchtitan.models.spec import HuggingFace, ModelSpec
 
@@ -21,7 +21,7 @@ class Qwen3(Decoder):
         super().__init__(
             args,
             AttentionKind(Rotary(args.head_dim, args.rope_theta, args.rope_scaling)),
-            lambda layer, kernel: Block(args, GroupedQueryAttention(args, kernel, qk_norm=True)),
+            lambda layer, kernel: Block(args, GroupedQueryAttention(args, kernel, qk_norm=RMSNorm)),
             attention_backend,
         )
 

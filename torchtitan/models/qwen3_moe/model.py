@@ -10,7 +10,7 @@ from torchtitan.models.attention import GroupedQueryAttention
 from torchtitan.models.decoder import AttentionKind, Decoder
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import ATTENTION, EXPERTS, QK_NORMS, REORDERED, TensorMap
-from torchtitan.models.layers import Rotary
+from torchtitan.models.layers import RMSNorm, Rotary
 from torchtitan.models.moe import balance
 from torchtitan.models.moe.layer import MoEBlock
 from torchtitan.models.qwen3_moe import CONFIG, Qwen3MoEArgs
@@ -23,7 +23,7 @@ class Qwen3MoE(Decoder):
         super().__init__(
             args,
             AttentionKind(Rotary(args.head_dim, args.rope_theta, args.rope_scaling)),
-            lambda layer, kernel: MoEBlock(args, GroupedQueryAttention(args, kernel, qk_norm=True)),
+            lambda layer, kernel: MoEBlock(args, GroupedQueryAttention(args, kernel, qk_norm=RMSNorm)),
             attention_backend,
         )
 
