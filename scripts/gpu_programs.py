@@ -34,7 +34,7 @@ JOBS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3_moe": ("qwen3_moe_debug", {}),
     "relora": ("relora_debug", WARM | {"adapter.relora.every": 3, "lr_scheduler.restart_warmup_steps": 1}),
     "classification": ("sentiment_debug", WARM),
-    **{name: (LLAMA, {"model.name": name}) for name in ("gpt2", "opt", "mistral")},
+    **{name: (LLAMA, {"model.name": name}) for name in ("gpt2", "opt", "mistral", "gemma3")},
     "masked_words": (LLAMA, MASKED),
     "pairs": (LLAMA, DPO | {"adapter.kind": "lora"}),
     **{f"adapter_{kind}": (LLAMA, {"adapter.kind": kind}) for kind in ("lora", "dora", "qlora")},

@@ -140,6 +140,7 @@ def table() -> list[Combination]:
     """Return all rows of the table."""
     rows = data_parallel() + tensor_and_context_parallel() + pipelines() + experts() + eight_ranks() + adapters()
     rows += float8() + gpt2() + roberta() + neurocache() + embedding_noise() + rope_scaling() + group_attention()
+    rows += windows_of_some_layers()
     return once_in_float32(dict.fromkeys(row if row.pp > 1 else replace(row, microbatch_size=2) for row in rows))
 
 
@@ -535,6 +536,29 @@ def rope_scaling() -> list[Combination]:
         rows += [Combination(**COMPOSED["CP 2"], rope=kind, model=model, method="ulysses", recompute="full")]
     rows += [Combination(**COMPOSED["CP 2"], rope="yarn", method="ring"), Combination(**COMPOSED["PP 2"], rope="yarn")]
     rows += [Combination(**COMPOSED["CP 2 x TP 2"], rope="yarn", recompute="op")]
+    return rows
+
+
+def windows_of_some_layers() -> list[Combination]:
+    """Rows with layers that have a window and others that have none; pipeline stages have different ones."""
+    gemma, exact = dict(model="gemma3"), dict(model="gemma3", microbatch_size=1)
+    rows = [Combination(**LAYOUTS[name], **gemma) for name in ("FSDP 2", "DDP 2")]
+    rows += [Combination(ranks=1, **gemma, compile="block", recompute=mode) for mode in ("none", "op")]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **gemma, precision="bfloat16", recompute="full", document_mask=True)]
+    rows += [Combination(**COMPOSED["TP 2"], **gemma, recompute="op")]
+    rows += [Combination(**COMPOSED["TP 2"], **exact, sequence_parallel=False, document_mask=True)]
+    rows += [
+        Combination(**COMPOSED["TP 2"], **exact, adapter="lora"),
+        Combination(**COMPOSED["TP 2"], **gemma, rope="linear"),
+    ]
+    rows += [Combination(**COMPOSED["CP 2"], **exact, document_mask=True, method=m) for m in ("allgather", "ulysses")]
+    rows += [
+        Combination(**COMPOSED["CP 2"], **exact, balance=False),
+        Combination(**COMPOSED["CP 2"], **gemma, recompute="full"),
+    ]
+    rows += [Combination(**COMPOSED["PP 2"], **exact, schedule=s) for s in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")]
+    rows += [Combination(**COMPOSED["PP 2"], **gemma, schedule="DualPipeV", recompute="full", document_mask=True)]
+    rows += [Combination(**COMPOSED[name], **gemma) for name in ("FSDP 2 x TP 2", "PP 2 x CP 2", "CP 2 x TP 2")]
     return rows
 
 

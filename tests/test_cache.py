@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from tests.support.hf_parity import build, close
-from tests.support.tiny_decoders import DEEPSEEK, LLAMA, MISTRAL, QWEN3_MOE
+from tests.support.tiny_decoders import DEEPSEEK, GEMMA3, LLAMA, MISTRAL, QWEN3_MOE
 from torchtitan.commands.generate import sample
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
 from torchtitan.models.deepseek.model import Deepseek
+from torchtitan.models.gemma3.model import Gemma3
 from torchtitan.models.kv_cache import CachedDecoder
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import Mistral
@@ -19,6 +20,7 @@ MODELS = {
     "deepseek, values narrower than keys": (Deepseek, DEEPSEEK["v2 lite"]),
     "deepseek, groups of experts": (Deepseek, DEEPSEEK["v3"]),
     "mistral, a window": (Mistral, MISTRAL["window"]),
+    "gemma3, windows in some layers": (Gemma3, GEMMA3["plain"]),
     "qwen3_moe": (Qwen3MoE, QWEN3_MOE["published"]),
 }
 
@@ -54,6 +56,14 @@ def test_of_a_window_no_more_is_kept_than_the_next_token_sees():
     for end in range(10, 61):
         remembering(ids[:, :end])
     assert all(kernel.num_cached == 4 and kernel.cached_tensors[0].shape[2] <= 2 * 10 for kernel in remembering.kernels)
+
+
+@torch.no_grad()
+def test_layers_without_a_window_keep_all_tokens():
+    remembering, ids = CachedDecoder(build(*MODELS["gemma3, windows in some layers"])), torch.arange(60)[None] % 64
+    for end in range(10, 61):
+        remembering(ids[:, :end])
+    assert [kernel.num_cached for kernel in remembering.kernels] == [4, 60, 4]
 
 
 @torch.no_grad()

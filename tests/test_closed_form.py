@@ -133,8 +133,15 @@ WIDE = [
     "--activation_checkpoint.mode=full",
 ]
 QUANTIZED = ["--parallelism.fsdp_quantized_reduce=int4", "--parallelism.fsdp_quantized_gather=int8"]
+GEMMA = [
+    *("--model.name=gemma3", "--model.flavor=4B", "--model.overrides={n_layers=6}", "--training.seq_len=4096"),
+    *("--training.local_batch_size=2", "--parallelism.data_parallel_shard_degree=8", "--model.tokenizer_path=bytes"),
+    "--training.document_mask=false",
+]
+"""Norms of the outputs too; two rotations; a large tied embedding."""
 SAMPLES = {
     "dense": [*memory_plans(1, 4, DENSE), memory_plan(3, 3, DENSE), memory_plan(5, 7, DENSE)],
+    "windows": [(8, [*GEMMA, f"--activation_checkpoint.mode={mode}"]) for mode in ("none", "selective", "full")],
     "context": [(32, [*CONTEXT, ROTATION + method]) for method in ("allgather", "ulysses", "alltoall")],
     "second shards": [
         (32, [*WIDE, "--parallelism.fsdp_reshard_after_forward=2"]),

@@ -52,6 +52,7 @@ MICRO_SIZES = {
     **{name: dict(multiple_of=16, n_kv_heads=2) for name in ("llama3", "llama3.1", "llama3.2")},
     "deepseek": LATENT | dict(ffn_dim=64, expert_dim=32, aux_loss_weight=0.1),
     "gpt2": dict(ffn_dim=96, max_seq_len=32, dropout=0.25, attention_dropout=0.25),
+    "gemma3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, global_interval=2, query_scalar=24),
     "mistral": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7),
     "opt": dict(ffn_dim=96, max_seq_len=32, order="post", embed_dim=32),
     "qwen3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),

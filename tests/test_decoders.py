@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.hf_parity import build, close, tokens_for
 from tests.support.pool import run_ranks
-from tests.support.tiny_decoders import DEEPSEEK, GPT2, LLAMA, MISTRAL, OPT, QWEN3, QWEN3_MOE, ROBERTA
+from tests.support.tiny_decoders import DEEPSEEK, GEMMA3, GPT2, LLAMA, MISTRAL, OPT, QWEN3, QWEN3_MOE, ROBERTA
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models import SIZES
 from torchtitan.models.moe.layer import MoEBlock
@@ -30,6 +30,12 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("deepseek", "16B"): 15_706_484_224,
     ("deepseek", "236B"): 235_741_434_880,
     ("deepseek", "671B"): 671_026_404_352,  # without multi-token prediction and the 14,848 biases
+    ("gemma3", "270M"): 268_098_176,
+    ("gemma3", "1B"): 999_885_952,
+    # without the 416,866,032 parameters that read images, and their projection, width x 1152 + 1152
+    ("gemma3", "4B"): 4_300_079_472 - 416_866_032 - 1152 * (2560 + 1),
+    ("gemma3", "12B"): 12_187_325_040 - 416_866_032 - 1152 * (3840 + 1),
+    ("gemma3", "27B"): 27_432_406_640 - 416_866_032 - 1152 * (5376 + 1),
     ("gpt2", "124M"): 124_439_808,
     ("gpt2", "355M"): 354_823_168,
     ("gpt2", "774M"): 774_030_080,
@@ -69,6 +75,7 @@ TINY = {
     "v2": ("deepseek", DEEPSEEK["v2"]),
     "v3": ("deepseek", DEEPSEEK["v3"]),
     "mistral": ("mistral", MISTRAL["window"]),
+    "gemma": ("gemma3", GEMMA3["plain"]),
     "dense qwen": ("qwen3", QWEN3["plain"]),
     "qwen": ("qwen3_moe", QWEN3_MOE["published"]),
     "gpt2": ("gpt2", GPT2["words"]),
@@ -77,7 +84,7 @@ TINY = {
     "roberta": ("roberta", ROBERTA["words"]),
     "classes": ("roberta", ROBERTA["classes"]),
 }
-ONE_OF_EACH = ["llama", "v3", "mistral", "dense qwen", "qwen", "gpt2", "opt 350M", "roberta"]
+ONE_OF_EACH = ["llama", "v3", "mistral", "gemma", "dense qwen", "qwen", "gpt2", "opt 350M", "roberta"]
 
 
 def tiny_model(name, dtype=torch.float32):
@@ -121,7 +128,8 @@ def test_active_parameters_count_only_the_chosen_experts(family, flavor):
 # an expert multiplies its rows together, so another row may change the last bit
 @pytest.mark.parametrize(
     "name, tolerance",
-    [("llama", 0.0), ("v3", 1e-12), ("mistral", 0.0), ("dense qwen", 0.0), ("qwen", 1e-12), ("gpt2", 0.0)],
+    [("llama", 0.0), ("v3", 1e-12), ("mistral", 0.0), ("gemma", 0.0), ("dense qwen", 0.0), ("qwen", 1e-12)]
+    + [("gpt2", 0.0)],
 )
 def test_a_later_token_changes_nothing_before_it(name, tolerance):
     model, x = tiny_model(name, torch.float64), tokens(name)

@@ -44,7 +44,9 @@ def counted_of(model, length=64):
 
 
 # plain, grouped, grouped and tied heads; heads that do not add up to the width
-@pytest.mark.parametrize("family", ["llama3", "llama3.1", "llama3.2", "mistral", "qwen3", "gpt2", "opt", "roberta"])
+@pytest.mark.parametrize(
+    "family", ["llama3", "llama3.1", "llama3.2", "mistral", "gemma3", "qwen3", "gpt2", "opt", "roberta"]
+)
 def test_equal_to_torchs_counter(family):
     args = dataclasses.replace(SIZES[family]["debugmodel"], n_layers=2, vocab_size=256)
     assert counted_per_token(args, MODELS[family].build) == pytest.approx(flops_per_token(args, 64).full, rel=1e-3)
@@ -102,6 +104,15 @@ def test_a_window_bounds_the_keys():
     flops, weights = MODELS["mistral"].flops_per_token(args, 32768), 6 * args.num_matmul_parameters
     assert flops.full - weights == 12 * 32 * 4096 * 4096
     assert flops.causal - weights == pytest.approx(12 * 32 * 4096 * (4096 - 4096 * 4095 / 2 / 32768))
+
+
+def test_windows_of_some_layers_bound_their_keys():
+    """Of the 26 layers of Gemma 3 1B, 22 have a window of 512 and 4 have none."""
+    args = SIZES["gemma3"]["1B"]
+    flops, weights = MODELS["gemma3"].flops_per_token(args, 32768), 6 * args.num_matmul_parameters
+    assert flops.full - weights == pytest.approx(12 * 4 * 256 * (22 * 512 + 4 * 32768))
+    causal = 22 * causal_keys(32768, 512) + 4 * causal_keys(32768)
+    assert flops.causal - weights == pytest.approx(12 * 4 * 256 * causal)
 
 
 def test_keys_per_query_by_counting():

@@ -14,6 +14,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -26,7 +27,18 @@ from transformers import (
 from tests.support.hf_parity import build, close, eager, refuse_config, tokens_for
 from tests.support.jobs import ROOT
 from tests.support.judged import lines
-from tests.support.tiny_decoders import DEEPSEEK, GPT2, LLAMA, MISTRAL, MULTI_TOKEN, OPT, QWEN3, QWEN3_MOE, ROBERTA
+from tests.support.tiny_decoders import (
+    DEEPSEEK,
+    GEMMA3,
+    GPT2,
+    LLAMA,
+    MISTRAL,
+    MULTI_TOKEN,
+    OPT,
+    QWEN3,
+    QWEN3_MOE,
+    ROBERTA,
+)
 from torchtitan.build import parts as assembly
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
@@ -45,6 +57,8 @@ SHAPES = {
     "deepseek v2": (DEEPSEEK["v2"], DeepseekV2Config),
     "deepseek v3": (DEEPSEEK["v3"], DeepseekV3Config),
     "deepseek plain": (DEEPSEEK["v3 plain"], DeepseekV3Config),
+    "gemma3": (GEMMA3["plain"], Gemma3TextConfig),
+    "gemma3 scaled": (GEMMA3["scaled, not tied"], Gemma3TextConfig),
     "gpt2": (GPT2["words"], GPT2Config),
     "mistral": (MISTRAL["window"], MistralConfig),
     "opt": (OPT["words"], OPTConfig),
@@ -126,6 +140,11 @@ DECODER = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "ro
 OPTIONAL = {  # numbers that a config may leave out; those that may be null
     "llama3": (DECODER, DECODER[:1]),
     "mistral": ((*DECODER, "head_dim", "sliding_window"), ("num_key_value_heads", "head_dim", "sliding_window")),
+    "gemma3": (
+        (*DECODER, "head_dim", "rope_local_base_freq", "sliding_window", "sliding_window_pattern")
+        + ("query_pre_attn_scalar",),
+        (),
+    ),
     "qwen3": ((*DECODER, "head_dim"), ("num_key_value_heads", "head_dim")),
     "qwen3_moe": ((*DECODER[1:], "head_dim", "router_aux_loss_coef"), ("head_dim",)),
     "deepseek v3": (

@@ -8,12 +8,13 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from tests.support.hf_parity import build, close, tokens_for
-from tests.support.tiny_decoders import LLAMA, MISTRAL, OPT
+from tests.support.tiny_decoders import GEMMA3, LLAMA, MISTRAL, OPT
 from torchtitan.build import parts as jobs
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
 from torchtitan.models import attention
 from torchtitan.models.attention import AttentionKernel, ShiftedGroups, use_shifted_groups
+from torchtitan.models.gemma3.model import Gemma3
 from torchtitan.models.kv_cache import CachedDecoder
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import Mistral
@@ -177,6 +178,7 @@ WRONG = [
         "given 15; allowed: an even number, as groups are shifted by half a group; write 14",
     ),
     (["--model.name=mistral"], "0 for a model with a sliding window (64); write 0, or model.overrides = {sliding_w"),
+    (["--model.name=gemma3"], "0 for a model with a sliding window (64); write 0"),
     (["--model.name=gpt2", "--model.overrides={attention_dropout = 0.1}"], "a model with attention_dropout (0.1)"),
     (["--model.name=roberta"], "0 for roberta, which has bidirectional attention; write 0, or train a decoder"),
     (["--model.overrides={n_heads = 1, dim = 16}"], "n_heads = 1, an odd number: half of the heads use shifted groups"),
@@ -205,7 +207,7 @@ def test_context_parallel_methods_with_their_own_attention_are_refused(method):
 DROPPING = dataclasses.replace(OPT["words"], attention_dropout=0.1)
 
 
-@pytest.mark.parametrize("model, args", [(Mistral, MISTRAL["window"]), (OPTModel, DROPPING)], ids=["window", "drops"])
+@pytest.mark.parametrize("model, args", [(Mistral, MISTRAL["window"]), (Gemma3, GEMMA3["plain"]), (OPTModel, DROPPING)])
 def test_models_with_other_attention_are_refused(model, args):
     with pytest.raises(JobError, match="given 8; allowed: 0 for .*, whose attention .* is not plainly causal"):
         use_shifted_groups(model(args), 8)

@@ -26,7 +26,7 @@ from torchtitan.models.llama import CONFIG
 from torchtitan.models.spec import MODELS
 
 TOKENIZER = jobs.ROOT / "tests/assets/tokenizer/tiktoken.model"
-FAMILIES = ["llama3.2", "deepseek v2", "deepseek v3", "gpt2", "mistral", "opt 350M", "qwen3", "qwen3_moe"]
+FAMILIES = ["llama3.2", "deepseek v2", "deepseek v3", "gemma3", "gpt2", "mistral", "opt 350M", "qwen3", "qwen3_moe"]
 
 
 def write_hf_model(shape: str, folder: Path) -> None:

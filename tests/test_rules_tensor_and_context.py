@@ -102,6 +102,11 @@ CONTEXT = [
         )
         for method in ("ring", "alltoall")
     ),
+    (
+        [CP + "2", METHOD + "alltoall", "--model.name=gemma3"],
+        'context_parallel_rotate_method: given "alltoall"; allowed: "allgather" or "ulysses" with a sliding '
+        'window (of 64 tokens); write "allgather"',
+    ),
 ]
 
 

@@ -5,6 +5,7 @@
 
 import contextlib
 import json
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -75,13 +76,16 @@ def exact(modeling: ModuleType, model, hf_model, monkeypatch):
     """
     with monkeypatch.context() as patch:
         patch.setattr(modeling, "torch", _Wide())
-        frequencies = hf_model.model.rotary_emb.inv_freq.double()
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
-        def rotation(positions):
+        def rotation(frequencies, positions):
             angles = positions[..., None, None].double() * frequencies
             return torch.stack((angles.cos(), angles.sin()), dim=-1)
 
-        model.kinds[0].rotary.forward = rotation
+        kinds = [""] if len(model.kinds) == 1 else ["sliding_attention_", "full_attention_"]
+        for kind, name in zip(model.kinds, kinds, strict=True):
+            frequencies = getattr(hf_model.model.rotary_emb, f"{name}inv_freq").double()
+            kind.rotary.forward = partial(rotation, frequencies)
         yield
 
 

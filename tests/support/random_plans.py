@@ -48,6 +48,7 @@ COMMON = dict(dim=48, n_heads=6, vocab_size=264)
 SIZES_OF = {
     **dict.fromkeys(("llama2",), dict(multiple_of=16)),
     **dict.fromkeys(("llama3", "llama3.1", "llama3.2"), dict(multiple_of=16, n_kv_heads=2)),
+    "gemma3": dict(n_kv_heads=3, head_dim=16, ffn_dim=96, sliding_window=9, global_interval=2, query_scalar=16),
     "mistral": dict(n_kv_heads=3, head_dim=16, ffn_dim=96, sliding_window=9),
     "qwen3": dict(n_kv_heads=3, head_dim=16, ffn_dim=96),
     "qwen3_moe": dict(n_kv_heads=6, head_dim=8, expert_dim=24, n_experts=6, top_k=2),
@@ -178,7 +179,7 @@ def adjust_parameters(config: JobConfig, named_parameters: Iterable[tuple[str, t
     if config.parallelism.fsdp_quantized_gather != "none":
         for _, parameter in named_parameters:
             largest = full(parameter.abs().max()).item()
-            scale = 2.0 ** math.floor(math.log2(REPRESENTABLE / largest))
+            scale = 2.0 ** math.floor(math.log2(REPRESENTABLE / largest)) if largest else 1.0
             parameter.copy_((parameter * scale).round() / scale)
 
 

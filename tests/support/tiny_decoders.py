@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
+from torchtitan.models.gemma3 import Gemma3Args
 from torchtitan.models.gpt2 import GPT2Args
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.mistral import MistralArgs
@@ -70,6 +71,34 @@ _MISTRAL = MistralArgs(
 MISTRAL = {
     "window": replace(_MISTRAL, sliding_window=5, rope_theta=5000.0),
     "no window, tied": replace(_MISTRAL, head_dim=8, tied_embeddings=True, norm_eps=1e-6),
+}
+
+_GEMMA3 = Gemma3Args(
+    dim=64,  # with a square root that transformers' float32 holds exactly
+    n_layers=3,  # of which the second is global
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,  # 4 x 8 is not 64
+    ffn_dim=48,
+    vocab_size=64,
+    rope_theta=5000.0,
+    local_rope_theta=50.0,
+    sliding_window=5,
+    global_interval=2,
+    query_scalar=24,
+    max_seq_len=128,
+)
+GEMMA3 = {
+    "plain": _GEMMA3,
+    "scaled, not tied": replace(
+        _GEMMA3,
+        n_layers=4,
+        n_kv_heads=1,
+        global_interval=3,
+        query_scalar=8,
+        rope_scaling=RopeScaling(8.0, kind="linear"),
+        tied_embeddings=False,
+    ),
 }
 
 _DENSE_QWEN3 = Qwen3Args(

@@ -13,6 +13,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.registry import Registry
 from torchtitan.models.deepseek import FAMILY as DEEPSEEK
 from torchtitan.models.family import ConfigConverter, Family
+from torchtitan.models.gemma3 import FAMILY as GEMMA3
 from torchtitan.models.gpt2 import FAMILY as GPT2
 from torchtitan.models.llama import LLAMAS
 from torchtitan.models.mistral import FAMILY as MISTRAL
@@ -24,6 +25,7 @@ from torchtitan.models.roberta import FAMILY as ROBERTA
 FAMILIES: dict[str, Family] = {
     **LLAMAS,
     "deepseek": DEEPSEEK,
+    "gemma3": GEMMA3,
     "gpt2": GPT2,
     "mistral": MISTRAL,
     "opt": OPT,

@@ -76,6 +76,7 @@ Sizes = dict[str, tuple[int, int]]
 Names = tuple[str, ...]
 NORMS: Names = ("attention_norm.weight", "ffn_norm.weight")
 QK_NORMS: Names = ("attention.q_norm.weight", "attention.k_norm.weight")
+POST_NORMS: Names = ("attention_post_norm.weight", "ffn_post_norm.weight")
 ENDS: Names = ("tok_embeddings.weight", "norm.weight")
 """Names of parameters, other than linear layers, in a block and outside of the blocks."""
 STACK = "moe.experts"

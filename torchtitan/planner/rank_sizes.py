@@ -5,7 +5,7 @@ import operator
 from dataclasses import dataclass
 from functools import cached_property
 
-from torchtitan.models.sizes import STACK, split_side
+from torchtitan.models.sizes import POST_NORMS, STACK, split_side
 from torchtitan.parallelisms.pipeline.cut import schedule_traits
 from torchtitan.planner.rank_weights import RankWeights
 
@@ -112,7 +112,8 @@ class RankSizes(RankWeights):
 
     @property
     def _rotation(self) -> float:
-        return 4 * self.tokens * getattr(self.args, "qk_rope_head_dim", getattr(self.args, "head_dim", 0))
+        bases = 1 + hasattr(self.args, "local_rope_theta")
+        return 4 * bases * self.tokens * getattr(self.args, "qk_rope_head_dim", getattr(self.args, "head_dim", 0))
 
     def _stored(self, layer: int) -> float:
         recompute = self.config.activation_checkpoint
@@ -156,7 +157,8 @@ class RankSizes(RankWeights):
     def _activations(self, layer: int) -> float:
         """Return what autograd stores of a layer without recompute."""
         width, b = self.args.dim, self.compute
-        norms = self.local_tokens * (2 * b * width + 8) + self.tokens * b * width
+        outside = 1 + (POST_NORMS[0] in self.args.block_others(layer))  # pairs of norms
+        norms = outside * self.local_tokens * (2 * b * width + 8) + self.tokens * b * width
         return norms + self._attention(layer) + self._feed_forward(layer)
 
     def _feed_forward(self, layer: int) -> float:

@@ -29,6 +29,7 @@ STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 RANGES = {
     "norm_eps": (1e-20, 0.1),
     "rope_theta": (1.0, 1e12),
+    "local_rope_theta": (1.0, 1e12),
     "ffn_dim_multiplier": (1e-3, 1e3),
     "factor": (1e-3, 1e6),
     "low_freq_factor": (1e-3, 1e6),
@@ -44,6 +45,7 @@ RANGES = {
 """Allowed ranges of arguments, far beyond all published models (norms 1e-12 to 1e-5, theta 1e4 to 5e10)."""
 HF_KEYS = {
     "norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
+    "local_rope_theta": ("rope_local_base_freq",),
     "route_scale": ("routed_scaling_factor",),
     "aux_loss_weight": ("router_aux_loss_coef", "aux_loss_alpha"),
 }
@@ -218,23 +220,23 @@ def rope_kind(config: Mapping[str, Any]) -> str:
     return rope.get("rope_type", rope.get("type", "default"))
 
 
-def rope_theta(config: Mapping[str, Any]) -> float:
+def rope_theta(config: Mapping[str, Any], default: float = 10000.0) -> float:
     rope = rope_config(config)
-    return read_number(rope if "rope_theta" in rope else config, "rope_theta", 10000.0)
+    return read_number(rope if "rope_theta" in rope else config, "rope_theta", default)
 
 
-def decoder_sizes(config: Mapping[str, Any], max_seq_len: int, *more: str) -> dict[str, Any]:
+def decoder_sizes(config: Mapping[str, Any], max_seq_len: int, *more: str, theta: float = 10000.0) -> dict[str, Any]:
     """Return the arguments of a decoder that `decoder_config` writes, except the number of key/value heads.
 
-    Its default differs between families. `max_seq_len`: transformers' default. Raises JobError for an invalid number,
-    also of the keys in `more`.
+    Its default differs between families. `max_seq_len` and `theta`: transformers' defaults. Raises JobError for an
+    invalid number, also of the keys in `more`.
     """
     needed = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
     needed |= {"vocab_size": "vocab_size"}
     check_numbers(config, [*needed.values(), *more])
     return {argument: config[hf_name] for argument, hf_name in needed.items()} | {
         "norm_eps": read_number(config, "rms_norm_eps", 1e-6),
-        "rope_theta": rope_theta(config),
+        "rope_theta": rope_theta(config, theta),
         "tied_embeddings": config.get("tie_word_embeddings", False),
         "max_seq_len": read_number(config, "max_position_embeddings", max_seq_len),
     }

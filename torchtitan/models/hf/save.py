@@ -251,7 +251,7 @@ def _write_values(path: Path, header: bytes, tensor_map: TensorMap, values: Iter
 GENERATION = "generation_config.json"
 SOURCE_ONLY_FIELDS = ("quantization_config", "auto_map", "transformers_version", "_name_or_path", "dtype")
 """Fields that describe the source's files (8 bits, code, author) and do not apply to the written ones."""
-REWRITTEN_FIELDS = ("torch_dtype", "rope_theta", "rope_scaling", "num_nextn_predict_layers")
+REWRITTEN_FIELDS = ("torch_dtype", "rope_theta", "rope_scaling", "rope_local_base_freq", "num_nextn_predict_layers")
 """Fields that `ConfigConverter.to_hf` always rewrites: in a spelling for older programs, and the number of depths."""
 TASK_FIELDS = ("architectures", "id2label", "label2id")
 """Fields of the model's task, which may differ from the source's."""

@@ -1,0 +1,162 @@
+"""Gemma 3 for text: arguments, published sizes, and conversion from and to config.json (Gemma3TextConfig).
+
+No torch here, so `torchtitan check` stays quick.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.core.errors import JobError
+from torchtitan.models.family import ConfigConverter, Family
+from torchtitan.models.hf.config import (
+    check_supported,
+    decoder_config,
+    decoder_sizes,
+    read_number,
+    rope_config,
+    rotary_config,
+    scaling_from_hf,
+)
+from torchtitan.models.sizes import (
+    NORMS,
+    POST_NORMS,
+    QK_NORMS,
+    GatedArgs,
+    Names,
+    RopeScaling,
+    check_positive,
+    check_whole_heads,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Args(GatedArgs):
+    """Local layers have a sliding window; the last of each `global_interval` layers is global and has none.
+
+    `rope_theta` and `rope_scaling` are those of the global layers.
+    """
+
+    head_dim: int = 256
+    vocab_size: int = 262208
+    norm_eps: float = 1e-6
+    rope_theta: float = 1000000.0
+    local_rope_theta: float = 10000.0
+    sliding_window: int = 1024  # number of tokens that a token of a local layer attends to, with itself
+    global_interval: int = 6
+    query_scalar: int = 256  # scores are divided by its square root
+    tied_embeddings: bool = True
+    max_seq_len: int = 131072
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "sliding_window", "global_interval", "query_scalar")
+        check_whole_heads(self)  # transformers' config demands it
+
+    def is_global(self, layer: int) -> bool:
+        return (layer + 1) % self.global_interval == 0
+
+    @property
+    def n_global_layers(self) -> int:
+        return self.n_layers // self.global_interval
+
+    def block_others(self, layer: int) -> Names:
+        return NORMS + POST_NORMS + QK_NORMS
+
+    @property
+    def _norm_parameters(self) -> int:
+        return super()._norm_parameters + self.n_layers * 2 * (self.dim + self.head_dim)
+
+
+_debug: dict[str, Any] = dict(dim=256, n_layers=6, n_heads=4, n_kv_heads=2, head_dim=64, ffn_dim=768, vocab_size=2048)
+_small: dict[str, Any] = dict(n_heads=4, n_kv_heads=1, vocab_size=262144, sliding_window=512, max_seq_len=32768)
+_scaled: dict[str, Any] = dict(rope_scaling=RopeScaling(8.0, kind="linear"))
+GEMMA3 = {
+    "debugmodel": Gemma3Args(**_debug, sliding_window=64, global_interval=3, query_scalar=64, max_seq_len=32768),
+    "270M": Gemma3Args(dim=640, n_layers=18, ffn_dim=2048, **_small),
+    "1B": Gemma3Args(dim=1152, n_layers=26, ffn_dim=6912, **_small),
+    # of the models that read images too, the text part
+    "4B": Gemma3Args(dim=2560, n_layers=34, n_heads=8, n_kv_heads=4, ffn_dim=10240, **_scaled),
+    "12B": Gemma3Args(dim=3840, n_layers=48, n_heads=16, n_kv_heads=8, ffn_dim=15360, **_scaled),
+    "27B": Gemma3Args(
+        dim=5376, n_layers=62, n_heads=32, n_kv_heads=16, head_dim=128, ffn_dim=21504, query_scalar=168, **_scaled
+    ),
+}
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+"""transformers' names of the kinds of layers."""
+
+
+def _layer_types(n_layers: int, interval: int) -> list[str]:
+    return [GLOBAL if (layer + 1) % interval == 0 else LOCAL for layer in range(n_layers)]
+
+
+def _to_hf(args: Gemma3Args, dtype: Any = "float32") -> dict[str, Any]:
+    """Return the fields of transformers' Gemma3TextConfig."""
+    gemma3_fields = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "head_dim": args.head_dim,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "intermediate_size": args.ffn_dim,
+        "layer_types": _layer_types(args.n_layers, args.global_interval),
+        "query_pre_attn_scalar": args.query_scalar,
+        "rope_local_base_freq": args.local_rope_theta,
+        "sliding_window": args.sliding_window,
+        "sliding_window_pattern": args.global_interval,
+    }
+    shared_fields = decoder_config(args, dtype)
+    del shared_fields["hidden_act"]
+    return shared_fields | rotary_config(args) | gemma3_fields
+
+
+def _from_hf(config: Mapping[str, Any]) -> Gemma3Args:
+    if config["model_type"] == "gemma3":
+        raise JobError(
+            "model_type = 'gemma3', a model of images and text; allowed: 'gemma3_text', as only the text models are "
+            "supported; docs/finetuning.md shows how to save its text part as one"
+        )
+    only = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use_bidirectional_attention": False}
+    check_supported(config, only | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
+    rope = rope_config(config)
+    if rope.keys() & {LOCAL, GLOBAL}:  # as transformers 5 writes it
+        local_rope = rope_config({"rope_parameters": rope.get(LOCAL)})
+        check_supported(local_rope, {"rope_type": "default"})
+        config = {**config, "rope_parameters": rope.get(GLOBAL)}
+        if "rope_theta" in local_rope:
+            config["rope_local_base_freq"] = local_rope["rope_theta"]
+    sizes = decoder_sizes(config, 131072, "intermediate_size", theta=1000000.0)
+    return Gemma3Args(
+        **sizes | {"tied_embeddings": config.get("tie_word_embeddings", True)},
+        rope_scaling=scaling_from_hf(config),
+        local_rope_theta=read_number(config, "rope_local_base_freq", 10000.0),
+        n_kv_heads=read_number(config, "num_key_value_heads", 4),
+        ffn_dim=config["intermediate_size"],
+        head_dim=read_number(config, "head_dim", 256),
+        sliding_window=read_number(config, "sliding_window", 4096),
+        global_interval=_read_interval(config, sizes["n_layers"]),
+        query_scalar=read_number(config, "query_pre_attn_scalar", 256),
+    )
+
+
+def _read_interval(config: Mapping[str, Any], n_layers: int) -> int:
+    """Return the global interval from a list of layer types or, without one, from the pattern's length."""
+    name = "_sliding_window_pattern" if "_sliding_window_pattern" in config else "sliding_window_pattern"
+    interval = read_number(config, name, 6)
+    if (types := config.get("layer_types")) is None:
+        return interval
+    if isinstance(types, list) and GLOBAL in types:
+        interval = types.index(GLOBAL) + 1
+    elif interval <= n_layers:
+        interval = n_layers + 1
+    if types != _layer_types(n_layers, interval):
+        raise JobError(
+            f"layer_types = {types!r}; allowed: {n_layers} entries, {GLOBAL!r} for every n-th layer and {LOCAL!r} for "
+            "all others"
+        )
+    return interval
+
+
+CONFIG = ConfigConverter(model_types=("gemma3_text", "gemma3"), to_hf=_to_hf, from_hf=_from_hf)
+
+
+FAMILY = Family(sizes=GEMMA3, config=CONFIG, spec="torchtitan.models.gemma3.model:SPEC", publisher="google")
