@@ -133,11 +133,26 @@ def test_expert_parallel_gathers_only_what_is_sharded():
     dense, experts = timer.rank_weights(plan)
     gather, blocks = timer.messages.gather, timer.workload.args.n_layers
     assert plan.expert_shards == 1
-    assert timer._gather(plan, timer.rank_weights(plan)) == gather(2 * dense, 64, 1, blocks)
+    assert timer.messages.gather_weights(plan, 2 * dense, experts) == gather(2 * dense, 64, 1, blocks)
     half = dataclasses.replace(plan, ep=32)
     dense, experts = timer.rank_weights(half)
     expected = gather(2 * dense, 64, 1, blocks) + gather(2 * experts, 2, 32, blocks)
-    assert timer._gather(half, timer.rank_weights(half)) == expected
+    assert timer.messages.gather_weights(half, 2 * dense, experts) == expected
+
+
+def test_fsdp_gathers_blocks_twice_and_both_ends_once():
+    """The embedding and the head stay gathered from forward to backward, as parallelisms/data_parallel.py has it."""
+    config = load("llama3_8b")
+    timer = StepTimer(Workload.of(config, 8), H100)
+    plan = Plan(shards=8)
+    dense, _ = timer.rank_weights(plan)
+    ends, gather, blocks = 2 * 128256 * 4096, timer.messages.gather, 32
+    reduced = gather(4 * dense, 8, 1, blocks)
+    total = gather(2 * dense, 8, 1, blocks) + gather(2 * (dense - ends), 8, 1, blocks) + reduced
+    assert timer._fsdp(plan, timer.rank_weights(plan), computed=0.0) == pytest.approx(total * (1 + 1 / blocks))
+    stays = dataclasses.replace(timer, workload=dataclasses.replace(timer.workload, reshard="never"))
+    total = gather(2 * dense, 8, 1, blocks) + reduced
+    assert stays._fsdp(plan, timer.rank_weights(plan), computed=0.0) == pytest.approx(total * (1 + 1 / blocks))
 
 
 def test_fitted_factors_are_recovered():

@@ -99,21 +99,19 @@ def _in_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
     """
     earlier, sums = sizes.earlier_gradients, sizes.replica_sums(0.0)
     gathered = _sizes(gathered=sizes.all_gathered, gradients=earlier, activations=sums)
-    always = gathered + _sizes(gradients=sizes.all_weights * sizes.summed_bytes)
-    always += _sizes(activations=sizes.waiting_gradients)
+    base = gathered + _sizes(gradients=sizes.all_weights * sizes.summed_bytes)
+    base += _sizes(activations=sizes.waiting_gradients)
     forwards_first = sizes.forwards_first and sizes.microbatches > 1
     if sizes.has_head:  # where all forwards precede the gradients, the losses of all other microbatches wait
         loss = _sizes(activations=sizes.stored_at_loss - sizes.overcount + sizes.head_inputs, logits=sizes.loss_peak)
-        yield loss + (
-            gathered + _sizes(logits=(sizes.microbatches - 1) * sizes.loss_kept) if forwards_first else always
-        )
+        yield loss + (gathered + _sizes(logits=(sizes.microbatches - 1) * sizes.loss_kept) if forwards_first else base)
     if forwards_first:
         yield from (state + _sizes(activations=sums) for state in _after_all_forwards(sizes, earlier))
     else:
-        work = sizes.recomputed + sizes.hidden
+        transient = sizes.recomputed + sizes.hidden
         stored = sizes.stored - sizes.overcount
-        yield always + _sizes(activations=stored + work, gradients=sizes.head_computed)
-        yield always + _sizes(gradients=sizes.pipeline_tail)  # of the first unit
+        yield base + _sizes(activations=stored + transient, gradients=sizes.head_computed)
+        yield base + _sizes(gradients=sizes.pipeline_tail)  # of the first unit
     all_sums = sizes.replica_sums(sizes.gradients)
     yield _sizes(gradients=sizes.gradients, activations=all_sums + sizes.block_reduced)  # of the last unit
 
@@ -124,29 +122,29 @@ def _after_all_forwards(sizes: RankSizes, earlier: float) -> Iterator[Bytes]:
     Microbatches that are done free what they have stored. Gradients of a stage are reduced, and its parameters freed,
     after its last microbatch. `earlier`: bytes of gradients of earlier batches of the step.
     """
-    count, work = sizes.microbatches, sizes.recomputed + sizes.hidden
-    for number in reversed(range(sizes.chunks)):
-        before = count * sum(map(sizes.stored_of_stage, sizes.stages[:number]))
-        one, weights = sizes.stored_of_stage(sizes.stages[number]), sizes.weights_of_stage(sizes.stages[number])
-        later = sum(map(sizes.weights_of_stage, sizes.stages[number + 1 :]))
-        reduced = max(earlier, sizes.stored_bytes * later / sizes.shards)
-        state = _sizes(gathered=sizes.all_gathered * (1 - later / sizes.all_weights), gradients=reduced)
-        has_loss = sizes.has_head and number == sizes.chunks - 1
+    count, transient = sizes.microbatches, sizes.recomputed + sizes.hidden
+    for index in reversed(range(sizes.chunks)):
+        earlier_stages = count * sum(map(sizes.stored_of_stage, sizes.stages[:index]))
+        stored, weights = sizes.stored_of_stage(sizes.stages[index]), sizes.weights_of_stage(sizes.stages[index])
+        later_weights = sum(map(sizes.weights_of_stage, sizes.stages[index + 1 :]))
+        reduced = max(earlier, sizes.stored_bytes * later_weights / sizes.shards)
+        state = _sizes(gathered=sizes.all_gathered * (1 - later_weights / sizes.all_weights), gradients=reduced)
+        has_loss = sizes.has_head and index == sizes.chunks - 1
         losses, retained = sizes.loss_kept * has_loss, sizes.loss_retained * has_loss
         head = sizes.head_computed * has_loss
-        first = _sizes(activations=before + count * one + work, gradients=head, logits=(count - 1) * losses)
-        yield state + first
-        state += _sizes(activations=before)
+        in_flight = earlier_stages + count * stored
+        yield state + _sizes(activations=in_flight + transient, gradients=head, logits=(count - 1) * losses)
+        state += _sizes(activations=earlier_stages)
         summed = weights * sizes.summed_bytes
-        later_ones, waiting = (count - 1) * one, (count - 2) * losses
+        remaining, waiting = (count - 1) * stored, (count - 2) * losses
         if has_loss:
             logits = waiting + sizes.loss_backward
-            yield state + _sizes(activations=later_ones, gradients=summed, logits=logits)
-        yield state + _sizes(activations=later_ones + work, gradients=summed + head, logits=waiting + retained)
+            yield state + _sizes(activations=remaining, gradients=summed, logits=logits)
+        yield state + _sizes(activations=remaining + transient, gradients=summed + head, logits=waiting + retained)
         # not in the sum until the end of backward: the head's gradient, and those of the stage's first block
         unsummed = sizes.embedding_weights * sizes.summed_bytes * has_loss + sizes.block_reduced
         yield state + _sizes(
-            activations=later_ones + sizes.block_stored + work,
+            activations=remaining + sizes.block_stored + transient,
             gradients=summed - unsummed + head,
             logits=waiting + losses + retained,
         )
@@ -169,15 +167,17 @@ def _without_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
     head_buffer = sizes.head_gathered * (sizes.shards > 1)  # until the end of the model's forward
     yield loss + _sizes(gathered=head_buffer, logits=sizes.loss_forward)
     yield loss + _sizes(gathered=buffer, logits=sizes.loss_backward)  # with the last block's parameters
-    last = len(sizes.layers) - 1
+    last_layer = len(sizes.layers) - 1
     if not sizes.tied:
         yield _sizes(
             gathered=sizes.embedding_gathered + blocks + buffer,  # of the last block
             activations=sizes.stored + sizes.hidden + sizes.end_reducing + sizes.replica_sums(0.0),
             gradients=sizes.earlier_gradients,
         )
-    for before in sorted({0, min(1, last), max(0, last - 1), last}):  # bytes are linear in it between these
-        yield from _backward_of_block(sizes, before, blocks * before / len(sizes.layers) + buffer * (before > 0))
+    # bytes are linear in the number of earlier blocks between these
+    for earlier_blocks in sorted({0, min(1, last_layer), max(0, last_layer - 1), last_layer}):
+        stays = blocks * earlier_blocks / len(sizes.layers) + buffer * (earlier_blocks > 0)
+        yield from _backward_of_block(sizes, earlier_blocks, stays)
     reduced = sizes.gradients - sizes.embedding_gradients
     yield _sizes(
         activations=sizes.end_reducing + sizes.replica_sums(reduced), gradients=max(reduced, sizes.earlier_gradients)
@@ -190,19 +190,19 @@ def _without_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
     )
 
 
-def _backward_of_block(sizes: RankSizes, before: int, gathered: float) -> Iterator[Bytes]:
-    """Yield bytes of the backward of a block and of the reduction of its gradients. `before`: number of earlier blocks.
+def _backward_of_block(sizes: RankSizes, earlier_blocks: int, gathered: float) -> Iterator[Bytes]:
+    """Yield bytes of the backward of the block after so many earlier blocks, and of the reduction of its gradients.
 
     `gathered`: bytes of the gathered parameters of earlier blocks: of the next one in backward, or of all that stay.
     """
-    reduced = sizes.gradients_after(before)
+    reduced = sizes.gradients_after(earlier_blocks)
     state = _sizes(
         gathered=gathered + sizes.embedding_gathered,
-        activations=sizes.stored_before(before) + sizes.hidden + sizes.replica_sums(reduced),
+        activations=sizes.stored_before(earlier_blocks) + sizes.hidden + sizes.replica_sums(reduced),
         gradients=max(reduced, sizes.earlier_gradients),
     )
     *experts, block = sizes.block_units  # in the order of their reductions
-    is_last = before == len(sizes.layers) - 1
+    is_last = earlier_blocks == len(sizes.layers) - 1
     previous_buffer = sizes.head_reduced if is_last else block.reduced  # of the reduction before, until the next one
     at_work = sizes.block_at_work + sizes.experts_at_work
     yield state + _sizes(gathered=sizes.block_gathered, activations=at_work + previous_buffer)

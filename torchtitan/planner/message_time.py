@@ -6,11 +6,12 @@ a CPU share its cores, and gloo sends with the cores that compute, so there noth
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import lcm
+from math import ceil, lcm
 
 from torchtitan.core.hardware import Hardware, Link
+from torchtitan.parallelisms.fsdp_messages import PIECE
 from torchtitan.planner.plan import Plan, Workload
-from torchtitan.planner.time_parts import Calibration, Parts
+from torchtitan.planner.time_parts import Calibration, Parts, Weights
 
 EXPOSED = {"tp": 1.0, "async_tp": 0.35, "cp": 1.0, "ep": 1.0, "overlapped_ep": 0.25}
 """Share of the messages' time that a rank waits for, on GPUs."""
@@ -124,3 +125,41 @@ class MessageTimer:
         extent = plan.tp * plan.cp * plan.shards * plan.replicas * plan.pp
         size = self.workload.compute_bytes * self.workload.args.dim * tokens
         return self.turns(plan) * self._link(extent).seconds(size)
+
+    # FSDP
+
+    def blocks_of_a_rank(self, plan: Plan) -> float:
+        return max(1.0, self.workload.args.n_layers / plan.pp)
+
+    def gather_weights(self, plan: Plan, dense: float, experts: float, inner: int = 0) -> float:
+        """Return the seconds to gather `dense` bytes and `experts` weights.
+
+        `inner`: number of ranks that share a second copy; 0 to gather from all shards.
+        """
+        blocks = self.blocks_of_a_rank(plan)
+        seconds = self.gather(dense, inner or plan.shards * plan.cp, plan.tp, blocks)
+        group = inner if inner and plan.ep == 1 else plan.expert_shards  # other experts have no second copy
+        seconds += self.gather(self.workload.expert_bytes * experts, group, max(plan.tp, plan.ep), blocks)
+        return self.turns(plan) * seconds
+
+    def reduce_gradients(self, plan: Plan, weights: Weights) -> float:
+        """Return the seconds to reduce the gradients of a rank's weights.
+
+        Quantized reductions are all-to-alls, in two hops where there are second shards.
+        """
+        workload, blocks = self.workload, self.blocks_of_a_rank(plan)
+        size = workload.message_bytes(workload.reduce_bits, workload.reduced_bytes)
+        inner = 1 if isinstance(workload.reshard, str) else workload.reshard
+
+        def hops(numbers: float, group: float, stride: int, inner: int) -> float:
+            if not workload.reduce_bits:
+                return self.gather(size * numbers, group, stride, blocks)
+            messages = blocks * max(1, ceil(numbers / blocks / PIECE))
+            if inner == 1:
+                return self.exchange(size * numbers, group, stride, messages)
+            first = self.exchange(size * numbers, inner, stride, messages)
+            return first + self.exchange(size * numbers / inner, group / inner, stride * inner, messages)
+
+        dense = hops(weights.dense, plan.shards * plan.cp, plan.tp, inner)
+        experts = hops(weights.experts, plan.expert_shards, max(plan.tp, plan.ep), inner if plan.ep == 1 else 1)
+        return self.turns(plan) * (dense + experts)

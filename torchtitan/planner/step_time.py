@@ -17,11 +17,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from math import ceil
 
 from torchtitan.core.hardware import Curve, Hardware
 from torchtitan.models.sizes import STACK, Sizes, split_side
-from torchtitan.parallelisms.fsdp_messages import PIECE, resharding
+from torchtitan.parallelisms.fsdp_messages import resharding
 from torchtitan.parallelisms.pipeline.cut import schedule_traits
 from torchtitan.planner.message_time import MessageTimer
 from torchtitan.planner.plan import Plan, Workload
@@ -339,62 +338,40 @@ class StepTimer:
         return self.hardware.slowdown(plan.gpus) * added
 
     def _fsdp(self, plan: Plan, weights: Weights, computed: float) -> float:
-        """Return the seconds of gathers and reductions that computation does not hide."""
-        gather, reduce = self._gather(plan, weights), self._reduce(plan, weights)
+        """Return the seconds of gathers and reductions that computation does not hide.
+
+        The embedding and the head stay gathered from forward to backward; blocks are gathered again, by default.
+        """
+        workload, passes = self.workload, plan.passes
+        dense, again = workload.gathered_bytes * weights.dense, resharding(workload.reshard, plan.pp)
+        gather = self.messages.gather_weights(plan, dense, weights.experts)
+        reduce = self.messages.reduce_gradients(plan, weights)
         if plan.pp > 1:  # once in a batch, while the first microbatches fill the pipeline
             if not self.messages.overlap:
-                return plan.passes * (gather + reduce + self._copied(plan, weights, 1))
-            return 0.5 * plan.passes * (gather + reduce)
-        again = resharding(self.workload.reshard, plan.pp)  # perhaps from second shards
-        second = self._gather(plan, weights, 0 if isinstance(again, bool) else again) if again else 0.0
-        total = plan.passes * (gather + second + reduce)
+                return passes * (gather + reduce + self._copied(plan, weights, dense, weights.experts))
+            return 0.5 * passes * (gather + reduce)
+        if again:
+            blocks, inner = dense - workload.ends_bytes / plan.tp, 0 if isinstance(again, bool) else again
+            gather += self.messages.gather_weights(plan, blocks, weights.experts, inner)
+            dense += blocks
+        total = passes * (gather + reduce)
         if not self.messages.overlap:
-            return total + plan.passes * self._copied(plan, weights, 2 if again else 1)
-        return max(0.0, total - computed) + total / self._blocks_of_a_rank(plan)
+            return total + passes * self._copied(plan, weights, dense, weights.experts * (2 if again else 1))
+        return max(0.0, total - computed) + total / self.messages.blocks_of_a_rank(plan)
 
-    def _copied(self, plan: Plan, weights: Weights, gathers: int) -> float:
-        """Return the seconds to copy weights out of gathered buffers, and gradients into those that are reduced."""
-        workload = self.workload
-        size = 2 * (gathers * workload.gathered_bytes + workload.reduced_bytes)  # read and written
-        sharded = weights.dense * (plan.shards * plan.cp > 1) + weights.experts * (plan.expert_shards > 1)
-        return self.hardware.slowdown(plan.gpus) * self._moved(size * sharded)
+    def _copied(self, plan: Plan, weights: Weights, dense: float, experts: float) -> float:
+        """Return the seconds to copy weights out of gathered buffers, and gradients into those that are reduced.
+
+        `dense`, `experts`: gathered bytes of weights that are no expert's, and gathered weights of experts.
+        """
+        copied = (dense + self.workload.reduced_bytes * weights.dense) * (plan.shards * plan.cp > 1)
+        of_experts = self.workload.expert_bytes * experts + self.workload.reduced_bytes * weights.experts
+        copied += of_experts * (plan.expert_shards > 1)
+        return self.hardware.slowdown(plan.gpus) * self._moved(2 * copied)  # read and written
 
     def _replicas(self, plan: Plan, stored: float, computed: float) -> float:
         """Return the seconds to sum the gradients of `stored` weights over replicas that computation does not hide."""
         turns, stride = self.messages.turns(plan), plan.tp * plan.cp * plan.shards
         size = self.workload.reduced_bytes * stored
-        total = turns * 2 * self.messages.gather(size, plan.replicas, stride, self._blocks_of_a_rank(plan))
+        total = turns * 2 * self.messages.gather(size, plan.replicas, stride, self.messages.blocks_of_a_rank(plan))
         return max(0.0, total - 0.5 * computed) + 0.05 * total if self.messages.overlap else total
-
-    def _blocks_of_a_rank(self, plan: Plan) -> float:
-        return max(1.0, self.workload.args.n_layers / plan.pp)
-
-    def _gather(self, plan: Plan, weights: Weights, inner: int = 0) -> float:
-        """Return the seconds to gather a rank's weights. `inner`: ranks that share a second copy, 0 for all shards."""
-        blocks, gather, workload = self._blocks_of_a_rank(plan), self.messages.gather, self.workload
-        dense = gather(workload.gathered_bytes * weights.dense, inner or plan.shards * plan.cp, plan.tp, blocks)
-        size = workload.message_bytes(workload.gather_bits, workload.compute_bytes) * weights.experts
-        group = inner if inner and plan.ep == 1 else plan.expert_shards  # other experts have no second copy
-        experts = gather(size, group, max(plan.tp, plan.ep), blocks)
-        return self.messages.turns(plan) * (dense + experts)
-
-    def _reduce(self, plan: Plan, weights: Weights) -> float:
-        """Return the seconds to reduce the gradients of a rank's weights.
-
-        Quantized reductions are all-to-alls, in two hops where there are second shards.
-        """
-        workload, messages = self.workload, self._blocks_of_a_rank(plan)
-        reduce, size = self.messages.gather, workload.message_bytes(workload.reduce_bits, workload.reduced_bytes)
-        inner = 1 if isinstance(workload.reshard, str) else workload.reshard
-        if workload.reduce_bits:
-            reduce, messages = self.messages.exchange, messages * max(1, ceil(weights.dense / messages / PIECE))
-
-        def hops(numbers: float, group: float, stride: int, inner: int) -> float:
-            if not workload.reduce_bits or inner == 1:
-                return reduce(size * numbers, group, stride, messages)
-            first = reduce(size * numbers, inner, stride, messages)
-            return first + reduce(size * numbers / inner, group / inner, stride * inner, messages)
-
-        dense = hops(weights.dense, plan.shards * plan.cp, plan.tp, inner)
-        experts = hops(weights.experts, plan.expert_shards, max(plan.tp, plan.ep), inner if plan.ep == 1 else 1)
-        return self.messages.turns(plan) * (dense + experts)
