@@ -6,8 +6,10 @@
 dim 256, 6 layers, 16 heads, vocabulary 2048, sequences of 256, 8 of them per rank, AdamW. The plain loop is set up as
 torchtitan is by default: fully_shard (on one rank too) with bfloat16 parameters, every second layer recomputed, the
 CPU's bfloat16 attention, fused AdamW, clipping. Each of our settings runs in a separate process (or two ranks), where
-the real trainer and the plain loop take turns step by step. --plans times jobs that split the same 8 sequences over
-ranks (a model with experts among them), in float32, each by itself. docs/benchmarks.md has the details.
+the real trainer and the plain loop take turns step by step. For "replicas", a model of 30 million parameters on two
+ranks, the plain loop is DistributedDataParallel in float32, and neither side recomputes anything. --plans times jobs
+that split the same 8 sequences over ranks (a model with experts among them), in float32, each by itself.
+docs/benchmarks.md has the details.
 """
 
 import argparse
@@ -40,6 +42,7 @@ from bench_timing import (
 )
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan.config import manager
 from torchtitan.metrics.json_lines import read_records
@@ -55,6 +58,7 @@ def pipeline(schedule: str) -> dict[str, str]:
 
 
 SIZES = bench_bare.Sizes()
+REPLICA_SIZES = bench_bare.Sizes(dim=512, hidden=1536, layers=8, heads=8, batch=4)
 QUICK = bench_bare.Sizes(dim=64, hidden=256, layers=4, heads=4, seq_len=32, batch=8)
 JOB = {
     "job.config_file": "train_configs/debug_model.toml",
@@ -63,6 +67,7 @@ JOB = {
     "metrics.plot": "false",
 }
 COMPILED = {"compile.enable": "true"}
+REPLICAS = "replicas"
 SETTINGS = {
     "same settings": {
         "activation_checkpoint.mode": "selective",
@@ -72,7 +77,14 @@ SETTINGS = {
     "shipped": {},
     "compiled blocks": COMPILED,
     "compiled model": COMPILED | {"compile.scope": "model"},
+    REPLICAS: {
+        "parallelism.data_parallel_replicate_degree": "2",
+        "training.mixed_precision_param": "float32",
+        "activation_checkpoint.mode": "none",
+    },
 }
+RANKS = {"compiled model": [1], REPLICAS: [2]}
+"""The numbers of ranks of settings that do not run on one and on two."""
 TP, EP = ({f"parallelism.{axis}_parallel_degree": "2"} for axis in ("tensor", "expert"))
 NONE, SECOND, FULL, KEEP_COMM = (
     {"activation_checkpoint.mode": mode} for mode in ("none", "selective", "full", "full_keep_comm")
@@ -105,7 +117,7 @@ PLANS: dict[str, tuple[int, int, dict[str, str]]] = {
     "MoE, the same, overlap, full": (4, 2, MOE | EP | pipeline("DualPipeV") | OVERLAP | FULL),
 }
 """Ranks, data-parallel ranks and options of --plans. "selective" recomputes every second layer, as torchtitan does."""
-GOALS = {"same settings": 1.0, "shipped": 1.45, "compiled blocks": 1.65, "compiled model": 1.9}
+GOALS = {"same settings": 1.0, "shipped": 1.45, "compiled blocks": 1.65, "compiled model": 1.9, REPLICAS: 1.0}
 
 
 def arguments(sizes: bench_bare.Sizes, folder: Path, **options: object) -> list[str]:
@@ -121,16 +133,24 @@ def arguments(sizes: bench_bare.Sizes, folder: Path, **options: object) -> list[
     return [f"--{name}={value}" for name, value in settings.items()]
 
 
+def sizes_of(name: str, options: argparse.Namespace) -> bench_bare.Sizes:
+    """Return the model's sizes for a setting."""
+    return QUICK if options.quick else REPLICA_SIZES if name == REPLICAS else SIZES
+
+
 # One rank of a comparison
 
 
 class PlainLoop:
-    def __init__(self, sizes: bench_bare.Sizes, batches: list[dict[str, torch.Tensor]]):
+    def __init__(self, sizes: bench_bare.Sizes, batches: list[dict[str, torch.Tensor]], replicas: bool):
         torch.manual_seed(0)
-        self.model = bench_bare.Llama(sizes)
-        for index in range(0, sizes.layers, 2):
-            self.model.layers[index] = checkpoint_wrapper(self.model.layers[index])
-        bench_bare.shard(self.model, torch.bfloat16)
+        self.model: nn.Module = bench_bare.Llama(sizes)
+        if replicas:
+            self.model = DistributedDataParallel(self.model)
+        else:
+            for index in range(0, sizes.layers, 2):
+                self.model.layers[index] = checkpoint_wrapper(self.model.layers[index])
+            bench_bare.shard(self.model, torch.bfloat16)
         self.optimizer = bench_bare.build_optimizer(self.model)
         self.batches = cycle(batches)
 
@@ -154,14 +174,16 @@ def compare(options: argparse.Namespace) -> None:
     ranks = read_ranks()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     throw_lines_away()
+    sizes = sizes_of(options.worker, options)
     job = SETTINGS[options.worker] | {"training.steps": steps(options.pairs, options.repeats)}
-    trainer = Trainer(manager.load(arguments(options.sizes, options.folder / "run", **job)), ranks)
+    trainer = Trainer(manager.load(arguments(sizes, options.folder / "run", **job)), ranks)
     if options.worker == "same settings":
         trainer.model.parts[0].set_attention_kernels([PlainAttention()])
     batches = list(islice(iter(trainer.loader), 8))
-    plain = PlainLoop(options.sizes, batches)
+    plain = PlainLoop(sizes, batches, options.worker == REPLICAS)
     if options.aa:
-        turns = take_turns(plain.step, PlainLoop(options.sizes, batches).step, options.pairs, options.repeats)
+        other = PlainLoop(sizes, batches, options.worker == REPLICAS)
+        turns = take_turns(plain.step, other.step, options.pairs, options.repeats)
     else:
         trainer.loader = guest = Guest(trainer.loader, plain.step, options.pairs, options.repeats)
         trainer.train()
@@ -191,7 +213,8 @@ def comparison_rows(name: str, ranks: int, options: argparse.Namespace) -> str:
         environment = os.environ | {"OMP_NUM_THREADS": str(max(1, options.threads // ranks))}
         subprocess.run(torchrun(ranks, *worker), cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
         measured = json.loads((Path(folder) / "measured.json").read_text())
-    tokens = options.sizes.batch * options.sizes.seq_len * ranks
+    sizes = sizes_of(name, options)
+    tokens = sizes.batch * sizes.seq_len * ranks
     speed = [tokens / seconds for seconds in measured["step_seconds"]]
     ours, plain = measured["cpu_seconds"]
     rates = f"{speed[0]:,.0f} / {speed[1]:,.0f} tok/s"
@@ -213,7 +236,9 @@ def logged_steps(folder: str) -> list[dict[str, Any]]:
 def measure_job(name: str, ranks: int, options: argparse.Namespace) -> str:
     """Run a short job as a user starts it; report the time to the first step, speed and memory."""
     with tempfile.TemporaryDirectory() as folder:
-        job = arguments(options.sizes, Path(folder), **SETTINGS[name], **{"training.steps": 3 if options.quick else 20})
+        job = arguments(
+            sizes_of(name, options), Path(folder), **SETTINGS[name], **{"training.steps": 3 if options.quick else 20}
+        )
         command = [sys.executable, "-m", "torchtitan.launch", str(ranks), *job]
         seconds = seconds_to_first_step(command, max(1, options.threads // ranks))
         records = logged_steps(folder)
@@ -239,7 +264,7 @@ def measure_plan(name: str, options: argparse.Namespace) -> str:
     spent = []
     for steps_ in (few, many):
         with tempfile.TemporaryDirectory() as folder:
-            ranks, argv = job_of_plan(name, options.sizes, Path(folder), steps_)
+            ranks, argv = job_of_plan(name, QUICK if options.quick else SIZES, Path(folder), steps_)
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
             command = [sys.executable, "-m", "torchtitan.launch", str(ranks), *argv]
             seconds_to_first_step(command, max(1, options.threads // ranks))
@@ -263,7 +288,6 @@ def main() -> None:
     parser.add_argument("--worker", choices=SETTINGS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.sizes = QUICK if options.quick else SIZES
     if options.worker:
         compare(options)
         return
@@ -275,7 +299,7 @@ def main() -> None:
             print(measure_plan(name, options), flush=True)
         return
     for ranks in options.ranks:
-        names = [name for name in options.only if ranks == 1 or name != "compiled model"]  # runs on one rank only
+        names = [name for name in options.only if ranks in RANKS.get(name, options.ranks)]
         for name in names[:1] if options.aa else names:
             print(comparison_rows(name, ranks, options), flush=True)
         if not options.aa:
