@@ -266,6 +266,31 @@ def decoder_config(args: Any, dtype: Any) -> dict[str, Any]:
     }
 
 
+def gated_sizes(
+    config: Mapping[str, Any], max_seq_len: int, kv_heads: int, head_dim: int | None = None
+) -> dict[str, Any]:
+    """Return the arguments of `GatedArgs` that `gated_config` writes.
+
+    `max_seq_len`, `kv_heads` and `head_dim` are transformers' defaults for absent keys; `head_dim` of None is the width
+    divided by the number of heads. Null key/value heads are as many as query heads. Raises JobError for a bad number.
+    """
+    sizes = decoder_sizes(config, max_seq_len, "intermediate_size")
+    heads = sizes["n_heads"]
+    head_dim = head_dim or sizes["dim"] // heads
+    return sizes | {
+        "rope_scaling": scaling_from_hf(config),
+        "n_kv_heads": read_number(config, "num_key_value_heads", kv_heads, null=heads),
+        "head_dim": read_number(config, "head_dim", head_dim, null=head_dim),
+        "ffn_dim": config["intermediate_size"],
+    }
+
+
+def gated_config(args: Any, dtype: Any) -> dict[str, Any]:
+    """Return the fields that all families with `GatedArgs` share; see decoder_config."""
+    widths = {"head_dim": args.head_dim, "intermediate_size": args.ffn_dim}
+    return decoder_config(args, dtype) | rotary_config(args) | widths
+
+
 ROPE_KEYS = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",

@@ -8,14 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torchtitan.models.family import ConfigConverter, Family
-from torchtitan.models.hf.config import (
-    check_supported,
-    decoder_config,
-    decoder_sizes,
-    read_number,
-    rotary_config,
-    scaling_from_hf,
-)
+from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_number
 from torchtitan.models.sizes import GatedArgs, check_not_negative
 
 
@@ -50,26 +43,15 @@ def _to_hf(args: MistralArgs, dtype: Any = "float32") -> dict[str, Any]:
     mistral_fields = {
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
-        "head_dim": args.head_dim,
-        "intermediate_size": args.ffn_dim,
         "sliding_window": args.sliding_window or None,
     }
-    return decoder_config(args, dtype) | rotary_config(args) | mistral_fields
+    return gated_config(args, dtype) | mistral_fields
 
 
 def _from_hf(config: Mapping[str, Any]) -> MistralArgs:
-    sizes = decoder_sizes(config, 131072, "intermediate_size")
     check_supported(config, {"hidden_act": "silu", "attention_bias": False})
-    dim, heads = sizes["dim"], sizes["n_heads"]
-    return MistralArgs(
-        **sizes,
-        rope_scaling=scaling_from_hf(config),
-        # absent keys: transformers' defaults; null: as many key/value heads as query heads, and no window
-        n_kv_heads=read_number(config, "num_key_value_heads", 8, null=heads),
-        ffn_dim=config["intermediate_size"],
-        head_dim=read_number(config, "head_dim", dim // heads, null=dim // heads),
-        sliding_window=read_number(config, "sliding_window", 4096, null=0),
-    )
+    window = read_number(config, "sliding_window", 4096, null=0)  # absent: transformers' default; null: none
+    return MistralArgs(**gated_sizes(config, 131072, kv_heads=8), sliding_window=window)
 
 
 CONFIG = ConfigConverter(model_types=("mistral",), to_hf=_to_hf, from_hf=_from_hf)

@@ -8,14 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.models.family import ConfigConverter, Family
-from torchtitan.models.hf.config import (
-    check_supported,
-    decoder_config,
-    decoder_sizes,
-    read_number,
-    rotary_config,
-    scaling_from_hf,
-)
+from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes
 from torchtitan.models.sizes import NORMS, QK_NORMS, GatedArgs, Names
 
 
@@ -51,23 +44,14 @@ def _to_hf(args: Qwen3Args, dtype: Any = "float32") -> dict[str, Any]:
     qwen3_fields = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "head_dim": args.head_dim,
-        "intermediate_size": args.ffn_dim,
         "use_sliding_window": False,
     }
-    return decoder_config(args, dtype) | rotary_config(args) | qwen3_fields
+    return gated_config(args, dtype) | qwen3_fields
 
 
 def _from_hf(config: Mapping[str, Any]) -> Qwen3Args:
-    sizes = decoder_sizes(config, 32768, "intermediate_size")
     check_supported(config, {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False})
-    return Qwen3Args(
-        **sizes,
-        rope_scaling=scaling_from_hf(config),
-        n_kv_heads=read_number(config, "num_key_value_heads", 32, null=sizes["n_heads"]),
-        ffn_dim=config["intermediate_size"],
-        head_dim=read_number(config, "head_dim", 128, null=128),  # transformers' own default, whatever the width
-    )
+    return Qwen3Args(**gated_sizes(config, 32768, kv_heads=32, head_dim=128))
 
 
 CONFIG = ConfigConverter(model_types=("qwen3",), to_hf=_to_hf, from_hf=_from_hf)
