@@ -198,7 +198,7 @@ def tensor_and_context_parallel() -> list[Combination]:
         rows += [Combination(**layout, sequence_parallel=False)]
         rows += [Combination(**layout, loss_parallel=False, loss_chunks=2)]
         rows += [Combination(**layout, sequence_parallel=False, loss_parallel=False, microbatch_size=1)]
-        rows += [Combination(**layout, model=model) for model in ("llama3.2", "mistral", "qwen3")]
+        rows += [Combination(**layout, model=model) for model in ("llama3.2", "mistral", "qwen2", "qwen3")]
     rows += [Combination(**COMPOSED["TP 2"], compile="block", recompute=mode) for mode in ("full", "op")]
     rows += [Combination(**COMPOSED["CP 2"], compile="block", recompute="memory_budget")]
     rows += [Combination(ranks=4, tp=4, model="llama2"), Combination(ranks=4, dp_replicate=2, tp=2)]
@@ -239,6 +239,7 @@ def pipelines() -> list[Combination]:
     rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], model="llama3.2", schedule=s) for s in ("1F1B", "ZBVZeroBubble")]
     rows += [Combination(**COMPOSED["PP 2 x TP 2"], model="llama3.2", accumulation=2)]
     rows += [Combination(**COMPOSED["PP 2"], model="qwen3", schedule=s) for s in ("1F1B", "DualPipeV")]
+    rows += [Combination(**COMPOSED[name], model="qwen2") for name in ("PP 2", "CP 2")]
     rows += [Combination(**COMPOSED["CP 2"], model="qwen3", method=method) for method in ("allgather", "ulysses")]
     windowed = dict(model="mistral", microbatch_size=1)
     rows += [Combination(ranks=2, cp=2, method="allgather", balance=b, **windowed) for b in (True, False)]
@@ -390,6 +391,8 @@ def low_rank_adapters() -> list[Combination]:
     rows += [Combination(**COMPOSED["TP 2"], **lora, precision="bfloat16", model="llama3.2")]
     rows += [Combination(**COMPOSED["TP 2"], **lora, loss_parallel=False, model="llama3.2")]
     rows += [Combination(ranks=2, cp=2, **exact, method=method, document_mask=True) for method in METHODS]
+    # biases of queries, keys and values, in every kind of adapted linear
+    rows += [Combination(**COMPOSED["TP 2"], adapter=kind, model="qwen2") for kind in ("lora", "dora", "qlora")]
     rows += [Combination(**COMPOSED["CP 2 x TP 2"], **lora)]
     for schedule in SCHEDULES:
         rows += [Combination(**COMPOSED["PP 2"], **exact, schedule=schedule)]
@@ -759,7 +762,7 @@ def data_parallel() -> list[Combination]:
         Combination(ranks=8, dp_replicate=2, dp_shard=4, second_shards=2, compile="block"),
     ]
     rows += quantized_collectives()
-    for model in ("llama2", "llama3.1", "llama3.2", "mistral", "qwen3"):
+    for model in ("llama2", "llama3.1", "llama3.2", "mistral", "qwen2", "qwen3"):
         rows += [Combination(ranks=2, dp_shard=2, model=model), Combination(ranks=2, dp_replicate=2, model=model)]
         rows += [Combination(ranks=1, model=model, compile="block", recompute="op")]
     return rows

@@ -132,6 +132,8 @@ WIDE = [
     *("--training.local_batch_size=1", "--parallelism.data_parallel_shard_degree=32"),
     "--activation_checkpoint.mode=full",
 ]
+SHARDS = "--parallelism.data_parallel_shard_degree="
+BIASES = ["--model.name=qwen2", "--model.flavor=0.5B", "--model.overrides={n_layers=4}", "--training.seq_len=2048"]
 QUANTIZED = ["--parallelism.fsdp_quantized_reduce=int4", "--parallelism.fsdp_quantized_gather=int8"]
 GEMMA = [
     *("--model.name=gemma3", "--model.flavor=4B", "--model.overrides={n_layers=6}", "--training.seq_len=4096"),
@@ -142,6 +144,7 @@ GEMMA = [
 SAMPLES = {
     "dense": [*memory_plans(1, 4, DENSE), memory_plan(3, 3, DENSE), memory_plan(5, 7, DENSE)],
     "windows": [(8, [*GEMMA, f"--activation_checkpoint.mode={mode}"]) for mode in ("none", "selective", "full")],
+    "biases": [(4, [*BIASES, f"--parallelism.tensor_parallel_degree={tp}", f"{SHARDS}{4 // tp}"]) for tp in (1, 2)],
     "context": [(32, [*CONTEXT, ROTATION + method]) for method in ("allgather", "ulysses", "alltoall")],
     "second shards": [
         (32, [*WIDE, "--parallelism.fsdp_reshard_after_forward=2"]),
@@ -276,3 +279,12 @@ def test_repeated_products_are_not_stored():
     config = load([f"--{name}={value}" for name, value in options.items()])
     difference = predict_memory(config).total - predict_memory(config, drops_every_second_product=True).total
     assert difference == 32 * 2 * 2 * 8192 * (1024 + 4096 + 14336)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_biases_are_split_with_the_rows_of_their_matrices(tp):
+    """Tensor parallel divides everything in a block of Qwen 2 except its norms; the final norm is not counted."""
+    args = resolve_sizes("qwen2", "0.5B", None, {})
+    config = load(["--model.name=qwen2", "--model.flavor=0.5B", f"--parallelism.tensor_parallel_degree={tp}"])
+    norms = 2 * 24 * 896
+    assert RankSizes(config, args, 0).all_weights == (494_032_768 - 896 - norms) / tp + norms

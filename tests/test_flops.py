@@ -45,7 +45,7 @@ def counted_of(model, length=64):
 
 # plain, grouped, grouped and tied heads; heads that do not add up to the width
 @pytest.mark.parametrize(
-    "family", ["llama3", "llama3.1", "llama3.2", "mistral", "gemma3", "qwen3", "gpt2", "opt", "roberta"]
+    "family", ["llama3", "llama3.1", "llama3.2", "mistral", "gemma3", "qwen2", "qwen3", "gpt2", "opt", "roberta"]
 )
 def test_equal_to_torchs_counter(family):
     args = dataclasses.replace(SIZES[family]["debugmodel"], n_layers=2, vocab_size=256)

@@ -19,6 +19,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     OPTConfig,
+    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
     RobertaConfig,
@@ -35,6 +36,7 @@ from tests.support.tiny_decoders import (
     MISTRAL,
     MULTI_TOKEN,
     OPT,
+    QWEN2,
     QWEN3,
     QWEN3_MOE,
     ROBERTA,
@@ -63,6 +65,7 @@ SHAPES = {
     "mistral": (MISTRAL["window"], MistralConfig),
     "opt": (OPT["words"], OPTConfig),
     "opt 350M": (OPT["350M"], OPTConfig),
+    "qwen2": (QWEN2["plain"], Qwen2Config),
     "qwen3": (QWEN3["plain"], Qwen3Config),
     "qwen3_moe": (QWEN3_MOE["published"], Qwen3MoeConfig),
     "roberta": (ROBERTA["words"], RobertaConfig),
@@ -145,6 +148,7 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
         + ("query_pre_attn_scalar",),
         (),
     ),
+    "qwen2": ((*DECODER, "head_dim"), ("num_key_value_heads", "head_dim")),
     "qwen3": ((*DECODER, "head_dim"), ("num_key_value_heads", "head_dim")),
     "qwen3_moe": ((*DECODER[1:], "head_dim", "router_aux_loss_coef"), ("head_dim",)),
     "deepseek v3": (
@@ -177,7 +181,7 @@ def test_optional_numbers_are_checked_where_present(shape):
         hf.config.args_from_config(hf.config_to_hf(args) | two | {name: None})
 
 
-@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2", "qwen3"])
 def test_null_key_value_heads_equal_the_query_heads(family):
     """Follow transformers: null means the number of query heads, an absent key has another default."""
     args, hf = SHAPES[family][0], MODELS[family].hf

@@ -98,6 +98,7 @@ def changes_by(added, before):
 
 TRANSLATED = [  # added options, the job they are added to, and the options of the result that change
     ({"base_model": "my/Mistral-7B"}, FULL, {"model.name": "mistral", "model.hf_folder": "my/Mistral-7B"}),
+    ({"base_model": "Qwen/Qwen2.5-7B"}, FULL, {"model.name": "qwen2", "model.hf_folder": "Qwen/Qwen2.5-7B"}),
     ({"base_model_config": "llama"}, FULL, {}),
     ({"model_config": {"rope_theta": 5e5}}, FULL, {"model.overrides": {"rope_theta": 5e5}}),
     (

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 import torch
-from transformers import DeepseekV3ForCausalLM, LlamaForCausalLM
+from transformers import DeepseekV3ForCausalLM, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.models.llama import LlamaConfig
 
@@ -39,10 +39,11 @@ anywhere = judged.anywhere
 TOKENS = torch.arange(40).view(2, 20) * 7 % 64
 SHARED = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 KINDS = {"lora": LoRA, "dora": DoRA}
+TINY = tiny_decoders.LLAMA | tiny_decoders.DEEPSEEK | tiny_decoders.QWEN2
 
 
 def moved_model(family, args, options, seed=0):
-    """Return an adapted model and its adapter, with every adapter tensor changed from its initial value."""
+    """Return an adapted model and its adapter, with every adapter tensor and bias changed from its initial value."""
     model = build(MODELS[family].build, args)
     adapter = KINDS[options.kind](options)
     adapter.install(model, MODELS[family].plan)
@@ -51,7 +52,7 @@ def moved_model(family, args, options, seed=0):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name in adapter.added_parameters:
+            if name in adapter.added_parameters or name.endswith(".bias"):
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return model.eval(), adapter
 
@@ -74,6 +75,7 @@ CASES = [
     ("llama3", "llama3", dict(kind="dora"), LlamaForCausalLM, LlamaConfig),
     ("llama3.2", "llama3.2", dict(target=["all-linear", "output"], layers=[]), LlamaForCausalLM, LlamaConfig),
     ("llama2", "llama2", dict(layers=[1]), LlamaForCausalLM, LlamaConfig),
+    ("qwen2", "plain", dict(kind="dora", target=["*attention*"]), Qwen2ForCausalLM, Qwen2Config),
     # in a model with experts, peft 0.21 adapts the expert stacks for any target below mlp
     ("deepseek", "v3", dict(target=["*attention*", "output"]), DeepseekV3ForCausalLM, DeepseekV3Config),
 ]
@@ -84,7 +86,7 @@ def test_logits_and_gradients_are_those_of_peft(tmp_path, family, args, options,
     """The plain model equals the one of transformers to 1e-6, and peft reads the folder that we write."""
     from peft import PeftModel
 
-    args = (tiny_decoders.LLAMA | tiny_decoders.DEEPSEEK)[args]
+    args = TINY[args]
     options = Options(**{"kind": "lora", "rank": 4, "alpha": 6.0} | options)
     model, adapter = moved_model(family, args, options)
     hf = MODELS[family].hf
@@ -239,12 +241,17 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path):
             peft_folder.load(tmp_path, options, form, {})
 
 
-MERGED = [("llama3", "llama3", "lora"), ("llama3", "llama3", "dora"), ("deepseek", "v3", "lora")]
+MERGED = [
+    ("llama3", "llama3", "lora"),
+    ("llama3", "llama3", "dora"),
+    ("deepseek", "v3", "lora"),
+    ("qwen2", "plain", "dora"),
+]
 
 
 @pytest.mark.parametrize("family, args, kind", MERGED)
 def test_merging_does_not_change_the_logits(family, args, kind):
-    args = (tiny_decoders.LLAMA | tiny_decoders.DEEPSEEK)[args]
+    args = TINY[args]
     options = Options(kind=kind, rank=4, target=["*attention*"] if kind == "dora" else ["all-linear", "output"])
     model, adapter = moved_model(family, args, options)
     model, plain = model.double(), MODELS[family].build(args).double()
@@ -269,6 +276,7 @@ PLANS = [
     ("dora", dict(ranks=4, dp_shard=2, tp=2)),
     ("lora", dict(ranks=2, pp=2)),
     ("lora", dict(ranks=2, dp_shard=2, ep=2, model="qwen3_moe")),
+    ("lora", dict(ranks=2, tp=2, model="qwen2")),
     ("documented", dict(ranks=2, tp=2)),
     ("documented", dict(ranks=4, dp_shard=2, tp=2)),
 ]
@@ -288,7 +296,7 @@ def test_every_plan_merges_to_the_same_tensors(kind, degrees):
 def reference_merged(kind, degrees):
     """Return the merged tensors of the same adapter on one device."""
     from tests.combinations import Combination
-    from tests.support.adapted import perturb_parameters
+    from tests.support.adapted import perturb_biases, perturb_parameters
     from tests.test_combinations import build_adapted
 
     row = Combination(adapter=kind, precision="float64", **degrees)
@@ -296,6 +304,7 @@ def reference_merged(kind, degrees):
     initialize(model, 7, model.init_rule)
     adapter.init_from_base([model])
     perturb_parameters(model.named_parameters())
+    perturb_biases(model.named_parameters())
     return {name: value.detach() for name, value in adapter.merged_tensors([model]).items()}
 
 
@@ -307,6 +316,14 @@ def test_a_merge_is_summed_in_float32_and_not_rounded():
         merged = add_product(weight.bfloat16(), *factors, 0.5)
         assert merged.dtype == torch.float32
         torch.testing.assert_close(merged, exact.float())
+
+
+def test_a_bias_in_float32_does_not_widen_the_output_under_autocast():
+    """Replicas compute so: autocast covers products but not sums."""
+    linear = DoRALinear(64, 32)
+    linear.add_low_rank_parameters(LoRASettings(rank=4, scale=0.5))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(torch.randn(2, 3, 64)).dtype == torch.bfloat16
 
 
 def test_row_norms_of_dora_are_in_float32():

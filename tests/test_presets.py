@@ -50,7 +50,7 @@ def test_a_copy_names_the_users_model_and_records_and_is_valid(workdir, capsys):
 
 
 def test_the_family_of_a_copy_is_that_of_the_model_folder(workdir, capsys):
-    for model_type, family in (("mistral", "mistral"), ("qwen3", "qwen3"), ("llama", "llama3")):
+    for model_type, family in (("mistral", "mistral"), ("qwen2", "qwen2"), ("qwen3", "qwen3"), ("llama", "llama3")):
         (workdir / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
         assert presets("cp", "sft_qlora", f"{model_type}.toml", "--model", workdir) == 0
         assert tomli.loads((workdir / f"{model_type}.toml").read_text())["model"]["name"] == family

@@ -13,6 +13,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -21,11 +23,13 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.support.hf_parity import build, compare, configs, twin
-from tests.support.tiny_decoders import LLAMA, MISTRAL, QWEN3, QWEN3_MOE
+from tests.support.tiny_decoders import LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
 from torchtitan.models.llama.model import HF as LLAMA_HF
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import HF as MISTRAL_HF
 from torchtitan.models.mistral.model import Mistral
+from torchtitan.models.qwen2.model import HF as QWEN2_HF
+from torchtitan.models.qwen2.model import Qwen2
 from torchtitan.models.qwen3.model import HF as QWEN3_HF
 from torchtitan.models.qwen3.model import Qwen3
 from torchtitan.models.qwen3_moe.model import HF as QWEN3_MOE_HF
@@ -46,6 +50,7 @@ class Family(NamedTuple):
 FAMILIES = {
     "llama": Family(Llama, LLAMA["llama3.1"], LLAMA_HF, LlamaForCausalLM, LlamaConfig),
     "mistral": Family(Mistral, MISTRAL["window"], MISTRAL_HF, MistralForCausalLM, MistralConfig),
+    "qwen2": Family(Qwen2, QWEN2["plain"], QWEN2_HF, Qwen2ForCausalLM, Qwen2Config),
     "qwen3": Family(Qwen3, QWEN3["plain"], QWEN3_HF, Qwen3ForCausalLM, Qwen3Config),
     "qwen3_moe": Family(Qwen3MoE, QWEN3_MOE["published"], QWEN3_MOE_HF, Qwen3MoeForCausalLM, Qwen3MoeConfig),
 }

@@ -329,7 +329,10 @@ def test_validation_with_caches_of_several_sizes(home, tmp_path, capsys):
             ["--training.tokens=64"],
             "training.tokens: given 64; allowed: unset with task.kind = documents; set tr",
         ),
-        (["--model.name=qwen3"], 'adapter.kind: given "neurocache"; allowed: another one for qwen3'),
+        *(
+            ([f"--model.name={name}"], f'adapter.kind: given "neurocache"; allowed: another one for {name}')
+            for name in ("qwen2", "qwen3")
+        ),
         (["--adapter.neurocache.cache_size=8"], "adapter.neurocache.cache_size: given 8; allowed: at least 2048"),
         (["--adapter.neurocache.eval_cache_sizes=[0,8]"], "eval_cache_sizes: given [0, 8]; allowed: at least 2048"),
         (["--adapter.neurocache.eval_cache_sizes=[-1]"], "allowed: sizes from 0 on; drop -1"),

@@ -101,3 +101,11 @@ def perturb_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> 
             draw(parameter, Normal(0.1), name)
         elif "ia3_scale" in name:
             draw(parameter, Normal(1.0), name)
+
+
+@torch.no_grad()
+def perturb_biases(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Change biases from zero, which would hide a wrong split."""
+    for name, parameter in named_parameters:
+        if name.endswith(".bias"):
+            draw(parameter, Normal(0.1), name)

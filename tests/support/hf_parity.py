@@ -24,7 +24,8 @@ def build(family, args, seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict(keep_vars=True).items():
         with torch.no_grad():
-            if "norm" in name:
+            # without rotation most of the attention gradients of biased values cancels: in float32 rounding is left
+            if "norm" in name or (name.endswith(".bias") and model.kinds[0].rotary is not None):
                 tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
             elif "router.gate" in name:  # far apart, so rounding does not change the chosen experts
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))
@@ -115,7 +116,8 @@ def compare(model, hf_model, hf, tolerance, length=40):
     norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in expected.values()]))
     for name, gradient in gradients.items():
         assert expected[name].any(), name
-        if name.endswith(("key.bias", "k_proj.bias")):  # a bias of all keys does not change the softmax: only rounding
+        # without rotation a bias of all keys does not change the softmax: only rounding
+        if model.kinds[0].rotary is None and name.endswith(("key.bias", "k_proj.bias")):
             assert (gradient - expected[name]).abs().max() <= tolerance * norm, name
         else:
             assert close(gradient, expected[name], tolerance), name

@@ -8,6 +8,7 @@ from torchtitan.models.gpt2 import GPT2Args
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.mistral import MistralArgs
 from torchtitan.models.opt import OPTArgs
+from torchtitan.models.qwen2 import Qwen2Args
 from torchtitan.models.qwen3 import Qwen3Args
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 from torchtitan.models.roberta import RobertaArgs
@@ -100,6 +101,19 @@ GEMMA3 = {
         tied_embeddings=False,
     ),
 }
+
+_QWEN2 = Qwen2Args(
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    ffn_dim=48,
+    vocab_size=64,
+    rope_theta=5000.0,
+    max_seq_len=128,
+)
+QWEN2 = {"plain": _QWEN2, "tied": replace(_QWEN2, tied_embeddings=True, n_kv_heads=4, head_dim=16, norm_eps=1e-5)}
 
 _DENSE_QWEN3 = Qwen3Args(
     dim=32,

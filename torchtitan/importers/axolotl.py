@@ -25,7 +25,7 @@ from torchtitan.importers.translation import (
 from torchtitan.models import SIZES, family_for_model_type
 from torchtitan.models.hf.config import CONFIG
 
-FAMILIES = ("mistral", "qwen3", "deepseek", "gpt2", "opt", "llama")
+FAMILIES = ("mistral", "qwen2", "qwen3", "deepseek", "gpt2", "opt", "llama")
 """Model types to look for in the name of a folder that is not on this machine."""
 SIZE_OVERRIDES = {"rope_theta": "rope_theta", "max_position_embeddings": "max_seq_len", "rms_norm_eps": "norm_eps"}
 SCALING = {"factor": "factor", "original_max_position_embeddings": "original_max_seq_len"}

@@ -18,6 +18,7 @@ from torchtitan.models.gpt2 import FAMILY as GPT2
 from torchtitan.models.llama import LLAMAS
 from torchtitan.models.mistral import FAMILY as MISTRAL
 from torchtitan.models.opt import FAMILY as OPT
+from torchtitan.models.qwen2 import FAMILY as QWEN2
 from torchtitan.models.qwen3 import FAMILY as QWEN3
 from torchtitan.models.qwen3_moe import FAMILY as QWEN3_MOE
 from torchtitan.models.roberta import FAMILY as ROBERTA
@@ -29,6 +30,7 @@ FAMILIES: dict[str, Family] = {
     "gpt2": GPT2,
     "mistral": MISTRAL,
     "opt": OPT,
+    "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
     "roberta": ROBERTA,

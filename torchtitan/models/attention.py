@@ -203,8 +203,8 @@ class GroupedQueryAttention(nn.Module):
     """Grouped-query attention (arXiv:2305.13245): each key/value head serves several query heads.
 
     It has rotary positions if the layer's kind does. With `qk_norm`, a kind of norm, each head's query and key are
-    normalized before rotation (arXiv:2302.05442, as in Qwen 3). `bias` applies to all four matrices. Scores are scaled
-    by `query_scale` / sqrt(E).
+    normalized before rotation (arXiv:2302.05442, as in Qwen 3). `bias` applies to all four matrices, unless
+    `output_bias` is given for the last one. Scores are scaled by `query_scale` / sqrt(E).
 
     Letters of the shapes: B samples, S tokens, D width, H query heads, K key/value heads, E = head_dim.
     """
@@ -216,13 +216,14 @@ class GroupedQueryAttention(nn.Module):
         qk_norm: type[RMSNorm] | None = None,
         bias: bool = False,
         query_scale: float = 1.0,
+        output_bias: bool | None = None,
     ):
         super().__init__()
         self.head_dim, self.query_scale = args.head_dim, query_scale
         self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias)
         self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias)
         self.wv = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias)
-        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias)
+        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias if output_bias is None else output_bias)
         self.q_norm = qk_norm(args.head_dim, args.norm_eps) if qk_norm else None
         self.k_norm = qk_norm(args.head_dim, args.norm_eps) if qk_norm else None
         self.kernel = kernel

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from torchtitan.models.sizes import STACK, split_side
+from torchtitan.models.sizes import STACK, Sizes, split_side
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED
 from torchtitan.planner.rank_layout import RankLayout
@@ -43,18 +43,22 @@ class RankWeights(RankLayout):
 
     def _count_weights(self, layer: int) -> tuple[float, float]:
         dense = experts = 0.0
-        for name, (outputs, inputs) in self.args.block_linears(layer).items():
+        linears = self.args.block_linears(layer)
+        for name, (outputs, inputs) in linears.items():
             if name == STACK:
                 experts += 3 * outputs * inputs * self.args.n_experts / self.ep
             else:
                 dense += outputs * inputs / (1 if split_side(name) is None else self.tp)
-        return dense + sum(map(self._size, self.args.block_others(layer))), experts
+        return dense + sum(self._size(name, linears) for name in self.args.block_others(layer)), experts
 
-    def _size(self, name: str) -> int:
-        """Return the size of a parameter that is no matrix of a linear layer, about."""
+    def _size(self, name: str, linears: Sizes) -> float:
+        """Return this rank's part of a parameter that is no matrix of a linear layer, about."""
+        module = name.removesuffix(".bias")
+        if module in linears:
+            return linears[module][0] / (self.tp if split_side(module) == 0 else 1)
         if "router" in name:
             return self.args.dim * self.args.n_experts
-        latent = {"attention.kv_norm.weight": "kv_lora_rank"}.get(name)
+        latent = {"attention.kv_norm.weight": "kv_lora_rank", "attention.k_norm.weight": "head_dim"}.get(name)
         if "attention.q_norm" in name:
             latent = "q_lora_rank" if getattr(self.args, "q_lora_rank", 0) else "head_dim"
         return getattr(self.args, latent) if latent else self.args.dim

@@ -1,4 +1,4 @@
-"""Qwen 3 without and with experts: arguments, and against transformers (logits, every gradient, folders)."""
+"""Qwen 2, and Qwen 3 without and with experts: arguments, and logits, gradients and folders against transformers."""
 
 import dataclasses
 from contextlib import nullcontext
@@ -6,7 +6,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
@@ -20,11 +28,13 @@ from tests.support.hf_parity import (
     save_and_load,
     twin,
 )
-from tests.support.tiny_decoders import QWEN3, QWEN3_MOE
+from tests.support.tiny_decoders import QWEN2, QWEN3, QWEN3_MOE
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import Constant, Normal
 from torchtitan.models import SIZES
-from torchtitan.models.qwen3.model import HF as DENSE_HF
+from torchtitan.models.qwen2.model import HF as QWEN2_HF
+from torchtitan.models.qwen2.model import Qwen2
+from torchtitan.models.qwen3.model import HF as QWEN3_HF
 from torchtitan.models.qwen3.model import Qwen3
 from torchtitan.models.qwen3_moe.model import HF as MOE_HF
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
@@ -39,11 +49,15 @@ class Family(NamedTuple):
     modeling: Any
 
 
-DENSE = Family(Qwen3, DENSE_HF, QWEN3, Qwen3ForCausalLM, Qwen3Config, modeling_qwen3)
-MOE = Family(Qwen3MoE, MOE_HF, QWEN3_MOE, Qwen3MoeForCausalLM, Qwen3MoeConfig, modeling_qwen3_moe)
-FAMILIES = {"qwen3": DENSE, "qwen3_moe": MOE}
-SHAPES = [pytest.param(family, shape, id=shape) for family in FAMILIES.values() for shape in family.shapes]
-TINY = {"qwen3": QWEN3["plain"], "qwen3_moe": QWEN3_MOE["published"]}
+FAMILIES = {
+    "qwen2": Family(Qwen2, QWEN2_HF, QWEN2, Qwen2ForCausalLM, Qwen2Config, modeling_qwen2),
+    "qwen3": Family(Qwen3, QWEN3_HF, QWEN3, Qwen3ForCausalLM, Qwen3Config, modeling_qwen3),
+    "qwen3_moe": Family(Qwen3MoE, MOE_HF, QWEN3_MOE, Qwen3MoeForCausalLM, Qwen3MoeConfig, modeling_qwen3_moe),
+}
+SHAPES = [
+    pytest.param(family, shape, id=f"{name} {shape}") for name, family in FAMILIES.items() for shape in family.shapes
+]
+TINY = {"qwen2": QWEN2["plain"], "qwen3": QWEN3["plain"], "qwen3_moe": QWEN3_MOE["published"]}
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -103,6 +117,8 @@ def test_a_saved_folder_loads_here_and_in_transformers(family, shape, shard_byte
 @pytest.mark.parametrize(
     "name, change, message",
     [
+        ("qwen2", {"model_type": "qwen2_moe"}, "model_type = 'qwen2_moe', but this model is a qwen2"),
+        ("qwen2", {"hidden_act": "gelu"}, "hidden_act = 'gelu', but this model only has 'silu'"),
         ("qwen3", {"model_type": "qwen3_moe"}, "model_type = 'qwen3_moe', but this model is a qwen3"),
         ("qwen3", {"intermediate_size": None}, "no whole number above 0 for intermediate_size"),
         ("qwen3", {"attention_bias": True}, "attention_bias = True"),
@@ -121,6 +137,41 @@ def test_a_saved_folder_loads_here_and_in_transformers(family, shape, shard_byte
 )
 def test_a_config_of_another_model_is_refused(name, change, message):
     refuse_config(TINY[name], FAMILIES[name].hf, change, message)
+
+
+PUBLISHED_7B = {  # Qwen/Qwen2.5-7B
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+
+
+def test_a_published_config_with_an_unused_window_is_read():
+    """A head is as wide as the model divided by the number of heads, as the config does not say it."""
+    assert QWEN2_HF.config.args_from_config(PUBLISHED_7B) == SIZES["qwen2"]["7B"]
+    narrow = PUBLISHED_7B | {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2}
+    assert QWEN2_HF.config.args_from_config(narrow).head_dim == 64
 
 
 def test_features_missing_in_transformers_are_not_exported():

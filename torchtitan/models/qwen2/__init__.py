@@ -1,0 +1,64 @@
+"""Qwen 2 and 2.5 without experts: arguments, published sizes, and conversion from and to config.json (Qwen2Config).
+
+No torch here, so `torchtitan check` stays quick.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.models.family import ConfigConverter, Family
+from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes
+from torchtitan.models.sizes import NORMS, GatedArgs, Names
+
+BIASES: Names = ("attention.wq.bias", "attention.wk.bias", "attention.wv.bias")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2Args(GatedArgs):
+    vocab_size: int = 151936
+    norm_eps: float = 1e-6
+    rope_theta: float = 1000000.0
+
+    def block_others(self, layer: int) -> Names:
+        return NORMS + BIASES
+
+    @property
+    def num_parameters(self) -> int:
+        return super().num_parameters + self.n_layers * (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+
+
+_small: dict[str, Any] = dict(n_kv_heads=2, tied_embeddings=True)
+_long: dict[str, Any] = dict(vocab_size=152064, max_seq_len=131072)
+_large: dict[str, Any] = _long | dict(n_kv_heads=8, norm_eps=1e-5)
+# the base models of Qwen 2.5; its instructed models have a norm_eps of 1e-6 and 32768 positions in all sizes
+QWEN2 = {
+    "debugmodel": Qwen2Args(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, head_dim=32, ffn_dim=768, vocab_size=2048),
+    "0.5B": Qwen2Args(dim=896, n_layers=24, n_heads=14, head_dim=64, ffn_dim=4864, **_small),
+    "1.5B": Qwen2Args(dim=1536, n_layers=28, n_heads=12, ffn_dim=8960, max_seq_len=131072, **_small),
+    "3B": Qwen2Args(dim=2048, n_layers=36, n_heads=16, ffn_dim=11008, **_small),
+    "7B": Qwen2Args(dim=3584, n_layers=28, n_heads=28, n_kv_heads=4, ffn_dim=18944, **_long),
+    "14B": Qwen2Args(dim=5120, n_layers=48, n_heads=40, ffn_dim=13824, **_large),
+    "32B": Qwen2Args(dim=5120, n_layers=64, n_heads=40, ffn_dim=27648, **_large),
+    "72B": Qwen2Args(dim=8192, n_layers=80, n_heads=64, ffn_dim=29568, **_large),
+}
+
+
+def _to_hf(args: Qwen2Args, dtype: Any = "float32") -> dict[str, Any]:
+    """Return the fields of transformers' Qwen2Config."""
+    fields = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False}
+    config = gated_config(args, dtype) | fields
+    del config["attention_bias"]  # no field of Qwen2Config: queries, keys and values always have biases
+    return config
+
+
+def _from_hf(config: Mapping[str, Any]) -> Qwen2Args:
+    # a sliding_window without use_sliding_window has no effect, and all published models have one
+    check_supported(config, {"hidden_act": "silu", "use_sliding_window": False})
+    return Qwen2Args(**gated_sizes(config, 32768, kv_heads=32))
+
+
+CONFIG = ConfigConverter(model_types=("qwen2",), to_hf=_to_hf, from_hf=_from_hf)
+
+
+FAMILY = Family(sizes=QWEN2, config=CONFIG, spec="torchtitan.models.qwen2.model:SPEC", publisher="Qwen")
