@@ -107,13 +107,31 @@ CONTEXT = [
     "--training.local_batch_size=1",
 ]
 """Selective recompute by operator stores what each method of context parallel sends."""
-LATENT = [
-    *("--model.name=deepseek", "--model.flavor=671B", "--model.overrides={n_layers=3}", f"{ROTATION}ulysses"),
-    *("--training.seq_len=32768", "--training.local_batch_size=1"),
-    *("--parallelism.context_parallel_degree=4", "--parallelism.data_parallel_shard_degree=8"),
-    "--activation_checkpoint.selective_ac_option=op",
-]
-"""Context parallel stores copies of the keys and values of every head; so in plan 9, where they are gathered."""
+
+
+def latent_plan(method, mode, sizes="n_layers = 4, n_dense_layers = 4", cp=4, tp=1, ep=1):
+    """Return a plan of latent attention with 8 x cp x tp ranks and 32,768 tokens.
+
+    Context parallel stores copies of the keys and values of every head. With full recompute of dense layers the
+    backward of attention has the peak: its float32 sums and kernels are a third of it where 4 ranks gather keys.
+    """
+    settings = {
+        "model.name": "deepseek",
+        "model.flavor": "671B",
+        "model.overrides": f"{{{sizes}}}",
+        "training.seq_len": 32768,
+        "training.local_batch_size": 1,
+        "activation_checkpoint.mode": mode,
+        "activation_checkpoint.selective_ac_option": "op",
+        "parallelism.data_parallel_shard_degree": 8,
+        "parallelism.context_parallel_degree": cp,
+        "parallelism.context_parallel_rotate_method": method,
+        "parallelism.tensor_parallel_degree": tp,
+        "parallelism.expert_parallel_degree": ep,
+    }
+    return 8 * cp * tp, [f"--{name}={value}" for name, value in settings.items()]
+
+
 REPLICAS = {
     "model.name": "llama3",
     "model.flavor": "8B",
@@ -151,8 +169,12 @@ SAMPLES = {
         (32, [*WIDE, "--parallelism.fsdp_reshard_after_forward=8", *QUANTIZED]),
     ],
     "latent attention": [
-        *((32, [*LATENT, f"--activation_checkpoint.mode={mode}"]) for mode in ("none", "selective")),
+        *(latent_plan("ulysses", mode, "n_layers = 3") for mode in ("none", "selective")),
         memory_plan(1, 9),
+        *(latent_plan(method, "full") for method in ("allgather", "alltoall", "ulysses")),
+        latent_plan("allgather", "none", cp=2),
+        latent_plan("allgather", "full", "n_layers = 2, n_dense_layers = 0", cp=8, ep=8),
+        latent_plan("allgather", "full", "n_layers = 16, n_dense_layers = 16", tp=4),
     ],
     "experts": [memory_plan(1, index, EXPERTS) for index in (0, 7)],
     "replicas": [(2, [f"--{name}={value}" for name, value in REPLICAS.items()]), memory_plan(1, 102)],

@@ -37,9 +37,9 @@ def fastest_cpu_dtype(dtype: torch.dtype, width: int, keys: int) -> torch.dtype:
     return torch.float32 if dtype == torch.bfloat16 and slow else dtype
 
 
-def kernel_dtype(q: torch.Tensor) -> torch.dtype:
-    """Return the compute dtype of the kernels, for q of any shape."""
-    return accumulation_dtype(q.dtype) if q.device.type == "cpu" else q.dtype
+def kernel_dtype(q: torch.Tensor, device_type: str | None = None) -> torch.dtype:
+    """Return the compute dtype of the kernels on this type of device, by default that of q, of any shape."""
+    return accumulation_dtype(q.dtype) if (device_type or q.device.type) == "cpu" else q.dtype
 
 
 def mask_bias(visible: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -118,6 +118,8 @@ class ContextParallelAttention(nn.Module):
         super().__init__()
         self.inner, self.layout, self.has_dropout = inner, layout, has_dropout(inner)
         self.rank, self.group_name = group.rank(), group.group_name
+        self.device_type: str | None = None
+        """Type of the device to compute as; None: that of the tensors. The planner sets it."""
 
     def gather_documents(self, document_ids: torch.Tensor) -> torch.Tensor:
         """Gather the document ids [B, s] of all ranks -> [ranks, B, s]."""
@@ -170,7 +172,7 @@ class AllGatherAttention(ContextParallelAttention):
         if isinstance(mask, KernelMask):
             return self.inner(q, k, v, mask.mask, *random_keys)
         regions = self.layout.visible_in_sequence(self.rank, q.shape[2], self.inner.causal)
-        return RegionAttentionFunction.apply(q, k, v, regions, *(mask or (None, None)))
+        return RegionAttentionFunction.apply(q, k, v, regions, *(mask or (None, None)), self.device_type)
 
 
 class RingAttention(ContextParallelAttention):
@@ -179,8 +181,6 @@ class RingAttention(ContextParallelAttention):
     def __init__(self, inner: nn.Module, group: dist.ProcessGroup, layout: SequenceLayout, ring: Ring):
         super().__init__(inner, group, layout)
         self.ring = ring
-        self.device_type: str | None = None
-        """Type of the device whose masks of documents are made; None: that of the tensors. The planner sets it."""
 
     def prepare(self, tokens: Tokens) -> Mask:
         if tokens.documents is None:
@@ -192,7 +192,8 @@ class RingAttention(ContextParallelAttention):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
         documents, tables = (None, mask.regions) if isinstance(mask, RegionTable) else (mask, None)
-        return RingAttentionFunction.apply(q, k, v, documents, tables, self.ring, self.layout, self.inner.causal)
+        options = self.ring, self.layout, self.inner.causal, self.device_type
+        return RingAttentionFunction.apply(q, k, v, documents, tables, *options)
 
 
 class UlyssesAttention(ContextParallelAttention):

@@ -45,7 +45,7 @@ Documents = tuple[torch.Tensor, torch.Tensor]
 class RegionAttentionFunction(torch.autograd.Function):
     """Attention over a list of regions: q [B, H, Q, E], k [B, K, S, E], v [B, K, S, V] -> [B, H, Q, V].
 
-    Each query must see at least one key in some region.
+    Each query must see at least one key in some region. `device_type`: as in kernel_dtype.
     """
 
     @staticmethod
@@ -57,34 +57,35 @@ class RegionAttentionFunction(torch.autograd.Function):
         regions: list[Region],
         query_documents: torch.Tensor | None,
         key_documents: torch.Tensor | None,
+        device_type: str | None = None,
     ) -> torch.Tensor:
         documents = None if query_documents is None else (query_documents, key_documents)
-        attention = BlockwiseAttention(q, v.shape[-1])
+        attention = BlockwiseAttention(q, v.shape[-1], device_type)
         for region in regions:
             attention.add(k, v, region, documents)
         results = attention.results()
         ctx.save_for_backward(q, k, v, query_documents, key_documents, *results)
-        ctx.regions = regions
+        ctx.regions, ctx.device_type = regions, device_type
         return results[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, query_documents, key_documents, *results = ctx.saved_tensors
         documents = None if query_documents is None else (query_documents, key_documents)
-        gradients = BlockwiseGradients(q, grad, results)
+        gradients = BlockwiseGradients(q, grad, results, ctx.device_type)
         wide = accumulation_dtype(k.dtype)
         grad_k, grad_v = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
         for region in ctx.regions:
             gradients.add(k, v, region, documents, grad_k, grad_v)
-        return gradients.grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
+        return gradients.grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
 
 
 class BlockwiseAttention:
     """An accumulator for the output [B, H, Q, width] of queries q [B, H, Q, E], one region at a time."""
 
-    def __init__(self, q: torch.Tensor, width: int):
+    def __init__(self, q: torch.Tensor, width: int, device_type: str | None = None):
         wide = accumulation_dtype(q.dtype)
-        self.dtype, self.q = q.dtype, q.to(kernel_dtype(q))
+        self.dtype, self.q = q.dtype, q.to(kernel_dtype(q, device_type))
         self.out = torch.zeros((*q.shape[:-1], width), dtype=wide, device=q.device)
         self.logsumexp = torch.full(q.shape[:-1], -math.inf, dtype=wide, device=q.device)
         self.extras: tuple[torch.Tensor, ...] = ()
@@ -122,8 +123,10 @@ class BlockwiseGradients:
     `results`: from BlockwiseAttention.results, after all regions.
     """
 
-    def __init__(self, q: torch.Tensor, grad: torch.Tensor, results: list[torch.Tensor]):
-        self.q = q.to(kernel_dtype(q))
+    def __init__(
+        self, q: torch.Tensor, grad: torch.Tensor, results: list[torch.Tensor], device_type: str | None = None
+    ):
+        self.q = q.to(kernel_dtype(q, device_type))
         self.grad, self.out = grad.to(self.q.dtype), results[0].to(self.q.dtype)
         self.logsumexp, self.extras = results[1], tuple(results[2:])
         self.grad_q = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
@@ -206,7 +209,7 @@ class RingAttentionFunction(torch.autograd.Function):
     """Ring attention on this rank's shards: q [B, H, s, E], k [B, K, s, E], v [B, K, s, V] -> [B, H, s, V].
 
     `documents`: the document ids of all ranks' tokens, [ranks, B, s], or None. `tables`: from `shard_tables`, in their
-    place, or None.
+    place, or None. `device_type`: as in kernel_dtype.
     """
 
     @staticmethod
@@ -220,9 +223,10 @@ class RingAttentionFunction(torch.autograd.Function):
         ring: Ring,
         layout: SequenceLayout,
         causal: bool,
+        device_type: str | None = None,
     ) -> torch.Tensor:
         shard, widths = torch.cat((k, v), dim=-1), (k.shape[-1], v.shape[-1])
-        attention = BlockwiseAttention(q, v.shape[-1])
+        attention = BlockwiseAttention(q, v.shape[-1], device_type)
         for step in range(ring.ranks):
             source = (ring.rank - step) % ring.ranks
             arriving = ring.start(shard) if step < ring.ranks - 1 else None
@@ -234,14 +238,14 @@ class RingAttentionFunction(torch.autograd.Function):
                 shard = ring.finish(arriving)
         results = attention.results()
         ctx.save_for_backward(q, k, v, documents, tables, *results)
-        ctx.ring, ctx.layout, ctx.causal = ring, layout, causal
+        ctx.ring, ctx.layout, ctx.causal, ctx.device_type = ring, layout, causal, device_type
         return results[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, documents, tables, *results = ctx.saved_tensors
         ring, layout = ctx.ring, ctx.layout
-        gradients = BlockwiseGradients(q, grad, results)
+        gradients = BlockwiseGradients(q, grad, results, ctx.device_type)
         shard, widths = torch.cat((k, v), dim=-1), (k.shape[-1], v.shape[-1])
         local_grad = torch.zeros(shard.shape, dtype=accumulation_dtype(k.dtype), device=k.device)
         travelling = None
@@ -262,7 +266,7 @@ class RingAttentionFunction(torch.autograd.Function):
         if travelling is not None:
             local_grad += ring.finish(travelling)
         grad_k, grad_v = local_grad.to(k.dtype).split(widths, dim=-1)
-        return gradients.grad_q.to(q.dtype), grad_k, grad_v, None, None, None, None, None
+        return gradients.grad_q.to(q.dtype), grad_k, grad_v, None, None, None, None, None, None
 
 
 def _mask_of(

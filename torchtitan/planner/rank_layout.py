@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from itertools import accumulate
-from math import lcm
 from typing import Any
 
 from torchtitan.config.batch_shape import batch_rows, microbatch_rows, split_by_tensor_parallel
@@ -236,21 +235,6 @@ class RankLayout:
     def exchanges_heads(self) -> bool:
         """True if context parallel gives each rank all tokens of some heads."""
         return self.config.parallelism.context_parallel_rotate_method == "ulysses"
-
-    def exchanged_features(self, heads: float, key_heads: float, keys: float, values: float) -> float:
-        """Return the features of a token that context parallel adds to what selective recompute by operator stores.
-
-        These are results of collectives, and of attention in another order or, in float32, to one rank's keys after the
-        other. Kernels pad values and results to the width of the keys. `keys` and `values`: features of a head.
-        """
-        if self.cp == 1:
-            return 0.0
-        both = keys + values
-        if self.gathers_keys:
-            return heads * (3 * keys - values) + key_heads * self.cp * both
-        if self.exchanges_heads:
-            return heads * 2 * keys + lcm(max(1, int(key_heads)), self.cp) * both
-        return heads * ((self.cp + 1) * keys - values) + (self.cp - 1) * key_heads * both
 
     @property
     def hidden(self) -> float:

@@ -154,6 +154,21 @@ class RankSizes(RankWeights):
             return 4 * keys + 2 * values
         return 2 * keys + self.args.qk_nope_head_dim + values * (3 if self.cp > 1 else 2)
 
+    def _exchanged_features(self, heads: float, key_heads: float, keys: float, values: float) -> float:
+        """Return the features of a token that context parallel adds to what selective recompute by operator stores.
+
+        These are results of collectives, and of attention in another order or to one piece of the sequence after the
+        other. Kernels pad values and results to the width of the keys. `keys` and `values`: features of a head.
+        """
+        if self.cp == 1:
+            return 0.0
+        both = keys + values
+        if self.gathers_keys:  # half of the queries see one piece, the others two
+            return heads * (1.5 * keys - values) + key_heads * self.cp * both
+        if self.exchanges_heads:
+            return heads * 2 * keys + math.lcm(max(1, int(key_heads)), self.cp) * both
+        return heads * ((self.cp + 1) / 2 * keys - values) + (self.cp - 1) * key_heads * both
+
     def _activations(self, layer: int) -> float:
         """Return what autograd stores of a layer without recompute."""
         width, b = self.args.dim, self.compute
@@ -185,11 +200,11 @@ class RankSizes(RankWeights):
             latent = args.kv_lora_rank + args.qk_rope_head_dim + (args.q_lora_rank or 0)
             keys, values = args.qk_head_dim, args.v_head_dim
             unfolded = heads * (keys + args.qk_nope_head_dim + 2 * values)
-            stored += inside * b * (latent + unfolded + self.exchanged_features(heads, heads, keys, values))
+            stored += inside * b * (latent + unfolded + self._exchanged_features(heads, heads, keys, values))
         else:
             width = args.head_dim
             stored += inside * b * width * (2 * heads + 2 * kv_heads)
-            stored += inside * b * self.exchanged_features(heads, kv_heads, width, width)
+            stored += inside * b * self._exchanged_features(heads, kv_heads, width, width)
         if STACK in linears:
             exchanged = 2 * args.dim * (self.ep > 1)
             routed = outside * args.top_k * b * (2 * args.expert_dim + args.dim + exchanged)
@@ -207,15 +222,54 @@ class RankSizes(RankWeights):
         args, b, linears = self.args, self.compute, self.args.block_linears(layer)
         extra = self.block_activations - self.block_stored
         if STACK in linears:
-            needed = max(self._after_experts(layer), self._summed_gradients(layer))
+            dense, experts = self._local_weights(layer)
+            attention = self._activations(layer) - self._feed_forward(layer) + self._attention_work
+            attention += b * (dense + experts * (self.ep == 1))
+            needed = max(self._after_experts(layer), self._summed_gradients(layer), attention, self._exchange)
             return max(extra + self._combining, needed - self.block_stored)
         width = linears["feed_forward.w1"][0] / self.tp
         entering = 2 * b * args.dim * self.tokens if self.tp > 1 else 0.0
         gated = b * (2 * width * self.tokens + width * args.dim)
         products = sum(self._local_weights(layer)) * b
-        heads = args.n_heads * getattr(args, "head_dim", 0) / self.tp
-        attention = products - self._feed_forward(layer) + self.tokens * (b * 3 + 16 * (self.cp > 1)) * heads
-        return max(extra + max(entering, gated, attention), products + self.hidden - self.block_stored)
+        attention = products - self._feed_forward(layer) + self._attention_work
+        needed = max(products + self.hidden, self._exchange)
+        return max(extra + max(entering, gated, attention), needed - self.block_stored)
+
+    @property
+    def _attention_work(self) -> float:
+        """Bytes that the backward of attention adds to what its forward has stored, at their peak.
+
+        Context parallel computes region by region and adds gradients up in float32 (ring_attention.py): with gathered
+        keys and values for those of all ranks, else for the visiting shard, those on their way and the local one. In
+        the largest region half of the queries see these keys. Kernels pad values to the width of the keys.
+        """
+        args, b = self.args, self.compute
+        is_latent = hasattr(args, "kv_lora_rank")
+        keys, values = (args.qk_head_dim, args.v_head_dim) if is_latent else (args.head_dim, args.head_dim)
+        heads, key_heads = args.n_heads / self.tp, (args.n_heads if is_latent else args.num_kv_heads) / self.tp
+        if self.cp == 1 or self.exchanges_heads:
+            return 0.0 if is_latent else self.tokens * heads * keys * (3 * b + 16 * (self.cp > 1))
+        both, padded = keys + values, keys != values
+        reach, shards, sums = 1.0, min(2, self.cp - 1), 4 if self.cp > 2 else 2
+        if self.gathers_keys:  # all pieces of the sequence but the last
+            reach, shards, sums = self.cp - 0.5, 0, self.cp
+        rows = heads * (values + padded * keys + 0.5 * keys)  # results, their gradients, and gradients of queries
+        columns = key_heads * (reach * keys * (2 + padded) + shards * both)
+        return self.tokens * (4 * (heads * keys + sums * key_heads * both) + b * (rows + columns))
+
+    @property
+    def _exchange(self) -> float:
+        """Bytes of a block while the forward of its latent attention exchanges heads for tokens.
+
+        Besides the products that made them, queries, keys and values exist apart, as one tensor, and as the one that
+        arrives, twice.
+        """
+        args = self.args
+        if self.cp == 1 or not self.exchanges_heads or not hasattr(args, "kv_lora_rank"):
+            return 0.0
+        products = args.qk_head_dim + args.qk_nope_head_dim + args.v_head_dim
+        features = products + 4 * (2 * args.qk_head_dim + args.v_head_dim)
+        return self.compute * self.tokens * args.n_heads / self.tp * features + 2 * self.hidden
 
     @property
     def _combining(self) -> float:

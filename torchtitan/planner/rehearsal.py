@@ -35,7 +35,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.float8 import Float8Linear
 from torchtitan.optimizers.build import Optimizers
-from torchtitan.parallelisms.context_parallel import RingAttention
+from torchtitan.parallelisms.context_parallel import ContextParallelAttention
 from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
 from torchtitan.parallelisms.sequence_layout import Tokens
 from torchtitan.planner.live_tensors import ACTIVATIONS, BACKWARD, Bytes, FakeValues, LiveTensors
@@ -268,7 +268,7 @@ def imitate(device: str, parts: list[nn.Module]) -> None:
         if part.loss is not None:
             part.loss.device_type = device
         for kernel in part.kernels:
-            if isinstance(kernel, RingAttention):
+            if isinstance(kernel, ContextParallelAttention):
                 kernel.device_type = device
         if device == "cuda":
             part.set_attention_kernels(
