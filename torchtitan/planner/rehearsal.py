@@ -48,9 +48,9 @@ PARAMETERS, FROZEN, BUFFERS = "parameters", "frozen parameters", "buffers and ca
 GRADIENTS, OPTIMIZER, LOSS = "gradients", "optimizer state", "logits and loss"
 REFERENCE = "parameters of the reference"
 Moments = dict[str, Bytes]
-"""Part of a step -> peak memory by kind."""
+"""Part of a step -> bytes by kind at the peak of their sum."""
 Sent = Counter[tuple[str, str, str]]
-"""Totals by (axis of the mesh, kind of message, "calls" or "bytes")."""
+"""Calls and bytes that a rank sends in a step, by (axis of the mesh, kind of message, "calls" or "bytes")."""
 ANY_COUNT = 1000
 """An arbitrary number of valid tokens, the divisor of losses."""
 WITHOUT_VALUES = FakeTensorMode(allow_non_fake_inputs=True)
@@ -80,7 +80,10 @@ class Rehearsed:
     """Axis along which something is sent -> this rank's group."""
 
     def extended_by(self, times: float, few: "Rehearsed", more: "Rehearsed") -> "Rehearsed":
-        """Return this rehearsal plus `times` the difference between `more` and `few`."""
+        """Return this rehearsal plus `times` the difference between `more` and `few`.
+
+        Memory and messages grow linearly with the layers, and messages with the batches.
+        """
         moments = {
             name: _extended(kinds, times, few.moments[name], more.moments[name]) for name, kinds in self.moments.items()
         }
@@ -88,6 +91,7 @@ class Rehearsed:
 
 
 def _extended(kinds: Counter, times: float, few: Counter, more: Counter) -> Counter:
+    """Return kinds + times * (more - few), also where that is negative."""
     return Counter({kind: kinds[kind] + times * (more[kind] - few[kind]) for kind in kinds | few | more})
 
 
@@ -112,24 +116,29 @@ def rehearse(config: JobConfig, rank: int, world_size: int, device: str) -> Rehe
 def rehearse_built(
     config: JobConfig, model: ParallelModel, optimizers: Optimizers, batch: Batch, device: str, live: LiveTensors
 ) -> Rehearsed:
-    """Rehearse a step of a job that is built; `batch` has tensors [B, S] or [B]. `live` counts its memory."""
+    """Rehearse a step of a job whose model and optimizers exist; `batch` has tensors [B, S] or [B].
+
+    `live` counts the memory. If forward and backward retain memory, the result is that of a second step.
+    """
     imitate(device, model.parts)
     _count_state(live, model.parts)
     rehearsal = Rehearsal(config, model, optimizers, batch, num_batches_per_step(config, model.dims))
     ref_model = _reference(config, model, device)
     with WITHOUT_VALUES, FakeValues(rows_of_experts(config), model.dims.ep), live.watching():
-        before = {} if ref_model is None else _ask(ref_model, batch, live)
+        reference_moments = {} if ref_model is None else _run_reference(ref_model, batch, live)
         del ref_model
         gc.collect()  # FSDP's modules are in reference cycles
-        if _keeps_more(config):
+        if _retains_memory(config):
             rehearsal.step(live)
-            _name_what_stays(live, optimizers)
+            _name_retained_memory(live, optimizers)
         result = rehearsal.step(live)
-        return dataclasses.replace(result, moments=result.moments | before)
+        return dataclasses.replace(result, moments=result.moments | reference_moments)
 
 
 @dataclasses.dataclass
 class Rehearsal:
+    """A model without values on one rank, and its steps. `passes`: forward and backward passes of a step."""
+
     config: JobConfig
     model: ParallelModel
     optimizers: Optimizers
@@ -139,16 +148,16 @@ class Rehearsal:
     """Run only some microbatches of a pipeline and count them for all (pipeline_replay.py), which real ranks cannot."""
 
     def __post_init__(self) -> None:
-        # computed now, because a mesh needs tensors with values, which a rehearsed step lacks
+        # before any step, because meshes compute with tensors that have values
         self.groups = self._groups()
 
     def step(self, live: LiveTensors) -> Rehearsed:
-        """Run a step as the trainer does.
+        """Run a step as the trainer does, and return its memory and messages.
 
         Memory that the step leaves allocated, such as the optimizer state of a first step, counts in all its parts, as
         later steps have it from their start.
         """
-        before, moments = live.now.copy(), {}
+        start, moments = live.now.copy(), {}
         sent: Sent = Counter()
         steps_in_backward = self.config.optimizer.early_step_in_backward
         live.forget_peak()
@@ -165,15 +174,15 @@ class Rehearsal:
             live.forget_peak()
             with live.of(OPTIMIZER):
                 self.optimizers.step()
-            optimizer = live.peak
+            optimizer_peak = live.peak
             self.model.after_step(1, self.optimizers.optimizers)
             self.optimizers.zero_grad()
         self._add(sent, traffic)
         for peak in moments.values():
-            peak.update({kind: size - before[kind] for kind, size in live.now.items()})
+            peak.update({kind: size - start[kind] for kind, size in live.now.items()})
         names = {axis for axis, _, _ in sent}
         groups = {axis: ranks for axis, ranks in self.groups.items() if axis in names}
-        return Rehearsed(moments | {"optimizer": optimizer}, sent, groups)
+        return Rehearsed(moments | {"optimizer": optimizer_peak}, sent, groups)
 
     def _shortened(self, live: LiveTensors, traffic: Traffic) -> AbstractContextManager:
         """Return a context in which a pipeline runs only some of its microbatches, if all are to be counted."""
@@ -185,6 +194,7 @@ class Rehearsal:
         )
 
     def _add(self, sent: Sent, traffic: Traffic, times: int = 1) -> None:
+        """Add the messages of `traffic` to `sent`, `times` times."""
         axes = self.groups
         for (kind, axis), (calls, size) in traffic.totals(axes).items():
             if "ep" in axes and kind == "all_to_all" and axes[axis] == axes["ep"]:
@@ -219,7 +229,8 @@ def _reference(config: JobConfig, model: ParallelModel, device: str) -> Parallel
     return ref_model
 
 
-def _ask(ref_model: ParallelModel, batch: Batch, live: LiveTensors) -> Moments:
+def _run_reference(ref_model: ParallelModel, batch: Batch, live: LiveTensors) -> Moments:
+    """Return the memory while the reference model computes its log-probabilities, before the first step."""
     for part in ref_model.parts:
         for parameter in part.parameters():
             live.add(parameter, REFERENCE)
@@ -230,12 +241,16 @@ def _ask(ref_model: ParallelModel, batch: Batch, live: LiveTensors) -> Moments:
     return {"asking the reference": live.peak}
 
 
-def _keeps_more(config: JobConfig) -> bool:
-    """Return whether forward and backward leave memory allocated until the next step."""
+def _retains_memory(config: JobConfig) -> bool:
+    """Return True if the first forward and backward allocate what later steps start with.
+
+    That is the state of an optimizer that steps in backward, or the caches of an adapter.
+    """
     return config.optimizer.early_step_in_backward or config.adapter.kind == "neurocache"
 
 
-def _name_what_stays(live: LiveTensors, optimizers: Optimizers) -> None:
+def _name_retained_memory(live: LiveTensors, optimizers: Optimizers) -> None:
+    """Count what the first step has left as optimizer state, or else as buffers."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for tensor in filter(torch.is_tensor, state.values()):
@@ -244,7 +259,7 @@ def _name_what_stays(live: LiveTensors, optimizers: Optimizers) -> None:
 
 
 def _count_state(live: LiveTensors, parts: list[nn.Module]) -> None:
-    """Count parameters and buffers, and from now on gradients and the loss, each as a separate kind."""
+    """Count parameters and buffers now, and gradients and the loss when they are created, each as a separate kind."""
 
     def gradient(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:  # else an optimizer step in backward has freed it
@@ -313,7 +328,7 @@ def _quiet() -> Iterator[None]:
 # Several rehearsals at once, each in its own process
 
 MAX_PROCESSES = 8
-"""Maximum number of processes. Each takes about a GB."""
+"""Maximum number of processes. Each needs about 1 GB."""
 
 T = TypeVar("T")
 
