@@ -25,8 +25,12 @@ from torchtitan.importers.translation import (
 from torchtitan.models import SIZES, family_for_model_type
 from torchtitan.models.hf.config import CONFIG
 
-FAMILIES = ("mistral", "qwen2", "qwen3", "deepseek", "gpt2", "opt", "llama")
-"""Model types to look for in the name of a folder that is not on this machine."""
+MODEL_TYPES = {"distill-qwen": "qwen2", "distill-llama": "llama", "gemma-3": "gemma3_text"}
+MODEL_TYPES |= {name: name for name in ("mistral", "qwen2", "qwen3", "deepseek", "gpt2", "opt", "llama")}
+"""Parts of the name of a folder that is not on this machine, and the model type that the first of them indicates.
+
+DeepSeek's distilled models have the architecture of their students.
+"""
 SIZE_OVERRIDES = {"rope_theta": "rope_theta", "max_position_embeddings": "max_seq_len", "rms_norm_eps": "norm_eps"}
 SCALING = {"factor": "factor", "original_max_position_embeddings": "original_max_seq_len"}
 SCALING |= {name: name for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")}
@@ -80,7 +84,7 @@ class _Axolotl:
             self.refuse("base_model_config", config_folder, f"{folder}, as base_model", remedy)
         try:
             is_local = os.path.isfile(Path(folder, CONFIG))
-            model_type = next(filter(folder.lower().count, FAMILIES), None)
+            model_type = next((kind for part, kind in MODEL_TYPES.items() if part in folder.lower()), None)
             family = family_in(Path(folder)) if is_local else family_for_model_type(model_type)
         except JobError as error:
             is_local, family = True, None

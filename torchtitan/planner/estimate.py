@@ -147,7 +147,7 @@ class _Share:
         return self.passes * sum(sum(counts.values()) for counts in self.layer_counts)
 
     def extrapolate(self, base: Rehearsed, *more: Rehearsed) -> Rehearsed:
-        """Extrapolate to all layers from the rehearsals, which are in the order of `self.kept`."""
+        """Extrapolate to all layers from the rehearsals, which are in the order of `self.layer_counts`."""
         total, (fewest, *deeper) = base, self.layer_counts
         for counts, rehearsal in zip(deeper, more, strict=True):
             (stage,) = (stage for stage in counts if counts[stage] > fewest[stage])
