@@ -82,16 +82,20 @@ def test_actions_of_a_pipeline_take_time_on_a_cpu(schedule, actions):
 
 @pytest.mark.parametrize("passes", [1, 4])
 def test_gathers_on_a_cpu_add_to_computation(passes):
-    """Each block gathers its weights twice a pass, in latency + half of the bytes / bandwidth, and reduces once."""
+    """Each block gathers its weights twice a pass, in latency + half of the bytes / bandwidth, and reduces once.
+
+    The embedding and the head are gathered once.
+    """
     plan, times = Plan(shards=2, microbatch=8 // passes, passes=passes), timer()
     (weights, _), link = times.rank_weights(plan), CPU.machine_link
-    blocks = times.workload.args.n_layers
+    args, size = times.workload.args, times.workload.compute_bytes
+    gathered_again = weights - 2 * args.vocab_size * args.dim
 
-    def exchange(size):
-        return blocks * link.latency + size * weights / 2 / link.bandwidth
+    def exchange(sent):
+        return args.n_layers * link.latency + sent / 2 / link.bandwidth
 
-    copied = times._moved(2 * (2 * times.workload.compute_bytes + 4) * weights)
-    expected = passes * (2 * exchange(times.workload.compute_bytes) + exchange(4) + copied)
+    copied = times._moved(2 * (size * (weights + gathered_again) + 4 * weights))
+    expected = passes * (exchange(size * weights) + exchange(size * gathered_again) + exchange(4 * weights) + copied)
     assert times.step_time(plan).parts["fsdp"] == pytest.approx(expected)
     overlapped = timer(dataclasses.replace(CPU, cores=None)).step_time(plan).parts["fsdp"]
     assert overlapped < expected
@@ -159,9 +163,10 @@ def test_replicas_on_a_cpu_add_their_sums_and_pipelines_their_gathers():
 
 def test_all_messages_have_one_factor_and_none_hide_on_a_cpu():
     plans = [Plan(tp=2, microbatch=16), Plan(cp=2, microbatch=16), Plan(shards=2, microbatch=8)]
-    weights = timer().rank_weights(plans[2])
-    for plan, part, gathers in zip(plans, ("tp", "cp", "fsdp"), (0, 0, 2), strict=True):
-        copied = timer()._copied(plan, weights, gathers) if gathers else 0.0
+    weights, workload = timer().rank_weights(plans[2]), timer().workload
+    gathered = 2 * workload.gathered_bytes * weights.dense - workload.ends_bytes
+    for plan, part in zip(plans, ("tp", "cp", "fsdp"), strict=True):
+        copied = timer()._copied(plan, weights, gathered, 0.0) if part == "fsdp" else 0.0
         seconds = timer().step_time(plan).parts[part] - copied
         assert timer(factors={"messages": 3.0}).step_time(plan).parts[part] == pytest.approx(3 * seconds + copied)
     asynchronous = dataclasses.replace(plans[0], async_tp=True)
