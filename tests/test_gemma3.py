@@ -195,7 +195,7 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "gemma2"}, "model_type = 'gemma2', but this model is one of gemma3_text"),
+        ({"model_type": "gemma2"}, "model_type = 'gemma2', but this model is a gemma3_text"),
         ({"model_type": "gemma3"}, "a model of images and text; allowed: 'gemma3_text', as only the text models"),
         ({"intermediate_size": None}, "no whole number above 0 for intermediate_size"),
         ({"hidden_activation": "silu"}, "hidden_activation = 'silu', but this model only has 'gelu_pytorch_tanh'"),

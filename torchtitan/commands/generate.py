@@ -292,7 +292,7 @@ def _hf_arguments(path: Path, home: Path, model_type: object) -> list[str]:
     """Return the options for a Hugging Face folder or file, with the model's context up to LONGEST_CONTEXT."""
     family = family_for_model_type(model_type)
     if family is None:
-        known_types = sorted({name for config in CONFIG_CONVERTERS.values() for name in config.model_types})
+        known_types = sorted({name for config in CONFIG_CONVERTERS.values() for name in config.allowed_types})
         raise JobError(f"{path}: model_type = {model_type!r}; allowed: {', '.join(known_types)}")
     length = CONFIG_CONVERTERS[family].args_from_folder(path).max_seq_len
     arguments = [f"--model.name={family}", "--model.flavor=from_hf", f"--model.hf_folder={path}"]

@@ -34,15 +34,20 @@ class ConfigConverter:
     model_types: tuple[str, ...]  # of config.json
     to_hf: Callable[..., dict[str, Any]]  # (args, dtype); JobError for features that transformers lacks
     from_hf: Callable[[Mapping[str, Any]], Any]  # the inverse, of one of the model types; JobError likewise
+    refused_types: tuple[str, ...] = ()  # among the model types; `from_hf` says why they are not supported
     compared: tuple[str, ...] = ()
     not_compared: tuple[str, ...] = NOT_IN_FORWARD
     fit_to_tensors: Callable[[Any, Mapping[str, str]], Any] = lambda args, names: args
+
+    @property
+    def allowed_types(self) -> tuple[str, ...]:
+        return tuple(name for name in self.model_types if name not in self.refused_types)
 
     def args_from_config(self, config: Mapping[str, Any]) -> Any:
         """Return the arguments of a config of transformers 4 or 5. Raises JobError for unsupported features."""
         model_type = config.get("model_type")
         if model_type not in self.model_types:
-            expected = ("one of " if len(self.model_types) > 1 else "a ") + ", ".join(self.model_types)
+            expected = ("one of " if len(self.allowed_types) > 1 else "a ") + ", ".join(self.allowed_types)
             raise JobError(f"model_type = {model_type!r}, but this model is {expected}")
         fp8_block_size(config)
         args = self.from_hf(config)

@@ -156,7 +156,9 @@ def _read_interval(config: Mapping[str, Any], n_layers: int) -> int:
     return interval
 
 
-CONFIG = ConfigConverter(model_types=("gemma3_text", "gemma3"), to_hf=_to_hf, from_hf=_from_hf)
+CONFIG = ConfigConverter(
+    model_types=("gemma3_text", "gemma3"), refused_types=("gemma3",), to_hf=_to_hf, from_hf=_from_hf
+)
 
 
 FAMILY = Family(sizes=GEMMA3, config=CONFIG, spec="torchtitan.models.gemma3.model:SPEC", publisher="google")

@@ -61,11 +61,12 @@ class Gemma3(Decoder):
         return Constant(0.0) if "norm" in name else super().init_rule(name)
 
 
-POST_NORMS = ("attention_post_norm", "ffn_post_norm")
 PLAN = replace(
-    DECODER_PLAN, replicated=("attention.[qk]_norm",), sequence=(*DECODER_PLAN.sequence, *POST_NORMS)
-)  # each rank norms its heads
-NORMS = {
+    DECODER_PLAN,
+    replicated=("attention.[qk]_norm",),  # each rank norms its own heads
+    sequence=(*DECODER_PLAN.sequence, "attention_post_norm", "ffn_post_norm"),
+)
+SANDWICH_NORMS = {
     "attention_post_norm.weight": "post_attention_layernorm.weight",
     "ffn_norm.weight": "pre_feedforward_layernorm.weight",
     "ffn_post_norm.weight": "post_feedforward_layernorm.weight",
@@ -74,7 +75,7 @@ NORMS = {
 
 def tensor_map(args: Gemma3Args) -> TensorMap:
     return TensorMap(
-        layer_names=ATTENTION | QK_NORMS | FEED_FORWARD | NORMS,
+        layer_names=ATTENTION | QK_NORMS | FEED_FORWARD | SANDWICH_NORMS,
         reordered=REORDERED.union(QK_NORMS),
         head_dim=args.head_dim,
         tied=args.tied_embeddings,
