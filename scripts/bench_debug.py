@@ -298,6 +298,9 @@ def main() -> None:
         for name in options.plans or PLANS:
             print(measure_plan(name, options), flush=True)
         return
+    if not any(ranks in RANKS.get(name, options.ranks) for name in options.only for ranks in options.ranks):
+        given = " ".join(map(str, options.ranks))
+        parser.error(f"--ranks {given}: none of these settings runs on as many ranks: {', '.join(options.only)}")
     for ranks in options.ranks:
         names = [name for name in options.only if ranks in RANKS.get(name, options.ranks)]
         for name in names[:1] if options.aa else names:

@@ -196,12 +196,20 @@ def test_bench_optimizers():
     assert all(line.startswith("bases by ") and "at gap 200" in line for line in lines[-4:])
 
 
-def test_bench_debug():
-    lines = run("scripts/bench_debug.py", "--quick", "--ranks", "1", "--only", "same settings")
-    speed, cpu, job_line = lines[3:]
-    assert speed.startswith("1 rank(s), same settings / plain loop, tokens/s") and "tok/s" in speed
-    assert cpu.startswith("1 rank(s), same settings / plain loop, CPU time") and "CPU seconds a step" in cpu
-    assert job_line.startswith("1 rank(s), same settings: first step after") and "GiB resident" in job_line
+@pytest.mark.parametrize("ranks, name", [(1, "same settings"), (2, "replicas")])
+def test_bench_debug(ranks, name):
+    speed, cpu, job_line = run("scripts/bench_debug.py", "--quick", "--ranks", str(ranks), "--only", name)[3:]
+    assert speed.startswith(f"{ranks} rank(s), {name} / plain loop, tokens/s") and "tok/s" in speed
+    assert cpu.startswith(f"{ranks} rank(s), {name} / plain loop, CPU time") and "CPU seconds a step" in cpu
+    assert job_line.startswith(f"{ranks} rank(s), {name}: first step after") and "GiB resident" in job_line
+
+
+def test_bench_debug_refuses_settings_that_do_not_run_on_the_ranks(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.setattr(sys, "argv", ["bench_debug.py", "--ranks", "1", "--only", "replicas"])
+    with pytest.raises(SystemExit):
+        importlib.import_module("bench_debug").main()
+    assert "--ranks 1: none of these settings runs on as many ranks: replicas" in capsys.readouterr().err
 
 
 def test_bench_debug_plans():

@@ -113,6 +113,11 @@ def faults_of_config(tmp_path, config, family="llama3"):
 LLAMA3 = MODELS["llama3"].hf.config_to_hf(LLAMA["llama3"])
 
 
+def test_a_model_type_that_is_always_refused_is_not_proposed(tmp_path):
+    faults = faults_of_config(tmp_path, LLAMA3 | {"model_type": "gemma3"})
+    assert "but this model is a llama" in faults and "model.name =" not in faults
+
+
 @pytest.mark.parametrize(
     "change, expected",
     [

@@ -92,7 +92,9 @@ def test_initial_weights_follow_the_recipe():
     model = Gemma3(PLAIN)
     norms = ("layers.1.attention.q_norm", "layers.0.ffn_post_norm", "norm")
     assert [model.init_rule(f"{name}.weight") for name in norms] == [Constant(0.0)] * 3
-    assert model.init_rule("tok_embeddings.weight") == Normal(PLAIN.dim**-0.5)
+    for tied in (True, False):
+        model = Gemma3(dataclasses.replace(PLAIN, tied_embeddings=tied))
+        assert model.init_rule("tok_embeddings.weight") == Normal(PLAIN.dim**-0.5)
 
 
 class CountingKernel(AttentionKernel):

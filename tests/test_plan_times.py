@@ -12,12 +12,14 @@ from tests.support.pool import run_alone
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import Curve, Curves, load_hardware
+from torchtitan.models.sizes import NORMS
+from torchtitan.parallelisms.fsdp_messages import BLOCK, PIECE, block_bytes
 from torchtitan.planner import answer, calibration, measured_hardware, rehearsal
 from torchtitan.planner.closed_form import MemoryPrediction
 from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.search import Candidate, PipelineTimer
 from torchtitan.planner.step_time import StepTimer
-from torchtitan.planner.time_parts import Calibration, Parts
+from torchtitan.planner.time_parts import Calibration, Parts, Weights
 
 CPU = dataclasses.replace(load_hardware("cpu"), devices_per_machine=8)
 """A machine of two cores and any number of ranks."""
@@ -141,6 +143,27 @@ def test_an_all_to_all_between_machines_sends_all_its_parts_there():
     messages = timer(gpu).messages
     assert messages.exchange(1e9, 16, 1) == pytest.approx(gpu.network_link.seconds(5e8))
     assert messages.gather(1e9, 16, 1) < messages.exchange(1e9, 16, 1)
+
+
+def test_quantized_reductions_between_machines_take_two_hops():
+    """An all-to-all of all numbers in a machine of 8, then one of an eighth of them with the same GPU of the other."""
+    times = timer(load_hardware("h100-80"), reduce_bits=4, reshard=8)
+    weights, messages, blocks = Weights(dense=1e9, experts=0.0), times.messages, times.workload.args.n_layers
+    size, count = 1e9 * block_bytes(4) / BLOCK, blocks * -(-1e9 // (blocks * PIECE))
+    expected = messages.exchange(size, 8, 1, count) + messages.exchange(size / 8, 2, 8, count)
+    assert messages.reduce_gradients(Plan(shards=16), weights) == pytest.approx(expected)
+    at_once = messages.exchange(size, 16, 1, count)
+    one_hop = timer(load_hardware("h100-80"), reduce_bits=4).messages
+    assert one_hop.reduce_gradients(Plan(shards=16), weights) == pytest.approx(at_once)
+
+
+def test_norms_after_attention_and_feed_forward_move_their_bytes_too(monkeypatch):
+    """Each of the two reads and writes the hidden states of the rank."""
+    workload = Workload.of(manager.load(["--model.name=gemma3", "--model.tokenizer_path=bytes"]), 16)
+    times, args = StepTimer(workload, CPU, Calibration()), workload.args
+    with_both = times._elementwise(Plan(), args.block_linears(0), 100, 100)
+    monkeypatch.setattr(type(args), "block_others", lambda self, layer: NORMS)
+    assert with_both - times._elementwise(Plan(), args.block_linears(0), 100, 100) == 2 * 2 * args.dim * 100 * 2
 
 
 def test_replicas_on_a_cpu_add_their_sums_and_pipelines_their_gathers():

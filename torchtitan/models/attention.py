@@ -171,7 +171,7 @@ def activate_flash_attention(backend: str, device: torch.device) -> None:
 
 
 class SharedInputs(NamedTuple):
-    """Inputs that all blocks share in a forward; those of one block have its `rotation`, `mask` and `keys`."""
+    """Inputs that all blocks share in a forward. `Decoder.shared_for_layer` sets `rotation`, `mask` and `keys`."""
 
     positions: torch.Tensor  # [B or 1, S]
     documents: torch.Tensor | None  # [B, S]
@@ -181,7 +181,7 @@ class SharedInputs(NamedTuple):
     targets: Mapping[str, torch.Tensor] | None = None  # batch tensors that the loss reads
     retrieved: Any = None  # retrieved by the model's memory for its layers, in addition to the sequence
     lengths: torch.Tensor | None = None  # [B, S], lengths of the tokens' records, see EmbeddingNoise
-    by_kind: Any = None  # index of a kind of attention -> rotation and mask of its blocks
+    by_kind: Mapping[int, tuple[Any, Any]] | None = None  # index of a kind -> rotation and mask of its blocks
 
 
 def run_attention(kernel: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: SharedInputs) -> torch.Tensor:

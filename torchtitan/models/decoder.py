@@ -168,7 +168,7 @@ class AttentionKind(nn.Module):
 class Decoder(nn.Module):
     """A decoder model. The trainer attaches `loss`, an objective (hidden, head, batch) -> scalar.
 
-    `attention`: the kind of all layers, or a list with the kind of each layer, in which equal layers have the same
+    `attention`: the kind of all layers, or a list with the kind of each layer, where equal layers share an
     object. `block(layer, kernel)` makes a layer, which must keep the kernel in `attention.kernel`. causal=False: tokens
     attend to their full document. `attention_dropout`: dropout probability of attention probabilities. `norm`: the
     final norm, by default RMSNorm; nn.Identity() if the last block ends with a norm. `head`: computes logits from the
@@ -193,6 +193,7 @@ class Decoder(nn.Module):
         self.args = args
         self.loss = None
         kinds = [attention] * args.n_layers if isinstance(attention, AttentionKind) else attention
+        assert len(kinds) == args.n_layers, "each layer has a kind of attention"
         self.kinds = nn.ModuleList(dict.fromkeys(kinds))
         self.kind_of_layer = [list(self.kinds).index(kind) for kind in kinds]
         kernel = partial(DropoutKernel, attention_dropout) if attention_dropout else AttentionKernel
@@ -237,7 +238,9 @@ class Decoder(nn.Module):
         for layer, block in self.layers.items():
             if int(layer) < self.args.n_layers:
                 if self.memory is not None:
-                    shared = self.memory.before_block(int(layer), block, x, shared, self.kernels[0])
+                    shared = self.memory.before_block(
+                        int(layer), block, x, shared, self.kernels[self.kind_index(int(layer))]
+                    )
                 x = block(x, self.shared_for_layer(shared, int(layer)))
         x = self.apply_norm(x)
         shared = shared._replace(targets={name: target for name, target in targets.items() if target is not None})
@@ -279,7 +282,7 @@ class Decoder(nn.Module):
     ) -> SharedInputs:
         """Return the inputs that all blocks share, for tokens [B, S] or hidden states [B, S, D] x; see forward.
 
-        Rotations and masks are those of the kinds of the model's layers, which in a pipeline part may not be all.
+        Rotations and masks are prepared for the kinds of the model's layers; a pipeline part may lack some.
         """
         if positions is None:
             assert self.tok_embeddings is not None, "x may be a share of the tokens, so their positions are given"
@@ -292,7 +295,7 @@ class Decoder(nn.Module):
         return SharedInputs(positions, document_ids, None, None, keys, targets, lengths=lengths, by_kind=by_kind)
 
     def kind_index(self, layer: int) -> int:
-        """Return the index in `kinds` of a layer's kind. Layers of extra losses have that of the last layer."""
+        """Return the index in `kinds` of a layer's kind. Layers of extra losses share the kind of the last layer."""
         return self.kind_of_layer[min(layer, len(self.kind_of_layer) - 1)]
 
     def shared_for_layer(self, shared: SharedInputs, layer: int) -> SharedInputs:

@@ -226,9 +226,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.
 
     The compiler fuses torch's version. Without it torch has a fused kernel on GPUs and for equal dtypes only.
     """
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
     if torch.compiler.is_compiling() or (x.device.type != "cpu" and weight.dtype == x.dtype):
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
     if torch.is_grad_enabled():
         return _RMSNorm.apply(x, weight, eps)
     return _rms_norm(x, weight, eps)[0]  # half of the time for one row

@@ -26,7 +26,7 @@ HAS_AMX = bool(torch.cpu.get_capabilities().get("amx_bf16", False))
 
 
 def fastest_cpu_dtype(dtype: torch.dtype, width: int, keys: int) -> torch.dtype:
-    """Return the dtype in which a CPU attends fastest to so many keys with heads of this width, given in `dtype`.
+    """Return the dtype of a CPU's fastest attention to `keys` keys with heads of this width, given in `dtype`.
 
     Only bfloat16 is exchanged, for float32. On a CPU with matrix units its kernel is slow for narrow heads: 33.7 ms
     against 12.9 at a width of 16 (2 cores). Without them (EPYC, 1 core) it is slow for few keys: forward and backward

@@ -1,9 +1,10 @@
 """The memory of a rank by formula, in about a millisecond and without torch, for a search over many plans.
 
 A step has a few moments that may need the most memory: the loss, the backward of some layers or, in a pipeline, of its
-stages, the reductions of FSDP's units, and the optimizer's step. In each the formula adds up what a rehearsal counts
-(planner/rehearsal.py): shards of parameters, gradients and optimizer state, gathered parameters with FSDP's buffers,
-activations by recompute mode, and logits. `scripts/compare_memory.py` compares both; docs/planning.md has the errors.
+stages, the reductions of FSDP's units, and the optimizer's step. In each the formula adds up the tensors that a
+rehearsal counts (planner/rehearsal.py): shards of parameters, gradients and optimizer state, gathered parameters with
+FSDP's buffers, activations by recompute mode, and logits. `scripts/compare_memory.py` compares both; docs/planning.md
+has the errors.
 
 Letters: T tokens of a microbatch on this rank, D width, F width of the feed-forward, V vocabulary.
 """
@@ -27,7 +28,7 @@ libraries and communicators. 13 of 14 figures that torchtitan published lie betw
 
 @dataclass(frozen=True)
 class MemoryPrediction:
-    """Bytes of the rank that needs the most, at its peak, by kind. `low` and `high`: what a device will reserve."""
+    """Bytes of the rank that needs the most, at its peak, by kind. `low` and `high`: limits of the reserved memory."""
 
     parameters: float
     gradients: float
@@ -93,7 +94,7 @@ def moments(sizes: RankSizes) -> Iterator[Bytes]:
 
 
 def _in_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
-    """Yield what a pipeline rank needs beside its state: loss, backward of a block, reduction of the gradients.
+    """Yield the bytes of a pipeline rank in addition to its state: loss, backward of a block, reduction of gradients.
 
     All its parameters stay gathered, and its gradients are reduced after the last microbatch.
     """
@@ -119,7 +120,7 @@ def _in_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
 def _after_all_forwards(sizes: RankSizes, earlier: float) -> Iterator[Bytes]:
     """Yield bytes of the backward after all forwards, stage by stage: in its first and in its second microbatch.
 
-    Microbatches that are done free what they have stored. Gradients of a stage are reduced, and its parameters freed,
+    Completed microbatches free their stored activations. Gradients of a stage are reduced, and its parameters freed,
     after its last microbatch. `earlier`: bytes of gradients of earlier batches of the step.
     """
     count, transient = sizes.microbatches, sizes.recomputed + sizes.hidden
@@ -141,7 +142,7 @@ def _after_all_forwards(sizes: RankSizes, earlier: float) -> Iterator[Bytes]:
             logits = waiting + sizes.loss_backward
             yield state + _sizes(activations=remaining, gradients=summed, logits=logits)
         yield state + _sizes(activations=remaining + transient, gradients=summed + head, logits=waiting + retained)
-        # not in the sum until the end of backward: the head's gradient, and those of the stage's first block
+        # not in the sum until the end of backward: the gradients of the head and of the stage's first block
         unsummed = sizes.embedding_weights * sizes.summed_bytes * has_loss + sizes.block_reduced
         yield state + _sizes(
             activations=remaining + sizes.block_stored + transient,
@@ -152,9 +153,9 @@ def _after_all_forwards(sizes: RankSizes, earlier: float) -> Iterator[Bytes]:
 
 
 def _without_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
-    """Yield what a rank without a pipeline needs beside its state.
+    """Yield the bytes of a rank without a pipeline in addition to its state.
 
-    That is for the loss, for the backward of blocks, and for the embedding's gradient.
+    The moments are the loss, the backward of blocks, and the embedding's gradient.
     """
     blocks = sizes.all_gathered - sizes.embedding_gathered - sizes.head_gathered if sizes.stays_gathered else 0.0
     buffer = 0.0 if sizes.stays_gathered else sizes.block_gathered
@@ -191,7 +192,7 @@ def _without_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
 
 
 def _backward_of_block(sizes: RankSizes, earlier_blocks: int, gathered: float) -> Iterator[Bytes]:
-    """Yield bytes of the backward of the block after so many earlier blocks, and of the reduction of its gradients.
+    """Yield bytes of the backward of the block after `earlier_blocks` others, and of the reduction of its gradients.
 
     `gathered`: bytes of the gathered parameters of earlier blocks: of the next one in backward, or of all that stay.
     """

@@ -139,7 +139,7 @@ class MessageTimer:
         blocks = self.blocks_of_a_rank(plan)
         seconds = self.gather(dense, inner or plan.shards * plan.cp, plan.tp, blocks)
         group = inner if inner and plan.ep == 1 else plan.expert_shards  # other experts have no second copy
-        seconds += self.gather(self.workload.expert_bytes * experts, group, max(plan.tp, plan.ep), blocks)
+        seconds += self.gather(self.workload.weight_bytes * experts, group, max(plan.tp, plan.ep), blocks)
         return self.turns(plan) * seconds
 
     def reduce_gradients(self, plan: Plan, weights: Weights) -> float:

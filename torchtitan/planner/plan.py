@@ -111,14 +111,14 @@ class Workload:
         return self.message_bytes(self.gather_bits, self.compute_bytes - (self.compute_bytes - 1) * self.float8_share)
 
     @property
-    def expert_bytes(self) -> float:
-        """Bytes of a weight of the experts when FSDP gathers it."""
+    def weight_bytes(self) -> float:
+        """Bytes of a weight when FSDP gathers it and it is not in float8: of experts, the embedding and the head."""
         return self.message_bytes(self.gather_bits, self.compute_bytes)
 
     @property
     def ends_bytes(self) -> float:
         """Bytes of the embedding and the head when FSDP gathers them."""
-        return self.expert_bytes * self.embedding_size * (1 if self.args.tied_embeddings else 2)
+        return self.weight_bytes * self.embedding_size * (1 if self.args.tied_embeddings else 2)
 
     @staticmethod
     def message_bytes(bits: int, exact: float) -> float:

@@ -27,7 +27,7 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class RankWeights(RankLayout):
-    """Bytes of a rank's parameters and of what has their sizes."""
+    """Bytes of a rank's parameters, gradients and optimizer state."""
 
     # Parameters
 
@@ -162,7 +162,7 @@ class RankWeights(RankLayout):
     def all_gathered(self) -> float:
         """Bytes of copies of all parameters in the compute type, which FSDP makes on one rank too.
 
-        Autocast copies those of matrix products.
+        Autocast copies the parameters of matrix products.
         """
         copied = self.all_weights if self.fully_sharded else self.all_weights - self.embedding_weights * (not self.tied)
         return self.compute * copied * (self.fully_sharded or self.compute != self.stored_bytes)
@@ -206,7 +206,7 @@ class RankWeights(RankLayout):
         return self.replicas > 1 and self.reduced_bytes != self.stored_bytes and self.fully_sharded
 
     def replica_sums(self, gradients: float) -> float:
-        """Return the bytes of sums over replicas when so many bytes of gradients are reduced.
+        """Return the bytes of sums over replicas after `gradients` bytes have been reduced.
 
         FSDP keeps each unit's until the end of backward. Where gradients are accumulated it keeps the sums of earlier
         batches, of all units, in place of gradients.
@@ -220,12 +220,13 @@ class RankWeights(RankLayout):
         return self.gradients * (self.accumulates and not self._keeps_sums)
 
     def _reducing(self, weights: float, shards: float, last: float, computed: int | None = None) -> float:
-        """Return the bytes of gradients of so many weights at the peak of their reduction.
+        """Return the bytes of the gradients of `weights` parameters at the peak of their reduction.
 
-        FSDP copies them to one buffer in the type of the reduction. Then it frees them, except that of the `last`
-        matrix, which a loop variable keeps (`unsharded_grad` of foreach_reduce in torch/distributed/fsdp), and creates
-        the sums of a shard and, in another type, its gradients. Where there is one shard but replicas, the sums are
-        copied from a divided buffer. `computed`: bytes of a value before the reduction, by default of a computed one.
+        FSDP copies them to one buffer in the type of the reduction. Then it frees them, except the gradient of the
+        `last` matrix, which a loop variable keeps (`unsharded_grad` of foreach_reduce in torch/distributed/fsdp), and
+        creates the sums of a shard and, in another type, its gradients. Where there is one shard but replicas, the sums
+        are copied from a divided buffer. `computed`: bytes of a value before the reduction, by default of a computed
+        one.
         """
         computed = self.compute if computed is None else computed
         divided = self.reduced_bytes * (shards == 1 and self.replicas > 1)

@@ -116,9 +116,9 @@ def rehearse(config: JobConfig, rank: int, world_size: int, device: str) -> Rehe
 def rehearse_built(
     config: JobConfig, model: ParallelModel, optimizers: Optimizers, batch: Batch, device: str, live: LiveTensors
 ) -> Rehearsed:
-    """Rehearse a step of a job whose model and optimizers exist; `batch` has tensors [B, S] or [B].
+    """Rehearse a step of a job with its model and optimizers; `batch` has tensors [B, S] or [B].
 
-    `live` counts the memory. If forward and backward retain memory, the result is that of a second step.
+    `live` counts the memory. If forward and backward retain memory, the result is of a second step.
     """
     imitate(device, model.parts)
     _count_state(live, model.parts)
@@ -250,7 +250,7 @@ def _retains_memory(config: JobConfig) -> bool:
 
 
 def _name_retained_memory(live: LiveTensors, optimizers: Optimizers) -> None:
-    """Count what the first step has left as optimizer state, or else as buffers."""
+    """Count the memory that the first step leaves as optimizer state, or else as buffers."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for tensor in filter(torch.is_tensor, state.values()):

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from torchtitan.core.hardware import Curve, Hardware
-from torchtitan.models.sizes import STACK, Sizes, split_side
+from torchtitan.models.sizes import POST_NORMS, STACK, Sizes, split_side
 from torchtitan.parallelisms.fsdp_messages import resharding
 from torchtitan.parallelisms.pipeline.cut import schedule_traits
 from torchtitan.planner.message_time import MessageTimer
@@ -117,7 +117,8 @@ class StepTimer:
         args, b = self.workload.args, self.workload.compute_bytes
         heads = (args.n_heads + getattr(args, "num_kv_heads", args.n_heads)) / plan.tp
         head_dim = getattr(args, "head_dim", 0) or args.qk_head_dim
-        values = 10 * args.dim * local_tokens + 8 * heads * head_dim * tokens
+        post_norms = len({*POST_NORMS} & {*args.block_others(0)})
+        values = (10 + 2 * post_norms) * args.dim * local_tokens + 8 * heads * head_dim * tokens
         if STACK in sizes:
             rows = local_tokens * args.top_k
             values += rows * (8 * args.dim + 5 * args.expert_dim)
@@ -365,7 +366,7 @@ class StepTimer:
         `dense`, `experts`: gathered bytes of weights that are no expert's, and gathered weights of experts.
         """
         copied = (dense + self.workload.reduced_bytes * weights.dense) * (plan.shards * plan.cp > 1)
-        of_experts = self.workload.expert_bytes * experts + self.workload.reduced_bytes * weights.experts
+        of_experts = self.workload.weight_bytes * experts + self.workload.reduced_bytes * weights.experts
         copied += of_experts * (plan.expert_shards > 1)
         return self.hardware.slowdown(plan.gpus) * self._moved(2 * copied)  # read and written
 

@@ -81,6 +81,8 @@ def _other_family(name: str, folder: str) -> str:
     if model_type in CONFIG_CONVERTERS[name].model_types:
         return ""
     family = family_for_model_type(model_type)
+    if family and model_type not in CONFIG_CONVERTERS[family].allowed_types:
+        return ""
     return f'; set model.name = "{family}"' if family else f"; families are {', '.join(SIZES)}"
 
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from torchtitan.core.initialization import Constant, Init
+from torchtitan.core.initialization import Constant, Init, Normal
 from torchtitan.models.attention import AttentionKernel, GroupedQueryAttention
 from torchtitan.models.decoder import DECODER_PLAN, AttentionKind, Block, Decoder
 from torchtitan.models.flops import flops_per_token
@@ -58,6 +58,8 @@ class Gemma3(Decoder):
         return x * x.new_full((), self.args.dim**0.5)
 
     def init_rule(self, name: str) -> Init:
+        if name.startswith("tok_embeddings."):
+            return Normal(self.args.dim**-0.5)  # of standard deviation 1 when they are scaled
         return Constant(0.0) if "norm" in name else super().init_rule(name)
 
 
