@@ -208,8 +208,8 @@ def _backward_of_block(sizes: RankSizes, earlier_blocks: int, gathered: float) -
     at_work = sizes.block_at_work + sizes.experts_at_work
     yield state + _sizes(gathered=sizes.block_gathered, activations=at_work + previous_buffer)
     for unit in experts:
-        attention = _sizes(gathered=block.gathered, activations=sizes.attention_at_work)
-        yield state + attention + _sizes(activations=unit.reducing)
-        yield state + attention + _sizes(activations=unit.reduced, gradients=unit.gradients)
+        remaining = _sizes(gathered=block.gathered, activations=sizes.block_after_experts)
+        yield state + remaining + _sizes(activations=unit.reducing)
+        yield state + remaining + _sizes(activations=unit.reduced, gradients=unit.gradients)
         state += _sizes(gradients=unit.gradients)
     yield state + _sizes(activations=block.reducing)

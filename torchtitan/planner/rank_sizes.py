@@ -105,8 +105,11 @@ class RankSizes(RankWeights):
         return max(map(self._resident_experts, self.kinds), default=0.0)
 
     @property
-    def attention_at_work(self) -> float:
-        """Bytes of a block after the backward of its experts."""
+    def block_after_experts(self) -> float:
+        """Bytes of a block while its experts' gradients are reduced: before the backward of its attention.
+
+        These are the activations before the experts, and the gradients of the rows that were sent to them.
+        """
         layer = max(self.kinds, key=self._activations)
         return self._before_experts(layer) + self.compute * self.local_tokens * self.args.top_k * self.args.dim
 
