@@ -676,14 +676,21 @@ def test_a_machine_that_knows_of_the_cut_before_the_first_takes_its_old_place(qu
     first.order_start(None)[1].close()
     for other in workers:
         assert other.next_order(queue, print)["attempt"] == 1
-    old = workers[1].connection
+    old, replaced = workers[1].connection, first.connections[2]
     workers[0].connection.close()
     assert select.select(first.sockets, [], [], 60)[0] and [message["kind"] for message in first.take_orders()] == [
         "follow"
     ]
     texts = []
-    back = [lambda other=other: other.rejoin(NO_SIGNALS, 60, texts.append) for other in workers]
-    assert run_concurrently(lambda: first.wait_for_lost(queue, 60, texts.append), *back[::-1]) == [None] * 3
+
+    def rejoin_last() -> int | None:
+        """The first machine waits only until those that it knows to be lost are back, so machine 1 comes last."""
+        while first.connections[2] is replaced:
+            time.sleep(0.01)
+        return workers[0].rejoin(NO_SIGNALS, 60, texts.append)
+
+    back = [lambda: workers[1].rejoin(NO_SIGNALS, 60, texts.append), rejoin_last]
+    assert run_concurrently(lambda: first.wait_for_lost(queue, 60, texts.append), *back) == [None] * 3
     assert first.lost_machines == [] and set(first.connections) == {1, 2} and old.is_open
     # a late message about the old start is not taken as one about the new start
     first.order_start(None)[1].close()
