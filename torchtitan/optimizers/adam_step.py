@@ -7,8 +7,9 @@ A weight in bfloat16 has 8 bits of precision, and plain addition loses changes b
 preserve them: `add_with_lost` and `stochastically_rounded`.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -17,7 +18,9 @@ from torchtitan.core.fused import NEVER, Fused
 from torchtitan.optimizers import moments
 from torchtitan.optimizers.layout import Layout, local
 from torchtitan.optimizers.moments import BLOCK, Adam, AdamNumbers, Columns, Options, Packed, State
-from torchtitan.optimizers.pieces import Index, piece_size, pieces
+from torchtitan.optimizers.pieces import ON_CPU, Index, piece_size, pieces
+
+F = TypeVar("F", bound=Callable)
 
 
 class Addition(NamedTuple):
@@ -123,6 +126,41 @@ def _is_fused(shard: Shard) -> bool:
     return shard.packing is None or shard.weight.shape[-1] == BLOCK
 
 
+Both = Sequence[torch.Tensor]
+"""A tensor of each moment."""
+
+
+def _fused_in_blocks(formula: F) -> F:
+    """Return a function of the codes of both moments and more, which is compiled for full pieces on a CPU.
+
+    These are rows of one block, which a step makes of most parameters. Eager computes the first second or two.
+    """
+    fused = Fused(formula, dynamic=False, large=ON_CPU, after=2**29)
+
+    @wraps(formula)
+    def call(codes: Both, *arguments: Any) -> Any:
+        is_piece = codes[0].device.type == "cpu" and codes[0].shape == (ON_CPU // BLOCK, BLOCK)
+        return (fused if is_piece else formula)(codes, *arguments)
+
+    return cast(F, call)
+
+
+@_fused_in_blocks
+def _unpacked_moments(
+    codes: Both, scales: Both, books: Both, columns: Columns, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Return `moments.unpacked` of both moments."""
+    return [moments.unpacked(*moment, columns, dtype) for moment in zip(codes, scales, books, strict=True)]
+
+
+@_fused_in_blocks
+def _pack_moments(codes: Both, scales: Both, values: Both, tables: Both, columns: Columns, sets_scales: bool) -> None:
+    """Store both moments by `moments.pack`."""
+    signs = [signed for _, signed in Adam.KEYS]
+    for moment in zip(codes, scales, values, signs, tables, strict=True):
+        moments.pack(*moment, columns, sets_scales)
+
+
 def _moved(shard: Shard, numbers: AdamNumbers) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both moments after the step, in the dtype of computation; stored in this dtype they move in place."""
     gradient = shard.gradient.to(torch.promote_types(shard.weight.dtype, torch.float32))
@@ -130,12 +168,8 @@ def _moved(shard: Shard, numbers: AdamNumbers) -> tuple[torch.Tensor, torch.Tens
     if packing is None:
         first, second = (tensor.to(gradient.dtype) for tensor in stored)
     else:
-        first, second = (
-            moments.unpacked(codes, scales, book, packing.columns, gradient.dtype)
-            for codes, scales, book in zip(
-                stored[::2], packing.old_scales or stored[1::2], packing.tables[:2], strict=True
-            )
-        )
+        scales = packing.old_scales or stored[1::2]
+        first, second = _unpacked_moments(stored[::2], scales, packing.tables[:2], packing.columns, gradient.dtype)
     moments.move(first, second, gradient, numbers)
     return first, second
 
@@ -145,13 +179,16 @@ def _step(shard: Shard, numbers: AdamNumbers, decay: float, eps_first: bool) -> 
     weight, _, stored, packing, addition, offset = shard
     both = _moved(shard, numbers)
     if packing is not None:
-        for number, moment in enumerate(both):
-            codes, scales = stored[2 * number : 2 * number + 2]
-            signed, table = Adam.KEYS[number][1], packing.tables[2 + number]
-            moments.pack(codes, scales, moment, signed, table, packing.columns, packing.old_scales is None)
+        sets_scales = packing.old_scales is None
+        _pack_moments(stored[::2], stored[1::2], both, packing.tables[2:], packing.columns, sets_scales)
     elif stored[0].dtype != both[0].dtype:
         for tensor, moment in zip(stored, both, strict=True):
             tensor.copy_(moment)
+    if not torch.compiler.is_compiling() and addition == Addition() and weight.dtype == both[0].dtype:
+        # in fewer passes, and on a CPU with the same bits
+        denominator = moments.adam_denominator(both[1], numbers, eps_first)
+        weight.mul_(decay).addcdiv_(both[0], denominator, value=numbers.rate)
+        return
     change = moments.adam_change(*both, numbers, eps_first)
     if addition.lost is not None:
         add_with_lost(weight, addition.lost, change, decay)

@@ -8,9 +8,9 @@ Moments can be stored in 8 bits (arXiv:2110.02861): blocks of 256 with a scale e
 sharding does not change it. If columns are sharded, ranks that share a block take the maximum of their scales.
 """
 
-from collections.abc import Callable, Mapping
-from functools import cache, wraps
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torchtitan.core.fused import NEVER, Fused
 from torchtitan.optimizers.layout import Layout, local
-from torchtitan.optimizers.pieces import ON_CPU
 from torchtitan.optimizers.state_sizes import BLOCK, SMALLEST
-
-F = TypeVar("F", bound=Callable)
 
 
 @cache
@@ -69,8 +66,15 @@ def nearest_codes(values: torch.Tensor, signed: bool, table: torch.Tensor) -> to
     """
     bits = _ordered(values.contiguous().view(torch.int32), signed)
     cells = (bits >> 16).bitwise_and_(0xFFFF)
-    codes = table.index_select(0, cells.flatten()).view(bits.shape)
-    return codes.add_(bits & 0xFFFF).bitwise_right_shift_(16)
+    return _entries(table, cells).add_(bits & 0xFFFF).bitwise_right_shift_(16)
+
+
+def _entries(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Return the entries of a table [n] at int32 indices of any shape.
+
+    Compiled, it takes a fifth less time than `index_select`, because an embedding has no negative indices.
+    """
+    return torch.nn.functional.embedding(indices, table[:, None]).squeeze(-1)
 
 
 class Packed:
@@ -120,28 +124,11 @@ def _with_scales(values: torch.Tensor, scales: torch.Tensor, columns: Columns, c
     return combine(values, scales.repeat_interleave(BLOCK, -1)[..., skipped : skipped + values.shape[-1]])
 
 
-def _fused_in_blocks(formula: F) -> F:
-    """Return a function of codes and more, which is compiled for full pieces on a CPU after a second or two of eager.
-
-    These are rows of one block, which a step makes of most parameters.
-    """
-    fused = Fused(formula, dynamic=False, large=ON_CPU, after=2**30)
-
-    @wraps(formula)
-    def call(codes: torch.Tensor, *arguments: Any) -> Any:
-        is_piece = codes.device.type == "cpu" and codes.shape == (ON_CPU // BLOCK, BLOCK)
-        return (fused if is_piece else formula)(codes, *arguments)
-
-    return cast(F, call)
-
-
-@_fused_in_blocks
 def unpacked(
     codes: torch.Tensor, scales: torch.Tensor, book: torch.Tensor, columns: Columns, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the values [.., n] of codes [.., n] and scales [.., blocks]; `book`: `codebook`."""
-    values = book.index_select(0, codes.int().flatten()).view(codes.shape).to(dtype)
-    return _with_scales(values, scales, columns, torch.mul)
+    return _with_scales(_entries(book, codes.int()).to(dtype), scales, columns, torch.mul)
 
 
 def set_scales(scales: torch.Tensor, values: torch.Tensor, columns: Columns) -> None:
@@ -155,7 +142,6 @@ def set_scales(scales: torch.Tensor, values: torch.Tensor, columns: Columns) -> 
         scales[..., first : first + count] = magnitudes.unflatten(-1, (count, BLOCK)).amax(-1)
 
 
-@_fused_in_blocks
 def pack(
     codes: torch.Tensor,
     scales: torch.Tensor,
@@ -267,13 +253,16 @@ def move(first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor, numb
     second.mul_(numbers.beta2).addcmul_(gradient, gradient, value=1 - numbers.beta2)
 
 
+def adam_denominator(second: torch.Tensor, numbers: AdamNumbers, eps_first: bool) -> torch.Tensor:
+    """Return what the first moment is divided by, of the shape of the second. `eps_first`: see `Adam`."""
+    if eps_first:
+        return second.sqrt().add_(numbers.eps).div_(numbers.correction)
+    return second.sqrt().div_(numbers.correction).add_(numbers.eps)
+
+
 def adam_change(first: torch.Tensor, second: torch.Tensor, numbers: AdamNumbers, eps_first: bool) -> torch.Tensor:
     """Return the update to add to a weight, of the moments' shape. `eps_first`: see `Adam`."""
-    if eps_first:
-        denominator = second.sqrt().add_(numbers.eps).div_(numbers.correction)
-    else:
-        denominator = second.sqrt().div_(numbers.correction).add_(numbers.eps)
-    return (first * numbers.rate).div_(denominator)
+    return (first * numbers.rate).div_(adam_denominator(second, numbers, eps_first))
 
 
 def _moments_and_change(
