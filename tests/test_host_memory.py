@@ -37,10 +37,35 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def page_faults(kind: str, **variables: str) -> int:
+MEASURE_RESIDENT_MEMORY = """
+from pathlib import Path
+import torch
+from torchtitan.process import distributed, machine
+from torchtitan.process.ranks import read_ranks
+
+distributed.init(read_ranks(), 60)
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+tensors = [torch.ones(2**20) for _ in range(64)]  # 4 MiB each
+del tensors[::2]
+for step in (3, 4):
+    before = resident()
+    machine.return_unused_memory(step)
+    print(before - resident())
+"""
+
+
+def numbers_printed(script: str, *arguments: str, **variables: str) -> list[int]:
     environment = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"} | variables
-    command = [sys.executable, "-c", COUNT_PAGE_FAULTS, kind]
-    return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    command = [sys.executable, "-c", script, *arguments]
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    return [int(line) for line in printed.split()]
+
+
+def page_faults(kind: str, **variables: str) -> int:
+    return numbers_printed(COUNT_PAGE_FAULTS, kind, **variables)[0]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has another allocator")
@@ -49,6 +74,14 @@ def test_a_rank_on_a_cpu_reuses_the_memory_of_freed_tensors():
     fetched = 0.5 * 5 * 3.5 * PAGES  # glibc raises its thresholds as it goes, so it does not fetch all
     assert page_faults("plain") > fetched
     assert page_faults("rank", MALLOC_ARENA_MAX="4") > fetched
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has another allocator")
+def test_gaps_between_tensors_return_to_the_system_after_the_first_steps():
+    gaps = 32 * 2**22 // os.sysconf("SC_PAGE_SIZE")
+    after_third, after_fourth = numbers_printed(MEASURE_RESIDENT_MEMORY)
+    assert after_third < gaps // 10 and after_fourth > 0.9 * gaps
+    assert numbers_printed(MEASURE_RESIDENT_MEMORY, MALLOC_ARENA_MAX="4")[1] < gaps // 10  # the user chose
 
 
 @pytest.fixture

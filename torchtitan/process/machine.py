@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -68,6 +68,10 @@ HEAP_GROWTH = 256 * UNITS["MiB"]
 """Bytes by which the heap grows. They are reserved addresses: a page takes memory when it is first written to."""
 
 
+_malloc_trim: Callable[[int], int] | None = None
+"""glibc's function, if this process keeps freed memory."""
+
+
 def keep_freed_memory() -> None:
     """Make the C library reuse freed memory instead of returning it to the system, for a process that computes on CPUs.
 
@@ -75,12 +79,25 @@ def keep_freed_memory() -> None:
     zero the same pages in every step (docs/benchmarks.md has what that costs). Afterwards the process holds its peak
     until it ends.
     """
+    global _malloc_trim
     if sys.platform != "linux" or _allocator_is_chosen():
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # missing in other C libraries, such as musl
+    library = ctypes.CDLL(None)
+    mallopt = getattr(library, "mallopt", None)  # missing in other C libraries, such as musl
     settings = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: HEAP_GROWTH}
     if mallopt is not None and all([mallopt(name, value) == 1 for name, value in settings.items()]):
+        _malloc_trim = library.malloc_trim
         logger.info("host memory: freed tensors stay with the process for reuse (MALLOC_ variables change that)")
+
+
+def return_unused_memory(step: int) -> None:
+    """Return free pages of the heap to the system after steps 1, 2, 4, 8, ... of a process that keeps freed memory.
+
+    Optimizer states and compiled code are allocated between the tensors of the first steps, and then the gaps are too
+    small for the same tensors in the next step. Call it before gradients are freed, which need their pages again.
+    """
+    if _malloc_trim is not None and step & (step - 1) == 0:
+        _malloc_trim(0)
 
 
 def use_huge_pages() -> None:

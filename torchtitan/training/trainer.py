@@ -28,7 +28,7 @@ from torchtitan.metrics.goodput import CAUSE_OF, Goodput
 from torchtitan.metrics.logger import gather_histograms, histograms_of
 from torchtitan.process import distributed
 from torchtitan.process.heartbeat import Progress
-from torchtitan.process.machine import collect_garbage
+from torchtitan.process.machine import collect_garbage, return_unused_memory
 from torchtitan.process.ranks import Ranks, Restart
 from torchtitan.training import preflight
 from torchtitan.training.batches import Batch, PeerStopped, Prefetcher, batch_preparer, prepare_adapter
@@ -258,6 +258,7 @@ class Trainer:
             self.optimizers.step()
             state.loss, state.grad_norm = loss, norm
         self.schedulers.step()
+        return_unused_memory(self.step + 1 - state.start_step)
         self.optimizers.zero_grad()
         state.step += 1
         self.run_step_hooks(self.step, updated=not skip_reason)
