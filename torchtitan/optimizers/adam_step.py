@@ -184,7 +184,8 @@ def _step(shard: Shard, numbers: AdamNumbers, decay: float, eps_first: bool) -> 
     elif stored[0].dtype != both[0].dtype:
         for tensor, moment in zip(stored, both, strict=True):
             tensor.copy_(moment)
-    if not torch.compiler.is_compiling() and addition == Addition() and weight.dtype == both[0].dtype:
+    is_plain = addition.lost is None and addition.key is None and not torch.compiler.is_compiling()
+    if is_plain and addition.times == 1 and weight.dtype == both[0].dtype:
         # in fewer passes, and on a CPU with the same bits
         denominator = moments.adam_denominator(both[1], numbers, eps_first)
         weight.mul_(decay).addcdiv_(both[0], denominator, value=numbers.rate)

@@ -72,9 +72,11 @@ def nearest_codes(values: torch.Tensor, signed: bool, table: torch.Tensor) -> to
 def _entries(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Return the entries of a table [n] at int32 indices of any shape.
 
-    Compiled, it takes a fifth less time than `index_select`, because an embedding has no negative indices.
+    An embedding has no negative indices: compiled, it takes a fifth less time than `index_select`, and in eager more.
     """
-    return torch.nn.functional.embedding(indices, table[:, None]).squeeze(-1)
+    if torch.compiler.is_compiling():
+        return torch.nn.functional.embedding(indices, table[:, None]).squeeze(-1)
+    return table.index_select(0, indices.flatten()).view(indices.shape)
 
 
 class Packed:

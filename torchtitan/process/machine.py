@@ -68,7 +68,7 @@ HEAP_GROWTH = 256 * UNITS["MiB"]
 """Bytes by which the heap grows. They are reserved addresses: a page takes memory when it is first written to."""
 
 
-_malloc_trim: Callable[[int], int] | None = None
+_malloc_trim: Callable[[ctypes.c_size_t], int] | None = None
 """glibc's function, if this process keeps freed memory."""
 
 
@@ -77,7 +77,7 @@ def keep_freed_memory() -> None:
 
     By default glibc maps each large tensor of the host and unmaps it when it is freed, so the system has to fetch and
     zero the same pages in every step (docs/benchmarks.md has what that costs). Afterwards the process holds its peak
-    until it ends.
+    until it ends, except for what `return_unused_memory` returns.
     """
     global _malloc_trim
     if sys.platform != "linux" or _allocator_is_chosen():
@@ -86,7 +86,7 @@ def keep_freed_memory() -> None:
     mallopt = getattr(library, "mallopt", None)  # missing in other C libraries, such as musl
     settings = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: HEAP_GROWTH}
     if mallopt is not None and all([mallopt(name, value) == 1 for name, value in settings.items()]):
-        _malloc_trim = library.malloc_trim
+        _malloc_trim = getattr(library, "malloc_trim", None)
         logger.info("host memory: freed tensors stay with the process for reuse (MALLOC_ variables change that)")
 
 
@@ -94,10 +94,11 @@ def return_unused_memory(step: int) -> None:
     """Return free pages of the heap to the system after steps 1, 2, 4, 8, ... of a process that keeps freed memory.
 
     Optimizer states and compiled code are allocated between the tensors of the first steps, and then the gaps are too
-    small for the same tensors in the next step. Call it before gradients are freed, which need their pages again.
+    small for the same tensors in the next step. Call it while gradients are allocated, because the next backward pass
+    needs their pages. `step`: counted from 1 in this process.
     """
-    if _malloc_trim is not None and step & (step - 1) == 0:
-        _malloc_trim(0)
+    if _malloc_trim is not None and step > 0 and step & (step - 1) == 0:
+        _malloc_trim(ctypes.c_size_t(0))
 
 
 def use_huge_pages() -> None:
