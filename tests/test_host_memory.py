@@ -4,11 +4,17 @@ import os
 import platform
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
+from tests.support import jobs
+from tests.support.pool import run_ranks
 from torchtitan import cli
+from torchtitan.config import manager
 from torchtitan.process import machine
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training import trainer as trainer_module
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
@@ -82,6 +88,26 @@ def test_gaps_between_tensors_return_to_the_system_after_the_first_steps():
     after_third, after_fourth = numbers_printed(MEASURE_RESIDENT_MEMORY)
     assert after_third < gaps // 10 and after_fourth > 0.9 * gaps
     assert numbers_printed(MEASURE_RESIDENT_MEMORY, MALLOC_MMAP_MAX_="0")[1] < gaps // 10  # the user chose
+
+
+def steps_that_return_memory(argv: list[str]) -> list[tuple[int, bool]]:
+    """Train; return the steps, counted in this process, after which memory may return, and if gradients lived then."""
+    trainer, calls = trainer_module.Trainer(manager.load(argv), read_ranks()), []
+
+    def record(step: int) -> None:
+        calls.append((step, all(parameter.grad is not None for _, parameter in trainer.model.named_parameters())))
+
+    with mock.patch.object(trainer_module, "return_unused_memory", record):
+        trainer.train()
+    trainer.metrics.close()
+    return calls
+
+
+def test_a_trainer_returns_memory_before_gradients_are_freed_also_when_it_resumes(tmp_path):
+    texts = jobs.write_texts(tmp_path)
+    for steps, expected in ((3, [(1, True), (2, True), (3, True)]), (5, [(1, True), (2, True)])):
+        argv = jobs.arguments(tmp_path / "run", texts, training__steps=steps, checkpoint__enable=True)
+        assert run_ranks(1, steps_that_return_memory, argv)[0] == expected
 
 
 @pytest.fixture

@@ -126,8 +126,8 @@ def _is_fused(shard: Shard) -> bool:
     return shard.packing is None or shard.weight.shape[-1] == BLOCK
 
 
-Both = Sequence[torch.Tensor]
-"""A tensor of each moment."""
+Pair = Sequence[torch.Tensor]
+"""A tensor for each of the two moments."""
 
 
 def _fused_in_blocks(formula: F) -> F:
@@ -138,7 +138,7 @@ def _fused_in_blocks(formula: F) -> F:
     fused = Fused(formula, dynamic=False, large=ON_CPU, after=2**29)
 
     @wraps(formula)
-    def call(codes: Both, *arguments: Any) -> Any:
+    def call(codes: Pair, *arguments: Any) -> Any:
         is_piece = codes[0].device.type == "cpu" and codes[0].shape == (ON_CPU // BLOCK, BLOCK)
         return (fused if is_piece else formula)(codes, *arguments)
 
@@ -147,14 +147,14 @@ def _fused_in_blocks(formula: F) -> F:
 
 @_fused_in_blocks
 def _unpacked_moments(
-    codes: Both, scales: Both, books: Both, columns: Columns, dtype: torch.dtype
+    codes: Pair, scales: Pair, books: Pair, columns: Columns, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Return `moments.unpacked` of both moments."""
     return [moments.unpacked(*moment, columns, dtype) for moment in zip(codes, scales, books, strict=True)]
 
 
 @_fused_in_blocks
-def _pack_moments(codes: Both, scales: Both, values: Both, tables: Both, columns: Columns, sets_scales: bool) -> None:
+def _pack_moments(codes: Pair, scales: Pair, values: Pair, tables: Pair, columns: Columns, sets_scales: bool) -> None:
     """Store both moments by `moments.pack`."""
     signs = [signed for _, signed in Adam.KEYS]
     for moment in zip(codes, scales, values, signs, tables, strict=True):
@@ -186,7 +186,7 @@ def _step(shard: Shard, numbers: AdamNumbers, decay: float, eps_first: bool) -> 
             tensor.copy_(moment)
     is_plain = addition.lost is None and addition.key is None and not torch.compiler.is_compiling()
     if is_plain and addition.times == 1 and weight.dtype == both[0].dtype:
-        # in fewer passes, and on a CPU with the same bits
+        # the sum below in fewer passes, on a CPU with the same bits; compiled, `rate` may be a tensor (Fused)
         denominator = moments.adam_denominator(both[1], numbers, eps_first)
         weight.mul_(decay).addcdiv_(both[0], denominator, value=numbers.rate)
         return

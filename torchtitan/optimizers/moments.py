@@ -256,7 +256,7 @@ def move(first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor, numb
 
 
 def adam_denominator(second: torch.Tensor, numbers: AdamNumbers, eps_first: bool) -> torch.Tensor:
-    """Return what the first moment is divided by, of the shape of the second. `eps_first`: see `Adam`."""
+    """Return the denominator of the update, of the shape of the second moment. `eps_first`: see `Adam`."""
     if eps_first:
         return second.sqrt().add_(numbers.eps).div_(numbers.correction)
     return second.sqrt().div_(numbers.correction).add_(numbers.eps)

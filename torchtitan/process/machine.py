@@ -76,7 +76,7 @@ def keep_freed_memory() -> None:
     """Make the C library reuse freed memory instead of returning it to the system, for a process that computes on CPUs.
 
     By default glibc maps each large tensor of the host and unmaps it when it is freed, so the system has to fetch and
-    zero the same pages in every step (docs/benchmarks.md has what that costs). Afterwards the process holds its peak
+    zero the same pages in every step (docs/benchmarks.md has the cost). Afterwards the process holds its peak
     until it ends, except for what `return_unused_memory` returns.
     """
     global _malloc_trim
