@@ -12,7 +12,7 @@ from typing import Any
 from torchtitan.core.errors import JobError
 
 EMPTY_VALUES = (None, False, 0, "", [], {})
-"""Values by which programs write that a feature is off."""
+"""Values of features that are off."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def agreed_value(fact: str, sources: Mapping[str, Any], remedy: str) -> Any:
     present = {name: value for name, value in sources.items() if value is not None}
     if not present:
         return None
-    (first_name, first), *others = present.items()
-    for name, value in others:
+    (first_name, first), *remaining = present.items()
+    for name, value in remaining:
         if value != first:
             raise JobError(
                 f"{fact}: {first_name} is {_shorten(first)}, but {name} is {_shorten(value)}; they must be equal; "
