@@ -53,6 +53,12 @@ def nothing_left_by_a_test(nothing_left_by_a_module: None) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def is_full_run(pytestconfig: pytest.Config) -> bool:
+    """True in `./run_tests.sh full`, in which tests with random draws draw more of them."""
+    return bool(pytestconfig.getoption("--record-durations"))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pairwise", action="store_true", help="run a pairwise cover of the table of combinations")
     parser.addoption("--quick", action="store_true", help="leave out what takes long: an answer in under three minutes")
