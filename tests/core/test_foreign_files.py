@@ -31,8 +31,15 @@ def test_keys_without_effect(content):
 
 @pytest.mark.parametrize(
     "content",
-    [{"is_causal": "no"}, {"pretraining_tp": 2}, {"next_month": 1}, {"_attn_implementation": "x"}, {"next": [0]}],
-    ids=["not the default", "another number", "unknown", "read underscore", "list"],
+    [
+        {"is_causal": "no"},
+        {"is_causal": False},
+        {"pretraining_tp": 2},
+        {"next_month": 1},
+        {"_attn_implementation": "x"},
+        {"next": [0]},
+    ],
+    ids=["not the default", "off where the default is on", "another number", "unknown", "read underscore", "list"],
 )
 def test_keys_that_may_have_an_effect_are_refused_by_name(content):
     (key,) = content

@@ -20,8 +20,8 @@ class DeclaredKeys:
     """The keys of one kind of file.
 
     `used`: keys that the reader interprets, including those that it refuses itself with a better message. `harmless`:
-    keys without effect here, whatever their value. `defaults`: values at which a further key has no effect, because the
-    other program assumes the same without it. Keys with an empty value or a leading underscore have none either, unless
+    keys without effect here, whatever their value. `defaults`: the only value, besides null, at which a further key has
+    no effect, because the other program assumes the same without it. Further keys with an empty value or a leading underscore have none either, unless
     the other program reads them: `read_when_private` names such keys with an underscore.
     """
 
@@ -35,11 +35,11 @@ class DeclaredKeys:
         return {key: value for key, value in content.items() if not self._has_no_effect(key, value)}
 
     def _has_no_effect(self, key: str, value: Any) -> bool:
-        if key in self.used or key in self.harmless or value in EMPTY_VALUES:
+        if key in self.used or key in self.harmless:
             return True
-        if key in self.defaults:
-            return bool(self.defaults[key] == value)
-        return key.startswith("_") and key not in self.read_when_private
+        if key in self.defaults:  # before the empty values: false is not the default of a feature that is on
+            return value is None or bool(self.defaults[key] == value)
+        return value in EMPTY_VALUES or (key.startswith("_") and key not in self.read_when_private)
 
     def check(self, content: Mapping[str, Any], file: str, remedy: str) -> None:
         """Raise JobError, which begins with `file` and ends with `remedy`, if a key would be ignored."""
