@@ -12,7 +12,7 @@ import pytest
 from tests.support.jobs import ROOT
 from torchtitan.datasets import template_process, template_worker
 from torchtitan.datasets.encoding import chat_spans
-from torchtitan.datasets.sources import BadRecord, DataError
+from torchtitan.datasets.sources import BadRecord, Chat, DataError
 from torchtitan.datasets.tokenizer import build_tokenizer
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -65,21 +65,21 @@ def test_templates_over_the_limits_are_refused(name, tmp_path, quick):
     tokenizer = build_tokenizer("debug", str(tmp_path / "hostile.jinja"))
     began = time.process_time()
     with pytest.raises(DataError) as caught:
-        chat_spans(tokenizer, CHAT, "a.jsonl:1")
+        chat_spans(tokenizer, Chat(CHAT), "a.jsonl:1")
     message = str(caught.value)
     assert f"a.jsonl:1: the chat template {tmp_path}/hostile.jinja needs more than 10 s of" in message, message
     assert not isinstance(caught.value, BadRecord) and "\n" not in message
     assert time.process_time() - began < 5  # CPU time of this process only; the child does the work
     tokenizer = build_tokenizer("debug")  # the next template is rendered
     tokenizer.chat_template = GOOD
-    assert chat_spans(tokenizer, CHAT, "a.jsonl:1")
+    assert chat_spans(tokenizer, Chat(CHAT), "a.jsonl:1")
 
 
 def test_the_text_limit_is_that_of_a_record(tmp_path):
     tokenizer = build_tokenizer("debug")
     tokenizer.chat_template = "{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}"
     with pytest.raises(BadRecord, match="makes more than 4,194,304 characters"):
-        chat_spans(tokenizer, CHAT, "a.jsonl:1")
+        chat_spans(tokenizer, Chat(CHAT), "a.jsonl:1")
 
 
 def test_other_failures_keep_their_errors():
@@ -93,19 +93,19 @@ def test_other_failures_keep_their_errors():
     ):
         tokenizer.chat_template = source
         with pytest.raises(kind, match=message):
-            chat_spans(tokenizer, CHAT, "a.jsonl:1")
+            chat_spans(tokenizer, Chat(CHAT), "a.jsonl:1")
 
 
 def test_a_fork_renders_with_a_new_child():
     tokenizer = build_tokenizer("debug")
     tokenizer.chat_template = GOOD
-    spans = chat_spans(tokenizer, CHAT, "p")
+    spans = chat_spans(tokenizer, Chat(CHAT), "p")
     (child,) = template_process._children
     if not (fork := os.fork()):
-        same = chat_spans(tokenizer, CHAT, "p") == spans
+        same = chat_spans(tokenizer, Chat(CHAT), "p") == spans
         os._exit(0 if same and template_process._children[0].process.pid != child.process.pid else 1)
     assert os.waitpid(fork, 0)[1] == 0
-    assert chat_spans(tokenizer, CHAT, "p") == spans and template_process._children == [child]
+    assert chat_spans(tokenizer, Chat(CHAT), "p") == spans and template_process._children == [child]
 
 
 def test_the_child_ends_with_its_parent_even_if_that_is_killed():

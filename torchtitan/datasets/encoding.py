@@ -8,7 +8,7 @@ transformers' apply_chat_template, and character offsets decide which tokens are
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, groupby, islice, repeat
 from typing import Any, Literal, NamedTuple
 
@@ -117,7 +117,7 @@ def encode(tokenizer: Tokenizer, document: Document, train_on: TrainOn = TRAIN_O
         )
     is_chat = isinstance(document.content, Chat)
     if isinstance(document.content, Chat):
-        spans = chat_spans(tokenizer, document.content.messages, document.location)
+        spans = chat_spans(tokenizer, document.content, document.location)
         document = Document(spans, document.location, has_begin_end=True)
     if isinstance(document.content, LabelledTexts):
         document = document._replace(content=document.content.spans(tokenizer.begin_ids, tokenizer.eos_id))
@@ -196,23 +196,28 @@ def _pieces(tokenizer: Tokenizer, document: Document) -> Iterator[tuple[Sequence
 NAME_BREAK = "\ue0f2"
 """Splits the names of special tokens that occur in messages. A private use character, like BEGIN and END."""
 Message = dict[str, Any]
+RESERVED_VARIABLES = frozenset(
+    "messages conversation tools add_generation_prompt continue_final_message chat_template tokenize padding "
+    "truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
+"""Arguments of transformers' apply_chat_template that are no variables which a record may set."""
 
 
-def chat_spans(tokenizer: Tokenizer, messages: Sequence[Message], location: str) -> list[Span]:
+def chat_spans(tokenizer: Tokenizer, chat: Chat, location: str) -> list[Span]:
     """Render a conversation with the tokenizer's template: trained and untrained texts, and special tokens as ids.
 
     Raises DataError, which names `location`, if the template refuses the conversation, or would train the model to
     begin twice or never to stop."""
-    text = _render(tokenizer, messages, location)
-    _check_special_tokens(tokenizer, text, messages, location)
-    return _split_spans(tokenizer, text, _answer_flags(messages, location), location)
+    text = _render(tokenizer, chat, location)
+    _check_special_tokens(tokenizer, text, chat.messages, location)
+    return _split_spans(tokenizer, text, _answer_flags(chat.messages, location), location)
 
 
 def prompt_spans(tokenizer: Tokenizer, messages: Sequence[Message], location: str) -> list[Span]:
     """Render a conversation that the model is to answer, up to the beginning of the answer.
 
     The spans give the same prompt ids as in training."""
-    return _split_spans(tokenizer, _render(tokenizer, messages, location, prompt=True), [], location)
+    return _split_spans(tokenizer, _render(tokenizer, Chat(messages), location, prompt=True), [], location)
 
 
 def end_of_turn_ids(tokenizer: Tokenizer) -> frozenset[int]:
@@ -221,7 +226,7 @@ def end_of_turn_ids(tokenizer: Tokenizer) -> frozenset[int]:
     if tokenizer.chat_template is not None:
         question, answer = ({"role": role, "content": "a"} for role in ("user", "assistant"))
         try:
-            spans = chat_spans(tokenizer, [question, answer], "the chat template")
+            spans = chat_spans(tokenizer, Chat([question, answer]), "the chat template")
         except DataError:  # reported when a conversation is rendered
             return frozenset(ends)
         *_, last = (span.content for span in spans if span.trained)
@@ -229,14 +234,14 @@ def end_of_turn_ids(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(ends)
 
 
-def _render(tokenizer: Tokenizer, messages: Sequence[Message], location: str, prompt: bool = False) -> str:
+def _render(tokenizer: Tokenizer, chat: Chat, location: str, prompt: bool = False) -> str:
     if tokenizer.chat_template is None:
         raise DataError(
             f"{location}: a conversation, but the tokenizer has no chat template; give one with data.chat_template, "
             "with chat_template.jinja beside the tokenizer's file, or in tokenizer_config.json"
         )
     try:
-        return _render_with_marks(tokenizer, messages, location, prompt)
+        return _render_with_marks(tokenizer, chat, location, prompt)
     except RenderingFailed as error:
         raise _rendering_error(error, tokenizer, location) from None
 
@@ -298,18 +303,22 @@ def _check_special_tokens(tokenizer: Tokenizer, text: str, messages: Sequence[Me
             )
 
 
-def _render_with_marks(tokenizer: Tokenizer, messages: Sequence[Message], location: str, prompt: bool) -> str:
+def _render_with_marks(tokenizer: Tokenizer, chat: Chat, location: str, prompt: bool) -> str:
     """Return the full text with trained parts between BEGIN and END; `prompt`: with the header of an answer."""
     names = tokenizer.special_tokens
-    cleaned = [_break_special_names(message, names, location) for message in messages]
+    cleaned = [_break_special_names(message, names, location) for message in chat.messages]
     assert tokenizer.chat_template is not None
     by_id: dict[int | None, str] = {number: name for name, number in names.items()}
-    ends = {"bos_token": by_id.get(tokenizer.bos_id, ""), "eos_token": by_id.get(tokenizer.eos_id, "")}
+    variables = {
+        "bos_token": by_id.get(tokenizer.bos_id, ""),
+        "eos_token": by_id.get(tokenizer.eos_id, ""),
+        **_template_variables(chat, names, location),
+    }
     answers = [number for number, message in enumerate(cleaned) if message.get("role") == "assistant"]
     if "generation" in _template_tags(tokenizer.chat_template):
         answers = []
     borders = [border for number in answers for border in ((number, True), (number + 1, False))]
-    full_text, *texts = render(tokenizer.chat_template, cleaned, ends, [(len(cleaned), prompt), *borders])
+    full_text, *texts = render(tokenizer.chat_template, cleaned, variables, [(len(cleaned), prompt), *borders])
     marked_text, position = "", 0
     for number, before, after in zip(answers, texts[::2], texts[1::2], strict=True):
         if not (full_text.startswith(after) and after.startswith(before)):
@@ -323,6 +332,17 @@ def _render_with_marks(tokenizer: Tokenizer, messages: Sequence[Message], locati
     return marked_text + full_text[position:]
 
 
+def _template_variables(chat: Chat, names: Collection[str], location: str) -> dict[str, Any]:
+    """Return the variables that a record gives to the template, in addition to its messages."""
+    if reserved := sorted(RESERVED_VARIABLES & chat.template_kwargs.keys()):
+        raise BadRecord(
+            f"{location}: chat_template_kwargs has {reserved[0]!r}, which is no variable of a record; allowed: "
+            f"further variables of the chat template, such as enable_thinking; {REMEDY}"
+        )
+    # Templates may test `tools is not none`, so absent ones are None and not undefined.
+    return _break_special_names({"tools": chat.tools, "documents": None, **chat.template_kwargs}, names, location)
+
+
 def _strip_after_end_token(answer: str, names: Collection[str]) -> str:
     """Strip blanks after the special token that ends an answer: in generation the model stops before them."""
     stripped = answer.rstrip()
@@ -332,7 +352,8 @@ def _strip_after_end_token(answer: str, names: Collection[str]) -> str:
 def _break_special_names(value: Any, names: Collection[str], location: str) -> Any:
     """Return a message with the names of special tokens in its texts broken apart."""
     if isinstance(value, dict):
-        return {key: _break_special_names(inner, names, location) for key, inner in value.items()}
+        broken = partial(_break_special_names, names=names, location=location)
+        return {broken(key): broken(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_break_special_names(inner, names, location) for inner in value]
     if not isinstance(value, str):

@@ -231,7 +231,7 @@ class RecordReader:
             return document._replace(content=Pair(*(self._add_system_message(answer) for answer in content)))
         if isinstance(content, Chat) and all(message["role"] != "system" for message in content.messages):
             message = {"role": "system", "content": self.system}
-            return document._replace(content=Chat([message, *content.messages]))
+            return document._replace(content=content._replace(messages=[message, *content.messages]))
         return document
 
     def question_document(self, form: str, text: str) -> Document:

@@ -61,6 +61,10 @@ class Chat(NamedTuple):
 
     messages: Sequence[dict[str, Any]]
     """Messages {role, content}, with any further keys that the template uses."""
+    tools: Sequence[Any] | None = None
+    """Tools that the model may call, usually JSON schemas of functions. Templates read them as `tools`."""
+    template_kwargs: Mapping[str, Any] = {}
+    """Further variables of the template, such as enable_thinking."""
 
 
 class LabelledTexts(NamedTuple):

@@ -115,14 +115,14 @@ _children: list[_Child] = []
 
 
 def render(
-    source: str, messages: Sequence[Any], ends: Mapping[str, str], renderings: Sequence[tuple[int, bool]]
+    source: str, messages: Sequence[Any], variables: Mapping[str, Any], renderings: Sequence[tuple[int, bool]]
 ) -> list[str]:
     """Return the text of each rendering: (number of messages, whether to add the header of an answer).
 
     Raises RenderingFailed."""
     if source in NAMED.values():
-        return _render_here(source, messages, ends, renderings)
-    request = {"messages": messages, "ends": ends, "renderings": renderings}
+        return _render_here(source, messages, variables, renderings)
+    request = {"messages": messages, "variables": variables, "renderings": renderings}
     with _lock:
         if _children and len(_children[0].sent) >= MAX_TEMPLATES and source not in _children[0].sent:
             _children.pop().end()
@@ -150,10 +150,10 @@ def render(
 
 
 def _render_here(
-    source: str, messages: Sequence[Any], ends: Mapping[str, str], renderings: Sequence[tuple[int, bool]]
+    source: str, messages: Sequence[Any], variables: Mapping[str, Any], renderings: Sequence[tuple[int, bool]]
 ) -> list[str]:
     try:
-        return [rendered(_compiled(source), messages, ends, *rendering) for rendering in renderings]
+        return [rendered(_compiled(source), messages, variables, *rendering) for rendering in renderings]
     except TooLong:
         raise RenderingFailed(TOO_LONG, "") from None
     except Exception as error:  # a message lacks a key that the template reads

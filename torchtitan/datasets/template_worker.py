@@ -74,10 +74,10 @@ def environment() -> ImmutableSandboxedEnvironment:
     return jinja
 
 
-def rendered(template: Any, messages: Sequence[Any], ends: Mapping[str, str], count: int, prompt: bool) -> str:
-    """Return the text of the first `count` messages. Raises TooLong."""
+def rendered(template: Any, messages: Sequence[Any], variables: Mapping[str, Any], count: int, prompt: bool) -> str:
+    """Return the text of the first `count` messages. `variables`: further variables. Raises TooLong."""
     pieces, size = [], 0
-    for piece in template.generate(messages=messages[:count], add_generation_prompt=prompt, **ends):
+    for piece in template.generate(messages=messages[:count], add_generation_prompt=prompt, **variables):
         size += len(piece)
         if size > MAX_TEXT:
             raise TooLong
@@ -111,7 +111,7 @@ def answer(request: dict[str, Any], templates: list[Any], jinja: ImmutableSandbo
             if isinstance(template, dict):
                 return template  # its failure in the first request
             texts = [
-                rendered(template, request["messages"], request["ends"], *rendering)
+                rendered(template, request["messages"], request["variables"], *rendering)
                 for rendering in request["renderings"]
             ]
         return {"texts": texts}
