@@ -221,7 +221,7 @@ class PairData:
         data = replace(config.data, pad_to="seq_len")
         self.config, self.preparer, self.state = replace(config, data=data), preparer, state
         self.vocabulary = parts.tokenizer(config)
-        self.steps = config.training.steps - step
+        self.steps = max(0, config.training.steps - step)
         self.held_out = held_out(self.config, self.vocabulary, preparer.dp_rank, preparer.dims, preparer.objective)
         before = 0 if state is None else state["samples"]
         self.rows = before + self.steps * parts.global_rows(config, preparer.dims)

@@ -192,7 +192,7 @@ class Trainer:
             with profiler, self.step_progress:
                 if self.restorer.resumed_step and self.findings.is_missing(self.step):
                     self.maybe_validate(False)
-                while self.step < self.config.training.steps and not self.done and not self.stopping:
+                while not self.done and not self.stopping:
                     try:
                         self.enter("first" if is_first else "data", self.step + 1)
                         self.train_step(batches)
@@ -227,7 +227,8 @@ class Trainer:
 
     @property
     def done(self) -> bool:
-        return self.step == self.config.training.steps or bool(self.findings.stop_reason)
+        # a run may resume after its last step: training.steps, epochs or data can be fewer than before
+        return self.step >= self.config.training.steps or bool(self.findings.stop_reason)
 
     def enter(self, phase: str, step: int) -> None:
         """Report a new phase of the run to the launcher's heartbeat and to the account of its time."""

@@ -220,7 +220,8 @@ class Checkpoint:
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Write in the background; training only waits for the copy of the live tensors."""
     keep_latest_k: NonNegative = 10
-    """Number of checkpoints to keep, at least 2; 0 keeps all."""
+    """Number of newest checkpoints to keep, at least 2; 0 keeps all. The one that the run has resumed from is kept in
+    addition, and the best one."""
     best_metric: str | None = None
     """Also keep the best checkpoint by this validation metric, named as in metrics.jsonl, e.g. "validation_loss".
     Requires interval to be a multiple of validation.freq."""
