@@ -39,6 +39,18 @@ def test_linear_decay_equals_the_formula():
     assert decay[-1] == 0.1
 
 
+def test_the_floor_may_come_one_step_after_the_last():
+    for warmup, ratio, begin in ((2, None, 3), (2, 0.5, 6), (0, 0.0, 11), (10, None, 11)):
+        schedule = LRSchedule(10, warmup, ratio, floor_step="after_last")
+        decay = 11 - begin
+        expected = [(s + 1) / warmup for s in range(warmup)] + [1.0] * (begin - warmup)
+        expected += [0.1 + 0.9 * (1 - (s + 1) / decay) for s in range(decay)]
+        assert multipliers(schedule, 11) == pytest.approx(expected[:11], rel=1e-14)
+        assert decay == 0 or schedule.multiplier(10) == schedule.multiplier(100) == 0.1
+    with pytest.raises(ScheduleError, match="lr_scheduler.warmup_steps = 11: must be at most the 10 steps in all"):
+        LRSchedule(10, 11, floor_step="after_last").describe(1.0)
+
+
 @pytest.mark.parametrize(
     "decay_type, f",
     {

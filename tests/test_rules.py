@@ -137,6 +137,10 @@ TRAINING = [
         "leave it out",
     ),
     (
+        ["--lr_scheduler.floor_step=after_last", "--lr_scheduler.decay_type=constant"],
+        'lr_scheduler.floor_step: given "after_last"; allowed: "last" with decay_type = "constant"; drop it',
+    ),
+    (
         ["--lr_scheduler.num_cycles=2"],
         'lr_scheduler.num_cycles: given 2; allowed: 1, except with decay_type = "cosine_restarts"; drop it',
     ),

@@ -6,7 +6,8 @@ Steps s are 0-based. With T total steps, W of warmup, S stable and D of decay (W
     m + (1 - m) f(p)     after it, where m is the floor, f falls from 1 to 0, and
                          p = (s + 1 - W - S) / D, clamped to [0, 1]
 
-So the floor is reached exactly at the last step, T - 1, and held after it.
+So the floor is reached exactly at the last step, T - 1, and held after it. With `floor_step = "after_last"` it is
+reached at step T: W + S + D = T + 1, and S is 1 or more.
 """
 
 from collections.abc import Callable
@@ -47,18 +48,20 @@ class ScheduleError(JobError):
         super().__init__(f"{key} = {value}: {allowed}; {remedy}")
 
 
-def resolve_warmup(warmup_steps: int | None, total_steps: int) -> int:
+def resolve_warmup(warmup_steps: int | None, total_steps: int, is_last_decayed: bool = True) -> int:
     """Return the number of warmup steps: `warmup_steps`, or a tenth of the total, at least 2.
 
-    The last step always has the floor. Raises ScheduleError if no step is left after the warmup.
+    `is_last_decayed`: the last step has the floor, so the warmup ends before it. Raises ScheduleError if the warmup is
+    too long.
     """
     if warmup_steps is None:
         return min(max(2, total_steps // 10), total_steps - 1)
-    if warmup_steps >= total_steps:
+    if warmup_steps > total_steps - is_last_decayed:
+        limit = "less than" if is_last_decayed else "at most"
         raise ScheduleError(
             "lr_scheduler.warmup_steps",
             str(warmup_steps),
-            f"must be less than the {total_steps} steps in all (lr_scheduler.total_steps, else training.steps)",
+            f"must be {limit} the {total_steps} steps in all (lr_scheduler.total_steps, else training.steps)",
             "shorten it, leave it unset (a tenth), or train longer",
         )
     return warmup_steps
@@ -129,6 +132,7 @@ class LRSchedule:
     decay_type: str = "linear"
     num_cycles: int = 1
     min_lr_factor: float = 0.1
+    floor_step: str = "last"
     cycle_length: int | None = None
     restart_warmup_steps: int | None = None
     adjust_step: int = 0
@@ -177,7 +181,12 @@ class LRSchedule:
 
     @property
     def warmup(self) -> int:
-        return resolve_warmup(self.warmup_steps, self.total_steps)
+        return resolve_warmup(self.warmup_steps, self.total_steps, self.floor_step == "last")
+
+    @property
+    def _end(self) -> int:
+        """The number of steps after which the rate is at its floor."""
+        return self.total_steps + (self.floor_step == "after_last")
 
     @property
     def decay_steps(self) -> int:
@@ -185,7 +194,9 @@ class LRSchedule:
             return 0
         if self.decay_ratio is None:
             return self.total_steps - self.warmup
-        return max(1, round(self.decay_ratio * self.total_steps)) if self.decay_ratio else 0  # 0 alone: never
+        steps = round(self.decay_ratio * self.total_steps)
+        # with a ratio above 0 the last step has the floor
+        return max(1, steps) if self.decay_ratio and self.floor_step == "last" else steps
 
     def multiplier(self, step: int) -> float:
         """Return the multiplier of the peak learning rate at a 0-based step of any size."""
@@ -196,7 +207,7 @@ class LRSchedule:
             return self._with_restarts(min(step, self.total_steps - 1))
         if step < self.warmup:
             return WARMUPS[self.warmup_type]((step + 1) / self.warmup)
-        decayed = step + 1 - (self.total_steps - self.decay_steps)
+        decayed = step + 1 - (self._end - self.decay_steps)
         if decayed <= 0 or self.decay_steps == 0:
             return 1.0
         if decayed >= self.decay_steps:
@@ -218,13 +229,14 @@ class LRSchedule:
             parts.append(f"{self.decay_type} in cycles of {self.cycle_length or self.total_steps}")
             parts.append(f"floor {peak * self.min_lr_factor:g}")
             return f"learning rate: {', '.join(parts)}; total {self.total_steps} steps"
-        stable = self.total_steps - self.warmup - self.decay_steps
+        stable = self._end - self.warmup - self.decay_steps
         if stable:
             parts.append(f"stable {stable}")
         if self.decay_steps:
             cycles = f" ({self.num_cycles} cycles)" if self.decay_type == "cosine_restarts" else ""
             floor = f"{peak * self.min_lr_factor:g}"
-            parts.append(f"{self.decay_type}{cycles} decay {self.decay_steps} to floor {floor}")
+            after = " one step after the last" * (self.floor_step == "after_last")
+            parts.append(f"{self.decay_type}{cycles} decay {self.decay_steps} to floor {floor}{after}")
         if self.ramps is not None:
             parts.append(f"ramps of {self.ramps.warmup} every {self.ramps.every}")
         return f"learning rate: {', '.join(parts)}; total {self.total_steps} steps"

@@ -11,7 +11,7 @@ and numbers cannot express becomes a note, or the reason why there is no transla
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.config.renames import VALUES, Removed, Values, renamed, translate_float8
+from torchtitan.config.renames import FLOAT8, VALUES, Removed, Values, renamed, translate_float8
 from torchtitan.core.errors import JobError
 
 V0_2_2 = "v0.2.2"
@@ -256,7 +256,8 @@ def upgrade(old: Values, values: Values, era: str | None = None) -> Upgrade:
         if new is not None:
             values.setdefault(rename.to, new)
     values = _with_old_defaults(values, result)
-    _warmup(values, result)
+    _schedule(values, result)
+    _async_tensor_parallel(values, result)
     result.values = _with_old_model(values, result)
     return result
 
@@ -307,13 +308,43 @@ def _with_old_defaults(values: Values, result: Upgrade) -> Values:
     return values
 
 
-def _warmup(values: Values, result: Upgrade) -> None:
-    """Translate a warmup longer than the job: it was cut to the job, without decay."""
-    warmup, total = "lr_scheduler.warmup_steps", "lr_scheduler.total_steps"
-    steps = values.get(total, values.get("training.steps", 10000))
-    if isinstance(steps, int) and isinstance(values[warmup], int) and values[warmup] >= steps > 0:
-        values |= {warmup: steps, total: steps + 1}
-        result.notes.append(f"written out, as a warmup was cut to the job's {steps} steps: {warmup}, {total}")
+def _schedule(values: Values, result: Upgrade) -> None:
+    """Translate the learning rate: its floor came one step after the last, and settings that were too long were cut."""
+    warmup, ratio, total = "lr_scheduler.warmup_steps", "lr_scheduler.decay_ratio", "lr_scheduler.total_steps"
+    run_steps = values.get("training.steps", 10000)
+    steps = values.get(total, run_steps)
+    if not all(isinstance(count, int) and count >= 0 for count in (steps, run_steps, values[warmup])) or steps < 1:
+        return  # reported as faults
+    if result.era == JULY_2024:  # (s + 1) / (W + 1) in the warmup, and decay from the step after it
+        values[warmup] += 1
+        values[total] = max(steps, values[warmup]) + 1
+        result.notes.append(
+            f"written out, as warmup was a step longer and the floor came after the last step: {warmup}, {total}; "
+            "change both along with training.steps"
+        )
+        return
+    values["lr_scheduler.floor_step"] = "after_last"
+    result.notes.append("written out, as the floor came after the last step: lr_scheduler.floor_step")
+    if values[warmup] > steps:
+        values[warmup] = steps
+        result.notes.append(f"written out, as a warmup was cut to the job's {steps} steps: {warmup}")
+    share = values.get(ratio)
+    if isinstance(share, (int, float)) and round(steps * share) > steps - values[warmup]:
+        del values[ratio]
+        result.notes.append(f"left out, as a decay was cut to the steps after the warmup: {ratio} = {share:g}")
+    if steps + 1 < run_steps:
+        result.notes.append(
+            f"not the same: from step {steps + 2} on the rate left the floor (below it, or up again); here it stays"
+        )
+
+
+def _async_tensor_parallel(values: Values, result: Upgrade) -> None:
+    """Drop async tensor parallel next to float8: of the two it is the one that changes no result."""
+    key = "parallelism.enable_async_tensor_parallel"
+    if values.get(key) is True and FLOAT8 in values:
+        del values[key]
+        reason = "it cannot fuse gathers with products in float8; losses are the same, but the gathers take their time"
+        result.notes.append(f"left out, changed no result: {key} ({reason})")
 
 
 def _overlap(values: Values, result: Upgrade) -> None:

@@ -10,7 +10,7 @@ from torchtitan.adapters.targets import layer_of, target_linears, with_wildcards
 from torchtitan.config.options import Fault, show
 from torchtitan.config.sections.training import Optimizer
 from torchtitan.core.constraints import FLOAT8_MULTIPLE
-from torchtitan.lr_schedules import CYCLICAL, JAGGED, ScheduleError
+from torchtitan.lr_schedules import CONSTANT, CYCLICAL, JAGGED, ScheduleError
 from torchtitan.models.sizes import HEAD, STACK, linears, split_side
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED
@@ -36,7 +36,7 @@ def schedule_fits(facts: Facts) -> Iterator[Fault]:
     needed = {"epoch": "epochs", "token": "tokens"}.get(shape.t_max_unit)
     if shape.t_max is not None and needed and getattr(facts.config.training, needed) is None:
         yield facts.fault("lr_scheduler.t_max_unit", f"another without training.{needed}", 'set it, or write "step"')
-    if shape.decay_ratio is not None and shape.decay_type == "constant":
+    if shape.decay_ratio is not None and shape.decay_type == CONSTANT:
         yield facts.fault("lr_scheduler.decay_ratio", 'unset with decay_type = "constant"', "drop one of the two")
     restarts = shape.decay_type in (JAGGED, CYCLICAL)
     if shape.decay_ratio is not None and restarts:
@@ -44,6 +44,8 @@ def schedule_fits(facts: Facts) -> Iterator[Fault]:
     if shape.warmup_type != "linear" and (restarts or shape.warmup_steps == 0):
         setting = f'decay_type = "{shape.decay_type}"' if restarts else "lr_scheduler.warmup_steps = 0"
         yield facts.fault("lr_scheduler.warmup_type", f'"linear" with {setting}', "leave it out")
+    if shape.floor_step != "last" and (restarts or shape.decay_type == CONSTANT):
+        yield facts.fault("lr_scheduler.floor_step", f'"last" with decay_type = "{shape.decay_type}"', "drop it")
     if shape.cycle_length is not None and not restarts:
         allowed = f'unset, except with decay_type = "{JAGGED}" or "{CYCLICAL}"'
         yield facts.fault("lr_scheduler.cycle_length", allowed, "drop it")

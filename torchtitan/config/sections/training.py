@@ -221,7 +221,10 @@ class LRScheduler:
     num_cycles: Positive = 1
     """Cycles of cosine_restarts."""
     min_lr_factor: Fraction = 0.1
-    """Final learning rate as a fraction of optimizer.lr, reached at the last step."""
+    """Final learning rate as a fraction of optimizer.lr, reached at the step that floor_step names."""
+    floor_step: Literal["last", "after_last"] = "last"
+    """Step whose rate is the final one: the last step, or the one that would follow it, as in torchtitan until v0.2.2.
+    With after_last the peak is held for one step more, or as decay_ratio leaves."""
     cycle_length: Positive | None = None
     """Steps of a cycle of relora_cosine and relora_cyclical. Unset: adapter.relora.reset_every, or
     adapter.relora.every."""
