@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 
 from torchtitan.lr_schedules import DECAYS, LRSchedule, ScheduleError, resolve_warmup
 from torchtitan.lr_scheduling import build_lr_schedulers
@@ -41,14 +42,31 @@ def test_linear_decay_equals_the_formula():
 
 def test_the_floor_may_come_one_step_after_the_last():
     for warmup, ratio, begin in ((2, None, 3), (2, 0.5, 6), (0, 0.0, 11), (10, None, 11)):
-        schedule = LRSchedule(10, warmup, ratio, floor_step="after_last")
+        schedule = LRSchedule(10, warmup, ratio, convention="torchtitan")
         decay = 11 - begin
         expected = [(s + 1) / warmup for s in range(warmup)] + [1.0] * (begin - warmup)
         expected += [0.1 + 0.9 * (1 - (s + 1) / decay) for s in range(decay)]
         assert multipliers(schedule, 11) == pytest.approx(expected[:11], rel=1e-14)
         assert decay == 0 or schedule.multiplier(10) == schedule.multiplier(100) == 0.1
     with pytest.raises(ScheduleError, match="lr_scheduler.warmup_steps = 11: must be at most the 10 steps in all"):
-        LRSchedule(10, 11, floor_step="after_last").describe(1.0)
+        LRSchedule(10, 11, convention="torchtitan").describe(1.0)
+
+
+@pytest.mark.parametrize("total, warmup", [(10, 0), (10, 1), (10, 3), (10, 10), (57, 20)])
+def test_the_convention_of_transformers_equals_its_schedules(total, warmup):
+    references = {
+        "linear": transformers.get_linear_schedule_with_warmup,
+        "cosine": transformers.get_cosine_schedule_with_warmup,
+        "constant": lambda optimizer, warmup, total: transformers.get_constant_schedule_with_warmup(optimizer, warmup),
+    }
+    for decay_type, build in references.items():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
+        reference = build(optimizer, warmup, total)
+        schedule = LRSchedule(total, warmup, decay_type=decay_type, min_lr_factor=0.0, convention="transformers")
+        for step in range(total):
+            assert schedule.multiplier(step) == pytest.approx(reference.get_last_lr()[0], rel=1e-12, abs=1e-15)
+            optimizer.step()
+            reference.step()
 
 
 @pytest.mark.parametrize(

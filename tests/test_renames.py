@@ -89,7 +89,7 @@ def test_defaults_of_v0_2_2_keep_their_meaning(capsys, tmp_path):
     for key, value in old.items():
         assert key not in options() or new.get(key, "left out") in (value, "left out"), key
     added = {"model.tokenizer_path", "training.shuffle", "training.dataset_path", "model.overrides.n_kv_heads"}
-    added |= {"lr_scheduler.floor_step"}  # the learning rate, see config/test_upgrade_schedule.py
+    added |= {"lr_scheduler.convention"}  # the learning rate, see config/test_upgrade_schedule.py
     assert set(new) - set(old) == added
     assert config.model.tokenizer_path == old["model.hf_assets_path"] and not config.training.shuffle
 

@@ -137,8 +137,8 @@ TRAINING = [
         "leave it out",
     ),
     (
-        ["--lr_scheduler.floor_step=after_last", "--lr_scheduler.decay_type=constant"],
-        'lr_scheduler.floor_step: given "after_last"; allowed: "last" with decay_type = "constant"; drop it',
+        ["--lr_scheduler.convention=torchtitan", "--lr_scheduler.decay_type=relora_cyclical"],
+        'lr_scheduler.convention: given "torchtitan"; allowed: "default" with decay_type = "relora_cyclical"; drop it',
     ),
     (
         ["--lr_scheduler.num_cycles=2"],

@@ -6,8 +6,8 @@ Steps s are 0-based. With T total steps, W of warmup, S stable and D of decay (W
     m + (1 - m) f(p)     after it, where m is the floor, f falls from 1 to 0, and
                          p = (s + 1 - W - S) / D, clamped to [0, 1]
 
-So the floor is reached exactly at the last step, T - 1, and held after it. With `floor_step = "after_last"` it is
-reached at step T: W + S + D = T + 1, and S is 1 or more.
+So the floor is reached exactly at the last step, T - 1, and held after it. Other conventions reach it at step T:
+W + S + D = T + 1, and S is 1 or more. That of transformers also has g(s / W) in the warmup.
 """
 
 from collections.abc import Callable
@@ -27,6 +27,8 @@ _decays: dict[str, Callable[[float, int], float]] = {
     "cosine": lambda p, cycles: (1 + cos(pi * p)) / 2,
     "cosine_restarts": lambda p, cycles: (1 + cos(pi * (p * cycles % 1))) / 2,
 }
+TORCHTITAN, TRANSFORMERS = "torchtitan", "transformers"
+"""Conventions of other programs."""
 CONSTANT = "constant"
 """The type that does not decay."""
 DECAYS: Registry[Callable[[float, int], float]] = Registry("torchtitan.schedules", _decays, Callable)
@@ -132,7 +134,7 @@ class LRSchedule:
     decay_type: str = "linear"
     num_cycles: int = 1
     min_lr_factor: float = 0.1
-    floor_step: str = "last"
+    convention: str = "default"
     cycle_length: int | None = None
     restart_warmup_steps: int | None = None
     adjust_step: int = 0
@@ -181,12 +183,12 @@ class LRSchedule:
 
     @property
     def warmup(self) -> int:
-        return resolve_warmup(self.warmup_steps, self.total_steps, self.floor_step == "last")
+        return resolve_warmup(self.warmup_steps, self.total_steps, self.convention == "default")
 
     @property
     def _end(self) -> int:
         """The number of steps after which the rate is at its floor."""
-        return self.total_steps + (self.floor_step == "after_last")
+        return self.total_steps + (self.convention != "default")
 
     @property
     def decay_steps(self) -> int:
@@ -196,7 +198,7 @@ class LRSchedule:
             return self.total_steps - self.warmup
         steps = round(self.decay_ratio * self.total_steps)
         # with a ratio above 0 the last step has the floor
-        return max(1, steps) if self.decay_ratio and self.floor_step == "last" else steps
+        return max(1, steps) if self.decay_ratio and self.convention == "default" else steps
 
     def multiplier(self, step: int) -> float:
         """Return the multiplier of the peak learning rate at a 0-based step of any size."""
@@ -206,7 +208,7 @@ class LRSchedule:
         if self.restarts:
             return self._with_restarts(min(step, self.total_steps - 1))
         if step < self.warmup:
-            return WARMUPS[self.warmup_type]((step + 1) / self.warmup)
+            return WARMUPS[self.warmup_type]((step + (self.convention != TRANSFORMERS)) / self.warmup)
         decayed = step + 1 - (self._end - self.decay_steps)
         if decayed <= 0 or self.decay_steps == 0:
             return 1.0
@@ -224,7 +226,7 @@ class LRSchedule:
     def describe(self, peak: float) -> str:
         """Describe the schedule in one line."""
         rising = f"{self.warmup_type} " * (self.warmup_type != "linear")
-        parts = [f"peak {peak:g}", f"{rising}warmup {self.warmup}"]
+        parts = [f"peak {peak:g}", f"{rising}warmup {self.warmup}" + " from 0" * (self.convention == TRANSFORMERS)]
         if self.restarts:
             parts.append(f"{self.decay_type} in cycles of {self.cycle_length or self.total_steps}")
             parts.append(f"floor {peak * self.min_lr_factor:g}")
@@ -235,7 +237,7 @@ class LRSchedule:
         if self.decay_steps:
             cycles = f" ({self.num_cycles} cycles)" if self.decay_type == "cosine_restarts" else ""
             floor = f"{peak * self.min_lr_factor:g}"
-            after = " one step after the last" * (self.floor_step == "after_last")
+            after = " one step after the last" * (self.convention != "default")
             parts.append(f"{self.decay_type}{cycles} decay {self.decay_steps} to floor {floor}{after}")
         if self.ramps is not None:
             parts.append(f"ramps of {self.ramps.warmup} every {self.ramps.every}")

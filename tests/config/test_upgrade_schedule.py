@@ -80,7 +80,7 @@ def test_the_debug_model_of_v0_2_2_keeps_its_rates(tmp_path):
     file = Path(__file__).parent.parent / "fixtures/old_tomls/v0_2_2_debug_model.toml"
     text, rates, facts = upgraded(tmp_path, file.read_text())
     assert [round(8 * rate, 6) for rate in rates] == [4, 8, 8, 7, 6, 5, 4, 3, 2, 1]
-    assert 'floor_step = "after_last"' in text and "decay_ratio = 0.8" in text
+    assert 'convention = "torchtitan"' in text and "decay_ratio = 0.8" in text
     described = "peak 0.0008, warmup 2, stable 1, linear decay 8 to floor 0 one step after the last; total 10 steps"
     assert described in facts.schedule.describe(8e-4)
 

@@ -323,8 +323,8 @@ def _schedule(values: Values, result: Upgrade) -> None:
             "change both along with training.steps"
         )
         return
-    values["lr_scheduler.floor_step"] = "after_last"
-    result.notes.append("written out, as the floor came after the last step: lr_scheduler.floor_step")
+    values["lr_scheduler.convention"] = "torchtitan"
+    result.notes.append("written out, as the floor came after the last step: lr_scheduler.convention")
     if values[warmup] > steps:
         values[warmup] = steps
         result.notes.append(f"written out, as a warmup was cut to the job's {steps} steps: {warmup}")

@@ -44,8 +44,8 @@ def schedule_fits(facts: Facts) -> Iterator[Fault]:
     if shape.warmup_type != "linear" and (restarts or shape.warmup_steps == 0):
         setting = f'decay_type = "{shape.decay_type}"' if restarts else "lr_scheduler.warmup_steps = 0"
         yield facts.fault("lr_scheduler.warmup_type", f'"linear" with {setting}', "leave it out")
-    if shape.floor_step != "last" and (restarts or shape.decay_type == CONSTANT):
-        yield facts.fault("lr_scheduler.floor_step", f'"last" with decay_type = "{shape.decay_type}"', "drop it")
+    if shape.convention != "default" and restarts:
+        yield facts.fault("lr_scheduler.convention", f'"default" with decay_type = "{shape.decay_type}"', "drop it")
     if shape.cycle_length is not None and not restarts:
         allowed = f'unset, except with decay_type = "{JAGGED}" or "{CYCLICAL}"'
         yield facts.fault("lr_scheduler.cycle_length", allowed, "drop it")

@@ -221,10 +221,10 @@ class LRScheduler:
     num_cycles: Positive = 1
     """Cycles of cosine_restarts."""
     min_lr_factor: Fraction = 0.1
-    """Final learning rate as a fraction of optimizer.lr, reached at the step that floor_step names."""
-    floor_step: Literal["last", "after_last"] = "last"
-    """Step whose rate is the final one: the last step, or the one that would follow it, as in torchtitan until v0.2.2.
-    With after_last the peak is held for one step more, or as decay_ratio leaves."""
+    """Final learning rate as a fraction of optimizer.lr, reached at the last step."""
+    convention: Literal["default", "torchtitan", "transformers"] = "default"
+    """Steps at which the curve begins and ends. torchtitan (until v0.2.2): the final rate would follow the last step.
+    transformers: the same, and the first step of a warmup has rate 0."""
     cycle_length: Positive | None = None
     """Steps of a cycle of relora_cosine and relora_cyclical. Unset: adapter.relora.reset_every, or
     adapter.relora.every."""
