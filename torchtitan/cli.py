@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from torchtitan.commands import COMMANDS
 from torchtitan.core.errors import JobError, wrap_lines
+from torchtitan.core.machine_errors import MachineError
 from torchtitan.process.exit import exit_with
 from torchtitan.process.machine import no_gc_during_imports, use_huge_pages
 from torchtitan.process.ranks import likely_device
@@ -79,7 +80,7 @@ def function_of(command: str) -> str:
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """Return the exit code of `run`, reporting user errors (JobError, Ctrl-C) without a traceback.
+    """Return the exit code of `run`, reporting errors of users and machines without a traceback.
 
     TORCHTITAN_TRACEBACK=1 in the environment shows the traceback, for developers of this project.
     """
@@ -99,12 +100,12 @@ def guarded(run: Callable[[], int]) -> int:
             raise
         print(f"stdout: cannot be written ({error.strerror}); make room, or have it elsewhere", file=sys.stderr)
         return CRASHED
-    except JobError as error:
+    except (JobError, MachineError) as error:
         if os.environ.get("TORCHTITAN_TRACEBACK") == "1":
             traceback.print_exc()
         else:
             print(wrap_lines(error), file=sys.stderr)
-        return REFUSED
+        return REFUSED if isinstance(error, JobError) else CRASHED
 
 
 def _output_is_lost() -> bool:

@@ -19,6 +19,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError, print_help_if_requested
 from torchtitan.config.sections.run import Job
 from torchtitan.core.errors import JobError, wrap_lines
+from torchtitan.core.machine_errors import MachineError
 from torchtitan.launcher import slurm
 from torchtitan.launcher.hangs import HangLimits
 from torchtitan.launcher.lock import hold_lock, this_process
@@ -77,10 +78,10 @@ def launch(num_ranks: int | None, arguments: list[str]) -> int:
         # the job is checked here, before any rank exists: once and within a second
         run_machine = run_as_worker if nodes.index else run_as_coordinator
         return run_machine(nodes, num_ranks, arguments, queue)
-    except JobError as error:
+    except (JobError, MachineError) as error:
         if str(error):
             print(wrap_lines(error), file=sys.stderr)
-        return REFUSED
+        return REFUSED if isinstance(error, JobError) else CRASHED
     finally:
         queue.close()
 

@@ -21,6 +21,7 @@ from torchtitan.checkpoint import CannotSave, CheckpointError
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError, wrap_lines
+from torchtitan.core.machine_errors import MachineError
 from torchtitan.launch import launch, load_job
 from torchtitan.launcher.forks import first_rank, fork_ranks
 from torchtitan.launcher.hangs import respond_to_launcher, write_stacks_on_request
@@ -144,19 +145,30 @@ def run(config: JobConfig, ranks: Ranks) -> int:
             return DIFFERING
         return NON_FINITE if isinstance(error, training.BadStep) else REFUSED
     except Exception as error:
-        kind = failure_kind(error)
-        if kind == "memory":
-            logger.error("out of memory: %s\n%s", error, trainer.memory() if trainer else "  in the start of the run")
-            return OUT_OF_MEMORY
-        if kind == "peer":  # that rank and the launcher report its end
-            logger.error("another rank is gone: %s", str(error).splitlines()[0])
-            return CRASHED
+        if (code := report_known_failure(error, trainer, ranks)) is not None:
+            return code
         logger.debug("crashed", exc_info=True)  # to the rank's log file; Python prints it on the console
         raise
     if not finished and trainer.out_of_time:
         return 128 + signal.SIGTERM
     # even if only another rank got the signal, perhaps on another machine: an unfinished run must not look finished
     return 0 if finished else 128 + (requests.first or signal.SIGTERM)
+
+
+def report_known_failure(error: Exception, trainer: Any, ranks: Ranks) -> int | None:
+    """Report a failure of the machine or of another rank and return the exit code; None for any other exception."""
+    if isinstance(error, MachineError):
+        if not error.on_all_ranks or (ranks.is_main if ranks.launcher is None else ranks.local_rank == 0):
+            logger.error("%s", wrap_lines(error))
+        return CRASHED
+    kind = failure_kind(error)
+    if kind == "memory":
+        logger.error("out of memory: %s\n%s", error, trainer.memory() if trainer else "  in the start of the run")
+        return OUT_OF_MEMORY
+    if kind == "peer":  # that rank and the launcher report its end
+        logger.error("another rank is gone: %s", str(error).splitlines()[0])
+        return CRASHED
+    return None
 
 
 def report_failed_export(error: Exception, trainer: Any, ranks: Ranks) -> int:

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.checkpoint.layout import CannotSave, CheckpointError, NotFinite, NothingLoadable
+from torchtitan.core.machine_errors import MachineError, error_text, is_of_the_machine
 from torchtitan.process import distributed
 
 TIMEOUT = timedelta(minutes=30)
 """Timeout of a rank that waits while another writes or checks its files, which takes longer than any step."""
 
-KINDS = (CheckpointError, CannotSave, NotFinite, NothingLoadable)
+KINDS = (CheckpointError, CannotSave, NotFinite, NothingLoadable, MachineError)
 """Errors that rank 0 may raise on all ranks; the other ranks receive the index in this tuple."""
 
 T = TypeVar("T")
@@ -57,17 +58,19 @@ class Peers:
         return [value] if self.group is None else distributed.gather_json(value, self.group)
 
     def agree(self, doing: str, action: Callable[[], T]) -> T:
-        """Run `action` on every rank. Return its result, or raise one `CheckpointError` that names the failed ranks.
+        """Run `action` on every rank. Return its result, or raise one error that names the failed ranks, on all ranks.
 
-        The error is raised on all ranks.
+        It is a `MachineError` if the machine of a rank failed, which says nothing of a checkpoint, and otherwise a
+        `CheckpointError`.
         """
         result, failure, cause = None, None, None
         try:
             result = action()
         except Exception as error:
             failure, cause = describe(error), error
-        (failed,) = self.maximum(failure is not None)  # error texts are exchanged only if there are any
-        if not failed:
+        severity = 0 if cause is None else 1 + is_of_the_machine(cause)
+        (severity,) = self.maximum(severity)  # error texts are exchanged only if there are any
+        if not severity:
             return cast(T, result)
         ranks_of: dict[str, list[int]] = {}
         for rank, text in enumerate(self.broadcast(self.gather(failure))):
@@ -76,7 +79,8 @@ class Peers:
         if isinstance(cause, CheckpointError) and len(ranks_of) == 1 and len(ranks_of[str(cause)]) == self.size:
             raise cause
         failures = "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items())
-        raise CheckpointError(f"{doing} failed on {failures}") from cause
+        message = f"{doing} failed on {failures}"
+        raise (CheckpointError(message) if severity == 1 else MachineError(message, on_all_ranks=True)) from cause
 
     def decide(
         self, action: Callable[[], T], encode: Callable[[T], Any] = _identity, decode: Callable[[Any], T] = _identity
@@ -84,20 +88,26 @@ class Peers:
         """Run `action` on rank 0 and return its result, or raise its error as a `CheckpointError`, on all ranks. A
         result that is not JSON-able is encoded on rank 0 and decoded on the others.
         """
-        result, refusal = None, None
+        result: T | None = None
+        refusal: Exception | None = None
         text: Any = None
         if self.is_main:
             try:
                 result = action()
                 text = encode(result)
-            except CheckpointError as error:
+            except (CheckpointError, MachineError) as error:
                 refusal = error
             except Exception as error:
-                refusal = CheckpointError(f"{describe(error)} (on rank 0)")
+                refusal = (MachineError if is_of_the_machine(error) else CheckpointError)(
+                    f"{describe(error)} (on rank 0)"
+                )
         kind = KINDS.index(type(refusal)) if type(refusal) in KINDS else 0
         failed, text, kind = self.broadcast((refusal is not None, text if refusal is None else str(refusal), kind))
         if failed:
-            raise refusal or KINDS[kind](text)
+            raised = refusal or KINDS[kind](text)
+            if isinstance(raised, MachineError):
+                raised.on_all_ranks = True
+            raise raised
         return cast(T, result) if self.is_main else decode(text)
 
     def broadcast(self, value: T | None) -> T:
@@ -114,4 +124,8 @@ class Peers:
 
 
 def describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, (CheckpointError, MachineError)):
+        return str(error)
+    if isinstance(error, OSError) and is_of_the_machine(error):
+        return f"{error.filename}: {error_text(error)}" if error.filename else error_text(error)
+    return f"{type(error).__name__}: {error}"

@@ -43,6 +43,7 @@ from torchtitan.checkpoint.loading import (
 from torchtitan.checkpoint.saving import SaveOptions, Snapshot, TrainerHooks
 from torchtitan.config.changes import CASTING
 from torchtitan.config.sections.run import Checkpoint
+from torchtitan.core.machine_errors import MachineError
 from torchtitan.core.tensor_storage import Value
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class Checkpointer:
                 self.place.try_writing(self.main_peers.rank)
 
             self.main_peers.agree("trying to write", try_folder)
-        except CheckpointError as error:
+        except (CheckpointError, MachineError) as error:
             raise CannotSave(f"checkpoints cannot be written to {self.folder}: {error}") from error
 
     def maybe_save(self, step: int, last: bool = False) -> bool:
@@ -271,7 +272,8 @@ class Checkpointer:
         """Resume from `load_step` or the newest complete checkpoint; return the step, or None if there is none.
 
         A damaged checkpoint is skipped with a warning, in favor of the next older one. An undamaged one that does not
-        fit the job is refused with `CheckpointError`, a folder with only damaged ones with `NothingLoadable`.
+        fit the job is refused with `CheckpointError`, a folder with only damaged ones with `NothingLoadable`. Where the
+        machine cannot read a checkpoint, `MachineError` is raised: an older one is not loaded in its place.
         """
         complete, refused = complete_steps(self.folder, self.main_peers)
         if not complete and not refused and self.load_step < 0:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import cast
 
 from torchtitan.core.files import open_file
+from torchtitan.core.threads import map_in_threads
 
 PARALLEL_FILES = 4
 """Most files that one process writes or hashes at a time: some wait for the disk while others are hashed."""
@@ -69,6 +70,9 @@ class HashedFile:
                 self._use_cache()  # the last block may end anywhere
                 self._write_block()
             os.fsync(self._descriptor)
+        except OSError as error:
+            error.filename = error.filename or str(self.path)
+            raise
         finally:
             self._abandon()
 
@@ -93,8 +97,9 @@ class HashedFile:
         while remaining:
             try:
                 remaining = remaining[os.write(self._descriptor, remaining) :]
-            except OSError:
+            except OSError as error:
                 if not self._is_direct:
+                    error.filename = str(self.path)
                     raise
                 self._use_cache()  # a file system that refuses direct writes; any other error comes again
         self._filled = 0
@@ -138,11 +143,7 @@ def sha256_of(path: Path, report: Callable[[int], object] = int, from_disk: bool
 
 def hash_files(paths: Sequence[Path], report: Callable[[int], object] = int, from_disk: bool = False) -> list[str]:
     """Return `sha256_of` each path; several files are read at a time."""
-    # not concurrent.futures, which refuses tasks once the main thread has ended, as after a crash during a save
-    from multiprocessing.pool import ThreadPool  # takes 20 ms, and a check of a job hashes no files
-
-    with ThreadPool(PARALLEL_FILES) as pool:
-        return pool.map(lambda path: sha256_of(path, report, from_disk), paths)
+    return map_in_threads(lambda path: sha256_of(path, report, from_disk), paths, PARALLEL_FILES)
 
 
 def _bypass_cache(descriptor: int) -> bool:

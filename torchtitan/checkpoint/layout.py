@@ -1,6 +1,9 @@
 """Layout of a checkpoint on disk, and how checkpoints are found and validated. Needs no torch, and executes nothing
 that it reads.
 
+A checkpoint is bad (`CheckpointError`) only for what its files are or hold. Where the machine cannot read them, all
+functions here raise `MachineError`, which says nothing of the checkpoint.
+
 checkpoint/step-00000500/      published by one rename, never written again
     __0_0.distcp ...           tensors, by torch.distributed.checkpoint, up to four files per rank
     .metadata                  index of the tensors in these files
@@ -13,6 +16,7 @@ checkpoint/.aside-NAME-NONCE/  was in the way of a save: kept for the user to in
 
 import hashlib
 import json
+import os
 import re
 import stat
 from collections.abc import Collection, Iterable
@@ -26,6 +30,7 @@ from pydantic.dataclasses import dataclass
 from torchtitan.checkpoint.hashed_files import hash_files
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError, read_file
+from torchtitan.core.machine_errors import RIGHTS, MachineError, retried
 from torchtitan.core.progress_bar import progress_bar
 
 FORMAT = 1
@@ -110,10 +115,10 @@ def step_of(name: str) -> int | None:
 
 def step_folders(root: Path) -> list[tuple[int, Path]]:
     """Return all folders under `root` with a step's name, newest first, complete or not."""
-    if not root.is_dir():
+    if (status := _status_of(root, follow_links=True)) is None or not stat.S_ISDIR(status.st_mode):
         return []
-    folders = [(step, path) for path in root.iterdir() if (step := step_of(path.name)) is not None]
-    return sorted(folders, reverse=True)
+    names = retried(lambda: os.listdir(root), root)
+    return sorted(((step, root / name) for name in names if (step := step_of(name)) is not None), reverse=True)
 
 
 def complete_steps(root: Path) -> tuple[list[Path], list[RefusedCheckpoint]]:
@@ -137,7 +142,7 @@ def newest_complete(root: Path) -> tuple[Path | None, list[RefusedCheckpoint]]:
 
 def check_complete(folder: Path) -> Manifest:
     """Return the manifest of a folder if all its files exist with the listed sizes. Raises `CheckpointError`."""
-    if folder.is_symlink() or not folder.is_dir():
+    if (status := _status_of(folder)) is None or not stat.S_ISDIR(status.st_mode):
         raise CheckpointError("it is not a folder of its own (a file or a symbolic link)")
     manifest = read_manifest(folder)
     check_sizes(folder, manifest, manifest.files)
@@ -147,10 +152,8 @@ def check_complete(folder: Path) -> Manifest:
 def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Refuse files that are missing, are links or differ in size from the manifest. Raises `CheckpointError`."""
     for name in names:
-        try:
-            status = (folder / name).lstat()
-        except OSError as error:
-            raise CheckpointError(f"{name} cannot be read ({error.strerror})") from None
+        if (status := _status_of(folder / name)) is None:
+            raise CheckpointError(f"{name} cannot be read (it is missing)")
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{name} is not a regular file")
         if status.st_size != manifest.files[name].size:
@@ -170,7 +173,7 @@ def resolve(path: Path) -> Path:
 
     Raises `NothingLoadable`, with the reasons, if there is neither.
     """
-    if (path / MANIFEST).exists():
+    if _status_of(path / MANIFEST) is not None:
         return path
     newest, refused = newest_complete(path)
     if newest is None:
@@ -189,7 +192,7 @@ def manifest_text(manifest: Manifest) -> str:
 def read_manifest(folder: Path) -> Manifest:
     """Parse and validate `manifest.json`. Raises `CheckpointError`."""
     path = folder / MANIFEST
-    if not path.exists():
+    if _status_of(path) is None:
         raise CheckpointError(f"it has no {MANIFEST}, so it was never finished")
     body = read_json(path)
     if body.get("format") != FORMAT:
@@ -260,7 +263,17 @@ def read_bytes(path: Path, most: int = LARGEST_TEXT) -> bytes:
     try:
         return read_file(path, most, follow_links=False)
     except FileError as error:
+        if error.error_number in RIGHTS:
+            raise MachineError(f"{path}: this user may not read it ({error.reason}); change its permissions") from None
         raise CheckpointError(f"{path.name} {error.reason}") from None
+
+
+def _status_of(path: Path, follow_links: bool = False) -> os.stat_result | None:
+    """Return the status of a path; None if nothing is there. `Path.exists` would say the same after any error."""
+    try:
+        return retried(lambda: os.stat(path, follow_symlinks=follow_links), path)
+    except (OSError, ValueError):  # ValueError: a NUL in the name
+        return None
 
 
 def _body_digest(body: dict[str, Any]) -> str:

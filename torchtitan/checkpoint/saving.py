@@ -32,6 +32,7 @@ from torchtitan.checkpoint.layout import MANIFEST, MODEL, STATE, CheckpointError
 from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.core.errors import format_bytes
 from torchtitan.core.initialization import clean_name
+from torchtitan.core.machine_errors import MachineError, is_out_of_inodes
 from torchtitan.core.tensor_storage import Deferred, Value
 
 logger = logging.getLogger(__name__)
@@ -121,13 +122,22 @@ def save(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers,
     """Write and publish `target`, with retries. Return its size in bytes, or 0 if it existed already. Raises
     `CheckpointError` on all ranks or on none.
     """
+    try:
+        return _save_with_retries(snapshot, target, rewound_to, peers, care)
+    except MachineError as error:  # for a save, any failure is the same
+        raise CheckpointError(str(error)) from error
+
+
+def _save_with_retries(
+    snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers, care: SaveOptions
+) -> int:
     started = time.monotonic()
     peers.agree("collecting what to save", snapshot.check)
     for pause in (*care.pauses, None):
         try:
             size = _save_once(snapshot, target, rewound_to, peers, care)
             break
-        except CheckpointError as error:
+        except (CheckpointError, MachineError) as error:
             if pause is None:
                 raise
             if peers.is_main:
@@ -153,7 +163,7 @@ def _save_once(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: 
         gathered = peers.gather(asdict(share))
         shares = None if gathered is None else [_share(fields) for fields in gathered]
         peers.agree("finishing a checkpoint", lambda: _commit(snapshot, temporary, target, shares, entries))
-    except CheckpointError:
+    except (CheckpointError, MachineError):
         storage.forget_plans(peers)
         if peers.is_main and temporary.is_dir():
             with contextlib.suppress(OSError):  # the next save removes it
@@ -198,6 +208,10 @@ def _open(snapshot: Snapshot, target: Path, rewound_to: int | None, care: SaveOp
 
 
 def _look_for_space(root: Path, needed: int) -> None:
+    if root.is_dir() and is_out_of_inodes(root):
+        raise CheckpointError(
+            f"{root} has no inodes left, though it has bytes: delete files there, such as many small ones (df -i)"
+        )
     needed = needed * 11 // 10  # headers, state, and concurrent writes of other programs
     if needed and root.is_dir() and (free := shutil.disk_usage(root).free) < needed:
         raise CheckpointError(
@@ -328,7 +342,7 @@ def delete_old(
         if peers.is_main:
             for folder in surplus:
                 folders.unpublish(folder)
-    except (OSError, CheckpointError) as error:
+    except (OSError, CheckpointError, MachineError) as error:
         logger.warning("old checkpoints in %s cannot be deleted: %s", root, error)
 
 
@@ -346,7 +360,10 @@ def _without_needed(staying: list[Path], surplus: list[Path], known_good: set[Pa
 
 
 def is_undamaged(folder: Path, peers: Peers) -> bool:
-    """Return True if all files of a checkpoint have the content that was written; the ranks share the reading."""
+    """Return True if all files of a checkpoint have the content that was written; the ranks share the reading.
+
+    Raises `MachineError` where they cannot be read.
+    """
 
     def verify() -> None:
         manifest = layout.check_complete(folder)

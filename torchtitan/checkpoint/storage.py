@@ -17,7 +17,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,8 +52,11 @@ from torchtitan.checkpoint import safe_unpickle
 from torchtitan.checkpoint.agreement import Peers, describe
 from torchtitan.checkpoint.hashed_files import PARALLEL_FILES, HashedFile
 from torchtitan.checkpoint.layout import METADATA, CheckpointError, FileEntry, Manifest, TensorEntry, read_bytes
+from torchtitan.core.files import open_file
 from torchtitan.core.initialization import local_part
+from torchtitan.core.machine_errors import MachineError, is_of_the_machine
 from torchtitan.core.progress_bar import progress_bar
+from torchtitan.core.threads import map_in_threads
 from torchtitan.process import distributed
 
 # a single process is a normal case here
@@ -153,8 +155,7 @@ class _ParallelWriter(filesystem.FileSystemWriter):
         if self.thread_count == 1:
             write_files()  # in the thread that has this rank's GPU
         else:
-            with ThreadPool(self.thread_count) as pool:
-                pool.starmap(write_files, [()] * self.thread_count, chunksize=1)
+            map_in_threads(lambda number: write_files(), range(self.thread_count), self.thread_count)
         future: Future[list[WriteResult]] = Future()
         future.set_result([result for part in results.queue for result in part])
         return future
@@ -193,11 +194,22 @@ def read_metadata(folder: Path, manifest: Manifest) -> metadata.Metadata:
     return safe_unpickle.read(read_bytes(folder / METADATA, safe_unpickle.LARGEST), manifest)
 
 
+class _RetriedFiles(filesystem.FileSystem):
+    """The files that DCP reads. Errors of the machine are retried."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        assert mode == "rb", mode
+        with open_file(path) as file:
+            yield cast(io.IOBase, file)
+
+
 class CheckedReader(filesystem.FileSystemReader):
     """Reads tensors by an index that has already been validated."""
 
     def __init__(self, folder: Path, index: metadata.Metadata):
         super().__init__(folder)
+        self.fs = _RetriedFiles()
         self.index = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
@@ -237,7 +249,9 @@ def translated_errors() -> Iterator[None]:
     except CheckpointException as error:
         reasons = {describe(failure) for failure, _ in error.failures.values()}
         ranks = ", ".join(map(str, sorted(error.failures)))
-        raise CheckpointError(f"{'; '.join(sorted(reasons))} (on rank {ranks})") from error
+        of_the_machine = any(is_of_the_machine(failure) for failure, _ in error.failures.values())
+        kind = MachineError if of_the_machine else CheckpointError
+        raise kind(f"{'; '.join(sorted(reasons))} (on rank {ranks})") from error
 
 
 def _entries(index: metadata.Metadata) -> dict[str, TensorEntry]:
@@ -295,9 +309,9 @@ def encode_plan(value: Any) -> Plain:
         entries = cast(dict[str, TensorStorageMetadata], value.state_dict_metadata)
         return ["metadata", {name: [str(entry.properties.dtype), entry.size] for name, entry in entries.items()}]
     elif isinstance(value, CheckpointException):
-        return ["failed", str(value.args[0]), [[rank, describe(e)] for rank, (e, _) in value.failures.items()]]
+        return ["failed", str(value.args[0]), [[rank, *_plain(e)] for rank, (e, _) in value.failures.items()]]
     elif _is_wrapped_exception(value):
-        return ["failure", describe(value[0])]
+        return ["failure", *_plain(value[0])]
     elif isinstance(value, list) and all(isinstance(result, WriteResult) for result in value):
         return ["written", list(map(_result, value))]
     raise TypeError(f"{type(value).__name__} is nothing that ranks exchange for a checkpoint")
@@ -322,14 +336,18 @@ def decode_plan(plain: Plain) -> Any:
             }
         )
     if kind == "failed":
-        return CheckpointException(fields[0], {rank: _failure(text) for rank, text in fields[1]})
+        return CheckpointException(fields[0], {rank: _failure(*plain) for rank, *plain in fields[1]})
     if kind == "failure":
-        return _failure(fields[0])
+        return _failure(*fields)
     return [_read_result(*result) for result in fields[0]]
 
 
-def _failure(text: str) -> tuple[BaseException, traceback.StackSummary]:
-    return CheckpointError(text), traceback.StackSummary()
+def _plain(error: BaseException) -> list[Plain]:
+    return [describe(error), is_of_the_machine(error)]
+
+
+def _failure(text: str, of_the_machine: bool) -> tuple[BaseException, traceback.StackSummary]:
+    return (MachineError if of_the_machine else CheckpointError)(text), traceback.StackSummary()
 
 
 def _index(index: MetadataIndex) -> list[Plain]:

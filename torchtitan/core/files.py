@@ -4,15 +4,20 @@ Such a path may lead to a pipe, where a reader would wait without end, to a devi
 larger than expected. Only regular files are opened, and each caller limits the size. tests/test_user_files.py refuses
 code that reads files in any other way.
 
+Errors of the machine (core/machine_errors.py) are retried, at each open and each read, and raised as `MachineError`.
+
 The package also comes with files: jobs that can be called by name, and a small tokenizer.
 """
 
+import errno
+import io
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from torchtitan.core.errors import JobError, format_bytes
+from torchtitan.core.machine_errors import retried
 
 REMEDY = "give the path of a regular file that can be read"
 _KINDS = (
@@ -26,34 +31,58 @@ _KINDS = (
 class FileError(JobError):
     """A path that cannot be read as a file.
 
-    `reason` completes a sentence that begins with the path; `missing` is true if nothing exists at the path.
+    `reason` completes a sentence that begins with the path. `error_number`: the system's, if it refused the path.
     """
 
-    def __init__(self, path: str | os.PathLike[str], reason: str, missing: bool = False) -> None:
-        self.path, self.reason, self.missing = Path(path), reason, missing
+    def __init__(self, path: str | os.PathLike[str], reason: str, error_number: int | None = None) -> None:
+        self.path, self.reason, self.error_number = Path(path), reason, error_number
         super().__init__(f"{os.fspath(path)} {reason}; {REMEDY}")
+
+    @property
+    def missing(self) -> bool:
+        """Return True if nothing exists at the path."""
+        return self.error_number == errno.ENOENT
+
+
+class _RetryingFile(io.FileIO):
+    """An open file whose reads are retried after errors of the machine."""
+
+    def __init__(self, descriptor: int, path: str | os.PathLike[str]) -> None:
+        super().__init__(descriptor, "rb")
+        self.path = path
+
+    def readinto(self, buffer: Any) -> Any:
+        return retried(lambda: super(_RetryingFile, self).readinto(buffer), self.path, with_rights=False)
+
+    def read(self, size: int | None = -1) -> Any:
+        read = super().read
+        return retried(lambda: read(size), self.path, with_rights=False)
+
+    def readall(self) -> Any:
+        return retried(super().readall, self.path, with_rights=False)
 
 
 def open_file(path: str | os.PathLike[str], follow_links: bool = True) -> BinaryIO:
-    """Open a regular file for reading. Raises FileError for anything else, and OSError as `open` does.
+    """Open a regular file for reading. Raises FileError for anything else, OSError as `open` does, and MachineError
+    where the machine cannot open it or, later, read it.
 
     The kind is checked before the file is opened, because opening alone may wait (a pipe) or act (some devices), and
     again on the open file, because another one may have replaced it in between.
     """
-    _refuse_special(path, os.stat(path, follow_symlinks=follow_links))
+    _refuse_special(path, retried(lambda: os.stat(path, follow_symlinks=follow_links), path, with_rights=False))
     # O_NONBLOCK: a pipe that takes the file's place now is opened at once, and refused below
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
-    file = open(os.open(path, flags), "rb")  # noqa: SIM115
+    raw = _RetryingFile(retried(lambda: os.open(path, flags), path, with_rights=False), path)
     try:
-        _refuse_special(path, os.fstat(file.fileno()))
+        _refuse_special(path, os.fstat(raw.fileno()))
     except FileError:
-        file.close()
+        raw.close()
         raise
-    return file
+    return io.BufferedReader(raw)
 
 
 def read_file(path: str | os.PathLike[str], limit: int, follow_links: bool = True) -> bytes:
-    """Return the content of a regular file of at most `limit` bytes. Raises FileError."""
+    """Return the content of a regular file of at most `limit` bytes. Raises FileError, and MachineError."""
     try:
         with open_file(path, follow_links) as file:
             size = os.fstat(file.fileno()).st_size
@@ -77,7 +106,7 @@ def require_file(path: str | os.PathLike[str], missing_ok: bool = False) -> None
     Call it before a library opens a path itself (safetensors, pyarrow).
     """
     try:
-        _refuse_special(path, os.stat(path))
+        _refuse_special(path, retried(lambda: os.stat(path), path, with_rights=False))
     except (OSError, ValueError) as error:
         if not (missing_ok and isinstance(error, FileNotFoundError)):
             raise _as_file_error(path, error) from None
@@ -87,7 +116,7 @@ def _as_file_error(path: str | os.PathLike[str], error: OSError | ValueError) ->
     if isinstance(error, FileError):
         return error
     reason = getattr(error, "strerror", None) or str(error)  # a ValueError: a NUL in the name
-    return FileError(path, f"cannot be read ({reason})", isinstance(error, FileNotFoundError))
+    return FileError(path, f"cannot be read ({reason})", getattr(error, "errno", None))
 
 
 def _refuse_special(path: str | os.PathLike[str], status: os.stat_result) -> None:
