@@ -136,7 +136,7 @@ def run(config: JobConfig, ranks: Ranks) -> int:
             # only the first rank reports a failure of all ranks: when it exits, torchrun ends this wait
             wait_for_reporting_rank(ranks)
         # the launcher does not end ranks at once, so there only a machine's first rank reports a failure of all ranks
-        on_all = isinstance(error, CheckpointError | training.BadStep | training.ReplicasDiffer)
+        on_all = isinstance(error, CheckpointError | training.COMMON_FAILURES)
         if not on_all or ranks.launcher is None or ranks.local_rank == 0:
             logger.error("%s", wrap_lines(error))
         if isinstance(error, CheckpointError):

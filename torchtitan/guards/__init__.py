@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from torchtitan.guards.checksums import MAX_NAMES_IN_ERRORS, Replicas, ReplicasDiffer, ShardSums
-from torchtitan.guards.steps import BadStep, NonFiniteError, RollBack, StepGuard
+from torchtitan.guards.steps import WITHOUT_LABELS, BadStep, NonFiniteError, NothingToLearn, RollBack, StepGuard
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed
 
@@ -20,6 +20,7 @@ __all__ = [
     "BadStep",
     "Guards",
     "NonFiniteError",
+    "NothingToLearn",
     "Replicas",
     "ReplicasDiffer",
     "RollBack",
@@ -29,6 +30,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+MOST_EMPTY_STEPS = 10
+"""Steps in a row without a token to learn after which a run stops. Data that have any would hardly have so few."""
 
 
 class Guards:
@@ -54,6 +58,8 @@ class Guards:
         """The checkpointer that a rollback loads from; set by the trainer once it has one."""
         self._compared = -1
         self._rollback_steps: set[int] = set()
+        self._empty_steps = 0
+        """Number of steps in a row that had nothing to learn."""
 
     def reason_to_skip(
         self,
@@ -62,13 +68,18 @@ class Guards:
         norm: torch.Tensor | None,
         *,
         can_skip: bool,
+        valid_tokens: int = 1,
+        is_last: bool = False,
     ) -> str:
         """Return why the update of the `step`-th step is skipped, or "" to apply it. Called before the update. `loss`,
-        this rank's share, and `norm` are scalars.
+        this rank's share, and `norm` are scalars. `valid_tokens`: of the step, on all ranks. `is_last`: of the run.
 
-        Raises, on all ranks, `RollBack`, or `BadStep` for a run that has to stop.
+        Raises, on all ranks, `RollBack`, or for a run that has to stop `BadStep` or `NothingToLearn`.
         """
         self.refuse_changed_shards(step - 1)
+        self._empty_steps = 0 if valid_tokens else self._empty_steps + 1
+        if not valid_tokens:
+            return self._skip_empty(step, is_last)
         if not self.steps.is_active:
             if norm is not None and norm.device.type == "cpu":  # on a CPU the check costs almost nothing
                 (ranks,) = distributed.sum_ints(not_finite(norm))
@@ -92,6 +103,20 @@ class Guards:
         if verdict.action == "roll back":
             raise RollBack(verdict.reason + layer_hint)
         return verdict.reason + layer_hint
+
+    def has_learned_nothing(self, step: int) -> bool:
+        """Return True if no step up to `step`, nor the next one that has begun, had a token to learn."""
+        return self._empty_steps > step
+
+    def _skip_empty(self, step: int, is_last: bool) -> str:
+        """Skip a step without a token to learn, as its update would only decay the weights. The run stops if many
+        such steps follow each other, or if it has no other ones.
+        """
+        if self._empty_steps == MOST_EMPTY_STEPS or (is_last and self._empty_steps == step):
+            steps = f"none of the last {self._empty_steps} steps, up to step {step}"
+            raise NothingToLearn(f"{steps}, has a token to train on: {WITHOUT_LABELS}")
+        self.steps.skipped += 1
+        return "it has no token to train on"
 
     def refuse_non_finite(self, quantity: str, value: torch.Tensor | None, ranks: float, step: int) -> None:
         """Stop the run or roll it back if a scalar is not finite on `ranks` > 0 ranks. Once NaN, weights stay NaN.

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torchtitan.core.errors import JobError
+
 Policy = Literal["off", "stop", "skip", "rollback"]
 
 VALUE_NAMES = {"loss": "loss", "norm": "gradient norm"}
@@ -22,6 +24,18 @@ SMALLEST_DEVIATION = 0.01
 
 Without it, a window of nearly equal values would make any other value a spike.
 """
+
+
+WITHOUT_LABELS = (
+    "all of them are padding, the first token of a document (training.document_mask), left out by the record (label = "
+    "false, weight = 0), or not chosen by task.mask_share; look at the samples with `torchtitan preview`, and give "
+    "records with text to learn"
+)
+"""What makes data that are there without effect, and what to do."""
+
+
+class NothingToLearn(JobError):
+    """The data have no token to train on or to validate with."""
 
 
 class BadStep(ArithmeticError):

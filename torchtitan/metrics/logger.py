@@ -127,7 +127,7 @@ class MetricsLogger:
         self,
         step: int,
         *,
-        loss: torch.Tensor,
+        loss: torch.Tensor | None,
         grad_norm: torch.Tensor | None,
         lr: float,
         tokens: int,
@@ -138,13 +138,14 @@ class MetricsLogger:
 
         `loss`, `grad_norm`: global scalars, needed only if the step is due. `lr`: rate that the step used. `tokens`:
         tokens of all ranks in it. `data_seconds`: how long this rank waited for data. `extra`: further scalars to log.
+        A step without a `loss`, as it had nothing to learn, counts in the window and has no row.
         """
         window = self._window
         window.steps += 1
         window.tokens += tokens
         window.data_seconds += data_seconds
         self.tokens_seen += tokens
-        if not self.due(step):
+        if loss is None or not self.due(step):
             return
         # Reading these waits for the device, so the clock is read after them.
         mean = float(loss)

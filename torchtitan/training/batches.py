@@ -179,7 +179,7 @@ class PendingBatches:
         return bool(self.sums[3])
 
     def wait(self) -> int:
-        """Return the valid tokens of all ranks and note this rank's share of them.
+        """Return the valid tokens of all ranks, which may be 0, and note this rank's share of them.
 
         Raises this rank's failure, or PeerStopped, naming the missing data, if another rank has a failure.
         """
@@ -187,8 +187,8 @@ class PendingBatches:
         if failed_ranks:
             raise self.failure or PeerStopped(f"another rank has no {self.label}")
         readers = self.preparer.dims.model_parallel_size
-        valid_tokens, self.preparer.tokens_read = max(valid_tokens // readers, 1), tokens // readers
-        self.preparer.valid_share = max(self.local_valid_tokens, 1) / valid_tokens
+        valid_tokens, self.preparer.tokens_read = valid_tokens // readers, tokens // readers
+        self.preparer.valid_share = max(self.local_valid_tokens, 1) / max(valid_tokens, 1)
         return valid_tokens
 
 

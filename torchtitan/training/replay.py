@@ -289,7 +289,7 @@ def _replay(trainer: Trainer, start: Start, step: int, report: Callable[[str], N
         if model.stateful_adapter is not None:  # which remembers the batch afterwards
             result.samples += _samples(trainer, batch, source, len(result.samples))
         with watch_modules(model.parts[0], result):
-            loss += model.forward_backward(batch, valid_tokens, is_last=index == len(microbatches) - 1)
+            loss += model.forward_backward(batch, max(valid_tokens, 1), is_last=index == len(microbatches) - 1)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad

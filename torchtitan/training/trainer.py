@@ -21,7 +21,7 @@ from torchtitan.config.manager import to_toml
 from torchtitan.core.cadence import describe_end, with_end
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.sources import DataError
-from torchtitan.guards import BadStep, ReplicasDiffer, RollBack, not_finite
+from torchtitan.guards import BadStep, NothingToLearn, ReplicasDiffer, RollBack, not_finite
 from torchtitan.launcher import run_folder
 from torchtitan.metrics.device import describe_memory
 from torchtitan.metrics.goodput import CAUSE_OF, Goodput
@@ -41,6 +41,8 @@ from torchtitan.training.validation import Validator
 logger = logging.getLogger(__name__)
 
 WATCHDOG_SECONDS = 30
+COMMON_FAILURES = BadStep | ReplicasDiffer | NothingToLearn
+"""Raised by all ranks at the same step."""
 
 
 class Trainer:
@@ -203,7 +205,7 @@ class Trainer:
                     except RollBack as error:
                         batches = self.roll_back(str(error))
                         continue
-                    except (DataError, PeerStopped, BadStep):  # all ranks raise here, or none
+                    except (DataError, PeerStopped, BadStep, NothingToLearn):  # all ranks raise here, or none
                         self.prefetcher.drop()
                         self.save_before_failure()
                         raise
@@ -244,15 +246,24 @@ class Trainer:
         steps_in_backward = self.config.optimizer.early_step_in_backward
         loss, norm = torch.zeros((), device=self.model.device), None
         state.is_complete = not steps_in_backward
-        for index, batch in self.step_progress.through(microbatches):
-            loss += self.model.forward_backward(batch, valid_tokens, is_last=index == len(microbatches) - 1)
+        # without a token to learn nothing is updated, but an adapter may remember the batch
+        num_run = 0 if steps_in_backward and not valid_tokens else len(microbatches)
+        for index, batch in self.step_progress.through(microbatches[:num_run]):
+            loss += self.model.forward_backward(batch, max(valid_tokens, 1), is_last=index == num_run - 1)
         if not steps_in_backward:  # otherwise the gradients are already freed
             norm = self.model.clip_gradients(self.config.training.max_norm)
         if self.metrics.histograms_due(self.step + 1):
             self.metrics.record_histograms(
                 self.step + 1, gather_histograms(histograms_of(self.model.named_parameters()))
             )
-        skip_reason = self.guards.reason_to_skip(self.step + 1, loss, norm, can_skip=not steps_in_backward)
+        skip_reason = self.guards.reason_to_skip(
+            self.step + 1,
+            loss,
+            norm,
+            can_skip=not steps_in_backward,
+            valid_tokens=valid_tokens,
+            is_last=self.step + 1 >= self.config.training.steps,
+        )
         lr = self.schedulers.last_lr
         state.is_complete = False
         if not skip_reason:
@@ -268,7 +279,7 @@ class Trainer:
         state.tokens += self.preparer.trained_tokens(samples, self.config.training.seq_len)
         if skip_reason:
             self.metrics.record_skip(self.step, skip_reason, self.guards.steps.skipped)
-        self.log(loss, norm, lr, data_seconds, refuse=not skip_reason)
+        self.log(loss if valid_tokens else None, norm, lr, data_seconds, refuse=not skip_reason)
         state.position, state.random, state.is_complete = position, None, True
         self.stopping = self.prefetcher.stopping  # begun in fetch(), so all ranks had the whole step to answer
 
@@ -296,11 +307,12 @@ class Trainer:
             self.stop_requested = self.out_of_time = True
 
     def log(
-        self, loss: torch.Tensor, norm: torch.Tensor | None, lr: float, data_seconds: float, refuse: bool = True
+        self, loss: torch.Tensor | None, norm: torch.Tensor | None, lr: float, data_seconds: float, refuse: bool = True
     ) -> None:
-        """Record a step. `loss`, this rank's share, and `norm` are scalars. `refuse`: raise if one is not finite."""
+        """Record a step. `loss`, this rank's share, and `norm` are scalars; a step with nothing to learn has no loss.
+        `refuse`: raise if one is not finite."""
         extra: dict[str, torch.Tensor | float] = {}
-        if self.metrics.due(self.step):
+        if loss is not None and self.metrics.due(self.step):
             # mean losses of the data-parallel ranks' own tokens, and last the number of ranks with a bad norm
             means = loss.new_zeros(self.dims.dp + 1)
             means[self.dp_rank] = loss / self.preparer.valid_share
@@ -368,6 +380,8 @@ class Trainer:
     def save_before_failure(self) -> None:
         """Save the last step, so that the next start loses nothing, when all ranks know that they cannot continue."""
         if not self.state.is_complete or self.step == 0:
+            return
+        if self.guards.has_learned_nothing(self.step):  # the next start will have other data
             return
         try:
             self.maybe_save(True)

@@ -20,6 +20,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.training import DataLoader
 from torchtitan.datasets.encoding import end_of_turn_ids
 from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.guards.steps import WITHOUT_LABELS, NothingToLearn
 from torchtitan.losses.objective import IGNORE_INDEX, Batch
 from torchtitan.metrics.json_lines import JsonLines
 from torchtitan.parallelisms.parallel_model import ParallelModel
@@ -64,6 +65,19 @@ class Validator:
         self.generations = Generations(config, tokenizer, writes, resumed_step)
         self.has_run = False
         """The first evaluation may compile."""
+        if self.held_out is not None:
+            self._refuse_without_labels()
+
+    def _refuse_without_labels(self) -> None:
+        """Raise `NothingToLearn`, on all ranks, if no token of the held-out data has a label: its loss would be 0, the
+        best that there can be. The first batch tells, as a rule; only if it has none are the others read.
+        """
+        assert self.held_out is not None
+        for count in (min(1, self.held_out.batches), self.held_out.batches):
+            batches, failure = self.preparer.fetch(iter(self.held_out), count)
+            if self.preparer.agree(batches, failure, False, "validation data")[0]:
+                return
+        raise NothingToLearn(f"the validation data have no token to validate with: {WITHOUT_LABELS}")
 
     def evaluate(self, step: int, stop: bool, phase: str = "validate") -> dict[str, float] | None:
         """Return the loss and the task's metrics, equal on all ranks; None if any rank called it with `stop`.
@@ -77,6 +91,8 @@ class Validator:
         valid_tokens, stopping = self.preparer.agree(batches, failure, stop, "validation data")
         if stopping:
             return None
+        if not valid_tokens:
+            raise NothingToLearn(f"the validation data have no token to validate with: {WITHOUT_LABELS}")
         watched = partial(self.progress.track, batches, phase, step)
         totals = self.model.evaluate(lambda: map(self.preparer.to_device, watched()))
         losses = {
