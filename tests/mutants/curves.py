@@ -1,0 +1,125 @@
+"""What a user could have seen: a job of a hundred steps under a plan beside the same job on one device.
+
+    python -m tests.mutants.curves ROW         a row of the table as JSON, e.g. {"ranks": 2, "tp": 2}
+
+Prints the results of three methods as JSON. curve: a logged loss differs from the one device's by more than 0.5 %,
+which others accept as parity. guards: the run ends in an error or reports one, with replicas compared every ten steps.
+check: the rules refuse the job, or the estimate fails. Rows with settings that are no options of a job are skipped.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.combinations import Combination
+from tests.combinations_optimizers import KINDS
+from tests.support import jobs
+from tests.test_combinations import MICRO_SIZE, MICRO_SIZES
+from torchtitan.config.manager import load
+from torchtitan.models import SIZES
+from torchtitan.rules import check
+
+STEPS, SAMPLES, VOCABULARY = 100, 8, 264
+PARITY = 0.005
+ADAPTERS = {"none": {}, "lora": {"adapter__kind": "lora"}, "dora": {"adapter__kind": "dora"}}
+PROBLEMS = ("replica", "not finite", "differ between")
+"""Words of the warnings of guards."""
+
+
+def plan_options(row: Combination) -> dict[str, Any]:
+    """Return the options of the row's plan."""
+    options: dict[str, Any] = {
+        "data_parallel_replicate_degree": row.dp_replicate,
+        "data_parallel_shard_degree": row.dp_shard,
+        "context_parallel_degree": row.cp,
+        "tensor_parallel_degree": row.tp,
+        "pipeline_parallel_degree": row.pp,
+        "expert_parallel_degree": row.ep,
+        "context_parallel_rotate_method": row.method,
+        "context_parallel_load_balancer": "headtail" if row.balance else "none",
+        "disable_sequence_parallel": not row.sequence_parallel,
+        "disable_loss_parallel": not row.loss_parallel,
+    }
+    if row.pp > 1:
+        size = min(row.microbatch_size, SAMPLES // row.dp_replicate // row.dp_shard // row.accumulation // (2 * row.pp))
+        options |= {"pipeline_parallel_schedule": row.schedule, "pipeline_parallel_microbatch_size": max(size, 1)}
+        options |= {"pipeline_parallel_expert_parallel_overlap": row.overlap}
+    return {f"parallelism__{name}": value for name, value in options.items()}
+
+
+def job_options(row: Combination) -> dict[str, Any] | None:
+    """Return the options of the row's job that hold under any plan; None if a job cannot have the row's settings."""
+    extras = row.rope != "plain" or row.groups or row.reduce_bits or row.gather_int8 or row.task != "pretrain"
+    if row.model not in SIZES or row.adapter not in ADAPTERS or extras:
+        return None
+    sizes = MICRO_SIZE | MICRO_SIZES[row.model] | {"vocab_size": VOCABULARY, "n_layers": row.layers}
+    if row.multi_token_prediction:
+        sizes |= {"n_mtp_layers": row.multi_token_prediction}
+    options: dict[str, Any] = {
+        "model__name": row.model,
+        "model__flavor": "debugmodel",
+        "model__overrides": "{" + ", ".join(f"{name} = {json.dumps(value)}" for name, value in sizes.items()) + "}",
+        "training__steps": STEPS,
+        "training__global_batch_size": SAMPLES,
+        "training__document_mask": row.document_mask,
+        "training__loss_chunks": row.loss_chunks if row.loss_chunks > 1 else 0,
+        "training__mixed_precision_param": "bfloat16" if row.precision == "bfloat16" else "float32",
+        "training__neftune_alpha": 5.0 if row.noise else 0.0,
+        "training__float8": row.float8,
+        "optimizer__lr": 3e-3,
+        "guard__replica_check_interval": 10,
+    }
+    if row.optimizer != "none":
+        name, settings = KINDS[row.optimizer]
+        options |= {"optimizer__name": name}
+        if settings:
+            fields = ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
+            options |= {"optimizer__options": "{" + fields + "}"}
+    if row.recompute in ("full", "full_keep_comm", "op", "2"):
+        is_selective = row.recompute in ("op", "2")
+        options["activation_checkpoint__mode"] = "selective" if is_selective else row.recompute
+        options |= {"activation_checkpoint__selective_ac_option": row.recompute} if is_selective else {}
+    return options | ADAPTERS[row.adapter]
+
+
+def losses(argv: list[str], folder: Path, ranks: int) -> tuple[list[float], str]:
+    """Run the job on `ranks`; return its logged losses, and its error or the warnings of its guards."""
+    code, out, err = jobs.run(argv, ranks)
+    lines = [line for line in (out + err).splitlines() if any(word in line.lower() for word in PROBLEMS)]
+    problem = f"exit code {code}: {err[-500:]}" if code else "; ".join(lines[:2])
+    return [step["loss"] for step in jobs.logged_steps(folder)] if not code else [], problem
+
+
+def examine(row: Combination) -> dict[str, dict[str, Any]]:
+    """Return the results of curve, guards and check."""
+    options = job_options(row)
+    if options is None:
+        return {method: {"skipped": "no job has these settings"} for method in ("curve", "guards", "check")}
+    with tempfile.TemporaryDirectory() as name:
+        folders, start = [Path(name, plan) for plan in ("plan", "one")], time.monotonic()
+        texts, local = jobs.write_texts(Path(name)), SAMPLES // row.accumulation
+        sizes = [{"training__local_batch_size": size} for size in (local // row.dp_replicate // row.dp_shard, local)]
+        plans = [options | plan_options(row) | sizes[0], options | sizes[1]]
+        argv, on_one_device = (jobs.arguments(*both[:1], texts, **both[1]) for both in zip(folders, plans, strict=True))
+        faults = check(load(argv), row.ranks, "cpu")
+        checked = round(time.monotonic() - start, 1)
+        if faults:
+            refused = {"found": True, "seconds": checked, "by": str(faults[0])[:200]}
+            return {"check": refused, **dict.fromkeys(("curve", "guards"), {"skipped": "the rules refuse the job"})}
+        got, problem = losses(argv, folders[0], row.ranks)
+        expected, _ = losses(on_one_device, folders[1], 1)
+        gaps = [abs(a - b) / abs(b) for a, b in zip(got, expected, strict=False)]
+        seconds = round(time.monotonic() - start, 1)
+    gap = max(gaps, default=0.0)
+    return {
+        "curve": {"found": gap > PARITY or not got, "seconds": seconds, "by": f"{100 * gap:.3f} % at most"},
+        "guards": {"found": bool(problem), "seconds": seconds, "by": problem[:200]},
+        "check": {"found": False, "seconds": checked},
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(examine(Combination(**json.loads(sys.argv[1])))))
