@@ -313,7 +313,6 @@ def test_missing_and_truncated_files_are_named(tmp_path):
         ({"rope_theta": 7.0}, "rope_theta is 7.0"),
         ({"norm_eps": 1e-6}, "norm_eps is 1e-06"),
         ({"rope_scaling": SCALING}, "rope_scaling is RopeScaling"),
-        ({"tied_embeddings": True}, "tied_embeddings is True"),
     ],
 )
 def test_config_constants_without_a_tensor_are_compared(change, message, tmp_path):

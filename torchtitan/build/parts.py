@@ -30,7 +30,7 @@ from torchtitan.losses.objective import Objective
 from torchtitan.losses.tasks import task_of
 from torchtitan.lr_schedules import LRSchedule, schedule_of
 from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
-from torchtitan.models import CONFIG_CONVERTERS, resolve_sizes
+from torchtitan.models import converter_of, sizes_of
 from torchtitan.models.attention import activate_flash_attention, use_shifted_groups
 from torchtitan.models.dropout import add_embedding_noise
 from torchtitan.models.float8 import use_float8
@@ -76,8 +76,8 @@ def tokenizer(config: JobConfig) -> Tokenizer:
 def model_args(config: JobConfig, weights: str | Path | None = None) -> Any:
     """Return the model's sizes with the job's overrides; with `weights`, the sizes to read foreign weights with."""
     model = config.model
-    args = resolve_sizes(model.name, model.flavor, model.hf_folder, model.overrides)
-    return args if weights is None else CONFIG_CONVERTERS[model.name].args_for_weights(weights, args, model.overrides)
+    args = sizes_of(model)
+    return args if weights is None else converter_of(model).args_for_weights(weights, args, model.overrides)
 
 
 def portable_job(config: JobConfig) -> JobConfig:
@@ -99,7 +99,7 @@ def hf_extra_files(config: JobConfig, vocabulary: Tokenizer) -> dict[str, bytes]
     sources = (config.model.hf_folder, config.checkpoint.initial_load_path)
     folder = next((path for path in sources if path and Path(path, "config.json").is_file()), None)
     return build_extra_files(
-        CONFIG_CONVERTERS[config.model.name],
+        converter_of(config.model),
         model_args(config),
         config.checkpoint.export_dtype,
         source=read_source(folder, trained=True) if folder else None,

@@ -201,14 +201,16 @@ class _HuggingFaceWeights(Weights):
 
 
 @contextmanager
-def open_weights(path: str | os.PathLike[str], family: str, args: Any) -> Iterator[Weights]:
+def open_weights(
+    path: str | os.PathLike[str], family: str, args: Any, ignored_keys: Collection[str] = ()
+) -> Iterator[Weights]:
     """Open the weights at a path for a model of `family` with the sizes in `args`. Raises `JobError` if there are none
-    or they do not fit.
+    or they do not fit. `ignored_keys`: keys of a config.json that are not judged.
     """
     kind, location = find_weights(Path(path))
     hf = MODELS[family].hf
     if kind == "hf":
-        with hf.stored_weights(location, args) as stored:
+        with hf.stored_weights(location, args, ignored_keys=ignored_keys) as stored:
             yield _HuggingFaceWeights(stored)
     elif kind == "ours":
         shapes = hf.shapes(args)
@@ -256,6 +258,7 @@ def load_foreign(
     args: Any,
     fresh: Collection[str] = (),
     may_lack: Collection[str] = (),
+    ignored_keys: Collection[str] = (),
 ) -> frozenset[str]:
     """Fill a model, or the parts of a pipeline's rank, from weights of another format (`base_weights.find_weights`).
 
@@ -265,9 +268,9 @@ def load_foreign(
     missing: frozenset[str] = frozenset()
     if find_weights(place)[0] == "hf":  # each rank reads only its own rows
         for part in parts:
-            missing = MODELS[family].hf.load_hf(place, part, args, fresh, may_lack)
+            missing = MODELS[family].hf.load_hf(place, part, args, fresh, may_lack, ignored_keys)
         return missing
-    with open_weights(place, family, args) as weights:
+    with open_weights(place, family, args, ignored_keys) as weights:
         for part in parts:
             fill(part, weights, args.tied_embeddings, fresh)
     return missing

@@ -42,7 +42,7 @@ from torchtitan.core.tensor_storage import Deferred
 from torchtitan.datasets.encoding import end_of_turn_ids
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.datasets.tokenizer.hf_json import extended, missing_tokens, template_file
-from torchtitan.models import CONFIG_CONVERTERS
+from torchtitan.models import converter_of
 from torchtitan.models.hf.config import CONFIG, UNTRAINED, find_config, untrained_token_ids
 from torchtitan.models.hf.save import GENERATION, SourceConfigs, build_extra_files, read_source
 
@@ -148,7 +148,7 @@ def main(argv: list[str]) -> int:
     config = find_job(place, job_args, with_tokenizer=False)
     with ExitStack() as stack:
         args, to = parts.model_args(config), None
-        weights = stack.enter_context(open_weights(place, config.model.name, args))
+        weights = stack.enter_context(open_weights(place, config.model.name, args, config.model.ignore_config_keys))
         if resizes:
             vocabulary_changes = (options.add_tokens, options.eos_token, options.vocab_multiple)
             to = stack.enter_context(resizing(config, args, *vocabulary_changes))
@@ -177,7 +177,7 @@ def _extra_files(
     A missing tokenizer is reported. Weights count as trained unless there is a config.json next to them.
     """
     vocabulary = to.vocabulary if to else _tokenizer(config, args)
-    form, folder = CONFIG_CONVERTERS[config.model.name], config.model.hf_folder
+    form, folder = converter_of(config.model), config.model.hf_folder
     is_trained = find_config(place) is None
     source = read_source(folder, trained=is_trained) if folder and Path(folder, CONFIG).is_file() else None
     if vocabulary is None:

@@ -331,7 +331,9 @@ def opened_by_our_names(a: Location, b: Location) -> Iterator[tuple[StoredTensor
     names = [name for name in shapes if name != "output.weight" or not args.tied_embeddings]
     with ExitStack() as stack:
         weights = [
-            stack.enter_context(open_weights(path, config.model.name, parts.model_args(config, path)))
+            stack.enter_context(
+                open_weights(path, config.model.name, parts.model_args(config, path), config.model.ignore_config_keys)
+            )
             for _, path in (a, b)
         ]
         tensors_a, tensors_b = (NamedWeights(opened, names) for opened in weights)

@@ -264,7 +264,8 @@ def find_job(path: Path, arguments: list[str], with_tokenizer: bool = True) -> J
         hf_config = find_config(path)
         if hf_config is not None:
             given_names = {argument.partition("=")[0] for argument in arguments}
-            hf_arguments = _hf_arguments(path, home, hf_config.get("model_type"))
+            ignored_keys = manager.load(arguments).model.ignore_config_keys
+            hf_arguments = _hf_arguments(path, home, hf_config.get("model_type"), ignored_keys)
             arguments = [
                 argument for argument in hf_arguments if argument.partition("=")[0] not in given_names
             ] + arguments
@@ -288,13 +289,13 @@ def find_job(path: Path, arguments: list[str], with_tokenizer: bool = True) -> J
     return config
 
 
-def _hf_arguments(path: Path, home: Path, model_type: object) -> list[str]:
+def _hf_arguments(path: Path, home: Path, model_type: object, ignored_keys: list[str]) -> list[str]:
     """Return the options for a Hugging Face folder or file, with the model's context up to LONGEST_CONTEXT."""
     family = family_for_model_type(model_type)
     if family is None:
         known_types = sorted({name for config in CONFIG_CONVERTERS.values() for name in config.allowed_types})
         raise JobError(f"{path}: model_type = {model_type!r}; allowed: {', '.join(known_types)}")
-    length = CONFIG_CONVERTERS[family].args_from_folder(path).max_seq_len
+    length = CONFIG_CONVERTERS[family].ignoring(ignored_keys).args_from_folder(path).max_seq_len
     arguments = [f"--model.name={family}", "--model.flavor=from_hf", f"--model.hf_folder={path}"]
     return [*arguments, f"--model.tokenizer_path={home}", f"--training.seq_len={min(length, LONGEST_CONTEXT)}"]
 

@@ -28,6 +28,7 @@ KINDS: dict[str, Kind] = {
     "model": "refused",
     "model.flavor": "told",  # its sizes are compared one by one
     "model.hf_folder": "told",  # its sizes are compared too
+    "model.ignore_config_keys": "told",  # as above
     "model.tokenizer_path": "told",  # its content is checked with the position in the data
     "model.attention_backend": "told",
     "task": "refused",

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtitan.core.errors import JobError
 
-EMPTY_VALUES = (None, False, 0, "", [], {})
+EMPTY_VALUES: tuple[Any, ...] = (None, False, 0, "", [], {})
 """Values of features that are off."""
 
 
@@ -21,8 +21,9 @@ class DeclaredKeys:
 
     `used`: keys that the reader interprets, including those that it refuses itself with a better message. `harmless`:
     keys without effect here, whatever their value. `defaults`: the only value, besides null, at which a further key has
-    no effect, because the other program assumes the same without it. Further keys with an empty value or a leading underscore have none either, unless
-    the other program reads them: `read_when_private` names such keys with an underscore.
+    no effect, because the other program assumes the same without it. All other keys with an empty value or a leading
+    underscore have none either, unless the other program reads them: `read_when_private` names such keys with an
+    underscore.
     """
 
     used: frozenset[str]

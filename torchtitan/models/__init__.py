@@ -5,7 +5,7 @@ To add a family, write a folder and one line here.
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -47,8 +47,20 @@ FROM_HF = "from_hf"
 """The flavor that takes its sizes from a folder's config.json."""
 
 
-def resolve_sizes(name: str, flavor: str, folder: str | None, overrides: Mapping[str, Any]) -> Any:
-    """Return the family's frozen dataclass of sizes.
+def sizes_of(model: Any) -> Any:
+    """Return the sizes of a job with this section [model], see resolve_sizes."""
+    return resolve_sizes(model.name, model.flavor, model.hf_folder, model.overrides, model.ignore_config_keys)
+
+
+def converter_of(model: Any) -> ConfigConverter:
+    """Return the family's converter of config.json, which ignores the keys that this section [model] names."""
+    return CONFIG_CONVERTERS[model.name].ignoring(model.ignore_config_keys)
+
+
+def resolve_sizes(
+    name: str, flavor: str, folder: str | None, overrides: Mapping[str, Any], ignored_keys: Collection[str] = ()
+) -> Any:
+    """Return the family's frozen dataclass of sizes. `ignored_keys`: keys of config.json that are not judged.
 
     Raises KeyError for an unknown family or flavor, and JobError if the overrides, or the folder's config.json of
     flavor from_hf, are invalid.
@@ -57,7 +69,7 @@ def resolve_sizes(name: str, flavor: str, folder: str | None, overrides: Mapping
         return apply_overrides(SIZES[name][flavor], overrides)
     if folder is None:
         raise JobError("model.hf_folder is not set, which holds the config.json")
-    return apply_overrides(CONFIG_CONVERTERS[name].args_from_folder(folder), overrides)
+    return apply_overrides(CONFIG_CONVERTERS[name].ignoring(ignored_keys).args_from_folder(folder), overrides)
 
 
 def apply_overrides(sizes: Any, overrides: Mapping[str, Any]) -> Any:

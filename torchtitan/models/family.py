@@ -1,20 +1,28 @@
 """A model family as `torchtitan check` needs it: sizes, and their conversion from and to config.json. No torch."""
 
+import json
+import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from torchtitan.core.errors import JobError
+from torchtitan.core.foreign_files import DeclaredKeys, agreed_value
 from torchtitan.models.hf.config import (
     CONFIG,
+    StoredTensor,
     check_ranges,
     check_types,
     find_config,
     fp8_block_size,
     read_json,
+    read_number,
     tensor_files,
 )
+
+logger = logging.getLogger(__name__)
 
 NOT_IN_FORWARD = ("max_seq_len", "bias_rate", "aux_loss_weight")
 """Shared arguments that do not affect the logits."""
@@ -37,6 +45,13 @@ class ConfigConverter:
     refused_types: tuple[str, ...] = ()  # among the model types; `from_hf` says why they are not supported
     compared: tuple[str, ...] = ()
     not_compared: tuple[str, ...] = NOT_IN_FORWARD
+    keys: DeclaredKeys  # of config.json, see hf/config_keys.py
+    aliases: Mapping[str, str] = field(default_factory=dict)  # second name of a key -> the name that `from_hf` reads
+    is_causal: bool = True
+    ignored_keys: frozenset[str] = frozenset()  # model.ignore_config_keys
+    tied_tensors: tuple[tuple[str, str], ...] = (("embed_tokens.weight", "lm_head.weight"),)
+    """Ends of the names of tensors of a folder and the names of their copies, of which the first pair is the
+    embedding and the head."""
     fit_to_tensors: Callable[[Any, Mapping[str, str]], Any] = lambda args, names: args
 
     @property
@@ -49,9 +64,13 @@ class ConfigConverter:
         if model_type not in self.model_types:
             expected = ("one of " if len(self.allowed_types) > 1 else "a ") + ", ".join(self.allowed_types)
             raise JobError(f"model_type = {model_type!r}, but this model is {expected}")
+        if model_type not in self.refused_types:
+            config = self._known_part(config)
         fp8_block_size(config)
         args = self.from_hf(config)
-        if (dropped := config.get("attention_dropout")) and not hasattr(args, "attention_dropout"):
+        if (dropped := read_number(config, "attention_dropout", 0.0, null=0.0)) and not hasattr(
+            args, "attention_dropout"
+        ):
             raise JobError(
                 f"attention_dropout = {dropped!r}, but attention of this family drops no probabilities; allowed: 0, or "
                 "nothing said"
@@ -60,20 +79,83 @@ class ConfigConverter:
         check_ranges(args, config)
         return args
 
+    def ignoring(self, keys: Collection[str]) -> "ConfigConverter":
+        """Return the converter that ignores these keys (model.ignore_config_keys) in every config.json."""
+        return replace(self, ignored_keys=frozenset(keys))
+
+    def _known_part(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a config without ignored keys and second names. JobError if a key would be ignored in silence."""
+        if used := sorted(self.ignored_keys & {*self.keys.used, *self.aliases}):
+            raise JobError(
+                f"model.ignore_config_keys has {', '.join(used)}, which this model uses; allowed: keys that it does "
+                f"not know; correct the value in {CONFIG}, or leave the key out there"
+            )
+        remaining = {key: value for key, value in config.items() if key not in self.ignored_keys}
+        read = {key: value for key, value in remaining.items() if key not in self.aliases}
+        self.keys.check(
+            read,
+            "it",
+            "if it has no effect on this model, set model.ignore_config_keys = "
+            f"[{', '.join(json.dumps(key) for key in self.keys.unknown(read))}]",
+        )
+        for alias, key in self.aliases.items():
+            if alias in remaining:
+                read[key] = agreed_value(key, {key: read.get(key), alias: remaining[alias]}, "remove the wrong one")
+        if config.get("is_causal", self.is_causal) is not self.is_causal:
+            raise JobError(f"is_causal = {config['is_causal']!r}, but this model only has {self.is_causal}")
+        return read
+
     def args_from_folder(self, folder: str | Path) -> Any:
         """Return the arguments of a folder's model. Raises JobError, which names the file, for unsupported features."""
         folder = Path(folder)
-        return self.fit_to_folder(self._read(folder), folder)
+        args = self._read(folder)
+        try:
+            return self.fit_to_folder(args, folder)
+        except JobError as error:
+            raise JobError(f"{folder}: {error}") from error
 
     def fit_to_folder(self, args: Any, path: Path) -> Any:
-        return self.fit_to_tensors(args, names) if (names := tensor_files(path)) else args
+        """Return the arguments of the model that the tensors at a path are.
+
+        A head that the config ties to the embedding, but which differs from it in the file, is one of its own, as
+        transformers reads it. Raises JobError if the family has no such head, or for another number of tokens.
+        """
+        names = tensor_files(path)
+        if not names:
+            return args
+        home = path.parent if path.is_file() else path
+        for source, copy in self.tied_tensors:
+            source_name = next((name for name in names if f".{name}".endswith(f".{source}")), None)
+            if source_name is None:
+                continue
+            stored = StoredTensor.find(home / names[source_name], source_name)
+            if stored and stored.shape and not source.endswith("bias") and stored.shape[0] != args.vocab_size:
+                raise JobError(
+                    f"vocab_size = {args.vocab_size}, but {source_name} has {stored.shape[0]} rows; set vocab_size to "
+                    f"{stored.shape[0]}, and check that the tokenizer has as many tokens at most"
+                )
+            if not args.tied_embeddings or copy not in names or stored is None:
+                continue
+            other = StoredTensor.find(home / names[copy], copy)
+            if other is not None and not _are_equal(stored, other):
+                args = self._untied(args, home, source_name, copy)
+        return self.fit_to_tensors(args, names)
+
+    def _untied(self, args: Any, home: Path, source: str, copy: str) -> Any:
+        if not any(field.name == "tied_embeddings" for field in fields(args)):
+            raise JobError(
+                f"{copy} differs from {source}, to which this family always ties it: it would be lost; transformers "
+                f"keeps it; remove it from the file, if {source} is the one to use"
+            )
+        _warn_once(f"{home}: {copy} differs from {source}, so it is read, although tie_word_embeddings is true")
+        return replace(args, tied_embeddings=False)
 
     def differences(self, folder: str | Path, args: Any) -> list[str]:
         """Describe each argument that differs between a folder's config.json and `args`.
 
         It compares also constants that no tensor shape shows.
         """
-        stored = self._read(Path(folder))
+        stored = self.args_from_folder(folder)
         differing = self.differing_fields(stored, args)
         return [f"{name} is {getattr(stored, name)!r}, the job's is {getattr(args, name)!r}" for name in differing]
 
@@ -86,7 +168,7 @@ class ConfigConverter:
         changed_names = [name for name in ROPE_FIELDS if name in overrides]
         if not changed_names or find_config(Path(path)) is None:
             return args
-        stored = self._read(Path(path))
+        stored = self.args_from_folder(path)
         return replace(args, **{name: getattr(stored, name) for name in changed_names})
 
     def differing_fields(self, args: Any, reference_args: Any) -> list[str]:
@@ -100,6 +182,16 @@ class ConfigConverter:
             return self.args_from_config(read_json(folder / CONFIG) if config is None else config)
         except (TypeError, ValueError, OverflowError) as error:
             raise JobError(f"{folder / CONFIG}: {error}") from error
+
+
+@cache
+def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
+    return first.equals(second)
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,14 +75,18 @@ class HuggingFace:
         save_file(path, state, self.tensor_map(args), self.config_to_hf(args, dtype), dtype=dtype)
 
     def stored_weights(
-        self, path: str | os.PathLike[str], args: Any, optional_names: Collection[str] = ()
+        self,
+        path: str | os.PathLike[str],
+        args: Any,
+        optional_names: Collection[str] = (),
+        ignored_keys: Collection[str] = (),
     ) -> StoredWeights:
         """Return the weights of a folder or of a single safetensors file, not yet opened.
 
-        Raises JobError if config.json disagrees with `args`.
+        Raises JobError if config.json disagrees with `args`. `ignored_keys`: its keys that are not judged.
         """
         if not os.path.isfile(path):
-            raise_mismatches(path, self.config.differences(path, args))
+            raise_mismatches(path, self.config.ignoring(ignored_keys).differences(path, args))
         is_ignored = partial(self._may_stay_unread, args=args)
         return StoredWeights(path, self.tensor_map(args), self.shapes(args), is_ignored, optional_names)
 
@@ -93,9 +97,10 @@ class HuggingFace:
         args: Any,
         fresh: Collection[str] = (),
         optional_names: Collection[str] = (),
+        ignored_keys: Collection[str] = (),
     ) -> frozenset[str]:
         """Load weights into a model, see hf/load.py load_weights. Raises JobError that lists all mismatches."""
-        return load_weights(self.stored_weights(path, args, optional_names), model, fresh)
+        return load_weights(self.stored_weights(path, args, optional_names, ignored_keys), model, fresh)
 
     def _may_stay_unread(self, name: str, args: Any) -> bool:
         """Return True for rotary frequencies, copies of a tied embedding, and tensors that the family ignores.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torchtitan.config.job import JobConfig
 from torchtitan.core.hardware import Hardware
-from torchtitan.models import resolve_sizes
+from torchtitan.models import sizes_of
 from torchtitan.planner.rank_layout import kinds_of_layers
 from torchtitan.planner.rank_sizes import RankSizes
 
@@ -60,7 +60,7 @@ def predict_memory(
     did when its figures were published (commit 9dec370). Here it keeps them all.
     """
     pp = config.parallelism.pipeline_parallel_degree
-    args = resolve_sizes(config.model.name, config.model.flavor, config.model.hf_folder, config.model.overrides)
+    args = sizes_of(config.model)
     ranks = [RankSizes(config, args, rank, drops_every_second_product) for rank in range(pp)]
     candidates = [moment for sizes in fullest(ranks) for moment in moments(sizes)]
     worst = max(candidates, key=Counter.total)

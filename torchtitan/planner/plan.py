@@ -13,7 +13,7 @@ from typing import Any
 from torchtitan.config.batch_shape import rows_per_sample
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.model import Compile, Parallelism
-from torchtitan.models import resolve_sizes
+from torchtitan.models import sizes_of
 from torchtitan.models.flops import causal_keys, flops_per_token, latent_flops_per_token, mean_over_layers
 from torchtitan.models.sizes import STACK, Sizes
 from torchtitan.parallelisms.degrees import NEEDS_DEGREE
@@ -31,7 +31,7 @@ RINGS = ("alltoall", "ring")
 def can_be_planned(config: JobConfig) -> str:
     """Return why the formulas do not describe a job, or an empty text if they do."""
     model = config.model
-    args = resolve_sizes(model.name, model.flavor, model.hf_folder, model.overrides)
+    args = sizes_of(model)
     if not hasattr(args, "block_linears"):
         return f"model.name = {model.name!r}: the formulas are of decoders; `torchtitan estimate` predicts its memory"
     if config.adapter.kind != "none":
@@ -82,7 +82,7 @@ class Workload:
     def of(cls, config: JobConfig, samples: int, dtype: str | None = None) -> "Workload":
         model, training, degrees = config.model, config.training, config.parallelism
         computes = training.dtype if training.dtype == "bfloat16" else training.mixed_precision_param
-        args = resolve_sizes(model.name, model.flavor, model.hf_folder, model.overrides)
+        args = sizes_of(model)
         layers = range(args.n_layers)
         dense = sum(o * i for layer in layers for name, (o, i) in args.block_linears(layer).items() if name != STACK)
         ends = args.vocab_size * args.dim * (1 if args.tied_embeddings else 2)
@@ -212,9 +212,7 @@ class Plan:
         schedule, stages = "", 1
         if pp > 1:
             traits = schedule_traits(degrees.pipeline_parallel_schedule)
-            n_layers = resolve_sizes(
-                config.model.name, config.model.flavor, config.model.hf_folder, config.model.overrides
-            ).n_layers
+            n_layers = sizes_of(config.model).n_layers
             schedule = traits.name
             ends = degrees.pipeline_parallel_first_stage_less_layers, degrees.pipeline_parallel_last_stage_less_layers
             per_stage = degrees.pipeline_parallel_layers_per_stage

@@ -21,7 +21,7 @@ from torchtitan.config.changes import TRAINED, changes, kept_job, refusable, ref
 from torchtitan.config.options import Fault, hint, options, show
 from torchtitan.core.errors import JobError
 from torchtitan.launcher.run_folder import find_lost_checkpoints
-from torchtitan.models import CONFIG_CONVERTERS, FROM_HF
+from torchtitan.models import CONFIG_CONVERTERS, FROM_HF, converter_of
 from torchtitan.models.hf.config import CONFIG
 from torchtitan.optimizers.state_sizes import sides, sides_under_plan
 from torchtitan.rules.facts import Facts, Rule
@@ -249,7 +249,7 @@ def _other_sizes(facts: Facts, folder: Path, key: str) -> Iterator[Fault]:
     """Yield a fault if a folder's config.json differs from the job; its tensors are checked when they are loaded."""
     allowed = f"weights of {facts.config.model.name} {facts.config.model.flavor}"
     try:
-        form = CONFIG_CONVERTERS[facts.config.model.name]
+        form = converter_of(facts.config.model)
         differing = form.differences(folder, form.args_for_weights(folder, facts.args, facts.config.model.overrides))
     except JobError as error:
         yield facts.fault(key, allowed, str(error))

@@ -168,7 +168,7 @@ class Facts:
         """The flavor's sizes before overrides, or the error of its folder; None if the family or flavor is unknown."""
         model = self.config.model
         try:
-            return resolve_sizes(model.name, model.flavor, model.hf_folder, {})
+            return resolve_sizes(model.name, model.flavor, model.hf_folder, {}, model.ignore_config_keys)
         except KeyError:
             return None
         except JobError as error:

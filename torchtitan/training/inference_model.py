@@ -65,7 +65,15 @@ def _fill(built: nn.Module, config: JobConfig, step_folder: Path, installed: Ada
     if find_weights(step_folder)[0] != "ours":
         extra_adapter = None if config.adapter.initial_path is None else installed
         fresh = extra_adapter.added_parameters if extra_adapter else ()
-        load_foreign(step_folder, [built], config.model.name, parts.model_args(config, step_folder), fresh)
+        load_foreign(
+            step_folder,
+            [built],
+            config.model.name,
+            parts.model_args(config, step_folder),
+            fresh,
+            (),
+            config.model.ignore_config_keys,
+        )
         if extra_adapter is not None:
             extra_adapter.load_tensors([built], parts.peft_tensors(config, extra_adapter))
         return
@@ -146,14 +154,24 @@ def fill_base(config: JobConfig, built: nn.Module, installed: Adapter | None) ->
     if kind == "ours":
         load_model_for_inference(location, built, fresh)
     else:
-        load_foreign(location, [built], config.model.name, parts.model_args(config, location), fresh)
+        load_foreign(
+            location,
+            [built],
+            config.model.name,
+            parts.model_args(config, location),
+            fresh,
+            (),
+            config.model.ignore_config_keys,
+        )
 
 
 def load_reference_model(config: JobConfig, path: str, model: ParallelModel) -> ParallelModel:
     """Build a model from the weights at a path, sharded as the run's. JobError if they are of another model."""
     _, location = find_weights(Path(path))
     built = parts.model(config, model.mesh, model.dims, model.device, policy=model, init_weights=False)
-    with open_weights(location, config.model.name, parts.model_args(config, location)) as weights:
+    with open_weights(
+        location, config.model.name, parts.model_args(config, location), config.model.ignore_config_keys
+    ) as weights:
         for part in built.parts:
             fill(part, weights, parts.model_args(config).tied_embeddings)
     logger.info("the reference of the pairs is %s", location)
@@ -177,7 +195,15 @@ def rebuild_initial_model(config: JobConfig, model: ParallelModel) -> ParallelMo
             )
         fresh = adapter.added_parameters if adapter else frozenset()
         built.initialize(head | fresh)
-        load_foreign(location, built.parts, config.model.name, parts.model_args(config, location), fresh, head)
+        load_foreign(
+            location,
+            built.parts,
+            config.model.name,
+            parts.model_args(config, location),
+            fresh,
+            head,
+            config.model.ignore_config_keys,
+        )
         if adapter is not None:
             adapter.init_from_base(built.parts)
     if config.adapter.initial_path:

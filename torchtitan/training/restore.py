@@ -134,7 +134,8 @@ class Restorer:
             logger.info("started from %s", path)
         else:
             args, fresh = parts.model_args(self.config, location), adapter.added_parameters if adapter else ()
-            missing = load_foreign(location, self.model.parts, self.config.model.name, args, fresh, head)
+            model, parts_of_rank = self.config.model, self.model.parts
+            missing = load_foreign(location, parts_of_rank, model.name, args, fresh, head, model.ignore_config_keys)
             if missing:
                 logger.info(
                     "%s has no %s: the head starts from its initial weights", location, ", ".join(sorted(missing))

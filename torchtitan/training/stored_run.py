@@ -67,7 +67,7 @@ def open_base(config: JobConfig) -> Any:
     """Return a context that opens the weights that the job starts from."""
     path = config.checkpoint.initial_load_path
     assert path is not None  # the caller has checked
-    return open_weights(path, config.model.name, parts.model_args(config, path))
+    return open_weights(path, config.model.name, parts.model_args(config, path), config.model.ignore_config_keys)
 
 
 @contextmanager

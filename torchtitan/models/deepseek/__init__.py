@@ -18,9 +18,8 @@ from torchtitan.models.hf.config import (
     decoder_config,
     read_number,
     rope_config,
-    rope_kind,
-    rope_theta,
 )
+from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.moe import ROUTER, MoEArgs, MoEDecoderArgs
 from torchtitan.models.sizes import NORMS, Names, Sizes, check_even, check_not_negative, check_positive, gated
 
@@ -290,6 +289,15 @@ def _to_hf(args: DeepseekArgs, dtype: Any = "float32") -> dict[str, Any]:
     }
 
 
+ABSENT: dict[int, dict[str, Any]] = {
+    2: {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0}
+    | {"max_position_embeddings": 2048},
+    3: {"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
+    | {"max_position_embeddings": 4096},
+}
+"""By version, transformers' values of keys that a config leaves out."""
+
+
 def _from_hf(config: Mapping[str, Any]) -> DeepseekArgs:
     version = 3 if config["model_type"] == "deepseek_v3" else 2
     numbers = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -299,9 +307,16 @@ def _from_hf(config: Mapping[str, Any]) -> DeepseekArgs:
     only = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1}
     only |= {"num_key_value_heads": config["num_attention_heads"]}
     only |= {"norm_topk_prob": False, "scoring_func": "softmax"} if version == 2 else {}
-    only |= {"rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"} if version == 3 else {}
-    check_supported(config, only)
-    n_groups = read_number(config, "n_group", 1, null=1) or 1
+    only |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"} if version == 3 else {}
+    check_supported(config, only, nullable=("norm_topk_prob", "scoring_func", *("topk_method",) * (version == 3)))
+    if version == 2 and config.get("topk_method", "greedy") not in ("greedy", "group_limited_greedy"):
+        raise JobError(f"topk_method = {config['topk_method']!r}; allowed: 'greedy' and 'group_limited_greedy'")
+    if version == 2 and config.get("topk_method") == "group_limited_greedy":
+        check_numbers(config, ("n_group", "topk_group"))
+    if version == 3 and config.get("rope_interleave", True) is not True:  # for transformers null means false
+        raise JobError(f"rope_interleave = {config['rope_interleave']!r}, but this model only has True")
+    defaults = ABSENT[version]
+    n_groups = read_number(config, "n_group", defaults["n_group"], null=1) or 1
     if version == 2 and config.get("topk_method", "greedy") == "greedy":
         n_groups = 1
     routing = {**(V3 if version == 3 else V2), "normalize_top_k": version == 3 and config.get("norm_topk_prob", True)}
@@ -310,11 +325,13 @@ def _from_hf(config: Mapping[str, Any]) -> DeepseekArgs:
     return DeepseekArgs(
         dim=config["hidden_size"],
         n_layers=config["num_hidden_layers"],
-        n_dense_layers=min(read_number(config, "first_k_dense_replace", 0), config["num_hidden_layers"]),
+        n_dense_layers=min(
+            read_number(config, "first_k_dense_replace", defaults["first_k_dense_replace"]), config["num_hidden_layers"]
+        ),
         n_heads=config["num_attention_heads"],
         vocab_size=config["vocab_size"],
         ffn_dim=config["intermediate_size"],
-        q_lora_rank=read_number(config, "q_lora_rank", 0, null=0),
+        q_lora_rank=read_number(config, "q_lora_rank", 1536, null=0),
         kv_lora_rank=config["kv_lora_rank"],
         qk_nope_head_dim=config["qk_nope_head_dim"],
         qk_rope_head_dim=config["qk_rope_head_dim"],
@@ -324,14 +341,14 @@ def _from_hf(config: Mapping[str, Any]) -> DeepseekArgs:
         n_shared_experts=config["n_shared_experts"],
         top_k=config["num_experts_per_tok"],
         n_groups=n_groups,
-        top_groups=(read_number(config, "topk_group", 1, null=1) or 1) if n_groups > 1 else 1,
-        route_scale=read_number(config, "routed_scaling_factor", 1.0),
+        top_groups=(read_number(config, "topk_group", defaults["topk_group"], null=1) or 1) if n_groups > 1 else 1,
+        route_scale=read_number(config, "routed_scaling_factor", defaults["routed_scaling_factor"]),
         aux_loss_weight=read_number(config, "aux_loss_alpha", 0.0),
         norm_eps=read_number(config, "rms_norm_eps", 1e-6),
-        rope_theta=rope_theta(config),
+        rope_theta=rope_config(config)["rope_theta"],
         rope_scaling=_scaling_from_hf(config),
         tied_embeddings=config.get("tie_word_embeddings", False),
-        max_seq_len=read_number(config, "max_position_embeddings", 2048),
+        max_seq_len=read_number(config, "max_position_embeddings", defaults["max_position_embeddings"]),
         n_mtp_layers=read_number(config, "num_nextn_predict_layers", 0, null=0),
         **routing,
     )
@@ -352,10 +369,10 @@ def _scaling_to_hf(scaling: YarnScaling | None) -> dict[str, Any] | None:
 
 def _scaling_from_hf(config: Mapping[str, Any]) -> YarnScaling | None:
     rope = rope_config(config)
-    if rope_kind(config) == "default":
+    if rope["rope_type"] == "default":
         return None
     keys = ("factor", "original_max_position_embeddings")
-    if rope_kind(config) != "yarn" or any(not rope.get(key) for key in keys):
+    if rope["rope_type"] != "yarn" or any(not rope.get(key) for key in keys):
         raise JobError(f"rotary scaling {dict(rope)}; allowed are none and type yarn with {', '.join(keys)}")
     check_supported(rope, {"attention_factor": None, "truncate": True, "partial_rotary_factor": 1.0})
     mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
@@ -380,12 +397,23 @@ def _fit_to_tensors(args: DeepseekArgs, names: Mapping[str, str]) -> DeepseekArg
     return dataclasses.replace(args, n_mtp_layers=len(depths))
 
 
+USED = ("mlp_bias", "moe_layer_freq", "norm_topk_prob", "scoring_func", "topk_method", "rope_interleave", "n_group")
+USED += ("topk_group", "first_k_dense_replace", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
+USED += ("v_head_dim", "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
+USED += ("routed_scaling_factor", "aux_loss_alpha", "num_nextn_predict_layers")
 CONFIG = ConfigConverter(
     model_types=("deepseek_v2", "deepseek_v3"),
     to_hf=_to_hf,
     from_hf=_from_hf,
     not_compared=(*NOT_IN_FORWARD, "n_mtp_layers", "mtp_loss_weight"),
     fit_to_tensors=_fit_to_tensors,
+    # the last three follow from other keys or from how the model was trained
+    keys=config_keys(DECODER_KEYS | {*USED}, harmless=("ep_size", "seq_aux", "head_dim", "qk_head_dim")),
+    aliases={
+        "num_experts": "n_routed_experts",
+        "num_local_experts": "n_routed_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    },
 )
 
 

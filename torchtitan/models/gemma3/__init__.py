@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.core.errors import JobError
+from torchtitan.core.foreign_files import agreed_value
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import (
+    FULL,
+    SLIDING,
     check_supported,
     decoder_config,
     decoder_sizes,
@@ -18,6 +21,7 @@ from torchtitan.models.hf.config import (
     rotary_config,
     scaling_from_hf,
 )
+from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.sizes import (
     NORMS,
     POST_NORMS,
@@ -82,8 +86,7 @@ GEMMA3 = {
         dim=5376, n_layers=62, n_heads=32, n_kv_heads=16, head_dim=128, ffn_dim=21504, query_scalar=168, **_scaled
     ),
 }
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
-"""transformers' names of the kinds of layers."""
+LOCAL, GLOBAL = SLIDING, FULL
 
 
 def _layer_types(n_layers: int, interval: int) -> list[str]:
@@ -115,20 +118,20 @@ def _from_hf(config: Mapping[str, Any]) -> Gemma3Args:
             "model_type = 'gemma3', a model of images and text; allowed: 'gemma3_text', as only the text models are "
             "supported; docs/finetuning.md shows how to save its text part as one"
         )
-    only = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use_bidirectional_attention": False}
-    check_supported(config, only | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
-    rope = rope_config(config)
-    if rope.keys() & {LOCAL, GLOBAL}:  # as transformers 5 writes it
-        local_rope = rope_config({"rope_parameters": rope.get(LOCAL)})
-        check_supported(local_rope, {"rope_type": "default"})
-        config = {**config, "rope_parameters": rope.get(GLOBAL)}
-        if "rope_theta" in local_rope:
-            config["rope_local_base_freq"] = local_rope["rope_theta"]
+    only: dict[str, Any] = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "use_bidirectional_attention": False,
+    }
+    only |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    check_supported(config, only, nullable=("use_bidirectional_attention",))
+    local_theta = _local_theta(config)
+    config = _global_part(config)
     sizes = decoder_sizes(config, 131072, "intermediate_size", theta=1000000.0)
     return Gemma3Args(
         **sizes | {"tied_embeddings": config.get("tie_word_embeddings", True)},
         rope_scaling=scaling_from_hf(config),
-        local_rope_theta=read_number(config, "rope_local_base_freq", 10000.0),
+        local_rope_theta=local_theta,
         n_kv_heads=read_number(config, "num_key_value_heads", 4),
         ffn_dim=config["intermediate_size"],
         head_dim=read_number(config, "head_dim", 256),
@@ -138,11 +141,43 @@ def _from_hf(config: Mapping[str, Any]) -> Gemma3Args:
     )
 
 
+def _rope_of(config: Mapping[str, Any], kind: str) -> Any:
+    """Return the entry of rope_parameters for a kind of layers. Raises JobError for other entries."""
+    tables = config.get("rope_parameters") or {}
+    if not isinstance(tables, Mapping) or tables.keys() - {LOCAL, GLOBAL}:
+        raise JobError(f"rope_parameters = {tables!r}; allowed: an object with {LOCAL} and {GLOBAL}")
+    return tables.get(kind)
+
+
+def _local_theta(config: Mapping[str, Any]) -> float:
+    """Return theta of the local layers, which transformers 4 writes as rope_local_base_freq."""
+    table = _rope_of(config, LOCAL)
+    theta = read_number(config, "rope_local_base_freq", 10000.0)
+    rope = rope_config({"rope_parameters": table}, theta)
+    check_supported(rope, {"rope_type": "default"})
+    if "rope_local_base_freq" in config:
+        sources = {f"rope_parameters's {LOCAL}": rope["rope_theta"], "rope_local_base_freq": theta}
+        agreed_value("theta of the local layers", sources, "remove the one that the model was not trained with")
+    return float(rope["rope_theta"])
+
+
+def _global_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config with the rotary positions of the global layers in place of those of all."""
+    scaling = config.get("rope_scaling") or {}
+    if isinstance(scaling, Mapping) and "type" in scaling and "rope_type" not in scaling:
+        raise JobError(
+            f"rope_scaling = {scaling!r}; allowed: with rope_type, as transformers ignores type in this family"
+        )
+    return {**config, "rope_parameters": _rope_of(config, GLOBAL)}
+
+
 def _read_interval(config: Mapping[str, Any], n_layers: int) -> int:
     """Return the global interval from a list of layer types or, without one, from the pattern's length."""
-    name = "_sliding_window_pattern" if "_sliding_window_pattern" in config else "sliding_window_pattern"
-    interval = read_number(config, name, 6)
+    interval, private = read_number(config, "sliding_window_pattern", 6), config.get("_sliding_window_pattern")
     if (types := config.get("layer_types")) is None:
+        sources = {"sliding_window_pattern or its default": interval, "_sliding_window_pattern": private}
+        return agreed_value("the layers with a sliding window", sources, "set sliding_window_pattern to the right one")
+    if "sliding_window_pattern" in config and types == _layer_types(n_layers, interval):
         return interval
     if isinstance(types, list) and GLOBAL in types:
         interval = types.index(GLOBAL) + 1
@@ -156,8 +191,15 @@ def _read_interval(config: Mapping[str, Any], n_layers: int) -> int:
     return interval
 
 
+USED = ("head_dim", "hidden_activation", "layer_types", "query_pre_attn_scalar", "rope_local_base_freq")
+USED += ("sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "use_bidirectional_attention")
+USED += ("attn_logit_softcapping", "final_logit_softcapping")
 CONFIG = ConfigConverter(
-    model_types=("gemma3_text", "gemma3"), refused_types=("gemma3",), to_hf=_to_hf, from_hf=_from_hf
+    model_types=("gemma3_text", "gemma3"),
+    refused_types=("gemma3",),
+    to_hf=_to_hf,
+    from_hf=_from_hf,
+    keys=config_keys(DECODER_KEYS - {"hidden_act"} | {*USED}, defaults={"hidden_act": "gelu_pytorch_tanh"}),
 )
 
 

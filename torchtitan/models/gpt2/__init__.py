@@ -10,6 +10,7 @@ from typing import Any
 from torchtitan.core.errors import JobError
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import check_numbers, check_supported, read_number
+from torchtitan.models.hf.config_keys import config_keys
 from torchtitan.models.learned_positions import (
     NOT_COMPARED,
     LearnedPositionArgs,
@@ -100,7 +101,25 @@ def _from_hf(config: Mapping[str, Any]) -> GPT2Args:
     )
 
 
-CONFIG = ConfigConverter(model_types=("gpt2",), to_hf=_to_hf, from_hf=_from_hf, not_compared=NOT_COMPARED)
+USED = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function")
+USED += ("layer_norm_epsilon", "resid_pdrop", "embd_pdrop", "attn_pdrop", "tie_word_embeddings", "scale_attn_weights")
+USED += ("scale_attn_by_inverse_layer_idx", "add_cross_attention", "architectures", "id2label", "num_labels")
+SUMMARY = ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout")
+"""Keys of a model with two heads, which is not supported."""
+CONFIG = ConfigConverter(
+    model_types=("gpt2",),
+    to_hf=_to_hf,
+    from_hf=_from_hf,
+    not_compared=NOT_COMPARED,
+    tied_tensors=(("wte.weight", "lm_head.weight"),),
+    keys=config_keys(USED, harmless=(*SUMMARY, "n_ctx", "reorder_and_upcast_attn")),
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+)
 
 
 FAMILY = Family(sizes=GPT2, config=CONFIG, spec="torchtitan.models.gpt2.model:SPEC", publisher="openai-community")

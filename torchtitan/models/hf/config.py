@@ -7,8 +7,8 @@ import json
 import os
 import struct
 import typing
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError, open_file, read_file
+from torchtitan.core.foreign_files import DeclaredKeys, agreed_value
 from torchtitan.models.sizes import RopeScaling
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
@@ -125,6 +126,44 @@ def read_header(file: Path, with_metadata: bool = False) -> dict[str, Any]:
     return {name: entry for name, entry in content.items() if name != "__metadata__" or with_metadata}
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file: its entry of the header, and where its bytes begin and end in the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @classmethod
+    def find(cls, file: Path, name: str) -> "StoredTensor | None":
+        """Return a tensor of a file; None if the file cannot be read or lacks it, which loading reports."""
+        try:
+            entry, start = read_header(file)[name], _header_bytes(file)
+            begin, end = (start + int(offset) for offset in entry["data_offsets"])
+            return cls(file, str(entry["dtype"]), tuple(int(length) for length in entry["shape"]), begin, end)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def equals(self, other: "StoredTensor") -> bool:
+        """Return True if the other tensor has the same type, shape and bytes."""
+        if (self.dtype, self.shape, self.end - self.begin) != (other.dtype, other.shape, other.end - other.begin):
+            return False
+        return all(first == second for first, second in zip(self._chunks(), other._chunks(), strict=True))
+
+    def _chunks(self, length: int = 2**24) -> Iterator[bytes]:
+        with open_file(self.file) as opened:
+            opened.seek(self.begin)
+            for place in range(self.begin, self.end, length):
+                yield opened.read(min(length, self.end - place))
+
+
+def _header_bytes(file: Path) -> int:
+    with open_file(file) as opened:
+        return 8 + int(struct.unpack("<Q", opened.read(8).ljust(8, b"\0"))[0])
+
+
 def fp8_block_size(config: Mapping[str, Any]) -> BlockSize | None:
     """Return rows and columns of the blocks that share one scale; None if weights are not quantized.
 
@@ -197,32 +236,100 @@ def read_number(config: Mapping[str, Any], name: str, default: Number, null: Num
         raise JobError(f"{name} = {value!r}; allowed: {allowed}; correct it, or leave it out for {default}") from None
 
 
-def check_supported(config: Mapping[str, Any], only: Mapping[str, Any]) -> None:
-    """Raise JobError if a key is present with a value that the model does not support; it names all such keys."""
-    unsupported = {key: allowed for key, allowed in only.items() if config.get(key) not in (None, allowed)}
+def check_supported(config: Mapping[str, Any], only: Mapping[str, Any], nullable: Collection[str] = ()) -> None:
+    """Raise JobError if a key is present with a value that the model does not support; it names all such keys.
+
+    Null is allowed in place of numbers and lists, and for the keys in `nullable`. transformers refuses it for the other
+    words and flags.
+    """
+    unsupported = {
+        key: allowed
+        for key, allowed in only.items()
+        if key in config and not _is_supported(config[key], allowed, key in nullable)
+    }
     if unsupported:
         raise JobError(
             "; ".join(f"{key} = {config[key]!r}, but this model only has {unsupported[key]!r}" for key in unsupported)
         )
 
 
-def rope_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the object with rotary scaling and, in transformers 5, theta. Raises JobError if it is no object."""
-    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope = config.get(name) or {}
-    if not isinstance(rope, Mapping):
-        raise JobError(f"{name} = {rope!r}; allowed are null and an object with rope_type and its numbers")
-    return rope
+def _is_supported(value: Any, allowed: Any, may_be_null: bool) -> bool:
+    if value is None:
+        return may_be_null or not isinstance(allowed, bool | str)
+    return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
 
 
-def rope_kind(config: Mapping[str, Any]) -> str:
-    rope = rope_config(config)
-    return rope.get("rope_type", rope.get("type", "default"))
+ROPE_FILE_KEYS = DeclaredKeys(
+    used=frozenset(
+        ("rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+        + ("original_max_position_embeddings", "attention_factor", "truncate", "mscale", "mscale_all_dim")
+    ),
+    harmless=frozenset(("finetuned",)),
+    defaults={"partial_rotary_factor": 1.0},
+)
 
 
-def rope_theta(config: Mapping[str, Any], default: float = 10000.0) -> float:
-    rope = rope_config(config)
-    return read_number(rope if "rope_theta" in rope else config, "rope_theta", default)
+def rope_config(config: Mapping[str, Any], theta: float = 10000.0) -> Mapping[str, Any]:
+    """Return rotary scaling and theta, by the keys of transformers 5, without nulls.
+
+    They are in `rope_parameters`, or in `rope_scaling` with theta next to it, or in both if they agree; `theta` is the
+    default. Raises JobError for another type, an unknown key or a contradiction.
+    """
+    check_supported(config, {"partial_rotary_factor": 1.0})
+    tables = {name: config[name] for name in ("rope_parameters", "rope_scaling") if config.get(name) not in (None, {})}
+    tables = {name: _full_rope(name, table, config, theta) for name, table in (tables or {"rope_scaling": {}}).items()}
+    return agreed_value("rotary positions", tables, "remove the one that the model was not trained with")
+
+
+def _full_rope(name: str, table: Any, config: Mapping[str, Any], theta: float) -> dict[str, Any]:
+    if not isinstance(table, Mapping):
+        raise JobError(f"{name} = {table!r}; allowed are null and an object with rope_type and its numbers")
+    ROPE_FILE_KEYS.check(table, name, "remove it, if the model was trained without it")
+    kinds = {f"{name}'s {key}": table.get(key) for key in ("rope_type", "type")}
+    kind = agreed_value("the type of rotary positions", kinds, "remove the wrong one") or "default"
+    if table.get("rope_type", kind) is None:
+        raise JobError(
+            f"{name} has rope_type = None; allowed: no rope_type, or one of default, {', '.join(ROPE_KINDS)}"
+        )
+    full = {key: value for key, value in table.items() if value is not None and key not in ("type", "finetuned")}
+    full |= {"rope_type": kind} | {"rope_theta": _agreed_theta(name, table, config, theta)}
+    length = "original_max_position_embeddings"
+    if kind != "default" and config.get(length) is not None:
+        lengths = {f"{name}'s {length}": full.get(length), length: config[length]}
+        full[length] = agreed_value("the length before the scaling", lengths, "remove the wrong one")
+    return full
+
+
+def _agreed_theta(name: str, table: Mapping[str, Any], config: Mapping[str, Any], theta: float) -> float:
+    sources = {f"{name}'s rope_theta": read_number(table, "rope_theta", theta)} if "rope_theta" in table else {}
+    if config.get("rope_theta") is not None or not sources:
+        sources["rope_theta"] = read_number(config, "rope_theta", theta)
+    return agreed_value("rope_theta", sources, "remove the one that the model was not trained with")
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""transformers' names of the kinds of layers."""
+
+
+def only_layer_type(config: Mapping[str, Any]) -> str | None:
+    """Return the one kind that all layers have by `layer_types`; None without this key. JobError for several kinds."""
+    types = config.get("layer_types")
+    if types is None:
+        return None
+    kinds = set(types) if isinstance(types, list) and all(isinstance(kind, str) for kind in types) else set()
+    if len(kinds) != 1 or not kinds <= {SLIDING, FULL} or len(types) != config["num_hidden_layers"]:
+        raise JobError(
+            f"layer_types = {types!r}; allowed: {config['num_hidden_layers']} equal entries, {FULL!r} or {SLIDING!r}, "
+            "as all layers of this family are alike"
+        )
+    return str(types[0])
+
+
+def check_full_attention(config: Mapping[str, Any]) -> None:
+    """Raise JobError if a layer of the Qwen families has a sliding window, which they do not have here."""
+    check_supported(config, {"use_sliding_window": False})  # without it a sliding_window has no effect
+    if only_layer_type(config) == SLIDING:
+        raise JobError(f"layer_types has {SLIDING!r}, but this model only has {FULL!r}")
 
 
 def decoder_sizes(config: Mapping[str, Any], max_seq_len: int, *more: str, theta: float = 10000.0) -> dict[str, Any]:
@@ -236,7 +343,7 @@ def decoder_sizes(config: Mapping[str, Any], max_seq_len: int, *more: str, theta
     check_numbers(config, [*needed.values(), *more])
     return {argument: config[hf_name] for argument, hf_name in needed.items()} | {
         "norm_eps": read_number(config, "rms_norm_eps", 1e-6),
-        "rope_theta": rope_theta(config, theta),
+        "rope_theta": rope_config(config, theta)["rope_theta"],
         "tied_embeddings": config.get("tie_word_embeddings", False),
         "max_seq_len": read_number(config, "max_position_embeddings", max_seq_len),
     }
@@ -325,7 +432,8 @@ def _to_hf(scaling: RopeScaling) -> dict[str, Any] | None:
 
 def scaling_from_hf(config: Mapping[str, Any]) -> RopeScaling | None:
     """Return the rotary scaling of a config. Raises JobError for an unsupported kind."""
-    rope, kind = rope_config(config), rope_kind(config)
+    rope = rope_config(config)
+    kind = rope["rope_type"]
     if kind == "default":
         return None
     values = {key: rope[key] for key in ROPE_KINDS.get(kind, ()) if rope.get(key) is not None}

@@ -252,7 +252,9 @@ GENERATION = "generation_config.json"
 SOURCE_ONLY_FIELDS = ("quantization_config", "auto_map", "transformers_version", "_name_or_path", "dtype")
 """Fields that describe the source's files (8 bits, code, author) and do not apply to the written ones."""
 REWRITTEN_FIELDS = ("torch_dtype", "rope_theta", "rope_scaling", "rope_local_base_freq", "num_nextn_predict_layers")
-"""Fields that `ConfigConverter.to_hf` always rewrites: in a spelling for older programs, and the number of depths."""
+REWRITTEN_FIELDS += ("tie_word_embeddings",)
+"""Fields that `ConfigConverter.to_hf` always rewrites: in a spelling for older programs, the number of depths, and
+whether there is a head of its own, which the tensors decide."""
 TASK_FIELDS = ("architectures", "id2label", "label2id")
 """Fields of the model's task, which may differ from the source's."""
 
@@ -297,7 +299,8 @@ def build_extra_files(
     config_fields = converter.to_hf(args, dtype)
     generation: dict[str, Any] = {}
     if source is not None and _is_same_model(converter, args, source):
-        source_config = {key: value for key, value in source.config.items() if key not in SOURCE_ONLY_FIELDS}
+        left_out = {*SOURCE_ONLY_FIELDS, *converter.ignored_keys}  # the model is computed without ignored keys
+        source_config = {key: value for key, value in source.config.items() if key not in left_out}
         source_config.pop("rope_parameters", None)  # of transformers 5, which reads the older spelling too
         config_fields = source_config | {
             key: config_fields[key] for key in (*REWRITTEN_FIELDS, *TASK_FIELDS) if key in config_fields
@@ -320,7 +323,8 @@ def build_extra_files(
 def _is_same_model(converter: ConfigConverter, args: Any, source: SourceConfigs) -> bool:
     """Return True if the source's config agrees with these arguments in all compared fields."""
     try:
-        return not converter.differing_fields(converter.args_from_config(source.config), args)
+        differing = converter.differing_fields(converter.args_from_config(source.config), args)
+        return not set(differing) - {"tied_embeddings"}
     except JobError:
         return False
 

@@ -17,6 +17,7 @@ from torchtitan.models.hf.config import (
     rotary_config,
     scaling_from_hf,
 )
+from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.sizes import GatedDecoderSizes, RopeScaling, check_grouped_heads, check_positive
 
 
@@ -168,7 +169,8 @@ def _from_hf(config: Mapping[str, Any]) -> LlamaArgs:
 
 COMPARED = ("dim", "n_layers", "n_heads", "num_kv_heads", "ffn_dim", "vocab_size", "norm_eps", "rope_theta")
 COMPARED += ("rope_scaling", "tied_embeddings")
-CONFIG = ConfigConverter(model_types=("llama",), to_hf=_to_hf, from_hf=_from_hf, compared=COMPARED)
+KEYS = config_keys(DECODER_KEYS | {"mlp_bias", "head_dim"})
+CONFIG = ConfigConverter(model_types=("llama",), to_hf=_to_hf, from_hf=_from_hf, compared=COMPARED, keys=KEYS)
 
 
 # the first reads a Hugging Face folder without a job

@@ -7,8 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torchtitan.core.errors import JobError
 from torchtitan.models.family import ConfigConverter, Family
-from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_number
+from torchtitan.models.hf.config import (
+    FULL,
+    SLIDING,
+    check_supported,
+    gated_config,
+    gated_sizes,
+    only_layer_type,
+    read_number,
+)
+from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.sizes import GatedArgs, check_not_negative
 
 
@@ -50,11 +60,19 @@ def _to_hf(args: MistralArgs, dtype: Any = "float32") -> dict[str, Any]:
 
 def _from_hf(config: Mapping[str, Any]) -> MistralArgs:
     check_supported(config, {"hidden_act": "silu", "attention_bias": False})
+    sizes = gated_sizes(config, 131072, kv_heads=8)
     window = read_number(config, "sliding_window", 4096, null=0)  # absent: transformers' default; null: none
-    return MistralArgs(**gated_sizes(config, 131072, kv_heads=8), sliding_window=window)
+    if window == 0 and config["sliding_window"] is not None:
+        raise JobError("sliding_window = 0; allowed: a number of tokens, or null for none")
+    # with layer_types, even null, transformers reads a Ministral, which has the window in some of the layers
+    kind = only_layer_type(config)
+    if kind == SLIDING and not window:
+        raise JobError(f"layer_types has {SLIDING!r}, but sliding_window = {config['sliding_window']!r}")
+    return MistralArgs(**sizes, sliding_window=0 if kind == FULL else window)
 
 
-CONFIG = ConfigConverter(model_types=("mistral",), to_hf=_to_hf, from_hf=_from_hf)
+KEYS = config_keys(DECODER_KEYS | {"head_dim", "sliding_window", "layer_types"})
+CONFIG = ConfigConverter(model_types=("mistral",), to_hf=_to_hf, from_hf=_from_hf, keys=KEYS)
 
 
 FAMILY = Family(sizes=MISTRAL, config=CONFIG, spec="torchtitan.models.mistral.model:SPEC", publisher="mistralai")

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from torchtitan.core.errors import JobError
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import check_numbers, check_supported, read_number
+from torchtitan.models.hf.config_keys import config_keys
 from torchtitan.models.learned_positions import (
     NOT_COMPARED,
     LearnedPositionArgs,
@@ -127,7 +128,18 @@ def _from_hf(config: Mapping[str, Any]) -> OPTArgs:
     )
 
 
-CONFIG = ConfigConverter(model_types=("opt",), to_hf=_to_hf, from_hf=_from_hf, not_compared=NOT_COMPARED)
+USED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim", "vocab_size", "max_position_embeddings")
+USED += ("activation_function", "enable_bias", "layer_norm_elementwise_affine", "_remove_final_layer_norm", "layerdrop")
+USED += ("tie_word_embeddings", "word_embed_proj_dim", "do_layer_norm_before", "dropout")
+USED += ("architectures", "id2label", "num_labels")
+CONFIG = ConfigConverter(
+    model_types=("opt",),
+    to_hf=_to_hf,
+    from_hf=_from_hf,
+    not_compared=NOT_COMPARED,
+    tied_tensors=(("decoder.embed_tokens.weight", "lm_head.weight"),),
+    keys=config_keys(USED, harmless=("activation_dropout",)),
+)
 
 
 FAMILY = Family(sizes=OPT, config=CONFIG, spec="torchtitan.models.opt.model:SPEC", publisher="facebook")

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.models.family import ConfigConverter, Family
-from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes
+from torchtitan.models.hf.config import check_full_attention, check_supported, gated_config, gated_sizes
+from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.sizes import NORMS, GatedArgs, Names
 
 BIASES: Names = ("attention.wq.bias", "attention.wk.bias", "attention.wv.bias")
@@ -53,12 +54,17 @@ def _to_hf(args: Qwen2Args, dtype: Any = "float32") -> dict[str, Any]:
 
 
 def _from_hf(config: Mapping[str, Any]) -> Qwen2Args:
-    # a sliding_window without use_sliding_window has no effect, and all published models have one
-    check_supported(config, {"hidden_act": "silu", "use_sliding_window": False})
-    return Qwen2Args(**gated_sizes(config, 32768, kv_heads=32))
+    check_supported(config, {"hidden_act": "silu"})
+    sizes = gated_sizes(config, 32768, kv_heads=32)
+    check_full_attention(config)
+    return Qwen2Args(**sizes)
 
 
-CONFIG = ConfigConverter(model_types=("qwen2",), to_hf=_to_hf, from_hf=_from_hf)
+KEYS = config_keys(
+    DECODER_KEYS - {"attention_bias"} | {"head_dim", "use_sliding_window", "layer_types"},
+    harmless=("sliding_window", "max_window_layers", "attention_bias"),  # biases are in every file
+)
+CONFIG = ConfigConverter(model_types=("qwen2",), to_hf=_to_hf, from_hf=_from_hf, keys=KEYS)
 
 
 FAMILY = Family(sizes=QWEN2, config=CONFIG, spec="torchtitan.models.qwen2.model:SPEC", publisher="Qwen")

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.models.family import ConfigConverter, Family
-from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes
+from torchtitan.models.hf.config import check_full_attention, check_supported, gated_config, gated_sizes
+from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.sizes import NORMS, QK_NORMS, GatedArgs, Names
 
 
@@ -50,11 +51,16 @@ def _to_hf(args: Qwen3Args, dtype: Any = "float32") -> dict[str, Any]:
 
 
 def _from_hf(config: Mapping[str, Any]) -> Qwen3Args:
-    check_supported(config, {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False})
-    return Qwen3Args(**gated_sizes(config, 32768, kv_heads=32, head_dim=128))
+    check_supported(config, {"hidden_act": "silu", "attention_bias": False})
+    sizes = gated_sizes(config, 32768, kv_heads=32, head_dim=128)
+    check_full_attention(config)
+    return Qwen3Args(**sizes)
 
 
-CONFIG = ConfigConverter(model_types=("qwen3",), to_hf=_to_hf, from_hf=_from_hf)
+KEYS = config_keys(
+    DECODER_KEYS | {"head_dim", "use_sliding_window", "layer_types"}, harmless=("sliding_window", "max_window_layers")
+)
+CONFIG = ConfigConverter(model_types=("qwen3",), to_hf=_to_hf, from_hf=_from_hf, keys=KEYS)
 
 
 FAMILY = Family(sizes=QWEN3, config=CONFIG, spec="torchtitan.models.qwen3.model:SPEC", publisher="Qwen")

@@ -17,6 +17,7 @@ from torchtitan.models.hf.config import (
     rotary_config,
     scaling_from_hf,
 )
+from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.moe import ROUTER, MoEDecoderArgs
 from torchtitan.models.sizes import (
     NORMS,
@@ -120,9 +121,8 @@ def _to_hf(args: Qwen3MoEArgs, dtype: Any = "float32") -> dict[str, Any]:
 
 
 def _from_hf(config: Mapping[str, Any]) -> Qwen3MoEArgs:
-    n_experts = config.get("num_experts", config.get("num_local_experts"))  # transformers 4; 5
     numbers = ("num_key_value_heads", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
-    sizes = decoder_sizes(dict(config) | {"num_experts": n_experts}, 32768, *numbers)
+    sizes = decoder_sizes(config, 32768, *numbers)
     only = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1}
     check_supported(config, only | {"mlp_only_layers": []})
     width, heads = sizes["dim"], sizes["n_heads"]
@@ -132,14 +132,19 @@ def _from_hf(config: Mapping[str, Any]) -> Qwen3MoEArgs:
         n_kv_heads=config["num_key_value_heads"],
         head_dim=read_number(config, "head_dim", width // heads, null=width // heads),
         expert_dim=config["moe_intermediate_size"],
-        n_experts=n_experts,
+        n_experts=config["num_experts"],
         top_k=config["num_experts_per_tok"],
         normalize_top_k=config.get("norm_topk_prob", False),
         aux_loss_weight=read_number(config, "router_aux_loss_coef", 0.001),
     )
 
 
-CONFIG = ConfigConverter(model_types=("qwen3_moe",), to_hf=_to_hf, from_hf=_from_hf)
+USED = ("head_dim", "moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob", "mlp_only_layers")
+USED += ("use_sliding_window", "decoder_sparse_step", "router_aux_loss_coef")
+NOT_COMPUTED = ("sliding_window", "max_window_layers", "intermediate_size")  # windows are off, no layer is dense
+KEYS = config_keys(DECODER_KEYS - {"intermediate_size"} | {*USED}, harmless=NOT_COMPUTED)
+ALIASES = {"num_local_experts": "num_experts"}  # transformers 5 writes the first, transformers 4 the second
+CONFIG = ConfigConverter(model_types=("qwen3_moe",), to_hf=_to_hf, from_hf=_from_hf, keys=KEYS, aliases=ALIASES)
 
 
 FAMILY = Family(sizes=QWEN3_MOE, config=CONFIG, spec="torchtitan.models.qwen3_moe.model:SPEC", publisher="Qwen")

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import check_numbers, check_supported, read_number
+from torchtitan.models.hf.config_keys import config_keys
 from torchtitan.models.learned_positions import (
     NOT_COMPARED,
     LearnedPositionArgs,
@@ -93,7 +94,8 @@ def _to_hf(args: RobertaArgs, dtype: Any = "float32") -> dict[str, Any]:
 def _from_hf(config: Mapping[str, Any]) -> RobertaArgs:
     numbers = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     check_numbers(config, (*numbers, "max_position_embeddings"))
-    check_supported(config, {"hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False})
+    only = {"hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False}
+    check_supported(config, only, nullable=("position_embedding_type",))
     check_supported(config, {"add_cross_attention": False, "tie_word_embeddings": True})
     pad = read_number(config, "pad_token_id", 1)
     return RobertaArgs(
@@ -112,7 +114,22 @@ def _from_hf(config: Mapping[str, Any]) -> RobertaArgs:
     )
 
 
-CONFIG = ConfigConverter(model_types=("roberta",), to_hf=_to_hf, from_hf=_from_hf, not_compared=NOT_COMPARED)
+USED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size", "hidden_act")
+USED += ("max_position_embeddings", "position_embedding_type", "is_decoder", "add_cross_attention", "pad_token_id")
+USED += ("tie_word_embeddings", "layer_norm_eps", "hidden_dropout_prob", "attention_probs_dropout_prob")
+USED += ("type_vocab_size", "architectures", "id2label", "num_labels")
+CONFIG = ConfigConverter(
+    model_types=("roberta",),
+    to_hf=_to_hf,
+    from_hf=_from_hf,
+    not_compared=NOT_COMPARED,
+    tied_tensors=(
+        ("word_embeddings.weight", "lm_head.decoder.weight"),
+        ("lm_head.bias", "lm_head.decoder.bias"),
+    ),
+    keys=config_keys(USED),
+    is_causal=False,
+)
 
 
 FAMILY = Family(sizes=ROBERTA, config=CONFIG, spec="torchtitan.models.roberta.model:SPEC", publisher="FacebookAI")

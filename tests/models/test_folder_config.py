@@ -1,0 +1,214 @@
+"""config.json of Hugging Face folders: unknown keys, ignored keys, contradictions, and heads of tied models."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.support.hf_parity import build, close
+from tests.support.jobs import arguments, train, write_texts
+from tests.support.tiny_decoders import GPT2, LLAMA, QWEN2, ROBERTA
+from torchtitan import cli
+from torchtitan.config import manager
+from torchtitan.core.errors import JobError
+from torchtitan.models import FAMILIES
+from torchtitan.models.llama import LlamaArgs
+from torchtitan.models.spec import MODELS
+
+LLAMA_HF = MODELS["llama3"].hf
+TOKENS = torch.arange(40).view(2, 20)
+
+
+def write(folder, family, args, change=None):
+    """Write a folder with random weights; `change`: entries of its config.json."""
+    hf = MODELS[family].hf
+    hf.save_hf(folder, build(hf.build, args).state_dict(), args)
+    if change:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    return folder
+
+
+def change_weights(folder, change):
+    """Apply a function to the tensors of a folder of one file, by their names, and write them without an index."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    change(tensors)
+    file.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+# keys
+
+
+def test_an_unknown_key_is_refused_by_name_with_the_way_out(tmp_path):
+    write(tmp_path, "llama3", LLAMA["llama3"], {"logit_scale": 2.0, "other_norm": "x", "off": False, "_private": 1})
+    message = r'config.json: it has keys .*: logit_scale = 2.0, other_norm = \'x\'; .*\["logit_scale", "other_norm"\]'
+    with pytest.raises(JobError, match=message):
+        LLAMA_HF.config.args_from_folder(tmp_path)
+    converter = LLAMA_HF.config.ignoring(["logit_scale", "other_norm"])
+    assert converter.args_from_folder(tmp_path).num_parameters == LLAMA["llama3"].num_parameters
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "rope_scaling", "tie_word_embeddings", "is_causal", "model_type"])
+def test_a_key_that_the_family_uses_cannot_be_ignored(key, tmp_path):
+    write(tmp_path, "llama3", LLAMA["llama3"])
+    with pytest.raises(JobError, match=f"model.ignore_config_keys has {key}, which this model uses; allowed: keys"):
+        LLAMA_HF.config.ignoring([key]).args_from_folder(tmp_path)
+
+
+IGNORE = "--model.ignore_config_keys=['logit_scale']"
+
+
+def test_a_run_that_ignores_a_key_trains_resumes_exports_and_generates(tmp_path, capsys):
+    """The job stores the option, so commands on the run need it no more, and exports do not hold the key."""
+    sizes = LlamaArgs(dim=32, n_layers=1, n_heads=2, vocab_size=260, multiple_of=32)
+    base = write(tmp_path / "base", "llama3", sizes, {"logit_scale": 2.0})
+    options = dict(model__name="llama3", model__flavor="from_hf", model__hf_folder=base, training__steps=2)
+    options |= dict(checkpoint__enable=True, checkpoint__initial_load_path=base, checkpoint__interval=1)
+    options |= dict(checkpoint__initial_load_in_hf=True, adapter__kind="lora", adapter__rank=2, adapter__save="alone")
+    options |= dict(model__overrides="{}", model__tokenizer_path="bytes", model__ignore_config_keys="['logit_scale']")
+    texts = write_texts(tmp_path / "texts")
+    train(arguments(tmp_path / "run", texts, **options))
+    train(arguments(tmp_path / "run", texts, **options | {"training__steps": 3}))
+    run = str(tmp_path / "run")
+    assert cli.main(["generate", run, "--prompt", "a", "--max-new-tokens", "2"]) == 0
+    assert cli.main(["export", run, "--to", str(tmp_path / "export"), "--merge"]) == 0
+    assert "logit_scale" not in json.loads((tmp_path / "export/config.json").read_text())
+    capsys.readouterr()
+    for command in (["convert", str(base), str(tmp_path / "converted")], ["generate", str(base), "--prompt", "a"]):
+        assert cli.main([*command, "--model.tokenizer_path=bytes"]) == 2
+        assert "logit_scale = 2.0; if it has no effect" in capsys.readouterr().err
+        assert cli.main([*command, "--model.tokenizer_path=bytes", IGNORE]) == 0
+
+
+PUBLISHED = {
+    "llama": {"_name_or_path": "x", "pretraining_tp": 1, "rope_scaling": None, "attention_dropout": 0.0}
+    | {"max_sequence_length": 2048, "use_cache": True, "transformers_version": "4.31.0", "torch_dtype": "float16"},
+    "mistral": {"sliding_window": None, "attention_dropout": 0.0, "architectures": ["MistralForCausalLM"]},
+    "qwen2": {"use_sliding_window": False, "max_window_layers": 28, "sliding_window": 32768, "use_mrope": False},
+    "qwen3": {"use_sliding_window": False, "max_window_layers": 36, "sliding_window": None, "attention_bias": False},
+    "qwen3_moe": {"max_window_layers": 48, "sliding_window": None, "mlp_only_layers": [], "decoder_sparse_step": 1}
+    | {"output_router_logits": False, "intermediate_size": 6144},
+    "gemma3_text": {"attn_logit_softcapping": None, "cache_implementation": "hybrid", "final_logit_softcapping": None}
+    | {"use_bidirectional_attention": False, "_sliding_window_pattern": 2},
+    "deepseek_v2": {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"}, "ep_size": 1}
+    | {"seq_aux": True, "pretraining_tp": 1, "num_key_value_heads": 2, "scoring_func": "softmax"},
+    "deepseek_v3": {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "ep_size": 1}
+    | {"seq_aux": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    | {"num_nextn_predict_layers": 1, "rope_interleave": True},
+    "gpt2": {"n_ctx": 128, "summary_type": "cls_index", "summary_use_proj": True, "summary_first_dropout": 0.1}
+    | {"summary_activation": None, "summary_proj_to_labels": True, "reorder_and_upcast_attn": False}
+    | {"task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "output_past": True},
+    "opt": {"activation_dropout": 0.0, "layerdrop": 0.0, "init_std": 0.02, "prefix": "</s>", "use_cache": True}
+    | {"_remove_final_layer_norm": False, "do_layer_norm_before": True},
+    "roberta": {"gradient_checkpointing": False, "position_embedding_type": "absolute", "classifier_dropout": None}
+    | {"transformers_version": "4.0.0", "use_cache": True},
+}
+"""By model type, keys of published config.json files besides those that `ConfigConverter.to_hf` writes."""
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_keys_of_published_configs_and_of_both_versions_of_transformers_are_known(model_type, tmp_path):
+    from tests.models.test_mutated_folders import SHAPES
+
+    args = SHAPES[model_type]
+    converter = next(family.config for family in FAMILIES.values() if model_type in family.config.model_types)
+    config = converter.to_hf(args) | {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 1}
+    config |= PUBLISHED[model_type]
+    transformers.AutoConfig.for_model(**config).save_pretrained(tmp_path)
+    assert not converter.differing_fields(converter.args_from_folder(tmp_path), converter.args_from_config(config))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"is_causal": False}, "is_causal = False, but this model only has True"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3}, "rope_theta": 1e4},
+            "rope_theta: .*must be eq",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+            | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+            "rotary positions: rope_parameters is .*, but rope_scaling is .*remove the one that",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2.0}},
+            "type of rotary positions: .*'yarn'",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "shift": 3}}, "rope_scaling has a key .*: shift = 3"),
+    ],
+)
+def test_contradictions_and_unknown_entries_are_refused(change, message):
+    with pytest.raises(JobError, match=message):
+        LLAMA_HF.config.args_from_config(LLAMA_HF.config_to_hf(LLAMA["llama3"]) | change)
+
+
+def test_both_spellings_of_rotary_positions_are_read_if_they_agree():
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    config = LLAMA_HF.config_to_hf(LLAMA["llama3"]) | {"rope_scaling": scaling | {"type": "linear"}, "rope_theta": 5e3}
+    both = config | {"rope_parameters": scaling | {"rope_theta": 5000}}
+    assert LLAMA_HF.config.args_from_config(both) == LLAMA_HF.config.args_from_config(config)
+
+
+# heads of tied models
+
+
+def unequal_head(tensors):
+    tensors["lm_head.weight"] = torch.randn(tensors["model.embed_tokens.weight"].shape)
+
+
+def equal_head(tensors):
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change, is_tied", [(equal_head, True), (unequal_head, False)])
+def test_a_head_that_differs_from_the_embedding_is_read_although_the_config_ties_them(
+    change, is_tied, tmp_path, capsys, caplog
+):
+    """Follow transformers, in each direction: reading, converting, and reading the conversion."""
+    write(tmp_path / "base", "qwen2", QWEN2["tied"])
+    change_weights(tmp_path / "base", change)
+    assert cli.main(["convert", str(tmp_path / "base"), str(tmp_path / "ours")]) == 0
+    assert cli.main(["convert", str(tmp_path / "ours"), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    assert ("lm_head.weight differs from model.embed_tokens.weight" in caplog.text) is not is_tied
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()(TOKENS).logits
+    for folder in ("base", "hf"):
+        hf = MODELS["qwen2"].hf
+        args = hf.config.args_from_folder(tmp_path / folder)
+        assert args.tied_embeddings is is_tied
+        model = hf.build(args)
+        hf.load_hf(tmp_path / folder, model, args)
+        assert close(model.eval()(TOKENS), reference, 2e-6)
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert close(converted(TOKENS).logits, reference, 2e-6)
+    assert json.loads((tmp_path / "hf/config.json").read_text())["tie_word_embeddings"] is is_tied
+
+
+@pytest.mark.parametrize(
+    "family, args, name",
+    [("gpt2", GPT2["words"], "lm_head.weight"), ("roberta", ROBERTA["words"], "lm_head.decoder.weight")],
+)
+def test_a_head_that_a_family_cannot_have_is_refused(family, args, name, tmp_path):
+    write(tmp_path, family, args)
+    change_weights(tmp_path, lambda tensors: tensors.update({name: torch.randn(64, 32)}))
+    with pytest.raises(JobError, match=f"{name} differs from .*embed.*|{name} differs from .*wte"):
+        MODELS[family].hf.config.args_from_folder(tmp_path)
+
+
+def test_an_embedding_with_other_rows_than_the_vocabulary_names_the_key(tmp_path):
+    write(tmp_path, "llama3", replace(LLAMA["llama3"], vocab_size=66), {"vocab_size": 64})
+    with pytest.raises(
+        JobError, match="vocab_size = 64, but model.embed_tokens.weight has 66 rows; set vocab_size to 66"
+    ):
+        LLAMA_HF.config.args_from_folder(tmp_path)
+    options = dict(model__name="llama3", model__flavor="from_hf", model__hf_folder=tmp_path)
+    config = manager.load(arguments(tmp_path, tmp_path, **options))
+    assert config.model.ignore_config_keys == []
