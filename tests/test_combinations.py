@@ -244,6 +244,10 @@ def run_row(
     frozen = [p for _, p in model.named_parameters() if not p.requires_grad and p.is_floating_point()]
     assert {p.dtype for p in frozen} <= {frozen_dtype or model.options.param_dtype}
     model.after_step()
+    if model.balance is not None:
+        counted = {int(layer.sum()) for load in model.balance.loads for layer in load}
+        expected = model.balance.copies * SAMPLES * SEQ_LEN * model.parts[0].args.top_k
+        assert counted <= {expected}, f"experts have counted {counted} tokens, not {expected}"
     return losses[0].item(), norm.item(), grads, losses[1].item(), model.extra_metrics()
 
 

@@ -9,6 +9,7 @@ import pytest
 from tests.combinations import Combination, other_models, table
 from tests.support import selection
 from tests.support.selection import (
+    AXES,
     DurationRecorder,
     expected_seconds,
     left_out_items,
@@ -34,8 +35,15 @@ def test_the_cover_has_every_pair_of_settings_and_every_value(rows):
     def values(chosen):
         return {(name, value) for row in chosen for name, value in vars(row).items()}
 
+    def under_axes(chosen):
+        """Return the axes, each with the settings and the models in full training under it."""
+        axes = [(axis, row) for row in chosen for axis in AXES if getattr(row, axis) > 1]
+        trained = {(axis, row.model) for axis, row in axes if row.adapter == "none"}
+        return trained | {(axis, row.multi_token_prediction) for axis, row in axes}
+
     assert pairs(cover) == pairs(rows)
     assert values(cover) == values(rows)
+    assert under_axes(cover) == under_axes(rows) >= {("pp", "llama3.2"), ("tp", "opt")}
 
 
 def test_every_worker_chooses_the_same_rows(rows):

@@ -28,6 +28,8 @@ QUICK_SECONDS = 240.0
 Collecting the tests and starting the ranks comes on top."""
 EVERY_NTH_ROW = 20
 PAIRED = ("recompute", "schedule", "method", "adapter")
+AXES = LAYOUT[1:]
+PLAIN = Combination()
 
 
 def settings(row: Combination) -> Iterator[tuple[str, Any]]:
@@ -37,9 +39,17 @@ def settings(row: Combination) -> Iterator[tuple[str, Any]]:
 
 
 def covered(row: Combination) -> frozenset[Any]:
-    """Return the pairs of settings that a row tests, and the value of every other field by itself."""
-    singles = ((name, value) for name, value in vars(row).items() if name not in (*LAYOUT, *PAIRED))
-    return frozenset([*itertools.combinations(settings(row), 2), *singles])
+    """Return the pairs of settings that a row tests, and the value of every other field, by itself and with each axis.
+
+    A model is paired with an axis where all of its parameters are trained: adapters freeze what is special about a
+    model, such as tied weights and biases.
+    """
+    others = {name: value for name, value in vars(row).items() if name not in (*LAYOUT, *PAIRED)}
+    special = {name: value for name, value in others.items() if value != getattr(PLAIN, name)}
+    if row.adapter != "none":
+        special.pop("model", None)
+    with_axes = [(axis, *item) for axis in AXES if getattr(row, axis) > 1 for item in special.items()]
+    return frozenset([*itertools.combinations(settings(row), 2), *others.items(), *with_axes])
 
 
 def pairwise_cover(rows: Iterable[Combination]) -> set[Combination]:
