@@ -49,10 +49,13 @@ def copied_tree() -> Iterator[Path]:
         yield copy
 
 
-def examine(mutant: Mutant, methods: Sequence[str], copy: Path, earlier: dict) -> Iterator[tuple[str, dict]]:
+def examine(
+    mutant: Mutant, methods: Sequence[str], copy: Path, earlier: dict, most: int | None = None
+) -> Iterator[tuple[str, dict]]:
     """Yield (method, result) of the methods without one, in order, up to the first of METHODS that finds the mutant.
 
-    `earlier`: results of this version of the mutant, by method.
+    `earlier`: results of this version of the mutant, by method. `most`: tests of a method that are run; if there are
+    more and these find nothing, the method has no result yet.
     """
     results = dict(earlier)
     with mutant.applied(copy):
@@ -60,13 +63,20 @@ def examine(mutant: Mutant, methods: Sequence[str], copy: Path, earlier: dict) -
             if any(results.get(name, {}).get("found") for name in METHODS):
                 break
             if method not in results:
-                results[method] = run_tests(copy, METHODS[method](mutant))
-                yield method, results[method]
+                tests = METHODS[method](mutant)
+                result = run_tests(copy, tests[:most])
+                if not result["found"] and result["tried"] < len(tests):
+                    print(f"{mutant.name}: {method} needs more than {most} tests", flush=True)
+                    break
+                results[method] = result
+                yield method, result
         if set(methods) & set(JOB_METHODS) and not set(JOB_METHODS) <= results.keys():
             yield from run_job(copy, mutant, results).items()
 
 
-def run(mutants: Sequence[Mutant], methods: Sequence[str], is_continued: bool, hours: float) -> None:
+def run(
+    mutants: Sequence[Mutant], methods: Sequence[str], is_continued: bool, hours: float, most: int | None = None
+) -> None:
     """Run the methods on the mutants, and store each result as soon as it exists."""
     stored, deadline = read_results(), time.monotonic() + 3600 * hours
     with copied_tree() as copy:
@@ -74,7 +84,7 @@ def run(mutants: Sequence[Mutant], methods: Sequence[str], is_continued: bool, h
             results = dict(page.current(stored, mutant))
             for method in () if is_continued else methods:
                 results.pop(method, None)
-            for method, result in examine(mutant, methods, copy, results):
+            for method, result in examine(mutant, methods, copy, results, most):
                 results[method] = result
                 stored[mutant.name] = {**results, "digest": mutant.digest}
                 write_results(stored)
@@ -97,6 +107,9 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", default=every, choices=every, metavar="METHOD", help=", ".join(every))
     parser.add_argument("--continue", dest="is_continued", action="store_true", help="skip what has a result already")
     parser.add_argument("--hours", type=float, default=2.0, help="stop after the first result past this time")
+    parser.add_argument(
+        "--most", type=int, metavar="N", help="run N tests of a method; without a find, leave it for later"
+    )
     parser.add_argument("--write", action="store_true", help="write the tables of docs/proof.md from the results")
     parser.add_argument("--draw", type=int, metavar="SEED", help="print drawn mutants as TOML")
     parser.add_argument("--count", type=int, default=20, help="number of mutants to draw")
@@ -112,7 +125,7 @@ def main() -> int:
     elif options.draw is not None:
         print(draw(options.draw, options.count))
     else:
-        run(mutants, options.methods, options.is_continued, options.hours)
+        run(mutants, options.methods, options.is_continued, options.hours, options.most)
     return 0
 
 
