@@ -19,7 +19,8 @@ from torchtitan.commands import chat
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
-from torchtitan.datasets.encoding import encode, end_of_turn_ids, prompt_ids
+from torchtitan.datasets.conversations import end_of_turn_ids
+from torchtitan.datasets.encoding import encode, prompt_ids
 from torchtitan.datasets.formats import to_document
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import DataError

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.jobs import ROOT
 from torchtitan.datasets import template_process, template_worker
-from torchtitan.datasets.encoding import chat_spans
+from torchtitan.datasets.conversations import chat_spans
 from torchtitan.datasets.sources import BadRecord, Chat, DataError
 from torchtitan.datasets.tokenizer import build_tokenizer
 

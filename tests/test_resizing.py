@@ -21,7 +21,7 @@ from torchtitan.commands.convert import Resized
 from torchtitan.commands.generate import find_checkpoint, sample
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
-from torchtitan.datasets.encoding import end_of_turn_ids
+from torchtitan.datasets.conversations import end_of_turn_ids
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
 from torchtitan.datasets.tokenizer.chat_templates import CHATML

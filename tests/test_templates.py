@@ -11,7 +11,7 @@ from tests.support.jobs import ROOT
 from tests.test_loader import global_samples, loader
 from torchtitan.commands import prepare, preview
 from torchtitan.core.errors import JobError
-from torchtitan.datasets import encoding, template_process
+from torchtitan.datasets import template_process
 from torchtitan.datasets.encoding import TrainOn, _encode_rendered, encode
 from torchtitan.datasets.formats import to_document
 from torchtitan.datasets.loader import merge_states
@@ -19,7 +19,7 @@ from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.sources import DataError, Span
 from torchtitan.datasets.token_shards import TokenShards
-from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.datasets.tokenizer import base, build_tokenizer
 
 SPECIAL = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>"]
 LLAMA3 = (
@@ -168,7 +168,7 @@ def test_masks_with_other_kinds_of_tokenizers(kind):
         ids, _ = tokenizer.encode_with_ranges(first + second, [])
         assert ids == tokenizer.encode(first + second)
         spans = [Span(first, False), Span(second, True)]
-        encoded = _encode_rendered(tokenizer, spans)
+        encoded = _encode_rendered(tokenizer, spans, "here")
         assert encoded.ids.tolist() == ids and encoded.loss_mask.any()
         untouched = tokenizer.decode(encoded.ids[~encoded.loss_mask])
         assert first.startswith(untouched.replace("\ufffd", ""))
@@ -293,8 +293,8 @@ def test_a_template_is_compiled_once(folders):
 
 def test_patterns_of_special_tokens_are_cached(folders):
     """Compiling a pattern for each message took nine tenths of a record's time with 256 special tokens."""
-    encoding._pattern_of_names.cache_clear()
+    base.special_names_pattern.cache_clear()
     tokenizer = build_tokenizer(str(folders["chatml"]))
     for _ in range(3):
         encode_here(tokenizer, messages(CHATS[0]))
-    assert encoding._pattern_of_names.cache_info().misses == 2  # one for messages, one for the rendered text with marks
+    assert base.special_names_pattern.cache_info().misses == 2  # one for messages, one for the rendered text with marks

@@ -13,6 +13,7 @@ from torchtitan.build.parts import (
     length_multiple,
     matching_options,
     model_args,
+    tokenizer_kwargs,
 )
 from torchtitan.config.batch_shape import (
     Section,
@@ -310,7 +311,7 @@ def data_sources(config: JobConfig, section: Section) -> list[WeightedSource]:
                 workers=config.data.num_proc or max(1, training.dataloader.num_workers),
                 stop=training.on_bad_data == "stop",
                 options=prepare_options(config, section),
-                chat_template=config.data.chat_template,
+                tokenizer_kwargs=tokenizer_kwargs(config),
             )
         weighted_sources.append(WeightedSource(source_config.dataset, source, source_config.weight))
     return weighted_sources

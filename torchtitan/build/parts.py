@@ -15,6 +15,7 @@ from torchtitan.adapters import ADAPTERS, NONE
 from torchtitan.adapters.interface import Adapter, Unfrozen
 from torchtitan.checkpoint import Checkpointer, TrainerHooks, base_weights
 from torchtitan.checkpoint.folders import Metric
+from torchtitan.checkpoint.tokenization import tokenization_version
 from torchtitan.config.batch_shape import batch_rows, microbatch_rows, padding_multiple, rows_per_sample
 from torchtitan.config.changes import kept_job
 from torchtitan.config.job import JobConfig
@@ -22,7 +23,7 @@ from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.cadence import Cadence, cadence_of
 from torchtitan.core.constraints import check_measured_saves
 from torchtitan.core.float8 import has_kernel
-from torchtitan.datasets.encoding import end_of_turn_ids
+from torchtitan.datasets.conversations import end_of_turn_ids
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.datasets.tokenizer.chat_templates import resolve_template
 from torchtitan.datasets.tokenizer.hf_json import template_file
@@ -70,7 +71,12 @@ def dims(config: JobConfig, world_size: int) -> ParallelDims:
 
 
 def tokenizer(config: JobConfig) -> Tokenizer:
-    return build_tokenizer(config.model.tokenizer_path, config.data.chat_template)
+    return build_tokenizer(config.model.tokenizer_path, **tokenizer_kwargs(config))
+
+
+def tokenizer_kwargs(config: JobConfig) -> dict[str, Any]:
+    """Return the arguments of build_tokenizer after the path."""
+    return {"chat_template": config.data.chat_template, "version": tokenization_version(config)}
 
 
 def model_args(config: JobConfig, weights: str | Path | None = None) -> Any:
@@ -81,11 +87,12 @@ def model_args(config: JobConfig, weights: str | Path | None = None) -> Any:
 
 
 def portable_job(config: JobConfig) -> JobConfig:
-    """Return the job as saved with a run: absolute paths and the text of its chat template."""
+    """Return the job as saved with a run: absolute paths, the text of its template, the rules of its tokenization."""
     paths = {name: getattr(config.model, name) for name in ("tokenizer_path", "hf_folder")}
     absolute: dict[str, Any] = {n: str(Path(p).resolve()) for n, p in paths.items() if p and Path(p).exists()}
     template = config.data.chat_template and resolve_template(config.data.chat_template)
-    data = dataclasses.replace(config.data, chat_template=template)
+    version = tokenization_version(config)
+    data = dataclasses.replace(config.data, chat_template=template, tokenization_version=version)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **absolute), data=data)
 
 

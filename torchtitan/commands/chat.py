@@ -25,7 +25,8 @@ from torchtitan.commands.generate import (
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
-from torchtitan.datasets.encoding import encode, end_of_turn_ids, prompt_ids
+from torchtitan.datasets.conversations import end_of_turn_ids
+from torchtitan.datasets.encoding import encode, prompt_ids
 from torchtitan.datasets.formats import QUESTION_FORMATS
 from torchtitan.datasets.record_format import RecordReader, record_reader
 from torchtitan.datasets.sources import DataError, Document

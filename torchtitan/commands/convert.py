@@ -39,7 +39,7 @@ from torchtitan.config.manager import to_toml
 from torchtitan.core.errors import JobError
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.core.tensor_storage import Deferred
-from torchtitan.datasets.encoding import end_of_turn_ids
+from torchtitan.datasets.conversations import end_of_turn_ids
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.datasets.tokenizer.hf_json import extended, missing_tokens, template_file
 from torchtitan.models import converter_of

@@ -25,6 +25,7 @@ from torchtitan.adapters.neurocache.generation import reader_for
 from torchtitan.build import parts
 from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.checkpoint.folders import best_in
+from torchtitan.checkpoint.tokenization import VERSION_WITHOUT_RECORD
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
@@ -258,10 +259,12 @@ def find_job(path: Path, arguments: list[str], with_tokenizer: bool = True) -> J
         remedy = "give the dump_folder of a run, a checkpoint, an export or a folder of Hugging Face"
         raise JobError(f"{path}: no such file or folder; {remedy}")
     home = path.parent if path.is_file() else path
+    is_recorded = False
     if not any(argument.startswith(ALL_OF_IT) for argument in arguments):
         homes = (home, home.parent, home.parent.parent)
         jobs = [folder / JOB for folder in homes if (folder / JOB).is_file()]
         hf_config = find_config(path)
+        is_recorded = bool(jobs) and hf_config is None
         if hf_config is not None:
             given_names = {argument.partition("=")[0] for argument in arguments}
             ignored_keys = manager.load(arguments).model.ignore_config_keys
@@ -278,6 +281,9 @@ def find_job(path: Path, arguments: list[str], with_tokenizer: bool = True) -> J
                 "or --config JOB.toml"
             )
     config = manager.load(arguments)
+    if is_recorded and config.data.tokenization_version is None:  # the job that an earlier version has recorded
+        data = dataclasses.replace(config.data, tokenization_version=VERSION_WITHOUT_RECORD)
+        config = dataclasses.replace(config, data=data)
     facts = Facts(config, 1, "cpu")
     of_the_model = (known_names, folder_has_sizes, model_sizes, positions_are_learned, cache_fits_the_model)
     rules = (*of_the_model, *[tokenizer_fits] * with_tokenizer)

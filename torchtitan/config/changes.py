@@ -44,6 +44,7 @@ KINDS: dict[str, Kind] = {
     "data": "told",  # options that decide the samples are checked with the position in the data
     "data.cache_dir": "quiet",
     "data.num_proc": "quiet",
+    "data.tokenization_version": "quiet",  # a run goes on with the one that it began with
     "dpo": "refused",
     "dpo.reference": "told",  # the run stores its log-probabilities, and the model that they come from
     "training": "refused",

@@ -133,6 +133,10 @@ _INSTALLED = (_PACKAGE / "train_configs").exists()  # a wheel has copies; a chec
 JOBS = (_PACKAGE if _INSTALLED else _PACKAGE.parent) / "train_configs"
 TOKENIZER = (_PACKAGE if _INSTALLED else _PACKAGE.parent / "tests") / "assets/tokenizer/tiktoken.model"
 """A small tokenizer with 2,048 tokens, for `model.tokenizer_path = "debug"`."""
+TOKENIZATION_VERSION = 3
+"""Version of the rules by which text becomes ids. Raise it when the same text gives other ids. Version 1 tokenized an
+answer and its header separately. Version 2 cut conversations at special tokens and guessed a begin token where
+tokenizer_config.json says that there is none; runs that began with it go on with it (data.tokenization_version)."""
 
 MODEL_PLACEHOLDER, RECORDS_PLACEHOLDER = "./base_model", "./records.jsonl"
 """Placeholders in fine-tuning jobs for the user's model folder and records."""

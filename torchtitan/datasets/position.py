@@ -111,6 +111,8 @@ def _tokenization_advice(before: dict[str, Any], now: dict[str, Any]) -> str:
     ]
     if versions[0] == versions[1] or not any(versions[1]):
         return ""
+    if earlier := max(filter(None, versions[0]), default=None):
+        return f"; the run began with other rules of tokenization: set data.tokenization_version = {earlier}"
     return (
         "; the tokenization of conversations has changed since the checkpoint's run began, so the same records have "
         "other token ids now: finish with the program that began it, or start the data from the beginning"

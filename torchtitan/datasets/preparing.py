@@ -10,11 +10,12 @@ import shutil
 import signal
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -212,16 +213,16 @@ def prepared_shards(
     workers: int,
     stop: bool,
     options: PrepareOptions = DEFAULT_OPTIONS,
-    chat_template: str | None = None,
+    tokenizer_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> TokenShards:
     """Return the shards of a source, preparing them in `folder` if they do not exist.
 
-    If several processes ask at the same time, one prepares them and the others wait. The folder name is a hash of all
-    inputs and of the modification times of the files at dataset_path. The fingerprint contains the source's and the
-    shards' checksums.
+    `tokenizer_kwargs`: further arguments of build_tokenizer. If several processes ask at the same time, one prepares
+    them and the others wait. The folder name is a hash of all inputs and of the modification times of the files at
+    dataset_path. The fingerprint contains the source's and the shards' checksums.
     """
     origin = dict(source.fingerprint)  # opening a source may add to it
-    tokenizer = build_tokenizer(tokenizer_path, chat_template)
+    tokenizer = build_tokenizer(tokenizer_path, **tokenizer_kwargs)
     inputs = [
         source.name,
         origin,
@@ -233,6 +234,8 @@ def prepared_shards(
     inputs += [] if options == DEFAULT_OPTIONS else [options.fingerprint]
     version = chat_tokenization(source, tokenizer)
     inputs += [version] if version else []
+    if tokenizer.version > 2 and tokenizer.chat_template is not None:  # conversations may begin after those looked at
+        inputs.append({"tokenization": tokenizer.version})
     inputs += [{"pairs": PAIR_TOKENIZATION_VERSION}] if options.group_size > 1 else []
     shards = folder / hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
     try:
@@ -240,7 +243,7 @@ def prepared_shards(
         with (folder / ".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not shards.exists():
-                prepare(source, tokenizer_path, shards, workers, stop, options, chat_template)
+                prepare(source, tokenizer_path, shards, workers, stop, options, tokenizer_kwargs)
     except OSError as error:
         raise JobError(f"{folder}: cannot hold the tokenized data: {error}; give a job.dump_folder that can") from None
     result = TokenShards(shards)
@@ -263,12 +266,12 @@ def prepare(
     workers: int,
     stop: bool,
     options: PrepareOptions = DEFAULT_OPTIONS,
-    chat_template: str | None = None,
+    tokenizer_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Write the folder and return its header. Raises DataError for bad data, JobError if it cannot be written."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise JobError(f"{output}: exists and is not an empty folder; give another --output, or remove it first")
-    encoder = Encoder(tokenizer_path, chat_template, options)
+    encoder = Encoder(tokenizer_path, tokenizer_kwargs, options)
     unfinished = output.parent / f".{output.name}.{secrets.token_hex(4)}"
     try:
         unfinished.mkdir(parents=True)
@@ -354,10 +357,10 @@ def _tokenized(chunks: Iterable[list[Document]], encoder: "Encoder", workers: in
 class Encoder:
     """An encoder of documents to ids in this process."""
 
-    def __init__(self, tokenizer_path: str, chat_template: str | None, options: PrepareOptions) -> None:
+    def __init__(self, tokenizer_path: str, tokenizer_kwargs: Mapping[str, Any], options: PrepareOptions) -> None:
         self.tokenizer_path, self.options = tokenizer_path, options
-        self.worker_arguments = tokenizer_path, chat_template, options
-        self.tokenizer = build_tokenizer(tokenizer_path, chat_template)
+        self.worker_arguments = tokenizer_path, dict(tokenizer_kwargs), options
+        self.tokenizer = build_tokenizer(tokenizer_path, **tokenizer_kwargs)
 
     def all(self, chunk: list[Document]) -> list[Encoded]:
         return [self._one(document) for document in chunk]
@@ -382,9 +385,9 @@ class Encoder:
 _worker: dict[str, Encoder] = {}
 
 
-def _start_worker(tokenizer_path: str, chat_template: str | None, options: PrepareOptions) -> None:
+def _start_worker(tokenizer_path: str, tokenizer_kwargs: Mapping[str, Any], options: PrepareOptions) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
-    _worker["encoder"] = Encoder(tokenizer_path, chat_template, options)
+    _worker["encoder"] = Encoder(tokenizer_path, tokenizer_kwargs, options)
 
 
 def _encode_chunk(chunk: list[Document]) -> list[Encoded]:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, Undefined, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -58,19 +58,41 @@ class _Generation(Extension):
         return BEGIN + caller() + END
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)  # Jinja's own filter is for HTML
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON with transformers' options; Jinja's own filter is for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+class _Undefined(Undefined):
+    """Undefined variables, among them strftime_now: templates that test it have a fixed date in its place."""
+
+    @property
+    def _undefined_message(self) -> str:
+        if self._undefined_name == "strftime_now":
+            return (
+                "it writes today's date (strftime_now), which is refused on purpose, because a run would not resume "
+                "with the same texts on another day; write a fixed date into the template"
+            )
+        return super()._undefined_message
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Return a Jinja environment like transformers', without strftime_now: a text must not depend on the day."""
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    """Return a Jinja environment like transformers', without strftime_now."""
+    jinja = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], undefined=_Undefined
+    )
     jinja.filters["tojson"] = _to_json
-    jinja.globals["raise_exception"] = refuse
+    jinja.globals["raise_exception"] = _refuse
     return jinja
 
 

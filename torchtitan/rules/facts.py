@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan.checkpoint.base_weights import adapter_save, frozen_dtype, schedule_start
+from torchtitan.checkpoint.tokenization import tokenization_version
 from torchtitan.config.batch_shape import padding_multiple, rows_per_sample, sequence_needs, split_by_tensor_parallel
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.config.options import Fault, describe, fits, hint, option_at, show
@@ -268,7 +269,8 @@ class Facts:
     @cached_property
     def tokenizer(self) -> Tokenizer | OSError | TokenizerError:
         try:
-            return build_tokenizer(self.config.model.tokenizer_path)
+            version = tokenization_version(self.config)
+            return build_tokenizer(self.config.model.tokenizer_path, version=version)
         except (OSError, TokenizerError) as error:
             return error
 

@@ -18,7 +18,7 @@ from torchtitan.build import parts
 from torchtitan.build.data import held_out, seq_len_of, validation_loader
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.training import DataLoader
-from torchtitan.datasets.encoding import end_of_turn_ids
+from torchtitan.datasets.conversations import end_of_turn_ids
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.guards.steps import WITHOUT_LABELS, NothingToLearn
 from torchtitan.losses.objective import IGNORE_INDEX, Batch

@@ -261,6 +261,10 @@ class Data:
     chat_template: Place | None = None
     """Template that formats conversations, for any task, instead of the tokenizer's: chatml, llama2, llama3, alpaca, a
     .jinja file, or Jinja source."""
+    tokenization_version: Annotated[int, Field(ge=2, le=3)] | None = None
+    """Rules by which text becomes token ids. 3: those of transformers. 2: those of earlier versions, which guess a
+    begin token where the tokenizer has none (Qwen), and cut conversations at special tokens. Unset: those with which
+    the run's checkpoints began, otherwise 3."""
     default_system: str | None = None
     """System message of conversations that have none."""
     train_on: Literal["completion", "all", "last_turn"] = "completion"

@@ -5,16 +5,17 @@ per token.
 """
 
 import hashlib
+import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 
 from torchtitan.core.errors import JobError
-from torchtitan.core.files import FileError, read_file
+from torchtitan.core.files import TOKENIZATION_VERSION, FileError, read_file
 
 # The largest vocabularies in use take 40 MB as JSON. A much larger file is something else (weights, data).
 MAX_BYTES = 128 * 2**20
@@ -44,17 +45,32 @@ class Tokenizer(ABC):
     eos_id: int
     special_tokens: Mapping[str, int] = MappingProxyType({})
     """Special tokens (name -> id). Ordinary text is never encoded to them."""
+    unknown_id: int | None = None
+    """The special token that stands for text outside the vocabulary, if there is one."""
+    reads_special_tokens = False
+    """True if text with the names of special tokens in it can be encoded as a whole (`encode_rendered`)."""
     chat_template: str | None = None
     """Jinja template that renders conversations as text (chat_templates.py)."""
+    has_tool_template = False
+    """True if the tokenizer has another template for conversations with tools."""
     template_name = "the chat template"
     """Name of the template in messages."""
+    version: int = TOKENIZATION_VERSION
+    """Version of the rules of tokenization, TOKENIZATION_VERSION or an earlier one."""
     fingerprint: str
     """SHA-256 of everything that determines the ids. Data tokenized with another fingerprint is incompatible."""
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
         """Return the ids of the text, with the document's begin and end ids if requested; none for an empty text."""
-        ids = self._encode(_without_lone_surrogates(text))
+        ids = self._encode(without_lone_surrogates(text))
         return self.begin_ids * bos + ids + [self.eos_id] * eos
+
+    @cached_property
+    def template_tokens(self) -> Mapping[str, str]:
+        """Return the special tokens that chat templates read, by the names of their variables."""
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        names = {number: name for name, number in self.special_tokens.items()}
+        return {key: names[number] for key, number in ids.items() if number is not None and number in names}
 
     @property
     def begin_ids(self) -> list[int]:
@@ -78,7 +94,19 @@ class Tokenizer(ABC):
     def encode_with_ranges(self, text: str, ranges: Sequence[Range]) -> tuple[list[int], list[Range]]:
         """Return the ids of the text and, for each range of its characters, the range of tokens that overlap it. Ranges
         are (begin, end) and not empty."""
-        return self._encode_with_ranges(_without_lone_surrogates(text), ranges)
+        return self._encode_with_ranges(without_lone_surrogates(text), ranges)
+
+    def has_token(self, name: str) -> bool:
+        """Return True if the vocabulary has this token, special or not."""
+        return name in self.special_tokens
+
+    def encode_rendered(
+        self, text: str, ranges: Sequence[Range], spelled: Sequence[Range] = ()
+    ) -> tuple[list[int], list[Range]]:
+        """Encode like `encode_with_ranges`, but read the names of special tokens in the text as these tokens.
+
+        `spelled`: ranges of names that are ordinary text, in ascending order. Only if `reads_special_tokens`."""
+        raise NotImplementedError
 
     def _encode_with_ranges(self, text: str, ranges: Sequence[Range]) -> tuple[list[int], list[Range]]:
         ids = self._encode(text)
@@ -148,12 +176,20 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _without_lone_surrogates(text: str) -> str:
+def without_lone_surrogates(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+@lru_cache(maxsize=16)
+def special_names_pattern(names: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern, with a group, for any of the names; the longest is tried first.
+
+    Cached: compiling up to 256 names costs more than rendering a record."""
+    return re.compile("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")")
 
 
 PENDING = "\ufffd"

@@ -1,7 +1,7 @@
 """Tokenizers from Hugging Face's tokenizer.json, or from the older vocab.json and merges.txt.
 
-The tokens that begin and end a document come from tokenizer_config.json in the same folder; without one, they are found
-by their usual names.
+The tokens that begin and end a document come from tokenizer_config.json and special_tokens_map.json in the same folder
+(hf_files.py); without these, they are found by their usual names.
 
 The regular expressions of a tokenizer.json can be dangerous: some exceed the library's step limit on a short text, and
 the library then panics in the middle of a run. A pattern with nested repetition is therefore tried out first, in a
@@ -15,15 +15,35 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from torchtitan.core.errors import JobError
+from torchtitan.core.files import TOKENIZATION_VERSION
 from torchtitan.datasets.tokenizer import hf_export
-from torchtitan.datasets.tokenizer.base import Range, Tokenizer, TokenizerError, read_content, sha256, token_ranges_of
-from torchtitan.datasets.tokenizer.chat_templates import (
-    resolve_template,
+from torchtitan.datasets.tokenizer.base import (
+    GUARD,
+    Range,
+    Tokenizer,
+    TokenizerError,
+    read_content,
+    sha256,
+    token_ranges_of,
+    without_lone_surrogates,
+)
+from torchtitan.datasets.tokenizer.hf_files import (
+    ADDED,
+    COMPANIONS,
+    CONFIG,
+    MAP,
+    CompanionFiles,
+    check_steps,
+    has_tool_template,
+    read_json,
+    template_in,
 )
 
 MANY = 10
@@ -103,14 +123,14 @@ def _is_long(braces: str) -> bool:
 # <|endoftext|> both begins and ends a document in the GPT-2 family.
 BOS_NAMES = ["<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]", "<|endoftext|>", "[CLS]"]
 EOS_NAMES = ["<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]", "[SEP]"]
-CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-BESIDE = (CONFIG, MAP, "chat_template.jinja", "chat_template.json", ADDED)
-"""Files that belong to a tokenizer.json and are copied with it."""
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    def __init__(self, path: Path, content: bytes) -> None:
+    reads_special_tokens = True
+
+    def __init__(
+        self, path: Path, content: bytes, version: int = TOKENIZATION_VERSION, ignored_keys: Collection[str] = ()
+    ) -> None:
         import tokenizers
 
         check_patterns(path, content)
@@ -123,21 +143,46 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        self._path = path
-        config = _read_config(path.with_name(CONFIG))
-        _add_tokens(self._tokenizer, config, path)
+        self._path, self.version = path, version
+        is_current = version >= TOKENIZATION_VERSION
+        files = CompanionFiles(path, ignored_keys, strict=is_current)
+        added = ""
+        if is_current:
+            check_steps(json.loads(content), files.config, path)
+            added = "".join(map(repr, files.add_tokens(self._tokenizer)))
+        else:
+            files.add_earlier_tokens(self._tokenizer)
         vocabulary = self._tokenizer.get_vocab()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.bos_id = _find("bos_token", config, BOS_NAMES, vocabulary, path)
-        eos_id = _find("eos_token", config, EOS_NAMES, vocabulary, path)
+        self.bos_id = self._id_of("bos_token", files, BOS_NAMES, vocabulary)
+        eos_id = self._id_of("eos_token", files, EOS_NAMES, vocabulary)
         if eos_id is None:
             cause = f"no eos_token: it has none of {', '.join(EOS_NAMES)}"
             raise TokenizerError(path, cause, f"put a {CONFIG} beside it with eos_token = one of its tokens")
         self.eos_id = eos_id
         decoder = self._tokenizer.get_added_tokens_decoder()
+        self._added_names = frozenset(token.content for token in decoder.values())
         self.special_tokens = {token.content: number for number, token in decoder.items() if token.special}
-        self.chat_template = _template(config, path)
-        self.fingerprint = sha256(content + f"bos {self.bos_id}, eos {self.eos_id}".encode())
+        self.unknown_id = self._tokenizer.token_to_id(_unknown_token(json.loads(content)["model"]) or "")
+        if is_current and files.exist:
+            self.template_tokens = files.template_tokens
+        self.chat_template = template_in(files.config, path)
+        self.has_tool_template = has_tool_template(files.config, path)
+        self.fingerprint = sha256(content + f"bos {self.bos_id}, eos {self.eos_id}{added}".encode())
+
+    def _id_of(self, key: str, files: CompanionFiles, names: list[str], vocabulary: dict[str, int]) -> int | None:
+        """Return the id of bos_token or eos_token. It is guessed by its usual names only if no file says it."""
+        try:
+            token = files.token(key)
+            is_named = token is not None or (self.version >= TOKENIZATION_VERSION and key == "bos_token")
+        except LookupError:
+            is_named = False
+        if not is_named:
+            return next((vocabulary[name] for name in names if name in vocabulary), None)
+        if token is not None and token not in vocabulary:
+            cause = f"{CONFIG} or {MAP} names {token!r} as {key}, which is not in the vocabulary"
+            raise TokenizerError(self._path, cause, "take both files from the same model")
+        return None if token is None else vocabulary[token]
 
     def as_hf_files(self) -> dict[str, bytes]:
         """Return its files and those next to it, such as the chat template. References to custom code are dropped."""
@@ -146,18 +191,57 @@ class HuggingFaceTokenizer(Tokenizer):
         eos = name(self.eos_id)
         assert eos is not None
         exported = hf_export.tokenizer_files(json.loads(self._tokenizer.to_str()), bos, eos)
-        paths = {name: self._path.with_name(name) for name in BESIDE}
+        paths = {name: self._path.with_name(name) for name in COMPANIONS}
         existing = {name: read_content(file) for name, file in paths.items() if os.path.lexists(file)}
         if CONFIG in existing:
-            config = _read_config(paths[CONFIG])
+            config = read_json(paths[CONFIG])
             existing[CONFIG] = hf_export.dumped({key: value for key, value in config.items() if key != "auto_map"})
         return exported | existing
 
     def _encode(self, text: str) -> list[int]:
         return self._encoding_of(text).ids
 
+    def has_token(self, name: str) -> bool:
+        return name in self._added_names
+
+    def encode_rendered(
+        self, text: str, ranges: Sequence[Range], spelled: Sequence[Range] = ()
+    ) -> tuple[list[int], list[Range]]:
+        """Encode as transformers' apply_chat_template does; with `spelled`, as with its sanitize_control_tokens: the
+        text is cut before and after each of these names."""
+        text = without_lone_surrogates(text)
+        if not spelled:
+            return self._with_ranges(self._encoding_of(text, rendered=True), ranges)
+        cuts = [0, *(border for name in spelled for border in name), len(text)]
+        ids: list[int] = []
+        token_ranges: list[Range] = []
+        for number, (begin, end) in enumerate(pairwise(cuts)):
+            inner = [(max(first, begin) - begin, min(last, end) - begin) for first, last in ranges]
+            inner = [(first, last) for first, last in inner if first < last]
+            piece_ids, piece_ranges = self._encode_piece(text[begin:end], inner, number % 2 == 0, after=begin > 0)
+            token_ranges += [(len(ids) + first, len(ids) + last) for first, last in piece_ranges]
+            ids += piece_ids
+        return ids, token_ranges
+
+    def _encode_piece(
+        self, text: str, ranges: Sequence[Range], rendered: bool, after: bool
+    ) -> tuple[list[int], list[Range]]:
+        """Encode a piece of a text. `after`: it stands after another one, so no blank is added in front of it."""
+        if not text:
+            return [], []
+        if after:
+            guard = self._encoding_of(GUARD, rendered).ids
+            shifted = [(first + len(GUARD), last + len(GUARD)) for first, last in ranges]
+            ids, token_ranges = self._with_ranges(self._encoding_of(GUARD + text, rendered), shifted)
+            if ids[: len(guard)] == guard:
+                count = len(guard)
+                return ids[count:], [(max(first - count, 0), last - count) for first, last in token_ranges]
+        return self._with_ranges(self._encoding_of(text, rendered), ranges)
+
     def _encode_with_ranges(self, text: str, ranges: Sequence[Range]) -> tuple[list[int], list[Range]]:
-        encoding = self._encoding_of(text)
+        return self._with_ranges(self._encoding_of(text), ranges)
+
+    def _with_ranges(self, encoding: Any, ranges: Sequence[Range]) -> tuple[list[int], list[Range]]:
         token_ranges = []
         for begin, end in ranges:  # listing all offsets would take a third of the encoding time
             first, last = encoding.char_to_token(begin), encoding.char_to_token(end - 1)
@@ -168,9 +252,31 @@ class HuggingFaceTokenizer(Tokenizer):
             token_ranges.append((first, last + 1))
         return encoding.ids, token_ranges
 
-    def _encoding_of(self, text: str) -> Any:
+    @cached_property
+    def _rendering_tokenizer(self) -> Any:
+        """Return the tokenizer that reads special tokens in text. It shares the vocabulary with the one that does not.
+
+        Switching one tokenizer back and forth would not be safe: several threads encode."""
+        import tokenizers
+
+        plain = self._tokenizer
+        rendering = tokenizers.Tokenizer(plain.model)
+        for name in ("normalizer", "pre_tokenizer", "decoder"):
+            if getattr(plain, name) is not None:
+                setattr(rendering, name, getattr(plain, name))
+        added = plain.get_added_tokens_decoder()
+        rendering.add_tokens([added[number] for number in sorted(added)])
+        if {i: repr(token) for i, token in rendering.get_added_tokens_decoder().items()} != {
+            i: repr(token) for i, token in added.items()
+        }:  # numbers with gaps
+            rendering = tokenizers.Tokenizer.from_str(plain.to_str())
+        rendering.encode_special_tokens = False
+        return rendering
+
+    def _encoding_of(self, text: str, rendered: bool = False) -> Any:
+        tokenizer = self._rendering_tokenizer if rendered else self._tokenizer
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            return tokenizer.encode(text, add_special_tokens=False)
         except BaseException as error:
             raise _translated(error, self._path, text) from None
 
@@ -179,6 +285,13 @@ class HuggingFaceTokenizer(Tokenizer):
             return self._tokenizer.decode(ids, skip_special_tokens=True)
         except BaseException as error:
             raise _translated(error, self._path, f"{len(ids)} tokens") from None
+
+
+def _unknown_token(model: dict[str, Any]) -> str | None:
+    """Return the token that a model gives to text outside its vocabulary."""
+    if isinstance(number := model.get("unk_id"), int) and isinstance(model.get("vocab"), list):
+        return str(model["vocab"][number][0])
+    return model.get("unk_token")
 
 
 def _translated(error: BaseException, path: Path, text: str) -> BaseException:
@@ -194,89 +307,21 @@ def from_vocab_and_merges(path: Path) -> bytes:
 
     Splits text as GPT-2 does, or as Qwen 2 if tokenizer_config.json names its class.
     """
-    kind = _read_config(path.with_name(CONFIG)).get("tokenizer_class", "GPT2Tokenizer")
+    kind = read_json(path.with_name(CONFIG)).get("tokenizer_class", "GPT2Tokenizer")
     family = str(kind).removesuffix("Fast").removesuffix("Tokenizer")
     if family not in ("GPT2", "Roberta", "Qwen2"):
         cause = f"tokenizer_config.json says {kind!r}, and vocab.json alone does not tell how that one splits text"
         raise TokenizerError(path, cause, "give its tokenizer.json (AutoTokenizer's save_pretrained writes one)")
-    vocabulary = _read_config(path)
+    vocabulary = read_json(path)
     merges = read_content(path.with_name("merges.txt")).decode(errors="replace").split("\n")
     pairs = [line.split(" ") for line in merges if line.strip() and not line.startswith("#version")]
     if any(type(i) is not int for i in vocabulary.values()) or any(len(pair) != 2 for pair in pairs):
         cause = "vocab.json is no table of tokens to ids, or a line of merges.txt is no pair"
         raise TokenizerError(path, cause, "fetch both again")
-    added = _read_config(path.with_name("added_tokens.json"))
+    added = read_json(path.with_name("added_tokens.json"))
     special = {name: i for name, i in (vocabulary | added).items() if name in added or name in (*BOS_NAMES, *EOS_NAMES)}
     tokenizer_json = hf_export.letters_bpe_json(vocabulary, pairs, special, qwen=family == "Qwen2")
     return hf_export.dumped(tokenizer_json, indent=None)
-
-
-def _add_tokens(tokenizer: Any, config: dict[str, Any], path: Path) -> None:
-    """Append the tokens of tokenizer_config.json that tokenizer.json lacks.
-
-    They are appended in the order of their numbers, as in transformers. The numbers themselves are not used: they may
-    belong to a larger vocabulary.
-    """
-    import tokenizers
-
-    listed = config.get("added_tokens_decoder", {})
-    try:
-        entries = [entry for _, entry in sorted(listed.items(), key=lambda item: int(item[0]))]
-        vocabulary = tokenizer.get_vocab()
-        for entry in entries:
-            if entry["content"] not in vocabulary:
-                flags = {flag: bool(entry[flag]) for flag in FLAGS if flag in entry}
-                tokenizer.add_tokens([tokenizers.AddedToken(entry["content"], **flags)])
-                if (number := tokenizer.token_to_id(entry["content"])) in vocabulary.values():
-                    raise ValueError(f"{entry['content']} would be number {number}, which is another token's")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        cause = f"added_tokens_decoder of {CONFIG} is damaged ({type(error).__name__}: {error})"
-        raise TokenizerError(path, cause, "fetch it again, or remove it") from None
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """Return the contents of a JSON file; empty if it does not exist."""
-    if not os.path.lexists(path):
-        return {}
-    try:
-        config = json.loads(read_content(path))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, TokenizerError):
-            raise
-        raise TokenizerError(path, f"not JSON ({error})", "fetch it again, or remove it") from None
-    if not isinstance(config, dict):
-        raise TokenizerError(path, f"a {type(config).__name__} instead of an object", "fetch it again, or remove it")
-    return config
-
-
-def template_next_to(path: Path) -> str | None:
-    """Return the chat template in the folder of a tokenizer's file."""
-    return _template(_read_config(path.with_name(CONFIG)), path)
-
-
-def _template(config: dict[str, Any], path: Path) -> str | None:
-    """Return the chat template from chat_template.jinja, or the (default) one of the tokenizer's configuration."""
-    file = path.with_name("chat_template.jinja")
-    if os.path.lexists(file):
-        return resolve_template(str(file))
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        template = next(
-            (e.get("template") for e in template if isinstance(e, dict) and e.get("name") == "default"), None
-        )
-    return template if isinstance(template, str) else None
-
-
-def _find(key: str, config: dict[str, Any], names: list[str], vocabulary: dict[str, int], path: Path) -> int | None:
-    token = config.get(key)
-    if isinstance(token, dict):  # older files describe the token instead of naming it
-        token = token.get("content")
-    if token is not None:
-        if not isinstance(token, str) or token not in vocabulary:
-            cause = f"tokenizer_config.json names {token!r} as {key}, which is not in the vocabulary"
-            raise TokenizerError(path, cause, "take both files from the same model")
-        return vocabulary[token]
-    return next((vocabulary[name] for name in names if name in vocabulary), None)
 
 
 def template_file(tokenizer: Tokenizer) -> dict[str, bytes]:

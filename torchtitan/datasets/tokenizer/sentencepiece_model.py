@@ -66,6 +66,9 @@ class SentencePieceTokenizer(Tokenizer):
             remove_extra_blanks=bool(normalizer.get(4, 1)),
         )
 
+    def has_token(self, name: str) -> bool:
+        return bool(self._processor.id_to_piece(self._processor.piece_to_id(name)) == name)
+
     def _encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
 
