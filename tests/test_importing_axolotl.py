@@ -62,7 +62,7 @@ OPTIONS = (ESSENTIAL + OPTIONAL + UNSUPPORTED).split()
 """Axolotl's options at its revision of February 2024."""
 
 FULL = {"base_model": "llama", "datasets": [{"path": "a.jsonl"}], "learning_rate": 1e-4, "max_steps": 100}
-LORA = FULL | {"adapter": "lora", "lora_target_linear": True}
+LORA = FULL | {"adapter": "lora", "lora_target_linear": True, "lora_r": 8, "lora_alpha": 16}
 HELD_OUT = FULL | {"val_set_size": 0.1}
 
 
@@ -115,7 +115,7 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
     ({"tokenizer_config": "other"}, FULL, {"model.tokenizer_path": "other"}),
     ({"special_tokens": {"bos_token": "<s>", "eos_token": "</s>"}}, FULL, {}),
     ({"s2_attention": True}, FULL | {"sequence_len": 64}, {"model.s2_group_size": 16}),
-    ({"s2_attention": True}, FULL, {"model.s2_group_size": 512}),
+    ({"s2_attention": True}, FULL, {"model.s2_group_size": 128}),
     ({"s2_attention": False}, FULL, {}),
     ({"torch_compile": True}, FULL, {"compile.enable": True}),
     ({"torch_compile_backend": "eager"}, FULL, {"compile.backend": "eager"}),
@@ -148,7 +148,8 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
     ({"use_tensorboard": True}, FULL, {"metrics.enable_tensorboard": True}),
     ({"eval_strategy": "no"}, HELD_OUT, {"validation.enable": None}),
     ({"rl_beta": 0.3}, FULL | {"rl": "ipo"}, {"dpo.beta": 0.3}),
-    ({"sequence_len": 512}, FULL, {"training.seq_len": 512}),
+    ({"sequence_len": 512}, FULL, {}),
+    ({"sequence_len": 4096}, FULL, {"training.seq_len": 4096}),
     ({"sample_packing": True}, FULL, {"data.packing": "best_fit"}),
     ({"pad_to_sequence_len": False}, FULL, {"data.pad_to": "batch"}),
     ({"pad_to_sequence_len": True}, FULL, {"data.pad_to": "seq_len"}),
@@ -177,13 +178,14 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
     ({"peft_adapter": "old"}, LORA, {"adapter.initial_path": "old"}),
     ({"relora_steps": 20, "relora_warmup_steps": 5}, LORA, {"adapter.relora.every": 20, "adapter.save": None}),
     ({"bnb_config_kwargs": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}}, LORA, {}),
-    ({"bf16": True}, FULL, {"training.mixed_precision_param": "bfloat16"}),
-    ({"bfloat16": True}, FULL, {"training.mixed_precision_param": "bfloat16", "training.dtype": "bfloat16"}),
+    ({"bf16": True}, FULL, {}),  # as without it: auto
+    ({"bf16": None}, FULL, {"training.mixed_precision_param": "float32"}),
+    ({"bfloat16": True}, FULL, {"training.dtype": "bfloat16"}),
     ({"torch_dtype": "bfloat16"}, FULL, {"training.dtype": "bfloat16"}),
     ({"fp16": False, "float16": False}, FULL, {}),
     ({"bf16": "full"}, FULL, {"training.dtype": "bfloat16"}),
-    ({"bf16": "yes"}, FULL, {"training.mixed_precision_param": "bfloat16"}),
-    ({"bf16": "false"}, FULL, {}),
+    ({"bf16": "yes"}, FULL | {"bf16": None}, {"training.mixed_precision_param": "bfloat16"}),
+    ({"bf16": "false"}, FULL, {"training.mixed_precision_param": "float32"}),
     ({"torch_dtype": "float32"}, FULL, {}),
     ({"gradient_checkpointing": True}, FULL, {"activation_checkpoint.mode": "full"}),
     ({"gradient_checkpointing": "false"}, FULL, {}),
@@ -771,7 +773,7 @@ def test_a_deepspeed_file_may_not_contradict_the_job():
     for key, value in contradictions.items():
         with open("other.json", "w") as file:
             json.dump({key: value}, file)
-        job = import_config(FULL | {"deepspeed": "other.json", "max_grad_norm": 1.0})
+        job = import_config(FULL | {"deepspeed": "other.json", "max_grad_norm": 1.0, "bf16": False})
         assert len(job.faults) == 1 and job.faults[0].key.startswith(key) and job.faults[0].file == "other.json"
     adam = FULL | {"deepspeed": "other.json", "optimizer": "sgd"}
     assert "SGD, as in the job" in str(import_config(adam).faults[0])
@@ -829,10 +831,13 @@ def test_the_notes_script_is_a_job_that_can_start(tmp_path, monkeypatch, capsys)
     assert (config.lr_scheduler.warmup_steps, config.validation.split) == (0.1, 0.1)
     assert config.data.chat_template == "chatml"
     assert config.parallelism.fsdp_reshard_after_forward == "never" and config.checkpoint.keep_latest_k == 2
-    # without a launcher a file is for one rank; a DeepSpeed file alone gives an incomplete job
-    assert cli.main(["import", "config-base.yaml", "--base_model", "base", "--train_data_uri", "rows.jsonl"]) == 0
+    # without a launcher a file is for all GPUs; a DeepSpeed file alone gives an incomplete job
+    rest = ["--base_model", "base", "--train_data_uri", "rows.jsonl", "--lora_alpha", "16"]
+    assert cli.main(["import", "config-base.yaml", *rest]) == 0
     assert capsys.readouterr().out.startswith("# Translated from config-base.yaml (axolotl).")
     assert cli.main(["import", "--world-size", "2", "z2.json"]) == 0
     assert 'fsdp_reshard_after_forward = "never"' in capsys.readouterr().out
-    assert cli.main(["import", "z2.json"]) == 0
+    assert cli.main(["import", "z2.json", "--world-size", "1"]) == 0
     assert "on one rank nothing is sharded" in capsys.readouterr().out
+    assert cli.main(["import", "z2.json"]) == 0
+    assert 'fsdp_reshard_after_forward = "never"' in capsys.readouterr().out

@@ -58,6 +58,7 @@ def test_the_defaults():
         "lr_scheduler.decay_type": "cosine",
         "lr_scheduler.warmup_steps": 0,
         "lr_scheduler.min_lr_factor": 0.0,
+        "lr_scheduler.convention": "torchtitan",  # torch's CosineAnnealingLR
         "optimizer.name": "GaLore",
         "optimizer.lr": 4e-4,
         "optimizer.beta2": 0.999,

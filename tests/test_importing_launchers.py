@@ -12,7 +12,7 @@ from torchtitan.importers import launchers, parse, split
 from torchtitan.importers.launchers import OPTIONS
 
 FILE = {"base_model": "llama", "datasets": [{"path": "a.jsonl"}], "learning_rate": 1e-4, "max_steps": 10}
-ADAPTER = {"adapter": "lora", "lora_target_linear": True}
+ADAPTER = {"adapter": "lora", "lora_target_linear": True, "lora_r": 8, "lora_alpha": 16}
 VALUES = {"int": "2", "float": "1.0", "text": "x", "bool": ""}
 
 
@@ -41,17 +41,17 @@ def import_error(launch, **options):
 
 def test_mixed_precision_applies_unless_the_file_sets_it():
     """As in TrainingArguments of transformers, bf16 of the file overrides the launcher's."""
-    config, head = job("accelerate launch --num_processes 2 --mixed_precision bf16")
+    config, head = job("accelerate launch --num_processes 2 --mixed_precision bf16", bf16=False)
     assert config.training.mixed_precision_param == "bfloat16" and config.training.dtype == "float32"
     assert "accelerate launch --mixed_precision bf16" in head
     assert job("accelerate launch --mixed_precision bf16", bf16=False)[0].training.mixed_precision_param == "bfloat16"
     for quiet in ("accelerate launch", "accelerate launch --mixed_precision no", "torchrun"):
-        config, head = job(quiet)
+        config, head = job(quiet, bf16=False)
         assert config.training.mixed_precision_param == "float32" and "mixed_precision" not in head
     config, head = job("accelerate launch --mixed_precision=fp16", bf16=True)
     assert config.training.mixed_precision_param == "bfloat16" and "bf16 of the file takes precedence" in head
-    assert "float16 overflows" in import_error("accelerate launch --mixed-precision fp16")
-    assert "mixed_precision" in import_error("accelerate launch --mixed_precision fp8")
+    assert "float16 overflows" in import_error("accelerate launch --mixed-precision fp16", bf16=False)
+    assert "mixed_precision" in import_error("accelerate launch --mixed_precision fp8", bf16=False)
 
 
 def test_all_options_of_the_launchers_are_known():
@@ -159,7 +159,9 @@ def test_a_file_of_accelerate_config(workdir):
     config, head = job("accelerate launch --config_file accelerate.yaml")
     assert config.training.mixed_precision_param == "bfloat16" and config.training.global_batch_size == 4
     assert config.parallelism.fsdp_reshard_after_forward == "always" and "--zero3_init_flag" in head
-    config, _ = job("accelerate launch --config_file accelerate.yaml --num_processes 2 --mixed_precision no")
+    config, _ = job(
+        "accelerate launch --config_file accelerate.yaml --num_processes 2 --mixed_precision no", bf16=False
+    )
     assert config.training.mixed_precision_param == "float32" and config.training.global_batch_size == 2
     (workdir / "accelerate.yaml").write_text(yaml.safe_dump(settings | {"nothing": 1}))
     assert "nothing" in import_error("accelerate launch --config_file accelerate.yaml")

@@ -67,6 +67,7 @@ def test_the_notes_first_line():
         "lr_scheduler.decay_type": "cosine",
         "lr_scheduler.warmup_steps": 1000,
         "lr_scheduler.min_lr_factor": 0.0,
+        "lr_scheduler.convention": "transformers",
         "activation_checkpoint.mode": "full",
         "validation.enable": True,
         "validation.dataset": "text",

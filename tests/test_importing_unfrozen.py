@@ -101,7 +101,8 @@ def test_regexes_are_refused_for_some_models_and_with_adapters(tmp_path):
     assert "model.embed_tokens.weight" in str(fault), "a tied head is not a parameter"
     (fault,) = import_regexes(TIED, tmp_path, "model.norm", base_model="llama-7b").faults
     assert "with its config.json in llama-7b; download the model" in str(fault)
-    (fault,) = import_regexes(TIED, tmp_path, "model.norm", adapter="lora", lora_target_linear=True).faults
+    adapter = {"adapter": "lora", "lora_target_linear": True, "lora_r": 8, "lora_alpha": 16}
+    (fault,) = import_regexes(TIED, tmp_path, "model.norm", **adapter).faults
     assert "nothing with an adapter; use lora_modules_to_save" in str(fault)
 
 

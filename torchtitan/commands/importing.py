@@ -20,7 +20,7 @@ from torchtitan.importers import SOURCES, CommandLine, launchers, parse, split
 from torchtitan.launch import launch
 from torchtitan.launcher.run_folder import IMPORTED_JOB_FILE
 from torchtitan.process.exit import REFUSED
-from torchtitan.process.ranks import likely_device
+from torchtitan.process.ranks import count_ranks, likely_device
 from torchtitan.rules import check
 
 EVALUATE = "torchtitan.commands.evaluate:main"
@@ -35,14 +35,19 @@ def main(argv: list[str]) -> int:
         if later.line:
             raise JobError(f"torchtitan import: one argument too many: {later.line[0]}")
         options, line_args = later, line_args[:1]
+    elif "--run" in line_args:  # after a line of several words; no program has such a flag
+        options.run, line_args = True, [arg for arg in line_args if arg != "--run"]
     line = parse(split(line_args))
     if options.world_size:
         line = replace(line, ranks=options.world_size)
+    elif options.run and line.ranks is None:  # where the other program would start all GPUs
+        line = replace(line, ranks=count_ranks() if likely_device() == "cuda" else 1)
     text, config, measures = translate(line, options.source)
     if not options.run:
         print(text, end="")
-    ranks = line.ranks or fewest_ranks(config)
-    if faults := check(config, ranks, likely_device()):
+    fewest = fewest_ranks(config)  # without a number of ranks one of these two has to do: a single rank shards nothing
+    ranks = line.ranks or fewest
+    if faults := min((check(config, n, likely_device()) for n in (ranks, line.ranks or 2 * fewest)), key=len):
         print("translated, but the job cannot start without changes:", *faults, sep="\n", file=sys.stderr)
         return REFUSED
     return _run(text, config, ranks, measures) if options.run else 0

@@ -81,6 +81,10 @@ HARMLESS = re.compile(
 """Words before a script that do not affect the job: interpreters, launchers, and the modules that they run."""
 CONFIGS = (".yaml", ".yml", ".json")
 """Suffixes of options files."""
+WORLD_SIZE = "world_size"
+"""A flag of `torchtitan import` itself, wherever it stands in the line. No script has one of this name."""
+AXOLOTL_LAUNCHER, AXOLOTL_PYTHON = ("launcher", "num_processes", "main_process_port"), ("accelerate", "no_accelerate")
+"""Flags of Axolotl's own command about its launcher. They are no keys of its file."""
 SHELL_OPERATORS = {">", ">>", "2>", "2>>", "&>", "&>>", "2>&1", "|", "&"}
 """Shell operators for redirection, pipes and background jobs. They end the command."""
 
@@ -104,6 +108,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
     Raises JobError if there is neither a script nor an options file, or if a word after it is not a flag.
     """
     argv = list(takewhile(lambda arg: arg not in SHELL_OPERATORS, argv))
+    argv, launcher_args = _split_at_dashes(argv)
     launcher, first = _launcher(argv)
     launched, begin = _launched(launcher, argv, first)
     script_index = next((i for i, arg in enumerate(argv) if i >= begin and arg.endswith((".py", *CONFIGS))), None)
@@ -120,7 +125,61 @@ def parse(argv: Sequence[str]) -> CommandLine:
         flags_start += 1
     config = argv[flags_start - 1] if argv[flags_start - 1].endswith(CONFIGS) else None
     flags = list(_flags(argv[flags_start:]))
-    return CommandLine(script, _ranks(launcher, launched), flags, config, launcher, launched, unread)
+    if not launcher and script.endswith(CONFIGS) and "-m" not in leading_words:
+        launcher, launched, flags = _own_launcher(script, flags, launcher_args)
+        ranks = _ranks(launcher, launched) if launcher else 1
+    elif launcher_args:
+        raise JobError(
+            f"{shlex.join(['--', *launcher_args])[:200]}: only Axolotl's own command passes words on; drop them"
+        )
+    else:
+        ranks = _ranks(launcher, launched)
+    return CommandLine(script, _world_size(flags, ranks), flags, config, launcher, launched, unread)
+
+
+def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Return the words before and after `--`, which separates the launcher's words in `axolotl train FILE -- ...`."""
+    index = argv.index("--") if "--" in argv else len(argv)
+    return argv[:index], argv[index + 1 :]
+
+
+def _own_launcher(
+    file: str, flags: list[tuple[str, str | None]], launcher_args: Sequence[str]
+) -> tuple[str, dict[str, str], list[tuple[str, str | None]]]:
+    """Return the launcher that the program of an options file starts itself, its options, and the other flags.
+
+    Axolotl's command starts accelerate, unless --launcher names another; "" for python, which starts one process.
+    DeepSpeed's files say nothing about a launcher: accelerate's default, all GPUs, is assumed.
+    """
+    of_launcher = {name: text or "" for name, text in flags if name in AXOLOTL_LAUNCHER + AXOLOTL_PYTHON}
+    flags = [(name, text) for name, text in flags if name not in of_launcher]
+    launcher = of_launcher.pop("launcher", "accelerate")
+    if launcher not in ("accelerate", "torchrun", "python"):
+        raise JobError(f"{file}: --launcher: given {launcher!r}; allowed: accelerate, torchrun or python")
+    is_python = launcher == "python" or "no_accelerate" in of_launcher or of_launcher.get("accelerate") == "false"
+    if is_python and launcher_args:
+        raise JobError(
+            f"{file}: {shlex.join(launcher_args)[:200]}: words for a launcher, but python starts none; drop them"
+        )
+    if is_python:
+        return "", {}, flags
+    launched, end = _launched(launcher, launcher_args, 0)
+    if end < len(launcher_args):
+        raise JobError(f"{file}: {launcher_args[end]!r} after -- is no option of {launcher}")
+    for name in AXOLOTL_PYTHON:
+        of_launcher.pop(name, None)
+    return launcher, of_launcher | launched, flags
+
+
+def _world_size(flags: list[tuple[str, str | None]], ranks: int | None) -> int | None:
+    """Take --world-size N out of the flags and return it, or `ranks` without it."""
+    for flag in [flag for flag in flags if flag[0] == WORLD_SIZE]:
+        flags.remove(flag)
+        text = flag[1] or ""
+        if not (text.isascii() and text.isdecimal() and 0 < int(text) < 2**31):
+            raise JobError(f"--world-size: given {text or 'nothing'}; allowed: a whole number >= 1")
+        ranks = int(text)
+    return ranks
 
 
 def _launcher(argv: Sequence[str]) -> tuple[str, int]:
@@ -157,7 +216,7 @@ def _launched(launcher: str, argv: Sequence[str], begin: int) -> tuple[dict[str,
 
 
 def _ranks(launcher: str, launched: Mapping[str, str]) -> int | None:
-    """Return the total number of ranks, or None if it depends on the machine; 1 without a launcher.
+    """Return the total number of ranks, or None if it depends on the machine; 1 if python starts a script.
 
     accelerate counts the processes of all machines together. Without a number, it and deepspeed use all GPUs.
     """

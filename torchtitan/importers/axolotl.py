@@ -9,11 +9,12 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from torchtitan.core.cadence import steps_of
 from torchtitan.core.errors import JobError
 from torchtitan.importers import deepspeed, launchers
 from torchtitan.importers.axolotl_adapter import Adapter
 from torchtitan.importers.axolotl_data import Data, Tokens
-from torchtitan.importers.axolotl_options import ADAM, OPTIMIZERS, read_options
+from torchtitan.importers.axolotl_options import ADAM, DEFAULT_STRATEGY, OPTIMIZERS, read_options
 from torchtitan.importers.translation import (
     AUTO,
     CommandLine,
@@ -22,6 +23,7 @@ from torchtitan.importers.translation import (
     from_folder,
     replicated,
 )
+from torchtitan.lr_schedules import TRANSFORMERS
 from torchtitan.models import SIZES, family_for_model_type
 from torchtitan.models.hf.config import CONFIG
 
@@ -37,8 +39,8 @@ DeepSeek's distilled models have the architecture of their students.
 SIZE_OVERRIDES = {"rope_theta": "rope_theta", "max_position_embeddings": "max_seq_len", "rms_norm_eps": "norm_eps"}
 SCALING = {"factor": "factor", "original_max_position_embeddings": "original_max_seq_len"}
 SCALING |= {name: name for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")}
-SEQUENCE_LEN, GROUPS = 2048, 4
-"""Axolotl's default sequence length, and the number of groups per sequence in its shifted attention."""
+GROUPS = 4
+"""Number of groups per sequence in Axolotl's shifted attention."""
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 VALIDATION_OPTIONS = (
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "early_stopping_patience"),
@@ -112,7 +114,7 @@ class _Axolotl:
         if overrides:
             self.values["model.overrides"] = overrides
         if self.options["s2_attention"]:
-            length = self.values.get("training.seq_len", SEQUENCE_LEN)
+            length = self.options["sequence_len"]
             if length % (2 * GROUPS):
                 self.refuse("sequence_len", length, f"a multiple of {2 * GROUPS} with s2_attention")
             self.values["model.s2_group_size"] = length // GROUPS
@@ -142,7 +144,12 @@ class _Axolotl:
         if ranks is not None:
             self.values["training.global_batch_size"] = local * passes * ranks
         elif passes > 1:
-            self.refuse("gradient_accumulation_steps", passes, "1", "or give the number of ranks: --world-size N")
+            name = "batch_size" if options["batch_size"] is not None else "gradient_accumulation_steps"
+            remedy = "Axolotl starts all GPUs of the machine: give the number of ranks, --world-size N"
+            self.refuse(name, options[name], "one forward pass a step without the number of ranks", remedy)
+        else:
+            self.note(f"a step has {local} samples of each rank, as Axolotl starts all GPUs; --world-size N writes out")
+            self.note("the total; without fsdp and deepspeed parameters are sharded too, at the same results")
         if self.values.get("validation.enable"):
             eval_batch_size = options["eval_batch_size"]
             self.values["validation.local_batch_size"] = local if eval_batch_size is None else eval_batch_size
@@ -184,21 +191,34 @@ class _Axolotl:
     def schedule(self) -> None:
         options, values, kind = self.options, self.values, self.options["lr_scheduler"]
         floor = options["cosine_min_lr_ratio"] or 0.0
-        values["lr_scheduler.min_lr_factor"] = floor if kind == "cosine" else 0.0
+        values |= {"lr_scheduler.min_lr_factor": floor if kind == "cosine" else 0.0}
+        values |= {"lr_scheduler.convention": TRANSFORMERS}
         if kind != "cosine" and floor:
             self.refuse("cosine_min_lr_ratio", floor, f"nothing with lr_scheduler: {kind}")
         steps, ratio = options["warmup_steps"], options["warmup_ratio"]
         if steps is not None and ratio:
             self.refuse("warmup_ratio", ratio, "nothing with warmup_steps", "drop one of the two")
-        elif steps is not None or kind == "constant":
-            values["lr_scheduler.warmup_steps"] = steps or 0
+        elif kind == "constant":
+            values["lr_scheduler.warmup_steps"] = 0
+            if steps or ratio:
+                self.note(f"no effect with lr_scheduler: constant: {'warmup_steps' if steps else 'warmup_ratio'}")
+        elif steps is not None:
+            values["lr_scheduler.warmup_steps"] = steps
         elif ratio:
-            values["lr_scheduler.warmup_steps"] = ratio
+            values["lr_scheduler.warmup_steps"] = self._share_of_steps(ratio)
         elif self.steps is not None:
             values["lr_scheduler.warmup_steps"] = min(self.steps * 3 // 100, 100)
         else:
             values["lr_scheduler.warmup_steps"] = 0.03
             self.note("with more than 3,333 steps Axolotl's warmup is 100 steps: set lr_scheduler.warmup_steps = 100")
+
+    def _share_of_steps(self, share: float) -> int | float:
+        """Return a share of the run's steps as a job writes it. Axolotl rounds down, a job rounds up."""
+        if self.steps is None:
+            self.note("warmup_ratio: steps are rounded up, where Axolotl rounds them down")
+            return share
+        steps = int(share * self.steps)
+        return share if steps == steps_of(share, self.steps, None) else steps
 
     def output(self) -> None:
         options, values, resume = self.options, self.values, self.options["resume_from_checkpoint"]
@@ -218,11 +238,10 @@ class _Axolotl:
     def cadence(self) -> None:
         """Translate how often the run logs, saves and validates."""
         options, values = self.options, self.values
-        eval_strategy, save_strategy = (
-            options["eval_strategy"] or options["evaluation_strategy"],
-            options["save_strategy"],
-        )
-        if log_freq := self._interval("logging_steps"):
+        eval_strategy = options["eval_strategy"] or options["evaluation_strategy"]
+        save_strategy = options["save_strategy"]
+        log_freq = self._interval("logging_steps")
+        if log_freq:
             values["metrics.log_freq"] = log_freq
         if save_interval := self._interval("save_steps", "saves_per_epoch", save_strategy):
             values["checkpoint.interval"] = save_interval
@@ -236,19 +255,27 @@ class _Axolotl:
         if eval_strategy == "no":
             for key in [key for key in values if key.startswith("validation.")]:
                 del values[key]
-        elif eval_interval:
-            values["validation.freq"] = eval_interval
+        elif eval_interval or (eval_strategy == "steps" and log_freq):  # as transformers does without eval_steps
+            values["validation.freq"] = eval_interval or log_freq
 
     def _interval(self, name: str, per_epoch_name: str = "", strategy: str | None = None) -> int | float | str | None:
         """Return an interval as a job writes it: in steps, as a fraction of all steps, or as times per epoch."""
         value, per_epoch = self.options[name], self.options[per_epoch_name] if per_epoch_name else None
+        given_steps = value or per_epoch
+        if given_steps and strategy not in (None, "steps"):  # Axolotl refuses it too
+            self.refuse(per_epoch_name if per_epoch else name, given_steps, f"nothing with the strategy {strategy}")
+            return None
+        if strategy is None and per_epoch_name and not given_steps and self.steps is not None:
+            self.note(f"no {name}: Axolotl does it at the end of an epoch, which is not known with max_steps")
+            return None
+        strategy = strategy or DEFAULT_STRATEGY
         if strategy == "no":
             return None
         if per_epoch and value:
             self.refuse(per_epoch_name, per_epoch, f"nothing with {name}", "drop one of the two")
         elif (per_epoch or 0) < 0 or (value or 0) < 0:
             self.refuse(per_epoch_name if per_epoch else name, per_epoch or value, "a number above 0")
-        elif per_epoch or strategy == "epoch":
+        elif per_epoch or (per_epoch_name and strategy == "epoch" and not value):
             times = per_epoch or 1
             if self.steps is None:
                 return "epoch" if times == 1 else f"{times}/epoch"
@@ -305,7 +332,10 @@ class _Axolotl:
         path = options["deepspeed"] or launchers.deepspeed_file(self.line)
         if path is not None:
             relative_path = Path(self.line.config or "").parent / path
-            deepspeed.add(Path(path) if os.path.isfile(path) else relative_path, ranks, self.draft)
+            try:
+                deepspeed.add(Path(path) if os.path.isfile(path) else relative_path, ranks, self.draft)
+            except JobError as error:
+                self.refuse("deepspeed", path, "a DeepSpeed file", str(error))
             if options["fsdp"]:
                 self.refuse("fsdp", options["fsdp"], "nothing with deepspeed", "drop one of the two")
             return

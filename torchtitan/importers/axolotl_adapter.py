@@ -56,8 +56,10 @@ class Adapter:
         if options["load_in_8bit"]:
             self.note("load_in_8bit: only weights are in 8 bits here, with a scale per row; inputs are not rounded")
         kind = "dora" if options["peft_use_dora"] else "lora_int8" if options["load_in_8bit"] else kind
-        defaults = {"adapter.rank": 8, "adapter.alpha": 16.0, "adapter.dropout": 0.0}
-        values |= {"adapter.kind": kind} | {key: values.get(key, default) for key, default in defaults.items()}
+        values |= {"adapter.kind": kind, "adapter.dropout": values.get("adapter.dropout", 0.0)}
+        for name in ("lora_r", "lora_alpha"):
+            if options[name] is None:
+                self.refuse(name, None, "a number", "Axolotl needs it too")
         self._targets()
         self._check_4bit()
         self._restarts()

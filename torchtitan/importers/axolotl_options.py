@@ -1,8 +1,13 @@
 """The options of Axolotl files: revision of February 2024, a few later ones, and options of launch scripts.
 
+`DEFAULTS` declares what a file means that lacks one of them.
+
 The table defines the translation of each. Those that need other options to be understood are read by axolotl.py and
 axolotl_data.py.
 """
+
+from dataclasses import replace
+from typing import Any
 
 from torchtitan.config.options import hint
 from torchtitan.importers import yaml_file
@@ -128,38 +133,36 @@ PRECISION: dict[str, Option] = {
     **same("fp16 float16", NO_FLOAT16),
     "tf32": _note("bool", "matrix products are in bfloat16 or in full float32"),
     "gradient_checkpointing": Option(
-        "choice", False, "activation_checkpoint.mode", choices=RECOMPUTE, reason=STAYS_ON_DEVICE
+        "choice", None, "activation_checkpoint.mode", choices=RECOMPUTE, reason=STAYS_ON_DEVICE
     ),
     "gradient_checkpointing_kwargs": _note("table", "recompute is never of the reentrant kind"),
     "activation_offloading": _refusal("bool", f"{STAYS_ON_DEVICE}; gradient_checkpointing keeps fewer"),
     **same("gpu_memory_limit max_memory", Option("any")),
 }
 OPTIMIZATION: dict[str, Option] = {
-    "optimizer": Option("text", "adamw_torch", "optimizer.name", OPTIMIZERS, reason="others are not supported"),
+    "optimizer": Option("text", None, "optimizer.name", OPTIMIZERS, reason="others are not supported"),
     "learning_rate": Option("float", to="optimizer.lr", required=True),
-    "weight_decay": Option("float", 0.0, to="optimizer.weight_decay"),
-    "adam_beta1": Option("float", 0.9),
-    "adam_beta2": Option("float", 0.999),
-    "adam_epsilon": Option("float", 1e-8),
+    "weight_decay": Option("float", to="optimizer.weight_decay"),
+    **same("adam_beta1 adam_beta2 adam_epsilon", Option("float")),
     "max_grad_norm": Option("float", to="training.max_norm"),
     "torchdistx_path": _refusal("text", "torchdistx is not needed for optimizer: adamw_anyprecision"),
-    "lr_scheduler": Option("text", "cosine", "lr_scheduler.decay_type", SCHEDULES, reason="others are not supported"),
+    "lr_scheduler": Option("text", None, "lr_scheduler.decay_type", SCHEDULES, reason="others are not supported"),
     "lr_scheduler_kwargs": _refusal("table", "write the schedule's settings into [lr_scheduler]"),
     "cosine_min_lr_ratio": Option("float"),
     "lr_quadratic_warmup": Option("bool", to="lr_scheduler.warmup_type", choices={True: "quadratic", False: None}),
     "warmup_steps": Option("int"),
     "warmup_ratio": Option("float"),
     **same("neftune_noise_alpha noisy_embedding_alpha", Option("float", to="training.neftune_alpha")),
-    "micro_batch_size": Option("int", 1, to="training.local_batch_size", least=1),
+    "micro_batch_size": Option("int", to="training.local_batch_size", least=1),
     **same("gradient_accumulation_steps batch_size eval_batch_size max_steps", Option("int")),
-    "num_epochs": Option("float", 1.0),
-    "seed": Option("int", 42, to="debug.seed"),
+    "num_epochs": Option("float"),
+    "seed": Option("int", to="debug.seed"),
 }
 OUTPUT: dict[str, Option] = {
     **same("eval_steps save_steps logging_steps", Option("float")),
     **same("evaluation_strategy eval_strategy save_strategy", Option("word", choices=STRATEGIES)),
     **same("evals_per_epoch saves_per_epoch early_stopping_patience eval_table_size", Option("int")),
-    "save_total_limit": Option("int", 4),
+    "save_total_limit": Option("int"),
     **same("load_best_model_at_end greater_is_better cleanup_output_dir_on_start", Option("bool")),
     "metric_for_best_model": Option("text"),
     "loss_watchdog_threshold": Option("float", to="guard.loss_threshold"),
@@ -167,7 +170,7 @@ OUTPUT: dict[str, Option] = {
     "eval_table_max_new_tokens": Option("int"),
     "do_bench_eval": _refusal("bool", NO_CHOICES),
     "bench_dataset": _refusal("text", NO_CHOICES),
-    "output_dir": Option("text", "./model-out", to="job.dump_folder"),
+    "output_dir": Option("text", to="job.dump_folder"),
     "resume_from_checkpoint": Option("choice", choices=(True, False, AUTO), reason=RESUMES),
     "auto_resume_from_checkpoints": _note("bool", "a job that is started again resumes by itself"),
     "save_safetensors": Option("bool", choices=(True,), reason="weights are never pickled"),
@@ -215,7 +218,34 @@ PLAN: dict[str, Option] = {
     "debug": _note("bool", "torchtitan preview shows the samples"),
     **same("is_file read_text", _refusal("any", NO_OPTION)),
 }
+DEFAULTS: dict[str, Any] = {
+    "sequence_len": 512,
+    "bf16": AUTO,
+    "gradient_checkpointing": False,
+    "optimizer": "adamw_torch",
+    "weight_decay": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "max_grad_norm": 1.0,
+    "lr_scheduler": "cosine",
+    "micro_batch_size": 1,
+    "num_epochs": 1.0,
+    "seed": 42,
+    "save_total_limit": 4,
+    "output_dir": "./model-out",
+}
+"""Values of options that a file lacks: Axolotl v0.18 (July 2026) with transformers' TrainingArguments.
+
+Those of February 2024 are the same, but for a sequence_len of 1024. All other options are off or unset without a value,
+and the warmup is 3 % of the steps.
+"""
+DEFAULT_STRATEGY = "epoch"
+"""When a run is saved and validated that does not say it."""
+NEVER_NULL = ("sequence_len", "micro_batch_size", "num_epochs")
+"""Options with which Axolotl fails if they are there without a value."""
 OPTIONS = MODEL | DATA | ADAPTER | PRECISION | OPTIMIZATION | OUTPUT | PREFERENCE | PLAN
+OPTIONS |= {name: replace(OPTIONS[name], default=default) for name, default in DEFAULTS.items()}
 """Of Axolotl and of Truefoundry's trainer (train_data_uri, val_data_uri, cleanup_output_dir_on_start, mlfoundry_*)."""
 
 
@@ -227,6 +257,10 @@ def read_options(line: CommandLine, draft: JobDraft) -> Options:
     raw_values |= {name: True if text is None else yaml_file.parse_value(text) for name, text in line.flags}
     for name, value in raw_values.items():
         if value is None or (isinstance(value, str) and value in UNSET):
+            if name in NEVER_NULL:
+                draft.refuse(name, None, OPTIONS[name].allowed(), f"leave it out for Axolotl's {DEFAULTS[name]:g}")
+            elif name == "bf16":
+                options.add(name, value, False)  # without a value it is off, though it is on if it is absent
             continue
         option = OPTIONS.get(name)
         if option is None and name in ENTRY_KEYS:
@@ -241,5 +275,7 @@ def read_options(line: CommandLine, draft: JobDraft) -> Options:
                 draft.notes.append(f"{name}: auto, so that it is chosen here")
             else:
                 options.add(name, value, parsed_value)
+    if "sequence_len" not in raw_values:
+        draft.notes.append(f"no sequence_len: Axolotl's default, {DEFAULTS['sequence_len']} (1024 until 2024)")
     options.translate()
     return options

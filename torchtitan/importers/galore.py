@@ -16,6 +16,7 @@ from torchtitan.config.options import hint, show
 from torchtitan.core.errors import JobError
 from torchtitan.importers.relora_flags import GALORE_TORCH
 from torchtitan.importers.translation import LINEARS, Option, Script, is_finite, targets_of
+from torchtitan.lr_schedules import TORCHTITAN
 from torchtitan.models import FROM_HF
 from torchtitan.models.hf.config import read_json
 
@@ -52,6 +53,7 @@ CONSTANTS = {
     "lr_scheduler.decay_type": "cosine",
     "lr_scheduler.warmup_steps": 0,
     "lr_scheduler.min_lr_factor": 0.0,
+    "lr_scheduler.convention": TORCHTITAN,  # CosineAnnealingLR would reach 0 after the last step too
     "metrics.log_freq": 1,
 }
 """Options of every job."""

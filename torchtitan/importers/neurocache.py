@@ -17,6 +17,7 @@ from torchtitan.adapters.neurocache.sizes import KEY, layers_of
 from torchtitan.config.sections.adapter import Neurocache
 from torchtitan.core.errors import JobError
 from torchtitan.importers.translation import CommandLine, Option, Script, family_in, from_folder, targets_of
+from torchtitan.lr_schedules import TRANSFORMERS
 from torchtitan.models import CONFIG_CONVERTERS, SIZES
 from torchtitan.models.hf.config import CONFIG
 
@@ -167,9 +168,11 @@ class _Script(Script):
             name = f"per_device_{flag}_batch_size"
             values[f"{section}.local_batch_size"] = both if both and name not in options else options[name]
         passes, ranks = options["gradient_accumulation_steps"], self.line.ranks
+        if ranks is not None or passes > 1:
+            values["training.global_batch_size"] = values["training.local_batch_size"] * (ranks or 1) * passes
         if ranks is None:
-            self.note("no --num_processes: the batch is for one rank; give the number with --world-size N")
-        values["training.global_batch_size"] = values["training.local_batch_size"] * (ranks or 1) * passes
+            batch = "training.global_batch_size is for ONE" if passes > 1 else "a step has the batch of each of them"
+            self.note(f"no --num_processes: accelerate starts all GPUs, and {batch}; --world-size N writes the total")
         if passes == 1 and self.has_cache:
             self.note(
                 "one forward pass per step: the cached states are older than the weights; the authors saw divergence"
@@ -182,6 +185,7 @@ class _Script(Script):
         warmup = 0 if kind == "constant" else options["num_warmup_steps"]
         floor = LAST_RATE / options["learning_rate"] if kind == "polynomial" and options["learning_rate"] else 0.0
         values |= {"lr_scheduler.warmup_steps": warmup, "lr_scheduler.min_lr_factor": floor}
+        values["lr_scheduler.convention"] = TRANSFORMERS
         if warmup >= options["max_train_steps"]:
             values["lr_scheduler.total_steps"] = warmup + 1
             self.note(f"--num_warmup_steps {warmup} is longer than the run: the schedule is made longer than the run")

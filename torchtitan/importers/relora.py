@@ -14,6 +14,7 @@ from torchtitan.datasets.sources_pretokenized import PretokenizedBlocks
 from torchtitan.datasets.streams import stream_count
 from torchtitan.importers.relora_flags import FLAGS, translate_optimizer, with_file
 from torchtitan.importers.translation import CommandLine, Script, family_in, from_folder, replicated
+from torchtitan.lr_schedules import TRANSFORMERS
 from torchtitan.models import SIZES
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.models.llama import RELORA, relora_sizes
@@ -155,6 +156,8 @@ class _ReLoRA(Script):
         if not 0 < floor <= 1:
             self.refuse("min_lr_ratio", floor, "more than 0 and at most 1")
         values["lr_scheduler.min_lr_factor"] = 0.0 if kind == "linear" else floor
+        if kind == "linear":
+            values["lr_scheduler.convention"] = TRANSFORMERS
         if kind == "cosine_restarts":
             restart_flags = [flag for flag in ("restart_warmup_steps", "adjust_step") if flag in options]
             values |= {f"lr_scheduler.{flag}": options[flag] for flag in restart_flags}
