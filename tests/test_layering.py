@@ -40,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
     "planner": {"adapters", "build", "config", "core", "launcher", "metrics", "models", "optimizers", "parallelisms"}
     | {"process", "rules", "training"},
     "importers": {"adapters", "config", "core", "datasets", "lr_schedules", "models"},
-    "launch": {"checkpoint", "config", "core", "launcher", "process", "rules"},
+    "launch": {"checkpoint", "config", "core", "launcher", "metrics", "process", "rules"},
     "commands": {
         "adapters",
         "build",
@@ -55,7 +55,7 @@ ROOMS: dict[str, set[str]] = {
     | {"losses", "lr_schedules", "metrics", "models", "optimizers", "parallelisms", "planner", "process", "rules"}
     | {"training"},
     "cli": {"commands", "core", "process"},  # imports a command's module when it runs
-    "train": {"checkpoint", "cli", "config", "core", "launch", "launcher", "process", "training"},
+    "train": {"checkpoint", "cli", "config", "core", "launch", "launcher", "metrics", "process", "training"},
     "__main__": {"cli"},
     "__init__": set(),
 }

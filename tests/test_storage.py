@@ -274,7 +274,7 @@ def test_a_run_saves_before_its_time_limit_and_resumes(tmp_path):
     )
     argv = jobs.arguments(tmp_path / "run", texts, **options)
     code, out, err = jobs.run(argv, ranks=2)
-    assert code == 143, err
+    assert code == 11, err  # not 143: no signal was sent
     assert "before the time limit" in out
     assert "nothing will be saved" not in err
     last = jobs.logged_steps(tmp_path / "run")[-1]["step"]

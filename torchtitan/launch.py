@@ -23,12 +23,13 @@ from torchtitan.core.machine_errors import MachineError
 from torchtitan.launcher import slurm
 from torchtitan.launcher.hangs import HangLimits
 from torchtitan.launcher.lock import hold_lock, this_process
-from torchtitan.launcher.monitor import RankMonitor
+from torchtitan.launcher.monitor import RankMonitor, print_message
 from torchtitan.launcher.multi_node import LATE_SECONDS, Coordinator, Worker
 from torchtitan.launcher.nodes import Nodes, use_head_interface
 from torchtitan.launcher.processes import Processes, SignalQueue
 from torchtitan.launcher.restarts import follow_coordinator, supervise
 from torchtitan.launcher.run_folder import HANGS_FOLDER, SECRET_FILE, empty_folder, export_advice
+from torchtitan.metrics.run_end import RunEnd, describe_last_end, record_end
 from torchtitan.process.exit import CRASHED, REFUSED, exit_with
 from torchtitan.process.ranks import Restart, count_ranks, likely_device, read_nodes, set_default, slurm_job
 from torchtitan.rules import check, with_faults_of_the_rest
@@ -90,6 +91,7 @@ def run_as_coordinator(nodes: Nodes, num_ranks: int, arguments: list[str], queue
     """Run the job from the first or only machine: check it, lock the run folder, and restart all ranks after crashes
     and hangs."""
     coordinator, code = Coordinator(nodes, num_ranks), CRASHED  # the code that an unexpected exception sends
+    end = RunEnd(CRASHED, reason="the launcher failed")
     try:
         config = load_job(arguments, nodes.count * num_ranks)
         if config is None:
@@ -100,18 +102,25 @@ def run_as_coordinator(nodes: Nodes, num_ranks: int, arguments: list[str], queue
             return code
         if nodes.count > 1:
             use_head_interface(nodes)
-        with hold_lock(Path(config.job.dump_folder), this_process(*slurm_job())):
-            if message := empty_folder(config, slurm_job()[1]):
-                print(message, flush=True)
+        folder = Path(config.job.dump_folder)
+        with hold_lock(folder, this_process(*slurm_job())) as was_left:
+            for message in (empty_folder(config, slurm_job()[1]), describe_last_end(folder, was_left)):
+                if message:
+                    print_message(message)
             try:
-                secret_file = Path(config.job.dump_folder) / SECRET_FILE
-                stop_signal = coordinator.wait_for_workers(queue, config.comm.init_timeout_seconds, secret_file)
-                code = 128 + stop_signal if stop_signal else run(config, arguments, num_ranks, queue, coordinator)
+                stop_signal = coordinator.wait_for_workers(
+                    queue, config.comm.init_timeout_seconds, folder / SECRET_FILE
+                )
+                stopped = RunEnd(128 + (stop_signal or 0))
+                end = stopped if stop_signal else run(config, arguments, num_ranks, queue, coordinator)
             except JobError as error:
                 print(wrap_lines(error), file=sys.stderr)
-                code = REFUSED
+                end = RunEnd(REFUSED, reason=str(error))
             finally:
+                code = end.code
                 coordinator.end_run(code)  # before the lock ends, as the secret is deleted here
+                if problem := record_end(folder, end):
+                    print_message(problem, sys.stderr)
         return code
     except JobError as error:
         print(wrap_lines(error), file=sys.stderr)
@@ -128,7 +137,7 @@ def run(
     queue: SignalQueue,
     coordinator: Coordinator,
     program: Sequence[str] | None = None,
-) -> int:
+) -> RunEnd:
     def start(restart: Restart | None) -> RankMonitor:
         nodes, listener = coordinator.order_start(restart)
         monitor = start_ranks(config, arguments, num_ranks, queue, coordinator, restart, nodes, listener, program)

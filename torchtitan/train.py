@@ -14,6 +14,7 @@ import importlib
 import logging
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torchtitan.launcher.hangs import respond_to_launcher, write_stacks_on_reque
 from torchtitan.launcher.lock import hold_lock, this_process
 from torchtitan.launcher.processes import StopRequests
 from torchtitan.launcher.run_folder import LOGS_FOLDER, empty_folder
+from torchtitan.metrics.run_end import DATA, EARLY_STOP, NOTHING_LEFT, RunEnd, describe_last_end, record_end
 from torchtitan.process.exit import (
     CRASHED,
     DIFFERING,
@@ -37,6 +39,7 @@ from torchtitan.process.exit import (
     NOT_LOADED,
     NOT_SAVED,
     OUT_OF_MEMORY,
+    OUT_OF_TIME,
     REFUSED,
     ExportError,
     die_with_parent,
@@ -77,9 +80,11 @@ def main(argv: list[str]) -> int:
         print(manager.to_toml(config))
     if ranks.launcher is not None or not ranks.is_main:  # the launcher holds the folder for all of its ranks
         return run(config, ranks)
-    with hold_lock(Path(config.job.dump_folder), this_process(*slurm_job())):
-        if message := empty_folder(config, slurm_job()[1]):
-            logger.info("%s", message)
+    folder = Path(config.job.dump_folder)
+    with hold_lock(folder, this_process(*slurm_job())) as was_left:
+        for message in (empty_folder(config, slurm_job()[1]), describe_last_end(folder, was_left)):
+            if message:
+                logger.info("%s", message)
         return run(config, ranks)
 
 
@@ -124,14 +129,43 @@ def run(config: JobConfig, ranks: Ranks) -> int:
         trainer = training.Trainer(config, ranks)
         finished = trainer.train()
         trainer.close()
+        end = end_of(trainer, finished, requests)
     except KeyboardInterrupt:
-        return 128 + requests.first if requests.first else INTERRUPTED
-    except training.PeerStopped:
+        end = RunEnd(128 + requests.first if requests.first else INTERRUPTED)
+    except Exception as error:
+        failure = end_of_failure(error, trainer, ranks)
+        if failure is None:
+            logger.debug("crashed", exc_info=True)  # to the rank's log file; Python prints it on the console
+            report_end(RunEnd(CRASHED, reason=f"{type(error).__name__}: {error}"), trainer, config, ranks)
+            raise
+        end = failure
+    report_end(end, trainer, config, ranks)
+    return end.code
+
+
+def end_of(trainer: Any, finished: bool, requests: StopRequests) -> RunEnd:
+    """Return the end of a run without a failure."""
+    if finished:
+        reason = trainer.findings.stop_reason
+        if trainer.step == trainer.state.start_step and not reason:
+            return RunEnd(0, NOTHING_LEFT)
+        return RunEnd(0, EARLY_STOP if reason else "", reason)
+    if trainer.out_of_time and not requests.first:
+        return RunEnd(OUT_OF_TIME)
+    # even if only another rank got the signal, perhaps on another machine: an unfinished run must not look finished
+    return RunEnd(128 + (requests.first or signal.SIGTERM))
+
+
+def end_of_failure(error: Exception, trainer: Any, ranks: Ranks) -> RunEnd | None:
+    """Log a failure, unless that is another rank's task, and return the end of the run; None for a crash."""
+    from torchtitan.training import trainer as training
+
+    if isinstance(error, training.PeerStopped):
         wait_for_reporting_rank(ranks, times=2)
-        return REFUSED
-    except ExportError as error:
-        return report_failed_export(error, trainer, ranks)
-    except (JobError, training.BadStep, training.ReplicasDiffer) as error:
+        return RunEnd(REFUSED, DATA)
+    if isinstance(error, ExportError):
+        return RunEnd(report_failed_export(error, trainer, ranks), reason=str(error))
+    if isinstance(error, JobError | training.BadStep | training.ReplicasDiffer):
         if not ranks.is_main:
             # only the first rank reports a failure of all ranks: when it exits, torchrun ends this wait
             wait_for_reporting_rank(ranks)
@@ -140,35 +174,35 @@ def run(config: JobConfig, ranks: Ranks) -> int:
         if not on_all or ranks.launcher is None or ranks.local_rank == 0:
             logger.error("%s", wrap_lines(error))
         if isinstance(error, CheckpointError):
-            return NOT_LOADED if trainer is None and not isinstance(error, CannotSave) else NOT_SAVED
+            is_start = trainer is None and not isinstance(error, CannotSave)
+            return RunEnd(NOT_LOADED if is_start else NOT_SAVED, reason=str(error))
         if isinstance(error, training.ReplicasDiffer):
-            return DIFFERING
-        return NON_FINITE if isinstance(error, training.BadStep) else REFUSED
-    except Exception as error:
-        if (code := report_known_failure(error, trainer, ranks)) is not None:
-            return code
-        logger.debug("crashed", exc_info=True)  # to the rank's log file; Python prints it on the console
-        raise
-    if not finished and trainer.out_of_time:
-        return 128 + signal.SIGTERM
-    # even if only another rank got the signal, perhaps on another machine: an unfinished run must not look finished
-    return 0 if finished else 128 + (requests.first or signal.SIGTERM)
-
-
-def report_known_failure(error: Exception, trainer: Any, ranks: Ranks) -> int | None:
-    """Report a failure of the machine or of another rank and return the exit code; None for any other exception."""
+            return RunEnd(DIFFERING, reason=str(error))
+        if isinstance(error, training.BadStep):
+            return RunEnd(NON_FINITE, reason=str(error))
+        return RunEnd(REFUSED, DATA * isinstance(error, training.DataError | training.NothingToLearn), str(error))
     if isinstance(error, MachineError):
         if not error.on_all_ranks or (ranks.is_main if ranks.launcher is None else ranks.local_rank == 0):
             logger.error("%s", wrap_lines(error))
-        return CRASHED
+        return RunEnd(CRASHED, reason=str(error))
     kind = failure_kind(error)
     if kind == "memory":
         logger.error("out of memory: %s\n%s", error, trainer.memory() if trainer else "  in the start of the run")
-        return OUT_OF_MEMORY
+        return RunEnd(OUT_OF_MEMORY, reason=str(error))
     if kind == "peer":  # that rank and the launcher report its end
         logger.error("another rank is gone: %s", str(error).splitlines()[0])
-        return CRASHED
+        return RunEnd(CRASHED, reason="another rank is gone")
     return None
+
+
+def report_end(end: RunEnd, trainer: Any, config: JobConfig, ranks: Ranks) -> None:
+    """Pass the end of this rank on to the launcher; without one, the first rank records the end of the run."""
+    if ranks.launcher is not None:
+        end.pass_on(ranks.launcher.end)
+    elif ranks.is_main:
+        end = replace(end, step=None if trainer is None else trainer.step)
+        if problem := record_end(Path(config.job.dump_folder), end):
+            logger.warning("%s", problem)
 
 
 def report_failed_export(error: Exception, trainer: Any, ranks: Ranks) -> int:

@@ -1,5 +1,7 @@
 """Ends of a run: after its last step, beyond it, and with nothing left to train."""
 
+import signal
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,8 +9,16 @@ import torch.distributed as dist
 from tests.support.jobs import SHALLOW, arguments, run, write_texts
 from tests.support.pool import run_ranks
 from tests.test_preferences import write_pairs
+from torchtitan import train as train_program
+from torchtitan.checkpoint import CheckpointError
 from torchtitan.config import manager
-from torchtitan.process.ranks import read_ranks
+from torchtitan.core.errors import JobError
+from torchtitan.datasets.sources import DataError
+from torchtitan.guards import BadStep, ReplicasDiffer
+from torchtitan.metrics.json_lines import read_records
+from torchtitan.process.exit import stop_signals
+from torchtitan.process.ranks import Ranks, read_ranks
+from torchtitan.training import trainer as trainer_module
 from torchtitan.training.trainer import Trainer
 
 SAVING = dict(model__overrides=SHALLOW, checkpoint__enable=True, checkpoint__interval=100)
@@ -64,3 +74,76 @@ def test_fewer_steps_of_pairs_read_no_reference(tmp_path):
     assert run_ranks(1, train_to_end, argv) == [(True, 3, [1, 2, 3])]
     argv = arguments(tmp_path / "run", pairs, **options | dict(training__steps=1))
     assert run_ranks(1, train_to_end, argv) == [(True, 3, [])]
+
+
+def end_events(folder) -> list[tuple]:
+    events = [record for record in read_records(folder / "metrics.jsonl") if record.get("event") == "end"]
+    return [(event["step"], event["cause"], event["exit_code"], event["reason"]) for event in events]
+
+
+def test_each_start_of_a_run_records_its_end(tmp_path):
+    texts = write_texts(tmp_path)
+    options = dict(SAVING, training__steps=2, training__local_batch_size=4, metrics__plot=True)
+    assert run(arguments(tmp_path / "run", texts, **options), ranks=2)[0] == 0
+    code, out, _ = run(arguments(tmp_path / "run", texts, **options), ranks=2)
+    assert code == 0 and "the last run in this folder: finished after step 2 (exit code 0)" in out
+    options |= dict(training__steps=9, early_stop__patience=1, early_stop__min_delta=100, validation__freq=1)
+    options |= dict(validation__enable=True, validation__dataset="text", validation__dataset_path=texts)
+    assert run(arguments(tmp_path / "run", texts, **options), ranks=2)[0] == 0
+    *earlier, (step, cause, code, reason) = end_events(tmp_path / "run")
+    assert earlier == [(2, "finished", 0, ""), (2, "nothing left to train", 0, "")]
+    assert (step, cause, code) == (3, "early stop", 0) and "(early_stop.patience)" in reason
+
+
+def test_data_that_cannot_be_read_are_the_cause_of_an_end(tmp_path):
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "one"}\n' * 40 + '{"text": 5.5}\n' * 40)
+    options = dict(SAVING, training__shuffle=False, training__local_batch_size=4)
+    code, _, err = run(arguments(tmp_path / "run", texts, **options), ranks=2)
+    ((step, cause, exit_code, reason),) = end_events(tmp_path / "run")
+    assert (cause, exit_code, code) == ("data", 2, 2) and reason.startswith(f"{texts}"), (reason, err)
+
+
+class FailingTrainer:
+    error: BaseException
+
+    def __init__(self, config, ranks):
+        self.step = 3
+
+    def train(self):
+        raise self.error
+
+    def memory(self):
+        return "much"
+
+
+FAILURES = {
+    "crashed": (ValueError("no"), 1, "ValueError: no"),
+    "refused": (JobError("not so"), 2, "not so"),
+    "data": (DataError("no more"), 2, "no more"),
+    "not saved": (CheckpointError("no space"), 7, "no space"),
+    "bad step": (BadStep("NaN"), 4, "NaN"),
+    "ranks differ": (ReplicasDiffer("5 and 6"), 9, "5 and 6"),
+    "out of memory": (MemoryError("all used"), 8, "all used"),
+    "stopped": (KeyboardInterrupt(), 130, ""),
+}
+
+
+@pytest.mark.parametrize("cause", FAILURES)
+def test_without_a_launcher_the_first_rank_records_a_failure(cause, tmp_path, monkeypatch):
+    error, code, reason = FAILURES[cause]
+    handlers = {number: signal.getsignal(number) for number in stop_signals()}
+    monkeypatch.setattr(FailingTrainer, "error", error, raising=False)
+    monkeypatch.setattr(trainer_module, "Trainer", FailingTrainer)
+    config = manager.load(arguments(tmp_path, tmp_path))
+    try:
+        if cause == "crashed":
+            with pytest.raises(ValueError, match="no"):
+                train_program.run(config, Ranks())
+        else:
+            assert train_program.run(config, Ranks()) == code
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    (event,) = end_events(tmp_path)
+    assert event[1:] == (cause, code, reason) and event[0] == 3

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.core.errors import JobError
-from torchtitan.metrics.json_lines import METRICS, is_finite, read_run
+from torchtitan.launcher.run_folder import describe_run_end
+from torchtitan.metrics.json_lines import METRICS, Record, is_finite, read_run
 from torchtitan.metrics.plot import FORMATS, check_format, draw_training_curve, smoothed, smoothed_over
 
 PAGE = ".html"
@@ -25,8 +26,10 @@ def main(argv: list[str]) -> int:
     if options.to is not None:
         check_format(options.to, "--to", (PAGE, *FORMATS))
     path = options.folder / METRICS if options.folder.is_dir() else options.folder
-    losses, held_out = read(path)
-    print(text_plot(losses, held_out, shutil.get_terminal_size().columns - 1))
+    records = read_run(path)
+    print(text_plot(*points_of(records), shutil.get_terminal_size().columns - 1))
+    if end := describe_run_end(path.parent, records):
+        print(f"{'end':>{LABEL - 1}} {end}")
     if options.to is not None:
         try:
             write(path, options.to, title=str(options.folder))
@@ -36,9 +39,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def read(path: Path) -> tuple[Points, Points]:
-    """Return the finite training and validation losses with their steps. Raises JobError if there are none."""
-    records = read_run(path)
+def points_of(records: list[Record]) -> tuple[Points, Points]:
+    """Return the finite training and validation losses with their steps."""
     losses, held_out = (
         [(record["step"], record[key]) for record in records if is_finite(record.get(key))]
         for key in ("loss", "validation_loss")

@@ -23,9 +23,10 @@ from torchtitan.config.manager import load, to_toml
 from torchtitan.config.options import ConfigError, options, show
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError
-from torchtitan.launcher.run_folder import JOB_FILE
-from torchtitan.metrics.json_lines import Record, is_finite, lost_losses, read_records, read_run
+from torchtitan.launcher.run_folder import JOB_FILE, describe_run_end
+from torchtitan.metrics.json_lines import END, Record, is_finite, lost_losses, read_records, read_run
 from torchtitan.metrics.plot import check_format, smoothed
+from torchtitan.metrics.run_end import describe_end
 
 PAGE = ".html"
 GENERATED = "generated.jsonl"
@@ -54,6 +55,7 @@ SYMBOLS = {
     "skip": ("diamond", "◆"),
     "straggler": ("star", "★"),
     LOST: ("cross", "✚"),
+    END: ("square", "■"),
 }
 """Kind of event -> plotly's name of its symbol, and the symbol in the labels of the rows of events."""
 STYLE = """
@@ -85,6 +87,8 @@ class RunData:
     job: str
     options: dict[str, Any] | None
     texts: list[Record]
+    end: str
+    """How its last start ended; "" if that is not known."""
 
     @property
     def color(self) -> str:
@@ -139,6 +143,7 @@ def read(folder: Path, number: int) -> RunData:
         job=job,
         options=job_options,
         texts=texts,
+        end=describe_run_end(folder, records),
     )
 
 
@@ -301,6 +306,8 @@ def describe(event: Record) -> str:
     if kind == "save":
         goodput = event.get("goodput")
         return f"saved; {100 * goodput:.1f} % of all time spent training" if is_finite(goodput) else "saved"
+    if kind == END:
+        return describe_end(event)
     if kind == LOST:
         return f"{LOST} since step {event['step']}"
     if kind == "straggler":
@@ -319,7 +326,9 @@ def page_of(runs: Sequence[RunData]) -> Iterator[str]:
     yield f"<h1>{title}</h1>\n"
     config = {"displaylogo": False, "responsive": True, "scrollZoom": True}
     yield figure.to_html(full_html=False, include_plotlyjs=True, config=config)
-    yield "\n<h2>Results</h2>\n" + "".join(table([["run", "steps", "loss", "validation", "time"], *map(results, runs)]))
+    yield "\n<h2>Results</h2>\n" + "".join(
+        table([["run", "steps", "loss", "validation", "time", "end"], *map(results, runs)])
+    )
     if len(runs) > 1:
         yield "\n<h2>Options that differ</h2>\n" + "".join(table(differing_options(runs)))
     yield "\n<h2>Jobs</h2>\n"
@@ -346,7 +355,7 @@ def results(run: RunData) -> list[str]:
     seconds = {name.removesuffix("_seconds"): v for name, v in run.account.items() if name.endswith("_seconds")}
     largest = sorted(((v, name) for name, v in seconds.items() if is_finite(v) and v >= 0.05), reverse=True)
     time = ", ".join(f"{name} {v:,.1f} s" for v, name in largest)
-    return [run.label, f"{run.rows[-1]['step']:,}", loss, held_out, html.escape(time)]
+    return [run.label, f"{run.rows[-1]['step']:,}", loss, held_out, html.escape(time), html.escape(run.end)]
 
 
 def differing_options(runs: Sequence[RunData]) -> Iterator[list[str]]:

@@ -23,10 +23,11 @@ from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import Hardware, load_hardware
 from torchtitan.core.progress_bar import waiting
-from torchtitan.launcher.run_folder import JOB_FILE
+from torchtitan.launcher.run_folder import JOB_FILE, describe_run_end
 from torchtitan.metrics.console import duration
 from torchtitan.metrics.goodput import CAUSES, SHORTEST_ADVISED_SECONDS, best_save_interval
 from torchtitan.metrics.json_lines import Record, is_finite, read_run
+from torchtitan.metrics.run_end import without_ends
 from torchtitan.planner.measured_runs import UNEXPLAINED, MeasuredRun, ModelledStep
 
 WORTH_A_CHANGE = 0.05
@@ -55,7 +56,9 @@ def main(argv: list[str]) -> int:
     hardware = load_hardware(options.gpu) if options.gpu else None
     records = read_run(options.run)
     config = job_of_file(options.run / JOB_FILE)
-    print("\n".join(lines_of(options.run, records, config, hardware)))
+    if end := describe_run_end(options.run, records):
+        print(f"{options.run}: {end}")
+    print("\n".join(lines_of(options.run, without_ends(records), config, hardware)))
     return 0
 
 

@@ -306,6 +306,10 @@ class ExitReport:
     """True if every rank had saved the last step, so that at most the export was left to do."""
     evidence: Evidence | None = None
     """Evidence of a hang."""
+    end_cause: str = ""
+    """Cause of the end (metrics/run_end.py), if the rank knows it better than its exit code tells."""
+    end_reason: str = ""
+    """The reason that the rank has passed on."""
 
     def to_fields(self) -> dict[str, Any]:
         return asdict(self)

@@ -113,10 +113,13 @@ def may_be_alive(owner: Owner, current: Owner, is_over: Callable[[str], bool] = 
 
 
 @contextmanager
-def hold_lock(folder: Path, current: Owner) -> Iterator[None]:
-    """Hold the folder's lock during the block. Raises `JobError` if another run holds it or it cannot be written."""
+def hold_lock(folder: Path, current: Owner) -> Iterator[bool]:
+    """Hold the folder's lock during the block, which gets True if a run that was killed has left its lock here.
+
+    Raises `JobError` if another run holds it or it cannot be written.
+    """
     try:
-        lock_file = _acquire(folder, current)
+        lock_file, was_left = _acquire(folder, current)
     except OSError as error:
         location = "" if error.filename is None else f": {error.filename}"  # a write error has no file name
         raise JobError(
@@ -124,13 +127,13 @@ def hold_lock(folder: Path, current: Owner) -> Iterator[None]:
             "allowed: one that this user may write to, with space on its disk"
         ) from None
     try:
-        yield
+        yield was_left
     finally:
         with suppress(OSError):
             lock_file.unlink()
 
 
-def _acquire(folder: Path, current: Owner) -> Path:
+def _acquire(folder: Path, current: Owner) -> tuple[Path, bool]:
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + WRITING_SECONDS
     while True:
@@ -155,9 +158,18 @@ def _acquire(folder: Path, current: Owner) -> Path:
         ):
             for number in owners:
                 (folder / f"run.lock.{number}").unlink(missing_ok=True)
-            return lock_file
+            return lock_file, any(owners.values())
         lock_file.unlink(missing_ok=True)  # two processes saw each other: both back off, one is first to retry
         time.sleep(random.uniform(0.01, 0.2))
+
+
+def is_held(folder: Path) -> bool | None:
+    """Return True if a run may be at work in the folder, False if it was killed and has left its lock, else None."""
+    try:
+        owners = [owner for owner in _read(folder).values() if owner is not None]
+    except OSError:
+        return None
+    return any(may_be_alive(owner, this_process()) for owner in owners) if owners else None
 
 
 def _refuse_if_owned(owners: dict[int, Owner | None], current: Owner) -> None:

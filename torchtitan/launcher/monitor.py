@@ -16,6 +16,7 @@ from torchtitan.launcher.hangs import Evidence, ExitReport, HangLimits, Watchdog
 from torchtitan.launcher.multi_node import Coordinator, Worker
 from torchtitan.launcher.nodes import Message
 from torchtitan.launcher.processes import Processes, RankExit, SignalQueue, StopRequests
+from torchtitan.metrics.run_end import RunEnd
 from torchtitan.process.exit import EXPLAINED, HUNG, NOT_EXPORTED, REPORTED_BY_FIRST_RANK, STOPPED
 from torchtitan.process.heartbeat import TRAINED, WITHOUT_STATE
 
@@ -147,6 +148,9 @@ class RankMonitor:
         """Return how the ranks ended, for the coordinator."""
         failed = [rank_exit for rank_exit in self.processes.exits if rank_exit.code]
         first = failed[0] if failed else None
+        ends = [rank_exit.end for rank_exit in self.processes.exits if rank_exit.end is not None]
+        ends = [end for end in ends if end.code == code] or [RunEnd(code)]
+        end = next((end for end in ends if end.reason), ends[0])  # some ranks only follow another one
         return ExitReport(
             code,
             str(first) if first else "",
@@ -158,6 +162,8 @@ class RankMonitor:
             done=self.all_in_phase("end"),
             trained=self.all_in_phase(*TRAINED),
             evidence=self.hang_evidence,
+            end_cause=end.cause,
+            end_reason=end.reason,
         )
 
     def all_in_phase(self, *phases: str) -> bool:

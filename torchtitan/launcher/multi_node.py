@@ -19,7 +19,7 @@ from torchtitan.launcher.admission import Admission, CoordinatorUnreachable, con
 from torchtitan.launcher.hangs import ExitReport, hang_folder_name, read_report
 from torchtitan.launcher.nodes import Connection, Message, Nodes, listen
 from torchtitan.launcher.processes import SignalQueue
-from torchtitan.process.exit import CRASHED, TERMINATED
+from torchtitan.process.exit import CRASHED
 from torchtitan.process.ranks import Restart
 
 LATE_SECONDS = 5.0
@@ -397,4 +397,4 @@ class Worker:
                 assert self.connection is not None
                 self.connection.close()
                 text = f"the first machine ({self.nodes.head}) has not answered for {patience:.0f} s"
-                return {"kind": "lost", "code": TERMINATED if stop_signal else CRASHED, "text": text}
+                return {"kind": "lost", "code": 128 + stop_signal if stop_signal else CRASHED, "text": text}

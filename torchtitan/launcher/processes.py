@@ -24,6 +24,7 @@ from types import FrameType
 
 from torchtitan.launcher.forks import ForkedRank, ForkPlan, ForkServer
 from torchtitan.launcher.nodes import Nodes
+from torchtitan.metrics.run_end import RunEnd, read_end
 from torchtitan.process.exit import stop_signals
 from torchtitan.process.heartbeat import Activity, ProgressTable, SharedFile
 from torchtitan.process.ranks import Launcher, Restart, variables_of
@@ -40,6 +41,8 @@ class RankExit:
     activity: Activity
     at: float
     """End time on the monotonic clock."""
+    end: RunEnd | None = None
+    """The end that the rank has passed on."""
     before_fork: bool = False
     """True if it is the process that failed from which all ranks of this machine were to be forked."""
 
@@ -63,11 +66,13 @@ class RankFiles:
 
     def __init__(self) -> None:
         self.stacks, self.collectives = SharedFile("torchtitan-stacks"), SharedFile("torchtitan-collectives")
+        self.end = SharedFile("torchtitan-end")
         self.request_reader, self.request_writer = os.pipe()
 
     def close(self) -> None:
         self.stacks.close()
         self.collectives.close()
+        self.end.close()
         os.close(self.request_reader)
         os.close(self.request_writer)
 
@@ -113,7 +118,7 @@ class Processes:
     def _plan(self, rank: int, restart: Restart | None) -> ForkPlan:
         """Return the environment variables and file descriptors of a rank."""
         shared = self.rank_files[rank]
-        files = (self.store, self.heartbeats, shared.stacks, shared.collectives)
+        files = (self.store, self.heartbeats, shared.stacks, shared.collectives, shared.end)
         listen = [] if self.listener is None or rank else [self.listener.fileno()]
         launcher = Launcher(
             os.getpid(),
@@ -124,6 +129,7 @@ class Processes:
             ask=shared.request_reader,
             listen=listen[0] if listen else None,
             restart=restart,
+            end=shared.end.path,
         )
         return ForkPlan(
             variables_of(rank, len(self.rank_files), launcher, astuple(self.nodes)),
@@ -137,8 +143,9 @@ class Processes:
             code = process.poll()
             if code is not None:
                 before_fork = isinstance(process, ForkedRank) and not process.is_forked
+                end = read_end(self.rank_files[rank].end.read())
                 newly_ended.append(
-                    RankExit(self.first_rank + rank, code, self.progress[rank], time.monotonic(), before_fork)
+                    RankExit(self.first_rank + rank, code, self.progress[rank], time.monotonic(), end, before_fork)
                 )
                 del self.running[rank]
         newly_ended.sort(

@@ -14,6 +14,7 @@ from torchtitan.launcher.monitor import RankMonitor, print_message
 from torchtitan.launcher.multi_node import QUIET_SECONDS, Coordinator, Worker
 from torchtitan.launcher.nodes import Message
 from torchtitan.launcher.processes import SignalQueue
+from torchtitan.metrics.run_end import RunEnd
 from torchtitan.process.exit import CRASH_LOOP, CRASHED, HUNG, STOPPED
 from torchtitan.process.ranks import Restart
 
@@ -33,8 +34,8 @@ def supervise(
     newest: Callable[[], int],
     coordinator: Coordinator | None = None,
     rejoin_seconds: float = 0,
-) -> int:
-    """Start all ranks, restart them as needed, and return the exit code of the run.
+) -> RunEnd:
+    """Start all ranks, restart them as needed, and return the end of the run.
 
     Runs on the first machine, for all. `newest()` is the step of the newest checkpoint. Lost machines are waited for
     for up to `rejoin_seconds`.
@@ -44,21 +45,23 @@ def supervise(
     first_step = saved_step
     restart: Restart | None = None
     faults: list[str] = []
+    reached = None
     while True:
         monitor = start(restart)
         local_report = monitor.exit_report(monitor.wait())
         report = combine_reports(coordinator.gather_reports(local_report, queue))
+        reached = report.reached or reached
         if report.code == HUNG:
             _print_error(report.cause)
         if coordinator.lost_machines and local_report.done:  # all saved here, so the lost machines had saved too
             _print_error(f"{', '.join(coordinator.lost_machines)} gone, after everything was saved")
-            return local_report.code
+            return _end(local_report, reached)
         if report.is_final or not max_restarts:
             if coordinator.lost_machines:
                 _print_error(f"{', '.join(coordinator.lost_machines)} gone; not started again")
-            return report.code
+            return _end(report, reached)
         if (code := _wait_for_lost(queue, coordinator, rejoin_seconds)) is not None:
-            return code
+            return _end(report, reached, code)
         step = newest()
         if step != saved_step:  # lower if the run rolled back and moved newer checkpoints aside
             saved_step, attempts, faults = step, 0, []
@@ -67,7 +70,7 @@ def supervise(
         if attempts == max_restarts:
             _print_error(f"crashed {attempts + 1} times without saving anything in between; given up. Its faults:")
             _print_error("\n".join(faults))
-            return CRASH_LOOP
+            return _end(report, reached, CRASH_LOOP)
         attempts, num_restarts = attempts + 1, num_restarts + 1
         pause = min(FIRST_PAUSE_SECONDS * 2 ** (attempts - 1), LONGEST_PAUSE_SECONDS)
         repeated_steps = max(0, report.reached - max(step, 0))
@@ -77,13 +80,21 @@ def supervise(
         )
         stop_signal = _pause(queue, pause, coordinator)
         if stop_signal is not None:
-            return 128 + stop_signal
+            return _end(report, reached, 128 + stop_signal)
         if (code := _wait_for_lost(queue, coordinator, rejoin_seconds)) is not None:
-            return code
+            return _end(report, reached, code)
         has_saved = step != first_step or (restart is not None and restart.saved)
         restart = Restart(
             num_restarts, cause, report.rank, report.reached, monitor.processes.started_at, has_saved, failed_at
         )
+
+
+def _end(report: ExitReport, reached: int | None, code: int | None = None) -> RunEnd:
+    """Return the end of a run whose ranks ended as reported. `code`: another exit code than theirs."""
+    reason = report.end_reason or (report.cause if report.code not in STOPPED else "")
+    if code is None or code == report.code:
+        return RunEnd(report.code, report.end_cause, reason, reached)
+    return RunEnd(code, reason=reason, step=reached)
 
 
 def _wait_for_lost(queue: SignalQueue, coordinator: Coordinator, seconds: float) -> int | None:

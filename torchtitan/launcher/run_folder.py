@@ -18,14 +18,16 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtitan.checkpoint import folders, layout
 from torchtitan.config.job import JobConfig, as_dict, trackers_of
 from torchtitan.core.errors import JobError
-from torchtitan.launcher.lock import is_lock
+from torchtitan.launcher.lock import is_held, is_lock
+from torchtitan.metrics.json_lines import Record
+from torchtitan.metrics.run_end import describe_end, end_of
 from torchtitan.metrics.trackers import entries_of
 
 logger = logging.getLogger(__name__)
@@ -174,6 +176,17 @@ def record_rollback(folder: Path, step: int) -> bool:
     except (OSError, layout.CheckpointError, KeyError, TypeError) as error:
         logger.warning("%s cannot be used: %s", path, error)
     return step in steps
+
+
+def describe_run_end(folder: Path, records: Sequence[Record]) -> str:
+    """Describe how the last start of a run ended, by its records and its lock; "" if that is not known."""
+    held = is_held(folder) if folder.is_dir() else None
+    if held:
+        return "still at work"
+    if held is False:
+        return "left no end: it was killed together with its launcher, or its machine failed"
+    end = end_of(records)
+    return describe_end(end) if end else ""
 
 
 def find_lost_checkpoints(folder: Path, checkpoints: Path) -> str | None:

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 """Name of the file in a run's folder."""
+END = "end"
+"""The event of how a start of the run ended (run_end.py)."""
 Record = dict[str, Any]
 LONGEST_LINE = 2**20
 """Longest line in bytes. A longer one is not a record, and is not held in memory."""
@@ -29,10 +31,10 @@ class JsonLines:
     def __init__(self, path: Path, resume_step: int | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            if not resume_step:
-                path.rename(_unused(path))
-            else:
+            if resume_step:
                 _keep_until(path, resume_step)
+            elif any(record.get("event") != END for record in read_records(path)):  # else no start has come so far
+                path.rename(_unused(path))
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
 
@@ -87,9 +89,9 @@ def read_run(path: Path) -> list[Record]:
         reason = error.reason if isinstance(error, FileError) else f"cannot be read ({error.strerror})"
         raise JobError(f"{path}: {reason}; {remedy}") from None
     if not any(is_finite(record.get("loss")) for record in records):
-        raise JobError(
-            f"{path}: no logged step with a loss; give the dump_folder of a run, or try again after its first step"
-        )
+        ends = [record.get("reason") or record.get("cause") for record in records if record.get("event") == END]
+        fault = "no logged step with a loss" + (f", and it ended: {ends[-1]}" if ends else "")
+        raise JobError(f"{path}: {fault}; give the dump_folder of a run, or try again after its first step")
     return records
 
 

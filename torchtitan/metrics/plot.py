@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.core.errors import JobError
-from torchtitan.metrics.json_lines import Record, is_finite, read_records
+from torchtitan.metrics.json_lines import END, Record, is_finite, read_records
+from torchtitan.metrics.run_end import end_of
 
 UNIT_BITS = 100
 FORMATS = (".svg", ".png")
-INK, GREY, RULE = "#1f2937", "#6b7280", "#e5e7eb"
+INK, GREY, RULE, STOP = "#1f2937", "#6b7280", "#e5e7eb", "#b91c1c"
 RAW, LOSS, HELD_OUT, RATE, SPEED = "#a5c0f3", "#1d4ed8", "#d9480f", "#0f766e", "#6d28d9"
 STYLE: Any = {
     "font.family": "DejaVu Sans",
@@ -61,6 +62,8 @@ def draw_training_curve(metrics_path: Path, path: Path, title: str) -> bool:
         )
         figure.set_layout_engine("constrained", hspace=0.06, h_pad=0.08, w_pad=0.12)
         loss, rate, speed = figure.subplots(3, 1, sharex=True, height_ratios=[5, 1.4, 1.4])
+        if (end := end_of(records)) and end.get("exit_code"):
+            title += f": {end.get('cause')} after step {end['step']}"
         loss.set_title(title, loc="left", pad=26, fontsize=14, fontweight="bold", parse_math=False)
         _draw_loss(loss, steps, held_out)
         _draw_rate(rate, steps)
@@ -69,6 +72,8 @@ def draw_training_curve(metrics_path: Path, path: Path, title: str) -> bool:
             for record in records:
                 if record.get("event") in ("restart", "rollback"):
                     axes.axvline(record["step"], color=GREY, linewidth=0.8, linestyle=":")
+                elif record.get("event") == END and record.get("exit_code"):
+                    axes.axvline(record["step"], color=STOP, linewidth=1.2)
         speed.set_xlabel("step")
         speed.xaxis.set_major_locator(MaxNLocator(integer=True))
         speed.xaxis.set_major_formatter("{x:,.0f}")

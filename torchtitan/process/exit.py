@@ -20,13 +20,16 @@ CRASHED = 1
 REFUSED, NOT_LOADED, NON_FINITE, CRASH_LOOP, HUNG, NOT_SAVED, OUT_OF_MEMORY, DIFFERING = 2, 3, 4, 5, 6, 7, 8, 9
 NOT_EXPORTED = 10
 """Training is complete and saved, but the export after the last step failed."""
+OUT_OF_TIME = 11
+"""The run has saved and stopped before job.time_limit or the end of its SLURM allocation; no signal was sent."""
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Sent by Ctrl-C, a scheduler, a closed terminal, and a scheduler's advance notice. The run saves, stops and exits with
 128 + the signal's number."""
-STOPPED = {128 + number for number in STOP_SIGNALS}
+STOPPED = {OUT_OF_TIME} | {128 + number for number in STOP_SIGNALS}
+"""Exit codes of a run that was asked to stop and can go on."""
 EXPLAINED = {REFUSED, NOT_LOADED, NON_FINITE, NOT_SAVED, NOT_EXPORTED} | STOPPED
-"""Exit codes of requested stops and of deterministic failures. The rank has logged the reason and is not restarted."""
+"""Exit codes of stops and of deterministic failures. The rank has logged the reason and is not restarted."""
 REPORTED_BY_FIRST_RANK = {NOT_LOADED, NON_FINITE, NOT_SAVED}
 """Exit codes with which all ranks end together. Only the first rank of each machine logs the reason."""
 

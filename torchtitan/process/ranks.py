@@ -61,6 +61,8 @@ class Launcher:
     """File descriptor of the socket on which the first rank of several machines serves the rendezvous store, at
     MASTER_ADDR and MASTER_PORT. It replaces the file store."""
     restart: Restart | None = None
+    end: str = ""
+    """Path to which this rank writes how it ends (metrics/run_end.py)."""
 
 
 @dataclass(frozen=True)

@@ -219,6 +219,7 @@ class Trainer:
         self.goodput.enter("end")
         if self.checkpointer:
             self.checkpointer.finish()
+        (self.out_of_time,) = map(bool, distributed.broadcast_floats(self.out_of_time))
         if self.done:
             self.enter("export", self.step)
             lacks_validation = self.validator.held_out is not None and self.findings.step != self.step
