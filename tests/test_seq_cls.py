@@ -231,3 +231,26 @@ def test_preview_shows_the_class_of_each_record(tmp_path, capsys):
 def test_generate_refuses_a_classifier(trained, capsys):
     assert cli.main(["generate", str(trained / "gpt2")]) != 0
     assert "this gpt2 distinguishes 2 classes; give a causal language model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", ["run/checkpoint", "run/model"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_language_model_of_this_project_gets_a_fresh_head(model, source, tmp_path):
+    """Start from a checkpoint or an export of pretraining, as from a Hugging Face folder of it."""
+    words = dict(task__kind="masked_lm" if model == "roberta" else "pretrain", training__steps=2)
+    words |= dict(model__overrides=SIZES.replace(", n_classes=2", ""), model__name=model, training__seq_len=64)
+    words |= dict(checkpoint__enable=True, checkpoint__last_save_model_only=True, model__tokenizer_path="debug")
+    words |= dict(training__local_batch_size=8)
+    if model == "roberta":
+        words |= dict(task__mask_token="<|reserved_special_token_0|>")
+    texts = jobs.write_texts(tmp_path / "texts")
+    run_ranks(1, jobs.train, jobs.arguments(tmp_path / "run", texts, **words))
+    assert cli.main(["convert", str(tmp_path / source), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    classes = dict(training__steps=2, validation__enable=False, lr_scheduler__warmup_steps=1)
+    losses = []
+    for base in (tmp_path / source, tmp_path / "hf"):
+        start = dict(checkpoint__initial_load_path=base)
+        arguments = job_arguments(tmp_path / f"classes {base.name}", model, **classes | start)
+        ((steps, _),) = run_ranks(1, jobs.train, [a for a in arguments if not a.startswith("--validation")])
+        losses.append(steps[0]["loss"])
+    assert losses[0] == losses[1]

@@ -13,6 +13,7 @@ from tests.support.hf_parity import build, close
 from tests.support.jobs import arguments, train, write_texts
 from tests.support.tiny_decoders import GPT2, LLAMA, QWEN2, ROBERTA
 from torchtitan import cli
+from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.models import FAMILIES
@@ -212,3 +213,49 @@ def test_an_embedding_with_other_rows_than_the_vocabulary_names_the_key(tmp_path
     options = dict(model__name="llama3", model__flavor="from_hf", model__hf_folder=tmp_path)
     config = manager.load(arguments(tmp_path, tmp_path, **options))
     assert config.model.ignore_config_keys == []
+
+
+# weights
+
+
+@pytest.mark.parametrize("target", ["hf", "ours", "one.safetensors"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_not_converted(value, target, tmp_path, capsys):
+    write(tmp_path / "base", "llama3", LLAMA["llama3"])
+    change_weights(tmp_path / "base", lambda tensors: tensors["model.norm.weight"][3:4].fill_(value))
+    to = [] if target.endswith("safetensors") else ["--to", target]
+    assert cli.main(["convert", str(tmp_path / "base"), str(tmp_path / target), *to]) == 2
+    assert "norm.weight holds NaN or infinity: the weights are damaged" in capsys.readouterr().err
+    assert not (tmp_path / target).exists()
+
+
+@pytest.mark.parametrize(
+    "file, message",
+    [
+        (
+            "pytorch_model.bin",
+            "pytorch_model.bin is a pickle, which is not read, as it can run code; load it with transf",
+        ),
+        ("pytorch_model.bin.index.json", "pytorch_model.bin.index.json is a pickle"),
+        ("model.pt", "model.pt is a pickle"),
+        ("consolidated.00.pth", "consolidated.00.pth is a pickle in Meta's format.*convert_llama_weights_to_hf.py"),
+        ("model-Q4_K_M.gguf", "a file of llama.cpp, which is not read; .* gguf_file = its name"),
+    ],
+)
+def test_weights_of_another_format_are_refused_with_their_conversion(file, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_HF.config_to_hf(LLAMA["llama3"])))
+    (tmp_path / file).write_bytes(b"x")
+    for path in (tmp_path, tmp_path / file):
+        with pytest.raises(JobError, match=message):
+            find_weights(path)
+    with pytest.raises(JobError, match=message), LLAMA_HF.stored_weights(tmp_path, LLAMA["llama3"]):
+        pass
+
+
+def test_an_index_with_unknown_keys_is_refused(tmp_path):
+    write(tmp_path, "llama3", LLAMA["llama3"])
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"delta_of": "base"}))
+    message = "index.json has a key .*: delta_of = 'base'"
+    with pytest.raises(JobError, match=message), LLAMA_HF.stored_weights(tmp_path, LLAMA["llama3"]):
+        pass

@@ -15,6 +15,7 @@ from torchtitan.adapters import ADAPTERS, NONE
 from torchtitan.adapters.interface import Adapter, Unfrozen
 from torchtitan.checkpoint import Checkpointer, TrainerHooks, base_weights
 from torchtitan.checkpoint.folders import Metric
+from torchtitan.checkpoint.loading import NO_HEADS, Heads
 from torchtitan.checkpoint.tokenization import tokenization_version
 from torchtitan.config.batch_shape import batch_rows, microbatch_rows, padding_multiple, rows_per_sample
 from torchtitan.config.changes import kept_job
@@ -120,6 +121,15 @@ def hf_extra_files(config: JobConfig, vocabulary: Tokenizer) -> dict[str, bytes]
 def head_parameters(config: JobConfig) -> frozenset[str]:
     """Return the names of the task head's parameters, which weights trained for another task lack."""
     return model_spec(config).hf.tensor_map(model_args(config)).head
+
+
+def heads(config: JobConfig) -> Heads:
+    """Return the heads of the model for the job's task and for the other kind of task."""
+    args, tensor_map = model_args(config), model_spec(config).hf.tensor_map
+    if not hasattr(args, "n_classes"):
+        return NO_HEADS
+    other_args = dataclasses.replace(args, n_classes=0 if args.n_classes else 2)
+    return Heads.of(tensor_map(args).head, tensor_map(other_args).head)
 
 
 def has_experts(config: JobConfig) -> bool:

@@ -27,6 +27,7 @@ from torchtitan.checkpoint.layout import (
 from torchtitan.config.changes import DEFAULTS, saved_value
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.field_types import Precision
+from torchtitan.models.hf.config import unreadable_weights
 
 Kind = Literal["ours", "torchtitan", "hf"]
 THEIR_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
@@ -40,6 +41,8 @@ def find_weights(path: Path) -> tuple[Kind, Path]:
     Raises `NothingLoadable` if there are none.
     """
     if path.is_file():
+        if path.suffix != ".safetensors" and (other := unreadable_weights(path)):
+            raise NothingLoadable(f"{path}: {other}")
         if path.suffix != ".safetensors":
             raise NothingLoadable(f"{path}: a file of another kind; give {ALLOWED}")
         return "hf", path
@@ -55,6 +58,8 @@ def find_weights(path: Path) -> tuple[Kind, Path]:
     # checked last, because preference training stores reference log-probabilities in such a file
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
         return "hf", path
+    if other := unreadable_weights(path):
+        raise NothingLoadable(f"{path}: {other}")
     fault = "not a regular file" if path.exists() else "no such file or folder"
     problem = "no weights in it" if path.is_dir() else fault
     raise NothingLoadable(f"{path}: {problem}; give {ALLOWED}")

@@ -31,7 +31,9 @@ from torchtitan.checkpoint.layout import (
     RefusedCheckpoint,
 )
 from torchtitan.checkpoint.loading import (
+    NO_HEADS,
     AdapterState,
+    Heads,
     LoadTargets,
     Source,
     claim,
@@ -323,11 +325,12 @@ class Checkpointer:
             self.load_step, self.excluded = -1, set()
         assert self.load() is not None
 
-    def initial_load(self, path: Path, model_only: bool = True, counters: bool = False) -> int:
+    def initial_load(self, path: Path, model_only: bool = True, counters: bool = False, heads: Heads = NO_HEADS) -> int:
         """Start from another job's checkpoint, folder of checkpoints (its newest) or export; return the start step.
 
         `model_only` loads the weights, cast to the model's dtype, and starts at step 0. With `counters` it continues
-        the step count, and the schedule begins there: `load_state` also gets the step as `SCHEDULE_START`.
+        the step count, and the schedule begins there: `load_state` also gets the step as `SCHEDULE_START`. The task's
+        head keeps its values if the checkpoint has the other one of `heads`.
         """
         source = open_checkpoint(resolve(Path(path).resolve(), self.main_peers), self.main_peers)
         if not model_only and source.manifest.kind == "model":
@@ -335,7 +338,11 @@ class Checkpointer:
                 f"{source.folder} holds weights alone, so nothing but them can be loaded; "
                 "set checkpoint.initial_load_model_only = true, or give a full checkpoint"
             )
-        self._restore(source, with_state=not model_only)
+        heads = heads.replaced(source.manifest.tensors) if model_only else NO_HEADS
+        self._restore(source, with_state=not model_only, heads=heads)
+        if heads.names:
+            names = ", ".join(sorted(name.removeprefix(MODEL) for name in heads.names))
+            logger.info("%s has no %s: the head starts from its initial weights", source.folder, names)
         if model_only and counters:
             trainer, step = source.state["trainer"], source.manifest.step
             trainer_state = {"step": step, "tokens": trainer["tokens"], SCHEDULE_START: step}
@@ -351,7 +358,7 @@ class Checkpointer:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise NotFinite(f"{origin}: {names[0]}{more} holds NaN or infinity, from which no training comes back")
 
-    def _restore(self, source: Source, with_state: bool) -> None:
+    def _restore(self, source: Source, with_state: bool, heads: Heads = NO_HEADS) -> None:
         judge = partial(self.hooks.before_load, source.state["trainer"], not with_state)
         self.main_peers.agree(f"comparing the job with that of {source.folder.name}", judge)
         with_optimizer, with_data = (with_state and part not in self.excluded for part in ("optimizer", "dataloader"))
@@ -368,6 +375,7 @@ class Checkpointer:
             absent = self.omitted_parameters if with_state else self.added_parameters
             if with_state or absent.isdisjoint(source.manifest.tensors):
                 live.tensors, live.copies = self._without(absent, live.tensors), self._without(absent, live.copies)
+            live.tensors, live.copies = (self._without(heads.names, t) for t in (live.tensors, live.copies))
             if not with_state:
                 live.unpack(self.model_parts, source)
 
@@ -378,7 +386,7 @@ class Checkpointer:
             adapter_tensors, adapter_prefixes = self.adapter_state.restore_targets(source, self.main_peers)
             live.tensors, prefixes = live.tensors | adapter_tensors, prefixes + adapter_prefixes
         cast = not with_state or not CASTING.isdisjoint(self.options.allow_config_change)
-        load_tensors(source, live, self.main_peers, prefixes=prefixes, cast=cast)
+        load_tensors(source, live, self.main_peers, prefixes=prefixes, cast=cast, unread=heads.other_names)
         self.refuse_not_finite(source.folder)
 
         def go_on() -> None:

@@ -55,6 +55,34 @@ def open_checkpoint(folder: Path, peers: Peers) -> Source:
     return peers.agree(f"checking {folder.name}", judge)
 
 
+@dataclass(frozen=True)
+class Heads:
+    """The names in a checkpoint of the parameters of the task's head, and of the head for the other kind of task.
+
+    One is over words, the other over classes. Both are empty for a family that has only one.
+    """
+
+    names: frozenset[str] = frozenset()
+    other_names: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, names: Collection[str], other_names: Collection[str]) -> "Heads":
+        return cls(frozenset(MODEL + name for name in names), frozenset(MODEL + name for name in other_names))
+
+    def replaced(self, saved: Collection[str]) -> "Heads":
+        """Return the heads if weights with these names have the other one, so that the task's own starts afresh.
+
+        A head over words is tied to the embedding in these families, so the matrix of one over classes tells them
+        apart. Without a difference both are empty.
+        """
+        classes = MODEL + "output.weight"
+        has_two_kinds = classes in self.names | self.other_names
+        return self if has_two_kinds and (classes in saved) != (classes in self.names) else NO_HEADS
+
+
+NO_HEADS = Heads()
+
+
 @dataclass
 class LoadTargets:
     """The tensors that one rank's model, or its parts of a pipeline, loads from a checkpoint."""
@@ -76,14 +104,21 @@ class LoadTargets:
 
 
 def load_tensors(
-    source: Source, live: LoadTargets, peers: Peers, *, prefixes: tuple[str, ...], cast: bool = False
+    source: Source,
+    live: LoadTargets,
+    peers: Peers,
+    *,
+    prefixes: tuple[str, ...],
+    cast: bool = False,
+    unread: Collection[str] = (),
 ) -> None:
     """Fill the live tensors of all ranks, which together must have exactly the checkpoint's names under `prefixes`.
 
-    `cast` allows saved floating-point tensors to differ in dtype from the live ones; this is logged.
+    `unread`: names in the checkpoint that do not count. `cast` allows saved floating-point tensors to differ in dtype
+    from the live ones; this is logged.
     """
     saved = source.manifest.tensors | dict.fromkeys(source.state["optimizer"], tensors.VALUE)
-    saved = {name: entry for name, entry in saved.items() if name.startswith(prefixes)}
+    saved = {name: entry for name, entry in saved.items() if name.startswith(prefixes) and name not in unread}
     packed: dict[str, tensors.TensorEntry] = {}
     for name, store in live.stores.items():
         packed |= tensors.entries({name: store.empty()})
@@ -183,27 +218,33 @@ class AdapterState:
         return {prefix + name: tensor for name, tensor in targets.items()}, (ADAPTER_STATE,)
 
 
-def load_model_for_inference(path: Path, model: nn.Module, left_out: Collection[str] = ()) -> int:
+def load_model_for_inference(
+    path: Path, model: nn.Module, left_out: Collection[str] = (), heads: Heads = NO_HEADS
+) -> int:
     """Fill a model, plain or parallel, from a checkpoint, a folder of checkpoints (its newest) or an export, saved
-    under any plan. `left_out` are parameters that the checkpoint lacks; they keep their values.
+    under any plan. `left_out` are parameters that the checkpoint lacks; they keep their values. So do those of the
+    task's head, if the checkpoint has the other one of `heads`.
 
     Returns the step it was saved at. Weights are cast to the model's dtype. Raises `CheckpointError`.
     """
-    return load_weights(path, [model], left_out)
+    return load_weights(path, [model], left_out, heads)
 
 
-def load_weights(path: Path, parts: Sequence[nn.Module], left_out: Collection[str] = ()) -> int:
+def load_weights(
+    path: Path, parts: Sequence[nn.Module], left_out: Collection[str] = (), heads: Heads = NO_HEADS
+) -> int:
     """Fill this rank's parts of a pipelined model, like `load_model_for_inference`."""
     peers = Peers("loading")
     source = open_checkpoint(resolve(path, peers), peers)
-    absent = {MODEL + name for name in left_out}
+    heads = heads.replaced(source.manifest.tensors)
+    absent = {MODEL + name for name in left_out} | heads.names
     targets, copies = (
         {name: tensor for name, tensor in tensors_of.items() if name not in absent}
         for tensors_of in (tensors.model_tensors(parts), tensors.copied_tensors(parts))
     )
     live = LoadTargets(targets, copies)
     live.unpack(parts, source)
-    load_tensors(source, live, peers, prefixes=(MODEL,), cast=True)
+    load_tensors(source, live, peers, prefixes=(MODEL,), cast=True, unread=heads.other_names)
     return source.manifest.step
 
 

@@ -26,7 +26,8 @@ from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.checkpoint.layout import METADATA, MODEL, CheckpointError, read_bytes
 from torchtitan.checkpoint.loading import Source, open_checkpoint
 from torchtitan.checkpoint.storage import CheckedReader, read_tensors, translated_errors
-from torchtitan.checkpoint.tensors import differences, entries
+from torchtitan.checkpoint.tensors import differences, entries, not_finite
+from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import clean_name, local_part
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.core.tensor_storage import Deferred, packed_names, stores
@@ -118,9 +119,18 @@ class Weights(ABC):
     def full_tensor(self, name: str) -> torch.Tensor:
         """Return the full tensor on the CPU, with the model's shape and the stored dtype."""
 
+    def finite_tensor(self, name: str) -> torch.Tensor:
+        """Return the full tensor. Raises JobError if it holds NaN or infinity, which no program should pass on."""
+        tensor = self.full_tensor(name)
+        if tensor.is_floating_point() and not_finite({name: tensor}):
+            raise JobError(
+                f"{name} holds NaN or infinity: the weights are damaged; get them again, or an older checkpoint"
+            )
+        return tensor
+
     def deferred(self, name: str, shape: tuple[int, ...]) -> Deferred:
-        """Return a placeholder that reads the tensor when its value is needed."""
-        return Deferred(shape, partial(self.full_tensor, name))
+        """Return a placeholder that reads the tensor when its value is needed, and refuses NaN and infinity."""
+        return Deferred(shape, partial(self.finite_tensor, name))
 
 
 class NativeWeights(Weights):

@@ -97,6 +97,8 @@ CASTING = frozenset((*TRAINED, "training.frozen_dtype"))
 """Options that decide the types of weights: where their change is allowed, a resume casts saved weights."""
 DEFAULTS = {"adapter.save": "whole", "training.frozen_dtype": "float32"}
 """Values of options in jobs from before they had them, where that is not today's default."""
+CLASSES = "model.overrides.n_classes"
+"""Key of a change from words to classes or back: loading weights alone, the head starts from its initial values."""
 SIZES, SAMPLES = "model.overrides", "training.global_batch_size"
 ROWS_PER_SAMPLE = "rows_per_sample"
 """A key of `kept_job`; checkpoints without it have batch sizes that counted each answer of a pair."""
@@ -159,7 +161,7 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], model_only: bool =
     if not isinstance(saved.get("job"), dict):
         return []
     saved, note = _counted_in_samples(saved, now[ROWS_PER_SAMPLE])
-    size_changes = list(_changed_sizes(saved, now))
+    size_changes = [change for change in _changed_sizes(saved, now) if not (model_only and change.key == CLASSES)]
     return (
         size_changes
         if model_only
@@ -184,7 +186,8 @@ def _changed_sizes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator
     before = saved.get("sizes", {})
     for name in before.keys() & now["sizes"].keys():  # older checkpoints lack newer sizes
         if before[name] != now["sizes"][name]:
-            yield Change(SIZES, f"{name} = {show(before[name])}", f"{name} = {show(now['sizes'][name])}")
+            key = CLASSES if name == "n_classes" and not (before[name] and now["sizes"][name]) else SIZES
+            yield Change(key, f"{name} = {show(before[name])}", f"{name} = {show(now['sizes'][name])}")
 
 
 def _counted_in_samples(saved: Mapping[str, Any], per_sample: int) -> tuple[Mapping[str, Any], str]:

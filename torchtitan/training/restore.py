@@ -130,7 +130,8 @@ class Restorer:
         kind, location = find_weights(Path(path))
         if kind == "ours":
             base_weights.refuse_adapter_alone(location)
-            checkpointer.initial_load(location, options.initial_load_model_only, options.initial_load_counters)
+            heads = parts.heads(self.config)
+            checkpointer.initial_load(location, options.initial_load_model_only, options.initial_load_counters, heads)
             logger.info("started from %s", path)
         else:
             args, fresh = parts.model_args(self.config, location), adapter.added_parameters if adapter else ()

@@ -180,7 +180,7 @@ def _filled_meanwhile(model: nn.Module, name: str, merged: Deferred, weights: Ru
 
 def read_as_computed(weights: Weights, name: str, dtype: torch.dtype) -> torch.Tensor:
     """Read a tensor of any shape, rounded to the run's `dtype`. One that is stored in a narrower type keeps that."""
-    value = weights.full_tensor(name)
+    value = weights.finite_tensor(name)
     return value if torch.promote_types(value.dtype, dtype) == dtype else value.to(dtype)
 
 

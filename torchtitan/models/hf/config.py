@@ -9,6 +9,7 @@ import struct
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,6 +82,26 @@ def tensor_files(folder: Path) -> dict[str, str]:
         return dict.fromkeys(read_header(file), file.name)
     except (OSError, ValueError):
         return {}
+
+
+PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
+_LOADED = "load it with transformers (AutoModelForCausalLM.from_pretrained) and save it again (save_pretrained)"
+REMEDIES = {
+    **dict.fromkeys(PICKLES, f"a pickle, which is not read, as it can run code; {_LOADED}"),
+    "consolidated*.pth": "a pickle in Meta's format, which is not read, as it can run code; convert it with "
+    "transformers' convert_llama_weights_to_hf.py, or get the folder of safetensors that is published with it",
+    "*.gguf": f"a file of llama.cpp, which is not read; {_LOADED}, with gguf_file = its name",
+}
+"""Names of weights in other formats, and what to do with them."""
+
+
+def unreadable_weights(path: Path) -> str:
+    """Describe weights of a format that is not read, in a folder or a file, with a remedy; "" without any."""
+    names = sorted(file.name for file in path.iterdir()) if path.is_dir() else [path.name]
+    for pattern, remedy in reversed(REMEDIES.items()):
+        if name := next((name for name in names if fnmatch(name, pattern)), None):
+            return f"{name} is {remedy}"
+    return ""
 
 
 def find_config(path: Path) -> dict[str, Any] | None:

@@ -23,7 +23,8 @@ from torchtitan.core.files import require_file
 from torchtitan.core.initialization import clean_name, local_part
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.core.tensor_storage import packed_names, stores
-from torchtitan.models.hf.config import CONFIG, INDEX, SINGLE, BlockSize, fp8_block_size, read_json
+from torchtitan.models.hf.config import CONFIG, INDEX, SINGLE, BlockSize, fp8_block_size, read_json, unreadable_weights
+from torchtitan.models.hf.config_keys import INDEX_KEYS
 from torchtitan.models.hf.names import TensorMap
 
 FP8 = "F8_E4M3"
@@ -305,8 +306,11 @@ def tensor_files(path: Path) -> dict[str, str]:
             with safe_open(folder / SINGLE, framework="pt") as file:
                 return dict.fromkeys(file.keys(), SINGLE)
         except (SafetensorError, OSError) as error:
-            raise JobError(f"{folder}: has neither {INDEX} nor a readable {SINGLE}: {error}") from error
-    files = read_json(folder / INDEX).get("weight_map")
+            other = unreadable_weights(folder)
+            raise JobError(f"{folder}: has neither {INDEX} nor a readable {SINGLE}: {other or error}") from error
+    index = read_json(folder / INDEX)
+    INDEX_KEYS.check(index, str(folder / INDEX), "write it again with the program that wrote the folder")
+    files = index.get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise JobError(f"{folder / INDEX}: has no weight_map of tensor names to file names")
     for file in sorted(set(files.values())):
