@@ -120,7 +120,7 @@ class Weights(ABC):
         """Return the full tensor on the CPU, with the model's shape and the stored dtype."""
 
     def finite_tensor(self, name: str) -> torch.Tensor:
-        """Return the full tensor. Raises JobError if it holds NaN or infinity, which no program should pass on."""
+        """Return `full_tensor`, of any shape. Raises JobError for NaN and infinity, which no program should pass on."""
         tensor = self.full_tensor(name)
         if tensor.is_floating_point() and not_finite({name: tensor}):
             raise JobError(
