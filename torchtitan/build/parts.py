@@ -77,7 +77,9 @@ def tokenizer(config: JobConfig) -> Tokenizer:
 
 def tokenizer_kwargs(config: JobConfig) -> dict[str, Any]:
     """Return the arguments of build_tokenizer after the path."""
-    return {"chat_template": config.data.chat_template, "version": tokenization_version(config)}
+    return {"chat_template": config.data.chat_template, "version": tokenization_version(config)} | {
+        "ignored_keys": config.model.ignore_config_keys
+    }
 
 
 def model_args(config: JobConfig, weights: str | Path | None = None) -> Any:

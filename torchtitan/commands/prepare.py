@@ -73,6 +73,8 @@ def prepared(config: JobConfig, ranks: int) -> list[str]:
             lines.append(f"{name:{WIDTH}} " + " ".join(f"{cell:>9}" for cell in row(header)))
             if hint := advice(header["records"], config.training.seq_len) if "records" in header else "":
                 advices[name] = hint
+            if "note" in header:
+                lines.append(f"{name}: {header['note']}")
     lines += [f"{name}: {hint}" for name, hint in advices.items()]
     if "training" in sections and not task_of(config).streams_documents:
         sources = [weighted_source.source for weighted_source in data_sources(config, "training")]
@@ -126,6 +128,8 @@ def main(argv: list[str]) -> int:
     skipped = f", {header['skipped']} records left out" if header["skipped"] else ""
     trained = header.get("trained_tokens")
     share = "" if trained is None else f", {trained / header['tokens']:.1%} of them trained"
+    if "note" in header:
+        print(header["note"])
     print(
         f"{options.output}: {header['documents']:,} documents, {header['tokens']:,} tokens ({header['dtype']}) in "
         f'{len(header["shards"])} shard(s){share}{skipped}\ntrain on them with training.dataset = "tokens" and '

@@ -18,6 +18,7 @@ from torchtitan.datasets.template_process import CRASH, OUT_OF_TIME, RenderingFa
 from torchtitan.datasets.template_worker import BEGIN, END, MAX_TEXT, REFUSED, SYNTAX, TOO_LONG, TOO_MUCH_MEMORY
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.base import special_names_pattern
+from torchtitan.datasets.tokenizer.chat_templates import NAMED
 
 NAME_BREAK = "\ue0f2"
 """Splits the names of special tokens that occur in messages. A private use character, like BEGIN and END."""
@@ -148,12 +149,16 @@ def _check_nothing_is_left_out(tokenizer: Tokenizer, chat: Chat, rendered: str, 
     ]
     contents = Counter(_without_blanks(text) for _, _, text in texts)
     for number, kind, text in texts:
-        bare, escaped = _without_blanks(text), _without_blanks(json.dumps(text.strip(), ensure_ascii=False)[1:-1])
-        count = rendered.count(bare) + (rendered.count(escaped) if escaped != bare else 0)
+        bare = _without_blanks(text)
+        spellings = {
+            bare,
+            *(_without_blanks(json.dumps(text.strip(), ensure_ascii=flag)[1:-1]) for flag in (False, True)),
+        }
+        count = sum(map(rendered.count, spellings))
         required = contents[bare]
         if is_current and len(bare) <= MAX_COUNTED:
             required = sum(other.count(bare) * times for other, times in contents.items())
-        if bare and count < required and json.dumps(text.strip())[1:-1] not in rendered:
+        if bare and count < required:
             raise BadRecord(
                 f"{location}: the chat template leaves out {kind} of message {number}, of role "
                 f"{chat.messages[number]['role']!r}: {text.strip()[:40]!r}; give another template with "
@@ -276,7 +281,10 @@ def _variables(tokenizer: Tokenizer, chat: Chat, location: str) -> dict[str, Any
         )
     # Templates may test `tools is not none`, so absent ones are None and not undefined.
     of_record = {"tools": chat.tools, "documents": None, **chat.template_kwargs}
-    return {**tokenizer.template_tokens, **_break_special_names(of_record, tokenizer.special_tokens, location)}
+    tokens = tokenizer.template_tokens
+    if tokenizer.chat_template in NAMED.values():  # these join them to texts
+        tokens = {"bos_token": "", "eos_token": "", **tokens}
+    return {**tokens, **_break_special_names(of_record, tokenizer.special_tokens, location)}
 
 
 def _end_marks_before_blanks(text: str, names: Collection[str]) -> str:

@@ -102,6 +102,29 @@ def chat_tokenization(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
     return {CONVERSATIONS: tokenizer.version} if any(isinstance(content, Chat) for content in contents) else {}
 
 
+def spelled_token(tokenizer: Tokenizer, document: Document) -> str:
+    """Return a special token that a document's text spells out, and that is encoded as text; empty if none is."""
+    if not tokenizer.special_tokens:
+        return ""
+    match = special_names_pattern(tuple(tokenizer.special_tokens)).search(document.text)
+    return match[0] if match else ""
+
+
+def spelled_tokens_note(tokenizer: Tokenizer, source: Source) -> str:
+    """Describe the special tokens that the first records of a source spell out; empty if they do not."""
+    documents = [item for item in islice(source.documents(), SAMPLED_RECORDS) if isinstance(item, Document)]
+    spelled = [(document.location, token) for document in documents if (token := spelled_token(tokenizer, document))]
+    return describe_spelled(len(spelled), f"the first {len(documents)}", *spelled[0]) if spelled else ""
+
+
+def describe_spelled(count: int, total: str, location: str, token: str) -> str:
+    """Return the note that records spell out special tokens, which are then encoded as ordinary text."""
+    return (
+        f"{count} of {total} records spell out special tokens, {location} {token!r}: they are encoded as ordinary text "
+        "and not as these tokens; give conversations as messages, for which a chat template writes them"
+    )
+
+
 def encode(tokenizer: Tokenizer, document: Document, train_on: TrainOn = TRAIN_ON_ANSWERS) -> Tokens:
     """Encode a document, with its begin and end ids; no ids for a document without text.
 

@@ -27,7 +27,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan.core.constraints import check_global_batch, check_persistence, check_pinned, check_prefetch
-from torchtitan.datasets.encoding import chat_tokenization
+from torchtitan.datasets.encoding import chat_tokenization, spelled_tokens_note
 from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.position import Position, merge_states, resume
 from torchtitan.datasets.sample_packing import Packing, steps_for, total_samples
@@ -254,6 +254,8 @@ def build_loader(
     batches = steps and steps * (options.step_size // (options.local_batch_size * options.dp_size))
     share = RankSamples(start.samples, options.dp_rank, options.dp_size, options.local_batch_size, options.group_size)
     batch_format = BatchFormat(tokenizer, seq_len, options.document_mask, batches, packing, options.labels)
+    if options.dp_rank == 0:
+        _warn_about_special_tokens(sources, tokenizer)
     if shards == opened and (len(opened) == 1 or options.reads_in_passes):
         pieces: StreamPieces | ShardPieces = ShardPieces(shards, share, batch_format, seed, shuffle, end)
     else:
@@ -283,6 +285,16 @@ def _warn_about_shared_streams(pieces: StreamPieces, dp_rank: int, dp_size: int,
     if dp_size > most and dp_rank == 0:
         times = max(1, round(len(pieces.local_streams) * dp_size / streams))
         logger.warning(STREAMS_ARE_SHARED, dp_size, streams, times)
+
+
+def _warn_about_special_tokens(sources: Sequence[WeightedSource], tokenizer: Tokenizer) -> None:
+    """Warn if records spell out special tokens, which are then ordinary text."""
+    for name, source, _ in sources:
+        if isinstance(source, PretokenizedBlocks):
+            continue
+        note = source.header.get("note") if isinstance(source, TokenShards) else spelled_tokens_note(tokenizer, source)
+        if note:
+            logger.warning("%s: %s", name, note)
 
 
 def _check_workers(options: WorkerOptions) -> None:

@@ -22,7 +22,14 @@ import numpy as np
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.progress_bar import progress_bar
-from torchtitan.datasets.encoding import TRAIN_ON_ANSWERS, TrainOn, chat_tokenization, encode
+from torchtitan.datasets.encoding import (
+    TRAIN_ON_ANSWERS,
+    TrainOn,
+    chat_tokenization,
+    describe_spelled,
+    encode,
+    spelled_token,
+)
 from torchtitan.datasets.sources import (
     BadRecord,
     Chat,
@@ -55,6 +62,8 @@ class TokenizedRecord(NamedTuple):
     length: int
     outcome: Outcome
     location: str
+    spelled: str = ""
+    """A special token that its text spells out."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +149,8 @@ class RecordStatistics:
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
         self.first_empty = ""
+        self.spelled: list[tuple[str, str]] = []
+        """Location and special token of records that spell out one."""
         self._lengths: list[int] = []
 
     def add(self, record: TokenizedRecord) -> None:
@@ -148,6 +159,8 @@ class RecordStatistics:
             return
         self.outcomes[record.outcome] += 1
         self._lengths.append(record.length)
+        if record.spelled:
+            self.spelled.append((record.location, record.spelled))
         if record.outcome == "empty" and not self.first_empty:
             self.first_empty = record.location
 
@@ -306,6 +319,9 @@ def _write(source: Source, encoder: "Encoder", folder: Path, workers: int, stop:
     facts: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "tokenizer_path": encoder.tokenizer_path}
     if encoder.options.max_tokens is not None:
         facts["records"] = statistics.to_dict()
+    if statistics.spelled:
+        records = f"{sum(statistics.outcomes.values()):,}"
+        facts["note"] = describe_spelled(len(statistics.spelled), records, *statistics.spelled[0])
     return writer.finish(**facts, source={"name": source.name, **source.fingerprint}, skipped=readable.skipped)
 
 
@@ -379,7 +395,8 @@ class Encoder:
         except BadRecord as error:
             return error
         encoded_parts = [self.options.apply(*tokens, part) for tokens, part in zip(encoded, parts, strict=True)]
-        return join_documents(encoded_parts) if len(encoded_parts) > 1 else encoded_parts[0]
+        record = join_documents(encoded_parts) if len(encoded_parts) > 1 else encoded_parts[0]
+        return record._replace(spelled=spelled_token(self.tokenizer, document))
 
 
 _worker: dict[str, Encoder] = {}

@@ -104,7 +104,10 @@ class Document(NamedTuple):
         if isinstance(self.content, Pair):
             return [*self.content.chosen.spans, *self.content.rejected.spans]
         if isinstance(self.content, Chat):
-            return [Span(str(message["content"]), message["role"] == "assistant") for message in self.content.messages]
+            return [
+                Span(str(message.get("content") or ""), message["role"] == "assistant")
+                for message in self.content.messages
+            ]
         return [Span(self.content)] if isinstance(self.content, str) else self.content
 
     @property

@@ -269,8 +269,8 @@ class Facts:
     @cached_property
     def tokenizer(self) -> Tokenizer | OSError | TokenizerError:
         try:
-            version = tokenization_version(self.config)
-            return build_tokenizer(self.config.model.tokenizer_path, version=version)
+            version, ignored_keys = tokenization_version(self.config), self.config.model.ignore_config_keys
+            return build_tokenizer(self.config.model.tokenizer_path, version=version, ignored_keys=ignored_keys)
         except (OSError, TokenizerError) as error:
             return error
 

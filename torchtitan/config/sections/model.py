@@ -35,8 +35,8 @@ class Model:
     """Sizes to change in the flavor, by the field names of the family's arguments, e.g. {n_layers = 4} or {rope_scaling
     = {kind = "yarn", factor = 4.0}}; rope_scaling = false turns the scaling off."""
     ignore_config_keys: list[str] = field(default_factory=list)
-    """Keys of the config.json of a Hugging Face folder that this program does not know and that do not matter, for
-    example of a newer transformers. Keys that the model family uses cannot be ignored."""
+    """Keys of the config.json, or of the tokenizer's files, of a Hugging Face folder that this program does not know
+    and that do not matter, for example of a newer transformers. Keys that the model family uses cannot be ignored."""
     s2_group_size: NonNegative = 0
     """Tokens in a group of shifted sparse attention (LongLoRA, which uses a quarter of training.seq_len), in training
     only; half of the heads use groups shifted by half a group. Experimental. 0: off."""

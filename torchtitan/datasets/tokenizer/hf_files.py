@@ -111,14 +111,12 @@ class CompanionFiles:
     def tokens(self) -> dict[str, Any]:
         """Return the entries that transformers reads: bos_token and the like -> a name, null, or an object with flags.
 
-        A token that only special_tokens_map.json names, where transformers does not read it, is refused, except an end
-        token: a document needs one."""
+        A begin token that only special_tokens_map.json names, where transformers does not read it, is refused."""
         config, mapped = _tokens_in(self.config), _tokens_in(self.map)
         if LISTED not in self.config:
             return config | mapped
-        for key, value in mapped.items():
-            if key not in config and key != "eos_token":
-                self._check_equal(key, None, self._content(key, value))
+        if "bos_token" in mapped and "bos_token" not in config:
+            self._check_equal("bos_token", None, self._content("bos_token", mapped["bos_token"]))
         return config
 
     def token(self, key: str) -> str | None:
