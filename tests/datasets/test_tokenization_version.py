@@ -1,0 +1,60 @@
+"""Runs go on with the rules of tokenization that they began with."""
+
+import json
+from itertools import islice
+
+import pytest
+
+from tests.datasets.test_conversations import ANSWER, USER, qwen_like
+from tests.test_loader import loader
+from torchtitan.checkpoint import tokenization
+from torchtitan.checkpoint.tokenization import tokenization_version
+from torchtitan.config.manager import load
+from torchtitan.core.errors import JobError
+from torchtitan.datasets.loader import merge_states
+from torchtitan.datasets.tokenizer import build_tokenizer
+
+
+def config_of(tmp_path, *options):
+    return load([f"--job.dump_folder={tmp_path}", *options])
+
+
+@pytest.mark.parametrize(
+    "job, version", [(None, 3), ({}, 2), ({"data": {"train_on": "all"}}, 2), ({"data": {"tokenization_version": 3}}, 3)]
+)
+def test_the_version_is_that_of_the_newest_checkpoint(job, version, tmp_path, monkeypatch):
+    newest = None if job is None else tmp_path / "step-1"
+    monkeypatch.setattr(tokenization, "newest_complete", lambda root: (newest, []))
+    monkeypatch.setattr(tokenization, "read_state", lambda folder: {"trainer": {"job": job}})
+    enabled = "--checkpoint.enable=true"
+    assert tokenization_version(config_of(tmp_path, enabled)) == version
+    assert tokenization_version(config_of(tmp_path, enabled, "--data.tokenization_version=2")) == 2
+    assert tokenization_version(config_of(tmp_path, enabled, "--job.clean_start=always")) == 3
+    assert tokenization_version(config_of(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("records", ["conversations", "texts"])
+def test_a_position_of_version_2_is_resumed_bit_equal(records, tmp_path):
+    folder, path = qwen_like(tmp_path / "t"), tmp_path / "a.jsonl"
+    record = {"messages": [USER, ANSWER]} if records == "conversations" else {"text": "def main(args):"}
+    path.write_text("".join(json.dumps(record) + "\n" for _ in range(40)))
+    earlier = build_tokenizer(str(folder), version=2)
+    first = loader(path, tokenizer=earlier, seq_len=24)
+    batches = [batch["tokens"].tolist() for batch in islice(first, 6)]
+    begun = loader(path, tokenizer=earlier, seq_len=24)
+    assert [batch["tokens"].tolist() for batch in islice(begun, 3)] == batches[:3]
+    state = merge_states([begun.state_dict()])
+    resumed = loader(path, tokenizer=build_tokenizer(str(folder), version=2), seq_len=24, state=state)
+    assert [batch["tokens"].tolist() for batch in islice(resumed, 3)] == batches[3:]
+    with pytest.raises(JobError, match="tokenizer: .* in the checkpoint, .* now"):
+        loader(path, tokenizer=build_tokenizer(str(folder)), seq_len=24, state=state)
+
+
+def test_the_option_that_goes_on_is_named(tmp_path):
+    folder, path = qwen_like(tmp_path / "t", bos_token="<|endoftext|>"), tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": [USER, ANSWER]}) + "\n")
+    state = merge_states([loader(path, tokenizer=build_tokenizer(str(folder), version=2), seq_len=24).state_dict()])
+    with pytest.raises(
+        JobError, match="the run began with other rules of tokenization: set data.tokenization_version = 2"
+    ):
+        loader(path, tokenizer=build_tokenizer(str(folder)), seq_len=24, state=state)
