@@ -17,6 +17,7 @@ from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.models import FAMILIES
+from torchtitan.models.hf.config import end_token_ids
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.spec import MODELS
 
@@ -259,3 +260,69 @@ def test_an_index_with_unknown_keys_is_refused(tmp_path):
     message = "index.json has a key .*: delta_of = 'base'"
     with pytest.raises(JobError, match=message), LLAMA_HF.stored_weights(tmp_path, LLAMA["llama3"]):
         pass
+
+
+# tokens that end a text
+
+
+@pytest.mark.parametrize(
+    "config_ids, generation, expected",
+    [
+        (3, None, {3}),
+        ([3, 4], None, {3, 4}),
+        (None, None, set()),
+        (3, {"eos_token_id": [5, 6]}, {5, 6}),
+        (3, {"eos_token_id": 5, "temperature": 0.6, "do_sample": True, "repetition_penalty": 1.1}, {5}),
+        (3, {"max_length": 9}, set()),
+    ],
+)
+def test_end_tokens_are_those_of_transformers(config_ids, generation, expected, tmp_path):
+    from transformers import GenerationConfig
+
+    config = LLAMA_HF.config_to_hf(LLAMA["llama3"]) | {"eos_token_id": config_ids}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        theirs = GenerationConfig.from_pretrained(tmp_path).eos_token_id
+    else:
+        theirs = GenerationConfig.from_model_config(transformers.AutoConfig.from_pretrained(tmp_path)).eos_token_id
+    assert end_token_ids(tmp_path) == expected
+    assert {*(theirs if isinstance(theirs, list) else [theirs])} - {None} == expected
+
+
+@pytest.mark.parametrize(
+    "generation, message",
+    [
+        ({"eos_token_id": "x"}, "eos_token_id = 'x'; allowed: null, an id or a list"),
+        ({"eos_token_id": [1, True]}, "eos_token_id = "),
+        ({"stop_when": 3}, r"stop_when = 3; if it does not matter, set model.ignore_config_keys = \[\"stop_when\"\]"),
+    ],
+)
+def test_a_generation_config_with_other_values_is_refused(generation, message, tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    with pytest.raises(JobError, match=message):
+        end_token_ids(tmp_path)
+    if "eos_token_id" not in generation:
+        assert end_token_ids(tmp_path, generation) == frozenset()
+
+
+@torch.no_grad()
+def test_generation_stops_at_each_token_of_the_list(tmp_path, capsys):
+    """The model gives the byte after the last one, so a list with "f" ends "abc" after "de"."""
+    sizes = LlamaArgs(dim=260, n_layers=1, n_heads=2, vocab_size=260, multiple_of=32)
+    model = build(LLAMA_HF.build, sizes)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(torch.ones_like(parameter) if "norm" in name else torch.zeros_like(parameter))
+    model.tok_embeddings.weight.copy_(torch.eye(260))
+    model.output.weight.copy_(torch.eye(260).roll(1, 0))
+    LLAMA_HF.save_hf(tmp_path, model.state_dict(), sizes)
+    command = ["generate", str(tmp_path), "--prompt", "abc", "--max-new-tokens", "8", "--temperature", "0"]
+    command += ["--model.tokenizer_path=bytes"]
+    assert cli.main(command) == 0
+    assert "abcdefghijk\n" in capsys.readouterr().out
+    for name in ("config.json", "generation_config.json"):
+        path = tmp_path / name
+        content = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(content | {"eos_token_id": [99999, ord("f"), ord("z")]}))
+        assert cli.main(command) == 0
+        assert "abcde\n" in capsys.readouterr().out

@@ -36,6 +36,7 @@ from torchtitan.models import converter_of, sizes_of
 from torchtitan.models.attention import activate_flash_attention, use_shifted_groups
 from torchtitan.models.dropout import add_embedding_noise
 from torchtitan.models.float8 import use_float8
+from torchtitan.models.hf.config import CONFIG, end_token_ids
 from torchtitan.models.hf.save import build_extra_files, read_source
 from torchtitan.models.spec import MODELS, ModelSpec
 from torchtitan.optimizers.build import Optimizers, build_optimizers
@@ -104,10 +105,25 @@ def job_of_checkpoint(config: JobConfig, plan: ParallelDims) -> dict[str, Any]:
     return kept_job(portable_job(config), dataclasses.asdict(model_args(config)), global_batch_size(config, plan))
 
 
+def source_folder(config: JobConfig) -> str | None:
+    """Return the Hugging Face folder that the job's model came from, if it has a config.json."""
+    sources = (config.model.hf_folder, config.checkpoint.initial_load_path)
+    return next((path for path in sources if path and Path(path, CONFIG).is_file()), None)
+
+
+def end_ids(config: JobConfig, weights: Path | None = None) -> frozenset[int]:
+    """Return the tokens that end a text by the folder of the weights, or by the one that the model came from.
+
+    An export of the run lists the same (`hf_extra_files`).
+    """
+    folder = None if weights is None else weights.parent if weights.is_file() else weights
+    source = folder if folder is not None and (folder / CONFIG).is_file() else source_folder(config)
+    return frozenset() if source is None else end_token_ids(Path(source), config.model.ignore_config_keys)
+
+
 def hf_extra_files(config: JobConfig, vocabulary: Tokenizer) -> dict[str, bytes]:
     """Return config and tokenizer files of a Hugging Face export, name -> content. JobError if it has no such model."""
-    sources = (config.model.hf_folder, config.checkpoint.initial_load_path)
-    folder = next((path for path in sources if path and Path(path, "config.json").is_file()), None)
+    folder = source_folder(config)
     return build_extra_files(
         converter_of(config.model),
         model_args(config),

@@ -8,7 +8,7 @@ document. The KV cache is kept during a conversation.
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from glob import glob
 from typing import Any
 
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     reader, context = reader_for(model, config.training.seq_len)
     if form == CHAT and options.system is None:
         options.system = config.data.default_system
-    talk = Talk(reader, tokenizer, form, context, options, first_reading(config))
+    talk = Talk(reader, tokenizer, form, context, options, first_reading(config), parts.end_ids(config, step_folder))
     for line in lines(typed):
         if line == NEW or options.apart:
             talk.begin()
@@ -131,10 +131,11 @@ class Talk:
         context: int,
         options: argparse.Namespace,
         reading: RecordReader = AS_IT_IS,
+        ends: Collection[int] = (),
     ) -> None:
         self.model, self.tokenizer, self.form, self.context, self.options = model, tokenizer, form, context, options
         self.reading = reading
-        self.ends = end_of_turn_ids(tokenizer) if form == CHAT else frozenset({tokenizer.eos_id})
+        self.ends = end_of_turn_ids(tokenizer).union(ends) if form == CHAT else {tokenizer.eos_id, *ends}
         self.begin()
 
     def begin(self) -> None:

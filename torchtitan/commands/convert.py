@@ -43,8 +43,8 @@ from torchtitan.datasets.conversations import end_of_turn_ids
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.datasets.tokenizer.hf_json import extended, missing_tokens, template_file
 from torchtitan.models import converter_of
-from torchtitan.models.hf.config import CONFIG, UNTRAINED, find_config, untrained_token_ids
-from torchtitan.models.hf.save import GENERATION, SourceConfigs, build_extra_files, read_source
+from torchtitan.models.hf.config import CONFIG, GENERATION, UNTRAINED, find_config, untrained_token_ids
+from torchtitan.models.hf.save import SourceConfigs, build_extra_files, read_source
 
 AT_ONCE = 2**14
 """Rows per chunk when summing in double precision."""

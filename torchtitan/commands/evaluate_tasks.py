@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -53,10 +53,12 @@ class EvalRequest(Protocol):
 class Answers:
     """The model interface that lm-eval calls, on one device.
 
-    The model reads `seq_len` tokens at once, with `rows` requests in a batch.
+    The model reads `seq_len` tokens at once, with `rows` requests in a batch. `ends`: tokens that end a text, besides
+    the tokenizer's.
     """
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, seq_len: int, rows: int):
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, seq_len: int, rows: int, ends: Collection[int] = ()):
+        self.ends = ends
         self.model, self.tokenizer, self.seq_len, self.rows = model, tokenizer, seq_len, rows
         self.context = seq_len
         if model.memory is not None:
@@ -113,6 +115,7 @@ class Answers:
         most, until = self.refuse_long(options, "a task")
         prompt = self._with_begin_token(self.tokenizer.encode(text))[-(context - most) :]
         kwargs: dict[str, Any] = dict(max_new_tokens=most, context=context, temperature=0, top_k=0, seed=0)
+        kwargs["ends"] = self.ends
         continuation = ""
         for piece in decode_stream(sample(reader, prompt, self.tokenizer, **kwargs), prompt, self.tokenizer):
             continuation += piece
@@ -161,7 +164,7 @@ def evaluate_tasks(config: JobConfig, place: Path, path: Path, limit: int) -> di
         model, _ = inference_model.load_model(config, place, torch.device(device_type()))
         assert isinstance(model, Decoder)
         rows = config.validation.local_batch_size
-        answers = Answers(model, parts.tokenizer(config), config.training.seq_len, rows)
+        answers = Answers(model, parts.tokenizer(config), config.training.seq_len, rows, parts.end_ids(config, place))
         for name, task in tasks_by_name.items():
             if task.get("output_type", "generate_until") == "generate_until":
                 answers.refuse_long(task.get("generation_kwargs") or {}, name)

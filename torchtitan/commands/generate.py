@@ -125,6 +125,7 @@ def generate(options: argparse.Namespace, job_args: list[str], text: str, ranks:
         temperature=options.temperature,
         top_k=options.top_k,
         seed=options.seed,
+        ends=parts.end_ids(config, place),
         agree=inference_model.broadcast_from_first if ranks.world_size > 1 else lambda choice: choice,
     )
     print(text, end="", flush=True)

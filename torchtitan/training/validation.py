@@ -120,7 +120,7 @@ class Generations:
     """Continuations of a run's prompts, in generated.jsonl. `resumed`: the step resumed from, if any."""
 
     def __init__(self, config: JobConfig, vocabulary: Tokenizer, writes: bool, resumed: int | None) -> None:
-        self.vocabulary, self.end_ids = vocabulary, end_of_turn_ids(vocabulary)
+        self.vocabulary, self.end_ids = vocabulary, end_of_turn_ids(vocabulary) | parts.end_ids(config)
         self.context, self.max_new_tokens = seq_len_of(config, "validation"), config.validation.generated_tokens
         degrees = config.parallelism
         self.multiple = 1 if degrees.disable_sequence_parallel else degrees.tensor_parallel_degree

@@ -18,8 +18,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError, open_file, read_file
 from torchtitan.core.foreign_files import DeclaredKeys, agreed_value
+from torchtitan.models.hf.config_keys import GENERATION_KEYS
 from torchtitan.models.sizes import RopeScaling
 
+GENERATION = "generation_config.json"
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 UNTRAINED = "untrained_token_ids"
 """Key that `torchtitan convert` adds to config.json: ids of added tokens that have not been trained yet."""
@@ -121,6 +123,28 @@ def find_config(path: Path) -> dict[str, Any] | None:
         if config_text is not None:
             return config
     return read_json(folder / CONFIG) if os.path.exists(folder / CONFIG) else None
+
+
+def end_token_ids(folder: Path, ignored_keys: Collection[str] = ()) -> frozenset[int]:
+    """Return the tokens that end a text of the model in a folder, as transformers finds them.
+
+    They are the eos_token_id of generation_config.json or, only without this file, of config.json: an id or a list.
+    Raises JobError for another value and, unless it is ignored, for an unknown key of generation_config.json.
+    """
+    name = GENERATION if os.path.exists(folder / GENERATION) else CONFIG
+    if not os.path.exists(folder / name):
+        return frozenset()
+    content = read_json(folder / name)
+    if name == GENERATION:
+        known = {key: value for key, value in content.items() if key not in ignored_keys}
+        keys = ", ".join(json.dumps(key) for key in GENERATION_KEYS.unknown(known))
+        remedy = f"if it does not matter, set model.ignore_config_keys = [{keys}]"
+        GENERATION_KEYS.check(known, str(folder / name), remedy)
+    ids = content.get("eos_token_id")
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if any(type(token_id) is not int or token_id < 0 for token_id in ids):
+        raise JobError(f"{folder / name}: eos_token_id = {content['eos_token_id']!r}; allowed: null, an id or a list")
+    return frozenset(ids)
 
 
 def untrained_token_ids(config: Mapping[str, Any]) -> list[int]:

@@ -27,7 +27,7 @@ from torchtitan.core.initialization import clean_name
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.core.tensor_storage import Value
 from torchtitan.models.family import ConfigConverter
-from torchtitan.models.hf.config import CONFIG, INDEX, UNTRAINED, read_json
+from torchtitan.models.hf.config import CONFIG, GENERATION, INDEX, UNTRAINED, read_json
 from torchtitan.models.hf.load import summarize
 from torchtitan.models.hf.names import TensorMap, sort_names
 from torchtitan.process import distributed
@@ -248,7 +248,6 @@ def _write_values(path: Path, header: bytes, tensor_map: TensorMap, values: Iter
         temporary.unlink(missing_ok=True)
 
 
-GENERATION = "generation_config.json"
 SOURCE_ONLY_FIELDS = ("quantization_config", "auto_map", "transformers_version", "_name_or_path", "dtype")
 """Fields that describe the source's files (8 bits, code, author) and do not apply to the written ones."""
 REWRITTEN_FIELDS = ("torch_dtype", "rope_theta", "rope_scaling", "rope_local_base_freq", "num_nextn_predict_layers")
