@@ -3,6 +3,7 @@
 The rank is a program of a few lines here.
 """
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from tests.support import jobs
 from tests.test_launcher import RANK, has_ended, nothing_is_left, started
+from tests.test_nodes import free_port
 from torchtitan.metrics.json_lines import read_records
 
 assert nothing_is_left  # a fixture, for all tests here too
@@ -33,12 +35,13 @@ def pass_on(code, *fields):
 """
 
 
-def start(folder, program, **options):
+def start(folder, program, environment=None, **options):
     """Start a launcher with one rank, a program of a few lines."""
-    argv = jobs.arguments(folder / "run", jobs.write_texts(folder, 2), **options)
+    argv = jobs.arguments(folder / "run", jobs.write_texts(folder, 2), training__local_batch_size=4, **options)
     command = [sys.executable, "-c", LAUNCH, RANK + RUN_END + program, *argv]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    started.append(subprocess.Popen(command, cwd=jobs.ROOT, start_new_session=True, **pipes))
+    variables = os.environ | (environment or {})
+    started.append(subprocess.Popen(command, cwd=jobs.ROOT, env=variables, start_new_session=True, **pipes))
     return started[-1]
 
 
@@ -129,3 +132,27 @@ def test_a_full_disk_changes_neither_exit_code_nor_the_first_error(tmp_path):
     code, _, err = finish(tmp_path, f"tell('train', 4); {KILL}")
     assert code == 137 and err.splitlines()[0] == KILLED
     assert "the end of the run could not be written" in err and "No space left on device" in err
+
+
+FOLLOWS = "tell('train', 4)\nif ranks.rank == 0: wait()\npass_on(2, 'data', 'no more')"
+
+
+@pytest.mark.parametrize(
+    "program, expected", [(FOLLOWS, (3, "data", 2, "no more")), ("pass_on(0)", (0, "finished", 0, ""))]
+)
+def test_several_machines_leave_one_record_with_the_first_cause(program, expected, tmp_path):
+    head = dict(NNODES="2", HEAD_ADDR="127.0.0.1", HEAD_PORT=str(free_port()))
+    machines = [start(tmp_path, program, head | {"NODE_RANK": str(index)}) for index in range(2)]
+    assert [jobs.finish(machine)[0] for machine in machines] == [expected[2]] * 2
+    assert ends(tmp_path) == [expected]
+
+
+def test_a_machine_that_refuses_the_job_is_the_reason(tmp_path):
+    head = dict(NNODES="2", HEAD_ADDR="127.0.0.1", HEAD_PORT=str(free_port()))
+    lacking = {"training__dataset_path": tmp_path / "none.jsonl"}
+    machines = [
+        start(tmp_path, "", head | {"NODE_RANK": str(index)}, **(lacking if index else {})) for index in range(2)
+    ]
+    assert [jobs.finish(machine)[0] for machine in machines] == [2, 2]
+    ((step, cause, code, reason),) = ends(tmp_path)
+    assert (step, cause, code) == (0, "refused", 2) and "refuses the job" in reason and "none.jsonl" in reason

@@ -1,6 +1,7 @@
 """The event of how a run ended: written once, whatever the file holds, and read back."""
 
 import json
+import random
 import re
 from dataclasses import replace
 
@@ -53,6 +54,19 @@ def test_an_end_is_a_line_of_its_own_after_whatever_was_written(tmp_path, tail):
         == describe_run_end(tmp_path, read_records(tmp_path / "metrics.jsonl"))
     )
     assert describe_last_end(tmp_path, left_lock=False) == f"the last run in this folder: {text}"
+
+
+def test_an_end_is_found_after_any_bytes(tmp_path, is_full_run):
+    generator, path = random.Random(0), tmp_path / "metrics.jsonl"
+    lines = [json.dumps(STEP).encode(), b"[" * 2000, b'{"step": "7"}', b"null", b"\xff\xfe", b'{"step": 1e400}', b"\r"]
+    for _ in range(2000 if is_full_run else 100):
+        pieces = [generator.choice([*lines, generator.randbytes(20)]) for _ in range(generator.randrange(6))]
+        path.write_bytes(generator.choice([b"\n", b"", b"\r\n"]).join(pieces))
+        before = [record for record in read_records(path) if record.get("event") == "end"]
+        assert record_end(tmp_path, RunEnd(6)) == ""
+        last = end_of(read_records(path))
+        assert not before and last is not None and last["exit_code"] == 6
+        assert describe_last_end(tmp_path, left_lock=False).startswith("the last run in this folder: hung after step ")
 
 
 def test_an_end_that_cannot_be_written_says_so_and_raises_nothing(tmp_path):

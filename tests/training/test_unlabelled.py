@@ -1,11 +1,12 @@
 """Data without a token to train on, and steps without one, under every task."""
 
 import json
+import random
 
 import pytest
 import torch
 
-from tests.support.jobs import SHALLOW, arguments, logged_steps, run, write_texts
+from tests.support.jobs import SHALLOW, arguments, logged_steps, run, train, write_texts
 from tests.support.pool import run_ranks
 from tests.test_masked_lm import job_arguments as masked_arguments
 from torchtitan.config import manager
@@ -109,6 +110,28 @@ def test_an_empty_step_among_full_ones_changes_no_weight_and_is_counted(tmp_path
     assert [(row["step"], row["cause"]) for row in rows if row.get("event") == "skip"] == [
         (2, "it has no token to train on")
     ]
+
+
+def test_runs_with_empty_steps_end_with_the_weights_of_runs_without_them(tmp_path, is_full_run):
+    """The oracle is the same run on data that lack the empty steps, at one rate."""
+    generator = random.Random(0)
+    options = dict(training__local_batch_size=2, training__global_batch_size=2, lr_scheduler__decay_type="constant")
+    options |= dict(lr_scheduler__warmup_steps=0, optimizer__weight_decay=0.3, training__document_mask=True)
+    for draw in range(20 if is_full_run else 2):
+        labels = [True, *(generator.random() < 0.6 for _ in range(5))]
+        folder = tmp_path / str(draw)
+        folder.mkdir()
+        hashes = []
+        for name, kept in (("all", labels), ("full", [label for label in labels if label])):
+            # a record of 64 tokens is a step; under a mask none depends on the record after it
+            rows = [{"text": [{"text": "ab" * 31, "label": label}]} for label in kept]
+            records = folder / f"{name}.jsonl"
+            records.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            argv = segments_job(folder / name, records, **options, training__steps=len(kept))
+            ((steps, state),) = run_ranks(1, train, argv)
+            assert [row["step"] for row in steps] == [number for number, label in enumerate(kept, 1) if label]
+            hashes.append(state)
+        assert hashes[0] == hashes[1], labels
 
 
 def test_ten_empty_steps_in_a_row_end_a_run_after_it_is_saved(tmp_path):
