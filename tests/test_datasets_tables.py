@@ -46,7 +46,7 @@ def test_malformed_csv_files_are_refused(tmp_path):
     assert f"{path}: no field 'body' in its first line, which names 'id', 'text'; set training" in refusal(path, "body")
     path.write_bytes(b'id,text\n0,good\n1\n\n2,"never closed')
     good, short, blank, cut = documents(path)
-    assert (good, blank) == ("good", "") and "a.csv, row 1: 1 fields, but 'text' is the 2th" in str(short)
+    assert (good, blank) == ("good", "") and "a.csv, row 1: 1 values under a header of 2, at line 3; put" in str(short)
     assert "a.csv, row 3: cannot be read: unexpected end of data" in str(cut)
     path.write_bytes(b"id,text\n0,good\n1,\xff\n")
     assert "cannot be read: 'utf-8' codec" in refusal(path)
@@ -62,7 +62,7 @@ def test_json_arrays_are_read(tmp_path, monkeypatch, window):
         path = write(tmp_path / "a.json", head + content.encode())
         source = text(str(path), "text")
         assert isinstance(source, IndexedSource) and len(source) == len(TEXTS) and documents(path) == TEXTS
-        assert source.get(3) == Document(TEXTS[3], "a.json, element 3")
+        assert source.get(3) == Document(TEXTS[3], "a.json, element 3", unread=("id",))
     assert documents(write(tmp_path / "a.json", b"[ ]")) == []
     assert documents(write(tmp_path / "a.json", lines())) == TEXTS  # JSON lines in a .json file
 

@@ -95,7 +95,7 @@ def test_a_row_of_more_values_than_the_header_is_named(kind, row, remedy, tmp_pa
     path = tmp_path / f"rows.{kind}"
     comma = "," if kind == "csv" else "\t"
     path.write_text(f"sentence{comma}label\nit rains{comma}0\n{row}\n")
-    with pytest.raises(DataError, match=f"rows.{kind}, row 1: 3 values under a header of 2; .*{remedy}"):
+    with pytest.raises(DataError, match=f"rows.{kind}, row 1: 3 values under a header of 2, at line 3; .*{remedy}"):
         read(str(path))
 
 

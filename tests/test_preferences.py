@@ -149,8 +149,6 @@ SYSTEM = {"role": "system", "content": "s"}
         {"chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
         {"prompt": "q", "messages": [*TURNS, GOOD], "chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
         {"messages": [*TURNS, GOOD], "chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
-        # after a system message, which the answers leave out
-        {"messages": [SYSTEM, *TURNS, GOOD], "chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
         {"prompt": "", "chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
     ],
 )
@@ -169,6 +167,12 @@ def test_a_system_message_may_precede_a_repeated_prompt():
         RecordReader().document({"prompt": "q", "chosen": [*prompt, GOOD], "rejected": [*prompt, BAD]}, "", "").content
     )
     assert pair.chosen.content == Chat([*prompt, GOOD]) and pair.rejected.content == Chat([*prompt, BAD])
+
+
+def test_a_system_message_that_only_messages_has_precedes_both_answers():
+    record = {"messages": [SYSTEM, *TURNS, GOOD], "chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]}
+    pair = RecordReader().document(record, "", "").content
+    assert pair.chosen.content == Chat([SYSTEM, *TURNS, GOOD]) and pair.rejected.content == Chat([SYSTEM, *TURNS, BAD])
 
 
 def test_forms_of_text_and_records_that_are_no_pair(tmp_path):

@@ -36,10 +36,12 @@ from torchtitan.datasets.loader import (
     build_loader,
 )
 from torchtitan.datasets.preparing import PrepareOptions, describe_records, prepared_shards
+from torchtitan.datasets.record_account import describe_unread, unread_of
 from torchtitan.datasets.record_format import LabelledFields, record_reader
 from torchtitan.datasets.sample_packing import Packing, PackReader, samples_in_epochs, steps_for, total_samples
 from torchtitan.datasets.samples import Labels
 from torchtitan.datasets.segments import Documents, HeldOutSegments, SegmentLoader
+from torchtitan.datasets.sources import Source
 from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.verification import start_verification
@@ -189,7 +191,21 @@ def training_loader(
     if read_ranks().local_rank == 0:  # one rank of each machine: disks may differ
         opened = [weighted.source for weighted in data_sources(config, "training")]
         loader.verification = start_verification([source for source in opened if isinstance(source, TokenShards)])
+        if dp_rank == 0:
+            for line in unread_fields(opened):
+                logger.info("records    %s", line)
     return loader
+
+
+def unread_fields(sources: Sequence[Source]) -> list[str]:
+    """Name the fields of each source's records that no sample is made of, as lines."""
+    described = [
+        describe_unread(source.header.get("source", {}).get("name", source.name), source.header.get("unread", []))
+        if isinstance(source, TokenShards)
+        else describe_unread(source.name, unread_of(source))
+        for source in sources
+    ]
+    return [line for line in described if line]
 
 
 def _training_loader(

@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.build import parts
-from torchtitan.build.data import cache_of, data_sources, describe_samples, is_tokenized_first, with_steps
+from torchtitan.build.data import (
+    cache_of,
+    data_sources,
+    describe_samples,
+    is_tokenized_first,
+    unread_fields,
+    with_steps,
+)
 from torchtitan.commands.check import fewest_ranks
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.config import manager
@@ -26,6 +33,7 @@ from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
 from torchtitan.datasets.preparing import advice, prepare
+from torchtitan.datasets.record_account import describe_unread
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import TokenShards
@@ -63,7 +71,7 @@ def prepared(config: JobConfig, ranks: int) -> list[str]:
             "tokenized before; set training.epochs, or make shards with torchtitan prepare --output FOLDER"
         )
     lines = [f"{'':{WIDTH}} " + " ".join(f"{name:>9}" for name in COLUMNS)]
-    advices = {}
+    advices, unread = {}, []
     for section in sections:
         for weighted in data_sources(config, section):
             assert isinstance(weighted.source, TokenShards)
@@ -71,11 +79,12 @@ def prepared(config: JobConfig, ranks: int) -> list[str]:
             source_name = header.get("source", {}).get("name", weighted.source.name)
             name = f"{section}: {source_name[len(section) + 2 - WIDTH :]}"
             lines.append(f"{name:{WIDTH}} " + " ".join(f"{cell:>9}" for cell in row(header)))
+            unread += unread_fields([weighted.source])
             if hint := advice(header["records"], config.training.seq_len) if "records" in header else "":
                 advices[name] = hint
             if "note" in header:
                 lines.append(f"{name}: {header['note']}")
-    lines += [f"{name}: {hint}" for name, hint in advices.items()]
+    lines += [*(f"{name}: {hint}" for name, hint in advices.items()), *unread]
     if "training" in sections and not task_of(config).streams_documents:
         sources = [weighted_source.source for weighted_source in data_sources(config, "training")]
         sample_total = describe_samples(config, [source for source in sources if isinstance(source, TokenShards)])
@@ -125,6 +134,8 @@ def main(argv: list[str]) -> int:
         )
     except DataError as error:
         raise DataError(_of_this_command(str(error))) from None
+    if line := describe_unread(options.dataset_path or options.dataset, header["unread"]):
+        print(line)
     skipped = f", {header['skipped']} records left out" if header["skipped"] else ""
     trained = header.get("trained_tokens")
     share = "" if trained is None else f", {trained / header['tokens']:.1%} of them trained"

@@ -14,7 +14,7 @@ from operator import itemgetter
 import torch
 
 from torchtitan.build import parts
-from torchtitan.build.data import training_loader
+from torchtitan.build.data import data_sources, training_loader, unread_fields
 from torchtitan.build.parts import isolates_documents
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.config import manager
@@ -52,7 +52,8 @@ def main(argv: list[str]) -> int:
         for line in view.sample(i, {k: v[i].tolist() for k, v in batch.items()})
     ]
     encoding = sys.stdout.encoding or "utf-8"
-    print("\n".join([about(config), *lines]).encode(encoding, "replace").decode(encoding))
+    unread = unread_fields([weighted.source for weighted in data_sources(config, "training")])
+    print("\n".join([about(config), *unread, *lines]).encode(encoding, "replace").decode(encoding))
     return 0
 
 

@@ -8,13 +8,14 @@ as in transformers' apply_chat_template, and character offsets decide which toke
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, groupby, islice
+from itertools import accumulate, groupby
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from torchtitan.core.files import TOKENIZATION_VERSION
 from torchtitan.datasets.conversations import chat_spans, prompt_spans
+from torchtitan.datasets.record_account import first_documents
 from torchtitan.datasets.sources import (
     CONVERSATIONS,
     REMEDY,
@@ -30,9 +31,6 @@ from torchtitan.datasets.sources import (
 )
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError
 from torchtitan.datasets.tokenizer.base import Range, special_names_pattern
-
-SAMPLED_RECORDS = 16
-"""Number of records that are read to find out whether a source has conversations."""
 
 
 class TrainOn(NamedTuple):
@@ -97,7 +95,7 @@ def chat_tokenization(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the tokenization version of conversations, for a fingerprint; empty for a source without them."""
     if tokenizer.chat_template is None:
         return {}
-    contents = [item.content for item in islice(source.documents(), SAMPLED_RECORDS) if isinstance(item, Document)]
+    contents = [document.content for document in first_documents(source)]
     contents += [content.chosen.content for content in contents if isinstance(content, Pair)]
     return {CONVERSATIONS: tokenizer.version} if any(isinstance(content, Chat) for content in contents) else {}
 
@@ -112,7 +110,7 @@ def spelled_token(tokenizer: Tokenizer, document: Document) -> str:
 
 def spelled_tokens_note(tokenizer: Tokenizer, source: Source) -> str:
     """Describe the special tokens that the first records of a source spell out; empty if they do not."""
-    documents = [item for item in islice(source.documents(), SAMPLED_RECORDS) if isinstance(item, Document)]
+    documents = first_documents(source)
     spelled = [(document.location, token) for document in documents if (token := spelled_token(tokenizer, document))]
     return describe_spelled(len(spelled), f"the first {len(documents)}", *spelled[0]) if spelled else ""
 

@@ -13,14 +13,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from torchtitan.core.constraints import LimitError
-from torchtitan.datasets.sources import (
-    REMEDY,
-    Chat,
-    DataError,
-    Document,
-    Pair,
-    Span,
-)
+from torchtitan.datasets.messages import LIST_OF_TABLES, MessageReader, as_list, is_messages, is_segments, parsed
+from torchtitan.datasets.sources import REMEDY, Chat, DataError, Document, Span
 
 PLACEHOLDERS = ("instruction", "input", "system")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -101,6 +95,33 @@ class Format(NamedTuple):
     """Parts of the prompt template that this format uses."""
     detectable: bool = True
     """True if the format is detected from a record's fields."""
+    unplaced_fields: tuple[str, ...] = ()
+    """Fields that such records may have and that this format has no place for. A record with one of them is refused,
+    unless the job names the format."""
+
+
+SIMILAR = {
+    ("instruction", "context", "response"): (
+        'training.format = "alpaca" and training.fields = { input = "context", output = "response" }'
+    ),
+    ("instruction", "response"): 'training.format = "alpaca" and training.fields = { output = "response" }',
+    ("prompt", "response"): 'training.format = "prompt_completion" and training.fields = { completion = "response" }',
+} | {
+    (question, answer): (
+        'training.format = "prompt_completion" and training.fields = '
+        f'{{ prompt = "{question}", completion = "{answer}" }}'
+    )
+    for question, answer in (
+        ("question", "answer"),
+        ("question", "response"),
+        ("query", "response"),
+        ("query", "answer"),
+        ("problem", "solution"),
+        ("input", "output"),
+        ("prompt", "answer"),
+    )
+}
+"""Fields of common records that are no format -> the options that read them."""
 
 
 def read_prompt_completion(record: Record, prompt: PromptTemplate) -> list[Span]:
@@ -112,88 +133,25 @@ def read_alpaca(record: Record, prompt: PromptTemplate) -> list[Span]:
     return [Span(text, False), Span(record["output"])]
 
 
-def read_preference(record: Record, columns: Mapping[str, str], location: str, short_location: str) -> Document:
-    """Convert a preference record to a pair of answers.
-
-    Answers are texts after the prompt, or messages after the ones in `prompt` or `messages`; both answers may repeat
-    these. Raises DataError, which names `location`."""
-    answers = {name: record[name] for name in ("chosen", "rejected")}
-    contexts = [record[name] for name in ("messages", "prompt") if record.get(name) not in (None, "")]
-    if contexts and all(isinstance(part, str) for part in (contexts[0], *answers.values())):
-        prompt, texts = contexts[0], list(answers.values())
-        if all(text.startswith(prompt) and text != prompt for text in texts):  # the answers repeat the prompt
-            texts = [text.removeprefix(prompt) for text in texts]
-        pair = [Document([Span(prompt, False), Span(text)], short_location) for text in texts]
-        return Document(Pair(*pair), short_location)
-    for name, answer in answers.items():
-        is_text = isinstance(answer, str) and bool(contexts)
-        if not (is_text or isinstance(answer, list) and answer) or not all(isinstance(b, str | list) for b in contexts):
-            kind = "nothing (null)" if answer is None else type(answer).__name__
-            types = " and ".join(type(context).__name__ for context in contexts) or "nothing"
-            raise DataError(
-                f"{location}: field {columns[name]!r} holds {kind}, with {types} as prompt; allowed: text after a "
-                f"prompt or messages, or messages; {REMEDY}"
-            )
-    turns = [_turns(answer, "assistant") for answer in answers.values()]
-    for context in [*(_turns(context, "user") for context in contexts), []]:
-        if _begin_with(context, turns):
-            conversations = turns
-        elif _continue_from(context, turns):
-            conversations = [[*context, *conversation] for conversation in turns]
-        else:
-            # e.g. `messages` holds the preferred conversation and `prompt` its beginning
-            continue
-        pair = [
-            to_document(conversation, columns[name], location, short_location)
-            for name, conversation in zip(answers, conversations, strict=True)
-        ]
-        return Document(Pair(*pair), short_location)
-    raise DataError(
-        f"{location}: fields {columns['chosen']!r} and {columns['rejected']!r} are not both answers to the same "
-        f"messages; allowed: both repeat prompt or messages, both continue them, or both begin with the same message; "
-        f"{REMEDY}"
-    )
-
-
-def _turns(value: str | list[Any], role: str) -> list[Any]:
-    return [{"role": role, "content": value}] if isinstance(value, str) else value
-
-
-def _role_in(message: Any) -> Any:
-    return standard_role(message.get("role", message.get("from"))) if isinstance(message, dict) else None
-
-
-def _begin_with(before: list[Any], turns: list[list[Any]]) -> bool:
-    """Return True if both conversations begin with these messages, perhaps after a system message, and continue.
-
-    Without messages: True if both begin with the same message and it is not an answer."""
-    if not before:
-        return turns[0][0] == turns[1][0] and _role_in(turns[0][0]) != "assistant"
-    if _role_in(before[0]) != "system":
-        turns = [conversation[1:] if _role_in(conversation[0]) == "system" else conversation for conversation in turns]
-    return all(conversation[: len(before)] == before and len(conversation) > len(before) for conversation in turns)
-
-
-def _continue_from(before: list[Any], turns: list[list[Any]]) -> bool:
-    """Return True if both conversations continue these messages.
-
-    The first speaker of a continuation differs from the last one before it, and a continuation neither repeats the
-    messages nor is their end, as the preferred conversation after a system message would be."""
-    return bool(before) and all(
-        conversation[: len(before)] != before
-        and before[-len(conversation) :] != conversation
-        and _role_in(conversation[0]) not in ("system", _role_in(before[-1]))
-        for conversation in turns
-    )
-
-
+CONTEXT_FIELDS = ("system", "tools", "chat_template_kwargs")
+"""Fields next to a conversation: its system message, and tools and variables of its template."""
+LISTS = ("messages", "conversations", "segments", "input_ids")
+"""Fields that hold lists, so that JSON in a text, as in CSV, stands for one."""
 FORMATS: dict[str, Format] = {
-    "preference": Format(("chosen", "rejected"), optional_fields=("prompt", "messages", *MESSAGE_KEYS)),
-    "chat": Format(("messages",), optional_fields=MESSAGE_KEYS, content_type=Chat),
-    "sharegpt": Format(("conversations",), optional_fields=MESSAGE_KEYS, content_type=Chat),
+    "preference": Format(
+        ("chosen", "rejected"),
+        optional_fields=("prompt", "messages", "conversations", "question", *MESSAGE_KEYS, *CONTEXT_FIELDS),
+    ),
+    "chat": Format(("messages",), optional_fields=(*MESSAGE_KEYS, *CONTEXT_FIELDS), content_type=Chat),
+    "sharegpt": Format(("conversations",), optional_fields=(*MESSAGE_KEYS, *CONTEXT_FIELDS), content_type=Chat),
     "input_output": Format(("segments",), content_type=list),
     "prompt_completion": Format(
-        ("prompt", "completion"), read_prompt_completion, "prompt", template_parts=("separator",)
+        ("prompt", "completion"),
+        read_prompt_completion,
+        "prompt",
+        optional_fields=(*MESSAGE_KEYS, *CONTEXT_FIELDS),
+        template_parts=("separator",),
+        unplaced_fields=("label", "history", *CONTEXT_FIELDS),
     ),
     "alpaca": Format(
         ("instruction", "output"),
@@ -201,6 +159,7 @@ FORMATS: dict[str, Format] = {
         "instruction",
         ("input", "system"),
         template_parts=tuple(PromptTemplate.__annotations__),
+        unplaced_fields=("history", "tools"),
     ),
     "completion": Format(("text",), detectable=False),
 }
@@ -215,25 +174,21 @@ def detect_format(fields: Collection[str]) -> str | None:
 
 
 LARGEST_ID = 2**31 - 1
-ROLE_KEYS = {"role", "from"}
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-"""Role names of the ShareGPT format."""
 
 
-def to_document(value: Any, field: str, location: str, short_location: str) -> Document:
+def to_document(value: Any, field: str, location: str, short_location: str, maps_roles: bool = False) -> Document:
     """Convert a field's value to a document. Raises DataError, which names `location`.
 
     The value is text; a list of token ids, which includes begin and end; a list of segments {text, label}, trained if
     label is true; or a conversation, a list of messages {role, content} or {from, value}. The messages of the assistant
-    are trained."""
+    are trained. `maps_roles`: role names are ShareGPT's in any case."""
+    value = as_list(value)
     if isinstance(value, str):
         return Document(value, short_location)
     if isinstance(value, list) and all(type(item) is int and 0 <= item <= LARGEST_ID for item in value):
         return Document([Span(value)], short_location, has_begin_end=True)
-    if isinstance(value, list) and value and all(isinstance(item, dict) and ROLE_KEYS & item.keys() for item in value):
-        return Document(
-            Chat([_standard_message(item, i, field, location) for i, item in enumerate(value)]), short_location
-        )
+    if is_messages(value):
+        return Document(Chat(MessageReader(field, location, maps_roles).messages(value)), short_location)
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
         return Document([_segment_span(item, i, field, location) for i, item in enumerate(value)], short_location)
     kind = "nothing (null)" if value is None else type(value).__name__
@@ -252,17 +207,23 @@ def _segment_span(item: dict[str, Any], number: int, field: str, location: str) 
     return Span(content, trained)
 
 
-def standard_role(name: Any) -> Any:
-    """Map a ShareGPT role name to the usual one; return other names unchanged."""
-    return SHAREGPT_ROLES.get(name, name) if isinstance(name, str) else name
+def field_holds(value: str, field: str, location: str) -> Any:
+    """Return what a text holds in a field that one of LISTS names: a list as JSON, as in CSV, or the text itself.
+
+    Raises DataError, which names `location`, if it begins like messages or segments and is no JSON."""
+    content = parsed(value) if field in LISTS and value.lstrip().startswith("[") else None
+    if is_messages(content) or is_segments(content):
+        return content
+    if isinstance(content, list) and content and all(type(item) is int for item in content):
+        return content
+    if field in LISTS and content is None and LIST_OF_TABLES.match(value):
+        raise DataError(
+            f"{location}: field {field!r} begins like a list, but is no JSON; write it with json.dumps, or {REMEDY}"
+        )
+    return value
 
 
-def _standard_message(item: dict[str, Any], number: int, field: str, location: str) -> dict[str, Any]:
-    if "from" in item and "role" not in item:
-        item = {"role": standard_role(item["from"]), "content": item.get("value")}
-    item = {key: value for key, value in item.items() if value is not None}
-    for key in ("role", "content"):
-        if not isinstance(item.get(key), str):
-            kind = type(item[key]).__name__ if key in item else "nothing"
-            raise DataError(f"{location}: message {number} of field {field!r} has {kind} as {key}, not text; {REMEDY}")
-    return item
+def similar_format(fields: Collection[str]) -> str:
+    """Return the options that read records with these fields; empty if their names are not known."""
+    matches = (options for names, options in SIMILAR.items() if all(name in fields for name in names))
+    return next(matches, "")

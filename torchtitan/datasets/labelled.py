@@ -4,7 +4,6 @@ that `datasets` has saved. A file is read completely when its first record is re
 
 import csv
 import gzip
-import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 from zlib import crc32
 
 from torchtitan.core.files import open_file, require_file
+from torchtitan.datasets.messages import load_json
 from torchtitan.datasets.record_format import LabelledFields, Row
 from torchtitan.datasets.sources import (
     REMEDY,
@@ -30,7 +30,7 @@ from torchtitan.datasets.sources import (
     find_files,
     missing_package,
 )
-from torchtitan.datasets.sources_tables import SAVE_TO_DISK_FILES, saved_split
+from torchtitan.datasets.sources_tables import SAVE_TO_DISK_FILES, check_row_length, saved_split
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 LARGEST = 2**31
@@ -96,9 +96,9 @@ def _json_rows(path: Path) -> Iterator[Row]:
         raise DataError(f"{path}: more than {LARGEST / 2**30:g} GiB of records; cut it into several files")
     text = decode_utf8(content.removeprefix(b"\xef\xbb\xbf"), str(path), 0)
     is_array = text.lstrip().startswith("[")
-    lines = json.loads(text) if is_array else [line for line in text.split("\n") if line.strip()]
+    lines = load_json(text) if is_array else [line for line in text.split("\n") if line.strip()]
     for number, line in enumerate(lines):
-        row = line if is_array else json.loads(line)
+        row = line if is_array else load_json(line)
         if not isinstance(row, dict):
             raise DataError(f"{path}, row {number}: a {type(row).__name__}; each record is a JSON object; {REMEDY}")
         yield row
@@ -109,12 +109,13 @@ def _csv_rows(path: Path) -> Iterator[Row]:
     tabs = path.suffix.lower() == ".tsv"
     form: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {"delimiter": ","}
     with TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
-        for number, row in enumerate(csv.DictReader(file, strict=True, **form)):
-            if None in row:  # DictReader's key for values beyond the header
-                remedy = "write a text without tabs" if tabs else "put a text with commas in quotation marks"
-                counts = f"{len(row) - 1 + len(row[None])} values under a header of {len(row) - 1}"
-                raise DataError(f"{path}, row {number}: {counts}; {remedy}, or {REMEDY}")
-            yield row
+        reader = csv.reader(file, strict=True, **form)
+        names = next(reader, [])
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise DataError(f"{path}: has several columns {repeated[0]!r}; rename all but one")
+        for number, fields in enumerate(filter(None, reader)):  # without empty lines
+            check_row_length(len(fields), len(names), f"{path}, row {number}", reader.line_num, path)
+            yield dict(zip(names, fields, strict=True))
 
 
 def _table_rows(path: Path) -> Sequence[Row]:

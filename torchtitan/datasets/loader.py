@@ -30,6 +30,7 @@ from torchtitan.core.constraints import check_global_batch, check_persistence, c
 from torchtitan.datasets.encoding import chat_tokenization, spelled_tokens_note
 from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.position import Position, merge_states, resume
+from torchtitan.datasets.record_account import records_version
 from torchtitan.datasets.sample_packing import Packing, steps_for, total_samples
 from torchtitan.datasets.samples import BatchFormat, Labels, Piece, RankSamples, ShardPieces, StreamPieces
 from torchtitan.datasets.sources import DataError, IndexedSource, SequentialSource, Source
@@ -334,7 +335,8 @@ def _fingerprint(
         fingerprint["packing"] = packing.fingerprint
     descriptions: list[dict[str, Any]] = [{"dataset": name} | source.fingerprint for name, source, _ in sources]
     for content, (_, source, _) in zip(descriptions, sources, strict=True):
-        content |= {} if isinstance(source, TokenShards | PretokenizedBlocks) else chat_tokenization(source, tokenizer)
+        if not isinstance(source, TokenShards | PretokenizedBlocks):
+            content |= chat_tokenization(source, tokenizer) | records_version(source)
     if len(descriptions) == 1:
         return fingerprint | descriptions[0]
     for content, (_, _, weight) in zip(descriptions, sources, strict=True):

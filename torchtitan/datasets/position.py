@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan.core.errors import JobError
+from torchtitan.datasets.record_account import RECORDS
 from torchtitan.datasets.sources import CONTENTS, CONVERSATIONS
 from torchtitan.datasets.streams import Cursor
 
@@ -105,18 +106,35 @@ def check_same_data(state: dict[str, Any], fingerprint: dict[str, Any]) -> None:
 
 
 def _tokenization_advice(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return advice if the tokenization of conversations differs from a saved state's; empty if it does not."""
-    versions = [
-        [content.get(CONVERSATIONS) for content in data.get("sources", {"": data}).values()] for data in (before, now)
-    ]
-    if versions[0] == versions[1] or not any(versions[1]):
-        return ""
-    if earlier := max(filter(None, versions[0]), default=None):
-        return f"; the run began with other rules of tokenization: set data.tokenization_version = {earlier}"
-    return (
-        "; the tokenization of conversations has changed since the checkpoint's run began, so the same records have "
-        "other token ids now: finish with the program that began it, or start the data from the beginning"
+    """Return advice if the same data are read or tokenized otherwise than for a saved state; empty if they are not."""
+    sources = [[*data.get("sources", {"": data}).values()] for data in (before, now)]
+    versions, readings = (
+        [[source.get(key) for source in data] for data in sources] for key in (CONVERSATIONS, RECORDS)
     )
+    if readings[0] != readings[1] and any(readings[1]):
+        change = "the reading of records of this form has changed"
+    elif versions[0] != versions[1] and any(versions[1]):
+        if earlier := max(filter(None, versions[0]), default=None):
+            return f"; the run began with other rules of tokenization: set data.tokenization_version = {earlier}"
+        change = "the tokenization of conversations has changed"
+    elif _differ_in_shards_alone(*sources):
+        change = "the tokens of these records have changed"
+    else:
+        return ""
+    return (
+        f"; {change} since the checkpoint's run began, so the same records have other token ids now: finish with the "
+        "program that began it, or start the data from the beginning"
+    )
+
+
+def _differ_in_shards_alone(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
+    """Return True if data that were tokenized before the run give other shards from the same files."""
+
+    def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+        return {**a, "shards": None} == {**b, "shards": None}
+
+    same_files = len(before) == len(now) and all(same(a, b) for a, b in zip(before, now, strict=True))
+    return same_files and before != now and all("files" in source and "shards" in source for source in now)
 
 
 def _packing_advice(before: dict[str, Any], now: dict[str, Any]) -> str:

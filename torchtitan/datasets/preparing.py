@@ -30,6 +30,7 @@ from torchtitan.datasets.encoding import (
     encode,
     spelled_token,
 )
+from torchtitan.datasets.record_account import RECORDS, RECORDS_VERSION, has_records
 from torchtitan.datasets.sources import (
     BadRecord,
     Chat,
@@ -211,6 +212,8 @@ def advice(records: dict[str, Any], seq_len: int) -> str:
 CHUNK_DOCUMENTS = 256
 CHUNKS_AHEAD = 4
 CHUNK_CHARACTERS = 2**20
+MAX_UNREAD = 100
+"""Fields that are not read, after which no further ones are collected."""
 Encoded = TokenizedRecord | BadRecord
 DEFAULT_OPTIONS = PrepareOptions()
 PAIR_TOKENIZATION_VERSION = 2
@@ -250,6 +253,7 @@ def prepared_shards(
     if tokenizer.version > 2 and tokenizer.chat_template is not None:  # conversations may begin after those looked at
         inputs.append({"tokenization": tokenizer.version})
     inputs += [{"pairs": PAIR_TOKENIZATION_VERSION}] if options.group_size > 1 else []
+    inputs += [{RECORDS: RECORDS_VERSION}] if has_records(source) else []
     shards = folder / hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -322,14 +326,18 @@ def _write(source: Source, encoder: "Encoder", folder: Path, workers: int, stop:
     if statistics.spelled:
         records = f"{sum(statistics.outcomes.values()):,}"
         facts["note"] = describe_spelled(len(statistics.spelled), records, *statistics.spelled[0])
+    facts["unread"] = list(readable.unread)
     return writer.finish(**facts, source={"name": source.name, **source.fingerprint}, skipped=readable.skipped)
 
 
 class _DocumentChunks:
-    """Chunks of documents for the workers. Unreadable records are counted, or raised with `stop`."""
+    """Chunks of documents for the workers. Unreadable records are counted, or raised with `stop`.
+
+    `unread`: fields of the records that no sample is made of."""
 
     def __init__(self, items: Iterable[DocumentOrError], stop: bool) -> None:
         self.items, self.stop, self.skipped = items, stop, 0
+        self.unread: dict[str, None] = {}
 
     def __iter__(self) -> Iterator[list[Document]]:
         chunk: list[Document] = []
@@ -337,6 +345,8 @@ class _DocumentChunks:
         for item in self.items:
             if isinstance(item, Document):
                 chunk.append(item)
+                if len(self.unread) < MAX_UNREAD:
+                    self.unread |= dict.fromkeys(item.unread)
                 characters += sum(len(span.content) for span in item.spans)
             else:
                 self.skip(item)

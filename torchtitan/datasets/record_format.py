@@ -9,15 +9,33 @@ from typing import Any
 from torchtitan.core.constraints import LimitError
 from torchtitan.datasets.formats import (
     ALPACA,
+    CONTEXT_FIELDS,
     FORMATS,
+    LISTS,
     MESSAGE_KEYS,
     Format,
     PromptTemplate,
     Record,
     detect_format,
-    read_preference,
+    field_holds,
+    similar_format,
     to_document,
 )
+from torchtitan.datasets.messages import (
+    KNOWN_KEYS,
+    ROLE_KEYS,
+    Context,
+    MessageReader,
+    as_list,
+    is_messages,
+    is_segments,
+    json_in_text,
+    messages_in_text,
+    parsed,
+    without_nulls,
+)
+from torchtitan.datasets.preference_records import read_preference
+from torchtitan.datasets.record_account import check_account
 from torchtitan.datasets.sources import (
     REMEDY,
     Chat,
@@ -25,9 +43,13 @@ from torchtitan.datasets.sources import (
     Document,
     LabelledTexts,
     Pair,
+    Span,
 )
 
 PAIRS = "preference"
+ANSWERS_AND_PROMPTS = ("prompt", "completion", "chosen", "rejected", "question")
+"""Fields that hold text or messages."""
+MESSAGES = "messages {role, content}"
 
 
 @dataclass(frozen=True)
@@ -126,9 +148,11 @@ class RecordReader:
         absent = [column for column in self._required_columns(form) if column not in fields]
         return f"{absent[0]!r}, which format {form} needs" if absent else ""
 
-    def remedy(self) -> str:
+    def remedy(self, fields: Collection[str] = ()) -> str:
         if self.pairs:
             return "set training.fields, or choose another task.kind"
+        if not self._job_format and (options := similar_format(fields)):
+            return f"set {options}"
         return "set training.fields" if self.format_name else "set training.text_field"
 
     def columns(self, fields: Collection[str]) -> list[str]:
@@ -136,74 +160,177 @@ class RecordReader:
         form = self.format_of(fields)
         return [self.text_field] if form is None else [c for c in self._column_names(form).values() if c in fields]
 
+    def unplaced_columns(self, fields: Collection[str]) -> list[str]:
+        """Return further columns that are looked at, because a record that holds something in them is refused."""
+        form = self.format_of(fields)
+        if form is None:
+            return [name for name in CONTEXT_FIELDS if name in fields and name != self.text_field]
+        if self._job_format:
+            return []
+        names = (name for name in FORMATS[form].unplaced_fields if name in fields)
+        return [name for name in names if name not in self.columns(fields)]
+
     def _column_names(self, form: str) -> dict[str, str]:
         """Map each of a format's fields to its name in the records.
 
-        The system field is only read if the job sets a prompt template or names that field."""
+        The system field of instructions is only read if the job sets a prompt template or names that field."""
         record_format = FORMATS[form]
         names = [name for name in (*record_format.fields, *record_format.optional_fields) if name not in MESSAGE_KEYS]
-        names = [name for name in names if name != "system" or self.template or "system" in self.fields]
+        if form == "alpaca" and not self.template and "system" not in self.fields:
+            names.remove("system")
         return {name: self.fields.get(name, name) for name in names}
 
     def _required_columns(self, form: str) -> list[str]:
         """Return the columns that must exist: the format's own fields and those that the job names."""
         columns = self._column_names(form)
-        return [column for name, column in columns.items() if name in FORMATS[form].fields or name in self.fields]
+        optional = () if form == "alpaca" else CONTEXT_FIELDS
+        job_names = [name for name in self.fields if name in columns and name not in optional]
+        return [column for name, column in columns.items() if name in FORMATS[form].fields or name in job_names]
 
     def document(self, record: Record, location: str, short_location: str) -> Document:
-        """Convert a record to a document. Raises DataError, which names `location`, if it cannot be read."""
+        """Convert a record to a document. Raises DataError, which names `location`, if it cannot be read, or if a text
+        of its fields would not be in the document."""
         if missing := self.missing_field(record):
-            field_names = ", ".join(map(repr, list(record)[:20])) or "none"
-            formats = ", ".join(
-                f"{name} ({' and '.join(record_format.fields)})"
-                for name, record_format in FORMATS.items()
-                if record_format.detectable
-            )
-            hint = "" if self._job_format else f", or give records of a known format: {formats}"
-            raise DataError(
-                f"{location}: no field {missing}; the record's fields: {field_names}; {self.remedy()}{hint}"
-            )
+            raise DataError(f"{location}: {self._lack(missing, record)}")
         if unclear := self.ambiguity(record):
             raise DataError(f"{location}: {unclear}")
         form = self.format_of(record)
         if form is None:
-            return self._add_system_message(
-                to_document(record[self.text_field], self.text_field, location, short_location)
-            )
-        columns = self._column_names(form)
-        renamed = {name: record[column] for name, column in columns.items() if column in record}
-        return self._add_system_message(
-            self._read(form, renamed, columns, location, short_location)._replace(format_name=form)
+            document, read_columns = self._field_document(record, location, short_location)
+        else:
+            columns = {name: column for name, column in self._column_names(form).items() if column in record}
+            values = {name: self._value(form, name, column, record, location) for name, column in columns.items()}
+            document = self._read(form, values, self._column_names(form), location, short_location)
+            is_text = form == "prompt_completion" and not isinstance(document.content, Chat)
+            read_columns = [c for name, c in columns.items() if not (is_text and name in CONTEXT_FIELDS)]
+            self._refuse_unplaced(form, record, read_columns, location)
+            document = document._replace(is_reread=_is_reread(document, record, values, columns))
+        if not isinstance(document.content, str):
+            role_keys = [*ROLE_KEYS, *([self.fields["role"]] if "role" in self.fields else [])]
+            check_account({column: record[column] for column in read_columns}, document, location, role_keys)
+        unread = (*(name for name in record if name not in read_columns), *_unknown_keys(document))
+        return self._add_system_message(document._replace(unread=unread))
+
+    def _lack(self, missing: str, record: Record) -> str:
+        """Describe a missing field, with the record's fields and a remedy."""
+        field_names = ", ".join(map(repr, list(record)[:20])) or "none"
+        formats = ", ".join(
+            f"{name} ({' and '.join(record_format.fields)})"
+            for name, record_format in FORMATS.items()
+            if record_format.detectable
         )
+        hint = "" if self._job_format or similar_format(record) else f", or give records of a known format: {formats}"
+        return f"no field {missing}; the record's fields: {field_names}; {self.remedy(record)}{hint}"
+
+    def _refuse_unplaced(self, form: str, record: Record, read_columns: Collection[str], location: str) -> None:
+        """Raise DataError if a record of a detected format has a field that the format has no place for."""
+        for name in () if self._job_format else FORMATS[form].unplaced_fields:
+            if name not in read_columns and not _is_empty(record.get(name)):
+                raise DataError(f"{location}: has the field {name!r}, {_unplaced(form, name)}")
+
+    def _value(self, form: str, name: str, column: str, record: Record, location: str) -> Any:
+        """Return a field's value, from JSON if a text stands for a list, with the usual names in its messages."""
+        value = as_list(record[column])
+        if isinstance(value, str) and name in (*LISTS, *CONTEXT_FIELDS[1:]):
+            value = json_in_text(value, f"field {column!r} of format {form} holds str, not {_kind_of(name)}", location)
+        elif isinstance(value, str) and name in ANSWERS_AND_PROMPTS:
+            role_keys = (self.fields["role"],) if "role" in self.fields else ROLE_KEYS
+            value = messages_in_text(value, role_keys, column, location)
+        return self._messages(as_list(value) if name in LISTS else value, column, location)
+
+    def _field_document(self, record: Record, location: str, short_location: str) -> tuple[Document, list[str]]:
+        """Return the document of the job's text field, and the columns that it comes from."""
+        value = as_list(record[self.text_field])
+        if isinstance(value, str):
+            value = self._text_or_list(value, location)
+        is_sharegpt = self.text_field == "conversations"
+        document = to_document(value, self.text_field, location, short_location, is_sharegpt)
+        columns = [self.text_field]
+        if isinstance(document.content, Chat):
+            context = {name: record[name] for name in CONTEXT_FIELDS if name in record and name != self.text_field}
+            for name in context.keys() - {"system"}:
+                context[name] = self._value("chat", name, name, record, location)
+            chat = self._context(context, {}, is_sharegpt, location).chat(list(document.content.messages))
+            document, columns = document._replace(content=chat), [self.text_field, *context]
+        return document._replace(is_reread=_is_reread(document, record, {}, {})), columns
+
+    def _text_or_list(self, value: str, location: str) -> Any:
+        """Return the text of the text field, or the list that it stands for in a field with the name of a list."""
+        content = field_holds(value, self.text_field, location)
+        if content is value and self.refuse_ambiguous and value.lstrip().startswith("["):
+            listed = parsed(value)
+            form, name = ("chat", "messages") if is_messages(listed) else ("input_output", "segments")
+            if is_messages(listed) or (is_segments(listed) and all("label" in item for item in listed)):
+                remedy = f'set training.format = "{form}" and training.fields = {{ {name} = "{self.text_field}" }}'
+                raise DataError(
+                    f"{location}: field {self.text_field!r} holds {name} as JSON text, which would be learned as it "
+                    f'stands; {remedy}, or training.format = "completion" and training.fields = {{ text = '
+                    f'"{self.text_field}" }} to learn the JSON'
+                )
+        return content
+
+    def _context(self, record: Record, columns: Mapping[str, str], is_sharegpt: bool, location: str) -> Context:
+        """Return what stands next to a record's conversation."""
+        system = record.get("system")
+        if system is not None and not isinstance(system, str):
+            raise DataError(f"{location}: field 'system' holds {type(system).__name__}, not text; {REMEDY}")
+        tools = MessageReader(columns.get("tools", "tools"), location, is_sharegpt).tools(record.get("tools"))
+        variables = without_nulls(record.get("chat_template_kwargs"))
+        if not isinstance(variables, dict | None):
+            kind = type(variables).__name__
+            raise DataError(f"{location}: field 'chat_template_kwargs' holds {kind}, not a JSON object; {REMEDY}")
+        system = "" if system is None or system.isspace() else system
+        return Context(system, tools, variables or {}, columns.get("system", "system"), location)
 
     def _read(
         self, form: str, record: Record, columns: Mapping[str, str], location: str, short_location: str
     ) -> Document:
-        if form == "preference":
-            record = {name: self._messages(value, columns[name], location) for name, value in record.items()}
-            return read_preference(record, columns, location, short_location)
-        record_format = FORMATS[form]
-        if record_format.read is None:
+        record_format, is_sharegpt = FORMATS[form], form == "sharegpt"
+        if form == PAIRS:
+            context = self._context(record, columns, is_sharegpt, location)
+            document = read_preference(record, context, columns, location, short_location)
+        elif record_format.read is None:
             name = columns[record_format.fields[0]]
-            value = self._messages(record[record_format.fields[0]], name, location)
-            document = to_document(value, name, location, short_location)
-            if (
-                self.format_name
-                and value
-                and record_format.content_type
-                and not isinstance(document.content, record_format.content_type)
-            ):
-                kind = "messages {role, content}" if record_format.content_type is Chat else "segments {text, label}"
-                problem = f"holds {type(value).__name__}, not a list of {kind}"
+            document = to_document(record[record_format.fields[0]], name, location, short_location, is_sharegpt)
+            required, content = record_format.content_type, document.content
+            if required is not None and not isinstance(content, required) and not _is_blank(document):
+                problem = f"holds {type(content).__name__}, not {_kind_of(record_format.fields[0])}"
                 raise DataError(f"{location}: field {name!r} of format {form} {problem}; {REMEDY}")
-            return document
-        for name, value in record.items():
+            if isinstance(content, Chat):
+                context = self._context(record, columns, is_sharegpt, location)
+                document = document._replace(content=context.chat(list(content.messages)))
+        elif form == "prompt_completion" and (chat := self._completed_chat(record, columns, location)):
+            return Document(chat, short_location, format_name="chat")
+        else:
+            document = Document(self._read_texts(form, record, columns, location), short_location)
+        return document._replace(format_name=form)
+
+    def _completed_chat(self, record: Record, columns: Mapping[str, str], location: str) -> Chat | None:
+        """Return the conversation of a prompt and a completion that are messages; None if they are texts."""
+        parts = {name: record[name] for name in ("prompt", "completion")}
+        if not all(isinstance(part, list) for part in parts.values()):
+            return None
+        prompt, completion = (MessageReader(columns[n], location).messages(part) for n, part in parts.items())
+        if not completion or completion[0]["role"] != "assistant":
+            raise DataError(
+                f"{location}: field {columns['completion']!r} holds messages that do not begin with an answer of the "
+                f"assistant; {REMEDY}"
+            )
+        prompt = [message | ({"train": False} if message["role"] == "assistant" else {}) for message in prompt]
+        return self._context(record, columns, False, location).chat([*prompt, *completion])
+
+    def _read_texts(self, form: str, record: Record, columns: Mapping[str, str], location: str) -> list[Span]:
+        record_format = FORMATS[form]
+        assert record_format.read is not None
+        names = [name for name in record if form == "alpaca" or name in record_format.fields]
+        for name in names:
+            value = record[name]
             if not isinstance(value, str) and (name in record_format.fields or value is not None):
                 kind = "nothing (null)" if value is None else type(value).__name__
                 raise DataError(
                     f"{location}: field {columns[name]!r} of format {form} holds {kind}, not text; {REMEDY}"
                 )
-        return Document(record_format.read(record, self.prompt), short_location)
+        return record_format.read(record, self.prompt)
 
     def _messages(self, value: Any, column: str, location: str) -> Any:
         """Rename the job's own names for role and content in messages to these names."""
@@ -251,6 +378,51 @@ def record_reader(source: Any, system: str | None, refuse_ambiguous: bool, pairs
     return RecordReader(
         source.text_field, source.format, source.fields, source.template, system, refuse_ambiguous, pairs
     )
+
+
+def _unknown_keys(document: Document) -> list[str]:
+    """Name the keys of a conversation's messages that only a template made for them would read."""
+    if isinstance(document.content, Pair):
+        return list(dict.fromkeys(key for answer in document.content for key in _unknown_keys(answer)))
+    messages = document.content.messages if isinstance(document.content, Chat) else []
+    return [f"{key} of messages" for key in dict.fromkeys(k for m in messages for k in m if k not in KNOWN_KEYS)]
+
+
+def _kind_of(name: str) -> str:
+    kinds = {"segments": "segments {text, label}", "tools": "tools", "input_ids": "token ids"}
+    return "a table of variables" if name == "chat_template_kwargs" else f"a list of {kinds.get(name, MESSAGES)}"
+
+
+def _is_empty(value: Any) -> bool:
+    return value in (None, [], {}) or (isinstance(value, str) and not value.strip())
+
+
+def _is_blank(document: Document) -> bool:
+    return not any(len(span.content) for span in document.spans)
+
+
+def _unplaced(form: str, name: str) -> str:
+    """Return why a record of this format is refused for this field, with a remedy."""
+    if name == "label":
+        return (
+            "next to a prompt and a completion, so each is rated good or bad (KTO), which no task learns; leave the "
+            f'bad ones and the field out, or set training.format = "{form}", which learns all of them'
+        )
+    remedy = "write prompt and completion as lists of messages" if form == "prompt_completion" else "write messages"
+    return (
+        f"which format {form} has no place for in a record of texts; {remedy}, or set training.format = "
+        f'"{form}", which leaves the field out'
+    )
+
+
+def _is_reread(document: Document, record: Record, values: Record, columns: Mapping[str, str]) -> bool:
+    """Return True if versions before RECORDS_VERSION read this record otherwise."""
+    content = document.content.chosen.content if isinstance(document.content, Pair) else document.content
+    is_parsed = any(isinstance(record[columns[n]], str) and not isinstance(v, str | None) for n, v in values.items())
+    if not isinstance(content, Chat):
+        return is_parsed
+    has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in content.messages)
+    return is_parsed or has_calls or any(not _is_empty(record.get(columns.get(n, n))) for n in CONTEXT_FIELDS)
 
 
 Row = Mapping[str, Any]
@@ -301,9 +473,10 @@ class LabelledFields:
                 issue = f"holds {type(value).__name__}, not text" if name in row else f"is not there; there are {keys}"
                 remedy = "set training.text_field and task.second_text_field"
                 raise DataError(f"{location}: field {name!r} {issue}; {remedy}, or {REMEDY}")
-        return Document(
-            LabelledTexts(texts, self._class_of(row, location), self.end_tokens), short_location, has_begin_end=True
-        )
+        content = LabelledTexts(texts, self._class_of(row, location), self.end_tokens)
+        read = (self.text, self.second_text, self.label)
+        unread = tuple(name for name in row if name not in read)
+        return Document(content, short_location, has_begin_end=True, unread=unread)
 
     def _class_of(self, row: Row, location: str) -> int:
         label = row.get(self.label)

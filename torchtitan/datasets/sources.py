@@ -95,6 +95,10 @@ class Document(NamedTuple):
     """True if it already contains its begin and end tokens; otherwise they are added."""
     format_name: str = ""
     """Format of the record that it was read from (formats.py), if any."""
+    unread: tuple[str, ...] = ()
+    """Fields of the record that nothing in the document comes from."""
+    is_reread: bool = False
+    """True if earlier versions read such a record otherwise (record_account.py)."""
 
     @property
     def spans(self) -> Sequence[Span]:
@@ -135,14 +139,17 @@ class RecordParser(Protocol):
     def columns(self, fields: Collection[str]) -> list[str]:
         """Return the columns of a table with these fields that its records are read from."""
 
+    def unplaced_columns(self, fields: Collection[str]) -> list[str]:
+        """Return further columns that are looked at, because a record that holds something in them is refused."""
+
     def missing_field(self, fields: Collection[str]) -> str:
         """Return a description of the field that a record lacks; empty if it can be read."""
 
     def ambiguity(self, fields: Collection[str]) -> str:
         """Return why a record with these fields is ambiguous, with a remedy; empty if it is not."""
 
-    def remedy(self) -> str:
-        """Return the remedy for a missing field."""
+    def remedy(self, fields: Collection[str]) -> str:
+        """Return the remedy for a field that is missing among these."""
 
 
 def document_or_error(read: Callable[..., Document], *args: Any) -> DocumentOrError:

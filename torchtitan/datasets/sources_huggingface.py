@@ -19,6 +19,7 @@ from torchtitan.datasets.sources import (
     files_fingerprint,
     find_files,
 )
+from torchtitan.datasets.sources_tables import TableColumns, row_document
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".gz", ".zst", ".csv", ".txt", ".arrow")
 BATCH = 256
@@ -91,11 +92,12 @@ class HubShard(Part):
             # In batches, because iterating over rows would split them among loader workers a second time.
             for batch in self.dataset.skip(start).iter(BATCH):
                 problem = self.record_reader.missing_field(batch) or self.record_reader.ambiguity(batch)
-                names = list(batch) if problem else self.record_reader.columns(batch)
-                for values in zip(*(batch[name] for name in names), strict=True):
+                columns = TableColumns([*batch], ())
+                if not problem:
+                    columns = TableColumns.of([*batch], Path(self.name), self.record_reader)
+                for values in zip(*(batch[name] for name in columns.looked_at), strict=True):
                     location = f"{self.name}, row {row}"
-                    record = dict(zip(names, values, strict=True))
-                    yield document_or_error(self.record_reader.document, record, location, location)
+                    yield document_or_error(row_document, self.record_reader, columns, values, location, location)
                     row += 1
                     if problem:
                         return

@@ -12,6 +12,7 @@ from typing import Any
 
 from torchtitan.core.files import open_file
 from torchtitan.core.lazy_numpy import np
+from torchtitan.datasets.messages import load_json
 from torchtitan.datasets.sources import (
     MAX_RECORD_BYTES,
     REMEDY,
@@ -35,11 +36,11 @@ def parse_line(line: bytes, location: str, short_location: str, offset: int, rec
     if not content.strip():
         return Document("", short_location)
     try:
-        record = json.loads(content)
+        record = load_json(content)
     except json.JSONDecodeError as error:
         byte = offset + len(content[: error.pos].encode())
         raise DataError(f"{location}: no valid JSON at byte {byte}: {error.msg}; {REMEDY}") from None
-    except (ValueError, RecursionError) as error:  # a number with thousands of digits, or thousands of brackets
+    except (ValueError, RecursionError) as error:  # a key that is there twice, thousands of digits or of brackets
         raise DataError(f"{location}: no usable JSON at byte {offset}: {error}; {REMEDY}") from None
     if not isinstance(record, dict):
         kind = type(record).__name__

@@ -6,12 +6,13 @@ trusts the offsets of a file.
 
 import csv
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from io import TextIOWrapper
+from io import StringIO, TextIOWrapper
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan.core.files import open_file, read_file, require_file
 from torchtitan.datasets.sources import (
@@ -32,6 +33,8 @@ SAVE_TO_DISK_FILES = ("state.json", "dataset_info.json", "dataset_dict.json")
 """Files that Dataset.save_to_disk writes next to the data. They contain no records."""
 MAX_JSON_BYTES = 2**20
 """Largest JSON file next to the data, in bytes."""
+HEADER_BYTES = 2**16
+"""Bytes at the beginning of a table of text that hold the names of its columns."""
 DELIMITERS = {".csv": ",;\t", ".tsv": "\t"}
 
 
@@ -54,36 +57,68 @@ def saved_split(folder: str, split: str) -> str | None:
 TEXTS = ("string", "large_string", "string_view", "binary", "large_binary")
 
 
-def record_columns(path: Path, schema: Any, record_reader: RecordParser) -> list[str]:
-    """Return the columns that a table's records are read from: texts, or lists (of ids, segments or messages). Raises
-    DataError if they are missing or have other types."""
+class TableColumns(NamedTuple):
+    """The columns of a table. `looked_at`: those that records are read from or refused for; `unread`: all others."""
+
+    looked_at: list[str]
+    unread: tuple[str, ...]
+
+    @classmethod
+    def of(cls, names: Sequence[str], path: Path, record_reader: RecordParser) -> "TableColumns":
+        """Divide a table's columns. Raises DataError, which names `path`, if one that is looked at is there twice."""
+        looked_at = [*record_reader.columns(names), *record_reader.unplaced_columns(names)]
+        if repeated := [name for name in looked_at if names.count(name) > 1]:
+            columns = ", ".join(names)
+            raise DataError(f"{path}: has several columns {repeated[0]!r}; its columns: {columns}; rename all but one")
+        return cls(looked_at, tuple(name for name in names if name not in looked_at))
+
+
+def record_columns(path: Path, schema: Any, record_reader: RecordParser) -> TableColumns:
+    """Return the columns of a table: texts, lists (of ids, segments or messages) and tables.
+
+    Raises DataError if they are missing or have other types."""
     names = ", ".join(schema.names)
     if lack := record_reader.missing_field(schema.names):
-        raise DataError(f"{path}: has no column {lack}; its columns: {names}; {record_reader.remedy()}")
+        raise DataError(f"{path}: has no column {lack}; its columns: {names}; {record_reader.remedy(schema.names)}")
     if unclear := record_reader.ambiguity(schema.names):
         raise DataError(f"{path}: {unclear}")
-    columns = record_reader.columns(schema.names)
-    for name in columns:
-        if schema.names.count(name) > 1:
-            raise DataError(f"{path}: has several columns {name!r}; its columns: {names}; rename all but one")
+    columns = TableColumns.of(schema.names, path, record_reader)
+    for name in record_reader.columns(schema.names):
         kind = schema.field(name).type
         kind = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary<") else kind
-        if str(kind) not in (*TEXTS, "null") and not _is_list(kind):
-            raise DataError(f"{path}: has no text but {kind} in column {name!r}; {record_reader.remedy()}")
+        if str(kind) not in (*TEXTS, "null") and not _is_nested(kind):
+            raise DataError(f"{path}: has no text but {kind} in column {name!r}; {record_reader.remedy(schema.names)}")
     return columns
 
 
 def cells(column: Any) -> list[Any]:
     """Return the values of a column; texts as bytes, so that one that is not UTF-8 only damages its own record."""
-    kind = str(column.type)
-    return (column if _is_list(kind) or kind == "null" else column.cast("large_binary")).to_pylist()
+    kind = (
+        getattr(column.type, "value_type", column.type) if str(column.type).startswith("dictionary<") else column.type
+    )
+    return (column.cast("large_binary") if str(kind) in TEXTS else column).to_pylist()
 
 
 def row_document(
-    record_reader: RecordParser, columns: Sequence[str], values: Sequence[Any], location: str, short_location: str
+    record_reader: RecordParser, columns: TableColumns, values: Sequence[Any], location: str, short_location: str
 ) -> Document:
-    texts = [decode_utf8(value, location, 0) if isinstance(value, bytes) else value for value in values]
-    return record_reader.document(dict(zip(columns, texts, strict=True)), location, short_location)
+    try:
+        texts = [decode_utf8(v, location, 0) if isinstance(v, bytes) else _with_tables(v) for v in values]
+    except UnicodeDecodeError as error:
+        raise DataError(f"{location}: a text is not UTF-8: {error.reason}; {REMEDY}") from None
+    record = dict(zip(columns.looked_at, texts, strict=True))
+    document = record_reader.document(record, location, short_location)
+    return document._replace(unread=(*document.unread, *columns.unread))
+
+
+def _with_tables(value: Any) -> Any:
+    """Return a nested value with Arrow's maps, which are lists of pairs, as tables."""
+    if isinstance(value, dict):
+        return {key: _with_tables(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        is_map = bool(value) and all(isinstance(item, tuple) for item in value)
+        return {key: _with_tables(v) for key, v in value} if is_map else [_with_tables(item) for item in value]
+    return value
 
 
 class ArrowFile(IndexedFile):
@@ -102,13 +137,17 @@ class ArrowFile(IndexedFile):
             row = self._table.slice(index, 1)
             row.validate(full=True)
             values = [cells(column)[0] for column in row.columns]
-        except pyarrow.ArrowException as error:
+        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
             raise DataError(f"{location}: damaged: {error}; {REMEDY}") from None
-        return row_document(self.record_reader, self._table.column_names, values, location, f"{self.name}, row {index}")
+        return row_document(self.record_reader, self._opened[1], values, location, f"{self.name}, row {index}")
+
+    @property
+    def _table(self) -> Any:
+        return self._opened[0]
 
     @cached_property
-    def _table(self) -> Any:
-        """Return the table, reduced to the columns that are read."""
+    def _opened(self) -> tuple[Any, TableColumns]:
+        """Return the table, reduced to the columns that are looked at, and its columns."""
         pyarrow = _pyarrow(self.path)
         try:
             require_file(self.path)
@@ -121,11 +160,12 @@ class ArrowFile(IndexedFile):
             raise DataError(
                 f"{self.path}: damaged or truncated arrow file ({self.size} bytes): {error}; save it again"
             ) from None
-        return table.select(record_columns(self.path, table.schema, self.record_reader))
+        columns = record_columns(self.path, table.schema, self.record_reader)
+        return table.select(columns.looked_at), columns
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the memory mapping; a worker process that is not forked opens its own."""
-        return {name: value for name, value in self.__dict__.items() if name != "_table"}
+        return {name: value for name, value in self.__dict__.items() if name != "_opened"}
 
 
 class CsvFile(Part):
@@ -137,29 +177,41 @@ class CsvFile(Part):
         if self.size:
             self._layout()
 
-    def _layout(self) -> tuple[str, dict[str, int]]:
-        """Return the delimiter, and name -> number of the columns that are read."""
-        try:
-            with open_file(self.path) as file:
-                line = file.readline(2**16).decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self.path}: its first line is not UTF-8 ({error}); convert it to UTF-8") from None
-        headers = {sign: next(csv.reader([line], delimiter=sign), []) for sign in DELIMITERS[self.path.suffix.lower()]}
+    def _layout(self) -> tuple[str, list[str], TableColumns]:
+        """Return the delimiter, the names of the columns, and those that are looked at."""
+        with open_file(self.path) as file:
+            head = file.read(HEADER_BYTES).removeprefix(BOM_UTF8).decode(errors="surrogateescape")
+        headers = self._headers(head)
         for sign, names in headers.items():
             if unclear := self.record_reader.ambiguity(names):
                 raise DataError(f"{self.path}: {unclear}")
             if not self.record_reader.missing_field(names):
-                return sign, {name: names.index(name) for name in self.record_reader.columns(names)}
+                return sign, names, TableColumns.of(names, self.path, self.record_reader)
         names = max(headers.values(), key=len)
         raise DataError(
             f"{self.path}: no field {self.record_reader.missing_field(names)} in its first line, which names "
-            f"{', '.join(map(repr, names[:20]))}; {self.record_reader.remedy()}"
+            f"{', '.join(map(repr, names[:20]))}; {self.record_reader.remedy(names)}"
         )
+
+    def _headers(self, head: str) -> dict[str, list[str]]:
+        """Map each delimiter with which the first line can be read to the names that it then holds."""
+        headers, reason = {}, ""
+        for sign in DELIMITERS[self.path.suffix.lower()]:
+            try:
+                headers[sign] = next(csv.reader(StringIO(head, newline=""), delimiter=sign, strict=True), [])
+                "".join(headers[sign]).encode()
+            except UnicodeEncodeError:
+                raise DataError(f"{self.path}: its first line is not UTF-8; convert it to UTF-8") from None
+            except csv.Error as error:
+                reason = reason or str(error)
+        if not headers:
+            raise DataError(f"{self.path}: its first line, the names of its fields, cannot be read: {reason}; {REMEDY}")
+        return headers
 
     def read(self, start: int) -> Iterator[DocumentOrError]:
         if not self.size:
             return
-        sign, columns = self._layout()
+        sign, names, columns = self._layout()
         csv.field_size_limit(MAX_RECORD_BYTES)  # a limit of the process; Python's default is 128 KiB
         row = 0
         try:
@@ -168,25 +220,35 @@ class CsvFile(Part):
                 next(reader, None)
                 for fields in reader:
                     if row >= start:
-                        yield document_or_error(self._document, fields, columns, row)
+                        line = reader.line_num
+                        yield document_or_error(self._document, fields, names, columns, row, line)
                     row += 1
         except (csv.Error, UnicodeDecodeError) as error:
             yield DataError(f"{self.path}, row {row}: cannot be read: {error}; {REMEDY}")
 
-    def _document(self, fields: list[str], columns: dict[str, int], row: int) -> Document:
+    def _document(self, fields: list[str], names: list[str], columns: TableColumns, row: int, line: int) -> Document:
         location, short_location = f"{self.path}, row {row}", f"{self.name}, row {row}"
         if not fields:  # an empty line
             return Document("", short_location)
-        for name, column in columns.items():
-            if column >= len(fields):
-                raise DataError(f"{location}: {len(fields)} fields, but {name!r} is the {column + 1}th; {REMEDY}")
-        return self.record_reader.document(
-            {name: fields[column] for name, column in columns.items()}, location, short_location
-        )
+        check_row_length(len(fields), len(names), location, line, self.path)
+        values = [fields[names.index(name)] for name in columns.looked_at]
+        return row_document(self.record_reader, columns, values, location, short_location)
 
 
-def _is_list(kind: Any) -> bool:
-    return str(kind).startswith(("list<", "large_list<", "fixed_size_list<"))
+def check_row_length(fields: int, names: int, location: str, line: int, path: Path) -> None:
+    """Raise DataError unless a row of a table of text has as many fields as the header has names."""
+    if fields != names:
+        remedy = "put a text with commas in quotation marks"
+        remedy = "write a text without tabs" if path.suffix.lower() == ".tsv" else remedy
+        raise DataError(f"{location}: {fields} values under a header of {names}, at line {line}; {remedy}, or {REMEDY}")
+
+
+NESTED = ("list<", "large_list<", "fixed_size_list<", "list_view<", "large_list_view<", "struct<", "map<", "extension<")
+"""Beginnings of the names of types that hold messages, tools or variables."""
+
+
+def _is_nested(kind: Any) -> bool:
+    return str(kind).startswith(NESTED)
 
 
 def _pyarrow(path: Path) -> Any:
@@ -209,7 +271,7 @@ class RowGroup(Part):
         first_row: int,
         rows: int,
         record_reader: RecordParser,
-        columns: list[str],
+        columns: TableColumns,
     ) -> None:
         self.path, self.name, self.number, self.first_row, self.size = path, name, number, first_row, rows
         self.record_reader, self.columns = record_reader, columns
@@ -219,9 +281,10 @@ class RowGroup(Part):
         row = self.first_row
         require_file(self.path)
         try:
+            names = self.columns.looked_at
             with parquet.ParquetFile(self.path) as file:
-                for batch in file.iter_batches(1024, [self.number], self.columns, use_threads=False):
-                    for values in zip(*(cells(batch.column(name)) for name in self.columns), strict=True):
+                for batch in file.iter_batches(1024, [self.number], names, use_threads=False):
+                    for values in zip(*(cells(batch.column(name)) for name in names), strict=True):
                         if row - self.first_row >= start:
                             yield document_or_error(self._document, values, row)
                         row += 1
@@ -254,4 +317,4 @@ def _parquet(path: Path) -> tuple[Any, tuple[type[Exception], ...]]:
         import pyarrow.parquet
     except ImportError:
         raise missing_package(path, "pyarrow") from None
-    return pyarrow.parquet, (pyarrow.ArrowException, OSError)
+    return pyarrow.parquet, (pyarrow.ArrowException, OSError, UnicodeDecodeError)
