@@ -91,7 +91,7 @@ def test_every_combination_is_measured_the_same_way(tiny, monkeypatch, capsys):
     shapes = [(config.training.seq_len, config.model.name) for _, config in started]
     assert shapes == [(16, "llama2"), (16, "llama3"), (32, "llama2"), (32, "llama3")]
     (first, config), *_ = started
-    assert first[1:4] == ["-m", "torchtitan.launch", "2"] and (config.training.steps, config.training.epochs) == (
+    assert first[3:5] == ["torchtitan.launch", "2"] and (config.training.steps, config.training.epochs) == (
         4,
         None,
     )

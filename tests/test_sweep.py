@@ -123,7 +123,7 @@ def test_workers_share_the_machine(job, fake_runs, monkeypatch, capsys):
     assert cli.main(["sweep", *job, *over, "--workers=2", "--ranks=2"]) == 0
     assert fake_runs.most_active == 2
     (command, environment), *_ = fake_runs.started
-    assert command[1:4] == ["-m", "torchtitan.launch", "2"] and environment["OMP_NUM_THREADS"] == "2"
+    assert command[3:5] == ["torchtitan.launch", "2"] and environment["OMP_NUM_THREADS"] == "2"
     monkeypatch.setattr(sweep, "likely_device", lambda: "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert sweep.visible_devices(4) == ["4", "5", "6", "7"]

@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import NoReturn
 
@@ -24,6 +25,8 @@ USAGE = "usage: torchtitan COMMAND [--help] [arguments]\n\n" + "\n".join(f"  {c:
 USAGE += "\n\n  --version  of this package and of torch"
 COMPUTING = ("train", "bench", "sweep", "generate", "evaluate", "chat", "replay", "export")
 """Commands that compute with the tensors of a model, or whose processes do."""
+OTHER = "torchtitan"
+"""The name of PyTorch's distribution, whose package has the name of ours."""
 CRASHED, REFUSED, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
 
 
@@ -44,6 +47,8 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0] == "--version":
         print(", ".join(f"{name} {_version(name)}" for name in ("torchtitan-toml", "torch")))
         return 0
+    if other := other_distribution():
+        raise JobError(other)
     command, *arguments = argv
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
@@ -67,6 +72,30 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "(not installed)"
+
+
+def other_distribution() -> str:
+    """Describe PyTorch's torchtitan in this environment if its files lie among ours; "" without it.
+
+    Both distributions install a package of this name, and the later one has overwritten files of the earlier.
+    """
+    try:
+        other = importlib.metadata.distribution(OTHER)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    package = Path(__file__).resolve().parent
+    for file in other.files or ():
+        if (
+            file.suffix == ".py"
+            and file.parts[0] == package.name
+            and Path(str(other.locate_file(file))).resolve().is_relative_to(package)
+        ):
+            return (
+                f"{package} holds files of two distributions, PyTorch's {OTHER} {other.version} and torchtitan-toml: "
+                "each has overwritten files of the other; install one of them in another environment (pip uninstall "
+                f"{OTHER} torchtitan-toml, then pip install torchtitan-toml)"
+            )
+    return ""
 
 
 def function_of(command: str) -> str:

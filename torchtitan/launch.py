@@ -30,6 +30,7 @@ from torchtitan.launcher.processes import Processes, SignalQueue
 from torchtitan.launcher.restarts import follow_coordinator, supervise
 from torchtitan.launcher.run_folder import HANGS_FOLDER, SECRET_FILE, empty_folder, export_advice
 from torchtitan.metrics.run_end import RunEnd, describe_last_end, record_end
+from torchtitan.process.children import python_command
 from torchtitan.process.exit import CRASHED, REFUSED, exit_with
 from torchtitan.process.ranks import Restart, count_ranks, likely_device, read_nodes, set_default, slurm_job
 from torchtitan.rules import check, with_faults_of_the_rest
@@ -56,7 +57,7 @@ usage: torchtitan train JOB.toml [--section.key value ...]
   torchtitan train --help          the options of a job"""
 
 
-PROGRAM = (sys.executable, "-m", "torchtitan.train")
+PROGRAM = python_command("torchtitan.train")
 """Of a rank."""
 
 
@@ -69,7 +70,7 @@ def launch(num_ranks: int | None, arguments: list[str]) -> int:
     try:
         if slurm.outside_of_step():
             ranks = AUTO if num_ranks is None else str(num_ranks)
-            return slurm.start_on_all([sys.executable, "-m", "torchtitan.launch", ranks, *arguments], queue)
+            return slurm.start_on_all(python_command("torchtitan.launch", ranks, *arguments), queue)
         in_step = slurm.in_step()
         if num_ranks is None:
             num_ranks = 1 if in_step and slurm.tasks_per_machine() != 1 else count_ranks()

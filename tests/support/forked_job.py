@@ -16,6 +16,7 @@ from typing import Any
 
 from torchtitan import launch
 from torchtitan.launcher import forks, processes
+from torchtitan.process.children import python_command
 from torchtitan.process.exit import exit_with, stop_signals
 
 
@@ -23,8 +24,8 @@ class Forked:
     """The part of `subprocess.Popen` that the launcher uses. Files not listed in `pass_fds` stay open in the fork."""
 
     def __init__(self, command: list[str], env: dict[str, str], pass_fds: Any, start_new_session: bool) -> None:
-        assert command[:2] == [sys.executable, "-m"] and start_new_session
-        self._process = get_context("fork").Process(target=_run_rank, args=(command[2:], env))
+        assert command[:3] == python_command("")[:3] and start_new_session
+        self._process = get_context("fork").Process(target=_run_rank, args=(command[3:], env))
         self._process.start()
         self.pid = self._process.pid
 

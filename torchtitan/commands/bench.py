@@ -15,7 +15,6 @@ import dataclasses
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -38,7 +37,8 @@ from torchtitan.core.progress_bar import waiting
 from torchtitan.metrics.json_lines import METRICS, read_records
 from torchtitan.metrics.plot import GREY, HELD_OUT, INK, LOSS, SPEED, STYLE, check_format
 from torchtitan.planner.measured_hardware import write_hardware
-from torchtitan.process.exit import OUT_OF_MEMORY, REFUSED
+from torchtitan.process.children import python_command
+from torchtitan.process.exit import OUT_OF_MEMORY, REFUSED, exiting_on_stop_signals
 
 BAR = 0.32
 """Inches, of a row."""
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
     cases = list(combinations("--sweep", options.sweep))
     configs = checked_configs(cases, job_args, options)
     try:
-        with Path(options.out).open("a") as file:
+        with Path(options.out).open("a") as file, exiting_on_stop_signals():
             rows = [append_row(file, row) for row in measure(cases, configs, options)]
         if options.plot:
             draw(rows, Path(options.plot))
@@ -198,7 +198,7 @@ def result_of(config: JobConfig, home: Path, number: int, options: argparse.Name
     folder.mkdir()
     file, log = folder / "job.toml", folder / "log"
     file.write_text(to_toml(dataclasses.replace(config, job=job, data=data)))
-    command = [sys.executable, "-m", "torchtitan.launch", str(options.ranks), "--job.config_file", str(file)]
+    command = python_command("torchtitan.launch", str(options.ranks), "--job.config_file", str(file), tied=True)
     with log.open("wb") as log_file:
         code = exit_code_of(command, log_file, options.timeout)
     result = outcome_of(code, folder, options.steps)

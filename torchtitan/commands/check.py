@@ -24,6 +24,7 @@ from torchtitan.core.errors import JobError, format_bytes, wrap_lines
 from torchtitan.core.progress_bar import waiting
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED, StateSize
+from torchtitan.process.children import python_command
 from torchtitan.process.machine import describe_limit, limit_in_bytes
 from torchtitan.rules import RULES, Device, Facts, check, with_faults_of_the_rest
 from torchtitan.rules.optimization import trained_matrices
@@ -98,7 +99,7 @@ def _memory(estimate_args: list[str]) -> str:
     if importlib.util.find_spec("torch") is None:
         return "  memory    not foretold: torch is not installed"
     with waiting("a step is rehearsed for its memory"):
-        command = [sys.executable, "-m", "torchtitan", "estimate", *estimate_args, "--no-remedies"]
+        command = python_command("torchtitan", "estimate", *estimate_args, "--no-remedies", tied=True)
         result = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if result.stdout:
         return result.stdout.rstrip("\n")

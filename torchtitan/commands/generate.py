@@ -38,6 +38,7 @@ from torchtitan.launcher.forks import first_rank, fork_ranks
 from torchtitan.launcher.processes import Processes
 from torchtitan.models import CONFIG_CONVERTERS, family_for_model_type
 from torchtitan.models.hf.config import CONFIG, find_config
+from torchtitan.process.children import python_command
 from torchtitan.process.distributed import device_type
 from torchtitan.process.exit import die_with_parent
 from torchtitan.process.ranks import Ranks, likely_device, read_ranks, started_as_rank
@@ -56,8 +57,7 @@ def run_on_ranks(arguments: list[str], num_ranks: int) -> int:
 
     On a CPU the ranks are forked from one process (launcher/forks.py). No rank outlives this one.
     """
-    command = [sys.executable, "-m", "torchtitan", *arguments]
-    world = Processes(command, num_ranks, can_fork=likely_device() == "cpu")
+    world = Processes(python_command("torchtitan", *arguments), num_ranks, can_fork=likely_device() == "cpu")
     deadline = float("inf")
     try:
         while world.running and time.monotonic() < deadline:

@@ -11,8 +11,10 @@ from pathlib import Path
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.core.errors import JobError
 from torchtitan.launcher.run_folder import describe_run_end
-from torchtitan.metrics.json_lines import METRICS, Record, is_finite, read_run
-from torchtitan.metrics.plot import FORMATS, check_format, draw_training_curve, smoothed, smoothed_over
+from torchtitan.metrics.json_lines import METRICS, Record, is_finite
+from torchtitan.metrics.plot import FORMATS, check_format, draw_training_curve
+from torchtitan.metrics.smoothing import smoothed, smoothed_over
+from torchtitan.metrics.thinning import read_run
 
 PAGE = ".html"
 ROWS, LABEL = 16, 9
@@ -26,7 +28,7 @@ def main(argv: list[str]) -> int:
     if options.to is not None:
         check_format(options.to, "--to", (PAGE, *FORMATS))
     path = options.folder / METRICS if options.folder.is_dir() else options.folder
-    records = read_run(path)
+    records = read_run(path, ("loss",))
     print(text_plot(*points_of(records), shutil.get_terminal_size().columns - 1))
     if end := describe_run_end(path.parent, records):
         print(f"{'end':>{LABEL - 1}} {end}")

@@ -10,7 +10,7 @@ The page has the script of plotly inside and fetches nothing, so it can be sent 
 
 import html
 import json
-import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +24,11 @@ from torchtitan.config.options import ConfigError, options, show
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError
 from torchtitan.launcher.run_folder import JOB_FILE, describe_run_end
-from torchtitan.metrics.json_lines import END, Record, is_finite, lost_losses, read_records, read_run
-from torchtitan.metrics.plot import check_format, smoothed
+from torchtitan.metrics.json_lines import END, Record, is_finite, iterate_records, lost_losses
+from torchtitan.metrics.plot import check_format
 from torchtitan.metrics.run_end import describe_end
+from torchtitan.metrics.smoothing import smoothed_losses
+from torchtitan.metrics.thinning import read_run
 
 PAGE = ".html"
 GENERATED = "generated.jsonl"
@@ -110,18 +112,10 @@ def main(argv: list[str]) -> int:
 
 def read(folder: Path, number: int) -> RunData:
     """Read a run from its folder. Raises JobError if it has logged no step."""
-    records = read_run(folder)
-    rows, hours, last = [], 0.0, 0
-    for record in records:
-        if "loss" in record:
-            seconds = record.get("step_seconds")
-            hours += (record["step"] - last) * seconds / 3600 if is_finite(seconds) else 0.0
-            last = record["step"]
-            rows.append(record | {"hours": hours, "data_share": data_share(record)})
-    losses = [row["loss"] if is_finite(row["loss"]) else math.nan for row in rows]
-    for row, loss, mean in zip(rows, losses, smoothed(losses), strict=True):
-        row["smoothed"] = None if math.isnan(loss) else mean
-    lost = [{"step": row["step"], "event": LOST} for row in lost_losses(rows)]
+    records = read_run(folder, tuple(PANELS), _Measures().add)
+    rows = [record for record in records if "loss" in record]
+    for row, mean in zip(rows, smoothed_losses(rows), strict=True):
+        row["smoothed"] = mean if is_finite(row["loss"]) else None
     accounts = [record for record in records if record.get("event") == "goodput"]
     job, job_options = "", None
     try:
@@ -130,7 +124,7 @@ def read(folder: Path, number: int) -> RunData:
     except ConfigError as error:
         job = str(error)
     try:
-        texts = read_records(folder / GENERATED)[-MOST_TEXTS:]
+        texts = list(deque(iterate_records(folder / GENERATED), MOST_TEXTS))
     except (OSError, FileError):
         texts = []
     return RunData(
@@ -138,13 +132,32 @@ def read(folder: Path, number: int) -> RunData:
         number=number,
         rows=rows,
         validations=[record for record in records if is_finite(record.get("validation_loss"))],
-        events=[record for record in [*records, *lost] if event_of(record)],
+        events=[record for record in records if event_of(record)],
         account=accounts[-1] if accounts else {},
         job=job,
         options=job_options,
         texts=texts,
         end=describe_run_end(folder, records),
     )
+
+
+class _Measures:
+    """Adds to the logged steps, in order, what depends on those before, and an event where a loss is lost."""
+
+    def __init__(self) -> None:
+        self.hours, self.last, self.is_lost = 0.0, 0, False
+
+    def add(self, record: Record) -> Iterator[Record]:
+        if "loss" not in record:
+            yield record
+            return
+        seconds = record.get("step_seconds")
+        self.hours += (record["step"] - self.last) * seconds / 3600 if is_finite(seconds) else 0.0
+        self.last = record["step"]
+        yield record | {"hours": self.hours, "data_share": data_share(record)}
+        if not self.is_lost and not is_finite(record["loss"]):
+            yield {"step": record["step"], "event": LOST}
+        self.is_lost = not is_finite(record["loss"])
 
 
 def data_share(record: Record) -> float | None:

@@ -20,7 +20,6 @@ import os
 import re
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -36,8 +35,11 @@ from torchtitan.config.options import ConfigError, Fault, options, show
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError, read_file
 from torchtitan.launcher.processes import SignalQueue
-from torchtitan.metrics.json_lines import METRICS, is_finite, lost_losses, read_records
-from torchtitan.metrics.plot import draw_losses, smoothed
+from torchtitan.metrics.json_lines import METRICS, is_finite, lost_losses
+from torchtitan.metrics.plot import draw_losses
+from torchtitan.metrics.smoothing import smoothed_losses
+from torchtitan.metrics.thinning import read_thinned
+from torchtitan.process.children import python_command
 from torchtitan.process.ranks import count_ranks, likely_device
 
 RESULTS, PICTURE = "sweep.jsonl", "losses.png"
@@ -216,7 +218,8 @@ def start(run: SweepRun, slot: int, arguments: argparse.Namespace, devices: list
     elif arguments.workers > 1:
         threads = max(1, (os.cpu_count() or 1) // (arguments.workers * arguments.ranks))
         environment.setdefault("OMP_NUM_THREADS", str(threads))
-    command = [sys.executable, "-m", "torchtitan.launch", str(arguments.ranks), "--job.config_file", str(run.job_file)]
+    job = ("--job.config_file", str(run.job_file))
+    command = python_command("torchtitan.launch", str(arguments.ranks), *job, tied=True)
     with log:
         run.process = subprocess.Popen(
             command,
@@ -284,7 +287,7 @@ def figures(run: SweepRun) -> dict[str, Any]:
     In place of the loss of a run that ends without a finite one: "lost", the first step of those.
     """
     try:
-        records = read_records(run.folder / METRICS)
+        records = read_thinned(run.folder / METRICS)
     except (OSError, FileError):
         return {}
     steps = [record for record in records if "loss" in record]
@@ -292,7 +295,7 @@ def figures(run: SweepRun) -> dict[str, Any]:
         return {}
     values: dict[str, Any] = {"steps": records[-1]["step"]}
     if is_finite(steps[-1]["loss"]):
-        values["loss"] = smoothed([record["loss"] for record in steps if is_finite(record["loss"])])[-1]
+        values["loss"] = smoothed_losses([record for record in steps if is_finite(record["loss"])])[-1]
     else:
         values["lost"] = lost_losses(steps)[-1]["step"]
     held_out = [record["validation_loss"] for record in records if is_finite(record.get("validation_loss"))]

@@ -45,6 +45,7 @@ from torchtitan.datasets.sources import (
 )
 from torchtitan.datasets.token_shards import ShardWriter, TokenShards
 from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.process.exit import die_with_parent
 
 PERCENTILES = (50, 90, 99, 100)
 ADVISED_FRACTION = 0.99
@@ -414,6 +415,7 @@ _worker: dict[str, Encoder] = {}
 
 def _start_worker(tokenizer_path: str, tokenizer_kwargs: Mapping[str, Any], options: PrepareOptions) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
+    die_with_parent(os.getppid())  # its end would not be noticed: each worker has a copy of the others' pipes
     _worker["encoder"] = Encoder(tokenizer_path, tokenizer_kwargs, options)
 
 

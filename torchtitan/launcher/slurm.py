@@ -15,6 +15,7 @@ from shutil import which
 from torchtitan.core.errors import JobError
 from torchtitan.launcher.nodes import Nodes
 from torchtitan.launcher.processes import SignalQueue, StopRequests
+from torchtitan.process.children import tied_command
 from torchtitan.process.exit import STOPPED
 from torchtitan.process.ranks import env_number, likely_device, set_default
 
@@ -62,7 +63,7 @@ def start_on_all(command: list[str], queue: SignalQueue) -> int:
     environment = {name: value for name, value in os.environ.items() if name not in dropped_names}
     # in its own session: on Ctrl-C srun would cancel the step instead of letting it save
     srun = subprocess.Popen(
-        ["srun", *options, *command], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+        tied_command(["srun", *options, *command]), env=environment, stdin=subprocess.DEVNULL, start_new_session=True
     )
     requests = StopRequests()
     while srun.poll() is None:

@@ -5,11 +5,11 @@ import json
 import logging
 import math
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtitan.core.errors import JobError
-from torchtitan.core.files import FileError, open_file
+from torchtitan.core.files import open_file
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,8 @@ class JsonLines:
         self._file.close()
 
 
-def read_records(path: Path) -> list[Record]:
-    """Return the records of a metrics.jsonl, without lines that are no records, such as one cut off by a crash."""
-    records = []
+def iterate_records(path: Path) -> Iterator[Record]:
+    """Yield the records of a metrics.jsonl, without lines that are no records, such as one cut off by a crash."""
     with open_file(path) as file:
         while line := file.readline(LONGEST_LINE):
             try:
@@ -75,24 +74,12 @@ def read_records(path: Path) -> list[Record]:
             except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict) and type(record.get("step")) is int:
-                records.append(record)
-    return records
+                yield record
 
 
-def read_run(path: Path) -> list[Record]:
-    """Return the records of a run, from its folder or its metrics.jsonl. Raises JobError if none has a loss."""
-    path = path / METRICS if path.is_dir() else path
-    try:
-        records = read_records(path)
-    except (OSError, FileError) as error:
-        remedy = f"give the dump_folder of a run that has logged, or its {METRICS}"
-        reason = error.reason if isinstance(error, FileError) else f"cannot be read ({error.strerror})"
-        raise JobError(f"{path}: {reason}; {remedy}") from None
-    if not any(is_finite(record.get("loss")) for record in records):
-        ends = [record.get("reason") or record.get("cause") for record in records if record.get("event") == END]
-        fault = "no logged step with a loss" + (f", and it ended: {ends[-1]}" if ends else "")
-        raise JobError(f"{path}: {fault}; give the dump_folder of a run, or try again after its first step")
-    return records
+def read_records(path: Path) -> list[Record]:
+    """Return all records of a metrics.jsonl; of a long run they take gigabytes (thinning.py reads any in little)."""
+    return list(iterate_records(path))
 
 
 def is_finite(value: object) -> bool:
@@ -115,22 +102,22 @@ def _unused(path: Path) -> Path:
 
 def _keep_until(path: Path, step: int) -> None:
     """Move the records after `step` to the .redone file. A crash leaves the file in either its old or its new state."""
-    records = read_records(path)
-    retained = [record for record in records if record["step"] <= step]
-    if len(retained) < len(records):
-        redone = path.with_name(f"{path.stem}.redone{path.suffix}")
-        if redone.is_symlink():  # this program writes no links: do not write to a foreign target
-            redone.unlink()
-        _append(redone, [record for record in records if record["step"] > step])
+    redone = path.with_name(f"{path.stem}.redone{path.suffix}")
+    if redone.is_symlink():  # this program writes no links: do not write to a foreign target
+        redone.unlink()
+    _append(redone, (record for record in iterate_records(path) if record["step"] > step))
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)  # left by a crash, or a foreign link
-    _append(temporary, retained)
+    _append(temporary, (record for record in iterate_records(path) if record["step"] <= step))
     temporary.replace(path)
 
 
-def _append(path: Path, records: list[Record]) -> None:
+def _append(path: Path, records: Iterable[Record]) -> None:
     """Append records and sync them to disk, so that moved records are safe before the other file drops them."""
+    first = next(records := iter(records), None)
+    if first is None and not path.name.endswith(".tmp"):
+        return  # no file for nothing
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+        file.writelines(json.dumps(record) + "\n" for record in itertools.chain([first] if first else [], records))
         file.flush()
         os.fsync(file.fileno())

@@ -1,6 +1,5 @@
 """Plot a run's metrics.jsonl: loss, learning rate and speed over the same steps."""
 
-import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -8,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.core.errors import JobError
-from torchtitan.metrics.json_lines import END, Record, is_finite, read_records
+from torchtitan.metrics.json_lines import END, Record, is_finite
 from torchtitan.metrics.run_end import end_of
+from torchtitan.metrics.smoothing import smoothed_losses, smoothed_over
+from torchtitan.metrics.thinning import EXTREME, read_thinned
 
-UNIT_BITS = 100
 FORMATS = (".svg", ".png")
 INK, GREY, RULE, STOP = "#1f2937", "#6b7280", "#e5e7eb", "#b91c1c"
 RAW, LOSS, HELD_OUT, RATE, SPEED = "#a5c0f3", "#1d4ed8", "#d9480f", "#0f766e", "#6d28d9"
@@ -50,7 +50,7 @@ def draw_training_curve(metrics_path: Path, path: Path, title: str) -> bool:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    records = read_records(metrics_path)
+    records = read_thinned(metrics_path, ("loss", "lr", "tokens_per_second"))
     steps = [record for record in records if "loss" in record]
     held_out = [record for record in records if is_finite(record.get("validation_loss"))]
     if not steps:
@@ -90,7 +90,7 @@ def draw_losses(runs: Sequence[tuple[str, Path]], path: Path) -> bool:
     import matplotlib
     from matplotlib.figure import Figure
 
-    curves = [(label, read_records(metrics)) for label, metrics in runs]
+    curves = [(label, read_thinned(metrics, ("loss",))) for label, metrics in runs]
     curves = [(label, records) for label, records in curves if any("loss" in record for record in records)]
     if not curves:
         return False
@@ -102,9 +102,10 @@ def draw_losses(runs: Sequence[tuple[str, Path]], path: Path) -> bool:
         panels = figure.subplots(max(len(shown), 1), 1, sharex=True, squeeze=False)[:, 0]
         for panel, key in zip(panels, shown, strict=False):
             for number, (label, records) in enumerate(curves):
-                x, y = _column([record for record in records if key in record], key)
+                rows = [record for record in records if key in record]
+                x, y = _column(rows, key)
                 if key == "loss":
-                    y = smoothed(y)
+                    y = smoothed_losses(rows)
                 color = colors(number / max(len(curves) - 1, 1) * 0.9)
                 panel.plot(x, y, color=color, linewidth=1.8, marker="" if key == "loss" else "D", label=label)
             _panel_title(panel, keys[key])
@@ -118,7 +119,7 @@ def draw_losses(runs: Sequence[tuple[str, Path]], path: Path) -> bool:
 def _draw_loss(axes: Any, steps: list[Record], held_out: list[Record]) -> None:
     x, y = _column(steps, "loss")
     axes.plot(x, y, color=RAW, linewidth=1, label="each logged step")
-    line = smoothed(y)
+    line = smoothed_losses(steps)
     axes.plot(x, line, color=LOSS, linewidth=2.2, label=f"smoothed over {smoothed_over(len(y))}")
     notes = [(x[-1], line[-1], LOSS)]
     if held_out:
@@ -148,13 +149,14 @@ def _draw_speed(axes: Any, steps: list[Record]) -> None:
     """Plot the speed of unmarked windows as a line, and the speed of marked ones as dots."""
     steady = [record for record in steps if "marked" not in record]
     x, y = _column(steady or steps, "tokens_per_second")
+    _, typical = _column([r for r in steady or steps if EXTREME not in r], "tokens_per_second")
     axes.plot(x, y, color=SPEED, linewidth=1.2)
     if steady:
         axes.plot(*_column([r for r in steps if "marked" in r], "tokens_per_second"), ".", color=SPEED, alpha=0.35)
     axes.set_ylim(0, _top(y) * 1.2)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.locator_params(axis="y", nbins=3)
-    _panel_title(axes, f"tokens per second, median {statistics.median(y):,.0f}")
+    _panel_title(axes, f"tokens per second, median {statistics.median(typical):,.0f}")
 
 
 def _column(records: list[Record], key: str) -> tuple[list[int], list[float]]:
@@ -166,38 +168,6 @@ def _column(records: list[Record], key: str) -> tuple[list[int], list[float]]:
 def _top(values: list[float]) -> float:
     """Return the largest finite value; 1 if there is none or if it is 0."""
     return max((value for value in values if math.isfinite(value)), default=0.0) or 1.0
-
-
-def smoothed_over(count: int) -> int:
-    """Return the width of the smoothing window for `count` points, an odd number."""
-    return 1 + 2 * min(max(count // 30, 2), (count - 1) // 2)
-
-
-def smoothed(values: list[float]) -> list[float]:
-    """Return the moving average over a 15th of the points, at least five if there are that many.
-
-    Towards the beginning, where the loss falls fast, the window narrows to stay centred. At the end it keeps its width,
-    because otherwise the line would end in the last step's own value. Values that are not finite are ignored.
-    The sums of windows are differences of running sums, in integers so that no spike of the loss rounds them.
-    """
-    half = smoothed_over(len(values)) // 2
-    units = [_in_units(value) if math.isfinite(value) else None for value in values]
-    sums = list(itertools.accumulate((unit or 0 for unit in units), initial=0))
-    counts = list(itertools.accumulate((unit is not None for unit in units), initial=0))
-    means = []
-    for i in range(len(values)):
-        reach = min(half, i)
-        first = min(i - reach, max(0, len(values) - 1 - 2 * half))
-        end = min(i + reach + 1, len(values))
-        count = counts[end] - counts[first]
-        means.append((sums[end] - sums[first]) / (count << UNIT_BITS) if count else math.nan)
-    return means
-
-
-def _in_units(value: float) -> int:
-    """Return a value as a whole number of 2^-UNIT_BITS."""
-    numerator, denominator = value.as_integer_ratio()
-    return (numerator << UNIT_BITS) // denominator
 
 
 def _panel_title(axes: Any, text: str) -> None:

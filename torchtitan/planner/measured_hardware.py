@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import Hardware, find_hardware, load_hardware
 from torchtitan.process.distributed import device_type
+from torchtitan.process.exit import die_with_parent
 
 Sample = tuple[tuple[float, ...], float]
 """Sizes of an operation, and the FLOP/s or bytes/s that it reached."""
@@ -276,6 +277,7 @@ def _measure_in_ranks(ranks: int, sizes: Sizes) -> Measured:
 
 def _rank(rank: int, ranks: int, store: str, sizes: Sizes, results: Any) -> None:
     """Run in a process: rank 0 puts what it has measured in `results`."""
+    die_with_parent(os.getppid())
     kind = device_type()
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     torch.set_num_threads(max(1, _cores() // ranks))  # as the launcher does

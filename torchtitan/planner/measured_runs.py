@@ -16,7 +16,8 @@ from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import Hardware, find_hardware, load_hardware
 from torchtitan.launcher.run_folder import JOB_FILE, job_of_step, plan_of_start, step_of_start
-from torchtitan.metrics.json_lines import METRICS, Record, is_finite, read_records
+from torchtitan.metrics.json_lines import METRICS, Record, is_finite
+from torchtitan.metrics.thinning import read_thinned
 from torchtitan.planner.calibration import SIGMAS, fit_factors, usual_calibration
 from torchtitan.planner.plan import Plan, Workload, can_be_planned
 from torchtitan.planner.step_time import StepTimer
@@ -52,7 +53,7 @@ class MeasuredRun:
             if not (folder / name).is_file():
                 raise JobError(f"{folder}: has no {name}; give the dump_folder of a run")
         try:
-            records = read_records(folder / METRICS) if records is None else records
+            records = read_thinned(folder / METRICS) if records is None else records
             steps = [record for record in records if is_typical(record)]
             file = job_of_step(folder, steps[-1]["step"] if steps else 1)
             self.config = manager.load(["--job.config_file", str(file)])

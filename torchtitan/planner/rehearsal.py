@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from multiprocessing import forkserver
 from typing import Any, TypeVar
 
 import torch
@@ -347,6 +348,7 @@ def run_in_processes(function: Callable[..., T], tasks: Sequence[tuple[Any, ...]
         # refuses after its first use. So processes are forked from a server that has only imported the modules.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, function.__module__])
+        _start_fork_server()
     with ProcessPoolExecutor(number, context, _begin) as pool:
         futures = [pool.submit(function, *task) for task in tasks]
         try:
@@ -358,6 +360,19 @@ def run_in_processes(function: Callable[..., T], tasks: Sequence[tuple[Any, ...]
             ) from None
         finally:  # after a failure or Ctrl-C, start no waiting task
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _start_fork_server() -> None:
+    """Start multiprocessing's server away from the current folder, which comes first on its path: another package of
+    our name there would be preloaded. The processes that it forks return to the current folder.
+    """
+    folder = os.open(".", os.O_RDONLY)
+    try:
+        os.chdir("/")
+        forkserver.ensure_running()
+    finally:
+        os.chdir(folder)
+        os.close(folder)
 
 
 def _begin() -> None:

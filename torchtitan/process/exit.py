@@ -12,8 +12,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Literal, NoReturn
 
 CRASHED = 1
@@ -36,13 +37,28 @@ REPORTED_BY_FIRST_RANK = {NOT_LOADED, NON_FINITE, NOT_SAVED}
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Have this process killed when its parent, or the parent's thread that started it, ends in any way. Linux only."""
     if sys.platform != "linux":
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the parent ended before the call
         os._exit(128 + signal.SIGKILL)
+
+
+@contextmanager
+def exiting_on_stop_signals() -> Iterator[None]:
+    """Turn stop signals into SystemExit, so that blocks of `finally` end children and remove temporary files."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -49,8 +49,9 @@ from torchtitan.datasets.tokenizer.hf_files import (
 MANY = 10
 """Largest number of repetitions in a regular expression that counts as bounded."""
 RUN, SECONDS = 64, 30
-_TRIAL = """
-import json, sys, tokenizers
+_TRIAL = f"""
+import json, signal, sys, tokenizers
+signal.alarm({SECONDS})  # where the process that waits for it is gone
 patterns, texts = json.load(sys.stdin)
 for pattern in patterns:
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.core.errors import JobError
+from torchtitan.process.children import python_command
 
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 LIBRARY = "FAKE_CUDA_LIBRARY"
@@ -60,13 +61,11 @@ class FakeCuda:
     """A process of `python -m torchtitan.planner.fake_cuda` with the library of `build`. It answers many questions."""
 
     def __init__(self, library: Path):
-        package = str(SOURCE.parents[3])  # importable there too, wherever this process has found it
-        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         # torch of a CUDA build writes there that its hooks are replaced
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "torchtitan.planner.fake_cuda"],
-            env={**os.environ, LIBRARY: str(library), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
+            python_command("torchtitan.planner.fake_cuda", tied=True),
+            env={**os.environ, LIBRARY: str(library), "CUDA_VISIBLE_DEVICES": ""},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,

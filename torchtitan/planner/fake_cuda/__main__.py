@@ -65,7 +65,6 @@ def answer(parent: int, pipe: Connection, function: str, before: str, arguments:
 
 
 if __name__ == "__main__":
-    die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     warnings.filterwarnings("ignore")
     logging.getLogger("torch").setLevel(logging.CRITICAL)

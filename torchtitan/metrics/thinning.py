@@ -1,0 +1,132 @@
+"""Read the records of a run of any length into a bounded memory: of millions of logged steps, some thousand remain.
+
+Neighbouring records form groups. A group retains its first record, those with the smallest and the largest value of
+some keys, and the first whose value is not finite. When there are too many groups, neighbours are joined, so the groups
+stay equally long. A run of up to MOST_GROUPS records of a kind is read in full.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan.core.errors import JobError
+from torchtitan.core.files import FileError
+from torchtitan.metrics.json_lines import END, METRICS, Record, is_finite, iterate_records
+from torchtitan.metrics.smoothing import EXTREME, MEAN
+
+MOST_GROUPS = 8192
+
+
+class _Group:
+    __slots__ = ("count", "first", "extremes", "total", "losses")
+
+    def __init__(self) -> None:
+        self.count, self.total, self.losses = 0, 0.0, 0
+        self.first: tuple[int, Record] | None = None
+        self.extremes: dict[tuple[str, str], tuple[float, int, Record]] = {}
+
+    def add(self, number: int, record: Record, keys: Sequence[str]) -> None:
+        if self.first is None:
+            self.first = number, record
+        self.count += 1
+        for key in keys:
+            value: Any = record.get(key)
+            if is_finite(value):
+                self._offer(key, value, number, record)
+            elif key in record and (key, "lost") not in self.extremes:
+                self.extremes[key, "lost"] = 0.0, number, record
+        if is_finite(loss := record.get("loss")):
+            self.total, self.losses = self.total + loss, self.losses + 1
+
+    def _offer(self, key: str, value: float, number: int, record: Record) -> None:
+        extremes = self.extremes
+        if (best := extremes.get((key, "min"))) is None or value < best[0]:
+            extremes[key, "min"] = value, number, record
+        if (best := extremes.get((key, "max"))) is None or value > best[0]:
+            extremes[key, "max"] = value, number, record
+
+    def join(self, later: "_Group") -> "_Group":
+        self.count, self.total = self.count + later.count, self.total + later.total
+        self.losses += later.losses
+        for (key, kind), extreme in later.extremes.items():
+            before = self.extremes.get((key, kind))
+            is_better = before is None or (kind == "min" and extreme[0] < before[0])
+            if is_better or (kind == "max" and before is not None and extreme[0] > before[0]):
+                self.extremes[key, kind] = extreme
+        return self
+
+    def records(self) -> Iterator[tuple[int, Record]]:
+        assert self.first is not None
+        if self.count == 1:
+            yield self.first
+            return
+        mean = {MEAN: self.total / self.losses} if self.losses else {}
+        yield self.first[0], self.first[1] | mean
+        others = {number: record for _, number, record in self.extremes.values() if number != self.first[0]}
+        yield from ((number, record | mean | {EXTREME: True}) for number, record in others.items())
+
+
+class Thinner:
+    """Retains some of many records of one kind: the extremes of `keys`, and evenly spaced ones."""
+
+    def __init__(self, keys: Sequence[str], most: int = MOST_GROUPS) -> None:
+        self.keys, self.most, self.size = tuple(keys), most, 1
+        self._groups: list[_Group] = []
+        self._last: tuple[int, Record] | None = None
+
+    def add(self, number: int, record: Record) -> None:
+        """Add a record; `number` gives its position among the records of all kinds."""
+        if not self._groups or self._groups[-1].count >= self.size:
+            if len(self._groups) == self.most:
+                pairs = zip(self._groups[::2], self._groups[1::2], strict=True)
+                self._groups, self.size = [first.join(later) for first, later in pairs], 2 * self.size
+            self._groups.append(_Group())
+        self._groups[-1].add(number, record, self.keys)
+        self._last = number, record
+
+    def records(self) -> dict[int, Record]:
+        """Return the retained records by their numbers, the very last one among them."""
+        retained = {number: record for group in self._groups for number, record in group.records()}
+        if self._last is not None and self._last[0] not in retained:
+            retained[self._last[0]] = self._last[1] | {EXTREME: True}
+        return retained
+
+
+def read_thinned(
+    path: Path, keys: Sequence[str] = (), prepare: Callable[[Record], Iterable[Record]] = lambda record: (record,)
+) -> list[Record]:
+    """Return the records of a metrics.jsonl, thinned by kind: logged steps, validations, and each kind of event.
+
+    `prepare`: maps each record to those that take its place, before anything is left out.
+    """
+    thinners: dict[Any, Thinner] = {}
+    number = 0
+    for record in iterate_records(path):
+        for prepared in prepare(record):
+            kind = "step" if "loss" in prepared else prepared.get("event")
+            if kind not in thinners:
+                thinners[kind] = Thinner(("validation_loss",) if kind is None else keys if kind == "step" else ())
+            thinners[kind].add(number, prepared)
+            number += 1
+    numbered = {number: record for thinner in thinners.values() for number, record in thinner.records().items()}
+    return [numbered[number] for number in sorted(numbered)]
+
+
+def read_run(
+    path: Path, keys: Sequence[str] = (), prepare: Callable[[Record], Iterable[Record]] = lambda record: (record,)
+) -> list[Record]:
+    """Return the records of a run as `read_thinned`, from its folder or its metrics.jsonl. Raises JobError if none has
+    a loss.
+    """
+    path = path / METRICS if path.is_dir() else path
+    try:
+        records = read_thinned(path, keys, prepare)
+    except (OSError, FileError) as error:
+        remedy = f"give the dump_folder of a run that has logged, or its {METRICS}"
+        reason = error.reason if isinstance(error, FileError) else f"cannot be read ({error.strerror})"
+        raise JobError(f"{path}: {reason}; {remedy}") from None
+    if not any(is_finite(record.get("loss")) for record in records):
+        ends = [record.get("reason") or record.get("cause") for record in records if record.get("event") == END]
+        fault = "no logged step with a loss" + (f", and it ended: {ends[-1]}" if ends else "")
+        raise JobError(f"{path}: {fault}; give the dump_folder of a run, or try again after its first step")
+    return records
