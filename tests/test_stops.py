@@ -12,6 +12,7 @@ import torch
 from tests.support import jobs
 from tests.support.pool import run_ranks
 from torchtitan.config import manager
+from torchtitan.core.machine_errors import MachineError
 from torchtitan.datasets.sources import DataError
 from torchtitan.guards import NonFiniteError
 from torchtitan.metrics.json_lines import JsonLines, read_records
@@ -25,6 +26,11 @@ UNREADABLE, WITHOUT_MEMORY = "data that are gone in the last validation", "no me
 STOPS_IN_THE_LAST_STEP = ("a stop in the last step", KILLED, UNREADABLE, WITHOUT_MEMORY)
 
 
+def failing_disk():
+    raise MachineError("texts.jsonl: the machine cannot read it now (Input/output error)")
+    yield
+
+
 class InterruptedTrainer(Trainer):
     """A trainer with a failure or stop request, `event`: most events hit rank 1 in step `BAD_STEP` after one of its two
     batches, others all ranks in the last step or the last validation.
@@ -36,6 +42,8 @@ class InterruptedTrainer(Trainer):
         if self.step == BAD_STEP - 2 and self.ranks.rank == 1 and self.event == "data":  # a step ahead
             next(batches)
             batches = iter(())
+        if self.step == BAD_STEP - 2 and self.ranks.rank == 1 and self.event == "disk":
+            batches = failing_disk()
         if self.step == BAD_STEP - 1 and self.event == "gradient" and not hasattr(self.model, "clipped"):
             self.model.clipped = self.model.clip_gradients
             self.model.clip_gradients = lambda max_norm: self.model.clipped(max_norm) * float("nan")
@@ -66,7 +74,7 @@ def train_with_event(argv, event):
     raised = None
     try:
         trainer.train()
-    except (DataError, PeerStopped, NonFiniteError, KeyboardInterrupt) as error:
+    except (DataError, MachineError, PeerStopped, NonFiniteError, KeyboardInterrupt) as error:
         raised = type(error).__name__
     trainer.metrics.close()
     return raised, trainer.step
@@ -99,6 +107,7 @@ def uninterrupted(texts, tmp_path_factory):
 
 ENDS = {
     "data": ["PeerStopped", "DataError"],
+    "disk": ["UnreadableData"] * 2,  # not PeerStopped, whose exit code the launcher takes for a refused job
     "gradient": ["NonFiniteError"] * 2,
     "validation data": ["PeerStopped", "DataError"],
     "a stop in validation": [None, None],

@@ -184,6 +184,8 @@ def end_of_failure(error: Exception, trainer: Any, ranks: Ranks) -> RunEnd | Non
     if isinstance(error, MachineError):
         if not error.on_all_ranks or (ranks.is_main if ranks.launcher is None else ranks.local_rank == 0):
             logger.error("%s", wrap_lines(error))
+        if error.on_all_ranks and not ranks.is_main:
+            wait_for_reporting_rank(ranks)
         return RunEnd(CRASHED, reason=str(error))
     kind = failure_kind(error)
     if kind == "memory":

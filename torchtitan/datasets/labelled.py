@@ -15,6 +15,7 @@ from typing import Any
 from zlib import crc32
 
 from torchtitan.core.files import open_file, require_file
+from torchtitan.core.machine_errors import raise_if_of_the_machine
 from torchtitan.datasets.messages import load_json
 from torchtitan.datasets.record_format import LabelledFields, Row
 from torchtitan.datasets.sources import (
@@ -82,6 +83,7 @@ class LabelledFile(IndexedFile):
         except (OSError, EOFError, ValueError, csv.Error, zlib.error, RecursionError) as error:
             if isinstance(error, DataError):
                 raise
+            raise_if_of_the_machine(error, self.path, with_rights=False)
             raise DataError(f"{self.path}: damaged, or not what its name says: {error}; {REMEDY}") from None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -128,7 +130,8 @@ def _table_rows(path: Path) -> Sequence[Row]:
     require_file(path)
     try:
         if path.suffix.lower() == ".parquet":
-            return pyarrow.parquet.read_table(path).to_pylist()
+            with open_file(path) as file:
+                return pyarrow.parquet.read_table(file).to_pylist()
         with pyarrow.memory_map(str(path)) as mapped:
             try:
                 table = pyarrow.ipc.open_stream(mapped).read_all()

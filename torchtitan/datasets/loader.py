@@ -3,8 +3,8 @@
 Workers: for text, every worker builds the samples of its share of the streams for every batch, so no document is
 tokenized twice, and the loader assembles the batch. For prepared shards a worker builds complete batches. The position
 is not the StatefulDataLoader's: it counts the batches that the trainer has received, regardless of prefetching, and
-does not depend on the number of ranks or workers. Workers send data errors as messages, which are raised here as
-DataError.
+does not depend on the number of ranks or workers. Workers send errors of the data and of the machine as messages, which
+are raised here.
 
 HeldOutBatches yields the validation batches: the first samples of a dataset, the same for any parallelism and batch
 size.
@@ -27,13 +27,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan.core.constraints import check_global_batch, check_persistence, check_pinned, check_prefetch
+from torchtitan.core.machine_errors import MachineError, is_of_the_machine
 from torchtitan.datasets.encoding import chat_tokenization, spelled_tokens_note
 from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.position import Position, merge_states, resume
 from torchtitan.datasets.record_account import records_version
 from torchtitan.datasets.sample_packing import Packing, steps_for, total_samples
 from torchtitan.datasets.samples import BatchFormat, Labels, Piece, RankSamples, ShardPieces, StreamPieces
-from torchtitan.datasets.sources import DataError, IndexedSource, SequentialSource, Source
+from torchtitan.datasets.sources import DataError, IndexedSource, SequentialSource, Source, UnreachableData
 from torchtitan.datasets.sources_pretokenized import PretokenizedBlocks
 from torchtitan.datasets.streams import MAX_STREAMS, IndexedStreams, SequentialStreams, Streams
 from torchtitan.datasets.token_shards import TokenShards
@@ -61,30 +62,39 @@ class WeightedSource(NamedTuple):
     weight: float = 1.0
 
 
+@dataclass(frozen=True)
+class Failure:
+    """An error of a worker. `of_the_machine`: not of the data, so that a restart may help."""
+
+    text: str
+    of_the_machine: bool
+
+
 class _Pieces(IterableDataset):
     def __init__(self, pieces: StreamPieces | ShardPieces) -> None:
         self.pieces = pieces
 
-    def __iter__(self) -> Iterator[Piece | str]:
+    def __iter__(self) -> Iterator[Piece | Failure]:
         info = get_worker_info()
         pieces = self.pieces.pieces(info.id, info.num_workers) if info else self.pieces.pieces(0, 1)
         more = True
         while more:
             try:
-                piece: Piece | str = next(pieces)
+                piece: Piece | Failure = next(pieces)
             except StopIteration:
                 return
-            except DataError as error:
-                piece, more = str(error), False
+            except (DataError, MachineError) as error:
+                piece, more = Failure(str(error), isinstance(error, (MachineError, UnreachableData))), False
             except OSError as error:
-                piece, more = f"{error}; the data must stay where and as they are while a job runs", False
-            if info and not isinstance(piece, str) and len(piece[1]):
+                text = f"{error}; the data must stay where and as they are while a job runs"
+                piece, more = Failure(text, is_of_the_machine(error)), False
+            if info and not isinstance(piece, Failure) and len(piece[1]):
                 piece = piece[0], torch.stack(tuple(piece[1])), piece[2]  # one tensor is sent faster than three
             yield piece
 
 
 class Loader:
-    """An iterable over one rank's batches. Raises DataError.
+    """An iterable over one rank's batches. Raises DataError, and MachineError where the data may be good.
 
     A batch has tokens, labels, positions and document_ids, each [local_batch_size, seq_len] int64 on the CPU,
     or shorter with packing.multiple. Without document_mask all batches share one tensor of positions. Every iteration
@@ -116,9 +126,9 @@ class Loader:
             if self.verification is not None:
                 self.verification.raise_if_damaged()
             for piece in pieces:
-                if isinstance(piece, str):
+                if isinstance(piece, Failure):
                     self.close()
-                    raise DataError(piece)
+                    raise MachineError(piece.text) if piece.of_the_machine else DataError(piece.text)
                 self._cursors.update(piece[2])
             tensors = self._merge_pieces(pieces)
             tensors = [tensor.pin_memory() for tensor in tensors] if self._pin_memory else tensors
@@ -362,7 +372,7 @@ def _worker_loader(pieces: _Pieces, num_workers: int, **options: Any) -> Statefu
         )
 
 
-def _identity(piece: Piece | str) -> Piece | str:
+def _identity(piece: Piece | Failure) -> Piece | Failure:
     return piece
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan.core.files import open_file, read_file, require_file
+from torchtitan.core.machine_errors import raise_if_of_the_machine
 from torchtitan.datasets.sources import (
     MAX_RECORD_BYTES,
     REMEDY,
@@ -157,6 +158,7 @@ class ArrowFile(IndexedFile):
             except pyarrow.ArrowInvalid:
                 table = pyarrow.ipc.open_file(mapped).read_all()
         except (pyarrow.ArrowException, OSError) as error:
+            raise_if_of_the_machine(error, self.path, with_rights=False)
             raise DataError(
                 f"{self.path}: damaged or truncated arrow file ({self.size} bytes): {error}; save it again"
             ) from None
@@ -282,13 +284,14 @@ class RowGroup(Part):
         require_file(self.path)
         try:
             names = self.columns.looked_at
-            with parquet.ParquetFile(self.path) as file:
+            with open_file(self.path) as content, parquet.ParquetFile(content) as file:
                 for batch in file.iter_batches(1024, [self.number], names, use_threads=False):
                     for values in zip(*(cells(batch.column(name)) for name in names), strict=True):
                         if row - self.first_row >= start:
                             yield document_or_error(self._document, values, row)
                         row += 1
         except errors as error:
+            raise_if_of_the_machine(error, self.path, with_rights=False)
             yield DataError(f"{self.path}, row {row}: cannot be read: {error}; {REMEDY}")
 
     def _document(self, values: Sequence[Any], row: int) -> Document:
@@ -301,9 +304,11 @@ def row_groups(path: Path, name: str, record_reader: RecordParser) -> list[Part]
     parquet, errors = _parquet(path)
     require_file(path)
     try:
-        meta = parquet.read_metadata(path)
+        with open_file(path) as content:
+            meta = parquet.read_metadata(content)
         columns = record_columns(path, meta.schema.to_arrow_schema(), record_reader)
     except errors as error:
+        raise_if_of_the_machine(error, path, with_rights=False)
         size = path.stat().st_size
         raise DataError(f"{path}: damaged or truncated parquet file ({size} bytes): {error}; fetch it again") from None
     rows = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 
 from torchtitan.core.errors import format_bytes
+from torchtitan.core.machine_errors import MachineError, is_of_the_machine
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import TokenShards
 
@@ -25,7 +26,7 @@ class Verification:
     def __init__(self, shards: Sequence[TokenShards]) -> None:
         self.shards = list(shards)
         self.size = sum(part["bytes"] for folder in self.shards for part in folder.files)
-        self.error: DataError | None = None
+        self.error: DataError | MachineError | None = None
         self._thread = threading.Thread(target=self._compare, name="verification", daemon=True)
         self._thread.start()
 
@@ -36,10 +37,11 @@ class Verification:
         try:
             for folder in self.shards:
                 folder.verify(shown=in_front)
-        except DataError as error:
+        except (DataError, MachineError) as error:
             self.error = error
         except OSError as error:
-            self.error = DataError(f"{error}; the data must stay where and as they are while a job runs")
+            text = f"{error}; the data must stay where and as they are while a job runs"
+            self.error = MachineError(text) if is_of_the_machine(error) else DataError(text)
         except Exception as error:  # otherwise a crash of the thread would look like success
             cause = f"{type(error).__name__}: {error}"
             names = ", ".join(str(folder.folder) for folder in self.shards)
@@ -48,7 +50,9 @@ class Verification:
             logger.info("data       %s match their sums", format_bytes(self.size))
 
     def raise_if_damaged(self) -> None:
-        """Raise DataError, which names the file, if a difference has been found. Waits for small data."""
+        """Raise DataError, which names the file, if a difference has been found, and MachineError if a file could not
+        be read. Waits for small data.
+        """
         if self.size <= FOREGROUND_BYTES:
             self._thread.join()
         if self.error is not None:

@@ -55,6 +55,8 @@ class RankExit:
         outcome = (
             f"was ended by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with exit code {self.code}"
         )
+        if -self.code == signal.SIGBUS:
+            outcome += " (a file of its data, mapped into memory, cannot be read or was cut; see dmesg)"
         name = f"rank {self.rank}"
         if self.before_fork:
             name = "the process that imports torch for all ranks of this machine"

@@ -12,6 +12,7 @@ from torch import nn
 from torchtitan.build.parts import isolates_documents, length_multiple, model_args, objective
 from torchtitan.config.batch_shape import batch_rows
 from torchtitan.config.job import JobConfig
+from torchtitan.core.machine_errors import MachineError
 from torchtitan.datasets.loader import Loader
 from torchtitan.datasets.position import Position
 from torchtitan.datasets.samples import global_sample_numbers
@@ -33,6 +34,14 @@ Batch = dict[str, torch.Tensor]
 
 class References(Protocol):
     def add(self, batch: Batch) -> Batch: ...
+
+
+MACHINE_FAILURE = 2**20
+"""Added to the number of ranks without data for each whose machine cannot read them; there are fewer ranks."""
+
+
+class UnreadableData(MachineError):
+    """The machine of a rank cannot read its data. Raised on all ranks."""
 
 
 class PeerStopped(RuntimeError):
@@ -81,7 +90,9 @@ class BatchPreparer:
         """Tokens agreed on last, of all ranks, including padding."""
         self.keys = batch_keys(objective, spec.document_mask, spec.extra_keys)
 
-    def agree(self, batches: Sequence[Batch], failure: DataError | None, stop: bool, label: str) -> tuple[int, bool]:
+    def agree(
+        self, batches: Sequence[Batch], failure: DataError | MachineError | None, stop: bool, label: str
+    ) -> tuple[int, bool]:
         """Return the valid tokens in the batches of all ranks, and True if any rank was asked to stop.
 
         Waits for all ranks. Raises as `PendingBatches.wait` does.
@@ -96,7 +107,7 @@ class BatchPreparer:
 
     def fetch(
         self, batches: Iterator[Batch], count: int, step: int | str = HELD_OUT
-    ) -> tuple[list[Batch], DataError | None]:
+    ) -> tuple[list[Batch], DataError | MachineError | None]:
         """Return the next `count` batches of a step with masks and references, or the error that prevents it.
 
         The error is returned and not raised, because the other ranks would wait for a rank that raises alone.
@@ -107,7 +118,7 @@ class BatchPreparer:
                 return fetched, DataError(f"the data ended after {len(fetched)} of {count} batches")
             if self.references is not None:
                 fetched = [self.references.add(batch) for batch in fetched]
-        except DataError as error:
+        except (DataError, MachineError) as error:
             return [], error
         if (masking := self.spec.masking) is not None:
             numbers = [self.sample_numbers(index, len(batch["tokens"])) for index, batch in enumerate(fetched)]
@@ -157,7 +168,11 @@ class PendingBatches:
     """
 
     def __init__(
-        self, preparer: BatchPreparer, batches: Sequence[Batch], failure: DataError | None, label: str = "data"
+        self,
+        preparer: BatchPreparer,
+        batches: Sequence[Batch],
+        failure: DataError | MachineError | None,
+        label: str = "data",
     ) -> None:
         self.preparer, self.batches, self.failure, self.label = preparer, batches, failure, label
         self.local_valid_tokens = sum(map(preparer.objective.count, batches))
@@ -166,11 +181,12 @@ class PendingBatches:
     def begin(self, stop: bool) -> None:
         """Begin the reduction; all ranks begin theirs in the same order. `stop`: this rank was asked to stop."""
         tokens = sum(batch["labels"].numel() for batch in self.batches)
-        self.read_sums = distributed.begin_sum_ints(self.local_valid_tokens, tokens, self.failure is not None, stop)
+        failed = 0 if self.failure is None else 1 + MACHINE_FAILURE * isinstance(self.failure, MachineError)
+        self.read_sums = distributed.begin_sum_ints(self.local_valid_tokens, tokens, failed, stop)
 
     @cached_property
     def sums(self) -> list[int]:
-        """Valid tokens, all tokens, ranks without data, ranks that were asked to stop. Waits for all ranks."""
+        """Valid tokens, all tokens, ranks without data (MACHINE_FAILURE), ranks asked to stop. Waits for all."""
         assert self.read_sums is not None
         return self.read_sums()
 
@@ -181,9 +197,14 @@ class PendingBatches:
     def wait(self) -> int:
         """Return the valid tokens of all ranks, which may be 0, and note this rank's share of them.
 
-        Raises this rank's failure, or PeerStopped, naming the missing data, if another rank has a failure.
+        Raises this rank's failure, or PeerStopped, naming the missing data, if another rank has a failure. If the
+        machine of any rank cannot read its data, all raise UnreadableData.
         """
         valid_tokens, tokens, failed_ranks, _ = self.sums
+        if failed_ranks >= MACHINE_FAILURE:
+            if isinstance(self.failure, MachineError):
+                raise UnreadableData(str(self.failure)) from self.failure
+            raise UnreadableData(f"another rank cannot read its {self.label}", on_all_ranks=True)
         if failed_ranks:
             raise self.failure or PeerStopped(f"another rank has no {self.label}")
         readers = self.preparer.dims.model_parallel_size

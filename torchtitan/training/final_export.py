@@ -18,7 +18,7 @@ from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed
 from torchtitan.process.exit import ExportError, failure_kind
 from torchtitan.process.ranks import Ranks
-from torchtitan.training.batches import PeerStopped
+from torchtitan.training.batches import PeerStopped, UnreadableData
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Exports:
         try:
             validate()
         except Exception as error:
-            on_all = self.ranks.world_size == 1 or isinstance(error, DataError | PeerStopped)
+            on_all = self.ranks.world_size == 1 or isinstance(error, DataError | PeerStopped | UnreadableData)
             if failure_kind(error) == "peer":
                 raise
             if not on_all:

@@ -31,7 +31,7 @@ from torchtitan.process.heartbeat import Progress
 from torchtitan.process.machine import collect_garbage, return_unused_memory
 from torchtitan.process.ranks import Ranks, Restart
 from torchtitan.training import preflight
-from torchtitan.training.batches import Batch, PeerStopped, Prefetcher, batch_preparer, prepare_adapter
+from torchtitan.training.batches import Batch, PeerStopped, Prefetcher, UnreadableData, batch_preparer, prepare_adapter
 from torchtitan.training.final_export import Exports
 from torchtitan.training.reference_logprobs import load_references
 from torchtitan.training.reporting import StepProgress, log_end, log_start, plan_to_record, record_start
@@ -205,7 +205,8 @@ class Trainer:
                     except RollBack as error:
                         batches = self.roll_back(str(error))
                         continue
-                    except (DataError, PeerStopped, BadStep, NothingToLearn):  # all ranks raise here, or none
+                    # all ranks raise these, or none
+                    except (DataError, UnreadableData, PeerStopped, BadStep, NothingToLearn):
                         self.prefetcher.drop()
                         self.save_before_failure()
                         raise
