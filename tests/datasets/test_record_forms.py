@@ -15,6 +15,7 @@ import pytest
 from tests.support.record_forms import FORMS, Talk, said
 from tests.test_templates import folder_with
 from torchtitan.core.errors import JobError
+from torchtitan.datasets import open_hub_dataset
 from torchtitan.datasets.encoding import TrainOn, encode
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import DataError, Pair
@@ -83,7 +84,10 @@ def sample_of(tokenizer, document):
 
 
 def documents(path, options):
-    return list(open_text_files(str(path), RecordReader(**options)).documents())
+    reader = RecordReader(**options)
+    if path.name == "streamed":
+        return list(open_hub_dataset("huggingface", "train", str(path), reader).documents())
+    return list(open_text_files(str(path), reader).documents())
 
 
 # Files
@@ -141,6 +145,13 @@ def write_saved(folder, records):
     return folder / "saved"
 
 
+def write_streamed(folder, records):
+    """Write a folder that `load_dataset` reads."""
+    (folder / "streamed").mkdir()
+    write_jsonl(folder, records).rename(folder / "streamed" / "train.jsonl")
+    return folder / "streamed"
+
+
 def _of_one_schema(records):
     names = dict.fromkeys(name for record in records for name in record)
     return [{name: record.get(name) for name in names} for record in records]
@@ -154,6 +165,7 @@ WRITERS = {
     "parquet": write_parquet,
     "arrow": write_arrow,
     "save_to_disk": write_saved,
+    "load_dataset": write_streamed,
 }
 
 

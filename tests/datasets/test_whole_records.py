@@ -37,6 +37,12 @@ def with_call(**changes):
 
 
 REMEDIES = [
+    (dict(completion="a"), 'set training.text_field = "completion"'),
+    (
+        dict(messages=TALK, prompt="Q", completion="B"),
+        "is of format chat, and has other texts in 'prompt' and 'completi",
+    ),
+    (dict(messages=TALK, conversations=[dict(SYSTEM)]), 'set training.format to "chat" or "sharegpt", which leaves'),
     (dict(prompt="a", response="b"), 'format = "prompt_completion" and training.fields = { completion = "response" }'),
     (dict(question="a", answer="b"), '{ prompt = "question", completion = "answer" }'),
     (dict(problem="a", solution="b"), '{ prompt = "problem", completion = "solution" }'),
@@ -79,6 +85,13 @@ def test_a_named_format_leaves_out_what_it_has_no_place_for():
     assert document.content == [Span("a", False), Span("b")] and document.unread == ("label", "system")
     empty = RecordReader().document(record | {"label": None, "system": ""}, "", "")
     assert empty.content == document.content
+
+
+def test_fields_of_another_format_may_repeat_the_texts():
+    for record in (dict(messages=TALK, prompt="Q", completion="A"), dict(messages=TALK, conversations=TALK)):
+        assert RecordReader().document(record, "", "").content == Chat(TALK)
+    named = RecordReader(format_name="chat").document(dict(messages=TALK, prompt="Q", completion="B"), "", "")
+    assert named.unread == ("prompt", "completion")
 
 
 MESSAGES = [

@@ -167,6 +167,12 @@ QUESTION_FORMATS = ("chat", *(name for name, entry in FORMATS.items() if entry.q
 """Formats that can render a question to a trained model."""
 
 
+def other_formats(form: str, fields: Collection[str]) -> list[str]:
+    """Return the further formats all of whose required fields are among these."""
+    names = [name for name, record_format in FORMATS.items() if record_format.detectable and name != form]
+    return [name for name in names if all(field in fields for field in FORMATS[name].fields)]
+
+
 def detect_format(fields: Collection[str]) -> str | None:
     """Return the first of FORMATS with all its required fields present, or None."""
     detectable = (name for name, record_format in FORMATS.items() if record_format.detectable)
@@ -225,5 +231,7 @@ def field_holds(value: str, field: str, location: str) -> Any:
 
 def similar_format(fields: Collection[str]) -> str:
     """Return the options that read records with these fields; empty if their names are not known."""
+    if list(fields) == ["completion"]:
+        return 'training.text_field = "completion"'
     matches = (options for names, options in SIMILAR.items() if all(name in fields for name in names))
     return next(matches, "")

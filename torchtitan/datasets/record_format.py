@@ -18,6 +18,7 @@ from torchtitan.datasets.formats import (
     Record,
     detect_format,
     field_holds,
+    other_formats,
     similar_format,
     to_document,
 )
@@ -38,6 +39,7 @@ from torchtitan.datasets.preference_records import read_preference
 from torchtitan.datasets.record_account import check_account
 from torchtitan.datasets.sources import (
     REMEDY,
+    BadRecord,
     Chat,
     DataError,
     Document,
@@ -167,8 +169,9 @@ class RecordReader:
             return [name for name in CONTEXT_FIELDS if name in fields and name != self.text_field]
         if self._job_format:
             return []
-        names = (name for name in FORMATS[form].unplaced_fields if name in fields)
-        return [name for name in names if name not in self.columns(fields)]
+        names = [name for name in FORMATS[form].unplaced_fields if name in fields]
+        names += [name for other in other_formats(form, fields) for name in FORMATS[other].fields]
+        return [name for name in dict.fromkeys(names) if name not in self.columns(fields)]
 
     def _column_names(self, form: str) -> dict[str, str]:
         """Map each of a format's fields to its name in the records.
@@ -204,6 +207,7 @@ class RecordReader:
             is_text = form == "prompt_completion" and not isinstance(document.content, Chat)
             read_columns = [c for name, c in columns.items() if not (is_text and name in CONTEXT_FIELDS)]
             self._refuse_unplaced(form, record, read_columns, location)
+            self._refuse_contradiction(form, record, document, location)
             document = document._replace(is_reread=_is_reread(document, record, values, columns))
         if not isinstance(document.content, str):
             role_keys = [*ROLE_KEYS, *([self.fields["role"]] if "role" in self.fields else [])]
@@ -227,6 +231,18 @@ class RecordReader:
         for name in () if self._job_format else FORMATS[form].unplaced_fields:
             if name not in read_columns and not _is_empty(record.get(name)):
                 raise DataError(f"{location}: has the field {name!r}, {_unplaced(form, name)}")
+
+    def _refuse_contradiction(self, form: str, record: Record, document: Document, location: str) -> None:
+        """Raise DataError if a record of a detected format holds other texts in the fields of another format."""
+        for other in () if self._job_format else other_formats(form, record):
+            try:
+                check_account({name: record[name] for name in FORMATS[other].fields}, document, location)
+            except BadRecord:
+                fields = " and ".join(map(repr, FORMATS[other].fields))
+                raise DataError(
+                    f"{location}: is of format {form}, and has other texts in {fields}, of format {other}; set "
+                    f'training.format to "{form}" or "{other}", which leaves the other fields out'
+                ) from None
 
     def _value(self, form: str, name: str, column: str, record: Record, location: str) -> Any:
         """Return a field's value, from JSON if a text stands for a list, with the usual names in its messages."""
