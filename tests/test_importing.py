@@ -382,6 +382,9 @@ def test_the_size_of_a_config(tmp_path):
     assert other["model.overrides"] == {"n_layers": 5, "vocab_size": 50_257, "max_seq_len": 512}
     for change in ({"model_type": "gpt_neox"}, {"hidden_size": "wide"}, {"num_attention_heads": 5}):
         assert "a config of a Llama" in str(size_of(**change).faults[0])
+    other = size_of(rope_theta=5e5, num_key_value_heads=2, tie_word_embeddings=True).values["model.overrides"]
+    assert other == {"rope_theta": 5e5, "n_kv_heads": 2, "tied_embeddings": True}
+    assert "attention_bias = True" in str(size_of(attention_bias=True).faults[0])
     odd = size_of(hidden_size=256, intermediate_size=512, num_attention_heads=4).values
     args = SIZES["llama2"][odd["model.flavor"]]
     assert type(args)(**vars(args) | odd["model.overrides"]).ffn_dim == 512

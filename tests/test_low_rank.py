@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import DeepseekV3ForCausalLM, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.models.llama import LlamaConfig
@@ -221,6 +222,19 @@ def test_layer_replication_is_refused_by_name(tmp_path):
     (tmp_path / peft_folder.CONFIG).write_text(json.dumps(config | {"layer_replication": [[0, 2], [1, 2]]}))
     with pytest.raises(JobError, match=r"layer_replication = \[\[0, 2\], \[1, 2\]\], which is not computed here"):
         peft_folder.load(tmp_path, options, form, shapes)
+
+
+@pytest.mark.parametrize("change", [{"lora_bias": True}, {"use_bdlora": {"n": 2}}, {"next_month": 1}], ids=str)
+def test_unknown_keys_of_an_adapter_are_refused_by_name(tmp_path, change):
+    """All that peft itself writes is known; this project's folders lack most of its keys."""
+    form, options, shapes, config = save_peft_folder(tmp_path)
+    ((key, value),) = change.items()
+    written = LoraConfig(r=options.rank, target_modules=["q_proj"]).to_dict() | config
+    (tmp_path / peft_folder.CONFIG).write_text(json.dumps(written | change, default=list))
+    with pytest.raises(JobError, match=f"{key} = .*which is not computed here"):
+        peft_folder.load(tmp_path, options, form, shapes)
+    (tmp_path / peft_folder.CONFIG).write_text(json.dumps(written, default=list))
+    assert peft_folder.load(tmp_path, options, form, shapes).keys() == shapes.keys()
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path):

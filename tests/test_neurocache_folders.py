@@ -13,6 +13,7 @@ from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from tests.support.remembering import read, remembering, segments
 from torchtitan import cli
+from torchtitan.adapters.neurocache import authors_format
 from torchtitan.adapters.neurocache.authors_format import CONFIG, WEIGHTS, differences
 from torchtitan.config.sections.adapter import Neurocache as Options
 from torchtitan.core.errors import JobError
@@ -65,6 +66,12 @@ def test_names_and_config_are_those_of_the_authors_library(tmp_path):
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
     }
+
+
+def test_an_unknown_key_of_the_config_is_refused_by_name(tmp_path):
+    (tmp_path / "neurocache_config.json").write_text('{"cache_type": "FIFO", "decay": 0.5}')
+    with pytest.raises(JobError, match="neurocache_config.json has a key .*: decay = 0.5; remove it"):
+        authors_format.read(tmp_path)
 
 
 def test_a_written_adapter_gives_the_same_outputs_when_read(tmp_path):

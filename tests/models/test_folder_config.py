@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.hf_parity import build, close
 from tests.support.jobs import arguments, train, write_texts
+from tests.support.judged import lines
 from tests.support.tiny_decoders import GPT2, LLAMA, QWEN2, ROBERTA
 from torchtitan import cli
 from torchtitan.checkpoint.base_weights import find_weights
@@ -326,3 +327,57 @@ def test_generation_stops_at_each_token_of_the_list(tmp_path, capsys):
         path.write_text(json.dumps(content | {"eos_token_id": [99999, ord("f"), ord("z")]}))
         assert cli.main(command) == 0
         assert "abcde\n" in capsys.readouterr().out
+
+
+def test_a_file_alone_with_another_head_than_a_tied_model_is_refused(tmp_path):
+    """No config.json says that the head is tied; the job's flavor does."""
+    write(tmp_path, "qwen2", QWEN2["tied"])
+    change_weights(tmp_path, unequal_head)
+    (tmp_path / "config.json").unlink()
+    hf = MODELS["qwen2"].hf
+    with (
+        pytest.raises(JobError, match="lm_head.weight differs from model.embed_tokens.weight, but the job's"),
+        hf.stored_weights(tmp_path / "model.safetensors", QWEN2["tied"]),
+    ):
+        pass
+    untied = replace(QWEN2["tied"], tied_embeddings=False)
+    with hf.stored_weights(tmp_path / "model.safetensors", untied) as stored:
+        assert stored.read_full("output.weight").shape == (64, 64 // 2)
+
+
+def test_keys_to_ignore_need_a_folder():
+    faults = " ".join(lines(IGNORE))
+    assert "model.ignore_config_keys" in faults and "unset without a folder that has a config.json" in faults
+
+
+def remove(tensors, name):
+    del tensors[name]
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+TENSOR_MUTATIONS = {
+    "missing": lambda tensors: remove(tensors, NAME),
+    "further": lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.bias": torch.zeros(48)}),
+    "a third layer": lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(48, 32)}),
+    "transposed": lambda tensors: tensors.update({NAME: tensors[NAME].t().contiguous()}),
+    "whole numbers": lambda tensors: tensors.update({NAME: tensors[NAME].to(torch.int32)}),
+    "renamed": lambda tensors: tensors.update({"layers.1.up.weight": tensors.pop(NAME)}),
+    "no embedding": lambda tensors: remove(tensors, "model.embed_tokens.weight"),
+    "fewer rows": lambda tensors: tensors.update({"model.embed_tokens.weight": torch.zeros(60, 32)}),
+    "a narrower head": lambda tensors: tensors.update({"lm_head.weight": torch.zeros(60, 32)}),
+}
+
+
+@pytest.mark.parametrize("mutation", TENSOR_MUTATIONS)
+@pytest.mark.parametrize("name", ["plain", "tied"])
+def test_folders_with_other_tensors_are_refused(name, mutation, tmp_path):
+    args, hf = QWEN2[name], MODELS["qwen2"].hf
+    write(tmp_path, "qwen2", args)
+    change_weights(tmp_path, TENSOR_MUTATIONS[mutation])
+
+    def load():
+        read_args = hf.config.args_from_folder(tmp_path)
+        hf.load_hf(tmp_path, hf.build(read_args), read_args)
+
+    with pytest.raises(JobError):
+        load()

@@ -9,6 +9,7 @@ from typing import Any
 
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.core.errors import JobError
+from torchtitan.core.foreign_files import DeclaredKeys
 from torchtitan.models.hf.config import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -21,8 +22,22 @@ _INITS_KEEPING_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base model unchanged. With the others (pissa, olora, corda, loftq,
 lora_ga) peft subtracts the initial product of A and B from the model's matrices, which then differ from the published
 ones."""
-_UNSUPPORTED_KEYS = ("layer_replication", "use_qalora", "alora_invocation_tokens", "arrow_config")
-"""Keys that change the model, or how A and B are used."""
+_KEYS = DeclaredKeys(
+    used=frozenset(
+        ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "bias", "init_lora_weights", *PER_MODULE_KEYS)
+    ),
+    # which modules have A and B, and what is trained besides, is told by the tensors; the rest is of training or of the
+    # place of files
+    harmless=frozenset(
+        ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")
+        + ("trainable_token_indices", "target_parameters", "lora_dropout", "fan_in_fan_out", "inference_mode")
+        + ("task_type", "auto_mapping", "base_model_name_or_path", "revision", "peft_version", "runtime_config")
+        + ("megatron_config", "megatron_core", "eva_config", "corda_config", "loftq_config", "lora_ga_config")
+        + ("qalora_group_size", "ensure_weight_tying")
+    ),
+)
+"""Keys of adapter_config.json. All others may change the model, or how A and B are used: layer_replication, use_qalora,
+alora_invocation_tokens, arrow_config, lora_bias, use_bdlora, and those of later versions of peft."""
 
 
 def config_entries(options: Options) -> dict[str, Any]:
@@ -69,5 +84,5 @@ def mismatches(
             f"init_lora_weights = {init!r}, which changes the matrices that the adapter is added to: convert it "
             "with peft (save_pretrained with path_initial_model_for_weight_conversion)"
         )
-    if other := [f"{key} = {config[key]!r}" for key in _UNSUPPORTED_KEYS if config.get(key)]:
+    if other := [f"{key} = {value!r}" for key, value in _KEYS.unknown(config).items()]:
         yield f"{'; '.join(other)}, which is not computed here: train it without"

@@ -8,16 +8,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.options import show
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.sources_pretokenized import PretokenizedBlocks
 from torchtitan.datasets.streams import stream_count
 from torchtitan.importers.relora_flags import FLAGS, translate_optimizer, with_file
 from torchtitan.importers.translation import CommandLine, Script, family_in, from_folder, replicated
 from torchtitan.lr_schedules import TRANSFORMERS
-from torchtitan.models import SIZES
+from torchtitan.models import CONFIG_CONVERTERS, SIZES
 from torchtitan.models.hf.config import CONFIG, read_json
-from torchtitan.models.llama import RELORA, relora_sizes
+from torchtitan.models.llama import RELORA
 
 TOKENS = re.compile(r"(\d+)([KMB]?)", re.IGNORECASE)
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
@@ -313,13 +312,10 @@ read = _ReLoRA.draft_of
 
 def _sizes(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the closest preset and the values that differ from it."""
-    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-    width, hidden, heads, layers = shape = [config[name] for name in names]
-    if not all(type(size) is int and size > 0 for size in shape):
-        raise ValueError(f"sizes {show(shape)}")
     length = config.get("max_sequence_length", config.get("max_position_embeddings", 2048))
-    args = relora_sizes(width, hidden, heads, layers, config.get("vocab_size", 32_000), max_seq_len=length)
-    model_args = vars(args) | {"norm_eps": config.get("rms_norm_eps", 1e-6)}
+    llama_config = {"model_type": "llama", "vocab_size": 32_000, **config, "max_position_embeddings": length}
+    args = CONFIG_CONVERTERS["llama2"].args_from_config(llama_config)
+    model_args = vars(args) | ({"n_kv_heads": None} if args.n_kv_heads == args.n_heads else {})
 
     def differing(flavor: str) -> dict[str, Any]:
         return {name: value for name, value in model_args.items() if vars(RELORA[flavor])[name] != value}

@@ -72,6 +72,14 @@ def folder_has_sizes(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("model.tokenizer_path", "the tokenizer of the model in model.hf_folder", remedy)
 
 
+def ignored_keys_are_of_a_folder(facts: Facts) -> Iterator[Fault]:
+    """Refuse keys to ignore where the job reads no config.json."""
+    config = facts.config
+    folders = (config.model.hf_folder, config.checkpoint.initial_load_path, config.dpo.reference)
+    if config.model.ignore_config_keys and not any(folders):
+        yield facts.fault("model.ignore_config_keys", "unset without a folder that has a config.json", "leave it out")
+
+
 def _other_family(name: str, folder: str) -> str:
     """Return a remedy if the folder holds a model of another family, else ""."""
     try:
@@ -279,6 +287,7 @@ def _source_option(facts: Facts, place: str, name: str) -> object:
 
 RULES: tuple[Rule, ...] = (
     folder_has_sizes,
+    ignored_keys_are_of_a_folder,
     model_sizes,
     positions_are_learned,
     tokenizer_fits,

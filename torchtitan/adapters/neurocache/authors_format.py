@@ -13,6 +13,7 @@ from torchtitan.adapters.neurocache.sizes import CacheLayers, layers_of
 from torchtitan.config.sections.adapter import Neurocache as Options
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import require_file
+from torchtitan.core.foreign_files import DeclaredKeys
 from torchtitan.models.hf.config import read_json
 
 if TYPE_CHECKING:  # torch is not imported, as jobs are checked before they start
@@ -31,6 +32,13 @@ OPTION_NAMES = {
 """Names of options, ours -> the authors'."""
 MATCHING_OPTIONS = ("compression_factor", "neighborhood_size", "context_size", "similarity_fn")
 """Options that must be as in training; the others may be changed when the adapter is reused."""
+
+
+KEYS = DeclaredKeys(
+    used=frozenset((*OPTION_NAMES.values(), "cache_type", "global_cache", "retrieval_map", "attention_layers")),
+    harmless=frozenset(("base_model_name_or_path", "task_type", "inference_mode", "neurocache_type", "revision")),
+)
+"""Keys of neurocache_config.json."""
 
 
 def config_of(options: Options, n_layers: int, base: str) -> dict[str, Any]:
@@ -60,9 +68,11 @@ def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def read(folder: Path) -> dict[str, Any]:
     """Read the adapter's config. Raises JobError if there is none."""
     try:
-        return read_json(folder / CONFIG)
+        config = read_json(folder / CONFIG)
     except JobError as error:
         raise JobError(f"{folder}: no adapter of Neurocache ({CONFIG}, {WEIGHTS}): {error}") from error
+    KEYS.check(config, str(folder / CONFIG), "remove it, if the adapter was trained without it")
+    return config
 
 
 def differences(config: Mapping[str, Any], options: Options, n_layers: int) -> Iterator[str]:

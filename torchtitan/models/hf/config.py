@@ -136,10 +136,10 @@ def end_token_ids(folder: Path, ignored_keys: Collection[str] = ()) -> frozenset
         return frozenset()
     content = read_json(folder / name)
     if name == GENERATION:
-        known = {key: value for key, value in content.items() if key not in ignored_keys}
-        keys = ", ".join(json.dumps(key) for key in GENERATION_KEYS.unknown(known))
+        judged = {key: value for key, value in content.items() if key not in ignored_keys}
+        keys = ", ".join(json.dumps(key) for key in GENERATION_KEYS.unknown(judged))
         remedy = f"if it does not matter, set model.ignore_config_keys = [{keys}]"
-        GENERATION_KEYS.check(known, str(folder / name), remedy)
+        GENERATION_KEYS.check(judged, str(folder / name), remedy)
     ids = content.get("eos_token_id")
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if any(type(token_id) is not int or token_id < 0 for token_id in ids):

@@ -23,7 +23,16 @@ from torchtitan.core.files import require_file
 from torchtitan.core.initialization import clean_name, local_part
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.core.tensor_storage import packed_names, stores
-from torchtitan.models.hf.config import CONFIG, INDEX, SINGLE, BlockSize, fp8_block_size, read_json, unreadable_weights
+from torchtitan.models.hf.config import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    BlockSize,
+    StoredTensor,
+    fp8_block_size,
+    read_json,
+    unreadable_weights,
+)
 from torchtitan.models.hf.config_keys import INDEX_KEYS
 from torchtitan.models.hf.names import TensorMap
 
@@ -126,6 +135,7 @@ class StoredWeights:
             if hf_name not in expected and not self.is_ignored(hf_name)
         ]
         raise_mismatches(self.path, faults)
+        self._refuse_another_head(files)
         try:
             self.shards = Shards(folder, {hf_name: files[hf_name] for hf_name in expected}, block, self.stack)
             for name, hf_names_of_one in self.hf_names_by_name.items():
@@ -137,6 +147,21 @@ class StoredWeights:
             self.__exit__(type(error), error, None)
             raise
         return self
+
+    def _refuse_another_head(self, files: Mapping[str, str]) -> None:
+        """Raise JobError if the model ties its head to the embedding, but the file has another one."""
+        head = self.tensor_map.outer_names.get("output.weight")
+        if not self.tensor_map.tied or head not in files:
+            return
+        folder = self.path.parent if self.path.is_file() else self.path
+        (embedding,) = self.hf_names_by_name["tok_embeddings.weight"]
+        source, copy = (StoredTensor.find(folder / files[name], name) for name in (embedding, head))
+        if source is not None and copy is not None and not source.equals(copy):
+            raise JobError(
+                f"{self.path}: {head} differs from {embedding}, but the job's model ties them, so it would be lost; "
+                "set model.overrides = {tied_embeddings = false} if the family can have a head of its own, or remove "
+                "it from the file"
+            )
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self.stack.close()
