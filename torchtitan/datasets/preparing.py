@@ -46,6 +46,7 @@ from torchtitan.datasets.sources import (
 from torchtitan.datasets.token_shards import ShardWriter, TokenShards
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.process.exit import die_with_parent
+from torchtitan.process.machine import SHARED_MEMORY_REMEDY, shared_memory_obstacle
 
 PERCENTILES = (50, 90, 99, 100)
 ADVISED_FRACTION = 0.99
@@ -367,6 +368,10 @@ def _tokenized(chunks: Iterable[list[Document]], encoder: "Encoder", workers: in
     if workers == 1:
         yield from (encoder.all(chunk) for chunk in chunks)
         return
+    if obstacle := shared_memory_obstacle():
+        raise JobError(
+            f"{workers} workers: {obstacle}; {SHARED_MEMORY_REMEDY}, or give one (--workers 1, data.num_proc)"
+        )
     # not a multiprocessing.Pool, which waits forever for a killed worker
     with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=encoder.worker_arguments) as pool:
         pending: deque[Future[list[Encoded]]] = deque()

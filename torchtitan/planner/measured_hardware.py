@@ -30,6 +30,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import Hardware, find_hardware, load_hardware
 from torchtitan.process.distributed import device_type
 from torchtitan.process.exit import die_with_parent
+from torchtitan.process.machine import SHARED_MEMORY_REMEDY, shared_memory_obstacle
 
 Sample = tuple[tuple[float, ...], float]
 """Sizes of an operation, and the FLOP/s or bytes/s that it reached."""
@@ -259,6 +260,8 @@ def fit(samples: Sequence[Sample], peak: float, dimensions: int) -> dict[str, An
 
 def _measure_in_ranks(ranks: int, sizes: Sizes) -> Measured:
     """Measure in as many processes at once, which share the cores and the memory's bandwidth as those of a job do."""
+    if obstacle := shared_memory_obstacle():
+        raise JobError(f"--ranks: given {ranks}; {obstacle}; {SHARED_MEMORY_REMEDY}")
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
         store, results = str(Path(folder, "store")), context.SimpleQueue()

@@ -43,6 +43,7 @@ from torchtitan.planner.live_tensors import ACTIVATIONS, BACKWARD, Bytes, FakeVa
 from torchtitan.planner.pipeline_replay import few_microbatches
 from torchtitan.planner.traffic import Group, Traffic, axes_of
 from torchtitan.process.exit import die_with_parent
+from torchtitan.process.machine import shared_memory_obstacle
 from torchtitan.training.batches import zero_batch
 
 PARAMETERS, FROZEN, BUFFERS = "parameters", "frozen parameters", "buffers and caches"
@@ -337,10 +338,11 @@ T = TypeVar("T")
 def run_in_processes(function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> list[T]:
     """Return the function's result for each tuple of arguments, computed in up to MAX_PROCESSES processes.
 
-    With one processor, or on another system than Linux, this process computes them. Exceptions are raised here.
+    With one processor, on another system than Linux, or without /dev/shm, this process computes them.
+    Exceptions are raised here.
     """
     number = min(len(tasks), _processors(), MAX_PROCESSES)
-    if number < 2 or sys.platform != "linux" or multiprocessing.current_process().daemon:
+    if number < 2 or sys.platform != "linux" or multiprocessing.current_process().daemon or shared_memory_obstacle():
         return [function(*task) for task in tasks]
     context: Any = multiprocessing.get_context("fork")
     if torch.accelerator.is_available():

@@ -19,6 +19,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from torchtitan.core.constraints import LimitError
+from torchtitan.core.errors import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -206,3 +207,25 @@ def no_gc_during_imports() -> Iterator[None]:
             gc.freeze()
         if enabled:
             gc.enable()
+
+
+SHARED_MEMORY = "/dev/shm"
+SHARED_MEMORY_REMEDY = (
+    "give the container a larger one (docker run --shm-size=8g or --ipc=host; in Kubernetes an emptyDir with medium: "
+    f"Memory mounted at {SHARED_MEMORY})"
+)
+
+
+def shared_memory_obstacle(num_bytes: int = 0) -> str:
+    """Return why processes cannot share locks and so many bytes in /dev/shm here; "" if they can."""
+    if sys.platform != "linux":
+        return ""
+    import multiprocessing  # takes 20 ms, and most jobs have no workers
+
+    try:
+        multiprocessing.Lock()
+        status = os.statvfs(SHARED_MEMORY)
+    except OSError as error:
+        return f"{SHARED_MEMORY} cannot be used ({error.strerror})"
+    free = status.f_bavail * status.f_frsize
+    return f"{SHARED_MEMORY} has {format_bytes(free)} free, of {format_bytes(num_bytes)}" if free < num_bytes else ""

@@ -17,6 +17,7 @@ from torchtitan.datasets.sources_pretokenized import PretokenizedBlocks
 from torchtitan.datasets.token_shards import TokenReader, TokenShards
 from torchtitan.models import CONFIG_CONVERTERS, FROM_HF, PUBLISHERS, SIZES, family_for_model_type
 from torchtitan.models.hf.config import CONFIG, read_json
+from torchtitan.process.machine import SHARED_MEMORY_REMEDY, shared_memory_obstacle
 from torchtitan.rules.facts import Facts, Rule
 
 
@@ -195,8 +196,21 @@ def weights_are_met(facts: Facts) -> Iterator[Fault]:
             yield facts.fault(f"{section}.sources", "weights that can be met", str(error))
 
 
+BYTES_PER_TOKEN, PREFETCH = 32, 2
+"""Of a batch: tokens, labels, documents and positions in int64; batches that a worker holds ready by default."""
+
+
 def loader_workers(facts: Facts) -> Iterator[Fault]:
     loader = facts.config.training.dataloader
+    if loader.num_workers:
+        training = facts.config.training
+        batch = training.local_batch_size * training.seq_len * BYTES_PER_TOKEN
+        if obstacle := shared_memory_obstacle(loader.num_workers * (loader.prefetch_factor or PREFETCH) * batch):
+            allowed = "0, or a machine whose processes can share memory"
+            remedy = f"{obstacle}; {SHARED_MEMORY_REMEDY}, or set training.dataloader.num_workers = 0"
+            yield facts.fault("training.dataloader.num_workers", allowed, remedy)
+    elif (facts.config.data.num_proc or 1) > 1 and (obstacle := shared_memory_obstacle()):
+        yield facts.fault("data.num_proc", "1 here", f"{obstacle}; {SHARED_MEMORY_REMEDY}, or set data.num_proc = 1")
     yield from facts.judged(check_prefetch, loader.num_workers, loader.prefetch_factor)
     yield from facts.judged(check_persistence, loader.num_workers, loader.persistent_workers)
 
