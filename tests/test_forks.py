@@ -178,9 +178,13 @@ def test_a_hang_in_the_imports_shows_its_stack(tmp_path, monkeypatch):
         while not marker.exists():
             assert not ranks.poll()
             time.sleep(0.01)
-        evidence = hangs.collect_evidence(ranks, tmp_path, 1.0)
-        assert evidence.states == {0: "S", 1: "S"} and ranks.cpu_seconds(0) > 0 and ranks.bytes_moved(1) > 0
-        assert "in stuck" in (tmp_path / "rank-0.stacks.txt").read_text()
+        evidence = hangs.collect_evidence(ranks, tmp_path, "hang", 1.0)
+        assert (
+            [state.process for state in evidence.ranks.values()] == ["S", "S"]
+            and ranks.cpu_seconds(0) > 0
+            and ranks.bytes_moved(1) > 0
+        )
+        assert "in stuck" in (tmp_path / "hang" / "rank-0.stacks.txt").read_text()
     finally:
         ranks.close()
     assert [(ended.rank, ended.code) for ended in ranks.exits] == [(0, -9), (1, -9)]

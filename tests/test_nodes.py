@@ -21,7 +21,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.launcher import nodes
 from torchtitan.launcher.nodes import Nodes
 from torchtitan.launcher.run_folder import SECRET_FILE
-from torchtitan.process import distributed
+from torchtitan.process import distributed, network
 from torchtitan.process.heartbeat import Progress
 from torchtitan.process.ranks import Launcher, Ranks, variables_of
 from torchtitan.training.trainer import Trainer
@@ -119,14 +119,17 @@ def test_the_interface_is_that_of_the_route():
     assert nodes.interface_of("127.0.0.1") == "lo" and nodes.interface_of("192.0.2.1") is None
 
 
-def test_the_interface_of_an_ipv6_address(tmp_path):
+def test_the_interface_of_an_ipv6_address(tmp_path, monkeypatch):
     table = tmp_path / "if_inet6"
     table.write_text(
         "00000000000000000000000000000001 01 80 10 80       lo\nfd000000000000000000000000000002 04 40 00 82     eth0\n"
     )
+    monkeypatch.setattr(nodes, "ipv6_rows", lambda: network.ipv6_rows(table=table))
     addresses = ("::1", "fd00::2", "fd00:0::0002", "fd00::3", "fe80::1%eth1")
-    assert [nodes._interface_of_ipv6(one, table) for one in addresses] == ["lo", "eth0", "eth0", None, "eth1"]
-    assert nodes._interface_of_ipv6("::1", tmp_path / "absent") is None
+    assert [nodes.interface_of(one) for one in addresses] == ["lo", "eth0", "eth0", None, "eth1"]
+    assert network.ipv6_rows("eth0", table) == [(0xFD << 120 | 2, "eth0")]
+    table.unlink()
+    assert nodes.interface_of("::1") is None
 
 
 def test_two_machines_form_one_world_and_stop_together(tmp_path, monkeypatch):
@@ -236,4 +239,4 @@ def test_differing_jobs_are_refused_in_one_message(tmp_path):
         ["optimizer.lr", "1.0", "rank", "0", f"({host})"],
         ["optimizer.lr", "2.0", "rank", "1", f"({host})"],
     ]
-    assert not (tmp_path / "run/metrics.jsonl").exists()
+    assert not jobs.logged_steps(tmp_path / "run")  # only how the run ended

@@ -305,9 +305,9 @@ def test_a_rank_that_is_ending_is_not_a_hang(tmp_path):
 # The verdict
 
 
-def flight_log(*entries: tuple[str, int, str], ranks: str = "[0, 1, 2]") -> dict:
-    """Return a log as torch's flight recorder writes it, from entries of (group, number, operation)."""
-    return {
+def flight_log(*entries: tuple[str, int, str], ranks: str = "[0, 1, 2]") -> hangs.CollectiveLog:
+    """Return a log as the launcher reads it from torch's flight recorder, of entries of (group, number, operation)."""
+    log = {
         "entries": [
             {
                 "is_p2p": False,
@@ -320,6 +320,7 @@ def flight_log(*entries: tuple[str, int, str], ranks: str = "[0, 1, 2]") -> dict
         ],
         "pg_config": {group: {"ranks": ranks} for group, _, _ in entries},
     }
+    return hangs._parse_log(json.dumps(log))
 
 
 SUM, GATHER = "gloo:all_reduce", "gloo:all_gather"
@@ -351,7 +352,9 @@ def test_ranks_in_the_same_phase_are_distinguished_by_their_collectives(logs, ra
 
 
 def test_a_rank_without_a_log_is_no_evidence():
-    late, reason = hangs.find_late_rank(STEP_3, SLEEPING, {0: flight_log(*BOTH), 1: flight_log(*BOTH), 2: {}})
+    late, reason = hangs.find_late_rank(
+        STEP_3, SLEEPING, {0: flight_log(*BOTH), 1: flight_log(*BOTH), 2: hangs.CollectiveLog()}
+    )
     assert (late, reason) == (0, "all ranks are in step 3 (train), none is behind")
 
 

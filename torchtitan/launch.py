@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from torchtitan.core.machine_errors import MachineError
 from torchtitan.launcher import slurm
 from torchtitan.launcher.hangs import HangLimits
 from torchtitan.launcher.lock import hold_lock, this_process
-from torchtitan.launcher.monitor import RankMonitor, print_message
+from torchtitan.launcher.monitor import RankMonitor
 from torchtitan.launcher.multi_node import LATE_SECONDS, Coordinator, Worker
 from torchtitan.launcher.nodes import Nodes, use_head_interface
 from torchtitan.launcher.processes import Processes, SignalQueue
@@ -32,7 +33,9 @@ from torchtitan.launcher.run_folder import HANGS_FOLDER, SECRET_FILE, empty_fold
 from torchtitan.metrics.run_end import RunEnd, describe_last_end, record_end
 from torchtitan.process.children import python_command
 from torchtitan.process.exit import CRASHED, REFUSED, exit_with
+from torchtitan.process.network import require_interfaces
 from torchtitan.process.ranks import Restart, count_ranks, likely_device, read_nodes, set_default, slurm_job
+from torchtitan.process.run_log import print_message
 from torchtitan.rules import check, with_faults_of_the_rest
 
 AUTO = "auto"
@@ -79,6 +82,8 @@ def launch(num_ranks: int | None, arguments: list[str]) -> int:
             set_default("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
         # the job is checked here, before any rank exists: once and within a second
         run_machine = run_as_worker if nodes.index else run_as_coordinator
+        if nodes.count == 1:
+            require_interfaces()
         return run_machine(nodes, num_ranks, arguments, queue)
     except (JobError, MachineError) as error:
         if str(error):
@@ -128,7 +133,7 @@ def run_as_coordinator(nodes: Nodes, num_ranks: int, arguments: list[str], queue
         code = REFUSED
         return code
     finally:
-        coordinator.end_run(code)
+        coordinator.end_run(code, Path(_folder_of(arguments)) / SECRET_FILE if nodes.count > 1 else None)
 
 
 def run(
@@ -164,7 +169,7 @@ def run_as_worker(nodes: Nodes, num_ranks: int, arguments: list[str], queue: Sig
     use_head_interface(nodes)
     config, faults = load_and_check(arguments, nodes.count * num_ranks)
     folder = _folder_of(arguments) if config is None else config.job.dump_folder
-    worker = Worker(nodes, num_ranks, Path(folder).expanduser() / SECRET_FILE)
+    worker = Worker(nodes, num_ranks, Path(folder) / SECRET_FILE)
     if config is None:
         try:
             worker.join(queue, LATE_SECONDS, faults)
@@ -184,9 +189,10 @@ def run_as_worker(nodes: Nodes, num_ranks: int, arguments: list[str], queue: Sig
 def _folder_of(arguments: list[str]) -> str:
     """Return job.dump_folder of a refused job, as far as it can be read. The option itself may be at fault."""
     folder: object = Job().dump_folder
-    for layer in manager.read_layers(arguments)[1]:
-        folder = layer.values.get("job.dump_folder", folder)
-    return str(folder)
+    with suppress(ConfigError):
+        for layer in manager.read_layers(arguments)[1]:
+            folder = layer.values.get("job.dump_folder", folder)
+    return os.path.expanduser(str(folder))
 
 
 def start_ranks(

@@ -1,9 +1,12 @@
-"""A TCP proxy on loopback that simulates a network between two launchers, which a test can cut and repair."""
+"""A TCP proxy on loopback that simulates a network between two launchers, which a test can cut and repair, or a man in
+the middle who changes their lines.
+"""
 
 import select
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -11,10 +14,18 @@ MOST_CONNECTIONS = 200
 
 
 class Proxy:
-    """Forward connections from `port` to `target_port`, both on 127.0.0.1, while the network is whole."""
+    """Forward connections from `port` to `target_port`, both on 127.0.0.1, while the network is whole.
 
-    def __init__(self, port: int, target_port: int) -> None:
-        self.port, self.target_port = port, target_port
+    `change`: gets each line, with its end, and whether the caller sent it; returns what to send on, and what to send
+    back.
+    """
+
+    def __init__(
+        self, port: int, target_port: int, change: Callable[[bytes, bool], tuple[bytes, bytes]] | None = None
+    ) -> None:
+        self.port, self.target_port, self.change = port, target_port, change
+        self._parts: dict[socket.socket, bytes] = {}
+        """Lines that have not ended yet, by their sender."""
         self.accepted = 0
         self._lock = threading.Lock()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -68,7 +79,7 @@ class Proxy:
                 if self._listener is not None and select.select([self._listener], [], [], 0)[0]:
                     self._accept(self._listener)
                 for pair in list(self._pairs):
-                    if not all(_forward(*ends) for ends in (pair, pair[::-1])):
+                    if not all([self._forward(*pair, True), self._forward(*pair[::-1], False)]):
                         self._pairs.remove(pair)
                         for end in pair:
                             _reset(end)
@@ -81,18 +92,24 @@ class Proxy:
         except OSError:
             _reset(caller)
 
-
-def _forward(source: socket.socket, sink: socket.socket) -> bool:
-    """Pass on the data that have arrived; False at the end of the connection."""
-    try:
-        while select.select([source], [], [], 0)[0]:
-            data = source.recv(1 << 16)
-            if not data:
-                return False
-            sink.sendall(data)
-    except OSError:
-        return False
-    return True
+    def _forward(self, source: socket.socket, sink: socket.socket, from_caller: bool) -> bool:
+        """Pass on the data that have arrived; False at the end of the connection."""
+        try:
+            while select.select([source], [], [], 0)[0]:
+                data = source.recv(1 << 16)
+                if not data:
+                    return False
+                if self.change is None:
+                    sink.sendall(data)
+                    continue
+                *lines, self._parts[source] = (self._parts.get(source, b"") + data).split(b"\n")
+                for line in lines:
+                    forwarded, returned = self.change(line + b"\n", from_caller)
+                    sink.sendall(forwarded)
+                    source.sendall(returned)
+        except OSError:
+            return False
+        return True
 
 
 def _reset(end: socket.socket) -> None:

@@ -1,16 +1,16 @@
 """Connect the launchers of other machines to the first one: on each connection both ends prove that they belong to the
 run before any other message.
 
-first machine -> {"kind": "challenge", "nonce"}
-other machine -> {"kind": "proof", "nonce", "proof"}
-first machine -> {"kind": "welcome", "proof"}, or {"kind": "stranger"} and the end
-other machine -> {"kind": "here", ...}: which machine it is
+first machine -> Challenge: a random number (nonce) and its version
+other machine -> Proof, with its own nonce and version
+first machine -> Welcome, with its proof; or Stranger and the end
+other machine -> Here: which machine it is. From here on all lines are sealed (connection.py).
 
-Before its proof, a connection may send little, has little time, and is one of few.
+Before its proof, a connection may send little, has little time, and is one of few. Nothing that it says is obeyed.
 
 The launchers of a run share a secret: a file in the run's folder that only its owner may read. A launcher that can read
 the file belongs to the run. The secret is never sent. Both ends of a connection prove that they know it, each by an
-HMAC over its role and a random number (nonce) of either end. A recorded exchange proves nothing on another connection.
+HMAC over its role and what both have said. A recorded exchange proves nothing on another connection.
 """
 
 import errno
@@ -23,15 +23,31 @@ import select
 import socket
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from torchtitan.core.errors import JobError
-from torchtitan.launcher.nodes import MAX_GREETING_BYTES, MAX_MESSAGE_BYTES, Connection, Message, Nodes, listen
+from torchtitan.launcher.connection import Connection
+from torchtitan.launcher.messages import (
+    GREETING_TO_FIRST,
+    GREETING_TO_OTHER,
+    INTRODUCTION,
+    ORDERS,
+    Challenge,
+    Here,
+    Leave,
+    Proof,
+    Stranger,
+    Welcome,
+    launcher_version,
+)
+from torchtitan.launcher.nodes import Nodes, describe_failure, listen
 from torchtitan.launcher.processes import SignalQueue
-from torchtitan.process.exit import CRASHED, REFUSED
+from torchtitan.process.exit import REFUSED
+from torchtitan.process.run_log import print_error
 
 NONCE_BYTES = 32
 _HEX = re.compile(rb"[0-9a-f]{64}")
@@ -39,13 +55,14 @@ _OTHER_USERS = stat.S_IRWXG | stat.S_IRWXO
 Role = Literal["first machine", "other machine"]
 
 
-def create_secret(path: Path) -> bytes:
-    """Write a new secret and return it. The caller holds the run's folder, so an existing file is left over from an
-    earlier launch. Raises `JobError` if the file cannot be written or cannot be hidden from other users.
+def create_secret(path: Path, replace: bool = True) -> bytes:
+    """Write a new secret and return it. With `replace`, the caller holds the run's folder, so an existing file is left
+    over from an earlier launch. Raises `JobError` if the file cannot be written or cannot be hidden from other users.
     """
     secret = secrets.token_hex(32).encode()
     try:
-        path.unlink(missing_ok=True)
+        if replace:
+            path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
             mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
@@ -103,24 +120,68 @@ def remove_secret(path: Path) -> None:
         path.unlink()
 
 
+@contextmanager
+def secret_of_refusal(path: Path) -> Iterator[bytes | None]:
+    """Yield a secret by which a first machine that refuses its job proves this to the others: that of a run at work in
+    the folder, or a new one, which is removed again with the folders that were made for it. None if there is no way.
+    """
+    secret, new_folders = None, []
+    is_new = False
+    try:
+        secret = read_secret(path)
+        if secret is None:
+            new_folders = [folder for folder in path.parents if not folder.exists()]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            secret, is_new = create_secret(path, replace=False), True
+    except (JobError, OSError, ValueError):  # the folder itself may be what is wrong with the job
+        pass
+    try:
+        yield secret
+    finally:
+        with suppress(JobError, OSError):
+            if is_new and read_secret(path) == secret:
+                path.unlink()
+            for folder in new_folders:
+                folder.rmdir()
+
+
 def new_nonce() -> str:
     return secrets.token_hex(NONCE_BYTES)
 
 
-def make_proof(secret: bytes, role: Role, first_nonce: str, other_nonce: str) -> str:
-    """Return the text that the machine with this role sends to prove that it knows the secret."""
-    text = f"torchtitan launcher\0{role}\0{first_nonce}\0{other_nonce}"
-    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
+@dataclass(frozen=True)
+class Greeting:
+    """The values that both ends have sent before their proofs."""
 
+    first_nonce: str
+    other_nonce: str
+    first_version: str
+    other_version: str
 
-def is_proof(value: object, secret: bytes, role: Role, first_nonce: str, other_nonce: str) -> bool:
-    """Return True if `value` proves that its sender knows the secret. Takes equally long for every wrong value."""
-    expected = make_proof(secret, role, first_nonce, other_nonce)
-    return isinstance(value, str) and hmac.compare_digest(value.encode(errors="replace"), expected.encode())
+    def proof(self, secret: bytes, role: Role) -> str:
+        """Return the text that the machine with this role sends to prove that it knows the secret."""
+        return self._digest(secret, f"launcher\0{role}").hex()
 
+    def is_proof(self, value: str, secret: bytes, role: Role) -> bool:
+        """Return True if the sender of `value` knows the secret. Takes equally long for every wrong value."""
+        return hmac.compare_digest(value.encode(errors="replace"), self.proof(secret, role).encode())
 
-def is_nonce(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
+    def line_key(self, secret: bytes, role: Role) -> bytes:
+        """Return the key of the seals of all lines that the machine with this role sends on this connection."""
+        return self._digest(secret, f"lines\0{role}")
+
+    def _digest(self, secret: bytes, purpose: str) -> bytes:
+        parts = (purpose, self.first_nonce, self.other_nonce, self.first_version, self.other_version)
+        return hmac.new(secret, "\0".join(("torchtitan", *parts)).encode(), hashlib.sha256).digest()
+
+    def check_versions(self, machine: str) -> str:
+        """Return the fault if the two launchers are of different versions, or ""."""
+        if self.first_version == self.other_version:
+            return ""
+        return (
+            f"torchtitan: given {self.first_version} on the first machine and {self.other_version} on {machine}; "
+            "allowed: the same version on all machines"
+        )
 
 
 MAX_CANDIDATES = 64
@@ -130,6 +191,10 @@ INTRODUCTION_SECONDS = 10.0
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 30.0
 """Timeouts of another machine: to connect, and for the first machine's answer, which may still be loading its job."""
 _POLL_SECONDS = 0.05
+
+
+MAX_REPORTED_STRANGERS = 10
+"""A scan of all ports must not fill the log."""
 
 
 @dataclass
@@ -144,7 +209,7 @@ STARTED_AGAIN = "the run was started again on the first machine; this launcher i
 
 
 def refuse_connection(connection: Connection, text: str) -> None:
-    connection.send({"kind": "leave", "code": REFUSED, "text": text})
+    connection.send(Leave(code=REFUSED, text=text))
     connection.close()
 
 
@@ -154,10 +219,12 @@ class Admission:
     def __init__(self, nodes: Nodes, key: bytes | None = None) -> None:
         self.listener = listen(nodes, nodes.port)
         self.key = key
-        """The secret. Until it is known, connections are accepted and not answered."""
+        """The secret. Until it is known, no connection is accepted."""
         self.candidates: list[_Candidate] = []
         self.num_strangers = 0
         """Connections that could not prove that they belong to the run."""
+        self.faults: list[str] = []
+        """Why machines of the run were sent away."""
 
     @property
     def sockets(self) -> list[socket.socket]:
@@ -166,8 +233,8 @@ class Admission:
             *(candidate.connection.sock for candidate in self.candidates if candidate.connection.is_open),
         ]
 
-    def poll(self) -> list[tuple[Connection, Message]]:
-        """Return the connections that have introduced themselves since the last call, with their "here"."""
+    def poll(self) -> list[tuple[Connection, Here]]:
+        """Return the connections that have introduced themselves since the last call, and how."""
         self._accept()
         newcomers = []
         for candidate in list(self.candidates):
@@ -182,57 +249,51 @@ class Admission:
 
     def _accept(self) -> None:
         for _ in range(MAX_CANDIDATES):
-            if not select.select([self.listener], [], [], 0)[0]:
+            if self.key is None or not select.select([self.listener], [], [], 0)[0]:
                 return
             try:
-                connection = Connection(self.listener.accept()[0], MAX_GREETING_BYTES)
+                connection = Connection(self.listener.accept()[0], GREETING_TO_FIRST, self._count_stranger)
             except OSError:  # the peer has disconnected again
                 continue
             candidate = _Candidate(connection, new_nonce(), time.monotonic() + INTRODUCTION_SECONDS)
-            if self.key is not None:
-                connection.send({"kind": "challenge", "nonce": candidate.nonce})
+            connection.send(Challenge(nonce=candidate.nonce, version=launcher_version()))
             self.candidates.append(candidate)
             while len(self.candidates) > MAX_CANDIDATES:
                 self.candidates.pop(0).connection.close()
 
-    def _receive_introduction(self, candidate: _Candidate) -> Message | None:
-        """Return the candidate's "here" message if it has proved that it belongs to the run."""
-        messages = candidate.connection.receive()
-        if messages and not candidate.is_proved:
-            if not self._check_proof(candidate, messages.pop(0)):
-                self.num_strangers += 1
-                candidate.connection.send({"kind": "stranger"})
-                candidate.connection.close()
-                return None
-            candidate.is_proved, candidate.connection.max_bytes = True, MAX_MESSAGE_BYTES
-        if not messages:
-            return None
-        candidate.connection.put_back(messages[1:])
-        if messages[0]["kind"] == "here":
-            return messages[0]
-        candidate.connection.close()
+    def _count_stranger(self, text: str) -> None:
+        self.num_strangers += 1
+        if self.num_strangers <= MAX_REPORTED_STRANGERS:
+            more = "; no more of these are reported" if self.num_strangers == MAX_REPORTED_STRANGERS else ""
+            print_error(text + more)
+
+    def _receive_introduction(self, candidate: _Candidate) -> Here | None:
+        """Return the candidate's introduction if it has proved that it belongs to the run."""
+        if not candidate.is_proved:
+            for message in candidate.connection.receive(1):
+                self._check_proof(candidate, message)
+        if candidate.is_proved:
+            for message in candidate.connection.receive(1):
+                return message
         return None
 
-    def _check_proof(self, candidate: _Candidate, message: Message) -> bool:
-        nonce, proof = str(message.get("nonce")), str(message.get("proof"))
-        if self.key is None or message["kind"] != "proof" or not is_nonce(nonce):
-            return False
-        if not is_proof(proof, self.key, "other machine", candidate.nonce, nonce):
-            return False
-        candidate.connection.send(
-            {"kind": "welcome", "proof": make_proof(self.key, "first machine", candidate.nonce, nonce)}
-        )
-        return True
-
-    def refuse_all(self, code: int) -> int:
-        """Tell all waiting machines that there is no run, and which exit code to use. Return how many there were."""
-        self._accept()
-        for candidate in self.candidates:
-            candidate.connection.send({"kind": "refuse", "code": code})
-            candidate.connection.close()
-        count = len(self.candidates)
-        self.candidates.clear()
-        return count
+    def _check_proof(self, candidate: _Candidate, proof: Proof) -> None:
+        assert self.key is not None
+        connection = candidate.connection
+        greeting = Greeting(candidate.nonce, proof.nonce, launcher_version(), proof.version)
+        if not greeting.is_proof(proof.proof, self.key, "other machine"):
+            self._count_stranger(f"{connection.name} does not know this run's secret; the connection is closed")
+            connection.send(Stranger())
+            connection.close()
+            return
+        connection.send(Welcome(proof=greeting.proof(self.key, "first machine")))
+        if fault := greeting.check_versions(connection.name.rstrip(",")):
+            self.faults.append(fault)
+            connection.close()
+            return
+        sending_key, receiving_key = (greeting.line_key(self.key, role) for role in ("first machine", "other machine"))
+        connection.seal(sending_key, receiving_key, INTRODUCTION)
+        candidate.is_proved = True
 
     def close(self) -> None:
         for candidate in self.candidates:
@@ -251,26 +312,23 @@ class CoordinatorUnreachable(Exception):
         self.has_other_secret = foreign
 
 
-def connect(nodes: Nodes, secret_file: Path, queue: SignalQueue, may_refuse: bool) -> Connection | int:
+def connect(nodes: Nodes, secret_file: Path, queue: SignalQueue) -> Connection | int:
     """Reach the first machine and prove that this one belongs to the run; return the connection, or the number of a
-    signal that ended the wait. Raises `CoordinatorUnreachable`.
-
-    `may_refuse`: accept an order to end the run without a proof, because a first machine that refuses its job has not
-    written a secret yet. Its order is then the next message.
+    signal that ended the wait. Raises `CoordinatorUnreachable`, and `JobError` if the two launchers cannot work
+    together.
     """
     sock = _open(nodes, queue)
     if isinstance(sock, int):
         return sock
-    connection = Connection(sock, MAX_GREETING_BYTES)
+    connection = Connection(sock, GREETING_TO_OTHER, lambda text: None)
     try:
-        number = _authenticate(connection, secret_file, queue, may_refuse)
+        number = _authenticate(connection, secret_file, queue)
     except BaseException:
         connection.close()
         raise
     if number is not None:
         connection.close()
         return number
-    connection.max_bytes = MAX_MESSAGE_BYTES
     return connection
 
 
@@ -282,8 +340,8 @@ def _open(nodes: Nodes, queue: SignalQueue) -> socket.socket | int:
     try:
         family, kind, _, _, address = socket.getaddrinfo(nodes.head, nodes.port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind)
-    except OSError as error:
-        raise CoordinatorUnreachable(error.strerror or str(error)) from None
+    except (OSError, UnicodeError) as error:
+        raise CoordinatorUnreachable(describe_failure(error)) from None
     sock.setblocking(False)
     code, deadline = sock.connect_ex(address), time.monotonic() + CONNECT_SECONDS
     while code == errno.EINPROGRESS:
@@ -300,31 +358,35 @@ def _open(nodes: Nodes, queue: SignalQueue) -> socket.socket | int:
     return sock
 
 
-def _authenticate(connection: Connection, secret_file: Path, queue: SignalQueue, may_refuse: bool) -> int | None:
+def _authenticate(connection: Connection, secret_file: Path, queue: SignalQueue) -> int | None:
     """Do the other machine's part of the authentication; return the number of a signal that interrupted it."""
-    key, first_nonce, nonce = None, "", new_nonce()
+    key, greeting = b"", None
     deadline = time.monotonic() + ANSWER_SECONDS
+    stranger = CoordinatorUnreachable(f"it does not know {secret_file} of this machine", foreign=True)
     while connection.is_open and time.monotonic() < deadline:
         for number in queue.wait(_POLL_SECONDS, [connection.sock]):
             return number
-        messages = connection.receive()
-        for index, message in enumerate(messages):
-            kind = message["kind"]
-            if kind == "challenge" and key is None and is_nonce(message.get("nonce")):
-                key, first_nonce = read_secret(secret_file), message["nonce"]
-                if key is None:
+        for message in connection.receive(1):
+            if isinstance(message, Challenge) and greeting is None:
+                key = read_secret(secret_file) or b""
+                if not key:
                     raise CoordinatorUnreachable(f"{secret_file} is not there on this machine", foreign=True)
-                answer = make_proof(key, "other machine", first_nonce, nonce)
-                connection.send({"kind": "proof", "nonce": nonce, "proof": answer})
-            elif kind == "welcome" and key is not None:
-                if not is_proof(message.get("proof"), key, "first machine", first_nonce, nonce):
-                    raise CoordinatorUnreachable(f"it does not know {secret_file} of this machine", foreign=True)
-                connection.put_back(messages[index + 1 :])
+                greeting = Greeting(message.nonce, new_nonce(), message.version, launcher_version())
+                proof = greeting.proof(key, "other machine")
+                connection.send(Proof(nonce=greeting.other_nonce, version=greeting.other_version, proof=proof))
+            elif isinstance(message, Welcome) and greeting is not None:
+                if not greeting.is_proof(message.proof, key, "first machine"):
+                    raise stranger
+                if fault := greeting.check_versions("this one"):
+                    raise JobError(fault)
+                roles: tuple[Role, Role] = ("other machine", "first machine")
+                sending_key, receiving_key = (greeting.line_key(key, role) for role in roles)
+                connection.seal(sending_key, receiving_key, ORDERS)
                 return None
-            elif kind == "stranger":
-                raise CoordinatorUnreachable(f"it does not know {secret_file} of this machine", foreign=True)
-            elif kind == "refuse" and may_refuse:
-                code = message.get("code")
-                connection.put_back([{"kind": "leave", "code": code if code in range(1, 256) else CRASHED}])
-                return None
+            else:
+                raise stranger
+    if connection.problem:
+        raise CoordinatorUnreachable(
+            f"what answers is no launcher of this version of torchtitan: it sent {connection.problem}"
+        )
     raise CoordinatorUnreachable("it does not answer" if connection.is_open else "the connection was closed")

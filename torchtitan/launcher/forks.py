@@ -52,6 +52,7 @@ class ForkServer:
             pass_fds=[*descriptors, self._file.descriptor],
             start_new_session=True,
         )
+        self._num_ranks = len(plans)
         self.code: int | None = None
         """Exit code, as of the last call of `pids`."""
         self._pids: list[int] = []
@@ -60,9 +61,8 @@ class ForkServer:
     def pids(self) -> list[int]:
         """Return the process IDs of the ranks; empty before the server has ended, and if it has failed."""
         if self.code is None and (code := self.process.poll()) is not None:
-            content = [] if code else json.loads(self._file.read())
-            has_forked = all(isinstance(pid, int) for pid in content)  # else it is still the plans
-            self._pids, self.code = (content, code) if has_forked else ([], 1)
+            pids = [] if code else _parse_pids(self._file.read())  # of a server that has not forked still the plans
+            self._pids, self.code = (pids, code) if code or len(pids) == self._num_ranks else ([], 1)
             self._file.close()
             for pid in self._pids:
                 for number in self._signals:  # the server may have been too close to its end to receive them
@@ -165,6 +165,10 @@ def _wait_for_adoption(server: int, path: str) -> None:
         time.sleep(POLL_SECONDS)
     with open(path) as file:
         text = file.read()
-    # if the server was killed, still the plans, or cut off
-    if not re.fullmatch(r"\[[\d, ]*\]", text) or os.getpid() not in json.loads(text):
+    if os.getpid() not in _parse_pids(text):  # the server was killed
         os._exit(1)
+
+
+def _parse_pids(text: str) -> list[int]:
+    """Return the process IDs that a server has written; empty if the text is still the plans, or cut off."""
+    return json.loads(text) if re.fullmatch(r"\[[1-9]\d{0,9}(, [1-9]\d{0,9})*\]", text) else []

@@ -15,11 +15,16 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+from pydantic import Field, TypeAdapter
+
+from torchtitan.core.bounded import Count, ExitCode, Seconds
 from torchtitan.launcher.processes import Processes
 from torchtitan.process.exit import EXPLAINED, HUNG, STOPPED
 from torchtitan.process.heartbeat import PHASES, Activity
@@ -68,11 +73,39 @@ class HangLimits:
     train: float
 
 
+POLL_GAP_SECONDS = 1.0
+"""A launcher that polls less often than this, many times less often than it wants to, was stopped itself."""
+
+
+class AwakeClock:
+    """Measures time without the periods in which this process was stopped (SIGSTOP, `docker pause`).
+
+    Whatever stops the launcher usually stops its ranks too, and they are not late for that. Of each period a moment
+    counts, so that time passes on a machine too busy to poll.
+    """
+
+    def __init__(self) -> None:
+        self._ticked_at = time.monotonic()
+        self._stops: deque[tuple[float, float]] = deque(maxlen=1000)
+
+    def tick(self) -> None:
+        """Note that this process runs. Called at every poll."""
+        now = time.monotonic()
+        if now - self._ticked_at > POLL_GAP_SECONDS:
+            self._stops.append((self._ticked_at + POLL_GAP_SECONDS / 2, now))
+        self._ticked_at = now
+
+    def seconds(self, start: float, end: float) -> float:
+        """Return the seconds between two times of the monotonic clock in which this process was not stopped."""
+        stopped = sum(max(0.0, min(until, end) - max(since, start)) for since, until in self._stops)
+        return end - start - stopped
+
+
 class Watchdog:
     """Detects that no rank of this machine makes progress. Polled regularly."""
 
-    def __init__(self, processes: Processes, limits: HangLimits) -> None:
-        self.processes, self.limits = processes, limits
+    def __init__(self, processes: Processes, limits: HangLimits, clock: AwakeClock | None = None) -> None:
+        self.processes, self.limits, self.clock = processes, limits, clock or AwakeClock()
         self._files: dict[int, tuple[int, float]] = {}
         self._busy_at = 0.0
 
@@ -84,7 +117,7 @@ class Watchdog:
         latest = max(self._busy_at, *(self._last_progress(rank, row, now) for rank, row in activities.items()))
         long = any(row.phase in LONG_PHASES for row in activities.values())
         limit = self.limits.start if long else self.limits.train
-        if now - latest <= limit:
+        if self.clock.seconds(latest, now) <= limit:
             return None
         # A compiler computes for a long time without reporting progress. With several ranks in a step, here or on other
         # machines, ranks that busy-wait for a GPU would look the same, so CPU usage is not considered there.
@@ -93,7 +126,7 @@ class Watchdog:
             return None
         # the check took a while, and a rank may have made progress meanwhile
         moved = any(self.processes.progress[rank] != row for rank, row in activities.items())
-        return None if moved else now - latest
+        return None if moved else self.clock.seconds(latest, now)
 
     def _busy(self) -> bool:
         ranks = list(self.processes.running)
@@ -114,19 +147,54 @@ class Watchdog:
         return max(reported, changed_at)
 
 
+PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+"""A name for a file or folder that leads nowhere else."""
+ShortText = Annotated[str, Field(max_length=1000)]
+MAX_COLLECTIVES = 20_000
+"""Newest entries of a rank's log that machines exchange."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """An entry of torch's flight recorder, as far as the verdict needs it."""
+
+    is_p2p: bool
+    process_group: tuple[ShortText, ShortText]
+    """Its name and description."""
+    input_sizes: list[list[int]]
+    collective_seq_id: Count
+    profiling_name: ShortText
+
+
+@dataclass(frozen=True)
+class CollectiveLog:
+    entries: list[Collective] = field(default_factory=list)
+    members: dict[ShortText, str] = field(default_factory=dict)
+    """Name of a process group -> its ranks."""
+
+
+@dataclass(frozen=True)
+class RankState:
+    """The state of a rank during a hang."""
+
+    activity: Activity
+    process: Annotated[str, Field(max_length=1)]
+    """The kernel's letter."""
+    log: CollectiveLog
+
+
 @dataclass(frozen=True)
 class Evidence:
-    """The state of a machine's ranks during a hang, by global rank. Plain values, as machines exchange it."""
+    """The state of a machine's ranks during a hang. Plain values, as machines exchange it."""
 
-    seconds: float
+    seconds: Seconds
     """Time without progress on any rank."""
-    place: str
-    """Folder with the stacks and collectives."""
-    problem: str
+    name: PlainName
+    """Of the folder with the stacks and collectives, in that of all hangs."""
+    problem: ShortText
     """The error if they could not be written there, or empty."""
-    doing: dict[int, tuple[str, int, float]]
-    states: dict[int, str]
-    logs: dict[int, dict[str, Any]]
+    ranks: Annotated[dict[Count, RankState], Field(min_length=1)]
+    """By global rank."""
 
 
 def hang_folder_name() -> str:
@@ -134,8 +202,8 @@ def hang_folder_name() -> str:
     return time.strftime("%Y%m%d-%H%M%S")
 
 
-def collect_evidence(processes: Processes, folder: Path, seconds: float) -> Evidence:
-    """Ask all ranks of this machine for their stacks and collectives and write them to `place`."""
+def collect_evidence(processes: Processes, folder: Path, name: str, seconds: float) -> Evidence:
+    """Ask all ranks of this machine for their stacks and collectives and write them to a new folder in `folder`."""
     for rank in processes.running:
         os.write(processes.rank_files[rank].request_writer, b"?")
     processes.signal(STACKS)
@@ -144,35 +212,33 @@ def collect_evidence(processes: Processes, folder: Path, seconds: float) -> Evid
     logs = {rank: processes.rank_files[local].collectives.read() for rank, local in local_ranks.items()}
     problem = ""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).mkdir(parents=True, exist_ok=True)
         for rank, local in local_ranks.items():
-            (folder / f"rank-{rank}.stacks.txt").write_text(processes.rank_files[local].stacks.read())
-            (folder / f"rank-{rank}.collectives.json").write_text(logs[rank])
+            (folder / name / f"rank-{rank}.stacks.txt").write_text(processes.rank_files[local].stacks.read())
+            (folder / name / f"rank-{rank}.collectives.json").write_text(logs[rank])
     except OSError as error:
         problem = str(error.strerror)
-    return Evidence(
-        seconds,
-        str(folder),
-        problem,
-        {rank: astuple(processes.progress[local]) for rank, local in local_ranks.items()},
-        {rank: processes.state(local) for rank, local in local_ranks.items()},
-        {rank: _parse_log(text) for rank, text in logs.items()},
-    )
+    states = {
+        rank: RankState(processes.progress[local], processes.state(local), _parse_log(logs[rank]))
+        for rank, local in local_ranks.items()
+    }
+    return Evidence(seconds, name, problem, states)
 
 
-def explain_hang(reports: list[Evidence]) -> tuple[str, int]:
+def explain_hang(reports: list[Evidence], folder: Path) -> tuple[str, int]:
     """Return a one-line explanation of a hang and the rank that is behind, from the evidence of all machines.
 
-    The first machine also writes summary.txt.
+    Their folder in `folder` also gets a summary.txt.
     """
-    activities = {rank: Activity(*row) for report in reports for rank, row in report.doing.items()}
-    states = {rank: state for report in reports for rank, state in report.states.items()}
+    states = {rank: state for report in reports for rank, state in report.ranks.items()}
     late_rank, reason = find_late_rank(
-        activities, states, {rank: log for report in reports for rank, log in report.logs.items()}
+        {rank: state.activity for rank, state in states.items()},
+        {rank: state.process for rank, state in states.items()},
+        {rank: state.log for rank, state in states.items()},
     )
     line = f"hang: no rank has got on for {max(report.seconds for report in reports):.0f} s; {reason}"
-    folder = Path(reports[0].place)
-    table = [f"rank {rank}: {report}, process {states[rank]}" for rank, report in sorted(activities.items())]
+    folder = folder / reports[0].name
+    table = [f"rank {rank}: {state.activity}, process {state.process}" for rank, state in sorted(states.items())]
     problem = next((report.problem for report in reports if report.problem), "")
     try:
         (folder / "summary.txt").write_text("\n".join([line, *table, ""]))
@@ -184,7 +250,7 @@ def explain_hang(reports: list[Evidence]) -> tuple[str, int]:
 
 
 def find_late_rank(
-    activities: Mapping[int, Activity], states: Mapping[int, str], logs: Mapping[int, dict[str, Any]]
+    activities: Mapping[int, Activity], states: Mapping[int, str], logs: Mapping[int, CollectiveLog]
 ) -> tuple[int, str]:
     """Return the rank that is behind and the reason for this verdict. `states` are the kernel's process states
     (letters), `logs` the flight recorders' logs.
@@ -210,18 +276,17 @@ Entered = dict[tuple[str, str], dict[int, dict[int, str]]]
 """Maps (name, ranks) of a process group -> rank -> sequence number of a collective -> its description."""
 
 
-def entered_collectives(logs: Mapping[int, dict[str, Any]]) -> Entered:
+def entered_collectives(logs: Mapping[int, CollectiveLog]) -> Entered:
     """Return the collectives that each rank has entered, for groups that more than one rank has reported."""
     entered: Entered = {}
     for rank, log in logs.items():
-        for entry in log.get("entries", []):
-            if entry["is_p2p"]:
+        for entry in log.entries:
+            if entry.is_p2p:
                 continue
-            name, _ = entry["process_group"]
-            members = log["pg_config"].get(name, {}).get("ranks", "")
-            shapes = "x".join(str(size) for size in entry["input_sizes"])
-            group = entered.setdefault((name, members), {})
-            group.setdefault(rank, {})[entry["collective_seq_id"]] = f"{entry['profiling_name']} of {shapes}"
+            name, _ = entry.process_group
+            shapes = "x".join(str(size) for size in entry.input_sizes)
+            group = entered.setdefault((name, log.members.get(name, "")), {})
+            group.setdefault(rank, {})[entry.collective_seq_id] = f"{entry.profiling_name} of {shapes}"
     return {group: ranks for group, ranks in entered.items() if len(ranks) > 1}
 
 
@@ -268,29 +333,34 @@ def _ranks_are(ranks: list[int]) -> str:
     return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
 
 
-def _parse_log(text: str) -> dict[str, Any]:
-    """Return the fields of the flight recorder's log that the verdict needs; empty if a rank could not respond."""
+@cache
+def _entry_adapter() -> TypeAdapter[Collective]:
+    return TypeAdapter(Collective)
+
+
+def _parse_log(text: str) -> CollectiveLog:
+    """Return what the verdict needs of a flight recorder's log; an empty one if a rank could not respond, or responded
+    in another form, as another version of torch might.
+    """
     try:
         log = json.loads(text)
-    except ValueError:
-        return {}
-    names = ("is_p2p", "process_group", "input_sizes", "collective_seq_id", "profiling_name")
-    return {
-        "entries": [{name: entry[name] for name in names} for entry in log.get("entries", [])],
-        "pg_config": log.get("pg_config", {}),
-    }
+        entries = [_entry_adapter().validate_python(entry) for entry in log.get("entries", [])[-MAX_COLLECTIVES:]]
+        members = {str(name): str(group.get("ranks", "")) for name, group in log.get("pg_config", {}).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError):  # a ValidationError is a ValueError
+        return CollectiveLog()
+    return CollectiveLog(entries, members)
 
 
 @dataclass(frozen=True)
 class ExitReport:
     """The end of a machine's ranks. Plain values, because machines send it to each other."""
 
-    code: int
+    code: ExitCode
     cause: str = ""
     """The error, or empty."""
-    rank: int = 0
+    rank: Count = 0
     """The rank that caused the failure, as far as is known."""
-    reached: int = 0
+    reached: Count = 0
     """The last step that any rank completed."""
     by_signal: bool = False
     """True if a signal killed this rank: a root cause, not a consequence of another failure."""
@@ -311,31 +381,17 @@ class ExitReport:
     end_reason: str = ""
     """The reason that the rank has passed on."""
 
-    def to_fields(self) -> dict[str, Any]:
-        return asdict(self)
-
     @property
     def is_final(self) -> bool:
         """True if another start would not help or is not wanted."""
         return self.code == 0 or self.code in EXPLAINED or self.asked or self.trained
 
 
-def read_report(fields: dict[str, Any]) -> ExitReport:
-    """Invert `ExitReport.to_fields` after a transfer as JSON, which turns integer keys into strings."""
-    evidence = fields["evidence"]
-    if evidence is not None:
-        by_rank = {
-            name: {int(rank): value for rank, value in evidence[name].items()} for name in ("doing", "states", "logs")
-        }
-        evidence = Evidence(**evidence | by_rank)
-    return ExitReport(**fields | {"evidence": evidence})
-
-
-def combine_reports(reports: Sequence[ExitReport]) -> ExitReport:
-    """Combine the ends of all machines, in the order of their reports, to the run's."""
+def combine_reports(reports: Sequence[ExitReport], folder: Path) -> ExitReport:
+    """Combine the ends of all machines, in the order of their reports, to the run's. `folder`: that of all hangs."""
     first = min(reports, key=_order)
     evidence = [report.evidence for report in reports if report.evidence is not None]
-    cause, rank = explain_hang(evidence) if first.code == HUNG and evidence else (first.cause, first.rank)
+    cause, rank = explain_hang(evidence, folder) if first.code == HUNG and evidence else (first.cause, first.rank)
     return replace(
         first,
         cause=cause,

@@ -92,7 +92,7 @@ def job_is_over(job: str) -> bool:
     """Return True if SLURM says that no process of a job can be alive. False if SLURM does not answer."""
     try:
         command = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return False
     if result.returncode:

@@ -5,32 +5,24 @@ finish, so the others get a moment to log their errors and are killed. Ranks tha
 """
 
 import signal
-import sys
 import time
-from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
 
 from torchtitan.launcher import hangs
-from torchtitan.launcher.hangs import Evidence, ExitReport, HangLimits, Watchdog
+from torchtitan.launcher.hangs import AwakeClock, Evidence, ExitReport, HangLimits, Watchdog
+from torchtitan.launcher.messages import Collect, Failed, Follow, Hung, Message, Stop
 from torchtitan.launcher.multi_node import Coordinator, Worker
-from torchtitan.launcher.nodes import Message
 from torchtitan.launcher.processes import Processes, RankExit, SignalQueue, StopRequests
 from torchtitan.metrics.run_end import RunEnd
 from torchtitan.process.exit import EXPLAINED, HUNG, NOT_EXPORTED, REPORTED_BY_FIRST_RANK, STOPPED
 from torchtitan.process.heartbeat import TRAINED, WITHOUT_STATE
+from torchtitan.process.run_log import print_error, print_message
 
 FOLLOW_SECONDS = 5
 """Longest wait for the other ranks once one has failed, or once all are to stop during their start."""
 SHUTDOWN_SECONDS = 300
 """Longest wait for a rank that reports no progress while it saves after a stop request, or while it exits."""
 POLL_SECONDS = 0.5
-
-
-def print_message(text: str, stream: TextIO | None = None) -> None:
-    """Print a message, and ignore a closed terminal: it must not end the run."""
-    with suppress(OSError):
-        print(text, file=stream or sys.stdout, flush=True)
 
 
 class RankMonitor:
@@ -52,7 +44,8 @@ class RankMonitor:
         self.remedy = remedy
         self.processes, self.queue, self.folder = processes, queue, folder
         self.peers = peers or Coordinator()
-        self.watchdog = Watchdog(processes, limits)
+        self.clock = AwakeClock()
+        self.watchdog = Watchdog(processes, limits, self.clock)
         self.hang_evidence: Evidence | None = None
         self.failure_reported = False
         self.followed_at: float | None = None
@@ -65,16 +58,17 @@ class RankMonitor:
         """Wait for this machine's ranks to end and return their exit code."""
         try:
             while self.processes.running:
-                for number in self.queue.wait(POLL_SECONDS, self.peers.sockets):
+                signals = self.queue.wait(POLL_SECONDS, self.peers.sockets)
+                self.clock.tick()
+                for number in signals:
                     self.request_stop(number)
                 self.processes.poll()
                 if not self.failure_reported and not self.no_failure:
                     self.failure_reported = True
-                    self.peers.report_event("failed")
+                    self.peers.report_event(Failed())
                 for message in self.peers.take_orders():
                     self.handle_message(message)
-                deadline = self.deadline()
-                if self.processes.running and deadline is not None and time.monotonic() >= deadline:
+                if self.processes.running and self.is_overdue():
                     self.kill_remaining()
                 elif self.no_failure and self.followed_at is None:
                     self.check_for_hang()
@@ -90,16 +84,14 @@ class RankMonitor:
 
     def handle_message(self, message: Message) -> None:
         """Handle a message from another machine."""
-        if message["kind"] == "stop" and not self.requests.count:
-            self.request_stop(message["number"], from_peer=True)
-        elif message["kind"] == "follow" and self.no_failure and self.followed_at is None:
+        if isinstance(message, Stop) and not self.requests.count:
+            self.request_stop(message.number, from_peer=True)
+        elif isinstance(message, Follow) and self.no_failure and self.followed_at is None:
             self.followed_at = time.monotonic()
         elif (
-            message["kind"] == "collect" and self.hang_evidence is None and self.processes.running
+            isinstance(message, Collect) and self.hang_evidence is None and self.processes.running
         ):  # they may just have ended
-            self.hang_evidence = hangs.collect_evidence(
-                self.processes, self.folder / message["name"], message["seconds"]
-            )
+            self.hang_evidence = hangs.collect_evidence(self.processes, self.folder, message.name, message.seconds)
             self.processes.signal(signal.SIGKILL)
 
     def request_stop(self, number: int, from_peer: bool = False) -> None:
@@ -108,7 +100,7 @@ class RankMonitor:
         if self.requests.count == 1:
             self.requested_at = time.monotonic()
             if not from_peer:
-                self.peers.report_event("stop", number=number)
+                self.peers.report_event(Stop(number=number))
             print_message("stopping after this step (twice more to stop at once, without saving)")
             self.processes.signal(signal.SIGTERM)  # always TERM: during its start a rank would print a traceback on INT
         elif self.requests.count == 2:
@@ -116,28 +108,29 @@ class RankMonitor:
         else:
             self.processes.signal(signal.SIGKILL)
 
-    def deadline(self) -> float | None:
-        """Return when the ranks that still run are killed, or None if there is no deadline."""
-        deadlines = [
-            rank_exit.at + FOLLOW_SECONDS for rank_exit in self.processes.exits if rank_exit.activity.phase != "end"
+    def is_overdue(self) -> bool:
+        """Return True if the ranks that still run have had their time and are to be killed."""
+        waits = [
+            (rank_exit.at, FOLLOW_SECONDS) for rank_exit in self.processes.exits if rank_exit.activity.phase != "end"
         ]
         if self.followed_at is not None:
-            deadlines.append(self.followed_at + FOLLOW_SECONDS)
+            waits.append((self.followed_at, FOLLOW_SECONDS))
         activities = [self.processes.progress[rank] for rank in self.processes.running]
         if activities and all(row.phase == "end" for row in activities):  # nothing else would end a stuck exit
-            deadlines.append(max(row.since for row in activities) + SHUTDOWN_SECONDS)
+            waits.append((max(row.since for row in activities), SHUTDOWN_SECONDS))
         if self.requests.count:
             if any(row.phase in WITHOUT_STATE for row in activities):
-                deadlines.append(self.requested_at + FOLLOW_SECONDS)
-            deadlines.append(max([self.requested_at, *(row.since for row in activities)]) + SHUTDOWN_SECONDS)
-        return min(deadlines, default=None)
+                waits.append((self.requested_at, FOLLOW_SECONDS))
+            waits.append((max([self.requested_at, *(row.since for row in activities)]), SHUTDOWN_SECONDS))
+        now = time.monotonic()
+        return any(self.clock.seconds(since, now) >= limit for since, limit in waits)
 
     def check_for_hang(self) -> None:
         if self.hang_evidence is not None:
             return
         seconds_stuck = self.watchdog.seconds_stuck(time.monotonic())
         if seconds_stuck is not None:
-            self.peers.report_event("hung", seconds=seconds_stuck)  # once all machines are stuck, all collect evidence
+            self.peers.report_event(Hung(seconds=seconds_stuck))  # once all machines are stuck, all collect evidence
 
     def last_step(self) -> int:
         """Return the last step that any rank completed; 0 if none was completed since the start."""
@@ -174,7 +167,7 @@ class RankMonitor:
         if not self.processes.exits and self.followed_at is None:
             self.gave_up = True
             rank_names = ", ".join(f"rank {self.processes.first_rank + local}" for local in self.processes.running)
-            print_message(f"not stopped in time and killed: {rank_names}", sys.stderr)
+            print_error(f"not stopped in time and killed: {rank_names}")
         self.processes.signal(signal.SIGKILL)
 
     def exit_code(self) -> int:
@@ -190,7 +183,7 @@ class RankMonitor:
         if first.exit_code not in EXPLAINED and first.activity.phase == "export" and self.all_in_phase(*TRAINED):
             if self.followed_at is None:
                 remedy = self.remedy and f"; {self.remedy}"
-                print_message(f"training is complete, but the export failed: {first}{remedy}", sys.stderr)
+                print_error(f"training is complete, but the export failed: {first}{remedy}")
             return NOT_EXPORTED
         unreported = first.exit_code in REPORTED_BY_FIRST_RANK and self.processes.first_rank not in {
             rank_exit.rank for rank_exit in failed if rank_exit.exit_code == first.exit_code
@@ -198,7 +191,7 @@ class RankMonitor:
         if (first.exit_code not in EXPLAINED or unreported) and not self.gave_up and self.followed_at is None:
             hint = "" if first.code < 0 else "; its output above tells why"
             hint = " and the others did not" if unreported else hint
-            print_message(f"{first}{hint}", sys.stderr)
+            print_error(f"{first}{hint}")
         return first.exit_code
 
     def stopped_on_request(self, failed: list[RankExit]) -> bool:

@@ -1,26 +1,45 @@
 """Coordinate the launchers of several machines: the first decides, the others report to it and follow its orders.
 
-Each of the others has one connection to the first (nodes.py), on which both ends first prove that they belong to
-the run (admission.py). A machine takes part while it is connected. A closed connection means that the machine is lost,
-and it may reconnect. On a single machine there are no connections."""
+Each of the others has one connection to the first (connection.py), on which both ends first prove that they belong to
+the run (admission.py). They send each other the messages of messages.py. A machine takes part while it is connected. A
+closed connection means that the machine is lost, and it may reconnect. On a single machine there are no connections.
+"""
 
 import select
 import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torchtitan.core.errors import JobError
 from torchtitan.launcher import admission
 from torchtitan.launcher.admission import Admission, CoordinatorUnreachable, connect, refuse_connection
-from torchtitan.launcher.hangs import ExitReport, hang_folder_name, read_report
-from torchtitan.launcher.nodes import Connection, Message, Nodes, listen
+from torchtitan.launcher.connection import Connection
+from torchtitan.launcher.hangs import ExitReport, hang_folder_name
+from torchtitan.launcher.messages import (
+    EVENTS,
+    ORDERS,
+    Collect,
+    Ended,
+    Event,
+    Failed,
+    Follow,
+    Here,
+    Hung,
+    Leave,
+    Message,
+    Start,
+    Stop,
+    Waiting,
+    clip_text,
+)
+from torchtitan.launcher.nodes import Nodes, listen
 from torchtitan.launcher.processes import SignalQueue
 from torchtitan.process.exit import CRASHED
 from torchtitan.process.ranks import Restart
+from torchtitan.process.run_log import print_error
 
 LATE_SECONDS = 5.0
 """Time that the first machine waits for others only to inform them that nothing was started."""
@@ -49,6 +68,8 @@ class Coordinator:
         self._admission = Admission(self.nodes) if self.nodes.count > 1 else None
         self._secret_file: Path | None = None
         self._key: bytes | None = None
+        self._from_earlier_launch: set[int] = set()
+        """Machines whose launcher has belonged to an earlier launch of the run, until the ranks start."""
         self._orders: list[Message] = []
         """Orders for this machine, from itself or others, that it has not processed."""
         self._exit_reports: list[ExitReport] = []
@@ -77,66 +98,82 @@ class Coordinator:
             return None
         self._key = self._admission.key = admission.create_secret(secret_file)
         self._secret_file = secret_file
-        deadline = time.monotonic() + seconds
+        began = reported = time.monotonic()
         while len(self.hosts) < self.nodes.count:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise JobError(self._absence_message(seconds))
-            for number in queue.wait(min(remaining, _POLL_SECONDS), self.sockets):
+            waited = time.monotonic() - began
+            for number in queue.wait(min(seconds - waited, _POLL_SECONDS), self.sockets):
                 return number
-            for connection, message in self._admission.poll():
-                if fault := self._admit(connection, message):
+            for newcomer in self._admission.poll():
+                if fault := self._admit(*newcomer):
                     raise JobError(fault)
-            for message in self.take_orders():
-                if message["kind"] == "stop":
-                    return message["number"]
+            for fault in self._admission.faults:
+                raise JobError(fault)
+            for order in self.take_orders():
+                if isinstance(order, Stop):
+                    return order.number
             if self._lost:
                 raise JobError(f"{', '.join(self.lost_machines)} gone before all had come; start all machines again")
+            if waited > seconds and len(self.hosts) < self.nodes.count:  # none has come while this launcher was stopped
+                raise JobError(self._absence_message(seconds))
+            if time.monotonic() - reported > REPORT_SECONDS:
+                reported = time.monotonic()
+                text = f"waiting for {self._missing_machines()}: {reported - began:.0f} of {seconds:.0f} s"
+                self._report_waiting(print_error, text)
         self._close_admission()
         return None
 
-    def _absence_message(self, seconds: float) -> str:
+    def _missing_machines(self) -> str:
         missing = sorted(set(range(self.nodes.count)) - set(self.hosts))
+        return f"machine{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+
+    def _absence_message(self, seconds: float) -> str:
         present = ", ".join(f"{index} ({host})" for index, host in sorted(self.hosts.items()))
         num_strangers = self._admission.num_strangers if self._admission is not None else 0
         hint = (
             f"; {num_strangers} connections could not prove that they belong to this run: give a job.dump_folder that "
-            "all machines share"
+            "all machines share, and install the same version of torchtitan on all"
         )
         return (
-            f"NNODES: given {self.nodes.count}, but {', '.join(map(str, missing))} did not connect to "
+            f"NNODES: given {self.nodes.count}, but {self._missing_machines()} did not connect to "
             f"{self.nodes.head}, port {self.nodes.port}, within {seconds:.0f} s (comm.init_timeout_seconds); here: "
             f"{present}; allowed: as many machines, with the same HEAD_ADDR and HEAD_PORT and each its NODE_RANK; "
             f"start them, and let them through the firewall{hint if num_strangers else ''}"
         )
 
-    def _admit(self, connection: Connection, message: Message) -> str:
+    def _admit(self, connection: Connection, introduction: Here) -> str:
         """Register an authenticated machine, replacing its earlier connection, or close this one. Return the fault to
-        report: "" for a machine of an earlier launch or with a wrong number."""
-        index, host, ranks = message.get("index"), str(message.get("host")), message.get("ranks")
-        if not isinstance(index, int) or not 0 < index < self.nodes.count:
-            connection.close()
-            return ""
-        if not self.attempt and message.get("attempt"):  # no rank runs yet: it is of an earlier launch
-            refuse_connection(connection, admission.STARTED_AGAIN)
-            return ""
+        report: "" for a machine with a wrong number, or one whose place another launcher has taken.
+        """
+        index, host = introduction.index, introduction.host
+        name, is_here = f"machine {index} ({host})", index in self.hosts
+        is_earlier = not self.attempt and introduction.attempt > 0  # the launcher here was killed and started again
         fault = ""
-        if index in self.hosts and not self.attempt:
-            fault = f"NODE_RANK: given {index} on both {self.hosts[index]} and {host}; allowed: on each machine another"
-        elif (ranks, message.get("count")) != (self.num_ranks, self.nodes.count):
+        if (introduction.ranks, introduction.count) != (self.num_ranks, self.nodes.count):
             fault = (
-                f"NGPU, NNODES: given {ranks}, {message.get('count')} on machine {index} ({host}) and "
+                f"NGPU, NNODES: given {introduction.ranks}, {introduction.count} on {name} and "
                 f"{self.num_ranks}, {self.nodes.count} on the first ({_HOST}); allowed: the same on all"
             )
-        if message.get("refused"):
-            fault = f"machine {index} ({host}) refuses the job:\n{message['refused']}"
-        if fault and (self.attempt or index in self.hosts):
+        elif not 0 < index < self.nodes.count:
+            connection.close()
+            return ""
+        elif is_earlier and is_here and index not in self._from_earlier_launch:
+            refuse_connection(connection, admission.STARTED_AGAIN)
+            return ""
+        elif is_here and not self.attempt and index not in self._from_earlier_launch:
+            fault = f"NODE_RANK: given {index} on both {self.hosts[index]} and {host}; allowed: on each machine another"
+        if introduction.refused:
+            fault = f"{name} refuses the job:\n{introduction.refused}"
+        if fault and (self.attempt or is_here or not 0 < index < self.nodes.count):
             refuse_connection(connection, fault)
             return fault
+        if index in self._from_earlier_launch:
+            refuse_connection(self.connections[index], admission.STARTED_AGAIN)
         if index in self.connections:  # it noticed the broken connection before this machine did
             self.connections[index].close()
+        connection.trust(name, EVENTS)
         self.connections[index], self.hosts[index] = connection, host
         self._lost.discard(index)
+        (self._from_earlier_launch.add if is_earlier else self._from_earlier_launch.discard)(index)
         return fault
 
     def wait_for_lost(self, queue: SignalQueue, seconds: float, report: Report) -> int | None:
@@ -151,12 +188,14 @@ class Coordinator:
                     self._admission = Admission(self.nodes, self._key)
             for number in queue.wait(min(seconds - waited, _POLL_SECONDS), self.sockets):
                 return number
-            for connection, message in self._admission.poll() if self._admission is not None else ():
-                if fault := self._admit(connection, message):
+            if self._admission is not None:
+                faults = [self._admit(*newcomer) for newcomer in self._admission.poll()]
+                for fault in filter(None, faults + self._admission.faults):
                     report(f"sent away again: {fault}")
-            for message in self.take_orders():
-                if message["kind"] == "stop":
-                    return message["number"]
+                self._admission.faults.clear()
+            for order in self.take_orders():
+                if isinstance(order, Stop):
+                    return order.number
             if time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
                 text = f"waiting for {', '.join(self.lost_machines)}: {reported - began:.0f} of {seconds:.0f} s"
@@ -168,7 +207,7 @@ class Coordinator:
 
     def _report_waiting(self, report: Report, text: str) -> None:
         report(text)
-        self._broadcast({"kind": "waiting", "text": text})
+        self._broadcast(Waiting(text=clip_text(text)))
 
     def _close_admission(self) -> None:
         if self._admission is not None:
@@ -181,22 +220,22 @@ class Coordinator:
         """Start the ranks on all machines. Their store gets a new socket each time, so that no start waits for
         leftovers of the one before."""
         self._orders, self._stuck_reports, self._collected = [], {}, False
+        self._from_earlier_launch.clear()
         self._exit_reports, self._ended_machines = [], set()  # drop those received between two starts
         self.attempt += 1
         if self.nodes.count == 1:
             return self.nodes, None
         listener = listen(self.nodes, 0)
         nodes = replace(self.nodes, port=listener.getsockname()[1])
-        fields = asdict(restart) if restart else None
-        self._broadcast({"kind": "start", "attempt": self.attempt, "port": nodes.port, "restart": fields})
+        self._broadcast(Start(attempt=self.attempt, port=nodes.port, restart=restart))
         return nodes, listener
 
-    def report_event(self, kind: str, **fields: Any) -> None:
-        """Report an event on this machine that concerns all: stop (number), failed; hung (seconds), at every poll."""
-        self._handle({"kind": kind, **fields}, 0)
+    def report_event(self, event: Event) -> None:
+        """Report an event on this machine that concerns all: Stop, Failed; Hung, at every poll."""
+        self._handle(event, 0)
 
     def take_orders(self) -> list[Message]:
-        """Return the orders for this machine: stop (number), follow, collect (name, seconds)."""
+        """Return the orders for this machine: Stop, Follow, Collect."""
         self._receive()
         orders, self._orders = self._orders, []
         return orders
@@ -211,25 +250,22 @@ class Coordinator:
                 if index not in self._ended_machines:
                     self._record_exit(index, ExitReport(CRASHED, cause, index * self.num_ranks, by_signal=True))
 
-    def _handle(self, message: Message, index: int) -> None:
-        kind = message["kind"]
-        if index and kind in ("failed", "hung", "end") and message.get("attempt") != self.attempt:
+    def _handle(self, event: Event, index: int) -> None:
+        if index and not isinstance(event, Stop) and event.attempt != self.attempt:
             return
-        if kind == "stop":
-            self._broadcast(message, except_index=index)
-        elif kind == "failed":
-            self._broadcast({"kind": "follow"}, except_index=index)
-        elif kind == "hung":
+        if isinstance(event, Stop):
+            self._broadcast(event, except_index=index)
+        elif isinstance(event, Failed):
+            self._broadcast(Follow(), except_index=index)
+        elif isinstance(event, Hung):
             self._stuck_reports[index] = time.monotonic()
             if not self._collected and self._all_stuck():
                 self._collected = True
-                order = {"kind": "collect", "name": hang_folder_name(), "seconds": message["seconds"]}
+                order = Collect(name=hang_folder_name(), seconds=event.seconds)
                 self._broadcast(order)
                 self._orders.append(order)
-        elif kind == "end" and index not in self._ended_machines:
-            self._record_exit(
-                index, read_report({name: message[name] for name in message if name not in ("kind", "attempt")})
-            )
+        elif isinstance(event, Ended) and index not in self._ended_machines:
+            self._record_exit(index, event.report)
 
     def _all_stuck(self) -> bool:
         """Return True if no machine makes progress. While one machine's ranks wait, another's may be exporting, or
@@ -241,7 +277,7 @@ class Coordinator:
         self._ended_machines.add(index)
         self._exit_reports.append(exit_report)
         if not exit_report.done:
-            self._broadcast({"kind": "follow"}, except_index=index)
+            self._broadcast(Follow(), except_index=index)
 
     def _broadcast(self, message: Message, except_index: int | None = None) -> None:
         for index, connection in self.connections.items():
@@ -258,35 +294,50 @@ class Coordinator:
         deadline = time.monotonic() + QUIET_SECONDS
         while len(self._ended_machines) < self.nodes.count and time.monotonic() < deadline:
             for number in queue.wait(_POLL_SECONDS, self.sockets):
-                self.report_event("stop", number=number)
-                self._orders.append({"kind": "stop", "number": number})
+                self.report_event(Stop(number=number))
+                self._orders.append(Stop(number=number))
             self._receive()
+        self._receive()  # reports that have come while this launcher was stopped
         for index in set(range(self.nodes.count)) - self._ended_machines:
             self.connections[index].close()
         self._receive()
         reports, self._exit_reports, self._ended_machines = self._exit_reports, [], set()
         return reports
 
-    def end_run(self, code: int) -> None:
+    def end_run(self, code: int, secret_file: Path | None = None) -> None:
         """Tell all other machines to exit with this code, close the connections and delete the secret file. Waits a
-        moment for machines that have not connected yet, so that they learn of the end at once."""
-        deadline, turned_away = time.monotonic() + LATE_SECONDS, 0
-        while self._admission is not None and time.monotonic() < deadline:
-            if len(self.hosts) + turned_away >= self.nodes.count:
-                break
-            select.select(self.sockets, [], [], _POLL_SECONDS)
-            if self._key is None:
-                turned_away += self._admission.refuse_all(code)
-            else:
-                for connection, message in self._admission.poll():
-                    self._admit(connection, message)
+        moment for machines that have not connected yet, so that they learn of the end at once. `secret_file`: where
+        they look for the secret, if this machine ends before it has written one.
+        """
+        if self._admission is not None and self._key is not None:
+            self._await_late_machines(self._admission)
+        elif self._admission is not None and secret_file is not None:
+            with admission.secret_of_refusal(secret_file) as secret:
+                self._admission.key = secret
+                if secret is not None:
+                    self._await_late_machines(self._admission)
         self._close_admission()
         for connection in self.connections.values():
-            connection.send({"kind": "leave", "code": code})
+            connection.send(Leave(code=code))
             connection.close()
         if self._secret_file is not None:
             admission.remove_secret(self._secret_file)
             self._secret_file = None
+
+    def _await_late_machines(self, entrance: Admission) -> None:
+        deadline = time.monotonic() + LATE_SECONDS
+        while len(self.hosts) < self.nodes.count and time.monotonic() < deadline:
+            select.select(self.sockets, [], [], _POLL_SECONDS)
+            for newcomer in entrance.poll():
+                self._admit(*newcomer)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Returned by `Worker.next_order` in place of an order if the first machine is lost."""
+
+    code: int
+    text: str
 
 
 class Worker:
@@ -305,96 +356,112 @@ class Worker:
     def join(self, queue: SignalQueue, seconds: float, refusal: str = "") -> int | None:
         """Connect to the first machine, which may start later; return the number of a signal that ended the wait.
         `refusal`: why this machine refuses the job, or "". Raises `JobError` if the first machine is not found."""
-        deadline, other_secret_since = time.monotonic() + seconds, None
+        number, failure = self._try_until(time.monotonic() + seconds, queue, seconds, print_error, refusal)
+        if failure is not None:
+            raise JobError(
+                f"HEAD_ADDR, HEAD_PORT: given {self.nodes.head}, {self.nodes.port}, where no launcher answers "
+                f"within {seconds:.0f} s ({failure}); allowed: address and port of the "
+                "machine with NODE_RANK = 0, the same everywhere; start all machines together"
+            )
+        return number
+
+    def rejoin(self, queue: SignalQueue, seconds: float, report: Report) -> int | None:
+        """Reconnect to the first machine after this one's ranks have ended; return the number of a signal that ended
+        the wait. `connection` stays closed if it was not found in time."""
+        began = time.monotonic()
+        report(f"{self._first} is gone; trying for up to {seconds:.0f} s to reach it again (job.rejoin_seconds)")
+        number, failure = self._try_until(began + seconds, queue, seconds, report)
+        if failure is None and number is None:
+            report(f"{self._first} is back after {time.monotonic() - began:.0f} s")
+        return number
+
+    @property
+    def _first(self) -> str:
+        return f"the first machine ({self.nodes.head}, port {self.nodes.port})"
+
+    def _try_until(
+        self, deadline: float, queue: SignalQueue, seconds: float, report: Report, refusal: str = ""
+    ) -> tuple[int | None, CoordinatorUnreachable | None]:
+        """Try to reach the first machine until the deadline; return as `_try_to_join` does. Raises `JobError` in the
+        first wait if its secret is not in this machine's folder.
+        """
+        reported, other_secret_since = time.monotonic(), None
+        is_first_wait = not self.attempt
         while True:
             number, failure = self._try_to_join(queue, refusal)
-            if failure is None:
-                return number
             now = time.monotonic()
+            if failure is None or now > deadline:
+                return number, failure
             other_secret_since = (other_secret_since or now) if failure.has_other_secret else None
-            if other_secret_since is not None and now > min(deadline, other_secret_since + FOLDER_SECONDS):
+            if is_first_wait and other_secret_since and now > min(deadline, other_secret_since + FOLDER_SECONDS):
                 raise JobError(
                     f"job.dump_folder: not the folder of the first machine ({self.nodes.head}): {failure}, "
                     f"{now - other_secret_since:.0f} s after that machine was reached; allowed: one folder that all "
                     "machines share, e.g. on NFS"
                 )
-            if now > deadline:
-                raise JobError(
-                    f"HEAD_ADDR, HEAD_PORT: given {self.nodes.head}, {self.nodes.port}, where no launcher answers "
-                    f"within {seconds:.0f} s ({failure}); allowed: address and port of the "
-                    "machine with NODE_RANK = 0, the same everywhere; start all machines together"
-                )
-            for number in queue.wait(_POLL_SECONDS):
-                return number
-
-    def rejoin(self, queue: SignalQueue, seconds: float, report: Report) -> int | None:
-        """Reconnect to the first machine after this one's ranks have ended; return the number of a signal that ended
-        the wait. `connection` stays closed if it was not found in time."""
-        began = reported = time.monotonic()
-        first = f"the first machine ({self.nodes.head}, port {self.nodes.port})"
-        report(f"{first} is gone; trying for up to {seconds:.0f} s to reach it again (job.rejoin_seconds)")
-        while (waited := time.monotonic() - began) < seconds:
-            number, failure = self._try_to_join(queue)
-            if failure is None:
-                if number is None:
-                    report(f"{first} is back after {time.monotonic() - began:.0f} s")
-                return number
-            if time.monotonic() - reported > REPORT_SECONDS:
-                reported = time.monotonic()
-                report(f"trying to reach {first}: {reported - began:.0f} of {seconds:.0f} s ({failure})")
-            for number in queue.wait(min(_POLL_SECONDS, seconds - waited)):
-                return number
-        return None
+            if now - reported > REPORT_SECONDS:
+                reported = now
+                waited = seconds - (deadline - now)
+                report(f"trying to reach {self._first}: {waited:.0f} of {seconds:.0f} s ({failure})")
+            for number in queue.wait(min(_POLL_SECONDS, deadline - now)):
+                return number, None
 
     def _try_to_join(self, queue: SignalQueue, refusal: str = "") -> tuple[int | None, CoordinatorUnreachable | None]:
         """Try once to connect and to introduce this machine: return the number of a signal, if one came, or the reason
         why the first machine was not reached."""
         try:
-            result = connect(self.nodes, self.secret_file, queue, may_refuse=not self.attempt)
+            result = connect(self.nodes, self.secret_file, queue)
         except CoordinatorUnreachable as failure:
             return None, failure
         if isinstance(result, int):
             return result, None
         self.connection = result
+        self.connection.trust(self._first, ORDERS)
         self.report_event(
-            "here", index=self.nodes.index, count=self.nodes.count, host=_HOST, ranks=self.num_ranks, refused=refusal
+            Here(
+                index=self.nodes.index,
+                count=self.nodes.count,
+                host=_HOST[:255],
+                ranks=self.num_ranks,
+                refused=clip_text(refusal),
+            )
         )
         return None, None
 
-    def report_event(self, kind: str, **fields: Any) -> None:
+    def report_event(self, event: Event) -> None:
         if self.connection is not None:
-            self.connection.send({"kind": kind, "attempt": self.attempt, **fields})
+            self.connection.send(replace(event, attempt=self.attempt))
 
     def take_orders(self) -> list[Message]:
         if self.connection is None:
             return []
         orders = self.connection.receive()
-        return orders if self.connection.is_open else [*orders, {"kind": "follow"}]
+        return orders if self.connection.is_open else [*orders, Follow()]
 
-    def next_order(self, queue: SignalQueue, report: Report, patience: float | None = None) -> Message:
-        """Return the first machine's next order: start (attempt, port, restart) or leave (code); or lost (code, text)
-        if the connection is lost. `patience`: how long that machine may be silent."""
+    def next_order(self, queue: SignalQueue, report: Report, patience: float | None = None) -> Start | Leave | Lost:
+        """Return the first machine's next order, or that the connection is lost. `patience`: how long that machine may
+        be silent."""
         heard_at, stop_signal = time.monotonic(), 0
         while True:
             for number in queue.wait(_POLL_SECONDS, self.sockets):
                 stop_signal = stop_signal or number
-                self.report_event("stop", number=number)
+                self.report_event(Stop(number=number))
             orders = self.take_orders()
             for index, order in enumerate(orders):
-                if order["kind"] in ("start", "leave"):
+                if isinstance(order, Start | Leave):
                     assert self.connection is not None
-                    stop = [{"kind": "stop", "number": stop_signal}] if stop_signal else []  # sent before it arrived
+                    stop: list[Message] = [Stop(number=stop_signal)] if stop_signal else []  # sent before it arrived
                     self.connection.put_back(stop + orders[index + 1 :])
-                    self.attempt = order.get("attempt", self.attempt)
+                    self.attempt = order.attempt if isinstance(order, Start) else self.attempt
                     return order
-                if order["kind"] == "waiting":
+                if isinstance(order, Waiting):
                     heard_at = time.monotonic()
-                    report(order["text"])
+                    report(order.text)
             if not self.sockets:
                 text = f"the first machine ({self.nodes.head}) is gone"
-                return {"kind": "lost", "code": 128 + stop_signal if stop_signal else CRASHED, "text": text}
+                return Lost(128 + stop_signal if stop_signal else CRASHED, text)
             if patience is not None and time.monotonic() - heard_at > patience:
                 assert self.connection is not None
                 self.connection.close()
                 text = f"the first machine ({self.nodes.head}) has not answered for {patience:.0f} s"
-                return {"kind": "lost", "code": 128 + stop_signal if stop_signal else CRASHED, "text": text}
+                return Lost(128 + stop_signal if stop_signal else CRASHED, text)

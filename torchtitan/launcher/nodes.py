@@ -1,26 +1,18 @@
 """Run several machines as one world: a launcher on each, and all ranks in one torch store.
 
 Launchers and the store listen on HEAD_ADDR only. gloo and NCCL use the interface on the route to that address.
-Launchers authenticate each other (admission.py), but store, gloo and NCCL do not, so the network has to be trusted.
-They send each other messages over TCP, one JSON object per line. Nothing in a message is executed.
+Launchers authenticate each other (admission.py, connection.py), but store, gloo and NCCL do not, so the network has to
+be trusted.
 """
 
-import fcntl
-import json
-import select
 import socket
-import struct
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
-from pathlib import Path
-from typing import Any
 
 from torchtitan.core.errors import JobError
+from torchtitan.process.network import ipv4_of, ipv6_rows, require_interfaces
 from torchtitan.process.ranks import set_default
-
-_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
@@ -58,12 +50,18 @@ def listen(nodes: Nodes, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(1024)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise JobError(
             f"HEAD_ADDR, HEAD_PORT: given {nodes.head}, {nodes.port}, where this machine cannot listen "
-            f"({error.strerror}); allowed: an address of this machine, which has NODE_RANK = 0, and a free port"
+            f"({describe_failure(error)}); allowed: an address of this machine, which has NODE_RANK = 0, and a free "
+            "port"
         ) from None
     return listener
+
+
+def describe_failure(error: OSError | UnicodeError) -> str:
+    """Describe a failure to use a host's name; one that no name can be, such as "a..b", is a UnicodeError."""
+    return str(error.strerror if isinstance(error, OSError) else error)
 
 
 def use_head_interface(nodes: Nodes) -> None:
@@ -72,6 +70,7 @@ def use_head_interface(nodes: Nodes) -> None:
     if name is not None:
         for library in ("GLOO", "NCCL"):
             set_default(f"{library}_SOCKET_IFNAME", name)
+        require_interfaces()
 
 
 def local_address(nodes: Nodes) -> str:
@@ -81,10 +80,10 @@ def local_address(nodes: Nodes) -> str:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
             return probe.getsockname()[0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise JobError(
-            f"HEAD_ADDR: given {nodes.head!r}, to which no way is known ({error.strerror}); allowed: the address of "
-            "the machine with NODE_RANK = 0, as this machine reaches it"
+            f"HEAD_ADDR: given {nodes.head!r}, to which no way is known ({describe_failure(error)}); allowed: the "
+            "address of the machine with NODE_RANK = 0, as this machine reaches it"
         ) from None
 
 
@@ -92,99 +91,9 @@ def interface_of(address: str) -> str | None:
     """Return the network interface with this local address; None if it cannot be determined."""
     if sys.platform != "linux":
         return None
-    if ip_address(address).version == 6:
-        return _interface_of_ipv6(address)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # an interface without an IPv4 address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
-
-
-def _interface_of_ipv6(address: str, table: Path = Path("/proc/net/if_inet6")) -> str | None:
-    """Find the interface in the kernel's table, which has a line per address: 32 hexadecimal digits, four numbers, the
-    name. A link-local address such as fe80::1%eth0 names its interface itself.
-    """
+    if ip_address(address).version == 4:
+        return next((name for _, name in socket.if_nameindex() if ipv4_of(name) == address), None)
     bare_address, _, scope = address.partition("%")
-    if scope:
+    if scope:  # a link-local address such as fe80::1%eth0 names its interface itself
         return scope
-    lines = (line.split() for line in table.read_text().splitlines()) if table.exists() else ()
-    return next((fields[-1] for fields in lines if int(fields[0], 16) == int(ip_address(bare_address))), None)
-
-
-# Messages between launchers
-
-Message = dict[str, Any]
-
-MAX_MESSAGE_BYTES = 1 << 27
-"""Largest message in bytes. After a hang a machine sends the flight recorder's log of each of its ranks."""
-MAX_GREETING_BYTES = 1 << 12
-"""Largest amount of data, in bytes, from the other end before it has proved that it belongs to the run."""
-SEND_SECONDS = 30.0
-SILENT_SECONDS = 30
-"""The kernel closes a connection if the other end acknowledges nothing for this long."""
-_TCP_OPTIONS = {
-    "TCP_KEEPIDLE": 10,
-    "TCP_KEEPINTVL": 5,
-    "TCP_KEEPCNT": 4,
-    # keepalive probes stop while sent data wait for an acknowledgement, which TCP alone would await for 15 minutes
-    "TCP_USER_TIMEOUT": 1000 * SILENT_SECONDS,
-}
-
-
-class Connection:
-    """Sends and receives messages over a TCP connection; none once it is closed. `longest`: bytes per message."""
-
-    def __init__(self, connection: socket.socket, longest: int = MAX_MESSAGE_BYTES) -> None:
-        self.sock, self.max_bytes, self.is_open = connection, longest, True
-        self._unread = b""
-        self._put_back: list[Message] = []
-        connection.settimeout(SEND_SECONDS)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _TCP_OPTIONS.items():
-            if hasattr(socket, name):  # a machine that loses power or network never closes its end
-                with suppress(OSError):
-                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-    def send(self, message: Message) -> None:
-        if not self.is_open:
-            return
-        try:
-            self.sock.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            self.close()
-
-    def receive(self) -> list[Message]:
-        """Return the messages that have arrived, without waiting for more."""
-        put_back, self._put_back = self._put_back, []
-        while self.is_open and select.select([self.sock], [], [], 0)[0]:
-            try:
-                data = self.sock.recv(min(1 << 20, self.max_bytes + 1))
-            except OSError:
-                data = b""
-            self._unread += data
-            if not data or len(self._unread) > self.max_bytes:
-                self.close()
-        if len(self._unread) > self.max_bytes:
-            self._unread = b""
-        *lines, self._unread = self._unread.split(b"\n")
-        try:
-            messages = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):  # deep nesting is a RecursionError
-            messages = [None]
-        if not all(isinstance(message, dict) and isinstance(message.get("kind"), str) for message in messages):
-            self.close()  # the other end is not a launcher
-            return []
-        return put_back + messages
-
-    def put_back(self, messages: list[Message]) -> None:
-        """Return these messages first at the next `receive`."""
-        self._put_back = messages
-
-    def close(self) -> None:
-        self.is_open = False
-        self.sock.close()
+    return next((name for number, name in ipv6_rows() if number == int(ip_address(bare_address))), None)

@@ -5,18 +5,18 @@ job that crashes repeatedly without saving in between is given up after `job.max
 resets the count.
 """
 
-import sys
 import time
 from collections.abc import Callable
 
 from torchtitan.launcher.hangs import ExitReport, combine_reports
-from torchtitan.launcher.monitor import RankMonitor, print_message
-from torchtitan.launcher.multi_node import QUIET_SECONDS, Coordinator, Worker
-from torchtitan.launcher.nodes import Message
+from torchtitan.launcher.messages import Ended, Leave, Stop
+from torchtitan.launcher.monitor import RankMonitor
+from torchtitan.launcher.multi_node import QUIET_SECONDS, Coordinator, Lost, Worker
 from torchtitan.launcher.processes import SignalQueue
 from torchtitan.metrics.run_end import RunEnd
 from torchtitan.process.exit import CRASH_LOOP, CRASHED, HUNG, STOPPED
 from torchtitan.process.ranks import Restart
+from torchtitan.process.run_log import print_error
 
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 60.0
@@ -49,16 +49,16 @@ def supervise(
     while True:
         monitor = start(restart)
         local_report = monitor.exit_report(monitor.wait())
-        report = combine_reports(coordinator.gather_reports(local_report, queue))
+        report = combine_reports(coordinator.gather_reports(local_report, queue), monitor.folder)
         reached = report.reached or reached
         if report.code == HUNG:
-            _print_error(report.cause)
+            print_error(report.cause)
         if coordinator.lost_machines and local_report.done:  # all saved here, so the lost machines had saved too
-            _print_error(f"{', '.join(coordinator.lost_machines)} gone, after everything was saved")
+            print_error(f"{', '.join(coordinator.lost_machines)} gone, after everything was saved")
             return _end(local_report, reached)
         if report.is_final or not max_restarts:
             if coordinator.lost_machines:
-                _print_error(f"{', '.join(coordinator.lost_machines)} gone; not started again")
+                print_error(f"{', '.join(coordinator.lost_machines)} gone; not started again")
             return _end(report, reached)
         if (code := _wait_for_lost(queue, coordinator, rejoin_seconds)) is not None:
             return _end(report, reached, code)
@@ -68,13 +68,13 @@ def supervise(
         cause, failed_at = report.cause.partition("; stacks")[0], time.monotonic()
         faults.append(f"step {report.reached}: {cause}")
         if attempts == max_restarts:
-            _print_error(f"crashed {attempts + 1} times without saving anything in between; given up. Its faults:")
-            _print_error("\n".join(faults))
+            print_error(f"crashed {attempts + 1} times without saving anything in between; given up. Its faults:")
+            print_error("\n".join(faults))
             return _end(report, reached, CRASH_LOOP)
         attempts, num_restarts = attempts + 1, num_restarts + 1
         pause = min(FIRST_PAUSE_SECONDS * 2 ** (attempts - 1), LONGEST_PAUSE_SECONDS)
         repeated_steps = max(0, report.reached - max(step, 0))
-        _print_error(
+        print_error(
             f"restart {attempts} of {max_restarts} in {pause:g} s: {cause} after step {report.reached}; going on from "
             f"step {max(step, 0)}, so that {repeated_steps} steps are done again"
         )
@@ -101,18 +101,14 @@ def _wait_for_lost(queue: SignalQueue, coordinator: Coordinator, seconds: float)
     """Wait until all machines are connected again. Return None, or the exit code if the run ends instead."""
     if not coordinator.lost_machines:
         return None
-    stop_signal = coordinator.wait_for_lost(queue, seconds, _print_error) if seconds else None
+    stop_signal = coordinator.wait_for_lost(queue, seconds, print_error) if seconds else None
     if stop_signal is not None:
         return 128 + stop_signal
     if coordinator.lost_machines:
         waited = f" for {seconds:.0f} s (job.rejoin_seconds)" if seconds else ""
-        _print_error(f"{', '.join(coordinator.lost_machines)} gone{waited}; {_THE_END}")
+        print_error(f"{', '.join(coordinator.lost_machines)} gone{waited}; {_THE_END}")
         return CRASHED
     return None
-
-
-def _print_error(text: str) -> None:
-    print_message(text, sys.stderr)
 
 
 def _pause(queue: SignalQueue, seconds: float, coordinator: Coordinator) -> int | None:
@@ -123,8 +119,8 @@ def _pause(queue: SignalQueue, seconds: float, coordinator: Coordinator) -> int 
     deadline = time.monotonic() + seconds
     while True:
         for message in coordinator.take_orders():
-            if message["kind"] == "stop":
-                return message["number"]
+            if isinstance(message, Stop):
+                return message.number
         remaining = deadline - time.monotonic()
         if remaining <= 0 or coordinator.lost_machines:
             return None
@@ -143,43 +139,41 @@ def follow_coordinator(
     timeout = None
     report: ExitReport | None = None
     while True:
-        order = worker.next_order(queue, _print_error, timeout)
-        if order["kind"] == "lost":
+        order = worker.next_order(queue, print_error, timeout)
+        if isinstance(order, Lost):
             code = _reconnect(queue, worker, order, report, rejoin_seconds)
             if code is not None:
                 return code
             continue
-        if order["kind"] == "leave":
-            if "text" in order:
-                _print_error(order["text"])
-            return order["code"]
-        monitor = start(order["port"], Restart(**order["restart"]) if order["restart"] else None)
+        if isinstance(order, Leave):
+            if order.text:
+                print_error(order.text)
+            return order.code
+        monitor = start(order.port, order.restart)
         report = monitor.exit_report(monitor.wait())
-        worker.report_event("end", **report.to_fields())
+        worker.report_event(Ended(report=report))
         timeout = 2 * QUIET_SECONDS
 
 
-def _reconnect(
-    queue: SignalQueue, worker: Worker, lost: Message, report: ExitReport | None, seconds: float
-) -> int | None:
+def _reconnect(queue: SignalQueue, worker: Worker, lost: Lost, report: ExitReport | None, seconds: float) -> int | None:
     """Reconnect to the first machine after the connection was lost and all ranks here have ended. Return None on
-    success, or the exit code if the run ends instead. `end`: how the newest start of the ranks ended here.
+    success, or the exit code if the run ends instead. `report`: how the newest start of the ranks ended here.
     """
     if report is not None and report.asked:
         return report.code
     complete_code = report.code if report is not None and report.done else None
     if complete_code is not None:
         seconds = min(seconds, DONE_SECONDS)
-    if report is None or not seconds or lost["code"] in STOPPED:
-        _print_error(lost["text"])
-        return lost["code"] if complete_code is None else complete_code
-    stop_signal = worker.rejoin(queue, seconds, _print_error)
+    if not seconds or lost.code in STOPPED:
+        print_error(lost.text)
+        return lost.code if complete_code is None else complete_code
+    stop_signal = worker.rejoin(queue, seconds, print_error)
     if stop_signal is not None:
         return 128 + stop_signal
     if worker.sockets:
         return None
     if complete_code is not None:
-        _print_error(f"{lost['text']}, after everything was saved")
+        print_error(f"{lost.text}, after everything was saved")
         return complete_code
-    _print_error(f"{lost['text']} for {seconds:.0f} s (job.rejoin_seconds); {_THE_END}")
+    print_error(f"{lost.text} for {seconds:.0f} s (job.rejoin_seconds); {_THE_END}")
     return CRASHED

@@ -17,7 +17,7 @@ from torchtitan.launcher.nodes import Nodes
 from torchtitan.launcher.processes import SignalQueue, StopRequests
 from torchtitan.process.children import tied_command
 from torchtitan.process.exit import STOPPED
-from torchtitan.process.ranks import env_number, likely_device, set_default
+from torchtitan.process.ranks import env_number, likely_device, parse_number, set_default
 
 _SPECIAL_STEPS = 0xFFFFFFF0
 """Lowest step number that SLURM reserves for steps that srun did not create: the batch script and salloc's shell."""
@@ -29,13 +29,14 @@ _SHAPE_OF_TASKS = (
 FIRST_PORT, PORTS = 20000, 10000
 """Range of ports below those that Linux assigns by itself, so that the one of a job and step is usually free."""
 ASK_SECONDS = 30
+_REMEDY = "let srun set it, or set NNODES, NODE_RANK and HEAD_ADDR on each machine"
 POLL_SECONDS = 0.5
 
 
 def in_step() -> bool:
     """Return True if srun has started this process and NNODES is not set."""
-    step = os.environ.get("SLURM_STEP_ID", "")
-    return step.isdecimal() and int(step) < _SPECIAL_STEPS and "NNODES" not in os.environ
+    step = parse_number(os.environ.get("SLURM_STEP_ID", ""))
+    return step is not None and step < _SPECIAL_STEPS and "NNODES" not in os.environ
 
 
 def outside_of_step() -> bool:
@@ -77,7 +78,8 @@ def start_on_all(command: list[str], queue: SignalQueue) -> int:
 
 def _cpus() -> int:
     """Return the CPUs per task, which srun would otherwise limit to one: the smallest count in "96(x3),48"."""
-    return min(map(int, re.findall(r"(?:^|,)(\d+)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", "1"))), default=1)
+    counts = re.findall(r"(?:^|,)(\d{1,9})", os.environ.get("SLURM_JOB_CPUS_PER_NODE", "1"))
+    return max(1, min(map(int, counts), default=1))
 
 
 def _find_end_of_allocation() -> None:
@@ -91,10 +93,11 @@ def _find_end_of_allocation() -> None:
             env=os.environ | {"SLURM_TIME_FORMAT": "standard"},
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=ASK_SECONDS,
         )
         set_default("SLURM_JOB_END_TIME", str(int(datetime.fromisoformat(result.stdout.strip()).timestamp())))
-    except (OSError, subprocess.TimeoutExpired, ValueError):
+    except (OSError, subprocess.TimeoutExpired, ValueError, OverflowError):
         return  # no time limit, or SLURM does not answer: the run then stops on SLURM's signal
 
 
@@ -103,18 +106,17 @@ def _find_end_of_allocation() -> None:
 
 def tasks_per_machine() -> int:
     """Return the number of tasks per machine in this step; 0 if machines differ."""
-    counts = re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    counts = re.findall(r"(\d{1,9})(?:\(x\d+\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     return int(counts[0]) if len(set(counts)) == 1 else 0
 
 
 def nodes_of_step(num_ranks: int) -> Nodes:
     """Return which machine this is, or which rank if each task is a rank. Raises `JobError` for other layouts."""
-    tasks, task, local = (
-        env_number("SLURM_STEP_NUM_TASKS", 1),
-        env_number("SLURM_PROCID", 0),
-        env_number("SLURM_LOCALID", 0),
+    names = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES")
+    tasks, task, local, machines = (
+        env_number(name, default, _REMEDY) for name, default in zip(names, (1, 0, 0, 1), strict=True)
     )
-    machines, per_machine = env_number("SLURM_STEP_NUM_NODES", 1), tasks_per_machine()
+    per_machine = tasks_per_machine()
     if tasks > machines:
         if not per_machine or num_ranks > 1:
             if task:
@@ -127,8 +129,9 @@ def nodes_of_step(num_ranks: int) -> Nodes:
         _take_one_device(local)
     if tasks == 1:
         return Nodes()
-    port = FIRST_PORT + (env_number("SLURM_JOB_ID", 0) * 8 + env_number("SLURM_STEP_ID", 0)) % PORTS
-    return Nodes(tasks, task, _head(), env_number("HEAD_PORT", port))
+    job, step = (env_number(name, 0, _REMEDY) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    port = FIRST_PORT + (job * 8 + step) % PORTS
+    return Nodes(tasks, task, _head(), env_number("HEAD_PORT", port, "leave it out for one that the job's ID gives"))
 
 
 def _take_one_device(local: int) -> None:
@@ -158,7 +161,7 @@ def _head() -> str:
 def _ask(*command: str) -> str:
     text = "no answer"
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS)
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=ASK_SECONDS)
         if result.returncode == 0 and result.stdout.strip():
             return result.stdout
         text = result.stderr.strip() or text

@@ -10,9 +10,12 @@ import os
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import ClassVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from torchtitan.metrics.json_lines import END, METRICS, Record
 from torchtitan.process import exit as exit_codes
@@ -44,6 +47,7 @@ LONGEST_TAIL = 2**20
 class RunEnd:
     """The end of a run. `step`: the last completed one, None if it is not known."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
     code: int
     cause: str = ""
     reason: str = ""
@@ -69,9 +73,10 @@ class RunEnd:
 def read_end(text: str) -> RunEnd | None:
     """Return the end that a rank has passed on; None if it has not."""
     try:
-        return RunEnd(**json.loads(text))
-    except (ValueError, TypeError):
+        end = TypeAdapter(RunEnd).validate_json(text)
+    except ValidationError:
         return None
+    return replace(end, reason=end.reason[:LONGEST_REASON])  # machines send it to each other
 
 
 def cause_of(code: int) -> str:

@@ -4,6 +4,7 @@ A process group always exists, of one rank if need be, so no other code has to c
 """
 
 import json
+import os
 import random
 import sys
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from torch.distributed import distributed_c10d
 from torchtitan.core.errors import JobError
 from torchtitan.process import machine
 from torchtitan.process.machine import describe_limit, limit_as_share
+from torchtitan.process.network import LOOPBACK, require_interfaces
 from torchtitan.process.ranks import Launcher, Ranks, set_default
 
 RENDEZVOUS_SHARE = 0.8
@@ -63,9 +65,12 @@ def init(
         machine.keep_freed_memory()
     if dist.is_initialized():
         return device
-    if ranks.local_world_size == ranks.world_size and sys.platform == "linux":
+    on_one_machine = ranks.local_world_size == ranks.world_size
+    if ranks.launcher is None and (on_one_machine or "GLOO_SOCKET_IFNAME" in os.environ):  # the launcher has looked
+        require_interfaces()
+    if on_one_machine and sys.platform == "linux":
         for library in ("GLOO", "NCCL"):
-            set_default(f"{library}_SOCKET_IFNAME", "lo")  # one machine needs no network
+            set_default(f"{library}_SOCKET_IFNAME", LOOPBACK)  # one machine needs no network
     if ranks.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     elif ranks.launcher is not None:

@@ -12,11 +12,14 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
+
+from torchtitan.core.bounded import Count, Seconds
 
 T = TypeVar("T")
 
-PHASES = ("start", "load", "first", "data", "train", "validate", "save", "export", "end")
+Phase = Literal["start", "load", "first", "data", "train", "validate", "save", "export", "end"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 """Phases of a run, in order. start: no heartbeat yet (imports, process group, model); first: the first step and the
 first validation, which may compile; data: waiting for data; export: training is complete and saved, and the result is
 written for other programs; end: all results are saved.
@@ -27,13 +30,15 @@ WITHOUT_STATE = ("start", "load")
 """Phases in which there is no state to save."""
 _ROW = struct.Struct("=qqd")
 _ROW_BYTES = 64
+MAX_SHARED_BYTES = 1 << 26
+"""Longest text that is read from a file that processes share."""
 
 
 @dataclass(frozen=True)
 class Activity:
-    phase: str
-    step: int
-    since: float
+    phase: Phase
+    step: Count
+    since: Seconds
     """Start of the phase on the machine's monotonic clock; 0 without a heartbeat."""
 
     def __str__(self) -> str:
@@ -78,6 +83,8 @@ class ProgressTable:
 
 def _read(memory: Any, offset: int) -> Activity:
     phase, step, since = _ROW.unpack_from(memory, offset)
+    if not (0 <= phase < len(PHASES) and 0 <= step < 1 << 53 and 0 <= since < 1e12):  # a rank has damaged its memory
+        return Activity("start", 0, 0.0)
     return Activity(PHASES[phase], step, since)
 
 
@@ -98,8 +105,9 @@ class SharedFile:
             self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
 
     def read(self) -> str:
+        """Return the text, of a long one the first MAX_SHARED_BYTES."""
         size = os.fstat(self.descriptor).st_size
-        return os.pread(self.descriptor, size, 0).decode(errors="replace")
+        return os.pread(self.descriptor, min(size, MAX_SHARED_BYTES), 0).decode(errors="replace")
 
     def close(self) -> None:
         os.close(self.descriptor)

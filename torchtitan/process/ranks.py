@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from torchtitan.core.bounded import Count, Seconds
 from torchtitan.core.errors import JobError
 
 LAUNCHER = "TORCHTITAN_LAUNCHER"
@@ -28,17 +29,17 @@ LOGGED_VARIABLES = (
 class Restart:
     """The reason for which the launcher has restarted all ranks."""
 
-    number: int
+    number: Count
     cause: str
-    rank: int
+    rank: Count
     """The rank that caused the failure, as far as is known."""
-    step: int
+    step: Count
     """The last step that any rank had completed."""
-    since: float
+    since: Seconds
     """Start time of the previous ranks, on the machine's monotonic clock."""
     saved: bool = False
     """True if the run has saved a checkpoint since its launch. The restart then loads the newest one."""
-    ended: float = 0.0
+    ended: Seconds = 0.0
     """Time at which the failure was noticed, on the same clock."""
 
 
@@ -88,12 +89,18 @@ class Ranks:
         return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
+def parse_number(text: str) -> int | None:
+    """Return the whole number that a text is, of at most 18 digits; None if it is none."""
+    return int(text) if text.isdecimal() and len(text) <= 18 else None
+
+
 def env_number(name: str, default: int, remedy: str = "let torchrun set it") -> int:
     """Return a whole number from the environment."""
     text = os.environ.get(name, str(default))
-    if not text.isdecimal():
-        raise JobError(f"{name} in the environment: given {text!r}; allowed: a whole number; {remedy}")
-    return int(text)
+    number = parse_number(text)
+    if number is None:
+        raise JobError(f"{name} in the environment: given {text[:100]!r}; allowed: a whole number; {remedy}")
+    return number
 
 
 def read_ranks() -> Ranks:
@@ -124,14 +131,13 @@ def started_as_rank() -> bool:
 
 def slurm_job() -> tuple[str, int]:
     """Return the ID of this process's SLURM job and its number of restarts; ("", 0) outside of SLURM."""
-    restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
-    return os.environ.get("SLURM_JOB_ID", ""), int(restarts) if restarts.isdecimal() else 0
+    return os.environ.get("SLURM_JOB_ID", ""), parse_number(os.environ.get("SLURM_RESTART_COUNT", "")) or 0
 
 
 def slurm_seconds_left() -> float | None:
     """Return the seconds until SLURM ends this allocation, or None if the end is unknown."""
-    end = os.environ.get("SLURM_JOB_END_TIME", "")
-    return float(end) - time.time() if end.isdecimal() else None
+    end = parse_number(os.environ.get("SLURM_JOB_END_TIME", ""))
+    return end - time.time() if end is not None else None
 
 
 def read_nodes() -> tuple[int, int, str, int]:

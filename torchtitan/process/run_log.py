@@ -6,11 +6,22 @@ import re
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from torchtitan.core.progress_bar import hide_bars
 from torchtitan.process.ranks import Ranks
 
 TIME = "%(asctime)s "
+
+
+def print_message(text: str, stream: TextIO | None = None) -> None:
+    """Print a message of a launcher, and ignore a closed terminal: it must not end the run."""
+    with suppress(OSError):
+        print(text, file=stream or sys.stdout, flush=True)
+
+
+def print_error(text: str) -> None:
+    print_message(text, sys.stderr)
 
 
 class ConsoleHandler(logging.StreamHandler):

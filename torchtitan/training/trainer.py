@@ -40,7 +40,10 @@ from torchtitan.training.validation import Validator
 
 logger = logging.getLogger(__name__)
 
-WATCHDOG_SECONDS = 30
+WATCHDOG_SECONDS = 3600
+"""Under our launcher, collectives fail this long after its watchdog would end the run. The watchdog knows of the time
+in which launcher and ranks were stopped (`docker pause`), collectives do not: they would fail on waking up.
+"""
 COMMON_FAILURES = BadStep | ReplicasDiffer | NothingToLearn
 """Raised by all ranks at the same step."""
 

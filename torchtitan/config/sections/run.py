@@ -57,8 +57,8 @@ class Comm:
     """Seconds without progress of any rank after which a run counts as hung, until the first step and the first
     validation are done."""
     train_timeout_seconds: Positive = 100
-    """Seconds without progress of any rank after which a run counts as hung, later on; also the timeout of
-    collectives."""
+    """Seconds without progress of any rank after which a run counts as hung, later on; under torchrun also the timeout
+    of collectives."""
     trace_buf_size: NonNegative = 20000
     """Entries of torch's flight recorder; 0 turns it off."""
 

@@ -1,0 +1,72 @@
+"""What launchers read from the environment, from SLURM and from their own child processes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import jobs
+from torchtitan.core.errors import JobError
+from torchtitan.launcher import forks, nodes, slurm
+from torchtitan.launcher.nodes import Nodes
+from torchtitan.process import network
+from torchtitan.process.ranks import env_number, parse_number, slurm_job, slurm_seconds_left
+
+HUGE = "9" * 5000
+STRANGE = ["", " ", "-1", "1.0", "1e3", "0x10", "abc", HUGE, "NaN", "1\n", "½", "²"]
+
+
+@pytest.mark.parametrize("text", STRANGE)
+def test_a_variable_that_is_no_number_is_refused_or_unused(text, monkeypatch):
+    assert parse_number(text) is None
+    for name in ("SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_JOB_END_TIME", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.setenv(name, text)
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID"):
+        monkeypatch.setenv(name, text)
+    assert not slurm.in_step() and slurm_job()[1] == 0 and slurm_seconds_left() is None
+    assert slurm._cpus() >= 1 and slurm.tasks_per_machine() >= 0
+    with pytest.raises(JobError, match="in the environment: given .*; allowed: a whole number; let srun set it"):
+        slurm.nodes_of_step(1)
+    with pytest.raises(JobError, match="allowed: a whole number"):
+        env_number("SLURM_PROCID", 0)
+
+
+@pytest.mark.parametrize("head", ["a..b", "x" * 70, ".", "a b", "\ud800"])
+def test_a_head_that_no_host_can_be_called_is_refused(head):
+    machines = Nodes(2, 0, head, 29500)
+    with pytest.raises(JobError, match="HEAD_ADDR, HEAD_PORT: given .* where this machine cannot listen"):
+        nodes.listen(machines, 29500)
+    with pytest.raises(JobError, match="HEAD_ADDR: given .* to which no way is known"):
+        nodes.local_address(machines)
+
+
+def test_only_a_list_of_process_ids_is_taken_for_one():
+    assert forks._parse_pids("[12, 345]") == [12, 345]
+    for text in ("", "[]", "[[{}, []]]", "[12, ", "[-1]", "[0]", "[1.0]", "[true]", "null", f"[{HUGE}]", "[1,2]x"):
+        assert forks._parse_pids(text) == []
+
+
+# The network interface of ranks
+
+
+def test_an_interface_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    with pytest.raises(JobError, match="GLOO_SOCKET_IFNAME: given 'nowhere0', which is no interface .* allowed: .*lo"):
+        network.require_interfaces()
+    for name in ("lo", ""):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+        network.require_interfaces()
+
+
+def test_a_machine_without_loopback_is_refused_before_any_rank_starts(tmp_path):
+    """In a new network namespace loopback is down."""
+    if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
+        pytest.skip("this user may not make a network namespace")
+    argv = jobs.arguments(tmp_path / "run", jobs.write_texts(tmp_path), training__local_batch_size=4)
+    environment = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    command = ["unshare", "--net", sys.executable, "-m", "torchtitan.launch", "2", *argv]
+    done = subprocess.run(command, cwd=jobs.ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("network: the loopback interface (lo) has no address, and ranks communicate over it")
+    assert "Traceback" not in done.stderr and "ip link set lo up" in done.stderr and not (tmp_path / "run").exists()
