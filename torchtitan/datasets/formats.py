@@ -217,12 +217,12 @@ def field_holds(value: str, field: str, location: str) -> Any:
     """Return what a text holds in a field that one of LISTS names: a list as JSON, as in CSV, or the text itself.
 
     Raises DataError, which names `location`, if it begins like messages or segments and is no JSON."""
-    content = parsed(value) if field in LISTS and value.lstrip().startswith("[") else None
+    content = parsed(value) if value.lstrip().startswith("[") else None
     if is_messages(content) or is_segments(content):
         return content
     if isinstance(content, list) and content and all(type(item) is int for item in content):
         return content
-    if field in LISTS and content is None and LIST_OF_TABLES.match(value):
+    if content is None and LIST_OF_TABLES.match(value):
         raise DataError(
             f"{location}: field {field!r} begins like a list, but is no JSON; write it with json.dumps, or {REMEDY}"
         )

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torchtitan.datasets.messages import ROLE_KEYS, as_list, parsed
 from torchtitan.datasets.sources import REMEDY, BadRecord, Chat, Document, Pair, Source
@@ -81,9 +82,15 @@ def _texts(value: Any, role_keys: Collection[str]) -> Iterator[str]:
             yield from _texts(inner, role_keys)
 
 
+_FIRST_DOCUMENTS: WeakKeyDictionary[Source, list[Document]] = WeakKeyDictionary()
+
+
 def first_documents(source: Source) -> list[Document]:
-    """Return the first documents of a source, without unreadable records."""
-    return [item for item in islice(source.documents(), SAMPLED_RECORDS) if isinstance(item, Document)]
+    """Return the first documents of a source, without unreadable records. A source is asked once: it may be remote."""
+    if source not in _FIRST_DOCUMENTS:
+        items = islice(source.documents(), SAMPLED_RECORDS)
+        _FIRST_DOCUMENTS[source] = [item for item in items if isinstance(item, Document)]
+    return _FIRST_DOCUMENTS[source]
 
 
 def has_records(source: Source) -> bool:

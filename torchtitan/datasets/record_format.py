@@ -124,8 +124,10 @@ class RecordReader:
 
         Instruction datasets often contain the full text of a record in addition to its parts, and training on that text
         would include the prompt. Their system message has no place in Stanford Alpaca's prompt."""
+        if not self.refuse_ambiguous or self._job_format or self.text_field != "text":
+            return ""
         form = detect_format(fields)
-        if not self.refuse_ambiguous or self._job_format or self.text_field != "text" or form is None:
+        if form is None:
             return ""
         if "text" in fields:
             parts = " and ".join(map(repr, FORMATS[form].fields))
@@ -259,6 +261,8 @@ class RecordReader:
         value = as_list(record[self.text_field])
         if isinstance(value, str):
             value = self._text_or_list(value, location)
+        if isinstance(value, str):
+            return Document(value, short_location), [self.text_field]
         is_sharegpt = self.text_field == "conversations"
         document = to_document(value, self.text_field, location, short_location, is_sharegpt)
         columns = [self.text_field]
@@ -272,7 +276,7 @@ class RecordReader:
 
     def _text_or_list(self, value: str, location: str) -> Any:
         """Return the text of the text field, or the list that it stands for in a field with the name of a list."""
-        content = field_holds(value, self.text_field, location)
+        content = field_holds(value, self.text_field, location) if self.text_field in LISTS else value
         if content is value and self.refuse_ambiguous and value.lstrip().startswith("["):
             listed = parsed(value)
             form, name = ("chat", "messages") if is_messages(listed) else ("input_output", "segments")
