@@ -201,6 +201,19 @@ def test_forms_of_training_templates(tmp_path, is_full_run):
     assert counts[0] >= 31 and counts[1]
 
 
+def test_an_answer_and_its_end_token_in_two_blocks(tmp_path):
+    """As Gemma's templates of trl write them, with the newline in the second block."""
+    blocks = "{% endgeneration %}{%- generation %}{{- '<|end|>\\n' -}}{% endgeneration %}"
+    folder = folder_of(
+        tmp_path / "t", ONLY_TWO_ROLES.replace("m.content + '<|end|>' }}{% endgeneration %}", "m.content }}" + blocks)
+    )
+    tokens, (ids, mask) = (
+        encode_here(folder, Chat([USER, ANSWER])),
+        encode_with_transformers(folder, Chat([USER, ANSWER])),
+    )
+    assert tokens.ids.tolist() == ids and tokens.loss_mask.tolist() == [*map(bool, mask[:-1]), False] and mask[-1]
+
+
 # Special tokens that messages spell out
 
 SPELLED = [

@@ -248,8 +248,8 @@ def _render_with_marks(tokenizer: Tokenizer, chat: Chat, location: str, prompt: 
             raise
         messages = [{"content": "", **message} for message in messages]  # for templates that join texts
         full_text, *texts = render(tokenizer.chat_template, messages, variables, renderings)
-    if is_marked:
-        return _end_marks_before_blanks(full_text, names)
+    if is_marked:  # some templates write an answer and its end token in two adjacent blocks
+        return _end_marks_before_blanks(full_text.replace(END + BEGIN, ""), names)
     marked_text, position = "", 0
     for number, before, after in zip(answers, texts[::2], texts[1::2], strict=True):
         if not (full_text.startswith(after) and after.startswith(before)):
