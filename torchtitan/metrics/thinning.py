@@ -17,42 +17,49 @@ from torchtitan.metrics.smoothing import EXTREME, MEAN
 MOST_GROUPS = 8192
 
 
+Place = tuple[int, Record]
+"""A record and its number."""
+
+
 class _Group:
-    __slots__ = ("count", "first", "extremes", "total", "losses")
+    __slots__ = ("count", "first", "lowest", "highest", "lost", "total", "losses")
 
     def __init__(self) -> None:
         self.count, self.total, self.losses = 0, 0.0, 0
-        self.first: tuple[int, Record] | None = None
-        self.extremes: dict[tuple[str, str], tuple[float, int, Record]] = {}
+        self.first: Place | None = None
+        self.lowest: dict[str, tuple[float, Place]] = {}
+        self.highest: dict[str, tuple[float, Place]] = {}
+        self.lost: dict[str, Place] = {}
+        """The first record whose value is not finite, by key."""
 
     def add(self, number: int, record: Record, keys: Sequence[str]) -> None:
+        place = number, record
         if self.first is None:
-            self.first = number, record
+            self.first = place
         self.count += 1
+        lowest, highest = self.lowest, self.highest
         for key in keys:
             value: Any = record.get(key)
             if is_finite(value):
-                self._offer(key, value, number, record)
-            elif key in record and (key, "lost") not in self.extremes:
-                self.extremes[key, "lost"] = 0.0, number, record
-        if is_finite(loss := record.get("loss")):
+                if key not in lowest:
+                    lowest[key] = highest[key] = value, place
+                elif value < lowest[key][0]:
+                    lowest[key] = value, place
+                elif value > highest[key][0]:
+                    highest[key] = value, place
+            elif key in record:
+                self.lost.setdefault(key, place)
+        loss: Any = record.get("loss")
+        if is_finite(loss):
             self.total, self.losses = self.total + loss, self.losses + 1
-
-    def _offer(self, key: str, value: float, number: int, record: Record) -> None:
-        extremes = self.extremes
-        if (best := extremes.get((key, "min"))) is None or value < best[0]:
-            extremes[key, "min"] = value, number, record
-        if (best := extremes.get((key, "max"))) is None or value > best[0]:
-            extremes[key, "max"] = value, number, record
 
     def join(self, later: "_Group") -> "_Group":
         self.count, self.total = self.count + later.count, self.total + later.total
         self.losses += later.losses
-        for (key, kind), extreme in later.extremes.items():
-            before = self.extremes.get((key, kind))
-            is_better = before is None or (kind == "min" and extreme[0] < before[0])
-            if is_better or (kind == "max" and before is not None and extreme[0] > before[0]):
-                self.extremes[key, kind] = extreme
+        for key, low in later.lowest.items():
+            self.lowest[key] = min(self.lowest.get(key, low), low, key=_value)
+            self.highest[key] = max(self.highest.get(key, low), later.highest[key], key=_value)
+        self.lost = later.lost | self.lost
         return self
 
     def records(self) -> Iterator[tuple[int, Record]]:
@@ -62,8 +69,13 @@ class _Group:
             return
         mean = {MEAN: self.total / self.losses} if self.losses else {}
         yield self.first[0], self.first[1] | mean
-        others = {number: record for _, number, record in self.extremes.values() if number != self.first[0]}
+        extremes = (place for _, place in (*self.lowest.values(), *self.highest.values()))
+        others = {number: record for number, record in (*extremes, *self.lost.values()) if number != self.first[0]}
         yield from ((number, record | mean | {EXTREME: True}) for number, record in others.items())
+
+
+def _value(extreme: tuple[float, Place]) -> float:
+    return extreme[0]
 
 
 class Thinner:
