@@ -36,7 +36,7 @@ MATCHING_OPTIONS = ("compression_factor", "neighborhood_size", "context_size", "
 
 KEYS = DeclaredKeys(
     used=frozenset((*OPTION_NAMES.values(), "cache_type", "global_cache", "retrieval_map", "attention_layers")),
-    harmless=frozenset(("base_model_name_or_path", "task_type", "inference_mode", "neurocache_type", "revision")),
+    harmless=frozenset(("base_model_name_or_path", "task_type", "inference_mode", "neurocache_type", "auto_mapping")),
 )
 """Keys of neurocache_config.json."""
 

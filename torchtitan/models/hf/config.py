@@ -301,7 +301,8 @@ def check_supported(config: Mapping[str, Any], only: Mapping[str, Any], nullable
 def _is_supported(value: Any, allowed: Any, may_be_null: bool) -> bool:
     if value is None:
         return may_be_null or not isinstance(allowed, bool | str)
-    return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
+    allowed_types = (int, float) if type(allowed) is float else (type(allowed),)
+    return bool(value == allowed) and type(value) in allowed_types
 
 
 ROPE_FILE_KEYS = DeclaredKeys(
@@ -419,12 +420,17 @@ def decoder_config(args: Any, dtype: Any) -> dict[str, Any]:
 
 
 def gated_sizes(
-    config: Mapping[str, Any], max_seq_len: int, kv_heads: int, head_dim: int | None = None
+    config: Mapping[str, Any],
+    max_seq_len: int,
+    kv_heads: int,
+    head_dim: int | None = None,
+    head_dim_may_be_null: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of `GatedArgs` that `gated_config` writes.
 
     `max_seq_len`, `kv_heads` and `head_dim` are transformers' defaults for absent keys; `head_dim` of None is the width
-    divided by the number of heads. Null key/value heads are as many as query heads. Raises JobError for a bad number.
+    divided by the number of heads, and in some families so is null. Null key/value heads are as many as query heads.
+    Raises JobError for a bad number.
     """
     sizes = decoder_sizes(config, max_seq_len, "intermediate_size")
     heads = sizes["n_heads"]
@@ -432,7 +438,7 @@ def gated_sizes(
     return sizes | {
         "rope_scaling": scaling_from_hf(config),
         "n_kv_heads": read_number(config, "num_key_value_heads", kv_heads, null=heads),
-        "head_dim": read_number(config, "head_dim", head_dim, null=head_dim),
+        "head_dim": read_number(config, "head_dim", head_dim, null=head_dim if head_dim_may_be_null else None),
         "ffn_dim": config["intermediate_size"],
     }
 

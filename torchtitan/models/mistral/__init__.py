@@ -60,7 +60,7 @@ def _to_hf(args: MistralArgs, dtype: Any = "float32") -> dict[str, Any]:
 
 def _from_hf(config: Mapping[str, Any]) -> MistralArgs:
     check_supported(config, {"hidden_act": "silu", "attention_bias": False})
-    sizes = gated_sizes(config, 131072, kv_heads=8)
+    sizes = gated_sizes(config, 131072, kv_heads=8, head_dim_may_be_null=True)
     window = read_number(config, "sliding_window", 4096, null=0)  # absent: transformers' default; null: none
     if window == 0 and config["sliding_window"] is not None:
         raise JobError("sliding_window = 0; allowed: a number of tokens, or null for none")

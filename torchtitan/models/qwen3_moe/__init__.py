@@ -130,7 +130,7 @@ def _from_hf(config: Mapping[str, Any]) -> Qwen3MoEArgs:
         **sizes,
         rope_scaling=scaling_from_hf(config),
         n_kv_heads=config["num_key_value_heads"],
-        head_dim=read_number(config, "head_dim", width // heads, null=width // heads),
+        head_dim=read_number(config, "head_dim", width // heads),
         expert_dim=config["moe_intermediate_size"],
         n_experts=config["num_experts"],
         top_k=config["num_experts_per_tok"],
