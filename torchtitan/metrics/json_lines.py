@@ -33,7 +33,7 @@ class JsonLines:
         if path.exists():
             if resume_step:
                 _keep_until(path, resume_step)
-            elif any(record.get("event") != END for record in read_records(path)):  # else no start has come so far
+            elif any(record.get("event") != END for record in iterate_records(path)):  # else no start has come so far
                 path.rename(_unused(path))
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
