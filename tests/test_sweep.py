@@ -98,7 +98,7 @@ def test_a_half_done_sweep_is_completed(job, tmp_path, fake_runs, capsys):
     assert cli.main([*arguments[:-2], "--over=optimizer.lr=0.1,0.2,0.3,0.4", "--to=all"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "4 combinations in all, 2 already done; logs in all/logs"
-    assert [load(command[4:]).optimizer.lr for command, _ in fake_runs.started[3:]] == [0.2, 0.4]
+    assert [load(command[5:]).optimizer.lr for command, _ in fake_runs.started[3:]] == [0.2, 0.4]
     table = [line.split() for line in lines[-5:-1]]
     assert [row[0] for row in table] == ["0.1", "0.2", "0.3", "0.4"] and {row[-1] for row in table} == {"ok"}
     assert [row[2].endswith("*") for row in table] == [True, False, False, False]
