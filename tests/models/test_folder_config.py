@@ -145,6 +145,11 @@ def test_keys_of_published_configs_and_of_both_versions_of_transformers_are_know
             {"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2.0}},
             "type of rotary positions: .*'yarn'",
         ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}}
+            | {"original_max_position_embeddings": None},
+            "original_max_position_embeddings = None next to rope_scaling; leave it out",
+        ),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "shift": 3}}, "rope_scaling has a key .*: shift = 3"),
     ],
 )

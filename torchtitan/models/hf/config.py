@@ -340,6 +340,8 @@ def _full_rope(name: str, table: Any, config: Mapping[str, Any], theta: float) -
     full = {key: value for key, value in table.items() if value is not None and key not in ("type", "finetuned")}
     full |= {"rope_type": kind} | {"rope_theta": _agreed_theta(name, table, config, theta)}
     length = "original_max_position_embeddings"
+    if kind in ("yarn", "llama3") and length in config and config[length] is None:
+        raise JobError(f"{length} = None next to {name}; leave it out")  # transformers prefers it to the table's
     if kind != "default" and config.get(length) is not None:
         lengths = {f"{name}'s {length}": full.get(length), length: config[length]}
         full[length] = agreed_value("the length before the scaling", lengths, "remove the wrong one")
