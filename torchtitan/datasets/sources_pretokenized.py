@@ -68,7 +68,7 @@ class PretokenizedBlocks(IndexedSource):
     def _check_tokenizer(self, tokenizer: Tokenizer, path: str) -> None:
         """Compare tokenizers if the one in args.json exists locally; otherwise the job's path must contain its name."""
         try:
-            same = build_tokenizer(self.tokenizer).fingerprint == tokenizer.fingerprint
+            same = build_tokenizer(self.tokenizer, version=tokenizer.version).fingerprint == tokenizer.fingerprint
         except (OSError, TokenizerError):
             name = self.tokenizer.rstrip("/").rpartition("/")[2].lower()
             parts = Path(path).absolute().parts  # a path in a cache contains models--google--t5-base/snapshots/...
