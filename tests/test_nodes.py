@@ -225,6 +225,19 @@ def test_a_job_refused_by_one_machine_ends_on_all(tmp_path):
     assert last == "1 fault in the job; nothing was started"
 
 
+def test_a_job_refused_by_the_first_machine_alone_ends_on_all(tmp_path):
+    """The folder in which the others find its proof is removed again."""
+    texts = jobs.write_texts(tmp_path)
+    where = dict(NNODES="2", HEAD_ADDR="127.0.0.1", HEAD_PORT=str(free_port()))
+    argv = [
+        jobs.arguments(tmp_path / "run", texts=path, training__local_batch_size=4)
+        for path in (tmp_path / "none.jsonl", texts)
+    ]
+    machines = [jobs.start(argv[index], ranks=1, NODE_RANK=str(index), **where) for index in range(2)]
+    (code_0, _, err_0), (code_1, _, err_1) = (jobs.finish(machine) for machine in machines)
+    assert (code_0, code_1, err_1) == (2, 2, "") and "none.jsonl" in err_0 and not (tmp_path / "run").exists()
+
+
 def test_differing_jobs_are_refused_in_one_message(tmp_path):
     texts = jobs.write_texts(tmp_path)
     where = dict(NNODES="2", HEAD_ADDR="127.0.0.1", HEAD_PORT=str(free_port()))
