@@ -101,7 +101,7 @@ class Coordinator:
         began = reported = time.monotonic()
         while len(self.hosts) < self.nodes.count:
             waited = time.monotonic() - began
-            for number in queue.wait(min(seconds - waited, _POLL_SECONDS), self.sockets):
+            for number in queue.wait(max(0.0, min(seconds - waited, _POLL_SECONDS)), self.sockets):
                 return number
             for newcomer in self._admission.poll():
                 if fault := self._admit(*newcomer):
@@ -186,7 +186,7 @@ class Coordinator:
             if self._admission is None:
                 with suppress(JobError):  # the port may be in use for a moment
                     self._admission = Admission(self.nodes, self._key)
-            for number in queue.wait(min(seconds - waited, _POLL_SECONDS), self.sockets):
+            for number in queue.wait(max(0.0, min(seconds - waited, _POLL_SECONDS)), self.sockets):
                 return number
             if self._admission is not None:
                 faults = [self._admit(*newcomer) for newcomer in self._admission.poll()]
