@@ -70,8 +70,10 @@ class _Group:
         mean = {MEAN: self.total / self.losses} if self.losses else {}
         yield self.first[0], self.first[1] | mean
         extremes = (place for _, place in (*self.lowest.values(), *self.highest.values()))
-        others = {number: record for number, record in (*extremes, *self.lost.values()) if number != self.first[0]}
-        yield from ((number, record | mean | {EXTREME: True}) for number, record in others.items())
+        further_records = {
+            number: record for number, record in (*extremes, *self.lost.values()) if number != self.first[0]
+        }
+        yield from ((number, record | mean | {EXTREME: True}) for number, record in further_records.items())
 
 
 def _value(extreme: tuple[float, Place]) -> float:
