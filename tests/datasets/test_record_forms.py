@@ -296,7 +296,7 @@ def plain_talk(record):
     tools = json.loads(tools) if isinstance(tools, str) else tools
     tools = [tools] if isinstance(tools, dict) else tools
     if tools and field == "conversations":
-        is_bare = [not {"type", "function"} & tool.keys() for tool in tools]
+        is_bare = ["name" in tool and not {"type", "function"} & tool.keys() for tool in tools]
         tools = [{"type": "function", "function": t} if bare else t for t, bare in zip(tools, is_bare, strict=True)]
     return Talk(messages, 0, tools and filled(tools), filled(record.get("chat_template_kwargs") or {}))
 

@@ -183,7 +183,7 @@ class MessageReader:
         """Return the tools of a record: a list of tables, or one. Those that are JSON texts are parsed."""
         value = without_nulls(value)
         tools = [value] if isinstance(value, dict) else value
-        if tools is None:
+        if tools is None or value == {}:
             return None
         tools = [parsed(tool) if isinstance(tool, str) else tool for tool in tools] if isinstance(tools, list) else None
         if tools is None or not all(isinstance(tool, dict) for tool in tools):
