@@ -1,6 +1,7 @@
 """The command `torchtitan check`. Rules and translations are tested elsewhere."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,10 @@ import tomli
 
 from torchtitan import cli
 from torchtitan.commands import check as command
-from torchtitan.commands.check import fewest_ranks
 from torchtitan.config.manager import load
 from torchtitan.config.options import options
 from torchtitan.models import SIZES
+from torchtitan.rules.loading import fewest_ranks
 
 REPOSITORY = Path(__file__).parent.parent
 TOKENIZER = REPOSITORY / "tests/assets/tokenizer/tiktoken.model"
@@ -72,8 +73,9 @@ def test_memory_estimates_of_valid_jobs_come_last(rehearsals, capsys, tmp_path):
         (tmp_path / f"{name}.toml").write_text(f'[model]\ntokenizer_path = "{TOKENIZER}"\n{more}')
     code, out, err = run(capsys, "a.toml", "b.toml", "c.toml", "--device=cpu", "--training.seq_len=64", memory=True)
     assert code == 2 and "training.steps" in err
-    first, second = (out.index(f"{name}.toml: OK") for name in "ac")
-    assert first < second < out.index("memory of 1\nmemory of 2\n")
+    # a job is only called OK after a step of it was rehearsed
+    order = [out.index(text) for text in ("a.toml: OK", "memory of 1\n", "c.toml: OK", "memory of 2\n")]
+    assert order == sorted(order)
     tail = ["--training.seq_len=64", "--world-size=1", "--device=cpu", "--no-remedies"]
     assert rehearsals.asked == [["--job.config_file", name, *tail] for name in ("a.toml", "c.toml")]
 
@@ -85,13 +87,61 @@ def test_memory_estimates_of_valid_jobs_come_last(rehearsals, capsys, tmp_path):
         ((-9, "", ""), "  memory    not foretold: `torchtitan estimate` was ended by signal 9"),
         ((1, "", "Traceback\n  File\nOSError: no libtorch.so\n"), "  memory    not foretold: OSError: no libtorch.so"),
         ((2, "", "a.b: given 3;\n    allowed: 4\n"), "a.b: given 3; allowed: 4"),
-        ((3, "", ""), "  memory    not foretold: exit code 3"),
+        ((4, "", ""), "  memory    not foretold: exit code 4"),
     ],
 )
 def test_a_failed_estimate_does_not_fail_the_check(result, last_line, rehearsals, capsys):
     rehearsals.given = subprocess.CompletedProcess([], *result)
     code, out, err = run(capsys, f"--model.tokenizer_path={TOKENIZER}", memory=True)
     assert (code, err) == (0, "") and out.splitlines()[-1].endswith(last_line)
+
+
+def test_a_job_whose_step_fails_is_not_ok(rehearsals, capsys):
+    rehearsals.given = subprocess.CompletedProcess([], 3, "", "Traceback\n  File\nRuntimeError: shapes differ\n")
+    code, out, err = run(capsys, f"--model.tokenizer_path={TOKENIZER}", memory=True)
+    assert code == 2 and "the default job: not OK\n" in out and ": OK" not in out
+    assert err.startswith("the default job: a step of it fails: RuntimeError: shapes differ; `torchtitan estimate`")
+    code, out, err = run(capsys, "--json", f"--model.tokenizer_path={TOKENIZER}", memory=True)
+    (job,) = json.loads(out)["jobs"]
+    assert code == 2 and not job["ok"] and job["faults"][0]["given"] == "RuntimeError: shapes differ"
+
+
+def test_json(rehearsals, capsys, tmp_path):
+    """Its keys are documented in docs/jobs.md."""
+    (tmp_path / "a.toml").write_text(f'[model]\ntokenizer_path = "{TOKENIZER}"\n[lr_scheduler]\nwarmup_steps = 50\n')
+    code, out, err = run(capsys, "--json", "a.toml", "--training.steps=5", memory=True)
+    record = json.loads(out)
+    notice = "a trial run by training.steps = 5: the job's schedule does not fit, and is shortened: "
+    job = {"job": "a.toml", "ok": True, "faults": [], "ranks": 1, "memory": "memory of 1"}
+    assert record == {
+        "ok": True,
+        "exit_code": 0,
+        "jobs": [job | {"warnings": [f"{notice}lr_scheduler.warmup_steps 50 -> 1"]}],
+    }
+    code, out, err = run(capsys, "--json", "a.toml", "--training.stepz=5", "--optimizer.name=Adm", memory=True)
+    (job,) = json.loads(out)["jobs"]
+    assert (code, err, job["ok"], job["ranks"]) == (2, "", False, None)
+    assert [fault["option"] for fault in job["faults"]] == ["training.stepz", "optimizer.name"]
+    assert job["faults"][0] == {
+        "file": "command line",
+        "option": "training.stepz",
+        "given": '"5"',
+        "allowed": "a known option",
+        "remedy": "did you mean training.steps?",
+    }
+
+
+def test_records_that_train_no_end_token_are_counted(capsys, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 3)
+    job = ["--task.kind=sft", "--training.dataset=text", "--training.dataset_path=rows.jsonl", "--training.steps=9"]
+    job.append(f"--model.tokenizer_path={TOKENIZER}")
+    code, out, _ = run(capsys, *job)
+    assert code == 0 and "\n  ends      3 of the first 3 records train an end token\n" in out
+    code, out, _ = run(capsys, *job, "--data.train_on_eos=none")
+    assert code == 0 and "\n  ends      0 of the first 3 records train an end token: the model will not learn to" in out
+    code, out, _ = run(capsys, "--json", *job, "--data.train_on_eos=none")
+    assert "0 of the first 3 records" in json.loads(out)["jobs"][0]["warnings"][0]
+    assert "  ends " not in run(capsys, f"--model.tokenizer_path={TOKENIZER}")[1]  # text has no records
 
 
 def test_a_job_is_checked_without_torch(rehearsals, monkeypatch, capsys):

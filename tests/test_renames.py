@@ -21,6 +21,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.models.deepseek import YarnScaling
 from torchtitan.models.sizes import RopeScaling
 from torchtitan.rules import Facts, check
+from torchtitan.rules.loading import fewest_ranks
 
 OLD = sorted((Path(__file__).parent / "fixtures/old_tomls").glob("*.toml"))
 
@@ -177,7 +178,7 @@ def test_options_without_effect_in_an_old_job_are_left_out(old, left_out, capsys
         assert out.count(f"# left out, changed nothing: {key} (allowed: ") == 1
     (tmp_path / "new.toml").write_text(out)
     config = load(["--job.config_file=new.toml"])
-    faults = {fault.key for fault in check(config, command.fewest_ranks(config), "cpu")}
+    faults = {fault.key for fault in check(config, fewest_ranks(config), "cpu")}
     assert faults <= {"training.dataset_path", "model.tokenizer_path"}  # these files do not exist here
 
 

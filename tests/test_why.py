@@ -119,6 +119,10 @@ def test_each_remedy_is_printed_once(tmp_path, capsys):
     out = output_of(capsys, "why", tmp_path)
     assert "change first: to see what takes the unexplained time, set profiling" in out
     assert "then: look for other programs on the machine\n" in out and out.count("set profiling.") == 1
+    record = json.loads(output_of(capsys, "why", tmp_path, "--json"))  # its keys are documented in docs/jobs.md
+    assert {*record} == {"run", "exit_code", "seconds", "training_share", "causes", "lines"}
+    assert record["lines"] == out.splitlines() and record["exit_code"] == 0
+    assert all({*cause} == {"name", "share", "gain", "remedy"} for cause in record["causes"]) and record["causes"]
 
 
 def test_the_fastest_plan_is_no_change(tmp_path, capsys, monkeypatch):

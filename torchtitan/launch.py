@@ -36,7 +36,7 @@ from torchtitan.process.exit import CRASHED, REFUSED, exit_with
 from torchtitan.process.network import require_interfaces
 from torchtitan.process.ranks import Restart, count_ranks, likely_device, read_nodes, set_default, slurm_job
 from torchtitan.process.run_log import print_message
-from torchtitan.rules import check, with_faults_of_the_rest
+from torchtitan.rules.loading import load_valid
 
 AUTO = "auto"
 """As many ranks as this machine has GPUs."""
@@ -99,7 +99,7 @@ def run_as_coordinator(nodes: Nodes, num_ranks: int, arguments: list[str], queue
     coordinator, code = Coordinator(nodes, num_ranks), CRASHED  # the code that an unexpected exception sends
     end = RunEnd(CRASHED, reason="the launcher failed")
     try:
-        config = load_job(arguments, nodes.count * num_ranks)
+        config = load_job(arguments, nodes.count * num_ranks, notices=True)
         if config is None:
             code = REFUSED
             return code
@@ -214,23 +214,24 @@ def start_ranks(
     return RankMonitor(ranks, queue, limits, Path(config.job.dump_folder) / HANGS_FOLDER, peers, export_advice(config))
 
 
-def load_job(argv: list[str], world_size: int, explain: bool = True) -> JobConfig | None:
-    """Return the checked job, or None after its faults are printed to stderr, one line each."""
-    config, faults = load_and_check(argv, world_size)
-    if config is None and explain:
-        print(faults, file=sys.stderr)
+def load_job(argv: list[str], world_size: int, explain: bool = True, notices: bool = False) -> JobConfig | None:
+    """Return the checked job, or None after its faults are printed to stderr, one line each.
+
+    `notices`: also print how the schedule of a trial run was shortened.
+    """
+    config, message = load_and_check(argv, world_size)
+    if message and (notices if config else explain):
+        print(message, file=sys.stderr)
     return config
 
 
 def load_and_check(argv: list[str], world_size: int) -> tuple[JobConfig | None, str]:
-    """Return the checked job and "", or None and its faults, one line each."""
+    """Return the checked job and a notice or "", or None and its faults, one line each."""
     try:
-        config = manager.load(argv)
-        faults = check(config, world_size, likely_device(), manager.said_by(argv))
+        facts = load_valid(argv, world_size, likely_device())
+        return facts.config, wrap_lines(facts.notice)
     except ConfigError as error:
-        faults = with_faults_of_the_rest(error, world_size, likely_device(), manager.said_by(argv))
-    if not faults:
-        return config, ""
+        faults = error.faults
     total = f"{len(faults)} fault{'s' if len(faults) > 1 else ''} in the job; nothing was started"
     return None, "\n".join([*map(wrap_lines, faults), total])
 

@@ -66,7 +66,12 @@ def main(argv: list[str]) -> int:
     if ranks.launcher is not None:
         die_with_parent(ranks.launcher.pid)
         respond_to_launcher(ranks.launcher)
-    config = load_job(argv, ranks.world_size, explain=ranks.local_rank == 0)  # each machine has its own files
+    config = load_job(
+        argv,
+        ranks.world_size,
+        explain=ranks.local_rank == 0,  # each machine has its own files
+        notices=ranks.is_main and ranks.launcher is None,
+    )
     if config is None:
         if ranks.local_rank:
             wait_for_reporting_rank(ranks)

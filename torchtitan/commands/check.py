@@ -5,18 +5,22 @@ The check is quick because it needs no torch. For a job without faults, `torchti
 
 import argparse
 import importlib.util
+import json
 import math
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from torchtitan.adapters import NONE
 from torchtitan.adapters.targets import QUANTIZED_MULTIPLES, linear_adapter_options
 from torchtitan.commands.command_lines import parse_command
+from torchtitan.commands.end_tokens import end_token_line
 from torchtitan.commands.upgrade import translate
 from torchtitan.config.batch_shape import notice, rows_per_sample, sample_count
 from torchtitan.config.job import JobConfig, describe_sources, job_schema
-from torchtitan.config.manager import load, said_by, to_toml
+from torchtitan.config.manager import to_toml
 from torchtitan.config.options import ConfigError, Fault, help_text
 from torchtitan.config.upgrade import ERAS
 from torchtitan.core.cadence import NO_LIMIT, cadence_of, describe_end
@@ -26,13 +30,16 @@ from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED, StateSize
 from torchtitan.process.children import python_command
 from torchtitan.process.machine import describe_limit, limit_in_bytes
-from torchtitan.rules import RULES, Device, Facts, check, with_faults_of_the_rest
+from torchtitan.rules import RULES, Facts, check
+from torchtitan.rules.loading import fewest_ranks, load_valid
 from torchtitan.rules.optimization import trained_matrices
 from torchtitan.rules.pipeline import layers_by_stage
 
 __all__ = ["RULES", "check", "main"]
 
 REFUSED = 2
+STEP_FAILED = 3
+"""Exit code of `torchtitan estimate` if the step that it rehearses fails."""
 
 
 def main(argv: list[str]) -> int:
@@ -54,35 +61,80 @@ def main(argv: list[str]) -> int:
             raise JobError("--upgrade takes one job")
         return _upgrade(job_args, options)
     jobs = [["--job.config_file", file, *job_options] for file in files] or [job_options]
-    judged = [_judged(job, options) for job in jobs]  # all jobs are checked before the first simulation
-    sys.stdout.flush()
-    for job, facts in zip(jobs, judged, strict=True):
-        if facts is not None and not _left_out(facts.config, options):
-            estimate_args = job or [f"--model.name={facts.config.model.name}"]  # estimate refuses to run without a job
-            print(_memory([*estimate_args, f"--world-size={facts.world_size}", f"--device={facts.device}"]), flush=True)
-    return REFUSED if None in judged else 0
+    verdicts = [_judged(job, options) for job in jobs]  # all jobs are judged before the first simulation
+    if not options.json:
+        for verdict in verdicts:
+            _refuse(verdict.faults) if verdict.faults else None
+    for job, verdict in zip(jobs, verdicts, strict=True):
+        if verdict.facts is not None:
+            _look_further(job, verdict.facts, verdict, options)
+    code = 0 if all(verdict.ok for verdict in verdicts) else REFUSED
+    if options.json:
+        records = [verdict.record() for verdict in verdicts]
+        print(json.dumps({"ok": code == 0, "exit_code": code, "jobs": records}, indent=1))
+    return code
 
 
-def _judged(argv: list[str], options: argparse.Namespace) -> Facts | None:
-    """Check one job and print its summary or its faults. Returns None if it has faults."""
-    device: Device = options.device
+@dataclass
+class Verdict:
+    """The result for one job. `memory`: lines of the estimate. `failure`: why its step fails, if it does."""
+
+    job: str
+    facts: Facts | None
+    faults: list[Fault]
+    warnings: list[str]
+    memory: str = ""
+    failure: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.faults and not self.failure
+
+    def record(self) -> dict[str, Any]:
+        """Return the verdict for JSON, see docs/jobs.md."""
+        keys = {"file": "file", "key": "option", "value": "given", "allowed": "allowed", "remedy": "remedy"}
+        faults = [{name: getattr(fault, key) for key, name in keys.items()} for fault in self.faults]
+        if self.failure:
+            faults.append(dict.fromkeys(keys.values(), "") | {"file": self.job, "given": self.failure})
+        ranks = None if self.facts is None else self.facts.world_size
+        memory = self.memory.strip() or None
+        return {"job": self.job, "ok": self.ok, "faults": faults, "warnings": self.warnings} | {
+            "ranks": ranks,
+            "memory": memory,
+        }
+
+
+def _judged(argv: list[str], options: argparse.Namespace) -> Verdict:
+    """Judge one job."""
     try:
-        config = load(argv)
+        facts = load_valid(argv, options.world_size, options.device)
     except ConfigError as error:
-        ranks = options.world_size or (fewest_ranks(error.rest) if error.rest else 1)
-        _refuse(with_faults_of_the_rest(error, ranks, device, said_by(argv)))
-        return None
-    facts = Facts(config, options.world_size or fewest_ranks(config), device)
-    faults = check(config, facts.world_size, device, said_by(argv))
-    if faults:
-        _refuse(faults)
-        return None
-    print(f"{' + '.join(config.job.config_file) or 'the default job'}: OK\n{summary(facts)}")
+        return Verdict(" + ".join(argv[1::2][: argv.count("--job.config_file")]), None, error.faults, [])
+    ends = end_token_line(facts)
+    warnings = [facts.notice] if facts.notice else []
+    warnings += [ends] if ends.startswith("0 ") else []
+    return Verdict(" + ".join(facts.config.job.config_file) or "the default job", facts, [], warnings)
+
+
+def _look_further(argv: list[str], facts: Facts, verdict: Verdict, options: argparse.Namespace) -> None:
+    """Predict the memory of a job without faults, and print its summary. The prediction shows if the step fails."""
+    config = facts.config
+    if not _left_out(config, options):
+        estimate_args = argv or [f"--model.name={config.model.name}"]  # estimate refuses to run without a job
+        sizes = [f"--world-size={facts.world_size}", f"--device={facts.device}"]
+        verdict.memory, verdict.failure = _memory([*estimate_args, *sizes])
+    if options.json:
+        return
+    if verdict.failure:
+        message = f"a step of it fails: {verdict.failure}; `torchtitan estimate` with the same words shows where"
+        print(wrap_lines(f"{verdict.job}: {message}"), file=sys.stderr)
+    lines = [f"{verdict.job}: {'not OK' if verdict.failure else 'OK'}", summary(facts)]
+    lines += [wrap_lines(f"  ends      {line}") for line in [end_token_line(facts)] if line]
+    lines += [wrap_lines(f"  trial     {facts.notice}")] * bool(facts.notice)
     if _left_out(config, options):
-        print("  memory    `torchtitan estimate` with the same words foretells the most that a rank has at once")
-    if config.job.print_config:
-        print(to_toml(config))
-    return facts
+        lines.append("  memory    `torchtitan estimate` with the same words foretells the most that a rank has at once")
+    lines += [to_toml(config)] * config.job.print_config + [verdict.memory] * bool(verdict.memory)
+    print("\n".join(lines), flush=True)
 
 
 def _left_out(config: JobConfig, options: argparse.Namespace) -> bool:
@@ -90,25 +142,27 @@ def _left_out(config: JobConfig, options: argparse.Namespace) -> bool:
     return options.no_memory or config.job.print_config
 
 
-def _memory(estimate_args: list[str]) -> str:
-    """Return the output of `torchtitan estimate` with these arguments, or the reason why it failed.
+def _memory(estimate_args: list[str]) -> tuple[str, str]:
+    """Return the output of `torchtitan estimate`, or the reason why there is none; and why the step fails, if it does.
 
     It needs torch and runs in a separate process, so that a torch that does not load, or too little memory, cannot end
     the check.
     """
     if importlib.util.find_spec("torch") is None:
-        return "  memory    not foretold: torch is not installed"
+        return "  memory    not foretold: torch is not installed", ""
     with waiting("a step is rehearsed for its memory"):
         command = python_command("torchtitan", "estimate", *estimate_args, "--no-remedies", tied=True)
         result = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if result.stdout:
-        return result.stdout.rstrip("\n")
+        return result.stdout.rstrip("\n"), ""
     if result.returncode < 0:
-        return f"  memory    not foretold: `torchtitan estimate` was ended by signal {-result.returncode}"
+        return f"  memory    not foretold: `torchtitan estimate` was ended by signal {-result.returncode}", ""
     error_lines = [line.strip() for line in result.stderr.splitlines()]
     # the last line of a traceback has the message
     reason = " ".join(error_lines if result.returncode == REFUSED else error_lines[-1:])
-    return wrap_lines(f"  memory    not foretold: {reason or f'exit code {result.returncode}'}")
+    if result.returncode == STEP_FAILED:
+        return "", reason
+    return wrap_lines(f"  memory    not foretold: {reason or f'exit code {result.returncode}'}"), ""
 
 
 def _refuse(faults: Iterable[Fault | Exception | str], number: int | None = None) -> int:
@@ -116,18 +170,6 @@ def _refuse(faults: Iterable[Fault | Exception | str], number: int | None = None
     number = number or len(lines)
     print(*lines, f"{number} fault{'s' if number > 1 else ''}", sep="\n", file=sys.stderr)
     return REFUSED
-
-
-def fewest_ranks(config: JobConfig) -> int:
-    """Return the smallest number of ranks that the job's parallel degrees allow."""
-    facts = Facts(config, 1, "cpu")
-    product = max(1, config.parallelism.data_parallel_shard_degree)
-    for degree in (facts.replicas, facts.cp, facts.tp, facts.pp):
-        product *= degree
-    # the shards that expert parallel needs in addition to cp and tp
-    if config.parallelism.data_parallel_shard_degree == -1:
-        product *= facts.ep // math.gcd(facts.ep, facts.cp * facts.tp)
-    return product
 
 
 def summary(facts: Facts) -> str:

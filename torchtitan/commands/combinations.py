@@ -4,11 +4,12 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 from torchtitan.config.job import JobConfig
-from torchtitan.config.manager import load, said_by
+from torchtitan.config.manager import said_by
 from torchtitan.config.options import ConfigError, Fault
 from torchtitan.core.errors import JobError, wrap_lines
 from torchtitan.process.ranks import likely_device
 from torchtitan.rules import check
+from torchtitan.rules.loading import load_job
 
 MODEL = "model"
 ERROR = "ERROR:"
@@ -88,7 +89,7 @@ def checked_jobs(
     for case in cases:
         case_args = [*job_args, *arguments_of(case)]
         try:
-            config, of_adjustment = adjust(case, load(case_args))
+            config, of_adjustment = adjust(case, load_job(case_args)[0])
             case_faults = [*of_adjustment, *check(config, ranks, likely_device(), said_by(case_args))]
             configs.append(config)
         except ConfigError as error:

@@ -55,6 +55,7 @@ def _check() -> CommandParser:
     )
     _add_ranks_and_device(parser)
     parser.add_argument("--no-memory", action="store_true", help="do not predict the memory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object: faults, warnings and the exit code")
     parser.add_argument("--upgrade", action="store_true", help="translate a job of torchtitan's TOML era")
     eras = OneOf("torchtitan.config.upgrade:ERAS")
     parser.add_argument("--from", dest="era", type=eras, metavar="ERA", help="era of the job for --upgrade")
@@ -71,7 +72,8 @@ def _add_ranks_and_device(parser: CommandParser) -> None:
 
 
 def _estimate() -> CommandParser:
-    parser = CommandParser("estimate", "Exit code: 0 if it fits or no limit is known, 1 if not, 2 for faults.", "job")
+    codes = "Exit code: 0 if it fits or no limit is known, 1 if not, 2 for faults, 3 if the step fails."
+    parser = CommandParser("estimate", codes, "job")
     _add_ranks_and_device(parser)
     memory = "memory of a rank, with a unit as in 80GiB (default: memory.limit, or this machine's GPU)"
     parser.add_argument("--memory", type=size_in_bytes, metavar="SIZE", help=memory)

@@ -5,25 +5,24 @@ data.
 """
 
 import argparse
+import traceback
 from collections import Counter
-from dataclasses import replace
 
 import torch
 
-from torchtitan.commands.check import fewest_ranks
+from torchtitan.commands.check import STEP_FAILED
 from torchtitan.commands.command_lines import SPEEDS, parse_command
 from torchtitan.commands.plan_command_line import USUAL_GPU
-from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
-from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError, format_bytes
 from torchtitan.core.hardware import load_hardware
 from torchtitan.core.progress_bar import waiting
 from torchtitan.planner.estimate import Prediction, Remedy, flops_of_a_rank, predict, remedies, worst
-from torchtitan.planner.search import TO_BE_FETCHED
+from torchtitan.planner.search import is_judged
 from torchtitan.process.machine import limit_in_bytes
 from torchtitan.process.ranks import likely_device
-from torchtitan.rules import Device, check
+from torchtitan.rules import Device
+from torchtitan.rules.loading import load_valid, without_resume
 
 WAITED_FOR = ("tp", "cp", "ep")
 """Axes with messages that the next matrix product needs. docs/parallelism.md describes how each can be hidden."""
@@ -41,15 +40,16 @@ def main(argv: list[str]) -> int:
     options, job_args = parse_options(argv)
     if not job_args:
         raise JobError(NO_JOB)
-    config = manager.load(job_args)
-    # nothing is resumed, so an earlier run in the same folder does not matter
-    config = replace(config, job=replace(config.job, clean_start="always"))
-    world_size = options.world_size or fewest_ranks(config)
-    faults = [fault for fault in check(config, world_size, options.device) if not fault.key.startswith(TO_BE_FETCHED)]
-    if faults:
-        raise ConfigError(faults)
-    with waiting("a step is rehearsed"):
-        predictions = predict(config, world_size, options.device, options.traffic)
+    facts = load_valid(job_args, options.world_size, options.device, is_judged, without_resume)
+    config, world_size = facts.config, facts.world_size
+    try:
+        with waiting("a step is rehearsed"):
+            predictions = predict(config, world_size, options.device, options.traffic)
+    except JobError:
+        raise
+    except Exception:  # the step would fail in training too, or this program is wrong: the traceback tells
+        traceback.print_exc()
+        return STEP_FAILED
     name = " + ".join(config.job.config_file) or "the default job"
     most, ranks = worst(predictions), f"{world_size} rank{'s' if world_size > 1 else ''} ({options.device})"
     print(f"{name} on {ranks}: {format_bytes(most.peak)} of tensors at most, in {most.moment}")

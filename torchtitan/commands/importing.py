@@ -8,7 +8,6 @@ from pkgutil import resolve_name
 from typing import NamedTuple
 
 from torchtitan.checkpoint.folders import replace_file
-from torchtitan.commands.check import fewest_ranks
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.upgrade import as_file
 from torchtitan.config.job import JobConfig
@@ -22,6 +21,7 @@ from torchtitan.launcher.run_folder import IMPORTED_JOB_FILE
 from torchtitan.process.exit import REFUSED
 from torchtitan.process.ranks import count_ranks, likely_device
 from torchtitan.rules import check
+from torchtitan.rules.loading import fewest_ranks
 
 EVALUATE = "torchtitan.commands.evaluate:main"
 """Imported by name on demand, as it needs torch."""

@@ -46,6 +46,7 @@ from torchtitan.planner.measured_runs import calibrate
 from torchtitan.planner.plan import Plan, Workload, can_be_planned
 from torchtitan.planner.search import Candidate, Limits, Result, Search, faults_as_new
 from torchtitan.rules import Device, Facts
+from torchtitan.rules.loading import load_job
 
 PLANNED = {name for plan in (Plan(), Plan(tp=2, cp=2, pp=2, schedule="1F1B")) for name in plan.changes(JobConfig(), 1)}
 """Options that a plan sets. Their faults in the job do not matter."""
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> int:
         raise JobError(f"--write: given {str(options.write)!r}; allowed: names with .toml; rename it")
     if options.write is not None:
         check_replaced(options.write, job_args)
-    question = ask(options, manager.load(job_args))
+    question = ask(options, load_job(job_args)[0])
     with waiting("plans are searched"):
         number = max(options.top, options.explain or 0, options.rehearse)
         result = question.search.find(options.gpus, number, question.limits)

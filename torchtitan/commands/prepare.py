@@ -24,12 +24,9 @@ from torchtitan.build.data import (
     unread_fields,
     with_steps,
 )
-from torchtitan.commands.check import fewest_ranks
 from torchtitan.commands.command_lines import parse_command
-from torchtitan.config import manager
 from torchtitan.config.batch_shape import Section, sample_count
 from torchtitan.config.job import JobConfig
-from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
 from torchtitan.datasets.preparing import advice, prepare
@@ -38,7 +35,7 @@ from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.losses.tasks import task_of
-from torchtitan.rules import check
+from torchtitan.rules.loading import load_valid
 
 COLUMNS = ("records", "whole", "cut", "left out", "50 %", "90 %", "99 %", "longest", "tokens", "trained")
 """Of the table; lengths are in tokens."""
@@ -47,13 +44,9 @@ WIDTH = 32
 
 
 def prepare_job(job_args: list[str]) -> int:
-    config = manager.load(job_args)
-    ranks = fewest_ranks(config)
     # training may run on another machine, so only faults on every kind of device count
-    elsewhere = check(config, ranks, "cuda")
-    if faults := [fault for fault in check(config, ranks, "cpu") if fault in elsewhere]:
-        raise ConfigError(faults)
-    print("\n".join(prepared(config, ranks)))
+    facts = load_valid(job_args, None, None)
+    print("\n".join(prepared(facts.config, facts.world_size)))
     return 0
 
 

@@ -17,7 +17,7 @@ from torchtitan.build import parts
 from torchtitan.build.data import data_sources, training_loader, unread_fields
 from torchtitan.build.parts import isolates_documents
 from torchtitan.commands.command_lines import parse_command
-from torchtitan.config import manager
+from torchtitan.commands.end_tokens import end_token_line
 from torchtitan.config.batch_shape import rows_per_sample
 from torchtitan.config.job import JobConfig, describe_sources
 from torchtitan.config.sections.training import DataLoader
@@ -25,6 +25,7 @@ from torchtitan.datasets.loader import Batch
 from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.losses.tasks import task_of
+from torchtitan.rules.loading import load_valid, without_resume
 from torchtitan.training.batches import batch_preparer
 
 HEAD, SPECIAL, MASKED, FAINT = "\033[1;36m", "\033[33m", "\033[2;31m", "\033[2m"
@@ -34,7 +35,9 @@ CONTROLS = {c: chr(0x2400 + c) for c in range(32) if chr(c) not in "\n\t"} | {c:
 
 def main(argv: list[str]) -> int:
     options, job_args = parse_command("preview", argv)
-    config = manager.load(job_args)
+    # weights are not read, and training may run on another machine
+    facts = load_valid(job_args, None, None, lambda fault: not fault.key.startswith("checkpoint."), without_resume)
+    config = facts.config
     tokenizer = parts.tokenizer(config)
     batch = first_batch(config, tokenizer, options.samples)
     view = View(
@@ -52,8 +55,9 @@ def main(argv: list[str]) -> int:
         for line in view.sample(i, {k: v[i].tolist() for k, v in batch.items()})
     ]
     encoding = sys.stdout.encoding or "utf-8"
-    unread = unread_fields([weighted.source for weighted in data_sources(config, "training")])
-    print("\n".join([about(config), *unread, *lines]).encode(encoding, "replace").decode(encoding))
+    head = [about(config), *filter(None, [end_token_line(facts)])]
+    head += unread_fields([weighted.source for weighted in data_sources(config, "training")])
+    print("\n".join([*head, *lines]).encode(encoding, "replace").decode(encoding))
     return 0
 
 

@@ -10,22 +10,18 @@ import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torchtitan.build import parts
-from torchtitan.commands.check import fewest_ranks
 from torchtitan.commands.command_lines import parse_command
-from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
-from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError, format_bytes
 from torchtitan.core.progress_bar import progress_bar, waiting
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.planner.fake_cuda import FakeCuda, build
-from torchtitan.planner.search import TO_BE_FETCHED
-from torchtitan.rules import check
+from torchtitan.planner.search import is_judged
+from torchtitan.rules.loading import load_valid, without_resume
 
 NO_JOB = """\
 torchtitan rehearse: no job is given; give a file, a name of `torchtitan list jobs`, or options of a job, as in
@@ -48,12 +44,8 @@ def main(argv: list[str]) -> int:
     options, job_args = parse_command("rehearse", argv)
     if not job_args:
         raise JobError(NO_JOB)
-    config = manager.load(job_args)
-    config = replace(config, job=replace(config.job, clean_start="always"))  # nothing is resumed
-    world_size = options.world_size or fewest_ranks(config)
-    faults = [fault for fault in check(config, world_size, "cuda") if not fault.key.startswith(TO_BE_FETCHED)]
-    if faults:
-        raise ConfigError(faults)
+    facts = load_valid(job_args, options.world_size, "cuda", is_judged, without_resume)
+    config, world_size = facts.config, facts.world_size
     dims = parts.dims(config, world_size)
     ranks = sorted(set(options.ranks or usual_ranks(dims)))
     if ranks[-1] >= world_size:

@@ -65,6 +65,7 @@ def _why_parser() -> CommandParser:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's dump_folder")
     gpu = "hardware of the run: a name of `torchtitan plan --help`, or a file (default: by the device that it recorded)"
     parser.add_argument("--gpu", metavar="NAME", help=gpu)
+    parser.add_argument("--json", action="store_true", help="print one JSON object: causes, remedies and the lines")
     return parser
 
 

@@ -11,9 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from torchtitan.commands.check import fewest_ranks
 from torchtitan.commands.command_lines import parse_command
-from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
 from torchtitan.config.sections.model import Parallelism
@@ -34,7 +32,8 @@ from torchtitan.parallelisms.pipeline.cut import SCHEDULES, schedule_traits
 from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, Simulation, Span, simulate
 from torchtitan.process.ranks import likely_device
-from torchtitan.rules import Facts, check
+from torchtitan.rules import Facts
+from torchtitan.rules.loading import load_valid
 from torchtitan.rules.monitoring import unwritable
 from torchtitan.rules.pipeline import layers_by_stage, num_stages
 
@@ -176,7 +175,17 @@ def unequal_layers(facts: Facts) -> tuple[int, ...]:
 
 def facts_of(options: argparse.Namespace, job: list[str]) -> Facts:
     """Load the job and override it by the options. Raises ConfigError if its pipeline is invalid."""
-    config = manager.load(job)
+    return load_valid(
+        job,
+        None,
+        likely_device(),
+        matters=lambda fault: fault.key.startswith(OF_THE_PIPELINE),
+        adjust=lambda config: overridden(config, options),
+    )
+
+
+def overridden(config: JobConfig, options: argparse.Namespace) -> JobConfig:
+    """Return the job with the pipeline that the options describe. Raises ConfigError if it has none."""
     degrees = config.parallelism
     if options.pp:
         degrees.pipeline_parallel_degree = options.pp
@@ -190,15 +199,13 @@ def facts_of(options: argparse.Namespace, job: list[str]) -> Facts:
             degrees.pipeline_parallel_layers_per_stage = degrees.module_fqns_per_model_part = None
     if options.microbatches:
         config.training.local_batch_size = options.microbatches * degrees.pipeline_parallel_microbatch_size
-    ranks = fewest_ranks(config)
-    facts = Facts(config, ranks, likely_device())
-    faults = [fault for fault in check(config, ranks, facts.device) if fault.key.startswith(OF_THE_PIPELINE)]
-    if facts.pp == 1:
+    if degrees.pipeline_parallel_degree == 1:
+        fault = Facts(config, 1, "cpu").fault
         remedy = "set it in the job, or give --pp"
-        faults = [facts.fault("parallelism.pipeline_parallel_degree", "at least 2, for there to be a schedule", remedy)]
-    if faults:
-        raise ConfigError(faults)
-    return facts
+        raise ConfigError(
+            [fault("parallelism.pipeline_parallel_degree", "at least 2, for there to be a schedule", remedy)]
+        )
+    return config
 
 
 def cut_suits(config: JobConfig) -> bool:

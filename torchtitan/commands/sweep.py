@@ -41,6 +41,7 @@ from torchtitan.metrics.smoothing import smoothed_losses
 from torchtitan.metrics.thinning import read_thinned
 from torchtitan.process.children import python_command
 from torchtitan.process.ranks import count_ranks, likely_device
+from torchtitan.rules.loading import load_job
 
 RESULTS, PICTURE = "sweep.jsonl", "losses.png"
 JOBS, LOGS = "jobs", "logs"
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> int:
     if not arguments.over:
         raise JobError("torchtitan sweep: --over: not given; allowed: KEY=VALUE,VALUE, as optimizer.lr=1e-4,3e-4")
     cases = list(combinations("--over", arguments.over))
-    home = arguments.to or Path(f"{Path(load([*job_args, *arguments_of(cases[0])]).job.dump_folder)}_sweep")
+    home = arguments.to or Path(f"{Path(load_job([*job_args, *arguments_of(cases[0])])[0].job.dump_folder)}_sweep")
     if (home / METRICS).exists():
         raise JobError(f"{home}: the folder of a run; give another folder by --to; nothing was started")
     devices = visible_devices(arguments.workers * arguments.ranks)

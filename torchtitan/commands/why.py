@@ -8,6 +8,7 @@ listed as unknown.
 """
 
 import dataclasses
+import json
 import statistics
 from collections.abc import Iterator
 from contextlib import suppress
@@ -57,10 +58,25 @@ def main(argv: list[str]) -> int:
     hardware = load_hardware(options.gpu) if options.gpu else None
     records = read_run(options.run)
     config = job_of_file(options.run / JOB_FILE)
-    if end := describe_run_end(options.run, records):
-        print(f"{options.run}: {end}")
-    print("\n".join(lines_of(options.run, without_ends(records), config, hardware)))
+    end, records = describe_run_end(options.run, records), without_ends(records)
+    lines = [f"{options.run}: {end}"] * bool(end) + list(lines_of(options.run, records, config, hardware))
+    if options.json:
+        has_model = model_of(options.run, records, hardware)[0] is not None
+        print(json.dumps(record_of(options.run, records, config, lines, has_model), indent=1))
+    else:
+        print("\n".join(lines))
     return 0
+
+
+def record_of(
+    run: Path, records: list[Record], config: JobConfig | None, lines: list[str], has_model: bool
+) -> dict[str, Any]:
+    """Return the answer for JSON, see docs/jobs.md."""
+    seconds = account_of(records)
+    total = sum(seconds.values())
+    causes = sorted(causes_of(seconds, records, config, has_model), key=lambda cause: -cause.gain)
+    answer = {"run": str(run), "exit_code": 0, "seconds": total, "training_share": seconds.get("train", 0.0) / total}
+    return answer | {"causes": [dataclasses.asdict(cause) for cause in causes], "lines": lines}
 
 
 def job_of_file(path: Path) -> JobConfig | None:

@@ -34,6 +34,13 @@ TO_BE_FETCHED = (
     *("checkpoint.", "job.", "metrics.", "profiling.", "adapter.initial_path"),
 )
 """Prefixes of options with faults that prevent a job from starting but not from being simulated."""
+
+
+def is_judged(fault: Fault) -> bool:
+    """Return True if the fault prevents a simulation of the job too."""
+    return not fault.key.startswith(TO_BE_FETCHED)
+
+
 MOST_FORWARDS = 1500
 """Largest number of simulated forwards of all ranks. Longer steps are extrapolated, as a full pipeline is periodic."""
 TICK = 1e-6
@@ -95,7 +102,7 @@ def faults_as_new(config: JobConfig, gpus: int, device: Device) -> list[Fault]:
     new_folder = replace(config.job, dump_folder=str(Path(config.job.dump_folder, "planned")))
     checkpoint = replace(config.checkpoint, folder=Checkpoint().folder)
     faults = check(replace(config, job=new_folder, checkpoint=checkpoint), gpus, device)
-    return [fault for fault in faults if not fault.key.startswith(TO_BE_FETCHED)]
+    return list(filter(is_judged, faults))
 
 
 @dataclass(frozen=True)

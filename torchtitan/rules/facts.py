@@ -43,6 +43,8 @@ class Facts:
     device: Device
     said_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The file or command line that set an option, by option. For all other options, faults name the job's files."""
+    notice: str = ""
+    """How the schedule of a trial run was shortened, see loading.py."""
 
     def fault(self, key: str, allowed: str, remedy: str, value: str = "") -> Fault:
         """Return a fault of the option `key`.

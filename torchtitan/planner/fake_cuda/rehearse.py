@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import (
 
 from torchtitan.build import observers, parts
 from torchtitan.build.data import num_batches_per_step
-from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.optimizers.build import Optimizers
@@ -32,6 +31,7 @@ from torchtitan.planner.fake_cuda.step import HostWaits, job_on_rank, use_fused_
 from torchtitan.planner.live_tensors import ACTIVATIONS, LiveTensors
 from torchtitan.planner.rehearsal import ANY_COUNT, WITHOUT_VALUES, rehearse_built
 from torchtitan.planner.traffic import Traffic
+from torchtitan.rules.loading import load_job
 
 REFUSED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """What a step without values cannot do: values, shapes that depend on them, operators without a rule for shapes."""
@@ -82,7 +82,7 @@ def rehearse(argv: list[str], rank: int, world_size: int, all_layers: bool) -> d
 
     Without `all_layers`, each stage of a job with many layers and microbatches has a few of its layers.
     """
-    config = manager.load(argv)
+    config = load_job(argv)[0]
     config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, enable=False))
     layers = parts.model_args(config).n_layers
     if not all_layers:

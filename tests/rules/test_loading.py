@@ -1,0 +1,111 @@
+"""Tests of loading and judging a job: trial runs of a few steps, and what a command gets of a job with faults."""
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan import launch
+from torchtitan.config.options import ConfigError
+from torchtitan.core.files import shipped_jobs
+from torchtitan.rules.facts import Facts
+from torchtitan.rules.loading import fewest_ranks, load_job, load_valid
+
+DEBUG = """
+[lr_scheduler]
+warmup_steps = 20
+decay_ratio = 0.8
+convention = "torchtitan"
+[training]
+steps = 100
+"""
+CYCLES = """
+[lr_scheduler]
+warmup_steps = 2
+decay_type = "relora_cyclical"
+cycle_length = 10
+[training]
+steps = 20
+"""
+NOTICE = "a trial run by training.steps = 5: the job's schedule does not fit, and is shortened: "
+
+
+def job(folder: Path, text: str, *options: str) -> list[str]:
+    (folder / "job.toml").write_text(text)
+    return ["--job.config_file", str(folder / "job.toml"), *options]
+
+
+@pytest.mark.parametrize(
+    "text, changes, expected",
+    [
+        (DEBUG, "lr_scheduler.warmup_steps 20 -> 1", {"warmup_steps": 1, "decay_ratio": 0.8}),
+        (
+            DEBUG.replace("0.8", "1.0").replace("20", "0"),
+            "",
+            {"warmup_steps": 0, "decay_ratio": 1.0},
+        ),
+        (
+            DEBUG.replace("0.8", "0.9").replace("= 20", "= 10").replace('"torchtitan"', '"default"'),
+            "lr_scheduler.warmup_steps 10 -> 1",
+            {"warmup_steps": 1, "decay_ratio": 0.9},
+        ),
+        (
+            DEBUG.replace("0.8", "0.3").replace("= 20", "= 70"),
+            "lr_scheduler.warmup_steps 70 -> 4, lr_scheduler.decay_ratio 0.3 -> unset",
+            {"warmup_steps": 4, "decay_ratio": None},
+        ),
+        (
+            "[lr_scheduler]\nwarmup_steps = 0.9\ndecay_ratio = 0.5\n[training]\nepochs = 2\n",
+            "lr_scheduler.warmup_steps 0.9 -> unset, lr_scheduler.decay_ratio 0.5 -> unset",
+            {"warmup_steps": None},
+        ),
+        (
+            CYCLES,
+            "lr_scheduler.total_steps unset -> 20",
+            {"total_steps": 20, "cycle_length": 10},
+        ),
+    ],
+)
+def test_a_trial_run_has_a_schedule_that_fits(text, changes, expected, tmp_path):
+    options = ["--training.steps=5"]
+    if "epochs" in text:
+        text = text.replace("[training]\nepochs = 2\n", "")
+    config, notice = load_job(job(tmp_path, text, *options))
+    assert notice.replace("nothing", "unset") == (NOTICE + changes if changes else "")
+    assert {key: getattr(config.lr_scheduler, key) for key in expected} == expected
+    schedule = Facts(config, 1, "cpu").schedule
+    assert all(0 <= schedule.multiplier(step) <= 1 for step in range(5)) and config.training.steps == 5
+
+
+@pytest.mark.parametrize("name", shipped_jobs())
+def test_every_shipped_job_can_be_tried_for_a_few_steps(name):
+    for steps in (1, 2, 5):
+        config, _ = load_job(["--job.config_file", name, f"--training.steps={steps}"])
+        Facts(config, fewest_ranks(config), "cpu").schedule  # noqa: B018 (it raises if it does not fit)
+
+
+def test_contradictions_are_refused_where_no_trial_is_meant(tmp_path):
+    both = ["--training.steps=5", "--lr_scheduler.warmup_steps=9"]
+    for text, options in ((DEBUG.replace("= 100", "= 5"), []), (DEBUG, both)):
+        with pytest.raises(ConfigError, match="lr_scheduler.warmup_steps"):
+            load_valid(job(tmp_path, text, *options), 1, "cpu")
+
+
+def test_the_launcher_tells_how_a_trial_run_is_shortened(tmp_path, capsys):
+    arguments = job(tmp_path, DEBUG, "--training.steps=5")
+    config = launch.load_job(arguments, 1, notices=True)
+    told = " ".join(capsys.readouterr().err.split())
+    assert config.lr_scheduler.warmup_steps == 1 and told == f"{NOTICE}lr_scheduler.warmup_steps 20 -> 1"
+    assert launch.load_job(arguments, 1) == config and capsys.readouterr() == ("", "")
+
+
+def test_all_faults_come_at_once_and_some_do_not_matter(tmp_path):
+    arguments = job(tmp_path, DEBUG, "--training.stepz=5", "--optimizer.name=Adm")
+    with pytest.raises(ConfigError) as error:
+        load_valid(arguments, None, "cpu")
+    assert [fault.key for fault in error.value.faults] == ["training.stepz", "optimizer.name"]
+    key = "parallelism.enable_async_tensor_parallel"
+    gpus = [*arguments[:2], "--compile.enable", "--parallelism.tensor_parallel_degree=2", f"--{key}"]
+    assert load_valid(gpus, None, None).world_size == 2  # a fault on a CPU only
+    with pytest.raises(ConfigError, match=key):
+        load_valid(gpus, None, "cpu")
+    assert load_valid(gpus, 2, "cpu", lambda fault: fault.key != key).device == "cpu"

@@ -1,0 +1,115 @@
+"""Load a job and judge it: the way from a command's arguments to a job that it may act on."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import gcd
+
+from torchtitan.config import manager
+from torchtitan.config.job import JobConfig
+from torchtitan.config.layers import OTHER_ENDS, Values, merged
+from torchtitan.config.options import ConfigError, Fault, show
+from torchtitan.config.sections.training import LRScheduler, Training
+from torchtitan.lr_schedules import CYCLICAL, JAGGED, ScheduleError
+from torchtitan.rules import check, with_faults_of_the_rest
+from torchtitan.rules.facts import Device, Facts
+
+STEPS = "training.steps"
+
+
+def load_valid(
+    argv: list[str],
+    world_size: int | None,
+    device: Device | None,
+    matters: Callable[[Fault], bool] = lambda fault: True,
+    adjust: Callable[[JobConfig], JobConfig] = lambda config: config,
+) -> Facts:
+    """Return the job that the arguments describe, and what follows from it.
+
+    `world_size`: None for the fewest ranks that the job allows. `device`: None if only faults on every kind of device
+    count. `matters`: tells the faults that prevent what the command does. `adjust`: changes the job before it is
+    judged. Raises ConfigError with all faults.
+    """
+    kind: Device = device or "cpu"
+    try:
+        config, notice = load_job(argv)
+        config = adjust(config)
+    except ConfigError as error:
+        ranks = world_size or (fewest_ranks(error.rest) if error.rest else 1)
+        raise ConfigError(with_faults_of_the_rest(error, ranks, kind, manager.said_by(argv))) from None
+    facts = Facts(config, world_size or fewest_ranks(config), kind, manager.said_by(argv), notice)
+    faults = check(config, facts.world_size, kind, facts.said_by)
+    if device is None:
+        elsewhere = check(config, facts.world_size, "cuda", facts.said_by)
+        faults = [fault for fault in faults if fault in elsewhere]
+    if faults := [fault for fault in faults if matters(fault)]:
+        raise ConfigError(faults)
+    return facts
+
+
+def without_resume(config: JobConfig) -> JobConfig:
+    """Return the job as one that ignores an earlier run in its folder."""
+    return replace(config, job=replace(config.job, clean_start="always"))
+
+
+def load_job(argv: list[str]) -> tuple[JobConfig, str]:
+    """Return the job that the arguments describe, and a notice if its schedule was shortened for a trial run.
+
+    A trial run has fewer steps by the command line than its files say. A warmup and decay of the files that do not fit
+    are shortened. Raises ConfigError for values that are wrong in themselves.
+    """
+    config = manager.load(argv)
+    *of_files, command_line = manager.read_layers(argv)[1]
+    is_set = [key for key in command_line.values if key.startswith("lr_scheduler.")]
+    ends = [key for key in (STEPS, *OTHER_ENDS) if key in command_line.values]
+    if not ends or is_set or _can_be_built(config):
+        return config, ""
+    schedule = _shortened(config, merged(layer.values for layer in of_files))
+    if schedule is None:
+        return config, ""
+    before, after = vars(config.lr_scheduler), vars(schedule)
+    differing = [key for key, value in before.items() if value != after[key]]
+    changes = [f"lr_scheduler.{key} {show(before[key])} -> {show(after[key])}" for key in differing]
+    end = f"{ends[0]} = {show(command_line.values[ends[0]])}"
+    notice = f"a trial run by {end}: the job's schedule does not fit, and is shortened: {', '.join(changes)}"
+    return replace(config, lr_scheduler=schedule), notice
+
+
+def _shortened(config: JobConfig, of_files: Values) -> LRScheduler | None:
+    """Return the first shorter form of the schedule that fits, or None.
+
+    A warmup keeps its share of the run. Cycles cannot be shortened, so a run with them has the first steps of the
+    files' schedule.
+    """
+    shape, steps = config.lr_scheduler, config.training.steps
+    file_steps = of_files.get(STEPS, Training().steps) if not any(map(of_files.get, OTHER_ENDS)) else None
+    if shape.decay_type in (JAGGED, CYCLICAL):
+        candidates = [] if file_steps is None else [replace(shape, total_steps=file_steps)]
+    else:
+        warmup = shape.warmup_steps
+        if isinstance(warmup, int):
+            share = None if file_steps is None else min(max(1, round(warmup * steps / file_steps)), steps - 1)
+            warmup = share if warmup else 0
+        candidates = [replace(shape, warmup_steps=warmup), replace(shape, warmup_steps=warmup, decay_ratio=None)]
+        candidates = [replace(shape, decay_ratio=None), *candidates] if shape.warmup_steps in (None, 0) else candidates
+        candidates.append(replace(shape, warmup_steps=None, decay_ratio=None))
+    return next((c for c in candidates if _can_be_built(replace(config, lr_scheduler=c))), None)
+
+
+def _can_be_built(config: JobConfig) -> bool:
+    try:
+        Facts(config, 1, "cpu").schedule  # noqa: B018 (computed to see whether it raises)
+    except ScheduleError:
+        return False
+    return True
+
+
+def fewest_ranks(config: JobConfig) -> int:
+    """Return the smallest number of ranks that the job's parallel degrees allow."""
+    facts = Facts(config, 1, "cpu")
+    product = max(1, config.parallelism.data_parallel_shard_degree)
+    for degree in (facts.replicas, facts.cp, facts.tp, facts.pp):
+        product *= degree
+    # the shards that expert parallel needs in addition to cp and tp
+    if config.parallelism.data_parallel_shard_degree == -1:
+        product *= facts.ep // gcd(facts.ep, facts.cp * facts.tp)
+    return product
