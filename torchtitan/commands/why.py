@@ -59,8 +59,12 @@ def main(argv: list[str]) -> int:
     records = read_run(options.run)
     config = job_of_file(options.run / JOB_FILE)
     end, records = describe_run_end(options.run, records), without_ends(records)
-    lines = [f"{options.run}: {end}"] * bool(end) + list(lines_of(options.run, records, config, hardware))
+    head = [f"{options.run}: {end}"] * bool(end)
+    if head and not options.json:
+        print(*head)
+    lines = list(lines_of(options.run, records, config, hardware))
     if options.json:
+        lines = head + lines
         has_model = model_of(options.run, records, hardware)[0] is not None
         print(json.dumps(record_of(options.run, records, config, lines, has_model), indent=1))
     else:
