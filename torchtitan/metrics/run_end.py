@@ -17,6 +17,9 @@ from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from torchtitan.core.errors import JobError
+from torchtitan.core.files import open_file
+from torchtitan.core.machine_errors import MachineError
 from torchtitan.metrics.json_lines import END, METRICS, Record
 from torchtitan.process import exit as exit_codes
 from torchtitan.process.exit import OUT_OF_TIME, STOPPED
@@ -100,15 +103,15 @@ def record_end(folder: Path, end: RunEnd) -> str:
             if file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(file.fileno())
-    except OSError as error:
-        return f"the end of the run could not be written to {path} ({error.strerror or error})"
+    except (OSError, JobError, MachineError) as error:
+        return f"the end of the run could not be written to {path} ({getattr(error, 'strerror', None) or error})"
     return ""
 
 
 def _tail(path: Path) -> list[Record]:
     """Return the records at the end of a metrics.jsonl; none if there is no such file."""
     records = []
-    with suppress(FileNotFoundError), path.open("rb") as file:
+    with suppress(FileNotFoundError), open_file(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - LONGEST_TAIL))
         for line in file.read(LONGEST_TAIL).splitlines():
