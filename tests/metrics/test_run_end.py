@@ -1,6 +1,7 @@
 """The event of how a run ended: written once, whatever the file holds, and read back."""
 
 import json
+import os
 import random
 import re
 from dataclasses import replace
@@ -72,11 +73,18 @@ def test_an_end_is_found_after_any_bytes(tmp_path, is_full_run):
 def test_an_end_that_cannot_be_written_says_so_and_raises_nothing(tmp_path):
     assert "could not be written" in record_end(tmp_path / "missing", RunEnd(0))
     (tmp_path / "metrics.jsonl").mkdir()
-    assert "Is a directory" in record_end(tmp_path, RunEnd(0))
+    assert "not a regular file but a folder" in record_end(tmp_path, RunEnd(0))
     assert describe_last_end(tmp_path, left_lock=False) == ""
 
 
-def test_a_full_disk_has_no_consequence(tmp_path):
+def test_a_pipe_in_its_place_does_not_hold_up_an_end(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert "not a regular file but a pipe" in record_end(tmp_path, RunEnd(0))
+    assert describe_last_end(tmp_path, left_lock=False) == ""
+
+
+def test_a_full_disk_has_no_consequence(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchtitan.metrics.run_end._tail", lambda path: [])  # a device is not read
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     assert "No space left on device" in record_end(tmp_path, RunEnd(0))
 

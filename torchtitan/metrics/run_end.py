@@ -39,6 +39,7 @@ CAUSES = {
     OUT_OF_TIME: "time limit",
 }
 """Exit code -> cause. A signal's code is "stopped" if the run handles the signal, else "killed"."""
+_UNREADABLE = (OSError, JobError, MachineError)
 EARLY_STOP, NOTHING_LEFT, DATA = "early stop", "nothing left to train", "data"
 """Causes that a rank knows better than its exit code tells: 0, 0, and 2."""
 LONGEST_REASON = 2000
@@ -103,7 +104,7 @@ def record_end(folder: Path, end: RunEnd) -> str:
             if file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(file.fileno())
-    except (OSError, JobError, MachineError) as error:
+    except _UNREADABLE as error:
         return f"the end of the run could not be written to {path} ({getattr(error, 'strerror', None) or error})"
     return ""
 
@@ -156,7 +157,7 @@ def describe_last_end(folder: Path, left_lock: bool) -> str:
     """
     try:
         records = _tail(folder / METRICS)
-    except OSError:
+    except _UNREADABLE:
         return ""
     if left_lock:
         reached = f" after step {records[-1]['step']}" if records else ""
