@@ -142,7 +142,7 @@ def test_mismatching_templates_are_refused(folder):
     with pytest.raises(DataError, match=r"writes '<\|im_end\|>', which is no special token of the tokenizer"):
         decode_with_mask(build_tokenizer("bytes", CHATML), messages(*TWO))
     deaf = CHATML.replace("for m in messages", "for m in messages if m.role != 'system'")
-    with pytest.raises(DataError, match="leaves out what message 0 says, of role 'system'"):
+    with pytest.raises(DataError, match="leaves out the text of message 0, of role 'system'"):
         decode_with_mask(build_tokenizer(folder, deaf), messages(("system", "be brief"), *TWO))
     assert "[b>]" in decode_with_mask(build_tokenizer(folder, deaf), messages(*TWO))
     assert build_tokenizer(folder, LLAMA3).chat_template == LLAMA3

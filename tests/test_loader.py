@@ -418,7 +418,7 @@ def test_a_state_of_an_older_tokenization_of_conversations_is_refused(sources, t
     state = loader(**several).state_dict()
     loader(**several, state=state)
     for content in state["fingerprint"].get("sources", {"": state["fingerprint"]}).values():
-        assert content.pop("conversations") == 2
+        assert content.pop("conversations") == 3
     with pytest.raises(JobError, match="the tokenization of conversations has changed since"):
         loader(**several, state=state)
     texts = loader(write_documents(path), tokenizer=spoken).state_dict()

@@ -290,7 +290,8 @@ def plain_talk(record):
             message["tool_calls"] = [plain_call(call) for call in calls]
         messages.append(message)
     system = record.get("system") or ""
-    if system.strip() and messages[:1] != said(("system", system)):
+    has_it = bool(messages) and (messages[0]["role"], messages[0]["content"]) == ("system", system)
+    if system.strip() and not has_it:
         messages.insert(0, {"role": "system", "content": system})
     tools = record.get("tools") or None
     tools = json.loads(tools) if isinstance(tools, str) else tools
