@@ -232,11 +232,9 @@ def test_a_misspelt_command_option_is_refused(command, capsys):
 
 
 def test_commands_accept_every_way_to_name_a_job(capsys):
+    valid = ["--checkpoint.keep_latest_k=2", "--training.global_batch_size=8", "--training.seq_len=32"]
     for arguments in (["job.toml"], ["--config", "job.toml"], ["--job.config-file=job.toml"]):
-        assert (
-            cli.main(["preview", *arguments, "--checkpoint.keep_latest_k=2", "--tokens=8", "--training.seq_len=32"])
-            == 0
-        )
+        assert cli.main(["preview", *arguments, *valid, "--tokens=8"]) == 0
         assert "sample 0: 32 tokens" in capsys.readouterr().out
 
 

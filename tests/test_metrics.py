@@ -15,6 +15,7 @@ import torch
 from torchtitan.metrics import console, device, plot
 from torchtitan.metrics.json_lines import JsonLines, read_records
 from torchtitan.metrics.logger import LogOptions, MetricsLogger, Workload, tags_of
+from torchtitan.metrics.smoothing import smoothed
 
 CPU = torch.device("cpu")
 
@@ -426,17 +427,17 @@ def test_without_rows_there_is_no_plot(tmp_path):
 
 def test_smoothing_is_centred_except_at_the_end():
     line = [float(i) for i in range(90)]
-    assert plot.smoothed(line)[:-3] == pytest.approx(line[:-3])  # a straight line is unchanged
-    assert plot.smoothed(line)[-3:] == pytest.approx([86.0] * 3)  # the mean of the last window
-    assert plot.smoothed([5.0] * 59 + [9.0])[-1] == pytest.approx(5.8)
-    assert plot.smoothed([2.0, 1.0]) == [2.0, 1.0] and plot.smoothed([3.0, 2.0, 1.0])[-1] == 2.0
+    assert smoothed(line)[:-3] == pytest.approx(line[:-3])  # a straight line is unchanged
+    assert smoothed(line)[-3:] == pytest.approx([86.0] * 3)  # the mean of the last window
+    assert smoothed([5.0] * 59 + [9.0])[-1] == pytest.approx(5.8)
+    assert smoothed([2.0, 1.0]) == [2.0, 1.0] and smoothed([3.0, 2.0, 1.0])[-1] == 2.0
     noisy = [1.0 if i % 2 else -1.0 for i in range(300)]
-    assert max(map(abs, plot.smoothed(noisy)[20:-20])) < 0.1
+    assert max(map(abs, smoothed(noisy)[20:-20])) < 0.1
     spiked = [1e300, 1e-9, math.inf, *[0.3] * 100, math.nan]
-    assert plot.smoothed(spiked)[50:-1] == [0.3] * 53  # neither a spike nor its running sum reaches other windows
+    assert smoothed(spiked)[50:-1] == [0.3] * 53  # neither a spike nor its running sum reaches other windows
 
 
 def test_smoothing_takes_time_in_proportion_to_the_points():
     start = time.process_time()
-    plot.smoothed([1.0] * 60_000)
+    smoothed([1.0] * 60_000)
     assert time.process_time() - start < 3

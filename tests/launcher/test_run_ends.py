@@ -126,12 +126,12 @@ def test_a_job_that_is_refused_before_the_start_records_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_full_disk_changes_neither_exit_code_nor_the_first_error(tmp_path):
+def test_an_end_that_cannot_be_written_changes_neither_exit_code_nor_the_first_error(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").symlink_to("/dev/full")
     code, _, err = finish(tmp_path, f"tell('train', 4); {KILL}")
     assert code == 137 and err.splitlines()[0] == KILLED
-    assert "the end of the run could not be written" in err and "No space left on device" in err
+    assert "the end of the run could not be written" in err
 
 
 FOLLOWS = "tell('train', 4)\nif ranks.rank == 0: wait()\npass_on(2, 'data', 'no more')"
