@@ -112,6 +112,8 @@ def _from_hf(config: Mapping[str, Any]) -> OPTArgs:
     check_supported(config, {"activation_function": "relu", "enable_bias": True, "layer_norm_elementwise_affine": True})
     check_supported(config, {"_remove_final_layer_norm": False, "layerdrop": 0.0, "tie_word_embeddings": True})
     width = config["hidden_size"]
+    if config.get("word_embed_proj_dim") is not None:
+        check_numbers(config, ("word_embed_proj_dim",))
     embed_width = read_number(config, "word_embed_proj_dim", width, null=width)
     return OPTArgs(
         dim=width,

@@ -125,6 +125,7 @@ def _from_hf(config: Mapping[str, Any]) -> Qwen3MoEArgs:
     sizes = decoder_sizes(config, 32768, *numbers)
     only = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1}
     check_supported(config, only | {"mlp_only_layers": []})
+    read_number(config, "decoder_sparse_step", 1)  # transformers refuses null here
     width, heads = sizes["dim"], sizes["n_heads"]
     return Qwen3MoEArgs(
         **sizes,
