@@ -42,6 +42,8 @@ class Mutant:
     """Fields of the table's rows that can show it; rows that agree with most of them are run first."""
     tests: tuple[str, ...] = ()
     """Modules of tests/ that own the changed code, for the method `modules`."""
+    is_race: bool = False
+    """True if the outcome depends on timing, so that a test may find it in one run and miss it in the next."""
     equivalent: str = ""
     """Reason why no number changes in float64 under any plan; empty for a mutant that changes one."""
 
