@@ -102,6 +102,26 @@ def test_reading_is_retried_from_the_same_position(take, tmp_path, monkeypatch):
             take(file)
 
 
+def test_reading_all_begins_again_after_a_failure_in_the_middle(tmp_path, monkeypatch):
+    """What the system has returned before the failure is lost with it."""
+    (tmp_path / "file").write_bytes(bytes(range(256)) * 1000)
+    failures = [100_000, 5]
+
+    def fail_in_the_middle(action, path, with_rights):
+        def sometimes():
+            if failures:
+                os.lseek(file.fileno(), failures.pop(), os.SEEK_CUR)  # the system has returned so many bytes
+                raise OSError(errno.EIO, "Input/output error")
+            return action()
+
+        return retried(sometimes, path, with_rights)
+
+    with open_file(tmp_path / "file") as file:
+        monkeypatch.setattr(files, "retried", fail_in_the_middle)
+        file.raw.seek(7)
+        assert file.raw.readall() == (bytes(range(256)) * 1000)[7:] and not failures
+
+
 def test_users_files_without_permission_are_their_faults(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("content")
 

@@ -41,6 +41,21 @@ def test_a_failure_is_raised_and_ends_the_work():
     assert len(begun) < 10
 
 
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_all_items_are_worked_on_where_no_more_threads_can_be_started(allowed, monkeypatch):
+    """Python 3.12 refuses them once the main thread has ended, and a container at its limit of processes."""
+    start, started = threading.Thread.start, []
+
+    def start_some(thread: threading.Thread) -> None:
+        if len(started) >= allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    assert map_in_threads(lambda item: 2 * item, range(20), 4) == [2 * item for item in range(20)]
+
+
 SCRIPT = """
 import threading, time
 from torchtitan.core.threads import map_in_threads

@@ -59,7 +59,13 @@ class _RetryingFile(io.FileIO):
         return retried(lambda: read(size), self.path, with_rights=False)
 
     def readall(self) -> Any:
-        return retried(super().readall, self.path, with_rights=False)
+        begin, readall = self.tell(), super().readall
+
+        def read_from_begin() -> Any:
+            self.seek(begin)  # a failure in the middle has lost what was read before it
+            return readall()
+
+        return retried(read_from_begin, self.path, with_rights=False)
 
 
 def open_file(path: str | os.PathLike[str], follow_links: bool = True) -> BinaryIO:

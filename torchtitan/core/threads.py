@@ -1,10 +1,12 @@
 """Run a function in several threads.
 
 `multiprocessing.pool.ThreadPool` needs a semaphore in /dev/shm, which a container may lack, and `concurrent.futures`
-refuses tasks once the main thread has ended, as after a crash during a background save.
+refuses tasks once the main thread has ended, as after a crash during a background save. Python 3.12 refuses new threads
+then, and so does a container at its limit of processes: the calling thread always works, too.
 """
 
 import threading
+from contextlib import suppress
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -34,9 +36,13 @@ def map_in_threads(function: Callable[[Item], T], items: Iterable[Item], num_thr
                 failures[index] = error
 
     count = len(pending)
-    threads = [threading.Thread(target=work) for _ in range(min(num_threads, count))]
-    for thread in threads:
-        thread.start()
+    threads = []
+    with suppress(RuntimeError):
+        for _ in range(min(num_threads, count) - 1):
+            thread = threading.Thread(target=work)
+            thread.start()
+            threads.append(thread)
+    work()
     for thread in threads:
         thread.join()
     if failures:
