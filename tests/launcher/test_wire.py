@@ -175,6 +175,17 @@ def test_connections_without_messages_stay_open(middle, monkeypatch, capsys):
     assert first.connections[1].is_open and other.connection.is_open and capsys.readouterr().err == ""
 
 
+def test_launchers_that_were_stopped_together_stay_connected(middle, monkeypatch, capsys):
+    monkeypatch.setattr(connection, "DEAD_SECONDS", 1.2)
+    _, first, other = middle
+    with monkeypatch.context() as stopped:
+        stopped.setattr(connection, "ALIVE_SECONDS", 60)
+        exchange(first.connections[1], other.connection, seconds=0.3)
+        time.sleep(2)  # neither sends nor reads
+    assert exchange(first.connections[1], other.connection, seconds=0.5) == ([], [])
+    assert first.connections[1].is_open and other.connection.is_open and capsys.readouterr().err == ""
+
+
 def test_a_line_that_never_ends_closes_its_connection():
     local, remote = socket.socketpair()
     lines: list[str] = []

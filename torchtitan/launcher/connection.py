@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from torchtitan.launcher.hangs import AwakeClock
 from torchtitan.launcher.messages import Alive, Inbox, MalformedLine, Message, dump_message
 from torchtitan.process.run_log import print_error
 
@@ -69,6 +70,8 @@ class Connection:
         self._seals: tuple[Seal, Seal] | None = None
         """Of what is sent and of what is received."""
         self._sent_at = self._heard_at = time.monotonic()
+        self._clock = AwakeClock()
+        """Time in which this launcher was stopped is no silence of the other one, which was perhaps stopped with it."""
         sock.settimeout(SEND_SECONDS)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _TCP_OPTIONS.items():
@@ -100,6 +103,7 @@ class Connection:
         call, which may expect other ones.
         """
         messages, self._put_back = self._put_back, []
+        self._clock.tick()
         self._read()
         while (limit is None or len(messages) < limit) and (line := self._next_line()) is not None:
             message = self._open(line)
@@ -161,8 +165,8 @@ class Connection:
         now = time.monotonic()
         if now - self._sent_at > ALIVE_SECONDS:
             self.send(Alive())
-        if now - self._heard_at > DEAD_SECONDS:
-            self._refuse(f"nothing for {now - self._heard_at:.0f} s")
+        if (silence := self._clock.seconds(self._heard_at, now)) > DEAD_SECONDS:
+            self._refuse(f"nothing for {silence:.0f} s")
 
     def _refuse(self, text: str) -> None:
         self.problem = text
