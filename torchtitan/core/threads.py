@@ -6,8 +6,8 @@ then, and so does a container at its limit of processes: the calling thread alwa
 """
 
 import threading
-from contextlib import suppress
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TypeVar
 
 Item = TypeVar("Item")
