@@ -143,6 +143,21 @@ def test_ten_empty_steps_in_a_row_end_a_run_after_it_is_saved(tmp_path):
     assert [path.name for path in (tmp_path / "run/checkpoint").glob("step-*")] == ["step-00000010"]
 
 
+@pytest.mark.parametrize("learns", [True, False])
+def test_rows_that_read_long_documents_may_reach_their_labels_late(tmp_path, learns):
+    """A document of 1,300 tokens is read in 41 steps, and only its last tokens are an answer."""
+    records = tmp_path / "records.jsonl"
+    parts = [{"text": "ab" * 645, "label": False}, {"text": "answer", "label": learns}]
+    records.write_text((json.dumps({"text": parts}) + "\n") * 3)
+    options = dict(task__kind="documents", training__local_batch_size=2, training__global_batch_size=2)
+    argv = segments_job(tmp_path / "run", records, **options, training__steps=60)
+    ((error, step, *_),) = run_ranks(1, train_and_describe, argv)
+    if learns:
+        assert (error, step) == ("", 60)
+    else:
+        assert step < 59 and "has a token to train on" in error
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_validation_data_without_a_label_are_refused_at_the_start(tmp_path, ranks):
     texts = write_texts(tmp_path)

@@ -66,6 +66,10 @@ class Documents:
         self.copy(RowPosition(document), ids, trained)
         return ids[1:][trained[1:]]
 
+    def most_segments(self, seq_len: int) -> int:
+        """Return the number of segments of the longest document."""
+        return -(-(int((self.ends - self.starts).max()) - 1) // seq_len)
+
     def copy(self, position: RowPosition, ids: np.ndarray, trained: np.ndarray) -> None:
         reader = self.readers[self.owners[position.document]]
         reader.check_not_shrunk()

@@ -58,6 +58,7 @@ class Guards:
         """The checkpointer that a rollback loads from; set by the trainer once it has one."""
         self._compared = -1
         self._rollback_steps: set[int] = set()
+        self.most_empty_steps = MOST_EMPTY_STEPS
         self._empty_steps = 0
         """Number of steps in a row that had nothing to learn."""
 
@@ -112,7 +113,7 @@ class Guards:
         """Skip a step without a token to learn, as its update would only decay the weights. The run stops if many
         such steps follow each other, or if it has no other ones.
         """
-        if self._empty_steps == MOST_EMPTY_STEPS or (is_last and self._empty_steps == step):
+        if self._empty_steps == self.most_empty_steps or (is_last and self._empty_steps == step):
             steps = f"none of the last {self._empty_steps} steps, up to step {step}"
             raise NothingToLearn(f"{steps}, has a token to train on: {WITHOUT_LABELS}")
         self.steps.skipped += 1

@@ -20,8 +20,9 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import to_toml
 from torchtitan.core.cadence import describe_end, with_end
 from torchtitan.datasets.loader import merge_states
+from torchtitan.datasets.segments import SegmentLoader
 from torchtitan.datasets.sources import DataError
-from torchtitan.guards import BadStep, NothingToLearn, ReplicasDiffer, RollBack, not_finite
+from torchtitan.guards import MOST_EMPTY_STEPS, BadStep, NothingToLearn, ReplicasDiffer, RollBack, not_finite
 from torchtitan.launcher import run_folder
 from torchtitan.metrics.device import describe_memory
 from torchtitan.metrics.goodput import CAUSE_OF, Goodput
@@ -141,6 +142,9 @@ class Trainer:
         """Open the loader at the position of the checkpoint, or at the start of the data."""
         loader_state = self.state.loader_state
         self.loader = data.training_loader(self.config, self.tokenizer, self.dp_rank, self.dims, loader_state)
+        if isinstance(self.loader, SegmentLoader):  # the labels of long documents may come last
+            longest = self.loader.documents.most_segments(self.config.training.seq_len)
+            self.guards.most_empty_steps = MOST_EMPTY_STEPS + longest
         first_segments = partial(data.first_segments, self.config, self.dp_rank, self.dims)
         prepare_adapter(self.loader, self.model, self.preparer, first_segments if adapter_is_fresh else None)
         self.state.position, self.state.random, self.state.is_complete = self.loader.position(), None, True
