@@ -122,6 +122,9 @@ def run_as_coordinator(nodes: Nodes, num_ranks: int, arguments: list[str], queue
             except JobError as error:
                 print(wrap_lines(error), file=sys.stderr)
                 end = RunEnd(REFUSED, reason=str(error))
+            except MachineError as error:
+                print(wrap_lines(error), file=sys.stderr)
+                end = RunEnd(CRASHED, reason=str(error))
             finally:
                 code = end.code
                 coordinator.end_run(code)  # before the lock ends, as the secret is deleted here

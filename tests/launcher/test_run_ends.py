@@ -23,6 +23,7 @@ from torchtitan import launch
 from torchtitan.launcher import hangs, monitor, restarts
 from torchtitan.process.exit import exit_with
 restarts.FIRST_PAUSE_SECONDS, hangs.ANSWER_SECONDS = 0.01, 0.2
+{patch}
 monitor.FOLLOW_SECONDS = monitor.POLL_SECONDS = 0.1
 launch.PROGRAM = (sys.executable, "-c", sys.argv.pop(1))
 exit_with(lambda: launch.main(["1", *sys.argv[1:]]))
@@ -35,10 +36,10 @@ def pass_on(code, *fields):
 """
 
 
-def start(folder, program, environment=None, **options):
-    """Start a launcher with one rank, a program of a few lines."""
+def start(folder, program, environment=None, patch="", **options):
+    """Start a launcher with one rank, a program of a few lines. `patch`: executed in the launcher before its start."""
     argv = jobs.arguments(folder / "run", jobs.write_texts(folder, 2), training__local_batch_size=4, **options)
-    command = [sys.executable, "-c", LAUNCH, RANK + RUN_END + program, *argv]
+    command = [sys.executable, "-c", LAUNCH.format(patch=patch), RANK + RUN_END + program, *argv]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     variables = os.environ | (environment or {})
     started.append(subprocess.Popen(command, cwd=jobs.ROOT, env=variables, start_new_session=True, **pipes))
@@ -145,6 +146,28 @@ def test_several_machines_leave_one_record_with_the_first_cause(program, expecte
     machines = [start(tmp_path, program, head | {"NODE_RANK": str(index)}) for index in range(2)]
     assert [jobs.finish(machine)[0] for machine in machines] == [expected[2]] * 2
     assert ends(tmp_path) == [expected]
+
+
+UNREADABLE = """
+from torchtitan.core.machine_errors import MachineError
+calls = []
+def newest(folder):
+    calls.append(folder)
+    if len(calls) in {which}: raise MachineError("checkpoint: the machine cannot read it now")
+    return None, []
+launch.newest_complete = newest
+"""
+
+
+@pytest.mark.parametrize(
+    "which, expected",
+    [((2,), (9, "finished", 0, "")), ((1,), (0, "crashed", 1, "checkpoint: the machine cannot read it now"))],
+)
+def test_a_folder_that_cannot_be_read_for_a_while_does_not_prevent_a_restart(which, expected, tmp_path):
+    program, options, _ = CASES["restarted"]
+    code, out, err = finish(tmp_path, program, patch=UNREADABLE.format(which=which), **options)
+    assert ends(tmp_path) == [expected] and code == expected[2], (out, err)
+    assert err.count("the machine cannot read it now") == 1
 
 
 def test_a_machine_that_refuses_the_job_is_the_reason(tmp_path):

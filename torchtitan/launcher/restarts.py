@@ -8,6 +8,7 @@ resets the count.
 import time
 from collections.abc import Callable
 
+from torchtitan.core.machine_errors import MachineError
 from torchtitan.launcher.hangs import ExitReport, combine_reports
 from torchtitan.launcher.messages import Ended, Leave, Stop
 from torchtitan.launcher.monitor import RankMonitor
@@ -62,7 +63,7 @@ def supervise(
             return _end(report, reached)
         if (code := _wait_for_lost(queue, coordinator, rejoin_seconds)) is not None:
             return _end(report, reached, code)
-        step = newest()
+        step = _newest_or(saved_step, newest)
         if step != saved_step:  # lower if the run rolled back and moved newer checkpoints aside
             saved_step, attempts, faults = step, 0, []
         cause, failed_at = report.cause.partition("; stacks")[0], time.monotonic()
@@ -95,6 +96,17 @@ def _end(report: ExitReport, reached: int | None, code: int | None = None) -> Ru
     if code is None or code == report.code:
         return RunEnd(report.code, report.end_cause, reason, reached)
     return RunEnd(code, reason=reason, step=reached)
+
+
+def _newest_or(step: int, newest: Callable[[], int]) -> int:
+    """Return the step of the newest checkpoint; `step` if the machine cannot read them now, so that ranks are restarted
+    all the same: they meet the error too, and it may be gone by then.
+    """
+    try:
+        return newest()
+    except MachineError as error:
+        print_error(str(error))
+        return step
 
 
 def _wait_for_lost(queue: SignalQueue, coordinator: Coordinator, seconds: float) -> int | None:
