@@ -2,6 +2,7 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torchtitan.config import manager
 from torchtitan.process import distributed
 from torchtitan.process.exit import NOT_EXPORTED
 from torchtitan.process.ranks import read_ranks
+from torchtitan.training import trainer as trainer_module
 from torchtitan.training.trainer import Trainer
 
 TP = dict(parallelism__tensor_parallel_degree=2)
@@ -281,6 +283,19 @@ def test_bad_job_is_explained_before_anything_starts(tmp_path):
     assert code == 2
     assert "training.stepz" in err and "9B" in err and "Traceback" not in err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_collectives_fail_soon_where_no_watchdog_sees_a_hang(device, monkeypatch):
+    """The launcher's watchdog takes a rank that spins for a GPU in its first step for one that compiles."""
+    monkeypatch.setattr(trainer_module, "likely_device", lambda: device)
+
+    def timeouts(launcher):
+        trainer = SimpleNamespace(ranks=SimpleNamespace(launcher=launcher))
+        return [Trainer.collective_timeout(trainer, 100, may_spin=may_spin) for may_spin in (True, False)]
+
+    assert timeouts(launcher=None) == [100, 100]  # torchrun
+    assert timeouts(launcher="ours") == [130 if device == "cuda" else 3700, 3700]
 
 
 def timeouts_of_groups(argv: list[str]) -> list[dict[str, float]]:

@@ -30,7 +30,7 @@ from torchtitan.metrics.logger import gather_histograms, histograms_of
 from torchtitan.process import distributed
 from torchtitan.process.heartbeat import Progress
 from torchtitan.process.machine import collect_garbage, return_unused_memory
-from torchtitan.process.ranks import Ranks, Restart
+from torchtitan.process.ranks import Ranks, Restart, likely_device
 from torchtitan.training import preflight
 from torchtitan.training.batches import Batch, PeerStopped, Prefetcher, UnreadableData, batch_preparer, prepare_adapter
 from torchtitan.training.final_export import Exports
@@ -41,9 +41,11 @@ from torchtitan.training.validation import Validator
 
 logger = logging.getLogger(__name__)
 
-WATCHDOG_SECONDS = 3600
+WATCHDOG_SECONDS, SPINNING_SECONDS = 3600, 30
 """Under our launcher, collectives fail this long after its watchdog would end the run. The watchdog knows of the time
-in which launcher and ranks were stopped (`docker pause`), collectives do not: they would fail on waking up.
+in which launcher and ranks were stopped (`docker pause`), collectives do not: they would fail on waking up. The second
+value is for start, first step and export on GPUs. A rank that waits for others spins there, which looks like one that
+compiles, so the watchdog does not notice a hang.
 """
 COMMON_FAILURES = BadStep | ReplicasDiffer | NothingToLearn
 """Raised by all ranks at the same step."""
@@ -67,8 +69,7 @@ class Trainer:
         # the failure's time is from the clock of rank 0's machine, so only rank 0 uses it
         self.goodput = Goodput(restart.ended if restart and ranks.is_main else None)
         # the launcher's watchdog reports first: it knows which rank is late, a collective only knows that it waited
-        self.timeout_margin = WATCHDOG_SECONDS if ranks.launcher else 0
-        timeout = config.comm.init_timeout_seconds + self.timeout_margin
+        timeout = self.collective_timeout(config.comm.init_timeout_seconds, may_spin=True)
         watched = config.comm.init_timeout_seconds if ranks.launcher else None
         self.folder = Path(config.job.dump_folder)
         device = distributed.init(ranks, timeout, config.comm.trace_buf_size, watched, self.folder)
@@ -101,6 +102,12 @@ class Trainer:
         self.begin(restart)
         sizes, end = self.metrics.header(), describe_end(self.job.training, self.last_data_step)
         log_start(self.config, self.model, self.tokenizer, self.schedulers, sizes, memory_limit, end)
+
+    def collective_timeout(self, seconds: int, may_spin: bool = False) -> int:
+        """Return the timeout of collectives where a rank without progress for `seconds` counts as hung."""
+        if self.ranks.launcher is None:
+            return seconds
+        return seconds + (SPINNING_SECONDS if may_spin and likely_device() == "cuda" else WATCHDOG_SECONDS)
 
     def begin(self, restart: Restart | None) -> None:
         """Restore the run or its initial weights, position the data loader, open the metrics."""
@@ -220,7 +227,7 @@ class Trainer:
                     profiler.step()
                     collect_garbage(self.step, self.config.training.gc_freq, self.config.training.gc_debug)
                     if is_first:
-                        distributed.set_timeout(self.config.comm.train_timeout_seconds + self.timeout_margin)
+                        distributed.set_timeout(self.collective_timeout(self.config.comm.train_timeout_seconds))
                         is_first = False
         finally:
             gc.enable()
@@ -230,6 +237,7 @@ class Trainer:
         (self.out_of_time,) = map(bool, distributed.broadcast_floats(self.out_of_time))
         if self.done:
             self.enter("export", self.step)
+            distributed.set_timeout(self.collective_timeout(self.config.comm.train_timeout_seconds, may_spin=True))
             lacks_validation = self.validator.held_out is not None and self.findings.step != self.step
             validate = partial(self.validate, False, "export") if lacks_validation else None  # a stop prevented it
             self.exports.write(self.model, self.checkpointer, self.step, validate)
