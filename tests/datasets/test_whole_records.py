@@ -4,9 +4,11 @@ import json
 
 import pytest
 
+from tests.test_templates import folder_with
 from torchtitan.commands import prepare
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
+from torchtitan.datasets.encoding import unread_fields
 from torchtitan.datasets.labelled import open_labelled_files
 from torchtitan.datasets.loader import LoaderOptions, WeightedSource, build_loader
 from torchtitan.datasets.position import check_same_data
@@ -56,6 +58,26 @@ REMEDIES = [
     (dict(prompt="a", completion="b", system="c"), "'system', which format prompt_completion has no place for"),
     (dict(prompt="a", completion="b", tools=[{"name": "f"}]), "'tools', which format prompt_completion has no place"),
     (dict(instruction="a", output="b", history=[["c", "d"]]), "'history', which format alpaca has no place for"),
+    (dict(instruction="a", output="b", system="c"), 'also training.fields = { system = "system" }'),
+    (dict(question="a", chosen="b", rejected="c", history=[["d", "e"]]), "'history', which format preference has no"),
+    (dict(prompt="a", chosen="b", rejected="c", history=[["d", "e"]]), "write its turns as messages before the others"),
+    (dict(prompt=TALK[:1], completion=TALK[1:], history=[["d", "e"]]), "write its turns as messages before the others"),
+    (dict(messages=TALK, history='[["d", "e"]]'), "'history', which format chat has no place for"),
+    (dict(messages=TALK, images=["a.png"]), "the field 'images', which no text model reads; take such records out"),
+    (dict(conversations=TALK, image="a.png"), 'or set training.format = "sharegpt", which leaves the field out'),
+    (dict(prompt="a", completion="b", videos=["a.mp4"]), "the field 'videos', which no text model reads"),
+    (dict(prompt="a", chosen="b", rejected="c", audios=[{"path": "a"}]), "the field 'audios', which no text model"),
+    (
+        dict(context="a", question="b", answer="c"),
+        'format = "alpaca" and training.fields = { instruction = "question", input = "context", output = "answer" }',
+    ),
+    (
+        dict(id=5, context="a", question="b", answers={"text": ["c"]}),
+        "write one of the 'answers' as text into a field 'answer', and set training.format = \"alpaca\" and training."
+        'fields = { instruction = "question", input = "context", output = "answer" }, which leaves out \'id\'',
+    ),
+    (dict(question="a", choices=["b"], answer="c"), "completion = \"answer\" }, which leaves out 'choices'"),
+    (dict(messages=TALK, functions=[{"name": "f"}], tools=[{"name": "g"}]), "'tools' and 'functions' hold other tools"),
     (dict(prompt=TALK[:1], completion="b"), "field 'prompt' of format prompt_completion holds list, not text"),
     (dict(prompt="a", completion=TALK[1:]), "field 'completion' of format prompt_completion holds list, not text"),
     (dict(prompt=TALK, completion=TALK), "messages that do not begin with an answer of the assistant"),
@@ -77,6 +99,42 @@ REMEDIES = [
 @pytest.mark.parametrize("record, message", REMEDIES, ids=range(len(REMEDIES)))
 def test_records_of_other_forms_are_refused_with_the_remedy(record, message):
     assert message in refused(record)
+
+
+@pytest.mark.parametrize("form", ["chosen", "messages"])
+def test_earlier_turns_and_images_are_refused_whatever_the_task(form):
+    """A preference task and a text field set the format too, but do not name it to leave fields out."""
+    record = dict(prompt="a", chosen="b", rejected="c") if form == "chosen" else dict(messages=TALK)
+    options = dict(pairs=True) if form == "chosen" else dict(text_field="messages")
+    for name in ("history", "images"):
+        assert f"has the field '{name}'" in refused(record | {name: ["d"]}, **options)
+        assert RecordReader(**options).document(record | {name: []}, "", "").unread == (name,)
+    named = RecordReader(format_name="preference" if form == "chosen" else "chat")
+    assert named.document(record | {"history": ["d"]}, "", "").unread == ("history",)
+
+
+def test_empty_fields_of_llama_factory_are_read():
+    record = dict(instruction="a", input="", output="b", system="", history=[], images="[]")
+    assert (
+        RecordReader(**SFT).document(record, "", "").content
+        == RecordReader().document(dict(instruction="a", output="b"), "", "").content
+    )
+
+
+def test_a_class_next_to_prompt_and_completion_is_no_rating():
+    for label in ("math", 3, 0.5):
+        assert RecordReader().document(dict(prompt="a", completion="b", label=label), "", "").unread == ("label",)
+    for label in (True, 0, "FALSE", "1"):
+        assert "(KTO)" in refused(dict(prompt="a", completion="b", label=label))
+
+
+def test_functions_of_openai_are_tools():
+    functions = [{"name": "f", "parameters": {"type": "object"}}]
+    tools = [{"type": "function", "function": functions[0]}]
+    for value in (functions, json.dumps(functions)):
+        for rest in ({}, {"tools": None}, {"tools": []}, {"tools": tools}):
+            document = RecordReader().document({"messages": TALK, "functions": value, **rest}, "", "")
+            assert document.content == Chat(TALK, tools) and not document.unread and document.is_reread
 
 
 def test_a_named_format_leaves_out_what_it_has_no_place_for():
@@ -346,6 +404,17 @@ def test_fields_that_no_format_claims_are_named(suffix, tmp_path, capfd):
     assert f"{path}: not read: 'id', 'source'\n" in capfd.readouterr().out
     fields = LabelledFields("prompt", "id", 6)
     assert unread_of(open_labelled_files(str(path), fields)) == ["completion", "source"]
+
+
+@pytest.mark.parametrize("template, names", [("{{ m.name }}", []), ("", ["name of messages"])])
+def test_a_name_that_the_template_does_not_render_is_named(template, names, tmp_path, capfd):
+    text = "{% for m in messages %}" + template + "{{ m.role + m.content + '<|eot_id|>' }}{% endfor %}"
+    folder = folder_with(tmp_path / "tokenizer", text)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [TALK[0] | {"name": "Ann"}, TALK[1]]}))
+    source = open_text_files(str(tmp_path / "a.jsonl"), RecordReader())
+    assert unread_fields(source, build_tokenizer(str(folder))) == names
+    shards = prepared_shards(source, str(tmp_path), str(folder), tmp_path / "data", 1, True)
+    assert shards.header["unread"] == names
 
 
 # Earlier versions

@@ -26,7 +26,7 @@ from torchtitan.config.batch_shape import (
 from torchtitan.config.job import JobConfig, joins_sources, sources_of
 from torchtitan.core.cadence import with_end
 from torchtitan.datasets import open_source
-from torchtitan.datasets.encoding import TrainOn
+from torchtitan.datasets.encoding import TrainOn, unread_fields
 from torchtitan.datasets.loader import (
     HeldOutBatches,
     Loader,
@@ -36,7 +36,7 @@ from torchtitan.datasets.loader import (
     build_loader,
 )
 from torchtitan.datasets.preparing import PrepareOptions, describe_records, prepared_shards
-from torchtitan.datasets.record_account import describe_unread, unread_of
+from torchtitan.datasets.record_account import describe_unread
 from torchtitan.datasets.record_format import LabelledFields, record_reader
 from torchtitan.datasets.sample_packing import Packing, PackReader, samples_in_epochs, steps_for, total_samples
 from torchtitan.datasets.samples import Labels
@@ -192,17 +192,17 @@ def training_loader(
         opened = [weighted.source for weighted in data_sources(config, "training")]
         loader.verification = start_verification([source for source in opened if isinstance(source, TokenShards)])
         if dp_rank == 0:
-            for line in unread_fields(opened):
+            for line in unread_lines(opened, vocabulary):
                 logger.info("records    %s", line)
     return loader
 
 
-def unread_fields(sources: Sequence[Source]) -> list[str]:
+def unread_lines(sources: Sequence[Source], tokenizer: Tokenizer) -> list[str]:
     """Name the fields of each source's records that no sample is made of, as lines."""
     described = [
         describe_unread(source.header.get("source", {}).get("name", source.name), source.header.get("unread", []))
         if isinstance(source, TokenShards)
-        else describe_unread(source.name, unread_of(source))
+        else describe_unread(source.name, unread_fields(source, tokenizer))
         for source in sources
     ]
     return [line for line in described if line]

@@ -21,7 +21,7 @@ from torchtitan.build.data import (
     data_sources,
     describe_samples,
     is_tokenized_first,
-    unread_fields,
+    unread_lines,
     with_steps,
 )
 from torchtitan.commands.command_lines import parse_command
@@ -64,7 +64,7 @@ def prepared(config: JobConfig, ranks: int) -> list[str]:
             "tokenized before; set training.epochs, or make shards with torchtitan prepare --output FOLDER"
         )
     lines = [f"{'':{WIDTH}} " + " ".join(f"{name:>9}" for name in COLUMNS)]
-    advices, unread = {}, []
+    advices, unread, tokenizer = {}, [], parts.tokenizer(config)
     for section in sections:
         for weighted in data_sources(config, section):
             assert isinstance(weighted.source, TokenShards)
@@ -72,7 +72,7 @@ def prepared(config: JobConfig, ranks: int) -> list[str]:
             source_name = header.get("source", {}).get("name", weighted.source.name)
             name = f"{section}: {source_name[len(section) + 2 - WIDTH :]}"
             lines.append(f"{name:{WIDTH}} " + " ".join(f"{cell:>9}" for cell in row(header)))
-            unread += unread_fields([weighted.source])
+            unread += unread_lines([weighted.source], tokenizer)
             if hint := advice(header["records"], config.training.seq_len) if "records" in header else "":
                 advices[name] = hint
             if "note" in header:

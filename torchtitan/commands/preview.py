@@ -14,7 +14,7 @@ from operator import itemgetter
 import torch
 
 from torchtitan.build import parts
-from torchtitan.build.data import data_sources, training_loader, unread_fields
+from torchtitan.build.data import data_sources, training_loader, unread_lines
 from torchtitan.build.parts import isolates_documents
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.end_tokens import end_token_line
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     ]
     encoding = sys.stdout.encoding or "utf-8"
     head = [about(config), *filter(None, [end_token_line(facts)])]
-    head += unread_fields([weighted.source for weighted in data_sources(config, "training")])
+    head += unread_lines([weighted.source for weighted in data_sources(config, "training")], tokenizer)
     print("\n".join([*head, *lines]).encode(encoding, "replace").decode(encoding))
     return 0
 

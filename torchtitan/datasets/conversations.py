@@ -54,6 +54,17 @@ def prompt_spans(tokenizer: Tokenizer, messages: Sequence[Message], location: st
     return _split_spans(tokenizer, text, [], location)
 
 
+def unrendered_keys(tokenizer: Tokenizer, chat: Chat, location: str) -> list[str]:
+    """Return the keys that name a speaker or a call and that the template does not render: without them the text is
+    the same."""
+    keys = [key for key in ("name", "tool_call_id") if any(key in message for message in chat.messages)]
+    if not keys or tokenizer.chat_template is None or not (text := _render_or_nothing(tokenizer, chat, location)):
+        return []
+    variants = ([{k: v for k, v in message.items() if k != key} for message in chat.messages] for key in keys)
+    texts = (_render_or_nothing(tokenizer, chat._replace(messages=messages), location) for messages in variants)
+    return [key for key, variant in zip(keys, texts, strict=True) if variant == text]
+
+
 def end_of_turn_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the tokens that end an answer: the end-of-document token, and the template's end-of-turn token."""
     ends = {tokenizer.eos_id}

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from torchtitan.core.files import TOKENIZATION_VERSION
-from torchtitan.datasets.conversations import chat_spans, prompt_spans
-from torchtitan.datasets.record_account import first_documents
+from torchtitan.datasets.conversations import chat_spans, prompt_spans, unrendered_keys
+from torchtitan.datasets.record_account import first_documents, unread_of
 from torchtitan.datasets.sources import (
     CONVERSATIONS,
     REMEDY,
@@ -98,6 +98,16 @@ def chat_tokenization(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
     contents = [document.content for document in first_documents(source)]
     contents += [content.chosen.content for content in contents if isinstance(content, Pair)]
     return {CONVERSATIONS: tokenizer.version} if any(isinstance(content, Chat) for content in contents) else {}
+
+
+def unread_fields(source: Source, tokenizer: Tokenizer) -> list[str]:
+    """Return the fields of a source's first records, and the keys of their messages, that are in no sample."""
+    fields = unread_of(source)
+    for document in first_documents(source):
+        content = document.content.chosen.content if isinstance(document.content, Pair) else document.content
+        if isinstance(content, Chat):
+            fields += [f"{key} of messages" for key in unrendered_keys(tokenizer, content, document.location)]
+    return list(dict.fromkeys(fields))
 
 
 def spelled_token(tokenizer: Tokenizer, document: Document) -> str:

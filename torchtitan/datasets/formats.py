@@ -100,28 +100,18 @@ class Format(NamedTuple):
     unless the job names the format."""
 
 
-SIMILAR = {
-    ("instruction", "context", "response"): (
-        'training.format = "alpaca" and training.fields = { input = "context", output = "response" }'
-    ),
-    ("instruction", "response"): 'training.format = "alpaca" and training.fields = { output = "response" }',
-    ("prompt", "response"): 'training.format = "prompt_completion" and training.fields = { completion = "response" }',
-} | {
-    (question, answer): (
-        'training.format = "prompt_completion" and training.fields = '
-        f'{{ prompt = "{question}", completion = "{answer}" }}'
-    )
-    for question, answer in (
-        ("question", "answer"),
-        ("question", "response"),
-        ("query", "response"),
-        ("query", "answer"),
-        ("problem", "solution"),
-        ("input", "output"),
-        ("prompt", "answer"),
-    )
-}
-"""Fields of common records that are no format -> the options that read them."""
+SIMILAR = (
+    ("instruction", "response"),
+    ("prompt", "response"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+    ("query", "answer"),
+    ("problem", "solution"),
+    ("input", "output"),
+    ("prompt", "answer"),
+)
+"""Names of question and answer in common records that are no format."""
 
 
 def read_prompt_completion(record: Record, prompt: PromptTemplate) -> list[Span]:
@@ -133,25 +123,40 @@ def read_alpaca(record: Record, prompt: PromptTemplate) -> list[Span]:
     return [Span(text, False), Span(record["output"])]
 
 
-CONTEXT_FIELDS = ("system", "tools", "chat_template_kwargs")
-"""Fields next to a conversation: its system message, and tools and variables of its template."""
+CONTEXT_FIELDS = ("system", "tools", "functions", "chat_template_kwargs")
+"""Fields next to a conversation: its system message, and tools (OpenAI's earlier name: functions) and variables of its
+template."""
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+UNPLACED = ("history", *MEDIA)
+"""Fields that no format has a place for: earlier turns, and what no text model reads."""
 LISTS = ("messages", "conversations", "segments", "input_ids")
 """Fields that hold lists, so that JSON in a text, as in CSV, stands for one."""
 FORMATS: dict[str, Format] = {
     "preference": Format(
         ("chosen", "rejected"),
         optional_fields=("prompt", "messages", "conversations", "question", *MESSAGE_KEYS, *CONTEXT_FIELDS),
+        unplaced_fields=UNPLACED,
     ),
-    "chat": Format(("messages",), optional_fields=(*MESSAGE_KEYS, *CONTEXT_FIELDS), content_type=Chat),
-    "sharegpt": Format(("conversations",), optional_fields=(*MESSAGE_KEYS, *CONTEXT_FIELDS), content_type=Chat),
-    "input_output": Format(("segments",), content_type=list),
+    "chat": Format(
+        ("messages",),
+        optional_fields=(*MESSAGE_KEYS, *CONTEXT_FIELDS),
+        content_type=Chat,
+        unplaced_fields=UNPLACED,
+    ),
+    "sharegpt": Format(
+        ("conversations",),
+        optional_fields=(*MESSAGE_KEYS, *CONTEXT_FIELDS),
+        content_type=Chat,
+        unplaced_fields=UNPLACED,
+    ),
+    "input_output": Format(("segments",), content_type=list, unplaced_fields=UNPLACED),
     "prompt_completion": Format(
         ("prompt", "completion"),
         read_prompt_completion,
         "prompt",
         optional_fields=(*MESSAGE_KEYS, *CONTEXT_FIELDS),
         template_parts=("separator",),
-        unplaced_fields=("label", "history", *CONTEXT_FIELDS),
+        unplaced_fields=("label", *UNPLACED, *CONTEXT_FIELDS),
     ),
     "alpaca": Format(
         ("instruction", "output"),
@@ -159,7 +164,7 @@ FORMATS: dict[str, Format] = {
         "instruction",
         ("input", "system"),
         template_parts=tuple(PromptTemplate.__annotations__),
-        unplaced_fields=("history", "tools"),
+        unplaced_fields=(*UNPLACED, "system", "tools", "functions"),
     ),
     "completion": Format(("text",), detectable=False),
 }
@@ -230,8 +235,24 @@ def field_holds(value: str, field: str, location: str) -> Any:
 
 
 def similar_format(fields: Collection[str]) -> str:
-    """Return the options that read records with these fields; empty if their names are not known."""
+    """Return what reads records with these fields, and which fields it leaves out; empty if they are not known.
+
+    A text that the question is about, in `context`, is the input of format alpaca."""
     if list(fields) == ["completion"]:
-        return 'training.text_field = "completion"'
-    matches = (options for names, options in SIMILAR.items() if all(name in fields for name in names))
-    return next(matches, "")
+        return 'set training.text_field = "completion"'
+    question, answer = next((names for names in SIMILAR if all(name in fields for name in names)), ("question", ""))
+    before = ""
+    if not answer and {"question", "answers"} <= {*fields}:  # SQuAD
+        answer, before = "answer", "write one of the 'answers' as text into a field 'answer', and "
+    if not answer:
+        return ""
+    is_alpaca = question == "instruction" or "context" in fields
+    columns = {"instruction": question, "input": "context"} if is_alpaca else {"prompt": question}
+    columns |= {"output" if is_alpaca else "completion": answer}
+    renames = [
+        f'{name} = "{column}"' for name, column in columns.items() if name != column and column in (*fields, answer)
+    ]
+    left_out = [repr(name) for name in fields if name not in (*columns.values(), "answers")]
+    form = "alpaca" if is_alpaca else "prompt_completion"
+    options = f'set training.format = "{form}" and training.fields = {{ {", ".join(renames)} }}'
+    return f"{before}{options}" + (f", which leaves out {', '.join(left_out[:12])}" if left_out else "")

@@ -29,6 +29,7 @@ from torchtitan.datasets.encoding import (
     describe_spelled,
     encode,
     spelled_token,
+    unread_fields,
 )
 from torchtitan.datasets.record_account import RECORDS, RECORDS_VERSION, has_records
 from torchtitan.datasets.sources import (
@@ -328,7 +329,7 @@ def _write(source: Source, encoder: "Encoder", folder: Path, workers: int, stop:
     if statistics.spelled:
         records = f"{sum(statistics.outcomes.values()):,}"
         facts["note"] = describe_spelled(len(statistics.spelled), records, *statistics.spelled[0])
-    facts["unread"] = list(readable.unread)
+    facts["unread"] = list(dict.fromkeys([*readable.unread, *unread_fields(source, tokenizer)]))
     return writer.finish(**facts, source={"name": source.name, **source.fingerprint}, skipped=readable.skipped)
 
 

@@ -12,7 +12,9 @@ from torchtitan.datasets.formats import (
     CONTEXT_FIELDS,
     FORMATS,
     LISTS,
+    MEDIA,
     MESSAGE_KEYS,
+    UNPLACED,
     Format,
     PromptTemplate,
     Record,
@@ -123,7 +125,7 @@ class RecordReader:
         """Return why a record with these fields is ambiguous, with a remedy; empty if it is not.
 
         Instruction datasets often contain the full text of a record in addition to its parts, and training on that text
-        would include the prompt. Their system message has no place in Stanford Alpaca's prompt."""
+        would include the prompt."""
         if not self.refuse_ambiguous or self._job_format or self.text_field != "text":
             return ""
         form = detect_format(fields)
@@ -136,12 +138,6 @@ class RecordReader:
             )
             remedy = f'{option_hint}, or set training.format to "completion", which trains all of the text'
             return f"has the field 'text' and, of format {form}, {parts}; {remedy}"
-        if form == "alpaca" and "system" in fields:
-            remedy = (
-                'set training.format to "alpaca", which leaves it out, and to have it said ahead of the prompt also '
-            )
-            remedy += 'training.fields to { system = "system" }'
-            return f"has the field 'system', which the prompt of format alpaca has no place for; {remedy}"
         return ""
 
     def missing_field(self, fields: Collection[str]) -> str:
@@ -156,7 +152,7 @@ class RecordReader:
         if self.pairs:
             return "set training.fields, or choose another task.kind"
         if not self._job_format and (options := similar_format(fields)):
-            return f"set {options}"
+            return options
         return "set training.fields" if self.format_name else "set training.text_field"
 
     def columns(self, fields: Collection[str]) -> list[str]:
@@ -168,11 +164,13 @@ class RecordReader:
         """Return further columns that are looked at, because a record that holds something in them is refused."""
         form = self.format_of(fields)
         if form is None:
-            return [name for name in CONTEXT_FIELDS if name in fields and name != self.text_field]
-        if self._job_format:
+            unplaced = UNPLACED if self.text_field in LISTS else ()  # images next to plain texts are not even decoded
+            return [name for name in (*CONTEXT_FIELDS, *unplaced) if name in fields and name != self.text_field]
+        if self.format_name:
             return []
         names = [name for name in FORMATS[form].unplaced_fields if name in fields]
-        names += [name for other in other_formats(form, fields) for name in FORMATS[other].fields]
+        if not self.pairs:
+            names += [name for other in other_formats(form, fields) for name in FORMATS[other].fields]
         return [name for name in dict.fromkeys(names) if name not in self.columns(fields)]
 
     def _column_names(self, form: str) -> dict[str, str]:
@@ -229,9 +227,10 @@ class RecordReader:
         return f"no field {missing}; the record's fields: {field_names}; {self.remedy(record)}{hint}"
 
     def _refuse_unplaced(self, form: str, record: Record, read_columns: Collection[str], location: str) -> None:
-        """Raise DataError if a record of a detected format has a field that the format has no place for."""
-        for name in () if self._job_format else FORMATS[form].unplaced_fields:
-            if name not in read_columns and not _is_empty(record.get(name)):
+        """Raise DataError if a record has a field that its format, which the job does not name, has no place for."""
+        for name in () if self.format_name else FORMATS[form].unplaced_fields:
+            value = record.get(name)
+            if name not in read_columns and not _is_empty(value) and (name != "label" or _is_rating(value)):
                 raise DataError(f"{location}: has the field {name!r}, {_unplaced(form, name)}")
 
     def _refuse_contradiction(self, form: str, record: Record, document: Document, location: str) -> None:
@@ -267,6 +266,7 @@ class RecordReader:
         document = to_document(value, self.text_field, location, short_location, is_sharegpt)
         columns = [self.text_field]
         if isinstance(document.content, Chat):
+            self._refuse_unplaced("chat", record, columns, location)
             context = {name: record[name] for name in CONTEXT_FIELDS if name in record and name != self.text_field}
             for name in context.keys() - {"system"}:
                 context[name] = self._value("chat", name, name, record, location)
@@ -295,12 +295,15 @@ class RecordReader:
         if system is not None and not isinstance(system, str):
             raise DataError(f"{location}: field 'system' holds {type(system).__name__}, not text; {REMEDY}")
         tools = MessageReader(columns.get("tools", "tools"), location, is_sharegpt).tools(record.get("tools"))
+        functions = MessageReader(columns.get("functions", "functions"), location, True).tools(record.get("functions"))
+        if tools and functions and tools != functions:
+            raise DataError(f"{location}: fields 'tools' and 'functions' hold other tools; drop one of them; {REMEDY}")
         variables = without_nulls(record.get("chat_template_kwargs"))
         if not isinstance(variables, dict | None):
             kind = type(variables).__name__
             raise DataError(f"{location}: field 'chat_template_kwargs' holds {kind}, not a JSON object; {REMEDY}")
         system = "" if system is None or system.isspace() else system
-        return Context(system, tools, variables or {}, columns.get("system", "system"), location)
+        return Context(system, tools or functions, variables or {}, columns.get("system", "system"), location)
 
     def _read(
         self, form: str, record: Record, columns: Mapping[str, str], location: str, short_location: str
@@ -414,7 +417,15 @@ def _kind_of(name: str) -> str:
 
 
 def _is_empty(value: Any) -> bool:
-    return value in (None, [], {}) or (isinstance(value, str) and not value.strip())
+    is_json = isinstance(value, str) and value.strip() in ("", "[]", "{}", "null")  # as in CSV
+    return value is None or is_json or (isinstance(value, list | dict) and not value)
+
+
+def _is_rating(label: Any) -> bool:
+    """Return True if a label says that an answer is good or bad; others are names or numbers of classes."""
+    return (
+        label in (True, False) if isinstance(label, bool | int) else str(label).lower() in ("true", "false", "0", "1")
+    )
 
 
 def _is_blank(document: Document) -> bool:
@@ -428,11 +439,18 @@ def _unplaced(form: str, name: str) -> str:
             "next to a prompt and a completion, so each is rated good or bad (KTO), which no task learns; leave the "
             f'bad ones and the field out, or set training.format = "{form}", which learns all of them'
         )
+    leaves_out = f'set training.format = "{form}", which leaves the field out'
+    if name in MEDIA:
+        return f"which no text model reads; take such records out, or {leaves_out}"
+    if name == "history":
+        return f"which format {form} has no place for; write its turns as messages before the others, or {leaves_out}"
+    if (form, name) == ("alpaca", "system"):
+        return (
+            f"which the prompt of format alpaca has no place for; {leaves_out}, and to put it before the prompt also "
+            'training.fields = { system = "system" }'
+        )
     remedy = "write prompt and completion as lists of messages" if form == "prompt_completion" else "write messages"
-    return (
-        f"which format {form} has no place for in a record of texts; {remedy}, or set training.format = "
-        f'"{form}", which leaves the field out'
-    )
+    return f"which format {form} has no place for in a record of texts; {remedy}, or {leaves_out}"
 
 
 def _is_reread(document: Document, record: Record, values: Record, columns: Mapping[str, str]) -> bool:
