@@ -180,8 +180,10 @@ def test_a_tied_child_ends_with_its_parent(kind, tmp_path):
             "import time\nfrom concurrent.futures import ProcessPoolExecutor\n"
             "from torchtitan.datasets import preparing\n"
             "if __name__ == '__main__':\n"
-            "    pool = ProcessPoolExecutor(2, initializer=preparing._start_worker, initargs=('bytes', None, None))\n"
-            "    futures = [pool.submit(time.sleep, 600) for _ in range(2)]\n    time.sleep(1)\n"
+            "    arguments = 'bytes', {}, preparing.PrepareOptions()\n"
+            "    pool = ProcessPoolExecutor(2, initializer=preparing._start_worker, initargs=arguments)\n"
+            "    list(pool.map(time.sleep, [0.2] * 4))\n"
+            "    futures = [pool.submit(time.sleep, 600) for _ in range(2)]\n"
             "    print('up', flush=True)\n    time.sleep(600)\n"
         )
     script = (
