@@ -236,8 +236,9 @@ def main() -> int:
             )  # one of the trainers sends no heartbeats
             flags = [f"--{name}" for name in ("aa", "quick", "agreement", "checksums") if getattr(options, name)]
             program = (sys.executable, __file__, "--rank", name, "--pairs", str(options.pairs), *flags)
-            if code := launch.run(config, [], ranks, queue, Coordinator(), program):
-                return code
+            end = launch.run(config, [], ranks, queue, Coordinator(), program)
+            if end.code:
+                return end.code
     return 0
 
 
