@@ -101,6 +101,19 @@ def test_rows_after_an_end_belong_to_the_next_start(tmp_path):
     assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [7, 7]
 
 
+@pytest.mark.parametrize(
+    "content",
+    [b'{"epoch": 1, "loss": 2.0}\n', b"step,loss\n", b'{"step": 0, "event": "end"}\n{"step": 0, "eve', b"\xff\n"],
+)
+def test_a_new_run_appends_to_no_file_of_another_program_or_cut_off_line(content, tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    lines = JsonLines(tmp_path / "metrics.jsonl", None)
+    lines.write(STEP)
+    lines.close()
+    assert read_records(tmp_path / "metrics.jsonl") == [STEP]
+    assert (tmp_path / "metrics.previous.jsonl").read_bytes() == content
+
+
 def test_starts_that_failed_at_once_leave_no_earlier_file_behind(tmp_path):
     for _ in range(2):
         record_end(tmp_path, RunEnd(2, reason="no data"))

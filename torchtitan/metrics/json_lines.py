@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtitan.core.files import open_file
+from torchtitan.core.files import FileError, open_file
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class JsonLines:
         if path.exists():
             if resume_step:
                 _keep_until(path, resume_step)
-            elif any(record.get("event") != END for record in iterate_records(path)):  # else no start has come so far
+            elif not _holds_only_ends(path):  # of starts that have not come so far
                 path.rename(_unused(path))
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
@@ -91,6 +91,18 @@ def lost_losses(steps: list[Record]) -> list[Record]:
     """Return the first record of each stretch of logged steps without a finite loss."""
     finite = [True, *(is_finite(record.get("loss")) for record in steps)]
     return [record for record, before, now in zip(steps, finite, finite[1:], strict=False) if before and not now]
+
+
+def _holds_only_ends(path: Path) -> bool:
+    """Return True if every line is a whole record of how a start ended. A file of another program holds other ones."""
+    try:
+        with open_file(path) as file:
+            return all(
+                line.endswith(b"\n") and json.loads(line).get("event") == END
+                for line in iter(lambda: file.readline(LONGEST_LINE), b"")
+            )
+    except (OSError, FileError, ValueError, AttributeError, RecursionError):
+        return False
 
 
 def _unused(path: Path) -> Path:
