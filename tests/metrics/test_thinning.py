@@ -4,10 +4,11 @@ import json
 import math
 import random
 import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 
-from torchtitan.commands import report
+from torchtitan.commands import report, sweep
 from torchtitan.metrics import thinning
 from torchtitan.metrics.json_lines import JsonLines, iterate_records, read_records
 from torchtitan.metrics.smoothing import EXTREME, smoothed, smoothed_losses
@@ -86,6 +87,13 @@ def test_hours_and_lost_losses_of_a_report_are_of_all_rows(tmp_path, monkeypatch
     run = report.read(tmp_path, 0)
     assert len(run.rows) < 1000 and run.rows[-1]["hours"] == pytest.approx(5.0)
     assert [event["step"] for event in run.events] == [1234, 4000]
+
+
+def test_a_sweep_names_the_step_at_which_the_loss_of_a_long_run_was_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(Thinner.__init__, "__defaults__", (16,))
+    rows = [{"step": step, "loss": 2.0 if step < 303 else None, "tokens_per_second": 9.0} for step in range(1, 401)]
+    write(tmp_path / "metrics.jsonl", rows)
+    assert sweep.figures(SimpleNamespace(folder=tmp_path)) == {"steps": 400, "lost": 303, "tokens/s": 9.0}
 
 
 def test_a_resume_of_a_long_run_moves_later_records_without_holding_them(tmp_path):

@@ -37,7 +37,7 @@ from torchtitan.core.files import FileError, read_file
 from torchtitan.launcher.processes import SignalQueue
 from torchtitan.metrics.json_lines import METRICS, is_finite, lost_losses
 from torchtitan.metrics.plot import draw_losses
-from torchtitan.metrics.smoothing import smoothed_losses
+from torchtitan.metrics.smoothing import EXTREME, smoothed_losses
 from torchtitan.metrics.thinning import read_thinned
 from torchtitan.process.children import python_command
 from torchtitan.process.ranks import count_ranks, likely_device
@@ -288,7 +288,7 @@ def figures(run: SweepRun) -> dict[str, Any]:
     In place of the loss of a run that ends without a finite one: "lost", the first step of those.
     """
     try:
-        records = read_thinned(run.folder / METRICS)
+        records = read_thinned(run.folder / METRICS, ("loss",))
     except (OSError, FileError):
         return {}
     steps = [record for record in records if "loss" in record]
@@ -300,7 +300,7 @@ def figures(run: SweepRun) -> dict[str, Any]:
     else:
         values["lost"] = lost_losses(steps)[-1]["step"]
     held_out = [record["validation_loss"] for record in records if is_finite(record.get("validation_loss"))]
-    speeds = [record for record in steps if is_finite(record.get("tokens_per_second"))]
+    speeds = [record for record in steps if is_finite(record.get("tokens_per_second")) and EXTREME not in record]
     steady = [record for record in speeds if "marked" not in record] or speeds
     values |= {"validation": held_out[-1]} if held_out else {}
     return values | ({"tokens/s": statistics.median(r["tokens_per_second"] for r in steady)} if steady else {})
