@@ -239,3 +239,11 @@ def test_a_rank_without_trained_parameters_follows_the_schedule():
     later = build_lr_schedulers([], schedule, PEAK)
     later.load_state_dict(one.state_dict())
     assert later.last_lr == one.last_lr == later.rate_before and later.state_dict() == one.state_dict()
+
+
+def test_a_first_step_that_is_skipped_warns_of_nothing(recwarn):
+    """torch takes a schedule that advances before the optimizer for a mistake."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    schedulers = build_lr_schedulers([optimizer], LRSchedule(10, 2))
+    schedulers.step()
+    assert not recwarn.list

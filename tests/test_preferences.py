@@ -1,5 +1,6 @@
 """Tests of preference pairs: closed forms of the losses, pairs kept together in batches, and whole training jobs."""
 
+import errno
 import gc
 import json
 import math
@@ -21,6 +22,7 @@ from torchtitan.build import data, parts
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
+from torchtitan.core.machine_errors import MachineError
 from torchtitan.datasets import open_source, preparing
 from torchtitan.datasets.encoding import TrainOn, encode
 from torchtitan.datasets.preparing import PrepareOptions, prepared_shards
@@ -433,6 +435,18 @@ def test_a_damaged_file_of_references_is_refused(tmp_path):
     config, feed = manager.load([f"--job.dump_folder={tmp_path}"]), SimpleNamespace(objective=Preference())
     with pytest.raises(JobError, match=r"reference\.safetensors: .* cannot be read \(.*\); bring the file back, or"):
         load_references(config, read_ranks(), None, feed, 1, Progress())
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_disk_that_cannot_be_read_says_nothing_of_the_references(tmp_path, monkeypatch, step):
+    def fail(*args):
+        raise OSError(errno.EIO, "Input/output error")
+
+    (tmp_path / FILE).write_bytes(b"x" * 20)
+    monkeypatch.setattr(reference_logprobs, "safe_open", fail)
+    config, feed = manager.load([f"--job.dump_folder={tmp_path}"]), SimpleNamespace(objective=Preference())
+    with pytest.raises(MachineError, match=r"reference\.safetensors: the machine cannot read it now"):
+        load_references(config, read_ranks(), None, feed, step, Progress())
 
 
 @pytest.mark.parametrize(("before", "today", "same"), [("m", "./m", True), ("m", "n", False), (None, "n", False)])

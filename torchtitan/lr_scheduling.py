@@ -24,6 +24,8 @@ class LRSchedulers:
         self.rate_before: float | None = None
         """The rate that the next step would have had in the resumed job; None if the run was not resumed."""
         self._schedulers = [LambdaLR(optimizer, self._multiplier) for optimizer in optimizers]
+        for optimizer in optimizers:
+            optimizer._opt_called = True  # torch warns otherwise if the first step is skipped, which is no mistake here
 
     def _multiplier(self, step: int) -> float:
         return self.schedule.multiplier(step)

@@ -32,6 +32,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.options import show
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import require_file
+from torchtitan.core.machine_errors import raise_if_of_the_machine
 from torchtitan.datasets.loader import HeldOutBatches, trim_to_longest
 from torchtitan.datasets.sources import DataError
 from torchtitan.launcher.run_folder import REFERENCE_FILE
@@ -165,6 +166,7 @@ def _load(path: Path, model_name: str, step: int) -> tuple[References, dict[str,
             metadata = dict(file.metadata() or {})
             saved = References(file.get_tensor("digests"), file.get_tensor("values"))
     except (OSError, KeyError, ValueError, SafetensorError) as error:
+        raise_if_of_the_machine(error, path, with_rights=False)
         if not step:
             return References(np.zeros((0, DIGEST_BYTES), np.uint8), np.zeros(0, np.float32)), {}
         raise JobError(
