@@ -107,7 +107,13 @@ def options_are_of_the_task(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("data.too_long", allowed, 'write "truncate"')
 
 
-OF_ANY_TASK = ("data.chat_template", "data.default_system", "data.num_proc", "data.cache_dir")
+OF_ANY_TASK = (
+    "data.chat_template",
+    "data.default_system",
+    "data.num_proc",
+    "data.cache_dir",
+    "data.tokenization_version",
+)
 
 FORMER_DEFAULTS = {"data.packing": "best_fit", "data.pad_to": "seq_len"}
 """Earlier runs saved these defaults in their jobs."""
