@@ -13,6 +13,7 @@ from torchtitan import cli
 from torchtitan.checkpoint import folders, layout
 from torchtitan.commands import estimate
 from torchtitan.config.changes import KINDS, changes, kept_job, kind_of, refusable
+from torchtitan.config.changes import remedy as changes_remedy
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import load
 from torchtitan.config.options import options, sections
@@ -275,3 +276,11 @@ def test_moments_of_flipped_sides_need_the_same_plan(tmp_path):
     )
     checkpoint(tmp_path / "checkpoint", right, step=61, ranks=2)
     assert not lines(*right)
+
+
+def test_a_size_that_a_folder_has_otherwise_now_can_be_written_out():
+    """A later version may read a folder otherwise, as one with tied weights and another head: no option has changed."""
+    job = load(["--model.tokenizer_path=bytes"])
+    saved, now = (kept_job(job, {"tied_embeddings": tied, "rope_scaling": None}, 8) for tied in (True, False))
+    (change,) = changes(saved, now)
+    assert changes_remedy(change).startswith("write model.overrides = {tied_embeddings = true} to go on as the run")

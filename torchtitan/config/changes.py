@@ -187,7 +187,11 @@ def _changed_sizes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator
     for name in before.keys() & now["sizes"].keys():  # older checkpoints lack newer sizes
         if before[name] != now["sizes"][name]:
             key = CLASSES if name == "n_classes" and not (before[name] and now["sizes"][name]) else SIZES
-            yield Change(key, f"{name} = {show(before[name])}", f"{name} = {show(now['sizes'][name])}")
+            size, size_now = f"{name} = {show(before[name])}", f"{name} = {show(now['sizes'][name])}"
+            # a folder may be read otherwise than by the version with which the run began, though no option has changed
+            is_option = key == SIZES and isinstance(before[name], int | float | str)
+            note = f"write {SIZES} = {{{size}}} to go on as the run began; else " if is_option else ""
+            yield Change(key, size, size_now, note)
 
 
 def _counted_in_samples(saved: Mapping[str, Any], per_sample: int) -> tuple[Mapping[str, Any], str]:
