@@ -129,6 +129,43 @@ def test_keys_of_published_configs_and_of_both_versions_of_transformers_are_know
 
 
 @pytest.mark.parametrize(
+    "model_type, keys",
+    [
+        ("llama", {"model_name": "unsloth/Llama-3.2-1B", "unsloth_fixed": True, "loss_type": "ForCausalLM"}),
+        ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192}}),  # Qwen2.5-7B-1M
+        ("qwen3_moe", {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}),  # Coder-30B-A3B
+        ("gpt2", {"n_special": 0, "predict_special_tokens": True}),  # gpt2-medium and larger
+        ("roberta", {"language": "english", "name": "Roberta"}),
+    ],
+)
+def test_keys_that_only_some_published_models_have_are_known(model_type, keys):
+    from tests.models.test_mutated_folders import SHAPES
+
+    converter = next(family.config for family in FAMILIES.values() if model_type in family.config.model_types)
+    config = converter.to_hf(SHAPES[model_type])
+    assert converter.args_from_config(config | keys) == converter.args_from_config(config)
+
+
+def test_a_model_without_the_norms_of_its_family_is_refused():
+    from tests.models.test_mutated_folders import SHAPES
+
+    config = MODELS["qwen3_moe"].hf.config.to_hf(SHAPES["qwen3_moe"])
+    with pytest.raises(JobError, match="use_qk_norm = False"):
+        MODELS["qwen3_moe"].hf.config.args_from_config(config | {"use_qk_norm": False})
+
+
+def test_every_option_of_generation_but_text_that_stops_it_is_known(tmp_path):
+    options = dict.fromkeys(vars(transformers.GenerationConfig()), 1) | {"eos_token_id": 1}
+    options |= {"chat_format": "chatml", "max_window_size": 6144, "trust_remote_code": True}
+    del options["stop_strings"]
+    (tmp_path / "generation_config.json").write_text(json.dumps(options))
+    assert end_token_ids(tmp_path) == {1}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"stop_strings": ["\n"]}))
+    with pytest.raises(JobError, match="stop_strings"):
+        end_token_ids(tmp_path)
+
+
+@pytest.mark.parametrize(
     "change, message",
     [
         ({"is_causal": False}, "is_causal = False, but this model only has True"),

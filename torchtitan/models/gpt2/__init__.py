@@ -112,7 +112,7 @@ CONFIG = ConfigConverter(
     from_hf=_from_hf,
     not_compared=NOT_COMPARED,
     tied_tensors=(("wte.weight", "lm_head.weight"),),
-    keys=config_keys(USED, harmless=(*SUMMARY, "n_ctx", "reorder_and_upcast_attn")),
+    keys=config_keys(USED, harmless=(*SUMMARY, "n_ctx", "reorder_and_upcast_attn", "predict_special_tokens")),
     aliases={
         "hidden_size": "n_embd",
         "max_position_embeddings": "n_positions",

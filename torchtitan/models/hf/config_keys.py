@@ -23,7 +23,7 @@ _FILE = ("torch_dtype", "dtype", "transformers_version", "architectures", "auto_
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id")
 _TOKENS += ("unk_token_id", "decoder_start_token_id", "untrained_token_ids")
 _TRAINING = ("initializer_range", "init_std", "use_cache", "gradient_checkpointing", "pretraining_tp")
-_TRAINING += ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
+_TRAINING += ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "loss_type", "neftune_noise_alpha")
 _TASK = ("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params")
 _TASK += ("classifier_dropout", "keys_to_ignore_at_inference")
 _COMPUTING = ("chunk_size_feed_forward", "attn_implementation", "experts_implementation", "use_flash_attn")
@@ -38,6 +38,8 @@ _GENERATION += ("begin_suppress_tokens", "exponential_decay_length_penalty", "re
 _GENERATION += ("cache_implementation",)
 _ORIGIN = ("unsloth_fixed", "unsloth_version", "is_llama_config", "rope_interleaved", "transformers.js_config")
 _ORIGIN += ("model_max_length", "tokenizer_model_max_length", "max_sequence_length", "bos_token", "eos_token")
+_ORIGIN += ("pad_token", "unk_token", "tokenizer_padding_side", "trust_remote_code", "model_name", "name", "language")
+_ORIGIN += ("license", "sentence_transformers")
 HARMLESS = frozenset(
     (*_FILE, *_TOKENS, *_TRAINING, *_TASK, *_COMPUTING, *_OUTPUTS, *_GENERATION, *_ORIGIN),
 )
@@ -61,9 +63,17 @@ def config_keys(
     )
 
 
+_DECODING = ("max_time", "min_new_tokens", "top_h", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "constraints")
+_DECODING += ("force_words_ids", "renormalize_logits", "sequence_bias", "guidance_scale", "low_memory", "dola_layers")
+_DECODING += ("encoder_repetition_penalty", "token_healing", "watermarking_config", "output_logits", "use_mtp")
+_DECODING += ("cache_config", "max_cache_len", "prefill_chunk_size", "compile_config", "disable_compile")
+_DECODING += ("continuous_batching_config", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule")
+_DECODING += ("assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight", "speculation_type")
+_DECODING += ("assistant_lookbehind", "target_lookbehind", "prompt_lookup_num_tokens", "max_matching_ngram_size")
+_DECODING += ("return_legacy_cache", "chat_format", "max_window_size")
 GENERATION_KEYS = DeclaredKeys(
-    used=frozenset(("eos_token_id", "bos_token_id", "pad_token_id", "suppress_tokens")),
-    harmless=frozenset((*_FILE, *_TOKENS, *_TRAINING, *_OUTPUTS, *_GENERATION, "trust_remote_code", "max_time")),
+    used=frozenset(("eos_token_id",)),
+    harmless=frozenset((*_FILE, *_TOKENS, *_TRAINING, *_OUTPUTS, *_GENERATION, *_ORIGIN, *_DECODING)),
 )
 """Keys of generation_config.json. Commands here have options for sampling, which do not come from this file."""
 INDEX_KEYS = DeclaredKeys(used=frozenset(("weight_map",)), harmless=frozenset(("metadata",)))

@@ -62,7 +62,8 @@ def _from_hf(config: Mapping[str, Any]) -> Qwen2Args:
 
 KEYS = config_keys(
     DECODER_KEYS - {"attention_bias"} | {"head_dim", "use_sliding_window", "layer_types"},
-    harmless=("sliding_window", "max_window_layers", "attention_bias"),  # biases are in every file
+    # biases are in every file; the last is of other programs, for very long texts
+    harmless=("sliding_window", "max_window_layers", "attention_bias", "dual_chunk_attention_config"),
 )
 CONFIG = ConfigConverter(model_types=("qwen2",), to_hf=_to_hf, from_hf=_from_hf, keys=KEYS)
 

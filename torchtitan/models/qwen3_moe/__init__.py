@@ -143,7 +143,10 @@ def _from_hf(config: Mapping[str, Any]) -> Qwen3MoEArgs:
 USED = ("head_dim", "moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob", "mlp_only_layers")
 USED += ("use_sliding_window", "decoder_sparse_step", "router_aux_loss_coef")
 NOT_COMPUTED = ("sliding_window", "max_window_layers", "intermediate_size")  # windows are off, no layer is dense
-KEYS = config_keys(DECODER_KEYS - {"intermediate_size"} | {*USED}, harmless=NOT_COMPUTED)
+NOT_COMPUTED += ("dual_chunk_attention_config",)  # the last is of other programs, for very long texts
+KEYS = config_keys(
+    DECODER_KEYS - {"intermediate_size"} | {*USED}, harmless=NOT_COMPUTED, defaults={"use_qk_norm": True}
+)
 ALIASES = {"num_local_experts": "num_experts"}  # transformers 5 writes the first, transformers 4 the second
 CONFIG = ConfigConverter(model_types=("qwen3_moe",), to_hf=_to_hf, from_hf=_from_hf, keys=KEYS, aliases=ALIASES)
 
