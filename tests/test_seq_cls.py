@@ -233,19 +233,24 @@ def test_generate_refuses_a_classifier(trained, capsys):
     assert "this gpt2 distinguishes 2 classes; give a causal language model" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("source", ["run/checkpoint", "run/model"])
-@pytest.mark.parametrize("model", MODELS)
-def test_a_language_model_of_this_project_gets_a_fresh_head(model, source, tmp_path):
-    """Start from a checkpoint or an export of pretraining, as from a Hugging Face folder of it."""
+def pretrain(folder, model):
+    """Train a model of words in folder/run, and write it to folder/hf too."""
     words = dict(task__kind="masked_lm" if model == "roberta" else "pretrain", training__steps=2)
     words |= dict(model__overrides=SIZES.replace(", n_classes=2", ""), model__name=model, training__seq_len=64)
     words |= dict(checkpoint__enable=True, checkpoint__last_save_model_only=True, model__tokenizer_path="debug")
     words |= dict(training__local_batch_size=8)
     if model == "roberta":
         words |= dict(task__mask_token="<|reserved_special_token_0|>")
-    texts = jobs.write_texts(tmp_path / "texts")
-    run_ranks(1, jobs.train, jobs.arguments(tmp_path / "run", texts, **words))
-    assert cli.main(["convert", str(tmp_path / source), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    texts = jobs.write_texts(folder / "texts")
+    run_ranks(1, jobs.train, jobs.arguments(folder / "run", texts, **words))
+    assert cli.main(["convert", str(folder / "run/checkpoint"), str(folder / "hf"), "--to", "hf"]) == 0
+
+
+@pytest.mark.parametrize("source", ["run/checkpoint", "run/model"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_language_model_of_this_project_gets_a_fresh_head(model, source, tmp_path):
+    """Start from a checkpoint or an export of pretraining, as from a Hugging Face folder of it."""
+    pretrain(tmp_path, model)
     classes = dict(training__steps=2, validation__enable=False, lr_scheduler__warmup_steps=1)
     losses = []
     for base in (tmp_path / source, tmp_path / "hf"):
@@ -254,3 +259,24 @@ def test_a_language_model_of_this_project_gets_a_fresh_head(model, source, tmp_p
         ((steps, _),) = run_ranks(1, jobs.train, [a for a in arguments if not a.startswith("--validation")])
         losses.append(steps[0]["loss"])
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("source", ["run/checkpoint", "hf"])
+@pytest.mark.parametrize("model, head", [("gpt2", ["output.*"]), ("roberta", ["output.*", "norm.dense.*"])])
+def test_an_adapter_alone_on_a_language_model_is_read_with_its_head(model, head, source, tmp_path):
+    """The base has no head over classes; the checkpoint with the adapter has it."""
+    pretrain(tmp_path, model)
+    settings = dict(training__steps=2, lr_scheduler__warmup_steps=1, checkpoint__enable=True, adapter__save="alone")
+    settings |= dict(adapter__kind="lora", adapter__rank=2, checkpoint__initial_load_path=tmp_path / source)
+    arguments = job_arguments(tmp_path / "classes", model, **settings, adapter__train_fully=json.dumps(head))
+    arguments = [a for a in arguments if not a.startswith("--validation")]
+    run_ranks(1, jobs.train, arguments)
+    assert cli.main(["export", str(tmp_path / "classes"), "--to", str(tmp_path / "export"), "--merge"]) == 0
+    config = load(arguments)
+    (checkpoint,) = (tmp_path / "classes/checkpoint").glob("step-*")
+    model_here, _ = load_model(config, checkpoint, torch.device("cpu"))
+    hf_model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "export").eval()
+    tokens = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        logits = model_here(tokens)[0, 0 if model == "roberta" else -1]
+        assert (logits - hf_model(tokens).logits[0]).abs().max() < 1e-4

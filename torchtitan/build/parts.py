@@ -15,6 +15,7 @@ from torchtitan.adapters import ADAPTERS, NONE
 from torchtitan.adapters.interface import Adapter, Unfrozen
 from torchtitan.checkpoint import Checkpointer, TrainerHooks, base_weights
 from torchtitan.checkpoint.folders import Metric
+from torchtitan.checkpoint.layout import MODEL
 from torchtitan.checkpoint.loading import NO_HEADS, Heads
 from torchtitan.checkpoint.tokenization import tokenization_version
 from torchtitan.config.batch_shape import batch_rows, microbatch_rows, padding_multiple, rows_per_sample
@@ -148,6 +149,13 @@ def heads(config: JobConfig) -> Heads:
         return NO_HEADS
     other_args = dataclasses.replace(args, n_classes=0 if args.n_classes else 2)
     return Heads.of(tensor_map(args).head, tensor_map(other_args).head)
+
+
+def trained_heads(config: JobConfig, adapter: Adapter | None) -> Heads:
+    """Return `heads` if checkpoints of the job hold the head, so that the weights that it starts from need none."""
+    model_heads = heads(config)
+    frozen = {MODEL + name for name in adapter.frozen_parameters} if adapter is not None else set()
+    return NO_HEADS if model_heads.names & frozen else model_heads
 
 
 def has_experts(config: JobConfig) -> bool:

@@ -24,7 +24,7 @@ from torchtitan.checkpoint import safe_unpickle
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.checkpoint.layout import METADATA, MODEL, CheckpointError, read_bytes
-from torchtitan.checkpoint.loading import Source, open_checkpoint
+from torchtitan.checkpoint.loading import NO_HEADS, Heads, Source, open_checkpoint
 from torchtitan.checkpoint.storage import CheckedReader, read_tensors, translated_errors
 from torchtitan.checkpoint.tensors import differences, entries, not_finite
 from torchtitan.core.errors import JobError
@@ -134,14 +134,20 @@ class Weights(ABC):
 
 
 class NativeWeights(Weights):
-    """The weights of one of this project's checkpoints, which has exactly the names and shapes of `templates`."""
+    """The weights of one of this project's checkpoints, which has exactly the names and shapes of `templates`.
 
-    def __init__(self, folder: Path, templates: Mapping[str, torch.Tensor]):
+    It may have the other one of `heads`, which is not read; it then lacks the task's own.
+    """
+
+    def __init__(self, folder: Path, templates: Mapping[str, torch.Tensor], heads: Heads = NO_HEADS):
         self.peers = Peers("weights")
         self.source: Source = open_checkpoint(folder, self.peers)
         self.step, self.templates = self.source.manifest.step, templates
+        heads = heads.replaced(self.source.manifest.tensors)
         saved = {name: e for name, e in self.source.manifest.tensors.items() if name.startswith(MODEL)}
+        saved = {name: e for name, e in saved.items() if name not in heads.other_names}
         expected = entries({MODEL + name: tensor for name, tensor in templates.items()})
+        expected = {name: e for name, e in expected.items() if name not in heads.names}
         reason, _ = differences(expected, saved, cast=True)
         if reason is not None:
             raise CheckpointError(f"{folder} does not fit the model: {reason}")
@@ -212,21 +218,28 @@ class _HuggingFaceWeights(Weights):
 
 @contextmanager
 def open_weights(
-    path: str | os.PathLike[str], family: str, args: Any, ignored_keys: Collection[str] = ()
+    path: str | os.PathLike[str],
+    family: str,
+    args: Any,
+    ignored_keys: Collection[str] = (),
+    heads: Heads = NO_HEADS,
 ) -> Iterator[Weights]:
     """Open the weights at a path for a model of `family` with the sizes in `args`. Raises `JobError` if there are none
-    or they do not fit. `ignored_keys`: keys of a config.json that are not judged.
+    or they do not fit. `ignored_keys`: keys of a config.json that are not judged. `heads`: those of which the weights
+    may have the other one, or none, where the caller has the task's own.
     """
     kind, location = find_weights(Path(path))
     hf = MODELS[family].hf
     if kind == "hf":
-        with hf.stored_weights(location, args, ignored_keys=ignored_keys) as stored:
+        optional_names = {name.removeprefix(MODEL) for name in heads.names}
+        with hf.stored_weights(location, args, optional_names, ignored_keys) as stored:
             yield _HuggingFaceWeights(stored)
     elif kind == "ours":
         shapes = hf.shapes(args)
         if args.tied_embeddings:
             shapes.pop("output.weight", None)
-        yield NativeWeights(location, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+        templates = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        yield NativeWeights(location, templates, heads)
     else:
         yield _TorchtitanWeights(location, family, args, hf.shapes(args), args.tied_embeddings)
 

@@ -15,6 +15,7 @@ from torchtitan.adapters.interface import Adapter
 from torchtitan.build import parts
 from torchtitan.checkpoint import base_weights, load_model_for_inference, read_state
 from torchtitan.checkpoint.base_weights import find_weights
+from torchtitan.checkpoint.layout import MODEL
 from torchtitan.checkpoint.weight_sources import fill, load_foreign, open_weights
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.model import ActivationCheckpoint, Compile, Parallelism
@@ -150,9 +151,9 @@ def fill_base(config: JobConfig, built: nn.Module, installed: Adapter | None) ->
     path = config.checkpoint.initial_load_path
     assert path is not None  # the rules require it if an adapter is saved alone
     kind, location = find_weights(Path(path))
-    fresh = installed.added_parameters if installed else ()
+    fresh, heads = installed.added_parameters if installed else (), parts.trained_heads(config, installed)
     if kind == "ours":
-        load_model_for_inference(location, built, fresh)
+        load_model_for_inference(location, built, fresh, heads)
     else:
         load_foreign(
             location,
@@ -160,7 +161,7 @@ def fill_base(config: JobConfig, built: nn.Module, installed: Adapter | None) ->
             config.model.name,
             parts.model_args(config, location),
             fresh,
-            (),
+            {name.removeprefix(MODEL) for name in heads.names},
             config.model.ignore_config_keys,
         )
 

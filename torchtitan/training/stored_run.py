@@ -59,15 +59,16 @@ def open_run(config: JobConfig, step_folder: Path, model: nn.Module, adapter: Ad
         step_folder, {name: tensor for name, tensor in model.state_dict().items() if name not in absent}
     )
     with ExitStack() as stack:
-        base = stack.enter_context(open_base(config)) if needs_base else None
+        base = stack.enter_context(open_base(config, adapter)) if needs_base else None
         yield RunWeights(saved, base, packed_names(model), adapter.added_parameters if adapter else ())
 
 
-def open_base(config: JobConfig) -> Any:
-    """Return a context that opens the weights that the job starts from."""
+def open_base(config: JobConfig, adapter: Adapter | None) -> Any:
+    """Return a context that opens the weights that the job starts from, which may lack a head that the run trains."""
     path = config.checkpoint.initial_load_path
     assert path is not None  # the caller has checked
-    return open_weights(path, config.model.name, parts.model_args(config, path), config.model.ignore_config_keys)
+    args, heads = parts.model_args(config, path), parts.trained_heads(config, adapter)
+    return open_weights(path, config.model.name, args, config.model.ignore_config_keys, heads)
 
 
 @contextmanager
@@ -131,7 +132,7 @@ def plain_state(
         originals: dict[str, Deferred] = {}
         if into == "original":
             try:
-                base = weights.base or stack.enter_context(open_base(config))
+                base = weights.base or stack.enter_context(open_base(config, adapter))
             except JobError as error:
                 raise JobError(f"{error}; {UNPACKED}") from error
             for name, store in packed.items():
