@@ -33,7 +33,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.launcher import admission, connection, multi_node
 from torchtitan.launcher.connection import Connection
 from torchtitan.launcher.messages import Here, Hung, Inbox, Leave, Start, Waiting, launcher_version
-from torchtitan.launcher.multi_node import Coordinator, Worker
+from torchtitan.launcher.multi_node import Coordinator, Lost, Worker
 from torchtitan.launcher.nodes import Nodes
 
 assert nothing_is_left and queue  # fixtures
@@ -323,6 +323,21 @@ def test_a_refusal_is_proved_by_the_secret_of_a_run_in_the_folder(queue, tmp_pat
     other = Worker(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, path)
     assert run_concurrently(lambda: first.end_run(2, path), lambda: other.join(NO_SIGNALS, 20)) == [None, None]
     assert other.next_order(queue, print) == Leave(code=2) and path.read_bytes() == secret
+
+
+def test_a_refused_start_sends_no_machine_of_an_earlier_launch_away(queue, tmp_path, monkeypatch):
+    """As after a first machine that died and was started again with a typo."""
+    monkeypatch.setattr(multi_node, "LATE_SECONDS", 2)
+    path, first = tmp_path / "launch.secret", Coordinator(Nodes(2, 0, "127.0.0.1", free_port()), 1)
+    earlier = Worker(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, path)
+    earlier.attempt = 1
+
+    def come_back():
+        earlier.rejoin(NO_SIGNALS, 20, lambda text: None)
+        return earlier.next_order(NO_SIGNALS, print)
+
+    _, order = run_concurrently(lambda: first.end_run(2, path), come_back)
+    assert isinstance(order, Lost)
 
 
 def test_a_refusal_without_a_place_for_a_secret_waits_for_nobody(tmp_path, monkeypatch):

@@ -315,7 +315,7 @@ class Coordinator:
             with admission.secret_of_refusal(secret_file) as secret:
                 self._admission.key = secret
                 if secret is not None:
-                    self._await_late_machines(self._admission)
+                    self._await_late_machines(self._admission, is_refused=True)
         self._close_admission()
         for connection in self.connections.values():
             connection.send(Leave(code=code))
@@ -324,12 +324,21 @@ class Coordinator:
             admission.remove_secret(self._secret_file)
             self._secret_file = None
 
-    def _await_late_machines(self, entrance: Admission) -> None:
+    def _await_late_machines(self, entrance: Admission, is_refused: bool = False) -> None:
+        """Admit machines that connect late. `is_refused`: a launcher of an earlier launch, or of a run at work in the
+        folder, is kept waiting and then goes on looking for its first machine, as the next start may be right.
+        """
         deadline = time.monotonic() + LATE_SECONDS
+        earlier: list[Connection] = []
         while len(self.hosts) < self.nodes.count and time.monotonic() < deadline:
             select.select(self.sockets, [], [], _POLL_SECONDS)
-            for newcomer in entrance.poll():
-                self._admit(*newcomer)
+            for connection, introduction in entrance.poll():
+                if is_refused and introduction.attempt:
+                    earlier.append(connection)
+                else:
+                    self._admit(connection, introduction)
+        for connection in earlier:
+            connection.close()
 
 
 @dataclass(frozen=True)
