@@ -6,11 +6,14 @@ import pytest
 
 from torchtitan import cli
 from torchtitan.commands import estimate
+from torchtitan.commands.check import STEP_FAILED
 from torchtitan.config import manager
 from torchtitan.config.options import ConfigError
+from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import load_hardware
 from torchtitan.planner import estimate as prediction
 from torchtitan.planner.closed_form import predict_memory
+from torchtitan.planner.rehearsal import RehearsalEnded
 
 GIB = 2**30
 
@@ -168,3 +171,21 @@ def test_hardware_gives_memory_device_and_speeds():
 def test_one_rank_has_no_traffic(needs, capsys):
     code, out = run(capsys, *needs, "--traffic")
     assert code == 0 and out.splitlines()[-1].startswith("  computes")
+
+
+def test_a_step_that_is_refused_has_an_exit_code_of_its_own(needs, monkeypatch, capsys):
+    """`torchtitan check` then does not call the job OK. What the machine ended says nothing about the job."""
+
+    def refuse(*arguments):
+        raise JobError("model.s2_group_size: given 8;\n    allowed: 0 for Gemma3")
+
+    monkeypatch.setattr(estimate, "predict", refuse)
+    assert estimate.main(needs) == STEP_FAILED
+    assert capsys.readouterr().err == "model.s2_group_size: given 8; allowed: 0 for Gemma3\n"
+
+    def end(*arguments):
+        raise RehearsalEnded("a rehearsal was ended")
+
+    monkeypatch.setattr(estimate, "predict", end)
+    with pytest.raises(RehearsalEnded):
+        estimate.main(needs)

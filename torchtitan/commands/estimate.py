@@ -5,6 +5,7 @@ data.
 """
 
 import argparse
+import sys
 import traceback
 from collections import Counter
 
@@ -18,6 +19,7 @@ from torchtitan.core.errors import JobError, format_bytes
 from torchtitan.core.hardware import load_hardware
 from torchtitan.core.progress_bar import waiting
 from torchtitan.planner.estimate import Prediction, Remedy, flops_of_a_rank, predict, remedies, worst
+from torchtitan.planner.rehearsal import RehearsalEnded
 from torchtitan.planner.search import is_judged
 from torchtitan.process.machine import limit_in_bytes
 from torchtitan.process.ranks import likely_device
@@ -45,8 +47,11 @@ def main(argv: list[str]) -> int:
     try:
         with waiting("a step is rehearsed"):
             predictions = predict(config, world_size, options.device, options.traffic)
-    except JobError:
+    except RehearsalEnded:
         raise
+    except JobError as error:  # the step refuses what no rule judges, in training too
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return STEP_FAILED
     except Exception:  # the step would fail in training too, or this program is wrong: the traceback tells
         traceback.print_exc()
         return STEP_FAILED

@@ -335,6 +335,10 @@ MAX_PROCESSES = 8
 T = TypeVar("T")
 
 
+class RehearsalEnded(JobError):
+    """A rehearsal that the machine ended, which says nothing about the job."""
+
+
 def run_in_processes(function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> list[T]:
     """Return the function's result for each tuple of arguments, computed in up to MAX_PROCESSES processes.
 
@@ -357,7 +361,7 @@ def run_in_processes(function: Callable[..., T], tasks: Sequence[tuple[Any, ...]
             return [future.result() for future in futures]
         except BrokenProcessPool:
             remedy = "with fewer processors (taskset --cpu-list 0 torchtitan ...) it has fewer processes"
-            raise JobError(
+            raise RehearsalEnded(
                 f"a rehearsal was ended, as where memory runs out: each takes about a GB; {remedy}"
             ) from None
         finally:  # after a failure or Ctrl-C, start no waiting task
