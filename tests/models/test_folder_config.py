@@ -423,3 +423,13 @@ def test_folders_with_other_tensors_are_refused(name, mutation, tmp_path):
 
     with pytest.raises(JobError):
         load()
+
+
+def test_an_override_that_contradicts_the_weights_is_named(tmp_path):
+    """The flavor already is from_hf, so setting it would be no remedy."""
+    base = write(tmp_path / "base", "llama3", LLAMA["llama3"])
+    options = dict(model__flavor="from_hf", model__hf_folder=base, checkpoint__initial_load_path=base)
+    argv = arguments(tmp_path / "run", write_texts(tmp_path / "texts"), **options)
+    argv = [word for word in argv if not word.startswith(("--model.overrides", "--model.tokenizer_path"))]
+    faults = lines(*argv, "--model.overrides={tied_embeddings = true}")
+    assert any("leave tied_embeddings out of model.overrides" in fault for fault in faults)
