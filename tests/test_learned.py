@@ -75,13 +75,15 @@ def test_texts_without_turns_end_once():
 def test_messages_with_train_flags(tmp_path, has_markers):
     tokenizer = build_tokenizer(folder_with(tmp_path / "t", CHATML if has_markers else unmarked(CHATML)))
     chat = messages(*TWO)
-    for flag in ({"train": False}, {"weight": 0}):
+    for flag in ({"train": False}, {"weight": 0}, {"loss": False}, {"weight": 0.0, "train": False}):
         chat[1] = {"role": "assistant", "content": "b"} | flag
         assert decode_with_mask(tokenizer, chat) == "<user\na>\n<assistant\nb>\n<user\nc>\n<assistant\n[d>]\n"
     for number, flags, message in (
         (0, {"train": True}, "message 0 of role 'user' is to be trained, but only the assistant's are"),
         (1, {"train": "no"}, "message 1 has train = 'no'; allowed: true or false"),
-        (1, {"weight": 0.5}, "message 1 has train = 0.5; allowed: true or false"),
+        (1, {"weight": 0.5}, "message 1 has weight = 0.5; allowed: true or false"),
+        (1, {"loss": "no"}, "message 1 has loss = 'no'; allowed: true or false"),
+        (1, {"train": True, "weight": 0}, "{'train': True, 'weight': 0}, which contradict each other"),
     ):
         with pytest.raises(DataError, match=message):
             decode_with_mask(tokenizer, [m | flags if i == number else m for i, m in enumerate(messages(*TWO))])

@@ -12,7 +12,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.support.record_forms import FORMS, Talk, said
+from tests.support.record_forms import FORMS, Talk
 from tests.test_templates import folder_with
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_hub_dataset

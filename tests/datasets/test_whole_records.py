@@ -76,6 +76,12 @@ REMEDIES = [
         "write one of the 'answers' as text into a field 'answer', and set training.format = \"alpaca\" and training."
         'fields = { instruction = "question", input = "context", output = "answer" }, which leaves out \'id\'',
     ),
+    (dict(dialog=TALK), "no field 'text', but messages in 'dialog'; set training.text_field = \"dialog\""),
+    (
+        dict(instruction="a", input="", chosen="b", rejected="c"),
+        'set training.format = "preference" and training.fields = { prompt = "instruction" }',
+    ),
+    (dict(instruction="a", input="b", chosen="c", rejected="d"), "join 'instruction' and 'input' to one text in a"),
     (dict(question="a", choices=["b"], answer="c"), "completion = \"answer\" }, which leaves out 'choices'"),
     (dict(messages=TALK, functions=[{"name": "f"}], tools=[{"name": "g"}]), "'tools' and 'functions' hold other tools"),
     (dict(prompt=TALK[:1], completion="b"), "field 'prompt' of format prompt_completion holds list, not text"),
@@ -215,6 +221,24 @@ def test_a_call_without_arguments_has_an_empty_table(arguments):
         {"type": "function", "function": {"name": "f", "arguments": {}}}
     ]
     assert "whose arguments are no JSON object" in refused(with_call(function={"name": "f", "arguments": "f(x)"}))
+
+
+def test_nulls_in_the_json_text_of_a_call_are_kept():
+    """Arrow fills in nulls of tables only."""
+    arguments = {"a": None, "b": [{"c": None}]}
+    turn = {"from": "function_call", "value": json.dumps({"name": "f", "arguments": arguments})}
+    for record in (
+        with_call(function={"name": "f", "arguments": json.dumps(arguments)}),
+        {"conversations": [{"from": "human", "value": "Q"}, turn]},
+    ):
+        (call,) = RecordReader().document(record, "", "").content.messages[1]["tool_calls"]
+        assert call["function"]["arguments"] == arguments
+    (call,) = (
+        RecordReader()
+        .document(with_call(function={"name": "f", "arguments": arguments}), "", "")
+        .content.messages[1]["tool_calls"]
+    )
+    assert call["function"]["arguments"] == {"b": [{}]}
 
 
 def test_a_function_call_of_openai_is_a_tool_call():

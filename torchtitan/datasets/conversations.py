@@ -13,6 +13,7 @@ from itertools import repeat
 from typing import Any
 
 from torchtitan.core.files import TOKENIZATION_VERSION
+from torchtitan.datasets.messages import FLAGS
 from torchtitan.datasets.sources import REMEDY, BadRecord, Chat, DataError, Span
 from torchtitan.datasets.template_process import CRASH, OUT_OF_TIME, RenderingFailed, limits, render
 from torchtitan.datasets.template_worker import BEGIN, END, MAX_TEXT, REFUSED, SYNTAX, TOO_LONG, TOO_MUCH_MEMORY
@@ -113,15 +114,21 @@ def _rendering_error(error: RenderingFailed, tokenizer: Tokenizer, location: str
 
 
 def _answer_flags(messages: Sequence[Message], location: str) -> list[bool]:
-    """Return whether each answer is trained; a message sets this by `train`, or by `weight` 0 or 1."""
+    """Return whether each answer is trained; a message sets this by `train` or `loss`, or by `weight` 0 or 1."""
     flags = []
     for number, message in enumerate(messages):
-        flag = message.get("train", message.get("weight", True))
-        if not isinstance(flag, bool | int) or flag not in (0, 1):
-            raise DataError(f"{location}: message {number} has train = {flag!r}; allowed: true or false; {REMEDY}")
+        values = {name: message[name] for name in FLAGS if name in message}
+        for name, value in values.items():
+            if not isinstance(value, bool | int | float) or value not in (0, 1):
+                raise DataError(
+                    f"{location}: message {number} has {name} = {value!r}; allowed: true or false; {REMEDY}"
+                )
+        if len(set(values.values())) > 1:
+            raise DataError(f"{location}: message {number} has {values}, which contradict each other; {REMEDY}")
+        flag = next(iter(values.values()), True)
         if message["role"] == "assistant":
             flags.append(bool(flag))
-        elif flag and ("train" in message or "weight" in message):
+        elif flag and values:
             raise DataError(
                 f"{location}: message {number} of role {message['role']!r} is to be trained, but only the assistant's "
                 'are; leave its flag out, or set data.train_on = "all"'

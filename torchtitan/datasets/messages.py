@@ -5,7 +5,8 @@ arguments}} with arguments as a table, and any further keys. ShareGPT's {from, v
 `function_call` turns become tool calls of the assistant, as LLaMA-Factory reads them. A form that is not known here is
 refused, because a template might leave it out, or a loss mask miss it.
 
-Nulls inside tables are dropped: Arrow fills them in where another record has a key, so they mean "not there".
+Nulls inside tables are dropped: Arrow fills them in where another record has a key, so they mean "not there". It cannot
+do so inside the JSON text of a tool call, whose nulls are kept.
 """
 
 import json
@@ -34,6 +35,8 @@ FUNCTION_CALL = "function_call"
 """Role of a turn, and key of a message, that calls a function."""
 TEXT_PART = {"type", "text"}
 CALL_KEYS, FUNCTION_KEYS = {"id", "type", "index", "function"}, {"name", "arguments"}
+FLAGS = ("train", "weight", "loss")
+"""Keys of a message that say whether it is trained, as Axolotl, OpenAI and ms-swift name them."""
 KNOWN_KEYS = {
     "role",
     "content",
@@ -42,8 +45,7 @@ KNOWN_KEYS = {
     "tool_call_id",
     "reasoning_content",
     "thinking",
-    "train",
-    "weight",
+    *FLAGS,
 }
 """Keys of messages that common templates read, and flags of the loss mask."""
 LIST_OF_TABLES = re.compile(r"\s*\[\s*\{\s*[\"'](role|from|content|value|text|label)[\"']\s*:")
@@ -275,12 +277,12 @@ class MessageReader:
         arguments = (parsed(value) if value.strip() else {}) if isinstance(value, str) else value
         if not isinstance(arguments, dict):
             raise self._error(f"has a tool call in message {number}", "whose arguments are no JSON object")
-        return without_nulls(arguments)
+        return arguments
 
     def _function_calls(self, content: Any, number: int) -> list[Any]:
         """Return the calls of a ShareGPT turn: JSON of {name, arguments}, or of a list of them."""
         calls = parsed(content) if isinstance(content, str) else content
-        calls = without_nulls([calls] if isinstance(calls, dict) else calls)
+        calls = [calls] if isinstance(calls, dict) else calls
         if not isinstance(calls, list) or not calls:
             raise self._error(f"has message {number} of role 'function_call'", "that holds no JSON {name, arguments}")
         for call in calls:

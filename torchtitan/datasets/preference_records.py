@@ -9,6 +9,8 @@ from torchtitan.datasets.sources import REMEDY, DataError, Document, Pair, Span
 
 ANSWERS = ("chosen", "rejected")
 PROMPTS = ("messages", "conversations", "prompt", "question")
+QUESTIONS = ("instruction", "query", "problem", "input")
+"""Other names of a prompt, which training.fields can give."""
 ASSISTANT_TURN, HUMAN_TURN = "\n\nAssistant:", "\n\nHuman:"
 """Turns of the transcripts of hh-rlhf."""
 

@@ -25,6 +25,7 @@ from torchtitan.datasets.formats import (
     to_document,
 )
 from torchtitan.datasets.messages import (
+    FLAGS,
     KNOWN_KEYS,
     ROLE_KEYS,
     Context,
@@ -37,7 +38,7 @@ from torchtitan.datasets.messages import (
     parsed,
     without_nulls,
 )
-from torchtitan.datasets.preference_records import read_preference
+from torchtitan.datasets.preference_records import PROMPTS, QUESTIONS, read_preference
 from torchtitan.datasets.record_account import check_account
 from torchtitan.datasets.sources import (
     REMEDY,
@@ -203,6 +204,8 @@ class RecordReader:
         else:
             columns = {name: column for name, column in self._column_names(form).items() if column in record}
             values = {name: self._value(form, name, column, record, location) for name, column in columns.items()}
+            if form == PAIRS and not any(name in columns for name in PROMPTS):
+                self._refuse_without_prompt(record, location)
             document = self._read(form, values, self._column_names(form), location, short_location)
             is_text = form == "prompt_completion" and not isinstance(document.content, Chat)
             read_columns = [c for name, c in columns.items() if not (is_text and name in CONTEXT_FIELDS)]
@@ -223,8 +226,22 @@ class RecordReader:
             for name, record_format in FORMATS.items()
             if record_format.detectable
         )
+        if not self._job_format and (listed := [name for name, value in record.items() if is_messages(as_list(value))]):
+            return f'no field {missing}, but messages in {listed[0]!r}; set training.text_field = "{listed[0]}"'
         hint = "" if self._job_format or similar_format(record) else f", or give records of a known format: {formats}"
         return f"no field {missing}; the record's fields: {field_names}; {self.remedy(record)}{hint}"
+
+    def _refuse_without_prompt(self, record: Record, location: str) -> None:
+        """Raise DataError if the prompt of two texts has another name, such as LLaMA-Factory's `instruction`."""
+        question = next((name for name in QUESTIONS if isinstance(record.get(name), str)), None)
+        if question is None or not all(isinstance(record[self.fields.get(n, n)], str) for n in ("chosen", "rejected")):
+            return
+        if question == "instruction" and not _is_empty(record.get("input")):
+            remedy = "join 'instruction' and 'input' to one text in a field 'prompt'"
+        else:
+            form = "" if self._job_format else f'training.format = "{PAIRS}" and '
+            remedy = f'set {form}training.fields = {{ prompt = "{question}" }}'
+        raise DataError(f"{location}: two answers without a field 'prompt'; {remedy}")
 
     def _refuse_unplaced(self, form: str, record: Record, read_columns: Collection[str], location: str) -> None:
         """Raise DataError if a record has a field that its format, which the job does not name, has no place for."""
@@ -339,6 +356,7 @@ class RecordReader:
                 f"{location}: field {columns['completion']!r} holds messages that do not begin with an answer of the "
                 f"assistant; {REMEDY}"
             )
+        prompt = [{k: v for k, v in m.items() if k not in FLAGS} for m in prompt]
         prompt = [message | ({"train": False} if message["role"] == "assistant" else {}) for message in prompt]
         return self._context(record, columns, False, location).chat([*prompt, *completion])
 
@@ -460,7 +478,10 @@ def _is_reread(document: Document, record: Record, values: Record, columns: Mapp
     if not isinstance(content, Chat):
         return is_parsed
     has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in content.messages)
-    return is_parsed or has_calls or any(not _is_empty(record.get(columns.get(n, n))) for n in CONTEXT_FIELDS)
+    has_flags = any("loss" in message for message in content.messages)
+    return (
+        is_parsed or has_calls or has_flags or any(not _is_empty(record.get(columns.get(n, n))) for n in CONTEXT_FIELDS)
+    )
 
 
 Row = Mapping[str, Any]
