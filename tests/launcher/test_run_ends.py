@@ -139,7 +139,8 @@ FOLLOWS = "tell('train', 4)\nif ranks.rank == 0: wait()\npass_on(2, 'data', 'no 
 
 
 @pytest.mark.parametrize(
-    "program, expected", [(FOLLOWS, (3, "data", 2, "no more")), ("pass_on(0)", (0, "finished", 0, ""))]
+    "program, expected",
+    [(FOLLOWS, (3, "data", 2, "no more")), ("tell('end', 4); pass_on(0)", (4, "finished", 0, ""))],
 )
 def test_several_machines_leave_one_record_with_the_first_cause(program, expected, tmp_path):
     head = dict(NNODES="2", HEAD_ADDR="127.0.0.1", HEAD_PORT=str(free_port()))
