@@ -255,9 +255,9 @@ def _other_sizes(facts: Facts, folder: Path, key: str) -> Iterator[Fault]:
         yield facts.fault(key, allowed, str(error))
         return
     if differing:
-        names = [
-            name for name in facts.config.model.overrides if any(text.startswith(f"{name} is ") for text in differing)
-        ]
+        model = facts.config.model
+        overrides = model.overrides if model.flavor == FROM_HF else {}
+        names = [name for name in overrides if any(text.startswith(f"{name} is ") for text in differing)]
         remedy = f'set model.flavor = "{FROM_HF}" and model.hf_folder = {show(str(folder))}'
         remedy = f"leave {', '.join(names)} out of model.overrides" if names else remedy
         yield facts.fault(key, allowed, f"{'; '.join(differing)}; {remedy}")
