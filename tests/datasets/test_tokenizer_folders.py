@@ -172,3 +172,13 @@ def test_files_next_to_other_kinds_of_tokenizers(file, tmp_path):
         assert ours.eos_id == (plain.bos_id if "eos_token" in config else plain.eos_id) and eos
         assert ours.fingerprint != plain.fingerprint and ours.encode("def f") == plain.encode("def f")
         assert build_tokenizer(str(folder), version=2).bos_id == plain.bos_id
+
+
+@pytest.mark.parametrize("kind", ["byte level", "metaspace first"])
+def test_special_tokens_in_a_table_of_transformers_5_are_read(kind, tmp_path):
+    """As Gemma 3's image tokens; here a new one, which gets a number of its own."""
+    files = files_of(kind)
+    key = "tokenizer_config.json"
+    files[key] = {**files[key], "model_specific_special_tokens": {"image_token": "alpha"}, "from_slow": True}
+    folder = write(tmp_path / "t", files)
+    assert ids_here(folder, chats_for(kind)) == ids_of_transformers(folder, chats_for(kind))

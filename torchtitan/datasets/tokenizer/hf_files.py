@@ -50,11 +50,12 @@ CONFIG_KEYS = DeclaredKeys(
     harmless=_names(  # about decoding, batches, slow tokenizers, or what stands around a text
         "add_bos_token add_eos_token auto_map backend chat_control_tokens clean_up_tokenization_spaces "
         "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output device_map do_basic_tokenize errors "
-        "extra_ids files_loaded init_inputs is_local legacy local_files_only max_len max_length model_input_names "
-        "model_max_length name_or_path never_split pad_to_multiple_of pad_token_type_id padding padding_side "
-        "processor_class response_schema response_template return_token_type_ids sp_model_kwargs "
-        "spaces_between_special_tokens special_tokens_map_file stride tokenizer_file trim_offsets truncation "
-        "truncation_side truncation_strategy unk_id use_default_system_prompt use_fast verbose vocab_size"
+        "extra_ids files_loaded from_slow init_inputs is_local legacy local_files_only max_len max_length "
+        "model_input_names model_max_length name_or_path never_split pad_to_multiple_of pad_token_type_id padding "
+        "padding_side processor_class response_schema response_template return_token_type_ids sp_model_kwargs "
+        "spaces_between_special_tokens special_tokens_map_file stride tokenizer_file tokenizer_type trim_offsets "
+        "truncation truncation_side truncation_strategy trust_remote_code unk_id use_default_system_prompt use_fast "
+        "verbose vocab_size"
     ),
 )  # fmt: skip
 MAP_KEYS = DeclaredKeys(used=_names(*NAMED_TOKENS, *EXTRA_TOKENS))
@@ -93,6 +94,8 @@ class CompanionFiles:
         )
         if not strict:
             return
+        named = self.config.pop("model_specific_special_tokens", None) or {}  # transformers 5, as of Gemma 3
+        self.config |= named if isinstance(named, dict) else {"model_specific_special_tokens": named}
         for name, content, keys in ((CONFIG, self.config, CONFIG_KEYS), (MAP, self.map, MAP_KEYS)):
             tokens = _tokens_in(content)
             further = {key: value for key, value in content.items() if key not in tokens}
