@@ -571,6 +571,8 @@ def test_entries_of_datasets_become_sources(folder_with_model):
         {"dataset": "text", "dataset_path": "c.jsonl", "format": "completion", "fields": {"text": "content"}},
         {"dataset": "text", "dataset_path": "d.jsonl", "format": "alpaca", "template": DEFAULT_TEMPLATE},
     ]
+    spelled = [note.partition(":")[0] for note in job.notes if "special tokens that its texts spell out" in note]
+    assert spelled == ["datasets[1]"]
     for sources in (job.values["training.sources"], job.values["training.sources"][:3]):  # with a table inside, without
         (folder_with_model / "job.toml").write_text(as_file([], job.values | {"training.sources": sources}))
         read = load(["--job.config_file", str(folder_with_model / "job.toml")]).training

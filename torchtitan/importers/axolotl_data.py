@@ -27,6 +27,9 @@ TEMPLATES |= {"alpaca": "alpaca"}
 TOKENIZER_TEMPLATE, JINJA = ("tokenizer", "tokenizer_default"), "jinja"
 FIELDS = {f"field_{name}": name for name in ("instruction", "input", "output", "system")}
 MESSAGE_FIELDS = {"message_field_role": "role", "message_field_content": "content"}
+TEXTS = ("completion", "input_output", "prompt_completion")
+"""Formats of records that hold texts, which may have been rendered with a template before."""
+SPELLED_TOKENS = "special tokens that its texts spell out are ordinary text here, and tokens for Axolotl"
 REWRITE = "write the records as prompt and completion, or as messages"
 REWRITE_PAIRS = "write the records with chosen and rejected: lists of messages, or answers next to messages or prompt"
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
@@ -69,6 +72,7 @@ class Data:
             if self.options[name]:
                 self.refuse(name, self.options[name], "nothing with pretraining_dataset", "drop one of the two")
         self.note("documents are packed end to end; training.document_mask = true keeps them apart")
+        self.note(f"pretraining_dataset: {SPELLED_TOKENS}")
 
     def _records(self) -> None:
         options, values = self.options, self.values
@@ -196,6 +200,8 @@ class Data:
             fields = {default_field: field}
         if record_format and field is not None and field not in fields.values() and field != default_field:
             self.note(f"{label}: {field!r} is not read, as records of format {record_format} have other fields")
+        if record_format in TEXTS:
+            self.note(f"{label}: {SPELLED_TOKENS}")
         if record_format:
             settings = {
                 "format": record_format,
