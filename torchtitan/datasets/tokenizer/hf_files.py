@@ -94,8 +94,8 @@ class CompanionFiles:
         )
         if not strict:
             return
-        named = self.config.pop("model_specific_special_tokens", None) or {}  # transformers 5, as of Gemma 3
-        self.config |= named if isinstance(named, dict) else {"model_specific_special_tokens": named}
+        table = self.config.pop("model_specific_special_tokens", None) or {}  # transformers 5, as of Gemma 3
+        self.config |= table if isinstance(table, dict) else {"model_specific_special_tokens": table}
         for name, content, keys in ((CONFIG, self.config, CONFIG_KEYS), (MAP, self.map, MAP_KEYS)):
             tokens = _tokens_in(content)
             further = {key: value for key, value in content.items() if key not in tokens}
