@@ -458,25 +458,48 @@ def test_caches_of_records_are_made_again_and_those_of_plain_texts_are_kept(tmp_
     assert not has_records(open_source("text", str(tmp_path / "a.jsonl"), RecordReader()))
 
 
+def loader_of(records, tmp_path, state=None):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    source = open_source("text", str(path), RecordReader())
+    return build_loader([WeightedSource("text", source, 1.0)], build_tokenizer("bytes", CHATML), OPTIONS, state=state)
+
+
+CHATML = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+def of_an_earlier_version(state):
+    """Return the state as a version before the reading of records had one would have saved it."""
+    return state | {"fingerprint": {name: value for name, value in state["fingerprint"].items() if name != "records"}}
+
+
 def test_a_checkpoint_of_records_that_were_misread_is_refused_and_others_go_on(tmp_path):
     """Checkpoints of earlier versions lack the version of the reading of records."""
-
-    def state(record):
-        path = tmp_path / "a.jsonl"
-        path.write_text((json.dumps(record) + "\n") * 40)
-        source = open_source("text", str(path), RecordReader())
-        loader = build_loader([WeightedSource("text", source, 1.0)], build_tokenizer("bytes"), OPTIONS)
-        return loader.state_dict() if hasattr(loader, "state_dict") else {}
-
-    plain, misread = state({"messages": TALK}), state({"system": "S", "messages": TALK})
-    assert "records" not in plain["fingerprint"] and misread["fingerprint"]["records"] == 2
-    older = {name: value for name, value in misread["fingerprint"].items() if name != "records"}
-    with pytest.raises(JobError, match="records: nothing in the checkpoint, 2 now; the reading of records of this"):
-        check_same_data({"fingerprint": older}, misread["fingerprint"])
+    plain, misread = {"prompt": "question", "completion": "answer"}, {"system": "S", "messages": TALK}
+    for records, is_refused in (([plain] * 40, False), ([misread] * 40, True)):
+        state = loader_of(records, tmp_path).state_dict()
+        assert state["fingerprint"]["records"] == 2
+        older = of_an_earlier_version(state)
+        if is_refused:
+            with pytest.raises(JobError, match="records: nothing in the checkpoint, 2 now; the reading of records of"):
+                loader_of(records, tmp_path, older)
+        else:
+            assert loader_of(records, tmp_path, older).state_dict() == older  # and the next resume knows it too
     shards = [{"files": {"a.jsonl": 5}, "shards": {"shard-00000.bin": checksum}} for checksum in ("x", "y")]
     with pytest.raises(JobError, match="the tokens of these records have changed since the checkpoint's run began"):
         check_same_data({"fingerprint": shards[0]}, shards[1])
     check_same_data({"fingerprint": shards[0]}, shards[0])
+
+
+def test_a_later_record_that_was_misread_is_refused_when_a_run_of_that_version_reaches_it(tmp_path):
+    listed = {"prompt": "question", "completion": "answer"}
+    records = [*[listed] * 100, {"prompt": json.dumps(TALK[:1]), "completion": json.dumps(TALK[1:])}]
+    state = loader_of(records, tmp_path).state_dict()
+    with pytest.raises(DataError, match=r"a\.jsonl:101: the reading of records of this form has changed since"):
+        for _ in zip(range(400), loader_of(records, tmp_path, of_an_earlier_version(state)), strict=False):
+            pass
+    for _ in zip(range(400), loader_of(records, tmp_path, state), strict=False):  # of this version
+        pass
 
 
 OPTIONS = LoaderOptions(seq_len=16, local_batch_size=1, global_batch_size=1, dp_rank=0, dp_size=1, seed=0, shuffle=True)

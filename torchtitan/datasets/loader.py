@@ -16,9 +16,9 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,8 +30,8 @@ from torchtitan.core.constraints import check_global_batch, check_persistence, c
 from torchtitan.core.machine_errors import MachineError, is_of_the_machine
 from torchtitan.datasets.encoding import chat_tokenization, spelled_tokens_note
 from torchtitan.datasets.mixing import Mixture
-from torchtitan.datasets.position import Position, merge_states, resume
-from torchtitan.datasets.record_account import records_version
+from torchtitan.datasets.position import Position, fingerprints_of_sources, merge_states, resume
+from torchtitan.datasets.record_account import RECORDS, records_version
 from torchtitan.datasets.sample_packing import Packing, steps_for, total_samples
 from torchtitan.datasets.samples import BatchFormat, Labels, Piece, RankSamples, ShardPieces, StreamPieces
 from torchtitan.datasets.sources import DataError, IndexedSource, SequentialSource, Source, UnreachableData
@@ -255,7 +255,10 @@ def build_loader(
     mixture = Mixture([weight for _, _, weight in sources], counts, seed)
     texts = np.repeat([not isinstance(source, TokenShards) for source in opened], counts)
     settings = {"seed": seed, "shuffle": shuffle, "seq_len": seq_len}
-    settings |= _fingerprint(sources, options.reads_in_passes, tokenizer, packing)
+    settings |= _fingerprint(sources, options.reads_in_passes, tokenizer, packing, state)
+    for streams, content in zip(opened, fingerprints_of_sources(settings), strict=True):
+        if not isinstance(streams, TokenShards):
+            streams.refuses_reread = RECORDS not in content
     start = resume(state, np.flatnonzero(texts).tolist(), mixture.samples_per_stream, settings)
     shards = [source for source in opened if isinstance(source, TokenShards)]
     is_one = options.joined and len(sources) > 1
@@ -335,18 +338,24 @@ def _open(
 
 
 def _fingerprint(
-    sources: Sequence[WeightedSource], in_passes: bool, tokenizer: Tokenizer, packing: Packing | None
+    sources: Sequence[WeightedSource],
+    in_passes: bool,
+    tokenizer: Tokenizer,
+    packing: Packing | None,
+    state: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return further settings that the order of samples depends on; a single source is not nested."""
+    """Return further settings that the order of samples depends on; a single source is not nested. `state`: of the run
+    to resume."""
     fingerprint: dict[str, Any] = {"tokenizer": tokenizer.fingerprint}
     if tokenizer.chat_template is not None:
         fingerprint["chat_template"] = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
     if packing is not None:
         fingerprint["packing"] = packing.fingerprint
     descriptions: list[dict[str, Any]] = [{"dataset": name} | source.fingerprint for name, source, _ in sources]
-    for content, (_, source, _) in zip(descriptions, sources, strict=True):
+    saved = fingerprints_of_sources(state["fingerprint"]) if state else []
+    for content, (_, source, _), before in zip_longest(descriptions, sources, saved[: len(sources)]):
         if not isinstance(source, TokenShards | PretokenizedBlocks):
-            content |= chat_tokenization(source, tokenizer) | records_version(source)
+            content |= chat_tokenization(source, tokenizer) | records_version(source, before)
     if len(descriptions) == 1:
         return fingerprint | descriptions[0]
     for content, (_, _, weight) in zip(descriptions, sources, strict=True):

@@ -11,7 +11,7 @@ import numpy as np
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.record_account import RECORDS
 from torchtitan.datasets.sources import CONTENTS, CONVERSATIONS
-from torchtitan.datasets.streams import Cursor
+from torchtitan.datasets.streams import REREAD, SINCE, Cursor
 
 VERSION = 2
 """Version of the order of streams. In version 1 they took turns in a fixed order. Prepared shards have no such streams,
@@ -105,14 +105,19 @@ def check_same_data(state: dict[str, Any], fingerprint: dict[str, Any]) -> None:
     _refuse(_differences(before, now), _packing_advice(before, now) + _tokenization_advice(before, now))
 
 
+def fingerprints_of_sources(fingerprint: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the fingerprint of each source; a single source is not nested."""
+    return [*fingerprint.get("sources", {"": fingerprint}).values()]
+
+
 def _tokenization_advice(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Return advice if the same data are read or tokenized otherwise than for a saved state; empty if they are not."""
-    sources = [[*data.get("sources", {"": data}).values()] for data in (before, now)]
+    sources = [fingerprints_of_sources(data) for data in (before, now)]
     versions, readings = (
         [[source.get(key) for source in data] for data in sources] for key in (CONVERSATIONS, RECORDS)
     )
     if readings[0] != readings[1] and any(readings[1]):
-        change = "the reading of records of this form has changed"
+        change = REREAD
     elif versions[0] != versions[1] and any(versions[1]):
         if earlier := max(filter(None, versions[0]), default=None):
             return f"; the run began with other rules of tokenization: set data.tokenization_version = {earlier}"
@@ -121,10 +126,7 @@ def _tokenization_advice(before: dict[str, Any], now: dict[str, Any]) -> str:
         change = "the tokens of these records have changed"
     else:
         return ""
-    return (
-        f"; {change} since the checkpoint's run began, so the same records have other token ids now: finish with the "
-        "program that began it, or start the data from the beginning"
-    )
+    return f"; {change} {SINCE}"
 
 
 def _differ_in_shards_alone(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:

@@ -15,7 +15,7 @@ from torchtitan.datasets.messages import ROLE_KEYS, as_list, parsed
 from torchtitan.datasets.sources import REMEDY, BadRecord, Chat, Document, Pair, Source
 
 RECORDS = "records"
-"""Key in the fingerprint of data with records that earlier versions read otherwise."""
+"""Key in the fingerprint of data, with the version of the reading of records; runs of earlier versions lack it."""
 RECORDS_VERSION = 2
 """Version of the reading of records. Raise it whenever the same records give other documents."""
 SAMPLED_RECORDS = 16
@@ -100,9 +100,15 @@ def has_records(source: Source) -> bool:
     return is_table or any(d.format_name or not isinstance(d.content, str) for d in first_documents(source))
 
 
-def records_version(source: Source) -> dict[str, Any]:
-    """Return the version of the reading of records, for a fingerprint; empty if earlier versions read them alike."""
-    return {RECORDS: RECORDS_VERSION} if any(document.is_reread for document in first_documents(source)) else {}
+def records_version(source: Source, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the version of the reading of records, for a fingerprint. `saved`: the source's, of the run to resume.
+
+    A run that began before there were versions goes on without one, unless its first records are read otherwise now. A
+    later record of this kind is refused when its turn comes (streams.py).
+    """
+    if saved is None or RECORDS in saved or any(document.is_reread for document in first_documents(source)):
+        return {RECORDS: RECORDS_VERSION}
+    return {}
 
 
 def describe_unread(name: str, fields: Iterable[str], longest: int = 12) -> str:

@@ -59,7 +59,15 @@ class DocumentPosition(NamedTuple):
     ordinal: int = 0
 
 
+REREAD = "the reading of records of this form has changed"
+SINCE = "since the checkpoint's run began, so the same records have other token ids now: finish with the program that "
+SINCE += "began it, or start the data from the beginning"
+
+
 class IndexedStreams:
+    refuses_reread = False
+    """Refuse records that an earlier version, with which the run began, read otherwise."""
+
     def __init__(self, source: IndexedSource, seed: int, shuffle: bool) -> None:
         self.source, self.seed, self.shuffle = source, seed, shuffle
         self.count = stream_count(len(source)) if shuffle else 1
@@ -109,6 +117,8 @@ class IndexedStreamReader:
 
 class SequentialStreams:
     """The streams of a SequentialSource. `stop`: raise an error that occurs while documents are counted."""
+
+    refuses_reread = False
 
     def __init__(self, source: SequentialSource, seed: int, shuffle: bool, stop: bool) -> None:
         self.source, self.seed, self.shuffle = source, seed, shuffle
@@ -342,6 +352,8 @@ class StreamPacker:
 
     def _tokens_of(self, item: DocumentOrError) -> Tokens:
         if isinstance(item, Document):
+            if item.is_reread and self.streams.refuses_reread:
+                raise DataError(f"{item.location}: {REREAD} {SINCE}")
             try:
                 return encode(self.tokenizer, item)
             except BadRecord as error:
