@@ -108,7 +108,8 @@ def test_padding_is_no_document(job, capsys, tmp_path, padding):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--task.kind=sft", "--training.seq_len=32", "--data.packing=off", f"--data.padding={padding}"]
     preview.main([*job, *options, f"--job.dump_folder={tmp_path}"])
-    shown = capsys.readouterr().out.splitlines()[2:]
+    shown = capsys.readouterr().out.splitlines()
+    shown = shown[next(n for n, line in enumerate(shown) if line.startswith("sample 0")) :]
     first, second = shown[: shown.index("")], shown[shown.index("") + 1 :]
     text = "[-<begin>Two?-]Four.<end>"
     # the last token of a sample is a label alone, so 32 of 33 are read
