@@ -8,7 +8,7 @@ is known before the first one, and the position in the data is a single number f
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
@@ -186,9 +186,9 @@ class PackReader:
         return ids, trained, (np.array(rows, dtype=np.int64), np.array(columns, dtype=np.int64))
 
     def _pack(self, sample: int) -> np.ndarray:
-        epoch = 0
-        while self._end(epoch) <= sample:
-            epoch += 1
+        while not self._ends or self._ends[-1] <= sample:
+            self._end(len(self._ends))
+        epoch = bisect_right(self._ends, sample)  # a small source has thousands of epochs
         documents, begins = self._epoch(epoch)
         pack = sample - (self._ends[epoch - 1] if epoch else 0)
         return documents[begins[pack] : begins[pack + 1]]
