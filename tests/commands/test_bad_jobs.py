@@ -50,7 +50,7 @@ def draws(is_full_run: bool) -> list[str]:
     draw = random.Random("bad overrides")
     integers = [key for key, option in options().items() if "int" in str(option.annotation)]
     if is_full_run:
-        numbers = [f"{draw.choice(integers)}={draw.choice(NUMBERS)}" for _ in range(200)]
+        numbers = [f"{draw.choice(integers)}={draw.choice(NUMBERS)}" for _ in range(40)]
         return [*WRONG_NAMES, *UNKNOWN_VALUES, *WRONG_TYPES, *MISSING, *numbers]
     groups = (WRONG_NAMES, UNKNOWN_VALUES, WRONG_TYPES, MISSING)
     return [*map(draw.choice, groups), f"{draw.choice(integers)}={draw.choice(NUMBERS)}"]

@@ -325,7 +325,7 @@ def test_mutated_records_lose_no_text(name, here, reference, tmp_path, is_full_r
     calls and tools; a key that no template knows is an exception, as transformers hands it over too."""
     rng, counts = random.Random(name), Counter()
     form = FORMS[name]
-    for _ in range(200 if is_full_run else 20):
+    for _ in range(60 if is_full_run else 20):
         kind, record = mutated(form.record, rng)
         document, sample = outcome(write_jsonl(tmp_path, [record]), form.options, here)
         counts["drawn"] += 1

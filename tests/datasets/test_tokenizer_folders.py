@@ -72,7 +72,7 @@ def test_mutated_folders(tmp_path, is_full_run):
     """Seeded mutations of every kind. What transformers itself fails on is only read in two harmless forms: a token
     as an object without its type, and an option that is off by another value than false."""
     draw, outcomes = random.Random(7), Counter()
-    for number in range(1500 if is_full_run else 280):
+    for number in range(800 if is_full_run else 280):
         kind = KINDS[number % len(KINDS)]
         files = files_of(kind)
         change = mutate(files, draw)

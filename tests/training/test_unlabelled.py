@@ -117,7 +117,7 @@ def test_runs_with_empty_steps_end_with_the_weights_of_runs_without_them(tmp_pat
     generator = random.Random(0)
     options = dict(training__local_batch_size=2, training__global_batch_size=2, lr_scheduler__decay_type="constant")
     options |= dict(lr_scheduler__warmup_steps=0, optimizer__weight_decay=0.3, training__document_mask=True)
-    for draw in range(20 if is_full_run else 2):
+    for draw in range(8 if is_full_run else 2):
         labels = [True, *(generator.random() < 0.6 for _ in range(5))]
         folder = tmp_path / str(draw)
         folder.mkdir()

@@ -9,6 +9,7 @@ from typing import Any
 
 from torchtitan.checkpoint.tokenization import tokenization_version
 from torchtitan.core.errors import JobError
+from torchtitan.core.machine_errors import MachineError
 from torchtitan.datasets import open_source
 from torchtitan.datasets.sources import Document, Pair
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
@@ -29,7 +30,7 @@ def end_token_line(facts: Facts) -> str:
         return ""
     try:
         looked_at, trained = _count(facts)
-    except (JobError, OSError):  # training reports it, with the record's location
+    except (JobError, MachineError, OSError):  # training reports it, with the record's location
         return ""
     if not looked_at:
         return ""

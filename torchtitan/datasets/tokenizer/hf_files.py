@@ -182,6 +182,8 @@ class CompanionFiles:
 
     def _listed_tokens(self) -> list[Any]:
         """Return the added tokens of added_tokens_decoder, or of added_tokens.json, as tokenizers.AddedToken."""
+        if LISTED not in self.config and not self.added:
+            return []  # without importing the library, which other kinds of tokenizers do not need
         import tokenizers
 
         try:
