@@ -300,11 +300,11 @@ def test_find_weights_recognizes_every_format(tmp_path, capsys):
     assert find_weights(tmp_path / "run") == ("torchtitan", tmp_path / "run/checkpoint/step-20")
     (tmp_path / "run/checkpoint/step-20/.metadata").unlink()  # written last: without it the checkpoint is incomplete
     assert find_weights(tmp_path / "run/checkpoint") == ("torchtitan", tmp_path / "run/checkpoint/step-3")
-    (tmp_path / "a.bin").write_bytes(b"x")
+    (tmp_path / "a.txt").write_bytes(b"x")
     for path, message in (
         ("nowhere", "no such file or folder"),
         (".", "no weights in it"),
-        ("a.bin", "of another kind"),
+        ("a.txt", "of another kind"),
     ):
         with pytest.raises(NothingLoadable, match=f"{message}.*; give a checkpoint, a folder of them"):
             find_weights(tmp_path / path)
