@@ -24,7 +24,9 @@ class CrashingLauncher:
 
     def __init__(self, command, stdout, **_):
         script = jobs.ROOT / "tests/support/crashing_job.py"
-        self.process = start_script([stdout.name] * 2, jobs.ROOT, script, str(CRASH_STEP), *command[3:])
+        self.process = start_script(
+            [stdout.name] * 2, jobs.ROOT, script, str(CRASH_STEP), *command[command.index("torchtitan.launch") + 1 :]
+        )
 
     @property
     def returncode(self):
@@ -118,8 +120,12 @@ def test_report_draws_it(home, run, copy, tmp_path, capsys):
     assert output_of(capsys, "report", run, copy, "--to", page) == f"2 runs drawn into {page}\n"
     assert "<td>optimizer.lr</td><td>0.01</td><td>0.02</td>" in page.read_text()
     events, cut_events = [trace for trace in figure_in(page.read_text()) if "text" in trace]
-    assert events["x"] == [2, 2, 4, 6] and cut_events["x"] == [2, 2]
-    assert events["text"][0].startswith("saved; ") and events["text"][1].startswith("restart: cause rank ")
+    assert events["x"] == [2, 2, 4, 6, 6] and cut_events["x"] == [2, 2]
+    assert (
+        events["text"][-1].startswith("finished after step 6 (exit code 0)")
+        and events["text"][0].startswith("saved; ")
+        and events["text"][1].startswith("restart: cause rank ")
+    )
     losses = [trace for trace in figure_in(page.read_text()) if trace["name"].endswith(", as logged")]
     assert [trace["x"] for trace in losses] == [list(range(1, STEPS + 1)), [1, 2]]
     empty(copy)
