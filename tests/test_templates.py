@@ -248,6 +248,7 @@ def test_conversations_are_packed_shown_and_resumed(folders, tmp_path, capsys):
     assert 0.1 < np.mean([label != IGNORE for _, labels, *_ in samples for label in labels]) < 0.8
     job = ["--training.dataset=text", f"--training.dataset_path={path}", "--training.seq_len=64"]
     job += [f"--model.tokenizer_path={folders['chatml']}", "--training.no_shuffle", "--samples=1", "--tokens=999"]
+    job += ["--model.overrides={vocab_size = 2053}"]
     preview.main(job)
     shown = capsys.readouterr().out
     assert "[-<|im_start|>user\nWhat is two and two?<|im_end|>\n<|im_start|>assistant\n-]Four.<|im_end|>[-\n-]" in shown
