@@ -249,6 +249,15 @@ def test_a_stop_signal_reaches_every_rank_once_and_sets_the_exit_code(number):
     assert sorted(out.splitlines()) == ["got 0 15", "got 1 15", "stopping after this step " + TWICE_MORE]
 
 
+def test_a_rank_that_fails_since_another_one_stopped_does_not_change_the_exit_code():
+    process = start(
+        "ready('first'); wait_to_be_asked(); (time.sleep(0.5), sys.exit(1)) if ranks.rank else sys.exit(143)"
+    )
+    ready(process)
+    process.send_signal(signal.SIGHUP)
+    assert end(process)[::2] == (129, "")
+
+
 TWICE_MORE = "(twice more to stop at once, without saving)"
 
 

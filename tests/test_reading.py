@@ -61,9 +61,12 @@ def test_the_system_message_precedes_the_prompt_or_fills_its_placeholder():
     assert read_record(record, {"format": "{system}: {instruction}"})[0] == "Be kind.: {input} or {instruction}?"
     del record["system"]
     assert read_record(record, TEMPLATE | {"system_prompt": "Hi."})[0].startswith("Hi.\n\nQ: ")
-    # a column of that name is no part of Stanford's prompt, unless it is named
+    # a column of that name is no part of Stanford's prompt, unless it is named: a job that names neither is refused
     alpaca = {"instruction": "a", "output": "b", "system": "Be kind."}
-    assert "kind" not in prompt_and_answer(RecordReader().document(alpaca, "", ""))[0]
+    with pytest.raises(DataError, match="'system', which the prompt of format alpaca has no place for"):
+        RecordReader().document(alpaca, "", "")
+    assert "kind" not in prompt_and_answer(RecordReader(format_name="alpaca").document(alpaca, "", ""))[0]
+    assert "kind" not in prompt_and_answer(RecordReader().document(alpaca | {"system": ""}, "", ""))[0]
     with_system_field = RecordReader(format_name="alpaca", fields={"system": "system"})
     assert prompt_and_answer(with_system_field.document(alpaca, "", ""))[0].startswith("Be kind.\n\nBelow is")
 
@@ -283,7 +286,10 @@ def test_a_record_that_fits_two_formats_is_refused(tmp_path, suffix):
 
 UNCLEAR = [  # records with a column that the chosen format ignores, and the message
     ({"text": "a: b", "chosen": "b", "rejected": "c"}, "'chosen' and 'rejected'; learn it with task.kind dpo, ipo or"),
-    ({"instruction": "a", "output": "b", "system": ""}, r"'system', which the .* to { system = \"system\" }$"),
+    (
+        {"instruction": "a", "output": "b", "system": "Be kind."},
+        r"'system', which the .*training.fields = { system = \"system\" }$",
+    ),
 ]
 
 

@@ -192,7 +192,8 @@ class RankMonitor:
             hint = "" if first.code < 0 else "; its output above tells why"
             hint = " and the others did not" if unreported else hint
             print_error(f"{first}{hint}")
-        return first.exit_code
+        # a rank that the stop request ended may take others with it, whose collectives fail: these are consequences
+        return 128 + self.requests.first if self.requests.first and first.exit_code in STOPPED else first.exit_code
 
     def stopped_on_request(self, failed: list[RankExit]) -> bool:
         """Return True if all ranks ended because of the stop request: by themselves, killed with nothing to save, or

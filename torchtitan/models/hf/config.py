@@ -281,6 +281,14 @@ def read_number(config: Mapping[str, Any], name: str, default: Number, null: Num
         raise JobError(f"{name} = {value!r}; allowed: {allowed}; correct it, or leave it out for {default}") from None
 
 
+def read_flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Return a flag of a config; `default` if the key is absent. Raises JobError for anything but true and false."""
+    value = config.get(name, default)
+    if not isinstance(value, bool):
+        raise JobError(f"{name} = {value!r}; allowed: true or false; correct it, or leave it out for {default}")
+    return value
+
+
 def check_supported(config: Mapping[str, Any], only: Mapping[str, Any], nullable: Collection[str] = ()) -> None:
     """Raise JobError if a key is present with a value that the model does not support; it names all such keys.
 

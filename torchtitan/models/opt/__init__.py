@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from torchtitan.core.errors import JobError
 from torchtitan.models.family import ConfigConverter, Family
-from torchtitan.models.hf.config import check_numbers, check_supported, read_number
+from torchtitan.models.hf.config import check_numbers, check_supported, read_flag, read_number
 from torchtitan.models.hf.config_keys import config_keys
 from torchtitan.models.learned_positions import (
     NOT_COMPARED,
@@ -112,9 +112,8 @@ def _from_hf(config: Mapping[str, Any]) -> OPTArgs:
     check_supported(config, {"activation_function": "relu", "enable_bias": True, "layer_norm_elementwise_affine": True})
     check_supported(config, {"_remove_final_layer_norm": False, "layerdrop": 0.0, "tie_word_embeddings": True})
     width = config["hidden_size"]
-    if config.get("word_embed_proj_dim") is not None:
-        check_numbers(config, ("word_embed_proj_dim",))
     embed_width = read_number(config, "word_embed_proj_dim", width, null=width)
+    check_numbers({"word_embed_proj_dim": embed_width}, ("word_embed_proj_dim",))
     return OPTArgs(
         dim=width,
         n_layers=config["num_hidden_layers"],
@@ -122,7 +121,7 @@ def _from_hf(config: Mapping[str, Any]) -> OPTArgs:
         ffn_dim=config["ffn_dim"],
         vocab_size=config["vocab_size"],
         max_seq_len=config["max_position_embeddings"],
-        order="pre" if config.get("do_layer_norm_before", True) else "post",
+        order="pre" if read_flag(config, "do_layer_norm_before", True) else "post",
         embed_dim=0 if embed_width == width else embed_width,
         dropout=shared_dropout(config, {"dropout": 0.1}),
         attention_dropout=read_number(config, "attention_dropout", 0.0),
