@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.bench_timing import Goal, row, take_turns
 from torchtitan.adapters.interface import Adapter
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.config.manager import load
 from torchtitan.core.initialization import initialize
 from torchtitan.core.tensor_storage import draw_stores

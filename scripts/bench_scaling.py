@@ -36,7 +36,7 @@ from bench_timing import ROOT, heading, throw_lines_away
 from bench_trainer import MemoryMap, arguments, megabytes_of_state, saves_in_turn, shuffled, trainer_of, write_shards
 
 from torchtitan import launch
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.commands.generate import sample
 from torchtitan.config import manager
 from torchtitan.core.files import TOKENIZER

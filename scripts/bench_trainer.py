@@ -39,7 +39,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchtitan.build import data, parts
+from torchtitan.assembly import data, parts
 from torchtitan.config import manager
 from torchtitan.datasets.loader import LoaderOptions, WeightedSource, build_loader
 from torchtitan.datasets.token_shards import ShardWriter, TokenShards

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from torchtitan.adapters.neurocache.adapter import Neurocache  # noqa: E402
 from torchtitan.adapters.neurocache.cache import HitStatistics, PairComparison  # noqa: E402
-from torchtitan.build import data, parts  # noqa: E402
+from torchtitan.assembly import data, parts  # noqa: E402
 from torchtitan.commands.evaluate import of_documents  # noqa: E402
 from torchtitan.commands.generate import find_checkpoint  # noqa: E402
 from torchtitan.config.sections.adapter import Adapter  # noqa: E402

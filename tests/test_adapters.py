@@ -17,7 +17,7 @@ from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from tests.support.scale_adapter import INITIAL, SCALE, ScaleAdapter
 from torchtitan import adapters
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.checkpoint import load_model_for_inference
 from torchtitan.config import manager
 from torchtitan.config.sections.adapter import Adapter as Options

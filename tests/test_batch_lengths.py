@@ -14,7 +14,7 @@ from tests.support.pool import run_ranks
 from tests.test_preferences import BYTES, dpo_arguments, validation_losses, write_pairs
 from tests.test_seq_cls import DEEPER, ROBERTA, TWO_CLASSES, validations
 from tests.test_seq_cls import job_arguments as class_arguments
-from torchtitan.build import data, parts
+from torchtitan.assembly import data, parts
 from torchtitan.config.batch_shape import is_packed
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError

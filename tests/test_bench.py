@@ -12,7 +12,7 @@ from scripts import learn_made_task
 from scripts.bench_timing import WARM_UP, Goal, Guest, Turns, order, row, seconds_to_first_step, steps, take_turns
 from tests.support.jobs import ROOT
 from tests.support.pool import run_script
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.config.manager import load
 from torchtitan.rules import check
 

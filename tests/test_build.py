@@ -5,7 +5,7 @@ from inspect import signature
 
 import pytest
 
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.config.sections.model import ActivationCheckpoint, Parallelism
 from torchtitan.config.sections.run import Guard
 from torchtitan.config.sections.training import DataLoader, Optimizer

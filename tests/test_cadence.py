@@ -9,7 +9,7 @@ from tests.support import jobs, judged
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from tests.test_sft import sft_arguments, train_and_stop_after, write_rows
-from torchtitan.build.parts import cadence, lr_schedule
+from torchtitan.assembly.parts import cadence, lr_schedule
 from torchtitan.config import manager
 from torchtitan.config.manager import ConfigError, to_toml
 from torchtitan.core.cadence import steps_of

@@ -16,9 +16,9 @@ from tests.support.pool import run_ranks
 from tests.test_loader import TOKENIZER, global_samples, interleave, loader, rows
 from tests.test_mixing import toml
 from tests.test_records import make_shards, records, write
-from torchtitan.build import data as build_data
-from torchtitan.build import parts
-from torchtitan.build.data import last_step_of_data
+from torchtitan.assembly import data as assembly_data
+from torchtitan.assembly import parts
+from torchtitan.assembly.data import last_step_of_data
 from torchtitan.commands import check, preview
 from torchtitan.config import manager
 from torchtitan.config.manager import load
@@ -218,7 +218,7 @@ def test_check_and_preview_state_the_last_step(data, tmp_path, capsys):
     assert check.main(text) == 0
     shown = capsys.readouterr().out
     assert "counted when the data have been tokenized, at the start, 2 epochs" in shown and "schedule" not in shown
-    config = build_data.with_steps(manager.load(text), parts.dims(manager.load(text), 1))
+    config = assembly_data.with_steps(manager.load(text), parts.dims(manager.load(text), 1))
     assert config.training.steps == steps
     assert preview.main(text) == 0
     of_text = capsys.readouterr().out.splitlines()[1:]
@@ -236,7 +236,7 @@ def test_remaining_steps_follow_from_the_samples_read(data):
     plan, total = parts.dims(config, 1), 2 * count_samples(data["a"])
     for samples_read, step in ((0, 0), (12, 3), (10, 5), (total - 1, 9), (total, 9)):
         remaining = int(np.ceil((total - samples_read) / 4))
-        assert build_data.with_steps(config, plan, samples_read, step).training.steps == step + remaining
+        assert assembly_data.with_steps(config, plan, samples_read, step).training.steps == step + remaining
 
 
 def test_weights_and_too_few_tokens_are_refused_with_epochs(data, tmp_path):
@@ -247,7 +247,7 @@ def test_weights_and_too_few_tokens_are_refused_with_epochs(data, tmp_path):
     short = write(tmp_path / "short.jsonl", ["few words"])
     argv = jobs.arguments(tmp_path / "out", short, training__epochs=1)
     with pytest.raises(DataError, match="11 tokens are too few for one sample; at least 33 are needed"):
-        build_data.with_steps(manager.load(argv), parts.dims(manager.load(argv), 1))
+        assembly_data.with_steps(manager.load(argv), parts.dims(manager.load(argv), 1))
 
 
 # A budget of tokens
@@ -311,7 +311,7 @@ def test_t_max_is_converted_from_its_unit(data, arguments, length):
     options += ["--training.dataset=tokens", f"--training.dataset_path={data['a']}", "--lr_scheduler.decay_type=cosine"]
     config = manager.load([*options, *arguments])
     plan = parts.dims(config, 1)
-    config = build_data.with_steps(config, plan)
+    config = assembly_data.with_steps(config, plan)
     schedule = parts.lr_schedule(config)
     total = int(np.ceil(length(config.training.steps)))
     assert schedule.total_steps == total == Facts(config, 1, "cpu").schedule.total_steps

@@ -12,8 +12,8 @@ from tests.support.hf_parity import build
 from tests.support.jobs import arguments, train, write_texts
 from tests.support.pool import run_ranks
 from torchtitan import cli
-from torchtitan.build import data as build_data
-from torchtitan.build.parts import dims
+from torchtitan.assembly import data as assembly_data
+from torchtitan.assembly.parts import dims
 from torchtitan.commands.evaluate import check_caches
 from torchtitan.commands.generate import find_job
 from torchtitan.config import manager
@@ -105,7 +105,7 @@ def split_arguments(home, kind="sft"):
 def test_a_split_evaluates_the_held_out_documents_of_the_run(home, tmp_path, capsys):
     results, _ = evaluate(capsys, tmp_path, home / "model", *split_arguments(home))
     config, tokenizer = manager.load([*split_arguments(home), f"--data.cache_dir={tmp_path}"]), ByteTokenizer()
-    validated = list(build_data.validation_loader(config, tokenizer, 0, dims(config, 1)))
+    validated = list(assembly_data.validation_loader(config, tokenizer, 0, dims(config, 1)))
     texts = [tokenizer.decode(row.tolist()) for batch in validated for row in batch["tokens"]]
     assert results["documents"] == 2 and results["bytes"] == sum(map(len, texts))
     # documents of an explicit path are all evaluated

@@ -16,7 +16,7 @@ from tests.test_preferences import write_pairs
 from tests.test_sft import write_rows
 from torchtitan import cli
 from torchtitan.adapters.low_rank import LowRankLinear
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.commands.export import Answer, choose_alike, compared, held_out
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.config import manager

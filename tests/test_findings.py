@@ -9,7 +9,7 @@ import torch
 from tests.support import jobs, judged
 from tests.support.judged import lines
 from tests.support.pool import RankFailed, run_ranks
-from torchtitan.build.parts import cadence, model_args
+from torchtitan.assembly.parts import cadence, model_args
 from torchtitan.checkpoint.folders import Metric, best_in
 from torchtitan.checkpoint.layout import NothingLoadable, step_of
 from torchtitan.checkpoint.weight_sources import open_weights

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from tests import test_combinations
 from tests.combinations import COMPOSED, LAYOUTS, Combination
 from tests.support.pool import run_ranks
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.config.manager import load
 from torchtitan.core.float8 import E4M3, E5M2, Scaled, product, quantize
 from torchtitan.models import float8

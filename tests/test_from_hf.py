@@ -41,7 +41,7 @@ from tests.support.tiny_decoders import (
     QWEN3_MOE,
     ROBERTA,
 )
-from torchtitan.build import parts as assembly
+from torchtitan.assembly import parts
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
 from torchtitan.models import CONFIG_CONVERTERS, resolve_sizes
@@ -87,11 +87,11 @@ def test_sizes_and_constants_come_from_the_folder(shape, tmp_path):
     args, config_class = SHAPES[shape]
     family = shape.split()[0]
     config_class(**MODELS[family].hf.config_to_hf(args)).save_pretrained(tmp_path)
-    from_folder = assembly.model_args(load(job(family, tmp_path)))
+    from_folder = parts.model_args(load(job(family, tmp_path)))
     for name in {field.name for field in dataclasses.fields(args)}.difference(NEVER_IN_A_CONFIG):
         assert getattr(from_folder, name) == getattr(args, name), name
     assert from_folder.num_parameters == args.num_parameters
-    assert assembly.model_args(load(job(family, tmp_path, "--model.overrides={vocab_size = 9}"))).vocab_size == 9
+    assert parts.model_args(load(job(family, tmp_path, "--model.overrides={vocab_size = 9}"))).vocab_size == 9
 
 
 def test_check_judges_sizes_of_a_folder_without_torch(tmp_path):

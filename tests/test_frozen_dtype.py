@@ -13,7 +13,7 @@ from tests.support.pool import run_alone, run_ranks
 from tests.test_preferences import dpo_arguments, write_pairs
 from torchtitan import cli
 from torchtitan.adapters.low_rank import add_product
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.checkpoint.base_weights import frozen_dtype
 from torchtitan.checkpoint.layout import MODEL, read_manifest
 from torchtitan.config.manager import load

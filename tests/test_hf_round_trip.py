@@ -18,7 +18,7 @@ from tests.support.hf_parity import eager
 from tests.support.pool import run_ranks
 from tests.test_from_hf import SHAPES
 from torchtitan import cli
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.commands.generate import CONTROLS
 from torchtitan.config.manager import load
 from torchtitan.datasets.tokenizer import build_tokenizer

@@ -33,17 +33,17 @@ ROOMS: dict[str, set[str]] = {
     "launcher": {"checkpoint", "config", "core", "metrics", "process"},
     "rules": {"adapters", "checkpoint", "config", "core", "datasets", "launcher", "losses", "lr_schedules", "metrics"}
     | {"models", "optimizers", "parallelisms", "process"},
-    "build": {"adapters", "checkpoint", "config", "core", "datasets", "guards", "losses", "lr_schedules"}
+    "assembly": {"adapters", "checkpoint", "config", "core", "datasets", "guards", "losses", "lr_schedules"}
     | {"launcher", "lr_scheduling", "metrics", "models", "optimizers", "parallelisms", "process"},
-    "training": {"adapters", "build", "checkpoint", "config", "core", "datasets", "guards", "launcher", "losses"}
+    "training": {"adapters", "assembly", "checkpoint", "config", "core", "datasets", "guards", "launcher", "losses"}
     | {"lr_scheduling", "metrics", "models", "parallelisms", "process"},
-    "planner": {"adapters", "build", "config", "core", "launcher", "metrics", "models", "optimizers", "parallelisms"}
+    "planner": {"adapters", "assembly", "config", "core", "launcher", "metrics", "models", "optimizers", "parallelisms"}
     | {"process", "rules", "training"},
     "importers": {"adapters", "config", "core", "datasets", "lr_schedules", "models"},
     "launch": {"checkpoint", "config", "core", "launcher", "metrics", "process", "rules"},
     "commands": {
         "adapters",
-        "build",
+        "assembly",
         "checkpoint",
         "config",
         "core",

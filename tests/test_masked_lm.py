@@ -12,7 +12,7 @@ from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from tests.support.tiny_decoders import ROBERTA
 from torchtitan import cli
-from torchtitan.build.parts import tokenizer
+from torchtitan.assembly.parts import tokenizer
 from torchtitan.config.manager import load
 from torchtitan.losses.masked_lm import HELD_OUT, Masking
 from torchtitan.losses.objective import IGNORE_INDEX

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.jobs import ROOT
 from tests.support.pool import run_alone, run_ranks
 from tests.test_launcher import has_ended
-from torchtitan.build import parts
-from torchtitan.build.data import num_batches_per_step
+from torchtitan.assembly import parts
+from torchtitan.assembly.data import num_batches_per_step
 from torchtitan.commands import check, estimate
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError

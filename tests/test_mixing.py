@@ -12,8 +12,8 @@ from tests.support import jobs
 from tests.support.pool import run_ranks
 from tests.test_loader import global_samples, interleave, loader, rows
 from tests.test_records import make_shards, records, write
-from torchtitan.build import data as build_data
-from torchtitan.build import parts
+from torchtitan.assembly import data as assembly_data
+from torchtitan.assembly import parts
 from torchtitan.config import manager
 from torchtitan.config.job import describe_sources
 from torchtitan.config.options import ConfigError
@@ -287,7 +287,7 @@ def test_every_source_has_its_own_text_field(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({field: name * 99}) + "\n")
     tables = [f'{{dataset = "text", dataset_path = "{tmp_path}/{name}.jsonl"' for name in "ab"]
     config = manager.load([f'--training.sources=[{tables[0]}}}, {tables[1]}, text_field = "body"}}]'])
-    texts = [next(weighted.source.documents()).text[0] for weighted in build_data.data_sources(config, "training")]
+    texts = [next(weighted.source.documents()).text[0] for weighted in assembly_data.data_sources(config, "training")]
     assert texts == ["a", "b"]
 
 
@@ -307,7 +307,7 @@ def test_sources_are_joined_by_size(tmp_path):
         config = manager.load([*options, f"--training.mixing={mixing}"])
         assert not [fault for fault in check(config, 1, "cpu") if "mixing" in fault.key]
         plan, vocabulary = parts.dims(config, 1), parts.tokenizer(config)
-        batches = islice(build_data.training_loader(config, vocabulary, 0, plan), 8)
+        batches = islice(assembly_data.training_loader(config, vocabulary, 0, plan), 8)
         records = [tuple(ids) for batch in batches for ids in batch["tokens"].tolist()]
         shares[mixing] = sum(ids[1] == ord("s") for ids in records) / len(records)
         if mixing == "sizes":
@@ -329,6 +329,6 @@ def test_texts_joined_by_size_are_packed_into_blocks(tmp_path):
     options = [f"--job.config_file={path}", f"--job.dump_folder={tmp_path}", "--training.seq_len=31"]
     config = manager.load([*options, "--model.tokenizer_path=bytes", "--training.mixing=sizes"])
     plan, vocabulary = parts.dims(config, 1), parts.tokenizer(config)
-    batches = islice(build_data.training_loader(config, vocabulary, 0, plan), 9)
+    batches = islice(assembly_data.training_loader(config, vocabulary, 0, plan), 9)
     letters = [letter for batch in batches for row in batch["tokens"].tolist() for letter in row]
     assert letters.count(ord("s")) / letters.count(ord("l")) == pytest.approx(10 / 60, rel=0.15)

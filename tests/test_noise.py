@@ -6,7 +6,7 @@ import torch
 from tests.support import jobs
 from tests.support.pool import run_ranks
 from tests.test_sft import sft_arguments, write_rows
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize

@@ -10,8 +10,7 @@ import torch
 from tests.support.judged import lines
 from tests.test_loader import TOKENIZER, interleave, loader, rows
 from tests.test_records import make_shards, records, write
-from torchtitan.build import data
-from torchtitan.build import parts as build
+from torchtitan.assembly import data, parts
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
@@ -255,7 +254,7 @@ def job(folders, *options):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_number_of_steps_is_known_before_training(folders, ranks):
     config = job(folders, "--training.epochs=2", "--training.local_batch_size=2")
-    plan = build.dims(config, ranks)
+    plan = parts.dims(config, ranks)
     resolved = data.with_steps(config, plan)
     loaders = [data.training_loader(resolved, TOKENIZER, rank, plan) for rank in range(ranks)]
     assert {sum(1 for _ in one) for one in loaders} == {resolved.training.steps}
@@ -265,7 +264,7 @@ def test_number_of_steps_is_known_before_training(folders, ranks):
 def test_a_budget_counts_the_tokens_of_records_and_no_padding(folders, budget):
     """The job takes the fewest samples that hold `budget` tokens, in one pass or in several."""
     config = job(folders, f"--training.tokens={budget}", "--training.local_batch_size=1", "--data.packing=off")
-    plan = build.dims(config, 1)
+    plan = parts.dims(config, 1)
     resolved = data.with_steps(config, plan)
     batches = list(data.training_loader(resolved, TOKENIZER, 0, plan))
     assert len(batches) == resolved.training.steps
@@ -277,7 +276,7 @@ def test_a_budget_counts_the_tokens_of_records_and_no_padding(folders, budget):
 
 def test_packed_records_have_the_logits_of_separate_ones(folders):
     """Logits are of about 1, in float32; the mask only changes how sums over 47 keys are grouped, hence 1e-5."""
-    model = build.meta_model(job(folders)).to_empty(device="cpu")
+    model = parts.meta_model(job(folders)).to_empty(device="cpu")
     initialize(model, 7, model.init_rule)
     num_compared = 0
     for batch in packed(folders, epochs=1):
@@ -300,10 +299,10 @@ def test_validation_loss_is_the_same_packed_or_not(folders):
     for mode in ("best_fit", "off"):
         options = ["--validation.enable", "--validation.split=0.3", "--validation.samples=0", f"--data.packing={mode}"]
         config = job(folders, *options, "--validation.local_batch_size=3")
-        plan = build.dims(config, 1)
-        model = build.meta_model(config).to_empty(device="cpu").double()
+        plan = parts.dims(config, 1)
+        model = parts.meta_model(config).to_empty(device="cpu").double()
         initialize(model, 7, model.init_rule)
-        batches = list(data.held_out(config, TOKENIZER, 0, plan, build.objective(config)))
+        batches = list(data.held_out(config, TOKENIZER, 0, plan, parts.objective(config)))
         with torch.no_grad():
             total = sum(
                 model(b["tokens"], labels=b["labels"], positions=b["positions"], document_ids=b["document_ids"])

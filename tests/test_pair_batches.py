@@ -15,7 +15,7 @@ from tests.support.judged import PP, lines
 from tests.support.pool import RankFailed, run_ranks
 from tests.test_preferences import BYTES, dpo_arguments, write_pairs
 from torchtitan import cli
-from torchtitan.build import data, parts
+from torchtitan.assembly import data, parts
 from torchtitan.checkpoint import layout
 from torchtitan.config.changes import ROWS_PER_SAMPLE
 from torchtitan.config.manager import load

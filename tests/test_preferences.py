@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.support import jobs, judged
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
-from torchtitan.build import data, parts
+from torchtitan.assembly import data, parts
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.jobs import arguments, write_texts
 from tests.test_sft import sft_arguments, write_rows
-from torchtitan.build import data, parts
+from torchtitan.assembly import data, parts
 from torchtitan.commands import prepare
 from torchtitan.config import manager
 from torchtitan.config.options import ConfigError

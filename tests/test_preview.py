@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from torchtitan.build import parts
-from torchtitan.build.data import training_loader
+from torchtitan.assembly import parts
+from torchtitan.assembly.data import training_loader
 from torchtitan.commands import preview
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError

@@ -6,8 +6,8 @@ import pytest
 
 from tests.support import jobs
 from tests.support.judged import lines
-from torchtitan.build import parts
-from torchtitan.build.data import data_sources
+from torchtitan.assembly import parts
+from torchtitan.assembly.data import data_sources
 from torchtitan.commands import chat, preview
 from torchtitan.config import manager
 from torchtitan.core.constraints import LimitError

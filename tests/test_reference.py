@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from tests.support import jobs
 from tests.support.pool import RankFailed, run_ranks
 from tests.test_preferences import BYTES, dpo_arguments, write_pairs
-from torchtitan.build import data, parts
+from torchtitan.assembly import data, parts
 from torchtitan.config.manager import load
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.training import reference_logprobs, reporting

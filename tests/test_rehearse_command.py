@@ -11,7 +11,7 @@ import pytest
 from tests.support.fake_cuda_mutants import __file__ as mutants
 from tests.support.jobs import ROOT
 from torchtitan import cli
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.commands import rehearse
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError

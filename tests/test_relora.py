@@ -12,7 +12,7 @@ from tests.support.judged import lines
 from torchtitan import cli
 from torchtitan.adapters.lora import LoRA, Restarts, is_due, largest_mask, merge_product, restart_matrices
 from torchtitan.adapters.low_rank import LoRASettings, LowRankLinear
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.config import manager
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.config.sections.adapter import Relora

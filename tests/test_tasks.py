@@ -10,7 +10,7 @@ import torch
 from tests.support import judged
 from tests.support.judged import CP, PP, lines
 from tests.test_loader import loader, write_documents
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.config.manager import load
 from torchtitan.datasets.samples import global_sample_numbers
 from torchtitan.losses.objective import SummedCrossEntropy

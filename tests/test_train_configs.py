@@ -13,7 +13,7 @@ from tests.support import jobs
 from tests.support.jobs import ROOT
 from tests.support.pool import run_alone, run_ranks
 from tests.support.presets import SEQ_LEN, model_and_record_options
-from torchtitan.build import parts as build
+from torchtitan.assembly import parts
 from torchtitan.config import manager
 from torchtitan.core.files import MODEL_PLACEHOLDER
 from torchtitan.core.initialization import clean_name
@@ -99,19 +99,19 @@ def build_on_fake_mesh(argv: list[str], ranks: int) -> tuple[dict[str, int], lis
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     config = manager.load(argv)
-    dims = build.dims(config, ranks)
+    dims = parts.dims(config, ranks)
     shares = []
     for rank in range(0, ranks, ranks // dims.pp):  # pp is the outermost axis
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-        model = build.meta_model(config)
+        model = parts.meta_model(config)
         full_sizes = {clean_name(name): parameter.numel() for name, parameter in model.named_parameters()}
-        options, pipeline = build.parallel_options(config), build.pipeline_options(config)
-        plan = build.model_spec(config).plan
-        parts, *_ = parallel_parts(
+        options, pipeline = parts.parallel_options(config), parts.pipeline_options(config)
+        plan = parts.model_spec(config).plan
+        model_parts, *_ = parallel_parts(
             model, dims.build_mesh("cpu"), dims, plan, options, pipeline, dims.build_expert_mesh("cpu")
         )
         local_parameters = {
-            clean_name(name): parameter for part in parts for name, parameter in part.named_parameters()
+            clean_name(name): parameter for part in model_parts for name, parameter in part.named_parameters()
         }
         assert all(parameter.is_meta for parameter in local_parameters.values())
         shares.append({name: getattr(p, "to_local", lambda p=p: p)().numel() for name, p in local_parameters.items()})
@@ -124,7 +124,7 @@ def test_jobs_build_on_a_mesh_of_their_stated_size(path, user_arguments):
     ranks, argv = stated_ranks(path), ["--job.config_file", str(path), *user_arguments[path.stem]]
     full_sizes, shares, degrees = run_alone(build_on_fake_mesh, argv, ranks)
     config = manager.load(argv)
-    assert sum(full_sizes.values()) == build.model_args(config).num_parameters
+    assert sum(full_sizes.values()) == parts.model_args(config).num_parameters
     assert math.prod(degrees.values()) == ranks and len(shares) == degrees["pp"]
     assert sorted(name for share in shares for name in share) == sorted(full_sizes)  # each on one pipeline rank
     shards = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]

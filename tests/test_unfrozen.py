@@ -9,7 +9,7 @@ from tests.support import jobs
 from tests.support.judged import lines
 from tests.support.pool import run_alone, run_ranks
 from torchtitan import cli
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError

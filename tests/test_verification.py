@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support import jobs
-from torchtitan.build import data, parts
+from torchtitan.assembly import data, parts
 from torchtitan.commands import prepare
 from torchtitan.config.manager import load
 from torchtitan.core.files import FileError

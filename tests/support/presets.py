@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tests.test_templates import LLAMA3, folder_with
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.config import manager
 from torchtitan.core.initialization import initialize
 from torchtitan.models.spec import MODELS

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.support.adapted import perturb_parameters
 from tests.support.jobs import full
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import load
 from torchtitan.config.sections.model import Parallelism

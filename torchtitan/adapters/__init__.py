@@ -1,6 +1,6 @@
 """The registry of adapter kinds. It does not import torch, as `torchtitan check` reads the names.
 
-`build/parts.py` creates adapters. A new adapter is one file and one entry here.
+`assembly/parts.py` creates adapters. A new adapter is one file and one entry here.
 """
 
 from dataclasses import dataclass

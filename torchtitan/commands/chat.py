@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torchtitan.adapters.neurocache.generation import reader_for
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.generate import (
     CONTROLS,

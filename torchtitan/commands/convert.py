@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.checkpoint.folders import replace_folder

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.checkpoint import layout
 from torchtitan.checkpoint.base_weights import Kind, find_weights
 from torchtitan.checkpoint.stored_tensors import StoredTensors, TensorDifference, compare_tensors, open_tensors

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from torchtitan.adapters.neurocache.sizes import cache_misfits
-from torchtitan.build import data as build_data
-from torchtitan.build import parts as build
+from torchtitan.assembly import data as assembly_data
+from torchtitan.assembly import parts
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.evaluate_tasks import evaluate_tasks, tasks_table
 from torchtitan.commands.generate import find_checkpoint
@@ -126,12 +126,12 @@ def of_documents(config: JobConfig) -> JobConfig:
 
 def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | None) -> dict[str, Any]:
     """Return the metrics of the model stored in `place`."""
-    args = build.model_args(config)
+    args = parts.model_args(config)
     if getattr(args, "n_classes", 0) or not getattr(args, "causal", True):
         raise JobError(f"{config.model.name} does not predict next tokens, as the evaluation needs; give a decoder")
-    tokenizer, seq_len = build.tokenizer(config), build_data.seq_len_of(config, "validation")
+    tokenizer, seq_len = parts.tokenizer(config), assembly_data.seq_len_of(config, "validation")
     try:
-        documents = build_data.documents(config, "validation")
+        documents = assembly_data.documents(config, "validation")
     except UnexpectedPair as error:
         where = str(error).partition(": ")[0]
         raise JobError(f"{where}: {NO_TEXT}") from None
@@ -154,11 +154,13 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
         if size is not None:
             model.memory.clear()
             model.memory.cache_size[False] = size
-        parts = measure_position_losses(model, batches, seq_len, config.training.loss_chunks)
-        totals = total_loss(parts)
+        losses = measure_position_losses(model, batches, seq_len, config.training.loss_chunks)
+        totals = total_loss(losses)
         of_bytes = totals.nats / math.log(2) / bytes_told if bytes_told else math.nan
         by_position = {
-            name: _figures(part) for name, part in zip(position_class_names(seq_len), parts, strict=True) if part.tokens
+            name: _figures(part)
+            for name, part in zip(position_class_names(seq_len), losses, strict=True)
+            if part.tokens
         }
         size_entry = {} if size is None else {"cache_size": size}
         runs.append(size_entry | _figures(totals) | {"bits_per_byte": of_bytes, "by_position": by_position})
@@ -171,7 +173,7 @@ def check_caches(config: JobConfig, sizes: list[int] | None, seq_len: int) -> No
 
     A cache has to hold a segment of `seq_len` tokens, and the job's lookup has to be able to read it.
     """
-    options, args = config.adapter.neurocache, build.model_args(config)
+    options, args = config.adapter.neurocache, parts.model_args(config)
     if config.adapter.kind != "neurocache":
         return
     for size in filter(None, sizes or [options.cache_size]):

@@ -23,7 +23,7 @@ import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchtitan.adapters.neurocache.generation import UNLIMITED, incremental_reader
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.commands.generate import require_causal_decoder, sample
 from torchtitan.commands.task_files import greedy_of, tasks_in, without_effect
 from torchtitan.config.job import JobConfig

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.adapters import NONE
-from torchtitan.build import data, parts
+from torchtitan.assembly import data, parts
 from torchtitan.checkpoint.folders import replace_folder
 from torchtitan.checkpoint.layout import read_manifest
 from torchtitan.checkpoint.weight_sources import Weights, open_weights

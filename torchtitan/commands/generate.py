@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from torchtitan.adapters.neurocache.generation import reader_for
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.checkpoint.folders import best_in
 from torchtitan.checkpoint.tokenization import VERSION_WITHOUT_RECORD

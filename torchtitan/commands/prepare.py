@@ -15,8 +15,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from torchtitan.build import parts
-from torchtitan.build.data import (
+from torchtitan.assembly import parts
+from torchtitan.assembly.data import (
     cache_of,
     data_sources,
     describe_samples,

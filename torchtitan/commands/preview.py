@@ -13,9 +13,9 @@ from operator import itemgetter
 
 import torch
 
-from torchtitan.build import parts
-from torchtitan.build.data import data_sources, training_loader, unread_lines
-from torchtitan.build.parts import isolates_documents
+from torchtitan.assembly import parts
+from torchtitan.assembly.data import data_sources, training_loader, unread_lines
+from torchtitan.assembly.parts import isolates_documents
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.end_tokens import end_token_line
 from torchtitan.config.batch_shape import rows_per_sample

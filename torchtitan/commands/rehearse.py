@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError, format_bytes

@@ -14,8 +14,8 @@ from fnmatch import fnmatchcase
 from itertools import islice
 from typing import Any
 
-from torchtitan.build import parts
-from torchtitan.build.data import num_batches_per_step
+from torchtitan.assembly import parts
+from torchtitan.assembly.data import num_batches_per_step
 from torchtitan.config.job import JobConfig
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallel_model import runs_by_segments

@@ -28,8 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtitan.build import parts as build
-from torchtitan.build.data import num_batches_per_step
+from torchtitan.assembly import parts
+from torchtitan.assembly.data import num_batches_per_step
 from torchtitan.config.batch_shape import batch_rows, microbatch_rows
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
@@ -106,11 +106,11 @@ def rehearse(config: JobConfig, rank: int, world_size: int, device: str) -> Rehe
     config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, enable=False))
     with warnings.catch_warnings(), _quiet(), _alone_as(rank, world_size):
         warnings.simplefilter("ignore")
-        dims, cpu = build.dims(config, world_size), torch.device("cpu")
-        options = dataclasses.replace(build.parallel_options(config), replicas_overlap=device == "cpu")
+        dims, cpu = parts.dims(config, world_size), torch.device("cpu")
+        options = dataclasses.replace(parts.parallel_options(config), replicas_overlap=device == "cpu")
         without_values: dict[str, Any] = dict(init_weights=False, storage=WITHOUT_VALUES)
-        model = build.model(config, dims.build_mesh("cpu"), dims, cpu, options=options, **without_values)
-        optimizers = build.optimizers(config, model)
+        model = parts.model(config, dims.build_mesh("cpu"), dims, cpu, options=options, **without_values)
+        optimizers = parts.optimizers(config, model)
         batch = zero_batch(config, dims, model.needs_keys)
         return rehearse_built(config, model, optimizers, batch, device, LiveTensors())
 
@@ -223,10 +223,10 @@ class Rehearsal:
 
 def _reference(config: JobConfig, model: ParallelModel, device: str) -> ParallelModel | None:
     """Return the separate reference model of a preference loss, or None if the job has none."""
-    if config.dpo.reference is None or "reference" not in build.objective(config).targets:
+    if config.dpo.reference is None or "reference" not in parts.objective(config).targets:
         return None
     places = model.mesh, model.dims, model.device
-    ref_model = build.model(config, *places, policy=model, init_weights=False, storage=WITHOUT_VALUES)
+    ref_model = parts.model(config, *places, policy=model, init_weights=False, storage=WITHOUT_VALUES)
     imitate(device, ref_model.parts)
     return ref_model
 
@@ -302,7 +302,7 @@ def rows_of_experts(config: JobConfig) -> int:
     degrees = config.parallelism
     rows = microbatch_rows(config) if degrees.pipeline_parallel_degree > 1 else batch_rows(config)
     tokens = rows * config.training.seq_len // (degrees.context_parallel_degree * degrees.tensor_parallel_degree)
-    return tokens * getattr(build.model_args(config), "top_k", 0)
+    return tokens * getattr(parts.model_args(config), "top_k", 0)
 
 
 @contextmanager

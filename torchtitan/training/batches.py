@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from torchtitan.build.parts import isolates_documents, length_multiple, model_args, objective
+from torchtitan.assembly.parts import isolates_documents, length_multiple, model_args, objective
 from torchtitan.config.batch_shape import batch_rows
 from torchtitan.config.job import JobConfig
 from torchtitan.core.machine_errors import MachineError

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan.adapters.interface import Adapter
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.checkpoint import Checkpointer, CheckpointError, folders, load_weights
 from torchtitan.checkpoint.folders import Best, best_in
 from torchtitan.config.job import JobConfig

@@ -12,7 +12,7 @@ from torch import nn
 
 from torchtitan.adapters import NONE
 from torchtitan.adapters.interface import Adapter
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.checkpoint import base_weights, load_model_for_inference, read_state
 from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.checkpoint.layout import MODEL

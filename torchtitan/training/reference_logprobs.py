@@ -23,8 +23,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from torchtitan.build import parts
-from torchtitan.build.data import held_out, num_batches_per_step, samples_per_pass, training_loader
+from torchtitan.assembly import parts
+from torchtitan.assembly.data import held_out, num_batches_per_step, samples_per_pass, training_loader
 from torchtitan.checkpoint import base_weights
 from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.config.batch_shape import batch_rows, rows_per_sample

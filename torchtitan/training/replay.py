@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.build import parts
-from torchtitan.build.data import cache_of
+from torchtitan.assembly import parts
+from torchtitan.assembly.data import cache_of
 from torchtitan.checkpoint import layout
 from torchtitan.checkpoint.layout import ADAPTER_STATE
 from torchtitan.checkpoint.stored_tensors import open_tensors

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.checkpoint import base_weights
 from torchtitan.config.batch_shape import notice, padding_multiple, sample_count
 from torchtitan.config.job import JobConfig, describe_sources, sources_of

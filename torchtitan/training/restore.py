@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchtitan.adapters.stateful import StatefulAdapter
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.checkpoint import Checkpointer, CheckpointError, RandomState, base_weights
 from torchtitan.checkpoint.base_weights import SCHEDULE_START, counters_of, find_weights
 from torchtitan.checkpoint.loading import AdapterState

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchtitan.adapters.interface import Adapter
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.checkpoint.weight_sources import NativeWeights, Weights, fill, open_weights
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.build import data, observers, parts
+from torchtitan.assembly import data, observers, parts
 from torchtitan.checkpoint import CheckpointError, RandomState, TrainerHooks, base_weights, set_rng_state
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import to_toml

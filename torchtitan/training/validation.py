@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from torchtitan.build import parts
-from torchtitan.build.data import held_out, seq_len_of, validation_loader
+from torchtitan.assembly import parts
+from torchtitan.assembly.data import held_out, seq_len_of, validation_loader
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.training import DataLoader
 from torchtitan.datasets.conversations import end_of_turn_ids

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from torchtitan.build import observers, parts
-from torchtitan.build.data import num_batches_per_step
+from torchtitan.assembly import observers, parts
+from torchtitan.assembly.data import num_batches_per_step
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.optimizers.build import Optimizers

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.adapters import quantized
-from torchtitan.build import parts
+from torchtitan.assembly import parts
 from torchtitan.config.job import JobConfig
 from torchtitan.models import dropout, layers
 from torchtitan.optimizers import moments

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from torchtitan.adapters.interface import Adapter
-from torchtitan.build.parts import best_metric, cadence, matching_options, model_args, model_spec, parallel_options
+from torchtitan.assembly.parts import best_metric, cadence, matching_options, model_args, model_spec, parallel_options
 from torchtitan.checkpoint.folders import LOSS, Metric
 from torchtitan.config.job import JobConfig, as_dict, trackers_of
 from torchtitan.guards import Guards, Replicas, ShardSums, StepGuard

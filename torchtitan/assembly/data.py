@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.build.parts import (
+from torchtitan.assembly.parts import (
     global_batch_size,
     global_rows,
     has_experts,
