@@ -14,10 +14,10 @@ from tests.test_preferences import dpo_arguments, write_pairs
 from torchtitan import cli
 from torchtitan.adapters.low_rank import add_product
 from torchtitan.assembly import parts
-from torchtitan.checkpoint.base_weights import frozen_dtype
 from torchtitan.checkpoint.layout import MODEL, read_manifest
 from torchtitan.config.manager import load
 from torchtitan.core.initialization import initialize
+from torchtitan.job import ResolvedJob
 from torchtitan.models.spec import MODELS
 from torchtitan.planner.estimate import predict
 from torchtitan.planner.rehearsal import FROZEN
@@ -81,10 +81,10 @@ def test_a_run_keeps_the_type_that_it_began_with(texts, tmp_path):
     """A run of an earlier version lacks the option in its job, and resumes with float32."""
     folder = tmp_path / "run"
     run_ranks(1, jobs.train, job(folder, texts, training__frozen_dtype="float32"))
-    assert frozen_dtype(load(job(folder, texts))) == "float32"
-    assert frozen_dtype(load(job(tmp_path / "another", texts))) == "bfloat16"
+    assert ResolvedJob(load(job(folder, texts))).saving.frozen_dtype == "float32"
+    assert ResolvedJob(load(job(tmp_path / "another", texts))).saving.frozen_dtype == "bfloat16"
     shutil.copytree(jobs.ROOT / "tests/assets/lora_epochs/run", tmp_path / "earlier")
-    assert frozen_dtype(load(job(tmp_path / "earlier", texts))) == "float32"
+    assert ResolvedJob(load(job(tmp_path / "earlier", texts))).saving.frozen_dtype == "float32"
     longer = dict(lr_scheduler__total_steps=6)
     run_ranks(1, jobs.train, job(folder, texts, **longer, training__steps=7))
     assert saved_dtypes(folder, 7)["frozen"] == {"float32"}
@@ -105,11 +105,11 @@ def test_the_type_is_of_the_checkpoint_that_a_resume_takes(texts, tmp_path):
     manifest = json.loads((other / "manifest.json").read_text())
     manifest["files"]["state.json"]["size"] = (other / "state.json").stat().st_size
     (other / "manifest.json").write_text(json.dumps(manifest))
-    assert frozen_dtype(load(job(tmp_path, texts))) == "float32"
-    assert frozen_dtype(load([*job(tmp_path, texts), "--checkpoint.load_step=2"])) == "bfloat16"
+    assert ResolvedJob(load(job(tmp_path, texts))).saving.frozen_dtype == "float32"
+    assert ResolvedJob(load([*job(tmp_path, texts), "--checkpoint.load_step=2"])).saving.frozen_dtype == "bfloat16"
     damaged = (newest / "state.json").read_bytes()
     (newest / "state.json").write_bytes(b"0" * len(damaged))  # loading skips it, too
-    assert frozen_dtype(load(job(tmp_path, texts))) == "bfloat16"
+    assert ResolvedJob(load(job(tmp_path, texts))).saving.frozen_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -178,4 +178,4 @@ def test_estimate_check_and_header_name_the_type(texts, tmp_path, capsys):
     )
     assert cli.main(["check", "--no-memory", *job(tmp_path, texts)]) == 0
     assert "frozen weights in bfloat16, trained ones and their state in float32" in capsys.readouterr().out
-    assert frozen_dtype(load(job(tmp_path, texts, adapter__kind="none"))) is None
+    assert ResolvedJob(load(job(tmp_path, texts, adapter__kind="none"))).saving.frozen_dtype is None

@@ -31,6 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "metrics": {"core", "process"},
     "guards": {"checkpoint", "core", "parallelisms", "process"},
     "launcher": {"checkpoint", "config", "core", "metrics", "process"},
+    "job": {"checkpoint", "config", "core", "datasets", "losses", "lr_schedules", "models", "parallelisms"},
     "rules": {"adapters", "checkpoint", "config", "core", "datasets", "launcher", "losses", "lr_schedules", "metrics"}
     | {"models", "optimizers", "parallelisms", "process"},
     "assembly": {"adapters", "checkpoint", "config", "core", "datasets", "guards", "losses", "lr_schedules"}
@@ -71,6 +72,7 @@ TORCH_FREE = (
     "adapters",
     "datasets",
     "datasets.tokenizer",
+    "job",
     "launch",
     "launcher.run_folder",
     "losses.tasks",

@@ -8,11 +8,11 @@ import pytest
 from tests.datasets.test_conversations import ANSWER, USER, qwen_like
 from tests.test_loader import loader
 from torchtitan.checkpoint import tokenization
-from torchtitan.checkpoint.tokenization import tokenization_version
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.job import ResolvedJob
 
 
 def config_of(tmp_path, *options):
@@ -27,10 +27,10 @@ def test_the_version_is_that_of_the_newest_checkpoint(job, version, tmp_path, mo
     monkeypatch.setattr(tokenization, "newest_complete", lambda root: (newest, []))
     monkeypatch.setattr(tokenization, "read_state", lambda folder: {"trainer": {"job": job}})
     enabled = "--checkpoint.enable=true"
-    assert tokenization_version(config_of(tmp_path, enabled)) == version
-    assert tokenization_version(config_of(tmp_path, enabled, "--data.tokenization_version=2")) == 2
-    assert tokenization_version(config_of(tmp_path, enabled, "--job.clean_start=always")) == 3
-    assert tokenization_version(config_of(tmp_path)) == 3
+    assert ResolvedJob(config_of(tmp_path, enabled)).saving.tokenization_version == version
+    assert ResolvedJob(config_of(tmp_path, enabled, "--data.tokenization_version=2")).saving.tokenization_version == 2
+    assert ResolvedJob(config_of(tmp_path, enabled, "--job.clean_start=always")).saving.tokenization_version == 3
+    assert ResolvedJob(config_of(tmp_path)).saving.tokenization_version == 3
 
 
 @pytest.mark.parametrize("records", ["conversations", "texts"])

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 def labelled_fields(config: JobConfig) -> LabelledFields | None:
     """Return the fields that hold a record's class; None if the task learns no classes."""
-    if task_of(config).labels != "classes":
+    if task_of(config.task.kind).labels != "classes":
         return None
     args = model_args(config)
     return LabelledFields.from_task(config.task, args.n_classes, end_tokens=not args.causal)
@@ -64,7 +64,7 @@ def labelled_fields(config: JobConfig) -> LabelledFields | None:
 
 def label_kind(config: JobConfig) -> Labels:
     """Return the kind of labels. A bidirectional model classifies by its first token, a causal one by its last."""
-    kind = task_of(config).labels
+    kind = task_of(config.task.kind).labels
     if kind != "classes":
         return kind
     return "last" if model_args(config).causal else "first"
@@ -72,7 +72,7 @@ def label_kind(config: JobConfig) -> Labels:
 
 def packing(config: JobConfig, section: Section, pad_id: int) -> Packing | None:
     """Return the sample packing of a task on whole records; None if samples are cut from continuous text."""
-    if not task_of(config).whole_records:
+    if not task_of(config.task.kind).whole_records:
         return None
     rows = rows_per_sample(config)
     window = config.data.packing_window if is_packed(config) else 1
@@ -96,9 +96,9 @@ def packing(config: JobConfig, section: Section, pad_id: int) -> Packing | None:
 def prepare_options(config: JobConfig, section: Section) -> PrepareOptions:
     """Return the options for tokenizing the records of a section."""
     data = config.data
-    if not task_of(config).whole_records:
+    if not task_of(config.task.kind).whole_records:
         return PrepareOptions()
-    rows = task_of(config).rows_per_sample
+    rows = task_of(config.task.kind).rows_per_sample
     train_on = TrainOn(data.train_on if rows == 1 else "last_turn", data.train_on_eos)
     return PrepareOptions(train_on, seq_len_of(config, section) + 1, data.too_long, data.max_empty_ratio, rows)
 
@@ -115,7 +115,7 @@ def last_step_of_data(config: JobConfig, plan: ParallelDims, samples_read: int =
     records need it. At step 0 such a task's records are also logged and its validation data opened, even if the result
     is None.
     """
-    training, packs = config.training, task_of(config).whole_records
+    training, packs = config.training, task_of(config.task.kind).whole_records
     if training.epochs is None and training.tokens is None and not packs:
         return None
     sources: list[TokenShards] = []
@@ -211,7 +211,7 @@ def unread_lines(sources: Sequence[Source], tokenizer: Tokenizer) -> list[str]:
 def _training_loader(
     config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims, state: dict[str, Any] | None
 ) -> Loader | SegmentLoader:
-    if task_of(config).streams_documents:
+    if task_of(config.task.kind).streams_documents:
         return SegmentLoader(
             documents(config, "training"),
             seq_len=config.training.seq_len,
@@ -250,7 +250,7 @@ def held_out(
         return None
     in_a_batch = batch_rows(config, "validation") * plan.dp
     samples = part.samples * rows_per_sample(config) if part.steps is None else part.steps * in_a_batch
-    if task_of(config).streams_documents:
+    if task_of(config.task.kind).streams_documents:
         segment_options = dict(
             seq_len=seq_len_of(config, "validation"),
             rows=batch_rows(config, "validation"),
@@ -258,7 +258,7 @@ def held_out(
             ranks=plan.dp,
         )
         return HeldOutSegments(documents(config, "validation"), samples, **segment_options)
-    if task_of(config).whole_records:
+    if task_of(config.task.kind).whole_records:
         opened = [weighted.source for weighted in data_sources(config, "validation")]
         available = _samples_in(config, "validation", [s for s in opened if isinstance(s, TokenShards)], epochs=1)
         samples = min(samples or available, available)
@@ -300,7 +300,7 @@ def documents_fingerprint(config: JobConfig, vocabulary: Tokenizer) -> dict[str,
 
 def is_tokenized_first(config: JobConfig, section: Section) -> bool:
     """Return True if a section's text is tokenized before the run."""
-    task = task_of(config)
+    task = task_of(config.task.kind)
     joined = joins_sources(config) and (config.training.epochs is not None or len(config.training.sources) > 1)
     return task.whole_records or task.streams_documents or (section == "training" and joined)
 
@@ -313,7 +313,7 @@ def cache_of(config: JobConfig) -> Path:
 def data_sources(config: JobConfig, section: Section) -> list[WeightedSource]:
     """Open a section's sources, tokenizing them first if `is_tokenized_first`, so that all lengths are known."""
     training, weighted_sources, tokenize_first = config.training, [], is_tokenized_first(config, section)
-    task = task_of(config)
+    task = task_of(config.task.kind)
     folder = cache_of(config)
     for source_config in sources_of(config, section).values():
         reader = record_reader(source_config, config.data.default_system, task.whole_records, task.rows_per_sample > 1)
@@ -345,7 +345,7 @@ def _loader(
 ) -> Loader:
     workers, epochs = config.training.dataloader, config.training.epochs
     if section == "validation":  # whole records are all read, whatever the weights
-        epochs = 1 if task_of(config).whole_records else None
+        epochs = 1 if task_of(config.task.kind).whole_records else None
     pin_memory = device_type() == "cuda" if workers.pin_memory is None else workers.pin_memory
     options = LoaderOptions(
         seq_len=seq_len,
@@ -360,7 +360,7 @@ def _loader(
         epochs=epochs,
         tokens=config.training.tokens if section == "training" else None,
         joined=section == "training" and joins_sources(config),
-        group_size=task_of(config).rows_per_sample,
+        group_size=task_of(config.task.kind).rows_per_sample,
         packing=packing(config, section, vocabulary.eos_id),
         labels=label_kind(config),
     )

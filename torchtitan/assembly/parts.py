@@ -79,9 +79,10 @@ def tokenizer(config: JobConfig) -> Tokenizer:
 
 def tokenizer_kwargs(config: JobConfig) -> dict[str, Any]:
     """Return the arguments of build_tokenizer after the path."""
-    return {"chat_template": config.data.chat_template, "version": tokenization_version(config)} | {
-        "ignored_keys": config.model.ignore_config_keys
-    }
+    return {
+        "chat_template": config.data.chat_template,
+        "version": tokenization_version(config.data, config.checkpoint, config.job),
+    } | {"ignored_keys": config.model.ignore_config_keys}
 
 
 def model_args(config: JobConfig, weights: str | Path | None = None) -> Any:
@@ -96,7 +97,7 @@ def portable_job(config: JobConfig) -> JobConfig:
     paths = {name: getattr(config.model, name) for name in ("tokenizer_path", "hf_folder")}
     absolute: dict[str, Any] = {n: str(Path(p).resolve()) for n, p in paths.items() if p and Path(p).exists()}
     template = config.data.chat_template and resolve_template(config.data.chat_template)
-    version = tokenization_version(config)
+    version = tokenization_version(config.data, config.checkpoint, config.job)
     data = dataclasses.replace(config.data, chat_template=template, tokenization_version=version)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **absolute), data=data)
 
@@ -165,7 +166,7 @@ def has_experts(config: JobConfig) -> bool:
 
 def isolates_documents(config: JobConfig) -> bool:
     """Return True if attention and positions are confined to a document."""
-    return config.training.document_mask or task_of(config).whole_records
+    return config.training.document_mask or task_of(config.task.kind).whole_records
 
 
 def length_multiple(config: JobConfig) -> int:
@@ -236,7 +237,7 @@ def save_peft(config: JobConfig, folder: Path, installed: Adapter, tensors: dict
 
 def objective(config: JobConfig) -> Objective:
     """Build the task's objective: its loss and the normalizer."""
-    task, degrees = task_of(config), config.parallelism
+    task, degrees = task_of(config.task.kind), config.parallelism
     objective_class = resolve_name(task.objective)
     built = objective_class(
         config.training.loss_chunks,
@@ -289,7 +290,15 @@ def model(
     activate_flash_attention(config.model.attention_backend, device)
     built, patterns, installed = adapted_model(config if policy is None else reference_job(config))
     trained_by = installed if policy is None else policy.adapter
-    if trained_by is not None and (frozen := base_weights.frozen_dtype(config)) is not None:
+    if (
+        trained_by is not None
+        and (
+            frozen := base_weights.frozen_dtype(
+                config.training, config.adapter, config.checkpoint, config.job.dump_folder
+            )
+        )
+        is not None
+    ):
         trained_by.cast_frozen(built, DTYPES[frozen])
     if (recipe := config.training.float8) != "none":
         use_float8(built, patterns, recipe, config.training.float8_exclude, has_kernel(device.type))
@@ -408,7 +417,12 @@ def saves_adapter_alone(config: JobConfig) -> bool:
 def with_resolved_options(config: JobConfig) -> JobConfig:
     """Return the job with adapter.save and training.frozen_dtype resolved, which a resumed run keeps."""
     save = base_weights.adapter_save(config.adapter, config.checkpoint, config.job.dump_folder)
-    training = dataclasses.replace(config.training, frozen_dtype=base_weights.frozen_dtype(config))
+    training = dataclasses.replace(
+        config.training,
+        frozen_dtype=base_weights.frozen_dtype(
+            config.training, config.adapter, config.checkpoint, config.job.dump_folder
+        ),
+    )
     return dataclasses.replace(config, training=training, adapter=dataclasses.replace(config.adapter, save=save))
 
 

@@ -25,7 +25,6 @@ from torchtitan.checkpoint.layout import (
     step_of,
 )
 from torchtitan.config.changes import DEFAULTS, saved_value
-from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.field_types import Precision
 from torchtitan.models.hf.config import unreadable_weights
 
@@ -151,17 +150,17 @@ def adapter_save(adapter: Any, options: Any, dump_folder: str) -> Literal["whole
     return "alone" if path is not None and not changes_the_model and _stays(Path(path)) else "whole"
 
 
-def frozen_dtype(config: JobConfig) -> Precision | None:
-    """Return training.frozen_dtype of a job. If it is unset, a run with checkpoints keeps the type that it began with.
+def frozen_dtype(training: Any, adapter: Any, options: Any, dump_folder: str) -> Precision | None:
+    """Return training.frozen_dtype of a job with these sections [training], [adapter] and [checkpoint]. If it is unset,
+    a run with checkpoints keeps the type that it began with.
 
     None if no weights are frozen, or if all are in bfloat16 anyway.
     """
-    training, options = config.training, config.checkpoint
-    if training.dtype == "bfloat16" or (config.adapter.kind == "none" and not training.unfrozen):
+    if training.dtype == "bfloat16" or (adapter.kind == "none" and not training.unfrozen):
         return None
     if training.frozen_dtype is not None:
         return training.frozen_dtype
-    key, checkpoints = "training.frozen_dtype", Path(config.job.dump_folder, options.folder)
+    key, checkpoints = "training.frozen_dtype", Path(dump_folder, options.folder)
     for folder in complete_steps(checkpoints)[0] if options.enable else []:
         if options.load_step not in (-1, step_of(folder.name)):
             continue
@@ -170,7 +169,7 @@ def frozen_dtype(config: JobConfig) -> Precision | None:
         except (OSError, ValueError, CheckpointError):
             continue  # loading takes the next one too
         return "bfloat16" if saved_value(job, key, DEFAULTS[key]) == "bfloat16" else "float32"
-    return "float32" if config.adapter.relora.every is not None else training.mixed_precision_param
+    return "float32" if adapter.relora.every is not None else training.mixed_precision_param
 
 
 def _stays(path: Path) -> bool:

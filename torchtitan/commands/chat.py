@@ -103,7 +103,7 @@ def form_of(config: JobConfig, tokenizer: Tokenizer) -> str:
 def first_reading(config: JobConfig) -> RecordReader:
     """Return the record reader of the job's first source, which formats the questions."""
     first = next(iter(sources_of(config, "training").values()))
-    task = task_of(config)
+    task = task_of(config.task.kind)
     return record_reader(first, config.data.default_system, task.whole_records, task.rows_per_sample > 1)
 
 

@@ -43,7 +43,7 @@ def end_token_line(facts: Facts) -> str:
 def _count(facts: Facts) -> tuple[int, int]:
     """Return the number of records looked at, and how many of them train an end token."""
     config, end = facts.config, time.monotonic() + MOST_SECONDS
-    version = tokenization_version(config)
+    version = tokenization_version(config.data, config.checkpoint, config.job)
     tokenizer = build_tokenizer(config.model.tokenizer_path, chat_template=config.data.chat_template, version=version)
     scope = "last_turn" if facts.task is not None and facts.task.rows_per_sample > 1 else config.data.train_on
     encode, train_on = resolve_name(f"{ENCODING}:encode"), resolve_name(f"{ENCODING}:TrainOn")

@@ -108,7 +108,7 @@ def of_documents(config: JobConfig) -> JobConfig:
     Validation data that are named in the job take precedence over a split. Raises JobError if the split has no
     documents.
     """
-    part, task = config.validation, task_of(config)
+    part, task = config.validation, task_of(config.task.kind)
     if part.sources or part.dataset_path or part.dataset != Validation().dataset:
         part = dataclasses.replace(part, split=None)
     if part.split is None:

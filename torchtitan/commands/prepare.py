@@ -78,7 +78,7 @@ def prepared(config: JobConfig, ranks: int) -> list[str]:
             if "note" in header:
                 lines.append(f"{name}: {header['note']}")
     lines += [*(f"{name}: {hint}" for name, hint in advices.items()), *unread]
-    if "training" in sections and not task_of(config).streams_documents:
+    if "training" in sections and not task_of(config.task.kind).streams_documents:
         sources = [weighted_source.source for weighted_source in data_sources(config, "training")]
         sample_total = describe_samples(config, [source for source in sources if isinstance(source, TokenShards)])
         steps = with_steps(config, parts.dims(config, ranks)).training.steps

@@ -45,9 +45,9 @@ def main(argv: list[str]) -> int:
         options.tokens,
         options.ids,
         colour=sys.stdout.isatty() and not config.metrics.disable_color_printing,
-        labels=task_of(config).labels,
+        labels=task_of(config.task.kind).labels,
         classes=config.task.labels,
-        packs=task_of(config).whole_records,
+        packs=task_of(config.task.kind).whole_records,
     )
     lines = [
         line

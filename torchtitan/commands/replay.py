@@ -147,9 +147,9 @@ def sample_lines(
         tokens,
         ids=False,
         colour=False,
-        labels=task_of(config).labels,
+        labels=task_of(config.task.kind).labels,
         classes=config.task.labels,
-        packs=task_of(config).whole_records,
+        packs=task_of(config.task.kind).whole_records,
     )
     for sample in ordered[:count]:
         for row in sample.rows:

@@ -51,7 +51,7 @@ def notice(config: JobConfig) -> str:
 
 def is_packed(config: JobConfig) -> bool:
     """Return True if several records share a sample. Default: True for tasks on tokens, False for classes."""
-    task = task_of(config)
+    task = task_of(config.task.kind)
     if not task.whole_records or task.rows_per_sample > 1:
         return False
     return (config.data.packing or ("off" if task.labels == "classes" else "best_fit")) == "best_fit"
@@ -96,7 +96,7 @@ def keeps_full_length(config: JobConfig, has_experts: bool) -> str:
 def padding_multiple(config: JobConfig, device: str, has_experts: bool) -> int:
     """Return the multiple to which batch lengths are rounded up; 0 if all batches have training.seq_len tokens."""
     pad_to = config.data.pad_to
-    if not task_of(config).whole_records or is_packed(config) or keeps_full_length(config, has_experts):
+    if not task_of(config.task.kind).whole_records or is_packed(config) or keeps_full_length(config, has_experts):
         return 0
     if pad_to is None:
         return math.lcm(ROUNDING[device], *sequence_needs(config, split_by_tensor_parallel(config)).values())
@@ -113,7 +113,7 @@ def padding_in_words(config: JobConfig, share: float, longest: int, has_experts:
     ways = [f"write training.seq_len = {length}, which the longest needs"] * (length < config.training.seq_len)
     if config.data.pad_to == "seq_len" and not fixed_by(config):
         ways.append("leave data.pad_to out")
-    if task_of(config).rows_per_sample == 1:
+    if task_of(config.task.kind).rows_per_sample == 1:
         ways.append('pack the records (data.packing = "best_fit")')
     if "compile.enable" in fixed_by(config):
         ways.append("leave compile.enable out")

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.registry import Registry
@@ -50,9 +50,15 @@ _built_in = {
 TASKS: Registry[TaskSpec] = Registry("torchtitan.tasks", _built_in, TaskSpec)
 
 
-def task_of(config: Any) -> TaskSpec:
-    """Return the task that a job trains for; KeyError if task.kind is unknown."""
-    return TASKS[config.task.kind]
+def task_of(kind: str) -> TaskSpec:
+    """Return the task of this kind; KeyError if it is unknown."""
+    return TASKS[kind]
+
+
+def rows_per_sample(kind: str) -> int:
+    """Return the rows of a sample of this kind of task: 2 for pairs, else 1; also 1 for an unknown task."""
+    task = TASKS.get(kind)
+    return 1 if task is None else task.rows_per_sample
 
 
 MASK_TOKENS = ("<mask>", "[MASK]")

@@ -2,15 +2,19 @@
 
 Axes, outermost first: pp, dp_replicate, dp_shard, cp, tp. Tensor parallel communicates most, so it is innermost (ranks
 of one node); the pipeline is outermost. The mesh has the axes longer than 1, and always dp_shard.
+
+Torch is imported where a mesh is built, as a job's degrees are judged without it.
 """
 
 from dataclasses import dataclass
 from math import prod
-
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing import TYPE_CHECKING
 
 from torchtitan.parallelisms.degrees import check_expert_degree, expert_pool_size, resolve_shard_degree
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -59,16 +63,20 @@ class ParallelDims:
         """Return the number of ranks that read the same samples and share the work on them."""
         return self.pp * self.cp * self.tp
 
-    def build_mesh(self, device_type: str) -> DeviceMesh:
+    def build_mesh(self, device_type: str) -> "DeviceMesh":
+        from torch.distributed.device_mesh import init_device_mesh
+
         axes = {axis: size for axis, size in self.degrees.items() if size > 1 or axis == "dp_shard"}
         assert prod(axes.values()) == self.world_size
         return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
-    def build_expert_mesh(self, device_type: str) -> DeviceMesh | None:
+    def build_expert_mesh(self, device_type: str) -> "DeviceMesh | None":
         """Return the mesh for experts: the same ranks with axes pp, dp_replicate, efsdp and ep.
 
         efsdp and ep replace dp_shard, cp and tp. Returns None without expert parallel. It is a collective call.
         """
+        from torch.distributed.device_mesh import init_device_mesh
+
         if self.ep == 1:
             return None
         axes = {
@@ -79,19 +87,21 @@ class ParallelDims:
         }
         return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
-    def expert_dp_mesh(self, expert_mesh: DeviceMesh) -> DeviceMesh:
+    def expert_dp_mesh(self, expert_mesh: "DeviceMesh") -> "DeviceMesh":
         """Return the mesh for fully_shard of the experts."""
         return expert_mesh["dp_replicate", "efsdp"] if self.dp_replicate > 1 else expert_mesh["efsdp"]
 
-    def build_counts_group(self, expert_mesh: DeviceMesh) -> dist.ProcessGroup:
+    def build_counts_group(self, expert_mesh: "DeviceMesh") -> "ProcessGroup":
         """Create a second process group of this rank's ep axis, so that counts do not queue after the tokens of the
         first group. It is a collective call.
         """
+        from torch import distributed as dist
+
         backend = dist.get_default_backend_for_device(expert_mesh.device_type)
         ranks = expert_mesh.mesh.view(-1, self.ep).tolist()
         return dist.new_subgroups_by_enumeration(ranks, backend=backend, group_desc="expert_counts")[0]
 
-    def stage_groups(self, mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    def stage_groups(self, mesh: "DeviceMesh") -> "list[ProcessGroup]":
         """Return groups to all-reduce over, one after the other, to sum over all ranks with the same layers.
 
         With sequence parallel these ranks have different tokens. FSDP and tensor parallel use the same groups, so no
@@ -102,16 +112,18 @@ class ParallelDims:
         groups += [mesh["tp"].get_group()] if self.tp > 1 else []
         return [group for group in groups if group.size() > 1]
 
-    def dp_rank(self, mesh: DeviceMesh) -> int:
+    def dp_rank(self, mesh: "DeviceMesh") -> int:
         """Return this rank's index among the ranks that read different samples."""
         return self.axis_rank(mesh, "dp_replicate") * self.dp_shard + self.axis_rank(mesh, "dp_shard")
 
-    def axis_rank(self, mesh: DeviceMesh, axis: str) -> int:
+    def axis_rank(self, mesh: "DeviceMesh", axis: str) -> int:
         """Return this rank's index along an axis; 0 if the degree is 1."""
         return mesh[axis].get_local_rank() if self.degrees[axis] > 1 else 0
 
-    def dp_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+    def dp_mesh(self, mesh: "DeviceMesh") -> "DeviceMesh":
         """Return the mesh for fully_shard: dp_shard and cp as one axis, after dp_replicate if that is above 1."""
+        from torch.distributed.device_mesh import DeviceMesh
+
         # flattening repeatedly gives the same mesh; slicing a flattened axis out of the root is deprecated
         shard = mesh["dp_shard", "cp"]._flatten("fsdp") if self.cp > 1 else mesh["dp_shard"]
         return DeviceMesh._concatenate([mesh["dp_replicate"], shard]) if self.dp_replicate > 1 else shard

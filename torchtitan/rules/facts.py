@@ -271,7 +271,8 @@ class Facts:
     @cached_property
     def tokenizer(self) -> Tokenizer | OSError | TokenizerError:
         try:
-            version, ignored_keys = tokenization_version(self.config), self.config.model.ignore_config_keys
+            version = tokenization_version(self.config.data, self.config.checkpoint, self.config.job)
+            ignored_keys = self.config.model.ignore_config_keys
             return build_tokenizer(self.config.model.tokenizer_path, version=version, ignored_keys=ignored_keys)
         except (OSError, TokenizerError) as error:
             return error
@@ -317,7 +318,8 @@ class Facts:
     @cached_property
     def frozen_dtype(self) -> Precision | None:
         """The type that frozen weights are stored in, see `base_weights.frozen_dtype`."""
-        return frozen_dtype(self.config)
+        config = self.config
+        return frozen_dtype(config.training, config.adapter, config.checkpoint, config.job.dump_folder)
 
     @property
     def begins_anew(self) -> bool:

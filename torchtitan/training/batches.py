@@ -265,7 +265,7 @@ def batch_preparer(
     config: JobConfig, tokenizer: Tokenizer, dims: ParallelDims, dp_rank: int, device: torch.device, draws: bool
 ) -> BatchPreparer:
     """Build the preparer of one rank's batches. `draws`: the model has dropout or noise."""
-    task = task_of(config)
+    task = task_of(config.task.kind)
     spec = BatchSpec(
         document_mask=isolates_documents(config),
         seed=config.debug.seed if draws else None,
@@ -281,7 +281,7 @@ def batch_preparer(
 
 def _stream_keys(config: JobConfig, dims: ParallelDims) -> tuple[str, ...]:
     """Return the further batch tensors that a model with a memory reads (MEMORY_INPUTS); none for other tasks."""
-    if not task_of(config).streams_documents:
+    if not task_of(config.task.kind).streams_documents:
         return ()
     return MEMORY_INPUTS if dims.pp > 1 else MEMORY_INPUTS[1:]  # reading a lane's number synchronizes with the device
 

@@ -167,7 +167,7 @@ def samples_per_step(config: JobConfig, run: Path, file: Path, trainer: dict[str
 
 def logged_samples(config: JobConfig, run: Path, file: Path) -> Iterator[int]:
     """Yield the samples per step between logged steps of one start, if all samples have training.seq_len tokens."""
-    if task_of(config).whole_records and not is_packed(config) and config.data.pad_to != "seq_len":
+    if task_of(config.task.kind).whole_records and not is_packed(config) and config.data.pad_to != "seq_len":
         return
     length, before = rows_per_sample(config) * config.training.seq_len, (0, 0)
     try:
@@ -204,7 +204,9 @@ def replay(config: JobConfig, run: Path, step: int, report: Callable[[str], None
 def one_rank_job(config: JobConfig, run: Path, start: Start, folder: Path) -> JobConfig:
     """Return the job that makes the same steps on one rank from the start's checkpoint, and writes only to `folder`."""
     rows = config.training.local_batch_size
-    if task_of(config).streams_documents and start.samples > rows:  # the rows of all ranks, each with its documents
+    if (
+        task_of(config.task.kind).streams_documents and start.samples > rows
+    ):  # the rows of all ranks, each with its documents
         if (dims := start.dims()) is None:
             raise JobError(f"{run}: each data-parallel rank reads its own rows, and nothing tells the number of ranks")
         if dims.dp > 1 and config.adapter.kind == "neurocache" and config.adapter.neurocache.scope == "global":

@@ -117,7 +117,10 @@ def describe_precision(config: JobConfig) -> str:
         products += f" and float8 ({recipe}{imitated})"
     if compute == config.training.dtype:
         return products
-    frozen, reduce = base_weights.frozen_dtype(config), config.training.mixed_precision_reduce
+    frozen, reduce = (
+        base_weights.frozen_dtype(config.training, config.adapter, config.checkpoint, config.job.dump_folder),
+        config.training.mixed_precision_reduce,
+    )
     stored = config.training.dtype if frozen is None else f"{frozen} frozen and {config.training.dtype} trained"
     return f"{products} with {stored} parameters and {reduce} reduction"
 
