@@ -14,7 +14,7 @@ from tests.support import judged
 from tests.support.judged import lines
 from tests.support.remembering import SMALL, plain, read, remembering, segments
 from torchtitan.adapters.neurocache.attention import EntryAttention, Retrieved
-from torchtitan.adapters.neurocache.generation import reader_for
+from torchtitan.models.decoding import reader_for
 
 anywhere = judged.anywhere
 LAYER = 1

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from torchtitan.adapters.neurocache.generation import reader_for
 from torchtitan.assembly import parts
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.generate import (
@@ -33,6 +32,7 @@ from torchtitan.datasets.sources import DataError, Document
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.base import decode_stream
 from torchtitan.losses.tasks import task_of
+from torchtitan.models.decoding import reader_for
 from torchtitan.process.distributed import device_type
 from torchtitan.training import inference_model
 

@@ -142,7 +142,7 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
     assert isinstance(model, Decoder)
     if sizes and model.memory is None:
         raise JobError("--cache-sizes: this model has no cache; leave it out")
-    size_of = None if model.memory is None else config.adapter.neurocache.cache_size
+    size_of = None if model.memory is None else model.memory.cache_size[False]
     requested_sizes = [None] if size_of is None else sizes or [0, size_of]
     bytes_told = sum(_bytes_of(documents, document, tokenizer) for document in batches.order)
     data, read = describe_sources(config, "validation"), len(batches.order)

@@ -22,7 +22,6 @@ from typing import Any, Protocol
 import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from torchtitan.adapters.neurocache.generation import UNLIMITED, incremental_reader
 from torchtitan.assembly import parts
 from torchtitan.commands.generate import require_causal_decoder, sample
 from torchtitan.commands.task_files import greedy_of, tasks_in, without_effect
@@ -33,6 +32,7 @@ from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.base import decode_stream
 from torchtitan.losses.evaluation import Likelihood, Request, likelihoods, split_into_requests
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.decoding import context_of, incremental_reader
 from torchtitan.process.distributed import device_type
 from torchtitan.training import inference_model
 
@@ -59,12 +59,10 @@ class Answers:
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, seq_len: int, rows: int, ends: Collection[int] = ()):
         self.ends = ends
-        self.model, self.tokenizer, self.seq_len, self.rows = model, tokenizer, seq_len, rows
-        self.context = seq_len
-        if model.memory is not None:
-            self.context = UNLIMITED
-            # requests in a batch would read each other's entries
-            self.rows = 1 if model.memory.options.scope == "global" else rows
+        self.model, self.tokenizer, self.seq_len = model, tokenizer, seq_len
+        self.context = context_of(model, seq_len)
+        # requests in a batch would else read each other's entries
+        self.rows = 1 if model.memory is not None and model.memory.rows_share_state else rows
         self.first = tokenizer.begin_ids or [tokenizer.eos_id]
 
     def loglikelihood(self, requests: Sequence[EvalRequest]) -> list[tuple[float, bool]]:

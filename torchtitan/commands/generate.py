@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torchtitan.adapters.neurocache.generation import reader_for
 from torchtitan.assembly import parts
 from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.checkpoint.folders import best_in
@@ -37,6 +36,7 @@ from torchtitan.datasets.tokenizer.base import decode_stream
 from torchtitan.launcher.forks import first_rank, fork_ranks
 from torchtitan.launcher.processes import Processes
 from torchtitan.models import CONFIG_CONVERTERS, family_for_model_type
+from torchtitan.models.decoding import reader_for
 from torchtitan.models.hf.config import CONFIG, find_config
 from torchtitan.process.children import python_command
 from torchtitan.process.distributed import device_type

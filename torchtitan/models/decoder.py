@@ -27,6 +27,51 @@ MEMORY_INPUTS = ("lanes", "begins", "filled")
 alternate; True if a document begins with the row; the number of its tokens that are filled."""
 
 
+class Memory(Protocol):
+    """A module that acts between the blocks of a decoder, which an adapter may set as its `memory`.
+
+    What it collects in a forward takes effect with `commit`, so that all blocks of a batch see the same state.
+    """
+
+    context: int
+    """Maximum number of tokens of a sequence that it reads in segments."""
+    rows_share_state: bool
+    """True if a row of a batch reads what other rows have stored."""
+    cache_size: dict[bool, int]
+    """Entries kept, by `training`."""
+
+    def begin(
+        self, tokens: torch.Tensor, lane_tensors: Mapping[str, torch.Tensor], labels: torch.Tensor | None
+    ) -> None:
+        """Begin a forward of tokens [B, S] (hidden states in later pipeline stages) with its labels [B, S], if any.
+
+        `lane_tensors`: those of MEMORY_INPUTS that the batch has.
+        """
+        ...
+
+    def before_block(
+        self, layer: int, block: nn.Module, x: torch.Tensor, shared: SharedInputs, kernel: nn.Module
+    ) -> SharedInputs:
+        """Run before a block gets its input x [B, S, D], or a rank's shard of it. Returns the block's `shared`."""
+        ...
+
+    def commit(self) -> None:
+        """Store what the forwards since the last commit have collected."""
+        ...
+
+    def clear(self) -> None:
+        """Forget everything stored and collected."""
+        ...
+
+    def reader(self, model: "Decoder", seq_len: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what reads growing sequences [1, S] in segments of `seq_len` tokens, as kv_cache.CachedDecoder."""
+        ...
+
+    def end_reading(self) -> None:
+        """Prepare for full batches after the use of a `reader`."""
+        ...
+
+
 DECODER_PLAN = ParallelPlan(
     blocks="layers.*",
     embedding="tok_embeddings",
@@ -203,7 +248,7 @@ class Decoder(nn.Module):
         self.noise: nn.Module | None = None  # on embeddings, see dropout.py; on the same pipeline stage as they are
         self.entrance = entrance
         self.layers = nn.ModuleDict({str(i): block(i, self.kernels[kind]) for i, kind in enumerate(self.kind_of_layer)})
-        self.memory: nn.Module | None = None  # set by an adapter; retrieves further states for the blocks
+        self.memory: Memory | None = None  # set by an adapter
         self.norm = norm or RMSNorm(args.dim, args.norm_eps)
         self.output = head or nn.Linear(args.dim, args.vocab_size, bias=False)
         self.tie_weights()

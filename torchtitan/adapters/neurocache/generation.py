@@ -4,16 +4,10 @@ Earlier segments are looked up in the cache, and the current segment has a key-v
 stored and the next one begins.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.kv_cache import CachedDecoder
-
-UNLIMITED = 2**31
-"""Context length in tokens of a model with a cache: unlimited."""
 
 
 class SegmentReader(CachedDecoder):
@@ -44,23 +38,3 @@ class SegmentReader(CachedDecoder):
     def _begin(self) -> None:
         self.memory.tail = {}
         super().clear()
-
-
-def reader_for(model: Decoder, seq_len: int) -> tuple[CachedDecoder, int]:
-    """Return the incremental reader of a model, and the maximum number of tokens that it reads."""
-    if getattr(model, "memory", None) is None:
-        return CachedDecoder(model), seq_len
-    return SegmentReader(model, seq_len), UNLIMITED
-
-
-@contextmanager
-def incremental_reader(model: Decoder, seq_len: int) -> Iterator[tuple[CachedDecoder, int]]:
-    """Yield `reader_for`, and afterwards prepare the model for full batches again."""
-    kernels = list(model.kernels)
-    try:
-        yield reader_for(model, seq_len)
-    finally:
-        model.set_attention_kernels(kernels)
-        if model.memory is not None:
-            model.memory.decodes = False
-            model.memory.clear()

@@ -29,14 +29,19 @@ from torchtitan.adapters.neurocache.cache import (
     pairs,
     with_neighbours,
 )
+from torchtitan.adapters.neurocache.generation import SegmentReader
 from torchtitan.adapters.neurocache.sizes import BUCKETS, CacheLayers, widths
 from torchtitan.config.sections.adapter import Neurocache as Options
 from torchtitan.core.initialization import Constant, Init, Normal
 from torchtitan.models.attention import SharedInputs
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.kv_cache import CachedDecoder
 from torchtitan.parallelisms.context_parallel import ContextParallelAttention, GatherSequence
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NORM_EPS = 1e-5
+UNLIMITED = 2**31
+"""Context length in tokens of a model with a cache: unlimited."""
 
 
 @dataclass
@@ -69,12 +74,13 @@ class KeyNorm(nn.LayerNorm):
 
 
 class Memory(nn.Module):
-    """The `memory` of a decoder.
+    """A models.decoder.Memory with caches of earlier states.
 
     One compression and norm serve all storing layers. With a compression of 1 there is neither, and keys are the
     states.
     """
 
+    context = UNLIMITED
     border: Any = None  # under tensor parallel, between this rank's tokens and all of them
 
     def __init__(self, options: Options, layers: CacheLayers, dim: int, reads_stream: bool):
@@ -92,6 +98,7 @@ class Memory(nn.Module):
         self.decodes = False  # True if a batch continues a segment; `tail` has its last entries
         self.tail: dict[int, EntryAges] = {}
         self.clocks: dict[tuple[bool, int], torch.Tensor] = {}
+        self.rows_share_state = options.scope == "global"
 
     def train(self, mode: bool = True) -> "Memory":
         """Set the mode. A switch to training drops the evaluation caches but not the training caches."""
@@ -134,6 +141,13 @@ class Memory(nn.Module):
 
     def clear(self) -> None:
         self.stores, self.pending, self.tail = {}, [], {}
+
+    def reader(self, model: Decoder, seq_len: int) -> CachedDecoder:
+        return SegmentReader(model, seq_len)
+
+    def end_reading(self) -> None:
+        self.decodes = False
+        self.clear()
 
     # A microbatch
 
