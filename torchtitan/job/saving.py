@@ -1,4 +1,4 @@
-"""What a job saves, and what a run that goes on keeps from the one that began."""
+"""The checkpoints of a job, and what a resumed run keeps from the run that began."""
 
 from dataclasses import dataclass
 from functools import cached_property
