@@ -20,7 +20,7 @@ from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.position import check_same_data
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.rules import Facts
+from torchtitan.job import ResolvedJob
 
 anywhere = judged.anywhere
 OFF = ("--task.kind=sft", "--data.packing=off")
@@ -49,7 +49,7 @@ MULTIPLES = [
 
 @pytest.mark.parametrize("arguments, device, multiple", MULTIPLES, ids=map(str, range(len(MULTIPLES))))
 def test_the_multiple_of_padded_lengths(arguments, device, multiple):
-    assert Facts(load(["--model.tokenizer_path=bytes", *arguments]), 8, device).padding_multiple == multiple
+    assert ResolvedJob(load(["--model.tokenizer_path=bytes", *arguments]), 8, device).data.padding_multiple == multiple
 
 
 def lengths(batches):

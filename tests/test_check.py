@@ -284,9 +284,10 @@ def test_neither_checking_nor_loading_needs_torch_or_numpy():
 
 def test_fewest_ranks():
     arguments = ["--parallelism.data_parallel_replicate_degree=3", "--parallelism.data_parallel_shard_degree"]
-    assert fewest_ranks(load([*arguments, "-1"])) == 3
-    assert fewest_ranks(load([*arguments, "4"])) == 12
+    assert fewest_ranks(load([*arguments, "-1"]).parallelism) == 3
+    assert fewest_ranks(load([*arguments, "4"]).parallelism) == 12
     degrees = [f"--parallelism.{axis}_parallel_degree=2" for axis in ("tensor", "context", "pipeline")]
-    assert fewest_ranks(load([*arguments, "4", *degrees])) == 96
+    assert fewest_ranks(load([*arguments, "4", *degrees]).parallelism) == 96
     experts = ["--parallelism.expert_parallel_degree=8"]
-    assert fewest_ranks(load(experts)) == 8 and fewest_ranks(load([*experts, *degrees])) == 8 * 2
+    assert fewest_ranks(load(experts).parallelism) == 8
+    assert fewest_ranks(load([*experts, *degrees]).parallelism) == 8 * 2

@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 from torchtitan.config import layers, manager, options
 from torchtitan.config.sections.field_types import STRICT
 from torchtitan.config.sections.run import Job
+from torchtitan.job import ResolvedJob
 from torchtitan.rules.facts import Facts
 
 
@@ -166,7 +167,7 @@ def test_other_options_of_a_job_with_a_wrong_table_are_checked(tmp_path):
 
 
 def test_rules_can_name_a_table_and_an_option_of_it(tmp_path):
-    facts = Facts(manager.load(job(tmp_path, TWO)), 1, "cpu")
+    facts = Facts(ResolvedJob(manager.load(job(tmp_path, TWO))))
     message = str(facts.fault("farm.flock[1].eats.wide", "false", "")).rpartition("job.toml: ")[2]
     assert message == "farm.flock[1].eats.wide: given true; allowed: false"
     message = str(facts.fault("farm.flock[0]", "none", "")).rpartition("job.toml: ")[2]

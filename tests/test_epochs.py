@@ -31,6 +31,7 @@ from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import TokenShards
+from torchtitan.job import ResolvedJob
 from torchtitan.rules import Facts
 from torchtitan.rules import check as judge
 
@@ -314,10 +315,10 @@ def test_t_max_is_converted_from_its_unit(data, arguments, length):
     config = assembly_data.with_steps(config, plan)
     schedule = parts.lr_schedule(config)
     total = int(np.ceil(length(config.training.steps)))
-    assert schedule.total_steps == total == Facts(config, 1, "cpu").schedule.total_steps
-    facts = Facts(config, 1, "cpu")
-    vars(facts)["schedule_start"] = 5  # a warm start counts its steps from 5; an epoch stays as long
-    assert parts.lr_schedule(config, start=5).total_steps == total == facts.schedule.total_steps
+    assert schedule.total_steps == total == Facts(ResolvedJob(config)).learning_rate.total_steps
+    facts = Facts(ResolvedJob(config))
+    vars(facts.schedule)["start"] = 5  # a warm start counts its steps from 5; an epoch stays as long
+    assert parts.lr_schedule(config, start=5).total_steps == total == facts.learning_rate.total_steps
     assert schedule.multiplier(total - 2) > schedule.multiplier(total - 1) == 0.1 == schedule.multiplier(2 * total)
 
 

@@ -14,6 +14,7 @@ from torchtitan.checkpoint.tensors import optimizer_state
 from torchtitan.config.manager import load
 from torchtitan.core import keyed_rng
 from torchtitan.core.errors import JobError
+from torchtitan.job import ResolvedJob
 from torchtitan.optimizers import OPTIMIZERS, galore, moments, projection
 from torchtitan.optimizers.build import build_optimizers
 from torchtitan.optimizers.state_sizes import galore as galore_state_size
@@ -415,15 +416,15 @@ PUBLISHED += [("1b", 512, 5.356, 2.085), ("7b", 1024, 26.95, 9.41)]
 def test_state_sizes_of_the_published_presets(flavor, rank, adam, expected):
     """Compare with the paper's GB of state in bfloat16, for the published shapes with a vocabulary of 32000."""
     arguments = ["--model.name=llama2", f"--model.flavor={flavor}", "--model.tokenizer_path=bytes"]
-    facts = Facts(load(arguments), 1, "cpu")
+    facts = Facts(ResolvedJob(load(arguments)))
     options = OPTIMIZERS["GaLore"].arguments(ADAM, {"rank": rank})
-    other_parameters = facts.args.num_parameters - sum(map(math.prod, trained_matrices(facts).values()))
+    other_parameters = facts.model.args.num_parameters - sum(map(math.prod, trained_matrices(facts).values()))
     sizes = [
         galore_state_size(options, name, shape)
         for name, shape in [*trained_matrices(facts).items(), ("norms", (other_parameters,))]
     ]
     assert 2 * sum(size.values + size.everywhere for size in sizes) / 1e9 == pytest.approx(expected, abs=0.006)
-    assert 2 * 2 * facts.args.num_parameters / 1e9 == pytest.approx(adam, abs=0.006)
+    assert 2 * 2 * facts.model.args.num_parameters / 1e9 == pytest.approx(adam, abs=0.006)
 
 
 def test_galore_projects_the_matrices_of_an_adapter(tmp_path):

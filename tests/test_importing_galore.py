@@ -20,6 +20,7 @@ from torchtitan.config.manager import load
 from torchtitan.core.initialization import clean_name
 from torchtitan.importers import parse, split
 from torchtitan.importers.galore import FLAGS, MODELS, OPTIMIZERS, read
+from torchtitan.job import ResolvedJob
 from torchtitan.optimizers.build import build_optimizers
 from torchtitan.process.ranks import read_ranks
 from torchtitan.rules import Facts, check
@@ -225,7 +226,7 @@ def test_the_command_recognizes_the_script_by_its_flags(capsys, tmp_path, monkey
     assert "Translated from a command line of main.py (galore)." in shown.out and "t5-base" in shown.err
     (tmp_path / "job.toml").write_text(shown.out)
     config = load(["--job.config_file=job.toml", "--model.tokenizer_path=bytes"])
-    facts = Facts(config, 1, "cpu")
+    facts = Facts(ResolvedJob(config))
     assert check(config, 1, "cpu") == []
     assert f"in {-(-(10**9) // (16 * 512)):,} steps" in summary(facts)
 
@@ -274,7 +275,7 @@ def test_every_combination_trains(mode, optimizer, model, tmp_path, monkeypatch)
     text, config, _ = translate(line, None)
     classes, masked = mode == "finetuning" and model in CLASSES, (mode, model) == ("pretraining", "roberta")
     assert config.task.kind == ("seq_cls" if classes else "masked_lm" if masked else config.task.kind)
-    assert Facts(config, 1, "cpu").args.num_parameters == (CLASSES if classes else PUBLISHED)[model]
+    assert Facts(ResolvedJob(config)).model.args.num_parameters == (CLASSES if classes else PUBLISHED)[model]
     (tmp_path / "job.toml").write_text(re.sub("(?m)^(dataset_path|text_field) = .*$", "", text))
     records = [{"prompt": f"{'not ' * (i % 2)}so bad, number {i}: ", "completion": "good"} for i in range(40)]
     (tmp_path / "sst2.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -32,8 +32,8 @@ ROOMS: dict[str, set[str]] = {
     "guards": {"checkpoint", "core", "parallelisms", "process"},
     "launcher": {"checkpoint", "config", "core", "metrics", "process"},
     "job": {"checkpoint", "config", "core", "datasets", "losses", "lr_schedules", "models", "parallelisms"},
-    "rules": {"adapters", "checkpoint", "config", "core", "datasets", "launcher", "losses", "lr_schedules", "metrics"}
-    | {"models", "optimizers", "parallelisms", "process"},
+    "rules": {"adapters", "checkpoint", "config", "core", "datasets", "job", "launcher", "losses", "lr_schedules"}
+    | {"metrics", "models", "optimizers", "parallelisms", "process"},
     "assembly": {"adapters", "checkpoint", "config", "core", "datasets", "guards", "losses", "lr_schedules"}
     | {"launcher", "lr_scheduling", "metrics", "models", "optimizers", "parallelisms", "process"},
     "training": {"adapters", "assembly", "checkpoint", "config", "core", "datasets", "guards", "launcher", "losses"}
@@ -50,6 +50,7 @@ ROOMS: dict[str, set[str]] = {
         "core",
         "datasets",
         "importers",
+        "job",
         "launch",
         "launcher",
     }

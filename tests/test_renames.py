@@ -18,6 +18,7 @@ from torchtitan.config import upgrade as translation
 from torchtitan.config.manager import ConfigError, load
 from torchtitan.config.options import options, sections
 from torchtitan.core.errors import JobError
+from torchtitan.job import ResolvedJob
 from torchtitan.models.deepseek import YarnScaling
 from torchtitan.models.sizes import RopeScaling
 from torchtitan.rules import Facts, check
@@ -178,7 +179,7 @@ def test_options_without_effect_in_an_old_job_are_left_out(old, left_out, capsys
         assert out.count(f"# left out, changed nothing: {key} (allowed: ") == 1
     (tmp_path / "new.toml").write_text(out)
     config = load(["--job.config_file=new.toml"])
-    faults = {fault.key for fault in check(config, fewest_ranks(config), "cpu")}
+    faults = {fault.key for fault in check(config, fewest_ranks(config.parallelism), "cpu")}
     assert faults <= {"training.dataset_path", "model.tokenizer_path"}  # these files do not exist here
 
 
@@ -362,7 +363,7 @@ def test_a_warmup_longer_than_the_job_is_shortened(steps, capsys, tmp_path):
     code, out, err = upgrade(capsys, tmp_path, f"[training]\nsteps = {steps}\nlocal_batch_size = 1")
     assert (code, err) == (0, [])
     (tmp_path / "new.toml").write_text(out)
-    schedule = Facts(load(["--job.config_file=new.toml"]), 1, "cpu").schedule
+    schedule = Facts(ResolvedJob(load(["--job.config_file=new.toml"]))).learning_rate
     warmup = min(200, steps)
     assert [schedule.multiplier(s) for s in range(warmup)] == pytest.approx([(s + 1) / warmup for s in range(warmup)])
 
@@ -434,7 +435,7 @@ def test_models_keep_their_meaning(options, name, flavor, sizes, masked, capsys,
     _, out, _ = upgrade(capsys, tmp_path, old)
     (tmp_path / "new.toml").write_text(out)
     config = load(["--job.config_file=new.toml"])
-    args = Facts(config, 1, "cpu").args
+    args = Facts(ResolvedJob(config)).model.args
     assert {size: getattr(args, size) for size in sizes} == sizes
     assert config.training.document_mask == masked
     unchanged = (

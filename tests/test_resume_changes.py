@@ -17,6 +17,7 @@ from torchtitan.config.changes import remedy as changes_remedy
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import load
 from torchtitan.config.options import options, sections
+from torchtitan.job import ResolvedJob
 from torchtitan.launcher import run_folder
 from torchtitan.planner.estimate import Prediction
 from torchtitan.rules import Facts
@@ -29,10 +30,10 @@ JOB = ["--checkpoint.enable", SMALL]
 
 def checkpoint(folder: Path, arguments: list[str], step: int = 60, ranks: int = 1, **left_out: object) -> None:
     """Write a complete checkpoint of a job, without tensors."""
-    facts = Facts(load(["--model.tokenizer_path=bytes", *arguments]), ranks, "cpu")
+    facts = Facts(ResolvedJob(load(["--model.tokenizer_path=bytes", *arguments]), ranks))
     samples = facts.config.training.global_batch_size
-    job_record = kept_job(facts.config, vars(facts.args), samples if samples > 0 else facts.samples)
-    job_record["degrees"] = {"dp_shard": facts.shard, "cp": facts.cp, "tp": facts.tp}
+    job_record = kept_job(facts.config, vars(facts.model.args), samples if samples > 0 else facts.layout.samples)
+    job_record["degrees"] = {"dp_shard": facts.layout.shards, "cp": facts.layout.cp, "tp": facts.layout.tp}
     trainer = {"step": step, "tokens": 1} | {key: value for key, value in job_record.items() if key not in left_out}
     state = json.dumps({"step": step, "trainer": trainer, "ranks": [], "optimizer": {}}).encode()
     target = folder / layout.step_name(step)

@@ -11,6 +11,7 @@ from tests.support import judged
 from tests.support.judged import lines, name
 from torchtitan.config.manager import load
 from torchtitan.config.options import show
+from torchtitan.job import ResolvedJob
 from torchtitan.models import SIZES
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.optimizers import OPTIMIZERS
@@ -376,7 +377,7 @@ def test_faults_name_the_files_of_the_job(tmp_path):
 
 
 def test_facts_are_computed_once():
-    facts = Facts(load([f"--model.tokenizer_path={TOKENIZER}"]), 1, "cpu")
+    facts = Facts(ResolvedJob(load([f"--model.tokenizer_path={TOKENIZER}"])))
     assert facts.tokenizer is facts.tokenizer
 
 

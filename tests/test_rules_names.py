@@ -8,6 +8,7 @@ from tests import test_rules
 from tests.support import judged
 from torchtitan.config.manager import ConfigError, load
 from torchtitan.config.options import describe, option_at, options
+from torchtitan.job import ResolvedJob
 from torchtitan.rules import NAMES, Facts, check, with_faults_of_the_rest
 
 anywhere = judged.anywhere
@@ -88,7 +89,7 @@ def test_a_misspelt_name_is_the_only_fault(base, key):
     other_arguments = [argument for argument in arguments if not argument.startswith((f"--{key}=", f"--{key}."))]
     reported = faults([*other_arguments, f"--{key}={value}"], ranks)  # no traceback
     if key in NAMES:
-        is_set = NAMES[key](load(arguments)) is not None
+        is_set = NAMES[key](Facts(ResolvedJob(load(arguments)))) is not None
         assert [fault.key for fault in reported] == [key] * is_set
 
 
@@ -161,4 +162,4 @@ def test_rules_do_not_read_invalid_options():
     with pytest.raises(ConfigError) as caught:
         load(["--training.steps=ten"])
     assert caught.value.unknown == {"training.steps"}
-    assert Facts(caught.value.rest, 1, "cpu").steps == 10000, "other options have their defaults"
+    assert Facts(ResolvedJob(caught.value.rest)).steps == 10000, "other options have their defaults"

@@ -5,6 +5,7 @@ import pytest
 from tests.support import judged
 from tests.support.judged import lines, name
 from torchtitan.config.manager import load
+from torchtitan.job import ResolvedJob
 from torchtitan.rules import WITHOUT_EFFECT, Facts, check
 
 anywhere = judged.anywhere
@@ -171,7 +172,7 @@ def test_initial_weights_may_be_gone_once_the_run_has_checkpoints(tmp_path, monk
 
 def test_initial_weights_are_not_an_option_without_effect():
     job = load(["--checkpoint.enable", "--checkpoint.initial_load_in_hf"])
-    assert [fault for rule in WITHOUT_EFFECT for fault in rule(Facts(job, 1, "cpu"))] == []
+    assert [fault for rule in WITHOUT_EFFECT for fault in rule(Facts(ResolvedJob(job)))] == []
 
 
 def test_initial_safetensors_are_accepted(tmp_path):

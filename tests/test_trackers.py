@@ -388,7 +388,7 @@ def test_flags_and_names_select_the_same_trackers():
     from torchtitan.config.manager import load
 
     config = load(["--metrics.enable_tensorboard", "--metrics.trackers=tensorboard,aim"])
-    assert list(trackers_of(config).values()) == ["aim", "tensorboard"]
+    assert list(trackers_of(config.metrics).values()) == ["aim", "tensorboard"]
 
 
 # Histograms

@@ -8,6 +8,7 @@ import pytest
 
 from torchtitan.commands.upgrade import translate
 from torchtitan.config.manager import load
+from torchtitan.job import ResolvedJob
 from torchtitan.rules import Facts, check
 
 NOT_THE_SAME = "# not the same: from step "
@@ -40,8 +41,8 @@ def upgraded(folder: Path, text: str) -> tuple[str, list[float], Facts]:
     (folder / "old.toml").write_text(text)
     output, _ = translate(["--job.config_file", str(folder / "old.toml")], None)
     (folder / "new.toml").write_text(output)
-    facts = Facts(load(["--job.config_file", str(folder / "new.toml")]), 1, "cpu")
-    return output, [facts.schedule.multiplier(s) for s in range(facts.steps)], facts
+    facts = Facts(ResolvedJob(load(["--job.config_file", str(folder / "new.toml")])))
+    return output, [facts.learning_rate.multiplier(s) for s in range(facts.steps)], facts
 
 
 def toml(section: str, **values) -> str:
@@ -82,7 +83,7 @@ def test_the_debug_model_of_v0_2_2_keeps_its_rates(tmp_path):
     assert [round(8 * rate, 6) for rate in rates] == [4, 8, 8, 7, 6, 5, 4, 3, 2, 1]
     assert 'convention = "torchtitan"' in text and "decay_ratio = 0.8" in text
     described = "peak 0.0008, warmup 2, stable 1, linear decay 8 to floor 0 one step after the last; total 10 steps"
-    assert described in facts.schedule.describe(8e-4)
+    assert described in facts.learning_rate.describe(8e-4)
 
 
 def test_async_tensor_parallel_gives_way_to_float8(tmp_path):

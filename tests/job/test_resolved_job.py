@@ -76,3 +76,21 @@ def test_related_jobs():
     assert job.restarted().config.checkpoint.load_step == -1
     assert job.on_one_rank().world_size == 1 and job.on_one_rank().layout.dims.dp == 1
     assert job.with_lasting_options().config.adapter.save == "whole"
+
+
+def test_sizes_and_microbatches_that_are_wrong_are_refused_by_their_option():
+    wrong = ResolvedJob(JobConfig()).with_options({"model.overrides": {"n_layers": 0}, "task.kind": "sft"})
+    with pytest.raises(LimitError, match="n_layers = 0; allowed: n_layers > 0") as caught:
+        _ = wrong.model.args
+    assert caught.value.option == "model.overrides" and wrong.model.labelled_fields is None
+    with pytest.raises(LimitError, match="model.hf_folder: given nothing"):
+        _ = wrong.with_options({"model.flavor": "from_hf"}).model.sizes
+    sizes = {"training.local_batch_size": 4, "parallelism.pipeline_parallel_microbatch_size": 3}
+    with pytest.raises(LimitError, match="microbatch_size: given 3"):
+        _ = ResolvedJob(JobConfig()).with_options(sizes).layout.microbatches
+
+
+def test_shards_of_parameters_and_experts():
+    degrees = {"parallelism.tensor_parallel_degree": 2, "parallelism.context_parallel_degree": 2}
+    layout = ResolvedJob(JobConfig(), 8).with_options(degrees | {"training.local_batch_size": 3}).layout
+    assert (layout.shards, layout.fsdp_shards, layout.expert_pool, layout.samples_per_pass) == (2, 4, 8, 6)

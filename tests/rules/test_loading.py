@@ -7,6 +7,7 @@ import pytest
 from torchtitan import launch
 from torchtitan.config.options import ConfigError
 from torchtitan.core.files import shipped_jobs
+from torchtitan.job import ResolvedJob
 from torchtitan.rules.facts import Facts
 from torchtitan.rules.loading import fewest_ranks, load_job, load_valid
 
@@ -72,7 +73,7 @@ def test_a_trial_run_has_a_schedule_that_fits(text, changes, expected, tmp_path)
     config, notice = load_job(job(tmp_path, text, *options))
     assert notice.replace("nothing", "unset") == (NOTICE + changes if changes else "")
     assert {key: getattr(config.lr_scheduler, key) for key in expected} == expected
-    schedule = Facts(config, 1, "cpu").schedule
+    schedule = Facts(ResolvedJob(config)).learning_rate
     assert all(0 <= schedule.multiplier(step) <= 1 for step in range(5)) and config.training.steps == 5
 
 
@@ -80,7 +81,8 @@ def test_a_trial_run_has_a_schedule_that_fits(text, changes, expected, tmp_path)
 def test_every_shipped_job_can_be_tried_for_a_few_steps(name):
     for steps in (1, 2, 5):
         config, _ = load_job(["--job.config_file", name, f"--training.steps={steps}"])
-        Facts(config, fewest_ranks(config), "cpu").schedule  # noqa: B018 (it raises if it does not fit)
+        job = ResolvedJob(config, fewest_ranks(config.parallelism))
+        Facts(job).learning_rate  # noqa: B018 (it raises if it does not fit)
 
 
 def test_contradictions_are_refused_where_no_trial_is_meant(tmp_path):
@@ -105,7 +107,7 @@ def test_all_faults_come_at_once_and_some_do_not_matter(tmp_path):
     assert [fault.key for fault in error.value.faults] == ["training.stepz", "optimizer.name"]
     key = "parallelism.enable_async_tensor_parallel"
     gpus = [*arguments[:2], "--compile.enable", "--parallelism.tensor_parallel_degree=2", f"--{key}"]
-    assert load_valid(gpus, None, None).world_size == 2  # a fault on a CPU only
+    assert load_valid(gpus, None, None).job.world_size == 2  # a fault on a CPU only
     with pytest.raises(ConfigError, match=key):
         load_valid(gpus, None, "cpu")
-    assert load_valid(gpus, 2, "cpu", lambda fault: fault.key != key).device == "cpu"
+    assert load_valid(gpus, 2, "cpu", lambda fault: fault.key != key).job.device_type == "cpu"

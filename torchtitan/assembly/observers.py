@@ -34,7 +34,7 @@ def trackers(config: JobConfig, ranks: Ranks, resumed_from: int | None) -> list[
     events = folder / options.save_tb_folder
     events = events / f"rank_{ranks.rank}" if options.save_for_all_ranks else events
     run = Run(folder, events, resumed_from, config.job.description, as_dict(config))
-    kinds = [TRACKERS[name] for name in trackers_of(config).values()]
+    kinds = [TRACKERS[name] for name in trackers_of(config.metrics).values()]
     chosen = [kind for kind in kinds if ranks.is_main or (kind.runs_on_all_ranks and options.save_for_all_ranks)]
     return [TrackerThread(kind.name, partial(kind, run)) for kind in chosen]
 

@@ -18,12 +18,11 @@ from torchtitan.adapters.targets import QUANTIZED_MULTIPLES, linear_adapter_opti
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.end_tokens import end_token_line
 from torchtitan.commands.upgrade import translate
-from torchtitan.config.batch_shape import notice, rows_per_sample, sample_count
-from torchtitan.config.job import JobConfig, describe_sources, job_schema
+from torchtitan.config.job import job_schema
 from torchtitan.config.manager import to_toml
 from torchtitan.config.options import ConfigError, Fault, help_text
 from torchtitan.config.upgrade import ERAS
-from torchtitan.core.cadence import NO_LIMIT, cadence_of, describe_end
+from torchtitan.core.cadence import NO_LIMIT, describe_end
 from torchtitan.core.errors import JobError, format_bytes, wrap_lines
 from torchtitan.core.progress_bar import waiting
 from torchtitan.optimizers import OPTIMIZERS
@@ -96,7 +95,7 @@ class Verdict:
         faults = [{name: getattr(fault, key) for key, name in keys.items()} for fault in self.faults]
         if self.failure:
             faults.append(dict.fromkeys(keys.values(), "") | {"file": self.job, "given": self.failure})
-        ranks = None if self.facts is None else self.facts.world_size
+        ranks = None if self.facts is None else self.facts.job.world_size
         memory = self.memory.strip() or None
         return {"job": self.job, "ok": self.ok, "faults": faults, "warnings": self.warnings} | {
             "ranks": ranks,
@@ -119,9 +118,11 @@ def _judged(argv: list[str], options: argparse.Namespace) -> Verdict:
 def _look_further(argv: list[str], facts: Facts, verdict: Verdict, options: argparse.Namespace) -> None:
     """Predict the memory of a job without faults, and print its summary. The prediction shows if the step fails."""
     config = facts.config
-    if not _left_out(config, options):
+    # nothing follows a printed job, so that it can be read as a file
+    has_memory = not (options.no_memory or config.job.print_config)
+    if has_memory:
         estimate_args = argv or [f"--model.name={config.model.name}"]  # estimate refuses to run without a job
-        sizes = [f"--world-size={facts.world_size}", f"--device={facts.device}"]
+        sizes = [f"--world-size={facts.job.world_size}", f"--device={facts.job.device_type}"]
         verdict.memory, verdict.failure = _memory([*estimate_args, *sizes])
     if options.json:
         return
@@ -131,15 +132,10 @@ def _look_further(argv: list[str], facts: Facts, verdict: Verdict, options: argp
     lines = [f"{verdict.job}: {'not OK' if verdict.failure else 'OK'}", summary(facts)]
     lines += [wrap_lines(f"  ends      {line}") for line in [end_token_line(facts)] if line]
     lines += [wrap_lines(f"  trial     {facts.notice}")] * bool(facts.notice)
-    if _left_out(config, options):
+    if not has_memory:
         lines.append("  memory    `torchtitan estimate` with the same words foretells the most that a rank has at once")
     lines += [to_toml(config)] * config.job.print_config + [verdict.memory] * bool(verdict.memory)
     print("\n".join(lines), flush=True)
-
-
-def _left_out(config: JobConfig, options: argparse.Namespace) -> bool:
-    """Return True if the memory is not predicted. Nothing follows a printed job, so that it can be read as a file."""
-    return options.no_memory or config.job.print_config
 
 
 def _memory(estimate_args: list[str]) -> tuple[str, str]:
@@ -174,24 +170,23 @@ def _refuse(faults: Iterable[Fault | Exception | str], number: int | None = None
 
 def summary(facts: Facts) -> str:
     """Describe a job without faults in a few lines."""
-    config, training = facts.config, facts.config.training
-    samples = training.global_batch_size if training.global_batch_size > 0 else facts.samples
-    tokens = samples * rows_per_sample(config) * training.seq_len
-    passes = samples // facts.samples
+    config, layout, data, args = facts.config, facts.layout, facts.data, facts.model.args
+    seq_len, tokens = config.training.seq_len, layout.rows * config.training.seq_len
+    passes = layout.samples // layout.samples_per_pass
     accumulation = f"in {passes} forward passes" if passes > 1 else "in one forward pass"
-    most = "up to " * (facts.padding_multiple > 0)
-    step = f"{sample_count(config, samples or 0)} of {most}{training.seq_len} tokens a step"
-    data, active = describe_sources(config, "training"), getattr(facts.args, "num_active_parameters", None)
-    parameters = f"{facts.args.num_parameters:,} parameters" + f", {active or 0:,} of them for a token" * bool(active)
-    ranks = f"{facts.world_size} rank{'s' if facts.world_size > 1 else ''} ({facts.device})"
+    most = "up to " * (data.padding_multiple > 0)
+    step = f"{layout.sample_count(layout.samples)} of {most}{seq_len} tokens a step"
+    active = getattr(args, "num_active_parameters", None)
+    parameters = f"{args.num_parameters:,} parameters" + f", {active or 0:,} of them for a token" * bool(active)
+    ranks = f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''} ({facts.job.device_type})"
     return "\n".join(
         [
             f"  model     {config.model.name} {config.model.flavor}, {parameters}",
             f"  ranks     {ranks}: {_plan(facts)}",
             *_pipeline(facts),
             *_state(facts),
-            f"  data      {data}, {step}, {accumulation}",
-            *[f"  pairs     {pair_notice}" for pair_notice in [notice(config)] if pair_notice],
+            f"  data      {data.describe_sources('training')}, {step}, {accumulation}",
+            *[f"  pairs     {pair_notice}" for pair_notice in [layout.notice()] if pair_notice],
             f"  tokens    {most}{tokens:,} a step, {_length(facts, tokens)}",
             *_schedule(facts),
             *_cadence(facts),
@@ -208,11 +203,11 @@ def _state(facts: Facts) -> list[str]:
     limit, state, dtype = facts.config.memory.limit, None, facts.config.training.dtype
     adapter = linear_adapter_options(facts.config.adapter)
     packed = " where they are not quantized" * (adapter is not None and adapter.kind in QUANTIZED_MULTIPLES)
-    frozen = f"{facts.frozen_dtype or dtype}{packed}"
+    frozen = f"{facts.saving.frozen_dtype or dtype}{packed}"
     lines = [f"  types     frozen weights in {frozen}, trained ones and their state in {dtype}"]
     if facts.config.adapter.kind == NONE and not facts.config.training.unfrozen:
         state, state_label = _bytes_of_a_rank(facts)
-        scope = "on average (parameters" if facts.pp > 1 else "(parameters"
+        scope = "on average (parameters" if facts.layout.pp > 1 else "(parameters"
         lines = [f"  state     {format_bytes(state)} a rank {scope}, gradients, {state_label} in {dtype})"]
     if limit is not None:
         amount = limit_in_bytes(limit)
@@ -241,7 +236,7 @@ def _bytes_of_a_rank(facts: Facts) -> tuple[float, str]:
         return local_parameters * 2 * value, f"without what {name} keeps"
     matrices = trained_matrices(facts)
     # norms, biases, experts
-    other_parameters = facts.args.num_parameters - sum(map(math.prod, matrices.values()))
+    other_parameters = facts.model.args.num_parameters - sum(map(math.prod, matrices.values()))
     state_size = (
         spec.state_size(options, "", (other_parameters,))
         if facts.config.adapter.kind == NONE and other_parameters > 0
@@ -249,8 +244,10 @@ def _bytes_of_a_rank(facts: Facts) -> tuple[float, str]:
     )
     for matrix, shape in matrices.items():
         state_size = state_size.plus(spec.state_size(options, matrix, shape))
-    share = local_parameters / facts.args.num_parameters
-    state_bytes = (share * state_size.values + state_size.everywhere / facts.pp) * value + share * state_size.bytes
+    share = local_parameters / facts.model.args.num_parameters
+    state_bytes = (
+        share * state_size.values + state_size.everywhere / facts.layout.pp
+    ) * value + share * state_size.bytes
     return local_parameters * 2 * value + state_bytes, f"what {name} keeps"
 
 
@@ -266,15 +263,15 @@ def _length(facts: Facts, tokens: int) -> str:
 
 
 def _schedule(facts: Facts) -> list[str]:
-    if facts.schedule is None:
+    if facts.learning_rate is None:
         return []
-    return ["  schedule  " + facts.schedule.describe(facts.config.optimizer.lr).removeprefix("learning rate: ")]
+    return ["  schedule  " + facts.learning_rate.describe(facts.config.optimizer.lr).removeprefix("learning rate: ")]
 
 
 def _cadence(facts: Facts) -> list[str]:
     if facts.steps is None:
         return []
-    return ["  cadence   " + cadence_of(facts.config_with_end, facts.steps).describe(facts.config)]
+    return ["  cadence   " + facts.job_with_end.schedule.cadence.describe(facts.config)]
 
 
 def _parameters_of_a_rank(facts: Facts) -> float:
@@ -283,35 +280,36 @@ def _parameters_of_a_rank(facts: Facts) -> float:
     Tensor-parallel ranks replicate the routed experts unless expert parallel splits them. They always replicate shared
     experts and routers.
     """
-    args, shards = facts.args, facts.fsdp_shards * facts.pp
-    layers = facts.expert_layers
+    args, layout = facts.model.args, facts.layout
+    layers = getattr(args, "expert_layers", 0)
     routed = layers * args.n_experts * args.expert_parameters if layers else 0
     shared = layers * args.moe_parameters - routed if layers else 0
-    split = (args.num_parameters - routed - shared) / facts.tp
-    return (split + shared + routed / (facts.tp if facts.ep > 1 else 1)) / shards
+    split = (args.num_parameters - routed - shared) / layout.tp
+    return (split + shared + routed / (layout.tp if layout.ep > 1 else 1)) / (layout.fsdp_shards * layout.pp)
 
 
 def _plan(facts: Facts) -> str:
+    layout, method = facts.layout, facts.config.parallelism.context_parallel_rotate_method
     degrees = {
-        f"{facts.shard} shards (FSDP)": facts.shard,
-        f"{facts.replicas} replicas": facts.replicas,
-        f"context parallel {facts.cp} ({facts.config.parallelism.context_parallel_rotate_method})": facts.cp,
-        f"tensor parallel {facts.tp}{' with sequence parallel' * facts.sequence_parallel}": facts.tp,
-        f"pipeline parallel {facts.pp}": facts.pp,
+        f"{layout.shards} shards (FSDP)": layout.shards,
+        f"{layout.replicas} replicas": layout.replicas,
+        f"context parallel {layout.cp} ({method})": layout.cp,
+        f"tensor parallel {layout.tp}{' with sequence parallel' * layout.sequence_parallel}": layout.tp,
+        f"pipeline parallel {layout.pp}": layout.pp,
     }
-    experts = f"; expert parallel {facts.ep} over these ranks" * (facts.ep > 1)
+    experts = f"; expert parallel {layout.ep} over these ranks" * (layout.ep > 1)
     return (" x ".join(label for label, degree in degrees.items() if degree > 1) or "nothing is parallel") + experts
 
 
 def _pipeline(facts: Facts) -> list[str]:
-    if facts.pp == 1:
+    layout = facts.layout
+    if layout.pp == 1:
         return []
     degrees, layers = facts.config.parallelism, layers_by_stage(facts)
     name = degrees.pipeline_parallel_schedule_csv or degrees.pipeline_parallel_schedule
     counts = ", ".join(map(str, layers)) if len(layers) <= 8 else f"{min(layers)} to {max(layers)}"
-    size = degrees.pipeline_parallel_microbatch_size
-    microbatches = f"{facts.microbatches} microbatch{'es' if facts.microbatches > 1 else ''}"
-    samples = sample_count(facts.config, size)
+    microbatches = f"{layout.microbatches} microbatch{'es' if layout.microbatches > 1 else ''}"
+    samples = layout.sample_count(degrees.pipeline_parallel_microbatch_size)
     return [f"  pipeline  {name}, {len(layers)} stages of {counts} layers, {microbatches} of {samples}"]
 
 
@@ -322,5 +320,5 @@ def _upgrade(argv: list[str], options: argparse.Namespace) -> int:
     except ConfigError as error:
         return _refuse(error.faults)
     print(text, flush=True)
-    faults = check(config, options.world_size or fewest_ranks(config), options.device)
+    faults = check(config, options.world_size or fewest_ranks(config.parallelism), options.device)
     return _refuse(["translated, but the job cannot start without changes:", *faults], len(faults)) if faults else 0

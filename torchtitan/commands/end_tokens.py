@@ -7,12 +7,11 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from torchtitan.checkpoint.tokenization import tokenization_version
 from torchtitan.core.errors import JobError
 from torchtitan.core.machine_errors import MachineError
 from torchtitan.datasets import open_source
 from torchtitan.datasets.sources import Document, Pair
-from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.rules import Facts
 
 ENCODING = "torchtitan.datasets.encoding"
@@ -26,7 +25,7 @@ def end_token_line(facts: Facts) -> str:
 
     Only local files of records that are learned as a whole are looked at.
     """
-    if not facts.packs or facts.config.task.kind == "seq_cls":
+    if not facts.model.spec.whole_records or facts.model.learns_classes:
         return ""
     try:
         looked_at, trained = _count(facts)
@@ -43,17 +42,16 @@ def end_token_line(facts: Facts) -> str:
 def _count(facts: Facts) -> tuple[int, int]:
     """Return the number of records looked at, and how many of them train an end token."""
     config, end = facts.config, time.monotonic() + MOST_SECONDS
-    version = tokenization_version(config.data, config.checkpoint, config.job)
-    tokenizer = build_tokenizer(config.model.tokenizer_path, chat_template=config.data.chat_template, version=version)
-    scope = "last_turn" if facts.task is not None and facts.task.rows_per_sample > 1 else config.data.train_on
+    tokenizer = facts.job.tokenizer()
+    scope = "last_turn" if facts.layout.rows_per_sample > 1 else config.data.train_on
     encode, train_on = resolve_name(f"{ENCODING}:encode"), resolve_name(f"{ENCODING}:TrainOn")
     train_on = train_on(scope, config.data.train_on_eos)
     looked_at = trained = 0
-    for name, source_config in facts.sources.items():
+    for name, source_config in facts.data.all_sources.items():
         path = source_config.dataset_path
         if not name.startswith("training") or source_config.dataset != "text" or not path or not Path(path).exists():
             continue
-        source = open_source(source_config.dataset, path, facts.reading(source_config), facts.fields)
+        source = open_source(source_config.dataset, path, facts.data.reader(source_config), facts.model.labelled_fields)
         for document in islice(source.documents(), MOST_RECORDS - looked_at):
             if isinstance(document, Document):
                 looked_at, trained = looked_at + 1, trained + _trains_end(tokenizer, document, encode, train_on)

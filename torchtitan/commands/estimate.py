@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     if not job_args:
         raise JobError(NO_JOB)
     facts = load_valid(job_args, options.world_size, options.device, is_judged, without_resume)
-    config, world_size = facts.config, facts.world_size
+    config, world_size = facts.config, facts.job.world_size
     try:
         with waiting("a step is rehearsed"):
             predictions = predict(config, world_size, options.device, options.traffic)

@@ -33,6 +33,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError, read_file
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.base import decode_stream
+from torchtitan.job import ResolvedJob
 from torchtitan.launcher.forks import first_rank, fork_ranks
 from torchtitan.launcher.processes import Processes
 from torchtitan.models import CONFIG_CONVERTERS, family_for_model_type
@@ -42,7 +43,7 @@ from torchtitan.process.children import python_command
 from torchtitan.process.distributed import device_type
 from torchtitan.process.exit import die_with_parent
 from torchtitan.process.ranks import Ranks, likely_device, read_ranks, started_as_rank
-from torchtitan.rules import Facts, known_names
+from torchtitan.rules import Facts, judge, without_unknown_names
 from torchtitan.rules.model_and_data import folder_has_sizes, model_sizes, positions_are_learned, tokenizer_fits
 from torchtitan.rules.neurocache import cache_fits_the_model
 from torchtitan.training import inference_model
@@ -285,10 +286,9 @@ def find_job(path: Path, arguments: list[str], with_tokenizer: bool = True) -> J
     if is_recorded and config.data.tokenization_version is None:  # the job that an earlier version has recorded
         data = dataclasses.replace(config.data, tokenization_version=VERSION_WITHOUT_RECORD)
         config = dataclasses.replace(config, data=data)
-    facts = Facts(config, 1, "cpu")
-    of_the_model = (known_names, folder_has_sizes, model_sizes, positions_are_learned, cache_fits_the_model)
-    rules = (*of_the_model, *[tokenizer_fits] * with_tokenizer)
-    faults = [fault for rule in rules for fault in rule(facts)]
+    facts, faults = without_unknown_names(Facts(ResolvedJob(config)))
+    of_the_model = (folder_has_sizes, model_sizes, positions_are_learned, cache_fits_the_model)
+    faults += judge(facts, (*of_the_model, *[tokenizer_fits] * with_tokenizer))
     if not with_tokenizer:
         faults = [fault for fault in faults if fault.key != "model.tokenizer_path"]
     if faults:

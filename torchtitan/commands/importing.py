@@ -45,12 +45,14 @@ def main(argv: list[str]) -> int:
     text, config, measures = translate(line, options.source)
     if not options.run:
         print(text, end="")
-    fewest = fewest_ranks(config)  # without a number of ranks one of these two has to do: a single rank shards nothing
+    fewest = fewest_ranks(
+        config.parallelism
+    )  # without a number of ranks one of these two has to do: a single rank shards nothing
     ranks = line.ranks or fewest
     if faults := min((check(config, n, likely_device()) for n in (ranks, line.ranks or 2 * fewest)), key=len):
         print("translated, but the job cannot start without changes:", *faults, sep="\n", file=sys.stderr)
         return REFUSED
-    return _run(text, config, ranks, measures) if options.run else 0
+    return _run(text, Path(config.job.dump_folder), ranks, measures) if options.run else 0
 
 
 def _given_options(argv: list[str], line: list[str]) -> list[str]:
@@ -90,8 +92,8 @@ def translate(line: CommandLine, source: str | None) -> Translation:
     )
 
 
-def _run(text: str, config: JobConfig, ranks: int, measures: list[str] | None) -> int:
-    path = Path(config.job.dump_folder, IMPORTED_JOB_FILE)
+def _run(text: str, folder: Path, ranks: int, measures: list[str] | None) -> int:
+    path = folder / IMPORTED_JOB_FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text)

@@ -18,9 +18,11 @@ from torchtitan.config import manager
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.layers import nest, walk
 from torchtitan.config.options import ConfigError
+from torchtitan.core.constraints import LimitError
 from torchtitan.core.errors import JobError, format_bytes
 from torchtitan.core.hardware import load_hardware
 from torchtitan.core.progress_bar import waiting
+from torchtitan.job import ResolvedJob
 from torchtitan.metrics.plot import check_format
 from torchtitan.parallelisms.pipeline.cut import schedule_traits
 from torchtitan.planner import estimate
@@ -45,7 +47,7 @@ from torchtitan.planner.failures import Failures
 from torchtitan.planner.measured_runs import calibrate
 from torchtitan.planner.plan import Plan, Workload, can_be_planned
 from torchtitan.planner.search import Candidate, Limits, Result, Search, faults_as_new
-from torchtitan.rules import Device, Facts
+from torchtitan.rules import Device
 from torchtitan.rules.loading import load_job
 
 PLANNED = {name for plan in (Plan(), Plan(tp=2, cp=2, pp=2, schedule="1F1B")) for name in plan.changes(JobConfig(), 1)}
@@ -193,10 +195,12 @@ def ask(options: argparse.Namespace, config: JobConfig) -> Question:
     if config.training.epochs is not None and options.tokens is None:
         reason = "their tokens depend on the data, which is not read"
         raise JobError(f"training.epochs: given {config.training.epochs}; {reason}; give --tokens")
-    samples = Facts(config, options.gpus, device).step_samples
-    if samples is None:
+    try:
+        samples = ResolvedJob(config, options.gpus, device).layout.samples
+    except LimitError:
         remedy = "set training.global_batch_size, which all plans keep"
-        raise JobError(f"the job's degrees do not fit {gpus_text(options.gpus)}, so its batch is not known; {remedy}")
+        problem = f"the job's degrees do not fit {gpus_text(options.gpus)}, so its batch is not known"
+        raise JobError(f"{problem}; {remedy}") from None
     workload = Workload.of(config, samples)
     if workload.dtype == "float8" and not hardware.peak.float8:
         remedy = "leave it out, or choose another --gpu"

@@ -46,7 +46,7 @@ WIDTH = 32
 def prepare_job(job_args: list[str]) -> int:
     # training may run on another machine, so only faults on every kind of device count
     facts = load_valid(job_args, None, None)
-    print("\n".join(prepared(facts.config, facts.world_size)))
+    print("\n".join(prepared(facts.config, facts.job.world_size)))
     return 0
 
 

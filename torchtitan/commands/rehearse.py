@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     if not job_args:
         raise JobError(NO_JOB)
     facts = load_valid(job_args, options.world_size, "cuda", is_judged, without_resume)
-    config, world_size = facts.config, facts.world_size
+    config, world_size = facts.config, facts.job.world_size
     dims = parts.dims(config, world_size)
     ranks = sorted(set(options.ranks or usual_ranks(dims)))
     if ranks[-1] >= world_size:

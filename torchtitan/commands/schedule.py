@@ -16,6 +16,8 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
 from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.errors import JobError
+from torchtitan.job import ResolvedJob
+from torchtitan.job.model import JobModel
 from torchtitan.metrics.plot import GREY, INK, STYLE, check_format
 from torchtitan.parallelisms.pipeline.actions import (
     BACKWARD,
@@ -144,11 +146,13 @@ def ask(options: argparse.Namespace, job: list[str]) -> Question:
     csv, merge_backward = options.csv, options.merge_backward
     if job:
         facts = facts_of(options, job)
-        pp, microbatches = facts.pp, facts.microbatches
+        pp, microbatches = facts.layout.pp, facts.layout.microbatches
         degrees = facts.config.parallelism
         schedule, csv = degrees.pipeline_parallel_schedule, degrees.pipeline_parallel_schedule_csv
-        stages_per_rank = stages_per_rank or (None if csv else num_stages(facts, schedule) // pp)
-        merge_backward |= facts.config.activation_checkpoint.mode != "none" or facts.compiles_model
+        stages_per_rank = stages_per_rank or (
+            None if csv else num_stages(degrees, facts.model.args.n_layers, schedule) // pp
+        )
+        merge_backward |= facts.config.activation_checkpoint.mode != "none" or facts.layout.compiles_model
     pp = pp or 4
     return Question(
         pp=pp,
@@ -195,12 +199,12 @@ def overridden(config: JobConfig, options: argparse.Namespace) -> JobConfig:
         degrees.pipeline_parallel_layers_per_stage = None
     if options.schedule:
         degrees.pipeline_parallel_schedule, degrees.pipeline_parallel_schedule_csv = options.schedule, None
-        if not cut_suits(config):
+        if not cut_suits(ResolvedJob(config).model, degrees):
             degrees.pipeline_parallel_layers_per_stage = degrees.module_fqns_per_model_part = None
     if options.microbatches:
         config.training.local_batch_size = options.microbatches * degrees.pipeline_parallel_microbatch_size
     if degrees.pipeline_parallel_degree == 1:
-        fault = Facts(config, 1, "cpu").fault
+        fault = Facts(ResolvedJob(config)).fault
         remedy = "set it in the job, or give --pp"
         raise ConfigError(
             [fault("parallelism.pipeline_parallel_degree", "at least 2, for there to be a schedule", remedy)]
@@ -208,11 +212,14 @@ def overridden(config: JobConfig, options: argparse.Namespace) -> JobConfig:
     return config
 
 
-def cut_suits(config: JobConfig) -> bool:
+def cut_suits(model: JobModel, degrees: Parallelism) -> bool:
     """Return True if the job's schedule allows the number of stages that the job cuts its model into."""
-    facts = Facts(config, 1, "cpu")
     try:
-        return facts.args is None or num_stages(facts, config.parallelism.pipeline_parallel_schedule) > 0
+        n_layers = model.args.n_layers
+    except (JobError, KeyError):  # the rules report it
+        return True
+    try:
+        return num_stages(degrees, n_layers, degrees.pipeline_parallel_schedule) > 0
     except JobError:
         return False
 

@@ -1,7 +1,8 @@
 """`torchtitan check --upgrade`: translate a job of torchtitan's TOML era to today's options, keeping its comments."""
 
 import fnmatch
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from torchtitan.config.manager import LARGEST_FILE, read_layers
 from torchtitan.config.options import ConfigError, Fault, options, show
 from torchtitan.config.renames import FLOAT8_EXCLUDE, MOVED
 from torchtitan.config.upgrade import Upgrade, upgrade
+from torchtitan.core.constraints import LimitError
 from torchtitan.core.files import read_file
-from torchtitan.rules import WITHOUT_EFFECT, Facts
+from torchtitan.job import ResolvedJob
+from torchtitan.rules import WITHOUT_EFFECT, Facts, UnknownValue, judge, without_unknown_names
 from torchtitan.rules.optimization import linears_in_blocks
 
 
@@ -53,13 +56,18 @@ def _with_effect(values: Values, result: Upgrade) -> Values:
 
 
 def _faults_without_effect(values: Values) -> list[Fault]:
-    facts = Facts(assemble(values, []), 1, "cpu")
-    return [fault for rule in WITHOUT_EFFECT for fault in rule(facts)]
+    return judge(_facts_of(values), WITHOUT_EFFECT)
+
+
+def _facts_of(values: Values) -> Facts:
+    return without_unknown_names(Facts(ResolvedJob(assemble(values, []))))[0]
 
 
 def _without_unmatched(values: Values, result: Upgrade) -> Values:
     """Leave out filters of float8 that match none of the model's linears: old files named routers for every model."""
-    names = linears_in_blocks(Facts(assemble(values, []), 1, "cpu")) if FLOAT8_EXCLUDE in values else {}
+    names: Collection[str] = ()
+    with suppress(LimitError, UnknownValue):  # the sizes of the model are wrong, or not known
+        names = linears_in_blocks(_facts_of(values)) if FLOAT8_EXCLUDE in values else ()
     unmatched = [pattern for pattern in values[FLOAT8_EXCLUDE] if not fnmatch.filter(names, pattern)] if names else []
     if not unmatched:
         return values

@@ -55,9 +55,8 @@ class JobConfig:
     debug: Debug = field(default_factory=Debug)
 
 
-def trackers_of(config: JobConfig) -> dict[str, str]:
+def trackers_of(options: Metrics) -> dict[str, str]:
     """Return the names of a job's trackers, by the option that sets them."""
-    options = config.metrics
     flags = {"metrics.enable_tensorboard": "tensorboard"} if options.enable_tensorboard else {}
     flags |= {"metrics.enable_wandb": "wandb"} if options.enable_wandb else {}
     trackers_by_option = {f"metrics.trackers[{number}]": name for number, name in enumerate(options.trackers)}

@@ -10,9 +10,12 @@ from typing import Literal
 
 from torchtitan.config.sections.model import Compile, Parallelism
 from torchtitan.config.sections.training import Task, Training, Validation
+from torchtitan.core.constraints import LimitError
+from torchtitan.core.errors import JobError
 from torchtitan.losses.tasks import rows_per_sample
 from torchtitan.parallelisms import degrees
 from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.pipeline.cut import num_microbatches
 
 Section = Literal["training", "validation"]
 
@@ -54,6 +57,16 @@ class Layout:
         return degrees.resolve_shard_degree(
             self.world_size, degree, dp_replicate=self.replicas, cp=self.cp, tp=self.tp, pp=self.pp
         )
+
+    @property
+    def fsdp_shards(self) -> int:
+        """Ranks over which fully_shard spreads parameters; the ranks of a sequence are among them."""
+        return self.shards * self.cp
+
+    @property
+    def expert_pool(self) -> int:
+        """Ranks with different tokens in a replica and stage, from which expert parallel borrows."""
+        return degrees.expert_pool_size(self.shards, self.cp, self.tp)
 
     @property
     def tp(self) -> int:
@@ -123,14 +136,24 @@ class Layout:
 
     @property
     def microbatches(self) -> int:
-        """Pipeline microbatches of a local batch, which their size divides."""
-        return self.batch_rows() // self.microbatch_rows
+        """Pipeline microbatches of a local batch. Raises LimitError if their size does not divide it."""
+        local, size = self.training.local_batch_size, self.parallelism.pipeline_parallel_microbatch_size
+        try:
+            return num_microbatches(local, size)
+        except JobError as error:
+            key, allowed = "parallelism.pipeline_parallel_microbatch_size", "what divides training.local_batch_size"
+            raise LimitError(key, size, allowed, str(error)) from None
+
+    @property
+    def samples_per_pass(self) -> int:
+        """Samples (or pairs) of a forward pass over all data-parallel ranks."""
+        return self.training.local_batch_size * self.shards * self.replicas
 
     @property
     def samples(self) -> int:
         """Samples (or pairs) of an optimizer step over all ranks."""
         size = self.training.global_batch_size
-        return size if size > 0 else self.training.local_batch_size * self.shards * self.replicas
+        return size if size > 0 else self.samples_per_pass
 
     @property
     def rows(self) -> int:

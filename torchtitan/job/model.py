@@ -5,15 +5,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan.config.options import show
 from torchtitan.config.sections.adapter import Adapter
 from torchtitan.config.sections.field_types import Precision
 from torchtitan.config.sections.model import Model
 from torchtitan.config.sections.training import Task, Training
+from torchtitan.core.constraints import LimitError
+from torchtitan.core.errors import JobError
 from torchtitan.datasets.record_format import LabelledFields
+from torchtitan.job.overrides import checked_sizes
 from torchtitan.losses.tasks import TaskSpec, task_of
-from torchtitan.models import converter_of, sizes_of
+from torchtitan.models import CONFIG_CONVERTERS, FROM_HF, SIZES, converter_of, family_for_model_type, resolve_sizes
 from torchtitan.models.family import ConfigConverter
-from torchtitan.models.hf.config import CONFIG
+from torchtitan.models.hf.config import CONFIG, read_json
 
 if TYPE_CHECKING:
     from torchtitan.datasets.samples import Labels
@@ -30,9 +34,34 @@ class JobModel:
     initial_load_path: str | None
 
     @cached_property
+    def sizes(self) -> Any:
+        """The flavor's sizes, before overrides. KeyError if it is unknown, LimitError if its folder has no sizes."""
+        model, key = self.model, "model.hf_folder"
+        if model.flavor == FROM_HF and model.hf_folder is None:
+            raise LimitError(key, show(None), f'a folder with config.json, with flavor "{FROM_HF}"', "set it")
+        try:
+            return resolve_sizes(model.name, model.flavor, model.hf_folder, {}, model.ignore_config_keys)
+        except JobError as error:
+            allowed = f"a folder with the config.json of a {model.name} model"
+            raise LimitError(key, show(model.hf_folder), allowed, f"{error}{self._other_family()}") from None
+
+    def _other_family(self) -> str:
+        """Return a remedy if the folder holds a model of another family, else ""."""
+        try:
+            model_type = read_json(Path(str(self.model.hf_folder), CONFIG)).get("model_type")
+        except JobError:
+            return ""
+        if model_type in CONFIG_CONVERTERS[self.model.name].model_types:
+            return ""
+        family = family_for_model_type(model_type)
+        if family and model_type not in CONFIG_CONVERTERS[family].allowed_types:
+            return ""
+        return f'; set model.name = "{family}"' if family else f"; families are {', '.join(SIZES)}"
+
+    @cached_property
     def args(self) -> Any:
-        """The model's sizes with the job's overrides. Raises JobError or KeyError, see `resolve_sizes`."""
-        return sizes_of(self.model)
+        """The model's sizes with the job's overrides. Raises LimitError for a wrong one, and as `sizes` does."""
+        return checked_sizes(self.model.name, self.sizes, self.model.overrides)
 
     def args_for_weights(self, weights: str | Path) -> Any:
         """Return the sizes to read foreign weights with."""
@@ -48,6 +77,11 @@ class JobModel:
         return getattr(self.args, "expert_layers", 0) > 0
 
     @property
+    def experts(self) -> int:
+        """Experts in a layer; 0 if no layer has any."""
+        return self.args.n_experts if self.has_experts else 0
+
+    @property
     def source_folder(self) -> str | None:
         """The Hugging Face folder that the model came from, if it has a config.json."""
         sources = (self.model.hf_folder, self.initial_load_path)
@@ -61,6 +95,10 @@ class JobModel:
         return task_of(self.task.kind)
 
     @property
+    def learns_classes(self) -> bool:
+        return self.spec.labels == "classes"
+
+    @property
     def label_kind(self) -> "Labels":
         """The kind of labels. A bidirectional model classifies by its first token, a causal one by its last."""
         kind = self.spec.labels
@@ -71,8 +109,8 @@ class JobModel:
     @property
     def labelled_fields(self) -> LabelledFields | None:
         """The fields that hold a record's class; None if the task learns no classes, or the model has none."""
-        classes = getattr(self.args, "n_classes", 0)
-        if self.spec.labels != "classes" or classes < 2:
+        classes = getattr(self.args, "n_classes", 0) if self.learns_classes else 0
+        if classes < 2:
             return None
         return LabelledFields.from_task(self.task, classes, end_tokens=not self.args.causal)
 

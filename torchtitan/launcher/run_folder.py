@@ -323,7 +323,7 @@ def _foreign(config: JobConfig, root: Path) -> Iterator[Path]:
     options = [config.checkpoint.folder, config.metrics.save_tb_folder]
     options += [config.profiling.save_traces_folder, config.profiling.save_memory_snapshot_folder]
     allowed = {os.path.normpath(folder).split(os.sep)[0] for folder in options} | entries_of(
-        trackers_of(config).values()
+        trackers_of(config.metrics).values()
     )
     if root in cache.parents:
         allowed.add(cache.relative_to(root).parts[0])

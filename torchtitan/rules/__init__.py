@@ -4,13 +4,15 @@ A rule is a function (Facts) -> faults. Each module of this package lists its ru
 so that a user sees all faults at once. Checks of a single option's type are in config/sections/.
 
 A mistake in one option neither hides faults that do not depend on it nor causes faults that follow from it: options
-that have no valid value are hidden, and a rule stops as soon as it reads one.
+that have no valid value are hidden, and a rule stops as soon as it reads one, or a fact of the job that cannot be
+computed. So it reads what may be wrong last.
 """
 
 import copy
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -18,7 +20,9 @@ from torchtitan.adapters import ADAPTERS, NONE
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError, Fault, hint, show
 from torchtitan.config.upgrade import advice
+from torchtitan.core.constraints import LimitError
 from torchtitan.datasets import DATASETS
+from torchtitan.job import ResolvedJob
 from torchtitan.losses.tasks import TASKS
 from torchtitan.lr_schedules import CONSTANT, CYCLICAL, DECAYS, JAGGED
 from torchtitan.models import FROM_HF, SIZES
@@ -58,11 +62,26 @@ def check(
 
     Names are checked first. A rule stops when it reads an unknown name or an option of `unknown`.
     """
-    facts = Facts(hide(config, unknown), world_size, devices, said_by or {})
-    faults = list(known_names(facts))
-    wrong_names = {fault.key for fault in faults if fault.key in NAMES}
-    facts = dataclasses.replace(facts, config=hide(facts.config, wrong_names))
-    return faults + [fault for rule in RULES for fault in known_faults(rule(facts))]
+    facts, faults = without_unknown_names(Facts(ResolvedJob(hide(config, unknown), world_size, devices), said_by or {}))
+    return faults + judge(facts, RULES)
+
+
+def judge(facts: Facts, rules: Iterable[Rule]) -> list[Fault]:
+    """Return the faults that rules find. An error of the job's facts that ends some of them is one of these faults."""
+    faults: list[Fault] = []
+    errors: list[LimitError] = []
+    for rule in rules:
+        try:
+            for fault in rule(facts):
+                faults.append(fault)
+        except UnknownValue:
+            continue
+        except LimitError as error:
+            errors.append(error)
+    for fault in map(facts.refused, errors):
+        if fault not in faults:
+            faults.append(fault)
+    return faults
 
 
 def with_faults_of_the_rest(
@@ -74,32 +93,34 @@ def with_faults_of_the_rest(
     return error.faults + check(error.rest, world_size, devices, said_by, error.unknown)
 
 
-def _flavors(config: JobConfig) -> Collection[str] | None:
-    return [*SIZES[config.model.name], FROM_HF] if config.model.name in SIZES else None
+def _flavors(facts: Facts) -> Collection[str] | None:
+    name = facts.config.model.name
+    return [*SIZES[name], FROM_HF] if name in SIZES else None
 
 
-NAMES: dict[str, Callable[[JobConfig], Collection[str] | None]] = {
-    "model.name": lambda config: SIZES,
-    "task.kind": lambda config: TASKS,
-    "optimizer.name": lambda config: OPTIMIZERS,
-    "adapter.kind": lambda config: (NONE, *ADAPTERS),
-    "lr_scheduler.decay_type": lambda config: (*DECAYS, CONSTANT, JAGGED, CYCLICAL),
+NAMES: dict[str, Callable[[Facts], Collection[str] | None]] = {
+    "model.name": lambda facts: SIZES,
+    "task.kind": lambda facts: TASKS,
+    "optimizer.name": lambda facts: OPTIMIZERS,
+    "adapter.kind": lambda facts: (NONE, *ADAPTERS),
+    "lr_scheduler.decay_type": lambda facts: (*DECAYS, CONSTANT, JAGGED, CYCLICAL),
     "model.flavor": _flavors,
-    "compile.backend": lambda config: BACKENDS if config.compile.enable else None,
+    "compile.backend": lambda facts: BACKENDS if facts.config.compile.enable else None,
 }
 """Options that hold a name, and the allowed names in a job; None if the job does not use the name."""
 
 
-def known_names(facts: Facts) -> Iterator[Fault]:
-    for key, allowed in NAMES.items():
-        yield from known_faults(_known_name(facts, key, allowed))
-    for section in ("training", "validation"):
-        yield from known_faults(_known_datasets(facts, section))
+def without_unknown_names(facts: Facts) -> tuple[Facts, list[Fault]]:
+    """Return the facts with unknown names hidden, and the faults of these and of unknown datasets."""
+    rules = [partial(_known_name, key=key) for key in NAMES]
+    faults = judge(facts, [*rules, *(partial(_known_datasets, section=name) for name in ("training", "validation"))])
+    config = hide(facts.config, {fault.key for fault in faults if fault.key in NAMES})
+    return dataclasses.replace(facts, job=dataclasses.replace(facts.job, config=config)), faults
 
 
-def _known_name(facts: Facts, key: str, allowed: Callable[[JobConfig], Collection[str] | None]) -> Iterator[Fault]:
+def _known_name(facts: Facts, key: str) -> Iterator[Fault]:
     section, option = key.split(".")
-    name, names = getattr(getattr(facts.config, section), option), allowed(facts.config)
+    name, names = getattr(getattr(facts.config, section), option), NAMES[key](facts)
     if names is not None and name not in names:
         remedy = (advice(name) if key == "model.name" else "") or hint(name, names, quote=True)
         yield facts.fault(key, f"one of {', '.join(map(show, names))}", remedy)
@@ -142,11 +163,3 @@ def _hiding(section: type, hidden: frozenset[str]) -> type:
         return object.__getattribute__(self, name)
 
     return type(section.__name__, (section,), {"__getattribute__": read})
-
-
-def known_faults(faults: Iterator[Fault]) -> Iterator[Fault]:
-    """Yield the faults that a rule finds before it reads an option without a valid value."""
-    try:
-        yield from faults
-    except UnknownValue:
-        return

@@ -26,13 +26,13 @@ from torchtitan.rules.facts import Facts, Rule
 
 def adapter_fits_the_model(facts: Facts) -> Iterator[Fault]:
     options = linear_adapter_options(facts.config.adapter)
-    if options is None or options.kind not in ADAPTERS or facts.args is None or not (layers := linears(facts.args)):
+    if options is None or options.kind not in ADAPTERS or not (layers := linears(facts.model.args)):
         return
     if "target" not in ADAPTERS[options.kind].options:
         return
     for key, allowed, remedy in misfits(layers, options):
         yield facts.fault(key, allowed, remedy)
-    adapts_tied_head = facts.args.tied_embeddings and HEAD in target_linears(layers, options)
+    adapts_tied_head = facts.model.args.tied_embeddings and HEAD in target_linears(layers, options)
     if facts.config.checkpoint.last_save_model_only and adapts_tied_head:
         reason = "merging would untie the head from the embedding: set adapter.last_save_in_peft"
         yield facts.fault("checkpoint.last_save_model_only", "false with an adapter on a tied head", reason)
@@ -44,9 +44,9 @@ def adapter_fits_the_model(facts: Facts) -> Iterator[Fault]:
 def packs_divide_over_tensor_parallel(facts: Facts) -> Iterator[Fault]:
     """Require that tensor parallel gives each rank equally many quantization blocks of the inputs of QLoRA targets."""
     options = linear_adapter_options(facts.config.adapter)
-    if facts.tp == 1 or options is None or options.kind != "qlora" or facts.args is None:
+    if facts.layout.tp == 1 or options is None or options.kind != "qlora":
         return
-    layers = linears(facts.args)
+    layers = linears(facts.model.args)
     split_layers = {name: layers[name][1] for name in target_linears(layers, options) if split_side(name) == 1}
     blocks = {
         name: inputs // quantization_block(inputs)
@@ -54,7 +54,7 @@ def packs_divide_over_tensor_parallel(facts: Facts) -> Iterator[Fault]:
         if quantization_block(inputs)
     }
     of_all_layers = {f"blocks of {with_wildcards([name])[0]}": number for name, number in blocks.items()}
-    yield from facts.judged(degrees.check_even_split, facts.tp, of_all_layers)
+    yield from facts.judged(degrees.check_even_split, facts.layout.tp, of_all_layers)
 
 
 def trained_whole(facts: Facts) -> tuple[str, list[str], str] | None:
@@ -79,12 +79,12 @@ def what_is_unfrozen_is_the_models(facts: Facts) -> Iterator[Fault]:
 
 def patterns_fit_the_model(facts: Facts) -> Iterator[Fault]:
     """Require that each pattern matches a parameter other than the matrices that the adapter quantizes or replaces."""
-    if facts.args is None or (trained := trained_whole(facts)) is None or not (names := parameters(facts.args)):
+    if (trained := trained_whole(facts)) is None or not (names := parameters(facts.model.args)):
         return
     key, patterns, _ = trained
     options = linear_adapter_options(facts.config.adapter)
     if options is not None and (options.kind in QUANTIZED_MULTIPLES or options.lora_only):
-        replaced = {f"{name}.weight" for name in target_linears(linears(facts.args), options)}
+        replaced = {f"{name}.weight" for name in target_linears(linears(facts.model.args), options)}
         names = [name for name in names if name not in replaced]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -96,10 +96,10 @@ def patterns_fit_the_model(facts: Facts) -> Iterator[Fault]:
 
 def new_head_is_trained(facts: Facts) -> Iterator[Fault]:
     """Require that a new classification head is trained: a frozen one would keep its initial values."""
-    if not facts.tells_classes or facts.fields is None or (trained := trained_whole(facts)) is None:
+    if facts.model.labelled_fields is None or (trained := trained_whole(facts)) is None:
         return
     key, chosen, other = trained
-    heads = [name for name in linears(facts.args) if layer_of(name) is None]
+    heads = [name for name in linears(facts.model.args) if layer_of(name) is None]
     frozen = [name for name in heads if not any(fnmatchcase(f"{name}.weight", pattern) for pattern in chosen)]
     if frozen:
         patterns = ", ".join(f'"{name}.*"' for name in heads)
@@ -110,16 +110,11 @@ def new_head_is_trained(facts: Facts) -> Iterator[Fault]:
 def new_rows_are_trained(facts: Facts) -> Iterator[Fault]:
     """Require that the rows of added tokens are trained: they all start as the same mean and cannot be told apart."""
     options, trained = facts.config.adapter, trained_whole(facts)
-    if (
-        trained is None
-        or linear_adapter_options(options) is not options
-        or not facts.untrained_tokens
-        or facts.args is None
-    ):
+    if trained is None or linear_adapter_options(options) is not options or not facts.untrained_tokens:
         return
     key, chosen, other = trained
-    adapted = [] if options.kind == NONE else target_linears(linears(facts.args), options)
-    tied = facts.args.tied_embeddings
+    adapted = [] if options.kind == NONE else target_linears(linears(facts.model.args), options)
+    tied = facts.model.args.tied_embeddings
     required = [] if tied else [HEAD] * (HEAD not in adapted)
     required = [f"{name}.weight" for name in ("tok_embeddings", *required)]
     accepted = [*required, f"{HEAD}.weight"] if tied else required  # either name of tied weights will do
@@ -135,7 +130,7 @@ def adapter_alone_has_its_model(facts: Facts) -> Iterator[Fault]:
     options, checkpoint = facts.config.adapter, facts.config.checkpoint
     if options.kind == NONE:
         return
-    save = facts.adapter_save
+    save = facts.saving.adapter_save
     if save == "alone" and not checkpoint.initial_load_path:
         reason = "checkpoints without the model must record its path"
         yield facts.fault("adapter.save", '"whole" without checkpoint.initial_load_path', reason, value=show(save))

@@ -1,7 +1,7 @@
 """Rules on resuming and on initial weights: the checkpoint of another job is refused before anything starts."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torchtitan.config.changes import TRAINED, changes, kept_job, refusable, ref
 from torchtitan.config.options import Fault, hint, options, show
 from torchtitan.core.errors import JobError
 from torchtitan.launcher.run_folder import find_lost_checkpoints
-from torchtitan.models import CONFIG_CONVERTERS, FROM_HF, converter_of
+from torchtitan.models import CONFIG_CONVERTERS, FROM_HF
 from torchtitan.models.hf.config import CONFIG
 from torchtitan.optimizers.state_sizes import sides, sides_under_plan
 from torchtitan.rules.facts import Facts, Rule
@@ -50,16 +50,12 @@ def same_job_as_the_checkpoint(facts: Facts) -> Iterator[Fault]:
     If the checkpoint's job cannot be read, loading reports the reason.
     """
     options = facts.config.checkpoint
-    if facts.args is None or facts.samples is None or (resume_point := _checkpoint_to_resume(facts)) is None:
+    if (resume_point := _checkpoint_to_resume(facts)) is None:
         return
     folder, saved_job = resume_point
-    samples = facts.config.training.global_batch_size
     # the resolved values: an old checkpoint may hold one although the job leaves it open
-    adapter = replace(facts.config.adapter, save=facts.adapter_save)
-    config = replace(
-        facts.config, adapter=adapter, training=replace(facts.config.training, frozen_dtype=facts.frozen_dtype)
-    )
-    now = kept_job(config, asdict(facts.args), samples if samples > 0 else facts.samples)
+    config = facts.job.with_lasting_options().config
+    now = kept_job(config, asdict(facts.model.args), facts.layout.samples)
     changed = changes(saved_job, now)
     for change in refused(changed, options.allow_config_change):
         yield facts.fault(change.key, f"{change.before}, as in {folder.name}", remedy(change), value=change.now)
@@ -74,10 +70,10 @@ def same_job_as_the_checkpoint(facts: Facts) -> Iterator[Fault]:
 def _checkpoint_to_resume(facts: Facts) -> tuple[Path, dict[str, Any]] | None:
     """Return the checkpoint to resume from (the newest, or checkpoint.load_step) and the job that it holds."""
     options = facts.config.checkpoint
-    if not options.enable or facts.begins_anew:
+    if not options.enable or facts.saving.begins_anew:
         return None
     try:
-        complete, _ = complete_steps(Path(facts.config.job.dump_folder, options.folder))
+        complete, _ = complete_steps(facts.saving.folder)
         selected = next((path for path in complete if options.load_step in (-1, step_of(path.name))), None)
         return None if selected is None else (selected, read_state(selected)["trainer"])
     except (OSError, ValueError):  # CheckpointError, or an invalid folder name
@@ -90,7 +86,7 @@ def moments_are_of_this_plan(facts: Facts) -> Iterator[Fault]:
     With on_conflict = "flip" GaLore projects the side that the plan does not shard, which may differ in another plan.
     """
     options, exclude = options_of_the_optimizer(facts), facts.config.checkpoint.exclude_from_loading
-    if not options or options.get("on_conflict") != "flip" or "optimizer" in exclude or facts.fsdp_shards is None:
+    if not options or options.get("on_conflict") != "flip" or "optimizer" in exclude:
         return
     if (resume_point := _checkpoint_to_resume(facts)) is None:
         return
@@ -104,7 +100,7 @@ def moments_are_of_this_plan(facts: Facts) -> Iterator[Fault]:
     flipped = []
     for name, shape in trained_matrices(facts).items():
         projected = sides(name, shape, options)
-        cut = sharded_sides(name, facts.fsdp_shards, facts.tp), sharded_sides(name, shard * cp, tp)
+        cut = sharded_sides(name, facts.layout.fsdp_shards, facts.layout.tp), sharded_sides(name, shard * cp, tp)
         now, then = (sides_under_plan(projected, sharded, "flip") for sharded in cut)
         flipped += [name] if now != then else []
     if flipped:
@@ -117,11 +113,11 @@ def moments_are_of_this_plan(facts: Facts) -> Iterator[Fault]:
 def adapter_is_of_this_model(facts: Facts) -> Iterator[Fault]:
     """Require the base model of the newest adapter-only checkpoint. For a large base, loading makes this check."""
     options, adapter = facts.config.checkpoint, facts.config.adapter
-    fresh_start = facts.begins_anew or not options.enable
-    if fresh_start or options.initial_load_path is None or adapter.kind == NONE or facts.adapter_save != "alone":
+    fresh_start = facts.saving.begins_anew or not options.enable
+    if fresh_start or options.initial_load_path is None or adapter.kind == NONE or facts.saving.adapter_save != "alone":
         return
     try:
-        newest, _ = newest_complete(Path(facts.config.job.dump_folder, options.folder))
+        newest, _ = newest_complete(facts.saving.folder)
         if newest is None:
             return
         state = read_state(newest)["trainer"]
@@ -138,7 +134,7 @@ def adapter_is_of_this_model(facts: Facts) -> Iterator[Fault]:
 def checkpoints_are_still_there(facts: Facts) -> Iterator[Fault]:
     """Refuse a used folder without its checkpoints: its disk is not mounted, or they have been moved."""
     options, dump = facts.config.checkpoint, facts.config.job.dump_folder
-    if not options.enable or facts.begins_anew or "\0" in dump + options.folder:
+    if not options.enable or facts.saving.begins_anew or "\0" in dump + options.folder:
         return
     folder = Path(dump, options.folder)
     try:
@@ -177,8 +173,8 @@ def checkpoint_rules(facts: Facts) -> Iterator[Fault]:
 def _initial_load(facts: Facts, path: Path) -> Iterator[Fault]:
     key, options = "checkpoint.initial_load_path", facts.config.checkpoint
     try:
-        newest = newest_complete(Path(facts.config.job.dump_folder, options.folder))[0] if options.enable else None
-        if newest is not None and facts.adapter_save == "whole":
+        newest = newest_complete(facts.saving.folder)[0] if options.enable else None
+        if newest is not None and facts.saving.adapter_save == "whole":
             return  # this run resumes its own checkpoint and no longer needs the initial weights
         kind, place = find_weights(path)
     except (OSError, NothingLoadable) as error:
@@ -195,7 +191,7 @@ def _initial_load(facts: Facts, path: Path) -> Iterator[Fault]:
         yield facts.fault("checkpoint.initial_load_model_only", "true with this initial_load_path", reason)
     if options.initial_load_counters:
         yield from _counters(facts, kind, place)
-    if kind == "hf" and (place / CONFIG).is_file() and facts.args is not None:
+    if kind == "hf" and (place / CONFIG).is_file():
         yield from _other_sizes(facts, place, key)
 
 
@@ -208,13 +204,11 @@ def reference_is_of_this_model(facts: Facts) -> Iterator[Fault]:
     if path is None or facts.config.task.kind not in PAIRS:
         return
     try:
-        if options.enable and newest_complete(Path(facts.config.job.dump_folder, options.folder))[0] is not None:
+        if options.enable and newest_complete(facts.saving.folder)[0] is not None:
             return
         kind, place = find_weights(Path(path))
     except (OSError, NothingLoadable) as error:
         yield facts.fault(key, "weights", str(error))
-        return
-    if facts.args is None:
         return
     if kind == "hf" and (place / CONFIG).is_file():
         yield from _other_sizes(facts, place, key)
@@ -223,12 +217,11 @@ def reference_is_of_this_model(facts: Facts) -> Iterator[Fault]:
 
 
 def _sizes_of_another_run(facts: Facts, place: Path, key: str) -> Iterator[Fault]:
-    assert facts.args is not None  # the caller has checked
     try:
         saved_job = read_state(place)["trainer"]
     except (OSError, ValueError, KeyError):  # an export; loading reports the error
         return
-    for change in changes(saved_job, kept_job(facts.config, asdict(facts.args), 0), model_only=True):
+    for change in changes(saved_job, kept_job(facts.config, asdict(facts.model.args), 0), model_only=True):
         allowed = f"a model of {change.now}"
         yield facts.fault(key, allowed, f"{place} has {change.before}; give a model of the job's sizes")
 
@@ -248,9 +241,9 @@ def _counters(facts: Facts, kind: Kind, place: Path) -> Iterator[Fault]:
 def _other_sizes(facts: Facts, folder: Path, key: str) -> Iterator[Fault]:
     """Yield a fault if a folder's config.json differs from the job; its tensors are checked when they are loaded."""
     allowed = f"weights of {facts.config.model.name} {facts.config.model.flavor}"
+    args, form = facts.model.args, facts.model.converter
     try:
-        form = converter_of(facts.config.model)
-        differing = form.differences(folder, form.args_for_weights(folder, facts.args, facts.config.model.overrides))
+        differing = form.differences(folder, form.args_for_weights(folder, args, facts.config.model.overrides))
     except JobError as error:
         yield facts.fault(key, allowed, str(error))
         return
@@ -265,9 +258,10 @@ def _other_sizes(facts: Facts, folder: Path, key: str) -> Iterator[Fault]:
 
 def export_has_a_form(facts: Facts) -> Iterator[Fault]:
     """Require a model that transformers can represent, for an export."""
-    if facts.config.checkpoint.last_save_in_hf and facts.args is not None:
+    if facts.config.checkpoint.last_save_in_hf:
+        args = facts.model.args
         try:
-            CONFIG_CONVERTERS[facts.config.model.name].to_hf(facts.args)
+            CONFIG_CONVERTERS[facts.config.model.name].to_hf(args)
         except JobError as error:
             yield facts.fault("checkpoint.last_save_in_hf", "false with this model", str(error))
 

@@ -8,10 +8,13 @@ from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.layers import OTHER_ENDS, Values, merged
 from torchtitan.config.options import ConfigError, Fault, show
+from torchtitan.config.sections.model import Parallelism
 from torchtitan.config.sections.training import LRScheduler, Training
-from torchtitan.lr_schedules import CYCLICAL, JAGGED, ScheduleError
+from torchtitan.job import ResolvedJob
+from torchtitan.lr_schedules import CYCLICAL, JAGGED
 from torchtitan.rules import check, with_faults_of_the_rest
 from torchtitan.rules.facts import Device, Facts
+from torchtitan.rules.optimization import schedule_can_be_built
 
 STEPS = "training.steps"
 
@@ -34,12 +37,13 @@ def load_valid(
         config, notice = load_job(argv)
         config = adjust(config)
     except ConfigError as error:
-        ranks = world_size or (fewest_ranks(error.rest) if error.rest else 1)
+        ranks = world_size or (fewest_ranks(error.rest.parallelism) if error.rest else 1)
         raise ConfigError(with_faults_of_the_rest(error, ranks, kind, manager.said_by(argv))) from None
-    facts = Facts(config, world_size or fewest_ranks(config), kind, manager.said_by(argv), notice)
-    faults = check(config, facts.world_size, kind, facts.said_by)
+    ranks = world_size or fewest_ranks(config.parallelism)
+    facts = Facts(ResolvedJob(config, ranks, kind), manager.said_by(argv), notice)
+    faults = check(config, ranks, kind, facts.said_by)
     if device is None:
-        elsewhere = check(config, facts.world_size, "cuda", facts.said_by)
+        elsewhere = check(config, ranks, "cuda", facts.said_by)
         faults = [fault for fault in faults if fault in elsewhere]
     if faults := [fault for fault in faults if matters(fault)]:
         raise ConfigError(faults)
@@ -61,55 +65,48 @@ def load_job(argv: list[str]) -> tuple[JobConfig, str]:
     *of_files, command_line = manager.read_layers(argv)[1]
     is_set = [key for key in command_line.values if key.startswith("lr_scheduler.")]
     ends = [key for key in (STEPS, *OTHER_ENDS) if key in command_line.values]
-    if not ends or is_set or _can_be_built(config):
+    if not ends or is_set or _fits(config):
         return config, ""
-    schedule = _shortened(config, merged(layer.values for layer in of_files))
-    if schedule is None:
+    candidates = _shorter(config.lr_scheduler, config.training.steps, merged(layer.values for layer in of_files))
+    jobs = (replace(config, lr_scheduler=schedule) for schedule in candidates)
+    shortened = next(filter(_fits, jobs), None)
+    if shortened is None:
         return config, ""
-    before, after = vars(config.lr_scheduler), vars(schedule)
+    before, after = vars(config.lr_scheduler), vars(shortened.lr_scheduler)
     differing = [key for key, value in before.items() if value != after[key]]
     changes = [f"lr_scheduler.{key} {show(before[key])} -> {show(after[key])}" for key in differing]
     end = f"{ends[0]} = {show(command_line.values[ends[0]])}"
     notice = f"a trial run by {end}: the job's schedule does not fit, and is shortened: {', '.join(changes)}"
-    return replace(config, lr_scheduler=schedule), notice
+    return shortened, notice
 
 
-def _shortened(config: JobConfig, of_files: Values) -> LRScheduler | None:
-    """Return the first shorter form of the schedule that fits, or None.
+def _shorter(shape: LRScheduler, steps: int, of_files: Values) -> list[LRScheduler]:
+    """Return shorter forms of a schedule, for a run of `steps`, the most similar first.
 
     A warmup keeps its share of the run. Cycles cannot be shortened, so a run with them has the first steps of the
     files' schedule.
     """
-    shape, steps = config.lr_scheduler, config.training.steps
     file_steps = of_files.get(STEPS, Training().steps) if not any(map(of_files.get, OTHER_ENDS)) else None
     if shape.decay_type in (JAGGED, CYCLICAL):
-        candidates = [] if file_steps is None else [replace(shape, total_steps=file_steps)]
-    else:
-        warmup = shape.warmup_steps
-        if isinstance(warmup, int):
-            share = None if file_steps is None else min(max(1, round(warmup * steps / file_steps)), steps - 1)
-            warmup = share if warmup else 0
-        candidates = [replace(shape, warmup_steps=warmup), replace(shape, warmup_steps=warmup, decay_ratio=None)]
-        candidates = [replace(shape, decay_ratio=None), *candidates] if shape.warmup_steps in (None, 0) else candidates
-        candidates.append(replace(shape, warmup_steps=None, decay_ratio=None))
-    return next((c for c in candidates if _can_be_built(replace(config, lr_scheduler=c))), None)
+        return [] if file_steps is None else [replace(shape, total_steps=file_steps)]
+    warmup = shape.warmup_steps
+    if isinstance(warmup, int):
+        share = None if file_steps is None else min(max(1, round(warmup * steps / file_steps)), steps - 1)
+        warmup = share if warmup else 0
+    candidates = [replace(shape, warmup_steps=warmup), replace(shape, warmup_steps=warmup, decay_ratio=None)]
+    candidates = [replace(shape, decay_ratio=None), *candidates] if shape.warmup_steps in (None, 0) else candidates
+    return [*candidates, replace(shape, warmup_steps=None, decay_ratio=None)]
 
 
-def _can_be_built(config: JobConfig) -> bool:
-    try:
-        Facts(config, 1, "cpu").schedule  # noqa: B018 (computed to see whether it raises)
-    except ScheduleError:
-        return False
-    return True
+def _fits(config: JobConfig) -> bool:
+    """Return True if the schedule can be built."""
+    return not any(schedule_can_be_built(Facts(ResolvedJob(config))))
 
 
-def fewest_ranks(config: JobConfig) -> int:
-    """Return the smallest number of ranks that the job's parallel degrees allow."""
-    facts = Facts(config, 1, "cpu")
-    product = max(1, config.parallelism.data_parallel_shard_degree)
-    for degree in (facts.replicas, facts.cp, facts.tp, facts.pp):
-        product *= degree
+def fewest_ranks(options: Parallelism) -> int:
+    """Return the smallest number of ranks that these degrees allow."""
+    cp, tp, ep = options.context_parallel_degree, options.tensor_parallel_degree, options.expert_parallel_degree
+    product = max(1, options.data_parallel_shard_degree) * options.data_parallel_replicate_degree
+    product *= cp * tp * options.pipeline_parallel_degree
     # the shards that expert parallel needs in addition to cp and tp
-    if config.parallelism.data_parallel_shard_degree == -1:
-        product *= facts.ep // gcd(facts.ep, facts.cp * facts.tp)
-    return product
+    return product * (ep // gcd(ep, cp * tp)) if options.data_parallel_shard_degree == -1 else product

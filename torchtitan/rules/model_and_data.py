@@ -2,10 +2,9 @@
 
 import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 
 from torchtitan.config.options import Fault, options, show
-from torchtitan.config.sections.training import DataSource, Validation
+from torchtitan.config.sections.training import Validation
 from torchtitan.core.cadence import CADENCE_OPTIONS
 from torchtitan.core.constraints import LimitError, check_persistence, check_prefetch
 from torchtitan.core.errors import JobError
@@ -15,19 +14,10 @@ from torchtitan.datasets.sample_packing import document_lengths
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_pretokenized import PretokenizedBlocks
 from torchtitan.datasets.token_shards import TokenReader, TokenShards
-from torchtitan.models import CONFIG_CONVERTERS, FROM_HF, PUBLISHERS, SIZES, family_for_model_type
-from torchtitan.models.hf.config import CONFIG, read_json
+from torchtitan.job import overrides
+from torchtitan.models import FROM_HF, PUBLISHERS
 from torchtitan.process.machine import SHARED_MEMORY_REMEDY, shared_memory_obstacle
 from torchtitan.rules.facts import Facts, Rule
-
-
-def _sources(facts: Facts) -> Iterator[tuple[str, DataSource, int]]:
-    """Yield the config path of each data source of the job, the source, and its sample length."""
-    training, validation = facts.config.training, facts.config.validation
-    for place, source in facts.sources.items():
-        is_validation = place.startswith("validation")
-        yield place, source, (validation.seq_len if is_validation else None) or training.seq_len
-
 
 MOST_PARAMETERS = 10**14
 """A hundred times the largest known models: no machine could hold more."""
@@ -35,21 +25,21 @@ MOST_PARAMETERS = 10**14
 
 def model_sizes(facts: Facts) -> Iterator[Fault]:
     """Check each override by itself, then all sizes together."""
-    key = "model.overrides"
-    yield from (facts.fault(key, *override_error) for override_error in facts.wrong_overrides)
-    if isinstance(facts.args_or_error, JobError):
-        yield facts.fault(key, f"sizes that fit together: {facts.args_or_error}", "")
-    elif facts.sizes and not facts.wrong_overrides and facts.args is None:
-        yield facts.fault(key, "possible sizes of a model", "")
-    elif facts.args is not None and facts.args.num_parameters > MOST_PARAMETERS:
-        size = f"{facts.args.num_parameters:.3g} parameters"
+    key, model = overrides.KEY, facts.config.model
+    if wrong := list(overrides.wrong_overrides(model.name, facts.model.sizes, model.overrides)):
+        yield from map(facts.refused, wrong)
+        return
+    if fault := next(facts.judged(lambda: facts.model.args), None):
+        yield fault
+    elif (parameters := facts.model.args.num_parameters) > MOST_PARAMETERS:
+        size = f"{parameters:.3g} parameters"
         yield facts.fault(key, f"at most {MOST_PARAMETERS:.0e}", "check the sizes for a typing error", value=size)
 
 
 def positions_are_learned(facts: Facts) -> Iterator[Fault]:
     """Limit sequences to the number of learned position embeddings."""
-    positions = getattr(facts.args, "learned_positions", 0)
-    for key, length in facts.lengths.items():
+    positions = getattr(facts.model.args, "learned_positions", 0)
+    for key, length in facts.data.lengths.items():
         if 0 < positions < length:
             remedy = f"write {positions}, or model.overrides = {{max_seq_len = {length}}}, where nothing is loaded"
             yield facts.fault(key, f"at most the {positions} positions that the model learns", remedy)
@@ -62,13 +52,8 @@ def folder_has_sizes(facts: Facts) -> Iterator[Fault]:
             remedy = f'set model.flavor = "{FROM_HF}", or drop it'
             yield facts.fault(key, f"nothing with flavor {show(model.flavor)}", remedy)
         return
-    if model.hf_folder is None:
-        yield facts.fault(key, f'a folder with config.json, with flavor "{FROM_HF}"', "set it")
-        return
-    if isinstance(facts.sizes_or_error, JobError):
-        remedy = f"{facts.sizes_or_error}{_other_family(model.name, model.hf_folder)}"
-        yield facts.fault(key, f"a folder with the config.json of a {model.name} model", remedy)
-    if model.tokenizer_path == options()["model.tokenizer_path"].default:
+    yield from facts.judged(lambda: facts.model.sizes)
+    if model.hf_folder is not None and model.tokenizer_path == options()["model.tokenizer_path"].default:
         remedy = f"write model.tokenizer_path = {show(model.hf_folder)}, or its path"
         yield facts.fault("model.tokenizer_path", "the tokenizer of the model in model.hf_folder", remedy)
 
@@ -81,20 +66,6 @@ def ignored_keys_are_of_a_folder(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("model.ignore_config_keys", "unset without a folder that has a config.json", "leave it out")
 
 
-def _other_family(name: str, folder: str) -> str:
-    """Return a remedy if the folder holds a model of another family, else ""."""
-    try:
-        model_type = read_json(Path(folder) / CONFIG).get("model_type")
-    except JobError:
-        return ""
-    if model_type in CONFIG_CONVERTERS[name].model_types:
-        return ""
-    family = family_for_model_type(model_type)
-    if family and model_type not in CONFIG_CONVERTERS[family].allowed_types:
-        return ""
-    return f'; set model.name = "{family}"' if family else f"; families are {', '.join(SIZES)}"
-
-
 def tokenizer_fits(facts: Facts) -> Iterator[Fault]:
     key = "model.tokenizer_path"
     if isinstance(facts.tokenizer, Exception):
@@ -104,10 +75,10 @@ def tokenizer_fits(facts: Facts) -> Iterator[Fault]:
             remedy += f"; download it from a model of huggingface.co/{home}"
             remedy += ", after the licence is accepted" * (home == "meta-llama")
         yield facts.fault(key, "a tokenizer", remedy)
-    elif facts.args and facts.tokenizer.vocab_size > facts.args.vocab_size:
+    elif facts.tokenizer.vocab_size > (most := facts.model.args.vocab_size):
         yield facts.fault(
             key,
-            f"at most the {facts.args.vocab_size} tokens of model {facts.config.model.flavor}",
+            f"at most the {most} tokens of model {facts.config.model.flavor}",
             f"use its tokenizer, or set model.overrides = {{vocab_size = {facts.tokenizer.vocab_size}}}",
             value=f"{show(facts.config.model.tokenizer_path)} with {facts.tokenizer.vocab_size} tokens",
         )
@@ -119,23 +90,30 @@ READ_AT_ONCE = 2**25
 
 def data_is_there(facts: Facts) -> Iterator[Fault]:
     """Require that every source can be opened and suits the tokenizer and the sample length."""
-    for place, source_config, seq_len in _sources(facts):
-        if source_config.dataset not in DATASETS or (facts.tells_classes and facts.fields is None):
+    if facts.model.learns_classes and facts.model.labelled_fields is None:  # model_can_learn_it reports it
+        return
+    for place, source_config in facts.data.all_sources.items():
+        if source_config.dataset not in DATASETS:
             continue
+        seq_len = facts.data.seq_len("validation" if place.startswith("validation") else "training")
         try:
-            reading = facts.reading(source_config)
+            reading = facts.data.reader(source_config)
         except LimitError:  # records_are_read_as_said reports it
             continue
         try:
-            source = open_source(source_config.dataset, source_config.dataset_path, reading, facts.fields)
-            if facts.fields is not None and sum(file.size for file in source.files) <= READ_AT_ONCE:
+            source = open_source(
+                source_config.dataset, source_config.dataset_path, reading, facts.model.labelled_fields
+            )
+            if facts.model.learns_classes and sum(file.size for file in source.files) <= READ_AT_ONCE:
                 source.probe()
             for package in source.packages:
                 if importlib.util.find_spec(package) is None:
                     remedy = "pip install 'torchtitan-toml[data]', or choose a dataset that needs none"
                     yield facts.fault(f"{place}.dataset", f"with the package {package}, which is not installed", remedy)
             if isinstance(source, TokenShards):
-                document_lengths(TokenReader(source), seq_len) if facts.packs else source.blocks(seq_len)
+                document_lengths(TokenReader(source), seq_len) if facts.model.spec.whole_records else source.blocks(
+                    seq_len
+                )
                 if not isinstance(facts.tokenizer, Exception):
                     source.check_tokenizer(facts.tokenizer.fingerprint, facts.tokenizer.vocab_size)
             elif isinstance(source, PretokenizedBlocks) and not isinstance(facts.tokenizer, Exception):
@@ -157,8 +135,8 @@ def sources_are_said_once(facts: Facts) -> Iterator[Fault]:
 def epochs_take_all(facts: Facts) -> Iterator[Fault]:
     """Refuse weights if every source is read exactly once per pass."""
     training, validation = facts.config.training, facts.config.validation
-    end = "training.epochs" if training.epochs is not None else "training.tokens" * facts.packs
-    in_passes = training.epochs is not None or (facts.packs and training.tokens is not None)
+    end = "training.epochs" if training.epochs is not None else "training.tokens" * facts.model.spec.whole_records
+    in_passes = training.epochs is not None or (facts.model.spec.whole_records and training.tokens is not None)
     joined = training.mixing == "sizes" and not in_passes
     for number, source in enumerate(training.sources if in_passes or joined else []):
         if source.weight != 1:
@@ -166,7 +144,7 @@ def epochs_take_all(facts: Facts) -> Iterator[Fault]:
             remedy = f"leave it out, or set training.steps instead of {end}"
             remedy = 'leave it out, or set training.mixing = "weights"' if joined else remedy
             yield facts.fault(f"training.sources[{number}].weight", f"1 with {end}", remedy)
-    for number, source in enumerate(validation.sources if facts.packs else []):
+    for number, source in enumerate(validation.sources if facts.model.spec.whole_records else []):
         if source.weight != 1:
             allowed = f"1 with task.kind = {facts.config.task.kind}, which validates on all records alike"
             yield facts.fault(f"validation.sources[{number}].weight", allowed, "leave it out")
@@ -176,7 +154,7 @@ def end_is_said_once(facts: Facts) -> Iterator[Fault]:
     training, kind = facts.config.training, facts.config.task.kind
     if training.tokens is not None and training.epochs is not None:
         yield facts.fault("training.tokens", "unset with training.epochs", "drop one of the two")
-    if training.tokens is not None and facts.task is not None and not facts.task.loss_per_token:
+    if training.tokens is not None and not facts.model.spec.loss_per_token:
         remedy = "set training.epochs or training.steps"
         yield facts.fault("training.tokens", f"unset with task.kind = {show(kind)}, which counts samples", remedy)
 
@@ -229,22 +207,22 @@ HOW = ("format", "fields", "template")
 
 def records_are_read_as_said(facts: Facts) -> Iterator[Fault]:
     """Require that every format, field and template is valid and that a source with records uses it."""
-    for place, source in facts.sources.items():
+    for place, source in facts.data.all_sources.items():
         try:
-            facts.reading(source)
+            facts.data.reader(source)
         except LimitError as error:
             name = error.option.rpartition(".")[2]
             key = f"{place}.{name}" if "[" in place and _source_option(facts, place, name) else f"training.{name}"
             yield facts.fault(key, error.allowed, error.remedy, error.given)
     reads_records = {
-        place: not facts.tells_classes and has_records(data_source.dataset)
-        for place, data_source in facts.sources.items()
+        place: not facts.model.learns_classes and has_records(data_source.dataset)
+        for place, data_source in facts.data.all_sources.items()
     }
-    for place, source in facts.sources.items():
+    for place, source in facts.data.all_sources.items():
         for name in HOW if "[" in place and not reads_records[place] else ():
             if _source_option(facts, place, name):
                 yield facts.fault(f"{place}.{name}", _unset(facts, show(source.dataset)), "drop it")
-    readers = [source for place, source in facts.sources.items() if reads_records[place]]
+    readers = [source for place, source in facts.data.all_sources.items() if reads_records[place]]
     for name in HOW:
         value = getattr(facts.config.training, name)
         if value and not any(getattr(source, name) == value for source in readers):
@@ -258,7 +236,7 @@ def prompts_are_text(facts: Facts) -> Iterator[Fault]:
     """Refuse special tokens in prompt templates, which are tokenized as plain text."""
     if isinstance(facts.tokenizer, Exception):
         return
-    for place, source in facts.sources.items():
+    for place, source in facts.data.all_sources.items():
         for text in source.template.values():
             if special_token := next((name for name in facts.tokenizer.special_tokens if name in text), None):
                 key = (
@@ -279,14 +257,14 @@ def fields_are_said_once(facts: Facts) -> Iterator[Fault]:
     applies = training.text_field != options()["training.text_field"].default and not training.sources
     if applies and (training.format or training.template):
         yield facts.fault("training.text_field", "unset with training.format", remedy)
-    for place in facts.sources:
+    for place in facts.data.all_sources:
         applies = "[" in place and (_source_option(facts, place, "format") or _source_option(facts, place, "template"))
         if applies and _source_option(facts, place, "text_field"):
             yield facts.fault(f"{place}.text_field", "unset with format", remedy)
 
 
 def _unset(facts: Facts, dataset: str = "") -> str:
-    if facts.tells_classes:
+    if facts.model.learns_classes:
         return f"unset with task.kind = {facts.config.task.kind}, where [task] names the fields"
     if not dataset:
         return "unset if no source has records with several fields"

@@ -17,7 +17,7 @@ from torchtitan.rules.facts import Facts, Rule
 
 
 def trackers(facts: Facts) -> Iterator[Fault]:
-    for place, name in trackers_of(facts.config).items():
+    for place, name in trackers_of(facts.config.metrics).items():
         if name not in TRACKERS:
             remedy = hint(name, TRACKERS, quote=True)
             yield facts.fault(place, f"names of {', '.join(map(show, TRACKERS))}", remedy, value=show(name))
@@ -26,13 +26,13 @@ def trackers(facts: Facts) -> Iterator[Fault]:
 
 
 def needs_a_gpu(facts: Facts) -> Iterator[Fault]:
-    if facts.device == "cuda":
+    if facts.job.device_type == "cuda":
         return
     config = facts.config
-    yield from facts.judged(check_pinned, config.training.dataloader.pin_memory, facts.device)
+    yield from facts.judged(check_pinned, config.training.dataloader.pin_memory, facts.job.device_type)
     if config.checkpoint.async_mode == "async_with_pinned_mem":
         yield facts.fault("checkpoint.async_mode", '"async" or "disabled" without a GPU', 'write "async"')
-    yield from facts.judged(check_snapshots, config.profiling.enable_memory_snapshot, facts.device)
+    yield from facts.judged(check_snapshots, config.profiling.enable_memory_snapshot, facts.job.device_type)
     reasons = {"flex": "flex has no backward on a CPU", "fa3": "FlashAttention 3 is for Hopper GPUs"}
     if reason := reasons.get(config.model.attention_backend):
         yield facts.fault("model.attention_backend", '"auto" or "sdpa" without a GPU', reason)
@@ -134,7 +134,7 @@ def without_effect(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("debug.deterministic_warn_only", "false without debug.deterministic", "set both or neither")
     if config.metrics.save_for_all_ranks and not config.metrics.enable_tensorboard:
         yield facts.fault("metrics.save_for_all_ranks", "false without enable_tensorboard", "set both or neither")
-    if config.metrics.histogram_freq and "tensorboard" not in trackers_of(config).values():
+    if config.metrics.histogram_freq and "tensorboard" not in trackers_of(config.metrics).values():
         yield facts.fault("metrics.histogram_freq", "0 without TensorBoard", "set metrics.enable_tensorboard too")
     options, key = config.checkpoint, "checkpoint."
     if options.export_dtype != "float32" and not options.last_save_model_only:
@@ -185,7 +185,7 @@ OF_CLASSES = ("validation_accuracy", "validation_f1")
 
 def _measured(facts: Facts, key: str, name: str) -> Iterator[Fault]:
     """Require that validation measures the metric `name`, the value of option `key`."""
-    metrics = (LOSS, *(OF_CLASSES if facts.tells_classes else ()))
+    metrics = (LOSS, *(OF_CLASSES if facts.model.learns_classes else ()))
     if not facts.config.validation.enable:
         yield facts.fault(key, "nothing without validation.enable", "set both, or leave it out")
     elif name not in metrics:
@@ -226,7 +226,7 @@ def saves_are_measured(facts: Facts) -> Iterator[Fault]:
         yield from facts.judged(check_measured_saves, *intervals)
     elif facts.steps is not None:
         with suppress(CadenceError):  # another rule reports it
-            cadence = cadence_of(facts.config_with_end, facts.steps)
+            cadence = cadence_of(facts.job_with_end.config, facts.steps)
             yield from facts.judged(check_measured_saves, cadence.save, cadence.validate)
 
 

@@ -20,9 +20,9 @@ BESIDE = ("none", "lora", "dora", "qlora", "lora_int8")
 
 
 def cache_fits_the_model(facts: Facts) -> Iterator[Fault]:
-    options, args = facts.config.adapter.neurocache, facts.args
-    if facts.config.adapter.kind != KIND or args is None:
+    if facts.config.adapter.kind != KIND:
         return
+    options, args = facts.config.adapter.neurocache, facts.model.args
     if facts.config.model.name not in FAMILIES:
         yield facts.fault(
             "adapter.kind",
@@ -30,7 +30,7 @@ def cache_fits_the_model(facts: Facts) -> Iterator[Fault]:
             f"write lora, or choose one of {', '.join(FAMILIES)}",
         )
         return
-    longest = max(facts.lengths.values())
+    longest = max(facts.data.lengths.values())
     misfits = list(cache_misfits(options, args.n_layers, args.dim, longest))
     for size in filter(None, options.eval_cache_sizes if not misfits else ()):
         if size < 0:
@@ -39,10 +39,10 @@ def cache_fits_the_model(facts: Facts) -> Iterator[Fault]:
         for misfit in cache_misfits(replace(options, cache_size=size), args.n_layers, args.dim, longest):
             misfits.append(misfit._replace(key=KEY + "eval_cache_sizes"))
     yield from (facts.fault(*misfit) for misfit in misfits)
-    if options.compat_head_layout and facts.tp > 1:
+    if options.compat_head_layout and facts.layout.tp > 1:
         remedy = "each rank has only some heads, and this layout mixes values of all heads: use another parallelism"
         yield facts.fault(KEY + "compat_head_layout", "false with tensor parallel", remedy)
-    if misfits or facts.pp == 1:
+    if misfits or facts.layout.pp == 1:
         return
     layers, first = layers_of(options, args.n_layers), 0
     try:
@@ -59,14 +59,12 @@ def cache_fits_the_model(facts: Facts) -> Iterator[Fault]:
 
 def released_cache_is_the_jobs(facts: Facts) -> Iterator[Fault]:
     options, key = facts.config.adapter, "adapter.initial_path"
-    if options.kind != KIND or options.initial_path is None or facts.args is None:
+    if options.kind != KIND or options.initial_path is None:
         return
+    n_layers = facts.model.args.n_layers
     try:
-        mismatches = list(
-            authors_format.differences(
-                authors_format.read(Path(options.initial_path)), options.neurocache, facts.args.n_layers
-            )
-        )
+        released = authors_format.read(Path(options.initial_path))
+        mismatches = list(authors_format.differences(released, options.neurocache, n_layers))
     except JobError as error:
         yield facts.fault(key, f"a folder with {authors_format.CONFIG}", str(error))
         return
@@ -86,10 +84,10 @@ def cache_reads_documents(facts: Facts) -> Iterator[Fault]:
             '"documents" with adapter.kind = "neurocache"',
             "each row must continue its document from batch to batch",
         )
-    if config.adapter.neurocache.scope == "global" and facts.pp > 1:
+    if config.adapter.neurocache.scope == "global" and facts.layout.pp > 1:
         remedy = "microbatches of a pipeline would retrieve entries of other microbatches, depending on the schedule"
         yield facts.fault(KEY + "scope", '"lane" with a pipeline', remedy)
-    if config.adapter.neurocache.track_hits and facts.pp > 1:
+    if config.adapter.neurocache.track_hits and facts.layout.pp > 1:
         yield facts.fault(KEY + "track_hits", "false with a pipeline", "only the first pipeline stage has the tokens")
     for key in ("checkpoint.last_save_model_only", "checkpoint.last_save_in_hf", "adapter.last_save_in_peft"):
         section, name = key.split(".")
@@ -103,15 +101,15 @@ def cache_is_shared(facts: Facts) -> Iterator[Fault]:
     options = facts.config.adapter.neurocache
     if facts.config.adapter.kind != KIND or options.cache_shard == "none":
         return
-    if facts.tp == 1:
+    if facts.layout.tp == 1:
         remedy = "leave it out, or set parallelism.tensor_parallel_degree"
         yield facts.fault(KEY + "cache_shard", '"none" without tensor parallel', remedy)
-    elif remainder := options.cache_size % facts.tp:
+    elif remainder := options.cache_size % facts.layout.tp:
         below = options.cache_size - remainder
-        remedy = f"write {below} or {below + facts.tp}"
-        yield facts.fault(KEY + "cache_size", f'a multiple of {facts.tp} ranks with cache_shard = "tp"', remedy)
-    elif any(size % facts.tp for size in options.eval_cache_sizes):
-        allowed = f'multiples of {facts.tp} ranks with cache_shard = "tp"'
+        remedy = f"write {below} or {below + facts.layout.tp}"
+        yield facts.fault(KEY + "cache_size", f'a multiple of {facts.layout.tp} ranks with cache_shard = "tp"', remedy)
+    elif any(size % facts.layout.tp for size in options.eval_cache_sizes):
+        allowed = f'multiples of {facts.layout.tp} ranks with cache_shard = "tp"'
         yield facts.fault(KEY + "eval_cache_sizes", allowed, "all ranks keep the same number of entries")
     if options.resume_warmup == "saved":
         remedy = "each rank has a different part of the caches: write replay"
@@ -141,7 +139,7 @@ def cache_options_have_a_cache(facts: Facts) -> Iterator[Fault]:
 
 def documents_are_read_whole(facts: Facts) -> Iterator[Fault]:
     training, kind = facts.config.training, facts.config.task.kind
-    if facts.task is None or not facts.task.streams_documents:
+    if not facts.model.spec.streams_documents:
         return
     if training.document_mask:
         yield facts.fault(

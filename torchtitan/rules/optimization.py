@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -9,7 +10,7 @@ from torchtitan.adapters import NONE
 from torchtitan.adapters.targets import layer_of, target_linears, with_wildcards
 from torchtitan.config.options import Fault, show
 from torchtitan.config.sections.training import Optimizer
-from torchtitan.core.constraints import FLOAT8_MULTIPLE
+from torchtitan.core.constraints import FLOAT8_MULTIPLE, LimitError
 from torchtitan.lr_schedules import CONSTANT, CYCLICAL, JAGGED, ScheduleError
 from torchtitan.models.sizes import HEAD, STACK, linears, split_side
 from torchtitan.optimizers import OPTIMIZERS
@@ -24,7 +25,7 @@ BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")
 def schedule_can_be_built(facts: Facts) -> Iterator[Fault]:
     """Separate from `schedule_fits`, because it reads all options of the schedule."""
     try:
-        facts.schedule  # noqa: B018 (computed to see whether it raises)
+        facts.learning_rate  # noqa: B018 (computed to see whether it raises)
     except ScheduleError as error:
         yield facts.fault(error.key, error.allowed, error.remedy)
 
@@ -80,16 +81,16 @@ def step_in_backward(facts: Facts) -> Iterator[Fault]:
     if config.training.max_norm > 0:
         reason = "clipping needs all gradients at once, but each is freed before the next is computed"
         yield facts.fault("training.max_norm", f"0 with {key}", reason)
-    if facts.samples and config.training.global_batch_size > facts.samples:
-        reason = "accumulation keeps gradients from one forward pass to the next"
-        yield facts.fault("training.global_batch_size", f"-1 or {facts.samples} with {key}", reason)
-    if facts.tp > 1 or facts.cp > 1:
+    if facts.layout.tp > 1 or facts.layout.cp > 1:
         reason = "norms' gradients are summed over tensor-parallel ranks after backward"
-        reason = reason if facts.tp > 1 else "it has only been verified with data parallel"
+        reason = reason if facts.layout.tp > 1 else "it has only been verified with data parallel"
         yield facts.fault(key, "false with tensor or context parallel", reason)
-    if config.training.enable_cpu_offload and facts.device == "cuda":
+    if config.training.enable_cpu_offload and facts.job.device_type == "cuda":
         reason = "before torch 2.13, FSDP2 does not wait for the copy of gradients to the host (pytorch #180666)"
         yield facts.fault(key, "false with training.enable_cpu_offload on a GPU", reason)
+    if config.training.global_batch_size > (samples := facts.layout.samples_per_pass):
+        reason = "accumulation keeps gradients from one forward pass to the next"
+        yield facts.fault("training.global_batch_size", f"-1 or {samples} with {key}", reason)
 
 
 def precision(facts: Facts) -> Iterator[Fault]:
@@ -138,20 +139,20 @@ def float8(facts: Facts) -> Iterator[Fault]:
 
 def linears_in_blocks(facts: Facts) -> dict[str, tuple[int, int]]:
     """Return the sizes of the linears that float8 converts by name, (outputs, inputs); empty if they are not known."""
-    layers = {} if facts.args is None else linears(facts.args)
+    layers = linears(facts.model.args)
     return {name: sizes for name, sizes in layers.items() if layer_of(name) is not None and not name.endswith(STACK)}
 
 
 def recompute_and_compile(facts: Facts) -> Iterator[Fault]:
     config, compiled = facts.config, facts.config.compile
-    if config.activation_checkpoint.mode == "memory_budget" and facts.tp > 1:
+    if config.activation_checkpoint.mode == "memory_budget" and facts.layout.tp > 1:
         reason = "the compiler cannot determine the mesh sizes of sharded weights (torch 2.13)"
         remedy = f'{reason}; write "full" or "selective"'
         yield facts.fault("activation_checkpoint.mode", "another mode with tensor parallel", remedy)
-    elif config.activation_checkpoint.mode == "memory_budget" and facts.ep > 1:
+    elif config.activation_checkpoint.mode == "memory_budget" and facts.layout.ep > 1:
         remedy = 'expert-parallel layers are not compiled, so a budget does not apply; write "full" or "selective"'
         yield facts.fault("activation_checkpoint.mode", "another mode with expert parallel", remedy)
-    elif config.activation_checkpoint.mode == "memory_budget" and not facts.compiles_model:
+    elif config.activation_checkpoint.mode == "memory_budget" and not facts.layout.compiles_model:
         allowed = "with a compiled model only, as the compiler applies the budget"
         remedy = 'set compile.enable = true with "model" in compile.components, or another mode'
         yield facts.fault("activation_checkpoint.mode", allowed, remedy)
@@ -160,18 +161,21 @@ def recompute_and_compile(facts: Facts) -> Iterator[Fault]:
     if compiled.enable and compiled.scope == "model" and set(compiled.components) != {"model", "loss"}:
         reason = "the loss is part of the whole model"
         yield facts.fault("compile.components", '["model", "loss"] with compile.scope = "model"', reason)
-    if compiled.enable and compiled.scope == "model" and (facts.shard or 1) > 1:
-        allowed = f'"block" if parameters are sharded (here over {facts.shard} ranks)'
-        remedy = 'write "block", or parallelism.data_parallel_shard_degree = 1 with replicas'
-        yield facts.fault("compile.scope", allowed, remedy)
-    cut = [f"{name} {degree}" for name, degree in (("tp", facts.tp), ("cp", facts.cp), ("pp", facts.pp)) if degree > 1]
+    layout = facts.layout
+    cut = [
+        f"{name} {degree}" for name, degree in (("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp)) if degree > 1
+    ]
     if compiled.enable and compiled.scope == "model" and cut:
         yield facts.fault("compile.scope", f'"block" if the model is split ({", ".join(cut)})', 'write "block"')
-    if compiled.enable and compiled.backend == "inductor" and facts.device == "cpu" and not has_cpp_compiler():
+    if compiled.enable and compiled.backend == "inductor" and facts.job.device_type == "cpu" and not has_cpp_compiler():
         remedy = "install one (Debian, Ubuntu: apt install g++), or set compile.enable = false"
         yield facts.fault("compile.enable", "true only with a C++ compiler, which inductor needs on a CPU", remedy)
     if compiled.enable and compiled.scope == "model" and config.training.enable_cpu_offload:
         yield facts.fault("compile.scope", '"block" with training.enable_cpu_offload', 'write "block"')
+    if compiled.enable and compiled.scope == "model" and (shards := layout.shards) > 1:
+        allowed = f'"block" if parameters are sharded (here over {shards} ranks)'
+        remedy = 'write "block", or parallelism.data_parallel_shard_degree = 1 with replicas'
+        yield facts.fault("compile.scope", allowed, remedy)
 
 
 def has_cpp_compiler() -> bool:
@@ -198,12 +202,12 @@ def trained_matrices(facts: Facts) -> dict[str, tuple[int, int]]:
     With an adapter these are its own matrices and the weights trained in addition to them. Stacks of experts are left
     out.
     """
-    layers = {} if facts.args is None else linears(facts.args)
+    layers = linears(facts.model.args)
     if not layers:
         return {}
     weights = {f"{name}.weight": sizes for name, sizes in layers.items() if not name.endswith("experts")}
-    weights["tok_embeddings.weight"] = (facts.args.vocab_size, facts.args.dim)
-    if facts.args.tied_embeddings:
+    weights["tok_embeddings.weight"] = (facts.model.args.vocab_size, facts.model.args.dim)
+    if facts.model.args.tied_embeddings:
         del weights[f"{HEAD}.weight"]
     adapter = facts.config.adapter
     if adapter.kind == NONE:
@@ -264,7 +268,9 @@ def optimizer_projects_something(facts: Facts) -> Iterator[Fault]:
         yield facts.fault(OPTIONS, f"rank below {longest}, the longest short side of its matrices", remedy, value=rank)
     if options.get("on_conflict") != "error":
         return
-    shards, tp = facts.fsdp_shards or 1, facts.tp
+    shards, tp = 1, facts.layout.tp
+    with suppress(LimitError):  # the ranks do not fit, and sizes that tensor parallel cuts are still found
+        shards = facts.layout.fsdp_shards
     cut = [
         name
         for name, projected_sides in projected.items()
@@ -288,7 +294,7 @@ def optimizer_suits_the_precision(facts: Facts) -> Iterator[Fault]:
 
 def optimizer_reaches_the_other_ranks(facts: Facts) -> Iterator[Fault]:
     name, offloaded = facts.config.optimizer.name, facts.config.training.enable_cpu_offload
-    between_gpus = facts.device == "cuda" and facts.world_size > 1
+    between_gpus = facts.job.device_type == "cuda" and facts.job.world_size > 1
     if name in OPTIMIZERS and OPTIMIZERS[name].sums and offloaded and between_gpus:
         reason = "its step reduces over ranks, which needs tensors on the GPU"
         yield facts.fault("training.enable_cpu_offload", f'false with optimizer.name = "{name}"', reason)

@@ -6,6 +6,7 @@ from importlib import metadata
 
 from torchtitan.config.options import Fault, hint, show
 from torchtitan.config.sections.model import Parallelism
+from torchtitan.core.constraints import LimitError
 from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.pipeline.actions import INPUT_GRAD, WEIGHT_GRAD, ScheduleTableError, count_stages
 from torchtitan.parallelisms.pipeline.cut import (
@@ -16,7 +17,6 @@ from torchtitan.parallelisms.pipeline.cut import (
     check_stages,
     choose_num_stages,
     model_modules,
-    num_microbatches,
     schedule_traits,
     split_layers,
 )
@@ -33,37 +33,38 @@ def traits_of(facts: Facts) -> ScheduleTraits | None:
     """Return the traits of the job's schedule; None without a pipeline, with a CSV schedule or an unknown name."""
     try:
         degrees = facts.config.parallelism
-        by_name = facts.pp > 1 and degrees.pipeline_parallel_schedule_csv is None
+        by_name = facts.layout.pp > 1 and degrees.pipeline_parallel_schedule_csv is None
         return schedule_traits(degrees.pipeline_parallel_schedule) if by_name else None
     except JobError:
         return None
 
 
-def num_stages(facts: Facts, schedule: str) -> int:
+def num_stages(options: Parallelism, n_layers: int, schedule: str) -> int:
     """Return the number of stages over all ranks. JobError if the model cannot be cut so for the schedule."""
-    degrees, parts = facts.config.parallelism, facts.config.parallelism.module_fqns_per_model_part
+    pp, parts = options.pipeline_parallel_degree, options.module_fqns_per_model_part
     if parts is not None:
-        check_stages(schedule, facts.pp, len(parts))
+        check_stages(schedule, pp, len(parts))
         return len(parts)
     return choose_num_stages(
         schedule,
-        facts.pp,
-        facts.args.n_layers,
-        degrees.pipeline_parallel_layers_per_stage,
-        degrees.pipeline_parallel_first_stage_less_layers,
-        degrees.pipeline_parallel_last_stage_less_layers,
+        pp,
+        n_layers,
+        options.pipeline_parallel_layers_per_stage,
+        options.pipeline_parallel_first_stage_less_layers,
+        options.pipeline_parallel_last_stage_less_layers,
     )
 
 
 def layers_by_stage(facts: Facts) -> list[int]:
     """Return the number of layers of each stage. The job must have no faults."""
-    degrees, table = facts.config.parallelism, facts.schedule_table
-    if degrees.module_fqns_per_model_part is not None:
-        return [sum(name.startswith("layers.") for name in part) for part in degrees.module_fqns_per_model_part]
+    options, table, n_layers = facts.config.parallelism, facts.schedule_table, facts.model.args.n_layers
+    if options.module_fqns_per_model_part is not None:
+        return [sum(name.startswith("layers.") for name in part) for part in options.module_fqns_per_model_part]
     assert not isinstance(table, ScheduleTableError)
-    stages = count_stages(table) if table is not None else num_stages(facts, degrees.pipeline_parallel_schedule)
-    less = degrees.pipeline_parallel_first_stage_less_layers, degrees.pipeline_parallel_last_stage_less_layers
-    return split_layers(facts.args.n_layers, stages, *less)
+    schedule = options.pipeline_parallel_schedule
+    stages = count_stages(table) if table is not None else num_stages(options, n_layers, schedule)
+    less = options.pipeline_parallel_first_stage_less_layers, options.pipeline_parallel_last_stage_less_layers
+    return split_layers(n_layers, stages, *less)
 
 
 def pipelines_need_a_newer_torch(facts: Facts) -> Iterator[Fault]:
@@ -72,7 +73,7 @@ def pipelines_need_a_newer_torch(facts: Facts) -> Iterator[Fault]:
         installed = metadata.version("torch")
     except metadata.PackageNotFoundError:  # jobs are judged here but run elsewhere
         return
-    if facts.pp > 1 and facts.device == "cuda" and _numbers(installed) < TORCH_OF_PIPELINES:
+    if facts.layout.pp > 1 and facts.job.device_type == "cuda" and _numbers(installed) < TORCH_OF_PIPELINES:
         needed = ".".join(map(str, TORCH_OF_PIPELINES))
         allowed = f"1 with torch {installed} on GPUs"
         remedy = f"before torch {needed} the ranks of a pipeline wait for each other forever; install torch {needed}"
@@ -86,16 +87,17 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def known_schedule(facts: Facts) -> Iterator[Fault]:
     degrees = facts.config.parallelism
-    if facts.pp > 1 and degrees.pipeline_parallel_schedule_csv is None and traits_of(facts) is None:
+    if facts.layout.pp > 1 and degrees.pipeline_parallel_schedule_csv is None and traits_of(facts) is None:
         schedule = degrees.pipeline_parallel_schedule
         yield facts.fault(SCHEDULE, f"one of {', '.join(map(show, SCHEDULES))}", hint(schedule, SCHEDULES, quote=True))
 
 
 def named_parts_are_the_model(facts: Facts) -> Iterator[Fault]:
     parts = facts.config.parallelism.module_fqns_per_model_part
-    if facts.pp > 1 and parts is not None and facts.args:
+    if facts.layout.pp > 1 and parts is not None:
+        modules = model_modules(facts.model.args.n_layers)
         try:
-            check_stage_modules(parts, model_modules(facts.args.n_layers))
+            check_stage_modules(parts, modules)
         except JobError as error:
             yield facts.fault(PARTS, "a list of module names for each stage", str(error), value=f"{len(parts)} stages")
 
@@ -103,12 +105,13 @@ def named_parts_are_the_model(facts: Facts) -> Iterator[Fault]:
 def stages_suit_the_schedule(facts: Facts) -> Iterator[Fault]:
     """Require enough layers for the stages, and a number of stages that suits the schedule and the ranks."""
     degrees, traits = facts.config.parallelism, traits_of(facts)
-    if traits is None or facts.args is None:
+    if traits is None:
         return
+    n_layers = facts.model.args.n_layers
     try:
-        num_stages(facts, traits.name)
+        num_stages(degrees, n_layers, traits.name)
     except JobError as error:
-        allowed = f"stages that suit {traits.name} on {facts.pp} ranks"
+        allowed = f"stages that suit {traits.name} on {facts.layout.pp} ranks"
         if degrees.module_fqns_per_model_part is not None:
             yield facts.fault(PARTS, allowed, str(error), value=f"{len(degrees.module_fqns_per_model_part)} stages")
         elif degrees.pipeline_parallel_layers_per_stage is not None:
@@ -119,18 +122,19 @@ def stages_suit_the_schedule(facts: Facts) -> Iterator[Fault]:
 
 def schedule_of_a_file(facts: Facts) -> Iterator[Fault]:
     """Require a valid CSV schedule, which alone sets the number of stages."""
-    degrees, table = facts.config.parallelism, facts.schedule_table
-    if facts.pp == 1 or degrees.pipeline_parallel_schedule_csv is None:
+    degrees = facts.config.parallelism
+    if facts.layout.pp == 1 or degrees.pipeline_parallel_schedule_csv is None:
         return
     if degrees.pipeline_parallel_schedule != Parallelism().pipeline_parallel_schedule:
         yield facts.fault(SCHEDULE, f"its default with {CSV}", "drop one of the two")
     if degrees.pipeline_parallel_layers_per_stage is not None:
         yield facts.fault(SIZE, f"unset with {CSV}, which sets the stages", "drop one of the two")
+    table = facts.schedule_table
     if isinstance(table, ScheduleTableError):
         for fault in table.faults:
             yield facts.fault(CSV, fault.allowed, fault.remedy, value=f"{fault.where}: {fault.value}")
-    elif table is not None and facts.args and count_stages(table) > facts.args.n_layers:
-        allowed = f"at most as many stages as layers, {facts.args.n_layers}"
+    elif table is not None and count_stages(table) > (n_layers := facts.model.args.n_layers):
+        allowed = f"at most as many stages as layers, {n_layers}"
         value = f"{degrees.pipeline_parallel_schedule_csv} with {count_stages(table)} stages"
         yield facts.fault(CSV, allowed, "write a schedule with fewer stages", value)
 
@@ -138,7 +142,7 @@ def schedule_of_a_file(facts: Facts) -> Iterator[Fault]:
 def named_parts_alone(facts: Facts) -> Iterator[Fault]:
     """Refuse other options on the cut if the modules of each stage are listed."""
     degrees, defaults = facts.config.parallelism, Parallelism()
-    if facts.pp > 1 and degrees.module_fqns_per_model_part is not None:
+    if facts.layout.pp > 1 and degrees.module_fqns_per_model_part is not None:
         for option in ("layers_per_stage", "first_stage_less_layers", "last_stage_less_layers"):
             name = f"pipeline_parallel_{option}"
             if getattr(degrees, name) != getattr(defaults, name):
@@ -146,34 +150,26 @@ def named_parts_alone(facts: Facts) -> Iterator[Fault]:
 
 
 def microbatches_divide(facts: Facts) -> Iterator[Fault]:
-    size = facts.config.parallelism.pipeline_parallel_microbatch_size
-    if facts.pp == 1:
-        return
-    try:
-        num_microbatches(facts.config.training.local_batch_size, size)
-    except JobError as error:
-        yield facts.fault(
-            "parallelism.pipeline_parallel_microbatch_size", "what divides training.local_batch_size", str(error)
-        )
+    if facts.layout.pp > 1:
+        yield from facts.judged(lambda: facts.layout.microbatches)
 
 
 def schedule_has_its_microbatches(facts: Facts) -> Iterator[Fault]:
     traits = traits_of(facts)
     if traits and (fault := _microbatch_fault(facts, traits.name)):
-        batch = f"{facts.config.training.local_batch_size}, {facts.microbatches} microbatches"
+        batch = f"{facts.config.training.local_batch_size}, {facts.layout.microbatches} microbatches"
         yield facts.fault("training.local_batch_size", f"microbatches that suit {traits.name}", fault, batch)
 
 
 def _microbatch_fault(facts: Facts, schedule: str) -> str:
     """Return the reason why the schedule cannot run the microbatches; "" if it can, or if another rule reports it."""
-    if facts.args is None or facts.microbatches is None:
-        return ""
+    n_layers, microbatches = facts.model.args.n_layers, facts.layout.microbatches
     try:
-        stages = num_stages(facts, schedule)
+        stages = num_stages(facts.config.parallelism, n_layers, schedule)
     except JobError:
         return ""
     try:
-        check_microbatches(schedule, facts.microbatches, facts.pp, stages)
+        check_microbatches(schedule, microbatches, facts.layout.pp, stages)
         return ""
     except JobError as error:
         return str(error)
@@ -181,28 +177,36 @@ def _microbatch_fault(facts: Facts, schedule: str) -> str:
 
 def split_backward_is_not_compiled(facts: Facts) -> Iterator[Fault]:
     """Refuse split backward with compile: a compiled block returns input and weight gradients together."""
-    table, traits = facts.schedule_table, traits_of(facts)
     if not facts.config.compile.enable:
         return
+    traits = traits_of(facts)
     if traits and traits.split_backward:
         nearest = next((name for name in WHOLE_BACKWARD if _suits(facts, name)), None)
         write = f"write {show(nearest)}, or " if nearest else "set "
         yield facts.fault(SCHEDULE, "a schedule without split backward with compile", f"{write}compile.enable = false")
+    table = facts.schedule_table
     if isinstance(table, list) and any(action.kind in (INPUT_GRAD, WEIGHT_GRAD) for row in table for action in row):
         allowed = "a schedule without split backward (I and W) with compile"
         yield facts.fault(CSV, allowed, "write B for the two, or compile.enable = false")
 
 
 def _suits(facts: Facts, schedule: str) -> bool:
+    """Return True if the schedule suits the stages and microbatches, as far as other rules find these possible."""
     try:
-        return facts.args is None or (num_stages(facts, schedule) > 0 and not _microbatch_fault(facts, schedule))
+        n_layers = facts.model.args.n_layers
+    except LimitError:
+        return True
+    try:
+        return num_stages(facts.config.parallelism, n_layers, schedule) > 0 and not _microbatch_fault(facts, schedule)
+    except LimitError:  # microbatches
+        return True
     except JobError:
         return False
 
 
 def excluded_by_a_pipeline(facts: Facts) -> Iterator[Fault]:
     config = facts.config
-    if facts.pp == 1:
+    if facts.layout.pp == 1:
         return
     if config.optimizer.early_step_in_backward:
         reason = "gradients are complete only after the last microbatch"

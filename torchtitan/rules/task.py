@@ -3,8 +3,6 @@
 import math
 from collections.abc import Iterator
 
-from torchtitan.config.batch_shape import fixed_by, is_packed
-from torchtitan.config.job import joins_sources
 from torchtitan.config.options import Fault, options
 from torchtitan.config.sections.training import Data, Task, Validation
 from torchtitan.core.errors import JobError
@@ -15,7 +13,7 @@ from torchtitan.rules.facts import Facts, Rule
 
 def sequence_is_whole(facts: Facts) -> Iterator[Fault]:
     kind = facts.config.task.kind
-    if facts.cp > 1 and facts.task is not None and not facts.task.loss_per_token:
+    if facts.layout.cp > 1 and not facts.model.spec.loss_per_token:
         allowed = f"1 with task.kind = {kind}: its loss is not a sum over tokens, so ranks cannot split a sample"
         remedy = "shard the model further instead (parallelism.data_parallel_shard_degree)"
         yield facts.fault("parallelism.context_parallel_degree", allowed, remedy)
@@ -23,10 +21,8 @@ def sequence_is_whole(facts: Facts) -> Iterator[Fault]:
 
 def model_can_learn_it(facts: Facts) -> Iterator[Fault]:
     """Require causal attention for next tokens, bidirectional attention for masked ones, and the head of the task."""
-    kind, name, args = facts.config.task.kind, facts.config.model.name, facts.args
-    if facts.task is None or args is None:
-        return
-    labels, causal, classes = facts.task.labels, getattr(args, "causal", True), getattr(args, "n_classes", 0)
+    kind, name, args = facts.config.task.kind, facts.config.model.name, facts.model.args
+    labels, causal, classes = facts.model.spec.labels, getattr(args, "causal", True), getattr(args, "n_classes", 0)
     if labels == "next" and not causal:
         allowed = f"masked_lm or seq_cls for model {name}, which has bidirectional attention"
         yield facts.fault("task.kind", allowed, "write one of these, or train a decoder, such as gpt2")
@@ -53,27 +49,26 @@ def noise_is_the_same_again(facts: Facts) -> Iterator[Fault]:
     key, kind = "training.neftune_alpha", facts.config.task.kind
     if not facts.config.training.neftune_alpha:
         return
-    if facts.task is not None and facts.task.streams_documents:
+    if facts.model.spec.streams_documents:
         allowed = f'0 with task.kind = "{kind}", because a resumed run replays cached documents without noise'
         yield facts.fault(key, allowed, "leave it out")
-    if getattr(facts.args, "n_mtp_layers", 0):
-        allowed = (
-            f"0 for a model with n_mtp_layers = {facts.args.n_mtp_layers}, as these layers embed tokens without noise"
-        )
+    if layers := getattr(facts.model.args, "n_mtp_layers", 0):
+        allowed = f"0 for a model with n_mtp_layers = {layers}, as these layers embed tokens without noise"
         yield facts.fault(key, allowed, "leave it out, or write model.overrides = {n_mtp_layers = 0}")
 
 
 def classes_have_names(facts: Facts) -> Iterator[Fault]:
-    names, classes = facts.config.task.labels, getattr(facts.args, "n_classes", 0)
+    names = facts.config.task.labels
     if len(set(names)) < len(names):
         yield facts.fault("task.labels", "distinct names", "drop the repeated ones")
+    classes = getattr(facts.model.args, "n_classes", 0)
     if names and classes > 1 and len(names) != classes:
         yield facts.fault("task.labels", f"{classes} names, one for each of n_classes", "correct either")
 
 
 def words_are_hidden_by_something(facts: Facts) -> Iterator[Fault]:
     task = facts.config.task
-    if facts.task is not None and facts.task.labels == "same" and not isinstance(facts.tokenizer, Exception):
+    if facts.model.spec.labels == "same" and not isinstance(facts.tokenizer, Exception):
         try:
             mask_token(facts.tokenizer.special_tokens, task.mask_token)
         except JobError as error:
@@ -88,15 +83,13 @@ OF_LABELS |= {"mask_share": "same", "mask_token": "same"}
 def options_are_of_the_task(facts: Facts) -> Iterator[Fault]:
     """Refuse options of other tasks, and for classification the options that select trained tokens."""
     task, data = facts.config.task, facts.config.data
-    if facts.task is None:
-        return
     for name, labels in OF_LABELS.items():
-        if getattr(task, name) != getattr(Task(), name) and labels != facts.task.labels:
+        if getattr(task, name) != getattr(Task(), name) and labels != facts.model.spec.labels:
             other_kind = next(kind for kind, spec in TASKS.items() if spec.labels == labels)
             yield facts.fault(
                 f"task.{name}", f"unset with task.kind = {task.kind}", f'drop it, or write "{other_kind}"'
             )
-    if facts.task.labels != "classes":
+    if facts.model.spec.labels != "classes":
         return
     for name in ("train_on", "train_on_eos"):
         if getattr(data, name) != getattr(Data(), name):
@@ -121,7 +114,7 @@ FORMER_DEFAULTS = {"data.packing": "best_fit", "data.pad_to": "seq_len"}
 
 def whole_records_are_asked_for(facts: Facts) -> Iterator[Fault]:
     """Refuse options on whole records in a task that cuts its samples from continuous text."""
-    if facts.packs or facts.task is None:
+    if facts.model.spec.whole_records:
         return
     config, remedy = facts.config, 'set task.kind = "sft", or drop it'
     for key, option in options().items():
@@ -131,14 +124,14 @@ def whole_records_are_asked_for(facts: Facts) -> Iterator[Fault]:
             yield facts.fault(key, f"{option.default!r} with task.kind = {config.task.kind}", remedy)
     if config.validation.split is not None:
         yield facts.fault("validation.split", f"unset with task.kind = {config.task.kind}", remedy)
-    if config.validation.samples == 0 and not facts.task.streams_documents:
+    if config.validation.samples == 0 and not facts.model.spec.streams_documents:
         yield facts.fault("validation.samples", f"at least 1 with task.kind = {config.task.kind}", remedy)
 
 
 def split_is_possible(facts: Facts) -> Iterator[Fault]:
     """Refuse separate validation data with validation.split, which holds out part of the training data."""
     part, key = facts.config.validation, "validation.split"
-    if part.split is None or not facts.packs:
+    if part.split is None or not facts.model.spec.whole_records:
         return
     if not part.enable:
         yield facts.fault(key, "unset without validation.enable", "turn it on, or drop the split")
@@ -158,17 +151,17 @@ def split_is_possible(facts: Facts) -> Iterator[Fault]:
 
 def prompts_can_be_continued(facts: Facts) -> Iterator[Fault]:
     """Require validation, a task that generates text, and a parallelism without pipeline or context parallel."""
-    part, task, key = facts.config.validation, facts.task, "validation.generated"
+    part, task, key = facts.config.validation, facts.model.spec, "validation.generated"
     if not part.generated:
         if part.generated_tokens != Validation().generated_tokens:
             yield facts.fault(f"{key}_tokens", "unset without validation.generated", "set both, or leave it out")
         return
     if not part.enable:
         yield facts.fault(key, "0 without validation.enable", "turn it on, or leave it out")
-    if task is not None and (task.labels != "next" or task.streams_documents):
+    if task.labels != "next" or task.streams_documents:
         kinds = ", ".join(name for name, spec in TASKS.items() if spec.labels == "next" and not spec.streams_documents)
         yield facts.fault(key, f"0 with task.kind = {facts.config.task.kind}, or one of {kinds}", "leave it out")
-    for degree, name in ((facts.pp, "pipeline"), (facts.cp, "context")):
+    for degree, name in ((facts.layout.pp, "pipeline"), (facts.layout.cp, "context")):
         if degree > 1:
             allowed = f"0 with {name}_parallel_degree = {degree}, as no single rank can generate text"
             yield facts.fault(key, allowed, "leave it out, and use torchtitan generate on a checkpoint")
@@ -216,20 +209,16 @@ def pairs_are_learned_as_asked(facts: Facts) -> Iterator[Fault]:
 def samples_may_differ_in_length(facts: Facts) -> Iterator[Fault]:
     """Check grouping by length and padding below training.seq_len, which give batches of different lengths."""
     config, data = facts.config, facts.config.data
-    if not facts.packs:
+    if not facts.model.spec.whole_records:
         return
     uneven = data.pad_to not in (None, "seq_len")
     for key, is_set in (("data.pad_to", uneven), ("data.group_by_length", data.group_by_length)):
-        if is_set and is_packed(config):
+        if is_set and facts.data.is_packed:
             yield facts.fault(key, "unset with data.packing = best_fit", 'set data.packing = "off"')
     if data.group_by_length and not config.training.shuffle:
         allowed = "unset with training.shuffle = false, which keeps the stored order"
         yield facts.fault("data.group_by_length", allowed, "drop one of the two")
-    several_ranks = facts.samples is not None and facts.samples > config.training.local_batch_size
-    if data.group_by_length and config.training.global_batch_size < 1 and several_ranks:
-        allowed = "on several ranks only with training.global_batch_size, as samples are grouped by step"
-        yield facts.fault("data.group_by_length", allowed, f"write training.global_batch_size = {facts.samples}")
-    if data.group_by_length and len(config.training.sources) > 1 and not joins_sources(config):
+    if data.group_by_length and len(config.training.sources) > 1 and not facts.data.joins_sources:
         allowed = "with training.epochs, as sources mixed by weight cannot be grouped"
         yield facts.fault("data.group_by_length", allowed, 'set training.mixing = "sizes", or drop it')
     shard, shards = map(int, data.shards.split("/"))
@@ -240,13 +229,23 @@ def samples_may_differ_in_length(facts: Facts) -> Iterator[Fault]:
     assert data.pad_to is not None
     if data.padding == "left":
         yield facts.fault("data.pad_to", 'seq_len with data.padding = "left"', "drop one of the two")
-    for key in fixed_by(config):
+    for key in facts.layout.fixed_by():
         yield facts.fault("data.pad_to", f"seq_len with {key}, which requires batches of one shape", "drop it")
-    needs = facts.needs_of_a_sequence(split=bool(facts.sequence_parallel))
+    needs = facts.layout.sequence_needs(facts.layout.sequence_parallel)
     multiple, needed = int(data.pad_to.partition(":")[2] or 1), math.lcm(*needs.values())
     if multiple % needed:
         allowed = f"seq_len, or multiple:N with N a multiple of {' and of '.join(needs)}"
         yield facts.fault("data.pad_to", allowed, f'write "multiple:{math.lcm(multiple, needed)}"')
+
+
+def groups_by_length_have_a_step(facts: Facts) -> Iterator[Fault]:
+    training = facts.config.training
+    if not facts.model.spec.whole_records or not facts.config.data.group_by_length or training.global_batch_size > 0:
+        return
+    samples = facts.layout.samples_per_pass
+    if samples > training.local_batch_size:
+        allowed = "on several ranks only with training.global_batch_size, as samples are grouped by step"
+        yield facts.fault("data.group_by_length", allowed, f"write training.global_batch_size = {samples}")
 
 
 RULES: tuple[Rule, ...] = (
@@ -257,6 +256,7 @@ RULES: tuple[Rule, ...] = (
     words_are_hidden_by_something,
     split_is_possible,
     samples_may_differ_in_length,
+    groups_by_length_have_a_step,
     prompts_can_be_continued,
     pairs_are_learned_as_asked,
     template_is_there,
