@@ -16,11 +16,11 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.bench_timing import take_turns
-from torchtitan.adapters.neurocache.attention import EntryAttention, Retrieved
-from torchtitan.adapters.neurocache.cache import Store, entry_places, nearest, with_neighbours
-from torchtitan.adapters.neurocache.memory import gather_places
-from torchtitan.adapters.neurocache.sizes import cache_bytes, widths
-from torchtitan.config.sections.adapter import Neurocache
+from torchtitan.plugins.neurocache.attention import EntryAttention, Retrieved
+from torchtitan.plugins.neurocache.cache import Store, entry_places, nearest, with_neighbours
+from torchtitan.plugins.neurocache.memory import gather_places
+from torchtitan.plugins.neurocache.options import Neurocache
+from torchtitan.plugins.neurocache.sizes import cache_bytes, widths
 
 DIM, HEADS = 768, 12
 SIZES = (1024, 4096, 16384, 65536, 131072)

@@ -26,16 +26,16 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from torchtitan.adapters.neurocache.adapter import Neurocache  # noqa: E402
-from torchtitan.adapters.neurocache.cache import HitStatistics, PairComparison  # noqa: E402
 from torchtitan.assembly import data, parts  # noqa: E402
 from torchtitan.commands.evaluate import of_documents  # noqa: E402
 from torchtitan.commands.generate import find_checkpoint  # noqa: E402
 from torchtitan.config.sections.adapter import Adapter  # noqa: E402
-from torchtitan.config.sections.adapter import Neurocache as Cache  # noqa: E402
 from torchtitan.core.initialization import initialize  # noqa: E402
 from torchtitan.datasets.segments import HeldOutSegments  # noqa: E402
 from torchtitan.losses.objective import SummedCrossEntropy, cross_entropies  # noqa: E402
+from torchtitan.plugins.neurocache.adapter import Neurocache  # noqa: E402
+from torchtitan.plugins.neurocache.cache import HitStatistics, PairComparison  # noqa: E402
+from torchtitan.plugins.neurocache.options import Neurocache as Cache  # noqa: E402
 from torchtitan.training import inference_model  # noqa: E402
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+-"

@@ -12,9 +12,10 @@ from tests.support.hf_parity import build
 from tests.support.jobs import arguments, train, write_texts
 from tests.support.pool import run_ranks
 from torchtitan import cli
+from torchtitan.adapters import spec_of
 from torchtitan.assembly import data as assembly_data
+from torchtitan.assembly import parts
 from torchtitan.assembly.parts import dims
-from torchtitan.commands.evaluate import check_caches
 from torchtitan.commands.generate import find_job
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
@@ -151,7 +152,7 @@ def test_caches_smaller_than_a_segment_are_refused(lookup, sizes, seq_len, messa
     cache = [f"--adapter.neurocache.lookup={lookup}", "--adapter.neurocache.cache_size=1024"]
     config = manager.load(["--adapter.kind=neurocache", *cache])
     with nullcontext() if message is None else pytest.raises(JobError, match=message):
-        check_caches(config, sizes, seq_len)
+        spec_of(config.adapter).check_evaluation(config.adapter, parts.model_args(config), sizes, seq_len)
 
 
 def test_a_context_that_is_longer_than_the_cache_is_refused(tmp_path):

@@ -263,7 +263,7 @@ READS += ("read_table", "read_metadata", "ParquetFile", "memory_map", "fromfile"
 OF_CHECKPOINTS = ("read_bytes", "layout.read_bytes", "storage.read_metadata")
 """Functions of torchtitan/checkpoint that read by files.read_file."""
 CHECKED = {
-    "adapters/neurocache/authors_format.py": "require_file before load_file",
+    "plugins/neurocache/authors_format.py": "require_file before load_file",
     "adapters/peft_folder.py": "require_file before load_file",
     "datasets/labelled.py": "require_file before pyarrow's",
     "datasets/sources_tables.py": "require_file before memory_map and pyarrow's",

@@ -9,12 +9,12 @@ from tests.support.documented_adapter import IA3
 from tests.support.scale_adapter import ScaleAdapter
 from torchtitan.adapters.interface import Adapter, Unfrozen
 from torchtitan.adapters.lora import DoRA, LoRA
-from torchtitan.adapters.neurocache.adapter import Neurocache
 from torchtitan.adapters.quantized import Int8LoRA, QLoRA
 from torchtitan.config.sections.adapter import Adapter as Options
-from torchtitan.config.sections.adapter import Neurocache as Cache
 from torchtitan.core.initialization import Normal, draw
 from torchtitan.parallelisms.plan import ParallelPlan
+from torchtitan.plugins.neurocache.adapter import Neurocache
+from torchtitan.plugins.neurocache.options import Neurocache as Cache
 
 _SMALL = Options(rank=4, alpha=8.0, target=["all-linear", "output"])
 

@@ -3,13 +3,13 @@
 import torch
 
 from tests.support.tiny_decoders import LLAMA, MISTRAL, OPT
-from torchtitan.adapters.neurocache.adapter import Neurocache
 from torchtitan.config.sections.adapter import Adapter as Options
-from torchtitan.config.sections.adapter import Neurocache as Cache
 from torchtitan.core.initialization import initialize
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import Mistral
 from torchtitan.models.opt.model import OPT as OPTModel
+from torchtitan.plugins.neurocache.adapter import Neurocache
+from torchtitan.plugins.neurocache.options import Neurocache as Cache
 
 FAMILIES = {
     "llama": (Llama, LLAMA["llama3"]),

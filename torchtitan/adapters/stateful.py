@@ -1,4 +1,4 @@
-"""Adapters with state that lives across batches, for example a cache of the documents being read (neurocache/)."""
+"""Adapters with state that lives across batches, for example a cache of the documents being read."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 

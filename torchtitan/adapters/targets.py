@@ -9,6 +9,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from torchtitan.adapters import NONE, spec_of
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.models.sizes import HEAD
 
@@ -36,10 +37,11 @@ class Misfit(NamedTuple):
 
 
 def linear_adapter_options(options: Options) -> Options | None:
-    """Return the options of the adapter on linears: for Neurocache its extra adapter's, or None without one."""
-    if options.kind != "neurocache":
+    """Return the options of the adapter on linears, which may be next to the job's; None if the job's has none."""
+    kind = spec_of(options).linear_kind(options)
+    if kind == options.kind:
         return options
-    return None if options.neurocache.beside == "none" else replace(options, kind=options.neurocache.beside)
+    return None if kind == NONE else replace(options, kind=kind)
 
 
 def target_linears(linears: Iterable[str], options: Options) -> list[str]:

@@ -3,9 +3,8 @@
 FOLDER is as for `torchtitan generate`. The documents come from the job's validation data, the held-out split, or the
 given options (--validation.dataset=text --validation.dataset_path=books). Each document is read from beginning to end
 in segments of validation.seq_len (or training.seq_len) tokens. Losses and bytes count only tokens that the loss mask
-includes, for example only the answers of records. A model with a cache
-(adapter.kind = "neurocache") is measured for several cache sizes. --out writes the results as JSON. --plot draws the
-loss by token position, one line per cache size.
+includes, for example only the answers of records. A model with a cache is measured for several cache sizes. --out
+writes the results as JSON. --plot draws the loss by token position, one line per cache size.
 
 With --tasks the model answers lm-eval tasks described in a folder instead (evaluate_tasks.py), in a context of
 training.seq_len tokens. docs/finetuning.md shows such a folder.
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.adapters.neurocache.sizes import cache_misfits
+from torchtitan.adapters import spec_of
 from torchtitan.assembly import data as assembly_data
 from torchtitan.assembly import parts
 from torchtitan.commands.command_lines import parse_command
@@ -137,7 +136,7 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
         raise JobError(f"{where}: {NO_TEXT}") from None
     rows = config.validation.local_batch_size
     batches = HeldOutSegments(documents, samples, seq_len=seq_len, rows=rows, rank=0, ranks=1)
-    check_caches(config, sizes, seq_len)
+    spec_of(config.adapter).check_evaluation(config.adapter, parts.model_args(config), sizes, seq_len)
     model, _ = inference_model.load_model(config, place, torch.device(device_type()))
     assert isinstance(model, Decoder)
     if sizes and model.memory is None:
@@ -166,21 +165,6 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
         runs.append(size_entry | _figures(totals) | {"bits_per_byte": of_bytes, "by_position": by_position})
     results = {"of": str(place), "data": data, "documents": read, "seq_len": seq_len}
     return results | {"bytes": bytes_told, "runs": runs}
-
-
-def check_caches(config: JobConfig, sizes: list[int] | None, seq_len: int) -> None:
-    """Raise JobError for a cache size, of the job or of --cache-sizes, that does not fit.
-
-    A cache has to hold a segment of `seq_len` tokens, and the job's lookup has to be able to read it.
-    """
-    options, args = config.adapter.neurocache, parts.model_args(config)
-    if config.adapter.kind != "neurocache":
-        return
-    for size in filter(None, sizes or [options.cache_size]):
-        candidate = dataclasses.replace(options, cache_size=size)
-        if misfits := list(cache_misfits(candidate, args.n_layers, args.dim, seq_len)):
-            subject = f"--cache-sizes: given {size}" if sizes else f"segments of {seq_len} tokens"
-            raise JobError(f"{subject}: {'; '.join(map(str, misfits))}")
 
 
 def _figures(measured: PositionLoss) -> dict[str, Any]:

@@ -43,9 +43,8 @@ from torchtitan.process.children import python_command
 from torchtitan.process.distributed import device_type
 from torchtitan.process.exit import die_with_parent
 from torchtitan.process.ranks import Ranks, likely_device, read_ranks, started_as_rank
-from torchtitan.rules import Facts, judge, without_unknown_names
+from torchtitan.rules import OF_THE_MODEL, Facts, judge, without_unknown_names
 from torchtitan.rules.model_and_data import folder_has_sizes, model_sizes, positions_are_learned, tokenizer_fits
-from torchtitan.rules.neurocache import cache_fits_the_model
 from torchtitan.training import inference_model
 
 LOOK_SECONDS, FOLLOW_SECONDS, SPEAK_SECONDS = 0.05, 2, 3
@@ -287,7 +286,7 @@ def find_job(path: Path, arguments: list[str], with_tokenizer: bool = True) -> J
         data = dataclasses.replace(config.data, tokenization_version=VERSION_WITHOUT_RECORD)
         config = dataclasses.replace(config, data=data)
     facts, faults = without_unknown_names(Facts(ResolvedJob(config)))
-    of_the_model = (folder_has_sizes, model_sizes, positions_are_learned, cache_fits_the_model)
+    of_the_model = (folder_has_sizes, model_sizes, positions_are_learned, *OF_THE_MODEL)
     faults += judge(facts, (*of_the_model, *[tokenizer_fits] * with_tokenizer))
     if not with_tokenizer:
         faults = [fault for fault in faults if fault.key != "model.tokenizer_path"]

@@ -70,7 +70,8 @@ class Translation(NamedTuple):
 
 def translate(line: CommandLine, source: str | None) -> Translation:
     """Translate a command line. Raises ConfigError with all options that cannot be translated."""
-    name = source or next((name for name, entry in SOURCES.items() if entry.matches(line)), None)
+    by_script = sorted(SOURCES.items(), key=lambda item: item[1].script is None)  # one for any script comes after these
+    name = source or next((name for name, entry in by_script if entry.matches(line)), None)
     if name is None or name not in SOURCES:
         sources = ", ".join(f"{name} ({entry})" for name, entry in SOURCES.items())
         near = hint(name or line.script, [*SOURCES, *(entry.script for entry in SOURCES.values() if entry.script)])

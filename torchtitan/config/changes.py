@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 from torchtitan.config.batch_shape import rows_per_sample
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.options import options, show
+from torchtitan.core.plugins import SECTIONS, plugin_entries
 
 T = TypeVar("T")
 Kind = Literal["refused", "told", "quiet"]
@@ -33,8 +34,6 @@ KINDS: dict[str, Kind] = {
     "model.attention_backend": "told",
     "task": "refused",
     "adapter": "refused",
-    "adapter.neurocache.resume_warmup": "told",
-    "adapter.neurocache.score_block_bytes": "told",
     "optimizer": "refused",
     "optimizer.implementation": "told",
     "lr_scheduler": "refused",
@@ -75,6 +74,8 @@ KINDS: dict[str, Kind] = {
     "debug": "told",
 }
 """Of sections, and of the options in them that are of another class."""
+for _place, _entry in plugin_entries(SECTIONS).items():
+    KINDS |= {f"{_place}.{_name}": "told" for _name in _entry.load().TOLD}
 PLAN = {
     "parallelism": True,
     "parallelism.fsdp_quantized_gather": False,

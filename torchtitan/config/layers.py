@@ -35,6 +35,7 @@ from torchtitan.config.options import (
 from torchtitan.config.renames import Moved, Removed, old_section, renamed
 from torchtitan.core.cadence import NO_LIMIT
 from torchtitan.core.errors import JobError
+from torchtitan.core.plugins import missing_plugin
 from torchtitan.process.ranks import MEMORY_LIMIT
 
 COMMAND_LINE = "command line"
@@ -157,6 +158,8 @@ def layer_of(name: str, pairs: Iterable[tuple[str, Any]]) -> Layer:
             values |= {} if fault else {key: value}
         elif renamed(key):
             old[key] = value
+        elif remedy := missing_plugin(key):  # runs record the options of plugins that they do not use
+            faults += [Fault(name, key, show(value), "a known option", remedy)] if name == COMMAND_LINE else []
         else:
             faults.append(_unknown(name, key, value))
     return Layer(name, values, faults, old)

@@ -1,4 +1,4 @@
-"""Registries of the names in a job: the project's, and those that installed packages add by entry points.
+"""Registries of the names in a job: the project's, those of its plugins, and those that installed packages add.
 
 Needs no torch. A package declares in its metadata, for example
 
@@ -16,6 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from torchtitan.core.errors import JobError
+from torchtitan.core.plugins import plugin_entries
 
 T = TypeVar("T")
 
@@ -35,7 +36,9 @@ def package_of(point: EntryPoint) -> str:
 
 
 class Registry(UserDict[str, T]):
-    """A mapping from names to the project's entries, then to the entry points of a group, loaded on access.
+    """A mapping from names to the entries of the project and its plugins, then to a group's entry points.
+
+    An entry point is loaded on access.
 
     `kind`: the type that an entry point must lead to. `read` converts an entry, ours or a package's, to the registry's
     value. A package that cannot be used raises a JobError that names it.
@@ -45,11 +48,12 @@ class Registry(UserDict[str, T]):
         self, group: str, entries: dict[str, Any], kind: Any = object, read: Callable[[Any], T] = lambda entry: entry
     ) -> None:
         self.group, self.kind, self.read = group, kind, read
-        self.data = entries
+        self.data = entries | plugin_entries(group)
 
     def __getitem__(self, name: str) -> T:
         if name in self.data:
-            return self.read(self.data[name])
+            entry = self.data[name]
+            return self.read(entry.load() if isinstance(entry, EntryPoint) else entry)
         points = installed_entries(self.group).get(name)
         if points is None:
             raise KeyError(name)

@@ -1,6 +1,6 @@
 """Segment batches: each batch row reads one document from start to end, a segment per step, and then the next document.
 
-A document stays in its row, so a stateful model (adapters/neurocache) can carry its memory from batch to batch.
+A document stays in its row, so a stateful model can carry its memory from batch to batch.
 Documents are tokenized before the run and their lengths are known, so every rank can compute what all rows of the
 global batch read, and builds only its own batches. A row that has finished its document takes the next one of the
 shuffled order, which continues from epoch to epoch.

@@ -62,12 +62,6 @@ _BUILTIN = {
         files=(".yaml", ".yml"),
         uses_accelerate=True,
     ),
-    "neurocache": Source(
-        "train_neurocache.py",
-        "torchtitan.importers.neurocache:read",
-        "a cache of past states for a frozen decoder",
-        uses_accelerate=True,
-    ),
     "deepspeed": Source(None, "torchtitan.importers.deepspeed:read", "DeepSpeed's ZeRO stages", files=(".json",)),
 }
 SOURCES: Registry[Source] = Registry("torchtitan.importers", _BUILTIN, Source)

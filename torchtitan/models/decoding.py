@@ -1,4 +1,4 @@
-"""Read growing sequences with a model, for generation: through a key-value cache, or as the model's memory reads them."""
+"""Read growing sequences for generation, through a key-value cache or as the memory of the model reads them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from itertools import islice
 from typing import Any
 
+from torchtitan.adapters import spec_of
 from torchtitan.assembly import parts
 from torchtitan.assembly.data import num_batches_per_step
 from torchtitan.config.job import JobConfig
@@ -220,7 +221,7 @@ def _fullest_places(config: JobConfig, dims: ParallelDims, stages: list[list[str
 
 def _layers_differ(config: JobConfig) -> bool:
     """Return whether layers of the same kind may differ in their modules or in the parameters that they train."""
-    if config.adapter.kind == "neurocache" or config.adapter.layers:
+    if spec_of(config.adapter).stateful or config.adapter.layers:
         return True
     patterns = (*config.adapter.train_fully, *config.training.unfrozen)
     if not patterns:

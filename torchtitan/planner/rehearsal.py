@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torchtitan.adapters import spec_of
 from torchtitan.assembly import parts
 from torchtitan.assembly.data import num_batches_per_step
 from torchtitan.config.batch_shape import batch_rows, microbatch_rows
@@ -248,7 +249,7 @@ def _retains_memory(config: JobConfig) -> bool:
 
     That is the state of an optimizer that steps in backward, or the caches of an adapter.
     """
-    return config.optimizer.early_step_in_backward or config.adapter.kind == "neurocache"
+    return config.optimizer.early_step_in_backward or spec_of(config.adapter).stateful
 
 
 def _name_retained_memory(live: LiveTensors, optimizers: Optimizers) -> None:

@@ -20,7 +20,9 @@ from torchtitan.adapters import ADAPTERS, NONE
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError, Fault, hint, show
 from torchtitan.config.upgrade import advice
+from torchtitan.core import plugins
 from torchtitan.core.constraints import LimitError
+from torchtitan.core.plugins import missing_plugin, plugin_entries
 from torchtitan.datasets import DATASETS
 from torchtitan.job import ResolvedJob
 from torchtitan.losses.tasks import TASKS
@@ -32,7 +34,6 @@ from torchtitan.rules import (
     checkpoint,
     model_and_data,
     monitoring,
-    neurocache,
     optimization,
     parallelism,
     pipeline,
@@ -41,14 +42,17 @@ from torchtitan.rules import (
 from torchtitan.rules.facts import Device, Facts, Rule
 from torchtitan.rules.optimization import BACKENDS
 
-__all__ = ["BACKENDS", "RULES", "WITHOUT_EFFECT", "Device", "Facts", "check", "with_faults_of_the_rest"]
+__all__ = ["BACKENDS", "OF_THE_MODEL", "RULES", "WITHOUT_EFFECT", "Device", "Facts", "check", "with_faults_of_the_rest"]
 
-MODULES = (model_and_data, parallelism, task, pipeline, adapters, neurocache, optimization, checkpoint, monitoring)
+PLUGINS = [entry.load() for entry in plugin_entries(plugins.RULES).values()]
+MODULES = (model_and_data, parallelism, task, pipeline, adapters, *PLUGINS, optimization, checkpoint, monitoring)
 
 WITHOUT_EFFECT: list[Rule] = [rule for module in MODULES for rule in module.WITHOUT_EFFECT]
 """Rules on options that are set and would do nothing on any number of ranks. A translated job leaves these out."""
 
 RULES: list[Rule] = [rule for module in MODULES for rule in module.RULES] + WITHOUT_EFFECT
+OF_THE_MODEL: list[Rule] = [rule for module in PLUGINS for rule in module.OF_THE_MODEL]
+"""Rules of plugins that judge the model alone, without the data and the training."""
 
 
 def check(
@@ -122,7 +126,7 @@ def _known_name(facts: Facts, key: str) -> Iterator[Fault]:
     section, option = key.split(".")
     name, names = getattr(getattr(facts.config, section), option), NAMES[key](facts)
     if names is not None and name not in names:
-        remedy = (advice(name) if key == "model.name" else "") or hint(name, names, quote=True)
+        remedy = (advice(name) if key == "model.name" else "") or missing_plugin(name) or hint(name, names, quote=True)
         yield facts.fault(key, f"one of {', '.join(map(show, names))}", remedy)
 
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from torchtitan.adapters import ADAPTERS, COMMON_OPTIONS, NONE, RULE_CHECKED_OPTIONS, peft_config
+from torchtitan.adapters import ADAPTERS, COMMON_OPTIONS, NONE, RULE_CHECKED_OPTIONS, peft_config, spec_of
 from torchtitan.adapters.targets import (
     QUANTIZED_MULTIPLES,
     layer_of,
@@ -153,8 +153,8 @@ def adapter_folders_fit(facts: Facts) -> Iterator[Fault]:
 
 def _adapter_is_of_this_kind(facts: Facts, folder: Path) -> Iterator[Fault]:
     key = "adapter.initial_path"
-    if facts.config.adapter.kind == "neurocache":
-        return  # checked in rules/neurocache.py
+    if not spec_of(facts.config.adapter).peft_folder:
+        return  # checked by its own rules
     if not (folder / peft_config.CONFIG).is_file():
         yield facts.fault(key, f"a folder with {peft_config.CONFIG}, as peft writes it", "there is none")
         return

@@ -248,6 +248,27 @@ def groups_by_length_have_a_step(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("data.group_by_length", allowed, f"write training.global_batch_size = {samples}")
 
 
+def documents_are_read_whole(facts: Facts) -> Iterator[Fault]:
+    training, kind = facts.config.training, facts.config.task.kind
+    if not facts.model.spec.streams_documents:
+        return
+    if training.document_mask:
+        yield facts.fault(
+            "training.document_mask", f"false with task.kind = {kind}", "a row has one document at a time"
+        )
+    if training.epochs is not None:
+        remedy = "set training.steps: rows finish their documents at different times"
+        yield facts.fault("training.epochs", f"unset with task.kind = {kind}", remedy)
+    if training.tokens is not None:
+        remedy = "set training.steps: the last segment of a document is padded with tokens that do not count"
+        yield facts.fault("training.tokens", f"unset with task.kind = {kind}", remedy)
+    for section in ("training", "validation"):
+        for number, source in enumerate(getattr(facts.config, section).sources):
+            if source.weight != 1:
+                key = f"{section}.sources[{number}].weight"
+                yield facts.fault(key, f"1 with task.kind = {kind}, which reads all documents", "leave it out")
+
+
 RULES: tuple[Rule, ...] = (
     sequence_is_whole,
     model_can_learn_it,
@@ -260,6 +281,7 @@ RULES: tuple[Rule, ...] = (
     prompts_can_be_continued,
     pairs_are_learned_as_asked,
     template_is_there,
+    documents_are_read_whole,
 )
 WITHOUT_EFFECT: tuple[Rule, ...] = (
     options_are_of_the_task,

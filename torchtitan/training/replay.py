@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan.adapters import spec_of
 from torchtitan.assembly import parts
 from torchtitan.assembly.data import cache_of
 from torchtitan.checkpoint import layout
@@ -209,8 +210,7 @@ def one_rank_job(config: JobConfig, run: Path, start: Start, folder: Path) -> Jo
     ):  # the rows of all ranks, each with its documents
         if (dims := start.dims()) is None:
             raise JobError(f"{run}: each data-parallel rank reads its own rows, and nothing tells the number of ranks")
-        if dims.dp > 1 and config.adapter.kind == "neurocache" and config.adapter.neurocache.scope == "global":
-            reason = 'the rows of each of its ranks share a cache (adapter.neurocache.scope = "global")'
+        if dims.dp > 1 and (reason := spec_of(config.adapter).state_of_all_rows(config.adapter)):
             raise JobError(f"{run}: {reason}, and one process has one such cache; replay needs one data-parallel rank")
         rows *= dims.dp
     cache = cache_of(config)
@@ -244,7 +244,7 @@ def one_rank_job(config: JobConfig, run: Path, start: Start, folder: Path) -> Jo
 def restore_caches(trainer: Trainer, start: Start) -> None:
     """Fill an adapter's caches from those that the run's ranks have saved, if a rank has those of all of its rows.
 
-    Ranks of a pipeline have caches of microbatches, and ranks of adapter.neurocache.cache_shard parts of them. Without
+    Ranks of a pipeline have caches of microbatches, and ranks of one cache that they share parts of it. Without
     a cache in the checkpoint, with such ones, or with those of another plan, the start has read the last segments
     again.
     """

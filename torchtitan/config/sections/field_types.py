@@ -1,12 +1,16 @@
 """Types shared by the fields of several sections, with their ranges and allowed words."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field
 
+from torchtitan.core.plugins import SECTIONS, plugin_entries
+
+T = TypeVar("T")
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 Place = Annotated[str, AfterValidator(os.path.expanduser)]
@@ -47,3 +51,17 @@ Cadence = Positive | PartOfRun | InEpochs
 
 Dataset = Annotated[str, NameIn("torchtitan.datasets:DATASETS")]
 RecordFormat = Annotated[str, NameIn("torchtitan.datasets.formats:FORMATS")]
+
+
+def with_plugin_sections(section: str) -> Callable[[type[T]], type[T]]:
+    """Return a decorator that adds the options of plugins to a section, as nested sections with their defaults."""
+
+    def add(options: type[T]) -> type[T]:
+        for place, entry in plugin_entries(SECTIONS).items():
+            outer, _, name = place.rpartition(".")
+            if outer == section:
+                options.__annotations__[name] = entry.load()
+                setattr(options, name, field(default_factory=entry.load()))
+        return options
+
+    return add

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.adapters.neurocache.sizes import CacheLayers, layers_of
-from torchtitan.config.sections.adapter import Neurocache as Options
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import require_file
 from torchtitan.core.foreign_files import DeclaredKeys
 from torchtitan.models.hf.config import read_json
+from torchtitan.plugins.neurocache.options import Neurocache as Options
+from torchtitan.plugins.neurocache.sizes import CacheLayers, layers_of
 
 if TYPE_CHECKING:  # torch is not imported, as jobs are checked before they start
     import torch

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchtitan.adapters.neurocache.sizes import BUCKETS, KEY
 from torchtitan.core.errors import JobError
 from torchtitan.models.layers import autocast_off
+from torchtitan.plugins.neurocache.sizes import BUCKETS, KEY
 
 
 class CacheShard:

@@ -12,12 +12,12 @@ from tests.support.importing import difference
 from tests.support.jobs import ROOT, train, write_texts
 from tests.support.pool import run_ranks
 from torchtitan import cli
-from torchtitan.adapters.neurocache.authors_format import CONFIG
 from torchtitan.commands.importing import translate
 from torchtitan.importers import parse, split
-from torchtitan.importers.neurocache import FLAGS, read
 from torchtitan.models.opt import OPTArgs
 from torchtitan.models.opt.model import HF, OPT
+from torchtitan.plugins.neurocache.authors_format import CONFIG
+from torchtitan.plugins.neurocache.importer import FLAGS, read
 
 anywhere = judged.anywhere
 FIRST = """accelerate launch --mixed_precision fp16 train_neurocache.py --output_dir nc/baseline_opt350m \\

@@ -10,16 +10,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.adapters.neurocache.authors_format import CONFIG as ADAPTER
-from torchtitan.adapters.neurocache.authors_format import OPTION_NAMES, options_of
-from torchtitan.adapters.neurocache.authors_format import read as read_adapter
-from torchtitan.adapters.neurocache.sizes import KEY, layers_of
-from torchtitan.config.sections.adapter import Neurocache
 from torchtitan.core.errors import JobError
+from torchtitan.importers import Source
 from torchtitan.importers.translation import CommandLine, Option, Script, family_in, from_folder, targets_of
 from torchtitan.lr_schedules import TRANSFORMERS
 from torchtitan.models import CONFIG_CONVERTERS, SIZES
 from torchtitan.models.hf.config import CONFIG
+from torchtitan.plugins.neurocache.authors_format import CONFIG as ADAPTER
+from torchtitan.plugins.neurocache.authors_format import OPTION_NAMES, options_of
+from torchtitan.plugins.neurocache.authors_format import read as read_adapter
+from torchtitan.plugins.neurocache.options import Neurocache
+from torchtitan.plugins.neurocache.sizes import KEY, layers_of
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_restarts": "cosine_restarts", "polynomial": "linear"}
 SCHEDULES |= {"constant": "constant", "constant_with_warmup": "constant"}
@@ -334,3 +335,11 @@ class _Script(Script):
 
 
 read = _Script.draft_of
+
+
+SOURCE = Source(
+    "train_neurocache.py",
+    "torchtitan.plugins.neurocache.importer:read",
+    "a cache of past states for a frozen decoder",
+    uses_accelerate=True,
+)

@@ -16,8 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.adapters.neurocache.attention import Retrieved, shift_tokens
-from torchtitan.adapters.neurocache.cache import (
+from torchtitan.core.initialization import Constant, Init, Normal
+from torchtitan.models.attention import SharedInputs
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.kv_cache import CachedDecoder
+from torchtitan.parallelisms.context_parallel import ContextParallelAttention, GatherSequence
+from torchtitan.plugins.neurocache.attention import Retrieved, shift_tokens
+from torchtitan.plugins.neurocache.cache import (
     CacheShard,
     EntryAges,
     HitStatistics,
@@ -29,14 +34,9 @@ from torchtitan.adapters.neurocache.cache import (
     pairs,
     with_neighbours,
 )
-from torchtitan.adapters.neurocache.generation import SegmentReader
-from torchtitan.adapters.neurocache.sizes import BUCKETS, CacheLayers, widths
-from torchtitan.config.sections.adapter import Neurocache as Options
-from torchtitan.core.initialization import Constant, Init, Normal
-from torchtitan.models.attention import SharedInputs
-from torchtitan.models.decoder import Decoder
-from torchtitan.models.kv_cache import CachedDecoder
-from torchtitan.parallelisms.context_parallel import ContextParallelAttention, GatherSequence
+from torchtitan.plugins.neurocache.generation import SegmentReader
+from torchtitan.plugins.neurocache.options import Neurocache as Options
+from torchtitan.plugins.neurocache.sizes import BUCKETS, CacheLayers, widths
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NORM_EPS = 1e-5

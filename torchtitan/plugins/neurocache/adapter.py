@@ -15,11 +15,6 @@ from torch import nn
 
 from torchtitan.adapters import ADAPTERS
 from torchtitan.adapters.interface import Adapter, require_complete_format, weights_per_token
-from torchtitan.adapters.neurocache.attention import CachedAttention
-from torchtitan.adapters.neurocache.authors_format import load, save, tensor_names
-from torchtitan.adapters.neurocache.cache import HitStatistics
-from torchtitan.adapters.neurocache.memory import Memory
-from torchtitan.adapters.neurocache.sizes import cache_flops, cache_misfits, layers_of, split_layers_message
 from torchtitan.adapters.peft_folder import from_peft, to_peft
 from torchtitan.adapters.stateful import Batch, StatefulAdapter
 from torchtitan.adapters.targets import linear_adapter_options
@@ -31,6 +26,11 @@ from torchtitan.models.attention import GroupedQueryAttention
 from torchtitan.models.flops import FlopsPerToken
 from torchtitan.models.hf.names import TensorMap
 from torchtitan.parallelisms.plan import ParallelPlan
+from torchtitan.plugins.neurocache.attention import CachedAttention
+from torchtitan.plugins.neurocache.authors_format import load, save, tensor_names
+from torchtitan.plugins.neurocache.cache import HitStatistics
+from torchtitan.plugins.neurocache.memory import Memory
+from torchtitan.plugins.neurocache.sizes import cache_flops, cache_misfits, layers_of, split_layers_message
 
 PCA_SEGMENTS = 256
 """Number of segments that initialize the compression with init = "pca"."""

@@ -1,16 +1,17 @@
-"""Rules on Neurocache and on the documents that fill its cache."""
+"""Rules on Neurocache. Imported by torchtitan.rules."""
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
 from torchtitan.adapters import LOW_RANK_OPTIONS
-from torchtitan.adapters.neurocache import authors_format
-from torchtitan.adapters.neurocache.sizes import KEY, cache_misfits, layers_of, split_layers_message
 from torchtitan.adapters.targets import Misfit, linear_adapter_options
 from torchtitan.config.options import Fault, show
-from torchtitan.config.sections.adapter import Adapter, Neurocache
+from torchtitan.config.sections.adapter import Adapter
 from torchtitan.core.errors import JobError
+from torchtitan.plugins.neurocache import authors_format
+from torchtitan.plugins.neurocache.options import Neurocache
+from torchtitan.plugins.neurocache.sizes import KEY, cache_misfits, layers_of, split_layers_message
 from torchtitan.rules.facts import Facts, Rule
 from torchtitan.rules.pipeline import layers_by_stage
 
@@ -137,32 +138,11 @@ def cache_options_have_a_cache(facts: Facts) -> Iterator[Fault]:
                 yield facts.fault(f"adapter.{name}", 'nothing with adapter.neurocache.beside = "none"', remedy)
 
 
-def documents_are_read_whole(facts: Facts) -> Iterator[Fault]:
-    training, kind = facts.config.training, facts.config.task.kind
-    if not facts.model.spec.streams_documents:
-        return
-    if training.document_mask:
-        yield facts.fault(
-            "training.document_mask", f"false with task.kind = {kind}", "a row has one document at a time"
-        )
-    if training.epochs is not None:
-        remedy = "set training.steps: rows finish their documents at different times"
-        yield facts.fault("training.epochs", f"unset with task.kind = {kind}", remedy)
-    if training.tokens is not None:
-        remedy = "set training.steps: the last segment of a document is padded with tokens that do not count"
-        yield facts.fault("training.tokens", f"unset with task.kind = {kind}", remedy)
-    for section in ("training", "validation"):
-        for number, source in enumerate(getattr(facts.config, section).sources):
-            if source.weight != 1:
-                key = f"{section}.sources[{number}].weight"
-                yield facts.fault(key, f"1 with task.kind = {kind}, which reads all documents", "leave it out")
-
-
 RULES: tuple[Rule, ...] = (
     cache_fits_the_model,
     cache_is_shared,
     cache_reads_documents,
-    documents_are_read_whole,
     released_cache_is_the_jobs,
 )
 WITHOUT_EFFECT: tuple[Rule, ...] = (cache_options_have_a_cache,)
+OF_THE_MODEL: tuple[Rule, ...] = (cache_fits_the_model,)

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests.support.remembering import plain, read, remembering, segments
-from torchtitan.adapters.neurocache.attention import EntryAttention, Retrieved, shift_tokens
-from torchtitan.adapters.neurocache.cache import EntryAges, Segment, Store, entry_places, nearest, with_neighbours
-from torchtitan.adapters.neurocache.sizes import added_parameters, cache_bytes
-from torchtitan.config.sections.adapter import Neurocache as Cache
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import clean_name
 from torchtitan.models.decoding import reader_for
 from torchtitan.parallelisms.parallelize import apply_activation_checkpoint
+from torchtitan.plugins.neurocache.attention import EntryAttention, Retrieved, shift_tokens
+from torchtitan.plugins.neurocache.cache import EntryAges, Segment, Store, entry_places, nearest, with_neighbours
+from torchtitan.plugins.neurocache.options import Neurocache as Cache
+from torchtitan.plugins.neurocache.sizes import added_parameters, cache_bytes
 
 
 @pytest.fixture(autouse=True)

@@ -12,14 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from scripts import compare_neurocache
 from scripts.probe_neurocache import LETTERS, hit_rates, motifs
 from tests.support.remembering import SMALL, plain, remembering
-from torchtitan.adapters.neurocache.attention import CachedAttention
-from torchtitan.adapters.neurocache.cache import UNKNOWN, compare_pairs, pairs
-from torchtitan.adapters.neurocache.sizes import cache_bytes, cache_flops
 from torchtitan.config import manager
-from torchtitan.config.sections.adapter import Neurocache as Cache
 from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy
 from torchtitan.models.flops import FlopsPerToken
 from torchtitan.models.spec import MODELS
+from torchtitan.plugins.neurocache.attention import CachedAttention
+from torchtitan.plugins.neurocache.cache import UNKNOWN, compare_pairs, pairs
+from torchtitan.plugins.neurocache.options import Neurocache as Cache
+from torchtitan.plugins.neurocache.sizes import cache_bytes, cache_flops
 from torchtitan.rules import check
 
 

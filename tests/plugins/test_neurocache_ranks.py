@@ -9,13 +9,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.combinations import COMPOSED, Combination
 from tests.support.pool import run_ranks
 from tests.test_combinations import run_row
-from torchtitan.adapters.neurocache import memory
-from torchtitan.adapters.neurocache.cache import CacheShard, Segment, Store, entry_places, nearest, with_neighbours
-from torchtitan.adapters.neurocache.memory import gather_places
-from torchtitan.adapters.neurocache.sizes import cache_bytes
-from torchtitan.config.sections.adapter import Neurocache as Cache
 from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.tensor_parallel import RegionBorder
+from torchtitan.plugins.neurocache import memory
+from torchtitan.plugins.neurocache.cache import CacheShard, Segment, Store, entry_places, nearest, with_neighbours
+from torchtitan.plugins.neurocache.memory import gather_places
+from torchtitan.plugins.neurocache.options import Neurocache as Cache
+from torchtitan.plugins.neurocache.sizes import cache_bytes
 
 CACHE = dict(adapter="neurocache", accumulation=4, precision="float64")
 

@@ -6,9 +6,9 @@ import torch
 from tests.support.jobs import arguments, full, logged_steps, write_texts
 from tests.support.pool import run_ranks
 from tests.support.remembering import remembering, segments
-from torchtitan.adapters.neurocache.adapter import principal_directions
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
+from torchtitan.plugins.neurocache.adapter import principal_directions
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
 

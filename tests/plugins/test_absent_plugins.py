@@ -1,0 +1,63 @@
+"""The package without the folder torchtitan/plugins: it works, and what a plugin would do is refused by its name."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import ROOT
+from tests.test_layering import TORCH_FREE
+
+DEBUG_JOB = ("debug_model", "--model.tokenizer_path=bytes")
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory):
+    """A folder with a copy of the package without plugins."""
+    folder = tmp_path_factory.mktemp("core")
+    shutil.copytree(ROOT / "torchtitan", folder / "torchtitan", ignore=shutil.ignore_patterns("plugins", "__pycache__"))
+    shutil.copytree(ROOT / "train_configs", folder / "train_configs")
+    return folder
+
+
+def run(core: Path, *arguments: str) -> tuple[int, str]:
+    """Run Python on the copy; return the exit code and the output."""
+    environment = os.environ | {"PYTHONPATH": str(core), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=core, env=environment, capture_output=True, text=True, timeout=300
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_core_is_imported_without_plugins_and_torch(core):
+    names = "; ".join(f"import torchtitan.{name}" for name in TORCH_FREE)
+    code = f"{names}; import sys, torchtitan; print(torchtitan.__path__); sys.exit('torch' in sys.modules)"
+    status, output = run(core, "-c", code)
+    assert status == 0 and str(core) in output, output
+
+
+def test_a_job_is_checked_and_trained_without_plugins(core, tmp_path):
+    """So is one whose file has the options of a plugin that it does not use, as runs record all options."""
+    job = tmp_path / "job.toml"
+    job.write_text('extends = "debug_model"\n[adapter.neurocache]\ntopk = 16\n')
+    options = (str(job), *DEBUG_JOB[1:], f"--job.dump_folder={tmp_path / 'run'}", "--training.steps=2")
+    status, output = run(core, "-m", "torchtitan", "check", *options, "--no-memory")
+    assert status == 0, output
+    status, output = run(core, "-m", "torchtitan", "train", *options)
+    assert status == 0 and "neurocache" not in (tmp_path / "run/config.toml").read_text(), output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "plugin"),
+    [
+        (("check", *DEBUG_JOB, "--adapter.kind=neurocache"), "neurocache"),
+        (("check", *DEBUG_JOB, "--adapter.neurocache.topk=3"), "neurocache"),
+    ],
+)
+def test_what_needs_a_plugin_is_told_which(core, arguments, plugin):
+    status, output = run(core, "-m", "torchtitan", *arguments)
+    message = f"it needs the plugin torchtitan/plugins/{plugin}, which this installation lacks"
+    assert status == 2 and message in output, output
