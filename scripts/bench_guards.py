@@ -236,7 +236,7 @@ def main() -> int:
             )  # one of the trainers sends no heartbeats
             flags = [f"--{name}" for name in ("aa", "quick", "agreement", "checksums") if getattr(options, name)]
             program = (sys.executable, __file__, "--rank", name, "--pairs", str(options.pairs), *flags)
-            end = launch.run(config, [], ranks, queue, Coordinator(), program)
+            end = launch.LocalRanks(config, [], ranks, queue, program).run(Coordinator())
             if end.code:
                 return end.code
     return 0

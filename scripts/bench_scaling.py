@@ -288,7 +288,8 @@ def measure_starts(folder: Path, options: argparse.Namespace) -> Rows:
             os.environ["STARTED"] = str(time.time())
             config, program = manager.load(job), (sys.executable, str(ROOT / "scripts/bench_rank.py"), str(report))
             with hold_lock(Path(config.job.dump_folder), this_process()):
-                assert launch.run(config, job, ranks, options.queue, Coordinator(), program).code == 0
+                local_ranks = launch.LocalRanks(config, job, ranks, options.queue, program)
+                assert local_ranks.run(Coordinator()).code == 0
             rounds.append({"check": checked} | json.loads(report.read_text())["phases"])
         table.append({"millions": millions, "ranks": ranks} | {key: median(r[key] for r in rounds) for key in PHASES})
         totals = [sum(r.values()) - r["later steps"] for r in rounds]

@@ -146,7 +146,7 @@ def launch_main(kills: str, argv: list[str]) -> int:
     """Run the launcher with ranks that kill themselves as `kills` says."""
     config = launch.load_job(argv, 2)
     program = (sys.executable, __file__, "--rank", kills)
-    return launch.run(config, argv, 2, SignalQueue(), Coordinator(), program).code
+    return launch.LocalRanks(config, argv, 2, SignalQueue(), program).run(Coordinator()).code
 
 
 def last_state(folder: Path, steps: int = STEPS) -> str:

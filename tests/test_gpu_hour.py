@@ -47,7 +47,7 @@ def test_waits_are_printed_by_the_ranks_of_the_launcher(monkeypatch, capsys):
     monkeypatch.setattr(launch, "PROGRAM", ("python", "gpu_waits.py"))
     monkeypatch.setattr(launch, "Processes", lambda command, *_: commands.append(command))
     monkeypatch.setattr(launch, "RankMonitor", lambda *_: None)
-    launch.start_ranks(load([]), ["--job.x=1"], 1, None, None, None, None, None)
+    launch.LocalRanks(load([]), ["--job.x=1"], 1, None).start(None, None, None, None)
     assert commands == [["python", "gpu_waits.py", "--job.x=1"]]
     gpu_waits.show_warning("called a synchronizing CUDA operation")
     gpu_waits.show_warning("another warning")

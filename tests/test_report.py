@@ -161,7 +161,7 @@ def test_a_run_that_computes_and_a_run_that_was_killed(tmp_path, capsys):
 
 def test_slow_windows_and_a_pipeline(tmp_path):
     rows = [{"step": i, "loss": 1.0, "step_seconds": 10.0 if i % 5 == 0 else 1.0} for i in range(1, 21)]
-    (cause,) = why.causes_of({"train": 100.0}, rows, None)
+    (cause,) = why.Account({"train": 100.0}, rows, None).causes()
     assert "4 of 20 logged ones took over 1.5 times the median" in cause.name
     assert cause.gain == pytest.approx(4 * 9 / 56)
     job = tmp_path / "job.toml"
@@ -169,7 +169,7 @@ def test_slow_windows_and_a_pipeline(tmp_path):
         'extends = "debug_model"\n[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "1F1B"\n'
         "pipeline_parallel_microbatch_size = 1\n[training]\nlocal_batch_size = 2\n"
     )
-    (cause,) = why.causes_of({"train": 100.0}, [], why.job_of_file(job))
+    (cause,) = why.Account({"train": 100.0}, [], why.job_of_file(job)).causes()
     # 2 ranks, 2 microbatches: (p - 1) / (m + p - 1) = 1/3 idle, and 1/5 with 4
     assert cause.share == pytest.approx(1 / 3) and cause.gain == pytest.approx(1 - (2 / 3) / (4 / 5))
     assert cause.remedy.startswith("4 microbatches in place of 2")
@@ -180,7 +180,8 @@ def test_waiting_for_data_is_no_slow_step():
     rows = [
         {"step": i, "step_seconds": 1.0 + 9.0 * (i % 5 == 0), "data_seconds": 9.0 * (i % 5 == 0)} for i in range(20)
     ]
-    assert [cause.name for cause in why.causes_of({"train": 20.0, "data": 36.0}, rows, None)] == ["waiting for data"]
+    account = why.Account({"train": 20.0, "data": 36.0}, rows, None)
+    assert [cause.name for cause in account.causes()] == ["waiting for data"]
 
 
 def test_a_short_run_is_not_bound_by_its_start(tmp_path, capsys):
@@ -217,4 +218,5 @@ def test_an_account_at_the_end_is_no_save():
     """Young and Daly for 2 saves of 50 s each in 2 hours with a failure: sqrt(2 * 7200 * 50) s."""
     events = [{"step": 5, "end_seconds": 0.0}, {"step": 9, "end_seconds": 0.0}, {"step": 9, "end_seconds": 2.0}]
     records = [event | {"event": "goodput"} for event in events] + [{"step": 5, "event": "restart"}]
-    assert "a checkpoint.interval of about 14:09, by the 1 failures" in why.save_remedy(records, None, 7200.0, 100.0)
+    account = why.Account({"train": 7100.0, "save": 100.0}, records, None)
+    assert "a checkpoint.interval of about 14:09, by the 1 failures" in account.save_remedy()

@@ -116,7 +116,7 @@ def test_a_rank_that_sleeps_is_named_within_twenty_steps(tmp_path, shards, log_f
     assert tags_of(row, 2, 1.0)["stragglers/slowest_rank"] == 1
     (cause,) = why.slow_ranks_of(records, 0.8)
     assert "rank 1 (" in cause.name and 0 < cause.share < 0.8
-    assert not any("slower" in line for line in why.unknowns(records, None, []))
+    assert not any("slower" in line for line in why.Account({}, records, None).unknowns([]))
 
 
 def test_a_compiled_block_is_timed_without_another_graph():

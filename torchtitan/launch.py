@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchtitan.checkpoint import newest_complete
@@ -118,7 +118,7 @@ def run_as_coordinator(nodes: Nodes, num_ranks: int, arguments: list[str], queue
                     queue, config.comm.init_timeout_seconds, folder / SECRET_FILE
                 )
                 stopped = RunEnd(128 + (stop_signal or 0))
-                end = stopped if stop_signal else run(config, arguments, num_ranks, queue, coordinator)
+                end = stopped if stop_signal else LocalRanks(config, arguments, num_ranks, queue).run(coordinator)
             except JobError as error:
                 print(wrap_lines(error), file=sys.stderr)
                 end = RunEnd(REFUSED, reason=str(error))
@@ -139,32 +139,60 @@ def run_as_coordinator(nodes: Nodes, num_ranks: int, arguments: list[str], queue
         coordinator.end_run(code, Path(_folder_of(arguments)) / SECRET_FILE if nodes.count > 1 else None)
 
 
-def run(
-    config: JobConfig,
-    arguments: list[str],
-    num_ranks: int,
-    queue: SignalQueue,
-    coordinator: Coordinator,
-    program: Sequence[str] | None = None,
-) -> RunEnd:
-    def start(restart: Restart | None) -> RankMonitor:
-        nodes, listener = coordinator.order_start(restart)
-        monitor = start_ranks(config, arguments, num_ranks, queue, coordinator, restart, nodes, listener, program)
-        if listener is not None:
-            listener.close()  # the first rank has inherited it
-        return monitor
+@dataclass(frozen=True)
+class LocalRanks:
+    """The ranks of a job on this machine, to be started and started again."""
 
-    def newest() -> int:
-        path, _ = newest_complete(Path(config.job.dump_folder) / config.checkpoint.folder)
-        step = None if path is None else step_of(path.name)
-        return -1 if step is None else step
+    config: JobConfig
+    arguments: list[str]
+    number: int
+    queue: SignalQueue
+    program: Sequence[str] | None = None
+    """The command of a rank; None for PROGRAM."""
 
-    return supervise(start, queue, _restarts(config), newest, coordinator, config.job.rejoin_seconds)
+    def run(self, coordinator: Coordinator) -> RunEnd:
+        """Run the job from the first or only machine."""
 
+        def start(restart: Restart | None) -> RankMonitor:
+            nodes, listener = coordinator.order_start(restart)
+            monitor = self.start(coordinator, restart, nodes, listener)
+            if listener is not None:
+                listener.close()  # the first rank has inherited it
+            return monitor
 
-def _restarts(config: JobConfig) -> int:
-    """Return how often ranks are restarted without a new checkpoint in between: 0 in a run that saves none."""
-    return config.job.max_restarts if config.checkpoint.enable and not config.checkpoint.load_only else 0
+        def newest() -> int:
+            path, _ = newest_complete(Path(self.config.job.dump_folder) / self.config.checkpoint.folder)
+            step = None if path is None else step_of(path.name)
+            return -1 if step is None else step
+
+        return supervise(start, self.queue, self.restarts, newest, coordinator, self.config.job.rejoin_seconds)
+
+    def follow(self, worker: Worker, nodes: Nodes) -> int:
+        """Run the job as the launcher of the first machine orders."""
+
+        def start(port: int, restart: Restart | None) -> RankMonitor:
+            return self.start(worker, restart, replace(nodes, port=port), None)
+
+        rejoin_seconds = self.config.job.rejoin_seconds if self.restarts else 0
+        return follow_coordinator(start, self.queue, worker, rejoin_seconds)
+
+    @property
+    def restarts(self) -> int:
+        """Restarts of the ranks without a new checkpoint in between, at most: 0 in a run that saves none."""
+        options = self.config.checkpoint
+        return self.config.job.max_restarts if options.enable and not options.load_only else 0
+
+    def start(
+        self, peers: Coordinator | Worker, restart: Restart | None, nodes: Nodes, listener: socket.socket | None
+    ) -> RankMonitor:
+        """Start the ranks and return their monitor."""
+        options, command = self.config.comm, [*(self.program or PROGRAM), *self.arguments]
+        limits = HangLimits(options.init_timeout_seconds, options.train_timeout_seconds)
+        can_fork = self.program is None and likely_device() == "cpu"
+        ranks = Processes(command, self.number, restart, nodes, listener, can_fork)
+        folder = Path(self.config.job.dump_folder)
+        advice = export_advice(folder, self.config.checkpoint)
+        return RankMonitor(ranks, self.queue, limits, folder / HANGS_FOLDER, peers, advice)
 
 
 def run_as_worker(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue) -> int:
@@ -180,13 +208,7 @@ def run_as_worker(nodes: Nodes, num_ranks: int, arguments: list[str], queue: Sig
             print(faults, file=sys.stderr)
         return REFUSED
     stop_signal = worker.join(queue, config.comm.init_timeout_seconds)
-    if stop_signal:
-        return 128 + stop_signal
-
-    def start(port: int, restart: Restart | None) -> RankMonitor:
-        return start_ranks(config, arguments, num_ranks, queue, worker, restart, replace(nodes, port=port), None)
-
-    return follow_coordinator(start, queue, worker, config.job.rejoin_seconds if _restarts(config) else 0)
+    return 128 + stop_signal if stop_signal else LocalRanks(config, arguments, num_ranks, queue).follow(worker, nodes)
 
 
 def _folder_of(arguments: list[str]) -> str:
@@ -196,25 +218,6 @@ def _folder_of(arguments: list[str]) -> str:
         for layer in manager.read_layers(arguments)[1]:
             folder = layer.values.get("job.dump_folder", folder)
     return os.path.expanduser(str(folder))
-
-
-def start_ranks(
-    config: JobConfig,
-    arguments: list[str],
-    num_ranks: int,
-    queue: SignalQueue,
-    peers: Coordinator | Worker,
-    restart: Restart | None,
-    nodes: Nodes,
-    listener: socket.socket | None,
-    program: Sequence[str] | None = None,
-) -> RankMonitor:
-    """Start the ranks of this machine and return their monitor. `program`: by default PROGRAM."""
-    command = [*(program or PROGRAM), *arguments]
-    limits = HangLimits(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds)
-    can_fork = program is None and likely_device() == "cpu"
-    ranks = Processes(command, num_ranks, restart, nodes, listener, can_fork)
-    return RankMonitor(ranks, queue, limits, Path(config.job.dump_folder) / HANGS_FOLDER, peers, export_advice(config))
 
 
 def load_job(argv: list[str], world_size: int, explain: bool = True, notices: bool = False) -> JobConfig | None:

@@ -110,7 +110,7 @@ def wait_for_reporting_rank(ranks: Ranks, times: int = 1) -> None:
 
 def run(config: JobConfig, ranks: Ranks) -> int:
     """Train the job on this rank and return the exit code (docs/troubleshooting.md)."""
-    requests = StopRequests()
+    requests, folder = StopRequests(), Path(config.job.dump_folder)
     trainer = None
 
     def request_stop(number: int, frame: object) -> None:
@@ -141,10 +141,10 @@ def run(config: JobConfig, ranks: Ranks) -> int:
         failure = end_of_failure(error, trainer, ranks)
         if failure is None:
             logger.debug("crashed", exc_info=True)  # to the rank's log file; Python prints it on the console
-            report_end(RunEnd(CRASHED, reason=f"{type(error).__name__}: {error}"), trainer, config, ranks)
+            report_end(RunEnd(CRASHED, reason=f"{type(error).__name__}: {error}"), trainer, folder, ranks)
             raise
         end = failure
-    report_end(end, trainer, config, ranks)
+    report_end(end, trainer, folder, ranks)
     return end.code
 
 
@@ -202,13 +202,13 @@ def end_of_failure(error: Exception, trainer: Any, ranks: Ranks) -> RunEnd | Non
     return None
 
 
-def report_end(end: RunEnd, trainer: Any, config: JobConfig, ranks: Ranks) -> None:
+def report_end(end: RunEnd, trainer: Any, folder: Path, ranks: Ranks) -> None:
     """Pass the end of this rank on to the launcher; without one, the first rank records the end of the run."""
     if ranks.launcher is not None:
         end.pass_on(ranks.launcher.end)
     elif ranks.is_main:
         end = replace(end, step=None if trainer is None else trainer.step)
-        if problem := record_end(Path(config.job.dump_folder), end):
+        if problem := record_end(folder, end):
             logger.warning("%s", problem)
 
 

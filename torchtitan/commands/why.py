@@ -21,6 +21,7 @@ from torchtitan.commands.command_lines import parse_command
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import load
 from torchtitan.config.options import ConfigError
+from torchtitan.config.sections.run import Profiling
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import Hardware, load_hardware
 from torchtitan.core.progress_bar import waiting
@@ -53,6 +54,169 @@ class Cause:
     remedy: str
 
 
+@dataclass(frozen=True)
+class Account:
+    """The time of a run by its causes, as its records and its job show them."""
+
+    seconds: dict[str, float]
+    """Seconds by cause, see `account_of`."""
+    records: list[Record]
+    config: JobConfig | None
+    """None if it cannot be read."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def training(self) -> float:
+        """The share of training."""
+        return self.seconds.get("train", 0.0) / self.total
+
+    def lines(self, run: Path, step: ModelledStep | None, reason: str) -> Iterator[str]:
+        """Yield the answer. `reason`: why there is no model of a step, see `model_of`."""
+        total, training = self.total, self.training
+        causes = sorted(self.causes(step is not None), key=lambda cause: -cause.gain)
+        once = sum(self.seconds.get(cause, 0.0) for cause in ONCE) / total
+        yield f"{run}: {duration(total)} recorded, {100 * training:.1f} % of it training"
+        for cause in sorted(causes, key=lambda cause: -cause.share):
+            yield f"  {100 * cause.share:5.1f} %  {cause.name}"
+        if step is not None:
+            yield from step_lines(step)
+        first = causes[0] if causes and causes[0].gain >= WORTH_A_CHANGE else None
+        if first is None and once >= WORTH_A_CHANGE:
+            yield f"too short to tell what bounds it: {100 * once:.0f} % of it is spent once in each start"
+        elif first is None:
+            yield f"bound by the steps themselves: no other cause takes {100 * WORTH_A_CHANGE:.0f} % of the time"
+        else:
+            yield f"bound by {first.name}; at most {1 / (1 - min(first.gain, 0.999)):.2f} times as fast without it"
+        changes = sorted([*causes, *(plan_changes(step, training) if step else ())], key=lambda cause: -cause.gain)
+        # without repetitions
+        remedies = dict.fromkeys(cause.remedy for cause in changes if cause.gain >= WORTH_A_CHANGE)
+        yield from (f"{'then' if index else 'change first'}: {remedy}" for index, remedy in enumerate(remedies))
+        yield from (f"a {cause.remedy}" for cause in causes if not cause.gain and cause.share >= WORTH_A_CHANGE)
+        if reason and self.config is not None:
+            yield f"unknown: the parts of a step by the planner's model: {reason}"
+        names_profiling = any(look_inside(self.profiling) in remedy for remedy in remedies)
+        yield from (f"unknown: {text}" for text in self.unknowns(causes, step, names_profiling))
+
+    def causes(self, is_modelled: bool = False) -> Iterator[Cause]:
+        """Yield the causes of time besides training, and of time within training as far as the records show it.
+
+        `is_modelled`: the planner's model has the bubble of a pipeline.
+        """
+        total, training = self.total, self.training
+        for cause, spent in self.seconds.items():
+            if cause != "train" and spent >= 0.001 * total:
+                gain = 0.0 if cause in ONCE else spent / total
+                yield Cause(CAUSES[cause], spent / total, gain, self.remedy(cause))
+        times = [row["step_seconds"] - (row.get("data_seconds") or 0.0) for row in steady(self.records)]
+        if len(times) >= FEW:
+            median = statistics.median(times)
+            slow = [time - median for time in times if time > SLOW * median]
+            if slow:
+                excess = training * sum(slow) / sum(times)
+                count = f"{len(slow)} of {len(times)} logged ones"
+                name = f"slow steps within training: {count} took over {SLOW} times the median"
+                yield Cause(name, excess, excess, "look for other programs on the machine")
+        yield from slow_ranks_of(self.records, training)
+        if self.has_pipeline and not is_modelled:
+            with suppress(JobError):  # no such schedule here: see unknowns
+                yield self.bubble()
+
+    @property
+    def has_pipeline(self) -> bool:
+        return self.config is not None and self.config.parallelism.pipeline_parallel_degree > 1
+
+    @property
+    def profiling(self) -> Profiling | None:
+        return None if self.config is None else self.config.profiling
+
+    def bubble(self) -> Cause:
+        """Return the idle time of the pipeline within training, simulated, and what twice as many microbatches gain."""
+        assert self.config is not None
+        options, job = parse_command("schedule", ["--job.config_file", *self.config.job.config_file])
+        question = resolve_name("torchtitan.commands.schedule:ask")(options, job)  # needs torch
+        share = question.simulated(question.table()).bubble_share
+        larger = dataclasses.replace(question, microbatches=2 * question.microbatches)
+        better = larger.simulated(larger.table()).bubble_share
+        gain = 1 - (1 - share) / (1 - better)
+        count = f"{larger.microbatches} microbatches in place of {question.microbatches}"
+        options_to_change = "training.local_batch_size or parallelism.pipeline_parallel_microbatch_size"
+        remedy = f"{count}, by {options_to_change}; `torchtitan schedule` compares schedules"
+        name = f"{BUBBLE} within training, simulated for {question.name}"
+        return Cause(name, self.training * share, self.training * gain, remedy)
+
+    def remedy(self, cause: str) -> str:
+        """Return what to change about the time of a cause (metrics/goodput.py)."""
+        if cause == "data":
+            workers = "" if self.config is None else f" (now {self.config.training.dataloader.num_workers})"
+            return f"more training.dataloader.num_workers{workers}, or tokenize once with `torchtitan prepare`"
+        if cause == "save":
+            return self.save_remedy()
+        if cause in ("restart", "redone"):
+            reasons = sorted({str(record.get("cause")) for record in self.records if record.get("event") == "restart"})
+            shown = f" ({'; '.join(reasons[:3])})" if reasons else ""
+            return f"remove the reason of the restarts{shown}; a shorter checkpoint.interval loses fewer steps"
+        without_compiling = "; without compile.enable the first step is shorter and the others are longer"
+        compiles = self.config is not None and self.config.compile.enable
+        return {
+            "validation": "a longer validation.freq, or fewer validation.samples",
+            "compile": "longer run has a smaller share of its first step" + without_compiling * compiles,
+            "start": "longer run has a smaller share of its start; `torchtitan prepare` tokenizes before it",
+            "end": "longer run has a smaller share of its end, the last save and the exports",
+        }[cause]
+
+    def save_remedy(self) -> str:
+        """Return what to change about saves: their mode, and in a run of an hour their interval (Young and Daly)."""
+        total, spent = self.total, self.seconds.get("save", 0.0)
+        accounts = [record for record in self.records if record.get("event") == "goodput"]
+        # the others are ends
+        saves = max(1, len({record["step"] for record in accounts if not record.get("end_seconds")}))
+        failures = sum(record.get("event") == "restart" for record in self.records)
+        advice = []
+        if self.config is None or self.config.checkpoint.async_mode == "disabled":
+            advice.append('checkpoint.async_mode = "async"')
+        if total >= SHORTEST_ADVISED_SECONDS and failures:
+            best = best_save_interval(total / failures, spent / saves)
+            advice.append(f"a checkpoint.interval of about {duration(best)}, by the {failures} failures of the run")
+        elif total >= SHORTEST_ADVISED_SECONDS:
+            advice.append("a longer checkpoint.interval, as the run did not fail")
+        return "; ".join(advice) or "a longer checkpoint.interval"
+
+    def unknowns(
+        self, causes: list[Cause], step: ModelledStep | None = None, names_profiling: bool = False
+    ) -> Iterator[str]:
+        """Yield the causes that neither the records nor the planner's model tell apart.
+
+        `names_profiling`: a remedy already says how to look inside a step.
+        """
+        remedy = "" if names_profiling else f": {look_inside(self.profiling)}"
+        rows = [row for row in steady(self.records) if is_finite(row.get("mfu_full"))]
+        if rows:
+            mfu = statistics.median(row["mfu_full"] for row in rows)
+            yield f"the parts of the steps that are not at the device's peak (MFU {100 * mfu:.1f} %)"
+        if step is None:
+            yield f"host time, kernels and exposed communication within a step{remedy}"
+        else:
+            yield f"host time and slow kernels within a step, which the model does not have{remedy}"
+        if step is not None and step.hardware.name == "cpu":
+            measure = "`torchtitan bench --hardware FILE` measures it for --gpu"
+            yield f"whether the CPU is like {step.hardware.title}; {measure}"
+        if self.has_pipeline and step is None and not any(cause.name.startswith(BUBBLE) for cause in causes):
+            yield f"bubble of the pipeline: `torchtitan schedule --job.config_file RUN/{JOB_FILE}` says why"
+        if not any("slowest_ratio" in record for record in self.records):
+            timed = "only data-parallel ranks are timed, unless all blocks are compiled as one"
+            yield f"a rank slower than the others: {timed}"
+        accounts = [record["step"] for record in self.records if record.get("event") == "goodput"]
+        if accounts and self.records[-1].get("event") != "goodput":
+            yield f"the time after step {accounts[-1]}: the run logs its account of time at every save and at its end"
+        if not accounts:
+            yield "starts, saves and restarts: the run has neither saved nor ended, and logs its account of time then"
+        if self.config is None:
+            yield f"the options of the job: no {JOB_FILE} that can be read"
+
+
 def main(argv: list[str]) -> int:
     options, _ = parse_command("why", argv)
     hardware = load_hardware(options.gpu) if options.gpu else None
@@ -62,25 +226,20 @@ def main(argv: list[str]) -> int:
     head = [f"{options.run}: {end}"] * bool(end)
     if head and not options.json:
         print(*head)
-    lines = list(lines_of(options.run, records, config, hardware))
+    account = Account(account_of(records), records, config)
+    if not account.total:
+        remedy = "let it log a few steps"
+        raise JobError(f"{options.run}: no account of its time and no times of steps in its metrics; {remedy}")
+    step, reason = model_of(options.run, records, hardware)
+    lines = list(account.lines(options.run, step, reason))
     if options.json:
-        lines = head + lines
-        has_model = model_of(options.run, records, hardware)[0] is not None
-        print(json.dumps(record_of(options.run, records, config, lines, has_model), indent=1))
+        causes = sorted(account.causes(step is not None), key=lambda cause: -cause.gain)
+        shown = {"causes": [dataclasses.asdict(cause) for cause in causes], "lines": head + lines}
+        share = {"seconds": account.total, "training_share": account.training}
+        print(json.dumps({"run": str(options.run), "exit_code": 0} | share | shown, indent=1))
     else:
         print("\n".join(lines))
     return 0
-
-
-def record_of(
-    run: Path, records: list[Record], config: JobConfig | None, lines: list[str], has_model: bool
-) -> dict[str, Any]:
-    """Return the answer for JSON, see docs/jobs.md."""
-    seconds = account_of(records)
-    total = sum(seconds.values())
-    causes = sorted(causes_of(seconds, records, config, has_model), key=lambda cause: -cause.gain)
-    answer = {"run": str(run), "exit_code": 0, "seconds": total, "training_share": seconds.get("train", 0.0) / total}
-    return answer | {"causes": [dataclasses.asdict(cause) for cause in causes], "lines": lines}
 
 
 def job_of_file(path: Path) -> JobConfig | None:
@@ -89,40 +248,6 @@ def job_of_file(path: Path) -> JobConfig | None:
         return load(["--job.config_file", str(path)])
     except ConfigError:
         return None
-
-
-def lines_of(
-    run: Path, records: list[Record], config: JobConfig | None, hardware: Hardware | None = None
-) -> Iterator[str]:
-    """Yield the answer. `hardware`: of the run; None for that of the device that it recorded."""
-    seconds = account_of(records)
-    total = sum(seconds.values())
-    if not total:
-        raise JobError(f"{run}: no account of its time and no times of steps in its metrics; let it log a few steps")
-    training = seconds.get("train", 0.0) / total
-    step, reason = model_of(run, records, hardware)
-    causes = sorted(causes_of(seconds, records, config, step is not None), key=lambda cause: -cause.gain)
-    shares = {CAUSES[cause]: seconds.get(cause, 0.0) / total for cause in ONCE}
-    yield f"{run}: {duration(total)} recorded, {100 * training:.1f} % of it training"
-    for cause in sorted(causes, key=lambda cause: -cause.share):
-        yield f"  {100 * cause.share:5.1f} %  {cause.name}"
-    if step is not None:
-        yield from step_lines(step)
-    first = causes[0] if causes and causes[0].gain >= WORTH_A_CHANGE else None
-    if first is None and sum(shares.values()) >= WORTH_A_CHANGE:
-        yield f"too short to tell what bounds it: {100 * sum(shares.values()):.0f} % of it is spent once in each start"
-    elif first is None:
-        yield f"bound by the steps themselves: no other cause takes {100 * WORTH_A_CHANGE:.0f} % of the time"
-    else:
-        yield f"bound by {first.name}; at most {1 / (1 - min(first.gain, 0.999)):.2f} times as fast without it"
-    changes = sorted([*causes, *(plan_changes(step, training) if step else ())], key=lambda cause: -cause.gain)
-    remedies = dict.fromkeys(cause.remedy for cause in changes if cause.gain >= WORTH_A_CHANGE)  # without repetitions
-    yield from (f"{'then' if index else 'change first'}: {remedy}" for index, remedy in enumerate(remedies))
-    yield from (f"a {cause.remedy}" for cause in causes if not cause.gain and cause.share >= WORTH_A_CHANGE)
-    if reason and config is not None:
-        yield f"unknown: the parts of a step by the planner's model: {reason}"
-    names_profiling = any(look_inside(config) in remedy for remedy in remedies)
-    yield from (f"unknown: {text}" for text in unknowns(records, config, causes, step, names_profiling))
 
 
 def model_of(run: Path, records: list[Record], hardware: Hardware | None) -> tuple[ModelledStep | None, str]:
@@ -158,7 +283,10 @@ def plan_changes(step: ModelledStep, training: float) -> Iterator[Cause]:
     if step.busy_seconds > step.time.high:
         share = training * step.shares()[UNEXPLAINED]
         yield Cause(
-            UNEXPLAINED, share, share, f"to see what takes the unexplained time, {look_inside(step.run.config)}"
+            UNEXPLAINED,
+            share,
+            share,
+            f"to see what takes the unexplained time, {look_inside(step.run.config.profiling)}",
         )
     if not step.time.low <= step.busy_seconds <= step.time.high:
         return
@@ -193,34 +321,6 @@ def account_of(records: list[Record]) -> dict[str, float]:
     return seconds
 
 
-def causes_of(
-    seconds: dict[str, float], records: list[Record], config: JobConfig | None, is_modelled: bool = False
-) -> Iterator[Cause]:
-    """Yield the causes of time besides training, and of time within training as far as the records show it.
-
-    `is_modelled`: the planner's model has the bubble of a pipeline.
-    """
-    total = sum(seconds.values())
-    for cause, spent in seconds.items():
-        if cause != "train" and spent >= 0.001 * total:
-            gain = 0.0 if cause in ONCE else spent / total
-            yield Cause(CAUSES[cause], spent / total, gain, remedy_of(cause, records, config, total, spent))
-    training = seconds.get("train", 0.0) / total
-    times = [row["step_seconds"] - (row.get("data_seconds") or 0.0) for row in steady(records)]
-    if len(times) >= FEW:
-        median = statistics.median(times)
-        slow = [time - median for time in times if time > SLOW * median]
-        if slow:
-            excess = training * sum(slow) / sum(times)
-            count = f"{len(slow)} of {len(times)} logged ones"
-            name = f"slow steps within training: {count} took over {SLOW} times the median"
-            yield Cause(name, excess, excess, "look for other programs on the machine")
-    yield from slow_ranks_of(records, training)
-    if config is not None and config.parallelism.pipeline_parallel_degree > 1 and not is_modelled:
-        with suppress(JobError):  # no such schedule here: see unknowns
-            yield bubble_of(config, training)
-
-
 def steady(records: list[Record]) -> list[Record]:
     """Return the logged windows of steps without a save, a validation or a first step."""
     return [row for row in records if is_finite(row.get("step_seconds")) and "marked" not in row]
@@ -244,96 +344,8 @@ def slow_ranks_of(records: list[Record], training: float) -> Iterator[Cause]:
         yield Cause(f"waiting within training for slow ranks, last named: {names} times", share, share, remedy)
 
 
-def bubble_of(config: JobConfig, training: float) -> Cause:
-    """Return the idle time of the pipeline within training, simulated, and the gain of twice as many microbatches."""
-    options, job = parse_command("schedule", ["--job.config_file", *config.job.config_file])
-    question = resolve_name("torchtitan.commands.schedule:ask")(options, job)  # needs torch
-    share = question.simulated(question.table()).bubble_share
-    larger = dataclasses.replace(question, microbatches=2 * question.microbatches)
-    better = larger.simulated(larger.table()).bubble_share
-    gain = 1 - (1 - share) / (1 - better)
-    count = f"{larger.microbatches} microbatches in place of {question.microbatches}"
-    options_to_change = "training.local_batch_size or parallelism.pipeline_parallel_microbatch_size"
-    remedy = f"{count}, by {options_to_change}; `torchtitan schedule` compares schedules"
-    name = f"{BUBBLE} within training, simulated for {question.name}"
-    return Cause(name, training * share, training * gain, remedy)
-
-
-def remedy_of(cause: str, records: list[Record], config: JobConfig | None, total: float, spent: float) -> str:
-    """Return what to change about the time of a cause (metrics/goodput.py)."""
-    if cause == "data":
-        workers = "" if config is None else f" (now {config.training.dataloader.num_workers})"
-        return f"more training.dataloader.num_workers{workers}, or tokenize once with `torchtitan prepare`"
-    if cause == "save":
-        return save_remedy(records, config, total, spent)
-    if cause in ("restart", "redone"):
-        reasons = sorted({str(record.get("cause")) for record in records if record.get("event") == "restart"})
-        shown = f" ({'; '.join(reasons[:3])})" if reasons else ""
-        return f"remove the reason of the restarts{shown}; a shorter checkpoint.interval loses fewer steps"
-    without_compiling = "; without compile.enable the first step is shorter and the others are longer"
-    compiles = config is not None and config.compile.enable
-    return {
-        "validation": "a longer validation.freq, or fewer validation.samples",
-        "compile": "longer run has a smaller share of its first step" + without_compiling * compiles,
-        "start": "longer run has a smaller share of its start; `torchtitan prepare` tokenizes before it",
-        "end": "longer run has a smaller share of its end, the last save and the exports",
-    }[cause]
-
-
-def look_inside(config: JobConfig | None) -> str:
-    """Return how to see what takes time within a step."""
-    if config is not None and config.profiling.enable_profiling:
-        return f"see the traces in {config.profiling.save_traces_folder} in the run's folder"
+def look_inside(options: Profiling | None) -> str:
+    """Return how to see what takes time within a step of a job with this section [profiling]."""
+    if options is not None and options.enable_profiling:
+        return f"see the traces in {options.save_traces_folder} in the run's folder"
     return "set profiling.enable_profiling for some steps"
-
-
-def save_remedy(records: list[Record], config: JobConfig | None, total: float, spent: float) -> str:
-    """Return what to change about saves: their mode, and in a run of an hour their interval (Young and Daly)."""
-    accounts = [record for record in records if record.get("event") == "goodput"]
-    saves = max(1, len({record["step"] for record in accounts if not record.get("end_seconds")}))  # the others: ends
-    failures = sum(record.get("event") == "restart" for record in records)
-    advice = []
-    if config is None or config.checkpoint.async_mode == "disabled":
-        advice.append('checkpoint.async_mode = "async"')
-    if total >= SHORTEST_ADVISED_SECONDS and failures:
-        best = best_save_interval(total / failures, spent / saves)
-        advice.append(f"a checkpoint.interval of about {duration(best)}, by the {failures} failures of the run")
-    elif total >= SHORTEST_ADVISED_SECONDS:
-        advice.append("a longer checkpoint.interval, as the run did not fail")
-    return "; ".join(advice) or "a longer checkpoint.interval"
-
-
-def unknowns(
-    records: list[Record],
-    config: JobConfig | None,
-    causes: list[Cause],
-    step: ModelledStep | None = None,
-    names_profiling: bool = False,
-) -> Iterator[str]:
-    """Yield the causes that neither the records nor the planner's model tell apart.
-
-    `names_profiling`: a remedy already says how to look inside a step.
-    """
-    remedy = "" if names_profiling else f": {look_inside(config)}"
-    rows = [row for row in steady(records) if is_finite(row.get("mfu_full"))]
-    if rows:
-        mfu = statistics.median(row["mfu_full"] for row in rows)
-        yield f"the parts of the steps that are not at the device's peak (MFU {100 * mfu:.1f} %)"
-    if step is None:
-        yield f"host time, kernels and exposed communication within a step{remedy}"
-    else:
-        yield f"host time and slow kernels within a step, which the model does not have{remedy}"
-    if step is not None and step.hardware.name == "cpu":
-        yield f"whether the CPU is like {step.hardware.title}; `torchtitan bench --hardware FILE` measures it for --gpu"
-    has_pipeline = config is not None and config.parallelism.pipeline_parallel_degree > 1
-    if has_pipeline and step is None and not any(cause.name.startswith(BUBBLE) for cause in causes):
-        yield f"bubble of the pipeline: `torchtitan schedule --job.config_file RUN/{JOB_FILE}` says why"
-    if not any("slowest_ratio" in record for record in records):
-        yield "a rank slower than the others: only data-parallel ranks are timed, unless all blocks are compiled as one"
-    accounts = [record["step"] for record in records if record.get("event") == "goodput"]
-    if accounts and records[-1].get("event") != "goodput":
-        yield f"the time after step {accounts[-1]}: the run logs its account of time at every save and at its end"
-    if not accounts:
-        yield "starts, saves and restarts: the run has neither saved nor ended, and logs its account of time then"
-    if config is None:
-        yield f"the options of the job: no {JOB_FILE} that can be read"

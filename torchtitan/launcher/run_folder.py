@@ -24,6 +24,7 @@ from typing import Any
 
 from torchtitan.checkpoint import folders, layout
 from torchtitan.config.job import JobConfig, as_dict, trackers_of
+from torchtitan.config.sections.run import Checkpoint
 from torchtitan.core.errors import JobError
 from torchtitan.launcher.lock import is_held, is_lock
 from torchtitan.metrics.json_lines import Record
@@ -203,12 +204,11 @@ def find_lost_checkpoints(folder: Path, checkpoints: Path) -> str | None:
     return f"{aside[0]}, moved aside" if aside else None
 
 
-def export_advice(config: JobConfig) -> str:
-    """Return what to do about a run of this job that is complete except for its export."""
-    options = config.checkpoint
+def export_advice(folder: Path, options: Checkpoint) -> str:
+    """Return what to do about a run in this folder that is complete except for its export."""
     if not options.enable or options.load_only:
         return "nothing was saved that could be exported again, as checkpoint.enable is off or load_only is set"
-    command = ["torchtitan", "export", str(Path(config.job.dump_folder)), "--to", "NEW_FOLDER"]
+    command = ["torchtitan", "export", str(folder), "--to", "NEW_FOLDER"]
     command += ["--merge", "--dtype", options.export_dtype] if options.last_save_model_only else []
     command += ["--best"] if options.export_best else []
     return f"everything is saved: run `{shlex.join(command)}`, or start the same job again, which then only exports"
@@ -235,7 +235,7 @@ def empty_folder(config: JobConfig, started_before: int = 0) -> str:
     if started_before:
         return f"{folder} is not emptied ({CLEAN_START}): SLURM has started this job before"
     try:
-        return _empty(config, folder)
+        return _RunFolder(folder, config).empty()
     except OSError as error:
         raise JobError(
             f"{CLEAN_START}: given {config.job.clean_start}, but {error.filename or folder} cannot be read or deleted "
@@ -244,53 +244,82 @@ def empty_folder(config: JobConfig, started_before: int = 0) -> str:
         ) from None
 
 
-def _empty(config: JobConfig, folder: Path) -> str:
-    config, job_file = _without_imported_file(config, folder)
-    entries = [entry for entry in os.scandir(folder) if not is_lock(entry.name) and entry.name != job_file]
-    if not entries:
+@dataclasses.dataclass
+class _RunFolder:
+    """An existing folder, and the job that a new run in it will have."""
+
+    folder: Path
+    config: JobConfig
+
+    def empty(self) -> str:
+        """Delete what a run has left, and return a message. Raises `OSError` if that cannot be read or deleted."""
+        job_file = self._imported_file()
+        entries = [entry for entry in os.scandir(self.folder) if not is_lock(entry.name) and entry.name != job_file]
+        if not entries:
+            return ""
+        if reason := self._reason_not_to(job_file):
+            allowed, value = "a folder that one run has made, and nothing else is in", self.config.job.clean_start
+            raise JobError(f"{CLEAN_START}: given {value} with {self.folder}; allowed: {allowed}; {reason}")
+        for entry in sorted(entries, key=lambda entry: entry.name == STARTS_FOLDER):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
+        return f"{self.folder} is emptied of what an earlier run has left ({CLEAN_START}), {len(entries)} entries"
+
+    def _imported_file(self) -> str:
+        """Return the name of the job file of `torchtitan import --run` if the job is read from it here, else ""."""
+        files = map(_location, self.config.job.config_file)
+        return IMPORTED_JOB_FILE if self.folder.resolve() / IMPORTED_JOB_FILE in files else ""
+
+    def _reason_not_to(self, job_file: str) -> str:
+        """Return why the folder must not be emptied, or "". `job_file`: the name of a file in it that stays."""
+        folder = self.folder
+        if folder.is_symlink():
+            return f"it is a link to {os.readlink(folder)}: name the folder itself"
+        resolved = folder.resolve()
+        if resolved == resolved.parent:
+            return "it is the root of all files"
+        if Path.home().resolve().is_relative_to(resolved):
+            return "a home lies in it"
+        if Path.cwd().is_relative_to(resolved):
+            return "it is the folder that this was started in, or holds it"
+        if inside := next(self._inputs(resolved, resolved / job_file), None):
+            return f"the job reads {inside}, which lies in it: move that, or name another job.dump_folder"
+        if not is_run_folder(resolved):
+            return f"no run has left its {STARTS_FOLDER} in it: empty it yourself, or name another job.dump_folder"
+        if protected := next(_protected_entries(resolved, self.config.job.clean_start == "always"), ""):
+            return protected
+        if foreign := next(self._foreign(resolved), None):
+            return f"{foreign} is nothing that a run of this job makes: move it, or name another job.dump_folder"
         return ""
-    if reason := reason_not_to_empty(config, folder):
-        allowed = "a folder that one run has made, and nothing else is in"
-        raise JobError(f"{CLEAN_START}: given {config.job.clean_start} with {folder}; allowed: {allowed}; {reason}")
-    for entry in sorted(entries, key=lambda entry: entry.name == STARTS_FOLDER):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
-        else:
-            os.unlink(entry.path)
-    return f"{folder} is emptied of what an earlier run has left ({CLEAN_START}), {len(entries)} entries"
+
+    def _inputs(self, root: Path, job_file: Path) -> Iterator[str]:
+        """Yield what the job reads from the folder, except `job_file`."""
+        files = [file for file in self.config.job.config_file if _location(file) != job_file]
+        options = as_dict(self.config)
+        return _inputs_inside(options | {"job": options["job"] | {"config_file": files}}, root)
+
+    def _foreign(self, root: Path) -> Iterator[Path]:
+        """Yield the paths at the top level, or in a folder of tokenized data, that no run of this job writes."""
+        config = self.config
+        cache = Path(config.data.cache_dir or root / "data").resolve()
+        options = [config.checkpoint.folder, config.metrics.save_tb_folder]
+        options += [config.profiling.save_traces_folder, config.profiling.save_memory_snapshot_folder]
+        allowed = {os.path.normpath(folder).split(os.sep)[0] for folder in options}
+        allowed |= entries_of(trackers_of(config.metrics).values())
+        if root in cache.parents:
+            allowed.add(cache.relative_to(root).parts[0])
+        for path in sorted(root.iterdir()):
+            if path.name not in allowed and not is_lock(path.name) and not is_name_of_any_run(path.name):
+                yield path
+        if root in cache.parents and cache.is_dir():
+            yield from (path for path in sorted(cache.iterdir()) if not _TOKENIZED.fullmatch(path.name))
 
 
-def _without_imported_file(config: JobConfig, folder: Path) -> tuple[JobConfig, str]:
-    """Return the job without the config file of `torchtitan import --run` in this folder, and that file's name; the job
-    as is and "" if it has none.
-    """
-    imported_file = folder.resolve() / IMPORTED_JOB_FILE
-    files = [file for file in config.job.config_file if Path(file).parent.resolve() / Path(file).name != imported_file]
-    if files == config.job.config_file:
-        return config, ""
-    return dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=files)), IMPORTED_JOB_FILE
-
-
-def reason_not_to_empty(config: JobConfig, folder: Path) -> str:
-    """Return why an existing folder must not be emptied, or "". Raises `OSError` if the folder cannot be read."""
-    if folder.is_symlink():
-        return f"it is a link to {os.readlink(folder)}: name the folder itself"
-    resolved = folder.resolve()
-    if resolved == resolved.parent:
-        return "it is the root of all files"
-    if Path.home().resolve().is_relative_to(resolved):
-        return "a home lies in it"
-    if Path.cwd().is_relative_to(resolved):
-        return "it is the folder that this was started in, or holds it"
-    if inside := next(_inputs_inside(as_dict(config), resolved), None):
-        return f"the job reads {inside}, which lies in it: move that, or name another job.dump_folder"
-    if not is_run_folder(resolved):
-        return f"no run has left its {STARTS_FOLDER} in it: empty it yourself, or name another job.dump_folder"
-    if protected := next(_protected_entries(resolved, config.job.clean_start == "always"), ""):
-        return protected
-    if foreign := next(_foreign(config, resolved), None):
-        return f"{foreign} is nothing that a run of this job makes: move it, or name another job.dump_folder"
-    return ""
+def _location(file: str) -> Path:
+    """Return the absolute path of a file. Links to folders are followed, and a link to the file is not."""
+    return Path(file).parent.resolve() / Path(file).name
 
 
 def _protected_entries(root: Path, delete_all: bool) -> Iterator[str]:
@@ -315,23 +344,6 @@ def _protected_entries(root: Path, delete_all: bool) -> Iterator[str]:
 
 def _raise(error: OSError) -> None:
     raise error
-
-
-def _foreign(config: JobConfig, root: Path) -> Iterator[Path]:
-    """Yield the paths at the top level, or in a folder of tokenized data, that no run of this job writes."""
-    cache = Path(config.data.cache_dir or root / "data").resolve()
-    options = [config.checkpoint.folder, config.metrics.save_tb_folder]
-    options += [config.profiling.save_traces_folder, config.profiling.save_memory_snapshot_folder]
-    allowed = {os.path.normpath(folder).split(os.sep)[0] for folder in options} | entries_of(
-        trackers_of(config.metrics).values()
-    )
-    if root in cache.parents:
-        allowed.add(cache.relative_to(root).parts[0])
-    for path in sorted(root.iterdir()):
-        if path.name not in allowed and not is_lock(path.name) and not is_name_of_any_run(path.name):
-            yield path
-    if root in cache.parents and cache.is_dir():
-        yield from (path for path in sorted(cache.iterdir()) if not _TOKENIZED.fullmatch(path.name))
 
 
 def _inputs_inside(value: Any, folder: Path, name: str = "") -> Iterator[str]:

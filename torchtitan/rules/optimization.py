@@ -172,7 +172,11 @@ def recompute_and_compile(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("compile.enable", "true only with a C++ compiler, which inductor needs on a CPU", remedy)
     if compiled.enable and compiled.scope == "model" and config.training.enable_cpu_offload:
         yield facts.fault("compile.scope", '"block" with training.enable_cpu_offload', 'write "block"')
-    if compiled.enable and compiled.scope == "model" and (shards := layout.shards) > 1:
+
+
+def sharded_model_is_compiled_by_block(facts: Facts) -> Iterator[Fault]:
+    compiled = facts.config.compile
+    if compiled.enable and compiled.scope == "model" and (shards := facts.layout.shards) > 1:
         allowed = f'"block" if parameters are sharded (here over {shards} ranks)'
         remedy = 'write "block", or parallelism.data_parallel_shard_degree = 1 with replicas'
         yield facts.fault("compile.scope", allowed, remedy)
@@ -312,5 +316,6 @@ RULES: tuple[Rule, ...] = (
     precision,
     float8,
     recompute_and_compile,
+    sharded_model_is_compiled_by_block,
 )
 WITHOUT_EFFECT: tuple[Rule, ...] = ()

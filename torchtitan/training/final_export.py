@@ -57,7 +57,7 @@ class Exports:
                 raise
             by_user = isinstance(error, JobError | OSError)
             reason = str(error) if by_user else f"{type(error).__name__}: {error}"
-            remedy = run_folder.export_advice(self.config)
+            remedy = run_folder.export_advice(self.folder, self.config.checkpoint)
             message = f"training is complete (step {step}), but the export failed: {reason}; {remedy}"
             raise ExportError(message) from error
 
