@@ -22,6 +22,7 @@ from torchtitan.assembly import parts
 from torchtitan.config.manager import load
 from torchtitan.core.initialization import initialize
 from torchtitan.core.tensor_storage import draw_stores
+from torchtitan.job import ResolvedJob
 from torchtitan.optimizers.build import build_optimizers
 
 TOKENS = 256
@@ -36,7 +37,7 @@ SHARED = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 def build_model(kind: str, rank: int, arguments: Sequence[str] = ()) -> tuple[nn.Module, Adapter | None]:
     """Build the debug model under an adapter, with initial weights; `kind` none is full training."""
     argv = ["--model.tokenizer_path=bytes", *SIZES, f"--adapter.kind={kind}", *arguments]
-    model, _, adapter = parts.adapted_model(load(argv + [f"--adapter.rank={rank}"] * (kind != "none")))
+    model, _, adapter = parts.adapted_model(ResolvedJob(load(argv + [f"--adapter.rank={rank}"] * (kind != "none"))))
     model.to_empty(device="cpu")
     initialize(model, 0, model.init_rule)
     draw_stores(model, 0, model.init_rule)
@@ -60,8 +61,8 @@ def build_step(kind: str, rank: int, samples: int, arguments: Sequence[str] = ()
 def flops_ratio(rank: int, arguments: Sequence[str] = ()) -> float:
     """Return the FLOPs of a LoRA step relative to a full step, attention included: the lower bound of its time."""
     config = load(["--model.tokenizer_path=bytes", *SIZES])
-    args, (_, adapter) = parts.model_args(config), build_model("lora", rank, arguments)
-    plain = parts.model_spec(config).flops_per_token(args, TOKENS)
+    args, (_, adapter) = ResolvedJob(config).model.args, build_model("lora", rank, arguments)
+    plain = parts.model_spec(ResolvedJob(config).model).flops_per_token(args, TOKENS)
     return adapter.flops_per_token(plain, args.num_matmul_parameters, TOKENS).causal / plain.causal
 
 

@@ -44,6 +44,7 @@ from torchtitan.datasets import open_source
 from torchtitan.datasets.preparing import prepare
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.job import ResolvedJob
 from torchtitan.launcher.lock import hold_lock, this_process
 from torchtitan.launcher.multi_node import Coordinator
 from torchtitan.launcher.processes import SignalQueue
@@ -234,7 +235,7 @@ def measure_generation(folder: Path, options: argparse.Namespace) -> Rows:
     lengths, more = ((256, 1024, 4096), 64) if not options.quick else ((8, 16), 4)
     shape = "{dim = 512, n_layers = 8, n_heads = 8}" if not options.quick else overrides(options)
     trainer = trainer_of(folder, model__overrides=shape)
-    model, args = trainer.model.parts[0].eval(), parts.model_args(trainer.config)
+    model, args = trainer.model.parts[0].eval(), ResolvedJob(trainer.config).model.args
     tokenizer, reader = build_tokenizer("bytes"), CachedDecoder(model)
     peak, speed, table = matmul_gflops(), reading_speed(model), []
     for length in lengths:
@@ -248,7 +249,7 @@ def measure_generation(folder: Path, options: argparse.Namespace) -> Rows:
             count = sum(1 for _ in tokens)
             prompt_speeds.append(length / (first - started))
             decode_speeds.append(count / (time.perf_counter() - first))
-        forward = parts.model_spec(trainer.config).flops_per_token(args, length).causal / 3
+        forward = parts.model_spec(ResolvedJob(trainer.config).model).flops_per_token(args, length).causal / 3
         bytes_per_token = 4 * (args.num_matmul_parameters + 2 * args.n_layers * args.dim * (length + more / 2))
         table.append(
             {"prompt": length, "read_bound": peak * 1e9 / forward, "written_bound": speed / bytes_per_token}

@@ -39,11 +39,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchtitan.assembly import data, parts
+from torchtitan.assembly import parts
+from torchtitan.assembly.data import JobDatasets
 from torchtitan.config import manager
 from torchtitan.datasets.loader import LoaderOptions, WeightedSource, build_loader
 from torchtitan.datasets.token_shards import ShardWriter, TokenShards
 from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.job import ResolvedJob
 from torchtitan.metrics.json_lines import read_records
 from torchtitan.process.ranks import Ranks
 from torchtitan.training.trainer import Trainer
@@ -97,11 +99,11 @@ class BareLoop:
 
     def __init__(self, folder: Path):
         config = manager.load(arguments(folder))
-        plan = parts.dims(config, 1)
-        (self.model,) = parts.model(config, plan.build_mesh("cpu"), plan, torch.device("cpu")).parts
+        plan = ResolvedJob(config).layout.dims
+        (self.model,) = parts.model(ResolvedJob(config), plan.build_mesh("cpu"), torch.device("cpu")).parts
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=8e-4, weight_decay=0.1, fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
-        self.batches = iter(data.training_loader(config, parts.tokenizer(config), 0, plan))
+        self.batches = iter(JobDatasets(ResolvedJob(config)).training_loader(ResolvedJob(config).tokenizer(), 0))
 
     def step(self) -> None:
         batch = next(self.batches)

@@ -26,7 +26,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from torchtitan.assembly import data, parts  # noqa: E402
+from torchtitan.assembly import parts  # noqa: E402
+from torchtitan.assembly.data import JobDatasets  # noqa: E402
 from torchtitan.commands.evaluate import of_documents  # noqa: E402
 from torchtitan.commands.generate import find_checkpoint  # noqa: E402
 from torchtitan.config.sections.adapter import Adapter  # noqa: E402
@@ -105,12 +106,12 @@ def hit_rates(model: Any, plan: Any, batches: Iterable[dict[str, torch.Tensor]],
 
 def probe(run: Path, topk: int, compressions: Iterable[int], samples: int) -> list[dict]:
     """Measure hit rates of a run's newest checkpoint on its validation documents."""
-    config, checkpoint = find_checkpoint(run, None, [])
-    config = of_documents(config)
-    model, _ = inference_model.load_model(config, checkpoint, torch.device("cpu"))
-    seq_len, rows = data.seq_len_of(config, "validation"), config.validation.local_batch_size
-    documents = data.documents(config, "validation")
-    plan, rates = parts.model_spec(config).plan, []
+    job, checkpoint = find_checkpoint(run, None, [])
+    job = of_documents(job)
+    model, _ = inference_model.load_model(job, checkpoint, torch.device("cpu"))
+    seq_len, rows = job.data.seq_len("validation"), job.config.validation.local_batch_size
+    documents = JobDatasets(job).documents("validation")
+    plan, rates = parts.model_spec(job.model).plan, []
     for r in compressions:
         batches = HeldOutSegments(documents, 0, seq_len=seq_len, rows=rows, rank=0, ranks=1)
         rates += hit_rates(model, plan, islice(batches, max(1, samples // rows)), topk, r)

@@ -14,8 +14,7 @@ from tests.support.pool import run_ranks
 from tests.test_preferences import BYTES, dpo_arguments, validation_losses, write_pairs
 from tests.test_seq_cls import DEEPER, ROBERTA, TWO_CLASSES, validations
 from tests.test_seq_cls import job_arguments as class_arguments
-from torchtitan.assembly import data, parts
-from torchtitan.config.batch_shape import is_packed
+from torchtitan.assembly.data import JobDatasets
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.position import check_same_data
@@ -69,9 +68,9 @@ def test_batches_are_as_long_as_their_longest_sample_needs(tmp_path, kind):
         config = dataclasses.replace(config, training=dataclasses.replace(config.training, epochs=1))
     else:
         config, vocabulary = load(class_arguments(tmp_path, "gpt2", training__epochs=1)), build_tokenizer("debug")
-    plan = parts.dims(config, 1)
-    for make in (data.training_loader, data.validation_loader):
-        widths = list(lengths(make(config, vocabulary, 0, plan)))
+    datasets = JobDatasets(ResolvedJob(config))
+    for make in (datasets.training_loader, datasets.validation_loader):
+        widths = list(lengths(make(vocabulary, 0)))
         assert all(width == -(-longest // 8) * 8 for width, longest in widths)
         assert max(width for width, _ in widths) < config.training.seq_len and len(widths) > 1
 
@@ -141,7 +140,7 @@ TOLD = {
 def test_the_log_has_the_share_of_padding_and_a_remedy(tmp_path, caplog, options):
     caplog.set_level(logging.INFO)
     config = load([*dpo_arguments(tmp_path, write_pairs(tmp_path / "rows.jsonl"), training__seq_len=40), *options])
-    data.with_steps(config, parts.dims(config, 2 if PP + "2" in options else 1))
+    JobDatasets(ResolvedJob(config, 2 if PP + "2" in options else 1)).last_step()
     (line,) = (record.getMessage() for record in caplog.records if record.getMessage().startswith("samples"))
     assert TOLD[options] in line
 
@@ -150,17 +149,19 @@ def test_the_share_of_padding_is_counted(tmp_path):
     """Each row reads seq_len + 1 tokens; the last one is only a label."""
     config = load([*dpo_arguments(tmp_path, write_pairs(tmp_path / "rows.jsonl")), "--data.pad_to=seq_len"])
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, epochs=1))
-    sources = [entry.source for entry in data.data_sources(config, "training")]
-    batches = list(data.training_loader(config, BYTES, 0, parts.dims(config, 1)))
+    sources = [entry.source for entry in JobDatasets(ResolvedJob(config)).open("training")]
+    batches = list(JobDatasets(ResolvedJob(config)).training_loader(BYTES, 0))
     real = sum(int((d == d[:, :1]).sum()) for d in (batch["document_ids"] for batch in batches))
     share = 1 - real / (64 * 25)
-    assert f"{100 * share:.1f} % of the tokens are padding" in data.describe_samples(config, sources)
+    assert f"{100 * share:.1f} % of the tokens are padding" in JobDatasets(ResolvedJob(config)).describe_samples(
+        sources
+    )
 
 
 def test_a_batch_of_classes_has_as_many_records_as_its_size_says(tmp_path):
     config = load(class_arguments(tmp_path, "roberta"))
-    assert not is_packed(config)
-    batch = next(iter(data.training_loader(config, build_tokenizer("debug"), 0, parts.dims(config, 1))))
+    assert not ResolvedJob(config).data.is_packed
+    batch = next(iter(JobDatasets(ResolvedJob(config)).training_loader(build_tokenizer("debug"), 0)))
     assert int((batch["labels"] != -100).sum()) == 96
 
 

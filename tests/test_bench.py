@@ -12,8 +12,8 @@ from scripts import learn_made_task
 from scripts.bench_timing import WARM_UP, Goal, Guest, Turns, order, row, seconds_to_first_step, steps, take_turns
 from tests.support.jobs import ROOT
 from tests.support.pool import run_script
-from torchtitan.assembly import parts
 from torchtitan.config.manager import load
+from torchtitan.job import ResolvedJob
 from torchtitan.rules import check
 
 
@@ -278,7 +278,7 @@ def test_the_moe_benchmark_has_the_sizes_of_torchtitans_debug_model(monkeypatch,
     monkeypatch.syspath_prepend(ROOT / "scripts")
     monkeypatch.chdir(ROOT)
     bench_debug = importlib.import_module("bench_debug")
-    args = parts.model_args(load(bench_debug.job_of_plan("MoE, EP 2", bench_debug.SIZES, tmp_path, 5)[1]))
+    args = ResolvedJob(load(bench_debug.job_of_plan("MoE, EP 2", bench_debug.SIZES, tmp_path, 5)[1])).model.args
     assert (args.dim, args.n_layers, args.n_dense_layers, args.n_heads, args.vocab_size) == (256, 6, 1, 16, 2048)
     latent = (args.kv_lora_rank, args.qk_nope_head_dim, args.qk_rope_head_dim, args.v_head_dim)
     assert latent == (512, 128, 64, 128)

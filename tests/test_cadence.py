@@ -9,11 +9,11 @@ from tests.support import jobs, judged
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from tests.test_sft import sft_arguments, train_and_stop_after, write_rows
-from torchtitan.assembly.parts import cadence, lr_schedule
 from torchtitan.config import manager
 from torchtitan.config.manager import ConfigError, to_toml
 from torchtitan.core.cadence import steps_of
 from torchtitan.core.errors import JobError
+from torchtitan.job import ResolvedJob
 
 anywhere = judged.anywhere
 
@@ -99,14 +99,14 @@ def test_intervals_without_a_meaning_in_the_run_are_faults():
 def test_a_share_of_warmup_counts_the_steps_of_the_schedule(tmp_path):
     for value, steps in (("0.07", 7), ("0", 0), ("12", 12)):
         job = manager.load([f"--lr_scheduler.warmup_steps={value}", "--training.steps=100"])
-        assert lr_schedule(job).warmup == steps
+        assert ResolvedJob(job).schedule.learning_rate().warmup == steps
     longer = ["--lr_scheduler.warmup_steps=0.07", "--training.steps=50", "--lr_scheduler.total_steps=100"]
-    assert lr_schedule(manager.load(longer)).warmup == 7
+    assert ResolvedJob(manager.load(longer)).schedule.learning_rate().warmup == 7
     job = manager.load([*longer, "--validation.freq=0.05", "--checkpoint.interval=0.1", "--metrics.log_freq=3"])
-    assert cadence(job) == (3, 3, 5)
+    assert ResolvedJob(job).schedule.cadence == (3, 3, 5)
     (tmp_path / "kept.toml").write_text(to_toml(job))  # as written by the user, so that a resume converts it again
     assert "freq = 0.05\n" in to_toml(job)
-    assert cadence(manager.load([f"--job.config_file={tmp_path}/kept.toml"])) == (3, 3, 5)
+    assert ResolvedJob(manager.load([f"--job.config_file={tmp_path}/kept.toml"])).schedule.cadence == (3, 3, 5)
 
 
 def test_a_run_by_epochs_keeps_its_cadence_over_a_resume(tmp_path):

@@ -26,6 +26,7 @@ from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokenizer.chat_templates import NAMED
+from torchtitan.job import ResolvedJob
 from torchtitan.training import inference_model
 
 TURNS = [("system", "Be brief"), ("user", "Hi <|eot_id|>"), ("assistant", "Ho"), ("user", "And?"), ("assistant", "Bye")]
@@ -128,7 +129,8 @@ def test_bad_options_are_refused(capsys):
 
 def fake_checkpoint(monkeypatch, *arguments):
     """Let chat find a job with these arguments, without weights."""
-    job_and_checkpoint = manager.load([*arguments, "--model.tokenizer_path=bytes"]), Path("checkpoint")
+    config = manager.load([*arguments, "--model.tokenizer_path=bytes"])
+    job_and_checkpoint = ResolvedJob(config), Path("checkpoint")
     monkeypatch.setattr("torchtitan.commands.generate.find_checkpoint", lambda *_: job_and_checkpoint)
 
 
@@ -212,7 +214,9 @@ def test_a_made_task_is_learned_and_answered(tmp_path, capsys, monkeypatch):
     assert share_answered(tmp_path / "run", capsys, monkeypatch) >= 0.9
     # without a template, records of messages give no format to ask in
     with pytest.raises(JobError, match="no questions that could be asked; give --format prompt_completion or alpaca"):
-        chat.form_of(manager.load(jobs.arguments(tmp_path, tmp_path / "rows.jsonl")), build_tokenizer("bytes"))
+        chat.form_of(
+            ResolvedJob(manager.load(jobs.arguments(tmp_path, tmp_path / "rows.jsonl"))).data, build_tokenizer("bytes")
+        )
 
 
 def test_the_chat_format_follows_the_records_of_the_job(tmp_path):
@@ -222,16 +226,16 @@ def test_the_chat_format_follows_the_records_of_the_job(tmp_path):
     bare = build_tokenizer("bytes")
     templated = build_tokenizer("bytes", "alpaca")
     # instruction records have their own prompt format, so a chat template does not matter
-    assert chat.form_of(config, bare) == chat.form_of(config, templated) == "alpaca"
+    assert chat.form_of(ResolvedJob(config).data, bare) == chat.form_of(ResolvedJob(config).data, templated) == "alpaca"
     model = Echo()
     assert "".join(chat.Talk(model, bare, "alpaca", 300, options()).answer("Why?")) == "bcd"
     ids, trained = encode(bare, RecordReader().document({"instruction": "Why?", "output": "b"}, "", ""))
     assert model.inputs[0] == ids[~trained].tolist()
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
-    assert chat.form_of(config, templated) == "chat"
+    assert chat.form_of(ResolvedJob(config).data, templated) == "chat"
     rows.write_text("{")
-    assert chat.form_of(config, templated) == "chat"
+    assert chat.form_of(ResolvedJob(config).data, templated) == "chat"
     rows.unlink()
-    assert chat.form_of(config, templated) == "chat"
+    assert chat.form_of(ResolvedJob(config).data, templated) == "chat"
     with pytest.raises(JobError, match="the data that would tell a form are gone: .*rows.jsonl: no such file"):
-        chat.form_of(config, bare)
+        chat.form_of(ResolvedJob(config).data, bare)

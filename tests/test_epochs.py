@@ -16,9 +16,7 @@ from tests.support.pool import run_ranks
 from tests.test_loader import TOKENIZER, global_samples, interleave, loader, rows
 from tests.test_mixing import toml
 from tests.test_records import make_shards, records, write
-from torchtitan.assembly import data as assembly_data
-from torchtitan.assembly import parts
-from torchtitan.assembly.data import last_step_of_data
+from torchtitan.assembly.data import JobDatasets
 from torchtitan.commands import check, preview
 from torchtitan.config import manager
 from torchtitan.config.manager import load
@@ -219,7 +217,7 @@ def test_check_and_preview_state_the_last_step(data, tmp_path, capsys):
     assert check.main(text) == 0
     shown = capsys.readouterr().out
     assert "counted when the data have been tokenized, at the start, 2 epochs" in shown and "schedule" not in shown
-    config = assembly_data.with_steps(manager.load(text), parts.dims(manager.load(text), 1))
+    config = jobs.with_end(manager.load(text))
     assert config.training.steps == steps
     assert preview.main(text) == 0
     of_text = capsys.readouterr().out.splitlines()[1:]
@@ -234,10 +232,10 @@ def test_remaining_steps_follow_from_the_samples_read(data):
     options = ["--model.tokenizer_path=bytes", "--training.seq_len=16", "--training.epochs=2"]
     shards = ["--training.dataset=tokens", f"--training.dataset_path={data['a']}", "--training.local_batch_size=4"]
     config = manager.load([*options, *shards])
-    plan, total = parts.dims(config, 1), 2 * count_samples(data["a"])
+    total = 2 * count_samples(data["a"])
     for samples_read, step in ((0, 0), (12, 3), (10, 5), (total - 1, 9), (total, 9)):
         remaining = int(np.ceil((total - samples_read) / 4))
-        assert assembly_data.with_steps(config, plan, samples_read, step).training.steps == step + remaining
+        assert jobs.with_end(config, 1, samples_read, step).training.steps == step + remaining
 
 
 def test_weights_and_too_few_tokens_are_refused_with_epochs(data, tmp_path):
@@ -248,7 +246,7 @@ def test_weights_and_too_few_tokens_are_refused_with_epochs(data, tmp_path):
     short = write(tmp_path / "short.jsonl", ["few words"])
     argv = jobs.arguments(tmp_path / "out", short, training__epochs=1)
     with pytest.raises(DataError, match="11 tokens are too few for one sample; at least 33 are needed"):
-        assembly_data.with_steps(manager.load(argv), parts.dims(manager.load(argv), 1))
+        jobs.with_end(manager.load(argv))
 
 
 # A budget of tokens
@@ -311,14 +309,13 @@ def test_t_max_is_converted_from_its_unit(data, arguments, length):
     options = ["--model.tokenizer_path=bytes", "--training.seq_len=16", "--training.local_batch_size=4"]
     options += ["--training.dataset=tokens", f"--training.dataset_path={data['a']}", "--lr_scheduler.decay_type=cosine"]
     config = manager.load([*options, *arguments])
-    plan = parts.dims(config, 1)
-    config = assembly_data.with_steps(config, plan)
-    schedule = parts.lr_schedule(config)
+    config = jobs.with_end(config)
+    schedule = ResolvedJob(config).schedule.learning_rate()
     total = int(np.ceil(length(config.training.steps)))
     assert schedule.total_steps == total == Facts(ResolvedJob(config)).learning_rate.total_steps
     facts = Facts(ResolvedJob(config))
     vars(facts.schedule)["start"] = 5  # a warm start counts its steps from 5; an epoch stays as long
-    assert parts.lr_schedule(config, start=5).total_steps == total == facts.learning_rate.total_steps
+    assert ResolvedJob(config).schedule.learning_rate(start=5).total_steps == total == facts.learning_rate.total_steps
     assert schedule.multiplier(total - 2) > schedule.multiplier(total - 1) == 0.1 == schedule.multiplier(2 * total)
 
 
@@ -387,7 +384,7 @@ def texts_and_steps(tmp_path):
         return [argument for argument in arguments if "training.steps" not in argument]
 
     config = load([*options(tmp_path / "counted"), "--training.epochs=2"])
-    return options, last_step_of_data(config, parts.dims(config, 1))
+    return options, JobDatasets(ResolvedJob(config)).last_step()
 
 
 def test_options_in_epochs_keep_their_length_where_training_steps_ends_the_run():

@@ -13,13 +13,12 @@ from tests.support.jobs import arguments, train, write_texts
 from tests.support.pool import run_ranks
 from torchtitan import cli
 from torchtitan.adapters import spec_of
-from torchtitan.assembly import data as assembly_data
-from torchtitan.assembly import parts
-from torchtitan.assembly.parts import dims
+from torchtitan.assembly.data import JobDatasets
 from torchtitan.commands.generate import find_job
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
+from torchtitan.job import ResolvedJob
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import HF, Llama
 
@@ -106,7 +105,7 @@ def split_arguments(home, kind="sft"):
 def test_a_split_evaluates_the_held_out_documents_of_the_run(home, tmp_path, capsys):
     results, _ = evaluate(capsys, tmp_path, home / "model", *split_arguments(home))
     config, tokenizer = manager.load([*split_arguments(home), f"--data.cache_dir={tmp_path}"]), ByteTokenizer()
-    validated = list(assembly_data.validation_loader(config, tokenizer, 0, dims(config, 1)))
+    validated = list(JobDatasets(ResolvedJob(config)).validation_loader(tokenizer, 0))
     texts = [tokenizer.decode(row.tolist()) for batch in validated for row in batch["tokens"]]
     assert results["documents"] == 2 and results["bytes"] == sum(map(len, texts))
     # documents of an explicit path are all evaluated
@@ -152,14 +151,14 @@ def test_caches_smaller_than_a_segment_are_refused(lookup, sizes, seq_len, messa
     cache = [f"--adapter.neurocache.lookup={lookup}", "--adapter.neurocache.cache_size=1024"]
     config = manager.load(["--adapter.kind=neurocache", *cache])
     with nullcontext() if message is None else pytest.raises(JobError, match=message):
-        spec_of(config.adapter).check_evaluation(config.adapter, parts.model_args(config), sizes, seq_len)
+        spec_of(config.adapter).check_evaluation(config.adapter, ResolvedJob(config).model.args, sizes, seq_len)
 
 
 def test_a_context_that_is_longer_than_the_cache_is_refused(tmp_path):
     """Every command that loads a run's job refuses it."""
     cache = 'kind = "neurocache"\nneurocache = {cache_size = 64}'
     (tmp_path / "config.toml").write_text(f'[model]\ntokenizer_path = "bytes"\n[adapter]\n{cache}\n')
-    assert find_job(tmp_path, ["--training.seq_len=64"]).training.seq_len == 64
+    assert find_job(tmp_path, ["--training.seq_len=64"]).config.training.seq_len == 64
     with pytest.raises(JobError, match="cache_size: given 64; allowed: at least 65, a segment's tokens"):
         find_job(tmp_path, ["--training.seq_len=65"])
 

@@ -20,9 +20,9 @@ from torchtitan.assembly import parts
 from torchtitan.commands.export import Answer, choose_alike, compared, held_out
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.config import manager
-from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
+from torchtitan.job import ResolvedJob
 from torchtitan.models.spec import MODELS
 from torchtitan.training import inference_model
 
@@ -39,7 +39,7 @@ def write_base(folder, name, layers=2):
     """Write a Hugging Face folder with initial weights; return the options of a job that starts from it."""
     options = dict(model__name=name, model__overrides=f"{{{SIZES.format(layers)}}}")
     config = manager.load(arguments(folder, folder, **options))
-    model = parts.meta_model(config).to_empty(device="cpu")
+    model = parts.meta_model(ResolvedJob(config)).to_empty(device="cpu")
     initialize(model, 0, model.init_rule)
     MODELS[name].hf.save_hf(folder, model.state_dict(), model.args)
     return options | dict(checkpoint__initial_load_path=folder, checkpoint__initial_load_in_hf=True)
@@ -103,8 +103,8 @@ def test_the_command_merges_and_verifies(tmp_path, texts, bases, name, ranks, op
     merged, with_adapter = logits_of(tmp_path / "whole"), logits_of(published, tmp_path / "adapter")
     torch.testing.assert_close(merged, with_adapter, rtol=1e-5, atol=1e-5)
     assert (merged - logits_of(published)).abs().max() > 1e-2, "training must have changed the adapter"
-    config, step_folder = find_checkpoint(run, None)
-    model, _ = inference_model.load_model(config, step_folder, torch.device("cpu"))
+    job, step_folder = find_checkpoint(run, None)
+    model, _ = inference_model.load_model(job, step_folder, torch.device("cpu"))
     off = (model(TOKENS) - merged).abs().max() / merged.abs().max()
     assert off < 1e-5 if into == "weights" else 1e-4 < off < 0.1, "the run used the packed weights"
 
@@ -155,11 +155,11 @@ def test_data_without_labels_cannot_verify_an_export(tmp_path, texts, bases, mon
         def close(self):
             pass
 
-    monkeypatch.setattr("torchtitan.commands.export.data.training_loader", lambda *_: Loader(batches))
+    monkeypatch.setattr("torchtitan.commands.export.JobDatasets.training_loader", lambda *_: Loader(batches))
     with pytest.raises(JobError, match="no label to verify the export on; give a job with other data by --config"):
         held_out(find_checkpoint(run, None)[0])
     batches.append({"tokens": torch.arange(4)[None], "labels": torch.tensor([[-100, 2, 3, -100]])})
-    monkeypatch.setattr("torchtitan.commands.export.data.training_loader", lambda *_: Loader(batches))
+    monkeypatch.setattr("torchtitan.commands.export.JobDatasets.training_loader", lambda *_: Loader(batches))
     tokens, labels = held_out(find_checkpoint(run, None)[0])
     assert tokens.tolist() == [[0, 1, 2]] and labels.tolist() == [[-100, 2, 3]]
 
@@ -190,11 +190,11 @@ def test_lora_only_models_are_exported_as_plain_ones(tmp_path, texts):
     uninterrupted = run_ranks(2, train, argv)[0][1]
     assert run_ranks(2, train, [*argv, "--checkpoint.load_step=2"])[0][1] == uninterrupted
     assert export(tmp_path / "run", tmp_path / "whole", "--merge", "--dtype=float32") == 0
-    config, step_folder = find_checkpoint(tmp_path / "run", None)
-    model, _ = inference_model.load_model(config, step_folder, torch.device("cpu"))
+    job, step_folder = find_checkpoint(tmp_path / "run", None)
+    model, _ = inference_model.load_model(job, step_folder, torch.device("cpu"))
     torch.testing.assert_close(logits_of(tmp_path / "whole"), model(TOKENS), rtol=1e-5, atol=1e-5)
-    loaded = parts.meta_model(config).to_empty(device="cpu")
-    MODELS["llama3"].hf.load_hf(tmp_path / "whole", loaded, parts.model_args(config))
+    loaded = parts.meta_model(job).to_empty(device="cpu")
+    MODELS["llama3"].hf.load_hf(tmp_path / "whole", loaded, job.model.args)
     assert torch.linalg.matrix_rank(loaded.layers["1"].feed_forward.w1.weight.detach().double(), rtol=1e-5) == 4
 
 
@@ -202,7 +202,7 @@ def test_another_base_is_refused(tmp_path, texts, capsys):
     base = write_base(tmp_path / "base", "llama3")
     run = train_run(tmp_path / "run", texts, base, adapter__kind="qlora", adapter__save="whole")
     config = manager.load(arguments(tmp_path, texts, **base))
-    other = parts.meta_model(config).to_empty(device="cpu")
+    other = parts.meta_model(ResolvedJob(config)).to_empty(device="cpu")
     initialize(other, 1, other.init_rule)
     MODELS["llama3"].hf.save_hf(tmp_path / "base", other.state_dict(), other.args)
     assert export(run, tmp_path / "out", "--merge") == 2
@@ -252,9 +252,9 @@ def test_verification_accepts_differences_of_rounding():
         (2.03, "float32", "original", True),
         (2.07, "float32", "original", False),
     ):
-        verdict = compared(JobConfig(), run, Answer(loss, run.logits), dtype, into)
+        verdict = compared("float32", run, Answer(loss, run.logits), dtype, into)
         assert verdict["verified"] == verified, (loss, dtype, into)
-    other = compared(JobConfig(), run, answer([9.0, 8.0, 7.0], [4.0, 1.0, 0.0]), "float32", "weights")
+    other = compared("float32", run, answer([9.0, 8.0, 7.0], [4.0, 1.0, 0.0]), "float32", "weights")
     assert not other["verified"] and other["same_tokens"] is False
 
 
@@ -276,8 +276,8 @@ def test_the_command_holds_one_layer_in_memory(tmp_path, texts, kind, save):
 def test_the_first_line_names_the_dtype_and_its_loss_of_precision(tmp_path, texts, bases, capsys):
     """By default weights keep the dtype of the run; bfloat16 would drop updates smaller than its last bit."""
     run = train_run(tmp_path / "run", texts, bases["llama3"], adapter__kind="lora")
-    config, _ = find_checkpoint(run, None)
-    number = parts.model_args(config).num_parameters
+    job, _ = find_checkpoint(run, None)
+    number = job.model.args.num_parameters
     assert export(run, tmp_path / "whole", "--merge") == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first == (

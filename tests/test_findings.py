@@ -9,7 +9,6 @@ import torch
 from tests.support import jobs, judged
 from tests.support.judged import lines
 from tests.support.pool import RankFailed, run_ranks
-from torchtitan.assembly.parts import cadence, model_args
 from torchtitan.checkpoint.folders import Metric, best_in
 from torchtitan.checkpoint.layout import NothingLoadable, step_of
 from torchtitan.checkpoint.weight_sources import open_weights
@@ -19,6 +18,7 @@ from torchtitan.config import manager
 from torchtitan.core.cadence import cadence_of
 from torchtitan.core.constraints import LimitError
 from torchtitan.guards.stop_conditions import ValidationResults
+from torchtitan.job import ResolvedJob
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
 
@@ -179,7 +179,7 @@ def test_cadences_in_shares_are_judged_before_the_start():
     job = ["--checkpoint.best_metric=validation_loss", "--checkpoint.enable", "--validation.enable"]
     job = manager.load([*job, "--training.steps=10", "--checkpoint.interval=0.35", "--validation.freq=0.3"])
     with pytest.raises(LimitError, match="given 4 steps; allowed: a multiple of the 3 steps between"):
-        cadence(job)  # the trainer calls it before it creates a process group
+        _ = ResolvedJob(job).schedule.cadence  # the trainer calls it before it creates a process group
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_intervals_stay_multiples_of_validations_for_every_total(interval, freq,
         exact = total / 3 if interval == "epoch" else float(interval) * total
         assert save % validate == 0 and exact - 1e-9 <= save < exact + validate and save <= multiple * validate
         config.training.steps = total
-        assert cadence(config).save == save  # the run has nothing against it
+        assert ResolvedJob(config).schedule.cadence.save == save  # the run has nothing against it
     (fault,) = lines(*arguments, "--checkpoint.interval=0.1", "--validation.freq=0.04", "--training.steps=103")
     assert fault.startswith("checkpoint.interval: given 11 steps; allowed: a multiple of the 5 steps")
     assert not lines(*arguments, "--checkpoint.interval=0.1", "--validation.freq=0.05", "--training.steps=103")
@@ -271,7 +271,7 @@ def test_the_best_checkpoint_is_retained_and_exported(texts, tmp_path, capsys):
     assert "the best is step 4, with a validation_loss of 3\na resume takes step 12" in capsys.readouterr().out
     for folder in (tmp_path, tmp_path / "checkpoint"):
         assert find_checkpoint(folder, f"{tmp_path}/config.toml", best=True)[1].name == "step-00000004"
-    args = model_args(manager.load(argv))
+    args = ResolvedJob(manager.load(argv)).model.args
     with (
         open_weights(str(tmp_path / "model"), "llama3", args) as export,
         open_weights(str(tmp_path / "checkpoint/step-00000004"), "llama3", args) as best,

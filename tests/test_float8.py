@@ -15,9 +15,9 @@ from torch.autograd.graph import get_gradient_edge
 from tests import test_combinations
 from tests.combinations import COMPOSED, LAYOUTS, Combination
 from tests.support.pool import run_ranks
-from torchtitan.assembly import parts
 from torchtitan.config.manager import load
 from torchtitan.core.float8 import E4M3, E5M2, Scaled, product, quantize
+from torchtitan.job import ResolvedJob
 from torchtitan.models import float8
 from torchtitan.models.deepseek.model import PLAN
 from torchtitan.models.float8 import Float8Linear, convert, use_float8
@@ -185,7 +185,7 @@ def test_weights_are_gathered_in_8_bits():
     for recipe in ("none", *RECIPES):
         config = load([*arguments, f"--training.float8={recipe}"])
         sent[recipe] = rehearse(config, 0, 4, "cuda").sent["dp_shard", "all_gather", "bytes"]
-    matrices = [math.prod(sizes) for name, sizes in linears(parts.model_args(config)).items() if name != HEAD]
+    matrices = [math.prod(sizes) for name, sizes in linears(ResolvedJob(config).model.args).items() if name != HEAD]
     assert len(matrices) == 14 and sent["none"] == sent["rowwise"]
     assert sent["none"] - sent["tensorwise"] == 2 * 3 * sum(size / 4 - 4 for size in matrices)  # forward and backward
 
@@ -193,7 +193,10 @@ def test_weights_are_gathered_in_8_bits():
 def test_the_start_says_that_products_are_imitated():
     config = load(["--model.tokenizer_path=bytes", "--training.float8=rowwise"])
     imitated = "float8 (rowwise, imitated: this device has no such products)"
-    assert describe_precision(config) == f"bfloat16 and {imitated} with float32 parameters and float32 reduction"
+    assert (
+        describe_precision(ResolvedJob(config))
+        == f"bfloat16 and {imitated} with float32 parameters and float32 reduction"
+    )
 
 
 REFUSED = {

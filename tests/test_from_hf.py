@@ -41,9 +41,9 @@ from tests.support.tiny_decoders import (
     QWEN3_MOE,
     ROBERTA,
 )
-from torchtitan.assembly import parts
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
+from torchtitan.job import ResolvedJob
 from torchtitan.models import CONFIG_CONVERTERS, resolve_sizes
 from torchtitan.models.deepseek.model import HF, Deepseek
 from torchtitan.models.hf.config import find_config, read_header, tensor_files
@@ -87,11 +87,11 @@ def test_sizes_and_constants_come_from_the_folder(shape, tmp_path):
     args, config_class = SHAPES[shape]
     family = shape.split()[0]
     config_class(**MODELS[family].hf.config_to_hf(args)).save_pretrained(tmp_path)
-    from_folder = parts.model_args(load(job(family, tmp_path)))
+    from_folder = ResolvedJob(load(job(family, tmp_path))).model.args
     for name in {field.name for field in dataclasses.fields(args)}.difference(NEVER_IN_A_CONFIG):
         assert getattr(from_folder, name) == getattr(args, name), name
     assert from_folder.num_parameters == args.num_parameters
-    assert parts.model_args(load(job(family, tmp_path, "--model.overrides={vocab_size = 9}"))).vocab_size == 9
+    assert ResolvedJob(load(job(family, tmp_path, "--model.overrides={vocab_size = 9}"))).model.args.vocab_size == 9
 
 
 def test_check_judges_sizes_of_a_folder_without_torch(tmp_path):
@@ -232,7 +232,7 @@ def test_the_job_may_override_rope_of_the_folder_and_nothing_else(tmp_path):
         "--model.overrides={rope_scaling = {kind = 'linear', factor = 2.0}, rope_theta = 9e3}"
     )
     assert faults == []
-    loaded, _ = inference_model.load_model(load(start_arguments), tmp_path, torch.device("cpu"))
+    loaded, _ = inference_model.load_model(ResolvedJob(load(start_arguments)), tmp_path, torch.device("cpu"))
     longer = dataclasses.replace(args, rope_scaling=RopeScaling(2.0, kind="linear"), rope_theta=9e3)
     stretched = build(MODELS["llama3"].build, longer)
     stretched.load_state_dict(model.state_dict())

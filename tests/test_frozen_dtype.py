@@ -42,7 +42,7 @@ def texts(tmp_path_factory):
 def base(texts, tmp_path_factory):
     """Write initial weights in the Hugging Face layout in float32; return their folder."""
     folder = tmp_path_factory.mktemp("base")
-    model = parts.meta_model(load(job(folder, texts))).to_empty(device="cpu")
+    model = parts.meta_model(ResolvedJob(load(job(folder, texts)))).to_empty(device="cpu")
     initialize(model, 5, model.init_rule)
     MODELS["llama3"].hf.save_hf(folder, model.state_dict(), model.args)
     return folder
@@ -115,7 +115,7 @@ def test_the_type_is_of_the_checkpoint_that_a_resume_takes(texts, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_base_weights_are_rounded_once_and_a_merge_is_summed_in_float32(base, texts, tmp_path, dtype):
     folder = tmp_path / "base"
-    model = parts.meta_model(load(job(folder, texts))).to_empty(device="cpu")
+    model = parts.meta_model(ResolvedJob(load(job(folder, texts)))).to_empty(device="cpu")
     MODELS["llama3"].hf.load_hf(base, model, model.args)
     MODELS["llama3"].hf.save_hf(folder, model.state_dict(), model.args, dtype=parts.DTYPES[dtype])
     saves = dict(checkpoint__last_save_model_only=True, checkpoint__last_save_in_hf=True)
@@ -127,7 +127,7 @@ def test_base_weights_are_rounded_once_and_a_merge_is_summed_in_float32(base, te
         if "lora_" not in name:
             assert torch.equal(weight, model.get_parameter(name).bfloat16()) and torch.equal(weight, after[name])
     assert saved_dtypes(tmp_path / "run") == {"frozen": set(), "trained": {"float32"}, "moments": {"float32"}}
-    merged = parts.meta_model(load(argv)).to_empty(device="cpu")
+    merged = parts.meta_model(ResolvedJob(load(argv))).to_empty(device="cpu")
     MODELS["llama3"].hf.load_hf(tmp_path / "run/model_hf", merged, merged.args)
     w, b, a = (after[f"layers.0.attention.wo.{name}"] for name in ("weight", "lora_B", "lora_A"))
     expected = add_product(w.float(), b, a, 32 / 4)
@@ -159,9 +159,9 @@ def test_a_reference_model_is_stored_like_the_policy(base, tmp_path, options):
 def policy_and_reference(argv: list[str]) -> tuple[dict[str, str], dict[str, str], bool]:
     """Return the dtypes of both models' parameters, and whether they share the autocast."""
     config, device = load(argv), torch.device("cpu")
-    dims = parts.dims(config, 1)
-    policy = parts.model(config, dims.build_mesh("cpu"), dims, device)
-    reference = parts.model(config, policy.mesh, dims, device, policy=policy)
+    dims = ResolvedJob(config).layout.dims
+    policy = parts.model(ResolvedJob(config, dims.world_size), dims.build_mesh("cpu"), device)
+    reference = parts.model(ResolvedJob(config, dims.world_size), policy.mesh, device, policy=policy)
     dtypes, reference_dtypes = (
         {name: str(parameter.dtype) for name, parameter in model.named_parameters()} for model in (policy, reference)
     )
@@ -173,7 +173,7 @@ def test_estimate_check_and_header_name_the_type(texts, tmp_path, capsys):
     sizes = [run_alone(predict, config, 1, "cpu")[0].kinds[FROZEN] for config in (narrow, wide)]
     assert sizes[1] == 2 * sizes[0]
     assert (
-        describe_precision(narrow)
+        describe_precision(ResolvedJob(narrow))
         == "bfloat16 with bfloat16 frozen and float32 trained parameters and float32 reduction"
     )
     assert cli.main(["check", "--no-memory", *job(tmp_path, texts)]) == 0

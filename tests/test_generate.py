@@ -314,8 +314,8 @@ def test_a_folder_is_computed_with_in_its_stored_type(tmp_path, stored):
     MODELS["llama3"].hf.save_hf(tmp_path, model.state_dict(), args, dtype=stored)
     options = argparse.Namespace(folder=str(tmp_path), config=None, best=False)
     for job_args, dtype in (([], stored), (["--training.dtype=float32"], torch.float32)):
-        config, place = generate.find_decoder(options, ["--model.tokenizer_path=bytes", *job_args])
-        loaded, _ = inference_model.load_model(config, place, torch.device("cpu"))
+        job, place = generate.find_decoder(options, ["--model.tokenizer_path=bytes", *job_args])
+        loaded, _ = inference_model.load_model(job, place, torch.device("cpu"))
         for name, parameter in model.named_parameters():
             assert torch.equal(loaded.get_parameter(name), parameter.to(stored).to(dtype)), name
 
@@ -343,13 +343,13 @@ def test_a_model_for_inference_activates_the_jobs_flash_attention(run, monkeypat
 
 
 def test_a_model_for_inference_does_without_flash_attention_3_on_another_gpu(run, monkeypatch, caplog):
-    config, _ = generate.find_checkpoint(run, None, ["--model.attention_backend=fa3"])
+    job, _ = generate.find_checkpoint(run, None, ["--model.attention_backend=fa3"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with caplog.at_level("INFO"):
-        usable = inference_model.with_available_attention(config, torch.device("cuda"))
-    assert usable.model == dataclasses.replace(config.model, attention_backend="auto")
+        usable = inference_model.with_available_attention(job, torch.device("cuda"))
+    assert usable == job.with_options({"model.attention_backend": "auto"})
     assert 'attention_backend = "auto" is used instead' in caplog.text and "compute capability 8.0" in caplog.text
-    assert inference_model.with_available_attention(config, torch.device("cpu")) is config
+    assert inference_model.with_available_attention(job, torch.device("cpu")) is job
 
 
 @torch.no_grad()
@@ -401,8 +401,8 @@ GREEDY = dict(max_new_tokens=8, context=64, temperature=0, top_k=0, seed=0)
 
 def generate_over_ranks(folder: str, prompt: list[int]) -> tuple[list[int], int]:
     """Return the tokens, and the number of parameter elements that this rank holds."""
-    config, path = generate.find_checkpoint(Path(folder), None, ["--model.tokenizer_path=bytes"])
-    model = inference_model.load_model_over_ranks(config, path, read_ranks())
+    job, path = generate.find_checkpoint(Path(folder), None, ["--model.tokenizer_path=bytes"])
+    model = inference_model.load_model_over_ranks(job, path, read_ranks())
     tokens = list(
         generate.sample(CachedDecoder(model), prompt, BYTES, **GREEDY, agree=inference_model.broadcast_from_first)
     )

@@ -13,6 +13,7 @@ from tests.test_expert_jobs import EP, JOB
 from torchtitan.commands.generate import sample
 from torchtitan.config import manager
 from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.job import ResolvedJob
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training import validation
 from torchtitan.training.inference_model import load_model
@@ -48,7 +49,7 @@ def test_the_prompt_ends_before_the_first_answer(labels, documents, prompt, answ
 def test_texts_of_an_earlier_run_are_moved_away(tmp_path):
     config = manager.load([f"--job.dump_folder={tmp_path}"])
     (tmp_path / "generated.jsonl").write_text('{"step": 1}\n')
-    validation.Generations(config, BYTES, True, None).close()
+    validation.Generations(ResolvedJob(config), BYTES, True, None).close()
     assert (tmp_path / "generated.previous.jsonl").read_text() == '{"step": 1}\n'
     assert (tmp_path / "generated.jsonl").read_text() == ""
 
@@ -101,8 +102,8 @@ def test_texts_equal_those_of_generate(one_rank):
     """`torchtitan generate` with the last checkpoint gives the same texts for prompts of held-out records."""
     rows, _, _, folder = one_rank
     config = manager.load(job_arguments(folder, rows))
-    model, _ = load_model(config, folder / "checkpoint/step-00000004", torch.device("cpu"))
-    prompts = validation.prompts_of(config, BYTES)
+    model, _ = load_model(ResolvedJob(config), folder / "checkpoint/step-00000004", torch.device("cpu"))
+    prompts = validation.prompts_of(ResolvedJob(config), BYTES)
     assert [(row["step"], row["number"]) for row in generated_rows(folder)] == [
         (2, 0),
         (2, 1),

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from tests.support import jobs
 from tests.support.pool import run_ranks
 from torchtitan.config.manager import load
+from torchtitan.job import ResolvedJob
 from torchtitan.metrics.goodput import CAUSE_OF, CAUSES, GPU_HOURS_PER_FAILURE, Goodput
 from torchtitan.metrics.plot import draw_training_curve
 from torchtitan.process.heartbeat import PHASES
@@ -128,7 +129,7 @@ def test_only_a_run_of_an_hour_or_more_is_advised_how_often_to_save(train_second
     arguments = [f"--job.dump_folder={tmp_path}", "--model.tokenizer_path=bytes", "--training.steps=100"]
     with caplog.at_level("INFO"):
         ranks = Mock(is_main=True, world_size=5000)
-        reporting.log_end(load(arguments), ranks, Mock(path=tmp_path / "metrics.jsonl"), goodput, {}, 100)
+        reporting.log_end(ResolvedJob(load(arguments)), ranks, Mock(path=tmp_path / "metrics.jsonl"), goodput, {}, 100)
     assert ("Young" in caplog.text) == advised
     if advised:  # sqrt(2 x 36000 s x 2 s) = 379 s, at 36 s a step
         assert "saves       best every 6:19, or 11 steps, by as many failures as others report" in caplog.text
@@ -170,6 +171,8 @@ def test_a_picture_that_cannot_be_drawn_ends_nothing(tmp_path, monkeypatch, capl
     monkeypatch.setattr(reporting, "draw_training_curve", full)
     arguments = [f"--job.dump_folder={tmp_path}", "--model.tokenizer_path=bytes"]
     metrics = Mock(path=tmp_path / "metrics.jsonl")
-    reporting.log_end(load(arguments), Mock(is_main=True), metrics, Mock(best_interval=lambda ranks: None), {}, 1)
+    reporting.log_end(
+        ResolvedJob(load(arguments)), Mock(is_main=True), metrics, Mock(best_interval=lambda ranks: None), {}, 1
+    )
     assert "training.png cannot be drawn: [Errno 28]" in caplog.text
     metrics.summary.assert_called_once_with({"metrics": metrics.path, "job": tmp_path / "config.toml"})

@@ -12,6 +12,7 @@ from tests.support.tiny_decoders import GEMMA3, LLAMA, MISTRAL, OPT
 from torchtitan.assembly import parts
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
+from torchtitan.job import ResolvedJob
 from torchtitan.models import attention
 from torchtitan.models.attention import AttentionKernel, ShiftedGroups, use_shifted_groups
 from torchtitan.models.gemma3.model import Gemma3
@@ -157,10 +158,12 @@ def test_evaluation_and_generation_see_everything():
 
 def test_a_jobs_model_attends_in_groups():
     config = load(["--model.s2_group_size=8", "--model.attention_backend=sdpa", "--model.tokenizer_path=bytes"])
-    model = parts.adapted_model(config)[0]
+    model = parts.adapted_model(ResolvedJob(config))[0]
     (kernel,) = {*model.kernels, *(block.attention.kernel for block in model.layers.values())}
     assert type(kernel) is ShiftedGroups and (kernel.size, kernel.heads, kernel.backend) == (8, 16, "sdpa")
-    assert type(parts.adapted_model(load(["--model.tokenizer_path=bytes"]))[0].kernels[0]) is AttentionKernel
+    assert (
+        type(parts.adapted_model(ResolvedJob(load(["--model.tokenizer_path=bytes"])))[0].kernels[0]) is AttentionKernel
+    )
 
 
 def faults(ranks, *options):

@@ -18,10 +18,10 @@ from tests.support.hf_parity import eager
 from tests.support.pool import run_ranks
 from tests.test_from_hf import SHAPES
 from torchtitan import cli
-from torchtitan.assembly import parts
 from torchtitan.commands.generate import CONTROLS
 from torchtitan.config.manager import load
 from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.job import ResolvedJob
 from torchtitan.models.hf.save import SourceConfigs, build_extra_files, read_source
 from torchtitan.models.llama import CONFIG
 from torchtitan.models.spec import MODELS
@@ -111,8 +111,8 @@ def test_round_trip_through_training(shape, tmp_path, capsys):
     }
     generation = GenerationConfig.from_pretrained(out)
     assert (generation.temperature, generation.eos_token_id) == (0.25, [1793, 1801])
-    reloaded = parts.model_args(load(job(shape.split()[0], tmp_path, model__hf_folder=out)))
-    assert reloaded == parts.model_args(load(job(shape.split()[0], tmp_path)))
+    reloaded = ResolvedJob(load(job(shape.split()[0], tmp_path, model__hf_folder=out))).model.args
+    assert reloaded == ResolvedJob(load(job(shape.split()[0], tmp_path))).model.args
 
 
 def save_sharded(folder: str) -> str:

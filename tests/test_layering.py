@@ -34,11 +34,22 @@ ROOMS: dict[str, set[str]] = {
     "job": {"checkpoint", "config", "core", "datasets", "losses", "lr_schedules", "models", "parallelisms"},
     "rules": {"adapters", "checkpoint", "config", "core", "datasets", "job", "launcher", "losses", "lr_schedules"}
     | {"metrics", "models", "optimizers", "parallelisms", "process"},
-    "assembly": {"adapters", "checkpoint", "config", "core", "datasets", "guards", "losses", "lr_schedules"}
+    "assembly": {"adapters", "checkpoint", "config", "core", "datasets", "guards", "job", "losses"}
     | {"launcher", "lr_scheduling", "metrics", "models", "optimizers", "parallelisms", "process"},
-    "training": {"adapters", "assembly", "checkpoint", "config", "core", "datasets", "guards", "launcher", "losses"}
-    | {"lr_scheduling", "metrics", "models", "parallelisms", "process"},
-    "planner": {"adapters", "assembly", "config", "core", "launcher", "metrics", "models", "optimizers", "parallelisms"}
+    "training": {"adapters", "assembly", "checkpoint", "config", "core", "datasets", "guards", "job", "launcher"}
+    | {"losses", "lr_scheduling", "metrics", "models", "parallelisms", "process"},
+    "planner": {
+        "adapters",
+        "assembly",
+        "config",
+        "core",
+        "job",
+        "launcher",
+        "metrics",
+        "models",
+        "optimizers",
+        "parallelisms",
+    }
     | {"process", "rules", "training"},
     "importers": {"config", "core", "datasets", "lr_schedules", "models"},
     "launch": {"checkpoint", "config", "core", "launcher", "metrics", "process", "rules"},

@@ -12,8 +12,8 @@ from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from tests.support.tiny_decoders import ROBERTA
 from torchtitan import cli
-from torchtitan.assembly.parts import tokenizer
 from torchtitan.config.manager import load
+from torchtitan.job import ResolvedJob
 from torchtitan.losses.masked_lm import HELD_OUT, Masking
 from torchtitan.losses.objective import IGNORE_INDEX
 from torchtitan.models.roberta.model import HF, Roberta
@@ -103,7 +103,7 @@ def test_the_pad_embedding_has_the_gradient_of_transformers():
 
 def test_a_job_s_pad_is_that_of_its_model():
     config = load([*JOB, f"--task.mask_token={SPECIAL}", "--model.tokenizer_path=debug"])
-    assert masking(config, tokenizer(config)).pad_id == 1
+    assert masking(ResolvedJob(config), ResolvedJob(config).tokenizer()).pad_id == 1
 
 
 def test_masks_depend_on_sample_and_step_and_not_on_the_rank():

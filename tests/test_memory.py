@@ -19,11 +19,11 @@ from tests.support.jobs import ROOT
 from tests.support.pool import run_alone, run_ranks
 from tests.test_launcher import has_ended
 from torchtitan.assembly import parts
-from torchtitan.assembly.data import num_batches_per_step
 from torchtitan.commands import check, estimate
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import local_part
+from torchtitan.job import ResolvedJob
 from torchtitan.losses.objective import CHUNK_BYTES
 from torchtitan.parallelisms import data_parallel
 from torchtitan.planner import estimate as prediction
@@ -82,13 +82,13 @@ def measured_peaks(jobs):
     for arguments in jobs:
         config = manager.load(arguments)
         world = torch.distributed.get_world_size()
-        dims, device = parts.dims(config, world), torch.device(device_type())
-        model = parts.model(config, dims.build_mesh(device.type), dims, device)
-        optimizers = parts.optimizers(config, model)
-        batch = zero_batch(config, dims, model.needs_keys)
+        dims, device = ResolvedJob(config, world).layout.dims, torch.device(device_type())
+        model = parts.model(ResolvedJob(config, dims.world_size), dims.build_mesh(device.type), device)
+        optimizers = parts.optimizers(config.optimizer, model)
+        batch = zero_batch(ResolvedJob(config, dims.world_size), model.needs_keys)
 
         def step(config=config, dims=dims, model=model, optimizers=optimizers, batch=batch):
-            passes = num_batches_per_step(config, dims)
+            passes = ResolvedJob(config, dims.world_size).layout.batches_per_step
             for index in range(passes):
                 model.forward_backward(batch, 1000, is_last=index == passes - 1)
             model.clip_gradients(1.0)
@@ -148,10 +148,13 @@ def actual_traffic(jobs):
     """Return what this rank sends in a real step of each job, by axis, operation and quantity."""
     traffic = []
     for config in map(manager.load, jobs):
-        dims, device = parts.dims(config, 2), torch.device(device_type())
-        model = parts.model(config, dims.build_mesh(device.type), dims, device)
-        batch, passes = zero_batch(config, dims, model.needs_keys), num_batches_per_step(config, dims)
-        rehearsal = Rehearsal(config, model, parts.optimizers(config, model), batch, passes, replays=False)
+        dims, device = ResolvedJob(config, 2).layout.dims, torch.device(device_type())
+        model = parts.model(ResolvedJob(config, dims.world_size), dims.build_mesh(device.type), device)
+        batch, passes = (
+            zero_batch(ResolvedJob(config, dims.world_size), model.needs_keys),
+            ResolvedJob(config, dims.world_size).layout.batches_per_step,
+        )
+        rehearsal = Rehearsal(config, model, parts.optimizers(config.optimizer, model), batch, passes, replays=False)
         traffic.append(dict(rehearsal.step(LiveTensors()).sent))
     return traffic
 
@@ -181,7 +184,7 @@ def test_estimated_traffic_is_exact():
             {key: sent[key] for key in sent if key[2] in quantities} for sent in (measured_traffic, estimated_sent)
         )
         assert estimated and measured == estimated, plan
-    numbers = parts.model_args(manager.load(jobs[0])).num_parameters
+    numbers = ResolvedJob(manager.load(jobs[0])).model.args.num_parameters
     assert (
         estimates[0]["dp_shard", "reduce_scatter", "bytes"] == 3 * 4 * numbers / 2
     )  # float32; half goes to the other rank
@@ -505,10 +508,10 @@ def test_a_thinned_pipeline_keeps_its_cut():
     """Rehearsed stages keep embeddings, head and first layers, renumbered; each other stage keeps one layer."""
     stages = [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "layers.3", "layers.4"], ["layers.5", "norm"]]
     config = manager.load(argv({"parallelism.pipeline_parallel_degree": 3}))
-    thin = prediction._with_layers(config, stages, {1: 2}, parts.dims(config, 3))
+    thin = prediction._with_layers(config, stages, {1: 2}, ResolvedJob(config, 3).layout.dims)
     cut = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2"], ["layers.3", "norm"]]
     assert thin.parallelism.module_fqns_per_model_part == cut
-    assert parts.model_args(thin).n_layers == 4
+    assert ResolvedJob(thin).model.args.n_layers == 4
 
 
 # Output of the commands

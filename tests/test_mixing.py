@@ -12,14 +12,13 @@ from tests.support import jobs
 from tests.support.pool import run_ranks
 from tests.test_loader import global_samples, interleave, loader, rows
 from tests.test_records import make_shards, records, write
-from torchtitan.assembly import data as assembly_data
-from torchtitan.assembly import parts
+from torchtitan.assembly.data import JobDatasets
 from torchtitan.config import manager
-from torchtitan.config.job import describe_sources
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.mixing import LARGEST_PERIOD, MIXED, Mixture, shares
+from torchtitan.job import ResolvedJob
 from torchtitan.rules import check
 
 # The order of sources
@@ -238,10 +237,10 @@ def test_a_list_of_one_source_equals_the_short_form(data, tmp_path):
     assert short.state_dict() == listed.state_dict()
     config = manager.load(["--job.config_file", str(toml(tmp_path / "job.toml", "training", data))])
     assert (
-        describe_sources(config, "training")
+        ResolvedJob(config).data.describe_sources("training")
         == f"0.5 text ({path}) + 0.2 tokens ({data[1][1]}) + 0.3 text ({data[2][1]})"
     )
-    assert describe_sources(config, "validation") == "python_stdlib_validation"
+    assert ResolvedJob(config).data.describe_sources("validation") == "python_stdlib_validation"
 
 
 def test_faults_of_all_sources_are_reported_together(data, tmp_path):
@@ -287,7 +286,9 @@ def test_every_source_has_its_own_text_field(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({field: name * 99}) + "\n")
     tables = [f'{{dataset = "text", dataset_path = "{tmp_path}/{name}.jsonl"' for name in "ab"]
     config = manager.load([f'--training.sources=[{tables[0]}}}, {tables[1]}, text_field = "body"}}]'])
-    texts = [next(weighted.source.documents()).text[0] for weighted in assembly_data.data_sources(config, "training")]
+    texts = [
+        next(weighted.source.documents()).text[0] for weighted in JobDatasets(ResolvedJob(config)).open("training")
+    ]
     assert texts == ["a", "b"]
 
 
@@ -306,13 +307,13 @@ def test_sources_are_joined_by_size(tmp_path):
     for mixing in ("weights", "sizes"):
         config = manager.load([*options, f"--training.mixing={mixing}"])
         assert not [fault for fault in check(config, 1, "cpu") if "mixing" in fault.key]
-        plan, vocabulary = parts.dims(config, 1), parts.tokenizer(config)
-        batches = islice(assembly_data.training_loader(config, vocabulary, 0, plan), 8)
+        vocabulary = ResolvedJob(config).tokenizer()
+        batches = islice(JobDatasets(ResolvedJob(config)).training_loader(vocabulary, 0), 8)
         records = [tuple(ids) for batch in batches for ids in batch["tokens"].tolist()]
         shares[mixing] = sum(ids[1] == ord("s") for ids in records) / len(records)
         if mixing == "sizes":
             assert len(set(records)) == len(records) == 512
-            assert "0.5" not in describe_sources(config, "training")
+            assert "0.5" not in ResolvedJob(config).data.describe_sources("training")
     assert shares == {"weights": 0.5, "sizes": 32 / 512}
     path = toml(tmp_path / "job.toml", "training", [("text", large, 3), ("text", small, 1)])
     (fault,) = (
@@ -328,7 +329,7 @@ def test_texts_joined_by_size_are_packed_into_blocks(tmp_path):
     path = toml(tmp_path / "job.toml", "training", [("text", large, 1), ("text", small, 1)])
     options = [f"--job.config_file={path}", f"--job.dump_folder={tmp_path}", "--training.seq_len=31"]
     config = manager.load([*options, "--model.tokenizer_path=bytes", "--training.mixing=sizes"])
-    plan, vocabulary = parts.dims(config, 1), parts.tokenizer(config)
-    batches = islice(assembly_data.training_loader(config, vocabulary, 0, plan), 9)
+    vocabulary = ResolvedJob(config).tokenizer()
+    batches = islice(JobDatasets(ResolvedJob(config)).training_loader(vocabulary, 0), 9)
     letters = [letter for batch in batches for row in batch["tokens"].tolist() for letter in row]
     assert letters.count(ord("s")) / letters.count(ord("l")) == pytest.approx(10 / 60, rel=0.15)

@@ -10,6 +10,7 @@ from torchtitan.assembly import parts
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
+from torchtitan.job import ResolvedJob
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models.dropout import (
     Dropout,
@@ -76,7 +77,7 @@ def test_noise_depends_on_the_length_of_the_record():
 
 def model_of(*arguments):
     """Build a job's model with initial weights; return it and its plan."""
-    model, plan, _ = parts.adapted_model(load(["--model.tokenizer_path=bytes", *arguments]))
+    model, plan, _ = parts.adapted_model(ResolvedJob(load(["--model.tokenizer_path=bytes", *arguments])))
     model = model.to_empty(device="cpu")
     initialize(model, 0, model.init_rule)
     return model, plan

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support import jobs
 from tests.support.judged import lines
 from tests.test_loader import TOKENIZER, interleave, loader, rows
 from tests.test_records import make_shards, records, write
-from torchtitan.assembly import data, parts
+from torchtitan.assembly import parts
+from torchtitan.assembly.data import JobDatasets
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
@@ -19,6 +21,7 @@ from torchtitan.datasets.sample_packing import Packing, PackReader, best_fit, he
 from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import TokenReader, TokenShards
+from torchtitan.job import ResolvedJob
 
 SEQ_LEN, END = 47, TOKENIZER.eos_id
 PACKED, WINDOWS, ALONE = Packing(1000, END), Packing(8, END), Packing(1, END)
@@ -254,9 +257,8 @@ def job(folders, *options):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_number_of_steps_is_known_before_training(folders, ranks):
     config = job(folders, "--training.epochs=2", "--training.local_batch_size=2")
-    plan = parts.dims(config, ranks)
-    resolved = data.with_steps(config, plan)
-    loaders = [data.training_loader(resolved, TOKENIZER, rank, plan) for rank in range(ranks)]
+    resolved = jobs.with_end(config, ranks)
+    loaders = [JobDatasets(ResolvedJob(resolved, ranks)).training_loader(TOKENIZER, rank) for rank in range(ranks)]
     assert {sum(1 for _ in one) for one in loaders} == {resolved.training.steps}
 
 
@@ -264,9 +266,8 @@ def test_number_of_steps_is_known_before_training(folders, ranks):
 def test_a_budget_counts_the_tokens_of_records_and_no_padding(folders, budget):
     """The job takes the fewest samples that hold `budget` tokens, in one pass or in several."""
     config = job(folders, f"--training.tokens={budget}", "--training.local_batch_size=1", "--data.packing=off")
-    plan = parts.dims(config, 1)
-    resolved = data.with_steps(config, plan)
-    batches = list(data.training_loader(resolved, TOKENIZER, 0, plan))
+    resolved = jobs.with_end(config)
+    batches = list(JobDatasets(ResolvedJob(resolved)).training_loader(TOKENIZER, 0))
     assert len(batches) == resolved.training.steps
     all_documents = [document for name in "ab" for document in documents(folders[name])]
     tokens_per_batch = [sum(map(len, match_documents(rows(batch), all_documents))) for batch in batches]
@@ -276,7 +277,7 @@ def test_a_budget_counts_the_tokens_of_records_and_no_padding(folders, budget):
 
 def test_packed_records_have_the_logits_of_separate_ones(folders):
     """Logits are of about 1, in float32; the mask only changes how sums over 47 keys are grouped, hence 1e-5."""
-    model = parts.meta_model(job(folders)).to_empty(device="cpu")
+    model = parts.meta_model(ResolvedJob(job(folders))).to_empty(device="cpu")
     initialize(model, 7, model.init_rule)
     num_compared = 0
     for batch in packed(folders, epochs=1):
@@ -299,10 +300,9 @@ def test_validation_loss_is_the_same_packed_or_not(folders):
     for mode in ("best_fit", "off"):
         options = ["--validation.enable", "--validation.split=0.3", "--validation.samples=0", f"--data.packing={mode}"]
         config = job(folders, *options, "--validation.local_batch_size=3")
-        plan = parts.dims(config, 1)
-        model = parts.meta_model(config).to_empty(device="cpu").double()
+        model = parts.meta_model(ResolvedJob(config)).to_empty(device="cpu").double()
         initialize(model, 7, model.init_rule)
-        batches = list(data.held_out(config, TOKENIZER, 0, plan, parts.objective(config)))
+        batches = list(JobDatasets(ResolvedJob(config)).held_out(TOKENIZER, 0, parts.objective(ResolvedJob(config))))
         with torch.no_grad():
             total = sum(
                 model(b["tokens"], labels=b["labels"], positions=b["positions"], document_ids=b["document_ids"])
@@ -364,11 +364,11 @@ def test_group_by_length_on_one_rank_uses_the_local_batch_size(folders):
     options = ["--task.kind=sft", "--data.packing=off", "--data.group_by_length", "--training.local_batch_size=4"]
     assert lines(*options) == []
     default, explicit = (
-        data.packing(manager.load([*options, *more]), "training", 0)
+        ResolvedJob(manager.load([*options, *more])).data.packing("training", 0)
         for more in ([], ["--training.global_batch_size=4"])
     )
     assert default == explicit and default.step_samples == 4
-    assert data.packing(manager.load(options), "validation", 0).step_samples == 0
+    assert ResolvedJob(manager.load(options)).data.packing("validation", 0).step_samples == 0
 
 
 def test_rules(folders):

@@ -15,10 +15,12 @@ from tests.support.judged import PP, lines
 from tests.support.pool import RankFailed, run_ranks
 from tests.test_preferences import BYTES, dpo_arguments, write_pairs
 from torchtitan import cli
-from torchtitan.assembly import data, parts
+from torchtitan.assembly import parts
+from torchtitan.assembly.data import JobDatasets
 from torchtitan.checkpoint import layout
 from torchtitan.config.changes import ROWS_PER_SAMPLE
 from torchtitan.config.manager import load
+from torchtitan.job import ResolvedJob
 from torchtitan.losses.preference import Preference
 from torchtitan.training import batches
 
@@ -34,18 +36,16 @@ def job(folder, **options):
 def test_a_batch_has_as_many_pairs_as_its_size_says(tmp_path, kind):
     """40 records, 8 of them held out; each record has two answers, which are two rows of a batch."""
     config = job(tmp_path, task__kind=kind, training__epochs=1)
-    plan = parts.dims(config, 1)
-    batches = list(data.training_loader(config, BYTES, 0, plan))
-    assert [len(batch["tokens"]) for batch in batches] == [6] * 12
-    assert sum(Preference().count(batch) for batch in batches) == 32
-    assert data.with_steps(config, plan).training.steps == 6  # 32 pairs, 6 a step
+    read = list(JobDatasets(ResolvedJob(config)).training_loader(BYTES, 0))
+    assert [len(batch["tokens"]) for batch in read] == [6] * 12
+    assert sum(Preference().count(batch) for batch in read) == 32
+    assert jobs.with_end(config).training.steps == 6  # 32 pairs, 6 a step
 
 
 @pytest.mark.parametrize("samples, pairs", [(0, 8), (5, 5), (80, 8)])
 def test_validation_counts_pairs(tmp_path, samples, pairs):
     config = job(tmp_path, validation__samples=samples)
-    plan = parts.dims(config, 1)
-    held_out = data.held_out(config, BYTES, 0, plan, parts.objective(config))
+    held_out = JobDatasets(ResolvedJob(config)).held_out(BYTES, 0, parts.objective(ResolvedJob(config)))
     assert sum(Preference().count(batch) for batch in held_out) == pairs
 
 
@@ -54,7 +54,7 @@ def test_one_pair_is_a_batch_and_a_microbatch(tmp_path, monkeypatch):
     one = ["--task.kind=dpo", "--training.local_batch_size=1"]
     assert lines(*one) == [] and lines(one[0], PP + "2", "--training.local_batch_size=3") == []
     config = load([one[0], "--training.local_batch_size=3"])
-    pipeline = parts.pipeline_options(config)
+    pipeline = parts.pipeline_options(ResolvedJob(config))
     assert (pipeline.local_batch_size, pipeline.microbatch_size, pipeline.microbatches) == (6, 2, 3)
 
 
@@ -122,8 +122,8 @@ def test_a_run_that_counted_answers_does_not_go_on_with_twice_as_many(before, mo
 
 def test_what_is_kept_says_what_it_counts(tmp_path):
     config = job(tmp_path)
-    saved_job = parts.job_of_checkpoint(config, parts.dims(config, 1))
+    saved_job = ResolvedJob(config).stored_part()
     assert (saved_job["samples"], saved_job[ROWS_PER_SAMPLE]) == (6, 2)
     plain = dataclasses.replace(config, task=type(config.task)())
-    assert parts.job_of_checkpoint(plain, parts.dims(plain, 1))[ROWS_PER_SAMPLE] == 1
-    assert torch.is_tensor(batches.zero_batch(config, parts.dims(config, 1), False)["tokens"])
+    assert ResolvedJob(plain).stored_part()[ROWS_PER_SAMPLE] == 1
+    assert torch.is_tensor(batches.zero_batch(ResolvedJob(config), False)["tokens"])

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.support import jobs, judged
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
-from torchtitan.assembly import data, parts
+from torchtitan.assembly import parts
+from torchtitan.assembly.data import JobDatasets
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
@@ -31,6 +32,7 @@ from torchtitan.datasets.sample_packing import Packing, PackReader
 from torchtitan.datasets.sources import Chat, DataError, Span
 from torchtitan.datasets.token_shards import TokenReader
 from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.job import ResolvedJob
 from torchtitan.losses.objective import CHUNK_BYTES
 from torchtitan.losses.preference import IPO, ORPO, Preference
 from torchtitan.models.spec import MODELS
@@ -321,14 +323,13 @@ def test_the_reference_is_the_model_at_the_start_and_a_resume_keeps_it(one_rank_
     rows, steps, _ = one_rank_run
     run_ranks(1, jobs.train, dpo_arguments(tmp_path, rows, training__steps=4, lr_scheduler__total_steps=8))
     config = manager.load(dpo_arguments(tmp_path, rows))
-    plain = parts.meta_model(config).to_empty(device="cpu")
+    plain = parts.meta_model(ResolvedJob(config)).to_empty(device="cpu")
     initialize(plain, config.debug.seed, plain.init_rule)
     saved = load_file(tmp_path / FILE)
     references = References(saved["digests"], saved["values"])
     rows_compared = 0
-    plan = parts.dims(config, 1)
-    part = data.held_out(config, BYTES, 0, plan, parts.objective(config))
-    for batches in (islice(data.training_loader(config, BYTES, 0, plan), 8), part):
+    part = JobDatasets(ResolvedJob(config)).held_out(BYTES, 0, parts.objective(ResolvedJob(config)))
+    for batches in (islice(JobDatasets(ResolvedJob(config)).training_loader(BYTES, 0), 8), part):
         for batch in batches:
             with torch.no_grad():
                 logits = plain(batch["tokens"], positions=batch["positions"], document_ids=batch["document_ids"])
@@ -398,12 +399,12 @@ def test_the_first_loss_uses_the_other_reference_model(one_rank_run, name, tmp_p
     rows, _, folder = one_rank_run
     ranks, options, form = REFERENCE_MODELS[name]
     config = manager.load(dpo_arguments(tmp_path / "run", rows))
-    plain, other = (parts.meta_model(config).to_empty(device="cpu") for _ in range(2))
+    plain, other = (parts.meta_model(ResolvedJob(config)).to_empty(device="cpu") for _ in range(2))
     initialize(plain, config.debug.seed, plain.init_rule)
     initialize(other, 7, other.init_rule)
     path = folder
     if form == "run":
-        other, _ = load_model(config, folder / "checkpoint/step-00000008", torch.device("cpu"))
+        other, _ = load_model(ResolvedJob(config), folder / "checkpoint/step-00000008", torch.device("cpu"))
     else:
         MODELS["llama3"].hf.save_hf(path := tmp_path / "other", other.state_dict(), other.args)
     first, parameters, alive = run_ranks(
@@ -412,7 +413,7 @@ def test_the_first_loss_uses_the_other_reference_model(one_rank_run, name, tmp_p
         dpo_arguments(tmp_path / "run", rows, dpo__reference=path, training__steps=1, **options),
     )[0]
     assert parameters > 0 and alive == 0
-    loader = data.training_loader(config, BYTES, 0, parts.dims(config, 1))
+    loader = JobDatasets(ResolvedJob(config)).training_loader(BYTES, 0)
     log_ratios = torch.cat(
         [answer_log_probabilities(plain, batch) - answer_log_probabilities(other, batch) for batch in islice(loader, 2)]
     ).view(-1, 2)
@@ -432,9 +433,9 @@ def test_padding_rows_need_no_reference():
 
 def test_a_damaged_file_of_references_is_refused(tmp_path):
     (tmp_path / FILE).write_bytes(b"x" * 20)
-    config, feed = manager.load([f"--job.dump_folder={tmp_path}"]), SimpleNamespace(objective=Preference())
+    job, feed = ResolvedJob(manager.load([f"--job.dump_folder={tmp_path}"])), SimpleNamespace(objective=Preference())
     with pytest.raises(JobError, match=r"reference\.safetensors: .* cannot be read \(.*\); bring the file back, or"):
-        load_references(config, read_ranks(), None, feed, 1, Progress())
+        load_references(job, read_ranks(), None, feed, 1, Progress())
 
 
 @pytest.mark.parametrize("step", [0, 1])
@@ -444,9 +445,9 @@ def test_a_disk_that_cannot_be_read_says_nothing_of_the_references(tmp_path, mon
 
     (tmp_path / FILE).write_bytes(b"x" * 20)
     monkeypatch.setattr(reference_logprobs, "safe_open", fail)
-    config, feed = manager.load([f"--job.dump_folder={tmp_path}"]), SimpleNamespace(objective=Preference())
+    job, feed = ResolvedJob(manager.load([f"--job.dump_folder={tmp_path}"])), SimpleNamespace(objective=Preference())
     with pytest.raises(MachineError, match=r"reference\.safetensors: the machine cannot read it now"):
-        load_references(config, read_ranks(), None, feed, step, Progress())
+        load_references(job, read_ranks(), None, feed, step, Progress())
 
 
 @pytest.mark.parametrize(("before", "today", "same"), [("m", "./m", True), ("m", "n", False), (None, "n", False)])
@@ -456,7 +457,7 @@ def test_a_resume_keeps_the_reference_model_however_its_path_is_written(tmp_path
     saved = {"digests": np.zeros((1, 16), np.uint8), "values": np.zeros(1, np.float32)}
     save_file(saved, tmp_path / FILE, {MODEL: str(tmp_path / before) if before else ""})
     argv = [f"--job.dump_folder={tmp_path}", "--task.kind=dpo", f"--dpo.reference={today}"]
-    call = manager.load(argv), read_ranks(), None, SimpleNamespace(objective=Preference()), 1, Progress()
+    call = ResolvedJob(manager.load(argv)), read_ranks(), None, SimpleNamespace(objective=Preference()), 1, Progress()
     if same:
         assert len(load_references(*call).values) == 1
         return
@@ -481,7 +482,7 @@ def test_references_that_cannot_be_used_are_refused(one_rank_run, tmp_path):
     assert (
         "allowed: a model of vocab_size = 264; " in line and "has vocab_size = 260; give a model of the job's" in line
     )
-    built = parts.meta_model(manager.load(other)).to_empty(device="cpu")
+    built = parts.meta_model(ResolvedJob(manager.load(other))).to_empty(device="cpu")
     MODELS["llama3"].hf.save_hf(tmp_path / "wide", built.state_dict(), built.args)
     (line,) = lines(*job, f"--dpo.reference={tmp_path / 'wide'}")
     assert "allowed: weights of llama3" in line and "vocab" in line

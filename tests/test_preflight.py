@@ -104,7 +104,7 @@ def test_space_for_two_checkpoints():
 )
 def test_preflight_runs_with_several_machines_or_as_the_job_says(option, local, expected):
     config = manager.load([f"--job.preflight={value}" for value in option])
-    assert preflight.is_enabled(config, Ranks(world_size=2, local_world_size=local)) == expected
+    assert preflight.is_enabled(config.job.preflight, Ranks(world_size=2, local_world_size=local)) == expected
 
 
 # On ranks
@@ -204,7 +204,7 @@ def test_a_folder_that_shows_new_files_late_is_waited_for(argv):
 
 def check_data_of_rank(argv: list[str]) -> str:
     try:
-        preflight.check_data(manager.load(argv), read_ranks(), {"dataset": f"of rank {dist.get_rank()}"})
+        preflight.check_data(manager.load(argv).job.preflight, read_ranks(), {"dataset": f"of rank {dist.get_rank()}"})
     except (JobError, PeerStopped) as error:
         return str(error)
     return "started"

@@ -4,15 +4,17 @@ import json
 
 import pytest
 
+from tests.support import jobs
 from tests.support.jobs import arguments, write_texts
 from tests.test_sft import sft_arguments, write_rows
-from torchtitan.assembly import data, parts
+from torchtitan.assembly.data import JobDatasets
 from torchtitan.commands import prepare
 from torchtitan.config import manager
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import preparing
 from torchtitan.datasets.token_shards import TokenShards
+from torchtitan.job import ResolvedJob
 
 
 def prepare_and_read(argv, capsys):
@@ -29,13 +31,12 @@ def test_a_run_uses_the_prepared_tokens(tmp_path, capsys, monkeypatch):
     shown = prepare_and_read([str(tmp_path / "job.toml"), "--data.num_proc=2"], capsys)
     monkeypatch.setattr(preparing, "prepare", lambda *args: pytest.fail("tokenized again"))
     config = manager.load(argv)
-    plan = parts.dims(config, 1)
-    steps = data.with_steps(config, plan).training.steps
+    steps = jobs.with_end(config).training.steps
     assert shown[-1] == f"kept in {tmp_path}/run/data" and f"; {steps} steps of 4 samples, on 1 rank" in shown[-2]
-    (training,) = data.data_sources(config, "training")
-    data.data_sources(config, "validation")
+    (training,) = JobDatasets(ResolvedJob(config)).open("training")
+    JobDatasets(ResolvedJob(config)).open("validation")
     assert isinstance(training.source, TokenShards)
-    samples = data.describe_samples(config, [training.source])
+    samples = JobDatasets(ResolvedJob(config)).describe_samples([training.source])
     assert shown[-2].startswith(f"samples {samples}; ") and [len(line.split()) for line in shown[1:3]] == [12, 12]
 
 

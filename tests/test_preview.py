@@ -6,12 +6,12 @@ import sys
 import pytest
 import torch
 
-from torchtitan.assembly import parts
-from torchtitan.assembly.data import training_loader
+from torchtitan.assembly.data import JobDatasets
 from torchtitan.commands import preview
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.job import ResolvedJob
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_samples_that_are_grouped_by_length_are_those_of_the_first_step(tmp_path
     arguments += [f"--training.dataset_path={tmp_path}/a.jsonl", "--data.packing=off", "--data.group_by_length"]
     arguments += ["--training.epochs=1", "--training.local_batch_size=8", f"--job.dump_folder={tmp_path}/run"]
     config, tokenizer = manager.load(arguments), build_tokenizer("bytes")
-    one_rank_job = parts.one_rank_job(config)
-    trained = next(iter(training_loader(one_rank_job, tokenizer, 0, parts.dims(one_rank_job, 1))))["tokens"]
-    shown = preview.first_batch(config, tokenizer, 2)["tokens"]
+    one_rank_job = ResolvedJob(config).on_one_rank().config
+    trained = next(iter(JobDatasets(ResolvedJob(one_rank_job)).training_loader(tokenizer, 0)))["tokens"]
+    shown = preview.first_batch(ResolvedJob(config), tokenizer, 2)["tokens"]
     assert torch.equal(shown[:, :8], trained[:2, :8])

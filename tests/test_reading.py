@@ -6,8 +6,7 @@ import pytest
 
 from tests.support import jobs
 from tests.support.judged import lines
-from torchtitan.assembly import parts
-from torchtitan.assembly.data import data_sources
+from torchtitan.assembly.data import JobDatasets
 from torchtitan.commands import chat, preview
 from torchtitan.config import manager
 from torchtitan.core.constraints import LimitError
@@ -18,6 +17,7 @@ from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import Chat, DataError
 from torchtitan.datasets.sources_text import open_text_files
 from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.job import ResolvedJob
 
 BYTES = build_tokenizer("bytes")
 FIELDS = {"instruction": "question", "input": "context", "output": "reply"}
@@ -337,7 +337,10 @@ def test_template_and_fields_of_a_job_reach_preview_saved_job_and_chat(tmp_path,
     argv = arguments(tmp_path / "run", path)
     config = manager.load(argv)
     other = manager.load(arguments(tmp_path / "run", path, training__template=toml(TEMPLATE | {"separator": ""})))
-    (source,), (changed,) = data_sources(config, "training"), data_sources(other, "training")
+    (source,), (changed,) = (
+        JobDatasets(ResolvedJob(config)).open("training"),
+        JobDatasets(ResolvedJob(other)).open("training"),
+    )
     assert source.source.fingerprint["template"] == TEMPLATE  # so another template has another cache and position
     assert changed.source.folder != source.source.folder
     assert preview.main([*argv, "--samples", "1"]) == 0
@@ -347,8 +350,8 @@ def test_template_and_fields_of_a_job_reach_preview_saved_job_and_chat(tmp_path,
     saved = manager.load(["--job.config_file", str(tmp_path / "kept.toml")])
     assert saved.training.template == TEMPLATE and saved.training.fields == FIELDS and saved.training.format == "alpaca"
     (tmp_path / "rows.jsonl").unlink()  # chat needs no data to know how to ask
-    assert chat.form_of(saved, parts.tokenizer(saved)) == "alpaca"
-    question = chat.first_reading(saved).question_document("alpaca", "Why?")
+    assert chat.form_of(ResolvedJob(saved).data, ResolvedJob(saved).tokenizer()) == "alpaca"
+    question = chat.first_reading(ResolvedJob(saved).data).question_document("alpaca", "Why?")
     assert encode(BYTES, question).ids.tolist()[:-1] == [BYTES.bos_id, *b"Q: Why?\nA: "]
 
 
@@ -359,7 +362,7 @@ def test_a_source_has_its_own_format_or_that_of_the_job(tmp_path):
     sources += [{"dataset": "text", "dataset_path": str(tmp_path / "pairs.jsonl"), "format": "prompt_completion"}]
     shown = "[" + ", ".join(toml(source) for source in sources) + "]"
     argv = [argument for argument in arguments(tmp_path, "x") if not argument.startswith("--training.dataset")]
-    opened = data_sources(manager.load([*argv, f"--training.sources={shown}"]), "training")
+    opened = JobDatasets(ResolvedJob(manager.load([*argv, f"--training.sources={shown}"]))).open("training")
     assert [weighted.source.header["documents"] for weighted in opened] == [2, 1]
 
 

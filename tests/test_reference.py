@@ -13,8 +13,9 @@ from safetensors.numpy import load_file
 from tests.support import jobs
 from tests.support.pool import RankFailed, run_ranks
 from tests.test_preferences import BYTES, dpo_arguments, write_pairs
-from torchtitan.assembly import data, parts
+from torchtitan.assembly.data import JobDatasets
 from torchtitan.config.manager import load
+from torchtitan.job import ResolvedJob
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.training import reference_logprobs, reporting
 from torchtitan.training.reference_logprobs import FILE, digests_of
@@ -77,7 +78,7 @@ def test_only_pairs_that_the_run_reads_are_computed(reference_run, tmp_path, ran
 def count_distinct_rows(argv, batches):
     """Count the distinct rows of a job's first batches on one rank."""
     config = load(argv)
-    loader = data.training_loader(config, BYTES, 0, parts.dims(config, 1))
+    loader = JobDatasets(ResolvedJob(config)).training_loader(BYTES, 0)
     return len(np.unique(np.concatenate([digests_of(batch) for batch in islice(loader, batches)]), axis=0))
 
 
@@ -195,7 +196,7 @@ def test_the_identity_of_references_covers_the_initial_model(tmp_path):
 
     def identity(**options):
         return reference_logprobs._identity(
-            load(dpo_arguments(tmp_path / "run", rows, adapter__kind="lora", **options))
+            ResolvedJob(load(dpo_arguments(tmp_path / "run", rows, adapter__kind="lora", **options)))
         )
 
     for name in ("a", "b"):

@@ -11,10 +11,10 @@ import pytest
 from tests.support.fake_cuda_mutants import __file__ as mutants
 from tests.support.jobs import ROOT
 from torchtitan import cli
-from torchtitan.assembly import parts
 from torchtitan.commands import rehearse
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
+from torchtitan.job import ResolvedJob
 from torchtitan.planner import estimate, fake_cuda, rehearsal
 
 needs_fake_cuda = pytest.mark.skipif(bool(fake_cuda.missing()), reason=fake_cuda.missing())
@@ -229,13 +229,13 @@ def test_a_compiler_that_cannot_compile_it_is_refused(monkeypatch, tmp_path, cap
 )
 def test_the_usual_ranks_have_a_neighbor_on_each_axis(degrees, ranks):
     config = manager.load([*JOB, *(f"--parallelism.{axis}_degree={n}" for axis, n in degrees.items())])
-    assert rehearse.usual_ranks(parts.dims(config, 64)) == ranks
+    assert rehearse.usual_ranks(ResolvedJob(config, 64).layout.dims) == ranks
 
 
 def test_a_large_job_has_fewer_layers_and_says_so():
     config = manager.load(["llama3_405b", "--model.tokenizer_path=bytes"])
-    few, layers = estimate.few_layers(config, 512, 128), parts.model_args(config).n_layers
-    assert parts.model_args(few).n_layers < layers and estimate.few_layers(config, 512, 10**6) == config
-    dims = parts.dims(config, 512)
-    record = {"layers": [parts.model_args(few).n_layers, layers]}
+    few, layers = estimate.few_layers(config, 512, 128), ResolvedJob(config).model.args.n_layers
+    assert ResolvedJob(few).model.args.n_layers < layers and estimate.few_layers(config, 512, 10**6) == config
+    dims = ResolvedJob(config, 512).layout.dims
+    record = {"layers": [ResolvedJob(few).model.args.n_layers, layers]}
     assert f"with {record['layers'][0]} of {layers} layers" in rehearse.header(config, dims, {0: record})[-1]

@@ -12,10 +12,10 @@ from tests.support.judged import lines
 from torchtitan import cli
 from torchtitan.adapters.lora import LoRA, Restarts, is_due, largest_mask, merge_product, restart_matrices
 from torchtitan.adapters.low_rank import LoRASettings, LowRankLinear
-from torchtitan.assembly import parts
 from torchtitan.config import manager
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.config.sections.adapter import Relora
+from torchtitan.job import ResolvedJob
 from torchtitan.lr_schedules import LRSchedule, Ramps, cyclical, jagged
 from torchtitan.models import SIZES
 from torchtitan.models.spec import MODELS
@@ -73,7 +73,7 @@ def test_axolotls_ramps_multiply_any_schedule():
     (both,) = lines(*SOUND, "--adapter.relora.warmup_steps=3")
     assert 'allowed: 0 with decay_type = "relora_cosine", which has restarts itself' in both
     config = manager.load([*options, "--adapter.relora.warmup_steps=3", "--lr_scheduler.warmup_steps=4"])
-    assert parts.lr_schedule(config).ramps == Ramps(10, 3)
+    assert ResolvedJob(config).schedule.learning_rate().ramps == Ramps(10, 3)
 
 
 def linear(out=12, inputs=8, rank=3, dtype=torch.float64, scale=0.5, learns=False):

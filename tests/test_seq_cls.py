@@ -19,6 +19,7 @@ from torchtitan.config.manager import load
 from torchtitan.datasets import open_source
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.job import ResolvedJob
 from torchtitan.losses.classification import ClassCrossEntropy, classification_metrics
 from torchtitan.models.hf.save import SourceConfigs, build_extra_files
 from torchtitan.models.roberta import CONFIG, RobertaArgs
@@ -71,7 +72,7 @@ def test_transformers_computes_the_same_logits(trained, model):
     """transformers opens the exported folder. Logits are equal for single sentences and in a padded batch."""
     hf_model = AutoModelForSequenceClassification.from_pretrained(trained / model / "model_hf").eval()
     config = load(job_arguments(trained / model, model))
-    model_here, _ = load_model(config, trained / model / "model_hf", torch.device("cpu"))
+    model_here, _ = load_model(ResolvedJob(config), trained / model / "model_hf", torch.device("cpu"))
     tokenizer, source = build_tokenizer("debug"), open_source("sentiment_validation", None, RecordReader())
     for number in range(0, 60, 7):
         ids = tokenizer.encode(source.get(number).text, bos=True, eos=model == "roberta")
@@ -150,8 +151,10 @@ def test_a_classifier_starts_from_a_masked_word_model(tmp_path):
     start |= dict(lr_scheduler__warmup_steps=0)
     run_ranks(1, jobs.train, job_arguments(tmp_path / "classes", "roberta", **start))
     config = load(job_arguments(tmp_path / "classes", "roberta", **start))
-    trained, _ = load_model(config, find_weights(tmp_path / "classes")[1], torch.device("cpu"))
-    body, _ = load_model(load(job_arguments(folder, "roberta", **options)), folder / "model_hf", torch.device("cpu"))
+    trained, _ = load_model(ResolvedJob(config), find_weights(tmp_path / "classes")[1], torch.device("cpu"))
+    body, _ = load_model(
+        ResolvedJob(load(job_arguments(folder, "roberta", **options))), folder / "model_hf", torch.device("cpu")
+    )
     classifier_weights, body_weights = trained.state_dict(), body.state_dict()
     assert classifier_weights["output.weight"].shape == (2, 64) and classifier_weights["output.weight"].std() > 0.01
     for name in body_weights.keys() - {name for name in body_weights if name.startswith(("norm.", "output."))}:
@@ -274,7 +277,7 @@ def test_an_adapter_alone_on_a_language_model_is_read_with_its_head(model, head,
     assert cli.main(["export", str(tmp_path / "classes"), "--to", str(tmp_path / "export"), "--merge"]) == 0
     config = load(arguments)
     (checkpoint,) = (tmp_path / "classes/checkpoint").glob("step-*")
-    model_here, _ = load_model(config, checkpoint, torch.device("cpu"))
+    model_here, _ = load_model(ResolvedJob(config), checkpoint, torch.device("cpu"))
     hf_model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "export").eval()
     tokens = torch.arange(5, 25)[None]
     with torch.no_grad():

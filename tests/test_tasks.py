@@ -13,6 +13,7 @@ from tests.test_loader import loader, write_documents
 from torchtitan.assembly import parts
 from torchtitan.config.manager import load
 from torchtitan.datasets.samples import global_sample_numbers
+from torchtitan.job import ResolvedJob
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.losses.tasks import TASKS, TaskSpec
 from torchtitan.models.dropout import token_keys
@@ -30,7 +31,7 @@ def pairs(monkeypatch):
 
 
 def test_the_default_task_is_next_token_prediction():
-    assert isinstance(parts.objective(load([])), SummedCrossEntropy)
+    assert isinstance(parts.objective(ResolvedJob(load([]))), SummedCrossEntropy)
     (line,) = lines("--task.kind=pretrian")
     assert line.startswith('task.kind: given "pretrian"; allowed: one of "pretrain", ')
     assert line.endswith('; did you mean "pretrain"?')
@@ -47,7 +48,7 @@ def test_next_token_prediction_requires_a_causal_model():
 
 def test_faults_of_jobs_of_pairs(pairs):
     options = ["--task.kind=pairs", "--training.local_batch_size=4"]
-    assert type(parts.objective(load(options))).__name__ == "PairMargin"
+    assert type(parts.objective(ResolvedJob(load(options)))).__name__ == "PairMargin"
     assert lines(*options) == []
     odd = ["--training.local_batch_size=3", "--validation.enable", "--validation.local_batch_size=1"]
     assert lines(options[0], *odd) == []

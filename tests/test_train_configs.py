@@ -17,6 +17,7 @@ from torchtitan.assembly import parts
 from torchtitan.config import manager
 from torchtitan.core.files import MODEL_PLACEHOLDER
 from torchtitan.core.initialization import clean_name
+from torchtitan.job import ResolvedJob
 from torchtitan.parallelisms.parallel_model import parallel_parts
 from torchtitan.planner.estimate import predict, worst
 from torchtitan.rules import check
@@ -99,14 +100,14 @@ def build_on_fake_mesh(argv: list[str], ranks: int) -> tuple[dict[str, int], lis
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     config = manager.load(argv)
-    dims = parts.dims(config, ranks)
+    dims = ResolvedJob(config, ranks).layout.dims
     shares = []
     for rank in range(0, ranks, ranks // dims.pp):  # pp is the outermost axis
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-        model = parts.meta_model(config)
+        model = parts.meta_model(ResolvedJob(config))
         full_sizes = {clean_name(name): parameter.numel() for name, parameter in model.named_parameters()}
-        options, pipeline = parts.parallel_options(config), parts.pipeline_options(config)
-        plan = parts.model_spec(config).plan
+        options, pipeline = parts.parallel_options(ResolvedJob(config)), parts.pipeline_options(ResolvedJob(config))
+        plan = parts.model_spec(ResolvedJob(config).model).plan
         model_parts, *_ = parallel_parts(
             model, dims.build_mesh("cpu"), dims, plan, options, pipeline, dims.build_expert_mesh("cpu")
         )
@@ -124,7 +125,7 @@ def test_jobs_build_on_a_mesh_of_their_stated_size(path, user_arguments):
     ranks, argv = stated_ranks(path), ["--job.config_file", str(path), *user_arguments[path.stem]]
     full_sizes, shares, degrees = run_alone(build_on_fake_mesh, argv, ranks)
     config = manager.load(argv)
-    assert sum(full_sizes.values()) == parts.model_args(config).num_parameters
+    assert sum(full_sizes.values()) == ResolvedJob(config).model.args.num_parameters
     assert math.prod(degrees.values()) == ranks and len(shares) == degrees["pp"]
     assert sorted(name for share in shares for name in share) == sorted(full_sizes)  # each on one pipeline rank
     shards = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]

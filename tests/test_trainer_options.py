@@ -107,9 +107,9 @@ def logits_of(folder, ids):
     from torchtitan.commands import generate
     from torchtitan.training import inference_model
 
-    config, step_folder = generate.find_checkpoint(Path(folder), None)
+    job, step_folder = generate.find_checkpoint(Path(folder), None)
     with torch.no_grad():
-        return inference_model.load_model(config, step_folder, torch.device("cpu"))[0](ids)
+        return inference_model.load_model(job, step_folder, torch.device("cpu"))[0](ids)
 
 
 def test_an_export_initializes_another_job(texts, tmp_path):

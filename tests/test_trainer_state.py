@@ -7,16 +7,24 @@ import torch
 
 from torchtitan.checkpoint import rng_state
 from torchtitan.config.job import JobConfig
+from torchtitan.job import ResolvedJob
 from torchtitan.metrics.goodput import Goodput
-from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.training.restore import TrainState
 from torchtitan.training.trainer import Trainer
+
+OPTIONS = {
+    "expert": "expert_parallel_degree",
+    "tensor": "tensor_parallel_degree",
+    "data_replicate": "data_parallel_replicate_degree",
+}
 
 
 def trainer(**degrees):
     """Create the trainer of rank 1 of four, without a model."""
     bare_trainer = Trainer.__new__(Trainer)
-    bare_trainer.config, bare_trainer.dims = JobConfig(), ParallelDims(4, **degrees)
+    options = {f"parallelism.{OPTIONS[name]}": degree for name, degree in degrees.items()}
+    bare_trainer.job = ResolvedJob(JobConfig(), 4).with_options(options)
+    bare_trainer.config, bare_trainer.dims = bare_trainer.job.config, bare_trainer.job.layout.dims
     bare_trainer.ranks, bare_trainer.dp_rank = SimpleNamespace(rank=1, world_size=4), 1
     bare_trainer.state, bare_trainer.restorer = TrainState(step=3, tokens=96), SimpleNamespace(base=None)
     hooks = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
@@ -33,7 +41,7 @@ def saved_state():
     """Return the state of four ranks with expert parallel over two, and the numbers that rank 1 draws next."""
     torch.manual_seed(11)
     ranks = [{"rng": rng_state()} for _ in range(4)]
-    return trainer(ep=2).trainer_state(), ranks, torch.rand(3)
+    return trainer(expert=2).trainer_state(), ranks, torch.rand(3)
 
 
 def numbers_after_restore(state, ranks, **degrees):
@@ -45,10 +53,12 @@ def numbers_after_restore(state, ranks, **degrees):
 
 def test_the_same_plan_restores_random_numbers(saved_state):
     state, ranks, numbers = saved_state
-    assert torch.equal(numbers_after_restore(state, ranks, ep=2), numbers)
+    assert torch.equal(numbers_after_restore(state, ranks, expert=2), numbers)
 
 
-@pytest.mark.parametrize("other", [dict(ep=4), dict(), dict(ep=2, tp=2), dict(ep=2, dp_replicate=2)], ids=str)
+@pytest.mark.parametrize(
+    "other", [dict(expert=4), dict(), dict(expert=2, tensor=2), dict(expert=2, data_replicate=2)], ids=str
+)
 def test_another_plan_does_not_restore_random_numbers(saved_state, other):
     state, ranks, numbers = saved_state
     assert not torch.equal(numbers_after_restore(state, ranks, **other), numbers)
@@ -58,7 +68,7 @@ def test_checkpoints_without_all_degrees_load(saved_state):
     """Earlier versions saved no degree of expert parallel, or no degrees at all."""
     state, ranks, numbers = saved_state
     del state["degrees"]["ep"]
-    assert torch.equal(numbers_after_restore(state, ranks, ep=2), numbers)
-    assert not torch.equal(numbers_after_restore(state, ranks, ep=2, tp=2), numbers)
+    assert torch.equal(numbers_after_restore(state, ranks, expert=2), numbers)
+    assert not torch.equal(numbers_after_restore(state, ranks, expert=2, tensor=2), numbers)
     del state["degrees"]
     assert torch.equal(numbers_after_restore(state, ranks), numbers)

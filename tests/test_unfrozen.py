@@ -13,6 +13,7 @@ from torchtitan.assembly import parts
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
+from torchtitan.job import ResolvedJob
 from torchtitan.models.hf.config import UNTRAINED
 from torchtitan.planner.estimate import flops_of_a_rank, predict
 from torchtitan.planner.rehearsal import FROZEN, GRADIENTS, OPTIMIZER, PARAMETERS
@@ -58,8 +59,8 @@ def test_only_named_parameters_are_trained_and_a_resume_is_bit_exact(texts, tmp_
     assert cli.main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "adapter")]) == 2
     assert "its job has no adapter; write --merge for the weights of the model" in capsys.readouterr().err
     assert cli.main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "whole"), "--merge"]) == 0
-    config, checkpoint = find_checkpoint(tmp_path / "run", None)
-    filled, installed = inference_model.load_model(config, checkpoint, torch.device("cpu"))
+    run, checkpoint = find_checkpoint(tmp_path / "run", None)
+    filled, installed = inference_model.load_model(run, checkpoint, torch.device("cpu"))
     assert {name for name, p in filled.named_parameters() if p.requires_grad} == changed
     num_trained = sum(filled.get_parameter(name).numel() for name in changed)
     assert (installed.num_trained, installed.num_parameters) == (
@@ -67,10 +68,10 @@ def test_only_named_parameters_are_trained_and_a_resume_is_bit_exact(texts, tmp_
         sum(p.numel() for p in filled.parameters()),
     )
     assert f"unfrozen: {num_trained:,} of" in installed.describe()
-    model, _, installed = parts.adapted_model(config)
+    model, _, installed = parts.adapted_model(run)
     with (
-        stored_run.open_run(config, checkpoint, model, installed) as weights,
-        stored_run.plain_state(config, model, installed, weights) as (state, kind),
+        stored_run.open_run(run, checkpoint, model, installed) as weights,
+        stored_run.plain_state(run.model, model, installed, weights) as (state, kind),
     ):
         assert kind == "weights" and state.keys() == filled.state_dict().keys()
         assert all(torch.equal(state[name].detach(), value) for name, value in filled.state_dict().items())
@@ -78,7 +79,7 @@ def test_only_named_parameters_are_trained_and_a_resume_is_bit_exact(texts, tmp_
 
 def test_estimates_treat_other_parameters_as_frozen(texts, tmp_path):
     config = load(job(tmp_path, texts, training__seq_len=16))
-    model, _, installed = parts.adapted_model(config)
+    model, _, installed = parts.adapted_model(ResolvedJob(config))
     trained_bytes = sum(p.numel() for p in model.parameters() if p.requires_grad) * 4
     frozen_bytes = sum(p.numel() for p in model.parameters()) * 4 - trained_bytes
     (estimate,) = run_alone(predict, config, 1, "cpu")  # a process that has trained has a process group
@@ -89,7 +90,7 @@ def test_estimates_treat_other_parameters_as_frozen(texts, tmp_path):
     assert kinds.get(GRADIENTS, 0) <= trained_bytes
     full_flops = flops_of_a_rank(load(job(tmp_path, texts, training__seq_len=16, training__unfrozen="[]")), 1)
     saved_flops = 2 * (
-        parts.model_args(config).num_matmul_parameters - installed.trained_weights_per_token
+        ResolvedJob(config).model.args.num_matmul_parameters - installed.trained_weights_per_token
     )  # no gradients of weights
     assert flops_of_a_rank(config, 1) == pytest.approx(full_flops - saved_flops * 8 * 16) and saved_flops > 0
 
@@ -98,7 +99,7 @@ def test_invalid_patterns_are_refused(texts, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = job(tmp_path / "run", texts, training__unfrozen='["layers.9.*"]')
     with pytest.raises(JobError, match=r"training.unfrozen = 'layers.9.\*' fits nothing in this model; it has layers"):
-        parts.adapted_model(load(argv))
+        parts.adapted_model(ResolvedJob(load(argv)))
     (fault,) = lines('--training.unfrozen=["layers.9.*", "*norm*"]')  # checked before every start, without the model
     message = 'training.unfrozen: given "layers.9.*"; allowed: patterns that fit one of layers.*.attention.wk.weight, '
     assert fault.startswith(message)

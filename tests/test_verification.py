@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support import jobs
-from torchtitan.assembly import data, parts
+from torchtitan.assembly.data import JobDatasets
 from torchtitan.commands import prepare
 from torchtitan.config.manager import load
 from torchtitan.core.files import FileError
@@ -11,6 +11,7 @@ from torchtitan.datasets import verification
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.verification import start_verification
+from torchtitan.job import ResolvedJob
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def shards(tmp_path):
 def loader(tmp_path, shards, state=None):
     settings = dict(training__dataset="tokens")
     config = load(jobs.arguments(tmp_path / "run", shards, **settings))
-    return data.training_loader(config, parts.tokenizer(config), 0, parts.dims(config, 1), state)
+    return JobDatasets(ResolvedJob(config)).training_loader(ResolvedJob(config).tokenizer(), 0, state)
 
 
 def rot(shards):

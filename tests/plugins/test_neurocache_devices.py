@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from tests.support.remembering import read, remembering, segments
+from torchtitan.config.job import JobConfig
+from torchtitan.job import ResolvedJob
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.training.restore import Restorer
 
@@ -20,14 +22,10 @@ def test_a_restored_cache_is_on_the_compute_device(compression):
     read(model, installed, segments(2))
     saved = installed.state_tensors([model])
     assert saved["0.counts"].tolist() == [16, 16]
-    task = SimpleNamespace(kind="documents")
-    config = SimpleNamespace(training=SimpleNamespace(local_batch_size=2), task=task)
-    dims, reference = (
-        SimpleNamespace(all_degrees={"ep": 1}),
-        SimpleNamespace(adapter=installed, parts=[model], device=ELSEWHERE),
-    )
-    back = Restorer(config, dims, reference)._state_to_restore(
-        {"degrees": {"ep": 1}}, {n: list(t.shape) for n, t in saved.items()}
+    job = ResolvedJob(JobConfig()).with_options({"training.local_batch_size": 2})
+    reference = SimpleNamespace(adapter=installed, parts=[model], device=ELSEWHERE)
+    back = Restorer(job, reference)._state_to_restore(
+        {"degrees": job.layout.dims.all_degrees}, {n: list(t.shape) for n, t in saved.items()}
     )
     assert back.keys() == saved.keys()
     devices = {name: tensor.device for name, tensor in back.items()}

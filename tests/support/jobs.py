@@ -14,8 +14,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.support.pool import run_script
+from torchtitan.assembly.data import JobDatasets
 from torchtitan.config import manager
+from torchtitan.config.job import JobConfig
 from torchtitan.core.initialization import clean_name
+from torchtitan.job import ResolvedJob
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
 
@@ -72,6 +75,12 @@ def train(argv: list[str]) -> tuple[list[dict], str]:
     if dist.is_initialized():
         dist.barrier()  # the first rank writes the rows that all ranks read
     return logged_steps(Path(config.job.dump_folder)), state_hash(trainer)
+
+
+def with_end(config: JobConfig, ranks: int = 1, samples_read: int = 0, step: int = 0) -> JobConfig:
+    """Return the job with the number of steps that its data last, from a position in them."""
+    job = ResolvedJob(config, ranks)
+    return job.ending_at(JobDatasets(job).last_step(samples_read, step)).config
 
 
 def state_hash(trainer: Trainer) -> str:

@@ -7,6 +7,7 @@ from tests.test_templates import LLAMA3, folder_with
 from torchtitan.assembly import parts
 from torchtitan.config import manager
 from torchtitan.core.initialization import initialize
+from torchtitan.job import ResolvedJob
 from torchtitan.models.spec import MODELS
 
 SEQ_LEN, RECORDS = 96, 20
@@ -17,7 +18,7 @@ def write_model(folder: Path) -> Path:
     """Write a Hugging Face folder of a Llama with initial weights and its tokenizer."""
     folder_with(folder, LLAMA3)
     options = ["--model.name=llama3", f"--model.overrides={SIZES}", f"--model.tokenizer_path={folder}"]
-    model = parts.meta_model(manager.load(options)).to_empty(device="cpu")
+    model = parts.meta_model(ResolvedJob(manager.load(options))).to_empty(device="cpu")
     initialize(model, 0, model.init_rule)
     MODELS["llama3"].hf.save_hf(folder, model.state_dict(), model.args)
     return folder

@@ -23,6 +23,7 @@ from torchtitan.config.manager import load
 from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.initialization import initialize
 from torchtitan.core.tensor_storage import draw_stores
+from torchtitan.job import ResolvedJob
 from torchtitan.losses.objective import IGNORE_INDEX
 from torchtitan.models import SIZES
 from torchtitan.models.float8 import use_float8
@@ -202,12 +203,12 @@ def on_ranks(arguments: list[str]) -> tuple[float, dict[str, np.ndarray]]:
     """
     torch._dynamo.reset()
     config = load(arguments)
-    dims = parts.dims(config, dist.get_world_size())
-    model = parts.model(config, dims.build_mesh("cpu"), dims, torch.device("cpu"))
+    dims = ResolvedJob(config, dist.get_world_size()).layout.dims
+    model = parts.model(ResolvedJob(config, dims.world_size), dims.build_mesh("cpu"), torch.device("cpu"))
     adjust_parameters(config, model.named_parameters())
-    samples, size = parts.global_batch_size(config, dims), config.training.local_batch_size
+    samples, size = ResolvedJob(config, dims.world_size).layout.samples, config.training.local_batch_size
     full_batch, rank = batch_of(config, samples), dims.dp_rank(model.mesh)
-    valid = parts.objective(config).count(full_batch)
+    valid = parts.objective(ResolvedJob(config)).count(full_batch)
     local_batch = {name: tensor[rank :: dims.dp] for name, tensor in full_batch.items()}
     passes = samples // (size * dims.dp)
     loss = torch.zeros((), dtype=torch.float64)
@@ -225,7 +226,7 @@ def on_ranks(arguments: list[str]) -> tuple[float, dict[str, np.ndarray]]:
 def on_one_device(arguments: tuple[str, ...], samples: int) -> tuple[float, dict[str, torch.Tensor]]:
     """Run the plain model on all samples in one pass."""
     config = load(list(arguments))
-    model, plan, adapter = parts.adapted_model(replace(config, parallelism=Parallelism()))
+    model, plan, adapter = parts.adapted_model(ResolvedJob(replace(config, parallelism=Parallelism())))
     if (recipe := config.training.float8) != "none":
         use_float8(model, plan, recipe, exclude=(), use_kernel=False)
     model.to_empty(device="cpu")
@@ -235,8 +236,8 @@ def on_one_device(arguments: tuple[str, ...], samples: int) -> tuple[float, dict
         adapter.init_from_base([model])
     adjust_parameters(config, model.named_parameters())
     batch = batch_of(config, samples)
-    valid = parts.objective(config).count(batch)
-    balance = parts.model_spec(config).balance
+    valid = parts.objective(ResolvedJob(config)).count(batch)
+    balance = parts.model_spec(ResolvedJob(config).model).balance
     if balance is not None:
         balance.set_aux_loss_scale(model, 1 / valid)
     loss = model(**batch) / valid
@@ -254,7 +255,7 @@ def precision_of(config: JobConfig) -> str:
 def differences(arguments: list[str], ranks: int, answers: list[tuple[float, dict[str, np.ndarray]]]) -> list[str]:
     """Return descriptions of the differences between ranks and one device."""
     config = load(arguments)
-    samples = parts.global_batch_size(config, parts.dims(config, ranks))
+    samples = ResolvedJob(config, ranks).layout.samples
     loss, grads = on_one_device(tuple(arguments), samples)
     norm = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads.values()])).item()
     tolerance, cancelled = TOLERANCES[precision_of(config)]

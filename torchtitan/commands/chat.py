@@ -14,24 +14,22 @@ from typing import Any
 
 import torch
 
-from torchtitan.assembly import parts
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.generate import (
     CONTROLS,
     find_decoder,
     sample,
 )
-from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
 from torchtitan.datasets.conversations import end_of_turn_ids
 from torchtitan.datasets.encoding import encode, prompt_ids
 from torchtitan.datasets.formats import QUESTION_FORMATS
-from torchtitan.datasets.record_format import RecordReader, record_reader
+from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import DataError, Document
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.base import decode_stream
-from torchtitan.losses.tasks import task_of
+from torchtitan.job.data import JobData
 from torchtitan.models.decoding import reader_for
 from torchtitan.process.distributed import device_type
 from torchtitan.training import inference_model
@@ -47,15 +45,15 @@ def main(argv: list[str]) -> int:
     if options.system is not None and options.format not in (None, CHAT):
         raise JobError(f"--system: format {options.format} has no place for it")
     sys.stdout.reconfigure(errors="replace")  # for characters that the terminal cannot show
-    config, step_folder = find_decoder(options, job_args)
-    tokenizer = parts.tokenizer(config)
-    form = options.format or form_of(config, tokenizer)
+    job, step_folder = find_decoder(options, job_args)
+    config, tokenizer = job.config, job.tokenizer()
+    form = options.format or form_of(job.data, tokenizer)
     if options.system is not None and form != CHAT:
         raise JobError(
             f"--system: the job's records are of the form {form}, which has no place for it; drop it, or give "
             "--data.chat_template"
         )
-    model: Any = inference_model.load_decoder(config, step_folder, torch.device(device_type()))
+    model: Any = inference_model.load_decoder(job, step_folder, torch.device(device_type()))
     typed = sys.stdin.isatty()
     print(f"{config.model.name} {config.model.flavor}, {step_folder.name}, asked as {form}", file=sys.stderr)
     if typed:
@@ -63,7 +61,8 @@ def main(argv: list[str]) -> int:
     reader, context = reader_for(model, config.training.seq_len)
     if form == CHAT and options.system is None:
         options.system = config.data.default_system
-    talk = Talk(reader, tokenizer, form, context, options, first_reading(config), parts.end_ids(config, step_folder))
+    ends = job.model.end_ids(step_folder)
+    talk = Talk(reader, tokenizer, form, context, options, first_reading(job.data), ends)
     for line in lines(typed):
         if line == NEW or options.apart:
             talk.begin()
@@ -74,14 +73,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def form_of(config: JobConfig, tokenizer: Tokenizer) -> str:
+def form_of(data: JobData, tokenizer: Tokenizer) -> str:
     """Return the prompt format of the job: the format of its first training record, else its chat template.
 
     Raises JobError if there is neither, or if the data to tell it are missing.
     """
     templated = tokenizer.chat_template is not None
     remedy = f"give --format {' or '.join(QUESTION_FORMATS[1:])}, or --data.chat_template"
-    source, reading = next(iter(sources_of(config, "training").values())), first_reading(config)
+    source, reading = next(iter(data.sources("training").values())), first_reading(data)
     if reading.format_name in QUESTION_FORMATS[1:]:
         return reading.format_name
     if templated and not glob(source.dataset_path or ""):  # no local data, and nothing is downloaded for this
@@ -100,11 +99,9 @@ def form_of(config: JobConfig, tokenizer: Tokenizer) -> str:
     return CHAT
 
 
-def first_reading(config: JobConfig) -> RecordReader:
+def first_reading(data: JobData) -> RecordReader:
     """Return the record reader of the job's first source, which formats the questions."""
-    first = next(iter(sources_of(config, "training").values()))
-    task = task_of(config.task.kind)
-    return record_reader(first, config.data.default_system, task.whole_records, task.rows_per_sample > 1)
+    return data.reader(next(iter(data.sources("training").values())))
 
 
 def lines(typed: bool) -> Iterator[str]:

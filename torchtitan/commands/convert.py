@@ -34,7 +34,6 @@ from torchtitan.checkpoint.saving import SaveOptions, Snapshot, save
 from torchtitan.checkpoint.weight_sources import Weights, open_weights
 from torchtitan.commands.command_lines import FORMS, parse_command
 from torchtitan.commands.generate import JOB, find_job, names_its_tokenizer
-from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import to_toml
 from torchtitan.core.errors import JobError
 from torchtitan.core.progress_bar import progress_bar
@@ -42,7 +41,8 @@ from torchtitan.core.tensor_storage import Deferred
 from torchtitan.datasets.conversations import end_of_turn_ids
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.datasets.tokenizer.hf_json import extended, missing_tokens, template_file
-from torchtitan.models import converter_of
+from torchtitan.job import ResolvedJob
+from torchtitan.job.model import JobModel
 from torchtitan.models.hf.config import CONFIG, GENERATION, UNTRAINED, find_config, untrained_token_ids
 from torchtitan.models.hf.save import SourceConfigs, build_extra_files, read_source
 
@@ -87,13 +87,12 @@ class Resizing:
 
 
 @contextmanager
-def resizing(
-    config: JobConfig, args: Any, tokens: Sequence[str], eos: str | None, multiple: int | None
-) -> Iterator[Resizing]:
+def resizing(job: ResolvedJob, tokens: Sequence[str], eos: str | None, multiple: int | None) -> Iterator[Resizing]:
     """Yield the resizing of the job's model. Raises JobError if its tokenizer is unknown or cannot take the tokens."""
-    if not names_its_tokenizer(config):
+    args = job.model.args
+    if not names_its_tokenizer(job.config.model):
         raise JobError("the tokens of the model are unknown: give its tokenizer with --model.tokenizer_path")
-    before = parts.tokenizer(config)
+    before = job.tokenizer()
     new = missing_tokens(before, tokens)
     for token in sorted(set(tokens) - set(new)):
         print(f"{token!r} exists already, with id {before.special_tokens[token]}", file=sys.stderr)
@@ -111,8 +110,8 @@ def resizing(
 class Resized(Weights):
     """Weights with the rows of a vocabulary of another size."""
 
-    def __init__(self, weights: Weights, config: JobConfig, args: Any, to: Resizing):
-        shapes = parts.model_spec(config).hf.shapes
+    def __init__(self, weights: Weights, model: JobModel, to: Resizing):
+        shapes, args = parts.model_spec(model).hf.shapes, model.args
         other = shapes(replace(args, vocab_size=args.vocab_size + 1))
         self.weights, self.to, self.step = weights, to, weights.step
         self.by_token = {name for name, shape in shapes(args).items() if other[name] != shape}
@@ -145,39 +144,39 @@ def main(argv: list[str]) -> int:
     )
     if resizes and form == "file":
         raise JobError(f"{target}: a single file cannot hold the tokenizer that resized weights need; give a folder")
-    config = find_job(place, job_args, with_tokenizer=False)
+    job = find_job(place, job_args, with_tokenizer=False)
     with ExitStack() as stack:
-        args, to = parts.model_args(config), None
-        weights = stack.enter_context(open_weights(place, config.model.name, args, config.model.ignore_config_keys))
+        source_model, args, to = job.config.model, job.model.args, None
+        weights = stack.enter_context(open_weights(place, source_model.name, args, source_model.ignore_config_keys))
         if resizes:
             vocabulary_changes = (options.add_tokens, options.eos_token, options.vocab_multiple)
-            to = stack.enter_context(resizing(config, args, *vocabulary_changes))
-            weights, args = Resized(weights, config, args, to), to.args
+            to = stack.enter_context(resizing(job, *vocabulary_changes))
+            weights, args = Resized(weights, job.model, to), to.args
         dtype = parts.DTYPES[options.dtype] if options.dtype else weights.dtype("tok_embeddings.weight")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             if form == "file":
-                parts.model_spec(config).hf.save_hf_file(target, _unread_tensors(config, args, weights), args, dtype)
+                parts.model_spec(job.model).hf.save_hf_file(
+                    target, _unread_tensors(job.model, args, weights), args, dtype
+                )
             else:
                 write = {"hf": _write_hf, "ours": _write_ours}[form]
-                write(target, place, config, args, weights, dtype, to)
+                write(target, place, job, args, weights, dtype, to)
         except OSError as error:
             raise JobError(f"{target}: not written: {error}") from error
-    print(f"{place} -> {target}: {config.model.name}, {args.num_parameters:,} parameters, {FORMS[form]}")
+    print(f"{place} -> {target}: {source_model.name}, {args.num_parameters:,} parameters, {FORMS[form]}")
     if to is not None:
         print(f"{to.tokens:,} tokens, {to.tokens - to.num_known:,} of them new, in {args.vocab_size:,} rows")
     return 0
 
 
-def _extra_files(
-    place: Path, config: JobConfig, args: Any, dtype: torch.dtype, to: Resizing | None
-) -> dict[str, bytes]:
+def _extra_files(place: Path, job: ResolvedJob, args: Any, dtype: torch.dtype, to: Resizing | None) -> dict[str, bytes]:
     """Return the files to write next to the weights: config.json and, if there is a tokenizer, its files.
 
     A missing tokenizer is reported. Weights count as trained unless there is a config.json next to them.
     """
-    vocabulary = to.vocabulary if to else _tokenizer(config, args)
-    form, folder = converter_of(config.model), config.model.hf_folder
+    vocabulary = to.vocabulary if to else _tokenizer(job, args)
+    form, folder = job.model.converter, job.config.model.hf_folder
     is_trained = find_config(place) is None
     source = read_source(folder, trained=is_trained) if folder and Path(folder, CONFIG).is_file() else None
     if vocabulary is None:
@@ -196,47 +195,47 @@ def _extra_files(
     return to.extra_files(files) if to else files
 
 
-def _tokenizer(config: JobConfig, args: Any) -> Tokenizer | None:
+def _tokenizer(job: ResolvedJob, args: Any) -> Tokenizer | None:
     """Return the model's tokenizer, or None if the job has none that fits the model."""
     try:
-        vocabulary = parts.tokenizer(config)
+        vocabulary = job.tokenizer()
     except JobError:
         return None
     spare = args.vocab_size - vocabulary.vocab_size
-    return vocabulary if spare == 0 or (spare > 0 and names_its_tokenizer(config)) else None
+    return vocabulary if spare == 0 or (spare > 0 and names_its_tokenizer(job.config.model)) else None
 
 
-def _unread_tensors(config: JobConfig, args: Any, weights: Weights) -> dict[str, Deferred]:
+def _unread_tensors(model: JobModel, args: Any, weights: Weights) -> dict[str, Deferred]:
     """Return every tensor, unread, by our names. A tied output head is left out."""
-    shapes = parts.model_spec(config).hf.shapes(args)
+    shapes = parts.model_spec(model).hf.shapes(args)
     tied = {"output.weight"} if args.tied_embeddings else set()
     return {name: weights.deferred(name, shape) for name, shape in shapes.items() if name not in tied}
 
 
 def _write_hf(
-    target: Path, place: Path, config: JobConfig, args: Any, weights: Weights, dtype: torch.dtype, to: Resizing | None
+    target: Path, place: Path, job: ResolvedJob, args: Any, weights: Weights, dtype: torch.dtype, to: Resizing | None
 ) -> None:
-    extra_files = _extra_files(place, config, args, dtype, to)
+    extra_files = _extra_files(place, job, args, dtype, to)
     with replace_folder(target.resolve(), write=True) as folder:
-        parts.model_spec(config).hf.save_hf(
-            folder, _unread_tensors(config, args, weights), args, dtype=dtype, extra_files=extra_files
+        parts.model_spec(job.model).hf.save_hf(
+            folder, _unread_tensors(job.model, args, weights), args, dtype=dtype, extra_files=extra_files
         )
 
 
 def _write_ours(
-    target: Path, place: Path, config: JobConfig, args: Any, weights: Weights, dtype: torch.dtype, to: Resizing | None
+    target: Path, place: Path, job: ResolvedJob, args: Any, weights: Weights, dtype: torch.dtype, to: Resizing | None
 ) -> None:
     """Write an export of this project, with config.json and tokenizer.
 
     A model that transformers does not support gets the job instead of a config.json.
     """
     try:
-        extra_files = _extra_files(place, config, args, dtype, to)
+        extra_files = _extra_files(place, job, args, dtype, to)
     except JobError:
         if to is not None:
             raise
-        extra_files = {JOB: to_toml(parts.portable_job(config)).encode()}
-    unread = _unread_tensors(config, args, weights)
+        extra_files = {JOB: to_toml(job.portable().config).encode()}
+    unread = _unread_tensors(job.model, args, weights)
     narrow = {name for name in unread if weights.dtype(name).is_floating_point and not name.endswith("expert_bias")}
     types = {name: dtype if name in narrow else weights.dtype(name) for name in unread}
     shells = {

@@ -325,14 +325,14 @@ class NamedWeights(StoredTensors):
 def opened_by_our_names(a: Location, b: Location) -> Iterator[tuple[StoredTensors, StoredTensors]]:
     """Open weights of different formats. The sizes are from the job or the config.json next to one of them."""
     source = next((path for kind, path in (a, b) if kind == "ours"), a[1] if a[0] == "hf" else b[1])
-    config = find_job(source, [], with_tokenizer=False)
-    args = parts.model_args(config)
-    shapes = parts.model_spec(config).hf.shapes(args)
+    model = find_job(source, [], with_tokenizer=False).model
+    options, args = model.model, model.args
+    shapes = parts.model_spec(model).hf.shapes(args)
     names = [name for name in shapes if name != "output.weight" or not args.tied_embeddings]
     with ExitStack() as stack:
         weights = [
             stack.enter_context(
-                open_weights(path, config.model.name, parts.model_args(config, path), config.model.ignore_config_keys)
+                open_weights(path, options.name, model.args_for_weights(path), options.ignore_config_keys)
             )
             for _, path in (a, b)
         ]

@@ -21,19 +21,18 @@ from typing import Any
 import torch
 
 from torchtitan.adapters import spec_of
-from torchtitan.assembly import data as assembly_data
-from torchtitan.assembly import parts
+from torchtitan.assembly.data import JobDatasets
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.evaluate_tasks import evaluate_tasks, tasks_table
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.commands.schedule import check_file
-from torchtitan.config.job import JobConfig, Validation, describe_sources
+from torchtitan.config.sections.training import Validation
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.segments import Documents, HeldOutSegments
 from torchtitan.datasets.sources import UnexpectedPair
 from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.job import ResolvedJob
 from torchtitan.losses.evaluation import PositionLoss, measure_position_losses, position_class_names, total_loss
-from torchtitan.losses.tasks import task_of
 from torchtitan.metrics.plot import HELD_OUT, INK, LOSS, RATE, SPEED, STYLE, check_format
 from torchtitan.models.decoder import Decoder
 from torchtitan.process.distributed import device_type
@@ -78,15 +77,14 @@ def main(argv: list[str]) -> int:
         check_format(options.plot)
     for option in ("out", "plot"):
         check_file(option, getattr(options, option))
-    config, path = find_checkpoint(Path(options.folder), options.config, job_args, options.best)
+    job, path = find_checkpoint(Path(options.folder), options.config, job_args, options.best)
     if options.tasks:
-        results = evaluate_tasks(config, path, Path(options.tasks), options.samples)
+        results = evaluate_tasks(job, path, Path(options.tasks), options.samples)
         print(tasks_table(results))
     else:
         with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
-            data = dataclasses.replace(config.data, cache_dir=config.data.cache_dir or folder)
-            config = of_documents(dataclasses.replace(config, data=data))
-            results = evaluate(config, path, options.samples, options.cache_sizes)
+            job = of_documents(job.with_options({"data.cache_dir": job.config.data.cache_dir or folder}))
+            results = evaluate(job, path, options.samples, options.cache_sizes)
         print(table(results))
     try:
         for path in filter(None, (options.out, options.plot)):
@@ -100,51 +98,50 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def of_documents(config: JobConfig) -> JobConfig:
+def of_documents(job: ResolvedJob) -> ResolvedJob:
     """Return the job, changed to read the evaluation data.
 
     The data are whole documents, or with validation.split the records that the run held out, prepared as in the run.
     Validation data that are named in the job take precedence over a split. Raises JobError if the split has no
     documents.
     """
-    part, task = config.validation, task_of(config.task.kind)
+    part, task = job.config.validation, job.model.spec
     if part.sources or part.dataset_path or part.dataset != Validation().dataset:
         part = dataclasses.replace(part, split=None)
     if part.split is None:
-        kind = dataclasses.replace(config.task, kind="documents")
-        return dataclasses.replace(config, task=kind, validation=part)
+        return job.with_options({"task.kind": "documents", "validation": part})
     if task.rows_per_sample > 1:
         raise JobError(f"validation.split: given {part.split:g}; {NO_TEXT}")
     if not task.whole_records:
         raise JobError(
-            f"validation.split: given {part.split:g}; allowed: unset with task.kind = {config.task.kind}, which holds "
-            "out no documents; give some by --validation.dataset and --validation.dataset_path"
+            f"validation.split: given {part.split:g}; allowed: unset with task.kind = {job.config.task.kind}, which "
+            "holds out no documents; give some by --validation.dataset and --validation.dataset_path"
         )
-    return config
+    return job
 
 
-def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | None) -> dict[str, Any]:
+def evaluate(job: ResolvedJob, place: Path, samples: int, sizes: list[int] | None) -> dict[str, Any]:
     """Return the metrics of the model stored in `place`."""
-    args = parts.model_args(config)
+    config, args = job.config, job.model.args
     if getattr(args, "n_classes", 0) or not getattr(args, "causal", True):
         raise JobError(f"{config.model.name} does not predict next tokens, as the evaluation needs; give a decoder")
-    tokenizer, seq_len = parts.tokenizer(config), assembly_data.seq_len_of(config, "validation")
+    tokenizer, seq_len = job.tokenizer(), job.data.seq_len("validation")
     try:
-        documents = assembly_data.documents(config, "validation")
+        documents = JobDatasets(job).documents("validation")
     except UnexpectedPair as error:
         where = str(error).partition(": ")[0]
         raise JobError(f"{where}: {NO_TEXT}") from None
     rows = config.validation.local_batch_size
     batches = HeldOutSegments(documents, samples, seq_len=seq_len, rows=rows, rank=0, ranks=1)
-    spec_of(config.adapter).check_evaluation(config.adapter, parts.model_args(config), sizes, seq_len)
-    model, _ = inference_model.load_model(config, place, torch.device(device_type()))
+    spec_of(config.adapter).check_evaluation(config.adapter, args, sizes, seq_len)
+    model, _ = inference_model.load_model(job, place, torch.device(device_type()))
     assert isinstance(model, Decoder)
     if sizes and model.memory is None:
         raise JobError("--cache-sizes: this model has no cache; leave it out")
     size_of = None if model.memory is None else model.memory.cache_size[False]
     requested_sizes = [None] if size_of is None else sizes or [0, size_of]
     bytes_told = sum(_bytes_of(documents, document, tokenizer) for document in batches.order)
-    data, read = describe_sources(config, "validation"), len(batches.order)
+    data, read = job.data.describe_sources("validation"), len(batches.order)
     if config.validation.split is not None:
         data += f", held out by validation.split = {config.validation.split:g}"
     print(f"{config.model.name} {config.model.flavor}, {place.name}: {read} documents of {data}", file=sys.stderr)

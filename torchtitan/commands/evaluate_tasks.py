@@ -22,14 +22,13 @@ from typing import Any, Protocol
 import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from torchtitan.assembly import parts
 from torchtitan.commands.generate import require_causal_decoder, sample
 from torchtitan.commands.task_files import greedy_of, tasks_in, without_effect
-from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.base import decode_stream
+from torchtitan.job import ResolvedJob
 from torchtitan.losses.evaluation import Likelihood, Request, likelihoods, split_into_requests
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.decoding import context_of, incremental_reader
@@ -148,9 +147,9 @@ class Answers:
         return answers
 
 
-def evaluate_tasks(config: JobConfig, place: Path, path: Path, limit: int) -> dict[str, Any]:
+def evaluate_tasks(job: ResolvedJob, place: Path, path: Path, limit: int) -> dict[str, Any]:
     """Return the metrics of the model in `place` on the tasks of `path`, on `limit` documents of each (0: all)."""
-    require_causal_decoder(config)
+    require_causal_decoder(job.model)
     if importlib.util.find_spec("lm_eval") is None:
         raise JobError("--tasks needs the package lm_eval; install it with: pip install 'torchtitan-toml[eval]'")
     with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder, _sandboxed():
@@ -159,10 +158,10 @@ def evaluate_tasks(config: JobConfig, place: Path, path: Path, limit: int) -> di
             if unused_keys := without_effect(task):
                 print(f"{name}: without effect here: {', '.join(unused_keys)}", file=sys.stderr)
         tasks = _open_tasks(tasks_by_name, folder)
-        model, _ = inference_model.load_model(config, place, torch.device(device_type()))
+        model, _ = inference_model.load_model(job, place, torch.device(device_type()))
         assert isinstance(model, Decoder)
-        rows = config.validation.local_batch_size
-        answers = Answers(model, parts.tokenizer(config), config.training.seq_len, rows, parts.end_ids(config, place))
+        rows, seq_len = job.config.validation.local_batch_size, job.data.seq_len("training")
+        answers = Answers(model, job.tokenizer(), seq_len, rows, job.model.end_ids(place))
         for name, task in tasks_by_name.items():
             if task.get("output_type", "generate_until") == "generate_until":
                 answers.refuse_long(task.get("generation_kwargs") or {}, name)

@@ -11,7 +11,6 @@ one layer at a time are in memory. Without --merge only the adapter is written, 
 kind (mostly peft's). That is refused if the run trained other parameters too.
 """
 
-import dataclasses
 import json
 import sys
 from dataclasses import dataclass
@@ -24,14 +23,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.adapters import NONE
-from torchtitan.assembly import data, parts
+from torchtitan.assembly import parts
+from torchtitan.assembly.data import JobDatasets
 from torchtitan.checkpoint.folders import replace_folder
 from torchtitan.checkpoint.layout import read_manifest
 from torchtitan.checkpoint.weight_sources import Weights, open_weights
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.generate import find_checkpoint
-from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError, format_bytes
+from torchtitan.job import ResolvedJob
+from torchtitan.job.model import JobModel
 from torchtitan.losses.objective import IGNORE_INDEX
 from torchtitan.training import inference_model, stored_run
 
@@ -62,25 +63,25 @@ def main(argv: list[str]) -> int:
     target = Path(options.to)
     if target.exists():
         raise JobError(f"--to {target}: exists; give another directory")
-    config, step_folder = find_checkpoint(Path(options.folder), options.config, best=options.best)
+    job, step_folder = find_checkpoint(Path(options.folder), options.config, best=options.best)
     if options.merge:
-        dtype = options.dtype or config.training.dtype
-        print(announcement(config, dtype), flush=True)
-        return export(config, step_folder, target, dtype, options.merge_base == "unpacked")
+        dtype = options.dtype or job.config.training.dtype
+        print(announcement(job.model, dtype), flush=True)
+        return export(job, step_folder, target, dtype, options.merge_base == "unpacked")
     if options.dtype:
         raise JobError(f"--dtype: given {options.dtype}; allowed: with --merge only; an adapter alone keeps its type")
-    if config.adapter.kind == NONE:
+    if job.config.adapter.kind == NONE:
         raise JobError(f"{options.folder}: its job has no adapter; write --merge for the weights of the model")
-    model, adapter = inference_model.load_model(config, step_folder, torch.device("cpu"))
+    model, adapter = inference_model.load_model(job, step_folder, torch.device("cpu"))
     assert adapter is not None
-    parts.save_peft(config, target, adapter, adapter.full_tensors([model]))
+    parts.save_peft(job.model, target, adapter, adapter.full_tensors([model]))
     print(f"{target}: the adapter of {step_folder.name}, in {adapter.folder_format}")
     return 0
 
 
-def announcement(config: JobConfig, dtype: str) -> str:
+def announcement(model: JobModel, dtype: str) -> str:
     """Describe the export in one line: its type and size, and the cost of rounding or the saving by it."""
-    number, run_dtype = parts.model_args(config).num_parameters, config.training.dtype
+    number, run_dtype = model.args.num_parameters, model.training.dtype
     size = format_bytes(number * parts.DTYPES[dtype].itemsize)
     line = f"writing {number:,} parameters in {dtype}"
     if dtype != run_dtype:
@@ -100,18 +101,18 @@ class Answer:
 
 
 @torch.no_grad()
-def export(config: JobConfig, step_folder: Path, target: Path, dtype: str, into_unpacked: bool) -> int:
+def export(job: ResolvedJob, step_folder: Path, target: Path, dtype: str, into_unpacked: bool) -> int:
     unverified = target.with_name(target.name + ".unverified")
     if unverified.exists():
         raise JobError(f"{unverified}: exists, from an export that failed; remove it")
-    sample, args = held_out(config), parts.model_args(config)
-    run_answer, into = write(config, step_folder, unverified, dtype, into_unpacked, sample)
-    plain_model = parts.meta_model(config).to(parts.DTYPES[config.training.dtype])
-    with open_weights(unverified, config.model.name, args) as weights:
+    sample, args, run_dtype = held_out(job), job.model.args, job.config.training.dtype
+    run_answer, into = write(job, step_folder, unverified, dtype, into_unpacked, sample)
+    plain_model = parts.meta_model(job).to(parts.DTYPES[run_dtype])
+    with open_weights(unverified, job.config.model.name, args) as weights:
         export_answer = answer(plain_model, weights, args.tied_embeddings, sample)
-    verdict = compared(config, run_answer, export_answer, dtype, into)
+    verdict = compared(run_dtype, run_answer, export_answer, dtype, into)
     manifest = {"of": str(step_folder), "step": read_manifest(step_folder).step, "dtype": dtype, "merged_into": into}
-    manifest |= verdict | {"tokens": sample.tokens.shape[1], "base": config.checkpoint.initial_load_path}
+    manifest |= verdict | {"tokens": sample.tokens.shape[1], "base": job.model.initial_load_path}
     (unverified / "export.json").write_text(json.dumps(manifest, indent=2) + "\n")
     losses = f"loss {verdict['loss_of_the_run']:.5f}, read again {verdict['loss_of_the_export']:.5f}"
     if not verdict["verified"]:
@@ -123,17 +124,16 @@ def export(config: JobConfig, step_folder: Path, target: Path, dtype: str, into_
 
 
 def write(
-    config: JobConfig, step_folder: Path, folder: Path, dtype: str, into_unpacked: bool, sample: Sample
+    job: ResolvedJob, step_folder: Path, folder: Path, dtype: str, into_unpacked: bool, sample: Sample
 ) -> tuple[Answer, str]:
     """Write the weights. Return the run's answer to the sample, and the base that its adapter was merged into."""
-    as_asked = dataclasses.replace(config.checkpoint, export_dtype=dtype)
-    extra_files = parts.hf_extra_files(dataclasses.replace(config, checkpoint=as_asked), parts.tokenizer(config))
-    hf, args = parts.model_spec(config).hf, parts.model_args(config)
-    model, _, adapter = parts.adapted_model(config)
+    extra_files = parts.hf_extra_files(job.model, job.tokenizer(), dtype)
+    hf, args = parts.model_spec(job.model).hf, job.model.args
+    model, _, adapter = parts.adapted_model(job)
     try:
         with (
-            stored_run.open_run(config, step_folder, model, adapter) as weights,
-            stored_run.plain_state(config, model, adapter, weights, into_unpacked) as (state, into),
+            stored_run.open_run(job, step_folder, model, adapter) as weights,
+            stored_run.plain_state(job.model, model, adapter, weights, into_unpacked) as (state, into),
             replace_folder(folder, write=True) as place,
         ):
             run_answer = answer(model, weights, args.tied_embeddings, sample)
@@ -152,9 +152,9 @@ def answer(model: nn.Module, weights: Weights, tied: bool, sample: Sample) -> An
     return Answer(loss / max(int(rows.sum()), 1), logits)
 
 
-def compared(config: JobConfig, run: Answer, export: Answer, dtype: str, into: str) -> dict[str, Any]:
+def compared(run_dtype: str, run: Answer, export: Answer, dtype: str, into: str) -> dict[str, Any]:
     """Compare the answers of run and export, with the tolerance of the coarser of the two dtypes."""
-    tolerance = max(TOLERANCE[dtype], TOLERANCE.get(config.training.dtype, 0.0))
+    tolerance = max(TOLERANCE[dtype], TOLERANCE.get(run_dtype, 0.0))
     packed = into == "original"
     # a loss near 0, of a confident answer, is as exact as its logits and not as itself
     close = abs(run.loss - export.loss) <= (PACKED_TOLERANCE if packed else tolerance) * max(abs(run.loss), 1.0)
@@ -176,14 +176,14 @@ def choose_alike(run: torch.Tensor, export: torch.Tensor, tolerance: float) -> b
     return bool((run.amax(1) - chosen <= tolerance * run.abs().amax(1)).all())
 
 
-def held_out(config: JobConfig) -> Sample:
+def held_out(job: ResolvedJob) -> Sample:
     """Read a short sample with labels: of the validation data where the job validates, else of the training data.
 
     It ends at the last label that it can, and is at most MAX_TOKENS long.
     """
-    one, vocabulary = parts.dims(parts.one_rank_job(config), 1), parts.tokenizer(config)
-    make = data.validation_loader if config.validation.enable else data.training_loader
-    loader = make(parts.one_rank_job(config), vocabulary, 0, one)
+    datasets = JobDatasets(job.on_one_rank())
+    make = datasets.validation_loader if job.config.validation.enable else datasets.training_loader
+    loader = make(job.tokenizer(), 0)
     try:
         batch = next((batch for batch in islice(loader, MAX_BATCHES) if (batch["labels"] != IGNORE_INDEX).any()), None)
     finally:

@@ -9,7 +9,6 @@ parallel, or, if it has experts, by expert parallel and FSDP.
 """
 
 import argparse
-import dataclasses
 import io
 import sys
 import tempfile
@@ -21,19 +20,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torchtitan.assembly import parts
 from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.checkpoint.folders import best_in
 from torchtitan.checkpoint.tokenization import VERSION_WITHOUT_RECORD
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.config import manager
-from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError, options
+from torchtitan.config.sections.model import Model
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError, read_file
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.base import decode_stream
 from torchtitan.job import ResolvedJob
+from torchtitan.job.model import JobModel
 from torchtitan.launcher.forks import first_rank, fork_ranks
 from torchtitan.launcher.processes import Processes
 from torchtitan.models import CONFIG_CONVERTERS, family_for_model_type
@@ -105,12 +104,12 @@ def generate(options: argparse.Namespace, job_args: list[str], text: str, ranks:
     """Generate on this rank, together with the others, and print the text."""
     if ranks.launcher is not None:
         die_with_parent(ranks.launcher.pid)
-    config, place = find_decoder(options, job_args)
-    tokenizer = parts.tokenizer(config)
+    job, place = find_decoder(options, job_args)
+    config, tokenizer = job.config, job.tokenizer()
     if ranks.world_size > 1:
-        model = inference_model.load_model_over_ranks(config, place, ranks)
+        model = inference_model.load_model_over_ranks(job, place, ranks)
     else:
-        model = inference_model.load_decoder(config, place, torch.device(device_type()))
+        model = inference_model.load_decoder(job, place, torch.device(device_type()))
     print(f"{config.model.name} {config.model.flavor}, {place.name}", file=sys.stderr)
     # without a begin token, a document begins after the end of the previous one
     start = tokenizer.begin_ids or [tokenizer.eos_id]
@@ -125,7 +124,7 @@ def generate(options: argparse.Namespace, job_args: list[str], text: str, ranks:
         temperature=options.temperature,
         top_k=options.top_k,
         seed=options.seed,
-        ends=parts.end_ids(config, place),
+        ends=job.model.end_ids(place),
         agree=inference_model.broadcast_from_first if ranks.world_size > 1 else lambda choice: choice,
     )
     print(text, end="", flush=True)
@@ -145,25 +144,25 @@ def noting_times(tokens: Iterator[int], times: list[float]) -> Iterator[int]:
         yield token
 
 
-def find_decoder(options: argparse.Namespace, job_args: list[str]) -> tuple[JobConfig, Path]:
+def find_decoder(options: argparse.Namespace, job_args: list[str]) -> tuple[ResolvedJob, Path]:
     """Return the job and the path of the weights of a model that can generate text.
 
     Weights with a config.json that says bfloat16 are computed with in that type, unless a job or an option says
     otherwise. Raises JobError for another kind of model, and as `find_checkpoint`.
     """
-    config, place = find_checkpoint(Path(options.folder), options.config, job_args, options.best)
-    require_causal_decoder(config)
+    job, place = find_checkpoint(Path(options.folder), options.config, job_args, options.best)
+    require_causal_decoder(job.model)
     given_names = {argument.partition("=")[0] for argument in job_args}
     hf_config = find_config(place) or {}
     is_stored_in_bfloat16 = "bfloat16" in (hf_config.get("dtype"), hf_config.get("torch_dtype"))
     if is_stored_in_bfloat16 and options.config is None and not given_names & {"--job.config_file", "--training.dtype"}:
-        config = dataclasses.replace(config, training=dataclasses.replace(config.training, dtype="bfloat16"))
-    return config, place
+        job = job.with_options({"training.dtype": "bfloat16"})
+    return job, place
 
 
-def require_causal_decoder(config: JobConfig) -> None:
+def require_causal_decoder(model: JobModel) -> None:
     """Raise JobError for a model that does not predict the next token."""
-    args, name = parts.model_args(config), config.model.name
+    args, name = model.args, model.model.name
     if not getattr(args, "causal", True):
         description = "predicts masked words from both sides"
     elif getattr(args, "n_classes", 0):
@@ -190,17 +189,17 @@ def prompt_of(options: argparse.Namespace) -> str:
 
 def find_checkpoint(
     folder: Path, config_path: str | None, job_args: list[str] | None = None, best: bool = False
-) -> tuple[JobConfig, Path]:
+) -> tuple[ResolvedJob, Path]:
     """Return the job and the path of the weights: `folder` itself, or its newest complete (or `best`) checkpoint.
 
     `job_args` are further options of the job. Raises JobError if the job or the weights are missing, or if the model or
     tokenizer cannot be built.
     """
-    config = find_job(folder, (["--job.config_file", config_path] if config_path else []) + (job_args or []))
-    checkpoints = folder.resolve() / config.checkpoint.folder
+    job = find_job(folder, (["--job.config_file", config_path] if config_path else []) + (job_args or []))
+    checkpoints = folder.resolve() / job.config.checkpoint.folder
     if best:
-        return config, best_in(checkpoints if checkpoints.is_dir() else folder.resolve()).folder
-    return config, find_weights(checkpoints if checkpoints.is_dir() else folder.resolve())[1]
+        return job, best_in(checkpoints if checkpoints.is_dir() else folder.resolve()).folder
+    return job, find_weights(checkpoints if checkpoints.is_dir() else folder.resolve())[1]
 
 
 @torch.no_grad()
@@ -248,7 +247,7 @@ LONGEST_CONTEXT = 8192
 """Maximum seq_len, in tokens, for a model without a job. A job can set a larger one."""
 
 
-def find_job(path: Path, arguments: list[str], with_tokenizer: bool = True) -> JobConfig:
+def find_job(path: Path, arguments: list[str], with_tokenizer: bool = True) -> ResolvedJob:
     """Return the job of the weights at `path`: the given one, that of the run that wrote them, or one with the sizes of
     the config.json next to them.
 
@@ -282,17 +281,17 @@ def find_job(path: Path, arguments: list[str], with_tokenizer: bool = True) -> J
                 "or --config JOB.toml"
             )
     config = manager.load(arguments)
+    job = ResolvedJob(config, 1, device_type())
     if is_recorded and config.data.tokenization_version is None:  # the job that an earlier version has recorded
-        data = dataclasses.replace(config.data, tokenization_version=VERSION_WITHOUT_RECORD)
-        config = dataclasses.replace(config, data=data)
-    facts, faults = without_unknown_names(Facts(ResolvedJob(config)))
+        job = job.with_options({"data.tokenization_version": VERSION_WITHOUT_RECORD})
+    facts, faults = without_unknown_names(Facts(job))
     of_the_model = (folder_has_sizes, model_sizes, positions_are_learned, *OF_THE_MODEL)
     faults += judge(facts, (*of_the_model, *[tokenizer_fits] * with_tokenizer))
     if not with_tokenizer:
         faults = [fault for fault in faults if fault.key != "model.tokenizer_path"]
     if faults:
         raise ConfigError(faults)
-    return config
+    return job
 
 
 def _hf_arguments(path: Path, home: Path, model_type: object, ignored_keys: list[str]) -> list[str]:
@@ -306,6 +305,6 @@ def _hf_arguments(path: Path, home: Path, model_type: object, ignored_keys: list
     return [*arguments, f"--model.tokenizer_path={home}", f"--training.seq_len={min(length, LONGEST_CONTEXT)}"]
 
 
-def names_its_tokenizer(config: JobConfig) -> bool:
+def names_its_tokenizer(model: Model) -> bool:
     """Return True if the job sets a tokenizer. The default is for debugging and does not fit a larger model."""
-    return config.model.tokenizer_path != options()["model.tokenizer_path"].default
+    return model.tokenizer_path != options()["model.tokenizer_path"].default

@@ -15,18 +15,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from torchtitan.assembly import parts
-from torchtitan.assembly.data import (
-    cache_of,
-    data_sources,
-    describe_samples,
-    is_tokenized_first,
-    unread_lines,
-    with_steps,
-)
+from torchtitan.assembly.data import JobDatasets, unread_lines
 from torchtitan.commands.command_lines import parse_command
-from torchtitan.config.batch_shape import Section, sample_count
-from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
 from torchtitan.datasets.preparing import advice, prepare
@@ -34,7 +24,8 @@ from torchtitan.datasets.record_account import describe_unread
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import TokenShards
-from torchtitan.losses.tasks import task_of
+from torchtitan.job import ResolvedJob
+from torchtitan.job.layout import Section
 from torchtitan.rules.loading import load_valid
 
 COLUMNS = ("records", "whole", "cut", "left out", "50 %", "90 %", "99 %", "longest", "tokens", "trained")
@@ -46,27 +37,28 @@ WIDTH = 32
 def prepare_job(job_args: list[str]) -> int:
     # training may run on another machine, so only faults on every kind of device count
     facts = load_valid(job_args, None, None)
-    print("\n".join(prepared(facts.config, facts.job.world_size)))
+    print("\n".join(prepared(facts.job)))
     return 0
 
 
-def prepared(config: JobConfig, ranks: int) -> list[str]:
+def prepared(job: ResolvedJob) -> list[str]:
     """Tokenize the sources that are not cached, and return a summary of all, as lines.
 
     Raises JobError for a job that tokenizes nothing before its start.
     """
+    config, ranks, datasets = job.config, job.world_size, JobDatasets(job)
     validation = config.validation.enable and config.validation.split is None
     candidates: list[Section] = ["training", "validation"] if validation else ["training"]
-    sections = [section for section in candidates if is_tokenized_first(config, section)]
+    sections = [section for section in candidates if job.data.is_tokenized_first(section)]
     if not sections:
         raise JobError(
             f"task.kind = {config.task.kind} without training.epochs reads its text as it trains, so that nothing is "
             "tokenized before; set training.epochs, or make shards with torchtitan prepare --output FOLDER"
         )
     lines = [f"{'':{WIDTH}} " + " ".join(f"{name:>9}" for name in COLUMNS)]
-    advices, unread, tokenizer = {}, [], parts.tokenizer(config)
+    advices, unread, tokenizer = {}, [], job.tokenizer()
     for section in sections:
-        for weighted in data_sources(config, section):
+        for weighted in datasets.open(section):
             assert isinstance(weighted.source, TokenShards)
             header = weighted.source.header
             source_name = header.get("source", {}).get("name", weighted.source.name)
@@ -78,14 +70,12 @@ def prepared(config: JobConfig, ranks: int) -> list[str]:
             if "note" in header:
                 lines.append(f"{name}: {header['note']}")
     lines += [*(f"{name}: {hint}" for name, hint in advices.items()), *unread]
-    if "training" in sections and not task_of(config.task.kind).streams_documents:
-        sources = [weighted_source.source for weighted_source in data_sources(config, "training")]
-        sample_total = describe_samples(config, [source for source in sources if isinstance(source, TokenShards)])
-        steps = with_steps(config, parts.dims(config, ranks)).training.steps
-        batch = parts.global_batch_size(config, parts.dims(config, ranks))
+    if "training" in sections and not job.model.spec.streams_documents:
+        samples = datasets.describe_samples(datasets.open_shards("training"))
+        steps = job.ending_at(datasets.last_step()).schedule.steps
         of_ranks = f"on {ranks} rank{'s' if ranks > 1 else ''}"
-        lines.append(f"samples {sample_total}; {steps:,} steps of {sample_count(config, batch)}, {of_ranks}")
-    return [*lines, f"kept in {cache_of(config)}"]
+        lines.append(f"samples {samples}; {steps:,} steps of {job.layout.sample_count(job.layout.samples)}, {of_ranks}")
+    return [*lines, f"kept in {job.data.cache}"]
 
 
 def row(header: dict[str, Any]) -> list[str]:

@@ -5,7 +5,6 @@ faint on a terminal and enclosed in [- and -] elsewhere. Padding is labelled and
 The job's options can be given too, to see their effect on the data before training.
 """
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from itertools import groupby
@@ -13,18 +12,14 @@ from operator import itemgetter
 
 import torch
 
-from torchtitan.assembly import parts
-from torchtitan.assembly.data import data_sources, training_loader, unread_lines
-from torchtitan.assembly.parts import isolates_documents
+from torchtitan.assembly.data import JobDatasets, unread_lines
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.end_tokens import end_token_line
-from torchtitan.config.batch_shape import rows_per_sample
-from torchtitan.config.job import JobConfig, describe_sources
 from torchtitan.config.sections.training import DataLoader
 from torchtitan.datasets.loader import Batch
 from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.losses.tasks import task_of
+from torchtitan.job import ResolvedJob
 from torchtitan.rules.loading import load_valid, without_resume
 from torchtitan.training.batches import batch_preparer
 
@@ -37,17 +32,17 @@ def main(argv: list[str]) -> int:
     options, job_args = parse_command("preview", argv)
     # weights are not read, and training may run on another machine
     facts = load_valid(job_args, None, None, lambda fault: not fault.key.startswith("checkpoint."), without_resume)
-    config = facts.config
-    tokenizer = parts.tokenizer(config)
-    batch = first_batch(config, tokenizer, options.samples)
+    config, job = facts.config, facts.job
+    tokenizer = job.tokenizer()
+    batch = first_batch(job, tokenizer, options.samples)
     view = View(
         tokenizer,
         options.tokens,
         options.ids,
         colour=sys.stdout.isatty() and not config.metrics.disable_color_printing,
-        labels=task_of(config.task.kind).labels,
+        labels=job.model.spec.labels,
         classes=config.task.labels,
-        packs=task_of(config.task.kind).whole_records,
+        packs=job.model.spec.whole_records,
     )
     lines = [
         line
@@ -55,37 +50,38 @@ def main(argv: list[str]) -> int:
         for line in view.sample(i, {k: v[i].tolist() for k, v in batch.items()})
     ]
     encoding = sys.stdout.encoding or "utf-8"
-    head = [about(config), *filter(None, [end_token_line(facts)])]
-    head += unread_lines([weighted.source for weighted in data_sources(config, "training")], tokenizer)
+    head = [about(job), *filter(None, [end_token_line(facts)])]
+    head += unread_lines([weighted.source for weighted in JobDatasets(job).open("training")], tokenizer)
     print("\n".join([*head, *lines]).encode(encoding, "replace").decode(encoding))
     return 0
 
 
-def first_batch(config: JobConfig, tokenizer: Tokenizer, samples: int) -> Batch:
+def first_batch(job: ResolvedJob, tokenizer: Tokenizer, samples: int) -> Batch:
     """Return the first global samples, read by one rank: they are the same for any number of ranks.
 
     Raises DataError for data that the trainer would refuse, with the same message.
     """
-    size, step = samples, max(config.training.global_batch_size, config.training.local_batch_size)
-    if config.data.group_by_length:  # samples are sorted within the steps of the job
+    training = job.config.training
+    size, step = samples, max(training.global_batch_size, training.local_batch_size)
+    if job.config.data.group_by_length:  # samples are sorted within the steps of the job
         size = -(-samples // step) * step
-    training = dataclasses.replace(config.training, local_batch_size=size, dataloader=DataLoader(pin_memory=False))
-    one_rank_config = parts.one_rank_job(dataclasses.replace(config, training=training))
-    batches = iter(training_loader(one_rank_config, tokenizer, 0, parts.dims(one_rank_config, 1)))
-    device = torch.device("cpu")
-    preparer = batch_preparer(one_rank_config, tokenizer, parts.dims(one_rank_config, 1), 0, device, draws=False)
+    options = {"training.local_batch_size": size, "training.dataloader": DataLoader(pin_memory=False)}
+    one_rank_job = job.on_one_rank().with_options(options)
+    batches = iter(JobDatasets(one_rank_job).training_loader(tokenizer, 0))
+    preparer = batch_preparer(one_rank_job, tokenizer, 0, torch.device("cpu"), draws=False)
     fetched, error = preparer.fetch(batches, 1, step=0)
     if error is not None:
         raise error
-    return {name: tensor[: samples * rows_per_sample(config)] for name, tensor in fetched[0].items()}
+    return {name: tensor[: samples * job.layout.rows_per_sample] for name, tensor in fetched[0].items()}
 
 
-def about(config: JobConfig) -> str:
-    training = config.training
-    attention = "inside each document" if isolates_documents(config) else "over the whole sample"
+def about(job: ResolvedJob) -> str:
+    config = job.config
+    attention = "inside each document" if job.data.isolates_documents else "over the whole sample"
     return (
-        f"data {describe_sources(config, 'training')}, tokenizer "
-        f"{config.model.tokenizer_path}, seq_len {training.seq_len}, seed {config.debug.seed}; attention {attention}"
+        f"data {job.data.describe_sources('training')}, tokenizer "
+        f"{config.model.tokenizer_path}, seq_len {config.training.seq_len}, seed {config.debug.seed}; "
+        f"attention {attention}"
     )
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtitan.assembly import parts
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError, format_bytes
@@ -46,7 +45,7 @@ def main(argv: list[str]) -> int:
         raise JobError(NO_JOB)
     facts = load_valid(job_args, options.world_size, "cuda", is_judged, without_resume)
     config, world_size = facts.config, facts.job.world_size
-    dims = parts.dims(config, world_size)
+    dims = facts.job.layout.dims
     ranks = sorted(set(options.ranks or usual_ranks(dims)))
     if ranks[-1] >= world_size:
         raise JobError(f"--ranks: given {ranks[-1]}; allowed: 0 to {world_size - 1}")

@@ -17,16 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan.assembly import parts
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.generate import JOB
 from torchtitan.commands.preview import View
 from torchtitan.config import manager
-from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError
+from torchtitan.job import ResolvedJob
 from torchtitan.launcher.run_folder import job_of_step
-from torchtitan.losses.tasks import task_of
 from torchtitan.metrics.json_lines import METRICS, Record, read_records
 from torchtitan.training.replay import ReplayedStep, Sample, Start, find_start, ranks_of_sample, replay
 
@@ -50,7 +48,7 @@ def main(argv: list[str]) -> int:
         result = replay(config, run, options.step, lambda line: print(line, file=sys.stderr, flush=True))
     samples = samples_of_rank(result, options.rank)
     lines = [*heading(run, options.step, result, record), *findings(result)]
-    lines += [*sample_lines(config, result, samples, options.samples, options.tokens)]
+    lines += [*sample_lines(ResolvedJob(config), result, samples, options.samples, options.tokens)]
     lines += [*gradient_lines(result), *block_lines(result)]
     encoding = sys.stdout.encoding or "utf-8"
     print("\n".join(lines).encode(encoding, "replace").decode(encoding))
@@ -133,7 +131,7 @@ def findings(result: ReplayedStep) -> Iterator[str]:
 
 
 def sample_lines(
-    config: JobConfig, result: ReplayedStep, samples: list[Sample], count: int, tokens: int
+    job: ResolvedJob, result: ReplayedStep, samples: list[Sample], count: int, tokens: int
 ) -> Iterator[str]:
     """Yield a table of the samples with the highest losses, those that are not finite first, and `count` as text."""
     ordered = sorted(samples, key=lambda sample: (math.isfinite(sample.loss), -sample.loss, sample.number))
@@ -143,13 +141,13 @@ def sample_lines(
         ranks = "" if dims is None else f"  rank {ranks_of_sample(sample.number, dims)[0]}"
         yield f"  sample {sample.number:<6} loss {sample.loss:<12.6g} {sample.tokens} tokens with a loss{ranks}"
     view = View(
-        parts.tokenizer(config),
+        job.tokenizer(),
         tokens,
         ids=False,
         colour=False,
-        labels=task_of(config.task.kind).labels,
-        classes=config.task.labels,
-        packs=task_of(config.task.kind).whole_records,
+        labels=job.model.spec.labels,
+        classes=job.config.task.labels,
+        packs=job.model.spec.whole_records,
     )
     for sample in ordered[:count]:
         for row in sample.rows:

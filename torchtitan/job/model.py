@@ -17,7 +17,7 @@ from torchtitan.job.overrides import checked_sizes
 from torchtitan.losses.tasks import TaskSpec, task_of
 from torchtitan.models import CONFIG_CONVERTERS, FROM_HF, SIZES, converter_of, family_for_model_type, resolve_sizes
 from torchtitan.models.family import ConfigConverter
-from torchtitan.models.hf.config import CONFIG, read_json
+from torchtitan.models.hf.config import CONFIG, end_token_ids, read_json
 
 if TYPE_CHECKING:
     from torchtitan.datasets.samples import Labels
@@ -86,6 +86,15 @@ class JobModel:
         """The Hugging Face folder that the model came from, if it has a config.json."""
         sources = (self.model.hf_folder, self.initial_load_path)
         return next((path for path in sources if path and Path(path, CONFIG).is_file()), None)
+
+    def end_ids(self, weights: Path | None = None) -> frozenset[int]:
+        """Return the tokens that end a text by the folder of the weights, or by the one that the model came from.
+
+        An export of the run lists the same (`hf_extra_files` in assembly/parts.py).
+        """
+        folder = None if weights is None else weights.parent if weights.is_file() else weights
+        source = folder if folder is not None and (folder / CONFIG).is_file() else self.source_folder
+        return frozenset() if source is None else end_token_ids(Path(source), self.model.ignore_config_keys)
 
     # Task
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from torchtitan.adapters import spec_of
 from torchtitan.assembly import parts
-from torchtitan.assembly.data import num_batches_per_step
 from torchtitan.config.job import JobConfig
+from torchtitan.job import ResolvedJob
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallel_model import runs_by_segments
 from torchtitan.parallelisms.pipeline.actions import with_full_backward
@@ -74,7 +74,7 @@ def predict(config: JobConfig, world_size: int, device: Device, traffic: bool = 
     Of places with equal stages one is predicted, with the most microbatches in flight. `traffic`: also predict their
     messages, which may take twice as long.
     """
-    dims = parts.dims(config, world_size)
+    dims = ResolvedJob(config, world_size).layout.dims
     stages = _stages(config, dims)
     base = _with_few_microbatches(config, dims, len(stages))
     jobs, rounds = [base], 0.0
@@ -100,11 +100,11 @@ def predict(config: JobConfig, world_size: int, device: Device, traffic: bool = 
 
 def flops_of_a_rank(config: JobConfig, world_size: int) -> float:
     """Return the FLOPs of a step's matrix products, averaged over all ranks. Recomputation does not count."""
-    args, seq_len = parts.model_args(config), config.training.seq_len
-    flops = parts.model_spec(config).flops_per_token(args, seq_len)
-    if parts.adapter(config) is not None:
-        flops = parts.adapted_model(config)[2].flops_per_token(flops, args.num_matmul_parameters, seq_len)
-    rows = parts.global_rows(config, parts.dims(config, world_size))
+    args, seq_len = ResolvedJob(config).model.args, config.training.seq_len
+    flops = parts.model_spec(ResolvedJob(config).model).flops_per_token(args, seq_len)
+    if parts.adapter(ResolvedJob(config)) is not None:
+        flops = parts.adapted_model(ResolvedJob(config))[2].flops_per_token(flops, args.num_matmul_parameters, seq_len)
+    rows = ResolvedJob(config, world_size).layout.rows
     return flops.causal * rows * seq_len / world_size
 
 
@@ -128,14 +128,14 @@ class _Share:
 
     @classmethod
     def of(cls, config: JobConfig, place: int, dims: ParallelDims, stages: list[list[str]]) -> "_Share":
-        pipeline = parts.pipeline_options(config)
+        pipeline = parts.pipeline_options(ResolvedJob(config))
         local_stages = [0] if dims.pp == 1 else pipeline.stages_of_rank(place, dims.pp, len(stages))
         layers = {stage: sum(map(_is_layer, stages[stage])) for stage in local_stages}
         fewest = {stage: _fewest_layers(config, stages[stage], dims) for stage in local_stages}
         microbatches = 1 if dims.pp == 1 else pipeline.microbatches
         if not _overlaps(config, dims):
             microbatches = min(microbatches, RUNNING)
-        passes = microbatches * min(2, num_batches_per_step(config, dims))
+        passes = microbatches * min(2, ResolvedJob(config, dims.world_size).layout.batches_per_step)
         if sum(layers.values()) * passes <= AT_ONCE or _layers_differ(config):
             fewest = layers
         extended = [
@@ -184,7 +184,7 @@ def _on_the_device(moments: Moments) -> Moments:
 
 
 def _overlaps(config: JobConfig, dims: ParallelDims) -> bool:
-    return runs_by_segments(dims, parts.parallel_options(config))
+    return runs_by_segments(dims, parts.parallel_options(ResolvedJob(config)))
 
 
 def _is_layer(name: str) -> bool:
@@ -194,8 +194,10 @@ def _is_layer(name: str) -> bool:
 def _stages(config: JobConfig, dims: ParallelDims) -> list[list[str]]:
     """Return the module names of every stage; without a pipeline, the layers of the only stage."""
     if dims.pp > 1:
-        return parts.pipeline_options(config).stages(parts.meta_model(config), parts.model_spec(config).plan, dims.pp)
-    return [[f"layers.{number}" for number in range(parts.model_args(config).n_layers)]]
+        return parts.pipeline_options(ResolvedJob(config)).stages(
+            parts.meta_model(ResolvedJob(config)), parts.model_spec(ResolvedJob(config).model).plan, dims.pp
+        )
+    return [[f"layers.{number}" for number in range(ResolvedJob(config).model.args.n_layers)]]
 
 
 def _fullest_places(config: JobConfig, dims: ParallelDims, stages: list[list[str]]) -> list[int]:
@@ -205,7 +207,7 @@ def _fullest_places(config: JobConfig, dims: ParallelDims, stages: list[list[str
     """
     if dims.pp == 1:
         return [0]
-    options, dense, differ = parts.pipeline_options(config), _num_dense(config), _layers_differ(config)
+    options, dense, differ = parts.pipeline_options(ResolvedJob(config)), _num_dense(config), _layers_differ(config)
     in_flight = simulate(options.table(dims.pp, len(stages))).peak_activations
 
     def content(name: str) -> str | bool:
@@ -227,7 +229,7 @@ def _layers_differ(config: JobConfig) -> bool:
     if not patterns:
         return False
     layers: dict[str, set[str]] = defaultdict(set)  # by number
-    for name, _ in parts.meta_model(config).named_parameters():
+    for name, _ in parts.meta_model(ResolvedJob(config)).named_parameters():
         if _is_layer(name):
             _, number, local_name = name.split(".", 2)
             layers[number].add(local_name)
@@ -263,7 +265,7 @@ def _number(layer: str) -> int:
 
 def _num_dense(config: JobConfig) -> int:
     """Return the number of layers before the first one with experts; 0 for a model without experts."""
-    return getattr(parts.model_args(config), "n_dense_layers", 0)
+    return getattr(ResolvedJob(config).model.args, "n_dense_layers", 0)
 
 
 def _with_layers(
@@ -297,10 +299,13 @@ def few_layers(config: JobConfig, world_size: int, most: int) -> JobConfig:
 
     A job of which a rank has at most `most` layers times forward passes is unchanged, and one whose layers differ.
     """
-    dims = parts.dims(config, world_size)
-    stages, microbatches = _stages(config, dims), parts.pipeline_options(config).microbatches if dims.pp > 1 else 1
-    passes = microbatches * min(2, num_batches_per_step(config, dims))
-    if parts.model_args(config).n_layers * passes <= most * dims.pp or _layers_differ(config):
+    dims = ResolvedJob(config, world_size).layout.dims
+    stages, microbatches = (
+        _stages(config, dims),
+        parts.pipeline_options(ResolvedJob(config)).microbatches if dims.pp > 1 else 1,
+    )
+    passes = microbatches * min(2, ResolvedJob(config, dims.world_size).layout.batches_per_step)
+    if ResolvedJob(config).model.args.n_layers * passes <= most * dims.pp or _layers_differ(config):
         return config
     counts = {number: _fewest_layers(config, stage, dims) for number, stage in enumerate(stages)}
     return _with_layers(config, stages, counts, dims)
@@ -316,7 +321,7 @@ def _with_few_microbatches(config: JobConfig, dims: ParallelDims, num_stages: in
         return config
 
     def under_way(part: JobConfig) -> list[list[Any]]:
-        table = parts.pipeline_options(part).table(dims.pp, num_stages)
+        table = parts.pipeline_options(ResolvedJob(part)).table(dims.pp, num_stages)
         return [simulate(variant).peak_activations for variant in (table, with_full_backward(table))]
 
     size = config.parallelism.pipeline_parallel_microbatch_size
@@ -330,7 +335,7 @@ def _with_few_microbatches(config: JobConfig, dims: ParallelDims, num_stages: in
 
 def _with_samples(config: JobConfig, dims: ParallelDims, samples: int) -> JobConfig:
     """Return the job with this local batch size and an unchanged number of batches per step."""
-    global_samples = samples * dims.dp * num_batches_per_step(config, dims)
+    global_samples = samples * dims.dp * ResolvedJob(config, dims.world_size).layout.batches_per_step
     training = dataclasses.replace(config.training, local_batch_size=samples, global_batch_size=global_samples)
     return dataclasses.replace(config, training=training)
 

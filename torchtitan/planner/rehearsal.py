@@ -30,10 +30,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.adapters import spec_of
 from torchtitan.assembly import parts
-from torchtitan.assembly.data import num_batches_per_step
-from torchtitan.config.batch_shape import batch_rows, microbatch_rows
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
+from torchtitan.job import ResolvedJob
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.float8 import Float8Linear
 from torchtitan.optimizers.build import Optimizers
@@ -107,12 +106,12 @@ def rehearse(config: JobConfig, rank: int, world_size: int, device: str) -> Rehe
     config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, enable=False))
     with warnings.catch_warnings(), _quiet(), _alone_as(rank, world_size):
         warnings.simplefilter("ignore")
-        dims, cpu = parts.dims(config, world_size), torch.device("cpu")
-        options = dataclasses.replace(parts.parallel_options(config), replicas_overlap=device == "cpu")
+        job, cpu = ResolvedJob(config, world_size, device), torch.device("cpu")
+        options = dataclasses.replace(parts.parallel_options(job), replicas_overlap=device == "cpu")
         without_values: dict[str, Any] = dict(init_weights=False, storage=WITHOUT_VALUES)
-        model = parts.model(config, dims.build_mesh("cpu"), dims, cpu, options=options, **without_values)
-        optimizers = parts.optimizers(config, model)
-        batch = zero_batch(config, dims, model.needs_keys)
+        model = parts.model(job, job.layout.dims.build_mesh("cpu"), cpu, options=options, **without_values)
+        optimizers = parts.optimizers(config.optimizer, model)
+        batch = zero_batch(job, model.needs_keys)
         return rehearse_built(config, model, optimizers, batch, device, LiveTensors())
 
 
@@ -125,7 +124,9 @@ def rehearse_built(
     """
     imitate(device, model.parts)
     _count_state(live, model.parts)
-    rehearsal = Rehearsal(config, model, optimizers, batch, num_batches_per_step(config, model.dims))
+    rehearsal = Rehearsal(
+        config, model, optimizers, batch, ResolvedJob(config, model.dims.world_size).layout.batches_per_step
+    )
     ref_model = _reference(config, model, device)
     with WITHOUT_VALUES, FakeValues(rows_of_experts(config), model.dims.ep), live.watching():
         reference_moments = {} if ref_model is None else _run_reference(ref_model, batch, live)
@@ -224,10 +225,10 @@ class Rehearsal:
 
 def _reference(config: JobConfig, model: ParallelModel, device: str) -> ParallelModel | None:
     """Return the separate reference model of a preference loss, or None if the job has none."""
-    if config.dpo.reference is None or "reference" not in parts.objective(config).targets:
+    job = ResolvedJob(config, model.dims.world_size)
+    if config.dpo.reference is None or "reference" not in parts.objective(job).targets:
         return None
-    places = model.mesh, model.dims, model.device
-    ref_model = parts.model(config, *places, policy=model, init_weights=False, storage=WITHOUT_VALUES)
+    ref_model = parts.model(job, model.mesh, model.device, policy=model, init_weights=False, storage=WITHOUT_VALUES)
     imitate(device, ref_model.parts)
     return ref_model
 
@@ -301,9 +302,10 @@ def imitate(device: str, parts: list[nn.Module]) -> None:
 def rows_of_experts(config: JobConfig) -> int:
     """Return the number of rows for experts in one forward pass of a rank, before they are exchanged."""
     degrees = config.parallelism
-    rows = microbatch_rows(config) if degrees.pipeline_parallel_degree > 1 else batch_rows(config)
+    layout = ResolvedJob(config).layout
+    rows = layout.microbatch_rows if layout.pp > 1 else layout.batch_rows()
     tokens = rows * config.training.seq_len // (degrees.context_parallel_degree * degrees.tensor_parallel_degree)
-    return tokens * getattr(parts.model_args(config), "top_k", 0)
+    return tokens * getattr(ResolvedJob(config).model.args, "top_k", 0)
 
 
 @contextmanager

@@ -9,9 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from torchtitan.assembly.parts import isolates_documents, length_multiple, model_args, objective
-from torchtitan.config.batch_shape import batch_rows
-from torchtitan.config.job import JobConfig
+from torchtitan.assembly.parts import objective
 from torchtitan.core.machine_errors import MachineError
 from torchtitan.datasets.loader import Loader
 from torchtitan.datasets.position import Position
@@ -19,10 +17,11 @@ from torchtitan.datasets.samples import global_sample_numbers
 from torchtitan.datasets.segments import SegmentLoader, SegmentPosition
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.job import ResolvedJob
 from torchtitan.losses.classification import ClassCrossEntropy, classification_metrics
 from torchtitan.losses.masked_lm import HELD_OUT, Masking
 from torchtitan.losses.objective import Objective
-from torchtitan.losses.tasks import mask_token, task_of
+from torchtitan.losses.tasks import TaskSpec, mask_token
 from torchtitan.models.decoder import MEMORY_INPUTS
 from torchtitan.models.dropout import record_lengths, token_keys
 from torchtitan.parallelisms.parallel_dims import ParallelDims
@@ -262,49 +261,49 @@ class Prefetcher:
 
 
 def batch_preparer(
-    config: JobConfig, tokenizer: Tokenizer, dims: ParallelDims, dp_rank: int, device: torch.device, draws: bool
+    job: ResolvedJob, tokenizer: Tokenizer, dp_rank: int, device: torch.device, draws: bool
 ) -> BatchPreparer:
     """Build the preparer of one rank's batches. `draws`: the model has dropout or noise."""
-    task = task_of(config.task.kind)
+    task, config = job.model.spec, job.config
     spec = BatchSpec(
-        document_mask=isolates_documents(config),
+        document_mask=job.data.isolates_documents,
         seed=config.debug.seed if draws else None,
         has_noise=config.training.neftune_alpha > 0,
         group_size=task.rows_per_sample,
-        extra_keys=_stream_keys(config, dims),
-        masking=masking(config, tokenizer) if task.labels == "same" else None,
-        num_classes=model_args(config).n_classes if task.labels == "classes" else 0,
-        varies_in_length=length_multiple(config) > 0,
+        extra_keys=_stream_keys(task, job.layout.pp),
+        masking=masking(job, tokenizer) if task.labels == "same" else None,
+        num_classes=job.model.args.n_classes if task.labels == "classes" else 0,
+        varies_in_length=job.data.padding_multiple > 0,
     )
-    return BatchPreparer(objective(config), dims, dp_rank, device, spec)
+    return BatchPreparer(objective(job), job.layout.dims, dp_rank, device, spec)
 
 
-def _stream_keys(config: JobConfig, dims: ParallelDims) -> tuple[str, ...]:
+def _stream_keys(task: TaskSpec, stages: int) -> tuple[str, ...]:
     """Return the further batch tensors that a model with a memory reads (MEMORY_INPUTS); none for other tasks."""
-    if not task_of(config.task.kind).streams_documents:
+    if not task.streams_documents:
         return ()
-    return MEMORY_INPUTS if dims.pp > 1 else MEMORY_INPUTS[1:]  # reading a lane's number synchronizes with the device
+    return MEMORY_INPUTS if stages > 1 else MEMORY_INPUTS[1:]  # reading a lane's number synchronizes with the device
 
 
-def zero_batch(config: JobConfig, dims: ParallelDims, draws: bool) -> Batch:
+def zero_batch(job: ResolvedJob, draws: bool) -> Batch:
     """Return a training batch of zeros on the CPU, [B, S] or [B], with all tensors that a rank's model reads."""
-    length = config.training.seq_len
-    random_keys = ("keys",) * draws + ("lengths",) * (config.training.neftune_alpha > 0)
-    names = batch_keys(objective(config), isolates_documents(config), (*_stream_keys(config, dims), *random_keys))
+    training, rows = job.config.training, job.layout.batch_rows()
+    extra_keys = _stream_keys(job.model.spec, job.layout.pp) + ("keys",) * draws
+    extra_keys += ("lengths",) * (training.neftune_alpha > 0)
+    names = batch_keys(objective(job), job.data.isolates_documents, extra_keys)
     row_dtypes = {"begins": torch.bool, "reference": torch.float32, "lanes": torch.int64, "filled": torch.int64}
-    shapes = {name: (batch_rows(config),) if name in row_dtypes else (batch_rows(config), length) for name in names}
+    shapes = {name: (rows,) if name in row_dtypes else (rows, training.seq_len) for name in names}
     return {name: torch.zeros(shape, dtype=row_dtypes.get(name, torch.int64)) for name, shape in shapes.items()}
 
 
-def masking(config: JobConfig, tokenizer: Tokenizer) -> Masking:
+def masking(job: ResolvedJob, tokenizer: Tokenizer) -> Masking:
     """Build the masking of words; special tokens are never masked."""
+    task, seed = job.config.task, job.config.debug.seed
     record_ends = [id_ for id_ in (tokenizer.bos_id, tokenizer.eos_id) if id_ is not None]
     unmasked = {*tokenizer.special_tokens.values(), *record_ends}
-    mask_id = tokenizer.special_tokens[mask_token(tokenizer.special_tokens, config.task.mask_token)]
-    pad_id = getattr(model_args(config), "pad_id", None)
-    return Masking(
-        config.debug.seed, config.task.mask_share, mask_id, tokenizer.vocab_size, tuple(sorted(unmasked)), pad_id
-    )
+    mask_id = tokenizer.special_tokens[mask_token(tokenizer.special_tokens, task.mask_token)]
+    pad_id = getattr(job.model.args, "pad_id", None)
+    return Masking(seed, task.mask_share, mask_id, tokenizer.vocab_size, tuple(sorted(unmasked)), pad_id)
 
 
 def prepare_adapter(

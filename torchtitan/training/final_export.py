@@ -8,11 +8,11 @@ from torchtitan.adapters.interface import Adapter
 from torchtitan.assembly import parts
 from torchtitan.checkpoint import Checkpointer, CheckpointError, folders, load_weights
 from torchtitan.checkpoint.folders import Best, best_in
-from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.core.tensor_storage import Value
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.job import ResolvedJob
 from torchtitan.launcher import run_folder
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed
@@ -28,13 +28,14 @@ TIMEOUT_SECONDS = 1800
 class Exports:
     """The exports of a job: its weights without optimizer state, and its adapter in peft's layout."""
 
-    def __init__(self, config: JobConfig, ranks: Ranks, vocabulary: Tokenizer):
-        self.config, self.ranks = config, ranks
+    def __init__(self, job: ResolvedJob, ranks: Ranks, vocabulary: Tokenizer):
+        config = job.config
+        self.job, self.config, self.ranks = job, config, ranks
         self.folder = Path(config.job.dump_folder)
         self.weights: Path | None = None  # the path, after they are written
         self.extra_files: dict[str, bytes] = {}
         if config.checkpoint.last_save_in_hf:  # fails before the run if the format cannot represent the model
-            self.extra_files = parts.hf_extra_files(config, vocabulary)
+            self.extra_files = parts.hf_extra_files(job.model, vocabulary, config.checkpoint.export_dtype)
 
     def write(
         self,
@@ -93,7 +94,9 @@ class Exports:
             lambda best: [str(best.folder), best.value],
             lambda fields: Best(Path(fields[0]), fields[1]),
         )
-        step = load_weights(best.folder, model.parts, parts.omitted_from_checkpoints(self.config, model))
+        adapter: Adapter | None = model.adapter
+        omitted = adapter.frozen_parameters if adapter and self.job.saving.saves_adapter_alone else ()
+        step = load_weights(best.folder, model.parts, omitted)
         logger.info("exporting step %d, the best of the checkpoints: %s %.4g", step, metric.name, best.value)
         return step
 
@@ -106,10 +109,10 @@ class Exports:
             return
         try:
             with folders.replace_folder(self.weights, write=self.ranks.is_main) as folder:
-                parts.model_spec(self.config).hf.save_hf(
+                parts.model_spec(self.job.model).hf.save_hf(
                     folder,
                     plain_tensors(model),
-                    parts.model_args(self.config),
+                    self.job.model.args,
                     dtype=dtype,
                     write=self.ranks.is_main,
                     extra_files=self.extra_files,
@@ -122,7 +125,7 @@ class Exports:
         tensors = distributed.gather_tensors(adapter.full_tensors(model.parts))  # a pipeline rank has only its layers
         if self.ranks.is_main:
             try:
-                parts.save_peft(self.config, self.folder / "adapter", adapter, tensors)
+                parts.save_peft(self.job.model, self.folder / "adapter", adapter, tensors)
             except OSError as error:
                 raise CheckpointError(f"the adapter was not written: {error}") from error
 

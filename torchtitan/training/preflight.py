@@ -64,9 +64,9 @@ class RankFacts:
     """Bytes of this rank's part of a checkpoint."""
 
 
-def is_enabled(config: JobConfig, ranks: Ranks) -> bool:
-    several = ranks.local_world_size < ranks.world_size
-    return several if config.job.preflight is None else config.job.preflight
+def is_enabled(option: bool | None, ranks: Ranks) -> bool:
+    """Return True if ranks are checked, by job.preflight or, if it is unset, because there are several machines."""
+    return ranks.local_world_size < ranks.world_size if option is None else option
 
 
 def check(config: JobConfig, ranks: Ranks, tokenizer: str, model: ParallelModel) -> None:
@@ -74,7 +74,7 @@ def check(config: JobConfig, ranks: Ranks, tokenizer: str, model: ParallelModel)
 
     Raises `JobError` on rank 0 and `PeerStopped` on the others.
     """
-    if not is_enabled(config, ranks):
+    if not is_enabled(config.job.preflight, ranks):
         return
     job = {key: value for key, value in _flat(as_dict(config)).items() if key != "job.config_file"}
     python = f"{torch.__version__}, Python {platform.python_version()}"
@@ -116,9 +116,12 @@ def check(config: JobConfig, ranks: Ranks, tokenizer: str, model: ParallelModel)
     logger.info("preflight  %d ranks on %s agree; %s", ranks.world_size, host_count, took)
 
 
-def check_data(config: JobConfig, ranks: Ranks, fingerprint: Mapping[str, Any]) -> None:
-    """Check that all ranks read the same data; all ranks call it together once their data is open."""
-    if not is_enabled(config, ranks):
+def check_data(option: bool | None, ranks: Ranks, fingerprint: Mapping[str, Any]) -> None:
+    """Check that all ranks read the same data; all ranks call it together once their data is open.
+
+    `option`: job.preflight.
+    """
+    if not is_enabled(option, ranks):
         return
     all_facts = _collect(RankFacts(socket.gethostname(), {"data": _digest(dict(fingerprint))}))
     _refuse(compare(all_facts)[0] if all_facts else [], ranks)

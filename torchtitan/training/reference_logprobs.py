@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,16 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from torchtitan.assembly import parts
-from torchtitan.assembly.data import held_out, num_batches_per_step, samples_per_pass, training_loader
+from torchtitan.assembly.data import JobDatasets
 from torchtitan.checkpoint import base_weights
 from torchtitan.checkpoint.base_weights import find_weights
-from torchtitan.config.batch_shape import batch_rows, rows_per_sample
-from torchtitan.config.job import JobConfig
 from torchtitan.config.options import show
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import require_file
 from torchtitan.core.machine_errors import raise_if_of_the_machine
 from torchtitan.datasets.loader import HeldOutBatches, trim_to_longest
 from torchtitan.datasets.sources import DataError
+from torchtitan.job import ResolvedJob
 from torchtitan.launcher.run_folder import REFERENCE_FILE
 from torchtitan.losses.objective import IGNORE_INDEX
 from torchtitan.losses.preference import Preference
@@ -112,7 +110,7 @@ def digests_of(batch: Batch) -> np.ndarray:
 
 
 def load_references(
-    config: JobConfig,
+    job: ResolvedJob,
     ranks: Ranks,
     model: ParallelModel,
     preparer: BatchPreparer,
@@ -127,21 +125,22 @@ def load_references(
     """
     if not isinstance(preparer.objective, Preference) or "reference" not in preparer.objective.targets:
         return None
+    config = job.config
     path = Path(config.job.dump_folder, FILE)
     saved, metadata = _load(path, _name_of(config.dpo.reference), step)
     if step and ROWS not in metadata:
         return saved  # an earlier version has computed the values of all pairs
-    pair_data = PairData(config, preparer, step, state)
+    pair_data = PairData(job, preparer, step, state)
     if step and state is not None and pair_data.rows <= int(metadata[ROWS]):
         pair_data.steps = 0  # an earlier start has computed the pairs of all steps
-    identity = _identity(config)
+    identity = _identity(job)
     if not step and metadata and metadata[IDENTITY] != identity:
         logger.info("reference  %s was computed by another model; all pairs are computed again", path)
         saved, metadata = References(np.zeros((0, DIGEST_BYTES), np.uint8), np.zeros(0, np.float32)), {}
     covered = int(metadata.get(ROWS, 0))
     # a resumed run keeps the identity of the model that computed its values
     about = {MODEL: _name_of(config.dpo.reference), IDENTITY: metadata.get(IDENTITY, identity), ROWS: str(covered)}
-    reference_pass = _ReferencePass(config, preparer, saved, progress, path if ranks.is_main else None, about)
+    reference_pass = _ReferencePass(job, preparer, saved, progress, path if ranks.is_main else None, about)
     if not step or metadata[IDENTITY] == identity:
         reference_pass.compute(pair_data, None if step or config.dpo.reference is not None else model, model)
     elif reference_pass.lacks_any(pair_data):
@@ -193,16 +192,16 @@ def _must_be_the_model_of_before(path: Path, before: str, today: str) -> None:
         )
 
 
-def _identity(config: JobConfig) -> str:
+def _identity(job: ResolvedJob) -> str:
     """Return a digest of all that log-probabilities depend on.
 
     These are the sizes, adapter and precision of the model, and the path and size of its weights.
     """
-    training = config.training
+    config, training = job.config, job.config.training
     start = config.dpo.reference or config.checkpoint.initial_load_path
     weights = [path for path in (start, config.adapter.initial_path) if path]
     adapter = {name: value for name, value in asdict(config.adapter).items() if name not in LATER_OPTIONS}
-    values: list[Any] = [asdict(parts.model_args(config)), adapter, config.debug.seed]
+    values: list[Any] = [asdict(job.model.args), adapter, config.debug.seed]
     values += [training.dtype, training.mixed_precision_param]
     values += ["bfloat16"] * (training.frozen_dtype == "bfloat16")  # a new entry, as files of earlier versions lack it
     values += map(_path_and_size, weights)
@@ -219,14 +218,14 @@ def _path_and_size(path: str) -> tuple[str, int]:
 class PairData:
     """One rank's data for the steps after `step`, from the data position `state`, and for validations."""
 
-    def __init__(self, config: JobConfig, preparer: BatchPreparer, step: int, state: dict[str, Any] | None) -> None:
-        data = replace(config.data, pad_to="seq_len")
-        self.config, self.preparer, self.state = replace(config, data=data), preparer, state
-        self.vocabulary = parts.tokenizer(config)
-        self.steps = max(0, config.training.steps - step)
-        self.held_out = held_out(self.config, self.vocabulary, preparer.dp_rank, preparer.dims, preparer.objective)
+    def __init__(self, job: ResolvedJob, preparer: BatchPreparer, step: int, state: dict[str, Any] | None) -> None:
+        self.datasets = JobDatasets(job.with_options({"data.pad_to": "seq_len"}))
+        self.layout, self.preparer, self.state = job.layout, preparer, state
+        self.vocabulary = job.tokenizer()
+        self.steps = max(0, job.schedule.steps - step)
+        self.held_out = self.datasets.held_out(self.vocabulary, preparer.dp_rank, preparer.objective)
         before = 0 if state is None else state["samples"]
-        self.rows = before + self.steps * parts.global_rows(config, preparer.dims)
+        self.rows = before + self.steps * job.layout.rows
         """Number of training rows read up to the last step."""
         self.validation = self.held_out.samples if isinstance(self.held_out, HeldOutBatches) else 0
         """Number of rows that validations read."""
@@ -234,20 +233,20 @@ class PairData:
     @property
     def pairs(self) -> int:
         """The number of different pairs, at most."""
-        read = self.steps * parts.global_batch_size(self.config, self.preparer.dims)
-        return min(read, samples_per_pass(self.config)) + self.validation // rows_per_sample(self.config)
+        read = self.steps * self.layout.samples
+        return min(read, self.datasets.samples_per_pass()) + self.validation // self.layout.rows_per_sample
 
     def chunks(self) -> Iterator[tuple[int, Batch]]:
         """Yield (rows of a batch, chunk of several batches [n, S]); the number of chunks is the same on all ranks."""
-        loader = training_loader(self.config, self.vocabulary, self.preparer.dp_rank, self.preparer.dims, self.state)
-        batches = islice(loader, self.steps * num_batches_per_step(self.config, self.preparer.dims))
+        loader = self.datasets.training_loader(self.vocabulary, self.preparer.dp_rank, self.state)
+        batches = islice(loader, self.steps * self.layout.batches_per_step)
         try:
-            yield from _in_chunks(batches, batch_rows(self.config))
+            yield from _in_chunks(batches, self.layout.batch_rows())
         finally:
             loader.close()
         if self.held_out is not None:
             try:
-                yield from _in_chunks(iter(self.held_out), batch_rows(self.config, "validation"))
+                yield from _in_chunks(iter(self.held_out), self.layout.batch_rows("validation"))
             finally:
                 self.held_out.close()
 
@@ -267,15 +266,15 @@ class _ReferencePass:
 
     def __init__(
         self,
-        config: JobConfig,
+        job: ResolvedJob,
         preparer: BatchPreparer,
         references: References,
         progress: Progress,
         path: Path | None,
         metadata: dict[str, str],
     ) -> None:
-        self.config, self.preparer, self.references, self.progress = config, preparer, references, progress
-        self.path, self.metadata, self.multiple = path, metadata, parts.length_multiple(config)
+        self.job, self.preparer, self.references, self.progress = job, preparer, references, progress
+        self.path, self.metadata, self.multiple = path, metadata, job.data.padding_multiple
         self.saved_at, self.computed = time.monotonic(), False
 
     def lacks_any(self, pair_data: PairData) -> bool:
@@ -302,12 +301,8 @@ class _ReferencePass:
             gc.collect()  # FSDP modules have reference cycles, and training collects only young objects
 
     def _build(self, model: ParallelModel) -> ParallelModel:
-        other = self.config.dpo.reference
-        return (
-            rebuild_initial_model(self.config, model)
-            if other is None
-            else load_reference_model(self.config, other, model)
-        )
+        other = self.job.config.dpo.reference
+        return rebuild_initial_model(self.job, model) if other is None else load_reference_model(self.job, other, model)
 
     @torch.no_grad()
     def _compute_pairs(self, model: ParallelModel, pairs: Batch, rows: int, report: ReferenceProgress) -> None:

@@ -17,13 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan.adapters import spec_of
-from torchtitan.assembly import parts
-from torchtitan.assembly.data import cache_of
 from torchtitan.checkpoint import layout
 from torchtitan.checkpoint.layout import ADAPTER_STATE
 from torchtitan.checkpoint.stored_tensors import open_tensors
 from torchtitan.config import manager
-from torchtitan.config.batch_shape import batch_rows, is_packed, rows_per_sample
 from torchtitan.config.changes import changes, kept_job
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.model import Compile
@@ -34,8 +31,8 @@ from torchtitan.core.files import FileError
 from torchtitan.core.initialization import clean_name
 from torchtitan.datasets.samples import IGNORE
 from torchtitan.guards import BadStep, RollBack
+from torchtitan.job import ResolvedJob
 from torchtitan.launcher.run_folder import JOB_FILE, REFERENCE_FILE, RecordedPlan, job_of_step, plan_of_start
-from torchtitan.losses.tasks import task_of
 from torchtitan.metrics.json_lines import METRICS, read_records
 from torchtitan.parallelisms.parallel_dims import AXES, ParallelDims
 from torchtitan.process.ranks import Ranks
@@ -151,7 +148,7 @@ def samples_per_step(config: JobConfig, run: Path, file: Path, trainer: dict[str
 
     Raises JobError if its plan, its checkpoint, its job and its metrics tell none, or different numbers.
     """
-    counts = set(logged_samples(config, run, file))
+    counts = set(logged_samples(ResolvedJob(config), run, file))
     plan = plan_of_start(file)
     counts |= set() if plan is None else {plan.samples}
     counts |= {trainer["samples"]} if isinstance(trainer.get("samples"), int) else set()
@@ -166,11 +163,11 @@ def samples_per_step(config: JobConfig, run: Path, file: Path, trainer: dict[str
     )
 
 
-def logged_samples(config: JobConfig, run: Path, file: Path) -> Iterator[int]:
+def logged_samples(job: ResolvedJob, run: Path, file: Path) -> Iterator[int]:
     """Yield the samples per step between logged steps of one start, if all samples have training.seq_len tokens."""
-    if task_of(config.task.kind).whole_records and not is_packed(config) and config.data.pad_to != "seq_len":
+    if job.model.spec.whole_records and not job.data.is_packed and job.config.data.pad_to != "seq_len":
         return
-    length, before = rows_per_sample(config) * config.training.seq_len, (0, 0)
+    length, before = job.layout.rows_per_sample * job.config.training.seq_len, (0, 0)
     try:
         records = read_records(run / METRICS)
     except (OSError, FileError):
@@ -205,15 +202,14 @@ def replay(config: JobConfig, run: Path, step: int, report: Callable[[str], None
 def one_rank_job(config: JobConfig, run: Path, start: Start, folder: Path) -> JobConfig:
     """Return the job that makes the same steps on one rank from the start's checkpoint, and writes only to `folder`."""
     rows = config.training.local_batch_size
-    if (
-        task_of(config.task.kind).streams_documents and start.samples > rows
-    ):  # the rows of all ranks, each with its documents
+    job = ResolvedJob(config)
+    if job.model.spec.streams_documents and start.samples > rows:  # the rows of all ranks, each with its documents
         if (dims := start.dims()) is None:
             raise JobError(f"{run}: each data-parallel rank reads its own rows, and nothing tells the number of ranks")
         if dims.dp > 1 and (reason := spec_of(config.adapter).state_of_all_rows(config.adapter)):
             raise JobError(f"{run}: {reason}, and one process has one such cache; replay needs one data-parallel rank")
         rows *= dims.dp
-    cache = cache_of(config)
+    cache = job.data.cache
     checkpoint = dataclasses.replace(config.checkpoint, enable=False, best_metric=None, exclude_from_loading=[])
     if start.folder is not None:
         loaded_from = str(start.folder.parent.resolve())
@@ -225,7 +221,7 @@ def one_rank_job(config: JobConfig, run: Path, start: Start, folder: Path) -> Jo
             folder=loaded_from,
             allow_config_change=[*checkpoint.allow_config_change, IN_BACKWARD],
         )
-    single = parts.one_rank_job(config)
+    single = job.on_one_rank().config
     return dataclasses.replace(
         single,
         optimizer=dataclasses.replace(config.optimizer, early_step_in_backward=False),
@@ -248,7 +244,7 @@ def restore_caches(trainer: Trainer, start: Start) -> None:
     a cache in the checkpoint, with such ones, or with those of another plan, the start has read the last segments
     again.
     """
-    adapter, dims, config = trainer.model.stateful_adapter, start.dims(), trainer.config
+    adapter, dims = trainer.model.stateful_adapter, start.dims()
     if adapter is None or start.folder is None or dims is None or dims.pp > 1:
         return
     if layout.read_state(start.folder)["trainer"].get("degrees") != dims.all_degrees:
@@ -261,7 +257,9 @@ def restore_caches(trainer: Trainer, start: Start) -> None:
     rows = {name: v[0] if name.endswith("clock") else torch.stack(v, 1).flatten(0, 1) for name, v in saved.items()}
     shapes = {name: list(tensor.shape) for name, tensor in rows.items()}
     parts = trainer.model.parts
-    if not rows or not (caches := adapter.tensors_to_restore(parts, shapes, batch_rows(config), trainer.model.device)):
+    if not rows or not (
+        caches := adapter.tensors_to_restore(parts, shapes, trainer.job.layout.batch_rows(), trainer.model.device)
+    ):
         return
     for name, tensor in caches.items():
         tensor.copy_(rows[name])
@@ -308,7 +306,7 @@ def _samples(trainer: Trainer, batch: Batch, source: Batch, first_number: int) -
 
     An adapter with state has its own for each row, so it gets the whole batch, without the labels of other rows.
     """
-    size, rows = rows_per_sample(trainer.config), len(batch["tokens"])
+    size, rows = trainer.job.layout.rows_per_sample, len(batch["tokens"])
     for first in range(0, rows, size):
         sample = {key: rows_of(value, first, size, rows) for key, value in batch.items()}
         of_source = {key: rows_of(value, first, size, rows) for key, value in source.items()}

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from torchtitan.assembly import parts
-from torchtitan.checkpoint import base_weights
-from torchtitan.config.batch_shape import notice, padding_multiple, sample_count
-from torchtitan.config.job import JobConfig, describe_sources, sources_of
+from torchtitan.config.job import JobConfig
+from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.files import FileError
 from torchtitan.core.float8 import has_kernel
 from torchtitan.core.progress_bar import DELAY_SECONDS, is_watched, progress_bar
 from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.job import ResolvedJob
+from torchtitan.job.saving import Saving
 from torchtitan.launcher.run_folder import PLOT_FILE, RecordedPlan
 from torchtitan.lr_scheduling import LRSchedulers
 from torchtitan.metrics.console import duration
@@ -28,7 +28,6 @@ from torchtitan.metrics.goodput import Goodput
 from torchtitan.metrics.logger import MetricsLogger
 from torchtitan.metrics.plot import draw_training_curve
 from torchtitan.parallelisms.parallel_model import ParallelModel
-from torchtitan.process.distributed import device_type
 from torchtitan.process.heartbeat import Progress
 from torchtitan.process.ranks import Ranks, Restart, describe_environment
 
@@ -46,7 +45,7 @@ PHASE_TEXTS = {
 
 
 def log_start(
-    config: JobConfig,
+    job: ResolvedJob,
     model: ParallelModel,
     vocabulary: Tokenizer,
     schedulers: LRSchedulers,
@@ -58,37 +57,35 @@ def log_start(
 
     `sizes`: the model's sizes as text. `limited`: the memory limit as text, if any. `end`: the text of `describe_end`.
     """
-    dims, device, training = model.dims, model.device, config.training
-    samples = parts.global_batch_size(config, dims)
-    passes = samples // (training.local_batch_size * dims.dp)
+    config, layout, passes = job.config, job.layout, job.layout.batches_per_step
     tags = f" [{', '.join(config.job.tags)}]" if config.job.tags else ""
     logger.info("%s%s", config.job.description, tags)
     logger.info("model      %s %s: %s", config.model.name, config.model.flavor, sizes)
     logger.info(
         "plan       %s on %s, %s; %s of %s%d tokens a step%s",
-        dims.describe(),
-        device.type,
-        describe_precision(config),
-        sample_count(config, samples),
-        "up to " * (padding_multiple(config, device.type, parts.has_experts(config)) > 0),
-        training.seq_len,
+        layout.dims.describe(),
+        model.device.type,
+        describe_precision(job),
+        layout.sample_count(layout.samples),
+        "up to " * (job.data.padding_multiple > 0),
+        config.training.seq_len,
         f" (accumulated over {passes} passes)" if passes > 1 else "",
     )
-    if note := describe_quantized_messages(config):
+    if note := describe_quantized_messages(config.parallelism):
         logger.warning("messages   %s", note)
-    if note := notice(config):
+    if note := layout.notice():
         logger.info("pairs      %s", note)
     if model.adapter is not None:
         logger.info("adapter    %s", model.adapter.describe())
         if config.checkpoint.enable and not config.checkpoint.load_only:
-            logger.info("saves      %s", describe_adapter_save(config))
+            logger.info("saves      %s", describe_adapter_save(job.saving))
         for warning in model.adapter.warnings(passes):
             logger.warning("adapter    %s", warning)
-    data = describe_sources(config, "training")
+    data = job.data.describe_sources("training")
     logger.info("data       %s, tokenizer of %d%s", data, vocabulary.vocab_size, end)
     if config.metrics.log_lr_schedule:
         logger.info("schedule   %s", schedulers.schedule.describe(config.optimizer.lr))
-    logger.info("cadence    %s", parts.cadence(config).describe(config))
+    logger.info("cadence    %s", job.schedule.cadence.describe(config))
     before, now = schedulers.rate_before, schedulers.last_lr
     if before is not None and not math.isclose(before, now, rel_tol=1e-3):
         logger.warning("the learning rate jumps from %.3g, as the checkpoint's job had it, to %.3g", before, now)
@@ -102,40 +99,35 @@ def log_start(
         logger.warning("nothing will be saved: %s; what this run learns is lost with its end", off)
 
 
-def describe_adapter_save(config: JobConfig) -> str:
-    if not parts.saves_adapter_alone(config):
+def describe_adapter_save(saving: Saving) -> str:
+    if not saving.saves_adapter_alone:
         return "checkpoints hold the whole model (adapter.save = whole)"
-    path = config.checkpoint.initial_load_path
+    path = saving.checkpoint.initial_load_path
     return f"checkpoints hold the adapter alone (adapter.save = alone); the model in {path} has to stay there"
 
 
-def describe_precision(config: JobConfig) -> str:
-    compute = str(parts.parallel_options(config).param_dtype).removeprefix("torch.")
-    products, recipe = compute, config.training.float8
-    if recipe != "none":
-        imitated = "" if has_kernel(device_type()) else ", imitated: this device has no such products"
-        products += f" and float8 ({recipe}{imitated})"
-    if compute == config.training.dtype:
+def describe_precision(job: ResolvedJob) -> str:
+    training, compute = job.config.training, job.model.compute_dtype
+    products: str = compute
+    if training.float8 != "none":
+        imitated = "" if has_kernel(job.device_type) else ", imitated: this device has no such products"
+        products += f" and float8 ({training.float8}{imitated})"
+    if compute == training.dtype:
         return products
-    frozen, reduce = (
-        base_weights.frozen_dtype(config.training, config.adapter, config.checkpoint, config.job.dump_folder),
-        config.training.mixed_precision_reduce,
-    )
-    stored = config.training.dtype if frozen is None else f"{frozen} frozen and {config.training.dtype} trained"
-    return f"{products} with {stored} parameters and {reduce} reduction"
+    frozen = job.saving.frozen_dtype
+    stored = training.dtype if frozen is None else f"{frozen} frozen and {training.dtype} trained"
+    return f"{products} with {stored} parameters and {training.mixed_precision_reduce} reduction"
 
 
-def describe_quantized_messages(config: JobConfig) -> str:
+def describe_quantized_messages(options: Parallelism) -> str:
     """Return what lossy collectives round, or an empty text without them."""
-    options = config.parallelism
     kinds = {"parameters": options.fsdp_quantized_gather, "gradients": options.fsdp_quantized_reduce}
     rounded = " and ".join(f"{name} in {kind}" for name, kind in kinds.items() if kind != "none")
     return f"ranks send {rounded}, which is lossy: losses differ from an exact plan" * bool(rounded)
 
 
-def plan_to_record(config: JobConfig, model: ParallelModel, ranks: Ranks) -> RecordedPlan:
-    """Return the plan of this start, as the run's folder keeps it."""
-    samples = parts.global_batch_size(config, model.dims)
+def plan_to_record(samples: int, model: ParallelModel, ranks: Ranks) -> RecordedPlan:
+    """Return the plan of this start, as the run's folder keeps it. `samples`: those of a step."""
     return RecordedPlan(
         degrees=model.dims.all_degrees,
         samples=samples,
@@ -178,7 +170,7 @@ def record_start(
 
 
 def log_end(
-    config: JobConfig,
+    job: ResolvedJob,
     ranks: Ranks,
     metrics: MetricsLogger,
     goodput: Goodput,
@@ -191,11 +183,12 @@ def log_end(
     `folders`: the checkpoints and exported weights that exist, by label. `early_stop`: why the run is done before its
     last step.
     """
+    config = job.config
     paths = {"metrics": metrics.path, "job": Path(config.job.dump_folder, "config.toml")}
     paths |= {label: folder for label, folder in folders.items() if folder is not None}
     if config.metrics.plot and metrics.path.exists():
         picture = Path(config.job.dump_folder) / PLOT_FILE
-        data = " + ".join(source.dataset for source in sources_of(config, "training").values())
+        data = " + ".join(source.dataset for source in job.data.sources("training").values())
         try:
             if ranks.is_main:
                 draw_training_curve(metrics.path, picture, f"{config.model.name} {config.model.flavor} on {data}")

@@ -15,12 +15,10 @@ from torchtitan.checkpoint import Checkpointer, CheckpointError, RandomState, ba
 from torchtitan.checkpoint.base_weights import SCHEDULE_START, counters_of, find_weights
 from torchtitan.checkpoint.loading import AdapterState
 from torchtitan.checkpoint.weight_sources import load_foreign
-from torchtitan.config.batch_shape import batch_rows
 from torchtitan.config.changes import changes, refused, remedy
-from torchtitan.config.job import JobConfig
 from torchtitan.datasets.position import Position
 from torchtitan.datasets.segments import SegmentPosition
-from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.job import ResolvedJob
 from torchtitan.parallelisms.parallel_model import ParallelModel
 
 logger = logging.getLogger(__name__)
@@ -52,18 +50,14 @@ class TrainState:
 class Restorer:
     """Restore a run on every rank from its own checkpoint, from other weights or from initial weights."""
 
-    def __init__(self, config: JobConfig, dims: ParallelDims, model: ParallelModel):
-        self.config, self.dims, self.model = config, dims, model
+    def __init__(self, job: ResolvedJob, model: ParallelModel):
+        self.job, self.config, self.model = job, job.config, model
         self.base: dict[str, str] | None = None
         """A reference to the base model of an adapter that is saved alone."""
         self.adapter_is_fresh = False
         """The run has an adapter that is not trained yet."""
         self.resumed_step: int | None = None
         """The step of the run's own checkpoint that was loaded."""
-
-    def schedule_start(self) -> int:
-        """Return the step at which the schedule of the learning rate begins or began."""
-        return base_weights.schedule_start(self.config.job.dump_folder, self.config.checkpoint)
 
     def check_job(self, trainer: dict[str, Any], model_only: bool) -> None:
         """Compare the job with the job of a checkpoint before it is loaded.
@@ -72,7 +66,7 @@ class Restorer:
         """
         if self.base is not None and not model_only:
             base_weights.refuse_other_base(trainer, self.base)
-        changed = changes(trainer, parts.job_of_checkpoint(self.config, self.dims), model_only)
+        changed = changes(trainer, self.job.stored_part(), model_only)
         if refused_changes := refused(changed, self.config.checkpoint.allow_config_change):
             details = "; ".join(f"{change}: {remedy(change)}" for change in refused_changes)
             raise CheckpointError(f"the checkpoint is of another job: {details}")
@@ -95,9 +89,9 @@ class Restorer:
             checkpointer.adapter_state = AdapterState(
                 partial(adapter.state_tensors, self.model.parts), self._state_to_restore, mark_restored
             )
-        if adapter_only := options.enable and parts.saves_adapter_alone(self.config):
+        if adapter_only := options.enable and self.job.saving.saves_adapter_alone:
             assert path is not None  # the rules require it: checkpoints only refer to the base
-            self.base = checkpointer.main_peers.decide(partial(parts.base_reference, self.config))
+            self.base = checkpointer.main_peers.decide(partial(base_weights.describe_base, path))
             self._start_from(path, checkpointer)
         self.resumed_step = resumed = checkpointer.load() if options.enable else None
         if resumed is not None:
@@ -109,32 +103,32 @@ class Restorer:
         elif not adapter_only:
             self._start_from(path, checkpointer)
         if resumed is None and self.config.adapter.initial_path:
-            self.model.adapter.load_tensors(self.model.parts, parts.peft_tensors(self.config, self.model.adapter))
+            self.model.adapter.load_tensors(self.model.parts, parts.peft_tensors(self.job.model, self.model.adapter))
             logger.info("adapter started from %s", self.config.adapter.initial_path)
         is_trained = resumed is not None or checkpointer.loaded_adapter or self.config.adapter.initial_path
         self.adapter_is_fresh = self.model.adapter is not None and not is_trained
         return resumed
 
     def _state_to_restore(self, trainer: dict[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, Any] | None:
-        if trainer.get("degrees") != self.dims.all_degrees:
+        if trainer.get("degrees") != self.job.layout.dims.all_degrees:
             return None
         return self.model.adapter.tensors_to_restore(
-            self.model.parts, shapes, batch_rows(self.config), self.model.device
+            self.model.parts, shapes, self.job.layout.batch_rows(), self.model.device
         )
 
     def _start_from(self, path: str, checkpointer: Checkpointer) -> None:
         """Load the weights of another job or program. Parameters of an adapter keep their initial values."""
         options, adapter = self.config.checkpoint, self.model.adapter
-        head = parts.head_parameters(self.config)
+        head = parts.tensor_map(self.job.model).head
         self.model.initialize(head | adapter.added_parameters if adapter else head)
         kind, location = find_weights(Path(path))
         if kind == "ours":
             base_weights.refuse_adapter_alone(location)
-            heads = parts.heads(self.config)
+            heads = parts.heads(self.job.model)
             checkpointer.initial_load(location, options.initial_load_model_only, options.initial_load_counters, heads)
             logger.info("started from %s", path)
         else:
-            args, fresh = parts.model_args(self.config, location), adapter.added_parameters if adapter else ()
+            args, fresh = self.job.model.args_for_weights(location), adapter.added_parameters if adapter else ()
             model, parts_of_rank = self.config.model, self.model.parts
             missing = load_foreign(location, parts_of_rank, model.name, args, fresh, head, model.ignore_config_keys)
             if missing:

@@ -15,9 +15,10 @@ from torch import nn
 from torchtitan.adapters.interface import Adapter
 from torchtitan.assembly import parts
 from torchtitan.checkpoint.weight_sources import NativeWeights, Weights, fill, open_weights
-from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.core.tensor_storage import Deferred, Store, Value, packed_names, stores
+from torchtitan.job import ResolvedJob
+from torchtitan.job.model import JobModel
 from torchtitan.training.inference_model import saved_adapter_alone
 
 UNPACKED = "or merge into the dequantized weights: --merge-base unpacked"
@@ -45,30 +46,30 @@ class RunWeights(Weights):
 
 
 @contextmanager
-def open_run(config: JobConfig, step_folder: Path, model: nn.Module, adapter: Adapter | None) -> Iterator[RunWeights]:
+def open_run(job: ResolvedJob, step_folder: Path, model: nn.Module, adapter: Adapter | None) -> Iterator[RunWeights]:
     """Open a checkpoint of this project, and the job's base weights if only the adapter was saved.
 
     `model`: the job's adapted model, on the meta device. Raises JobError if they do not fit it, or if the adapter
     belongs to another base.
     """
-    needs_base = adapter is not None and saved_adapter_alone(config, step_folder)
+    needs_base = adapter is not None and saved_adapter_alone(job.saving, step_folder)
     absent = set(adapter.frozen_parameters) if adapter is not None and needs_base else set()
-    if parts.model_args(config).tied_embeddings:
+    if job.model.args.tied_embeddings:
         absent.add("output.weight")
     saved = NativeWeights(
         step_folder, {name: tensor for name, tensor in model.state_dict().items() if name not in absent}
     )
     with ExitStack() as stack:
-        base = stack.enter_context(open_base(config, adapter)) if needs_base else None
+        base = stack.enter_context(open_base(job.model, adapter)) if needs_base else None
         yield RunWeights(saved, base, packed_names(model), adapter.added_parameters if adapter else ())
 
 
-def open_base(config: JobConfig, adapter: Adapter | None) -> Any:
+def open_base(model: JobModel, adapter: Adapter | None) -> Any:
     """Return a context that opens the weights that the job starts from, which may lack a head that the run trains."""
-    path = config.checkpoint.initial_load_path
+    path, options = model.initial_load_path, model.model
     assert path is not None  # the caller has checked
-    args, heads = parts.model_args(config, path), parts.trained_heads(config, adapter)
-    return open_weights(path, config.model.name, args, config.model.ignore_config_keys, heads)
+    args, heads = model.args_for_weights(path), parts.trained_heads(model, adapter)
+    return open_weights(path, options.name, args, options.ignore_config_keys, heads)
 
 
 @contextmanager
@@ -110,7 +111,7 @@ def layers_on_demand(model: nn.Module, weights: Weights, tied: bool) -> Iterator
 
 @contextmanager
 def plain_state(
-    config: JobConfig, model: nn.Module, adapter: Adapter | None, weights: RunWeights, into_unpacked: bool = False
+    job_model: JobModel, model: nn.Module, adapter: Adapter | None, weights: RunWeights, into_unpacked: bool = False
 ) -> Iterator[tuple[dict[str, Value], str]]:
     """Yield the plain model's tensors, read and merged on access, and the name of the merge's base.
 
@@ -118,7 +119,7 @@ def plain_state(
     the dequantized weights, or "weights", if the base is not quantized. Raises JobError if the job's base cannot be
     read or has changed.
     """
-    packed, path = dict(stores(model)), config.checkpoint.initial_load_path
+    packed, path = dict(stores(model)), job_model.initial_load_path
     into = "weights" if not packed else "unpacked" if into_unpacked or path is None else "original"
     live = model.state_dict(keep_vars=True)
     state: dict[str, Value] = {
@@ -132,7 +133,7 @@ def plain_state(
         originals: dict[str, Deferred] = {}
         if into == "original":
             try:
-                base = weights.base or stack.enter_context(open_base(config, adapter))
+                base = weights.base or stack.enter_context(open_base(job_model, adapter))
             except JobError as error:
                 raise JobError(f"{error}; {UNPACKED}") from error
             for name, store in packed.items():

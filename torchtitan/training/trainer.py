@@ -14,15 +14,17 @@ from typing import Any
 
 import torch
 
-from torchtitan.assembly import data, observers, parts
+from torchtitan.assembly import observers, parts
+from torchtitan.assembly.data import JobDatasets
 from torchtitan.checkpoint import CheckpointError, RandomState, TrainerHooks, base_weights, set_rng_state
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import to_toml
-from torchtitan.core.cadence import describe_end, with_end
+from torchtitan.core.cadence import describe_end
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.segments import SegmentLoader
 from torchtitan.datasets.sources import DataError
 from torchtitan.guards import MOST_EMPTY_STEPS, BadStep, NothingToLearn, ReplicasDiffer, RollBack, not_finite
+from torchtitan.job import ResolvedJob
 from torchtitan.launcher import run_folder
 from torchtitan.metrics.device import describe_memory
 from torchtitan.metrics.goodput import CAUSE_OF, Goodput
@@ -55,16 +57,18 @@ class Trainer:
     """One rank's training run: builds the parts of a job, restores its state and trains until the job is done."""
 
     def __init__(self, config: JobConfig, ranks: Ranks):
-        self.dims = parts.dims(config, ranks.world_size)
+        job = ResolvedJob(config, ranks.world_size, distributed.device_type())
+        self.dims = job.layout.dims
         restart = ranks.launcher.restart if ranks.launcher else None
         if restart and restart.saved:
-            config = parts.restarted_job(config)
-        self.job = config = parts.with_resolved_options(config)  # the job as written, before its last step is computed
+            job = job.restarted()
+        self.job_as_written = job = job.with_lasting_options()  # before its last step is computed
         # before any process group exists, because tokenizing may take long
-        self.last_data_step = data.last_step_of_data(config, self.dims)
-        config = with_end(config, self.last_data_step)
-        self.validate_every = parts.cadence(config).validate
-        self.config, self.ranks = config, ranks
+        self.last_data_step = JobDatasets(job).last_step()
+        self.job = job = job.ending_at(self.last_data_step)
+        self.validate_every = job.schedule.cadence.validate
+        self.config = config = job.config
+        self.ranks = ranks
         self.progress = Progress(ranks.launcher.progress if ranks.launcher else None, ranks.local_rank)
         # the failure's time is from the clock of rank 0's machine, so only rank 0 uses it
         self.goodput = Goodput(restart.ended if restart and ranks.is_main else None)
@@ -79,29 +83,32 @@ class Trainer:
         mesh = self.dims.build_mesh(device.type)
         self.dp_rank = self.dims.dp_rank(mesh)
         distributed.set_seed(config.debug.seed, self.dp_rank)
-        self.tokenizer = parts.tokenizer(config)
-        self.exports = Exports(config, ranks, self.tokenizer)
-        self.model = parts.model(config, mesh, self.dims, device, init_weights=False)
+        self.tokenizer = job.tokenizer()
+        self.exports = Exports(job, ranks, self.tokenizer)
+        self.model = parts.model(job, mesh, device, init_weights=False)
         distributed.set_timeout(timeout)  # the mesh's groups were created with torch's default
-        self.preparer = batch_preparer(config, self.tokenizer, self.dims, self.dp_rank, device, self.model.needs_keys)
-        self.optimizers = parts.optimizers(config, self.model)
-        self.restorer = Restorer(config, self.dims, self.model)
-        self.schedulers = parts.lr_schedulers(config, self.optimizers, self.restorer.schedule_start())
-        self.findings = observers.findings(config)
-        self.guards = observers.guards(config, self.model, self.optimizers)
-        self.stragglers = observers.stragglers(config, self.model, ranks)
+        self.preparer = batch_preparer(job, self.tokenizer, self.dp_rank, device, self.model.needs_keys)
+        self.optimizers = parts.optimizers(config.optimizer, self.model)
+        self.restorer = Restorer(job, self.model)
+        self.schedulers = parts.lr_schedulers(job, self.optimizers, job.schedule.start)
+        self.findings = observers.findings(config.early_stop, job.saving.best_metric)
+        self.guards = observers.guards(config.guard, self.folder, self.model, self.optimizers)
+        self.stragglers = observers.stragglers(job.model, self.model, ranks)
         preflight.check(config, ranks, self.tokenizer.fingerprint, self.model)
 
         self.state = TrainState()
-        self.time_limit, self.out_of_time = observers.time_limit(config), False  # rank 0 checks it for all ranks
+        self.time_limit, self.out_of_time = (
+            observers.time_limit(config.job.time_limit),
+            False,
+        )  # rank 0 checks it for all ranks
         self.stop_requested = False  # on this rank; signal handlers set it at any time
         self.stopping = False  # agreed on by all ranks
         self.step_progress = StepProgress(
             ranks.logs, self.progress, self.dims.dp, lambda: (self.step, self.config.training.steps, self.state.tokens)
         )
         self.begin(restart)
-        sizes, end = self.metrics.header(), describe_end(self.job.training, self.last_data_step)
-        log_start(self.config, self.model, self.tokenizer, self.schedulers, sizes, memory_limit, end)
+        sizes, end = self.metrics.header(), describe_end(self.job_as_written.config.training, self.last_data_step)
+        log_start(self.job, self.model, self.tokenizer, self.schedulers, sizes, memory_limit, end)
 
     def collective_timeout(self, seconds: int, may_spin: bool = False) -> int:
         """Return the timeout of collectives where a rank without progress for `seconds` counts as hung."""
@@ -114,7 +121,7 @@ class Trainer:
         hooks = TrainerHooks(self.trainer_state, self.rank_state, self.load_state, self.before_save)
         hooks.before_load = self.restorer.check_job
         hooks.after_save = partial(run_folder.record_save, self.folder)
-        self.checkpointer = parts.checkpointer(self.config, self.model, self.optimizers, hooks)
+        self.checkpointer = parts.checkpointer(self.job, self.model, self.optimizers, hooks)
         self.guards.checkpointer = self.checkpointer
         self.progress.enter("load")
         resumed_step = self.restorer.restore(self.checkpointer)
@@ -123,36 +130,37 @@ class Trainer:
         state = self.state
         state.start_step = self.step
         if state.loader_state is not None:  # a padded last step, or steps of another size, shift the end
-            self.last_data_step = data.last_step_of_data(self.job, self.dims, state.loader_state["samples"], self.step)
-            self.config = with_end(self.job, self.last_data_step)
-        config = self.config
+            samples_read = state.loader_state["samples"]
+            self.last_data_step = JobDatasets(self.job_as_written).last_step(samples_read, self.step)
+            self.job = self.job_as_written.ending_at(self.last_data_step)
+            self.config = self.job.config
+        job, config = self.job, self.config
         self.open_data(self.restorer.adapter_is_fresh)
         self.preparer.references = load_references(
-            config, self.ranks, self.model, self.preparer, self.step, self.progress, state.loader_state
+            job, self.ranks, self.model, self.preparer, self.step, self.progress, state.loader_state
         )
-        batches_per_step = data.num_batches_per_step(config, self.dims)
-        self.prefetcher = Prefetcher(self.preparer, batches_per_step, config.training.steps)
-        preflight.check_data(config, self.ranks, self.loader.position().fingerprint)
+        self.prefetcher = Prefetcher(self.preparer, job.layout.batches_per_step, job.schedule.steps)
+        preflight.check_data(config.job.preflight, self.ranks, self.loader.position().fingerprint)
         self.validator = Validator(
-            config, self.tokenizer, self.model, self.preparer, self.progress, self.ranks.is_main, resumed_step
+            job, self.tokenizer, self.model, self.preparer, self.progress, self.ranks.is_main, resumed_step
         )
         self.metrics = observers.metrics(
-            config, self.model.device, self.ranks, resumed_step, state.tokens, self.model.adapter
+            job, self.model.device, self.ranks, resumed_step, state.tokens, self.model.adapter
         )
         if self.ranks.is_main:
-            plan = plan_to_record(config, self.model, self.ranks)
-            run_folder.record_start(self.folder, to_toml(parts.portable_job(self.job)), self.step, plan)
+            plan = plan_to_record(job.layout.samples, self.model, self.ranks)
+            run_folder.record_start(self.folder, to_toml(self.job_as_written.portable().config), self.step, plan)
         loaded_from = self.checkpointer.loaded_from if resumed_step is not None else None
         record_start(config, restart, self.metrics, self.goodput, self.step, loaded_from)
 
     def open_data(self, adapter_is_fresh: bool = False) -> None:
         """Open the loader at the position of the checkpoint, or at the start of the data."""
-        loader_state = self.state.loader_state
-        self.loader = data.training_loader(self.config, self.tokenizer, self.dp_rank, self.dims, loader_state)
+        datasets = JobDatasets(self.job)
+        self.loader = datasets.training_loader(self.tokenizer, self.dp_rank, self.state.loader_state)
         if isinstance(self.loader, SegmentLoader):  # the labels of long documents may come last
             longest = self.loader.documents.most_segments(self.config.training.seq_len)
             self.guards.most_empty_steps = MOST_EMPTY_STEPS + longest
-        first_segments = partial(data.first_segments, self.config, self.dp_rank, self.dims)
+        first_segments = partial(datasets.first_segments, self.dp_rank)
         prepare_adapter(self.loader, self.model, self.preparer, first_segments if adapter_is_fresh else None)
         self.state.position, self.state.random, self.state.is_complete = self.loader.position(), None, True
 
@@ -170,7 +178,7 @@ class Trainer:
         if guard := self.guards.steps.state_dict():
             state[self.guards.steps.name] = guard
         state |= self.findings.state_dict(self.step) | self.model.hooks.state_dict()
-        return state | {"degrees": self.dims.all_degrees} | parts.job_of_checkpoint(self.config, self.dims)
+        return state | {"degrees": self.dims.all_degrees} | self.job.stored_part()
 
     def rank_state(self) -> dict[str, Any]:
         random, position = self.state.random or RandomState(), self.state.position
@@ -202,7 +210,7 @@ class Trainer:
         """Train until the job is done; return False if the run was asked to stop earlier."""
         batches, is_first = iter(self.loader), True
         self.metrics.start()
-        profiler = observers.profiler(self.config, self.model.device, self.ranks, self.step)
+        profiler = observers.profiler(self.config.profiling, self.folder, self.model.device, self.ranks, self.step)
         gc.disable()  # a collection on one rank makes all others wait: collect on all together, every gc_freq steps
         try:
             with profiler, self.step_progress:
@@ -429,4 +437,4 @@ class Trainer:
         folders = {"weights": self.exports.weights}
         if self.checkpointer and not self.checkpointer.load_only:
             folders = {"checkpoints": self.checkpointer.folder} | folders
-        log_end(self.config, self.ranks, self.metrics, self.goodput, folders, self.step, self.findings.stop_reason)
+        log_end(self.job, self.ranks, self.metrics, self.goodput, folders, self.step, self.findings.stop_reason)

@@ -4,7 +4,6 @@ All ranks generate all continuations together, so these do not depend on the par
 model under training has none: each token costs a forward pass over all prompts.
 """
 
-import dataclasses
 import logging
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -14,13 +13,12 @@ from typing import NamedTuple
 
 import torch
 
-from torchtitan.assembly import parts
-from torchtitan.assembly.data import held_out, seq_len_of, validation_loader
-from torchtitan.config.job import JobConfig
+from torchtitan.assembly.data import JobDatasets
 from torchtitan.config.sections.training import DataLoader
 from torchtitan.datasets.conversations import end_of_turn_ids
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.guards.steps import WITHOUT_LABELS, NothingToLearn
+from torchtitan.job import ResolvedJob
 from torchtitan.losses.objective import IGNORE_INDEX, Batch
 from torchtitan.metrics.json_lines import JsonLines
 from torchtitan.parallelisms.parallel_model import ParallelModel
@@ -52,7 +50,7 @@ class Validator:
 
     def __init__(
         self,
-        config: JobConfig,
+        job: ResolvedJob,
         tokenizer: Tokenizer,
         model: ParallelModel,
         preparer: BatchPreparer,
@@ -61,8 +59,8 @@ class Validator:
         resumed_step: int | None,
     ) -> None:
         self.model, self.preparer, self.progress = model, preparer, progress
-        self.held_out = held_out(config, tokenizer, preparer.dp_rank, preparer.dims, preparer.objective)
-        self.generations = Generations(config, tokenizer, writes, resumed_step)
+        self.held_out = JobDatasets(job).held_out(tokenizer, preparer.dp_rank, preparer.objective)
+        self.generations = Generations(job, tokenizer, writes, resumed_step)
         self.has_run = False
         """The first evaluation may compile."""
         if self.held_out is not None:
@@ -119,13 +117,13 @@ class Validator:
 class Generations:
     """Continuations of a run's prompts, in generated.jsonl. `resumed`: the step resumed from, if any."""
 
-    def __init__(self, config: JobConfig, vocabulary: Tokenizer, writes: bool, resumed: int | None) -> None:
-        self.vocabulary, self.end_ids = vocabulary, end_of_turn_ids(vocabulary) | parts.end_ids(config)
-        self.context, self.max_new_tokens = seq_len_of(config, "validation"), config.validation.generated_tokens
-        degrees = config.parallelism
-        self.multiple = 1 if degrees.disable_sequence_parallel else degrees.tensor_parallel_degree
+    def __init__(self, job: ResolvedJob, vocabulary: Tokenizer, writes: bool, resumed: int | None) -> None:
+        config = job.config
+        self.vocabulary, self.end_ids = vocabulary, end_of_turn_ids(vocabulary) | job.model.end_ids()
+        self.context, self.max_new_tokens = job.data.seq_len("validation"), config.validation.generated_tokens
+        self.multiple = job.layout.tp if job.layout.sequence_parallel else 1
         self.path = Path(config.job.dump_folder, FILE)
-        self.prompts = prompts_of(config, vocabulary) if config.validation.generated else []
+        self.prompts = prompts_of(job, vocabulary) if config.validation.generated else []
         self.file = JsonLines(self.path, resumed) if writes and (self.prompts or self.path.exists()) else None
 
     def write(self, model: ParallelModel, step: int, progress: Progress, phase: str = "validate") -> None:
@@ -167,13 +165,15 @@ class Generations:
             self.file.close()
 
 
-def prompts_of(config: JobConfig, vocabulary: Tokenizer) -> list[Prompt]:
+def prompts_of(job: ResolvedJob, vocabulary: Tokenizer) -> list[Prompt]:
     """Return the prompts of the first validation samples or pairs under any plan; fewer if the data has fewer."""
-    training = dataclasses.replace(config.training, dataloader=DataLoader(pin_memory=False))  # a few, read once, here
-    part = dataclasses.replace(config.validation, local_batch_size=1)
-    one_rank_config = parts.one_rank_job(dataclasses.replace(config, training=training, validation=part))
-    loader = validation_loader(one_rank_config, vocabulary, 0, parts.dims(one_rank_config, 1))
-    prompts = [prompt_of(batch, end_of_turn_ids(vocabulary)) for batch in islice(loader, config.validation.generated)]
+    # a few, read once, here
+    job = job.on_one_rank().with_options(
+        {"training.dataloader": DataLoader(pin_memory=False), "validation.local_batch_size": 1}
+    )
+    loader = JobDatasets(job).validation_loader(vocabulary, 0)
+    batches = islice(loader, job.config.validation.generated)
+    prompts = [prompt_of(batch, end_of_turn_ids(vocabulary)) for batch in batches]
     loader.close()
     return prompts
 

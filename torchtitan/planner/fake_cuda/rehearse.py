@@ -9,6 +9,7 @@ import dataclasses
 import traceback
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from torchtitan.planner.fake_cuda import device, kernels  # first: see there
@@ -20,10 +21,10 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from torchtitan.assembly import observers, parts
-from torchtitan.assembly.data import num_batches_per_step
+from torchtitan.assembly import observers
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
+from torchtitan.job import ResolvedJob
 from torchtitan.optimizers.build import Optimizers
 from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
 from torchtitan.planner.estimate import few_layers
@@ -84,7 +85,7 @@ def rehearse(argv: list[str], rank: int, world_size: int, all_layers: bool) -> d
     """
     config = load_job(argv)[0]
     config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, enable=False))
-    layers = parts.model_args(config).n_layers
+    layers = ResolvedJob(config).model.args.n_layers
     if not all_layers:
         config = few_layers(config, world_size, MOST)
     use_fused_norms()
@@ -105,7 +106,7 @@ def rehearse(argv: list[str], rank: int, world_size: int, all_layers: bool) -> d
     for key, amount in first.sent.items():
         sent[key] += int(amount)
     return {
-        "layers": [parts.model_args(config).n_layers, layers],
+        "layers": [ResolvedJob(config).model.args.n_layers, layers],
         "moment": moment,
         "memory": dict(sorted(memory.items(), key=lambda item: -item[1])),
         "sent": [[*key, amount] for key, amount in sorted(sent.items())],
@@ -117,8 +118,8 @@ def rehearse(argv: list[str], rank: int, world_size: int, all_layers: bool) -> d
 
 def _second_step(config: JobConfig, model: ParallelModel, optimizers: Optimizers, batch: Batch) -> dict[str, Any]:
     """Run a step with the state of the first one; a third pass of gradient accumulation is like the second."""
-    passes = num_batches_per_step(config, model.dims)
-    guards = observers.guards(config, model, optimizers)
+    passes = ResolvedJob(config, model.dims.world_size).layout.batches_per_step
+    guards = observers.guards(config.guard, Path(config.job.dump_folder), model, optimizers)
     steps_in_backward = config.optimizer.early_step_in_backward
     waits, costs = Counter[tuple[str, str]](), {part: Counter[str]() for part in PARTS}
     loss, norm = torch.zeros((), device=model.device), None

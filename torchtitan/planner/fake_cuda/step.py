@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.adapters import quantized
 from torchtitan.assembly import parts
 from torchtitan.config.job import JobConfig
+from torchtitan.job import ResolvedJob
 from torchtitan.models import dropout, layers
 from torchtitan.optimizers import moments
 from torchtitan.parallelisms import data_parallel, parallel_dims, parallel_model, quantized_collectives
@@ -177,11 +178,11 @@ def job_on_rank(
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    dims = parts.dims(config, world_size)
+    job = ResolvedJob(config, world_size, "cuda")
     card = torch.device("cuda", 0)
-    mesh = dims.build_mesh("cuda")
+    mesh = job.layout.dims.build_mesh("cuda")
     with mode or FakeTensorMode(allow_non_fake_inputs=True):
-        model = parts.model(config, mesh, dims, card)
-        optimizers = parts.optimizers(config, model)
-        batch = zero_batch(config, dims, model.needs_keys)
+        model = parts.model(job, mesh, card)
+        optimizers = parts.optimizers(config.optimizer, model)
+        batch = zero_batch(job, model.needs_keys)
         yield model, optimizers, {name: torch.empty_like(t, device=card) for name, t in batch.items()}
