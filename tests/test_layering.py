@@ -51,23 +51,11 @@ ROOMS: dict[str, set[str]] = {
         "parallelisms",
     }
     | {"process", "rules", "training"},
-    "importers": {"config", "core", "datasets", "lr_schedules", "models"},
     "launch": {"checkpoint", "config", "core", "launcher", "metrics", "process", "rules"},
-    "commands": {
-        "adapters",
-        "assembly",
-        "checkpoint",
-        "config",
-        "core",
-        "datasets",
-        "importers",
-        "job",
-        "launch",
-        "launcher",
-    }
-    | {"losses", "lr_schedules", "metrics", "models", "optimizers", "parallelisms", "planner", "process", "rules"}
-    | {"training"},
-    "plugins": {"adapters", "config", "core", "importers", "lr_schedules", "models", "parallelisms", "rules"},
+    "commands": {"adapters", "assembly", "checkpoint", "config", "core", "datasets", "job", "launcher", "losses"}
+    | {"lr_schedules", "metrics", "models", "optimizers", "parallelisms", "planner", "process", "rules", "training"},
+    "plugins": {"adapters", "checkpoint", "commands", "config", "core", "datasets", "launch", "launcher"}
+    | {"lr_schedules", "models", "parallelisms", "process", "rules"},
     "cli": {"commands", "core", "process"},  # imports a command's module when it runs
     "train": {"checkpoint", "cli", "config", "core", "launch", "launcher", "metrics", "process", "training"},
     "__main__": {"cli"},

@@ -13,9 +13,9 @@ from scripts import compare_relora
 from tests.support.jobs import full, logged_steps
 from tests.support.pool import run_ranks
 from tests.test_pretokenized import save
-from torchtitan.commands.importing import translate
 from torchtitan.config import manager
-from torchtitan.importers import parse, split
+from torchtitan.plugins.importers import parse, split
+from torchtitan.plugins.importers.command import translate
 from torchtitan.process.ranks import read_ranks
 from torchtitan.rules import check
 from torchtitan.training.trainer import Trainer

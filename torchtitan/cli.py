@@ -15,8 +15,10 @@ from pkgutil import resolve_name
 from typing import NoReturn
 
 from torchtitan.commands import COMMANDS
+from torchtitan.core import plugins
 from torchtitan.core.errors import JobError, wrap_lines
 from torchtitan.core.machine_errors import MachineError
+from torchtitan.core.plugins import missing_plugin, place_of
 from torchtitan.process.exit import exit_with
 from torchtitan.process.machine import no_gc_during_imports, use_huge_pages
 from torchtitan.process.ranks import likely_device
@@ -55,6 +57,8 @@ def _dispatch(argv: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         print(f"torchtitan: no command {command!r}; {hint}", file=sys.stderr)
         return REFUSED
+    if remedy := missing_plugin(command):
+        raise JobError(f"torchtitan {command}: {remedy}")
     if {"--help", "-h"} & set(arguments):  # needs none of the command's imports
         if command == "train":
             importlib.import_module("torchtitan.config.options").print_help_if_requested(arguments)
@@ -102,10 +106,9 @@ def function_of(command: str) -> str:
     """Return the function that runs a subcommand, as "module:name"."""
     exceptions = {
         "train": "torchtitan.train:main",
-        "import": "torchtitan.commands.importing:main",  # `import` is a keyword of Python
         "init": "torchtitan.commands.presets:init",
     }
-    return exceptions.get(command, f"torchtitan.commands.{command}:main")
+    return exceptions.get(command) or place_of(plugins.COMMANDS, command) or f"torchtitan.commands.{command}:main"
 
 
 def guarded(run: Callable[[], int]) -> int:

@@ -12,10 +12,10 @@ from tests.support.importing import difference
 from tests.support.jobs import ROOT, train, write_texts
 from tests.support.pool import run_ranks
 from torchtitan import cli
-from torchtitan.commands.importing import translate
-from torchtitan.importers import parse, split
 from torchtitan.models.opt import OPTArgs
 from torchtitan.models.opt.model import HF, OPT
+from torchtitan.plugins.importers import parse, split
+from torchtitan.plugins.importers.command import translate
 from torchtitan.plugins.neurocache.authors_format import CONFIG
 from torchtitan.plugins.neurocache.importer import FLAGS, read
 

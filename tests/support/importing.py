@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torchtitan.importers.translation import JobDraft
+from torchtitan.plugins.importers.translation import JobDraft
 
 
 def difference(first: JobDraft, then: JobDraft) -> tuple[dict[str, Any], str]:

@@ -5,6 +5,8 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
+from importlib.metadata import EntryPoint
 from os.path import expanduser
 from pathlib import Path
 from pkgutil import resolve_name
@@ -21,6 +23,8 @@ from torchtitan.commands.plan_command_line import USUAL_GPU, plan_parser
 from torchtitan.commands.run_command_lines import FOLDER, RUN_PARSERS
 from torchtitan.core.files import shipped_jobs
 from torchtitan.core.hardware import known_hardware
+from torchtitan.core.plugins import PARSERS as PARSERS_OF_COMMANDS
+from torchtitan.core.plugins import plugin_entries
 from torchtitan.process.ranks import likely_device
 
 SHELLS = ("bash", "zsh", "fish")
@@ -312,22 +316,8 @@ def _export() -> CommandParser:
     return parser
 
 
-def _import() -> CommandParser:
-    parser = CommandParser(
-        "import",
-        "The job is printed as TOML; comments at its head list options with a different meaning here. Exit code: "
-        "0 if the job can start, 2 if a flag has no meaning here or the job cannot start.",
-    )
-    sources = OneOf("torchtitan.importers:SOURCES")
-    parser.add_argument("--from", dest="source", type=sources, metavar="SOURCE", help="reader (default: by the script)")
-    ranks = "ranks of the job (default: as in the command line)"
-    parser.add_argument("--world-size", type=whole_number(1), metavar="N", help=ranks)
-    parser.add_argument("--run", action="store_true", help="write the job into its folder as imported.toml, and run it")
-    line = "the command line, quoted or as separate words, or an options file and further flags"
-    parser.add_argument("line", nargs=argparse.REMAINDER, metavar="COMMAND LINE", help=line)
-    readers = resolve_name("torchtitan.importers:SOURCES").items()
-    parser.epilog = "Sources: " + "; ".join(f"{name}, {reader}: {reader.description}" for name, reader in readers)
-    return parser
+def _of_plugin(entry: EntryPoint) -> CommandParser:
+    return entry.load()()
 
 
 def _presets() -> CommandParser:
@@ -371,7 +361,7 @@ PARSERS: dict[str, Callable[[], CommandParser]] = {
     "generate": _generate,
     "evaluate": _evaluate,
     "chat": _chat,
-    "import": _import,
+    **{name: partial(_of_plugin, entry) for name, entry in plugin_entries(PARSERS_OF_COMMANDS).items()},
     "convert": _convert,
     **RUN_PARSERS,
     "export": _export,

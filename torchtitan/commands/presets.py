@@ -11,8 +11,7 @@ from torchtitan.commands.command_lines import parse_command
 from torchtitan.config.options import hint
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import MODEL_PLACEHOLDER, RECORDS_PLACEHOLDER, shipped_jobs
-from torchtitan.importers.translation import family_in
-from torchtitan.models import SIZES
+from torchtitan.models import SIZES, family_in
 from torchtitan.models.hf.config import CONFIG
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.options import hint
+from torchtitan.core import yaml_file
 from torchtitan.core.errors import JobError
-from torchtitan.importers import yaml_file
 
 AVERAGES = ("mean", "nanmean", "median")
 FIGURES = {

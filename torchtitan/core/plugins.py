@@ -10,15 +10,18 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "plugins"
 ADAPTERS, IMPORTERS, SECTIONS, RULES = (f"torchtitan.{name}" for name in ("adapters", "importers", "sections", "rules"))
+COMMANDS, PARSERS = "torchtitan.commands", "torchtitan.parsers"
 PLUGINS: dict[str, dict[str, str]] = {
     ADAPTERS: {"neurocache": "torchtitan.plugins.neurocache.spec:SPEC"},
     IMPORTERS: {"neurocache": "torchtitan.plugins.neurocache.importer:SOURCE"},
     SECTIONS: {"adapter.neurocache": "torchtitan.plugins.neurocache.options:Neurocache"},
     RULES: {"neurocache": "torchtitan.plugins.neurocache.rules"},
+    COMMANDS: {"import": "torchtitan.plugins.importers.command:main"},
+    PARSERS: {"import": "torchtitan.plugins.importers.command_line:import_parser"},
 }
 """By group and name, "module:attribute", or a module. SECTIONS: dataclasses of options, by their place in the job; in
 them TOLD names those that a resume may change. RULES: modules as those of torchtitan/rules/, and with OF_THE_MODEL,
-rules that judge the model alone."""
+rules that judge the model alone. COMMANDS: functions that run one of commands/__init__.py; PARSERS: their parsers."""
 
 
 def _folder_of(place: str) -> str:
@@ -33,6 +36,12 @@ def plugin_entries(group: str) -> dict[str, EntryPoint]:
         for name, place in PLUGINS.get(group, {}).items()
         if (FOLDER / _folder_of(place) / "__init__.py").is_file()
     }
+
+
+def place_of(group: str, name: str) -> str:
+    """Return what a plugin adds under this name, as "module:attribute"; empty if there is none."""
+    entry = plugin_entries(group).get(name)
+    return "" if entry is None else entry.value
 
 
 def missing_plugin(name: str) -> str:

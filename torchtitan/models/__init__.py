@@ -7,6 +7,7 @@ import dataclasses
 import typing
 from collections.abc import Collection, Mapping
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from torchtitan.core.errors import JobError
@@ -15,6 +16,7 @@ from torchtitan.models.deepseek import FAMILY as DEEPSEEK
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.gemma3 import FAMILY as GEMMA3
 from torchtitan.models.gpt2 import FAMILY as GPT2
+from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.models.llama import LLAMAS
 from torchtitan.models.mistral import FAMILY as MISTRAL
 from torchtitan.models.opt import FAMILY as OPT
@@ -99,3 +101,11 @@ def table_type(args: type, name: str) -> type | None:
 def family_for_model_type(model_type: Any) -> str | None:
     """Return the first family that reads this model_type of a config.json; None if no family does."""
     return next((name for name, config in CONFIG_CONVERTERS.items() if model_type in config.model_types), None)
+
+
+def family_in(folder: Path) -> str | None:
+    """Return the model family of a folder's config.json, or None if it is not supported.
+
+    Raises JobError if the file cannot be read.
+    """
+    return family_for_model_type(read_json(folder / CONFIG).get("model_type"))

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.core.errors import JobError
-from torchtitan.importers import Source
-from torchtitan.importers.translation import CommandLine, Option, Script, family_in, from_folder, targets_of
 from torchtitan.lr_schedules import TRANSFORMERS
-from torchtitan.models import CONFIG_CONVERTERS, SIZES
+from torchtitan.models import CONFIG_CONVERTERS, SIZES, family_in
 from torchtitan.models.hf.config import CONFIG
+from torchtitan.plugins.importers import Source
+from torchtitan.plugins.importers.translation import CommandLine, Option, Script, from_folder, targets_of
 from torchtitan.plugins.neurocache.authors_format import CONFIG as ADAPTER
 from torchtitan.plugins.neurocache.authors_format import OPTION_NAMES, options_of
 from torchtitan.plugins.neurocache.authors_format import read as read_adapter

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.options import hint
-from torchtitan.importers.translation import FLOAT16, KINDS, CommandLine, JobDraft, Option, same
+from torchtitan.plugins.importers.translation import FLOAT16, KINDS, CommandLine, JobDraft, Option, same
 
 START = "torchtitan train starts the ranks"
 """The note of options that say how processes are started, and nothing about the training."""

@@ -5,11 +5,11 @@ import re
 import pytest
 import yaml
 
-from torchtitan.commands.importing import translate
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
-from torchtitan.importers import launchers, parse, split
-from torchtitan.importers.launchers import OPTIONS
+from torchtitan.plugins.importers import launchers, parse, split
+from torchtitan.plugins.importers.command import translate
+from torchtitan.plugins.importers.launchers import OPTIONS
 
 FILE = {"base_model": "llama", "datasets": [{"path": "a.jsonl"}], "learning_rate": 1e-4, "max_steps": 10}
 ADAPTER = {"adapter": "lora", "lora_target_linear": True, "lora_r": 8, "lora_alpha": 16}

@@ -17,11 +17,12 @@ from torchtitan import cli
 from torchtitan.commands.upgrade import as_file
 from torchtitan.config.manager import load
 from torchtitan.config.sections.training import DataSource
+from torchtitan.core import yaml_file
 from torchtitan.core.cadence import cadence_of
 from torchtitan.core.errors import JobError
-from torchtitan.importers import axolotl, deepspeed, parse, split, yaml_file
-from torchtitan.importers.axolotl_options import ENTRY_KEYS
-from torchtitan.importers.axolotl_options import OPTIONS as TABLE
+from torchtitan.plugins.importers import axolotl, deepspeed, parse, split
+from torchtitan.plugins.importers.axolotl_options import ENTRY_KEYS
+from torchtitan.plugins.importers.axolotl_options import OPTIONS as TABLE
 
 ESSENTIAL = """
     adam_beta1 adam_beta2 adam_epsilon adapter auto_resume_from_checkpoints axolotl_config_path base_model

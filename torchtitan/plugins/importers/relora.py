@@ -11,12 +11,12 @@ from typing import Any
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.sources_pretokenized import PretokenizedBlocks
 from torchtitan.datasets.streams import stream_count
-from torchtitan.importers.relora_flags import FLAGS, translate_optimizer, with_file
-from torchtitan.importers.translation import CommandLine, Script, family_in, from_folder, replicated
 from torchtitan.lr_schedules import TRANSFORMERS
-from torchtitan.models import CONFIG_CONVERTERS, SIZES
+from torchtitan.models import CONFIG_CONVERTERS, SIZES, family_in
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.models.llama import RELORA
+from torchtitan.plugins.importers.relora_flags import FLAGS, translate_optimizer, with_file
+from torchtitan.plugins.importers.translation import CommandLine, Script, from_folder, replicated
 
 TOKENS = re.compile(r"(\d+)([KMB]?)", re.IGNORECASE)
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}

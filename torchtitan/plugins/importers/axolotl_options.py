@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from torchtitan.config.options import hint
-from torchtitan.importers import yaml_file
-from torchtitan.importers.translation import AUTO, FLOAT16, KINDS, CommandLine, JobDraft, Option, Options, same
+from torchtitan.core import yaml_file
+from torchtitan.plugins.importers.translation import AUTO, FLOAT16, KINDS, CommandLine, JobDraft, Option, Options, same
 
 UNSET = ("", "None", "none", "NA", "null")
 """Spellings of an unset value in flags."""

@@ -9,15 +9,15 @@ import pytest
 from tests.support import judged
 from tests.test_pretokenized import save
 from torchtitan import cli
-from torchtitan.commands import importing
 from torchtitan.config.layers import layer_of
 from torchtitan.config.manager import assemble, load
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
-from torchtitan.importers import SOURCES, parse, split
-from torchtitan.importers.relora import read
-from torchtitan.importers.relora_flags import FLAGS, GALORE_ONLY
 from torchtitan.models import SIZES
+from torchtitan.plugins.importers import SOURCES, parse, split
+from torchtitan.plugins.importers import command as importing
+from torchtitan.plugins.importers.relora import read
+from torchtitan.plugins.importers.relora_flags import FLAGS, GALORE_ONLY
 from torchtitan.rules import check
 
 anywhere = judged.anywhere

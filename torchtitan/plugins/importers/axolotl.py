@@ -11,21 +11,20 @@ from typing import Any
 
 from torchtitan.core.cadence import steps_of
 from torchtitan.core.errors import JobError
-from torchtitan.importers import deepspeed, launchers
-from torchtitan.importers.axolotl_adapter import Adapter
-from torchtitan.importers.axolotl_data import Data, Tokens
-from torchtitan.importers.axolotl_options import ADAM, DEFAULT_STRATEGY, OPTIMIZERS, read_options
-from torchtitan.importers.translation import (
+from torchtitan.lr_schedules import TRANSFORMERS
+from torchtitan.models import SIZES, family_for_model_type, family_in
+from torchtitan.models.hf.config import CONFIG
+from torchtitan.plugins.importers import deepspeed, launchers
+from torchtitan.plugins.importers.axolotl_adapter import Adapter
+from torchtitan.plugins.importers.axolotl_data import Data, Tokens
+from torchtitan.plugins.importers.axolotl_options import ADAM, DEFAULT_STRATEGY, OPTIMIZERS, read_options
+from torchtitan.plugins.importers.translation import (
     AUTO,
     CommandLine,
     JobDraft,
-    family_in,
     from_folder,
     replicated,
 )
-from torchtitan.lr_schedules import TRANSFORMERS
-from torchtitan.models import SIZES, family_for_model_type
-from torchtitan.models.hf.config import CONFIG
 
 MODEL_TYPES = {"distill-qwen": "qwen2", "distill-llama": "llama", "gemma-3": "gemma3_text"}
 MODEL_TYPES |= {"qwen3-30b-a3b": "qwen3_moe", "qwen3-235b-a22b": "qwen3_moe"}

@@ -14,11 +14,11 @@ from typing import Any
 
 from torchtitan.config.options import hint, show
 from torchtitan.core.errors import JobError
-from torchtitan.importers.relora_flags import GALORE_TORCH
-from torchtitan.importers.translation import LINEARS, Option, Script, is_finite, targets_of
 from torchtitan.lr_schedules import TORCHTITAN
 from torchtitan.models import FROM_HF
 from torchtitan.models.hf.config import read_json
+from torchtitan.plugins.importers.relora_flags import GALORE_TORCH
+from torchtitan.plugins.importers.translation import LINEARS, Option, Script, is_finite, targets_of
 
 OPTIMIZERS = ("lora", "galore", "galore8bit", "lora+galore8bit", "baseline")
 MODELS = {

@@ -8,9 +8,9 @@ from typing import Any
 
 from torchtitan.config.options import hint
 from torchtitan.core.errors import JobError
-from torchtitan.importers.axolotl_options import ENTRY_KEYS, UNSET
-from torchtitan.importers.translation import JobDraft, Options
 from torchtitan.models.hf.config import CONFIG, read_json
+from torchtitan.plugins.importers.axolotl_options import ENTRY_KEYS, UNSET
+from torchtitan.plugins.importers.translation import JobDraft, Options
 
 FORMATS = {"alpaca": ("alpaca", ""), "sharegpt": ("sharegpt", "conversations"), "completion": ("completion", "text")}
 FORMATS |= {"input_output": ("input_output", "segments"), "prompt_completion": ("prompt_completion", "")}

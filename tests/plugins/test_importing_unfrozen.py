@@ -14,11 +14,11 @@ import yaml
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig
 
 from tests.support.judged import lines
-from torchtitan.importers import axolotl, parse
-from torchtitan.importers.axolotl_adapter import RegexError, prefix_matcher
 from torchtitan.models import CONFIG_CONVERTERS, family_for_model_type
 from torchtitan.models.sizes import parameters
 from torchtitan.models.spec import MODELS
+from torchtitan.plugins.importers import axolotl, parse
+from torchtitan.plugins.importers.axolotl_adapter import RegexError, prefix_matcher
 
 SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
 LLAMA = LlamaConfig(num_hidden_layers=50, **SIZES)

@@ -11,11 +11,11 @@ from itertools import takewhile
 from os.path import expanduser
 from typing import NamedTuple
 
+from torchtitan.core import yaml_file
 from torchtitan.core.errors import JobError
 from torchtitan.core.registry import Registry
-from torchtitan.importers import yaml_file
-from torchtitan.importers.launchers import MODULES, options_of_file, takes_value
-from torchtitan.importers.translation import CommandLine
+from torchtitan.plugins.importers.launchers import MODULES, options_of_file, takes_value
+from torchtitan.plugins.importers.translation import CommandLine
 
 
 class Source(NamedTuple):
@@ -48,21 +48,25 @@ class Source(NamedTuple):
 
 
 _BUILTIN = {
-    "relora": Source("torchrun_main.py", "torchtitan.importers.relora:read", "pretraining with restarted adapters"),
+    "relora": Source(
+        "torchrun_main.py", "torchtitan.plugins.importers.relora:read", "pretraining with restarted adapters"
+    ),
     "galore": Source(
         None,
-        "torchtitan.importers.galore:read",
+        "torchtitan.plugins.importers.galore:read",
         "LoRA, GaLore and both in 8 bits, compared with AdamW",
         ("mode", "optimizer", "model"),
     ),
     "axolotl": Source(
         None,
-        "torchtitan.importers.axolotl:read",
+        "torchtitan.plugins.importers.axolotl:read",
         "fine-tuning, with its launcher",
         files=(".yaml", ".yml"),
         uses_accelerate=True,
     ),
-    "deepspeed": Source(None, "torchtitan.importers.deepspeed:read", "DeepSpeed's ZeRO stages", files=(".json",)),
+    "deepspeed": Source(
+        None, "torchtitan.plugins.importers.deepspeed:read", "DeepSpeed's ZeRO stages", files=(".json",)
+    ),
 }
 SOURCES: Registry[Source] = Registry("torchtitan.importers", _BUILTIN, Source)
 

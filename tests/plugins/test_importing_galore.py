@@ -15,13 +15,13 @@ from tests.test_galore import ADAM
 from tests.test_own_optimizers import random
 from torchtitan import cli
 from torchtitan.commands.check import summary
-from torchtitan.commands.importing import translate
 from torchtitan.config.manager import load
 from torchtitan.core.initialization import clean_name
-from torchtitan.importers import parse, split
-from torchtitan.importers.galore import FLAGS, MODELS, OPTIMIZERS, read
 from torchtitan.job import ResolvedJob
 from torchtitan.optimizers.build import build_optimizers
+from torchtitan.plugins.importers import parse, split
+from torchtitan.plugins.importers.command import translate
+from torchtitan.plugins.importers.galore import FLAGS, MODELS, OPTIMIZERS, read
 from torchtitan.process.ranks import read_ranks
 from torchtitan.rules import Facts, check
 from torchtitan.training.trainer import Trainer

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.options import hint
-from torchtitan.importers.translation import AUTO, FLOAT16, CommandLine, JobDraft, is_finite, replicated
 from torchtitan.models.hf.config import read_json
+from torchtitan.plugins.importers.translation import AUTO, FLOAT16, CommandLine, JobDraft, is_finite, replicated
 
 COMMUNICATION = """overlap_comm contiguous_gradients reduce_scatter reduce_bucket_size allgather_partitions
     allgather_bucket_size round_robin_gradients sub_group_size stage3_prefetch_bucket_size

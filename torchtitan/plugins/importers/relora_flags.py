@@ -6,9 +6,9 @@ GaLore's script has the same name and some more flags. A file of flags is read a
 from dataclasses import replace
 from typing import Any
 
-from torchtitan.importers import yaml_file
-from torchtitan.importers.translation import FLOAT16, CommandLine, Option, Script
+from torchtitan.core import yaml_file
 from torchtitan.lr_schedules import CYCLICAL, JAGGED
+from torchtitan.plugins.importers.translation import FLOAT16, CommandLine, Option, Script
 
 OPTIMIZERS = {"adam": "Adam", "adam_zero": "Adam", "sgd": "SGD", "adafactor": "Adafactor", "adam8bit": "AdamW8bit"}
 GALORE_MOMENTS = {

@@ -9,8 +9,8 @@ import yaml
 from torchtitan import cli
 from torchtitan.config.layers import layer_of
 from torchtitan.core.errors import JobError
-from torchtitan.importers import axolotl, parse, split
-from torchtitan.importers.axolotl_options import DEFAULTS, NEVER_NULL, OPTIONS
+from torchtitan.plugins.importers import axolotl, parse, split
+from torchtitan.plugins.importers.axolotl_options import DEFAULTS, NEVER_NULL, OPTIONS
 
 PLAIN = {
     "base_model": "llama",
@@ -236,11 +236,11 @@ def test_refused_launchers(line, message):
 def test_a_file_starts_as_axolotl_starts_it(monkeypatch, capsys):
     """`--run` may follow the file. Without a number of ranks it takes all GPUs."""
     started = []
-    monkeypatch.setattr("torchtitan.commands.importing.launch", lambda ranks, argv: started.append(ranks) or 0)
-    monkeypatch.setattr("torchtitan.commands.importing.check", lambda *args: [])
+    monkeypatch.setattr("torchtitan.plugins.importers.command.launch", lambda ranks, argv: started.append(ranks) or 0)
+    monkeypatch.setattr("torchtitan.plugins.importers.command.check", lambda *args: [])
     import_table(PLAIN)
     assert cli.main(["import", "job.yml", "--run"]) == 0 and started == [1]  # on a CPU one, as accelerate does
-    monkeypatch.setattr("torchtitan.commands.importing.likely_device", lambda: "cuda")
+    monkeypatch.setattr("torchtitan.plugins.importers.command.likely_device", lambda: "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert cli.main(["import", "job.yml", "--run"]) == 0 and started == [1, 3]
     assert cli.main(["import", "job.yml", "--world-size", "4", "--run"]) == 0 and started == [1, 3, 4]

@@ -10,12 +10,10 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 from torchtitan.config.options import Fault, hint, show
-from torchtitan.models import FROM_HF, family_for_model_type
-from torchtitan.models.hf.config import CONFIG, read_json
+from torchtitan.models import FROM_HF
 
 COMMAND_LINE = "the command line"
 AUTO = "auto"
@@ -298,14 +296,6 @@ LINEARS: dict[str, list[str]] = {
 def targets_of(names: Iterable[str]) -> list[str]:
     """Return the adapter targets of linear layers, each once."""
     return list(dict.fromkeys(pattern for name in names for pattern in LINEARS[name]))
-
-
-def family_in(folder: Path) -> str | None:
-    """Return the model family of a folder's config.json, or None if it is not supported.
-
-    Raises JobError if the file cannot be read.
-    """
-    return family_for_model_type(read_json(folder / CONFIG).get("model_type"))
 
 
 def from_folder(family: str, folder: str) -> dict[str, Any]:

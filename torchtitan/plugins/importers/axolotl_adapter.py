@@ -17,9 +17,9 @@ from pkgutil import resolve_name
 from string import digits
 
 from torchtitan.core.errors import JobError
-from torchtitan.importers.translation import LINEARS, JobDraft, Options, family_in, targets_of
-from torchtitan.models import CONFIG_CONVERTERS
+from torchtitan.models import CONFIG_CONVERTERS, family_in
 from torchtitan.models.sizes import HEAD, parameters
+from torchtitan.plugins.importers.translation import LINEARS, JobDraft, Options, targets_of
 
 MODULES = {"embed_tokens": "tok_embeddings.weight", "lm_head": "output.weight", "norm": "norm.weight"}
 """Modules outside the layers, by their names in the Llama of transformers."""

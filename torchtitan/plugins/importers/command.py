@@ -15,9 +15,9 @@ from torchtitan.config.layers import layer_of
 from torchtitan.config.manager import assemble
 from torchtitan.config.options import ConfigError, hint
 from torchtitan.core.errors import JobError
-from torchtitan.importers import SOURCES, CommandLine, launchers, parse, split
 from torchtitan.launch import launch
 from torchtitan.launcher.run_folder import IMPORTED_JOB_FILE
+from torchtitan.plugins.importers import SOURCES, CommandLine, launchers, parse, split
 from torchtitan.process.exit import REFUSED
 from torchtitan.process.ranks import count_ranks, likely_device
 from torchtitan.rules import check
