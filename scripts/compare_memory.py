@@ -16,6 +16,7 @@ import torch
 
 from tests.support.memory_plans import MODELS, memory_plans
 from torchtitan.config.manager import load
+from torchtitan.job import ResolvedJob
 from torchtitan.planner.closed_form import predict_memory
 from torchtitan.planner.estimate import predict, worst
 
@@ -33,7 +34,7 @@ def main() -> int:
     errors = []
     for number, (ranks, arguments) in enumerate(memory_plans(options.seed, options.count, KINDS[options.kinds])):
         config = load(arguments)
-        predicted, rehearsed = predict_memory(config).total, worst(predict(config, ranks, "cuda"))
+        predicted, rehearsed = predict_memory(ResolvedJob(config, ranks)).total, worst(predict(config, ranks, "cuda"))
         errors.append(predicted / rehearsed.peak - 1)
         if abs(errors[-1]) > TOLERANCE:
             sizes = f"{predicted / GIB:.2f} GiB by the formula, {rehearsed.peak / GIB:.2f} rehearsed"

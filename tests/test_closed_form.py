@@ -9,7 +9,7 @@ from tests.support.memory_plans import MODELS, memory_plan, memory_plans
 from tests.support.pool import run_alone
 from torchtitan.config.manager import load
 from torchtitan.core.hardware import load_hardware
-from torchtitan.models import resolve_sizes
+from torchtitan.job import ResolvedJob
 from torchtitan.parallelisms.pipeline.actions import with_full_backward
 from torchtitan.parallelisms.pipeline.cut import schedule_traits, stages_of_rank
 from torchtitan.parallelisms.pipeline.runtime import build_table
@@ -196,8 +196,8 @@ Loss: three gradients of a tied head; the head's gathered buffer lives until the
 def test_the_formula_agrees_with_the_rehearsal(kind):
     """A sample of random plans; scripts/compare_memory.py compares any number of them."""
     jobs = SAMPLES[kind]
-    for (_, arguments), peak in zip(jobs, run_alone(rehearsed_peaks, jobs), strict=True):
-        assert predict_memory(load(arguments)).total == pytest.approx(peak, rel=0.03), arguments
+    for (ranks, arguments), peak in zip(jobs, run_alone(rehearsed_peaks, jobs), strict=True):
+        assert predict_memory(ResolvedJob(load(arguments), ranks)).total == pytest.approx(peak, rel=0.03), arguments
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
@@ -206,7 +206,8 @@ def test_fewer_microbatches_than_ranks_need_less(schedule):
         *("--model.name=llama3", "--model.flavor=8B", "--parallelism.pipeline_parallel_degree=4"),
         f"--parallelism.pipeline_parallel_schedule={schedule}",
     ]
-    two, three, four = (predict_memory(load([*job, f"--training.local_batch_size={n}"])).total for n in (2, 3, 4))
+    jobs = [ResolvedJob(load([*job, f"--training.local_batch_size={n}"]), 4) for n in (2, 3, 4)]
+    two, three, four = (predict_memory(job).total for job in jobs)
     assert two < three < four
 
 
@@ -234,17 +235,16 @@ def test_the_rank_that_needs_the_most_is_examined(family, flavor, size, schedule
         "parallelism.pipeline_parallel_schedule": schedule,
         "activation_checkpoint.mode": "none" if schedule == "InterleavedZeroBubble" else "selective",
     }
-    config = load([f"--{name}={value}" for name, value in settings.items()])
-    args = resolve_sizes(family, flavor, None, config.model.overrides)
-    ranks = [RankSizes(config, args, number) for number in range(pp)]
+    job = ResolvedJob(load([f"--{name}={value}" for name, value in settings.items()]), pp)
+    ranks = [RankSizes(job, number) for number in range(pp)]
     peaks = [max(moment.total() for moment in moments(sizes)) for sizes in ranks]
-    assert predict_memory(config).total == max(peaks) == peaks[rank]
+    assert predict_memory(job).total == max(peaks) == peaks[rank]
     assert len(fullest(ranks)) <= 5
 
 
 def test_a_gpu_reserves_more_than_its_tensors():
-    (_, arguments), *_ = memory_plans(1, 1, DENSE)
-    prediction = predict_memory(load(arguments), load_hardware("h100-80"))
+    (ranks, arguments), *_ = memory_plans(1, 1, DENSE)
+    prediction = predict_memory(ResolvedJob(load(arguments), ranks), load_hardware("h100-80"))
     assert prediction.total < prediction.low < prediction.high
 
 
@@ -282,8 +282,9 @@ def published_prediction(flavor, options, *, shard, tp=1, cp=1, batch=1, seq_len
         "parallelism.tensor_parallel_degree": tp,
         "parallelism.context_parallel_degree": cp,
     }
-    config = load([f"--{name}={value}" for name, value in (settings | options).items()])
-    return predict_memory(config, load_hardware("h100-96-500w"), drops_every_second_product=True)
+    ranks = shard * tp * cp * options.get("parallelism.pipeline_parallel_degree", 1)
+    job = ResolvedJob(load([f"--{name}={value}" for name, value in (settings | options).items()]), ranks)
+    return predict_memory(job, load_hardware("h100-96-500w"), drops_every_second_product=True)
 
 
 def test_published_runs_reserve_memory_within_the_interval():
@@ -298,15 +299,14 @@ def test_repeated_products_are_not_stored():
     """In 8B with two samples of 8,192 tokens, wk, wo and w3 of 32 layers are 19.0 GiB in bfloat16."""
     options = SELECTIVE | {"model.name": "llama3", "model.flavor": "8B", "model.tokenizer_path": "bytes"}
     options |= {"training.seq_len": 8192, "training.local_batch_size": 2, "parallelism.data_parallel_shard_degree": 8}
-    config = load([f"--{name}={value}" for name, value in options.items()])
-    difference = predict_memory(config).total - predict_memory(config, drops_every_second_product=True).total
+    job = ResolvedJob(load([f"--{name}={value}" for name, value in options.items()]), 8)
+    difference = predict_memory(job).total - predict_memory(job, drops_every_second_product=True).total
     assert difference == 32 * 2 * 2 * 8192 * (1024 + 4096 + 14336)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_biases_are_split_with_the_rows_of_their_matrices(tp):
     """Tensor parallel divides everything in a block of Qwen 2 except its norms; the final norm is not counted."""
-    args = resolve_sizes("qwen2", "0.5B", None, {})
     config = load(["--model.name=qwen2", "--model.flavor=0.5B", f"--parallelism.tensor_parallel_degree={tp}"])
     norms = 2 * 24 * 896
-    assert RankSizes(config, args, 0).all_weights == (494_032_768 - 896 - norms) / tp + norms
+    assert RankSizes(ResolvedJob(config, tp), 0).all_weights == (494_032_768 - 896 - norms) / tp + norms

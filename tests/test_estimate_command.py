@@ -11,6 +11,7 @@ from torchtitan.config import manager
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import load_hardware
+from torchtitan.job import ResolvedJob
 from torchtitan.planner import estimate as prediction
 from torchtitan.planner.closed_form import predict_memory
 from torchtitan.planner.rehearsal import RehearsalEnded
@@ -99,7 +100,7 @@ def test_a_plan_and_an_estimate_judge_alike(needs, capsys):
     """The planner's interval of the same tensors is the same, and both count its upper end."""
     (predicted,) = prediction.predict(manager.load(["--training.local_batch_size=4"]), 1, "cuda")
     low, high = predicted.reserved("cuda")
-    memory = predict_memory(manager.load([]), load_hardware("h100-80"))
+    memory = predict_memory(ResolvedJob(manager.load([])), load_hardware("h100-80"))
     assert (low / predicted.peak, high / predicted.peak) == pytest.approx(
         (memory.low / memory.total, memory.high / memory.total)
     )

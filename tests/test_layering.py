@@ -45,12 +45,12 @@ ROOMS: dict[str, set[str]] = {
         "core",
         "job",
         "launcher",
+        "losses",
         "metrics",
         "models",
         "optimizers",
-        "parallelisms",
     }
-    | {"process", "rules", "training"},
+    | {"parallelisms", "process", "rules", "training"},
     "launch": {"checkpoint", "config", "core", "launcher", "metrics", "process", "rules"},
     "commands": {"adapters", "assembly", "checkpoint", "config", "core", "datasets", "job", "launcher", "losses"}
     | {"lr_schedules", "metrics", "models", "optimizers", "parallelisms", "planner", "process", "rules", "training"},

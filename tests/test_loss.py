@@ -18,12 +18,11 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tests.support.pool import run_ranks
+from torchtitan.losses.chunks import CHUNK_BYTES, auto_chunks
 from torchtitan.losses.objective import (
-    CHUNK_BYTES,
     IGNORE_INDEX,
     Objective,
     SummedCrossEntropy,
-    auto_chunks,
     cross_entropies,
     summed_cross_entropy,
 )

@@ -24,7 +24,7 @@ from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import local_part
 from torchtitan.job import ResolvedJob
-from torchtitan.losses.objective import CHUNK_BYTES
+from torchtitan.losses.chunks import CHUNK_BYTES
 from torchtitan.parallelisms import data_parallel
 from torchtitan.planner import estimate as prediction
 from torchtitan.planner import rehearsal

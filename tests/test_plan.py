@@ -18,6 +18,7 @@ from torchtitan.commands import plan as command
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import load_hardware
+from torchtitan.job import ResolvedJob
 from torchtitan.launcher.run_folder import RecordedPlan, record_start
 from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
@@ -51,11 +52,15 @@ def load(name, *options):
     return manager.load(["--job.config_file", name, *options])
 
 
+def resolved(name, *options, gpus=1):
+    return ResolvedJob(load(name, *options), gpus, "cuda")
+
+
 def searched(name, gpus, samples, gpu="h100-80", *options, top=10):
     hardware = load_hardware(gpu)
-    config = load(name, *options)
-    workload = Workload.of(config, samples)
-    search = Search(config, workload, samples, hardware, calibration.usual_calibration(hardware))
+    job = resolved(name, *options)
+    workload = Workload.of(job, samples)
+    search = Search(job, workload, samples, hardware, calibration.usual_calibration(hardware))
     return search, search.find(gpus, top, Limits(hardware.memory_gib * 2**30))
 
 
@@ -95,9 +100,9 @@ def test_deepseek_v3_on_2048_gpus_is_planned_as_published():
 
 
 def test_a_step_is_its_parts_and_never_faster_than_the_peak():
-    config = load("llama3_8b")
-    timer = StepTimer(Workload.of(config, 64), H100)
-    step = timer.step_time(Plan.of(config, 64, 64))
+    job = resolved("llama3_8b", gpus=64)
+    timer = StepTimer(Workload.of(job, 64), H100)
+    step = timer.step_time(Plan.of(job, 64))
     assert step.seconds == sum(step.parts.values()) and 0 < step.mfu < 1
     assert step.low < step.seconds < step.high
 
@@ -115,10 +120,10 @@ def test_a_step_is_its_parts_and_never_faster_than_the_peak():
 )
 def test_a_rank_updates_the_weights_that_it_stores(name, plan):
     """Compare with the memory formula, which agrees with rehearsals."""
-    config = load(name)
-    search = Search(config, Workload.of(config, 1024), 1024, H100, Calibration())
+    base = resolved(name)
+    search = Search(base, Workload.of(base, 1024), 1024, H100, Calibration())
     timer, job = search.timer.timer, search.job(plan)
-    ranks = [RankSizes(job, search.workload.args, rank) for rank in range(plan.pp)]
+    ranks = [RankSizes(job, rank) for rank in range(plan.pp)]
     stored = timer.stored(plan, timer.rank_weights(plan))
     assert stored == pytest.approx(max(sizes.shard for sizes in ranks), rel=0.002)
     optimizer = timer.step_time(plan).parts["optimizer"]
@@ -127,8 +132,7 @@ def test_a_rank_updates_the_weights_that_it_stores(name, plan):
 
 def test_expert_parallel_gathers_only_what_is_sharded():
     """With experts on all ranks once, FSDP sends the other weights alone."""
-    config = load("deepseek_671b")
-    timer = StepTimer(Workload.of(config, 64), H100)
+    timer = StepTimer(Workload.of(resolved("deepseek_671b"), 64), H100)
     plan = Plan(shards=64, ep=64)
     dense, experts = timer.rank_weights(plan)
     gather, blocks = timer.messages.gather, timer.workload.args.n_layers
@@ -142,8 +146,7 @@ def test_expert_parallel_gathers_only_what_is_sharded():
 
 def test_fsdp_gathers_blocks_twice_and_both_ends_once():
     """The embedding and the head stay gathered from forward to backward, as parallelisms/data_parallel.py has it."""
-    config = load("llama3_8b")
-    timer = StepTimer(Workload.of(config, 8), H100)
+    timer = StepTimer(Workload.of(resolved("llama3_8b"), 8), H100)
     plan = Plan(shards=8)
     dense, _ = timer.rank_weights(plan)
     ends, gather, blocks = 2 * 128256 * 4096, timer.messages.gather, 32
@@ -178,9 +181,9 @@ def test_the_slowest_stage_sets_the_time():
 
 
 def test_long_pipelines_are_extrapolated_exactly():
-    config = load("llama3_405b")
-    search = Search(config, Workload.of(config, 512), 512, H100, Calibration())
-    plan = dataclasses.replace(Plan.of(config, 512, 512), microbatches=256)
+    job = resolved("llama3_405b", gpus=512)
+    search = Search(job, Workload.of(job, 512), 512, H100, Calibration())
+    plan = dataclasses.replace(Plan.of(job, 512), microbatches=256)
     assert search.timer._microbatches(plan) == [16, 24]
     assert search.timer._makespan(plan) == pytest.approx(search.timer._simulated(plan, 256), rel=1e-3)
 
@@ -189,8 +192,8 @@ def test_long_pipelines_are_extrapolated_exactly():
     ("name", "gpus", "samples"), [("debug_model", 8, 16), ("llama3_8b", 64, 64), ("deepseek_671b", 256, 1024)]
 )
 def test_no_schedule_is_faster_than_the_lower_bound(name, gpus, samples):
-    config = load(name, "--compile.enable", "false")
-    search = Search(config, Workload.of(config, samples), samples, H100, Calibration())
+    job = resolved(name, "--compile.enable", "false")
+    search = Search(job, Workload.of(job, samples), samples, H100, Calibration())
     space = search.space(gpus)
     timer = search.timer.timer
     plans = []
@@ -223,9 +226,9 @@ def test_no_schedule_is_faster_than_the_lower_bound(name, gpus, samples):
 )
 def test_the_search_finds_what_judging_all_plans_finds(gpus, samples, gib, options, methods, chunks):
     seq_len = 256 if gpus == 4 else 4096
-    config = load("debug_model", f"--training.global_batch_size={samples}", f"--training.seq_len={seq_len}", *options)
-    workload = Workload.of(config, samples)
-    search = Search(config, workload, samples, H100, Calibration())
+    job = resolved("debug_model", f"--training.global_batch_size={samples}", f"--training.seq_len={seq_len}", *options)
+    workload = Workload.of(job, samples)
+    search = Search(job, workload, samples, H100, Calibration())
     space, limit = search.space(gpus), gib * 2**30
     result = search.find(gpus, 5, Limits(limit))
     plans = [
@@ -253,7 +256,7 @@ def test_plans_are_legal_and_train_the_same():
         plan = candidate.plan
         assert plan.gpus == 64 and not search.faults(plan)
         assert plan.shards * plan.replicas * plan.microbatch * plan.microbatches * plan.passes == 64
-        assert Plan.of(search.job(plan), 64, 64) == plan
+        assert Plan.of(search.job(plan), 64) == plan
 
 
 def test_plans_with_whole_logits_come_in_order():
@@ -298,19 +301,19 @@ def test_options_of_other_degrees_do_not_exclude_plans(options):
     ],
 )
 def test_a_plan_changes_compilation_only_where_it_has_to(enable, components, compiled, expected):
-    config = load("debug_model", "--compile.enable", enable, "--compile.components", json.dumps(components))
-    search = Search(config, Workload.of(config, 16), 16, H100, Calibration())
+    base = resolved("debug_model", "--compile.enable", enable, "--compile.components", json.dumps(components))
+    search = Search(base, Workload.of(base, 16), 16, H100, Calibration())
     job = search.job(Plan(shards=4, microbatch=4, compiled=compiled, loss_chunks=0))
-    assert (job.compile.enable, job.compile.components) == expected
-    assert Plan.of(job, 4, 16).compiled == compiled
+    assert (job.config.compile.enable, job.config.compile.components) == expected
+    assert Plan.of(job, 16).compiled == compiled
 
 
 def test_a_job_that_cannot_be_compiled_is_planned_without(monkeypatch):
-    config = load("debug_model")
-    search = Search(config, Workload.of(config, 16), 16, load_hardware("cpu"), Calibration(), "cpu")
+    job = resolved("debug_model").on_ranks(1, "cpu")
+    search = Search(job, Workload.of(job, 16), 16, load_hardware("cpu"), Calibration())
     assert search.space(2).compiled == (True, False)
     monkeypatch.setattr("torchtitan.rules.optimization.has_cpp_compiler", lambda: False)
-    search = Search(config, Workload.of(config, 16), 16, load_hardware("cpu"), Calibration(), "cpu")
+    search = Search(job, Workload.of(job, 16), 16, load_hardware("cpu"), Calibration())
     assert search.space(2).compiled == (False,)
     assert not any(one.plan.compiled for one in search.find(2, 5, Limits(2**40)).best)
 
@@ -329,8 +332,7 @@ def test_layouts_are_listed_once():
 def test_ulysses_sends_a_share_of_the_heads():
     """8B, 4 ranks, T tokens of each: 3/4 of 32 query and result heads and 8 of keys and values leave a rank, of 128
     values in 2 bytes, in two messages. A gather receives 3 times its own 8 heads of keys and values, in one."""
-    config = load("llama3_8b")
-    timer = StepTimer(Workload.of(config, 1), H100)
+    timer = StepTimer(Workload.of(resolved("llama3_8b"), 1), H100)
     plan, link = Plan(cp=4, recompute="none"), H100.machine_link
     tokens = timer.workload.seq_len / 4
     size = 2 * 128 * tokens * (2 * 32 + 2 * 8) * 3 / 4
@@ -346,8 +348,7 @@ def test_ulysses_sends_a_share_of_the_heads():
 
 
 def test_chunks_of_the_loss_have_smaller_products_and_sum_the_gradient():
-    config = load("llama3_8b")
-    workload = Workload.of(config, 1)
+    workload = Workload.of(resolved("llama3_8b"), 1)
     timer, args = StepTimer(workload, H100), workload.args
     whole, chunks = Plan(loss_chunks=1), Plan(loss_chunks=0)
     assert workload.loss_pieces(chunks) == -(-8192 // (2**30 // (4 * args.vocab_size))) == 4
@@ -518,17 +519,19 @@ def test_amounts_have_the_letter_of_their_size():
     ],
 )
 def test_plans_unlike_the_published_rows_have_a_wider_interval(name, gpus, samples, outside):
-    timer = StepTimer(Workload.of(load(name), samples), H100, calibration.usual_calibration(H100))
-    plan = Plan(pp=32, shards=64, schedule="1F1B") if gpus == 2048 else Plan.of(load(name), gpus, samples)
+    job = resolved(name, gpus=gpus)
+    timer = StepTimer(Workload.of(job, samples), H100, calibration.usual_calibration(H100))
+    plan = Plan(pp=32, shards=64, schedule="1F1B") if gpus == 2048 else Plan.of(job, samples)
     step = timer.step_time(plan)
     assert step.outside == outside and step.spread == (0.40 if outside else 0.25)
 
 
 def test_a_memory_budget_is_named_and_kept():
-    config = load("debug_model", "--compile.enable", "true", "--activation_checkpoint.mode", "memory_budget")
-    plan = Plan.of(config, 4, 16)
+    options = ("--compile.enable", "true", "--activation_checkpoint.mode", "memory_budget")
+    job = resolved("debug_model", *options, gpus=4)
+    plan = Plan.of(job, 16)
     assert plan.recompute_text == "recompute by memory budget"
-    assert plan.changes(config, 16)["activation_checkpoint.mode"] == "memory_budget"
+    assert plan.changes(job.layout, 16)["activation_checkpoint.mode"] == "memory_budget"
 
 
 def test_an_explanation_is_part_of_the_json(capsys):

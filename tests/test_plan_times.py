@@ -12,6 +12,7 @@ from tests.support.pool import run_alone
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import Curve, Curves, load_hardware
+from torchtitan.job import ResolvedJob
 from torchtitan.models.sizes import NORMS
 from torchtitan.parallelisms.fsdp_messages import BLOCK, PIECE, block_bytes
 from torchtitan.planner import answer, calibration, measured_hardware, rehearsal
@@ -32,7 +33,7 @@ def script(monkeypatch):
 
 
 def timer(hardware=CPU, factors=None, **changes):
-    workload = Workload.of(manager.load(["--job.config_file", "debug_model"]), 16)
+    workload = Workload.of(ResolvedJob(manager.load(["--job.config_file", "debug_model"])), 16)
     return StepTimer(dataclasses.replace(workload, **changes), hardware, Calibration(factors or {}))
 
 
@@ -124,7 +125,7 @@ def sent_in_a_step(options):
     seconds_are_bytes = dataclasses.replace(CPU, machine_link=link, cores=8)
     job = ["--job.config_file", "debug_model", "--model.tokenizer_path=bytes", "--model.overrides={n_layers = 2}"]
     config = manager.load([*job, *options])
-    formula = StepTimer(Workload.of(config, 8), seconds_are_bytes, Calibration()).step_time(Plan(shards=8))
+    formula = StepTimer(Workload.of(ResolvedJob(config), 8), seconds_are_bytes, Calibration()).step_time(Plan(shards=8))
     sent = rehearsal.rehearse(config, 0, 8, "cpu").sent
     rehearsed = sum(size for (_, kind, unit), size in sent.items() if unit == "bytes" and kind != "all_reduce")
     return formula.parts["fsdp"], float(rehearsed)
@@ -159,7 +160,7 @@ def test_quantized_reductions_between_machines_take_two_hops():
 
 def test_norms_after_attention_and_feed_forward_move_their_bytes_too(monkeypatch):
     """Each of the two reads and writes the hidden states of the rank."""
-    workload = Workload.of(manager.load(["--model.name=gemma3", "--model.tokenizer_path=bytes"]), 16)
+    workload = Workload.of(ResolvedJob(manager.load(["--model.name=gemma3", "--model.tokenizer_path=bytes"])), 16)
     times, args = StepTimer(workload, CPU, Calibration()), workload.args
     with_both = times._elementwise(Plan(), args.block_linears(0), 100, 100)
     monkeypatch.setattr(type(args), "block_others", lambda self, layer: NORMS)
@@ -310,7 +311,8 @@ def test_planted_runs_are_predicted_by_what_three_of_them_calibrate(script, tmp_
         run.mkdir()
         config = manager.load(job)
         (run / "config.toml").write_text(manager.to_toml(config))
-        plan, workload = Plan.of(config, script.PLANS[name][0], script.SAMPLES), Workload.of(config, script.SAMPLES)
+        resolved = ResolvedJob(config, script.PLANS[name][0])
+        plan, workload = Plan.of(resolved, script.SAMPLES), Workload.of(resolved, script.SAMPLES)
         times = PipelineTimer(StepTimer(workload, CPU, Calibration({"cpu": 2.0, "messages": 1.5})))
         seconds = times.step_time(plan).seconds
         uncalibrated.append(PipelineTimer(StepTimer(workload, CPU)).step_time(plan).seconds / seconds - 1)
@@ -328,7 +330,7 @@ def test_plans_of_the_script_train_the_same_and_are_legal(script, tmp_path):
     plans = []
     for name, (ranks, _) in script.PLANS.items():
         config = manager.load(script.job_of(name, tmp_path, False)[1])
-        plans.append(Plan.of(config, ranks, script.SAMPLES))
+        plans.append(Plan.of(ResolvedJob(config, ranks), script.SAMPLES))
         assert plans[-1].gpus == ranks
         rows = plans[-1].shards * plans[-1].replicas * plans[-1].microbatch * plans[-1].microbatches * plans[-1].passes
         assert rows == script.SAMPLES == config.training.global_batch_size

@@ -33,7 +33,7 @@ from torchtitan.datasets.sources import Chat, DataError, Span
 from torchtitan.datasets.token_shards import TokenReader
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.job import ResolvedJob
-from torchtitan.losses.objective import CHUNK_BYTES
+from torchtitan.losses.chunks import CHUNK_BYTES
 from torchtitan.losses.preference import IPO, ORPO, Preference
 from torchtitan.models.spec import MODELS
 from torchtitan.process.heartbeat import Progress

@@ -47,10 +47,10 @@ from torchtitan.planner.failures import Failures
 from torchtitan.planner.measured_runs import calibrate
 from torchtitan.planner.plan import Plan, Workload, can_be_planned
 from torchtitan.planner.search import Candidate, Limits, Result, Search, faults_as_new
-from torchtitan.rules import Device
 from torchtitan.rules.loading import load_job
 
-PLANNED = {name for plan in (Plan(), Plan(tp=2, cp=2, pp=2, schedule="1F1B")) for name in plan.changes(JobConfig(), 1)}
+BASE = ResolvedJob(JobConfig()).layout
+PLANNED = {name for plan in (Plan(), Plan(tp=2, cp=2, pp=2, schedule="1F1B")) for name in plan.changes(BASE, 1)}
 """Options that a plan sets. Their faults in the job do not matter."""
 WRITTEN = "# torchtitan plan: "
 """Start of a file of --write, which may be replaced by another one."""
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
         raise JobError(f"--write: given {str(options.write)!r}; allowed: names with .toml; rename it")
     if options.write is not None:
         check_replaced(options.write, job_args)
-    question = ask(options, load_job(job_args)[0])
+    question = ask(options, ResolvedJob(load_job(job_args)[0], options.gpus))
     with waiting("plans are searched"):
         number = max(options.top, options.explain or 0, options.rehearse)
         result = question.search.find(options.gpus, number, question.limits)
@@ -93,7 +93,6 @@ class Question:
     """A job, its GPUs, and the limits of its plans."""
 
     options: argparse.Namespace
-    config: JobConfig
     search: Search
     limits: Limits
     cost: Cost
@@ -106,10 +105,10 @@ class Question:
 
     def job_plan(self) -> Candidate | str:
         """Return the prediction of the job's own plan, or why it cannot run."""
-        if faults := faults_as_new(self.config, self.gpus, self.search.device):
+        job = self.search.base
+        if faults := faults_as_new(job):
             return f"is not legal on {gpus_text(self.gpus)}: {faults[0].key}, given {faults[0].value}"
-        plan = Plan.of(self.config, self.gpus, self.search.samples)
-        return Candidate(plan, self.search.timer.step_time(plan), self.search.memory(plan))
+        return self.search.candidate(Plan.of(job, self.search.samples))
 
     def alternatives(self) -> list[tuple[str, Candidate | None]]:
         """Return the best plan with other hardware, by what differs."""
@@ -138,15 +137,14 @@ class Question:
         """Yield the bytes of tensors at the peak of the first plans' steps, as many as --rehearse says."""
         for number, candidate in enumerate(result.best[: self.options.rehearse], start=1):
             with waiting(f"plan {number} is rehearsed"):
-                yield estimate.worst(
-                    estimate.predict(self.search.job(candidate.plan), self.gpus, self.search.device)
-                ).peak
+                job = self.search.job(candidate.plan)
+                yield estimate.worst(estimate.predict(job.config, job.world_size, job.device_type)).peak
 
     def comparison_with(self, peaks: list[int], result: Result) -> list[str]:
         """Return lines that compare rehearsed peaks with the formula, and say which plans do not fit."""
         lines = ["rehearsed, nothing compiled; tensors at the peak:"] * bool(peaks)
         for number, (peak, candidate) in enumerate(zip(peaks, result.best, strict=False), start=1):
-            low, high = reserved(peak, on_gpu=self.search.device == "cuda")
+            low, high = reserved(peak, on_gpu=self.search.base.device_type == "cuda")
             sizes = f"{format_bytes(peak)}, by the formula {format_bytes(candidate.memory.total)}"
             verdict = "may not fit" if high > self.limits.memory else "fits"
             lines.append(f"  {number:<3} {sizes}; reserved {format_bytes(low)} to {format_bytes(high)}: {verdict}")
@@ -158,7 +156,7 @@ class Question:
         search, job = self.search, self.job_plan()
 
         def record_of(candidate: Candidate) -> dict[str, object]:
-            return as_record(candidate, self.cost, candidate.plan.changes(self.config, search.samples))
+            return as_record(candidate, self.cost, candidate.plan.changes(search.base.layout, search.samples))
 
         return {
             "gpus": self.gpus,
@@ -178,16 +176,17 @@ class Question:
         }
 
 
-def ask(options: argparse.Namespace, config: JobConfig) -> Question:
+def ask(options: argparse.Namespace, job: ResolvedJob) -> Question:
     """Combine job and options. Raises JobError for what cannot be planned."""
     hardware = load_hardware(options.gpu)
     if options.machine:
         hardware = replace(hardware, devices_per_machine=options.machine)
-    device: Device = "cuda" if hardware.device_names else "cpu"
-    if faults := [fault for fault in faults_as_new(config, options.gpus, device) if fault.key not in PLANNED]:
+    job = job.on_ranks(options.gpus, "cuda" if hardware.device_names else "cpu")
+    if faults := [fault for fault in faults_as_new(job) if fault.key not in PLANNED]:
         raise ConfigError(faults)
-    if reason := can_be_planned(config):
+    if reason := can_be_planned(job.model):
         raise JobError(f"torchtitan plan: {reason}")
+    config = job.config
     try:
         schedule_traits(config.parallelism.pipeline_parallel_schedule)
     except JobError as error:
@@ -196,12 +195,11 @@ def ask(options: argparse.Namespace, config: JobConfig) -> Question:
         reason = "their tokens depend on the data, which is not read"
         raise JobError(f"training.epochs: given {config.training.epochs}; {reason}; give --tokens")
     try:
-        samples = ResolvedJob(config, options.gpus, device).layout.samples
+        samples = job.layout.samples
     except LimitError:
-        remedy = "set training.global_batch_size, which all plans keep"
-        problem = f"the job's degrees do not fit {gpus_text(options.gpus)}, so its batch is not known"
-        raise JobError(f"{problem}; {remedy}") from None
-    workload = Workload.of(config, samples)
+        fault = f"the job's degrees do not fit {gpus_text(options.gpus)}, so its batch is not known"
+        raise JobError(f"{fault}; set training.global_batch_size, which all plans keep") from None
+    workload = Workload.of(job, samples)
     if workload.dtype == "float8" and not hardware.peak.float8:
         remedy = "leave it out, or choose another --gpu"
         raise JobError(
@@ -214,11 +212,11 @@ def ask(options: argparse.Namespace, config: JobConfig) -> Question:
     memory = options.memory or hardware.memory_gib * 2**30
     price = options.price or hardware.price
     tokens = options.tokens or config.training.tokens or config.training.steps * workload.tokens
-    search = Search(config, workload, samples, hardware, calibration, device)
+    search = Search(job, workload, samples, hardware, calibration)
     failures = expected_failures(options, search)
     slowdown = failures.slowdown(options.gpus) if failures else 1.0
     limits = Limits(memory, most_seconds(options, slowdown * tokens / workload.tokens, price))
-    return Question(options, config, search, limits, Cost(tokens, price, failures), residuals)
+    return Question(options, search, limits, Cost(tokens, price, failures), residuals)
 
 
 def expected_failures(options: argparse.Namespace, search: Search) -> Failures | None:
@@ -234,7 +232,7 @@ def expected_failures(options: argparse.Namespace, search: Search) -> Failures |
     failures = Failures(
         gpu_seconds=3600 * options.mtbf_hours,
         state=memory.parameters + memory.optimizer,
-        in_background=search.config.checkpoint.async_mode != "disabled",
+        in_background=search.base.config.checkpoint.async_mode != "disabled",
         save_seconds=options.save_seconds,
         restart_seconds=options.restart_seconds,
     )
@@ -275,7 +273,7 @@ def report(question: Question, result: Result, alternatives: list[tuple[str, Can
     search, best = question.search, result.best[0]
     workload, hardware = search.workload, search.hardware
     shown = result.best[: question.options.top]
-    name = " + ".join(question.config.job.config_file) or "the default job"
+    name = " + ".join(search.base.config.job.config_file) or "the default job"
     evidence = search.calibration.evidence
     if best.time.outside:
         evidence += f"; outside the published rows ({best.time.outside})"
@@ -331,7 +329,7 @@ def overlay(question: Question, best: Candidate) -> str:
 
     If an option that the files set has to be unset, which no file can say, the whole job is written.
     """
-    planned = question.search.job(best.plan)
+    planned = question.search.job(best.plan).config
     files = [str(Path(file).resolve()) for file in planned.job.config_file]
     head = f"{WRITTEN}{best.plan}, predicted {figure(best.time.seconds, 3)} s a step, MFU {best.time.mfu:.1%}\n"
     base = manager.load([argument for file in files for argument in ("--job.config_file", file)])

@@ -286,7 +286,7 @@ def plan_changes(step: ModelledStep, training: float) -> Iterator[Cause]:
             UNEXPLAINED,
             share,
             share,
-            f"to see what takes the unexplained time, {look_inside(step.run.config.profiling)}",
+            f"to see what takes the unexplained time, {look_inside(step.run.job.config.profiling)}",
         )
     if not step.time.low <= step.busy_seconds <= step.time.high:
         return

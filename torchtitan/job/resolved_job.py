@@ -90,6 +90,10 @@ class ResolvedJob:
         """Return the job with other values of some options, as in {"training.seq_len": 512}."""
         return self._with(**_changed_sections(self.config, changes))
 
+    def on_ranks(self, world_size: int, device_type: str | None = None) -> "ResolvedJob":
+        """Return the job on this number of ranks, each with a device of this type (default: unchanged)."""
+        return ResolvedJob(self.config, world_size, device_type or self.device_type)
+
     def _with(self, **sections: Any) -> "ResolvedJob":
         return dataclasses.replace(self, config=dataclasses.replace(self.config, **sections))
 
@@ -130,7 +134,7 @@ class ResolvedJob:
     def on_one_rank(self) -> "ResolvedJob":
         """Return the job without parallelism and gradient accumulation, for commands that inspect its data or model."""
         job = self.with_options({"training.global_batch_size": -1})._with(parallelism=Parallelism())
-        return dataclasses.replace(job, world_size=1)
+        return job.on_ranks(1)
 
     # Identity
 

@@ -21,19 +21,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torchtitan.losses.chunks import auto_chunks
+
 Batch = Mapping[str, torch.Tensor]
 IGNORE_INDEX = -100
-CHUNK_BYTES = {"cpu": 2**29, "cuda": 2**30}
-"""Limit of a chunk's float32 logits, by type of device; others have cuda's.
-
-Each chunk reads and writes the head's gradient once, and while it is computed its logits exist two to three times.
-"""
-
-
-def auto_chunks(rows: int, width: int, device_type: str) -> int:
-    """Return the number of chunks, at least 1, that keeps float32 logits [rows, width] within CHUNK_BYTES each."""
-    rows_of_chunk = max(1, CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // max(1, 4 * width))
-    return max(1, -(-rows // rows_of_chunk))
 
 
 class Objective(nn.Module):
@@ -63,7 +54,7 @@ class Objective(nn.Module):
         self.logits_width = 0
         """Logits of a token on this rank; whoever builds the objective of a job sets it."""
         self.device_type: str | None = None
-        """Type of device, a key of CHUNK_BYTES, that a rehearsal sets. None: the device of the hidden states."""
+        """Type of device, a key of `CHUNK_BYTES`, that a rehearsal sets. None: the device of the hidden states."""
 
     def chunks_of(self, hidden: torch.Tensor) -> int:
         """Return the number of chunks for hidden states [N, ..., D]."""

@@ -28,6 +28,8 @@ NEEDS_DEGREE = {
     ),
 }
 """Options that do nothing while their degree is 1."""
+RINGS = ("alltoall", "ring")
+"""Methods of context parallel that pass keys and values from rank to rank, and merge the results over each part."""
 
 
 def resolve_shard_degree(world_size: int, dp_shard: int, *, dp_replicate: int, cp: int, tp: int, pp: int) -> int:
@@ -46,6 +48,11 @@ def resolve_shard_degree(world_size: int, dp_shard: int, *, dp_replicate: int, c
         remedy = f"start {dp_shard * product} ranks, or write -1 to shard over those that are left"
         raise LimitError(key, arithmetic, f"degrees that multiply to the number of ranks, {world_size}", remedy)
     return world_size // product if dp_shard == -1 else dp_shard
+
+
+def expert_shards(dp_shard: int, cp: int, tp: int, ep: int) -> float:
+    """Return the number of ranks over which FSDP spreads a rank's experts."""
+    return expert_pool_size(dp_shard, cp, tp if ep > 1 else 1) / ep
 
 
 def expert_pool_size(dp_shard: int, cp: int, tp: int) -> int:

@@ -13,9 +13,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torchtitan.config.job import JobConfig
 from torchtitan.core.hardware import Hardware
-from torchtitan.models import sizes_of
+from torchtitan.job import ResolvedJob
 from torchtitan.planner.rank_layout import kinds_of_layers
 from torchtitan.planner.rank_sizes import RankSizes
 
@@ -52,16 +51,14 @@ def reserved(tensors: float, *, on_gpu: bool) -> tuple[float, float]:
 
 
 def predict_memory(
-    config: JobConfig, hardware: Hardware | None = None, *, drops_every_second_product: bool = False
+    job: ResolvedJob, hardware: Hardware | None = None, *, drops_every_second_product: bool = False
 ) -> MemoryPrediction:
-    """Predict the peak of a job that has no faults. Its degrees give the number of ranks; -1 shards count as 1.
+    """Predict the peak of a job that has no faults.
 
     `drops_every_second_product`: selective recompute by operator repeats every second matrix product, as torchtitan's
     did when its figures were published (commit 9dec370). Here it keeps them all.
     """
-    pp = config.parallelism.pipeline_parallel_degree
-    args = sizes_of(config.model)
-    ranks = [RankSizes(config, args, rank, drops_every_second_product) for rank in range(pp)]
+    ranks = [RankSizes(job, rank, drops_every_second_product) for rank in range(job.layout.pp)]
     candidates = [moment for sizes in fullest(ranks) for moment in moments(sizes)]
     worst = max(candidates, key=Counter.total)
     low, high = reserved(worst.total(), on_gpu=hardware is None or bool(hardware.device_names))
@@ -102,10 +99,12 @@ def _in_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
     gathered = _sizes(gathered=sizes.all_gathered, gradients=earlier, activations=sums)
     base = gathered + _sizes(gradients=sizes.all_weights * sizes.summed_bytes)
     base += _sizes(activations=sizes.waiting_gradients)
-    forwards_first = sizes.forwards_first and sizes.microbatches > 1
+    forwards_first = sizes.forwards_first and sizes.layout.microbatches > 1
     if sizes.has_head:  # where all forwards precede the gradients, the losses of all other microbatches wait
         loss = _sizes(activations=sizes.stored_at_loss - sizes.overcount + sizes.head_inputs, logits=sizes.loss_peak)
-        yield loss + (gathered + _sizes(logits=(sizes.microbatches - 1) * sizes.loss_kept) if forwards_first else base)
+        yield loss + (
+            gathered + _sizes(logits=(sizes.layout.microbatches - 1) * sizes.loss_kept) if forwards_first else base
+        )
     if forwards_first:
         yield from (state + _sizes(activations=sums) for state in _after_all_forwards(sizes, earlier))
     else:
@@ -123,7 +122,7 @@ def _after_all_forwards(sizes: RankSizes, earlier: float) -> Iterator[Bytes]:
     Completed microbatches free their stored activations. Gradients of a stage are reduced, and its parameters freed,
     after its last microbatch. `earlier`: bytes of gradients of earlier batches of the step.
     """
-    count, transient = sizes.microbatches, sizes.recomputed + sizes.hidden
+    count, transient = sizes.layout.microbatches, sizes.recomputed + sizes.hidden
     for index in reversed(range(sizes.chunks)):
         earlier_stages = count * sum(map(sizes.stored_of_stage, sizes.stages[:index]))
         stored, weights = sizes.stored_of_stage(sizes.stages[index]), sizes.weights_of_stage(sizes.stages[index])

@@ -13,8 +13,11 @@ from pkgutil import resolve_name
 from typing import Any
 
 from torchtitan.config import manager
+from torchtitan.core.constraints import LimitError
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import Hardware, find_hardware, load_hardware
+from torchtitan.job import ResolvedJob
+from torchtitan.job.layout import Layout
 from torchtitan.launcher.run_folder import JOB_FILE, job_of_step, plan_of_start, step_of_start
 from torchtitan.metrics.json_lines import METRICS, Record, is_finite
 from torchtitan.metrics.thinning import read_thinned
@@ -56,7 +59,7 @@ class MeasuredRun:
             records = read_thinned(folder / METRICS) if records is None else records
             steps = [record for record in records if is_typical(record)]
             file = job_of_step(folder, steps[-1]["step"] if steps else 1)
-            self.config = manager.load(["--job.config_file", str(file)])
+            job = ResolvedJob(manager.load(["--job.config_file", str(file)]))
         except (OSError, JobError) as error:
             raise JobError(f"{folder}: cannot be read ({error}); give the dump_folder of a run") from None
         steps = [record for record in steps if record["step"] > step_of_start(file)] or steps
@@ -64,9 +67,9 @@ class MeasuredRun:
         if not steps:
             raise JobError(f"{folder}: no step has been logged; give a run that has trained some steps")
         try:
-            reason = can_be_planned(self.config)
+            reason = can_be_planned(job.model)
         except KeyError:  # of a package that is not installed here
-            model = self.config.model
+            model = job.config.model
             reason = f"model.name = {model.name!r} with model.flavor = {model.flavor!r}: not known here"
         if reason:
             raise JobError(f"{folder}: {reason}")
@@ -74,42 +77,40 @@ class MeasuredRun:
         self.seconds = statistics.median(record["step_seconds"] for record in steps)
         self.data_seconds = statistics.median(record.get("data_seconds") or 0.0 for record in steps)
         tokens = statistics.median(record["tokens_per_second"] * record["step_seconds"] for record in steps)
-        self.samples = self.recorded.samples if self.recorded else round(tokens / self.config.training.seq_len)
+        self.samples = self.recorded.samples if self.recorded else round(tokens / job.config.training.seq_len)
         if not self.samples:
             raise JobError(f"{folder}: its steps have fewer tokens than a sample; give a run with its own {JOB_FILE}")
-        degrees = self.config.parallelism
+        degrees = job.config.parallelism
         for option in ("pipeline_parallel_schedule_csv", "module_fqns_per_model_part"):
             if degrees.pipeline_parallel_degree > 1 and getattr(degrees, option) is not None:
                 raise JobError(f"{folder}: parallelism.{option}: the formulas are of named schedules and usual stages")
         try:
-            self.plan = Plan.of(self.config, self._gpus(), self.samples)
-            workload = Workload.of(self.config, self.samples)
+            self.job = job.on_ranks(self._gpus(job.layout))
+            self.plan = Plan.of(self.job, self.samples)
+            workload = Workload.of(self.job, self.samples)
             self.workload = replace(workload, seq_len=max(1, round(tokens / workload.rows)))  # may vary in length
             ranks = self.plan.gpus if self.recorded is None else self.recorded.ranks
             if min(self.plan.shards, self.plan.microbatches) < 1 or self.plan.gpus != ranks:
                 raise ArithmeticError
             self.plan.stages(workload)
-        except (ArithmeticError, LookupError) as error:
+        except (ArithmeticError, LookupError, LimitError) as error:
             remedy = "give the folder as the run has left it"
             raise JobError(f"{folder}: its job, recorded plan and metrics do not fit each other; {remedy}") from error
 
-    def _gpus(self) -> int:
+    def _gpus(self, layout: Layout) -> int:
         """Return the number of ranks that the run recorded. Of an older run it is computed from the samples of a step.
 
         Raises JobError if such a step may have several batches, so that its samples do not tell the shards.
         """
         if self.recorded is not None:
             return self.recorded.ranks
-        degrees = self.config.parallelism
-        shards = degrees.data_parallel_shard_degree
-        if shards == -1 and self.config.training.global_batch_size != -1:
+        shards = layout.parallelism.data_parallel_shard_degree
+        if shards == -1 and layout.training.global_batch_size != -1:
             reason = "its ranks are not recorded, and training.global_batch_size does not tell them"
             raise JobError(f"{self.name}: {reason}; give a run with parallelism.data_parallel_shard_degree set")
         if shards == -1:
-            replicas, local = degrees.data_parallel_replicate_degree, self.config.training.local_batch_size
-            shards = max(1, self.samples // (local * replicas))
-        product = degrees.data_parallel_replicate_degree * degrees.tensor_parallel_degree
-        return shards * product * degrees.context_parallel_degree * degrees.pipeline_parallel_degree
+            shards = max(1, self.samples // (layout.training.local_batch_size * layout.replicas))
+        return shards * layout.replicas * layout.tp * layout.cp * layout.pp
 
     def check_device(self, hardware: Hardware) -> None:
         """Raise JobError if the run has recorded that it ran on other hardware."""
@@ -181,7 +182,8 @@ class ModelledStep:
         """Return the planner's fastest legal plan on the ranks of the run; None if none fits."""
         run, device = self.run, "cuda" if self.hardware.device_names else "cpu"
         planner = resolve_name("torchtitan.planner.search")
-        search = planner.Search(run.config, run.workload, run.samples, self.hardware, self.calibration, device)
+        job = run.job.on_ranks(run.plan.gpus, device)
+        search = planner.Search(job, run.workload, run.samples, self.hardware, self.calibration)
         best = search.find(run.plan.gpus, 1, planner.Limits(self.hardware.memory_gib * 2**30)).best
         return best[0] if best else None
 

@@ -3,52 +3,37 @@
 A plan never changes the training: model, sequence length and samples of a step are the same in all plans of a job.
 """
 
-import dataclasses
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torchtitan.config.batch_shape import rows_per_sample
-from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.model import Compile, Parallelism
-from torchtitan.models import sizes_of
+from torchtitan.job import ResolvedJob
+from torchtitan.job.layout import Layout
+from torchtitan.job.model import JobModel
+from torchtitan.losses.chunks import auto_chunks
 from torchtitan.models.flops import causal_keys, flops_per_token, latent_flops_per_token, mean_over_layers
 from torchtitan.models.sizes import STACK, Sizes
-from torchtitan.parallelisms.degrees import NEEDS_DEGREE
+from torchtitan.parallelisms.degrees import NEEDS_DEGREE, RINGS, expert_shards
 from torchtitan.parallelisms.fsdp_messages import BITS, BLOCK, block_bytes
 from torchtitan.parallelisms.pipeline.cut import schedule_traits, split_layers, stages_of_rank
 from torchtitan.planner.rank_layout import BYTES, float8_weights
-from torchtitan.planner.rank_sizes import CHUNK_BYTES
 
 Changes = dict[str, Any]
 """Options of a job by dotted name."""
-RINGS = ("alltoall", "ring")
-"""Methods of context parallel by which attention merges its results over one rank's keys after the other."""
 
 
-def can_be_planned(config: JobConfig) -> str:
-    """Return why the formulas do not describe a job, or an empty text if they do."""
-    model = config.model
-    args = sizes_of(model)
-    if not hasattr(args, "block_linears"):
-        return f"model.name = {model.name!r}: the formulas are of decoders; `torchtitan estimate` predicts its memory"
-    if config.adapter.kind != "none":
-        return f"adapter.kind = {config.adapter.kind!r}: the formulas are of jobs that train all weights; leave it out"
-    if config.task.kind not in ("pretrain", "sft"):
-        return f"task.kind = {config.task.kind!r}: the formulas are of next-token losses; use `torchtitan bench`"
+def can_be_planned(model: JobModel) -> str:
+    """Return why the formulas do not describe a job of this model, or an empty text if they do."""
+    name, adapter, task = model.model.name, model.adapter.kind, model.task.kind
+    if not hasattr(model.args, "block_linears"):
+        return f"model.name = {name!r}: the formulas are of decoders; `torchtitan estimate` predicts its memory"
+    if adapter != "none":
+        return f"adapter.kind = {adapter!r}: the formulas are of jobs that train all weights; leave it out"
+    if task not in ("pretrain", "sft"):
+        return f"task.kind = {task!r}: the formulas are of next-token losses; use `torchtitan bench`"
     return ""
-
-
-def apply_changes(config: JobConfig, changes: Mapping[str, Any]) -> JobConfig:
-    """Return the job with other values of some options ("section.option")."""
-    sections: dict[str, dict[str, Any]] = {}
-    for name, value in changes.items():
-        section, option = name.split(".")
-        sections.setdefault(section, {})[option] = value
-    parts = {name: dataclasses.replace(getattr(config, name), **options) for name, options in sections.items()}
-    return dataclasses.replace(config, **parts)
 
 
 @dataclass(frozen=True)
@@ -79,28 +64,28 @@ class Workload:
     reduce_bits: int = 0
 
     @classmethod
-    def of(cls, config: JobConfig, samples: int, dtype: str | None = None) -> "Workload":
-        model, training, degrees = config.model, config.training, config.parallelism
-        computes = training.dtype if training.dtype == "bfloat16" else training.mixed_precision_param
-        args = sizes_of(model)
+    def of(cls, job: ResolvedJob, samples: int) -> "Workload":
+        """Return the computation of a job's step of `samples` samples."""
+        layout, args, computes = job.layout, job.model.args, job.model.compute_dtype
+        training, degrees = layout.training, layout.parallelism
         layers = range(args.n_layers)
         dense = sum(o * i for layer in layers for name, (o, i) in args.block_linears(layer).items() if name != STACK)
         ends = args.vocab_size * args.dim * (1 if args.tied_embeddings else 2)
         return cls(
             args=args,
             seq_len=training.seq_len,
-            rows=samples * rows_per_sample(config),
-            rows_per_sample=rows_per_sample(config),
+            rows=samples * layout.rows_per_sample,
+            rows_per_sample=layout.rows_per_sample,
             compute_bytes=BYTES[computes],
             stored_bytes=BYTES[training.dtype],
-            dtype=dtype or ("float8" if training.float8 != "none" else computes),
+            dtype="float8" if training.float8 != "none" else computes,
             ends=(
                 degrees.pipeline_parallel_first_stage_less_layers,
                 degrees.pipeline_parallel_last_stage_less_layers,
             ),
             reshard=degrees.fsdp_reshard_after_forward,
             gather_bits=BITS[degrees.fsdp_quantized_gather],
-            float8_share=sum(float8_weights(config, args, layer) for layer in layers) / (dense + ends),
+            float8_share=sum(float8_weights(layout, args, layer) for layer in layers) / (dense + ends),
             reduced_bytes=BYTES[training.mixed_precision_reduce],
             reduce_bits=BITS[degrees.fsdp_quantized_reduce],
         )
@@ -158,8 +143,7 @@ class Workload:
         """Return the number of chunks of the head and the loss for one microbatch: one if the plan does not say."""
         if plan.loss_chunks != 0:
             return plan.loss_chunks or 1
-        rows = max(1, CHUNK_BYTES // (4 * (self.args.vocab_size // plan.tp)))
-        return max(1, -(-plan.microbatch * self.seq_len // plan.cp // rows))
+        return auto_chunks(plan.microbatch * self.seq_len // plan.cp, self.args.vocab_size // plan.tp, "cuda")
 
     @property
     def embedding_size(self) -> int:
@@ -201,39 +185,36 @@ class Plan:
     overlap_experts: bool = False
 
     @classmethod
-    def of(cls, config: JobConfig, gpus: int, samples: int) -> "Plan":
-        """Return the plan of a job without faults on `gpus` GPUs with `samples` samples in a step."""
-        degrees, recompute = config.parallelism, config.activation_checkpoint
-        tp, cp, pp = degrees.tensor_parallel_degree, degrees.context_parallel_degree, degrees.pipeline_parallel_degree
-        replicas, shards = degrees.data_parallel_replicate_degree, degrees.data_parallel_shard_degree
-        shards = gpus // (tp * cp * pp * replicas) if shards == -1 else shards
-        local, per_sample = config.training.local_batch_size, rows_per_sample(config)
-        microbatch = degrees.pipeline_parallel_microbatch_size if pp > 1 else local
+    def of(cls, job: ResolvedJob, samples: int) -> "Plan":
+        """Return the plan of a job without faults with `samples` samples in a step."""
+        layout, recompute = job.layout, job.config.activation_checkpoint
+        degrees, local, pp = layout.parallelism, layout.training.local_batch_size, layout.pp
         schedule, stages = "", 1
         if pp > 1:
             traits = schedule_traits(degrees.pipeline_parallel_schedule)
-            n_layers = sizes_of(config.model).n_layers
             schedule = traits.name
             ends = degrees.pipeline_parallel_first_stage_less_layers, degrees.pipeline_parallel_last_stage_less_layers
             per_stage = degrees.pipeline_parallel_layers_per_stage
-            stages = -(-(n_layers + sum(ends)) // per_stage) // pp if per_stage else traits.stages_per_rank
+            stages = (
+                -(-(job.model.args.n_layers + sum(ends)) // per_stage) // pp if per_stage else traits.stages_per_rank
+            )
         mode = recompute.selective_ac_option if recompute.mode == "selective" else recompute.mode
         return cls(
-            tp=tp,
-            cp=cp,
+            tp=layout.tp,
+            cp=layout.cp,
             pp=pp,
-            ep=degrees.expert_parallel_degree,
-            shards=shards,
-            replicas=replicas,
+            ep=layout.ep,
+            shards=layout.shards,
+            replicas=layout.replicas,
             schedule=schedule,
             stages_per_rank=stages,
             layers_per_stage=degrees.pipeline_parallel_layers_per_stage,
-            microbatch=microbatch * per_sample,
-            microbatches=local // microbatch,
-            passes=max(1, samples // (local * shards * replicas)),
+            microbatch=layout.microbatch_rows if pp > 1 else layout.batch_rows(),
+            microbatches=layout.microbatches if pp > 1 else 1,
+            passes=max(1, samples // (local * layout.shards * layout.replicas)),
             recompute={"full_keep_comm": "full"}.get(mode, mode),
-            compiled=config.compile.enable and "model" in config.compile.components,
-            loss_chunks=config.training.loss_chunks,
+            compiled=layout.compiles_model,
+            loss_chunks=layout.training.loss_chunks,
             async_tp=degrees.enable_async_tensor_parallel,
             cp_method=degrees.context_parallel_rotate_method,
             overlap_experts=degrees.pipeline_parallel_expert_parallel_overlap,
@@ -246,7 +227,7 @@ class Plan:
     @property
     def expert_shards(self) -> float:
         """Ranks over which FSDP spreads a rank's experts. Expert parallel takes its ranks from shards, CP and TP."""
-        return self.shards * self.cp * (self.tp if self.ep > 1 else 1) / self.ep
+        return expert_shards(self.shards, self.cp, self.tp, self.ep)
 
     @property
     def merges_backward(self) -> bool:
@@ -262,12 +243,12 @@ class Plan:
         """Degrees and schedule, without what plans of the same layout may vary."""
         return self.tp, self.cp, self.pp, self.ep, self.schedule, self.stages_per_rank
 
-    def changes(self, config: JobConfig, samples: int) -> Changes:
-        """Return the options of a job that give this plan with `samples` samples in a step.
+    def changes(self, layout: Layout, samples: int) -> Changes:
+        """Return the options that give a job this plan with `samples` samples in a step. `layout`: its own.
 
         Options that do nothing while their degree is 1, which the rules refuse, get their defaults then.
         """
-        per_sample = rows_per_sample(config)
+        per_sample = layout.rows_per_sample
         local = self.microbatch * self.microbatches // per_sample
         mode = self.recompute if self.recompute in ("none", "full", "memory_budget") else "selective"
         degrees = {
@@ -303,11 +284,12 @@ class Plan:
             }
         if self.cp > 1:
             values["parallelism.context_parallel_rotate_method"] = self.cp_method
-        return values | self._compilation(config.compile)
+        return values | self._compilation(layout)
 
-    def _compilation(self, options: Compile) -> Changes:
+    def _compilation(self, layout: Layout) -> Changes:
         """Return the options that compile the model, or do not, if the job's do not do that."""
-        if self.compiled == (options.enable and "model" in options.components):
+        options = layout.compile
+        if self.compiled == layout.compiles_model:
             return {}
         if not self.compiled:
             return {"compile.enable": False}

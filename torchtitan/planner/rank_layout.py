@@ -7,12 +7,13 @@ from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any
 
-from torchtitan.config.batch_shape import batch_rows, microbatch_rows, split_by_tensor_parallel
-from torchtitan.config.job import JobConfig
 from torchtitan.core.constraints import FLOAT8_MULTIPLE
+from torchtitan.job import ResolvedJob
+from torchtitan.job.layout import Layout
 from torchtitan.models.sizes import STACK
+from torchtitan.parallelisms.degrees import expert_pool_size
 from torchtitan.parallelisms.fsdp_messages import may_gather_float8, resharding
-from torchtitan.parallelisms.pipeline.cut import schedule_traits, split_layers, stages_of_rank
+from torchtitan.parallelisms.pipeline.cut import ScheduleTraits, schedule_traits, split_layers, stages_of_rank
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -98,14 +99,13 @@ def kinds_of_layers(args: Any) -> list[int]:
     return [contents.index(content) for content in contents]
 
 
-def float8_weights(config: JobConfig, args: Any, layer: int) -> int:
+def float8_weights(layout: Layout, args: Any, layer: int) -> int:
     """Return the number of a layer's weights that FSDP gathers in 8 bits.
 
     These are of the linears that models/float8.py converts. Shards that do not divide their rows are left out.
     """
-    options, degrees = config.training, config.parallelism
-    reshard = resharding(degrees.fsdp_reshard_after_forward, degrees.pipeline_parallel_degree)
-    in_int8 = degrees.fsdp_quantized_gather == "int8"
+    options, in_int8 = layout.training, layout.parallelism.fsdp_quantized_gather == "int8"
+    reshard = resharding(layout.parallelism.fsdp_reshard_after_forward, layout.pp)
     if options.float8 != "tensorwise" or not may_gather_float8(reshard, options.enable_cpu_offload, in_int8):
         return 0
     weights = 0
@@ -119,56 +119,45 @@ def float8_weights(config: JobConfig, args: Any, layer: int) -> int:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The degrees, types, tokens and layers of a rank. `rank`: of the pipeline."""
+    """The degrees, types, tokens and layers of a rank of a job. `rank`: of the pipeline."""
 
-    config: JobConfig
-    args: Any
+    job: ResolvedJob
     rank: int
+
+    @cached_property
+    def args(self) -> Any:
+        return self.job.model.args
 
     # Degrees
 
     @cached_property
-    def pp(self) -> int:
-        return self.config.parallelism.pipeline_parallel_degree
+    def layout(self) -> Layout:
+        return self.job.layout
 
     @cached_property
     def tp(self) -> int:
-        return self.config.parallelism.tensor_parallel_degree
+        return self.layout.tp
 
     @cached_property
     def cp(self) -> int:
-        return self.config.parallelism.context_parallel_degree
-
-    @cached_property
-    def ep(self) -> int:
-        return self.config.parallelism.expert_parallel_degree
-
-    @cached_property
-    def dp_shard(self) -> int:
-        return max(1, self.config.parallelism.data_parallel_shard_degree)
-
-    @property
-    def replicas(self) -> int:
-        return self.config.parallelism.data_parallel_replicate_degree
+        return self.layout.cp
 
     @cached_property
     def shards(self) -> int:
         """Ranks over which FSDP spreads parameters that are not experts."""
-        return self.dp_shard * self.cp
-
-    @cached_property
-    def world_size(self) -> int:
-        return self.replicas * self.shards * self.tp * self.pp
+        return self.layout.shards * self.cp
 
     @cached_property
     def fully_sharded(self) -> bool:
         """True if FSDP wraps the model, as `uses_fully_shard` in parallelisms/parallelize.py decides."""
-        mixed = self.world_size > 1 and self.compute != self.stored_bytes
-        return self.replicas * self.shards > 1 or mixed or 1 < self.ep < self.dp_shard * self.cp * self.tp
+        layout = self.layout
+        mixed = self.job.world_size > 1 and self.compute != self.stored_bytes
+        pool = expert_pool_size(layout.shards, self.cp, self.tp)
+        return layout.replicas * self.shards > 1 or mixed or 1 < layout.ep < pool
 
     @property
     def in_pipeline(self) -> bool:
-        return self.pp > 1
+        return self.layout.pp > 1
 
     @property
     def stays_gathered(self) -> bool:
@@ -177,7 +166,7 @@ class RankLayout:
 
     @property
     def _resharding(self) -> bool | int:
-        return resharding(self.config.parallelism.fsdp_reshard_after_forward, self.pp)
+        return resharding(self.layout.parallelism.fsdp_reshard_after_forward, self.layout.pp)
 
     @property
     def second_shards(self) -> int:
@@ -190,73 +179,75 @@ class RankLayout:
     @cached_property
     def compute(self) -> int:
         """Bytes of a computed value."""
-        training = self.config.training
-        return 2 if training.dtype == "bfloat16" else BYTES[training.mixed_precision_param]
+        return BYTES[self.job.model.compute_dtype]
 
     @cached_property
     def stored_bytes(self) -> int:
         """Bytes of a stored parameter."""
-        return BYTES[self.config.training.dtype]
+        return BYTES[self.layout.training.dtype]
 
     @cached_property
     def reduced_bytes(self) -> int:
-        return BYTES[self.config.training.mixed_precision_reduce]
+        return BYTES[self.layout.training.mixed_precision_reduce]
 
     # Tokens
 
     @cached_property
     def tokens(self) -> int:
         """T, which matrix products of a tensor-parallel region see."""
-        rows = microbatch_rows(self.config) if self.in_pipeline else batch_rows(self.config)
-        return rows * self.config.training.seq_len // self.cp
+        rows = self.layout.microbatch_rows if self.in_pipeline else self.layout.batch_rows()
+        return rows * self.layout.training.seq_len // self.cp
 
     @cached_property
     def local_tokens(self) -> int:
         """Tokens outside of tensor-parallel regions."""
-        return self.tokens // self.tp if split_by_tensor_parallel(self.config) else self.tokens
-
-    @property
-    def microbatches(self) -> int:
-        """Microbatches of a pipeline in a local batch."""
-        return batch_rows(self.config) // microbatch_rows(self.config)
+        return self.tokens // self.tp if self.layout.sequence_parallel else self.tokens
 
     @property
     def forwards_first(self) -> bool:
         """True if a pipeline runs the forwards of all microbatches before the first backward."""
-        schedule = self.config.parallelism.pipeline_parallel_schedule
-        return self.in_pipeline and schedule_traits(schedule).name in ("GPipe", "LoopedBFS")
+        return self.in_pipeline and self.schedule.name in ("GPipe", "LoopedBFS")
 
     @property
     def gathers_keys(self) -> bool:
         """True if context parallel gathers the keys and values of all ranks."""
-        return self.config.parallelism.context_parallel_rotate_method == "allgather"
+        return self.layout.parallelism.context_parallel_rotate_method == "allgather"
 
     @property
     def exchanges_heads(self) -> bool:
         """True if context parallel gives each rank all tokens of some heads."""
-        return self.config.parallelism.context_parallel_rotate_method == "ulysses"
+        return self.layout.parallelism.context_parallel_rotate_method == "ulysses"
 
     @property
     def hidden(self) -> float:
         """Bytes of the residual stream between two blocks."""
         return self.compute * self.args.dim * self.local_tokens
 
+    # Microbatches
+
+    @property
+    def schedule(self) -> ScheduleTraits:
+        return schedule_traits(self.layout.parallelism.pipeline_parallel_schedule)
+
+    @property
+    def _schedule(self) -> tuple[str, int, int, int]:
+        """The first arguments of `in_flight`."""
+        return self.schedule.name, self.rank, self.layout.pp, self.layout.microbatches
+
     @property
     def _merges_backward(self) -> bool:
         """True if gradients of inputs and weights are computed together, in every schedule."""
-        return self.config.activation_checkpoint.mode != "none" or self.config.compile.enable
+        return self.job.config.activation_checkpoint.mode != "none" or self.layout.compile.enable
 
     @cached_property
     def stages_in_flight(self) -> list[tuple[int, ...]]:
         """Numbers of microbatches that each stage of this pipeline rank stores, in states with the most in flight."""
-        schedule, merged = self.config.parallelism.pipeline_parallel_schedule, self._merges_backward
-        return stages_in_flight(schedule, self.rank, self.pp, self.microbatches, self.chunks, merged)
+        return stages_in_flight(*self._schedule, self.chunks, self._merges_backward)
 
     @property
     def waiting_weight_gradients(self) -> int:
         """Microbatches with computed gradients of inputs, but not yet of weights, where this rank stores the most."""
-        schedule = self.config.parallelism.pipeline_parallel_schedule
-        return waiting_weight_gradients(schedule, self.rank, self.pp, self.microbatches, self._merges_backward)
+        return waiting_weight_gradients(*self._schedule, self._merges_backward)
 
     # Layers of this rank
 
@@ -268,19 +259,19 @@ class RankLayout:
     @cached_property
     def stages(self) -> list[list[int]]:
         """Numbers of the layers of each of this rank's stages."""
-        n_layers, options = self.args.n_layers, self.config.parallelism
+        n_layers, options, pp = self.args.n_layers, self.layout.parallelism, self.layout.pp
         if not self.in_pipeline:
             return [list(range(n_layers))]
-        traits = schedule_traits(options.pipeline_parallel_schedule)
+        traits = self.schedule
         ends = options.pipeline_parallel_first_stage_less_layers, options.pipeline_parallel_last_stage_less_layers
         if options.module_fqns_per_model_part is not None:
             counts = [sum(name.startswith("layers.") for name in part) for part in options.module_fqns_per_model_part]
         else:
             per_stage = options.pipeline_parallel_layers_per_stage
-            number = self.pp * traits.stages_per_rank if per_stage is None else -(-(n_layers + sum(ends)) // per_stage)
+            number = pp * traits.stages_per_rank if per_stage is None else -(-(n_layers + sum(ends)) // per_stage)
             counts = _split(n_layers, number, *ends)
         spans = _spans(tuple(counts))
-        return [spans[stage] for stage in stages_of_rank(self.rank, self.pp, len(spans), traits.style)]
+        return [spans[stage] for stage in stages_of_rank(self.rank, pp, len(spans), traits.style)]
 
     @cached_property
     def layers(self) -> list[int]:
@@ -289,7 +280,7 @@ class RankLayout:
     @cached_property
     def kinds(self) -> Counter[int]:
         """Number of this rank's layers that need as much as its layer of this number; of selected layers one each."""
-        recompute = self.config.activation_checkpoint
+        recompute = self.job.config.activation_checkpoint
         if recompute.mode == "selective" and recompute.selective_ac_option.isdecimal():
             return Counter(self.layers)
         kinds, numbers = kinds_of_layers(self.args), dict[int, int]()

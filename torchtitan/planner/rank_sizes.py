@@ -5,12 +5,9 @@ import operator
 from dataclasses import dataclass
 from functools import cached_property
 
+from torchtitan.losses.chunks import auto_chunks
 from torchtitan.models.sizes import POST_NORMS, STACK, split_side
-from torchtitan.parallelisms.pipeline.cut import schedule_traits
 from torchtitan.planner.rank_weights import RankWeights
-
-CHUNK_BYTES = 2**30
-"""Limit of a chunk's float32 logits on a GPU, as in losses/objective.py."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,7 @@ class RankSizes(RankWeights):
         Rank 0 of DualPipeV stores up to 2 pp microbatches of the first stage. If there are no more, all its forwards
         precede its first backward.
         """
-        schedule = schedule_traits(self.config.parallelism.pipeline_parallel_schedule).name
-        if schedule != "DualPipeV" or self.rank > 0 or self.microbatches > 2 * self.pp:
+        if self.schedule.name != "DualPipeV" or self.rank > 0 or self.layout.microbatches > 2 * self.layout.pp:
             return 0.0
         first = self.stages[0]
         return min(self.summed_bytes * self.weights_of_stage(first), self.stored_of_stage(first))
@@ -119,7 +115,7 @@ class RankSizes(RankWeights):
         return 4 * bases * self.tokens * getattr(self.args, "qk_rope_head_dim", getattr(self.args, "head_dim", 0))
 
     def _stored(self, layer: int) -> float:
-        recompute = self.config.activation_checkpoint
+        recompute = self.job.config.activation_checkpoint
         place = next(stage.index(layer) for stage in self.stages if layer in stage)
         if recompute.mode in ("none", "memory_budget"):
             return self._activations(layer)
@@ -209,7 +205,7 @@ class RankSizes(RankWeights):
             stored += inside * b * width * (2 * heads + 2 * kv_heads)
             stored += inside * b * self._exchanged_features(heads, kv_heads, width, width)
         if STACK in linears:
-            exchanged = 2 * args.dim * (self.ep > 1)
+            exchanged = 2 * args.dim * (self.layout.ep > 1)
             routed = outside * args.top_k * b * (2 * args.expert_dim + args.dim + exchanged)
             shared = b * (args.dim + 2 * args.n_shared_experts * args.expert_dim) * (args.n_shared_experts > 0)
             return stored + routed + outside * (shared + 4 * (args.dim + args.n_experts))  # combined in float32
@@ -227,7 +223,7 @@ class RankSizes(RankWeights):
         if STACK in linears:
             dense, experts = self._local_weights(layer)
             attention = self._activations(layer) - self._feed_forward(layer) + self._attention_work
-            attention += b * (dense + experts * (self.ep == 1))
+            attention += b * (dense + experts * (self.layout.ep == 1))
             needed = max(self._after_experts(layer), self._summed_gradients(layer), attention, self._exchange)
             return max(extra + self._combining, needed - self.block_stored)
         width = linears["feed_forward.w1"][0] / self.tp
@@ -309,12 +305,11 @@ class RankSizes(RankWeights):
     @cached_property
     def logits_width(self) -> int:
         """Logits of a token on this rank."""
-        return self.args.vocab_size // (1 if self.config.parallelism.disable_loss_parallel else self.tp)
+        return self.args.vocab_size // self.layout.vocabulary_shards
 
     @cached_property
     def loss_chunks(self) -> int:
-        rows_of_chunk = max(1, CHUNK_BYTES // (4 * self.logits_width))
-        return self.config.training.loss_chunks or max(1, -(-self.tokens // rows_of_chunk))
+        return self.layout.training.loss_chunks or auto_chunks(self.tokens, self.logits_width, "cuda")
 
     @property
     def loss_kept(self) -> float:

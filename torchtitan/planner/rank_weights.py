@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torchtitan.models.sizes import STACK, Sizes, split_side
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED
+from torchtitan.parallelisms.degrees import expert_shards
 from torchtitan.planner.rank_layout import RankLayout
 
 
@@ -46,7 +47,7 @@ class RankWeights(RankLayout):
         linears = self.args.block_linears(layer)
         for name, (outputs, inputs) in linears.items():
             if name == STACK:
-                experts += 3 * outputs * inputs * self.args.n_experts / self.ep
+                experts += 3 * outputs * inputs * self.args.n_experts / self.layout.ep
             else:
                 dense += outputs * inputs / (1 if split_side(name) is None else self.tp)
         return dense + sum(self._size(name, linears) for name in self.args.block_others(layer)), experts
@@ -89,7 +90,7 @@ class RankWeights(RankLayout):
 
     @cached_property
     def expert_shards(self) -> float:
-        return self.dp_shard * self.cp * (self.tp if self.ep > 1 else 1) / self.ep
+        return expert_shards(self.layout.shards, self.cp, self.tp, self.layout.ep)
 
     @cached_property
     def shard(self) -> float:
@@ -107,7 +108,7 @@ class RankWeights(RankLayout):
 
     @cached_property
     def optimizer(self) -> float:
-        spec, options = OPTIMIZERS[self.config.optimizer.name], self.config.optimizer
+        spec, options = OPTIMIZERS[self.job.config.optimizer.name], self.job.config.optimizer
         shared = {key: getattr(options, key) for key in SHARED}
         resolved = spec.arguments(shared, options.options)
         moments = spec.state(resolved)
@@ -128,17 +129,17 @@ class RankWeights(RankLayout):
 
     def _gathered_weights(self, layer: int) -> float:
         dense, experts = self._local_weights(layer)
-        return dense + experts * (self.ep == 1 or self.expert_shards * self.replicas > 1)
+        return dense + experts * (self.layout.ep == 1 or self.expert_shards * self.layout.replicas > 1)
 
     def second_shard(self, layer: int) -> float:
         """Return the bytes of a layer's second shard, from which backward gathers its parameters."""
         dense, experts = self._local_weights(layer)
-        in_block = dense + experts * (self.ep == 1)
+        in_block = dense + experts * (self.layout.ep == 1)
         return self.compute * in_block / self.second_shards if self.second_shards else 0.0
 
     def _resident_experts(self, layer: int) -> float:
         """Return the bytes of experts in the compute type that stay until backward, as no other rank has them."""
-        unshared = self.ep > 1 and self.expert_shards * self.replicas == 1
+        unshared = self.layout.ep > 1 and self.expert_shards * self.layout.replicas == 1
         copied = unshared and self.fully_sharded and not self.in_pipeline
         return self.compute * self._local_weights(layer)[1] * copied
 
@@ -203,7 +204,7 @@ class RankWeights(RankLayout):
     @property
     def _keeps_sums(self) -> bool:
         """True if sums over replicas are in the type of the reduction, and the gradients in another one."""
-        return self.replicas > 1 and self.reduced_bytes != self.stored_bytes and self.fully_sharded
+        return self.layout.replicas > 1 and self.reduced_bytes != self.stored_bytes and self.fully_sharded
 
     def replica_sums(self, gradients: float) -> float:
         """Return the bytes of sums over replicas after `gradients` bytes have been reduced.
@@ -229,7 +230,7 @@ class RankWeights(RankLayout):
         one.
         """
         computed = self.compute if computed is None else computed
-        divided = self.reduced_bytes * (shards == 1 and self.replicas > 1)
+        divided = self.reduced_bytes * (shards == 1 and self.layout.replicas > 1)
         shard = self.reduced_bytes + max(divided, self.stored_bytes * (self.stored_bytes != self.reduced_bytes))
         after = computed * last * (shards > 1) + shard * weights / shards
         return (self.reduced_bytes * weights + max(computed * weights, after)) * self.fully_sharded
@@ -241,7 +242,7 @@ class RankWeights(RankLayout):
         dense, experts = self._local_weights(layer)
         name, (outputs, inputs) = list(self.args.block_linears(layer).items())[-1]
         last = outputs * inputs / (1 if split_side(name) is None else self.tp)
-        if self.ep > 1:
+        if self.layout.ep > 1:
             last = 0.0 if name == STACK else last
             return [self._unit(experts, self.expert_shards, experts / 3), self._unit(dense, self.shards, last)]
         return [self._unit(dense + experts, self.shards, experts / 3 if name == STACK else last)]
@@ -275,8 +276,8 @@ class RankWeights(RankLayout):
     @property
     def accumulates(self) -> bool:
         """True if a step has several forward passes."""
-        training = self.config.training
-        return training.global_batch_size > training.local_batch_size * self.replicas * self.dp_shard
+        training = self.layout.training
+        return training.global_batch_size > training.local_batch_size * self.layout.replicas * self.layout.shards
 
     @property
     def pipeline_tail(self) -> float:
@@ -296,4 +297,4 @@ class RankWeights(RankLayout):
 
         Only experts that each of these ranks has with all others are added.
         """
-        return 2 / 3 * self._local_weights(layer)[1] * (self.ep == 1 and self.tp > 1)
+        return 2 / 3 * self._local_weights(layer)[1] * (self.layout.ep == 1 and self.tp > 1)

@@ -15,19 +15,19 @@ from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
-from torchtitan.config.job import JobConfig
 from torchtitan.config.options import Fault
 from torchtitan.config.sections.run import Checkpoint
 from torchtitan.core.hardware import Hardware
+from torchtitan.job import ResolvedJob
 from torchtitan.parallelisms.pipeline.actions import Table
 from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
 from torchtitan.planner.candidates import Space
 from torchtitan.planner.closed_form import MemoryPrediction, predict_memory
-from torchtitan.planner.plan import Plan, Workload, apply_changes
+from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.step_time import StepTimer
 from torchtitan.planner.time_parts import Calibration, Parts, StepTime
-from torchtitan.rules import Device, check
+from torchtitan.rules import check
 
 TO_BE_FETCHED = (
     *("model.tokenizer_path", "training.dataset", "training.sources", "validation.", "data."),
@@ -94,15 +94,14 @@ def _table(schedule: str, pp: int, microbatches: int, stages_per_rank: int, merg
     return build_table(schedule, pp, microbatches, stages_per_rank, merge_backward=merged, overlap=overlap)
 
 
-def faults_as_new(config: JobConfig, gpus: int, device: Device) -> list[Fault]:
+def faults_as_new(job: ResolvedJob) -> list[Fault]:
     """Return the faults of a job in a folder without a run, except for data and weights that are not here.
 
     Plans are for other machines, so what this one's job.dump_folder holds does not matter.
     """
-    new_folder = replace(config.job, dump_folder=str(Path(config.job.dump_folder, "planned")))
-    checkpoint = replace(config.checkpoint, folder=Checkpoint().folder)
-    faults = check(replace(config, job=new_folder, checkpoint=checkpoint), gpus, device)
-    return list(filter(is_judged, faults))
+    folder = str(Path(job.config.job.dump_folder, "planned"))
+    new = job.with_options({"job.dump_folder": folder, "checkpoint.folder": Checkpoint().folder})
+    return [fault for fault in check(new.config, new.world_size, new.device_type) if is_judged(fault)]
 
 
 @dataclass(frozen=True)
@@ -141,14 +140,13 @@ class Result:
 
 @dataclass
 class Search:
-    """Searches plans for one job on one kind of hardware."""
+    """Searches plans for one job on one kind of hardware. The job's number of ranks does not matter."""
 
-    config: JobConfig
+    base: ResolvedJob
     workload: Workload
     samples: int
     hardware: Hardware
     calibration: Calibration
-    device: Device = "cuda"
     _memory: dict[Plan, MemoryPrediction] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -157,13 +155,13 @@ class Search:
     def with_hardware(self, hardware: Hardware) -> "Search":
         return replace(self, hardware=hardware)
 
-    def job(self, plan: Plan) -> JobConfig:
+    def job(self, plan: Plan) -> ResolvedJob:
         """Return the job with this plan."""
-        return apply_changes(self.config, plan.changes(self.config, self.samples))
+        return self.base.with_options(plan.changes(self.base.layout, self.samples)).on_ranks(plan.gpus)
 
     def faults(self, plan: Plan) -> list[Fault]:
         """Return the faults of the job with this plan."""
-        return faults_as_new(self.job(plan), plan.gpus, self.device)
+        return faults_as_new(self.job(plan))
 
     def candidate(self, plan: Plan) -> Candidate:
         """Predict a legal plan."""
@@ -175,7 +173,7 @@ class Search:
             gpus=gpus,
             machine=self.hardware.devices_per_machine,
             compiled=self.compilations,
-            async_tp=self.config.parallelism.enable_async_tensor_parallel,
+            async_tp=self.base.config.parallelism.enable_async_tensor_parallel,
         )
 
     @cached_property

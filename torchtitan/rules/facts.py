@@ -25,7 +25,8 @@ from torchtitan.lr_schedules import LRSchedule, schedule_of
 from torchtitan.models.hf.config import find_config, untrained_token_ids
 from torchtitan.parallelisms.pipeline.actions import ScheduleTableError, Table, load_schedule_csv
 
-Device = Literal["cpu", "cuda"]
+Device = str
+"""Kind of device, "cpu" or "cuda"."""
 Rule = Callable[["Facts"], Iterator[Fault]]
 
 

@@ -114,10 +114,6 @@ def batch_fits_the_memory(facts: Facts) -> Iterator[Fault]:
         yield facts.fault(f"training.{key}", allowed, f"write much less than {most:,}")
 
 
-RINGS = ("ring", "alltoall")
-"""Context-parallel methods that pass keys and values from rank to rank."""
-
-
 def _split_sizes(facts: Facts) -> dict[str, int]:
     """Return the model sizes that tensor parallel splits; empty without it."""
     if facts.layout.tp == 1:
@@ -171,7 +167,7 @@ def dropped_attention_has_whole_rows(facts: Facts) -> Iterator[Fault]:
 
 def ring_is_not_compiled(facts: Facts) -> Iterator[Fault]:
     method = facts.config.parallelism.context_parallel_rotate_method
-    if facts.layout.cp > 1 and method in RINGS and facts.layout.compiles_model:
+    if facts.layout.cp > 1 and method in degrees.RINGS and facts.layout.compiles_model:
         allowed = '"allgather" or "ulysses" with a compiled model, as its graph cannot send between two ranks'
         remedy = 'write "allgather", or compile.enable = false'
         yield facts.fault("parallelism.context_parallel_rotate_method", allowed, remedy)
@@ -179,7 +175,7 @@ def ring_is_not_compiled(facts: Facts) -> Iterator[Fault]:
 
 def rings_have_their_own_attention(facts: Facts) -> Iterator[Fault]:
     method = facts.config.parallelism.context_parallel_rotate_method
-    if facts.layout.cp > 1 and method in RINGS and facts.config.model.attention_backend == "flex":
+    if facts.layout.cp > 1 and method in degrees.RINGS and facts.config.model.attention_backend == "flex":
         allowed = (
             f'"auto" or "sdpa" with context_parallel_rotate_method = "{method}", which merges the attention of chunks'
         )
@@ -189,7 +185,7 @@ def rings_have_their_own_attention(facts: Facts) -> Iterator[Fault]:
 def rings_carry_no_window(facts: Facts) -> Iterator[Fault]:
     """Refuse a sliding window with ring attention, which attends to one chunk of keys at a time."""
     method = facts.config.parallelism.context_parallel_rotate_method
-    if facts.layout.cp > 1 and method in RINGS and (window := getattr(facts.model.args, "sliding_window", 0)):
+    if facts.layout.cp > 1 and method in degrees.RINGS and (window := getattr(facts.model.args, "sliding_window", 0)):
         allowed = f'"allgather" or "ulysses" with a sliding window (of {window} tokens)'
         remedy = 'write "allgather"' + _or_without(facts.model.args, "sliding_window")
         yield facts.fault("parallelism.context_parallel_rotate_method", allowed, remedy)
