@@ -87,10 +87,11 @@ def measure_steps(key: str, cases: dict[Any, dict[str, object]], folder: Path, o
             measurements[size].append(measure_job(folder, jobs[size]))
     table = []
     for size, job in jobs.items():
-        config, rounds = manager.load(job), measurements[size]
-        flops, seconds = flops_of_a_rank(config, 1), [median(value["steps"]) for value in rounds]
-        row = {key: size, "tokens": config.training.local_batch_size * config.training.seq_len, "gflop": flops / 1e9}
-        row["estimated"] = worst(predict(config, 1, "cpu")).peak / GIB
+        resolved, rounds = ResolvedJob(manager.load(job)), measurements[size]
+        training = resolved.layout.training
+        flops, seconds = flops_of_a_rank(resolved), [median(value["steps"]) for value in rounds]
+        row = {key: size, "tokens": training.local_batch_size * training.seq_len, "gflop": flops / 1e9}
+        row["estimated"] = worst(predict(resolved)).peak / GIB
         shares = [flops / 1e9 / value / one["peak"] for value, one in zip(seconds, rounds, strict=True)]
         table.append(
             row | spread("seconds", seconds) | spread("share", shares) | {"gib": max(r["gib"] for r in rounds)}

@@ -33,8 +33,8 @@ def main() -> int:
     torch.set_num_threads(1)
     errors = []
     for number, (ranks, arguments) in enumerate(memory_plans(options.seed, options.count, KINDS[options.kinds])):
-        config = load(arguments)
-        predicted, rehearsed = predict_memory(ResolvedJob(config, ranks)).total, worst(predict(config, ranks, "cuda"))
+        job = ResolvedJob(load(arguments), ranks, "cuda")
+        predicted, rehearsed = predict_memory(job).total, worst(predict(job))
         errors.append(predicted / rehearsed.peak - 1)
         if abs(errors[-1]) > TOLERANCE:
             sizes = f"{predicted / GIB:.2f} GiB by the formula, {rehearsed.peak / GIB:.2f} rehearsed"

@@ -95,7 +95,8 @@ def test_stages_in_flight_are_those_of_the_table(schedule, merged):
 
 def rehearsed_peaks(jobs):
     """Return the peak of the tensors of each job's worst rank, in bytes."""
-    return [estimate.worst(estimate.predict(load(arguments), ranks, "cuda")).peak for ranks, arguments in jobs]
+    resolved = [ResolvedJob(load(arguments), ranks, "cuda") for ranks, arguments in jobs]
+    return [estimate.worst(estimate.predict(job)).peak for job in resolved]
 
 
 DENSE, EXPERTS = MODELS[:6], MODELS[6:]

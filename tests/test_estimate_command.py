@@ -28,7 +28,8 @@ def run(capsys, *arguments):
 def needs(monkeypatch):
     """Mock the prediction: 20 GiB a sample (5 with full recompute) and 10 GiB of model state."""
 
-    def predict(config, world_size, device, traffic=False):
+    def predict(job, traffic=False):
+        config = job.config
         gib_per_sample = 5 if config.activation_checkpoint.mode == "full" else 20
         kinds = {"activations": gib_per_sample * config.training.local_batch_size * GIB, "parameters": 10 * GIB}
         return [prediction.Prediction(0, 0, "forward and backward", kinds)]
@@ -98,7 +99,7 @@ def test_on_a_gpu_the_interval_of_published_runs_is_compared(needs, capsys, memo
 
 def test_a_plan_and_an_estimate_judge_alike(needs, capsys):
     """The planner's interval of the same tensors is the same, and both count its upper end."""
-    (predicted,) = prediction.predict(manager.load(["--training.local_batch_size=4"]), 1, "cuda")
+    (predicted,) = prediction.predict(ResolvedJob(manager.load(["--training.local_batch_size=4"]), 1, "cuda"))
     low, high = predicted.reserved("cuda")
     memory = predict_memory(ResolvedJob(manager.load([])), load_hardware("h100-80"))
     assert (low / predicted.peak, high / predicted.peak) == pytest.approx(

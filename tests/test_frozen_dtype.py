@@ -170,7 +170,7 @@ def policy_and_reference(argv: list[str]) -> tuple[dict[str, str], dict[str, str
 
 def test_estimate_check_and_header_name_the_type(texts, tmp_path, capsys):
     narrow, wide = (load(job(tmp_path, texts, training__frozen_dtype=dtype)) for dtype in ("bfloat16", "float32"))
-    sizes = [run_alone(predict, config, 1, "cpu")[0].kinds[FROZEN] for config in (narrow, wide)]
+    sizes = [run_alone(predict, ResolvedJob(config))[0].kinds[FROZEN] for config in (narrow, wide)]
     assert sizes[1] == 2 * sizes[0]
     assert (
         describe_precision(ResolvedJob(narrow))

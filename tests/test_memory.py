@@ -205,11 +205,10 @@ def full_and_partial_estimates(arguments, world_size):
 
     Returns for each estimate the peaks and the traffic, by pipeline rank.
     """
-    config = manager.load(arguments)
-    results = []
+    job, results = ResolvedJob(manager.load(arguments), world_size, "cuda"), []
     for layers, microbatches in ((10**6, 10**6), (0, 0)):
         prediction.AT_ONCE, prediction.TOGETHER = layers, microbatches
-        estimates = prediction.predict(config, world_size, "cuda", traffic=True)
+        estimates = prediction.predict(job, traffic=True)
         results.append(
             (
                 [rank_estimate.peak for rank_estimate in estimates],
@@ -247,10 +246,10 @@ def test_a_partial_rehearsal_agrees_with_the_full_one(case):
 
 def estimates_of_chosen_and_all_places(arguments, world_size):
     """Return the peaks by pipeline rank: of those that are chosen, and of all."""
-    config, peaks = manager.load(arguments), []
-    for chosen in (prediction._fullest_places, lambda job, dims, stages: list(range(dims.pp))):
-        prediction._fullest_places = chosen
-        estimates = prediction.predict(config, world_size, "cuda")
+    job, peaks = ResolvedJob(manager.load(arguments), world_size, "cuda"), []
+    for chosen in (prediction.Stages.fullest_places, lambda stages: list(range(stages.job.layout.pp))):
+        prediction.Stages.fullest_places = chosen
+        estimates = prediction.predict(job)
         peaks.append({one.pipeline_rank: one.peak for one in estimates})
     return peaks
 
@@ -381,13 +380,13 @@ PATTERNS = {  # patterns -> True if they treat layers differently, so that all m
 @pytest.mark.parametrize("option", ["training.unfrozen", "adapter.train_fully"])
 def test_layers_that_learn_alike_are_not_all_rehearsed(option, patterns):
     adapter = TRAINING["LoRA"] if option.startswith("adapter") else {}
-    config = manager.load(argv(adapter, {option: list(patterns)}))
-    assert prediction._layers_differ(config) == PATTERNS[patterns]
+    job = ResolvedJob(manager.load(argv(adapter, {option: list(patterns)})))
+    assert prediction.Stages.of(job).layers_differ == PATTERNS[patterns]
 
 
 def loss_bytes(arguments):
-    job = manager.load(arguments)
-    return {device: prediction.predict(job, 1, device)[0].kinds[rehearsal.LOSS] for device in CHUNK_BYTES}
+    jobs = {device: ResolvedJob(manager.load(arguments), 1, device) for device in CHUNK_BYTES}
+    return {device: prediction.predict(job)[0].kinds[rehearsal.LOSS] for device, job in jobs.items()}
 
 
 def test_the_loss_of_a_rehearsal_has_the_chunks_of_the_device():
@@ -439,7 +438,7 @@ def test_replicas_have_more_copies_on_a_gpu():
 def peaks_with_reference(arguments):
     """Return peaks without and with a separate reference model, and the latter's moments on one of two ranks."""
     jobs = [manager.load(arguments), manager.load([*arguments, "--dpo.reference=elsewhere"])]
-    estimates = [prediction.predict(job, 1, "cpu")[0] for job in jobs]
+    estimates = [prediction.predict(ResolvedJob(job))[0] for job in jobs]
     return [(rank_estimate.moment, rank_estimate.kinds) for rank_estimate in estimates], rehearse(
         jobs[1], 0, 2, "cpu"
     ).moments
@@ -507,11 +506,11 @@ def test_dispatch_modes_keep_their_order_where_fsdp_gathers():
 def test_a_thinned_pipeline_keeps_its_cut():
     """Rehearsed stages keep embeddings, head and first layers, renumbered; each other stage keeps one layer."""
     stages = [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "layers.3", "layers.4"], ["layers.5", "norm"]]
-    config = manager.load(argv({"parallelism.pipeline_parallel_degree": 3}))
-    thin = prediction._with_layers(config, stages, {1: 2}, ResolvedJob(config, 3).layout.dims)
+    job = ResolvedJob(manager.load(argv({"parallelism.pipeline_parallel_degree": 3})), 3)
+    thin = prediction.Stages(job, stages).with_layers({1: 2})
     cut = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2"], ["layers.3", "norm"]]
-    assert thin.parallelism.module_fqns_per_model_part == cut
-    assert ResolvedJob(thin).model.args.n_layers == 4
+    assert thin.config.parallelism.module_fqns_per_model_part == cut
+    assert thin.model.args.n_layers == 4
 
 
 # Output of the commands

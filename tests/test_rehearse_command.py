@@ -234,8 +234,9 @@ def test_the_usual_ranks_have_a_neighbor_on_each_axis(degrees, ranks):
 
 def test_a_large_job_has_fewer_layers_and_says_so():
     config = manager.load(["llama3_405b", "--model.tokenizer_path=bytes"])
-    few, layers = estimate.few_layers(config, 512, 128), ResolvedJob(config).model.args.n_layers
-    assert ResolvedJob(few).model.args.n_layers < layers and estimate.few_layers(config, 512, 10**6) == config
-    dims = ResolvedJob(config, 512).layout.dims
-    record = {"layers": [ResolvedJob(few).model.args.n_layers, layers]}
+    job = ResolvedJob(config, 512, "cuda")
+    few, layers = estimate.few_layers(job, 128), job.model.args.n_layers
+    assert few.model.args.n_layers < layers and estimate.few_layers(job, 10**6) == job
+    dims = job.layout.dims
+    record = {"layers": [few.model.args.n_layers, layers]}
     assert f"with {record['layers'][0]} of {layers} layers" in rehearse.header(config, dims, {0: record})[-1]

@@ -60,7 +60,7 @@ def test_shipped_jobs_lack_nothing_but_a_tokenizer(path, user_arguments, monkeyp
 def predicted_gib(jobs: list[tuple[list[str], int]]) -> list[float]:
     """Predict the GiB that the worst rank of each job needs on a GPU."""
     loaded = [(manager.load(["--job.config_file", *arguments]), ranks) for arguments, ranks in jobs]
-    return [worst(predict(config, ranks, "cuda")).peak / 2**30 for config, ranks in loaded]
+    return [worst(predict(ResolvedJob(config, ranks, "cuda"))).peak / 2**30 for config, ranks in loaded]
 
 
 STATED = re.compile(

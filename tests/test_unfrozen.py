@@ -82,17 +82,18 @@ def test_estimates_treat_other_parameters_as_frozen(texts, tmp_path):
     model, _, installed = parts.adapted_model(ResolvedJob(config))
     trained_bytes = sum(p.numel() for p in model.parameters() if p.requires_grad) * 4
     frozen_bytes = sum(p.numel() for p in model.parameters()) * 4 - trained_bytes
-    (estimate,) = run_alone(predict, config, 1, "cpu")  # a process that has trained has a process group
+    (estimate,) = run_alone(predict, ResolvedJob(config))  # a process that has trained has a process group
     kinds = estimate.kinds
     assert (kinds[PARAMETERS], kinds[FROZEN]) == (trained_bytes, frozen_bytes) and kinds[OPTIMIZER] == pytest.approx(
         2 * trained_bytes, rel=0.01
     )
     assert kinds.get(GRADIENTS, 0) <= trained_bytes
-    full_flops = flops_of_a_rank(load(job(tmp_path, texts, training__seq_len=16, training__unfrozen="[]")), 1)
+    full_job = load(job(tmp_path, texts, training__seq_len=16, training__unfrozen="[]"))
+    full_flops = flops_of_a_rank(ResolvedJob(full_job))
     saved_flops = 2 * (
         ResolvedJob(config).model.args.num_matmul_parameters - installed.trained_weights_per_token
     )  # no gradients of weights
-    assert flops_of_a_rank(config, 1) == pytest.approx(full_flops - saved_flops * 8 * 16) and saved_flops > 0
+    assert flops_of_a_rank(ResolvedJob(config)) == pytest.approx(full_flops - saved_flops * 8 * 16) and saved_flops > 0
 
 
 def test_invalid_patterns_are_refused(texts, tmp_path, capsys, monkeypatch):

@@ -14,7 +14,6 @@ import torch
 from torchtitan.commands.check import STEP_FAILED
 from torchtitan.commands.command_lines import SPEEDS, parse_command
 from torchtitan.commands.plan_command_line import USUAL_GPU
-from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError, format_bytes
 from torchtitan.core.hardware import load_hardware
 from torchtitan.core.progress_bar import waiting
@@ -43,10 +42,10 @@ def main(argv: list[str]) -> int:
     if not job_args:
         raise JobError(NO_JOB)
     facts = load_valid(job_args, options.world_size, options.device, is_judged, without_resume)
-    config, world_size = facts.config, facts.job.world_size
+    job = facts.job
     try:
         with waiting("a step is rehearsed"):
-            predictions = predict(config, world_size, options.device, options.traffic)
+            predictions = predict(job, options.traffic)
     except RehearsalEnded:
         raise
     except JobError as error:  # the step refuses what no rule judges, in training too
@@ -55,20 +54,20 @@ def main(argv: list[str]) -> int:
     except Exception:  # the step would fail in training too, or this program is wrong: the traceback tells
         traceback.print_exc()
         return STEP_FAILED
-    name = " + ".join(config.job.config_file) or "the default job"
-    most, ranks = worst(predictions), f"{world_size} rank{'s' if world_size > 1 else ''} ({options.device})"
+    name = " + ".join(job.config.job.config_file) or "the default job"
+    most, ranks = worst(predictions), f"{job.world_size} rank{'s' if job.world_size > 1 else ''} ({options.device})"
     print(f"{name} on {ranks}: {format_bytes(most.peak)} of tensors at most, in {most.moment}")
     print("\n".join(table(predictions)))
     if options.traffic:
-        print("\n".join(traffic(most, flops_of_a_rank(config, world_size), options)))
-    memory = options.memory or allowed(config, options.device)
+        print("\n".join(traffic(most, flops_of_a_rank(job), options)))
+    memory = options.memory or allowed(job.config.memory.limit, options.device)
     if memory is None:
         return FITS
     message, fits = verdict(most, memory, options.device)
     print(message)
     if not fits and not options.no_remedies:
         with waiting("what would make it fit is rehearsed"):
-            candidates = remedies(config, world_size, options.device, memory)
+            candidates = remedies(job, memory)
         print("\n".join(ways_out(candidates, memory)))
     return FITS if fits else TOO_LARGE
 
@@ -97,14 +96,17 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, job_args
 
 
-def allowed(config: JobConfig, device: str) -> float | None:
-    """Return the memory limit of a rank in bytes; None if neither the job nor a local GPU sets one."""
-    amount = None if config.memory.limit is None else limit_in_bytes(config.memory.limit)
+def allowed(limit: float | str | None, device: str) -> float | None:
+    """Return the memory limit of a rank in bytes; None if neither the job nor a local GPU sets one.
+
+    `limit`: memory.limit of the job.
+    """
+    amount = None if limit is None else limit_in_bytes(limit)
     if device != "cuda" or amount is not None:
         return amount
     if not torch.cuda.is_available():
         return None
-    share = 1 if config.memory.limit is None else config.memory.limit
+    share = 1 if limit is None else limit
     return float(share) * torch.cuda.get_device_properties(0).total_memory
 
 

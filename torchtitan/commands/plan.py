@@ -137,8 +137,7 @@ class Question:
         """Yield the bytes of tensors at the peak of the first plans' steps, as many as --rehearse says."""
         for number, candidate in enumerate(result.best[: self.options.rehearse], start=1):
             with waiting(f"plan {number} is rehearsed"):
-                job = self.search.job(candidate.plan)
-                yield estimate.worst(estimate.predict(job.config, job.world_size, job.device_type)).peak
+                yield estimate.worst(estimate.predict(self.search.job(candidate.plan))).peak
 
     def comparison_with(self, peaks: list[int], result: Result) -> list[str]:
         """Return lines that compare rehearsed peaks with the formula, and say which plans do not fit."""

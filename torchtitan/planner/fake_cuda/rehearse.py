@@ -87,7 +87,7 @@ def rehearse(argv: list[str], rank: int, world_size: int, all_layers: bool) -> d
     config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, enable=False))
     layers = ResolvedJob(config).model.args.n_layers
     if not all_layers:
-        config = few_layers(config, world_size, MOST)
+        config = few_layers(ResolvedJob(config, world_size, "cuda"), MOST).config
     use_fused_norms()
     try:
         with job_on_rank(config, rank, world_size, WITHOUT_VALUES) as (model, optimizers, batch):
