@@ -29,11 +29,13 @@ from torchtitan.commands.command_lines import parse_command
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import to_toml
 from torchtitan.config.options import Fault, free_table
+from torchtitan.config.sections.adapter import Relora
 from torchtitan.config.sections.run import Checkpoint, EarlyStop, Guard, Metrics, Profiling
 from torchtitan.config.sections.training import LRScheduler, Training, Validation
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import Hardware
 from torchtitan.core.progress_bar import waiting
+from torchtitan.job import ResolvedJob
 from torchtitan.metrics.json_lines import METRICS, read_records
 from torchtitan.metrics.plot import GREY, HELD_OUT, INK, LOSS, SPEED, STYLE, check_format
 from torchtitan.planner.measured_hardware import write_hardware
@@ -91,10 +93,10 @@ def main(argv: list[str]) -> int:
     if options.plot:
         check_format(Path(options.plot))
     cases = list(combinations("--sweep", options.sweep))
-    configs = checked_configs(cases, job_args, options)
+    jobs = list(map(Measured, cases, checked_configs(cases, job_args, options)))
     try:
         with Path(options.out).open("a") as file, exiting_on_stop_signals():
-            rows = [append_row(file, row) for row in measure(cases, configs, options)]
+            rows = [append_row(file, row) for row in measure(jobs, options)]
         if options.plot:
             draw(rows, Path(options.plot))
     except OSError as error:
@@ -118,13 +120,10 @@ def checked_configs(cases: list[dict[str, str]], job_args: list[str], options: a
 def measured_job(
     case: dict[str, str], job: JobConfig, options: argparse.Namespace
 ) -> tuple[JobConfig, Iterable[Fault]]:
-    """Return the job to measure for a combination, and the faults of options that do not affect it."""
-    config = only_steps(job, options.steps)
-    return config, ineffective_options(case, job, config)
-
-
-def ineffective_options(case: dict[str, str], job: JobConfig, config: JobConfig) -> Iterator[Fault]:
-    """Yield a fault for each swept option that bench overrides or that does not affect a step."""
+    """Return the job to measure for a combination, and a fault for each swept option that bench overrides or that does
+    not affect a step.
+    """
+    config, faults = only_steps(job, options.steps), []
     for key, value in case.items():
         option = attrgetter(free_table(key) or key)
         if key.startswith(OF_THE_RUN) or (key != MODEL and option(job) != option(config)):
@@ -132,53 +131,81 @@ def ineffective_options(case: dict[str, str], job: JobConfig, config: JobConfig)
                 "options that affect the computation of a step",
                 "bench sets this option to the same value in all combinations",
             )
-            yield Fault("", f"--sweep {key}", value, allowed, remedy)
+            faults.append(Fault("", f"--sweep {key}", value, allowed, remedy))
+    return config, faults
 
 
 def only_steps(config: JobConfig, steps: int) -> JobConfig:
     """Return the job that is measured: the same computation per step, without saving, validation and plots."""
     save: Literal["whole"] | None = None if config.adapter.kind == NONE else "whole"
-    adapter = dataclasses.replace(config.adapter, save=save, initial_path=None, last_save_in_peft=False)
-    training = dataclasses.replace(config.training, steps=steps + 1, epochs=None, tokens=None)
-    job = dataclasses.replace(config.job, clean_start="never")  # the folder is new
-    return dataclasses.replace(
-        config,
-        job=job,
-        adapter=adapter,
-        training=training,
-        validation=Validation(),
-        early_stop=EarlyStop(),
-        guard=Guard(),
-        checkpoint=Checkpoint(),
-        lr_scheduler=schedule_of(config),
-        metrics=Metrics(log_freq=1, plot=False, disable_color_printing=True),
-        profiling=Profiling(),
-    )
+    changes = {
+        "job.clean_start": "never",  # the folder is new
+        "adapter.save": save,
+        "adapter.initial_path": None,
+        "adapter.last_save_in_peft": False,
+        "training.steps": steps + 1,
+        "training.epochs": None,
+        "training.tokens": None,
+        "validation": Validation(),
+        "early_stop": EarlyStop(),
+        "guard": Guard(),
+        "checkpoint": Checkpoint(),
+        "lr_scheduler": schedule_of(config.lr_scheduler, config.adapter.relora, config.training.steps),
+        "metrics": Metrics(log_freq=1, plot=False, disable_color_printing=True),
+        "profiling": Profiling(),
+    }
+    return ResolvedJob(config).with_options(changes).config
 
 
-def schedule_of(config: JobConfig) -> LRScheduler:
+def schedule_of(scheduler: LRScheduler, relora: Relora, steps: int) -> LRScheduler:
     """Return the default LR schedule, or the job's if its adapter restarts (ReLoRA), as the schedule restarts with it.
 
     The job's schedule keeps its full length, because the few measured steps have no room for its restarts.
     """
-    job_schedule = config.lr_scheduler
-    if config.adapter.relora.every is None:
+    if relora.every is None:
         return LRScheduler()
-    warmup = None if isinstance(job_schedule.warmup_steps, str) else job_schedule.warmup_steps  # no epoch is measured
-    length = job_schedule.total_steps or min(config.training.steps, Training().steps)
-    return dataclasses.replace(job_schedule, total_steps=length, t_max=None, t_max_unit="epoch", warmup_steps=warmup)
+    warmup = None if isinstance(scheduler.warmup_steps, str) else scheduler.warmup_steps  # no epoch is measured
+    length = scheduler.total_steps or min(steps, Training().steps)
+    return dataclasses.replace(scheduler, total_steps=length, t_max=None, t_max_unit="epoch", warmup_steps=warmup)
 
 
-def measure(cases: list[dict[str, str]], configs: list[JobConfig], options: argparse.Namespace) -> Iterator[Row]:
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A combination of options, and its job."""
+
+    case: dict[str, str]
+    config: JobConfig
+
+    def row(self, home: Path, number: int, options: argparse.Namespace) -> Row:
+        """Train in a new folder and return the result. Combinations share tokenized data."""
+        config, folder = self.config, home / str(number)
+        folder.mkdir()
+        file, log = folder / "job.toml", folder / "log"
+        cache = config.data.cache_dir or str(home / "data")
+        in_folder = ResolvedJob(config).with_options({"job.dump_folder": str(folder), "data.cache_dir": cache})
+        file.write_text(to_toml(in_folder.config))
+        command = python_command("torchtitan.launch", str(options.ranks), "--job.config_file", str(file), tied=True)
+        with log.open("wb") as log_file:
+            code = exit_code_of(command, log_file, options.timeout)
+        result = outcome_of(code, folder, options.steps)
+        if result["result"] == "failed":
+            result["reason"] = failure_reason(log.read_text(errors="replace"), code)
+        sizes = {"seq_len": config.training.seq_len, "local_batch_size": config.training.local_batch_size}
+        model = {"model": f"{config.model.name}/{config.model.flavor}", **sizes, "exit_code": code}
+        return {"options": self.case, "ranks": options.ranks, **model, **result}
+
+
+def measure(jobs: list[Measured], options: argparse.Namespace) -> Iterator[Row]:
     """Measure each combination; print and yield its result row."""
+    cases = [job.case for job in jobs]
     widths = {key: max(len(key), *(len(case[key]) for case in cases)) for key in cases[0]}
     heads = [f"{key:>{width}}" for key, width in widths.items()]
     print("  ".join([*heads, f"{'tokens/s':>10}", f"{'s/step':>8}", f"{'GiB':>7}", "result"]), flush=True)
     with tempfile.TemporaryDirectory(prefix="torchtitan-") as home:
-        for number, (case, config) in enumerate(zip(cases, configs, strict=True)):
-            with waiting(f"{number + 1} of {len(cases)}"):
-                row = {"options": case, "ranks": options.ranks, **result_of(config, Path(home), number, options)}
-            values = [f"{case[key]:>{width}}" for key, width in widths.items()]
+        for number, job in enumerate(jobs):
+            with waiting(f"{number + 1} of {len(jobs)}"):
+                row = job.row(Path(home), number, options)
+            values = [f"{job.case[key]:>{width}}" for key, width in widths.items()]
             print("  ".join([*values, figures(row)]), flush=True)
             yield row
 
@@ -188,24 +215,6 @@ def figures(row: Row) -> str:
         return f"{row['tokens_per_second']:>10,.0f}  {row['step_seconds']:>8.3f}  {row['memory_gib']:>7.2f}  ok"
     result = row["result"] + (f": {row['reason']}" if "reason" in row else "")
     return f"{'-':>10}  {'-':>8}  {'-':>7}  {result}"
-
-
-def result_of(config: JobConfig, home: Path, number: int, options: argparse.Namespace) -> Row:
-    """Train one combination in a new folder and return its result row. Combinations share tokenized data."""
-    folder = home / str(number)
-    data = dataclasses.replace(config.data, cache_dir=config.data.cache_dir or str(home / "data"))
-    job = dataclasses.replace(config.job, dump_folder=str(folder))
-    folder.mkdir()
-    file, log = folder / "job.toml", folder / "log"
-    file.write_text(to_toml(dataclasses.replace(config, job=job, data=data)))
-    command = python_command("torchtitan.launch", str(options.ranks), "--job.config_file", str(file), tied=True)
-    with log.open("wb") as log_file:
-        code = exit_code_of(command, log_file, options.timeout)
-    result = outcome_of(code, folder, options.steps)
-    if result["result"] == "failed":
-        result["reason"] = failure_reason(log.read_text(errors="replace"), code)
-    model = {"model": f"{config.model.name}/{config.model.flavor}", "seq_len": config.training.seq_len}
-    return model | {"local_batch_size": config.training.local_batch_size, "exit_code": code, **result}
 
 
 def exit_code_of(command: list[str], log: Any, seconds: float) -> int | None:
