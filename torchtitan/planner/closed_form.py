@@ -99,9 +99,12 @@ def _in_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
     gathered = _sizes(gathered=sizes.all_gathered, gradients=earlier, activations=sums)
     base = gathered + _sizes(gradients=sizes.all_weights * sizes.summed_bytes)
     base += _sizes(activations=sizes.waiting_gradients)
-    forwards_first = sizes.forwards_first and sizes.layout.microbatches > 1
+    forwards_first = sizes.schedule.name in ("GPipe", "LoopedBFS") and sizes.layout.microbatches > 1
     if sizes.has_head:  # where all forwards precede the gradients, the losses of all other microbatches wait
-        loss = _sizes(activations=sizes.stored_at_loss - sizes.overcount + sizes.head_inputs, logits=sizes.loss_peak)
+        loss = _sizes(
+            activations=sizes.stored_at_loss - sizes.overcount + sizes.head_inputs,
+            logits=max(sizes.loss_forward, sizes.loss_backward),
+        )
         yield loss + (
             gathered + _sizes(logits=(sizes.layout.microbatches - 1) * sizes.loss_kept) if forwards_first else base
         )
@@ -204,8 +207,7 @@ def _backward_of_block(sizes: RankSizes, earlier_blocks: int, gathered: float) -
     *experts, block = sizes.block_units  # in the order of their reductions
     is_last = earlier_blocks == len(sizes.layers) - 1
     previous_buffer = sizes.head_reduced if is_last else block.reduced  # of the reduction before, until the next one
-    at_work = sizes.block_at_work + sizes.experts_at_work
-    yield state + _sizes(gathered=sizes.block_gathered, activations=at_work + previous_buffer)
+    yield state + _sizes(gathered=sizes.block_gathered, activations=sizes.at_work + previous_buffer)
     for unit in experts:
         remaining = _sizes(gathered=block.gathered, activations=sizes.block_after_experts)
         yield state + remaining + _sizes(activations=unit.reducing)

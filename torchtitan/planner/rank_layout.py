@@ -204,19 +204,9 @@ class RankLayout:
         return self.tokens // self.tp if self.layout.sequence_parallel else self.tokens
 
     @property
-    def forwards_first(self) -> bool:
-        """True if a pipeline runs the forwards of all microbatches before the first backward."""
-        return self.in_pipeline and self.schedule.name in ("GPipe", "LoopedBFS")
-
-    @property
-    def gathers_keys(self) -> bool:
-        """True if context parallel gathers the keys and values of all ranks."""
-        return self.layout.parallelism.context_parallel_rotate_method == "allgather"
-
-    @property
-    def exchanges_heads(self) -> bool:
-        """True if context parallel gives each rank all tokens of some heads."""
-        return self.layout.parallelism.context_parallel_rotate_method == "ulysses"
+    def cp_method(self) -> str:
+        """The method of context parallel; empty without it."""
+        return self.layout.parallelism.context_parallel_rotate_method if self.cp > 1 else ""
 
     @property
     def hidden(self) -> float:

@@ -20,14 +20,9 @@ class RankSizes(RankWeights):
     # Activations
 
     @cached_property
-    def block_activations(self) -> float:
-        """Bytes that autograd stores of the largest block without recompute."""
-        return max((self._activations(layer) for layer in self.kinds), default=0.0)
-
-    @cached_property
     def block_stored(self) -> float:
         """Bytes that the job's recompute leaves stored of the largest block."""
-        return max((self._stored(layer) for layer in self.kinds), default=0.0)
+        return max(map(self._stored, self.kinds))
 
     @cached_property
     def stored(self) -> float:
@@ -82,23 +77,16 @@ class RankSizes(RankWeights):
 
     def stored_before(self, count: int) -> float:
         """Return the bytes that the forward of the first `count` layers of a rank without a pipeline leaves."""
-        later = self.layers[count:]
-        if len(later) < count:
-            return self.stored - sum(map(self._left_by_layer, later))
         return sum(map(self._left_by_layer, self.layers[:count]))
 
     def _left_by_layer(self, layer: int) -> float:
-        return self._stored(layer) + self._resident_experts(layer) + self.second_shard(layer)
+        return self._stored(layer) + self._left_weights(layer)
 
     @property
-    def block_at_work(self) -> float:
-        """Bytes of a block during its backward: stored and recomputed."""
-        return self.block_stored + self.recomputed
-
-    @property
-    def experts_at_work(self) -> float:
-        """Bytes of experts that stay gathered until the end of their backward, as no other rank has them."""
-        return max(map(self._resident_experts, self.kinds), default=0.0)
+    def at_work(self) -> float:
+        """Bytes of a block during its backward: stored, recomputed, and experts that stay gathered until its end."""
+        experts = max(self.weights[layer][1] for layer in self.kinds) * (self._owns_experts and self.fully_sharded)
+        return self.block_stored + self.recomputed + self.compute * experts
 
     @property
     def block_after_experts(self) -> float:
@@ -135,7 +123,7 @@ class RankSizes(RankWeights):
         if "attention.q_norm.weight" in args.block_others(layer):
             features += (args.head_dim + 4 / b) * (heads + kv_heads)
         if self.cp > 1:  # the result in another order, and the keys and values of all ranks
-            gathered = self.cp - 1 if self.gathers_keys else 0
+            gathered = self.cp - 1 if self.cp_method == "allgather" else 0
             features += args.head_dim * (heads + 2 * kv_heads * gathered)
         return inside * (b * features + 4 * heads)
 
@@ -147,9 +135,9 @@ class RankSizes(RankWeights):
         and values that was gathered or exchanged is stored in its place, and the result in another order too.
         """
         keys, values = self.args.qk_head_dim, self.args.v_head_dim
-        if self.cp > 1 and self.gathers_keys:
+        if self.cp_method == "allgather":
             return keys + self.cp * (keys + values) + 2 * values
-        if self.cp > 1 and self.exchanges_heads:  # with values and result padded to the width of the keys
+        if self.cp_method == "ulysses":  # with values and result padded to the width of the keys
             return 4 * keys + 2 * values
         return 2 * keys + self.args.qk_nope_head_dim + values * (3 if self.cp > 1 else 2)
 
@@ -162,9 +150,9 @@ class RankSizes(RankWeights):
         if self.cp == 1:
             return 0.0
         both = keys + values
-        if self.gathers_keys:  # half of the queries see one piece, the others two
+        if self.cp_method == "allgather":  # half of the queries see one piece, the others two
             return heads * (1.5 * keys - values) + key_heads * self.cp * both
-        if self.exchanges_heads:
+        if self.cp_method == "ulysses":
             return heads * 2 * keys + math.lcm(max(1, int(key_heads)), self.cp) * both
         return heads * ((self.cp + 1) / 2 * keys - values) + (self.cp - 1) * key_heads * both
 
@@ -219,17 +207,21 @@ class RankSizes(RankWeights):
         """Bytes that the backward of a block adds to what its forward has stored, at their peak."""
         layer = max(self.kinds, key=self._activations)
         args, b, linears = self.args, self.compute, self.args.block_linears(layer)
-        extra = self.block_activations - self.block_stored
+        extra = self._activations(layer) - self.block_stored
         if STACK in linears:
-            dense, experts = self._local_weights(layer)
+            dense, experts = self.weights[layer]
             attention = self._activations(layer) - self._feed_forward(layer) + self._attention_work
             attention += b * (dense + experts * (self.layout.ep == 1))
-            needed = max(self._after_experts(layer), self._summed_gradients(layer), attention, self._exchange)
-            return max(extra + self._combining, needed - self.block_stored)
+            summed = b * (
+                dense + experts + self.experts_summed(layer) * (not self.in_pipeline)
+            )  # a pipeline sums later
+            needed = max(self._after_experts(layer), summed, attention, self._exchange)
+            combining = 4 * args.dim * self.local_tokens * (args.top_k + 1)  # the experts' weighted sum, in float32
+            return max(extra + combining, needed - self.block_stored)
         width = linears["feed_forward.w1"][0] / self.tp
         entering = 2 * b * args.dim * self.tokens if self.tp > 1 else 0.0
         gated = b * (2 * width * self.tokens + width * args.dim)
-        products = sum(self._local_weights(layer)) * b
+        products = sum(self.weights[layer]) * b
         attention = products - self._feed_forward(layer) + self._attention_work
         needed = max(products + self.hidden, self._exchange)
         return max(extra + max(entering, gated, attention), needed - self.block_stored)
@@ -246,11 +238,11 @@ class RankSizes(RankWeights):
         is_latent = hasattr(args, "kv_lora_rank")
         keys, values = (args.qk_head_dim, args.v_head_dim) if is_latent else (args.head_dim, args.head_dim)
         heads, key_heads = args.n_heads / self.tp, (args.n_heads if is_latent else args.num_kv_heads) / self.tp
-        if self.cp == 1 or self.exchanges_heads:
+        if self.cp_method in ("", "ulysses"):
             return 0.0 if is_latent else self.tokens * heads * keys * (3 * b + 16 * (self.cp > 1))
         both, padded = keys + values, keys != values
         reach, shards, sums = 1.0, min(2, self.cp - 1), 4 if self.cp > 2 else 2
-        if self.gathers_keys:  # all pieces of the sequence but the last
+        if self.cp_method == "allgather":  # all pieces of the sequence but the last
             reach, shards, sums = self.cp - 0.5, 0, self.cp
         rows = heads * (values + padded * keys + 0.5 * keys)  # results, their gradients, and gradients of queries
         columns = key_heads * (reach * keys * (2 + padded) + shards * both)
@@ -264,16 +256,11 @@ class RankSizes(RankWeights):
         arrives, twice.
         """
         args = self.args
-        if self.cp == 1 or not self.exchanges_heads or not hasattr(args, "kv_lora_rank"):
+        if self.cp_method != "ulysses" or not hasattr(args, "kv_lora_rank"):
             return 0.0
         products = args.qk_head_dim + args.qk_nope_head_dim + args.v_head_dim
         features = products + 4 * (2 * args.qk_head_dim + args.v_head_dim)
         return self.compute * self.tokens * args.n_heads / self.tp * features + 2 * self.hidden
-
-    @property
-    def _combining(self) -> float:
-        """Bytes that the backward of the experts' weighted sum adds, in float32."""
-        return 4 * self.args.dim * (self.local_tokens * self.args.top_k + self.local_tokens)
 
     def _after_experts(self, layer: int) -> float:
         """Return the bytes of a block when the backward of its experts ends.
@@ -283,17 +270,11 @@ class RankSizes(RankWeights):
         """
         args, b = self.args, self.compute
         rows = self.local_tokens * args.top_k
-        return self._before_experts(layer) + b * (
-            rows * (3 * args.dim + args.expert_dim) + self._local_weights(layer)[1]
-        )
+        return self._before_experts(layer) + b * (rows * (3 * args.dim + args.expert_dim) + self.weights[layer][1])
 
     def _before_experts(self, layer: int) -> float:
         """Return the bytes that the backward of a block needs before its experts."""
         return self._activations(layer) - self._feed_forward(layer) + 4 * self.args.dim * self.local_tokens
-
-    def _summed_gradients(self, layer: int) -> float:
-        """Return the bytes of a block's gradients, with sums over tensor-parallel ranks. A pipeline sums later."""
-        return self.compute * (sum(self._local_weights(layer)) + self.experts_summed(layer) * (not self.in_pipeline))
 
     # Loss
 
@@ -321,10 +302,6 @@ class RankSizes(RankWeights):
         return hidden + 4 * (self.tokens * self.logits_width if self.loss_chunks == 1 else self.embedding_weights)
 
     @property
-    def _chunk_rows(self) -> int:
-        return math.ceil(self.tokens / self.loss_chunks)
-
-    @property
     def _backward_copies(self) -> int:
         """Copies of the logits in float32 in backward: probabilities, and with a split vocabulary two more."""
         return 3 if self.logits_width < self.args.vocab_size else 1
@@ -337,11 +314,12 @@ class RankSizes(RankWeights):
         each is part of the forward, after the gradients of those before it.
         """
         copies = 2 if self.loss_chunks == 1 else max(2, self._backward_copies)
-        logits = self._chunk_rows * self.logits_width * (copies * 4 + self.compute)
+        rows = math.ceil(self.tokens / self.loss_chunks)
+        logits = rows * self.logits_width * (copies * 4 + self.compute)
         if self.loss_chunks == 1:
             return logits
         hidden = self.compute * self.args.dim
-        forward = logits + hidden * (self.tokens - self._chunk_rows)
+        forward = logits + hidden * (self.tokens - rows)
         backward = self.compute * self.embedding_weights + 2 * hidden * self.tokens  # gradients in that type
         return 4 * self.embedding_weights + max(forward, backward)
 
@@ -356,7 +334,3 @@ class RankSizes(RankWeights):
     def loss_retained(self) -> float:
         """Bytes of probabilities of the whole vocabulary that live until the end of a pipeline's backward."""
         return self.loss_kept * (self.loss_chunks == 1 and self._backward_copies == 1)
-
-    @property
-    def loss_peak(self) -> float:
-        return max(self.loss_forward, self.loss_backward)

@@ -4,14 +4,14 @@ Imports no torch.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 from torchtitan.models.sizes import STACK, Sizes, split_side
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED
 from torchtitan.parallelisms.degrees import expert_shards
-from torchtitan.planner.rank_layout import RankLayout
+from torchtitan.planner.rank_layout import RankLayout, kinds_of_layers
 
 
 class Unit(NamedTuple):
@@ -26,43 +26,46 @@ class Unit(NamedTuple):
     """Its gradients after their reduction."""
 
 
+@cache
+def _weights_of_kind(args: Any, layer: int, tp: int, ep: int) -> tuple[float, float]:
+    """Return a rank's weights of a layer: dense, experts."""
+    dense = experts = 0.0
+    linears = args.block_linears(layer)
+    for name, (outputs, inputs) in linears.items():
+        if name == STACK:
+            experts += 3 * outputs * inputs * args.n_experts / ep
+        else:
+            dense += outputs * inputs / (1 if split_side(name) is None else tp)
+    return dense + sum(_size(args, name, linears, tp) for name in args.block_others(layer)), experts
+
+
+def _size(args: Any, name: str, linears: Sizes, tp: int) -> float:
+    """Return a rank's part of a parameter that is no matrix of a linear layer, about."""
+    module = name.removesuffix(".bias")
+    if module in linears:
+        return linears[module][0] / (tp if split_side(module) == 0 else 1)
+    if "router" in name:
+        return args.dim * args.n_experts
+    latent = {"attention.kv_norm.weight": "kv_lora_rank", "attention.k_norm.weight": "head_dim"}.get(name)
+    if "attention.q_norm" in name:
+        latent = "q_lora_rank" if getattr(args, "q_lora_rank", 0) else "head_dim"
+    return getattr(args, latent) if latent else args.dim
+
+
 @dataclass(frozen=True)
 class RankWeights(RankLayout):
     """Bytes of a rank's parameters, gradients and optimizer state."""
 
     # Parameters
 
-    def _local_weights(self, layer: int) -> tuple[float, float]:
-        """Return this tensor- and expert-parallel rank's weights of a layer: dense, experts."""
-        if layer not in self._weights_of_kind:
-            self._weights_of_kind[layer] = self._count_weights(layer)
-        return self._weights_of_kind[layer]
-
     @cached_property
-    def _weights_of_kind(self) -> dict[int, tuple[float, float]]:
-        return {}
-
-    def _count_weights(self, layer: int) -> tuple[float, float]:
-        dense = experts = 0.0
-        linears = self.args.block_linears(layer)
-        for name, (outputs, inputs) in linears.items():
-            if name == STACK:
-                experts += 3 * outputs * inputs * self.args.n_experts / self.layout.ep
-            else:
-                dense += outputs * inputs / (1 if split_side(name) is None else self.tp)
-        return dense + sum(self._size(name, linears) for name in self.args.block_others(layer)), experts
-
-    def _size(self, name: str, linears: Sizes) -> float:
-        """Return this rank's part of a parameter that is no matrix of a linear layer, about."""
-        module = name.removesuffix(".bias")
-        if module in linears:
-            return linears[module][0] / (self.tp if split_side(module) == 0 else 1)
-        if "router" in name:
-            return self.args.dim * self.args.n_experts
-        latent = {"attention.kv_norm.weight": "kv_lora_rank", "attention.k_norm.weight": "head_dim"}.get(name)
-        if "attention.q_norm" in name:
-            latent = "q_lora_rank" if getattr(self.args, "q_lora_rank", 0) else "head_dim"
-        return getattr(self.args, latent) if latent else self.args.dim
+    def weights(self) -> dict[int, tuple[float, float]]:
+        """This tensor- and expert-parallel rank's weights of each of its layers: dense, experts."""
+        kinds = kinds_of_layers(self.args)
+        of_kind = {
+            kind: _weights_of_kind(self.args, kind, self.tp, self.layout.ep) for kind in {kinds[n] for n in self.layers}
+        }
+        return {layer: of_kind[kinds[layer]] for layer in self.layers}
 
     @cached_property
     def embedding_weights(self) -> float:
@@ -72,8 +75,7 @@ class RankWeights(RankLayout):
     def _all_weights(self) -> tuple[float, float]:
         dense = experts = 0.0
         for layer, count in self.kinds.items():
-            of_layer = self._local_weights(layer)
-            dense, experts = dense + count * of_layer[0], experts + count * of_layer[1]
+            dense, experts = dense + count * self.weights[layer][0], experts + count * self.weights[layer][1]
         tied_here = self.args.tied_embeddings and not self.in_pipeline
         ends = self.has_embedding + (self.has_head and not tied_here)
         return dense + ends * self.embedding_weights, experts
@@ -86,7 +88,7 @@ class RankWeights(RankLayout):
     def weights_of_stage(self, stage: list[int]) -> float:
         """Return the number of weights of a pipeline stage with layers of these numbers."""
         ends = (0 in stage) + (self.args.n_layers - 1 in stage)
-        return sum(sum(self._local_weights(layer)) for layer in stage) + ends * self.embedding_weights
+        return sum(sum(self.weights[layer]) for layer in stage) + ends * self.embedding_weights
 
     @cached_property
     def expert_shards(self) -> float:
@@ -95,16 +97,17 @@ class RankWeights(RankLayout):
     @cached_property
     def shard(self) -> float:
         """Number of the weights that this rank stores."""
-        dense, experts = self._all_weights
-        return dense / self.shards + experts / self.expert_shards
+        return self._sharded(self._all_weights)
+
+    def _sharded(self, weights: tuple[float, float]) -> float:
+        """Return how many of these dense weights and experts this rank stores."""
+        return weights[0] / self.shards + weights[1] / self.expert_shards
 
     @property
     def parameters(self) -> float:
         return self.shard * self.stored_bytes
 
-    @property
-    def gradients(self) -> float:
-        return self.shard * self.stored_bytes
+    gradients = parameters
 
     @cached_property
     def optimizer(self) -> float:
@@ -125,23 +128,24 @@ class RankWeights(RankLayout):
     @cached_property
     def block_weights(self) -> float:
         """Weights of this rank's largest layer that FSDP gathers, of the experts only where they are sharded."""
-        return max((self._gathered_weights(layer) for layer in self.kinds), default=0.0)
+        weights = [self.weights[layer] for layer in self.kinds]
+        return max(dense + experts * (not self._owns_experts) for dense, experts in weights)
 
-    def _gathered_weights(self, layer: int) -> float:
-        dense, experts = self._local_weights(layer)
-        return dense + experts * (self.layout.ep == 1 or self.expert_shards * self.layout.replicas > 1)
+    @property
+    def _owns_experts(self) -> bool:
+        """True if no other rank has this one's experts."""
+        return self.layout.ep > 1 and self.expert_shards * self.layout.replicas == 1
 
-    def second_shard(self, layer: int) -> float:
-        """Return the bytes of a layer's second shard, from which backward gathers its parameters."""
-        dense, experts = self._local_weights(layer)
+    def _left_weights(self, layer: int) -> float:
+        """Return the bytes of a layer's weights between forward and backward, without a pipeline.
+
+        These are a second shard, from which backward gathers it, and experts in the compute type that no other rank
+        has.
+        """
+        dense, experts = self.weights[layer]
         in_block = dense + experts * (self.layout.ep == 1)
-        return self.compute * in_block / self.second_shards if self.second_shards else 0.0
-
-    def _resident_experts(self, layer: int) -> float:
-        """Return the bytes of experts in the compute type that stay until backward, as no other rank has them."""
-        unshared = self.layout.ep > 1 and self.expert_shards * self.layout.replicas == 1
-        copied = unshared and self.fully_sharded and not self.in_pipeline
-        return self.compute * self._local_weights(layer)[1] * copied
+        second = in_block / self.second_shards if self.second_shards else 0.0
+        return self.compute * (second + experts * (self._owns_experts and self.fully_sharded))
 
     @property
     def block_gathered(self) -> float:
@@ -186,20 +190,13 @@ class RankWeights(RankLayout):
     @cached_property
     def block_reduced(self) -> float:
         """Bytes of the gradients of the largest block in the buffer of their reduction."""
-        weights = max((sum(self._local_weights(layer)) for layer in self.kinds), default=0.0)
+        weights = max(sum(self.weights[layer]) for layer in self.kinds)
         return self.reduced_bytes * weights * self.fully_sharded
 
     def gradients_after(self, number: int) -> float:
         """Return the bytes of the reduced gradients of the head and the layers after this one, without a pipeline."""
-        later = self.layers[number + 1 :]
-        if len(later) <= number:
-            return self.head_gradients + self.stored_bytes * sum(map(self._shard_of_layer, later))
-        not_later = self.stored_bytes * sum(map(self._shard_of_layer, self.layers[: number + 1]))
-        return self.gradients - self.embedding_gradients - not_later
-
-    def _shard_of_layer(self, layer: int) -> float:
-        dense, experts = self._local_weights(layer)
-        return dense / self.shards + experts / self.expert_shards
+        later = sum(self._sharded(self.weights[layer]) for layer in self.layers[number + 1 :])
+        return self.embedding_gradients * (not self.tied) + self.stored_bytes * later
 
     @property
     def _keeps_sums(self) -> bool:
@@ -238,8 +235,8 @@ class RankWeights(RankLayout):
     @cached_property
     def block_units(self) -> list[Unit]:
         """The FSDP units of the largest block, in the order of their reduction: its experts and the rest."""
-        layer = max(self.kinds, key=lambda kind: sum(self._local_weights(kind)))
-        dense, experts = self._local_weights(layer)
+        layer = max(self.kinds, key=lambda kind: sum(self.weights[kind]))
+        dense, experts = self.weights[layer]
         name, (outputs, inputs) = list(self.args.block_linears(layer).items())[-1]
         last = outputs * inputs / (1 if split_side(name) is None else self.tp)
         if self.layout.ep > 1:
@@ -270,10 +267,6 @@ class RankWeights(RankLayout):
         return self.stored_bytes * self.embedding_weights / self.shards
 
     @property
-    def head_gradients(self) -> float:
-        return 0.0 if self.tied else self.embedding_gradients
-
-    @property
     def accumulates(self) -> bool:
         """True if a step has several forward passes."""
         training = self.layout.training
@@ -289,7 +282,7 @@ class RankWeights(RankLayout):
         ends = self.has_embedding or self.has_head
         weights = self.embedding_weights if ends else self.block_weights
         reducing = self._reducing(weights, self.shards, weights * ends, self.reduced_bytes)
-        sums = self.reduced_bytes * max(map(self.experts_summed, self.kinds), default=0.0)
+        sums = self.reduced_bytes * max(map(self.experts_summed, self.kinds))
         return max(sums, reducing - (self.reduced_bytes + self.compute) * weights) * self.fully_sharded
 
     def experts_summed(self, layer: int) -> float:
@@ -297,4 +290,4 @@ class RankWeights(RankLayout):
 
         Only experts that each of these ranks has with all others are added.
         """
-        return 2 / 3 * self._local_weights(layer)[1] * (self.layout.ep == 1 and self.tp > 1)
+        return 2 / 3 * self.weights[layer][1] * (self.layout.ep == 1 and self.tp > 1)
