@@ -75,6 +75,9 @@ def test_related_jobs():
     assert (reference.adapter.kind, reference.training.neftune_alpha) == ("none", 0)
     assert job.restarted().config.checkpoint.load_step == -1
     assert job.on_one_rank().world_size == 1 and job.on_one_rank().layout.dims.dp == 1
+    on_gpus = job.on_ranks(4, "cuda")
+    assert (on_gpus.world_size, on_gpus.device_type, on_gpus.config) == (4, "cuda", job.config)
+    assert on_gpus.on_ranks(2).device_type == "cuda" and on_gpus.on_ranks(2).layout.shards == 2
     assert job.with_lasting_options().config.adapter.save == "whole"
 
 
