@@ -75,13 +75,13 @@ def predict(job: ResolvedJob, traffic: bool = False) -> list[Prediction]:
     Of places with equal stages one is predicted, with the most microbatches in flight. `traffic`: also predict their
     messages, which may take twice as long.
     """
-    whole = Stages.of(job)
-    few = whole.with_few_microbatches()
+    full = Stages.of(job)
+    few = full.with_few_microbatches()
     variants, rounds = [few], 0.0
-    if traffic and few is not whole:  # each further round of microbatches sends the same amount
+    if traffic and few is not full:  # each further round of microbatches sends the same amount
         samples, extra = few.local_samples, job.layout.pp * job.layout.parallelism.pipeline_parallel_microbatch_size
-        variants.append(whole.with_samples(samples + extra))
-        rounds = (whole.local_samples - samples) / extra
+        variants.append(full.with_samples(samples + extra))
+        rounds = (full.local_samples - samples) / extra
     places = few.fullest_places()
     predictions = []
     rehearsals = _rehearsed([stages.share(place) for place in places for stages in variants])
