@@ -387,7 +387,7 @@ def test_the_written_job_is_the_best_plan(capsys, tmp_path):
     path = tmp_path / "best.toml"
     best = json.loads(run(capsys, *SMALL, "--gpus", "8", "--quick", "--json", "--write", str(path)))["plans"][0]
     job = manager.load(["--job.config_file", str(path)])
-    assert dataclasses.asdict(Plan.of(job, 8, 16)) == best["plan"]
+    assert dataclasses.asdict(Plan.of(ResolvedJob(job, 8), 16)) == best["plan"]
     assert 'extends = "' in path.read_text() and job.model.overrides == {"n_layers": 8}
 
 
