@@ -11,7 +11,6 @@ from torchtitan.core.constraints import FLOAT8_MULTIPLE
 from torchtitan.job import ResolvedJob
 from torchtitan.job.layout import Layout
 from torchtitan.models.sizes import STACK
-from torchtitan.parallelisms.degrees import expert_pool_size
 from torchtitan.parallelisms.fsdp_messages import may_gather_float8, resharding
 from torchtitan.parallelisms.pipeline.cut import ScheduleTraits, schedule_traits, split_layers, stages_of_rank
 
@@ -145,15 +144,14 @@ class RankLayout:
     @cached_property
     def shards(self) -> int:
         """Ranks over which FSDP spreads parameters that are not experts."""
-        return self.layout.shards * self.cp
+        return self.layout.fsdp_shards
 
     @cached_property
     def fully_sharded(self) -> bool:
         """True if FSDP wraps the model, as `uses_fully_shard` in parallelisms/parallelize.py decides."""
         layout = self.layout
         mixed = self.job.world_size > 1 and self.compute != self.stored_bytes
-        pool = expert_pool_size(layout.shards, self.cp, self.tp)
-        return layout.replicas * self.shards > 1 or mixed or 1 < layout.ep < pool
+        return layout.replicas * self.shards > 1 or mixed or 1 < layout.ep < layout.expert_pool
 
     @property
     def in_pipeline(self) -> bool:

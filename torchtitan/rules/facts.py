@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import Fault, option_at, show
