@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from torchtitan.config.batch_shape import rows_per_sample
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.options import options, show
 from torchtitan.core.plugins import SECTIONS, plugin_entries
+from torchtitan.losses.tasks import rows_per_sample
 
 T = TypeVar("T")
 Kind = Literal["refused", "told", "quiet"]
@@ -151,7 +151,7 @@ def refusable() -> list[str]:
 def kept_job(config: JobConfig, sizes: Mapping[str, Any], samples: int) -> dict[str, Any]:
     """Return the record of a job in a checkpoint, for JSON: options, model sizes, samples per step, rows per sample."""
     parts = {"job": as_dict(config), "sizes": dict(sizes), "samples": samples}
-    return parts | {ROWS_PER_SAMPLE: rows_per_sample(config)}
+    return parts | {ROWS_PER_SAMPLE: rows_per_sample(config.task.kind)}
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any], model_only: bool = False) -> list[Change]:
