@@ -55,7 +55,7 @@ ROOMS: dict[str, set[str]] = {
     "commands": {"adapters", "assembly", "checkpoint", "config", "core", "datasets", "job", "launcher", "losses"}
     | {"lr_schedules", "metrics", "models", "optimizers", "parallelisms", "planner", "process", "rules", "training"},
     "plugins": {"adapters", "checkpoint", "commands", "config", "core", "datasets", "launch", "launcher"}
-    | {"lr_schedules", "models", "parallelisms", "process", "rules"},
+    | {"job", "losses", "lr_schedules", "models", "parallelisms", "process", "rules", "training"},
     "cli": {"commands", "core", "process"},  # imports a command's module when it runs
     "train": {"checkpoint", "cli", "config", "core", "launch", "launcher", "metrics", "process", "training"},
     "__main__": {"cli"},

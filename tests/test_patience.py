@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from torchtitan.commands.evaluate_tasks import TimeLimitExceeded, time_limit, without_time_limit
+from torchtitan.plugins.eval_tasks.evaluate_tasks import TimeLimitExceeded, time_limit, without_time_limit
 
 
 def endless():

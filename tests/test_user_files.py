@@ -21,7 +21,6 @@ from tests.test_layering import FILES, PACKAGE
 from torchtitan.adapters import peft_config
 from torchtitan.checkpoint import layout
 from torchtitan.commands.command_lines import PARSERS
-from torchtitan.commands.task_files import tasks_in
 from torchtitan.config.options import columns, options
 from torchtitan.datasets import sources_pretokenized
 from torchtitan.datasets.labelled import open_labelled_files
@@ -33,6 +32,7 @@ from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.metrics.json_lines import read_records
 from torchtitan.models.hf import load as hf_load
 from torchtitan.models.hf.config import find_config
+from torchtitan.plugins.eval_tasks.task_files import tasks_in
 
 # Options of a job
 

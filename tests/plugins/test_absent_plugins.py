@@ -57,6 +57,7 @@ def test_a_job_is_checked_and_trained_without_plugins(core, tmp_path):
         (("check", *DEBUG_JOB, "--adapter.neurocache.topk=3"), "neurocache"),
         (("import", "train.yml"), "importers"),
         (("import", "--help"), "importers"),
+        (("evaluate", "outputs", "--tasks=tasks"), "eval_tasks"),
     ],
 )
 def test_what_needs_a_plugin_is_told_which(core, arguments, plugin):

@@ -6,7 +6,7 @@ in segments of validation.seq_len (or training.seq_len) tokens. Losses and bytes
 includes, for example only the answers of records. A model with a cache is measured for several cache sizes. --out
 writes the results as JSON. --plot draws the loss by token position, one line per cache size.
 
-With --tasks the model answers lm-eval tasks described in a folder instead (evaluate_tasks.py), in a context of
+With --tasks the model answers lm-eval tasks described in a folder instead (plugins/eval_tasks), in a context of
 training.seq_len tokens. docs/finetuning.md shows such a folder.
 """
 
@@ -23,11 +23,11 @@ import torch
 from torchtitan.adapters import spec_of
 from torchtitan.assembly.data import JobDatasets
 from torchtitan.commands.command_lines import parse_command
-from torchtitan.commands.evaluate_tasks import evaluate_tasks, tasks_table
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.commands.schedule import check_file
 from torchtitan.config.sections.training import Validation
 from torchtitan.core.errors import JobError
+from torchtitan.core.plugins import EVALUATIONS, loaded_plugin
 from torchtitan.datasets.segments import Documents, HeldOutSegments
 from torchtitan.datasets.sources import UnexpectedPair
 from torchtitan.datasets.tokenizer import Tokenizer
@@ -73,14 +73,15 @@ def main(argv: list[str]) -> int:
     options, job_args = parse_command("evaluate", argv)
     if options.tasks and (options.plot or options.cache_sizes):
         raise JobError("--tasks: documents are measured with --plot and --cache-sizes; leave these out")
+    tasks = loaded_plugin(EVALUATIONS, "--tasks") if options.tasks else None
     if options.plot:
         check_format(options.plot)
     for option in ("out", "plot"):
         check_file(option, getattr(options, option))
     job, path = find_checkpoint(Path(options.folder), options.config, job_args, options.best)
-    if options.tasks:
-        results = evaluate_tasks(job, path, Path(options.tasks), options.samples)
-        print(tasks_table(results))
+    if tasks is not None:
+        results = tasks.evaluate_tasks(job, path, Path(options.tasks), options.samples)
+        print(tasks.tasks_table(results))
     else:
         with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
             job = of_documents(job.with_options({"data.cache_dir": job.config.data.cache_dir or folder}))

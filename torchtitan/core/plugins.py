@@ -7,10 +7,13 @@ checkout needs no installation. A plugin without its folder adds nothing, and an
 from functools import cache
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
+
+from torchtitan.core.errors import JobError
 
 FOLDER = Path(__file__).resolve().parents[1] / "plugins"
 ADAPTERS, IMPORTERS, SECTIONS, RULES = (f"torchtitan.{name}" for name in ("adapters", "importers", "sections", "rules"))
-COMMANDS, PARSERS = "torchtitan.commands", "torchtitan.parsers"
+COMMANDS, PARSERS, EVALUATIONS = "torchtitan.commands", "torchtitan.parsers", "torchtitan.evaluations"
 PLUGINS: dict[str, dict[str, str]] = {
     ADAPTERS: {"neurocache": "torchtitan.plugins.neurocache.spec:SPEC"},
     IMPORTERS: {"neurocache": "torchtitan.plugins.neurocache.importer:SOURCE"},
@@ -18,10 +21,12 @@ PLUGINS: dict[str, dict[str, str]] = {
     RULES: {"neurocache": "torchtitan.plugins.neurocache.rules"},
     COMMANDS: {"import": "torchtitan.plugins.importers.command:main"},
     PARSERS: {"import": "torchtitan.plugins.importers.command_line:import_parser"},
+    EVALUATIONS: {"--tasks": "torchtitan.plugins.eval_tasks.evaluate_tasks"},
 }
 """By group and name, "module:attribute", or a module. SECTIONS: dataclasses of options, by their place in the job; in
 them TOLD names those that a resume may change. RULES: modules as those of torchtitan/rules/, and with OF_THE_MODEL,
-rules that judge the model alone. COMMANDS: functions that run one of commands/__init__.py; PARSERS: their parsers."""
+rules that judge the model alone. COMMANDS: functions that run one of commands/__init__.py; PARSERS: their parsers.
+EVALUATIONS: modules that an option of `torchtitan evaluate` runs."""
 
 
 def _folder_of(place: str) -> str:
@@ -52,3 +57,10 @@ def missing_plugin(name: str) -> str:
                 plugin = f"torchtitan/plugins/{_folder_of(place)}"
                 return f"it needs the plugin {plugin}, which this installation lacks: install torchtitan-toml with it"
     return ""
+
+
+def loaded_plugin(group: str, name: str) -> Any:
+    """Return what a plugin adds to a group under this name. Raises JobError if this installation lacks it."""
+    if remedy := missing_plugin(name):
+        raise JobError(f"{name}: {remedy}")
+    return plugin_entries(group)[name].load()

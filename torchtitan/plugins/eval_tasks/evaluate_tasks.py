@@ -23,15 +23,15 @@ import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchtitan.commands.generate import require_causal_decoder, sample
-from torchtitan.commands.task_files import greedy_of, tasks_in, without_effect
 from torchtitan.core.errors import JobError
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.base import decode_stream
 from torchtitan.job import ResolvedJob
-from torchtitan.losses.evaluation import Likelihood, Request, likelihoods, split_into_requests
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.decoding import context_of, incremental_reader
+from torchtitan.plugins.eval_tasks.likelihoods import Likelihood, Request, likelihoods, split_into_requests
+from torchtitan.plugins.eval_tasks.task_files import greedy_of, tasks_in, without_effect
 from torchtitan.process.distributed import device_type
 from torchtitan.training import inference_model
 

@@ -18,16 +18,17 @@ from tests.support.lm_eval_tasks import CHOICE, LINES, ROLLING, WRITTEN, write_t
 from tests.support.remembering import remembering
 from tests.support.tiny_decoders import DEEPSEEK, GPT2, LLAMA, MISTRAL, OPT, QWEN2, QWEN3, QWEN3_MOE
 from torchtitan import cli
-from torchtitan.commands import evaluate_tasks
-from torchtitan.commands.evaluate_tasks import Answers, tasks_table
 from torchtitan.commands.generate import sample
-from torchtitan.commands.task_files import FIGURES, FILTERS, tasks_in
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
-from torchtitan.losses.evaluation import likelihoods, measure_position_losses, split_into_requests, total_loss
+from torchtitan.losses.evaluation import measure_position_losses, total_loss
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import HF, Llama
 from torchtitan.models.spec import MODELS
+from torchtitan.plugins.eval_tasks import evaluate_tasks
+from torchtitan.plugins.eval_tasks.evaluate_tasks import Answers, tasks_table
+from torchtitan.plugins.eval_tasks.likelihoods import likelihoods, split_into_requests
+from torchtitan.plugins.eval_tasks.task_files import FIGURES, FILTERS, tasks_in
 
 ARGS = LlamaArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16, max_seq_len=128)
 BYTES = ByteTokenizer()
@@ -310,7 +311,7 @@ def test_answers_equal_those_of_lm_eval_for_transformers(home, context):
 def test_metrics_equal_those_of_lm_eval(home, tmp_path, capsys):
     from lm_eval.evaluator import evaluate
 
-    from torchtitan.commands.evaluate_tasks import _open_tasks
+    from torchtitan.plugins.eval_tasks.evaluate_tasks import _open_tasks
 
     assert cli.main(command(home, "--out", tmp_path / "found.json")) == 0, capsys.readouterr().err
     results, output = json.loads((tmp_path / "found.json").read_text()), capsys.readouterr().out

@@ -8,8 +8,8 @@ import yaml
 
 from tests.support.jobs import ROOT
 from tests.support.lm_eval_tasks import CHOICE, WRITTEN, write_tasks
-from torchtitan.commands.task_files import MAX_NEW_TOKENS, greedy_of, tasks_in, without_effect
 from torchtitan.core.errors import JobError
+from torchtitan.plugins.eval_tasks.task_files import MAX_NEW_TOKENS, greedy_of, tasks_in, without_effect
 
 
 def test_tasks_are_read_with_the_files_beside_them(tmp_path):

@@ -1,0 +1,1 @@
+"""Answers to lm-eval tasks: `torchtitan evaluate FOLDER --tasks TASKS`."""
