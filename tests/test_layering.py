@@ -20,7 +20,7 @@ ROOMS: dict[str, set[str]] = {
     "process": {"core"},
     "losses": {"core"},
     "parallelisms": {"core", "process"},
-    "config": {"core", "losses", "parallelisms", "process"},
+    "config": {"core", "losses", "process"},
     "models": {"core", "parallelisms", "process"},
     "lr_schedules": {"core"},
     "lr_scheduling": {"lr_schedules"},

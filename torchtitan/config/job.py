@@ -8,8 +8,8 @@ The JSON schema of a job, with which an editor completes and checks TOML (`torch
 """
 
 import json
-from dataclasses import field, fields, is_dataclass, replace
-from typing import Any, Literal
+from dataclasses import field, fields, is_dataclass
+from typing import Any
 
 from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
@@ -20,7 +20,6 @@ from torchtitan.config.sections.model import ActivationCheckpoint, Compile, Mode
 from torchtitan.config.sections.run import Checkpoint, Comm, Debug, EarlyStop, Guard, Job, Memory, Metrics, Profiling
 from torchtitan.config.sections.training import (
     Data,
-    DataSource,
     Dpo,
     LRScheduler,
     Optimizer,
@@ -61,40 +60,6 @@ def trackers_of(options: Metrics) -> dict[str, str]:
     flags |= {"metrics.enable_wandb": "wandb"} if options.enable_wandb else {}
     trackers_by_option = {f"metrics.trackers[{number}]": name for number, name in enumerate(options.trackers)}
     return {place: name for place, name in trackers_by_option.items() if name not in flags.values()} | flags
-
-
-def sources_of(config: JobConfig, section: Literal["training", "validation"]) -> dict[str, DataSource]:
-    """Return the sources of a section by option: its `sources`, or the one of dataset and dataset_path.
-
-    With validation.split these are the training sources.
-    """
-    if section == "validation" and config.validation.split is not None:
-        section = "training"
-    part = config.training if section == "training" else config.validation
-    by_option = {f"{section}.sources[{number}]": source for number, source in enumerate(part.sources)}
-    by_option = by_option or {section: DataSource(dataset=part.dataset, dataset_path=part.dataset_path)}
-    return {place: _as_training(source, config.training) for place, source in by_option.items()}
-
-
-def _as_training(source: DataSource, training: Training) -> DataSource:
-    """Fill in unset options from the training section; fields and template belong to a format."""
-    names = ("text_field",) if source.format else ("text_field", "format", "fields", "template")
-    return replace(source, **{name: getattr(source, name) or getattr(training, name) for name in names})
-
-
-def joins_sources(config: JobConfig) -> bool:
-    """Return True if the training sources are read as one, so that their weights have no effect."""
-    return config.training.epochs is not None or config.training.mixing == "sizes"
-
-
-def describe_sources(config: JobConfig, section: Literal["training", "validation"]) -> str:
-    """Describe the datasets with their paths and, where several are mixed by weight, the share of each."""
-    sources = list(sources_of(config, section).values())
-    total_weight = sum(source.weight for source in sources)
-    names = [s.dataset + (f" ({s.dataset_path})" if s.dataset_path else "") for s in sources]
-    if len(sources) == 1 or (section == "training" and joins_sources(config)):
-        return " + ".join(names)
-    return " + ".join(f"{s.weight / total_weight:.3g} {name}" for s, name in zip(sources, names, strict=True))
 
 
 def as_dict(config: Any) -> dict[str, Any]:
