@@ -48,7 +48,7 @@ PLACES = {  # (module, name): functions that every rank calls, and one that only
     "forward and backward": ("torchtitan.parallelisms.parallel_model", "ParallelModel.forward_backward"),
     "clipping": ("torchtitan.parallelisms.parallel_model", "ParallelModel.clip_gradients"),
     "after the update": ("torchtitan.parallelisms.parallel_model", "ParallelModel.after_step"),
-    "log": ("torchtitan.training.trainer", "Trainer.log"),
+    "log": ("torchtitan.training.step", "TrainingStep.log"),
     "save": ("torchtitan.training.trainer", "Trainer.maybe_save"),
     "write": ("torchtitan.checkpoint.saving", "_write"),
     "commit": ("torchtitan.checkpoint.saving", "_commit"),

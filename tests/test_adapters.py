@@ -61,7 +61,7 @@ def weights_after(argv: list[str]) -> tuple[dict, dict, dict, dict]:
         {n: t.numpy() for n, t in before.items()},
         {n: t.numpy() for n, t in after.items()},
         state,
-        trainer.trainer_state(),
+        trainer.restorer.trainer_state(),
     )
 
 

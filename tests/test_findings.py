@@ -226,9 +226,9 @@ class Scripted(Trainer):
         super().maybe_validate(done)
         self.preparer.agree, self.model.sum_over_ranks = agree, original_whole
 
-    def log(self, *args, **kwargs):
-        super().log(*args, **kwargs)
-        self.stop_requested |= self.step == self.stop_at
+    def train_step(self, batches):
+        super().train_step(batches)
+        self.stops.requested |= self.step == self.stop_at
 
 
 def run_script(argv, script, stop_at=0):

@@ -78,7 +78,7 @@ def train(argv):
     trainer.metrics.close()
     modules = [module.training for part in trainer.model.parts for module in part.modules()]
     state = jobs.state_hash(trainer), torch.get_rng_state().numpy().tobytes(), all(modules)
-    return jobs.logged_steps(trainer.folder), state
+    return jobs.logged_steps(trainer.exports.folder), state
 
 
 def generated_rows(folder):

@@ -146,7 +146,7 @@ class FaultyTrainer(Trainer):
     error_kind, once, has_failed, stops = "", False, False, False
 
     def fetch(self, batches):
-        self.stop_requested |= self.stops and self.step == BAD - 1
+        self.stops.requested |= self.stops and self.step == BAD - 1
         fetched = super().fetch(batches)
         is_bad_rank = self.step == BAD - 1 and self.ranks.rank == self.ranks.world_size - 1
         self.model.fault = is_bad_rank and self.error_kind if not (self.once and self.has_failed) else ""

@@ -37,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "assembly": {"adapters", "checkpoint", "config", "core", "datasets", "guards", "job", "losses"}
     | {"launcher", "lr_scheduling", "metrics", "models", "optimizers", "parallelisms", "process"},
     "training": {"adapters", "assembly", "checkpoint", "config", "core", "datasets", "guards", "job", "launcher"}
-    | {"losses", "lr_scheduling", "metrics", "models", "parallelisms", "process"},
+    | {"losses", "lr_scheduling", "metrics", "models", "optimizers", "parallelisms", "process"},
     "planner": {
         "adapters",
         "assembly",

@@ -148,14 +148,11 @@ def actual_traffic(jobs):
     """Return what this rank sends in a real step of each job, by axis, operation and quantity."""
     traffic = []
     for config in map(manager.load, jobs):
-        dims, device = ResolvedJob(config, 2).layout.dims, torch.device(device_type())
-        model = parts.model(ResolvedJob(config, dims.world_size), dims.build_mesh(device.type), device)
-        batch, passes = (
-            zero_batch(ResolvedJob(config, dims.world_size), model.needs_keys),
-            ResolvedJob(config, dims.world_size).layout.batches_per_step,
-        )
-        rehearsal = Rehearsal(config, model, parts.optimizers(config.optimizer, model), batch, passes, replays=False)
-        traffic.append(dict(rehearsal.step(LiveTensors()).sent))
+        job, device = ResolvedJob(config, 2), torch.device(device_type())
+        model = parts.model(job, job.layout.dims.build_mesh(device.type), device)
+        optimizers, batch = parts.optimizers(config.optimizer, model), zero_batch(job, model.needs_keys)
+        rehearsal = Rehearsal(config, model, optimizers, batch, job.layout.batches_per_step)
+        traffic.append(dict(rehearsal.step(LiveTensors(), replays=False).sent))
     return traffic
 
 

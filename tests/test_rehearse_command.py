@@ -1,5 +1,6 @@
 """`torchtitan rehearse`: a step of small jobs on the fake CUDA, planted faults that it names, and what it refuses."""
 
+import inspect
 import json
 import re
 import shutil
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fake_cuda_mutants import BARRIER, STEP_FAULTS, source_with_fault
 from tests.support.fake_cuda_mutants import __file__ as mutants
 from tests.support.jobs import ROOT
 from torchtitan import cli
@@ -114,6 +116,20 @@ def test_a_host_wait_is_named_with_its_line(run):
 
 
 @needs_fake_cuda
+@pytest.mark.parametrize("part", STEP_FAULTS)
+def test_a_host_wait_and_a_collective_on_one_rank_are_named_in_each_part_of_the_step(run, part):
+    number, lines = source_with_fault(part)
+    (at,) = [number + at for at, line in enumerate(lines) if BARRIER in line]
+    file = inspect.unwrap(STEP_FAULTS[part][0]).__code__.co_filename
+    line = f"{Path(file).relative_to(ROOT / 'torchtitan')}:{at}"
+    code, out, _ = run("--world-size=2", mutant=part)
+    assert code == 1
+    assert re.search(rf"rank 0 issues barrier .* at {line} but rank 1 issues", out)
+    if part != "in_logged_values":
+        assert re.search(rf"rank 1: the host waits \d+ times a step for the device, at {line} \(number\)", out)
+
+
+@needs_fake_cuda
 def test_waits_that_the_job_asks_for_are_no_faults(run):
     """With experts on two ranks, each of the two layers waits for sizes; a guard waits for loss and norm."""
     moe = "--model.name=qwen3_moe", "--model.flavor=debugmodel", "--parallelism.expert_parallel_degree=2"
@@ -127,7 +143,7 @@ def test_waits_that_the_job_asks_for_are_no_faults(run):
 @pytest.mark.parametrize(
     ("mutant", "options", "difference"),
     [
-        ("other_collective", (), r"rank 0 issues none but rank 1 issues all_reduce of 1 float32 at .*:\d+, in the gr"),
+        ("other_collective", (), r"rank 0 issues .* but rank 1 issues all_reduce of 1 float32 at .*:\d+, in the group"),
         (
             "other_order",
             ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"),
@@ -137,7 +153,7 @@ def test_waits_that_the_job_asks_for_are_no_faults(run):
 )
 def test_the_first_message_that_differs_is_named(run, mutant, options, difference):
     code, out, _ = run("--world-size=2", *options, mutant=mutant)
-    assert code == 1 and re.search(difference, out) and "agree" not in out
+    assert code == 1 and re.search(difference, out) and "collectives agree" not in out
 
 
 def test_messages_between_two_ranks_are_compared():

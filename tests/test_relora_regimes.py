@@ -66,7 +66,7 @@ def train_and_record_merges(argv):
         adapter.after_step = record_merges
     trainer.train()
     trainer.metrics.close()
-    rows = logged_steps(trainer.folder)
+    rows = logged_steps(trainer.exports.folder)
     weights = {name: full(p.detach()).numpy() for name, p in trainer.model.named_parameters()}
     return trainer.prefetcher.count, {row["step"]: (row["loss"], row["lr"]) for row in rows}, merges, weights
 

@@ -139,7 +139,7 @@ def straight_resumed_and_back(argv):
     trainer.train()
     trainer.metrics.close()
     assert trainer.went_back
-    results.append((jobs.logged_steps(trainer.folder), jobs.state_hash(trainer)))
+    results.append((jobs.logged_steps(trainer.exports.folder), jobs.state_hash(trainer)))
     return [([(row["step"], row["loss"]) for row in rows], state) for rows, state in results]
 
 

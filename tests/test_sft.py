@@ -127,13 +127,13 @@ def test_a_resume_inside_a_packing_window_on_two_ranks(one_rank, tmp_path):
 def train_and_stop_after(argv: list[str], step: int) -> None:
     """Train, and request a stop at `step` as a signal would: it takes effect in the next step or its validation."""
     trainer = Trainer(manager.load(argv), read_ranks())
-    log = trainer.log
+    log = trainer.training_step.log
 
     def log_and_stop(*args, **kwargs):
         log(*args, **kwargs)
-        trainer.stop_requested |= trainer.step == step
+        trainer.stops.requested |= trainer.step == step
 
-    trainer.log = log_and_stop
+    trainer.training_step.log = log_and_stop
     assert not trainer.train()
     trainer.metrics.close()
 

@@ -14,6 +14,7 @@ from torchtitan.process.heartbeat import Progress
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training import reporting
 from torchtitan.training.reporting import StepProgress
+from torchtitan.training.step import FORWARD_BACKWARD, StepData
 from torchtitan.training.trainer import Trainer
 
 BATCH = {"tokens": torch.zeros(2, 100, dtype=torch.int64)}
@@ -31,9 +32,11 @@ class Run:
     def passes(self):
         """Yield the passes, each after its 20 seconds."""
         self.progress.enter("train", self.step + 1)
-        for _ in self.shown.through([BATCH] * 4):
+        self.shown.start(StepData([BATCH] * 4, 1, 1.0, 2400, 0.0, None))
+        for _ in range(4):
             yield
             self.now += 20
+            self.shown.end(FORWARD_BACKWARD)
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ class InterruptedTrainer(Trainer):
             self.model.clipped = self.model.clip_gradients
             self.model.clip_gradients = lambda max_norm: self.model.clipped(max_norm) * float("nan")
         if self.step == self.config.training.steps - 1 and self.event in STOPS_IN_THE_LAST_STEP:
-            self.stop_requested = self.ranks.rank == self.ranks.world_size - 1
+            self.stops.requested = self.ranks.rank == self.ranks.world_size - 1
         return super().fetch(batches)
 
     def validate(self, stop, phase="validate"):
@@ -62,7 +62,7 @@ class InterruptedTrainer(Trainer):
 
     def maybe_validate(self, done):
         if self.step == BAD_STEP - 1 and self.ranks.rank == 1:
-            self.stop_requested = self.event == "a stop in validation"
+            self.stops.requested = self.event == "a stop in validation"
             if self.event == "validation data":
                 self.validator.held_out.loader = ()
         return super().maybe_validate(done)

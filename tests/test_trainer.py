@@ -16,7 +16,6 @@ from torchtitan.config import manager
 from torchtitan.process import distributed
 from torchtitan.process.exit import NOT_EXPORTED
 from torchtitan.process.ranks import read_ranks
-from torchtitan.training import trainer as trainer_module
 from torchtitan.training.trainer import Trainer
 
 TP = dict(parallelism__tensor_parallel_degree=2)
@@ -171,10 +170,10 @@ def test_interrupt_stops_all_ranks_at_one_step_saved(texts, tmp_path):
 class StopsInForward(Trainer):
     """A trainer that is asked to stop on one rank only, during its fourth step."""
 
-    def log(self, *args, **options):
+    def train_step(self, batches):
+        super().train_step(batches)
         if self.step == 4 and self.ranks.rank == 1:
-            self.stop_requested = True
-        super().log(*args, **options)
+            self.stops.requested = True
 
 
 def train_and_stop(argv):
@@ -288,11 +287,11 @@ def test_bad_job_is_explained_before_anything_starts(tmp_path):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_collectives_fail_soon_where_no_watchdog_sees_a_hang(device, monkeypatch):
     """The launcher's watchdog takes a rank that spins for a GPU in its first step for one that compiles."""
-    monkeypatch.setattr(trainer_module, "likely_device", lambda: device)
+    monkeypatch.setattr(distributed, "likely_device", lambda: device)
 
     def timeouts(launcher):
-        trainer = SimpleNamespace(ranks=SimpleNamespace(launcher=launcher))
-        return [Trainer.collective_timeout(trainer, 100, may_spin=may_spin) for may_spin in (True, False)]
+        ranks = SimpleNamespace(launcher=launcher)
+        return [distributed.collective_timeout(ranks, 100, may_spin=may_spin) for may_spin in (True, False)]
 
     assert timeouts(launcher=None) == [100, 100]  # torchrun
     assert timeouts(launcher="ours") == [130 if device == "cuda" else 3700, 3700]

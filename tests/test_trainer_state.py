@@ -9,8 +9,7 @@ from torchtitan.checkpoint import rng_state
 from torchtitan.config.job import JobConfig
 from torchtitan.job import ResolvedJob
 from torchtitan.metrics.goodput import Goodput
-from torchtitan.training.restore import TrainState
-from torchtitan.training.trainer import Trainer
+from torchtitan.training.restore import Restorer, TrainState
 
 OPTIONS = {
     "expert": "expert_parallel_degree",
@@ -19,21 +18,23 @@ OPTIONS = {
 }
 
 
-def trainer(**degrees):
-    """Create the trainer of rank 1 of four, without a model."""
-    bare_trainer = Trainer.__new__(Trainer)
-    options = {f"parallelism.{OPTIONS[name]}": degree for name, degree in degrees.items()}
-    bare_trainer.job = ResolvedJob(JobConfig(), 4).with_options(options)
-    bare_trainer.config, bare_trainer.dims = bare_trainer.job.config, bare_trainer.job.layout.dims
-    bare_trainer.ranks, bare_trainer.dp_rank = SimpleNamespace(rank=1, world_size=4), 1
-    bare_trainer.state, bare_trainer.restorer = TrainState(step=3, tokens=96), SimpleNamespace(base=None)
+def restorer(**degrees):
+    """Create the restorer of rank 1 of four, without a model."""
     hooks = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
-    bare_trainer.model = SimpleNamespace(hooks=hooks)
     steps = SimpleNamespace(name="guard", state_dict=dict, load_state_dict=lambda state: None)
-    bare_trainer.guards, bare_trainer.goodput = SimpleNamespace(steps=steps), Goodput()
-    bare_trainer.findings = SimpleNamespace(state_dict=lambda step: {}, load_state_dict=lambda step, state: None)
-    bare_trainer.schedulers = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
-    return bare_trainer
+    options = {f"parallelism.{OPTIONS[name]}": degree for name, degree in degrees.items()}
+    job = ResolvedJob(JobConfig(), 4).with_options(options)
+    return Restorer(
+        job,
+        SimpleNamespace(rank=1, world_size=4),
+        SimpleNamespace(hooks=hooks, dims=job.layout.dims),
+        1,
+        TrainState(step=3, tokens=96),
+        hooks,
+        SimpleNamespace(steps=steps),
+        SimpleNamespace(state_dict=lambda step: {}, load_state_dict=lambda step, state: None),
+        Goodput(),
+    )
 
 
 @pytest.fixture
@@ -41,13 +42,12 @@ def saved_state():
     """Return the state of four ranks with expert parallel over two, and the numbers that rank 1 draws next."""
     torch.manual_seed(11)
     ranks = [{"rng": rng_state()} for _ in range(4)]
-    return trainer(expert=2).trainer_state(), ranks, torch.rand(3)
+    return restorer(expert=2).trainer_state(), ranks, torch.rand(3)
 
 
 def numbers_after_restore(state, ranks, **degrees):
     torch.manual_seed(0)
-    new_trainer = trainer(**degrees)
-    new_trainer.load_state(state, ranks)
+    restorer(**degrees).load_state(state, ranks)
     return torch.rand(3)
 
 

@@ -28,7 +28,7 @@ def train_and_report(argv):
     trainer.train()
     trainer.metrics.close()
     weights = {name: full(p.detach()).numpy() for name, p in trainer.model.named_parameters()}
-    return weights, logged_steps(Path(trainer.folder)), began, trainer.trainer_state()
+    return weights, logged_steps(Path(trainer.exports.folder)), began, trainer.restorer.trainer_state()
 
 
 @pytest.fixture(scope="module")

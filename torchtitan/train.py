@@ -117,7 +117,7 @@ def run(config: JobConfig, ranks: Ranks) -> int:
         is_new = requests.add(number)
         if trainer is None:  # nothing to save yet
             raise KeyboardInterrupt
-        trainer.stop_requested = True
+        trainer.stops.requested = True
         if not is_new or ranks.launcher is not None:  # it counts for all ranks, and kills at the third
             return
         if requests.count > 2:
@@ -155,7 +155,7 @@ def end_of(trainer: Any, finished: bool, requests: StopRequests) -> RunEnd:
         if trainer.step == trainer.state.start_step and not reason:
             return RunEnd(0, NOTHING_LEFT)
         return RunEnd(0, EARLY_STOP if reason else "", reason)
-    if trainer.out_of_time and not requests.first:
+    if trainer.stops.out_of_time and not requests.first:
         return RunEnd(OUT_OF_TIME)
     # even if only another rank got the signal, perhaps on another machine: an unfinished run must not look finished
     return RunEnd(128 + (requests.first or signal.SIGTERM))
@@ -163,6 +163,7 @@ def end_of(trainer: Any, finished: bool, requests: StopRequests) -> RunEnd:
 
 def end_of_failure(error: Exception, trainer: Any, ranks: Ranks) -> RunEnd | None:
     """Log a failure, unless that is another rank's task, and return the end of the run; None for a crash."""
+    from torchtitan.metrics.device import describe_memory
     from torchtitan.training import trainer as training
 
     if isinstance(error, training.PeerStopped):
@@ -194,7 +195,12 @@ def end_of_failure(error: Exception, trainer: Any, ranks: Ranks) -> RunEnd | Non
         return RunEnd(CRASHED, reason=str(error))
     kind = failure_kind(error)
     if kind == "memory":
-        logger.error("out of memory: %s\n%s", error, trainer.memory() if trainer else "  in the start of the run")
+        memory = (
+            describe_memory(trainer.model.device, trainer.model.named_parameters(), trainer.optimizers)
+            if trainer
+            else "  in the start of the run"
+        )
+        logger.error("out of memory: %s\n%s", error, memory)
         return RunEnd(OUT_OF_MEMORY, reason=str(error))
     if kind == "peer":  # that rank and the launcher report its end
         logger.error("another rank is gone: %s", str(error).splitlines()[0])

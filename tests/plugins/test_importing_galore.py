@@ -261,7 +261,7 @@ def train_two_steps(argv):
         is_changed[clean_name(name)] = not torch.equal(parameter.detach(), initial[name])
         state = states.get(parameter, {})
         state_shapes[clean_name(name)] = {key: tuple(v.shape) for key, v in state.items() if torch.is_tensor(v)}
-    return [row["loss"] for row in jobs.logged_steps(trainer.folder)], is_changed, state_shapes
+    return [row["loss"] for row in jobs.logged_steps(trainer.exports.folder)], is_changed, state_shapes
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -73,7 +73,7 @@ def losses_and_projection(argv):
     trainer = RecordingTrainer(manager.load(argv), read_ranks())
     trainer.train()
     trainer.metrics.close()
-    return [row["loss"] for row in logged_steps(trainer.folder)], projections[0]
+    return [row["loss"] for row in logged_steps(trainer.exports.folder)], projections[0]
 
 
 def test_pca_initialization_is_the_same_on_any_ranks_and_not_repeated(tmp_path):

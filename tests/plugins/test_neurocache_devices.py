@@ -23,8 +23,8 @@ def test_a_restored_cache_is_on_the_compute_device(compression):
     saved = installed.state_tensors([model])
     assert saved["0.counts"].tolist() == [16, 16]
     job = ResolvedJob(JobConfig()).with_options({"training.local_batch_size": 2})
-    reference = SimpleNamespace(adapter=installed, parts=[model], device=ELSEWHERE)
-    back = Restorer(job, reference)._state_to_restore(
+    reference = SimpleNamespace(adapter=installed, parts=[model], device=ELSEWHERE, dims=job.layout.dims)
+    back = Restorer(job, None, reference, 0, *[None] * 5)._state_to_restore(
         {"degrees": job.layout.dims.all_degrees}, {n: list(t.shape) for n, t in saved.items()}
     )
     assert back.keys() == saved.keys()

@@ -1,13 +1,18 @@
 """Faults that the checks on the fake CUDA have to find, each planted before a step is built."""
 
+import functools
+import inspect
 import os
+import textwrap
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
+from torchtitan.guards import Guards
 from torchtitan.parallelisms import parallel_model
 from torchtitan.parallelisms.pipeline import pipeline_parallel
+from torchtitan.training.step import TrainingStep
 
 
 def wrong_device() -> None:
@@ -76,3 +81,45 @@ def shape_by_values() -> None:
 def ends() -> None:
     """End the process of the rank."""
     os._exit(9)
+
+
+STEP_FAULTS = {
+    "before_forward": (TrainingStep.gradients, "self.observer.start(data)", "self.state.loss"),
+    "in_forward_and_backward": (TrainingStep.gradients, "loss += self.model.forward_backward(", "loss"),
+    "in_clipping": (TrainingStep.gradients, "norm = self.model.clip_gradients(", "norm"),
+    "before_guards": (TrainingStep.reason_to_skip, "step = self.state.step + 1", "norm"),
+    "in_guards": (Guards.reason_to_skip, "self.refuse_changed_shards(step - 1)", "loss"),
+    "in_optimizer": (TrainingStep.run, "self.optimizers.step()", "norm"),
+    "after_update": (TrainingStep.run_hooks, "self.model.after_step(", "self.state.loss"),
+    "in_log": (TrainingStep.log, "tokens = self.state.tokens -", "norm"),
+    "in_logged_values": (TrainingStep.losses, "means[-1] = ", "0"),  # where the host waits anyway
+    "after_log": (TrainingStep.run, "state.position, state.random, state.is_complete = data", "loss"),
+    "after_comparison": (TrainingStep.run, "self.guards.compare(state.step)", "loss"),
+}
+"""Part of the trainer's step -> the function, a line of it, and what is read from the device after that line."""
+
+
+def plant_in_step(part: str) -> None:
+    """Read a number from the device, and wait for all ranks on rank 0 alone, in a line after one of the step."""
+    function, anchor, value = STEP_FAULTS[part]
+    number, lines = source_with_fault(part)
+    function = inspect.unwrap(function)
+    source = "\n" * (number - 1) + textwrap.dedent("".join(lines))
+    namespace = dict(function.__globals__)
+    exec(compile(source, function.__code__.co_filename, "exec"), namespace)
+    owner = namespace[function.__qualname__.partition(".")[0]]
+    setattr(owner, function.__name__, namespace[function.__name__])
+
+
+def source_with_fault(part: str) -> tuple[int, list[str]]:
+    """Return the number of the first line of the function, and its lines with the fault."""
+    function, anchor, value = STEP_FAULTS[part]
+    lines, number = inspect.getsourcelines(inspect.unwrap(function))
+    ((at, line),) = [(at, line) for at, line in enumerate(lines) if anchor in line]
+    indent = " " * (len(line) - len(line.lstrip()))
+    lines.insert(at + 1, f"{indent}print(float({value})); {BARRIER}\n")
+    return number, lines
+
+
+BARRIER = "torch.distributed.get_rank() or torch.distributed.barrier()"
+globals().update({part: functools.partial(plant_in_step, part) for part in STEP_FAULTS})

@@ -28,7 +28,6 @@ torchtitan rehearse: no job is given; give a file, a name of `torchtitan list jo
 EXPECTED = {
     "parallelisms/expert_parallel.py": "sizes of the exchange between experts",
     "parallelisms/pipeline/overlap/exchange.py": "sizes of the exchange between experts",
-    "guards/__init__.py": "loss and norm, for the guard that the job asks for",
 }
 """File -> purpose of its host waits, which options of the job require."""
 QUESTION, PREPARATION = "torchtitan.planner.fake_cuda.rehearse:rehearse", ""
@@ -123,8 +122,8 @@ def verdict(records: dict[int, Rank]) -> tuple[list[str], list[str]]:
     elif not differences:
         notes.append("collectives are not compared, as no two of these ranks are in one group")
     waits = [(rank, *wait) for rank, record in complete.items() for wait in record["waits"]]
-    for rank, kind, line, number in waits:
-        purpose = EXPECTED.get(line.partition(":")[0])
+    for rank, kind, line, number, reason in waits:
+        purpose = reason or EXPECTED.get(line.partition(":")[0])
         text = f"rank {rank}: the host waits {number} times a step for the device, at {line or 'a line of torch'}"
         (notes if purpose else faults).append(f"{text} ({purpose or kind})")
     if not waits and complete:
@@ -194,6 +193,7 @@ def header(config: JobConfig, dims: ParallelDims, records: dict[int, Rank]) -> l
     lines = [
         f"{name} on {dims.world_size} rank{'s' * (dims.world_size > 1)}, {degrees}, as on an H100 with 80 GB",
         f"rehearsed: {'rank' if len(records) == 1 else 'ranks'} {', '.join(map(str, records))}; nothing is compiled",
+        f"not rehearsed: {', '.join(not_rehearsed(config, records))}",
     ]
     layers = next((record["layers"] for record in records.values() if "layers" in record), [0, 0])
     if layers[0] < layers[1]:
@@ -202,6 +202,15 @@ def header(config: JobConfig, dims: ParallelDims, records: dict[int, Rank]) -> l
             "kernels, messages and memory are of fewer layers; `torchtitan estimate` predicts the memory of all"
         )
     return lines
+
+
+def not_rehearsed(config: JobConfig, records: dict[int, Rank]) -> list[str]:
+    """Return what a step of the job has besides the rehearsed parts."""
+    names = ["agreement on the data and time limit, which come before the step"]
+    names += ["histograms"] if config.metrics.histogram_freq else []
+    names += ["comparison of replicas"] if config.guard.replica_check_interval else []
+    reasons = {record["not_rehearsed"] for record in records.values() if record.get("not_rehearsed")}
+    return [*names, *(f"a logged step, which needs values ({reason})" for reason in sorted(reasons))]
 
 
 def tables(records: dict[int, Rank]) -> list[str]:
@@ -229,7 +238,7 @@ def table(record: Rank) -> list[str]:
         lines.append(f"  kernels    {title}{a_weight}")
     lines += [f"  sends      {line}" for line in sent_lines(record)]
     lines += [f"  types      {title}: {types_text(sizes)}" for title, sizes in record["types"].items()]
-    waits = sum(number for *_, number in record["waits"])
+    waits = sum(number for _, _, number, _ in record["waits"])
     return [*lines, f"  waits      {waits} of the host for the device"]
 
 

@@ -15,6 +15,7 @@ from torchtitan.guards.checksums import MAX_NAMES_IN_ERRORS, Replicas, ReplicasD
 from torchtitan.guards.steps import WITHOUT_LABELS, BadStep, NonFiniteError, NothingToLearn, RollBack, StepGuard
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed
+from torchtitan.process.host import host
 
 __all__ = [
     "BadStep",
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 MOST_EMPTY_STEPS = 10
 """Steps in a row without a token to learn after which a run stops. Data that have any would hardly have so few."""
+JUDGED = "loss and norm, for the guard that the job asks for"
+"""Why the host reads from the device in a judged step."""
 
 
 class Guards:
@@ -88,7 +91,8 @@ class Guards:
             return ""
         # the norm is global, but a faulty machine may compute another value, and all ranks must reach the same verdict
         dims = self.model.dims
-        total_loss, norm_sum = distributed.sum_floats(float(loss) / dims.tp, 0.0 if norm is None else float(norm))
+        local_loss, local_norm = host.value(loss, JUDGED), 0.0 if norm is None else host.value(norm, JUDGED)
+        total_loss, norm_sum = distributed.sum_floats(local_loss / dims.tp, local_norm)
         mean_norm = None if norm is None else norm_sum / dims.world_size
         finite = math.isfinite(total_loss) and math.isfinite(norm_sum)
         if not finite:  # with damaged weights every further step is bad too, so skipping this one would not help

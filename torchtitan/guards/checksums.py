@@ -22,10 +22,13 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.core.initialization import clean_name, local_part
 from torchtitan.process import distributed
+from torchtitan.process.host import host
 
 TensorPart = tuple[str, tuple[int, ...], tuple[int, ...]]
 """A tensor's name in the whole model, the offset of this rank's part in it, and that part's shape."""
 MAX_NAMES_IN_ERRORS = 3
+COMPARED = "checksums, for the guard that the job asks for"
+"""Why the host reads from the device in a step that compares."""
 
 
 class ReplicasDiffer(RuntimeError):
@@ -116,7 +119,8 @@ def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     on_host = torch.zeros(len(on_device), dtype=torch.int64)
     for device in {value.device for value in on_device}:
         places = [index for index, value in enumerate(on_device) if value.device == device]
-        on_host[places] = torch.stack([on_device[index] for index in places]).cpu()
+        with host.reading(COMPARED):
+            on_host[places] = torch.stack([on_device[index] for index in places]).cpu()
     return on_host
 
 
@@ -204,8 +208,9 @@ class ShardSums:
             return ["the list of the optimizer's tensors"]
         start, changes = 0, []
         for device, values in sums.items():
-            different = (values != self._sums[device]).nonzero().flatten().tolist()
-            changes += [names[start + index] for index in different]
+            with host.reading(COMPARED):
+                are_equal = (values == self._sums[device]).tolist()
+            changes += [name for name, is_equal in zip(names[start:], are_equal, strict=False) if not is_equal]
             start += len(values)
         return changes
 

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.checkpoint.folders import MEASURED, Metric
@@ -123,6 +124,24 @@ class TimeLimit:
         # the first turn is the only estimate until the second ends, and is then ignored: compilation does not recur
         longest_turn = self._step_seconds[-1] if self._step_seconds else 0.0
         return now + 2 * (longest_turn + save_seconds) + self.reserve >= self.end
+
+
+@dataclass
+class Stops:
+    """Requests to stop a run before it is done. `limit`: of its time."""
+
+    limit: TimeLimit
+    requested: bool = False
+    """On this rank; signal handlers set it at any time."""
+    agreed: bool = False
+    """By all ranks."""
+    out_of_time: bool = False
+
+    def check_time(self, save_seconds: float) -> None:
+        """Request a stop if the time ends. Only rank 0 calls it, before every step, see `TimeLimit.is_near`."""
+        if not self.out_of_time and self.limit.is_near(save_seconds):
+            logger.info("stopping after this step, before the time limit (job.time_limit or SLURM's) is reached")
+            self.requested = self.out_of_time = True
 
 
 def shortest(*limits: float | None) -> float | None:

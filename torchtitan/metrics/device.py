@@ -3,7 +3,7 @@
 import logging
 import resource
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -74,12 +74,15 @@ def read_memory(device: torch.device) -> tuple[float, dict[str, float]]:
 
 
 def describe_memory(
-    device: torch.device, parameters: Sequence[torch.nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]
+    device: torch.device,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    optimizers: Iterable[torch.optim.Optimizer],
 ) -> str:
     """Describe this rank's memory after it ran out: sizes of all shards by kind, and the allocator's summary."""
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    parameters = [parameter for _, parameter in named_parameters]
     owned: dict[str, list[torch.Tensor]] = {
-        "parameters": list(parameters),
+        "parameters": [*parameters],
         "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
         "optimizer": [value for state in states for value in state.values() if isinstance(value, torch.Tensor)],
     }

@@ -24,8 +24,11 @@ from torchtitan.metrics.device import find_peak, read_memory
 from torchtitan.metrics.json_lines import METRICS, JsonLines, Record
 from torchtitan.metrics.trackers.interface import Histogram, TrackerThread
 from torchtitan.process import distributed
+from torchtitan.process.host import host
 
 logger = logging.getLogger(__name__)
+LOGGED = "values of a logged step"
+"""Why the host reads from the device in a logged step."""
 LONGEST = 700.0
 """Largest loss in the perplexity: math.exp overflows above 709."""
 
@@ -127,7 +130,7 @@ class MetricsLogger:
         self,
         step: int,
         *,
-        loss: torch.Tensor | None,
+        loss: torch.Tensor | float | None,
         grad_norm: torch.Tensor | None,
         lr: float,
         tokens: int,
@@ -148,9 +151,10 @@ class MetricsLogger:
         if loss is None or not self.due(step):
             return
         # Reading these waits for the device, so the clock is read after them.
-        mean = float(loss)
-        values = {"loss": mean, "grad_norm": None if grad_norm is None else float(grad_norm)}
-        extra_values = {name: float(value) for name, value in (extra or {}).items()}
+        with host.reading(LOGGED):
+            mean = float(loss)
+            values = {"loss": mean, "grad_norm": None if grad_norm is None else float(grad_norm)}
+            extra_values = {name: float(value) for name, value in (extra or {}).items()}
         now = self._clock()
         memory, memory_tags = read_memory(self.device)
         record = {"step": step, **values, "lr": lr, **self._rates(window, now), "memory_gib": memory}
@@ -308,11 +312,12 @@ def histograms_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, H
     Tensors may have any shape. All ranks call it, because sharded tensors are gathered. Packed weights have none.
     """
     histograms = {}
-    for name, parameter in parameters:
-        if parameter.is_floating_point():
-            histograms[f"weights/{name}"] = histogram(parameter.detach())
-            if parameter.grad is not None:
-                histograms[f"gradients/{name}"] = histogram(parameter.grad)
+    with host.reading("histograms"):
+        for name, parameter in parameters:
+            if parameter.is_floating_point():
+                histograms[f"weights/{name}"] = histogram(parameter.detach())
+                if parameter.grad is not None:
+                    histograms[f"gradients/{name}"] = histogram(parameter.grad)
     return histograms
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from torchtitan.metrics.logger import MetricsLogger
 from torchtitan.process import distributed
+from torchtitan.process.host import host
 
 logger = logging.getLogger(__name__)
 MARGIN = 1.1
@@ -135,6 +136,7 @@ class Stragglers:
         if self._timer is not None:
             self._timer.begin_step(data_seconds)
 
+    @host.computes
     def compare(self, step: int, metrics: MetricsLogger) -> dict[str, float]:
         """Compare the times of all ranks since the last call, and report if other ranks are slow than before.
 

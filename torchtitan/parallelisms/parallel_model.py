@@ -45,6 +45,7 @@ from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.parallelisms.sequence_layout import default_positions
 from torchtitan.parallelisms.steps import require_steps
 from torchtitan.process import distributed
+from torchtitan.process.host import host
 
 
 class StepHook(Protocol):
@@ -324,13 +325,14 @@ class ParallelModel:
         with self.autocast:
             return self.parts[0](tokens=tokens, positions=default_positions(tokens), last=last)
 
+    @host.computes
     def sum_over_ranks(self, shares: torch.Tensor) -> torch.Tensor:
         """Sum losses of any shape over all ranks. Those of a tp group are equal and count once.
 
         The sum runs on the CPU with gloo: the caller needs the values there, and NCCL would create a communicator of
         all ranks only for this.
         """
-        shares = shares.cpu()
+        shares = host.copy(shares)
         if self.dims.world_size > 1:
             torch.distributed.all_reduce(shares)
         return shares / self.dims.tp

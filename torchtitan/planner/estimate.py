@@ -28,7 +28,7 @@ from torchtitan.planner.pipeline_replay import RUNNING
 from torchtitan.planner.rehearsal import (
     FROZEN,
     GRADIENTS,
-    OPTIMIZER,
+    OPTIMIZER_STATE,
     PARAMETERS,
     REFERENCE,
     Moments,
@@ -46,7 +46,7 @@ TOGETHER = 200
 """Minimum layers x batches for rehearsals in separate processes. Starting a process takes less time than these."""
 FIRST = 3
 """Minimum number of layers to rehearse without a pipeline: the first, the last and inner layers gather differently."""
-ON_THE_HOST = (PARAMETERS, FROZEN, GRADIENTS, OPTIMIZER, REFERENCE)
+ON_THE_HOST = (PARAMETERS, FROZEN, GRADIENTS, OPTIMIZER_STATE, REFERENCE)
 """Kinds of memory that are on the host with enable_cpu_offload."""
 
 

@@ -6,8 +6,7 @@ are not replayed: they defer weight gradients from one action to another, so tha
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from torchtitan.parallelisms.pipeline.runtime import TableSchedule
@@ -44,31 +43,48 @@ def running_microbatches(actions: list[Any]) -> set[int | None]:
     return running
 
 
-class WatchedActions(list):
-    """The actions of a rank that run. The runtime's loop over them records each one's effect on `live`."""
+class FewMicrobatches:
+    """Runs some microbatches of a pipeline's passes, and counts all in `live.peak` and `traffic` at their ends.
 
-    def __init__(self, actions: list[Any], live: LiveTensors, traffic: Traffic) -> None:
-        running = running_microbatches(actions)
-        super().__init__(action for action in actions if action.microbatch_index in running)
-        self.actions, self.live, self.traffic = actions, live, traffic
+    It observes the actions of `schedule`.
+    """
+
+    def __init__(self, schedule: TableSchedule, live: LiveTensors, traffic: Traffic) -> None:
+        self.schedule, self.live, self.traffic = schedule, live, traffic
+        self.actions = schedule.pipeline_order_with_comms[schedule.rank]
         self.start: Bytes = Counter()
         self.records: dict[tuple[Hashable, int | None], Record] = {}
 
-    def __iter__(self) -> Iterator[Any]:
+    def begin_pass(self) -> None:
+        running, schedule = running_microbatches(self.actions), self.schedule
+        few = [action for action in self.actions if action.microbatch_index in running]
+        schedule.pipeline_order_with_comms[schedule.rank] = few
+        schedule.observer = self
+        self.records.clear()
+
+    def begin(self, action: Any) -> None:
+        self.before, self.sent_before = self.live.now.copy(), len(self.traffic.exchanges)
+        if not self.records:
+            self.start = self.before
+        self.live.forget_peak()
+
+    def end(self, action: Any) -> None:
         live, exchanges = self.live, self.traffic.exchanges
-        self.start = live.now.copy()
-        for action in super().__iter__():
-            before, sent_before = live.now.copy(), len(exchanges)
-            live.forget_peak()
-            yield action
-            added, peak = live.now.copy(), live.peak.copy()
-            for sizes in (added, peak):
-                sizes.subtract(before)
-            self.records[kind_of(action), action.microbatch_index] = Record(added, peak, exchanges[sent_before:])
-            del exchanges[sent_before:]
+        added, peak = live.now.copy(), live.peak.copy()
+        for sizes in (added, peak):
+            sizes.subtract(self.before)
+        self.records[kind_of(action), action.microbatch_index] = Record(added, peak, exchanges[self.sent_before :])
+        del exchanges[self.sent_before :]
         live.forget_peak()
 
-    def replay(self) -> Bytes:
+    def end_pass(self) -> None:
+        self.schedule.pipeline_order_with_comms[self.schedule.rank] = self.actions
+        self.schedule.observer = None
+        peak = self._replay()
+        if peak.total() > self.live.most:
+            self.live.most, self.live.peak = peak.total(), peak
+
+    def _replay(self) -> Bytes:
         """Return the peak of all actions by kind, and count the messages of all."""
         last = {kind: record for (kind, _), record in self.records.items()}
         now, peak = self.start.copy(), self.start.copy()
@@ -81,18 +97,3 @@ class WatchedActions(list):
             now.update(record.added)
             self.traffic.exchanges += record.messages
         return peak
-
-
-@contextmanager
-def few_microbatches(schedule: TableSchedule, live: LiveTensors, traffic: Traffic) -> Iterator[None]:
-    """Run only some microbatches inside the block. At its end `live.peak` and `traffic` count all."""
-    order = schedule.pipeline_order_with_comms
-    actions = order[schedule.rank]
-    watched = order[schedule.rank] = WatchedActions(actions, live, traffic)
-    try:
-        yield
-    finally:
-        order[schedule.rank] = actions
-    peak = watched.replay()
-    if peak.total() > live.most:
-        live.most, live.peak = peak.total(), peak

@@ -17,20 +17,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.adapters import spec_of
-from torchtitan.assembly import parts
+from torchtitan.assembly import observers, parts
 from torchtitan.config.job import JobConfig
+from torchtitan.core.cadence import NO_LIMIT
 from torchtitan.core.errors import JobError
 from torchtitan.job import ResolvedJob
 from torchtitan.models.attention import AttentionKernel
@@ -40,14 +42,26 @@ from torchtitan.parallelisms.context_parallel import ContextParallelAttention
 from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
 from torchtitan.parallelisms.sequence_layout import Tokens
 from torchtitan.planner.live_tensors import ACTIVATIONS, BACKWARD, Bytes, FakeValues, LiveTensors
-from torchtitan.planner.pipeline_replay import few_microbatches
+from torchtitan.planner.pipeline_replay import FewMicrobatches
 from torchtitan.planner.traffic import Group, Traffic, axes_of
 from torchtitan.process.exit import die_with_parent
+from torchtitan.process.host import host
 from torchtitan.process.machine import shared_memory_obstacle
+from torchtitan.process.ranks import Ranks
 from torchtitan.training.batches import zero_batch
+from torchtitan.training.restore import TrainState
+from torchtitan.training.step import (
+    AFTER_UPDATE,
+    CLIPPING,
+    FORWARD_BACKWARD,
+    OPTIMIZER,
+    StepData,
+    StepObserver,
+    training_step,
+)
 
 PARAMETERS, FROZEN, BUFFERS = "parameters", "frozen parameters", "buffers and caches"
-GRADIENTS, OPTIMIZER, LOSS = "gradients", "optimizer state", "logits and loss"
+GRADIENTS, OPTIMIZER_STATE, LOSS = "gradients", "optimizer state", "logits and loss"
 REFERENCE = "parameters of the reference"
 Moments = dict[str, Bytes]
 """Part of a step -> bytes by kind at the peak of their sum."""
@@ -59,6 +73,14 @@ WITHOUT_VALUES = FakeTensorMode(allow_non_fake_inputs=True)
 """The fake mode that all rehearsals in a process share, because a cached tensor without values belongs to the mode
 in which it was created. The process must not train afterwards.
 """
+
+
+def answer(tensor: torch.Tensor) -> torch.Tensor:
+    """Return zeros in host memory for a tensor of any shape without values, a copy of another one."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if isinstance(tensor, FakeTensor) else tensor.cpu()
+
+
+host.computing, host.copy = unset_fake_temporarily, answer  # no effect outside of a fake mode
 
 
 class Flash(AttentionKernel):
@@ -112,12 +134,12 @@ def rehearse(config: JobConfig, rank: int, world_size: int, device: str) -> Rehe
         model = parts.model(job, job.layout.dims.build_mesh("cpu"), cpu, options=options, **without_values)
         optimizers = parts.optimizers(config.optimizer, model)
         batch = zero_batch(job, model.needs_keys)
-        return rehearse_built(config, model, optimizers, batch, device, LiveTensors())
+        return rehearse_built(config, model, optimizers, batch, device, LiveTensors())[1]
 
 
 def rehearse_built(
     config: JobConfig, model: ParallelModel, optimizers: Optimizers, batch: Batch, device: str, live: LiveTensors
-) -> Rehearsed:
+) -> "tuple[Rehearsal, Rehearsed]":
     """Rehearse a step of a job with its model and optimizers; `batch` has tensors [B, S] or [B].
 
     `live` counts the memory. If forward and backward retain memory, the result is of a second step.
@@ -136,76 +158,68 @@ def rehearse_built(
             rehearsal.step(live)
             _name_retained_memory(live, optimizers)
         result = rehearsal.step(live)
-        return dataclasses.replace(result, moments=result.moments | reference_moments)
+        return rehearsal, dataclasses.replace(result, moments=result.moments | reference_moments)
 
 
-@dataclasses.dataclass
 class Rehearsal:
-    """A model without values on one rank, and its steps. `passes`: forward and backward passes of a step."""
+    """The trainer's step of a job with a model without values on one rank. `batch`: of each forward and backward.
 
-    config: JobConfig
-    model: ParallelModel
-    optimizers: Optimizers
-    batch: Batch
-    passes: int
-    replays: bool = True
-    """Run only some microbatches of a pipeline and count them for all (pipeline_replay.py), which real ranks cannot."""
+    `passes`: forward and backward passes of a step. Two of them run, as a third is like the second.
+    """
 
-    def __post_init__(self) -> None:
-        # before any step, because meshes compute with tensors that have values
-        self.groups = self._groups()
+    def __init__(
+        self, config: JobConfig, model: ParallelModel, optimizers: Optimizers, batch: Batch, passes: int
+    ) -> None:
+        self.model, self.optimizers, self.passes = model, optimizers, passes
+        self.groups = self._groups()  # before any step, because meshes compute with tensors that have values
+        ranks = Ranks(rank=1, world_size=model.dims.world_size)  # the first one would write metrics.jsonl
+        config = dataclasses.replace(
+            config,
+            metrics=dataclasses.replace(config.metrics, log_freq=NO_LIMIT, histogram_freq=0, save_for_all_ranks=False),
+            training=dataclasses.replace(config.training, steps=NO_LIMIT),
+            guard=dataclasses.replace(config.guard, replica_check_interval=0),
+        )
+        job = ResolvedJob(config, model.dims.world_size, model.device.type)
+        self.training_step = training_step(
+            job,
+            ranks,
+            model,
+            optimizers,
+            parts.lr_schedulers(job, optimizers, 0),
+            observers.guards(config.guard, Path(config.job.dump_folder), model, optimizers),
+            observers.metrics(job, model.device, ranks, None, 0, model.adapter),
+            TrainState(step=1, start_step=1),
+        )
+        few = [batch] * min(2, passes)
+        self.data = StepData(few, ANY_COUNT, valid_share=1.0, tokens=ANY_COUNT, seconds=0.0, position=None)
 
-    def step(self, live: LiveTensors) -> Rehearsed:
-        """Run a step as the trainer does, and return its memory and messages.
+    def times(self, number: int) -> int:
+        """Return the number of passes that the pass `number`, counted from 0, stands for."""
+        return self.passes - 1 if number < len(self.data.microbatches) - 1 else 1
+
+    def run(self, observer: StepObserver, logged: bool = False) -> None:
+        """Run a step."""
+        metrics = self.training_step.metrics
+        metrics.options = dataclasses.replace(metrics.options, log_freq=1 if logged else NO_LIMIT)
+        self.training_step.observer = observer
+        self.training_step.run(self.data)
+
+    def step(self, live: LiveTensors, replays: bool = True) -> Rehearsed:
+        """Run a step and return its memory and messages. `replays`: run only some microbatches of a pipeline and count
+        them for all (pipeline_replay.py), which real ranks cannot.
 
         Memory that the step leaves allocated, such as the optimizer state of a first step, counts in all its parts, as
         later steps have it from their start.
         """
-        start, moments = live.now.copy(), {}
-        sent: Sent = Counter()
-        steps_in_backward = self.config.optimizer.early_step_in_backward
-        live.forget_peak()
-        for remaining in reversed(range(min(2, self.passes))):  # a third pass is like the second
-            with Traffic() as traffic, self._shortened(live, traffic):
-                self.model.forward_backward(self.batch, ANY_COUNT, is_last=not remaining)
-            self._add(sent, traffic, times=self.passes - 1 if remaining else 1)
-        moments["forward and backward"] = live.peak
+        start = live.now.copy()
         with Traffic() as traffic:
-            live.forget_peak()
-            if not steps_in_backward:
-                self.model.clip_gradients(1.0)
-                moments["clipping"] = live.peak
-            live.forget_peak()
-            with live.of(OPTIMIZER):
-                self.optimizers.step()
-            optimizer_peak = live.peak
-            self.model.after_step(1, self.optimizers.optimizers)
-            self.optimizers.zero_grad()
-        self._add(sent, traffic)
-        for peak in moments.values():
-            peak.update({kind: size - start[kind] for kind, size in live.now.items()})
+            measurement = _Measurement(self, live, traffic, replays)
+            self.run(measurement)
+        moments, sent = measurement.moments, measurement.sent
+        for part in moments.keys() - {OPTIMIZER}:
+            moments[part].update({kind: size - start[kind] for kind, size in live.now.items()})
         names = {axis for axis, _, _ in sent}
-        groups = {axis: ranks for axis, ranks in self.groups.items() if axis in names}
-        return Rehearsed(moments | {"optimizer": optimizer_peak}, sent, groups)
-
-    def _shortened(self, live: LiveTensors, traffic: Traffic) -> AbstractContextManager:
-        """Return a context in which a pipeline runs only some of its microbatches, if all are to be counted."""
-        pipeline = self.model.pipeline
-        if pipeline is None or pipeline.segments is not None or not self.replays:
-            return nullcontext()
-        return few_microbatches(
-            pipeline.schedule_of(self.batch["tokens"].shape[1] // self.model.dims.cp), live, traffic
-        )
-
-    def _add(self, sent: Sent, traffic: Traffic, times: int = 1) -> None:
-        """Add the messages of `traffic` to `sent`, `times` times."""
-        axes = self.groups
-        for (kind, axis), (calls, size) in traffic.totals(axes).items():
-            if "ep" in axes and kind == "all_to_all" and axes[axis] == axes["ep"]:
-                axis = "ep"  # has the same ranks as another axis, perhaps all ranks
-            if kind != "receive":  # counted where it is sent
-                sent[axis, kind, "calls"] += times * calls
-                sent[axis, kind, "bytes"] += times * size  # type: ignore[assignment]
+        return Rehearsed(moments, sent, {axis: ranks for axis, ranks in self.groups.items() if axis in names})
 
     def _groups(self) -> dict[str, Group]:
         """Return axis -> this rank's group. For axes with the same ranks, `Traffic` uses the last name."""
@@ -221,6 +235,55 @@ class Rehearsal:
             axes["inner shards"] = tuple(ranks[first : first + size])
             axes["outer shards"] = tuple(ranks[ranks.index(dist.get_rank()) % size :: size])
         return axes
+
+
+class _Measurement(StepObserver):
+    """Measures the memory and the messages of the parts of a step. Numbers for the host, which guards and log sum over
+    gloo, are not counted.
+    """
+
+    def __init__(self, rehearsal: Rehearsal, live: LiveTensors, traffic: Traffic, replays: bool) -> None:
+        self.rehearsal, self.live, self.traffic = rehearsal, live, traffic
+        self.moments: Moments = {}
+        self.sent: Sent = Counter()
+        self.passes = 0
+        pipeline, self.few = rehearsal.model.pipeline, None
+        if replays and pipeline is not None and pipeline.segments is None:
+            length = rehearsal.data.microbatches[0]["tokens"].shape[1] // rehearsal.model.dims.cp
+            self.few = FewMicrobatches(pipeline.schedule_of(length), live, traffic)
+        live.forget_peak()
+
+    def begin(self, part: str) -> None:
+        self.traffic.exchanges.clear()
+        if part == FORWARD_BACKWARD:
+            if self.few is not None:
+                self.few.begin_pass()
+        else:
+            self.live.forget_peak()
+        if part == OPTIMIZER:
+            self.live.begin(OPTIMIZER_STATE)
+
+    def end(self, part: str) -> None:
+        if part == FORWARD_BACKWARD:
+            if self.few is not None:
+                self.few.end_pass()
+            self._count_messages(self.rehearsal.times(self.passes))
+            self.passes += 1
+        elif part in (CLIPPING, OPTIMIZER, AFTER_UPDATE):
+            self._count_messages()
+        if part == OPTIMIZER:
+            self.live.end()
+        if part in (FORWARD_BACKWARD, CLIPPING, OPTIMIZER):
+            self.moments[part] = self.live.peak
+
+    def _count_messages(self, times: int = 1) -> None:
+        axes = self.rehearsal.groups
+        for (kind, axis), (calls, size) in self.traffic.totals(axes).items():
+            if "ep" in axes and kind == "all_to_all" and axes[axis] == axes["ep"]:
+                axis = "ep"  # has the same ranks as another axis, perhaps all ranks
+            if kind != "receive":  # counted where it is sent
+                self.sent[axis, kind, "calls"] += times * calls
+                self.sent[axis, kind, "bytes"] += times * size  # type: ignore[assignment]
 
 
 def _reference(config: JobConfig, model: ParallelModel, device: str) -> ParallelModel | None:
@@ -258,7 +321,7 @@ def _name_retained_memory(live: LiveTensors, optimizers: Optimizers) -> None:
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for tensor in filter(torch.is_tensor, state.values()):
-                live.add(tensor, OPTIMIZER)
+                live.add(tensor, OPTIMIZER_STATE)
     live.rename({ACTIVATIONS, BACKWARD}, BUFFERS)
 
 

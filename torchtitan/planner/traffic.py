@@ -23,6 +23,7 @@ KINDS = {
     "_c10d_functional::all_reduce": ("all_reduce", 0),
     "_c10d_functional::all_reduce_": ("all_reduce", 0),
     "_c10d_functional::all_to_all_single": ("all_to_all", 0),
+    "c10d::allgather_": ("all_gather", 1),
     "c10d::_allgather_base_": ("all_gather", 1),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
     "c10d::allreduce_": ("all_reduce", 0),
@@ -30,8 +31,9 @@ KINDS = {
     "c10d::broadcast_": ("broadcast", 0),
     "c10d::send": ("send", 0),
     "c10d::recv_": ("receive", 0),
+    "c10d::barrier": ("barrier", 0),
 }
-SILENT = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "c10d::barrier")
+SILENT = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
 Group = tuple[int, ...]
 """Global ranks of a process group."""
 

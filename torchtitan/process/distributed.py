@@ -19,12 +19,20 @@ from torch.distributed import distributed_c10d
 
 from torchtitan.core.errors import JobError
 from torchtitan.process import machine
+from torchtitan.process.host import host
 from torchtitan.process.machine import describe_limit, limit_as_share
 from torchtitan.process.network import LOOPBACK, require_interfaces
-from torchtitan.process.ranks import Launcher, Ranks, set_default
+from torchtitan.process.ranks import Launcher, Ranks, likely_device, set_default
 
 RENDEZVOUS_SHARE = 0.8
 """Fraction of the start's timeout for which a rank waits for the first of several machines."""
+
+WATCHDOG_SECONDS, SPINNING_SECONDS = 3600, 30
+"""Under our launcher, collectives fail this long after its watchdog would end the run. The watchdog knows of the time
+in which launcher and ranks were stopped (`docker pause`), collectives do not: they would fail on waking up. The second
+value is for start, first step and export on GPUs. A rank that waits for others spins there, which looks like one that
+compiles, so the watchdog does not notice a hang.
+"""
 
 
 def device_type() -> str:
@@ -127,6 +135,13 @@ def set_up_libraries(trace_buf_size: int, folder: Path | None = None) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
+def collective_timeout(ranks: Ranks, seconds: int, may_spin: bool = False) -> int:
+    """Return the timeout of collectives where a rank without progress for `seconds` counts as hung."""
+    if ranks.launcher is None:
+        return seconds
+    return seconds + (SPINNING_SECONDS if may_spin and likely_device() == "cuda" else WATCHDOG_SECONDS)
+
+
 def set_timeout(timeout_seconds: int) -> None:
     """Change the timeout of all process groups except the checkpointer's, as a save may take longer than any step.
 
@@ -172,6 +187,7 @@ def set_deterministic(warn_only: bool) -> None:
     torch.backends.cudnn.benchmark = False
 
 
+@host.computes
 def sum_floats(*values: float) -> list[float]:
     """Return the sums of host numbers over all ranks, in float64 over gloo. All ranks get the same bits."""
     if dist.get_world_size() == 1:
@@ -191,6 +207,7 @@ def sum_ints(*values: int) -> list[int]:
     return begin_sum_ints(*values)()
 
 
+@host.computes
 def begin_sum_ints(*values: int) -> Callable[[], list[int]]:
     """Start `sum_ints` in the background; the returned function waits for the sums and returns them.
 
@@ -199,6 +216,7 @@ def begin_sum_ints(*values: int) -> Callable[[], list[int]]:
     tensor = torch.tensor(values, dtype=torch.int64)
     work = dist.all_reduce(tensor, async_op=True) if dist.get_world_size() > 1 else None
 
+    @host.computes
     def finish() -> list[int]:
         if work is not None:
             work.wait()
@@ -207,6 +225,7 @@ def begin_sum_ints(*values: int) -> Callable[[], list[int]]:
     return finish
 
 
+@host.computes
 def all_gather_floats(values: torch.Tensor) -> torch.Tensor:
     """Return all ranks' values [ranks, n] on every rank, of as many host numbers [n] on each, over gloo."""
     gathered = values.new_empty(dist.get_world_size(), len(values))
@@ -217,6 +236,7 @@ def all_gather_floats(values: torch.Tensor) -> torch.Tensor:
 # Exchange of plain values as JSON: torch's object collectives unpickle the data they receive, which can run code
 
 
+@host.computes
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
     """Return the values of all ranks on rank 0, None on the others.
 
@@ -228,6 +248,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     return None if received is None else [_parse(buffer) for buffer in received]
 
 
+@host.computes
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values of all ranks on every rank, as `gather_json` does on rank 0."""
     buffer = _padded_json(value, group)

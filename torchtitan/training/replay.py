@@ -8,7 +8,7 @@ is written to the run's folder.
 import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from torchtitan.metrics.json_lines import METRICS, read_records
 from torchtitan.parallelisms.parallel_dims import AXES, ParallelDims
 from torchtitan.process.ranks import Ranks
 from torchtitan.training.batches import Batch
+from torchtitan.training.step import CLIPPING, FORWARD_BACKWARD, StepData, StepObserver
 from torchtitan.training.trainer import Trainer
 
 IN_BACKWARD = "optimizer.early_step_in_backward"
@@ -280,25 +281,53 @@ def _replay(trainer: Trainer, start: Start, step: int, report: Callable[[str], N
             trainer.train_step(batches)
         except (BadStep, RollBack) as error:
             raise JobError(f"step {trainer.step + 1} cannot be made again: {error}; replay that one") from error
-    model, result = trainer.model, ReplayedStep(start)
-    result.bad_weights = [n for n, p in model.named_parameters() if p.is_floating_point() and not p.isfinite().all()]
-    microbatches, valid_tokens, _ = trainer.fetch(batches)
-    loss = torch.zeros((), device=model.device)
-    fetched = trainer.prefetcher.batches  # with all tensors of the data, also those that the model does not read
-    for index, (batch, source) in enumerate(zip(microbatches, fetched, strict=True)):
-        if model.stateful_adapter is not None:  # which remembers the batch afterwards
-            result.samples += _samples(trainer, batch, source, len(result.samples))
-        with watch_modules(model.parts[0], result):
-            loss += model.forward_backward(batch, max(valid_tokens, 1), is_last=index == len(microbatches) - 1)
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-            result.norms[name] = float(torch.linalg.vector_norm(gradient.float()))
-    result.loss, result.grad_norm = float(loss), float(model.clip_gradients(trainer.config.training.max_norm))
-    if model.stateful_adapter is None:
-        for batch, source in zip(microbatches, fetched, strict=True):
-            result.samples += _samples(trainer, batch, source, len(result.samples))
+    data, result = trainer.fetch(batches), ReplayedStep(start)
+    named_parameters = list(trainer.model.named_parameters())
+    result.bad_weights = [n for n, p in named_parameters if p.is_floating_point() and not p.isfinite().all()]
+    trainer.training_step.observer = _Inspection(trainer, result)
+    loss, norm = trainer.training_step.gradients(data)
+    assert norm is not None  # the replay has left out IN_BACKWARD
+    result.loss, result.grad_norm = float(loss), float(norm)
     return result
+
+
+class _Inspection(StepObserver):
+    """Look into the gradients of one step: at modules in each forward and backward, at gradients before the clipping,
+    at samples afterwards. An adapter with state remembers the batch, so its samples come before their backward.
+    """
+
+    def __init__(self, trainer: Trainer, result: ReplayedStep) -> None:
+        self.trainer, self.model, self.result = trainer, trainer.model, result
+        self.watch: AbstractContextManager = nullcontext()
+
+    def start(self, data: StepData) -> None:
+        sources = (
+            self.trainer.prefetcher.batches
+        )  # with all tensors of the data, also those that the model does not read
+        self.batches = list(zip(data.microbatches, sources, strict=True))
+        self.coming = iter(self.batches)
+
+    def begin(self, part: str) -> None:
+        if part == FORWARD_BACKWARD:
+            if self.model.stateful_adapter is not None:
+                self.add_samples(*next(self.coming))
+            self.watch = watch_modules(self.model.parts[0], self.result)
+            self.watch.__enter__()
+        elif part == CLIPPING:
+            for name, parameter in self.model.named_parameters():
+                if parameter.grad is not None:
+                    gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+                    self.result.norms[name] = float(torch.linalg.vector_norm(gradient.float()))
+
+    def end(self, part: str) -> None:
+        if part == FORWARD_BACKWARD:
+            self.watch.__exit__(None, None, None)
+        elif self.model.stateful_adapter is None:
+            for batch, source in self.batches:
+                self.add_samples(batch, source)
+
+    def add_samples(self, batch: Batch, source: Batch) -> None:
+        self.result.samples += _samples(self.trainer, batch, source, len(self.result.samples))
 
 
 def _samples(trainer: Trainer, batch: Batch, source: Batch, first_number: int) -> Iterator[Sample]:

@@ -4,12 +4,11 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from torchtitan.config.job import JobConfig
@@ -30,6 +29,7 @@ from torchtitan.metrics.plot import draw_training_curve
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process.heartbeat import Progress
 from torchtitan.process.ranks import Ranks, Restart, describe_environment
+from torchtitan.training.step import FORWARD_BACKWARD, StepData, StepObserver
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ def log_end(
         logger.info("stopped as asked after step %d%s", step, continuation)
 
 
-class StepProgress:
+class StepProgress(StepObserver):
     """A context manager around the training loop that shows the progress of long steps.
 
     `shown`: False on ranks that print nothing. `run` returns the run's current step, its last step and the tokens
@@ -234,14 +234,15 @@ class StepProgress:
         self._stop = threading.Event()
         self._listener = _Listener(self)
 
-    def through(self, microbatches: Sequence[dict[str, torch.Tensor]]) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Yield the microbatches of the next step with their numbers, and count them."""
-        self.step, self.passes, self.passes_done, self.tokens = self.run()[0] + 1, len(microbatches), 0, 0
-        for number, batch in enumerate(microbatches):
-            yield number, batch
+    def start(self, data: StepData) -> None:
+        self.step, self.passes, self.passes_done, self.tokens = self.run()[0] + 1, len(data.microbatches), 0, 0
+        self._sizes = [batch["tokens"].numel() * self.dp for batch in data.microbatches]
+
+    def end(self, part: str) -> None:
+        if part == FORWARD_BACKWARD:
+            self.tokens += self._sizes[self.passes_done]
             self.passes_done += 1
             self.all_passes_done += 1
-            self.tokens += batch["tokens"].numel() * self.dp
 
     def describe(self) -> str:
         """Say where the run is, in one line."""

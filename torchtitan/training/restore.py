@@ -11,15 +11,22 @@ import torch
 
 from torchtitan.adapters.stateful import StatefulAdapter
 from torchtitan.assembly import parts
-from torchtitan.checkpoint import Checkpointer, CheckpointError, RandomState, base_weights
+from torchtitan.checkpoint import Checkpointer, CheckpointError, RandomState, base_weights, set_rng_state
 from torchtitan.checkpoint.base_weights import SCHEDULE_START, counters_of, find_weights
 from torchtitan.checkpoint.loading import AdapterState
 from torchtitan.checkpoint.weight_sources import load_foreign
 from torchtitan.config.changes import changes, refused, remedy
+from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.position import Position
 from torchtitan.datasets.segments import SegmentPosition
+from torchtitan.guards import Guards
+from torchtitan.guards.stop_conditions import ValidationResults
 from torchtitan.job import ResolvedJob
+from torchtitan.lr_scheduling import LRSchedulers
+from torchtitan.metrics.goodput import Goodput
 from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.process import distributed
+from torchtitan.process.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +55,67 @@ class TrainState:
 
 
 class Restorer:
-    """Restore a run on every rank from its own checkpoint, from other weights or from initial weights."""
+    """Restore a run on every rank from its own checkpoint, from other weights or from initial weights, and know the
+    state of a checkpoint besides tensors.
+    """
 
-    def __init__(self, job: ResolvedJob, model: ParallelModel):
-        self.job, self.config, self.model = job, job.config, model
+    def __init__(
+        self,
+        job: ResolvedJob,
+        ranks: Ranks,
+        model: ParallelModel,
+        dp_rank: int,
+        state: TrainState,
+        schedulers: LRSchedulers,
+        guards: Guards,
+        findings: ValidationResults,
+        goodput: Goodput,
+    ) -> None:
+        self.job, self.config, self.ranks, self.model = job, job.config, ranks, model
+        self.dims, self.dp_rank, self.state, self.schedulers = model.dims, dp_rank, state, schedulers
+        self.guards, self.findings, self.goodput = guards, findings, goodput
         self.base: dict[str, str] | None = None
         """A reference to the base model of an adapter that is saved alone."""
         self.adapter_is_fresh = False
         """The run has an adapter that is not trained yet."""
         self.resumed_step: int | None = None
         """The step of the run's own checkpoint that was loaded."""
+
+    def trainer_state(self) -> dict[str, Any]:
+        """Return the state that is the same on all ranks, JSON-able."""
+        state = {"step": self.state.step, "tokens": self.state.tokens, "lr_scheduler": self.schedulers.state_dict()}
+        state[base_weights.SCHEDULE_START] = self.state.schedule_start
+        if self.base is not None:
+            state[base_weights.KEY] = self.base
+        if guard := self.guards.steps.state_dict():
+            state[self.guards.steps.name] = guard
+        state |= self.findings.state_dict(self.state.step) | self.model.hooks.state_dict()
+        return state | {"degrees": self.dims.all_degrees} | self.job.stored_part()
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return this rank's state."""
+        random, position = self.state.random or RandomState(), self.state.position
+        return {"rng": random.to_json(), "dataloader": position.to_dict(), "seconds": self.goodput.state_dict()}
+
+    def load_state(self, trainer: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+        """Continue from a state saved on any number of ranks. Parts excluded from loading are absent."""
+        state = self.state
+        state.step, state.tokens = trainer["step"], trainer["tokens"]
+        state.schedule_start = trainer.get(base_weights.SCHEDULE_START, 0)
+        if "lr_scheduler" in trainer:
+            self.schedulers.load_state_dict(trainer["lr_scheduler"])
+        self.model.hooks.load_state_dict(trainer)
+        self.findings.load_state_dict(state.step, trainer)
+        self.goodput.load_state_dict(ranks[0].get("seconds", {}) if ranks else {})
+        self.guards.steps.load_state_dict(trainer.get(self.guards.steps.name, {}))
+        if ranks and all("dataloader" in rank for rank in ranks):
+            state.loader_state = merge_states([rank["dataloader"] for rank in ranks])
+        degrees = self.dims.all_degrees | trainer.get("degrees", {})  # an old checkpoint may lack some
+        same_plan = len(ranks) == self.ranks.world_size and degrees == self.dims.all_degrees
+        if same_plan and "rng" in ranks[self.ranks.rank]:
+            set_rng_state(ranks[self.ranks.rank]["rng"])
+        else:  # no saved generator belongs to this rank; do not repeat the numbers of step 0 either
+            distributed.set_seed(self.config.debug.seed + state.step, self.dp_rank)
 
     def check_job(self, trainer: dict[str, Any], model_only: bool) -> None:
         """Compare the job with the job of a checkpoint before it is loaded.

@@ -45,7 +45,7 @@ class Validator:
     """Evaluate the model on the held-out data during a run, and write continuations of a few of its prompts.
 
     All ranks call all methods together. `writes`: this rank writes generated.jsonl. `resumed_step`: the step that the
-    run resumed from, if any.
+    run resumed from, if any. `every`: steps between validations.
     """
 
     def __init__(
@@ -57,8 +57,9 @@ class Validator:
         progress: Progress,
         writes: bool,
         resumed_step: int | None,
+        every: int,
     ) -> None:
-        self.model, self.preparer, self.progress = model, preparer, progress
+        self.model, self.preparer, self.progress, self.every = model, preparer, progress, every
         self.held_out = JobDatasets(job).held_out(tokenizer, preparer.dp_rank, preparer.objective)
         self.generations = Generations(job, tokenizer, writes, resumed_step)
         self.has_run = False

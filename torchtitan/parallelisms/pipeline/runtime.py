@@ -16,6 +16,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -190,6 +191,28 @@ def _free_buffers(infos) -> None:
             info.buffer = None
 
 
+class ActionObserver(Protocol):
+    """Is told when an action of a rank begins and ends."""
+
+    def begin(self, action: _Action) -> None: ...
+
+    def end(self, action: _Action) -> None: ...
+
+
+class _ObservedActions(list):
+    """Actions in whose loop, which is torch's, an observer is told of each."""
+
+    def __init__(self, actions: Sequence[_Action], observer: ActionObserver) -> None:
+        super().__init__(actions)
+        self.observer = observer
+
+    def __iter__(self) -> Iterator[_Action]:
+        for action in super().__iter__():
+            self.observer.begin(action)
+            yield action
+            self.observer.end(action)
+
+
 class TableSchedule(_PipelineScheduleRuntime):
     """The runtime of `table`, the actions of all ranks. The last stage returns the sum of a microbatch's losses.
 
@@ -205,6 +228,17 @@ class TableSchedule(_PipelineScheduleRuntime):
             rank: [_Action.from_str(str(action)) for action in row] for rank, row in enumerate(table)
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
+        self.observer: ActionObserver | None = None
+
+    def _step_microbatches(self, *args, **kwargs) -> None:
+        order = self.pipeline_order_with_comms
+        actions = order[self.rank]
+        if self.observer is not None:
+            order[self.rank] = _ObservedActions(actions, self.observer)
+        try:
+            super()._step_microbatches(*args, **kwargs)
+        finally:
+            order[self.rank] = actions
 
     def run(self, tokens: torch.Tensor, kwargs: dict[str, torch.Tensor], valid_tokens: int) -> torch.Tensor | None:
         """Run forward and backward of a local batch: tokens [B, S], and the model's further inputs as `kwargs`.

@@ -14,6 +14,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from torchtitan.planner.fake_cuda import LIBRARY
+from torchtitan.process.host import host
 
 if LIBRARY in os.environ:  # elsewhere the module can be imported, but not installed
     ctypes.CDLL(os.environ[LIBRARY], ctypes.RTLD_GLOBAL)
@@ -31,8 +32,8 @@ if LIBRARY in os.environ:
 
 host_waits: Counter[str] = Counter()
 """By place: `what file:function`."""
-wait_lines: Counter[tuple[str, str]] = Counter()
-"""By kind and line: (what, `path:line`), a path within the package or a whole one."""
+wait_lines: Counter[tuple[str, str, str]] = Counter()
+"""By kind, line and reason: (what, `path:line`, a path within the package or a whole one, see process/host.py)."""
 
 
 order: list[tuple[str, int]] = []
@@ -43,6 +44,7 @@ _last: list = [None, 0]
 PACKAGE = Path(__file__).parents[2]
 _NO_PLACES = tuple(map(str, (Path(torch.__file__).parent, Path(contextlib.__file__).parent)))
 _NO_PLACES += (str(PACKAGE / "planner"),)  # what watches a step
+_NO_PLACES += (str(PACKAGE / "process" / "host.py"), str(PACKAGE / "process" / "distributed.py"))  # called all over
 
 
 @functools.cache
@@ -82,7 +84,7 @@ def waits(operation: str) -> None:
     _last[:] = frame, frame.f_lasti
     order.append(("wait", 0))
     host_waits[f"{operation} {place_of(frame.f_code)}"] += 1
-    wait_lines[operation, line_of(frame)] += 1
+    wait_lines[operation, line_of(frame), host.reason] += 1
 
 
 class Event:

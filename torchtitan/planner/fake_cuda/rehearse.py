@@ -1,7 +1,8 @@
 """Rehearse a whole step of one rank for `torchtitan rehearse`: memory, kernels, host waits and messages in order.
 
-The first step is the planner's rehearsal, with all live tensors counted (planner/rehearsal.py). The second one has its
-state, as later steps do, and shows the rest. Blocks are not compiled: a compiled function counts as one kernel, and
+The step is the trainer's (training/step.py). The first one is the planner's rehearsal, with all live tensors counted
+(planner/rehearsal.py). The second one has its state, as later steps do, and shows the rest. A third one is logged, for
+its host waits and messages. Blocks are not compiled: a compiled function counts as one kernel, and
 what the compiler makes of a block is not known here. Attention and norms are the single kernels that a GPU has.
 """
 
@@ -9,7 +10,6 @@ import dataclasses
 import traceback
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from torchtitan.planner.fake_cuda import device, kernels  # first: see there
@@ -21,24 +21,24 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from torchtitan.assembly import observers
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.job import ResolvedJob
-from torchtitan.optimizers.build import Optimizers
-from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
 from torchtitan.planner.estimate import few_layers
 from torchtitan.planner.fake_cuda.step import HostWaits, job_on_rank, use_fused_norms
 from torchtitan.planner.live_tensors import ACTIVATIONS, LiveTensors
-from torchtitan.planner.rehearsal import ANY_COUNT, WITHOUT_VALUES, rehearse_built
+from torchtitan.planner.rehearsal import WITHOUT_VALUES, Rehearsal, rehearse_built
 from torchtitan.planner.traffic import Traffic
 from torchtitan.rules.loading import load_job
+from torchtitan.training.step import FORWARD_BACKWARD, StepObserver
 
 REFUSED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """What a step without values cannot do: values, shapes that depend on them, operators without a rule for shapes."""
 MOST = 128
 """Layers times forward passes of a rank in a rehearsal of all layers. Each takes about half a second of a processor."""
-PARTS = ("forward and backward", "clipping and optimizer")
+BEFORE, PARTS = "before", ("forward and backward", "clipping and optimizer")
+Wait = tuple[str, str, str]
+"""Its kind, its line, and its reason; "" for a mistake."""
 
 
 class TypedTensors(LiveTensors):
@@ -92,8 +92,8 @@ def rehearse(argv: list[str], rank: int, world_size: int, all_layers: bool) -> d
     try:
         with job_on_rank(config, rank, world_size, WITHOUT_VALUES) as (model, optimizers, batch):
             live = TypedTensors()
-            first = rehearse_built(config, model, optimizers, batch, "cuda", live)
-            second = _second_step(config, model, optimizers, batch)
+            rehearsal, first = rehearse_built(config, model, optimizers, batch, "cuda", live)
+            second = _later_steps(config, rehearsal)
     except JobError:
         raise
     except REFUSED as error:
@@ -116,46 +116,69 @@ def rehearse(argv: list[str], rank: int, world_size: int, all_layers: bool) -> d
     }
 
 
-def _second_step(config: JobConfig, model: ParallelModel, optimizers: Optimizers, batch: Batch) -> dict[str, Any]:
-    """Run a step with the state of the first one; a third pass of gradient accumulation is like the second."""
-    passes = ResolvedJob(config, model.dims.world_size).layout.batches_per_step
-    guards = observers.guards(config.guard, Path(config.job.dump_folder), model, optimizers)
-    steps_in_backward = config.optimizer.early_step_in_backward
-    waits, costs = Counter[tuple[str, str]](), {part: Counter[str]() for part in PARTS}
-    loss, norm = torch.zeros((), device=model.device), None
+class _Costs(StepObserver):
+    """Counts kernels and host waits of a step, for all of its passes."""
 
-    def add(part: str, counter: kernels.Kernels, times: int = 1) -> None:
-        costs[part].update({unit: times * counter.by_place[unit].total() for unit in ("kernels", "bytes")})
-        waits.update({wait: times * number for wait, number in device.wait_lines.items()})
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        self.rehearsal, self.counter, self.passes = rehearsal, kernels.Kernels(), 0
+        self.costs = {part: Counter[str]() for part in (BEFORE, *PARTS)}
+        self.waits = Counter[Wait]()
+        self.gradients: dict[str, int] = {}
+        """Their bytes by type, before they are clipped."""
+
+    def begin(self, part: str) -> None:
+        if part == FORWARD_BACKWARD:
+            self.add(BEFORE)
+
+    def end(self, part: str) -> None:
+        if part == FORWARD_BACKWARD:
+            self.add(PARTS[0], self.rehearsal.times(self.passes))
+            self.passes += 1
+            self.gradients = _types(p.grad for _, p in self.rehearsal.model.named_parameters() if p.grad is not None)
+
+    def add(self, part: str, times: int = 1) -> None:
+        """Add what has been counted since the last call to a part, `times` times."""
+        for unit in ("kernels", "bytes"):
+            self.costs[part][unit] += times * self.counter.by_place[unit].total()
+            self.counter.by_place[unit].clear()
+        self.waits.update({wait: times * number for wait, number in device.wait_lines.items()})
         device.wait_lines.clear()
 
-    device.wait_lines.clear()
+    def of_step(self, logged: bool = False) -> "_Costs":
+        """Run a step and count it."""
+        device.wait_lines.clear()
+        with self.counter:
+            self.rehearsal.run(self, logged)
+        self.add(PARTS[1])
+        return self
+
+
+def _later_steps(config: JobConfig, rehearsal: Rehearsal) -> dict[str, Any]:
+    """Run a step with the state of the first one, and one that is logged."""
+    model, optimizers, not_rehearsed = rehearsal.model, rehearsal.optimizers, ""
     with HostWaits(config), Order() as order:
-        for remaining in reversed(range(min(2, passes))):
-            with kernels.Kernels() as counter:
-                loss += model.forward_backward(batch, ANY_COUNT, is_last=not remaining)
-            add(PARTS[0], counter, passes - 1 if remaining else 1)
-        gradients = _types(p.grad for _, p in model.named_parameters() if p.grad is not None)
-        with kernels.Kernels() as counter:
-            if not steps_in_backward:
-                norm = model.clip_gradients(config.training.max_norm)
-            if not guards.reason_to_skip(2, loss, norm, can_skip=not steps_in_backward):
-                optimizers.step()
-            model.after_step(2, optimizers.optimizers)
-            optimizers.zero_grad()
-        add(PARTS[1], counter)
+        quiet = _Costs(rehearsal).of_step()
+        count = len(order.exchanges)
+        try:
+            logged = _Costs(rehearsal).of_step(logged=True).waits
+        except REFUSED as error:
+            not_rehearsed, logged = _described(error), Counter()
+            del order.exchanges[count:], order.lines[count:]
+    # a logged step waits for the values that it logs, so only a wait without a reason matters
+    waits = quiet.waits | Counter({wait: number for wait, number in logged.items() if not wait[-1]})
     parameters = [p for _, p in model.named_parameters()]
     moments = [t for o in optimizers for state in o.state.values() for t in state.values() if torch.is_tensor(t)]
     types = {
         "parameters": _types(p for p in parameters if p.requires_grad),
         "frozen parameters": _types(p for p in parameters if not p.requires_grad),
-        "gradients": gradients,
+        "gradients": quiet.gradients,
         "optimizer state": _types(moments),
     }
     return {
-        "costs": costs,
+        "costs": {part: quiet.costs[part] for part in PARTS},
         "trained": sum(_local(p).numel() for p in parameters if p.requires_grad),
-        "waits": [[kind, line, number] for (kind, line), number in sorted(waits.items())],
+        "waits": [[kind, line, number, reason] for (kind, line, reason), number in sorted(waits.items())],
+        "not_rehearsed": not_rehearsed,
         "types": {name: sizes for name, sizes in types.items() if sizes},
         **order.as_record(),
     }

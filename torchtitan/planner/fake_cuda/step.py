@@ -55,6 +55,8 @@ class HostWaits(FakeValues):
         is_number = name == "aten::_local_scalar_dense" and isinstance(args[0], FakeTensor)
         if is_number and args[0].device.type == "cuda" and not _torch_votes():
             device.waits("number")
+        if name == "c10d::barrier":
+            device.waits("barrier")
         if name == "c10d::_allgather_base_":
             device.order.append(("gather", args[0].numel()))
         if name == "c10d::_reduce_scatter_base_":

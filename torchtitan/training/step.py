@@ -1,0 +1,216 @@
+"""The training step: everything between the microbatches of one step and those of the next.
+
+The trainer, `torchtitan replay` and the rehearsals of the planner and of `torchtitan rehearse` run this step. They
+differ in the data, which a rehearsal makes up, and in the observer. The host waits for the device only if the step is
+logged or the job asks for it, and reads values only by `host`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from torchtitan.assembly import observers
+from torchtitan.datasets.position import Position
+from torchtitan.datasets.segments import SegmentPosition
+from torchtitan.guards import Guards, not_finite
+from torchtitan.job import ResolvedJob
+from torchtitan.lr_scheduling import LRSchedulers
+from torchtitan.metrics.logger import LOGGED, MetricsLogger, gather_histograms, histograms_of
+from torchtitan.metrics.stragglers import Stragglers
+from torchtitan.optimizers.build import Optimizers
+from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
+from torchtitan.process.host import host
+from torchtitan.process.machine import return_unused_memory
+from torchtitan.process.ranks import Ranks
+from torchtitan.training.restore import TrainState
+
+FORWARD_BACKWARD, CLIPPING, GUARDS, OPTIMIZER = "forward and backward", "clipping", "guards", "optimizer"
+AFTER_UPDATE, LOG, COMPARISON = "after the update", "log", "comparison of replicas"
+
+
+@dataclass(frozen=True)
+class StepData:
+    """Data of one step on this rank, and what all ranks have agreed on."""
+
+    microbatches: Sequence[Batch]
+    valid_tokens: int
+    """Tokens with a loss, of all ranks."""
+    valid_share: float
+    """This data-parallel rank's share of them."""
+    tokens: int
+    """Tokens of all ranks."""
+    seconds: float
+    """How long this rank waited for data."""
+    position: Position | SegmentPosition | None
+    """Data position after the step."""
+
+
+class StepObserver:
+    """Is told when a part of a step begins and ends, unless it fails; "forward and backward" of each microbatch."""
+
+    def start(self, data: StepData) -> None:
+        """Note the data of the step that begins."""
+
+    def begin(self, part: str) -> None: ...
+
+    def end(self, part: str) -> None: ...
+
+
+@dataclass
+class TrainingStep:
+    """The step of a job, and what it changes. All ranks run it together.
+
+    `max_norm`: of the gradients. `last_step`: of the run. `steps_in_backward`: the optimizer steps in backward.
+    `epochs` and `data_steps`: passes over the data, None without an end by epochs, and their steps.
+    """
+
+    model: ParallelModel
+    optimizers: Optimizers
+    schedulers: LRSchedulers
+    guards: Guards
+    metrics: MetricsLogger
+    stragglers: Stragglers
+    state: TrainState
+    max_norm: float
+    last_step: int
+    steps_in_backward: bool
+    dp_rank: int
+    epochs: int | None = None
+    data_steps: int | None = None
+    observer: StepObserver = field(default_factory=StepObserver)
+
+    def run(self, data: StepData) -> None:
+        """Make one optimizer step. Raises what `Guards` raises, on all ranks."""
+        state, observer = self.state, self.observer
+        loss, norm = self.gradients(data)
+        observer.begin(GUARDS)
+        skip_reason = self.reason_to_skip(data, loss, norm)
+        observer.end(GUARDS)
+        lr = self.schedulers.last_lr
+        state.is_complete = False
+        if not skip_reason:
+            observer.begin(OPTIMIZER)
+            self.optimizers.step()
+            observer.end(OPTIMIZER)
+            state.loss, state.grad_norm = loss, norm
+        observer.begin(AFTER_UPDATE)
+        self.schedulers.step()
+        return_unused_memory(state.step + 1 - state.start_step)
+        self.optimizers.zero_grad()
+        state.step += 1
+        self.run_hooks(state.step, updated=not skip_reason)
+        state.tokens += data.tokens
+        observer.end(AFTER_UPDATE)
+        observer.begin(LOG)
+        if skip_reason:
+            self.metrics.record_skip(state.step, skip_reason, self.guards.steps.skipped)
+        self.log(data, loss if data.valid_tokens else None, norm, lr, refuse=not skip_reason)
+        observer.end(LOG)
+        state.position, state.random, state.is_complete = data.position, None, True
+        observer.begin(COMPARISON)
+        self.guards.compare(state.step)
+        observer.end(COMPARISON)
+
+    def gradients(self, data: StepData) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run forward and backward of all microbatches, and clip. Return this rank's share of the loss and the norm of
+        the gradient, scalars; no norm if the optimizer steps in backward, which frees the gradients.
+        """
+        self.observer.start(data)
+        self.stragglers.begin_step(data.seconds)
+        self.state.is_complete = not self.steps_in_backward
+        loss, norm = torch.zeros((), device=self.model.device), None
+        # without a token to learn nothing is updated, but an adapter may remember the batch
+        num_run = 0 if self.steps_in_backward and not data.valid_tokens else len(data.microbatches)
+        for index, batch in enumerate(data.microbatches[:num_run]):
+            self.observer.begin(FORWARD_BACKWARD)
+            loss += self.model.forward_backward(batch, max(data.valid_tokens, 1), is_last=index == num_run - 1)
+            self.observer.end(FORWARD_BACKWARD)
+        if not self.steps_in_backward:
+            self.observer.begin(CLIPPING)
+            norm = self.model.clip_gradients(self.max_norm)
+            self.observer.end(CLIPPING)
+        return loss, norm
+
+    def reason_to_skip(self, data: StepData, loss: torch.Tensor, norm: torch.Tensor | None) -> str:
+        """Return why the update is skipped, or "", from the scalars of `gradients`. Record histograms when due."""
+        step = self.state.step + 1
+        if self.metrics.histograms_due(step):
+            histograms = gather_histograms(histograms_of(self.model.named_parameters()))
+            self.metrics.record_histograms(step, histograms)
+        return self.guards.reason_to_skip(
+            step,
+            loss,
+            norm,
+            can_skip=not self.steps_in_backward,
+            valid_tokens=data.valid_tokens,
+            is_last=step >= self.last_step,
+        )
+
+    def run_hooks(self, step: int, updated: bool) -> None:
+        """Run the model's hooks after a step, which reset its counters. `updated`: the step was applied."""
+        self.model.after_step(step - self.state.schedule_start, self.optimizers.optimizers, updated=updated)
+
+    def log(
+        self, data: StepData, loss: torch.Tensor | None, norm: torch.Tensor | None, lr: float, refuse: bool = True
+    ) -> None:
+        """Record a step. `loss`, this rank's share, and `norm` are scalars; a step with nothing to learn has no loss.
+        `refuse`: raise if one is not finite."""
+        step, extra, mean = self.state.step, dict[str, torch.Tensor | float](), None
+        if loss is not None and self.metrics.due(step):
+            with host.reading(LOGGED):
+                mean, extra["max_loss"] = self.losses(data, loss, norm, refuse)
+                extra |= self.model.extra_metrics() | self.guards.steps.counts() | self.optimizers.measured()
+                extra |= self.stragglers.compare(step, self.metrics)
+            if self.epochs is not None:
+                extra["epoch"] = step * self.epochs / (self.data_steps or 1)
+        tokens = self.state.tokens - self.metrics.tokens_seen
+        self.metrics.record(
+            step, loss=mean, grad_norm=norm, lr=lr, tokens=tokens, data_seconds=data.seconds, extra=extra
+        )
+
+    @host.computes
+    def losses(
+        self, data: StepData, loss: torch.Tensor, norm: torch.Tensor | None, refuse: bool
+    ) -> tuple[float, float]:
+        """Return the mean loss of all tokens, and the largest mean of a data-parallel rank's tokens, from the scalars
+        that `log` has.
+        """
+        # the means of the data-parallel ranks, and last the number of ranks with a bad norm
+        means = loss.new_zeros(self.model.dims.dp + 1)
+        means[self.dp_rank] = loss / data.valid_share
+        means[-1] = 0 if norm is None else ~norm.isfinite()
+        means, loss = self.model.sum_over_ranks(means), self.model.sum_over_ranks(loss)
+        if refuse:
+            self.guards.refuse_non_finite("gradient norm", norm, float(means[-1]), self.state.step)
+            self.guards.refuse_non_finite("loss", loss, not_finite(loss), self.state.step)
+        return float(loss), float(means[:-1].max())
+
+
+def training_step(
+    job: ResolvedJob,
+    ranks: Ranks,
+    model: ParallelModel,
+    optimizers: Optimizers,
+    schedulers: LRSchedulers,
+    guards: Guards,
+    metrics: MetricsLogger,
+    state: TrainState,
+    data_steps: int | None = None,
+) -> TrainingStep:
+    """Build the step of a job from its parts. `data_steps`: as in `TrainingStep`."""
+    return TrainingStep(
+        model,
+        optimizers,
+        schedulers,
+        guards,
+        metrics,
+        observers.stragglers(job.model, model, ranks),
+        state,
+        max_norm=job.config.training.max_norm,
+        last_step=job.schedule.steps,
+        steps_in_backward=job.config.optimizer.early_step_in_backward,
+        dp_rank=model.dims.dp_rank(model.mesh),
+        epochs=job.config.training.epochs,
+        data_steps=data_steps,
+    )
