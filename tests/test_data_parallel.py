@@ -1,10 +1,7 @@
 """Settings of fully_shard. The table of combinations compares its gradients."""
 
-import re
 import time
 from datetime import timedelta
-from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -25,7 +22,6 @@ from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models.decoder import DECODER_PLAN
 from torchtitan.parallelisms import data_parallel, replicas
 from torchtitan.parallelisms.data_parallel import apply_data_parallel
-from torchtitan.parallelisms.fsdp_units import fsdp_units
 from torchtitan.process.exit import failure_kind
 
 MICROBATCHES, DISTINCT = 64, 4
@@ -239,33 +235,6 @@ def failure_without_a_peer(reduce_dtype):
 def test_a_lost_replica_is_no_failure_of_this_rank(reduce_dtype):
     """Sums in float32 are awaited at the end of backward, and others inside torch's all_reduce."""
     assert run_ranks(2, failure_without_a_peer, reduce_dtype) == [(RuntimeError, "peer"), None]
-
-
-@pytest.mark.parametrize("units", [[], ["one"], ["one", "two"]])
-def test_units_of_any_torch(units):
-    class Latest:
-        _fsdp_param_groups = units
-
-        @property
-        def _fsdp_param_group(self):
-            assert len(units) < 2, "as torch raises"
-
-    states = [Latest()]
-    if len(units) < 2:
-        states.append(SimpleNamespace(_fsdp_param_group=units[0] if units else None))  # torch 2.11
-    assert [fsdp_units(SimpleNamespace(_get_fsdp_state=lambda state=state: state)) for state in states] == [
-        units for _ in states
-    ]
-
-
-def test_units_are_asked_for_in_one_place():
-    package = Path(data_parallel.__file__).parents[1]
-    files = [path.name for path in package.rglob("*.py") if "_fsdp_param_group" in FSDP_NAMES.sub("", path.read_text())]
-    assert files == ["fsdp_units.py"]
-
-
-FSDP_NAMES = re.compile(r"^from .*", re.MULTILINE)
-"""Imports. A module of torch has a similar name."""
 
 
 def gradients_after_another_forward(between):

@@ -10,27 +10,30 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.support.jobs import ROOT
+from tests.support.private_names import private_attributes, private_imports, private_paths
+from tests.torch_internals.names import OUTSIDE
 
 PACKAGE = ROOT / "torchtitan"
 
 # Rooms: the folders and files directly in the package. Each may import from the rooms that its line lists, all of them
 # above it in this table. Within a room imports are free, but never circular.
 ROOMS: dict[str, set[str]] = {
-    "core": set(),  # imports nothing from the package
-    "process": {"core"},
-    "losses": {"core"},
-    "parallelisms": {"core", "process"},
+    "torch_internals": set(),  # imports nothing from the package
+    "core": {"torch_internals"},
+    "process": {"core", "torch_internals"},
+    "losses": {"core", "torch_internals"},
+    "parallelisms": {"core", "process", "torch_internals"},
     "config": {"core", "losses", "process"},
-    "models": {"core", "parallelisms", "process"},
+    "models": {"core", "parallelisms", "process", "torch_internals"},
     "lr_schedules": {"core"},
     "lr_scheduling": {"lr_schedules"},
-    "optimizers": {"config", "core"},
+    "optimizers": {"config", "core", "torch_internals"},
     "datasets": {"core", "process"},
-    "adapters": {"config", "core", "models", "parallelisms"},
-    "checkpoint": {"config", "core", "models", "process"},
-    "metrics": {"core", "process"},
+    "adapters": {"config", "core", "models", "parallelisms", "torch_internals"},
+    "checkpoint": {"config", "core", "models", "process", "torch_internals"},
+    "metrics": {"core", "process", "torch_internals"},
     "guards": {"checkpoint", "core", "parallelisms", "process"},
-    "launcher": {"checkpoint", "config", "core", "metrics", "process"},
+    "launcher": {"checkpoint", "config", "core", "metrics", "process", "torch_internals"},
     "job": {"checkpoint", "config", "core", "datasets", "losses", "lr_schedules", "models", "parallelisms"},
     "rules": {"adapters", "checkpoint", "config", "core", "datasets", "job", "launcher", "losses", "lr_schedules"}
     | {"metrics", "models", "optimizers", "parallelisms", "process"},
@@ -50,7 +53,7 @@ ROOMS: dict[str, set[str]] = {
         "models",
         "optimizers",
     }
-    | {"parallelisms", "process", "rules", "training"},
+    | {"parallelisms", "process", "rules", "torch_internals", "training"},
     "launch": {"checkpoint", "config", "core", "launcher", "metrics", "process", "rules"},
     "commands": {"adapters", "assembly", "checkpoint", "config", "core", "datasets", "job", "launcher", "losses"}
     | {"lr_schedules", "metrics", "models", "optimizers", "parallelisms", "planner", "process", "rules", "training"},
@@ -177,6 +180,24 @@ def test_only_one_file_of_the_core_names_plugins():
     """The core finds plugins by this file, so that it works without them (tests/plugins/test_absent_plugins.py)."""
     naming = {name for name, text, _ in SOURCES if "torchtitan.plugins" in text and not name.startswith("plugins/")}
     assert naming == {"core/plugins.py"}
+
+
+def test_private_names_of_torch_are_in_one_room():
+    """So what a new torch changes is found in one place, and a test goes through its names."""
+    outside = [(name, tree) for name, _, tree in SOURCES if not name.startswith("torch_internals/")]
+    offenders = [
+        f"{name}:{line} {path}"
+        for name, tree in outside
+        for line, path in (*private_imports(tree), *private_paths(tree))
+    ]
+    assert not offenders, "use the names and functions of torchtitan/torch_internals, or add one there"
+    attributes = {name: {attribute for _, attribute in private_attributes(tree)} for name, tree in outside}
+    attributes = {name: " ".join(sorted(used)) for name, used in attributes.items() if used and name not in NOT_TORCH}
+    assert attributes == OUTSIDE, "the table of tests/torch_internals/names.py only shrinks"
+
+
+NOT_TORCH = {"commands/completion.py"}
+"""Files with private attributes of argparse's objects."""
 
 
 def test_files_and_functions_stay_short():

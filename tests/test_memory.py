@@ -25,12 +25,12 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import local_part
 from torchtitan.job import ResolvedJob
 from torchtitan.losses.chunks import CHUNK_BYTES
-from torchtitan.parallelisms import data_parallel
 from torchtitan.planner import estimate as prediction
 from torchtitan.planner import rehearsal
 from torchtitan.planner.live_tensors import BACKWARD, LiveTensors
 from torchtitan.planner.rehearsal import Rehearsal, rehearse
 from torchtitan.process.distributed import device_type
+from torchtitan.torch_internals import recompute
 from torchtitan.training.batches import zero_batch
 
 SMALL = {
@@ -496,7 +496,7 @@ class LoggingMode(TorchDispatchMode):
 def test_dispatch_modes_keep_their_order_where_fsdp_gathers():
     log = []
     with LoggingMode("outer", log), LoggingMode("inner", log):
-        data_parallel._without_recompute(torch.ones)(1)
+        recompute.without_selective_recompute(torch.ones)(1)
     assert log == ["inner", "outer"]
 
 

@@ -1,7 +1,6 @@
 """Overlapped pipelines: one order of collectives per group, errors that end all ranks, bounded memory."""
 
 import gc
-import inspect
 import random
 import time
 from collections import Counter
@@ -10,7 +9,6 @@ from multiprocessing import get_context
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, schedules
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,7 +29,6 @@ from tests.support.overlap_runs import (
 from tests.support.pool import run_alone, run_ranks
 from tests.test_segments import POLICIES
 from torchtitan.parallelisms.parallel_dims import ParallelDims
-from torchtitan.parallelisms.pipeline import runtime
 from torchtitan.parallelisms.pipeline.overlap import stage as segmented_stage
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, NodeLoop
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll
@@ -230,25 +227,6 @@ def test_peak_activations(policy):
     tokens_and_sums = 2 * 64 + 2 * 8  # a microbatch's tokens and labels, and the balancing loss of each stage
     assert many - few <= 4 * PP * tokens_and_sums
     assert many - 8 * PP * tokens_and_sums <= (2 * PP + 1) * saved_bytes + 2 * one
-
-
-def test_private_names_of_torch_are_where_they_were():
-    methods = {
-        PipelineStage: segmented_stage.STAGE_METHODS + runtime.STAGE_METHODS,
-        schedules._PipelineScheduleRuntime: segmented_stage.RUNTIME_METHODS,
-    }
-    for owner, names in methods.items():
-        missing = [name for name in names if not callable(getattr(owner, name, None))]
-        assert not missing, f"torch {torch.__version__} moved {missing} of {owner.__name__}: see pipeline/runtime.py"
-    sources = {
-        segmented_stage.STAGE_ATTRIBUTES + runtime.STAGE_ATTRIBUTES: inspect.getsource(
-            inspect.getmodule(PipelineStage)
-        ),
-        segmented_stage.RUNTIME_ATTRIBUTES: inspect.getsource(schedules),
-    }
-    for names, source in sources.items():
-        missing = [name for name in names if f"self.{name}" not in source]
-        assert not missing, f"torch {torch.__version__} moved {missing}: see pipeline/runtime.py"
 
 
 def counts_and_tokens() -> tuple[list[int], list[int], bool, float]:

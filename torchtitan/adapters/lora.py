@@ -36,6 +36,7 @@ from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.config.sections.adapter import Relora
 from torchtitan.core.initialization import Constant, Init, Uniform, clean_name, draw, local_part
 from torchtitan.models.layers import autocast_off
+from torchtitan.torch_internals import collectives
 
 logger = logging.getLogger(__name__)
 
@@ -182,8 +183,8 @@ def adapted_row_norms(linear: Any) -> torch.Tensor:
     with autocast_off(linear.weight.device.type):
         squares = torch.addmm(weight, b, a, alpha=linear.settings.scale).square().sum(1)
     if linear.rows_are_sharded:
-        squares = torch.ops._c10d_functional.all_reduce(squares, "sum", linear.border.group)
-        squares = torch.ops._c10d_functional.wait_tensor(squares)
+        squares = collectives.all_reduce(squares, "sum", linear.border.group)
+        squares = collectives.wait_tensor(squares)
     return squares.sqrt()
 
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from torchtitan.adapters import peft_folder
 from torchtitan.adapters.interface import Adapter, full_tensor, merge_shards, require_complete_format
@@ -31,6 +30,7 @@ from torchtitan.models.layers import autocast_dtype
 from torchtitan.models.moe.experts import Experts
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.parallelisms.steps import running_notes
+from torchtitan.torch_internals.dispatch import is_in_torch_dispatch_mode
 
 MATRICES = ("w1", "w2", "w3")
 """Names of the matrices of experts."""

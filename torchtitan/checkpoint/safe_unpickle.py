@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
 
 from torchtitan.checkpoint.layout import METADATA, CheckpointError, Manifest, TensorEntry
+from torchtitan.torch_internals.distributed_checkpoint import StorageInfo
 
 LARGEST = 1 << 29
 """Largest metadata in bytes; a piece of a tensor takes 250."""
@@ -156,7 +157,7 @@ def coverage_fault(name: str, index: metadata.Metadata) -> str | None:
 
 def _parsed(
     unpickler: _SafeUnpickler,
-) -> tuple[dict[str, metadata.TensorStorageMetadata], dict[metadata.MetadataIndex, filesystem._StorageInfo]]:
+) -> tuple[dict[str, metadata.TensorStorageMetadata], dict[metadata.MetadataIndex, StorageInfo]]:
     try:
         tables = _state(unpickler.load(), _METADATA)
         table = _typed(dict, tables["state_dict_metadata"])
@@ -218,12 +219,12 @@ def _tensor(value: Any) -> metadata.TensorStorageMetadata:
     return metadata.TensorStorageMetadata(properties, _size(state["size"]), chunks)
 
 
-def _place(index: Any, place: Any) -> tuple[metadata.MetadataIndex, filesystem._StorageInfo]:
+def _place(index: Any, place: Any) -> tuple[metadata.MetadataIndex, StorageInfo]:
     index_state, place_state = _state(index, _INDEX), _state(place, _PLACE)
     offset = None if index_state.get("offset") is None else _size(index_state["offset"])
     hint = None if index_state.get("index") is None else _number(index_state["index"])
     location = _typed(str, place_state["relative_path"]), _number(place_state["offset"]), _number(place_state["length"])
-    return metadata.MetadataIndex(_typed(str, index_state["fqn"]), offset, hint), filesystem._StorageInfo(
+    return metadata.MetadataIndex(_typed(str, index_state["fqn"]), offset, hint), StorageInfo(
         *location, place_state.get("transform_descriptors")
     )
 

@@ -23,10 +23,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import filesystem, metadata, state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException, _is_wrapped_exception
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -45,7 +44,6 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.futures import Future
 
 from torchtitan.checkpoint import safe_unpickle
@@ -58,6 +56,7 @@ from torchtitan.core.machine_errors import MachineError, is_of_the_machine
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.core.threads import map_in_threads
 from torchtitan.process import distributed
+from torchtitan.torch_internals import distributed_checkpoint as internals
 
 # a single process is a normal case here
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -130,7 +129,7 @@ class _ParallelWriter(filesystem.FileSystemWriter):
         self.fs: _HashedFiles = _HashedFiles()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        size = sum(map(filesystem._item_size, plan.items))
+        size = sum(map(internals.item_size, plan.items))
         self.thread_count = max(1, min(self.max_files, size // SMALLEST_PART))
         return super().write_data(plan, planner)
 
@@ -140,7 +139,7 @@ class _ParallelWriter(filesystem.FileSystemWriter):
         results: queue.Queue[list[WriteResult]] = queue.Queue()
 
         def write_files() -> None:
-            filesystem._write_files_from_queue(
+            internals.write_files_from_queue(
                 self.fs.create_stream,
                 file_queue,
                 results,
@@ -163,14 +162,7 @@ class _ParallelWriter(filesystem.FileSystemWriter):
 
 def forget_plans(peers: Peers) -> None:
     """Clear the cached plans of these peers."""
-    for cache in (
-        SavePlanner._cached_save_plan,
-        SavePlanner._cached_final_save_plan,
-        SavePlanner._cached_all_plans,
-        SavePlanner._cached_global_plan,
-        SavePlanner._cached_metadata,
-    ):
-        cache.pop(peers.name, None)
+    internals.forget_plans(peers.name)
 
 
 def read_tensors(folder: Path, index: metadata.Metadata, tensors: Tensors, peers: Peers) -> None:
@@ -268,7 +260,7 @@ def _entries(index: metadata.Metadata) -> dict[str, TensorEntry]:
 Plain = Any
 
 
-class JsonExchange(_DistWrapper):
+class JsonExchange(internals.RankExchange):
     """DCP's exchange between ranks. Rank 0 is the coordinator."""
 
     def broadcast_object(self, object: Any) -> Any:
@@ -288,10 +280,10 @@ class JsonExchange(_DistWrapper):
         return decode_plan(plain) if object_list is None else object_list[0]
 
 
-def make_exchange(group: dist.ProcessGroup | None, use_dist: bool, coordinator_rank: int) -> _DistWrapper:
+def make_exchange(group: dist.ProcessGroup | None, use_dist: bool, coordinator_rank: int) -> internals.RankExchange:
     """Return the exchange for a save or a load: the JSON exchange for the groups of `Peers`, otherwise torch's."""
     ours = use_dist and group is not None and group.group_desc.startswith("checkpoint: ")
-    return (JsonExchange if ours else _DistWrapper)(group, use_dist, coordinator_rank)
+    return (JsonExchange if ours else internals.RankExchange)(group, use_dist, coordinator_rank)
 
 
 def encode_plan(value: Any) -> Plain:
@@ -310,7 +302,7 @@ def encode_plan(value: Any) -> Plain:
         return ["metadata", {name: [str(entry.properties.dtype), entry.size] for name, entry in entries.items()}]
     elif isinstance(value, CheckpointException):
         return ["failed", str(value.args[0]), [[rank, *_plain(e)] for rank, (e, _) in value.failures.items()]]
-    elif _is_wrapped_exception(value):
+    elif internals.is_wrapped_exception(value):
         return ["failure", *_plain(value[0])]
     elif isinstance(value, list) and all(isinstance(result, WriteResult) for result in value):
         return ["written", list(map(_result, value))]
@@ -324,7 +316,7 @@ def decode_plan(plain: Plain) -> Any:
     kind, *fields = plain
     if kind == "save":
         items, prefix, usable = fields
-        storage_data = None if prefix is None else _StoragePrefix(prefix)
+        storage_data = None if prefix is None else internals.StoragePrefix(prefix)
         return SavePlan([_read_write_item(*item) for item in items], storage_data=storage_data, usable=usable)
     if kind == "load":
         return LoadPlan([_read_read_item(*item) for item in fields[0]])
@@ -385,13 +377,13 @@ def _read_read_item(kind: str, target: list[Plain], stored: list[Plain], places:
 
 
 def _result(result: WriteResult) -> list[Plain]:
-    info: _StorageInfo = result.storage_data
+    info: internals.StorageInfo = result.storage_data
     place = [info.relative_path, info.offset, info.length, info.transform_descriptors]
     return [_index(result.index), result.size_in_bytes, place]
 
 
 def _read_result(index: list[Plain], size: int, place: list[Plain]) -> WriteResult:
-    return WriteResult(MetadataIndex(*index), size, _StorageInfo(*place))
+    return WriteResult(MetadataIndex(*index), size, internals.StorageInfo(*place))
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -401,5 +393,4 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-for _module in (state_dict_saver, state_dict_loader):  # DCP's `save` and `load` look the class up there
-    _module._DistWrapper = make_exchange  # type: ignore[attr-defined, assignment]
+internals.replace_rank_exchange(make_exchange)

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan.checkpoint.layout import MODEL, OPTIMIZER, CheckpointError, TensorEntry
 from torchtitan.core.initialization import clean_name
+from torchtitan.torch_internals.memory import pin_memory, unpin_memory
 
 Tensors = dict[str, torch.Tensor]
 VALUE = TensorEntry("value", [])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from torchtitan.core.constraints import FLOAT8_MULTIPLE
 from torchtitan.core.fused import Fused
+from torchtitan.torch_internals.operators import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST = 2.0**-100
@@ -86,7 +87,7 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype, use_kernel: bool, fast: bo
         return a.expand(dtype) @ b.expand(dtype).t()
     scales = dict(scale_a=a.inverse, scale_b=b.inverse.t())
     values = _padded(_contiguous(a.values)), _padded(_contiguous(b.values)).t()
-    return torch._scaled_mm(*values, **scales, out_dtype=dtype, use_fast_accum=fast)
+    return scaled_mm(*values, **scales, out_dtype=dtype, use_fast_accum=fast)
 
 
 def _contiguous(values: torch.Tensor) -> torch.Tensor:

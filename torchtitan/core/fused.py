@@ -14,8 +14,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map_only
+
+from torchtitan.torch_internals.compiler import compiler_error, recompile_limit_error
+from torchtitan.torch_internals.dispatch import FakeTensor, tree_map_only
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +81,10 @@ class Fused:
         inputs = tree_map_only(float, _scalar, args) if IS_COMPILED_FOR_EACH_FLOAT and self.dynamic else args
         try:
             return compiled(*inputs)
-        except torch._dynamo.exc.FailOnRecompileLimitHit:
+        except recompile_limit_error():
             self.refused.add((first.shape, first.dtype))
             return self.eager(*args)
-        except torch._dynamo.exc.TorchDynamoException as error:  # of the compiler; any other is one of the computation
+        except compiler_error() as error:  # of the compiler; any other is one of the computation
             return self._give_up(error)(*args)
 
     def _compiles(self, first: torch.Tensor) -> bool:

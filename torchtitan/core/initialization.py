@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from torchtitan.torch_internals.dtensor import compute_local_shape_and_global_offset
 
 BLOCK_ELEMENTS = 65536
 TRUNCATE_AT = 3.0  # standard deviations

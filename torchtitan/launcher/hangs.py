@@ -12,7 +12,6 @@ import faulthandler
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -29,6 +28,7 @@ from torchtitan.launcher.processes import Processes
 from torchtitan.process.exit import EXPLAINED, HUNG, STOPPED
 from torchtitan.process.heartbeat import PHASES, Activity
 from torchtitan.process.ranks import Launcher
+from torchtitan.torch_internals.flight_recorder import collectives_log
 
 STACKS = signal.SIGUSR2
 
@@ -48,9 +48,8 @@ def write_stacks_on_request(launcher: Launcher) -> None:
 
 def _write_collectives(launcher: Launcher) -> None:
     while os.read(launcher.ask, 1):
-        torch = sys.modules.get("torch")
-        if torch is not None:
-            Path(launcher.collectives).write_bytes(torch._C._distributed_c10d._dump_fr_trace_json())
+        if (log := collectives_log()) is not None:
+            Path(launcher.collectives).write_bytes(log)
 
 
 ANSWER_SECONDS = 2.0

@@ -15,13 +15,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan.losses.chunks import auto_chunks
+from torchtitan.torch_internals.autograd import graph_task_keeps_graph
+from torchtitan.torch_internals.collectives import reduce_over_mesh
+from torchtitan.torch_internals.modules import has_hooks, local_parameters
 
 Batch = Mapping[str, torch.Tensor]
 IGNORE_INDEX = -100
@@ -174,7 +176,7 @@ class _CrossEntropy(torch.autograd.Function):
         probabilities, targets, valid = ctx.saved_tensors
         scale = (valid * scale)[:, None]
         # a pipeline that splits backward into input and weight gradients may run this twice
-        retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        retain_graph = graph_task_keeps_graph()
         grad = probabilities * scale if retain_graph else probabilities.mul_(scale)
         return grad.scatter_add_(1, targets, -scale), None
 
@@ -190,13 +192,13 @@ class _VocabularyParallelLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        scores = scores - funcol.all_reduce(scores.amax(1), "max", (mesh, 0))[:, None]
+        scores = scores - reduce_over_mesh(scores.amax(1), "max", (mesh, 0))[:, None]
         targets = labels - mesh.get_local_rank() * logits.shape[1]
         is_local = (targets >= 0) & (targets < logits.shape[1])
         targets = targets.where(is_local, 0)[:, None]
         chosen = scores.gather(1, targets)[:, 0].where(is_local, 0)
         powers = scores.exp_()
-        total, chosen = funcol.all_reduce(torch.stack((powers.sum(1), chosen)), "sum", (mesh, 0)).unbind()
+        total, chosen = reduce_over_mesh(torch.stack((powers.sum(1), chosen)), "sum", (mesh, 0)).unbind()
         valid = labels != IGNORE_INDEX
         ctx.save_for_backward(powers.div_(total[:, None]), targets, is_local, valid)
         ctx.dtype = logits.dtype
@@ -216,9 +218,8 @@ def _is_plain_linear(head: nn.Module) -> bool:
     of the module that runs on a rank's rows of the weight.
     """
     plain = getattr(head, "plain", type(head))
-    hooks = head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks
     is_linear = plain.forward is nn.Linear.forward and head.bias is None
-    return is_linear and "weight" in head._parameters and not any(hooks)
+    return is_linear and "weight" in local_parameters(head) and not has_hooks(head)
 
 
 class _SummingHead:
@@ -323,7 +324,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: torch.Tensor) -> tuple:
         # a pipeline that splits backward into input and weight gradients may run this twice
-        retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        retain_graph = graph_task_keeps_graph()
 
         def scaled(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             # multiply in the loss's dtype: with a bfloat16 tensor, torch would round `scale` itself to 3 digits

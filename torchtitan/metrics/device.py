@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torchtitan.core.constraints import check_snapshots, check_window
 from torchtitan.core.hardware import find_hardware
 from torchtitan.core.initialization import local_part
+from torchtitan.torch_internals import memory
 
 GIB = 2**30
 
@@ -140,7 +141,7 @@ class Profiler:
 
     def __enter__(self) -> "Profiler":
         if self._snapshots:
-            torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
+            memory.record_memory_history(max_entries=MAX_ALLOCATIONS)
         if self._profile:
             self._profile.start()
         return self
@@ -160,7 +161,7 @@ class Profiler:
         if self._snapshots:
             if kind is not None and issubclass(kind, torch.OutOfMemoryError):
                 self._write_snapshot(self._snapshots, f"step_{self._step}_out_of_memory")
-            torch.cuda.memory._record_memory_history(enabled=None)
+            memory.record_memory_history(enabled=None)
 
     def _write_trace(self, window: profile) -> None:
         assert self._traces
@@ -169,7 +170,7 @@ class Profiler:
             window.export_chrome_trace(str(self._path(self._traces, f"step_{self._step}", "trace.json")))
 
     def _write_snapshot(self, folder: Path, name: str) -> None:
-        torch.cuda.memory._dump_snapshot(str(self._path(folder, name, "memory.pickle")))
+        memory.dump_snapshot(str(self._path(folder, name, "memory.pickle")))
 
     def _path(self, folder: Path, name: str, kind: str) -> Path:
         path = folder / name / f"rank{self._rank}_{kind}"

@@ -16,6 +16,7 @@ from torchtitan.core.constraints import FLOAT8_MULTIPLE
 from torchtitan.core.float8 import E4M3, E5M2, Scaled, product, quantize
 from torchtitan.models.layers import autocast_dtype
 from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
+from torchtitan.torch_internals.autograd import will_execute
 
 
 class _Float8Matmul(torch.autograd.Function):
@@ -51,7 +52,7 @@ def _is_wanted(ctx: Any, index: int) -> bool:
     """Return True if this backward uses the gradient of an input: a split backward asks for one at a time."""
     if torch.compiler.is_compiling() or not ctx.needs_input_grad[index]:
         return ctx.needs_input_grad[index]
-    return torch._C._will_engine_execute_node(ctx.next_functions[index][0])
+    return will_execute(ctx.next_functions[index][0])
 
 
 class Float8Linear(nn.Linear):

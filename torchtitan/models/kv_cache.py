@@ -13,6 +13,7 @@ from torch import nn
 from torchtitan.models.attention import AttentionKernel, Mask
 from torchtitan.models.decoder import Decoder
 from torchtitan.parallelisms.sequence_layout import Tokens
+from torchtitan.torch_internals.modules import local_parameters
 
 TRANSPOSED_ROWS = 512
 """Rows of a matrix that are transposed at once: three times as fast as all together."""
@@ -75,7 +76,7 @@ def store_for_single_rows(model: nn.Module) -> None:
     [768, 2048] is faster by rows. Storing 3 GB so takes a second (torch 2.13, 1 thread of an AMD EPYC without AMX).
     """
     for module in model.modules():
-        weight = module._parameters.get("weight") if isinstance(module, nn.Linear) else None
+        weight = local_parameters(module).get("weight") if isinstance(module, nn.Linear) else None
         if weight is None or weight.dtype != torch.float32 or weight.device.type != "cpu":
             continue
         rows, columns = weight.shape

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.models.sizes import RopeScaling
+from torchtitan.torch_internals.autograd import graph_task_id
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -135,7 +136,7 @@ def add_once(total: torch.Tensor, amount: torch.Tensor) -> None:
 
     It is a custom operator, one node of a compiled graph, because the compiler cannot ask which of the two it is.
     """
-    if torch._C._current_graph_task_id() == -1:
+    if graph_task_id() == -1:
         total += amount
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
+
+from torchtitan.torch_internals.dtensor import StridedShard, local_shape_and_offset_at
 
 T = TypeVar("T")
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -48,9 +48,7 @@ class Layout:
         """Return the shape of the shard at a coordinate of the mesh, and its offset in the full tensor."""
         if self.mesh is None:
             return self.shape, (0,) * len(self.shape)
-        shape, offset = _compute_local_shape_and_global_offset(
-            self.shape, self.mesh.shape, list(coordinate), self.placements
-        )
+        shape, offset = local_shape_and_offset_at(self.shape, self.mesh.shape, list(coordinate), self.placements)
         return tuple(shape), tuple(offset)
 
     @property
@@ -121,7 +119,7 @@ class Layout:
                 placements[axis] = Shard(other)
             elif self.shape[other] % pieces == 0:  # torch places uneven strided shards differently
                 split = prod(self.mesh.size(mesh_axis) for mesh_axis in inner_axes)
-                placements[axis] = _StridedShard(other, split_factor=split)
+                placements[axis] = StridedShard(other, split_factor=split)
         return replace(self.resized(dim, size), placements=tuple(placements))
 
     def _shares(self, dim: int, crossed: "Layout") -> list[tuple[int, int, int, int]]:

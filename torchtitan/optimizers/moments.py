@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torchtitan.core.fused import NEVER, Fused
 from torchtitan.optimizers.layout import Layout, local
 from torchtitan.optimizers.state_sizes import BLOCK, SMALLEST
+from torchtitan.torch_internals.dispatch import unset_fake_temporarily
 
 
 @cache

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from torchtitan.torch_internals.dispatch import FakeTensor
 
 ON_CPU, ELSEWHERE = 2**18, 2**21
 """Elements of a piece: a temporary in float32 takes 1 MiB, which stays in the cache of a CPU, or 8 MiB."""

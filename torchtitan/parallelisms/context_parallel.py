@@ -47,8 +47,8 @@ from torchtitan.parallelisms.sequence_layout import (
     depends_on_head_index,
     has_dropout,
 )
+from torchtitan.torch_internals import collectives
 
-collectives = torch.ops._c10d_functional
 METHODS = ("allgather", "ring", "alltoall", "ulysses")
 Mask = Any
 """What a kernel's `prepare` returns and its `forward` takes; None where only causality hides."""

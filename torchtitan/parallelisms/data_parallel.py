@@ -3,26 +3,28 @@
 Gradients are summed over ranks, never averaged: the loss is already divided by the global number of valid tokens.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from torchtitan.parallelisms.fsdp_units import fsdp_units
 from torchtitan.parallelisms.plan import ParallelPlan, get_end_module, is_pipeline_part, match_blocks
 from torchtitan.parallelisms.quantized_collectives import quantize_collectives
 from torchtitan.parallelisms.replicas import overlap_replicas
+from torchtitan.torch_internals.dispatch import tree_leaves
+from torchtitan.torch_internals.fsdp import (
+    Unit,
+    end_forward_with,
+    fsdp_units,
+    get_post_forward_mesh_info,
+    in_pre_backward,
+    share_after_forward,
+)
+from torchtitan.torch_internals.recompute import without_selective_recompute
+from torchtitan.torch_internals.replacement import replace
 
 
 def apply_data_parallel(
@@ -74,7 +76,7 @@ def apply_data_parallel(
     _prefetch_only_blocks_that_backward_reaches(model, [*blocks, *travelling])
     if head := _head(model, plan):
         shard(head, mesh=mesh, reshard_after_forward=False)
-        _extend_to_loss(head, model.loss)
+        end_forward_with(head[0], model.loss or head[-1])  # the loss calls the output matrix once per chunk
     shard(model, mesh=mesh, reshard_after_forward=False)
     for module in fsdp_modules(model):
         if (expert_mesh if module in travelling else mesh).size() > 1:  # on one rank torch would make a divided copy
@@ -101,37 +103,15 @@ def _head(model: nn.Module, plan: ParallelPlan) -> list[nn.Module]:
     return [] if any(parameter in tied for module in head for parameter in module.parameters()) else head
 
 
-def _extend_to_loss(head: list[nn.Module], loss: nn.Module | None) -> None:
-    """Let the forward of the unit of `head` begin with its first module and end with the loss.
-
-    The loss calls the output matrix several times, once per chunk. torch's hooks for a unit of several modules end the
-    forward after one call of each, and take a further call for the next forward.
-    """
-    state = head[0]._get_fsdp_state()
-    state._pre_forward_hook_handle.remove()  # the hooks of all modules of the unit
-    state._pre_forward_hook_handle = head[0].register_forward_pre_hook(
-        state._pre_forward, prepend=True, with_kwargs=True
-    )
-
-    def leave(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
-        # further losses of a model run after this; the unit has ended its forward and stays gathered until backward
-        return state._post_forward(module, inputs, output) if state._training_state == TrainingState.FORWARD else output
-
-    state._post_forward_hook_handle = (loss or head[-1]).register_forward_hook(leave)
-
-
 def _share_second_shards(blocks: list[nn.Module], size: int) -> None:
     """Let `size` neighboring ranks share a second copy of each block's parameters between forward and backward.
 
     Given a number, fully_shard creates process groups for each block; here all blocks use the same.
     """
     units = [unit for block in blocks for unit in fsdp_units(block)]
-    second_mesh = _get_post_forward_mesh_info(size, units[0].mesh_info)
+    second_mesh = get_post_forward_mesh_info(size, units[0].mesh_info)
     for unit in units:
-        unit.post_forward_mesh_info = second_mesh
-        for parameter in unit.fsdp_params:
-            parameter.post_forward_mesh_info = second_mesh
-            parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
+        share_after_forward(unit, second_mesh)
 
 
 def _set_prefetch(blocks: list[nn.Module], head: list[nn.Module], prefetch: int, travelling: set[nn.Module]) -> None:
@@ -162,24 +142,26 @@ def _prefetch_only_blocks_that_backward_reaches(model: nn.Module, blocks: list[n
             _skip_prefetch_unless_reached(unit)
 
 
-def _skip_prefetch_unless_reached(unit: FSDPParamGroup) -> None:
-    post_forward, pre_backward, unshard, reached = unit.post_forward, unit.pre_backward, unit.unshard, True
+def _skip_prefetch_unless_reached(unit: Unit) -> None:
+    reached = True
 
-    def leave(module: nn.Module, inputs: object, output: object) -> object:
+    def leave(module: nn.Module, input: object, output: object) -> object:
         nonlocal reached
         reached = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
-        return post_forward(module, inputs, output)
+        return post_forward(module, input, output)
 
-    def enter_backward(*arguments: object) -> None:
+    def enter_backward(default_prefetch: bool, *unused: object) -> None:
         nonlocal reached
         reached = True  # also after a later forward without gradients
-        pre_backward(*arguments)
+        pre_backward(default_prefetch, *unused)
 
     def unshard_if_reached(async_op: bool = False) -> None:
-        if reached or unit._training_state != TrainingState.PRE_BACKWARD:
+        if reached or not in_pre_backward(unit):
             unshard(async_op)
 
-    unit.post_forward, unit.pre_backward, unit.unshard = leave, enter_backward, unshard_if_reached
+    post_forward = replace(unit, "post_forward", leave)
+    pre_backward = replace(unit, "pre_backward", enter_backward)
+    unshard = replace(unit, "unshard", unshard_if_reached)
 
 
 def _is_training_only(block: nn.Module) -> bool:
@@ -204,23 +186,7 @@ def _hide_from_selective_recompute(module: FSDPModule) -> None:
     """
     for unit in fsdp_units(module):
         for name in ("pre_forward", "post_forward"):
-            setattr(unit, name, _without_recompute(getattr(unit, name)))
-
-
-def _without_recompute(function: Callable) -> Callable:
-    """Return `function` wrapped to run without the dispatch modes of selective recompute.
-
-    All other modes stay active, such as the fake tensors of a dry run, which must not gather real parameters.
-    """
-
-    def run(*args: object, **kwargs: object) -> object:
-        with _disable_current_modes() as modes, ExitStack() as other_modes:
-            for mode in reversed(modes):  # `modes` begins with the innermost
-                if not isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)):
-                    other_modes.enter_context(mode)
-            return function(*args, **kwargs)
-
-    return run
+            replace(unit, name, without_selective_recompute(getattr(unit, name)))
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

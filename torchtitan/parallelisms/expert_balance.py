@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.process import distributed
+from torchtitan.torch_internals.meshes import flattened
 
 
 class LoadBalancing(Protocol):
@@ -64,7 +65,7 @@ class ExpertBalance:
         self.moves_biases = True  # False for a step with a skipped update
         axes = tuple(axis for axis in ("cp", "tp") if dims.degrees[axis] > 1)
         if axes:
-            shared = mesh[axes]._flatten("sequence") if len(axes) > 1 else mesh[axes[0]]
+            shared = flattened(mesh[axes], "sequence") if len(axes) > 1 else mesh[axes[0]]
             for part in parts:
                 rules.set_sequence_sum(part, _Sum(shared.get_group()))
 

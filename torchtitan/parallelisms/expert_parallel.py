@@ -20,6 +20,7 @@ from torchtitan.parallelisms.pipeline.overlap.exchange import SplitSizes
 from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
 from torchtitan.parallelisms.steps import running_notes
 from torchtitan.parallelisms.tensor_parallel import LocalWeights
+from torchtitan.torch_internals import collectives
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
@@ -90,8 +91,8 @@ def _all_to_all(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int],
 
     It is a functional collective, so that selective recompute can save its result.
     """
-    received = torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), receive, send, group)
-    return torch.ops._c10d_functional.wait_tensor(received)
+    received = collectives.all_to_all_single(rows.contiguous(), receive, send, group)
+    return collectives.wait_tensor(received)
 
 
 class _Permute(torch.autograd.Function):

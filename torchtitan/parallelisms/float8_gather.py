@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from torchtitan.core.float8 import E4M3, power_of_two
-from torchtitan.parallelisms.fsdp_units import fsdp_units
+from torchtitan.torch_internals.autograd import preserve_version_counter
+from torchtitan.torch_internals.dtensor import local_part
+from torchtitan.torch_internals.fsdp import fsdp_units, full_shape, gather_by, local_rows, owner_and_name
+from torchtitan.torch_internals.operators import foreach_norm
 
 Bytes = tuple[torch.Tensor, torch.Tensor]
 """Rows of a weight, uint8 [R, K], and the float32 that undoes their scale, uint8 [4]. gloo does not support float8."""
@@ -35,7 +37,7 @@ class UnitScales:
         All ranks ask for the factors of a unit in the same order, so they reduce together.
         """
         if index not in self._unused:
-            largest = torch.stack(torch._foreach_norm(self.weights, math.inf))
+            largest = torch.stack(foreach_norm(self.weights, math.inf))
             dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.get_group())
             self._unused = dict(enumerate(power_of_two(largest.to(dtype), E4M3)))
         return self._unused.pop(index)
@@ -71,16 +73,12 @@ class Float8Gather:
         Return the weight, and the tensors to free and to allocate again with it.
         """
         values, inverse = gathered[0].view(E4M3), gathered[1].view(torch.float32)[0]
-        full = torch.empty_like(values, dtype=dtype) if out is None else _local(out)
-        with torch.autograd._unsafe_preserve_version_counter(full):  # as FSDP does in its own copies
+        full = torch.empty_like(values, dtype=dtype) if out is None else local_part(out)
+        with preserve_version_counter(full):  # as FSDP does in its own copies
             torch.mul(values.to(dtype), inverse.to(dtype), out=full)
         for tensor in gathered:
             tensor.untyped_storage().resize_(0)  # FSDP would keep it as long as the weight
         return full, (full,)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def gather_in_float8(model: nn.Module) -> None:
@@ -92,10 +90,9 @@ def gather_in_float8(model: nn.Module) -> None:
     for unit in (unit for module in modules for unit in fsdp_units(module)):
         scales = UnitScales()
         for param in unit.fsdp_params:
-            shards, rows = param.mesh_info.shard_mesh_size, param._sharded_local_tensor
-            is_even = shards > 1 and rows.shape[0] * shards == param._orig_size[0]
-            is_weight = param._module_info.param_name == "weight"
-            if is_even and is_weight and getattr(param._module_info.module, "gathers_float8", False):
+            shards, rows = param.mesh_info.shard_mesh_size, local_rows(param)
+            is_even = shards > 1 and rows.shape[0] * shards == full_shape(param)[0]
+            module, name = owner_and_name(param)
+            if is_even and name == "weight" and getattr(module, "gathers_float8", False):
                 gather = Float8Gather(scales, rows)
-                rows.fsdp_pre_all_gather, rows.fsdp_post_all_gather = gather.pack, gather.expand
-                param._init_extensions()
+                gather_by(param, gather.pack, gather.expand)

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan.torch_internals import operators
+
 ROW = 4096
 Ranks = tuple[tuple[int, ...], ...]
 """The ranks of each of several process groups."""
@@ -56,7 +58,7 @@ def clip_gradients(
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # the constant of torch's clip_grad_norm_
         local = [_local(grad) for grad, _ in grads]
         if local:
-            torch._foreach_mul_(local, factor.to(local[0].device))
+            operators.foreach_mul_(local, factor.to(local[0].device))
     return total
 
 
@@ -67,7 +69,7 @@ def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     clipping applies it to every weight. By rows it is 1e-9.
     """
     if tensors[0].device.type != "cpu":
-        return torch._foreach_norm(tensors)
+        return operators.foreach_norm(tensors)
     return [_norm_by_rows(tensor.flatten()) for tensor in tensors]
 
 

@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from torchtitan.parallelisms.degrees import check_expert_degree, expert_pool_size, resolve_shard_degree
+from torchtitan.torch_internals.meshes import concatenated, flattened
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -122,11 +123,10 @@ class ParallelDims:
 
     def dp_mesh(self, mesh: "DeviceMesh") -> "DeviceMesh":
         """Return the mesh for fully_shard: dp_shard and cp as one axis, after dp_replicate if that is above 1."""
-        from torch.distributed.device_mesh import DeviceMesh
 
         # flattening repeatedly gives the same mesh; slicing a flattened axis out of the root is deprecated
-        shard = mesh["dp_shard", "cp"]._flatten("fsdp") if self.cp > 1 else mesh["dp_shard"]
-        return DeviceMesh._concatenate([mesh["dp_replicate"], shard]) if self.dp_replicate > 1 else shard
+        shard = flattened(mesh["dp_shard", "cp"], "fsdp") if self.cp > 1 else mesh["dp_shard"]
+        return concatenated([mesh["dp_replicate"], shard]) if self.dp_replicate > 1 else shard
 
     def describe(self) -> str:
         longer = [f"{axis} {size}" for axis, size in self.degrees.items() if size > 1]

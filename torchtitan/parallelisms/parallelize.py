@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch._functorch.config
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtitan.parallelisms.context_parallel import apply_context_parallel
 from torchtitan.parallelisms.data_parallel import apply_data_parallel
@@ -27,6 +24,13 @@ from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
 from torchtitan.parallelisms.region_attention import attend_by_regions
 from torchtitan.parallelisms.steps import same_notes
 from torchtitan.parallelisms.tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
+from torchtitan.torch_internals import collectives, operators
+from torchtitan.torch_internals.compiler import (
+    allow_side_effects_in_recomputation,
+    set_memory_budget,
+    wrap_compiled_call,
+)
+from torchtitan.torch_internals.recompute import checkpoint_wrapper, ignore_profiler_markers, operator_of, unwrapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,28 +139,21 @@ SAVED_OPS = {
     op.default
     for op in (
         torch.ops.aten.topk,  # a router's choice, which must not change in the recomputation
-        torch.ops.aten._grouped_mm,
+        operators.grouped_mm,
         torch.ops.aten.mm,
         torch.ops.aten.addmm,
         torch.ops.aten.bmm,
-        torch.ops.aten._scaled_mm,
-        torch.ops.aten._scaled_dot_product_flash_attention,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-        torch.ops.aten._scaled_dot_product_efficient_attention,
-        torch.ops.aten._scaled_dot_product_cudnn_attention,
-        torch.ops._c10d_functional.reduce_scatter_tensor,
-        torch.ops._c10d_functional.all_gather_into_tensor,
-        torch.ops._c10d_functional.all_reduce,
-        torch.ops._c10d_functional.all_to_all_single,
+        operators.scaled_mm_operator,
+        operators.flash_attention,
+        operators.attention_for_cpu,
+        operators.efficient_attention,
+        operators.cudnn_attention,
+        collectives.reduce_scatter_tensor,
+        collectives.all_gather_into_tensor,
+        collectives.all_reduce,
+        collectives.all_to_all_single,
     )
-} | {attend_by_regions._opoverload, torch.ops.higher_order.flex_attention}
-
-# Profiler markers compute nothing. FSDP adds one if a module inside a block is the first FSDP module to run, as in
-# recomputation.
-SAC_IGNORED_OPS |= {
-    torch.ops.profiler._record_function_enter_new.default,
-    torch.ops.profiler._record_function_exit._RecordFunction,
-}
+} | {operator_of(attend_by_regions), torch.ops.higher_order.flex_attention}
 
 
 def _save_expensive_ops(context, op, *args, **kwargs) -> CheckpointPolicy:
@@ -192,6 +189,7 @@ def apply_activation_checkpoint(
     wrap = partial(checkpoint_wrapper, preserve_rng_state=preserve_rng_state, early_stop=early_stop)
     every = 1
     if mode == "selective" and selective_option == "op":
+        ignore_profiler_markers()
         wrap = partial(wrap, context_fn=partial(create_selective_checkpoint_contexts, _save_expensive_ops))
     elif reuse_routing:
         wrap = partial(wrap, context_fn=same_notes)
@@ -222,10 +220,10 @@ def apply_compile(
     """
     # a process-wide setting of torch; the default 1.0 recomputes nothing
     budget = options.memory_budget if options.recompute == "memory_budget" else 1.0
-    torch._functorch.config.activation_memory_budget = budget
+    set_memory_budget(budget)
     # otherwise the compiler rejects a compiled recompute with side effects; steps.running() has one, which it reverts
     # before the step ends
-    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    allow_side_effects_in_recomputation()
     if options.compile_model and options.compile_scope == "model":
         model.compile(backend=options.compile_backend)
         return
@@ -233,11 +231,11 @@ def apply_compile(
         outside = tensor_parallel and not (options.recompute == "selective" and options.selective_option == "op")
         travelling = {experts for _, experts in match_blocks(model, plan, plan.experts)} if experts_travel else set()
         for _, block in match_blocks(model, plan):
-            if (outside or experts_travel) and isinstance(block, CheckpointWrapper):
-                block = block._checkpoint_wrapped_module
+            if outside or experts_travel:
+                block = unwrapped(block)
             for part in _compiled_parts(block, travelling):
                 part.compile(backend=options.compile_backend, fullgraph=True)
-                part._compiled_call_impl = _reject_async_inputs(part._compiled_call_impl)
+                wrap_compiled_call(part, _reject_async_inputs)
     if options.compile_loss and model.loss is not None:
         model.loss.compile(backend=options.compile_backend)
 
@@ -269,7 +267,8 @@ def _reject_async_inputs(compiled: Callable) -> Callable:
     """
 
     def call(*args: object, **kwargs: object) -> object:
-        unfinished = [value for value in (*args, *kwargs.values()) if isinstance(value, AsyncCollectiveTensor)]
+        inputs = (*args, *kwargs.values())
+        unfinished = [value for value in inputs if isinstance(value, collectives.AsyncCollectiveTensor)]
         if unfinished:
             raise RuntimeError(
                 "a compiled block was handed an AsyncCollectiveTensor and would give it no gradient; "

@@ -17,11 +17,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.fsdp_messages import BLOCK, PIECE, block_bytes, message_bytes, split_parts
-from torchtitan.parallelisms.fsdp_units import fsdp_units
+from torchtitan.torch_internals.fsdp import DefaultAllGather, DefaultReduceScatter, fsdp_units, local_shard
 
 MANTISSA_BITS, MAX_EXPONENT = 23, 254
 """Of float32: bits below the exponent, and the largest exponent field of a finite number."""
@@ -165,7 +164,7 @@ def quantize_collectives(
     hops = reduction_hops(mesh, inner) if reduce_bits and inner > 1 else []
     for module in modules:
         for unit in fsdp_units(module):
-            sizes = [parameter._sharded_param_data.numel() for parameter in unit.fsdp_params]
+            sizes = [local_shard(parameter).numel() for parameter in unit.fsdp_params]
             if gather_int8:
                 module.set_custom_all_gather(QuantizedAllGather(unit.mesh_info.shard_mesh_size, sizes))
             if reduce_bits:

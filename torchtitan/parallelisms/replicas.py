@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_param import alloc_storage
 
-from torchtitan.parallelisms.fsdp_units import fsdp_units
+from torchtitan.torch_internals.autograd import preserve_version_counter
+from torchtitan.torch_internals.fsdp import DefaultReduceScatter, HSDPMeshInfo, alloc_storage, fsdp_units, local_shard
+from torchtitan.torch_internals.replacement import replace
 
 
 class DeferredGroup:
@@ -83,7 +82,7 @@ def _unshard(unit: Any) -> None:
         return
     unit._all_gather_result = None
     for parameter in unit.fsdp_params:
-        shard = parameter._sharded_param_data
+        shard = local_shard(parameter)
         if parameter.param_dtype is not None or shard.storage_offset():  # FSDP views a storage from its start
             if parameter.__dict__.pop("shared_storage", None) is not None:
                 parameter.__dict__.pop("_unsharded_param", None)
@@ -91,7 +90,7 @@ def _unshard(unit: Any) -> None:
             parameter.init_all_gather_outputs([shard.numel()], [dtype], 1, unit.device)
             (output,) = parameter.all_gather_outputs
             alloc_storage(output)
-            with torch.autograd._unsafe_preserve_version_counter(output):  # as FSDP does
+            with preserve_version_counter(output):  # as FSDP does
                 output.copy_(shard)
             parameter.init_unsharded_param()
         elif getattr(parameter, "shared_storage", None) is not shard:  # FSDP replaces it if the parameter's moves
@@ -113,15 +112,16 @@ def overlap_replicas(module: FSDPModule) -> None:
         if unit.device.type != "cpu":
             continue
         if info.shard_mesh_size == 1:
-            unit.wait_for_unshard = partial(_unshard, unit)
+            replace(unit, "wait_for_unshard", partial(_unshard, unit))
         if not isinstance(info, HSDPMeshInfo):
             continue
         if info.shard_mesh_size == 1:
-            unit.gradient_divide_factor = None  # torch would divide by 1 into a copy
+            replace(unit, "gradient_divide_factor", None)  # torch would divide by 1 into a copy
             module.set_custom_reduce_scatter(SingleBuffer())
         if not isinstance(info.replicate_process_group, DeferredGroup):  # set by another module of the unit
-            replicas = info.replicate_process_group = DeferredGroup(unit)
-            unit.finalize_backward = _chain(unit.finalize_backward, replicas.wait)
+            replicas = DeferredGroup(unit)
+            replace(info, "replicate_process_group", replicas)
+            replace(unit, "finalize_backward", _chain(unit.finalize_backward, replicas.wait))
 
 
 def _chain(*functions: Callable[[], object]) -> Callable[[], None]:

@@ -37,6 +37,7 @@ from torchtitan.parallelisms.region_attention import (
     region_table,
 )
 from torchtitan.parallelisms.sequence_layout import Region, SequenceLayout
+from torchtitan.torch_internals import collectives
 
 Documents = tuple[torch.Tensor, torch.Tensor]
 """Document ids of the queries [B, Q] and of the keys [B, S]."""
@@ -188,7 +189,7 @@ class Ring:
         if self.by_all_to_all:
             sent, received = [0] * self.ranks, [0] * self.ranks
             sent[self.next] = received[self.previous] = x.shape[0]
-            arriving = torch.ops._c10d_functional.all_to_all_single(x, received, sent, self.group.group_name)
+            arriving = collectives.all_to_all_single(x, received, sent, self.group.group_name)
             return arriving, [], x
         arriving = torch.empty_like(x)
         messages = [
@@ -202,7 +203,7 @@ class Ring:
         arriving, messages, _ = started
         for message in messages:
             message.wait()
-        return torch.ops._c10d_functional.wait_tensor(arriving) if self.by_all_to_all else arriving
+        return collectives.wait_tensor(arriving) if self.by_all_to_all else arriving
 
 
 class RingAttentionFunction(torch.autograd.Function):

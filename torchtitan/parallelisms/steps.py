@@ -16,6 +16,7 @@ from torch import nn
 
 from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.plan import ParallelPlan, declaration_holds, match_blocks
+from torchtitan.torch_internals.modules import has_hooks
 
 
 class Notes:
@@ -195,7 +196,7 @@ def require_steps(model: nn.Module, plan: ParallelPlan) -> None:
     for name, block in match_blocks(model, plan):
         if not isinstance(block, Stepwise) or type(block).forward is not Stepwise.forward or "forward" in vars(block):
             _refuse(name, block, "a forward that is not Stepwise's", "define its computation in `steps` instead")
-        if block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks:
+        if has_hooks(block):
             _refuse(name, block, "hooks around its forward", "move them into its `steps`")
 
 

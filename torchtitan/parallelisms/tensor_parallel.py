@@ -29,7 +29,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
@@ -43,6 +42,8 @@ from torchtitan.parallelisms.degrees import (
 )
 from torchtitan.parallelisms.plan import ParallelPlan, get_end_module, match_blocks, match_modules
 from torchtitan.parallelisms.sequence_layout import depends_on_head_index
+from torchtitan.torch_internals import collectives
+from torchtitan.torch_internals.modules import local_parameters
 
 
 def apply_tensor_parallel(
@@ -168,21 +169,19 @@ def _leaf_modules(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
 
 def _all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     """Gather the tokens: [B, S / tp, D] -> [B, S, D]."""
-    gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group)
-    gathered = torch.ops._c10d_functional.wait_tensor(gathered)
+    gathered = collectives.all_gather_into_tensor(x.contiguous(), size, group)
+    gathered = collectives.wait_tensor(gathered)
     return torch.cat(gathered.chunk(size), dim=1)
 
 
 def _reduce_scatter(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     """Sum over the ranks and keep this rank's tokens: [B, S, D] -> [B, S / tp, D]."""
     pieces = torch.cat(x.chunk(size, dim=1))  # make each rank's tokens, of all samples, contiguous
-    return torch.ops._c10d_functional.wait_tensor(
-        torch.ops._c10d_functional.reduce_scatter_tensor(pieces, "sum", size, group)
-    )
+    return collectives.wait_tensor(collectives.reduce_scatter_tensor(pieces, "sum", size, group))
 
 
 def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
-    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group))
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
 
 
 class _Enter(torch.autograd.Function):
@@ -262,7 +261,7 @@ class LocalWeights:
 
     def __init__(self, module: nn.Module, **other: torch.Tensor | None):
         gradients = getattr(module, "gradient_placements", {})  # default: a gradient is placed like its parameter
-        for name, parameter in module._parameters.items():
+        for name, parameter in local_parameters(module).items():
             if name not in other:
                 other[name] = None if parameter is None else parameter.to_local(grad_placements=gradients.get(name))
         self.__dict__.update(other, _module=module)
@@ -394,5 +393,4 @@ def _gather_first_input(border: RegionBorder, module: nn.Module, inputs: tuple[A
 def enable_async_tensor_parallel(mesh: DeviceMesh, compiled: bool, sequence_parallel: bool = True) -> None:
     """Let the compiler overlap chunks of collectives and adjacent matrix products (async TP, symmetric memory)."""
     check_async_tensor_parallel(mesh.device_type, compiled, sequence_parallel)
-    torch._inductor.config._micro_pipeline_tp = True
-    enable_symm_mem_for_group(mesh.get_group().group_name)
+    collectives.overlap_collectives_with_products(mesh.get_group().group_name)

@@ -11,14 +11,17 @@ of a pipeline do not have.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from torchtitan.torch_internals.autograd import current_node
+from torchtitan.torch_internals.dispatch import FakeTensor, TorchDispatchMode, storage_key, tree_iter
+from torchtitan.torch_internals.dtensor import local_part
+from torchtitan.torch_internals.operators import local_scalar_dense
+from torchtitan.torch_internals.replacement import replaced
 
 _DEVICE = torch.ops.prim.device.default
 """Query of a fake tensor's device, which autograd makes before most operators: more than half of all calls."""
@@ -102,15 +105,15 @@ class LiveTensors(OperatorMode):
     def _kind(self) -> str:
         if self._kind_stack:
             return self._kind_stack[-1]
-        return ACTIVATIONS if torch._C._current_autograd_node() is None else BACKWARD
+        return ACTIVATIONS if current_node() is None else BACKWARD
 
     def _count(self, tensor: torch.Tensor, kind: str | None = None) -> None:
-        tensor = getattr(tensor, "_local_tensor", tensor)  # this rank's part of a DTensor
+        tensor = local_part(tensor)
         if tensor.device.type != "meta":  # only used to find shapes
             self._count_storage(tensor.untyped_storage(), kind)
 
     def _count_storage(self, storage: torch.UntypedStorage, kind: str | None = None) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_key(storage), storage.nbytes()
         if key in self.kinds:
             before, counted_size = self.kinds[key]
             if size == counted_size and kind in (None, before):
@@ -139,20 +142,15 @@ class LiveTensors(OperatorMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count inside the block, also when FSDP resizes storages to free and refill them, which no mode sees."""
-        resize: Callable = torch.UntypedStorage.resize_
 
         def counting_resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             resize(storage, size)
-            if storage._cdata in self.kinds:
+            if storage_key(storage) in self.kinds:
                 self._count_storage(storage)
             return storage
 
-        torch.UntypedStorage.resize_ = counting_resize  # type: ignore[method-assign,assignment]
-        try:
-            with self:
-                yield
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        with replaced(torch.UntypedStorage, "resize_", counting_resize) as resize, self:
+            yield
 
 
 class FakeValues(OperatorMode):
@@ -166,7 +164,7 @@ class FakeValues(OperatorMode):
         self.rows, self.peers = rows, peers
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        if func is local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self._number(args[0])
         if func is torch.ops.aten.index.Tensor:
             args = args[0], [place for index in args[1] for place in _places(index)]

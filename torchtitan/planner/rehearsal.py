@@ -25,9 +25,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.adapters import spec_of
 from torchtitan.assembly import observers, parts
@@ -48,6 +45,9 @@ from torchtitan.process.exit import die_with_parent
 from torchtitan.process.host import host
 from torchtitan.process.machine import shared_memory_obstacle
 from torchtitan.process.ranks import Ranks
+from torchtitan.torch_internals.dispatch import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torchtitan.torch_internals.fake_world import FakeStore, clear_sharding_prop_cache
+from torchtitan.torch_internals.operators import attention_for_cpu
 from torchtitan.training.batches import zero_batch
 from torchtitan.training.restore import TrainState
 from torchtitan.training.step import (
@@ -91,7 +91,7 @@ class Flash(AttentionKernel):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object) -> torch.Tensor:
         width = v.shape[-1]  # the result is as wide as the values, even if keys are wider
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[..., :width], k[..., :width], v)[0]
+        return attention_for_cpu(q[..., :width], k[..., :width], v)[0]
 
 
 @dataclasses.dataclass
@@ -379,7 +379,7 @@ def _alone_as(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # else the next rank's equal meshes get this rank's groups
+        clear_sharding_prop_cache()  # else the next rank's equal meshes get this rank's groups
 
 
 @contextmanager

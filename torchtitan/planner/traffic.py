@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.planner.live_tensors import OperatorMode
+from torchtitan.torch_internals.process_groups import resolve_process_group
 
 # operation -> its kind, and the index of the argument with the bytes: a rank's part, or the tensor to reduce
 KINDS = {
@@ -107,7 +108,7 @@ class Traffic(OperatorMode):
 def group_of(op: Any, args: Any) -> Group:
     """Return the ranks of an operation's group. Functional collectives pass its name, the others the group itself."""
     if op.namespace == "_c10d_functional":
-        group = dist.distributed_c10d._resolve_process_group(args[-1])
+        group = resolve_process_group(args[-1])
     else:
         boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
         group = dist.ProcessGroup.unbox(boxed)

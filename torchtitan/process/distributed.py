@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from torchtitan.core.errors import JobError
 from torchtitan.process import machine
@@ -23,6 +22,7 @@ from torchtitan.process.host import host
 from torchtitan.process.machine import describe_limit, limit_as_share
 from torchtitan.process.network import LOOPBACK, require_interfaces
 from torchtitan.process.ranks import Launcher, Ranks, likely_device, set_default
+from torchtitan.torch_internals.process_groups import process_groups, set_group_timeout
 
 RENDEZVOUS_SHARE = 0.8
 """Fraction of the start's timeout for which a rank waits for the first of several machines."""
@@ -147,9 +147,9 @@ def set_timeout(timeout_seconds: int) -> None:
 
     It is long for the first step (compile, cold caches) and short afterwards.
     """
-    for group in list(distributed_c10d._world.pg_map):  # torch has no public API for either
+    for group in process_groups():
         if not group.group_desc.startswith("checkpoint"):
-            distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+            set_group_timeout(timedelta(seconds=timeout_seconds), group)
 
 
 def limit_memory(limit: int | float | str | None, device: torch.device) -> str:

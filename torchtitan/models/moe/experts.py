@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from torchtitan.models.layers import autocast_dtype
 
-_native = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+_native = getattr(F, "grouped_mm", None)
 NATIVE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

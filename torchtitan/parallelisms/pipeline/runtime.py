@@ -1,14 +1,13 @@
-"""The pipeline runtime: a subclass of torch's _PipelineScheduleRuntime that runs every schedule from its table, and the
-tables of all schedules by name (`build_table`).
+"""The pipeline runtime: a subclass of torch's that runs every schedule from its table, and the tables of all schedules
+by name (`build_table`).
 
-This file contains the uses of private torch names. Differences from torch's runtime:
+Differences from torch's runtime:
 * The loss is computed inside the last stage's forward and stored by microbatch, in any order of microbatches.
 * After a split backward, each microbatch's weight gradients are added to FSDP's accumulator in the reduction dtype
   (float32). torch would accumulate them in the dtype of the parameters.
 * Gradients of a split backward get the memory layout of their parameters.
 * HSDP replicas all-reduce gradients only in the last local batch of a step.
-* Buffers for received activations and gradients live from the receive to their use. torch keeps one for each
-  microbatch as long as the stage: 8 GiB in the 405B job.
+* Buffers for received activations and gradients live from the receive to their use (FrugalStage).
 * An exception keeps its type and gets a note with its stage and microbatch.
 """
 
@@ -21,12 +20,10 @@ from typing import Protocol
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, get_schedule_class
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from torchtitan.parallelisms.data_parallel import fsdp_modules
-from torchtitan.parallelisms.fsdp_units import fsdp_units
 from torchtitan.parallelisms.pipeline.actions import (
     BACKWARD,
     FORWARD,
@@ -40,21 +37,12 @@ from torchtitan.parallelisms.pipeline.actions import (
 )
 from torchtitan.parallelisms.pipeline.cut import check_microbatches, check_stages, schedule_traits
 from torchtitan.process.exit import add_note
+from torchtitan.torch_internals.fsdp import Unit, finish_backward, fsdp_units
+from torchtitan.torch_internals.pipelining import Action as TorchAction
+from torchtitan.torch_internals.pipelining import FrugalStage, ScheduleRuntime
 
 # Before it raises, the runtime logs the whole table, one line per action. The exception's note is enough.
 logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)
-
-
-STAGE_METHODS = (
-    "_retrieve_recv_activations",
-    "_retrieve_recv_grads",
-    "_setup_forward_recv_info",
-    "_setup_backward_recv_info",
-    "get_fwd_recv_ops",
-    "get_bwd_recv_ops",
-)
-STAGE_ATTRIBUTES = ("args_recv_info", "grad_recv_info", "buffer", "tensor_meta", "is_root_arg")
-"""Private names of torch's stage that this file uses. A test fails if torch renames them."""
 
 
 @contextmanager
@@ -86,7 +74,7 @@ def split_microbatches(
     return [{name: pieces[index] for name, pieces in pieces_of.items()} for index in range(len(sizes))]
 
 
-class Stage(PipelineStage):
+class Stage(FrugalStage):
     """A pipeline stage around `part`, which is called with (tokens or hidden states, **kwargs).
 
     Only the last stage gets the tensors for the loss. `forward_context`: entered around every forward (autocast), but
@@ -100,41 +88,6 @@ class Stage(PipelineStage):
         self.forward_context = forward_context or nullcontext()
         self.reduces_over_replicas = True
         self.targets = loss_targets(part)
-
-    # Receive buffers
-
-    def _setup_forward_recv_info(self, *args):
-        super()._setup_forward_recv_info(*args)
-        for infos in self.args_recv_info.values():
-            _free_buffers(infos)
-
-    def _setup_backward_recv_info(self, *args):
-        super()._setup_backward_recv_info(*args)
-        for infos in self.grad_recv_info.values():
-            _free_buffers(infos)
-
-    def get_fwd_recv_ops(self, fwd_chunk_id):
-        self._make_buffers(self.args_recv_info[fwd_chunk_id])
-        return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id):
-        self._make_buffers(self.grad_recv_info[bwd_chunk_id])
-        return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def _retrieve_recv_activations(self, fwd_chunk_id):
-        activations = super()._retrieve_recv_activations(fwd_chunk_id)
-        _free_buffers(self.args_recv_info[fwd_chunk_id])
-        return activations
-
-    def _retrieve_recv_grads(self, bwd_chunk_id):
-        gradients = super()._retrieve_recv_grads(bwd_chunk_id)
-        _free_buffers(self.grad_recv_info[bwd_chunk_id])
-        return gradients
-
-    def _make_buffers(self, infos) -> None:
-        for info in infos:
-            if not info.is_root_arg:
-                info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
 
     # One microbatch
 
@@ -167,9 +120,9 @@ class Stage(PipelineStage):
         self.submod.set_requires_all_reduce(self.reduces_over_replicas)
         for unit in self._fsdp_units():
             unit.post_backward()
-        self.submod._get_fsdp_state()._root_post_backward_final_callback()
+        finish_backward(self.submod)
 
-    def _fsdp_units(self) -> list[FSDPParamGroup]:
+    def _fsdp_units(self) -> list[Unit]:
         return [unit for module in fsdp_modules(self.submod) for unit in fsdp_units(module)]
 
 
@@ -185,35 +138,29 @@ def make_gradients_contiguous(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = grad.contiguous()
 
 
-def _free_buffers(infos) -> None:
-    for info in infos:
-        if not info.is_root_arg:
-            info.buffer = None
-
-
 class ActionObserver(Protocol):
     """Is told when an action of a rank begins and ends."""
 
-    def begin(self, action: _Action) -> None: ...
+    def begin(self, action: TorchAction) -> None: ...
 
-    def end(self, action: _Action) -> None: ...
+    def end(self, action: TorchAction) -> None: ...
 
 
 class _ObservedActions(list):
     """Actions in whose loop, which is torch's, an observer is told of each."""
 
-    def __init__(self, actions: Sequence[_Action], observer: ActionObserver) -> None:
+    def __init__(self, actions: Sequence[TorchAction], observer: ActionObserver) -> None:
         super().__init__(actions)
         self.observer = observer
 
-    def __iter__(self) -> Iterator[_Action]:
+    def __iter__(self) -> Iterator[TorchAction]:
         for action in super().__iter__():
             self.observer.begin(action)
             yield action
             self.observer.end(action)
 
 
-class TableSchedule(_PipelineScheduleRuntime):
+class TableSchedule(ScheduleRuntime):
     """The runtime of `table`, the actions of all ranks. The last stage returns the sum of a microbatch's losses.
 
     `valid_tokens`: the divisor of the losses in this step. `loss`: this rank's loss after the step.
@@ -225,7 +172,7 @@ class TableSchedule(_PipelineScheduleRuntime):
         self.loss: torch.Tensor | None = None
         self._shares: dict[int, torch.Tensor] = {}
         self.pipeline_order = {
-            rank: [_Action.from_str(str(action)) for action in row] for rank, row in enumerate(table)
+            rank: [TorchAction.from_str(str(action)) for action in row] for rank, row in enumerate(table)
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
         self.observer: ActionObserver | None = None

@@ -20,13 +20,14 @@ if LIBRARY in os.environ:  # elsewhere the module can be imported, but not insta
     ctypes.CDLL(os.environ[LIBRARY], ctypes.RTLD_GLOBAL)
 
 import torch
-import torch._dynamo  # asks for a device when it is imported: before there seems to be one
-import torch._inductor
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.nn.attention.flex_attention
 
+from torchtitan.torch_internals import compiler, dispatch, replacement
+
+compiler.load()  # asks for a device when it is imported: before there seems to be one
 if LIBRARY in os.environ:
     ctypes.CDLL(os.environ[LIBRARY]).register_fake_guard()
 
@@ -182,7 +183,7 @@ def _tensor_from_numbers(data: Any, *, device: Any = None, **kwargs: Any) -> tor
 def replace(owner: Any, **attributes: Any) -> None:
     """Set attributes of a module or a class of torch's."""
     for name, value in attributes.items():
-        setattr(owner, name, value)
+        replacement.replace(owner, name, value)
 
 
 def install() -> None:
@@ -196,7 +197,7 @@ def install() -> None:
         get_device_name=lambda device=None: Card.name,
         get_device_capability=lambda device=None: (Card.major, Card.minor),
         get_device_properties=lambda device=None: Card,
-        get_rng_state=lambda *args: torch.zeros(16, dtype=torch.uint8, device="cpu"),
+        get_rng_state=lambda device="cuda": torch.zeros(16, dtype=torch.uint8, device="cpu"),
         memory_stats=lambda device=None: defaultdict(int),
         synchronize=lambda device=None: waits("device"),
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), lambda *args, **kwargs: True),
@@ -204,7 +205,7 @@ def install() -> None:
         reset_peak_memory_stats=_nothing,
     )
     replace(torch.accelerator, current_stream=torch.cuda.current_stream)
-    replace(torch._C, _ensureCUDADeviceGuardSet=_nothing)
+    dispatch.ignore_device_guard()
     replace(
         torch.Tensor,
         record_stream=_nothing,

@@ -15,9 +15,9 @@ from torchtitan.planner.fake_cuda import device  # first: see there
 
 import torch  # isort: skip
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from torchtitan.torch_internals.dispatch import OpOverload, TorchDispatchMode, storage_key, tree_leaves
 
 NO_KERNEL = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"),
@@ -113,15 +113,16 @@ def _product_seconds(func: Any, args: Any, out: Any) -> float:
 
 def _arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
     """Return declared arguments of an operation with their values; none for operations of higher order."""
-    arguments = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else ()
+    arguments = func._schema.arguments if isinstance(func, OpOverload) else ()
     by_name = {argument.name: argument for argument in arguments}
     return [*zip(arguments, args, strict=False), *((by_name[name], value) for name, value in kwargs.items() if by_name)]
 
 
-def compiled(function: Callable | None = None, **options: Any) -> Callable:
+def compiled(model: Callable | None = None, **options: Any) -> Callable:
     """Stand in for torch.compile: the function's calls count as one kernel each."""
-    if function is None:
+    if model is None:
         return functools.partial(compiled, **options)
+    function = model
     place = device.place_of(inspect.unwrap(function).__code__)
 
     @functools.wraps(function)
@@ -140,8 +141,8 @@ def compiled(function: Callable | None = None, **options: Any) -> Callable:
         try:
             out = function(*args, **kwargs)
             inputs, outputs = _device_tensors((args, kwargs)), _device_tensors(out)
-            stored = {t.untyped_storage()._cdata for t in inputs.values()}
-            changed = {k: t for k, t in kernels.outputs.items() if t.untyped_storage()._cdata in stored}
+            stored = {storage_key(t.untyped_storage()) for t in inputs.values()}
+            changed = {k: t for k, t in kernels.outputs.items() if storage_key(t.untyped_storage()) in stored}
             size = sum(map(_size, [*inputs.values(), *(outputs | changed).values()]))
         finally:
             kernels.outputs = None

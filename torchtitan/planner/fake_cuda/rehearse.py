@@ -15,11 +15,6 @@ from typing import Any
 from torchtitan.planner.fake_cuda import device, kernels  # first: see there
 
 import torch  # isort: skip
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
@@ -30,10 +25,10 @@ from torchtitan.planner.live_tensors import ACTIVATIONS, LiveTensors
 from torchtitan.planner.rehearsal import WITHOUT_VALUES, Rehearsal, rehearse_built
 from torchtitan.planner.traffic import Traffic
 from torchtitan.rules.loading import load_job
+from torchtitan.torch_internals.dispatch import VALUES_NEEDED
+from torchtitan.torch_internals.dtensor import local_part
 from torchtitan.training.step import FORWARD_BACKWARD, StepObserver
 
-REFUSED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-"""What a step without values cannot do: values, shapes that depend on them, operators without a rule for shapes."""
 MOST = 128
 """Layers times forward passes of a rank in a rehearsal of all layers. Each takes about half a second of a processor."""
 BEFORE, PARTS = "before", ("forward and backward", "clipping and optimizer")
@@ -96,7 +91,7 @@ def rehearse(argv: list[str], rank: int, world_size: int, all_layers: bool) -> d
             second = _later_steps(config, rehearsal)
     except JobError:
         raise
-    except REFUSED as error:
+    except VALUES_NEEDED as error:
         return {"refusal": _described(error)}
     except Exception as error:
         return {"failure": _described(error), "traceback": traceback.format_exc()}
@@ -161,7 +156,7 @@ def _later_steps(config: JobConfig, rehearsal: Rehearsal) -> dict[str, Any]:
         count = len(order.exchanges)
         try:
             logged = _Costs(rehearsal).of_step(logged=True).waits
-        except REFUSED as error:
+        except VALUES_NEEDED as error:
             not_rehearsed, logged = _described(error), Counter()
             del order.exchanges[count:], order.lines[count:]
     # a logged step waits for the values that it logs, so only a wait without a reason matters
@@ -176,7 +171,7 @@ def _later_steps(config: JobConfig, rehearsal: Rehearsal) -> dict[str, Any]:
     }
     return {
         "costs": {part: quiet.costs[part] for part in PARTS},
-        "trained": sum(_local(p).numel() for p in parameters if p.requires_grad),
+        "trained": sum(local_part(p).numel() for p in parameters if p.requires_grad),
         "waits": [[kind, line, number, reason] for (kind, line, reason), number in sorted(waits.items())],
         "not_rehearsed": not_rehearsed,
         "types": {name: sizes for name, sizes in types.items() if sizes},
@@ -184,16 +179,12 @@ def _later_steps(config: JobConfig, rehearsal: Rehearsal) -> dict[str, Any]:
     }
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return getattr(tensor, "_local_tensor", tensor)  # this rank's part of a DTensor
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _type(tensor: torch.Tensor) -> str:
-    local = _local(tensor)
+    local = local_part(tensor)
     return f"{_name(local.dtype)} {local.device.type}"
 
 
@@ -201,7 +192,7 @@ def _types(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
     """Return the bytes of the rank's parts by type and device."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
-        sizes[_type(tensor)] += _local(tensor).nbytes
+        sizes[_type(tensor)] += local_part(tensor).nbytes
     return dict(sizes)
 
 

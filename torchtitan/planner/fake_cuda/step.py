@@ -11,10 +11,8 @@ from torchtitan.planner.fake_cuda import device, kernels  # first: see there
 
 import torch  # isort: skip
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.adapters import quantized
 from torchtitan.assembly import parts
@@ -27,6 +25,8 @@ from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.planner.live_tensors import FakeValues
 from torchtitan.planner.rehearsal import rows_of_experts
 from torchtitan.planner.traffic import group_of
+from torchtitan.torch_internals.dispatch import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torchtitan.torch_internals.fake_world import FakeStore
 from torchtitan.training.batches import zero_batch
 
 allocate_sharded = parallel_model.allocate
@@ -122,11 +122,11 @@ def install() -> None:
     device.replace(FakeTensorMode, avoid_device_init=True)
     outside_fake(DeviceMesh, *(name for name in MESH if name in DeviceMesh.__dict__))
     outside_fake(parallel_dims.ParallelDims, *(name for name in DIMS if name in parallel_dims.ParallelDims.__dict__))
-    outside_fake(data_parallel, "_get_post_forward_mesh_info")
+    outside_fake(data_parallel, "get_post_forward_mesh_info")
     outside_fake(quantized_collectives, "reduction_hops")
     device.replace(ParallelModel, initialize=lambda self, names=None: None)  # there are no values
     device.replace(parallel_model, allocate=allocate)
-    device.replace(data_parallel, _without_recompute=lambda function: function)
+    device.replace(data_parallel, without_selective_recompute=lambda function: function)
     device.replace(torch.nn.Module, to=lambda self, *args, **kwargs: self)
     device.replace(torch, compile=kernels.compiled)  # inductor has nothing to compile for
     for name in ("codebook", "code_table"):  # which are real tensors otherwise, and there is no real device
@@ -135,19 +135,19 @@ def install() -> None:
         setattr(module, name, getattr(module, name)._init_fn)
 
 
-def allocate(part: torch.nn.Module, card: torch.device, offloaded: bool) -> None:
+def allocate(part: torch.nn.Module, device: torch.device, offloaded: bool) -> None:
     """Do as parallel_model.allocate does, also for plain parameters, which `to_empty` cannot exchange for fake ones."""
     if any(isinstance(parameter, DTensor) for parameter in part.parameters()):
-        return allocate_sharded(part, card, offloaded)
+        return allocate_sharded(part, device, offloaded)
     allocated: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in part.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter not in allocated:
-                empty = torch.empty_like(parameter, device="cpu" if offloaded else card)
+                empty = torch.empty_like(parameter, device="cpu" if offloaded else device)
                 allocated[parameter] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
             setattr(module, name, allocated[parameter])
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty_like(buffer, device=card) if buffer.is_meta else buffer.to(card))
+            setattr(module, name, torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device))
 
 
 def use_fused_norms() -> None:

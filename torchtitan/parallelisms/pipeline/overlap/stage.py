@@ -5,9 +5,6 @@ It uses torch's pipeline runtime for receives and FSDP actions, with these diffe
   lazy initialization is forced, and its post-backward runs after every microbatch.
 * Tensors to send are referenced until the send ends, not until the step ends. A pair sends each half's result without
   waiting for the other half.
-
-The constants below list the private names of torch.distributed.pipelining that are needed in addition to runtime.py; a
-test checks that torch still has them.
 """
 
 from collections import deque
@@ -47,20 +44,8 @@ from torchtitan.parallelisms.pipeline.overlap.segments import (
 )
 from torchtitan.parallelisms.pipeline.runtime import Stage, TableSchedule
 from torchtitan.parallelisms.steps import Notes, RoutedExperts, Segment, StepwiseModel
+from torchtitan.torch_internals.fsdp import initialize
 
-STAGE_METHODS = (
-    "_retrieve_recv_activations",
-    "_retrieve_recv_grads",
-    "_is_same_rank",
-    "clear_runtime_states",
-    "get_fwd_send_ops",
-    "get_bwd_send_ops",
-    "set_local_fwd_input",
-    "set_local_bwd_input",
-)
-STAGE_ATTRIBUTES = ("stage_index_to_group_rank",)
-RUNTIME_METHODS = ("_assert_unsharded", "_maybe_compute_loss", "_maybe_get_loss", "register_custom_function")
-RUNTIME_ATTRIBUTES = ("fwd_recv_ops", "bwd_recv_ops")
 SENDS_IN_FLIGHT = 2
 """Limit per stage and direction with gloo, where a send completes only in `wait`. Waiting is safe: the table has the
 receive next to its send, before anything that is sent later."""
@@ -136,7 +121,7 @@ class SegmentedStage(Stage):
         self.sending: dict[str, deque[tuple[dist.Work, torch.Tensor]]] = {FORWARD: deque(), BACKWARD: deque()}
         self.accumulates_locally = False
         if isinstance(part, FSDPModule):
-            part._get_fsdp_state()._lazy_init()  # usually done by forward hooks
+            initialize(part)  # usually done by forward hooks
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
@@ -201,7 +186,7 @@ class SegmentedStage(Stage):
             self._send(BACKWARD, self.open_chunks[microbatch].input_gradient, self.stage_index - 1)
 
     def _send(self, direction: str, tensor: torch.Tensor, stage: int) -> None:
-        if self._is_same_rank(stage):
+        if self.stage_index_to_group_rank[stage] == self.group_rank:
             return
         works = self.sending[direction]
         while works and (works[0][0].is_completed() or self.device.type == "cpu" and len(works) >= SENDS_IN_FLIGHT):

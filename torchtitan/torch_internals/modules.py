@@ -1,0 +1,14 @@
+"""torch.nn.Module."""
+
+from operator import attrgetter
+
+from torch import nn
+
+local_parameters = attrgetter("_parameters")
+"""torch 2.13: the parameters of a module without those of its children, by name, with None for one that is absent."""
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """torch 2.13: whether calling the module does more than its forward."""
+    hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    return any(hooks)
