@@ -22,4 +22,4 @@ AsyncCollectiveTensor = _functional_collectives.AsyncCollectiveTensor
 def overlap_collectives_with_products(group: str) -> None:
     """torch 2.13: let the compiler cut collectives of this group and adjacent products in chunks that overlap."""
     torch._inductor.config._micro_pipeline_tp = True
-    _symmetric_memory.enable_symm_mem_for_group(group)
+    _symmetric_memory.enable_symm_mem_for_group(group)  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ def allow_side_effects_in_recomputation() -> None:
 
 def wrap_compiled_call(module: nn.Module, wrap: Callable[[Callable], Callable]) -> None:
     """torch 2.13: replace what `module.compile()` has set to run in place of the module's forward."""
+    assert module._compiled_call_impl is not None
     module._compiled_call_impl = wrap(module._compiled_call_impl)
 
 
