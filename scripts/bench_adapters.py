@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.bench_timing import Goal, row, take_turns
 from torchtitan.adapters.interface import Adapter
 from torchtitan.assembly import parts
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.manager import load
 from torchtitan.core.initialization import initialize
 from torchtitan.core.tensor_storage import draw_stores
@@ -37,7 +38,9 @@ SHARED = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 def build_model(kind: str, rank: int, arguments: Sequence[str] = ()) -> tuple[nn.Module, Adapter | None]:
     """Build the debug model under an adapter, with initial weights; `kind` none is full training."""
     argv = ["--model.tokenizer_path=bytes", *SIZES, f"--adapter.kind={kind}", *arguments]
-    model, _, adapter = parts.adapted_model(ResolvedJob(load(argv + [f"--adapter.rank={rank}"] * (kind != "none"))))
+    model, _, adapter = ModelBuilder(
+        ResolvedJob(load(argv + [f"--adapter.rank={rank}"] * (kind != "none")))
+    ).adapted_model()
     model.to_empty(device="cpu")
     initialize(model, 0, model.init_rule)
     draw_stores(model, 0, model.init_rule)

@@ -39,8 +39,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchtitan.assembly import parts
 from torchtitan.assembly.data import JobDatasets
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config import manager
 from torchtitan.datasets.loader import LoaderOptions, WeightedSource, build_loader
 from torchtitan.datasets.token_shards import ShardWriter, TokenShards
@@ -100,7 +100,7 @@ class BareLoop:
     def __init__(self, folder: Path):
         config = manager.load(arguments(folder))
         plan = ResolvedJob(config).layout.dims
-        (self.model,) = parts.model(ResolvedJob(config), plan.build_mesh("cpu"), torch.device("cpu")).parts
+        (self.model,) = ModelBuilder(ResolvedJob(config)).model(plan.build_mesh("cpu"), torch.device("cpu")).parts
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=8e-4, weight_decay=0.1, fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         self.batches = iter(JobDatasets(ResolvedJob(config)).training_loader(ResolvedJob(config).tokenizer(), 0))

@@ -17,7 +17,7 @@ from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from tests.support.scale_adapter import INITIAL, SCALE, ScaleAdapter
 from torchtitan import adapters
-from torchtitan.assembly import parts
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.checkpoint import load_model_for_inference
 from torchtitan.config import manager
 from torchtitan.config.sections.adapter import Adapter as Options
@@ -135,9 +135,9 @@ def test_an_export_has_the_adapter_merged(tmp_path, texts, base):
     options |= dict(checkpoint__initial_load_path=base[0] / "model", checkpoint__last_save_model_only=True)
     argv = arguments(tmp_path, texts, **options)
     _, after, _, _ = run_ranks(2, weights_after, argv)[0]
-    plain = parts.meta_model(ResolvedJob(manager.load(argv))).to_empty(device="cpu")
+    plain = ModelBuilder(ResolvedJob(manager.load(argv))).meta_model().to_empty(device="cpu")
     load_model_for_inference(tmp_path / "model", plain)
-    adapted = parts.adapted_model(ResolvedJob(manager.load(argv)))[0].to_empty(device="cpu")
+    adapted = ModelBuilder(ResolvedJob(manager.load(argv))).adapted_model()[0].to_empty(device="cpu")
     adapted.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in after.items()})
     tokens = torch.arange(24).view(2, 12)
     torch.testing.assert_close(plain(tokens), adapted(tokens), rtol=1e-5, atol=1e-5)
@@ -264,7 +264,11 @@ def test_an_adapter_only_checkpoint_is_hardly_larger_than_its_tensors(tmp_path, 
     sizes = "{dim=1024, n_layers=2, n_heads=16, n_kv_heads=8, vocab_size=260}"
     options = dict(model__overrides=sizes, checkpoint__enable=True, training__steps=1, training__seq_len=8)
     options |= dict(training__local_batch_size=1, training__global_batch_size=2)
-    plain = parts.meta_model(ResolvedJob(manager.load(arguments(tmp_path, texts, **options)))).to_empty(device="cpu")
+    plain = (
+        ModelBuilder(ResolvedJob(manager.load(arguments(tmp_path, texts, **options))))
+        .meta_model()
+        .to_empty(device="cpu")
+    )
     for parameter in plain.parameters():
         parameter.data.zero_()
     MODELS["llama3"].hf.save_hf(tmp_path / "base", plain.state_dict(), plain.args, dtype=torch.bfloat16)

@@ -16,7 +16,7 @@ from tests.test_preferences import write_pairs
 from tests.test_sft import write_rows
 from torchtitan import cli
 from torchtitan.adapters.low_rank import LowRankLinear
-from torchtitan.assembly import parts
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.commands.export import Answer, choose_alike, compared, held_out
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.config import manager
@@ -39,7 +39,7 @@ def write_base(folder, name, layers=2):
     """Write a Hugging Face folder with initial weights; return the options of a job that starts from it."""
     options = dict(model__name=name, model__overrides=f"{{{SIZES.format(layers)}}}")
     config = manager.load(arguments(folder, folder, **options))
-    model = parts.meta_model(ResolvedJob(config)).to_empty(device="cpu")
+    model = ModelBuilder(ResolvedJob(config)).meta_model().to_empty(device="cpu")
     initialize(model, 0, model.init_rule)
     MODELS[name].hf.save_hf(folder, model.state_dict(), model.args)
     return options | dict(checkpoint__initial_load_path=folder, checkpoint__initial_load_in_hf=True)
@@ -193,7 +193,7 @@ def test_lora_only_models_are_exported_as_plain_ones(tmp_path, texts):
     job, step_folder = find_checkpoint(tmp_path / "run", None)
     model, _ = inference_model.load_model(job, step_folder, torch.device("cpu"))
     torch.testing.assert_close(logits_of(tmp_path / "whole"), model(TOKENS), rtol=1e-5, atol=1e-5)
-    loaded = parts.meta_model(job).to_empty(device="cpu")
+    loaded = ModelBuilder(job).meta_model().to_empty(device="cpu")
     MODELS["llama3"].hf.load_hf(tmp_path / "whole", loaded, job.model.args)
     assert torch.linalg.matrix_rank(loaded.layers["1"].feed_forward.w1.weight.detach().double(), rtol=1e-5) == 4
 
@@ -202,7 +202,7 @@ def test_another_base_is_refused(tmp_path, texts, capsys):
     base = write_base(tmp_path / "base", "llama3")
     run = train_run(tmp_path / "run", texts, base, adapter__kind="qlora", adapter__save="whole")
     config = manager.load(arguments(tmp_path, texts, **base))
-    other = parts.meta_model(ResolvedJob(config)).to_empty(device="cpu")
+    other = ModelBuilder(ResolvedJob(config)).meta_model().to_empty(device="cpu")
     initialize(other, 1, other.init_rule)
     MODELS["llama3"].hf.save_hf(tmp_path / "base", other.state_dict(), other.args)
     assert export(run, tmp_path / "out", "--merge") == 2
@@ -268,7 +268,7 @@ def test_the_command_holds_one_layer_in_memory(tmp_path, texts, kind, save):
         with Peak() as peak:
             assert export(run, tmp_path / f"out {layers}", "--merge") == 0
         peaks.append(peak.bytes)
-        adapter = parts.adapted_model(find_checkpoint(run, None)[0])[2]
+        adapter = ModelBuilder(find_checkpoint(run, None)[0]).adapted_model()[2]
         adapter_bytes.append(4 * sum(map(math.prod, adapter.added_shapes.values())))
     assert 0 <= peaks[1] - peaks[0] <= adapter_bytes[1] - adapter_bytes[0] < peaks[0] / 2
 

@@ -14,6 +14,7 @@ from tests.test_preferences import dpo_arguments, write_pairs
 from torchtitan import cli
 from torchtitan.adapters.low_rank import add_product
 from torchtitan.assembly import parts
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.checkpoint.layout import MODEL, read_manifest
 from torchtitan.config.manager import load
 from torchtitan.core.initialization import initialize
@@ -42,7 +43,7 @@ def texts(tmp_path_factory):
 def base(texts, tmp_path_factory):
     """Write initial weights in the Hugging Face layout in float32; return their folder."""
     folder = tmp_path_factory.mktemp("base")
-    model = parts.meta_model(ResolvedJob(load(job(folder, texts)))).to_empty(device="cpu")
+    model = ModelBuilder(ResolvedJob(load(job(folder, texts)))).meta_model().to_empty(device="cpu")
     initialize(model, 5, model.init_rule)
     MODELS["llama3"].hf.save_hf(folder, model.state_dict(), model.args)
     return folder
@@ -115,7 +116,7 @@ def test_the_type_is_of_the_checkpoint_that_a_resume_takes(texts, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_base_weights_are_rounded_once_and_a_merge_is_summed_in_float32(base, texts, tmp_path, dtype):
     folder = tmp_path / "base"
-    model = parts.meta_model(ResolvedJob(load(job(folder, texts)))).to_empty(device="cpu")
+    model = ModelBuilder(ResolvedJob(load(job(folder, texts)))).meta_model().to_empty(device="cpu")
     MODELS["llama3"].hf.load_hf(base, model, model.args)
     MODELS["llama3"].hf.save_hf(folder, model.state_dict(), model.args, dtype=parts.DTYPES[dtype])
     saves = dict(checkpoint__last_save_model_only=True, checkpoint__last_save_in_hf=True)
@@ -127,7 +128,7 @@ def test_base_weights_are_rounded_once_and_a_merge_is_summed_in_float32(base, te
         if "lora_" not in name:
             assert torch.equal(weight, model.get_parameter(name).bfloat16()) and torch.equal(weight, after[name])
     assert saved_dtypes(tmp_path / "run") == {"frozen": set(), "trained": {"float32"}, "moments": {"float32"}}
-    merged = parts.meta_model(ResolvedJob(load(argv))).to_empty(device="cpu")
+    merged = ModelBuilder(ResolvedJob(load(argv))).meta_model().to_empty(device="cpu")
     MODELS["llama3"].hf.load_hf(tmp_path / "run/model_hf", merged, merged.args)
     w, b, a = (after[f"layers.0.attention.wo.{name}"] for name in ("weight", "lora_B", "lora_A"))
     expected = add_product(w.float(), b, a, 32 / 4)
@@ -160,8 +161,8 @@ def policy_and_reference(argv: list[str]) -> tuple[dict[str, str], dict[str, str
     """Return the dtypes of both models' parameters, and whether they share the autocast."""
     config, device = load(argv), torch.device("cpu")
     dims = ResolvedJob(config).layout.dims
-    policy = parts.model(ResolvedJob(config, dims.world_size), dims.build_mesh("cpu"), device)
-    reference = parts.model(ResolvedJob(config, dims.world_size), policy.mesh, device, policy=policy)
+    policy = ModelBuilder(ResolvedJob(config, dims.world_size)).model(dims.build_mesh("cpu"), device)
+    reference = ModelBuilder(ResolvedJob(config, dims.world_size)).model(policy.mesh, device, policy=policy)
     dtypes, reference_dtypes = (
         {name: str(parameter.dtype) for name, parameter in model.named_parameters()} for model in (policy, reference)
     )

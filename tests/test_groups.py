@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tests.support.hf_parity import build, close, tokens_for
 from tests.support.tiny_decoders import GEMMA3, LLAMA, MISTRAL, OPT
-from torchtitan.assembly import parts
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
 from torchtitan.job import ResolvedJob
@@ -158,11 +158,12 @@ def test_evaluation_and_generation_see_everything():
 
 def test_a_jobs_model_attends_in_groups():
     config = load(["--model.s2_group_size=8", "--model.attention_backend=sdpa", "--model.tokenizer_path=bytes"])
-    model = parts.adapted_model(ResolvedJob(config))[0]
+    model = ModelBuilder(ResolvedJob(config)).adapted_model()[0]
     (kernel,) = {*model.kernels, *(block.attention.kernel for block in model.layers.values())}
     assert type(kernel) is ShiftedGroups and (kernel.size, kernel.heads, kernel.backend) == (8, 16, "sdpa")
     assert (
-        type(parts.adapted_model(ResolvedJob(load(["--model.tokenizer_path=bytes"])))[0].kernels[0]) is AttentionKernel
+        type(ModelBuilder(ResolvedJob(load(["--model.tokenizer_path=bytes"]))).adapted_model()[0].kernels[0])
+        is AttentionKernel
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support import jobs
 from tests.support.pool import run_ranks
-from torchtitan.assembly import parts
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.parallelisms.parallel_model import StepHooks
 
 
@@ -45,14 +45,14 @@ def test_hooks_run_in_order_and_are_saved_by_name():
 
 def train_with_a_diary(argv):
     """Train a job with a Diary hook; return the steps and the model parts that it recorded."""
-    make, diary = parts.model, Diary()
+    make, diary = ModelBuilder.model, Diary()
 
     def with_diary(*args, **options):
         model = make(*args, **options)
         model.hooks.append(diary)
         return model
 
-    with patch.object(parts, "model", with_diary):
+    with patch.object(ModelBuilder, "model", with_diary):
         jobs.train(argv)
     return diary.steps, diary.parts
 

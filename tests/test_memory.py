@@ -19,6 +19,7 @@ from tests.support.jobs import ROOT
 from tests.support.pool import run_alone, run_ranks
 from tests.test_launcher import has_ended
 from torchtitan.assembly import parts
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.commands import check, estimate
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
@@ -83,7 +84,7 @@ def measured_peaks(jobs):
         config = manager.load(arguments)
         world = torch.distributed.get_world_size()
         dims, device = ResolvedJob(config, world).layout.dims, torch.device(device_type())
-        model = parts.model(ResolvedJob(config, dims.world_size), dims.build_mesh(device.type), device)
+        model = ModelBuilder(ResolvedJob(config, dims.world_size)).model(dims.build_mesh(device.type), device)
         optimizers = parts.optimizers(config.optimizer, model)
         batch = zero_batch(ResolvedJob(config, dims.world_size), model.needs_keys)
 
@@ -149,7 +150,7 @@ def actual_traffic(jobs):
     traffic = []
     for config in map(manager.load, jobs):
         job, device = ResolvedJob(config, 2), torch.device(device_type())
-        model = parts.model(job, job.layout.dims.build_mesh(device.type), device)
+        model = ModelBuilder(job).model(job.layout.dims.build_mesh(device.type), device)
         optimizers, batch = parts.optimizers(config.optimizer, model), zero_batch(job, model.needs_keys)
         rehearsal = Rehearsal(config, model, optimizers, batch, job.layout.batches_per_step)
         traffic.append(dict(rehearsal.step(LiveTensors(), replays=False).sent))

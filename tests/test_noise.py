@@ -6,7 +6,7 @@ import torch
 from tests.support import jobs
 from tests.support.pool import run_ranks
 from tests.test_sft import sft_arguments, write_rows
-from torchtitan.assembly import parts
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
@@ -77,7 +77,7 @@ def test_noise_depends_on_the_length_of_the_record():
 
 def model_of(*arguments):
     """Build a job's model with initial weights; return it and its plan."""
-    model, plan, _ = parts.adapted_model(ResolvedJob(load(["--model.tokenizer_path=bytes", *arguments])))
+    model, plan, _ = ModelBuilder(ResolvedJob(load(["--model.tokenizer_path=bytes", *arguments]))).adapted_model()
     model = model.to_empty(device="cpu")
     initialize(model, 0, model.init_rule)
     return model, plan

@@ -11,8 +11,8 @@ from tests.support import jobs
 from tests.support.judged import lines
 from tests.test_loader import TOKENIZER, interleave, loader, rows
 from tests.test_records import make_shards, records, write
-from torchtitan.assembly import parts
 from torchtitan.assembly.data import JobDatasets
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
@@ -277,7 +277,7 @@ def test_a_budget_counts_the_tokens_of_records_and_no_padding(folders, budget):
 
 def test_packed_records_have_the_logits_of_separate_ones(folders):
     """Logits are of about 1, in float32; the mask only changes how sums over 47 keys are grouped, hence 1e-5."""
-    model = parts.meta_model(ResolvedJob(job(folders))).to_empty(device="cpu")
+    model = ModelBuilder(ResolvedJob(job(folders))).meta_model().to_empty(device="cpu")
     initialize(model, 7, model.init_rule)
     num_compared = 0
     for batch in packed(folders, epochs=1):
@@ -300,9 +300,11 @@ def test_validation_loss_is_the_same_packed_or_not(folders):
     for mode in ("best_fit", "off"):
         options = ["--validation.enable", "--validation.split=0.3", "--validation.samples=0", f"--data.packing={mode}"]
         config = job(folders, *options, "--validation.local_batch_size=3")
-        model = parts.meta_model(ResolvedJob(config)).to_empty(device="cpu").double()
+        model = ModelBuilder(ResolvedJob(config)).meta_model().to_empty(device="cpu").double()
         initialize(model, 7, model.init_rule)
-        batches = list(JobDatasets(ResolvedJob(config)).held_out(TOKENIZER, 0, parts.objective(ResolvedJob(config))))
+        batches = list(
+            JobDatasets(ResolvedJob(config)).held_out(TOKENIZER, 0, ModelBuilder(ResolvedJob(config)).objective())
+        )
         with torch.no_grad():
             total = sum(
                 model(b["tokens"], labels=b["labels"], positions=b["positions"], document_ids=b["document_ids"])

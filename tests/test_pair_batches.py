@@ -15,8 +15,8 @@ from tests.support.judged import PP, lines
 from tests.support.pool import RankFailed, run_ranks
 from tests.test_preferences import BYTES, dpo_arguments, write_pairs
 from torchtitan import cli
-from torchtitan.assembly import parts
 from torchtitan.assembly.data import JobDatasets
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.checkpoint import layout
 from torchtitan.config.changes import ROWS_PER_SAMPLE
 from torchtitan.config.manager import load
@@ -45,7 +45,7 @@ def test_a_batch_has_as_many_pairs_as_its_size_says(tmp_path, kind):
 @pytest.mark.parametrize("samples, pairs", [(0, 8), (5, 5), (80, 8)])
 def test_validation_counts_pairs(tmp_path, samples, pairs):
     config = job(tmp_path, validation__samples=samples)
-    held_out = JobDatasets(ResolvedJob(config)).held_out(BYTES, 0, parts.objective(ResolvedJob(config)))
+    held_out = JobDatasets(ResolvedJob(config)).held_out(BYTES, 0, ModelBuilder(ResolvedJob(config)).objective())
     assert sum(Preference().count(batch) for batch in held_out) == pairs
 
 
@@ -54,7 +54,7 @@ def test_one_pair_is_a_batch_and_a_microbatch(tmp_path, monkeypatch):
     one = ["--task.kind=dpo", "--training.local_batch_size=1"]
     assert lines(*one) == [] and lines(one[0], PP + "2", "--training.local_batch_size=3") == []
     config = load([one[0], "--training.local_batch_size=3"])
-    pipeline = parts.pipeline_options(ResolvedJob(config))
+    pipeline = ModelBuilder(ResolvedJob(config)).pipeline_options()
     assert (pipeline.local_batch_size, pipeline.microbatch_size, pipeline.microbatches) == (6, 2, 3)
 
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.support import jobs, judged
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
-from torchtitan.assembly import parts
 from torchtitan.assembly.data import JobDatasets
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
@@ -323,12 +323,12 @@ def test_the_reference_is_the_model_at_the_start_and_a_resume_keeps_it(one_rank_
     rows, steps, _ = one_rank_run
     run_ranks(1, jobs.train, dpo_arguments(tmp_path, rows, training__steps=4, lr_scheduler__total_steps=8))
     config = manager.load(dpo_arguments(tmp_path, rows))
-    plain = parts.meta_model(ResolvedJob(config)).to_empty(device="cpu")
+    plain = ModelBuilder(ResolvedJob(config)).meta_model().to_empty(device="cpu")
     initialize(plain, config.debug.seed, plain.init_rule)
     saved = load_file(tmp_path / FILE)
     references = References(saved["digests"], saved["values"])
     rows_compared = 0
-    part = JobDatasets(ResolvedJob(config)).held_out(BYTES, 0, parts.objective(ResolvedJob(config)))
+    part = JobDatasets(ResolvedJob(config)).held_out(BYTES, 0, ModelBuilder(ResolvedJob(config)).objective())
     for batches in (islice(JobDatasets(ResolvedJob(config)).training_loader(BYTES, 0), 8), part):
         for batch in batches:
             with torch.no_grad():
@@ -399,7 +399,7 @@ def test_the_first_loss_uses_the_other_reference_model(one_rank_run, name, tmp_p
     rows, _, folder = one_rank_run
     ranks, options, form = REFERENCE_MODELS[name]
     config = manager.load(dpo_arguments(tmp_path / "run", rows))
-    plain, other = (parts.meta_model(ResolvedJob(config)).to_empty(device="cpu") for _ in range(2))
+    plain, other = (ModelBuilder(ResolvedJob(config)).meta_model().to_empty(device="cpu") for _ in range(2))
     initialize(plain, config.debug.seed, plain.init_rule)
     initialize(other, 7, other.init_rule)
     path = folder
@@ -482,7 +482,7 @@ def test_references_that_cannot_be_used_are_refused(one_rank_run, tmp_path):
     assert (
         "allowed: a model of vocab_size = 264; " in line and "has vocab_size = 260; give a model of the job's" in line
     )
-    built = parts.meta_model(ResolvedJob(manager.load(other))).to_empty(device="cpu")
+    built = ModelBuilder(ResolvedJob(manager.load(other))).meta_model().to_empty(device="cpu")
     MODELS["llama3"].hf.save_hf(tmp_path / "wide", built.state_dict(), built.args)
     (line,) = lines(*job, f"--dpo.reference={tmp_path / 'wide'}")
     assert "allowed: weights of llama3" in line and "vocab" in line

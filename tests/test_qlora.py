@@ -16,7 +16,7 @@ from tests.support.pool import run_ranks
 from torchtitan.adapters.quantized import NF4, Int8
 from torchtitan.adapters.targets import quantization_block
 from torchtitan.adapters.unpacking import LEVELS
-from torchtitan.assembly import parts
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config import manager
 from torchtitan.core.tensor_storage import stores
 from torchtitan.job import ResolvedJob
@@ -197,7 +197,7 @@ def test_packed_weights_take_little_more_than_half_a_byte():
         "--model.tokenizer_path=bytes",
         "--model.overrides={dim=1024,n_layers=1,n_heads=16}",
     ]
-    model, _, adapter = parts.adapted_model(ResolvedJob(manager.load(argv)))
+    model, _, adapter = ModelBuilder(ResolvedJob(manager.load(argv))).adapted_model()
     packed_parameters = [p for name, p in model.named_parameters() if name.endswith(NF4.parameter_names)]
     size = sum(p.numel() * p.element_size() for p in packed_parameters)
     weights = sum(math.prod(store.empty().shape) for _, store in stores(model))
@@ -257,12 +257,14 @@ def test_peak_memory_of_loading_does_not_grow_with_depth(kind, tmp_path):
     hf, extra_bytes = MODELS["llama3"].hf, []
     for layers in (2, 6):
         sizes = f"--model.overrides={{dim=64,n_layers={layers},n_heads=4,n_kv_heads=2,vocab_size=260,multiple_of=64}}"
-        plain = parts.meta_model(ResolvedJob(manager.load(["--model.tokenizer_path=bytes", sizes]))).to_empty(
-            device="cpu"
+        plain = (
+            ModelBuilder(ResolvedJob(manager.load(["--model.tokenizer_path=bytes", sizes])))
+            .meta_model()
+            .to_empty(device="cpu")
         )
         hf.save_hf(tmp_path / f"{layers}", plain.state_dict(), plain.args)
         config = manager.load(["--model.tokenizer_path=bytes", sizes, f"--adapter.kind={kind}", "--adapter.rank=4"])
-        model, _, adapter = parts.adapted_model(ResolvedJob(config))
+        model, _, adapter = ModelBuilder(ResolvedJob(config)).adapted_model()
         model.to_empty(device="cpu")
         with Peak(model) as peak:
             hf.load_hf(tmp_path / f"{layers}", model, plain.args, adapter.added_parameters)

@@ -10,7 +10,7 @@ import torch
 from tests.support import judged
 from tests.support.judged import CP, PP, lines
 from tests.test_loader import loader, write_documents
-from torchtitan.assembly import parts
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.manager import load
 from torchtitan.datasets.samples import global_sample_numbers
 from torchtitan.job import ResolvedJob
@@ -31,7 +31,7 @@ def pairs(monkeypatch):
 
 
 def test_the_default_task_is_next_token_prediction():
-    assert isinstance(parts.objective(ResolvedJob(load([]))), SummedCrossEntropy)
+    assert isinstance(ModelBuilder(ResolvedJob(load([]))).objective(), SummedCrossEntropy)
     (line,) = lines("--task.kind=pretrian")
     assert line.startswith('task.kind: given "pretrian"; allowed: one of "pretrain", ')
     assert line.endswith('; did you mean "pretrain"?')
@@ -48,7 +48,7 @@ def test_next_token_prediction_requires_a_causal_model():
 
 def test_faults_of_jobs_of_pairs(pairs):
     options = ["--task.kind=pairs", "--training.local_batch_size=4"]
-    assert type(parts.objective(ResolvedJob(load(options)))).__name__ == "PairMargin"
+    assert type(ModelBuilder(ResolvedJob(load(options))).objective()).__name__ == "PairMargin"
     assert lines(*options) == []
     odd = ["--training.local_batch_size=3", "--validation.enable", "--validation.local_batch_size=1"]
     assert lines(options[0], *odd) == []

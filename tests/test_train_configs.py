@@ -14,6 +14,7 @@ from tests.support.jobs import ROOT
 from tests.support.pool import run_alone, run_ranks
 from tests.support.presets import SEQ_LEN, model_and_record_options
 from torchtitan.assembly import parts
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config import manager
 from torchtitan.core.files import MODEL_PLACEHOLDER
 from torchtitan.core.initialization import clean_name
@@ -104,9 +105,12 @@ def build_on_fake_mesh(argv: list[str], ranks: int) -> tuple[dict[str, int], lis
     shares = []
     for rank in range(0, ranks, ranks // dims.pp):  # pp is the outermost axis
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-        model = parts.meta_model(ResolvedJob(config))
+        model = ModelBuilder(ResolvedJob(config)).meta_model()
         full_sizes = {clean_name(name): parameter.numel() for name, parameter in model.named_parameters()}
-        options, pipeline = parts.parallel_options(ResolvedJob(config)), parts.pipeline_options(ResolvedJob(config))
+        options, pipeline = (
+            ModelBuilder(ResolvedJob(config)).parallel_options(),
+            ModelBuilder(ResolvedJob(config)).pipeline_options(),
+        )
         plan = parts.model_spec(ResolvedJob(config).model).plan
         model_parts, *_ = parallel_parts(
             model, dims.build_mesh("cpu"), dims, plan, options, pipeline, dims.build_expert_mesh("cpu")

@@ -9,7 +9,7 @@ from tests.support import jobs
 from tests.support.judged import lines
 from tests.support.pool import run_alone, run_ranks
 from torchtitan import cli
-from torchtitan.assembly import parts
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
@@ -68,7 +68,7 @@ def test_only_named_parameters_are_trained_and_a_resume_is_bit_exact(texts, tmp_
         sum(p.numel() for p in filled.parameters()),
     )
     assert f"unfrozen: {num_trained:,} of" in installed.describe()
-    model, _, installed = parts.adapted_model(run)
+    model, _, installed = ModelBuilder(run).adapted_model()
     with (
         stored_run.open_run(run, checkpoint, model, installed) as weights,
         stored_run.plain_state(run.model, model, installed, weights) as (state, kind),
@@ -79,7 +79,7 @@ def test_only_named_parameters_are_trained_and_a_resume_is_bit_exact(texts, tmp_
 
 def test_estimates_treat_other_parameters_as_frozen(texts, tmp_path):
     config = load(job(tmp_path, texts, training__seq_len=16))
-    model, _, installed = parts.adapted_model(ResolvedJob(config))
+    model, _, installed = ModelBuilder(ResolvedJob(config)).adapted_model()
     trained_bytes = sum(p.numel() for p in model.parameters() if p.requires_grad) * 4
     frozen_bytes = sum(p.numel() for p in model.parameters()) * 4 - trained_bytes
     (estimate,) = run_alone(predict, ResolvedJob(config))  # a process that has trained has a process group
@@ -99,7 +99,7 @@ def test_invalid_patterns_are_refused(texts, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = job(tmp_path / "run", texts, training__unfrozen='["layers.9.*"]')
     with pytest.raises(JobError, match=r"training.unfrozen = 'layers.9.\*' fits nothing in this model; it has layers"):
-        parts.adapted_model(ResolvedJob(load(argv)))
+        ModelBuilder(ResolvedJob(load(argv))).adapted_model()
     (fault,) = lines('--training.unfrozen=["layers.9.*", "*norm*"]')  # checked before every start, without the model
     message = 'training.unfrozen: given "layers.9.*"; allowed: patterns that fit one of layers.*.attention.wk.weight, '
     assert fault.startswith(message)

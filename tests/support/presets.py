@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tests.test_templates import LLAMA3, folder_with
-from torchtitan.assembly import parts
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config import manager
 from torchtitan.core.initialization import initialize
 from torchtitan.job import ResolvedJob
@@ -18,7 +18,7 @@ def write_model(folder: Path) -> Path:
     """Write a Hugging Face folder of a Llama with initial weights and its tokenizer."""
     folder_with(folder, LLAMA3)
     options = ["--model.name=llama3", f"--model.overrides={SIZES}", f"--model.tokenizer_path={folder}"]
-    model = parts.meta_model(ResolvedJob(manager.load(options))).to_empty(device="cpu")
+    model = ModelBuilder(ResolvedJob(manager.load(options))).meta_model().to_empty(device="cpu")
     initialize(model, 0, model.init_rule)
     MODELS["llama3"].hf.save_hf(folder, model.state_dict(), model.args)
     return folder

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tests.support.adapted import perturb_parameters
 from tests.support.jobs import full
 from torchtitan.assembly import parts
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import load
 from torchtitan.config.sections.model import Parallelism
@@ -204,11 +205,11 @@ def on_ranks(arguments: list[str]) -> tuple[float, dict[str, np.ndarray]]:
     torch._dynamo.reset()
     config = load(arguments)
     dims = ResolvedJob(config, dist.get_world_size()).layout.dims
-    model = parts.model(ResolvedJob(config, dims.world_size), dims.build_mesh("cpu"), torch.device("cpu"))
+    model = ModelBuilder(ResolvedJob(config, dims.world_size)).model(dims.build_mesh("cpu"), torch.device("cpu"))
     adjust_parameters(config, model.named_parameters())
     samples, size = ResolvedJob(config, dims.world_size).layout.samples, config.training.local_batch_size
     full_batch, rank = batch_of(config, samples), dims.dp_rank(model.mesh)
-    valid = parts.objective(ResolvedJob(config)).count(full_batch)
+    valid = ModelBuilder(ResolvedJob(config)).objective().count(full_batch)
     local_batch = {name: tensor[rank :: dims.dp] for name, tensor in full_batch.items()}
     passes = samples // (size * dims.dp)
     loss = torch.zeros((), dtype=torch.float64)
@@ -226,7 +227,7 @@ def on_ranks(arguments: list[str]) -> tuple[float, dict[str, np.ndarray]]:
 def on_one_device(arguments: tuple[str, ...], samples: int) -> tuple[float, dict[str, torch.Tensor]]:
     """Run the plain model on all samples in one pass."""
     config = load(list(arguments))
-    model, plan, adapter = parts.adapted_model(ResolvedJob(replace(config, parallelism=Parallelism())))
+    model, plan, adapter = ModelBuilder(ResolvedJob(replace(config, parallelism=Parallelism()))).adapted_model()
     if (recipe := config.training.float8) != "none":
         use_float8(model, plan, recipe, exclude=(), use_kernel=False)
     model.to_empty(device="cpu")
@@ -236,7 +237,7 @@ def on_one_device(arguments: tuple[str, ...], samples: int) -> tuple[float, dict
         adapter.init_from_base([model])
     adjust_parameters(config, model.named_parameters())
     batch = batch_of(config, samples)
-    valid = parts.objective(ResolvedJob(config)).count(batch)
+    valid = ModelBuilder(ResolvedJob(config)).objective().count(batch)
     balance = parts.model_spec(ResolvedJob(config).model).balance
     if balance is not None:
         balance.set_aux_loss_scale(model, 1 / valid)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from torchtitan.adapters.interface import Adapter
-from torchtitan.assembly.parts import matching_options, model_spec, parallel_options
+from torchtitan.assembly.parts import ModelBuilder, matching_options, model_spec
 from torchtitan.checkpoint.folders import LOSS, Metric
 from torchtitan.config.job import as_dict, trackers_of
 from torchtitan.config.sections.run import EarlyStop, Guard, Profiling
@@ -74,7 +74,7 @@ def metrics(
     workload = Workload(
         total_steps=training.steps,
         device=device,
-        compute_dtype=parallel_options(job).param_dtype,
+        compute_dtype=ModelBuilder(job).parallel_options().param_dtype,
         world_size=ranks.world_size,
         num_parameters=args.num_parameters,
         flops_per_token_full=flops.full,

@@ -88,51 +88,6 @@ def trained_heads(model: JobModel, adapter: Adapter | None) -> Heads:
     return NO_HEADS if model_heads.names & frozen else model_heads
 
 
-def parallel_options(job: ResolvedJob) -> ParallelOptions:
-    config, layout = job.config, job.layout
-    recompute, degrees = config.activation_checkpoint, config.parallelism
-    return ParallelOptions(
-        param_dtype=DTYPES[job.model.compute_dtype],
-        reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
-        reshard_after_forward=resharding(degrees.fsdp_reshard_after_forward, degrees.pipeline_parallel_degree),
-        prefetch=degrees.fsdp_prefetch,
-        cpu_offload=config.training.enable_cpu_offload,
-        gather_int8=degrees.fsdp_quantized_gather == "int8",
-        reduce_bits=BITS[degrees.fsdp_quantized_reduce],
-        sequence_parallel=not degrees.disable_sequence_parallel,
-        loss_parallel=not degrees.disable_loss_parallel,
-        async_tp=degrees.enable_async_tensor_parallel,
-        cp_method=degrees.context_parallel_rotate_method,
-        cp_load_balance=degrees.context_parallel_load_balancer == "headtail",
-        overlap=degrees.pipeline_parallel_expert_parallel_overlap,
-        recompute=recompute.mode,
-        selective_option=recompute.selective_ac_option,
-        **matching_options(recompute, ParallelOptions),
-        compile_model=layout.compiles_model,
-        compile_loss=layout.compiles_loss,
-        compile_scope=config.compile.scope,
-        compile_backend=config.compile.backend,
-    )
-
-
-def adapter(job: ResolvedJob) -> Adapter | None:
-    """Return the job's adapter, not yet installed; None without one."""
-    options, seed = job.config.adapter, job.config.debug.seed
-    if job.config.training.unfrozen:
-        return Unfrozen(job.config.training.unfrozen)
-    return None if options.kind == NONE else resolve_name(ADAPTERS[options.kind].make)(options, seed)
-
-
-def adapted_model(job: ResolvedJob) -> tuple[nn.Module, ParallelPlan, Adapter | None]:
-    """Return the model on the meta device in training.dtype, with NEFTune and adapter, its plan and the adapter."""
-    training = job.config.training
-    built = meta_model(job).to(DTYPES[training.dtype])
-    plan = add_embedding_noise(built, model_spec(job.model).plan, training.neftune_alpha)
-    if (installed := adapter(job)) is not None:
-        plan = installed.install(built, plan)
-    return built, plan, installed
-
-
 def peft_tensors(model: JobModel, installed: Adapter) -> dict[str, torch.Tensor]:
     """Read the full tensors of adapter.initial_path by their names in this project."""
     path = model.adapter.initial_path
@@ -144,80 +99,126 @@ def save_peft(model: JobModel, folder: Path, installed: Adapter, tensors: dict[s
     installed.write_folder(folder, tensor_map(model), tensors, model.initial_load_path or "")
 
 
-def objective(job: ResolvedJob) -> Objective:
-    """Build the task's objective: its loss and the normalizer."""
-    task, config = job.model.spec, job.config
-    objective_class = resolve_name(task.objective)
-    built: Objective = objective_class(
-        config.training.loss_chunks,
-        **matching_options(getattr(config, task.options_section), objective_class) if task.options_section else {},
-    )
-    built.logits_width = job.model.args.vocab_size // job.layout.vocabulary_shards
-    return built
+class ModelBuilder:
+    """Builds the model of a job, on the meta device or parallelized."""
 
+    def __init__(self, job: ResolvedJob) -> None:
+        self.job = job
 
-def meta_model(job: ResolvedJob) -> nn.Module:
-    """Build the plain model of the job on the meta device, with its loss."""
-    with torch.device("meta"):
-        built = model_spec(job.model).build(job.model.args)
-    built.loss = objective(job)
-    built.set_attention_backend(job.config.model.attention_backend)
-    use_shifted_groups(built, job.config.model.s2_group_size)
-    return built
+    def parallel_options(self) -> ParallelOptions:
+        config, layout = self.job.config, self.job.layout
+        recompute, degrees = config.activation_checkpoint, config.parallelism
+        return ParallelOptions(
+            param_dtype=DTYPES[self.job.model.compute_dtype],
+            reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
+            reshard_after_forward=resharding(degrees.fsdp_reshard_after_forward, degrees.pipeline_parallel_degree),
+            prefetch=degrees.fsdp_prefetch,
+            cpu_offload=config.training.enable_cpu_offload,
+            gather_int8=degrees.fsdp_quantized_gather == "int8",
+            reduce_bits=BITS[degrees.fsdp_quantized_reduce],
+            sequence_parallel=not degrees.disable_sequence_parallel,
+            loss_parallel=not degrees.disable_loss_parallel,
+            async_tp=degrees.enable_async_tensor_parallel,
+            cp_method=degrees.context_parallel_rotate_method,
+            cp_load_balance=degrees.context_parallel_load_balancer == "headtail",
+            overlap=degrees.pipeline_parallel_expert_parallel_overlap,
+            recompute=recompute.mode,
+            selective_option=recompute.selective_ac_option,
+            **matching_options(recompute, ParallelOptions),
+            compile_model=layout.compiles_model,
+            compile_loss=layout.compiles_loss,
+            compile_scope=config.compile.scope,
+            compile_backend=config.compile.backend,
+        )
 
+    def adapter(self) -> Adapter | None:
+        """Return the job's adapter, not yet installed; None without one."""
+        options, seed = self.job.config.adapter, self.job.config.debug.seed
+        if self.job.config.training.unfrozen:
+            return Unfrozen(self.job.config.training.unfrozen)
+        return None if options.kind == NONE else resolve_name(ADAPTERS[options.kind].make)(options, seed)
 
-def pipeline_options(job: ResolvedJob) -> PipelineOptions:
-    degrees = job.config.parallelism
-    return PipelineOptions(
-        hidden_dim=job.model.args.dim,
-        local_batch_size=job.layout.batch_rows(),
-        **matching_options(degrees, PipelineOptions, "pipeline_parallel_")
-        | {"microbatch_size": job.layout.microbatch_rows},
-        csv=degrees.pipeline_parallel_schedule_csv,
-        embedding_cost=degrees.pipeline_parallel_first_stage_less_layers,
-        head_cost=degrees.pipeline_parallel_last_stage_less_layers,
-        modules=degrees.module_fqns_per_model_part,
-    )
+    def adapted_model(self) -> tuple[nn.Module, ParallelPlan, Adapter | None]:
+        """Return the model on the meta device in training.dtype, with NEFTune and adapter, its plan and the adapter."""
+        training = self.job.config.training
+        built = self.meta_model().to(DTYPES[training.dtype])
+        plan = add_embedding_noise(built, model_spec(self.job.model).plan, training.neftune_alpha)
+        if (installed := self.adapter()) is not None:
+            plan = installed.install(built, plan)
+        return built, plan, installed
 
+    def objective(self) -> Objective:
+        """Build the task's objective: its loss and the normalizer."""
+        task, config = self.job.model.spec, self.job.config
+        objective_class = resolve_name(task.objective)
+        built: Objective = objective_class(
+            config.training.loss_chunks,
+            **matching_options(getattr(config, task.options_section), objective_class) if task.options_section else {},
+        )
+        built.logits_width = self.job.model.args.vocab_size // self.job.layout.vocabulary_shards
+        return built
 
-def model(
-    job: ResolvedJob,
-    mesh: DeviceMesh,
-    device: torch.device,
-    policy: ParallelModel | None = None,
-    options: ParallelOptions | None = None,
-    **kwargs: Any,
-) -> ParallelModel:
-    """Return the parallelized model with its initial weights, which depend on the seed and the parameter names only.
+    def meta_model(self) -> nn.Module:
+        """Build the plain model of the job on the meta device, with its loss."""
+        with torch.device("meta"):
+            built = model_spec(self.job.model).build(self.job.model.args)
+        built.loss = self.objective()
+        built.set_attention_backend(self.job.config.model.attention_backend)
+        use_shifted_groups(built, self.job.config.model.s2_group_size)
+        return built
 
-    Frozen weights are stored in training.frozen_dtype. `policy`: the model to build the reference of, without adapter
-    and noise. It gets the types of the policy, so that equal weights give equal log-probabilities. `options`: used
-    instead of the job's. `kwargs` (init_weights, storage): see `ParallelModel`.
-    """
-    config = job.config
-    activate_flash_attention(config.model.attention_backend, device)
-    built, patterns, installed = adapted_model(job if policy is None else job.reference())
-    trained_by = installed if policy is None else policy.adapter
-    if trained_by is not None and (frozen := job.saving.frozen_dtype) is not None:
-        trained_by.cast_frozen(built, DTYPES[frozen])
-    if (recipe := config.training.float8) != "none":
-        use_float8(built, patterns, recipe, config.training.float8_exclude, has_kernel(device.type))
-    parallel = ParallelModel(
-        built,
-        mesh,
-        job.layout.dims,
-        patterns,
-        options or parallel_options(job),
-        device=device,
-        seed=config.debug.seed,
-        pipeline=pipeline_options(job),
-        balance=model_spec(job.model).balance,
-        adapter=installed,
-        **kwargs,
-    )
-    if policy is not None:
-        parallel.autocast = policy.autocast  # even if all weights of the reference have the compute type
-    return parallel
+    def pipeline_options(self) -> PipelineOptions:
+        degrees = self.job.config.parallelism
+        return PipelineOptions(
+            hidden_dim=self.job.model.args.dim,
+            local_batch_size=self.job.layout.batch_rows(),
+            **matching_options(degrees, PipelineOptions, "pipeline_parallel_")
+            | {"microbatch_size": self.job.layout.microbatch_rows},
+            csv=degrees.pipeline_parallel_schedule_csv,
+            embedding_cost=degrees.pipeline_parallel_first_stage_less_layers,
+            head_cost=degrees.pipeline_parallel_last_stage_less_layers,
+            modules=degrees.module_fqns_per_model_part,
+        )
+
+    def model(
+        self,
+        mesh: DeviceMesh,
+        device: torch.device,
+        policy: ParallelModel | None = None,
+        options: ParallelOptions | None = None,
+        **kwargs: Any,
+    ) -> ParallelModel:
+        """Return the parallelized model with its initial weights, which depend on the seed and parameter names only.
+
+        Frozen weights are stored in training.frozen_dtype. `policy`: the model to build the reference of, without
+        adapter and noise. It gets the types of the policy, so that equal weights give equal log-probabilities.
+        `options`: used instead of the job's. `kwargs` (init_weights, storage): see `ParallelModel`.
+        """
+        config = self.job.config
+        activate_flash_attention(config.model.attention_backend, device)
+        builder = self if policy is None else ModelBuilder(self.job.reference())
+        built, patterns, installed = builder.adapted_model()
+        trained_by = installed if policy is None else policy.adapter
+        if trained_by is not None and (frozen := self.job.saving.frozen_dtype) is not None:
+            trained_by.cast_frozen(built, DTYPES[frozen])
+        if (recipe := config.training.float8) != "none":
+            use_float8(built, patterns, recipe, config.training.float8_exclude, has_kernel(device.type))
+        parallel = ParallelModel(
+            built,
+            mesh,
+            self.job.layout.dims,
+            patterns,
+            options or self.parallel_options(),
+            device=device,
+            seed=config.debug.seed,
+            pipeline=self.pipeline_options(),
+            balance=model_spec(self.job.model).balance,
+            adapter=installed,
+            **kwargs,
+        )
+        if policy is not None:
+            parallel.autocast = policy.autocast  # even if all weights of the reference have the compute type
+        return parallel
 
 
 def optimizers(options: Optimizer, built: ParallelModel) -> Optimizers:

@@ -25,6 +25,7 @@ from torch import nn
 from torchtitan.adapters import NONE
 from torchtitan.assembly import parts
 from torchtitan.assembly.data import JobDatasets
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.checkpoint.folders import replace_folder
 from torchtitan.checkpoint.layout import read_manifest
 from torchtitan.checkpoint.weight_sources import Weights, open_weights
@@ -107,7 +108,7 @@ def export(job: ResolvedJob, step_folder: Path, target: Path, dtype: str, into_u
         raise JobError(f"{unverified}: exists, from an export that failed; remove it")
     sample, args, run_dtype = held_out(job), job.model.args, job.config.training.dtype
     run_answer, into = write(job, step_folder, unverified, dtype, into_unpacked, sample)
-    plain_model = parts.meta_model(job).to(parts.DTYPES[run_dtype])
+    plain_model = ModelBuilder(job).meta_model().to(parts.DTYPES[run_dtype])
     with open_weights(unverified, job.config.model.name, args) as weights:
         export_answer = answer(plain_model, weights, args.tied_embeddings, sample)
     verdict = compared(run_dtype, run_answer, export_answer, dtype, into)
@@ -129,7 +130,7 @@ def write(
     """Write the weights. Return the run's answer to the sample, and the base that its adapter was merged into."""
     extra_files = parts.hf_extra_files(job.model, job.tokenizer(), dtype)
     hf, args = parts.model_spec(job.model).hf, job.model.args
-    model, _, adapter = parts.adapted_model(job)
+    model, _, adapter = ModelBuilder(job).adapted_model()
     try:
         with (
             stored_run.open_run(job, step_folder, model, adapter) as weights,

@@ -17,6 +17,7 @@ from typing import Any
 
 from torchtitan.adapters import spec_of
 from torchtitan.assembly import parts
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.sections.model import ActivationCheckpoint
 from torchtitan.job import ResolvedJob
 from torchtitan.job.layout import Layout
@@ -100,8 +101,8 @@ def flops_of_a_rank(job: ResolvedJob) -> float:
     """Return the FLOPs of a step's matrix products, averaged over all ranks. Recomputation does not count."""
     args, seq_len = job.model.args, job.layout.training.seq_len
     flops = parts.model_spec(job.model).flops_per_token(args, seq_len)
-    if parts.adapter(job) is not None:
-        flops = parts.adapted_model(job)[2].flops_per_token(flops, args.num_matmul_parameters, seq_len)
+    if ModelBuilder(job).adapter() is not None:
+        flops = ModelBuilder(job).adapted_model()[2].flops_per_token(flops, args.num_matmul_parameters, seq_len)
     return flops.causal * job.layout.rows * seq_len / job.world_size
 
 
@@ -172,7 +173,9 @@ class Stages:
         if job.layout.pp == 1:
             return cls(job, [[f"layers.{number}" for number in range(job.model.args.n_layers)]])
         plan = parts.model_spec(job.model).plan
-        return cls(job, parts.pipeline_options(job).stages(parts.meta_model(job), plan, job.layout.pp))
+        return cls(
+            job, ModelBuilder(job).pipeline_options().stages(ModelBuilder(job).meta_model(), plan, job.layout.pp)
+        )
 
     @property
     def local_samples(self) -> int:
@@ -184,13 +187,13 @@ class Stages:
 
     def of_place(self, place: int) -> list[int]:
         """Return the numbers of the stages of a place in the pipeline."""
-        pp, options = self.job.layout.pp, parts.pipeline_options(self.job)
+        pp, options = self.job.layout.pp, ModelBuilder(self.job).pipeline_options()
         return [0] if pp == 1 else options.stages_of_rank(place, pp, len(self.modules))
 
     @property
     def overlaps(self) -> bool:
         """True if the pipeline hides all-to-alls of experts behind computation."""
-        return runs_by_segments(self.job.layout.dims, parts.parallel_options(self.job))
+        return runs_by_segments(self.job.layout.dims, ModelBuilder(self.job).parallel_options())
 
     @property
     def passes(self) -> int:
@@ -231,7 +234,7 @@ class Stages:
         return sorted(fullest.values())
 
     def _table(self) -> Table:
-        return parts.pipeline_options(self.job).table(self.job.layout.pp, len(self.modules))
+        return ModelBuilder(self.job).pipeline_options().table(self.job.layout.pp, len(self.modules))
 
     @cached_property
     def layers_differ(self) -> bool:
@@ -243,7 +246,7 @@ class Stages:
         if not patterns:
             return False
         layers: dict[str, set[str]] = defaultdict(set)  # by number
-        for name, _ in parts.meta_model(self.job).named_parameters():
+        for name, _ in ModelBuilder(self.job).meta_model().named_parameters():
             if _is_layer(name):
                 _, number, local_name = name.split(".", 2)
                 layers[number].add(local_name)

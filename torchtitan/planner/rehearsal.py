@@ -28,6 +28,7 @@ from torch import nn
 
 from torchtitan.adapters import spec_of
 from torchtitan.assembly import observers, parts
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.job import JobConfig
 from torchtitan.core.cadence import NO_LIMIT
 from torchtitan.core.errors import JobError
@@ -129,9 +130,9 @@ def rehearse(config: JobConfig, rank: int, world_size: int, device: str) -> Rehe
     with warnings.catch_warnings(), _quiet(), _alone_as(rank, world_size):
         warnings.simplefilter("ignore")
         job, cpu = ResolvedJob(config, world_size, device), torch.device("cpu")
-        options = dataclasses.replace(parts.parallel_options(job), replicas_overlap=device == "cpu")
+        options = dataclasses.replace(ModelBuilder(job).parallel_options(), replicas_overlap=device == "cpu")
         without_values: dict[str, Any] = dict(init_weights=False, storage=WITHOUT_VALUES)
-        model = parts.model(job, job.layout.dims.build_mesh("cpu"), cpu, options=options, **without_values)
+        model = ModelBuilder(job).model(job.layout.dims.build_mesh("cpu"), cpu, options=options, **without_values)
         optimizers = parts.optimizers(config.optimizer, model)
         batch = zero_batch(job, model.needs_keys)
         return rehearse_built(config, model, optimizers, batch, device, LiveTensors())[1]
@@ -289,9 +290,11 @@ class _Measurement(StepObserver):
 def _reference(config: JobConfig, model: ParallelModel, device: str) -> ParallelModel | None:
     """Return the separate reference model of a preference loss, or None if the job has none."""
     job = ResolvedJob(config, model.dims.world_size)
-    if config.dpo.reference is None or "reference" not in parts.objective(job).targets:
+    if config.dpo.reference is None or "reference" not in ModelBuilder(job).objective().targets:
         return None
-    ref_model = parts.model(job, model.mesh, model.device, policy=model, init_weights=False, storage=WITHOUT_VALUES)
+    ref_model = ModelBuilder(job).model(
+        model.mesh, model.device, policy=model, init_weights=False, storage=WITHOUT_VALUES
+    )
     imitate(device, ref_model.parts)
     return ref_model
 

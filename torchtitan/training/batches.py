@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from torchtitan.assembly.parts import objective
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.core.machine_errors import MachineError
 from torchtitan.datasets.loader import Loader
 from torchtitan.datasets.position import Position
@@ -275,7 +275,7 @@ def batch_preparer(
         num_classes=job.model.args.n_classes if task.labels == "classes" else 0,
         varies_in_length=job.data.padding_multiple > 0,
     )
-    return BatchPreparer(objective(job), job.layout.dims, dp_rank, device, spec)
+    return BatchPreparer(ModelBuilder(job).objective(), job.layout.dims, dp_rank, device, spec)
 
 
 def _stream_keys(task: TaskSpec, stages: int) -> tuple[str, ...]:
@@ -290,7 +290,7 @@ def zero_batch(job: ResolvedJob, draws: bool) -> Batch:
     training, rows = job.config.training, job.layout.batch_rows()
     extra_keys = _stream_keys(job.model.spec, job.layout.pp) + ("keys",) * draws
     extra_keys += ("lengths",) * (training.neftune_alpha > 0)
-    names = batch_keys(objective(job), job.data.isolates_documents, extra_keys)
+    names = batch_keys(ModelBuilder(job).objective(), job.data.isolates_documents, extra_keys)
     row_dtypes = {"begins": torch.bool, "reference": torch.float32, "lanes": torch.int64, "filled": torch.int64}
     shapes = {name: (rows,) if name in row_dtypes else (rows, training.seq_len) for name in names}
     return {name: torch.zeros(shape, dtype=row_dtypes.get(name, torch.int64)) for name, shape in shapes.items()}

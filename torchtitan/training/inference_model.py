@@ -14,6 +14,7 @@ from torch import nn
 from torchtitan.adapters import NONE
 from torchtitan.adapters.interface import Adapter
 from torchtitan.assembly import parts
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.checkpoint import base_weights, load_model_for_inference, read_state
 from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.checkpoint.layout import MODEL
@@ -42,7 +43,7 @@ def load_model(job: ResolvedJob, step_folder: Path, device: torch.device) -> tup
     if device.type == "cpu":
         machine.keep_freed_memory()
     job = with_available_attention(job, device)
-    built, _, installed = parts.adapted_model(job)
+    built, _, installed = ModelBuilder(job).adapted_model()
     built.to_empty(device=device)
     _fill(built, job, step_folder, installed)
     return built.eval(), installed
@@ -113,7 +114,7 @@ def load_model_over_ranks(job: ResolvedJob, step_folder: Path, ranks: Ranks) -> 
     device = distributed.init(ranks, job.config.comm.init_timeout_seconds)
     job = with_available_attention(_split_over(job, ranks.world_size), device)
     try:
-        built = parts.model(job, job.layout.dims.build_mesh(device.type), device)
+        built = ModelBuilder(job).model(job.layout.dims.build_mesh(device.type), device)
     except LimitError as error:
         raise JobError(f"--ranks: given {error.given}; allowed: {error.allowed}; {error.remedy}") from None
     (full_model,) = built.parts
@@ -160,7 +161,7 @@ def fill_base(model: JobModel, built: nn.Module, installed: Adapter | None) -> N
 def load_reference_model(job: ResolvedJob, path: str, model: ParallelModel) -> ParallelModel:
     """Build a model from the weights at a path, sharded as the run's. JobError if they are of another model."""
     _, location = find_weights(Path(path))
-    built = parts.model(job, model.mesh, model.device, policy=model, init_weights=False)
+    built = ModelBuilder(job).model(model.mesh, model.device, policy=model, init_weights=False)
     options, args = job.config.model, job.model.args_for_weights(location)
     with open_weights(location, options.name, args, options.ignore_config_keys) as weights:
         for part in built.parts:
@@ -171,7 +172,7 @@ def load_reference_model(job: ResolvedJob, path: str, model: ParallelModel) -> P
 
 def rebuild_initial_model(job: ResolvedJob, model: ParallelModel) -> ParallelModel:
     """Rebuild the model as it was before the first step, under the run's plan."""
-    built = parts.model(job.without_noise(), model.mesh, model.device, init_weights=False)
+    built = ModelBuilder(job.without_noise()).model(model.mesh, model.device, init_weights=False)
     adapter, path = built.adapter, job.model.initial_load_path
     if path is None:
         built.initialize()

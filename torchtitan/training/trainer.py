@@ -13,6 +13,7 @@ from typing import Any
 
 from torchtitan.assembly import observers, parts
 from torchtitan.assembly.data import JobDatasets
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.checkpoint import CheckpointError, RandomState, TrainerHooks
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import to_toml
@@ -70,7 +71,7 @@ class Trainer:
         distributed.set_seed(config.debug.seed, dp_rank)
         self.tokenizer = job.tokenizer()
         self.exports = Exports(job, ranks, self.tokenizer)
-        self.model = parts.model(job, mesh, device, init_weights=False)
+        self.model = ModelBuilder(job).model(mesh, device, init_weights=False)
         distributed.set_timeout(timeout)  # the mesh's groups were created with torch's default
         self.preparer = batch_preparer(job, self.tokenizer, dp_rank, device, self.model.needs_keys)
         self.optimizers = parts.optimizers(config.optimizer, self.model)

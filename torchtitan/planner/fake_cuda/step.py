@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.planner.fake_cuda import device, kernels  # first: see there
 
 import torch  # isort: skip
@@ -184,7 +185,7 @@ def job_on_rank(
     card = torch.device("cuda", 0)
     mesh = job.layout.dims.build_mesh("cuda")
     with mode or FakeTensorMode(allow_non_fake_inputs=True):
-        model = parts.model(job, mesh, card)
+        model = ModelBuilder(job).model(mesh, card)
         optimizers = parts.optimizers(config.optimizer, model)
         batch = zero_batch(job, model.needs_keys)
         yield model, optimizers, {name: torch.empty_like(t, device=card) for name, t in batch.items()}
