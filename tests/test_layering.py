@@ -48,6 +48,7 @@ ROOMS: dict[str, set[str]] = {
         "core",
         "job",
         "launcher",
+        "lr_schedules",
         "losses",
         "metrics",
         "models",

@@ -30,9 +30,11 @@ from torchtitan.adapters import spec_of
 from torchtitan.assembly import observers, parts
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.job import JobConfig
+from torchtitan.config.sections.training import LRScheduler
 from torchtitan.core.cadence import NO_LIMIT
 from torchtitan.core.errors import JobError
 from torchtitan.job import ResolvedJob
+from torchtitan.lr_schedules import CONSTANT
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.float8 import Float8Linear
 from torchtitan.optimizers.build import Optimizers
@@ -162,6 +164,19 @@ def rehearse_built(
         return rehearsal, dataclasses.replace(result, moments=result.moments | reference_moments)
 
 
+WITHOUT_END = {
+    "training.steps": NO_LIMIT,
+    "metrics.log_freq": NO_LIMIT,
+    "metrics.histogram_freq": 0,
+    "metrics.save_for_all_ranks": False,
+    "guard.replica_check_interval": 0,
+    # these may not suit that number of steps; neither does something in a step that is rehearsed
+    "checkpoint.best_metric": None,
+    "lr_scheduler": LRScheduler(decay_type=CONSTANT, warmup_steps=0),
+}
+"""Options of a rehearsed job: no step is its last one, and steps are logged only where the rehearsal says so."""
+
+
 class Rehearsal:
     """The trainer's step of a job with a model without values on one rank. `batch`: of each forward and backward.
 
@@ -174,20 +189,14 @@ class Rehearsal:
         self.model, self.optimizers, self.passes = model, optimizers, passes
         self.groups = self._groups()  # before any step, because meshes compute with tensors that have values
         ranks = Ranks(rank=1, world_size=model.dims.world_size)  # the first one would write metrics.jsonl
-        config = dataclasses.replace(
-            config,
-            metrics=dataclasses.replace(config.metrics, log_freq=NO_LIMIT, histogram_freq=0, save_for_all_ranks=False),
-            training=dataclasses.replace(config.training, steps=NO_LIMIT),
-            guard=dataclasses.replace(config.guard, replica_check_interval=0),
-        )
-        job = ResolvedJob(config, model.dims.world_size, model.device.type)
+        job = ResolvedJob(config, model.dims.world_size, model.device.type).with_options(WITHOUT_END)
         self.training_step = training_step(
             job,
             ranks,
             model,
             optimizers,
             parts.lr_schedulers(job, optimizers, 0),
-            observers.guards(config.guard, Path(config.job.dump_folder), model, optimizers),
+            observers.guards(job.config.guard, Path(config.job.dump_folder), model, optimizers),
             observers.metrics(job, model.device, ranks, None, 0, model.adapter),
             TrainState(step=1, start_step=1),
         )
