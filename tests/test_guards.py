@@ -143,10 +143,10 @@ BAD = 5
 class FaultyTrainer(Trainer):
     """In step `BAD` only the last rank gets a bad gradient norm or loss: once, or each time the step is repeated."""
 
-    error_kind, once, has_failed, stops = "", False, False, False
+    error_kind, once, has_failed, stops_before = "", False, False, False
 
     def fetch(self, batches):
-        self.stops.requested |= self.stops and self.step == BAD - 1
+        self.stops.requested |= self.stops_before and self.step == BAD - 1
         fetched = super().fetch(batches)
         is_bad_rank = self.step == BAD - 1 and self.ranks.rank == self.ranks.world_size - 1
         self.model.fault = is_bad_rank and self.error_kind if not (self.once and self.has_failed) else ""
@@ -175,7 +175,7 @@ def train_with_fault(argv, error_kind, once=False, stops=False):
     number of samples read.
     """
     trainer = FaultyTrainer(manager.load(argv), read_ranks())
-    trainer.error_kind, trainer.once, trainer.stops = error_kind, once, stops
+    trainer.error_kind, trainer.once, trainer.stops_before = error_kind, once, stops
     trainer.model.__class__ = FaultyModel
     states, step = {}, trainer.train_step
 

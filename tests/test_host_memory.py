@@ -14,7 +14,8 @@ from torchtitan import cli
 from torchtitan.config import manager
 from torchtitan.process import machine
 from torchtitan.process.ranks import read_ranks
-from torchtitan.training import trainer as trainer_module
+from torchtitan.training import step
+from torchtitan.training.trainer import Trainer
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
@@ -92,12 +93,12 @@ def test_gaps_between_tensors_return_to_the_system_after_the_first_steps():
 
 def steps_that_return_memory(argv: list[str]) -> list[tuple[int, bool]]:
     """Train; return the steps, counted in this process, after which memory may return, and if gradients lived then."""
-    trainer, calls = trainer_module.Trainer(manager.load(argv), read_ranks()), []
+    trainer, calls = Trainer(manager.load(argv), read_ranks()), []
 
-    def record(step: int) -> None:
-        calls.append((step, all(parameter.grad is not None for _, parameter in trainer.model.named_parameters())))
+    def record(number: int) -> None:
+        calls.append((number, all(parameter.grad is not None for _, parameter in trainer.model.named_parameters())))
 
-    with mock.patch.object(trainer_module, "return_unused_memory", record):
+    with mock.patch.object(step, "return_unused_memory", record):
         trainer.train()
     trainer.metrics.close()
     return calls
