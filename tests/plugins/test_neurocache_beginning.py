@@ -65,10 +65,11 @@ def losses_and_projection(argv):
     projections = []
 
     class RecordingTrainer(Trainer):
-        def begin(self, restart):
-            super().begin(restart)
+        def begin(self, *args):
+            last_data_step = super().begin(*args)
             weight = full(self.model.parts[0].memory.h_proj.weight.detach())
             projections.append((weight.t() @ weight).tolist())
+            return last_data_step
 
     trainer = RecordingTrainer(manager.load(argv), read_ranks())
     trainer.train()
