@@ -1,6 +1,7 @@
 """What a user could have seen: a job of a hundred steps under a plan beside the same job on one device.
 
-    python -m tests.mutants.curves ROW         a row of the table as JSON, e.g. {"ranks": 2, "tp": 2}
+    python -m tests.mutants.curves examine ROW     a row of the table as JSON, e.g. {"ranks": 2, "tp": 2}
+    python -m tests.mutants.curves obstacle ROW    why no job can show the row, or ""
 
 Prints the results of three methods as JSON. curve: a logged loss differs from the one device's by more than 0.5 %,
 which others accept as parity. guards: the run ends in an error or reports one, with replicas compared every ten steps.
@@ -24,7 +25,7 @@ from torchtitan.rules import check
 
 STEPS, SAMPLES, VOCABULARY = 100, 8, 264
 PARITY = 0.005
-ADAPTERS = {"none": {}, "lora": {"adapter__kind": "lora"}, "dora": {"adapter__kind": "dora"}}
+ADAPTERS = {"none": {}} | {kind: {"adapter__kind": kind, "adapter__rank": 4} for kind in ("lora", "dora")}
 PROBLEMS = ("replica", "not finite", "differ between")
 """Words of the warnings of guards."""
 
@@ -93,22 +94,39 @@ def losses(argv: list[str], folder: Path, ranks: int) -> tuple[list[float], str]
     return [step["loss"] for step in jobs.logged_steps(folder)] if not code else [], problem
 
 
-def examine(row: Combination) -> dict[str, dict[str, Any]]:
-    """Return the results of curve, guards and check."""
+def arguments(row: Combination, options: dict[str, Any], folder: Path) -> tuple[list[str], list[str]]:
+    """Return the arguments of the job under the row's plan and on one device, in subfolders of `folder`."""
+    texts, local = jobs.write_texts(folder), SAMPLES // row.accumulation
+    of_plan = {"training__local_batch_size": local // row.dp_replicate // row.dp_shard} | plan_options(row)
+    of_one = {"training__local_batch_size": local}
+    return (
+        jobs.arguments(folder / "plan", texts, **options | of_plan),
+        jobs.arguments(folder / "one", texts, **options | of_one),
+    )
+
+
+def obstacle(row: Combination) -> str:
+    """Return why no job can show the row, as this tree's rules say; empty if one can. Asked of the tree unmutated."""
     options = job_options(row)
     if options is None:
-        return {method: {"skipped": "no job has these settings"} for method in ("curve", "guards", "check")}
+        return "no job has these settings"
+    with tempfile.TemporaryDirectory() as name:
+        faults = check(load(arguments(row, options, Path(name))[0]), row.ranks, "cpu")
+    return f"the rules refuse the job: {faults[0]}"[:200] if faults else ""
+
+
+def examine(row: Combination) -> dict[str, dict[str, Any]]:
+    """Return the results of curve, guards and check of a row that the unmutated tree accepts."""
+    options = job_options(row)
+    assert options is not None, "a row that no job can have"
     with tempfile.TemporaryDirectory() as name:
         folders, start = [Path(name, plan) for plan in ("plan", "one")], time.monotonic()
-        texts, local = jobs.write_texts(Path(name)), SAMPLES // row.accumulation
-        sizes = [{"training__local_batch_size": size} for size in (local // row.dp_replicate // row.dp_shard, local)]
-        plans = [options | plan_options(row) | sizes[0], options | sizes[1]]
-        argv, on_one_device = (jobs.arguments(*both[:1], texts, **both[1]) for both in zip(folders, plans, strict=True))
+        argv, on_one_device = arguments(row, options, Path(name))
         faults = check(load(argv), row.ranks, "cpu")
         checked = round(time.monotonic() - start, 1)
         if faults:
             refused = {"found": True, "seconds": checked, "by": str(faults[0])[:200]}
-            return {"check": refused, **dict.fromkeys(("curve", "guards"), {"skipped": "the rules refuse the job"})}
+            return {"check": refused, **dict.fromkeys(("curve", "guards"), {"skipped": "the mutated rules refuse it"})}
         got, problem = losses(argv, folders[0], row.ranks)
         expected, _ = losses(on_one_device, folders[1], 1)
         gaps = [abs(a - b) / abs(b) for a, b in zip(got, expected, strict=False)]
@@ -122,4 +140,5 @@ def examine(row: Combination) -> dict[str, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(examine(Combination(**json.loads(sys.argv[1])))))
+    answer = {"examine": examine, "obstacle": obstacle}[sys.argv[1]]
+    print(json.dumps(answer(Combination(**json.loads(sys.argv[2])))))

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -137,11 +137,22 @@ JOB_METHODS = ("curve", "guards", "check")
 
 
 def run_job(copy: Path, mutant: Mutant, results: dict[str, Result]) -> dict[str, Result]:
-    """Run the mutant's job in the copy; return the results of JOB_METHODS."""
+    """Run the mutant's job in the copy; return the results of JOB_METHODS.
+
+    A job that the unmutated rules refuse shows nothing, so it is skipped.
+    """
     row = next((row_tests().get(result["by"]) for result in results.values() if result.get("by")), None)
-    command = [sys.executable, "-m", "tests.mutants.curves", json.dumps(vars(row) if row else dict(mutant.first))]
-    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-    output = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+    fields = vars(row) if row else dict(mutant.first)
+    if obstacle := _answer(ROOT, "obstacle", fields):
+        return dict.fromkeys(JOB_METHODS, {"skipped": obstacle})
+    return _answer(copy, "examine", fields)
+
+
+def _answer(tree: Path, question: str, fields: Mapping[str, Any]) -> Any:
+    """Return the answer of curves.py in a tree, the copy or the unmutated one, on a row with these fields."""
+    command = [sys.executable, "-m", "tests.mutants.curves", question, json.dumps(fields)]
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    output = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     if output.returncode:
         raise RuntimeError(output.stdout[-2000:] + output.stderr[-4000:])
     return json.loads(output.stdout.splitlines()[-1])
