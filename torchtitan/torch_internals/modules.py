@@ -1,11 +1,14 @@
 """torch.nn.Module."""
 
-from operator import attrgetter
-
 from torch import nn
 
-local_parameters = attrgetter("_parameters")
-"""torch 2.13: the parameters of a module without those of its children, by name, with None for one that is absent."""
+
+def local_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """torch 2.13: the parameters of a module without those of its children, by name, with None for one that is absent.
+
+    A function, because the compiler cannot trace an `attrgetter`.
+    """
+    return module._parameters
 
 
 def has_hooks(module: nn.Module) -> bool:
