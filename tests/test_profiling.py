@@ -7,6 +7,7 @@ import torch
 
 from torchtitan.core.errors import JobError
 from torchtitan.metrics.device import Profiler
+from torchtitan.torch_internals import memory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -71,8 +72,8 @@ def test_refused_profiling_options(tmp_path):
 
 def test_memory_snapshots(tmp_path, monkeypatch):
     history = []
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: history.append(options))
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: open(path, "w").close())
+    monkeypatch.setattr(memory, "record_memory_history", lambda **options: history.append(options))
+    monkeypatch.setattr(memory, "dump_snapshot", lambda path: open(path, "w").close())
     options = dict(traces=None, snapshots=tmp_path / "memory", device=CUDA, freq=2, start_step=10)
     run(build(tmp_path, **options), 5)
     names = [f"memory/step_{step}/rank3_memory.pickle" for step in (12, 14)]
