@@ -1,6 +1,8 @@
 """Run a step of large jobs at their stated size on the fake CUDA: devices, types, host waits, messages, kernels."""
 
+import ast
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -320,3 +322,10 @@ def test_control_a_host_wait_in_every_step_is_detected(card, mutant, wait):
 )
 def test_control_messages_that_do_not_match_are_detected(card, mutant, fault):
     assert fault in faults_in_messages(card, "plain", mutant, ("1F1B",))
+
+
+@pytest.mark.parametrize("name", ["kernels", "rehearse", "step"])
+def test_the_fake_device_is_imported_before_what_imports_torch(name):
+    tree = ast.parse((Path(fake_cuda.__file__).parent / f"{name}.py").read_text())
+    sources = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert next(source for source in sources if source.startswith("torch")) == "torchtitan.planner.fake_cuda"

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.planner.fake_cuda import device, kernels  # first: see there
 
 import torch  # isort: skip
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.adapters import quantized
 from torchtitan.assembly import parts
+from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.job import JobConfig
 from torchtitan.job import ResolvedJob
 from torchtitan.models import dropout, layers
