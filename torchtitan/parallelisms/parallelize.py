@@ -165,6 +165,7 @@ def recompute_policy(mode: str, selective_option: str, preserve_rng_state: bool)
     if mode != "selective":
         return RecomputePolicy(mode, preserve_rng_state=preserve_rng_state)
     if selective_option == "op":
+        ignore_profiler_markers()
         return RecomputePolicy("selective", save_op=SAVED_OPS.__contains__, preserve_rng_state=preserve_rng_state)
     if selective_option == "1":
         return RecomputePolicy("full_keep_comm", preserve_rng_state=preserve_rng_state)
