@@ -43,7 +43,7 @@ from torchtitan.metrics.json_lines import read_records
 
 STEPS, INTERVAL, PER_JOB = 40, 4, 9
 PLACES = {  # (module, name): functions that every rank calls, and one that only the publishing rank calls
-    "restore": ("torchtitan.training.restore", "Origin.restore"),
+    "restore": ("torchtitan.training.restore", "Restorer.restore"),
     "fetch": ("torchtitan.training.trainer", "Trainer.fetch"),
     "forward and backward": ("torchtitan.parallelisms.parallel_model", "ParallelModel.forward_backward"),
     "clipping": ("torchtitan.parallelisms.parallel_model", "ParallelModel.clip_gradients"),

@@ -28,6 +28,14 @@ def test_every_named_point_is_a_function(scripts):
         assert callable(owner), name
 
 
+def test_every_place_of_a_step_is_a_function(scripts):
+    for module, path in scripts["fault_sweep"].PLACES.values():
+        owner = importlib.import_module(module)
+        for part in path.split("."):
+            owner = getattr(owner, part)
+        assert callable(owner), path
+
+
 def test_cases_have_distinct_names_and_known_faults(scripts):
     parts, known_options = scripts["fault_parts"], options()
     kinds = {"kill", "kill in export", "slow disk", "tracker absent", "tracker raises", "tracker blocks"}
