@@ -64,6 +64,13 @@ def test_a_job_for_gpus_is_prepared_anywhere(tmp_path, capsys):
     assert "samples " in prepare_and_read(argv, capsys)[-2]
 
 
+@pytest.mark.parametrize("has_gpu, multiple", [(False, 8), (True, 64)])
+def test_padding_is_that_of_this_machine(tmp_path, capsys, monkeypatch, has_gpu, multiple):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    argv = sft_arguments(tmp_path / "run", write_rows(tmp_path), data__packing="off")
+    assert f"to its longest sample, rounded up to a multiple of {multiple};" in prepare_and_read(argv, capsys)[-2]
+
+
 def test_refusals(tmp_path):
     texts = write_texts(tmp_path)
     with pytest.raises(JobError, match="so that nothing is tokenized before; set training.epochs, or"):

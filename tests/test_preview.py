@@ -124,6 +124,15 @@ def test_padding_is_no_document(job, capsys, tmp_path, padding):
     assert not any("padding" in line for line in second)
 
 
+@pytest.mark.parametrize("has_gpu, length", [(False, 16), (True, 64)])
+def test_samples_are_padded_as_on_this_machine(job, capsys, tmp_path, monkeypatch, has_gpu, length):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "Two?", "completion": "Four."}) + "\n")
+    options = ["--task.kind=sft", "--training.seq_len=128", "--data.packing=off", f"--job.dump_folder={tmp_path}"]
+    preview.main([*job, *options, "--samples=1"])
+    assert f"sample 0: {length} tokens, 1 document, 6 of {length} labels trained" in capsys.readouterr().out
+
+
 def test_refusals(job, capsys, tmp_path):
     for name in ("samples", "tokens"):
         with pytest.raises(JobError, match=f"--{name}: given '0'; allowed: a whole number >= 1"):

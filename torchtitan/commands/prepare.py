@@ -26,6 +26,7 @@ from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.job import ResolvedJob
 from torchtitan.job.layout import Section
+from torchtitan.process.distributed import device_type
 from torchtitan.rules.loading import load_valid
 
 COLUMNS = ("records", "whole", "cut", "left out", "50 %", "90 %", "99 %", "longest", "tokens", "trained")
@@ -37,7 +38,7 @@ WIDTH = 32
 def prepare_job(job_args: list[str]) -> int:
     # training may run on another machine, so only faults on every kind of device count
     facts = load_valid(job_args, None, None)
-    print("\n".join(prepared(facts.job)))
+    print("\n".join(prepared(facts.job.on_ranks(facts.job.world_size, device_type()))))
     return 0
 
 

@@ -20,6 +20,7 @@ from torchtitan.datasets.loader import Batch
 from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.job import ResolvedJob
+from torchtitan.process.distributed import device_type
 from torchtitan.rules.loading import load_valid, without_resume
 from torchtitan.training.batches import batch_preparer
 
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> int:
     options, job_args = parse_command("preview", argv)
     # weights are not read, and training may run on another machine
     facts = load_valid(job_args, None, None, lambda fault: not fault.key.startswith("checkpoint."), without_resume)
-    config, job = facts.config, facts.job
+    config, job = facts.config, facts.job.on_ranks(facts.job.world_size, device_type())
     tokenizer = job.tokenizer()
     batch = first_batch(job, tokenizer, options.samples)
     view = View(
