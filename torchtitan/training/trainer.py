@@ -55,6 +55,7 @@ class Trainer:
         # before any process group exists, because tokenizing may take long
         last_data_step = JobDatasets(job).last_step()
         self.job = job = job.ending_at(last_data_step)
+        validate_every = job.schedule.cadence.validate  # refuses a save without a validation
         config, self.ranks, self.stops = job.config, ranks, Stops(observers.time_limit(job.config.job.time_limit))
         self.progress = Progress(ranks.launcher.progress if ranks.launcher else None, ranks.local_rank)
         # the failure's time is from the clock of rank 0's machine, so only rank 0 uses it
@@ -83,11 +84,13 @@ class Trainer:
         self.restorer = Restorer(
             job, ranks, self.model, dp_rank, self.state, schedulers, self.guards, self.findings, self.goodput
         )
-        last_data_step = self.begin(as_written, restart, last_data_step)
+        last_data_step = self.begin(as_written, restart, last_data_step, validate_every)
         sizes, end = self.metrics.header(), describe_end(as_written.config.training, last_data_step)
         log_start(self.job, self.model, self.tokenizer, schedulers, sizes, memory_limit, end)
 
-    def begin(self, as_written: ResolvedJob, restart: Restart | None, last_data_step: int | None) -> int | None:
+    def begin(
+        self, as_written: ResolvedJob, restart: Restart | None, last_data_step: int | None, validate_every: int
+    ) -> int | None:
         """Restore the run or its initial weights, position the data loader, open the metrics. Return the last step
         with data, None without an end by data; it may differ from the `last_data_step` of a new run.
         """
@@ -100,7 +103,7 @@ class Trainer:
         resumed_step = restorer.restore(self.checkpointer)
         if self.checkpointer is not None:
             self.checkpointer.prepare()
-        state.start_step, validate_every = self.step, self.job.schedule.cadence.validate
+        state.start_step = self.step
         if state.loader_state is not None:  # a padded last step, or steps of another size, shift the end
             last_data_step = JobDatasets(as_written).last_step(state.loader_state["samples"], self.step)
             self.job = restorer.job = as_written.ending_at(last_data_step)
