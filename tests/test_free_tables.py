@@ -101,9 +101,9 @@ def test_an_entry_is_judged_by_its_table(arguments, expected):
 
 
 def test_entries_are_swept(tmp_path, monkeypatch):
-    def measured(cases, configs, options):
-        for case, config in zip(cases, configs, strict=True):
-            yield {"options": case, "rank": config.optimizer.options["rank"], "result": "ok"}
+    def measured(combinations, options):
+        for each in combinations:
+            yield {"options": each.case, "rank": each.config.optimizer.options["rank"], "result": "ok"}
 
     monkeypatch.setattr(bench, "measure", measured)
     sweep = ["--sweep", "optimizer.options.rank=16,32", "--out", str(tmp_path / "out")]

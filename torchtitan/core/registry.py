@@ -48,7 +48,8 @@ class Registry(UserDict[str, T]):
         self, group: str, entries: dict[str, Any], kind: Any = object, read: Callable[[Any], T] = lambda entry: entry
     ) -> None:
         self.group, self.kind, self.read = group, kind, read
-        self.data = entries | plugin_entries(group)
+        plugins = plugin_entries(group)
+        self.data = entries | plugins if plugins else entries  # registries may share their entries
 
     def __getitem__(self, name: str) -> T:
         if name in self.data:
