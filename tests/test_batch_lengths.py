@@ -149,7 +149,7 @@ def test_the_share_of_padding_is_counted(tmp_path):
     """Each row reads seq_len + 1 tokens; the last one is only a label."""
     config = load([*dpo_arguments(tmp_path, write_pairs(tmp_path / "rows.jsonl")), "--data.pad_to=seq_len"])
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, epochs=1))
-    sources = [entry.source for entry in JobDatasets(ResolvedJob(config)).open("training")]
+    sources = [entry.source for entry in JobDatasets(ResolvedJob(config)).open_sources("training")]
     batches = list(JobDatasets(ResolvedJob(config)).training_loader(BYTES, 0))
     real = sum(int((d == d[:, :1]).sum()) for d in (batch["document_ids"] for batch in batches))
     share = 1 - real / (64 * 25)

@@ -287,7 +287,8 @@ def test_every_source_has_its_own_text_field(tmp_path):
     tables = [f'{{dataset = "text", dataset_path = "{tmp_path}/{name}.jsonl"' for name in "ab"]
     config = manager.load([f'--training.sources=[{tables[0]}}}, {tables[1]}, text_field = "body"}}]'])
     texts = [
-        next(weighted.source.documents()).text[0] for weighted in JobDatasets(ResolvedJob(config)).open("training")
+        next(weighted.source.documents()).text[0]
+        for weighted in JobDatasets(ResolvedJob(config)).open_sources("training")
     ]
     assert texts == ["a", "b"]
 

@@ -33,8 +33,8 @@ def test_a_run_uses_the_prepared_tokens(tmp_path, capsys, monkeypatch):
     config = manager.load(argv)
     steps = jobs.with_end(config).training.steps
     assert shown[-1] == f"kept in {tmp_path}/run/data" and f"; {steps} steps of 4 samples, on 1 rank" in shown[-2]
-    (training,) = JobDatasets(ResolvedJob(config)).open("training")
-    JobDatasets(ResolvedJob(config)).open("validation")
+    (training,) = JobDatasets(ResolvedJob(config)).open_sources("training")
+    JobDatasets(ResolvedJob(config)).open_sources("validation")
     assert isinstance(training.source, TokenShards)
     samples = JobDatasets(ResolvedJob(config)).describe_samples([training.source])
     assert shown[-2].startswith(f"samples {samples}; ") and [len(line.split()) for line in shown[1:3]] == [12, 12]

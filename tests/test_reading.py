@@ -338,8 +338,8 @@ def test_template_and_fields_of_a_job_reach_preview_saved_job_and_chat(tmp_path,
     config = manager.load(argv)
     other = manager.load(arguments(tmp_path / "run", path, training__template=toml(TEMPLATE | {"separator": ""})))
     (source,), (changed,) = (
-        JobDatasets(ResolvedJob(config)).open("training"),
-        JobDatasets(ResolvedJob(other)).open("training"),
+        JobDatasets(ResolvedJob(config)).open_sources("training"),
+        JobDatasets(ResolvedJob(other)).open_sources("training"),
     )
     assert source.source.fingerprint["template"] == TEMPLATE  # so another template has another cache and position
     assert changed.source.folder != source.source.folder
@@ -362,7 +362,7 @@ def test_a_source_has_its_own_format_or_that_of_the_job(tmp_path):
     sources += [{"dataset": "text", "dataset_path": str(tmp_path / "pairs.jsonl"), "format": "prompt_completion"}]
     shown = "[" + ", ".join(toml(source) for source in sources) + "]"
     argv = [argument for argument in arguments(tmp_path, "x") if not argument.startswith("--training.dataset")]
-    opened = JobDatasets(ResolvedJob(manager.load([*argv, f"--training.sources={shown}"]))).open("training")
+    opened = JobDatasets(ResolvedJob(manager.load([*argv, f"--training.sources={shown}"]))).open_sources("training")
     assert [weighted.source.header["documents"] for weighted in opened] == [2, 1]
 
 

@@ -454,9 +454,9 @@ def test_asynchronous_tensor_parallel_needs_cuda_and_the_compiler(device_type, c
 def test_asynchronous_tensor_parallel(monkeypatch):
     groups = []
     monkeypatch.setattr(torch.distributed._symmetric_memory, "enable_symm_mem_for_group", groups.append)
-    monkeypatch.setattr(torch._inductor.config, "_micro_pipeline_tp", False)
-    tensor_parallel.enable_async_tensor_parallel(FakeMesh("cuda"), True)
-    assert torch._inductor.config._micro_pipeline_tp and groups == ["seven"]
+    with torch._inductor.config.patch(_micro_pipeline_tp=False):  # monkeypatch would remove it at its end
+        tensor_parallel.enable_async_tensor_parallel(FakeMesh("cuda"), True)
+        assert torch._inductor.config._micro_pipeline_tp and groups == ["seven"]
 
 
 # Errors

@@ -50,7 +50,7 @@ class JobDatasets:
 
     # Sources
 
-    def open(self, section: Section) -> list[WeightedSource]:
+    def open_sources(self, section: Section) -> list[WeightedSource]:
         """Open a section's sources, tokenizing them first if `is_tokenized_first`, so that all lengths are known."""
         training, weighted_sources = self.config.training, []
         for options in self.data.sources(section).values():
@@ -72,7 +72,7 @@ class JobDatasets:
 
     def open_shards(self, section: Section) -> list[TokenShards]:
         """Open a section's sources, and return those that are tokenized."""
-        opened = [weighted.source for weighted in self.open(section)]
+        opened = [weighted.source for weighted in self.open_sources(section)]
         return [source for source in opened if isinstance(source, TokenShards)]
 
     def prepare_options(self, section: Section) -> PrepareOptions:
@@ -100,7 +100,7 @@ class JobDatasets:
         sources = self.open_shards("training") if packs or training.epochs is not None else []
         if packs and not step:
             if self.config.validation.enable:
-                self.open("validation")
+                self.open_sources("validation")
             self._log_records(sources)
         packing, seed = self.data.packing("training", pad_id=0), self.config.debug.seed
         end = total_samples(
@@ -163,7 +163,7 @@ class JobDatasets:
         else:
             loader = self._loader("training", vocabulary, dp_rank, self.job.layout.rows, state)
         if read_ranks().local_rank == 0:  # one rank of each machine: disks may differ
-            opened = [weighted.source for weighted in self.open("training")]
+            opened = [weighted.source for weighted in self.open_sources("training")]
             loader.verification = start_verification([source for source in opened if isinstance(source, TokenShards)])
             if dp_rank == 0:
                 for line in unread_lines(opened, vocabulary):
@@ -200,7 +200,7 @@ class JobDatasets:
             labels=self.job.model.label_kind,
         )
         worker_options = WorkerOptions(**matching_options(workers, WorkerOptions) | {"pin_memory": pin_memory})
-        return build_loader(self.open(section), vocabulary, options, worker_options, state)
+        return build_loader(self.open_sources(section), vocabulary, options, worker_options, state)
 
     def held_out(
         self, vocabulary: Tokenizer, dp_rank: int, objective: Objective
@@ -245,7 +245,7 @@ class JobDatasets:
         training, seed = self.config.training, self.config.debug.seed
         order: dict[str, Any] = {"seed": seed, "shuffle": training.shuffle}
         order |= {"seq_len": training.seq_len, "order": "documents"}
-        sources = [weighted.source.fingerprint for weighted in self.open("training")]
+        sources = [weighted.source.fingerprint for weighted in self.open_sources("training")]
         return order | {
             "tokenizer": vocabulary.fingerprint,
             "sources": {str(n): item for n, item in enumerate(sources)},

@@ -59,7 +59,7 @@ def prepared(job: ResolvedJob) -> list[str]:
     lines = [f"{'':{WIDTH}} " + " ".join(f"{name:>9}" for name in COLUMNS)]
     advices, unread, tokenizer = {}, [], job.tokenizer()
     for section in sections:
-        for weighted in datasets.open(section):
+        for weighted in datasets.open_sources(section):
             assert isinstance(weighted.source, TokenShards)
             header = weighted.source.header
             source_name = header.get("source", {}).get("name", weighted.source.name)

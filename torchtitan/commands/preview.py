@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     ]
     encoding = sys.stdout.encoding or "utf-8"
     head = [about(job), *filter(None, [end_token_line(facts)])]
-    head += unread_lines([weighted.source for weighted in JobDatasets(job).open("training")], tokenizer)
+    head += unread_lines([weighted.source for weighted in JobDatasets(job).open_sources("training")], tokenizer)
     print("\n".join([*head, *lines]).encode(encoding, "replace").decode(encoding))
     return 0
 
