@@ -129,8 +129,3 @@ class JobModel:
     def compute_dtype(self) -> Precision:
         """The type of computed values: weights in bfloat16 are always computed with in bfloat16."""
         return "bfloat16" if self.training.dtype == "bfloat16" else self.training.mixed_precision_param
-
-    @property
-    def trains_all(self) -> bool:
-        """True if no weights are frozen."""
-        return self.adapter.kind == "none" and not self.training.unfrozen
