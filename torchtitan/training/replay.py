@@ -301,9 +301,7 @@ class _Inspection(StepObserver):
         self.watch: AbstractContextManager = nullcontext()
 
     def start(self, data: StepData) -> None:
-        sources = (
-            self.trainer.prefetcher.batches
-        )  # with all tensors of the data, also those that the model does not read
+        sources = self.trainer.prefetcher.batches  # with tensors that the model does not read, too
         self.batches = list(zip(data.microbatches, sources, strict=True))
         self.coming = iter(self.batches)
 
