@@ -225,6 +225,25 @@ def test_no_mutated_order_ends_another_machine_or_writes_elsewhere(tmp_path, is_
     assert written <= {("run", "hangs")} and not Path("/tmp/outside").exists()
 
 
+def test_no_thread_of_a_rank_answers_while_its_stacks_are_written(tmp_path, monkeypatch):
+    """The handler reads the frames of all threads, and one that runs meanwhile spoils them."""
+    monkeypatch.setattr(hangs, "ANSWER_SECONDS", 0.0)
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    processes, signals = OneRank(writer), []
+
+    def signal(number: int) -> None:
+        signals.append(number)
+        with pytest.raises(BlockingIOError):  # nothing is requested yet
+            os.read(reader, 1)
+
+    processes.signal = signal
+    hangs.collect_evidence(processes, tmp_path, "hang", 1.0)
+    assert signals == [hangs.STACKS] and os.read(reader, 9) == b"?"
+    os.close(reader)
+    os.close(writer)
+
+
 def test_a_log_of_collectives_in_another_form_is_an_empty_one():
     for text in (
         "",

@@ -53,7 +53,7 @@ def _write_collectives(launcher: Launcher) -> None:
 
 
 ANSWER_SECONDS = 2.0
-"""Time for ranks to write their stacks and collectives, and the period over which CPU usage is measured."""
+"""Time for ranks to write their stacks, and then their collectives, and the period over which CPU usage is measured."""
 BUSY_SHARE = 0.1
 """Share of a core above which a rank and the processes that it started count as computing and not as waiting. It is low
 because others may compute on the same core.
@@ -203,9 +203,11 @@ def hang_folder_name() -> str:
 
 def collect_evidence(processes: Processes, folder: Path, name: str, seconds: float) -> Evidence:
     """Ask all ranks of this machine for their stacks and collectives and write them to a new folder in `folder`."""
+    processes.signal(STACKS)
+    time.sleep(ANSWER_SECONDS)
+    # only then, as a thread that runs Python while the handler reads its frames spoils the stacks after its own
     for rank in processes.running:
         os.write(processes.rank_files[rank].request_writer, b"?")
-    processes.signal(STACKS)
     time.sleep(ANSWER_SECONDS)
     local_ranks = {processes.first_rank + local: local for local in processes.running}
     logs = {rank: processes.rank_files[local].collectives.read() for rank, local in local_ranks.items()}
