@@ -8,7 +8,7 @@ import difflib
 import json
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import cache
 from textwrap import wrap
@@ -21,6 +21,7 @@ from pydantic_core import PydanticUndefined
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.sections.field_types import Form, NameIn
 from torchtitan.core.errors import JobError
+from torchtitan.core.registry import Option as Option
 
 YES_OR_NO = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 """What people write for a flag. All but true and false are refused, by what to write."""
@@ -58,14 +59,6 @@ class ConfigError(JobError):
         self.faults = list(dict.fromkeys(faults))
         self.rest, self.unknown = remaining_config, unknown
         super().__init__("\n".join(map(str, self.faults)))
-
-
-@dataclass(frozen=True)
-class Option:
-    annotation: Any
-    default: Any
-    """PydanticUndefined where it must be given."""
-    help: str
 
 
 @cache
@@ -178,6 +171,23 @@ def fits(annotation: Any, value: Any) -> bool:
     except ValidationError:
         return False
     return True
+
+
+def fault_of_entry(
+    entries: Mapping[str, Option], owner: str, setting: str, key: str, value: Any
+) -> tuple[str, str, str] | None:
+    """Return the given value, what is allowed and the remedy if a table of `owner`'s options cannot have this entry.
+
+    `setting`: the option that names the owner, with its value.
+    """
+    assignment = f"{key} = {show(value)}"
+    if key not in entries:
+        allowed = f"options of {owner}: {', '.join(entries)}" if entries else f"nothing with {setting}"
+        return assignment, allowed, hint(key, entries) or "leave it out"
+    if fits(entries[key].annotation, value):
+        return None
+    remedy = f"write {key} = {show(value.split(','))}" if isinstance(value, str) and "," in value else ""
+    return assignment, f"{key} = {describe(entries[key].annotation)}", remedy
 
 
 def parse_value(annotation: Any, text: str) -> Any:

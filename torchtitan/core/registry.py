@@ -11,6 +11,7 @@ of its names: a job file itself names no code, and a check of a job does not wai
 
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
@@ -19,6 +20,16 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.plugins import plugin_entries
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a job, or one that an entry of a registry reads from a table of the job."""
+
+    annotation: Any
+    default: Any
+    """pydantic_core.PydanticUndefined where it must be given."""
+    help: str
 
 
 @cache

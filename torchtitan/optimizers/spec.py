@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torchtitan.config.options import Option, describe, fits, hint, show
+from torchtitan.config.options import Option, fault_of_entry, show
 
 Fault = tuple[str, str, str, str]
 """(option of [optimizer], given value, allowed values, remedy)."""
@@ -34,11 +34,6 @@ class StateSize(NamedTuple):
 
     def plus(self, other: "StateSize") -> "StateSize":
         return StateSize(*map(sum, zip(self, other, strict=True)))
-
-
-def _as_list(key: str, value: Any) -> str:
-    """Return the remedy for a string with commas, as other options on the command line write lists."""
-    return f"write {key} = {show(value.split(','))}" if isinstance(value, str) and "," in value else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,18 +85,11 @@ class OptimizerSpec:
             yield f"optimizer.{key}", show(shared[key]), f"its default with {setting}, which does not read it", remedy
         table, option_faults = "optimizer.options", []
         for key, value in options.items():
-            assignment = f"{key} = {show(value)}"
             if key in self.shared:
+                assignment = f"{key} = {show(value)}"
                 option_faults.append((table, assignment, f"{key} as an option of its own", f"write optimizer.{key}"))
-            elif key not in self.options:
-                allowed_options = (
-                    f"options of {name}: {', '.join(self.options)}" if self.options else f"nothing with {setting}"
-                )
-                option_faults.append((table, assignment, allowed_options, hint(key, self.options) or "leave it out"))
-            elif not fits(self.options[key].annotation, value):
-                option_faults.append(
-                    (table, assignment, f"{key} = {describe(self.options[key].annotation)}", _as_list(key, value))
-                )
+            elif entry_fault := fault_of_entry(self.options, name, setting, key, value):
+                option_faults.append((table, *entry_fault))
         yield from option_faults
         if not option_faults:
             arguments = self.arguments(shared, options)
