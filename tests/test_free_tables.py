@@ -1,4 +1,4 @@
-"""Tables with free names: optimizer.options, model.overrides, training.fields, training.template.
+"""Tables with free names: optimizer.options, task.options, model.overrides, training.fields, training.template.
 
 Their entries can be set on the command line as in TOML, and the code that reads a table validates them.
 """
@@ -24,7 +24,7 @@ def faults(*argv: str) -> list[str]:
 
 
 def test_the_tables_with_free_names():
-    tables = {"optimizer.options", "model.overrides", "training.fields", "training.template"}
+    tables = {"optimizer.options", "task.options", "model.overrides", "training.fields", "training.template"}
     assert set(free_tables()) == tables | {"adapter.neurocache.retrieval_map"}
 
 

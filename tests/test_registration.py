@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.support import jobs
+from tests.support.packages import install
 from tests.support.pool import run_alone
 from torchtitan import cli
+from torchtitan.config.changes import changes, kept_job, refused
 from torchtitan.config.manager import load
 from torchtitan.core import registry
 from torchtitan.core.errors import JobError
@@ -33,7 +34,10 @@ HALVED = OptimizerSpec(
     make="acme_titan.heavy:halved", options={"half": Option(float, 0.0, "Half the momentum.")}, state=lambda options: 1
 )
 ADAPTER = AdapterSpec(make="acme_titan.heavy:Adapter")
-TASK = TaskSpec("acme_titan.heavy:NextToken")
+TASK = TaskSpec(
+    "acme_titan.heavy:NextToken",
+    options={"halves": Option(float, 4.0, "Halves of a token's loss."), "noted": Option(list[str], [], "Remarks.")},
+)
 
 
 def letters(path, text_field):
@@ -61,7 +65,12 @@ def halved(groups, lr, half):
 
 
 class NextToken(SummedCrossEntropy):
-    pass
+    def __init__(self, num_chunks, halves, noted):
+        super().__init__(num_chunks)
+        self.halves = halves
+
+    def compute_loss(self, head, hidden, *targets):
+        return self.halves / 2 * super().compute_loss(head, hidden, *targets)
 """
 ENTRIES = """
 [torchtitan.models]
@@ -81,18 +90,6 @@ falling = acme_titan.light:falling
 """
 
 
-def install(folder: Path, name: str, entries: str, **modules: str) -> Path:
-    """Write a package as an installer would into a folder of sys.path."""
-    code, about = folder / name.replace("-", "_"), folder / f"{name.replace('-', '_')}-1.0.dist-info"
-    code.mkdir(parents=True)
-    about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(entries)
-    for module, text in {"__init__": "", **modules}.items():
-        (code / f"{module}.py").write_text(text)
-    return folder
-
-
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """Install a package that adds one of each kind; the folder."""
@@ -109,6 +106,7 @@ WORDS = {
     "training.dataset": "letters",
     "model.tokenizer_path": "encoded:bytes",
     "task.kind": "next",
+    "task.options": "{halves = 2}",
     "optimizer.name": "Halved",
     "optimizer.options": "{half = 0.25}",
     "lr_scheduler.decay_type": "falling",
@@ -130,6 +128,46 @@ def test_names_of_an_installed_package_are_known_like_ours(installed, tmp_path, 
     (fault,) = check(load([*argv, "--optimizer.options={halves = 1}"]), 1, "cpu")
     assert str(fault) == (
         "the job: optimizer.options: given halves = 1; allowed: options of Halved: half; did you mean half?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ("{halve = 1}", "given halve = 1; allowed: options of next: halves, noted; did you mean halves?"),
+        ("{weight = 1}", "given weight = 1; allowed: options of next: halves, noted; leave it out"),
+        ('{halves = "2"}', 'given halves = "2"; allowed: halves = a number'),
+        ('{noted = "a,b"}', 'given noted = "a,b"; allowed: noted = a list, each text; write noted = ["a", "b"]'),
+    ],
+)
+def test_options_of_a_task_are_judged_by_its_package(installed, options, line):
+    arguments = ["--model.tokenizer_path=bytes", "--task.kind=next", f"--task.options={options}"]
+    assert [str(fault) for fault in check(load(arguments), 1, "cpu")] == [f"the job: task.options: {line}"]
+
+
+def test_tasks_of_ours_have_no_options_in_the_table():
+    fault = "the job: task.options: given beta = 0.2; allowed: nothing with task.kind"
+    for kind, remedy in (("pretrain", "leave it out"), ("dpo", "write dpo.beta")):
+        arguments = ["--model.tokenizer_path=bytes", f"--task.kind={kind}", "--task.options.beta=0.2"]
+        assert f'{fault} = "{kind}"; {remedy}' in [str(fault) for fault in check(load(arguments), 1, "cpu")]
+
+
+def test_a_checkpoint_keeps_the_options_of_a_task(installed):
+    jobs_of_runs = [load(["--task.kind=next", f"--task.options={{halves = {halves}}}"]) for halves in (2, 3)]
+    saved, now = (kept_job(job, {}, 8) for job in jobs_of_runs)
+    assert saved["job"]["task"]["options"] == {"halves": 2}
+    (change,) = refused(changes(saved, now), [])
+    assert str(change) == "task.options {halves = 2} -> {halves = 3}"
+
+
+def test_a_section_that_no_job_has_is_refused(installed):
+    spec = "from torchtitan.losses.tasks import TaskSpec\nX = TaskSpec('acme_titan.heavy:X', options_section='acme')"
+    install(installed, "other", "[torchtitan.tasks]\nodd = other.light:X\n", light=spec)
+    registry.installed_entries.cache_clear()
+    (fault,) = check(load(["--model.tokenizer_path=bytes", "--task.kind=odd"]), 1, "cpu")
+    assert str(fault) == (
+        'the job: task.kind: given "odd"; allowed: a task with options of a section of a job, not of [acme]; declare '
+        "them as TaskSpec.options in its package"
     )
 
 
@@ -175,6 +213,7 @@ def test_listed_with_their_package(installed, capsys):
     out = capsys.readouterr().out.splitlines()
     assert "  Adam" in out and "  acme: debugmodel, 8B, 70B, 405B  [acme-titan]" in out
     assert "  Halved: half (a number; default 0.0)  [acme-titan]" in out
+    assert "  next: halves (a number; default 4.0), noted (a list, each text; default [])  [acme-titan]" in out
     foreign = [line.split()[0].rstrip(":") for line in out if line.endswith("[acme-titan]")]
     assert foreign == ["acme", "letters", "encoded", "next", "Halved", "fence", "falling"]
     assert cli.main(["list", "adapters"]) == 0

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.support import jobs
+from tests.support.packages import install
 from tests.support.pool import run_ranks
-from tests.test_registration import install
 from torchtitan.config import manager
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer

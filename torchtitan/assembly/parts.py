@@ -154,6 +154,7 @@ class ModelBuilder:
         built: Objective = objective_class(
             config.training.loss_chunks,
             **matching_options(getattr(config, task.options_section), objective_class) if task.options_section else {},
+            **task.arguments(config.task.options),
         )
         built.logits_width = self.job.model.args.vocab_size // self.job.layout.vocabulary_shards
         return built

@@ -20,7 +20,7 @@ KINDS: dict[str, tuple[str, Registry[Any]]] = {
     "models": ("model.name, with flavors for model.flavor", SIZES),
     "datasets": ("training.dataset, validation.dataset", DATASETS),
     "tokenizers": ("model.tokenizer_path, in addition to paths of files", TOKENIZERS),
-    "tasks": ("task.kind", TASKS),
+    "tasks": ("task.kind, with its task.options", TASKS),
     "optimizers": ("optimizer.name, with its optimizer.options", OPTIMIZERS),
     "adapters": ("adapter.kind", ADAPTERS),
     "trackers": ("metrics.trackers", TRACKERS),
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
 def _more(kind: str, value: Any) -> str:
     if kind == "models":
         return f": {', '.join(value)}"
-    if kind == "optimizers":
+    if kind in ("optimizers", "tasks"):
         options = [f"{key} ({describe(o.annotation)}; default {show(o.default)})" for key, o in value.options.items()]
         return f": {', '.join(options)}" * bool(options)
     return ""

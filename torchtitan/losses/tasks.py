@@ -1,11 +1,11 @@
 """The tasks that a job can train for, by name, each with its objective. No torch."""
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from torchtitan.core.errors import JobError
-from torchtitan.core.registry import Registry
+from torchtitan.core.registry import Option, Registry
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,12 @@ class TaskSpec:
     """The label of a token: the next token, itself where it was masked, or its record's class (on one token only)."""
     options_section: str = ""
     """Section of the job whose options are further arguments of the objective."""
+    options: Mapping[str, Option] = field(default_factory=dict)
+    """Further arguments of the objective, which a job gives in the table task.options."""
+
+    def arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the objective's arguments of task.options, with defaults for missing ones."""
+        return {name: option.default for name, option in self.options.items()} | dict(options)
 
 
 _SUMMED = TaskSpec("torchtitan.losses.objective:SummedCrossEntropy")

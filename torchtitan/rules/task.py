@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 
-from torchtitan.config.options import Fault, options
+from torchtitan.config.options import Fault, fault_of_entry, options
 from torchtitan.config.sections.training import Data, Task, Validation
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.tokenizer.chat_templates import NAMED, resolve_template
@@ -175,6 +176,20 @@ def template_is_there(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("data.chat_template", "a chat template", str(error))
 
 
+def task_has_these_options(facts: Facts) -> Iterator[Fault]:
+    """Refuse entries of task.options that the task does not read, and a task whose section is none of a job."""
+    kind, spec, config = facts.config.task.kind, facts.model.spec, facts.config
+    if spec.options_section and not is_dataclass(getattr(config, spec.options_section, None)):
+        allowed = f"a task with options of a section of a job, not of [{spec.options_section}]"
+        yield facts.fault("task.kind", allowed, "declare them as TaskSpec.options in its package")
+    for key, entry in config.task.options.items():
+        if fault := fault_of_entry(spec.options, kind, f'task.kind = "{kind}"', key, entry):
+            value, allowed, remedy = fault
+            if hasattr(getattr(config, spec.options_section, None), key):
+                remedy = f"write {spec.options_section}.{key}"
+            yield facts.fault("task.options", allowed, remedy, value=value)
+
+
 PAIRS = ("dpo", "ipo", "orpo")
 
 
@@ -281,6 +296,7 @@ RULES: tuple[Rule, ...] = (
     prompts_can_be_continued,
     pairs_are_learned_as_asked,
     template_is_there,
+    task_has_these_options,
     documents_are_read_whole,
 )
 WITHOUT_EFFECT: tuple[Rule, ...] = (

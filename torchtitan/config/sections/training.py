@@ -252,6 +252,8 @@ class Task:
     """Fraction of words to predict (masked_lm)."""
     mask_token: str | None = None
     """Special token that replaces masked words. Unset: <mask> or [MASK]."""
+    options: dict[str, int | float | bool | str | list[str]] = field(default_factory=dict)
+    """Options of a task of an installed package, e.g. {margin = 0.5}; `torchtitan list tasks` lists them."""
 
 
 @dataclass(config=STRICT, kw_only=True)
