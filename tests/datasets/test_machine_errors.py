@@ -8,7 +8,6 @@ import signal
 
 import pytest
 
-from torchtitan import train
 from torchtitan.core import files, machine_errors
 from torchtitan.core.machine_errors import MachineError
 from torchtitan.datasets.labelled import LabelledFile
@@ -23,6 +22,7 @@ from torchtitan.launcher.processes import RankExit
 from torchtitan.process.exit import CRASHED, EXPLAINED
 from torchtitan.process.heartbeat import Activity
 from torchtitan.process.ranks import Ranks
+from torchtitan.training import ends
 
 RECORDS = [{"text": f"record {number}", "label": number % 2} for number in range(50)]
 
@@ -129,7 +129,7 @@ def test_shards_that_cannot_be_verified_are_not_called_different(tmp_path, disk)
 
 
 def test_a_rank_that_cannot_read_its_data_is_restarted(caplog):
-    end = train.end_of_failure(MachineError("a.jsonl: the machine cannot read it now"), None, Ranks())
+    end = ends.end_of_failure(MachineError("a.jsonl: the machine cannot read it now"), None, Ranks())
     assert end.code == CRASHED and end.code not in EXPLAINED  # what the launcher restarts
     assert "a.jsonl: the machine cannot read it now" in caplog.text and "Traceback" not in caplog.text
 

@@ -40,9 +40,6 @@ from torchtitan.training.validation import Validator
 
 logger = logging.getLogger(__name__)
 
-COMMON_FAILURES = BadStep | ReplicasDiffer | NothingToLearn
-"""Raised by all ranks at the same step."""
-
 
 class Trainer:
     """One rank's training run: builds the parts of a job, restores its state and trains until the job is done."""
