@@ -58,9 +58,25 @@ def test_a_job_is_checked_and_trained_without_plugins(core, tmp_path):
         (("import", "train.yml"), "importers"),
         (("import", "--help"), "importers"),
         (("evaluate", "outputs", "--tasks=tasks"), "eval_tasks"),
+        (("check", "old.toml", "--upgrade", "--from=v0.1"), "dialects"),
     ],
 )
 def test_what_needs_a_plugin_is_told_which(core, arguments, plugin):
     status, output = run(core, "-m", "torchtitan", *arguments)
     message = f"it needs the plugin torchtitan/plugins/{plugin}, which this installation lacks"
     assert status == 2 and message in output, output
+
+
+def test_an_old_job_is_told_of_the_plugin_once(core):
+    """Its options are unknown without the tables of the plugin; an option of the command line is no old job's."""
+    for file in sorted((ROOT / "tests/fixtures/old_tomls").glob("*.toml")):
+        status, output = run(core, "-m", "torchtitan", "check", str(file), "--model.flaver=debugmodel", "--no-memory")
+        words = " ".join(output.split())
+        message = "if this is a job of an older torchtitan, it needs the plugin torchtitan/plugins/dialects, which this"
+        assert status == 2 and words.count(message) == 1 and "Traceback" not in output, output
+        assert words.index(message) < words.index("model.flaver"), output
+
+
+def test_completion_lists_options_without_plugins(core):
+    status, output = run(core, "-m", "torchtitan", "completion", "bash")
+    assert status == 0 and "--upgrade --from" in output, output

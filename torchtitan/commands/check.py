@@ -17,20 +17,19 @@ from torchtitan.adapters import NONE
 from torchtitan.adapters.targets import QUANTIZED_MULTIPLES, linear_adapter_options
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.end_tokens import end_token_line
-from torchtitan.commands.upgrade import translate
 from torchtitan.config.job import job_schema
 from torchtitan.config.manager import to_toml
 from torchtitan.config.options import ConfigError, Fault, help_text
-from torchtitan.config.upgrade import ERAS
 from torchtitan.core.cadence import NO_LIMIT, describe_end
 from torchtitan.core.errors import JobError, format_bytes, wrap_lines
+from torchtitan.core.plugins import COMMAND_OPTIONS, loaded_plugin
 from torchtitan.core.progress_bar import waiting
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED, StateSize
 from torchtitan.process.children import python_command
 from torchtitan.process.machine import describe_limit, limit_in_bytes
 from torchtitan.rules import RULES, Facts, check
-from torchtitan.rules.loading import fewest_ranks, load_valid
+from torchtitan.rules.loading import load_valid
 from torchtitan.rules.optimization import trained_matrices
 from torchtitan.rules.pipeline import layers_by_stage
 
@@ -58,12 +57,12 @@ def main(argv: list[str]) -> int:
     if options.upgrade:
         if len(files) > 1:
             raise JobError("--upgrade takes one job")
-        return _upgrade(job_args, options)
+        return loaded_plugin(COMMAND_OPTIONS, "--upgrade").print_translation(job_args, options)
     jobs = [["--job.config_file", file, *job_options] for file in files] or [job_options]
     verdicts = [_judged(job, options) for job in jobs]  # all jobs are judged before the first simulation
     if not options.json:
         for verdict in verdicts:
-            _refuse(verdict.faults) if verdict.faults else None
+            refuse(verdict.faults) if verdict.faults else None
     for job, verdict in zip(jobs, verdicts, strict=True):
         if verdict.facts is not None:
             _look_further(job, verdict.facts, verdict, options)
@@ -161,7 +160,8 @@ def _memory(estimate_args: list[str]) -> tuple[str, str]:
     return wrap_lines(f"  memory    not foretold: {reason or f'exit code {result.returncode}'}"), ""
 
 
-def _refuse(faults: Iterable[Fault | Exception | str], number: int | None = None) -> int:
+def refuse(faults: Iterable[Fault | Exception | str], number: int | None = None) -> int:
+    """Print faults, and their number (default: one for each line). Returns the exit code."""
     lines = list(map(wrap_lines, faults))
     number = number or len(lines)
     print(*lines, f"{number} fault{'s' if number > 1 else ''}", sep="\n", file=sys.stderr)
@@ -311,14 +311,3 @@ def _pipeline(facts: Facts) -> list[str]:
     microbatches = f"{layout.microbatches} microbatch{'es' if layout.microbatches > 1 else ''}"
     samples = layout.sample_count(degrees.pipeline_parallel_microbatch_size)
     return [f"  pipeline  {name}, {len(layers)} stages of {counts} layers, {microbatches} of {samples}"]
-
-
-def _upgrade(argv: list[str], options: argparse.Namespace) -> int:
-    """Print a job in today's options. Returns 2 also for a translated job that cannot start without changes."""
-    try:
-        text, config = translate(argv, ERAS.get(options.era))
-    except ConfigError as error:
-        return _refuse(error.faults)
-    print(text, flush=True)
-    faults = check(config, options.world_size or fewest_ranks(config.parallelism), options.device)
-    return _refuse(["translated, but the job cannot start without changes:", *faults], len(faults)) if faults else 0

@@ -23,8 +23,8 @@ from torchtitan.commands.plan_command_line import USUAL_GPU, plan_parser
 from torchtitan.commands.run_command_lines import FOLDER, RUN_PARSERS
 from torchtitan.core.files import shipped_jobs
 from torchtitan.core.hardware import known_hardware
+from torchtitan.core.plugins import COMMAND_OPTIONS, plugin_entries
 from torchtitan.core.plugins import PARSERS as PARSERS_OF_COMMANDS
-from torchtitan.core.plugins import plugin_entries
 from torchtitan.process.ranks import likely_device
 
 SHELLS = ("bash", "zsh", "fish")
@@ -61,7 +61,8 @@ def _check() -> CommandParser:
     parser.add_argument("--no-memory", action="store_true", help="do not predict the memory")
     parser.add_argument("--json", action="store_true", help="print one JSON object: faults, warnings and the exit code")
     parser.add_argument("--upgrade", action="store_true", help="translate a job of torchtitan's TOML era")
-    eras = OneOf("torchtitan.config.upgrade:ERAS")
+    upgrade = plugin_entries(COMMAND_OPTIONS).get("--upgrade")
+    eras = OneOf(lambda: upgrade.load().ERAS) if upgrade else str
     parser.add_argument("--from", dest="era", type=eras, metavar="ERA", help="era of the job for --upgrade")
     parser.add_argument("--help-config", action="store_true", help="print all options of a job")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of a job, for editors")

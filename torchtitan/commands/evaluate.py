@@ -27,7 +27,7 @@ from torchtitan.commands.generate import find_checkpoint
 from torchtitan.commands.schedule import check_file
 from torchtitan.config.sections.training import Validation
 from torchtitan.core.errors import JobError
-from torchtitan.core.plugins import EVALUATIONS, loaded_plugin
+from torchtitan.core.plugins import COMMAND_OPTIONS, loaded_plugin
 from torchtitan.datasets.segments import Documents, HeldOutSegments
 from torchtitan.datasets.sources import UnexpectedPair
 from torchtitan.datasets.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     options, job_args = parse_command("evaluate", argv)
     if options.tasks and (options.plot or options.cache_sizes):
         raise JobError("--tasks: documents are measured with --plot and --cache-sizes; leave these out")
-    tasks = loaded_plugin(EVALUATIONS, "--tasks") if options.tasks else None
+    tasks = loaded_plugin(COMMAND_OPTIONS, "--tasks") if options.tasks else None
     if options.plot:
         check_format(options.plot)
     for option in ("out", "plot"):

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from torchtitan.config.dialects import Moved, renamed
 from torchtitan.config.layers import COMMAND_LINE, Layer, joined_entries, layer_of
 from torchtitan.config.options import (
     YES_OR_NO,
@@ -16,7 +17,6 @@ from torchtitan.config.options import (
     parse_value,
     show,
 )
-from torchtitan.config.renames import Moved, renamed
 from torchtitan.core.files import shipped_jobs
 
 _ALIASES = dict.fromkeys(("config", "config_file", "config-file", "job.config"), "job.config_file")
@@ -118,6 +118,6 @@ def _positive(key: str) -> str | None:
 
 def _is_flag(key: str) -> bool:
     """Return True for flags, by their current or older names."""
-    moved = renamed(key)
-    key = moved.to if isinstance(moved, Moved) else key
+    if key not in options() and isinstance(moved := renamed(key), Moved):
+        key = moved.to
     return key in options() and members(options()[key].annotation) == [bool]

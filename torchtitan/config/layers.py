@@ -6,12 +6,13 @@ import math
 import os
 import shlex
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, time
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from torchtitan.config.dialects import Moved, Removed, missing_dialect, old_section, renamed
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import (
     YES_OR_NO,
@@ -32,7 +33,6 @@ from torchtitan.config.options import (
     sections,
     show,
 )
-from torchtitan.config.renames import Moved, Removed, old_section, renamed
 from torchtitan.core.cadence import NO_LIMIT
 from torchtitan.core.errors import JobError
 from torchtitan.core.plugins import missing_plugin
@@ -90,7 +90,7 @@ class Layer:
     faults: list[Fault]
     """Faults of values in neither of the other two."""
     old: Values
-    """Options of older dialects, see renames.py."""
+    """Options of older dialects, see dialects.py."""
 
     def unknown(self, faults: Iterable[Fault]) -> set[str]:
         """Return the options that these faults of the layer leave without a value."""
@@ -162,6 +162,10 @@ def layer_of(name: str, pairs: Iterable[tuple[str, Any]]) -> Layer:
             faults += [Fault(name, key, show(value), "a known option", remedy)] if name == COMMAND_LINE else []
         else:
             faults.append(_unknown(name, key, value))
+    unknown = next((number for number, fault in enumerate(faults) if fault.key not in options()), None)
+    if name != COMMAND_LINE and unknown is not None and (remedy := missing_dialect()):
+        parts = filter(None, (faults[unknown].remedy, remedy))
+        faults[unknown] = replace(faults[unknown], remedy="; ".join(parts))
     return Layer(name, values, faults, old)
 
 

@@ -13,7 +13,8 @@ from torchtitan.core.errors import JobError
 
 FOLDER = Path(__file__).resolve().parents[1] / "plugins"
 ADAPTERS, IMPORTERS, SECTIONS, RULES = (f"torchtitan.{name}" for name in ("adapters", "importers", "sections", "rules"))
-COMMANDS, PARSERS, EVALUATIONS = "torchtitan.commands", "torchtitan.parsers", "torchtitan.evaluations"
+COMMANDS, PARSERS, COMMAND_OPTIONS = "torchtitan.commands", "torchtitan.parsers", "torchtitan.command_options"
+DIALECTS = "torchtitan.dialects"
 PLUGINS: dict[str, dict[str, str]] = {
     ADAPTERS: {"neurocache": "torchtitan.plugins.neurocache.spec:SPEC"},
     IMPORTERS: {"neurocache": "torchtitan.plugins.neurocache.importer:SOURCE"},
@@ -21,16 +22,20 @@ PLUGINS: dict[str, dict[str, str]] = {
     RULES: {"neurocache": "torchtitan.plugins.neurocache.rules"},
     COMMANDS: {"import": "torchtitan.plugins.importers.command:main"},
     PARSERS: {"import": "torchtitan.plugins.importers.command_line:import_parser"},
-    EVALUATIONS: {"--tasks": "torchtitan.plugins.eval_tasks.evaluate_tasks"},
+    COMMAND_OPTIONS: {
+        "--tasks": "torchtitan.plugins.eval_tasks.evaluate_tasks",
+        "--upgrade": "torchtitan.plugins.dialects.command",
+    },
+    DIALECTS: {"older_torchtitan": "torchtitan.plugins.dialects:DIALECT"},
 }
 """By group and name, "module:attribute", or a module. SECTIONS: dataclasses of options, by their place in the job; in
 them TOLD names those that a resume may change. RULES: modules as those of torchtitan/rules/, and with OF_THE_MODEL,
 rules that judge the model alone. COMMANDS: functions that run one of commands/__init__.py; PARSERS: their parsers.
-EVALUATIONS: modules that an option of `torchtitan evaluate` runs."""
+COMMAND_OPTIONS: modules that an option of a command runs. DIALECTS: see config/dialects.py."""
 
 
 def _folder_of(place: str) -> str:
-    return place.split(".")[2]
+    return place.partition(":")[0].split(".")[2]
 
 
 @cache

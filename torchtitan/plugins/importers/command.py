@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from torchtitan.checkpoint.folders import replace_file
 from torchtitan.commands.command_lines import parse_command
-from torchtitan.commands.upgrade import as_file
 from torchtitan.config.job import JobConfig
+from torchtitan.config.job_file import as_file
 from torchtitan.config.layers import layer_of
 from torchtitan.config.manager import assemble
 from torchtitan.config.options import ConfigError, hint

@@ -5,12 +5,10 @@ options of float8 training, which have to be read together, are translated here.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from torchtitan.config.dialects import Moved, Removed
 from torchtitan.core.errors import JobError
-
-Values = dict[str, Any]
 
 # float8 training, which the older dialects spread over up to three sections
 FLOAT8_CONVERTERS = ("float8", "quantize.linear.float8", "quantize.dense.float8")
@@ -27,20 +25,6 @@ FLOAT8_EXPERTS = (
     "quantize.grouped_mm.float8.fqns",
 )
 FLOAT8, FLOAT8_EXCLUDE = "training.float8", "training.float8_exclude"
-
-
-@dataclass(frozen=True)
-class Moved:
-    to: str
-    translate: Callable[[Any], Any] = lambda value: value
-    """Old value to new. Raises JobError with the way out where that takes a person."""
-
-
-@dataclass(frozen=True)
-class Removed:
-    reason: str
-    harmless: tuple[Any, ...] | None = ()
-    """Values at which the option changed nothing, so that a translation may leave it out; None: any value."""
 
 
 def _negated(value: Any) -> Any:
@@ -225,15 +209,6 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "parallelism.pipeline_parallel_schedule_csv": lambda value: value or None,
 }
 """Renamed values of options that kept their names; None: left out, as the value is the default now."""
-
-
-def renamed(key: str) -> Moved | Removed | None:
-    return MOVED.get(key) or GONE.get(key)
-
-
-def old_section(name: str) -> bool:
-    """Return True if older dialects had options in this section that are no longer there."""
-    return any(key.startswith(f"{name}.") for key in (*MOVED, *GONE))
 
 
 def translate_float8(

@@ -3,7 +3,6 @@ meaning.
 """
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import tomli
@@ -12,19 +11,20 @@ from tests.support import old_dialects
 from tests.support.jobs import ROOT, train
 from tests.support.old_dialects import V0_2_2, flatten, option_names
 from torchtitan.commands import check as command
-from torchtitan.commands import upgrade as upgrading
-from torchtitan.config import renames
-from torchtitan.config import upgrade as translation
+from torchtitan.config.dialects import renamed
 from torchtitan.config.manager import ConfigError, load
 from torchtitan.config.options import options, sections
 from torchtitan.core.errors import JobError
 from torchtitan.job import ResolvedJob
 from torchtitan.models.deepseek import YarnScaling
 from torchtitan.models.sizes import RopeScaling
+from torchtitan.plugins.dialects import command as upgrading
+from torchtitan.plugins.dialects import renames
+from torchtitan.plugins.dialects import upgrade as translation
 from torchtitan.rules import Facts, check
 from torchtitan.rules.loading import fewest_ranks
 
-OLD = sorted((Path(__file__).parent / "fixtures/old_tomls").glob("*.toml"))
+OLD = sorted((ROOT / "tests/fixtures/old_tomls").glob("*.toml"))
 
 
 TOKENIZERS = ("tests/assets/tokenizer", "assets/hf/Llama-3.1-8B", "a", "b")
@@ -59,7 +59,7 @@ def test_every_old_option_exists_moved_or_has_a_reason():
     old = {*(key for era in eras for key in option_names(getattr(old_dialects, era))), *flatten(tomli.loads(V0_2_2))}
     assert len(old) > 250
     for key in old:
-        assert (key in options()) != (renames.renamed(key) is not None), key
+        assert (key in options()) != (renamed(key) is not None), key
 
 
 def test_renames_point_to_options_and_shadow_none():
@@ -91,7 +91,7 @@ def test_defaults_of_v0_2_2_keep_their_meaning(capsys, tmp_path):
     for key, value in old.items():
         assert key not in options() or new.get(key, "left out") in (value, "left out"), key
     added = {"model.tokenizer_path", "training.shuffle", "training.dataset_path", "model.overrides.n_kv_heads"}
-    added |= {"lr_scheduler.convention"}  # the learning rate, see config/test_upgrade_schedule.py
+    added |= {"lr_scheduler.convention"}  # the learning rate, see test_dialects_schedule.py
     assert set(new) - set(old) == added
     assert config.model.tokenizer_path == old["model.hf_assets_path"] and not config.training.shuffle
 
@@ -116,7 +116,7 @@ def test_an_empty_job_of_v0_2_2_gets_the_defaults_of_that_version(capsys, tmp_pa
 def test_old_files_are_refused_and_translated(file, capsys, tmp_path):
     with pytest.raises(ConfigError) as caught:
         load(["--job.config_file", str(file)])
-    old = [key for key in flatten(tomli.loads(file.read_text())) if renames.renamed(key)]
+    old = [key for key in flatten(tomli.loads(file.read_text())) if renamed(key)]
     assert [key for key in (fault.key for fault in caught.value.faults) if key in old] == old
     assert run_check(capsys, str(file))[0] == 2
 
@@ -128,7 +128,7 @@ def test_old_files_are_refused_and_translated(file, capsys, tmp_path):
     assert config.training.local_batch_size == options.get(
         "training.batch_size", options.get("training.local_batch_size")
     )
-    # in July 2024 the warmup was one step longer than the option said, see config/test_upgrade_schedule.py
+    # in July 2024 the warmup was one step longer than the option said, see test_dialects_schedule.py
     warmup = options.get("lr_scheduler.warmup_steps", options.get("training.warmup_steps", 0) + 1)
     assert config.lr_scheduler.warmup_steps == warmup
     assert config.lr_scheduler.min_lr_factor == 0.0 and not config.training.shuffle

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.commands.upgrade import translate
+from tests.support.jobs import ROOT
 from torchtitan.config.manager import load
 from torchtitan.job import ResolvedJob
+from torchtitan.plugins.dialects.command import translate
 from torchtitan.rules import Facts, check
 
 NOT_THE_SAME = "# not the same: from step "
@@ -78,7 +79,7 @@ def test_rates_equal_those_of_july_2024(tmp_path):
 
 
 def test_the_debug_model_of_v0_2_2_keeps_its_rates(tmp_path):
-    file = Path(__file__).parent.parent / "fixtures/old_tomls/v0_2_2_debug_model.toml"
+    file = ROOT / "tests/fixtures/old_tomls/v0_2_2_debug_model.toml"
     text, rates, facts = upgraded(tmp_path, file.read_text())
     assert [round(8 * rate, 6) for rate in rates] == [4, 8, 8, 7, 6, 5, 4, 3, 2, 1]
     assert 'convention = "torchtitan"' in text and "decay_ratio = 0.8" in text
