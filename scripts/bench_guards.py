@@ -112,7 +112,6 @@ class Steps:
         ranks = ranks if launched else dataclasses.replace(ranks, launcher=None)
         self.trainer = Trainer(manager.load(job_arguments(folder, options)), ranks)
         self.trainer.metrics.start()
-        self.batches = iter(self.trainer.loader)
         self.launcher = None if launched or read_ranks().rank else read_ranks().launcher.pid
         self.trainer.prefetcher = prefetcher(self.trainer.preparer, self.trainer.prefetcher.count, 10**6)
         self.judging, self.comparing, self.waiting = CallTimer(), CallTimer(), CallTimer(time.perf_counter)
@@ -129,8 +128,7 @@ class Steps:
         distributed.begin_sum_ints = lambda *arguments: self.waiting.wrap(BEGIN_SUM(*arguments))
         if self.launcher:
             os.kill(self.launcher, signal.SIGSTOP)
-        self.trainer.enter("data", self.trainer.step + 1)
-        self.trainer.train_step(self.batches)
+        self.trainer.step(self.trainer.fetch())
         self.trainer.maybe_save(False)
         if self.launcher:
             os.kill(self.launcher, signal.SIGCONT)

@@ -43,10 +43,10 @@ def main(path: str, arguments: list[str]) -> None:
     distributed.init = init
     trainer = Trainer(manager.load(arguments), read_ranks())
     note("build")
-    batches, steps = iter(trainer.loader), []
+    steps = []
     for _ in range(trainer.config.training.steps):
         began = time.process_time()
-        trainer.train_step(batches)
+        trainer.step(trainer.fetch())
         steps.append(time.process_time() - began)
         note("first step" if len(steps) == 1 else "later steps")
     if trainer.ranks.is_main:

@@ -133,11 +133,10 @@ def loop_overhead(folder: Path, options: argparse.Namespace) -> Iterator[str]:
         return
     count = 5
     trainer = trainer_of(folder, training__steps=count + 2, metrics__log_freq=100)
-    batches = iter(trainer.loader)
-    trainer.train_step(batches)  # this step is logged
+    trainer.step(trainer.fetch())  # this step is logged
     with HostSyncs() as syncs:
         for _ in range(count):
-            trainer.train_step(batches)
+            trainer.step(trainer.fetch())
     expected = sum(syncs.callers[name] for name in ON_HOST)
     other_waits = (syncs.callers.total() - expected) / count
     note = f"and {expected / count:.0f} for values that are on the host ({', '.join(sorted(syncs.callers))})"
@@ -283,7 +282,7 @@ def saves_in_turn(
         for index, mode in enumerate(modes)
     ]
     for trainer in trainers:
-        trainer.train_step(iter(trainer.loader))
+        trainer.step(trainer.fetch())
     savers = [trainer.checkpointer for trainer in trainers]
     blocked: list[list[float]] = [[] for _ in modes]
     for step in range(1, saves + 1):

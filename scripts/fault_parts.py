@@ -222,7 +222,7 @@ def arm(fault: Fault, folder: Path) -> None:
     done = []
 
     def strike(self, batches):
-        if self.step + 1 == fault.step and not done:
+        if self.current_step + 1 == fault.step and not done:
             done.append(True)
             AT_A_STEP[fault.kind](self)
         return fetch(self, batches)

@@ -113,17 +113,17 @@ def _be_launcher(run: dict, folder: Path, argv: list[str]) -> NoReturn:
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    launcher, train_step = os.getpid(), Trainer.train_step
+    launcher, step = os.getpid(), Trainer.step
 
-    def end_at_step(self, batches):
-        if self.step + 1 == run["step"] and read_ranks().rank == run["rank"]:
+    def end_at_step(self, batch):
+        if self.current_step + 1 == run["step"] and read_ranks().rank == run["rank"]:
             if run["end"] == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if run["end"] == "stop":
                 os.kill(launcher, signal.SIGTERM)
-        train_step(self, batches)
+        step(self, batch)
 
-    Trainer.train_step = end_at_step
+    Trainer.step = end_at_step
     fork_ranks()
     exit_with(lambda: launch.main(["2", *argv]))
 

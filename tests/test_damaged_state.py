@@ -30,9 +30,9 @@ class DamagingTrainer(Trainer):
 
     entry, once, damaged = "", True, False
 
-    def train_step(self, batches):
-        super().train_step(batches)
-        if self.step == DAMAGED_STEP and not (self.once and self.damaged):
+    def step(self, batch):
+        super().step(batch)
+        if self.current_step == DAMAGED_STEP and not (self.once and self.damaged):
             self.damaged = True
             if self.ranks.rank == self.ranks.world_size - 1:
                 damage(self, self.entry)
@@ -58,8 +58,8 @@ def run(argv, entry, once=True, kind=DamagingTrainer):
         raised = f"{type(error).__name__}: {error}"
     trainer.metrics.close()
     if raised is None:
-        return raised, trainer.step, jobs.state_hash(trainer), trainer.guards.steps.rolled_back
-    return raised, trainer.step, "", trainer.guards.steps.rolled_back
+        return raised, trainer.current_step, jobs.state_hash(trainer), trainer.guards.steps.rolled_back
+    return raised, trainer.current_step, "", trainer.guards.steps.rolled_back
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def run_with_nan_gradient(argv, where, step):
     clip, spoilt, raised = trainer.model.clip_gradients, [], None
 
     def spoil(max_norm):
-        if trainer.step == step - 1 and trainer.ranks.rank == trainer.ranks.world_size - 1 and not spoilt:
+        if trainer.current_step == step - 1 and trainer.ranks.rank == trainer.ranks.world_size - 1 and not spoilt:
             spoilt.append(True)
             gradient = next(parameter.grad for _, parameter in trainer.model.named_parameters())
             gradient.view(-1)[0] = math.nan
@@ -124,7 +124,7 @@ def run_with_nan_gradient(argv, where, step):
     except BadStep as error:
         raised = f"{type(error).__name__}: {error}"
     trainer.metrics.close()
-    return raised, trainer.step, jobs.state_hash(trainer), trainer.guards.steps.rolled_back
+    return raised, trainer.current_step, jobs.state_hash(trainer), trainer.guards.steps.rolled_back
 
 
 DDP = PLANS["DDP"] | dict(comm__train_timeout_seconds=20)
@@ -162,11 +162,11 @@ def test_a_nan_on_one_replica_before_an_update_saves_and_ends_the_run(texts, tmp
 class FlippingTrainer(DamagingTrainer):
     """A trainer that flips one bit of the last rank's memory before its sixth step."""
 
-    def train_step(self, batches):
-        Trainer.train_step(self, batches)
+    def step(self, batch):
+        Trainer.step(self, batch)
 
     def fetch(self, batches):
-        if self.step == DAMAGED_STEP and self.entry is not None and not (self.once and self.damaged):
+        if self.current_step == DAMAGED_STEP and self.entry is not None and not (self.once and self.damaged):
             self.damaged = True
             if self.ranks.rank == self.ranks.world_size - 1:
                 flip(self, self.entry)

@@ -219,16 +219,16 @@ class Scripted(Trainer):
             return self.valid, stopping
 
         def evaluate(batches):
-            return {"": torch.tensor((self.script[self.step] if self.ranks.is_main else -1.0) * self.valid)}
+            return {"": torch.tensor((self.script[self.current_step] if self.ranks.is_main else -1.0) * self.valid)}
 
         original_whole = self.model.sum_over_ranks
         self.preparer.agree, self.model.evaluate, self.model.sum_over_ranks = agreed, evaluate, lambda total: total
         super().maybe_validate(done)
         self.preparer.agree, self.model.sum_over_ranks = agree, original_whole
 
-    def train_step(self, batches):
-        super().train_step(batches)
-        self.stops.requested |= self.step == self.stop_at
+    def step(self, batch):
+        super().step(batch)
+        self.stops.requested |= self.current_step == self.stop_at
 
 
 def run_script(argv, script, stop_at=0):
@@ -237,7 +237,7 @@ def run_script(argv, script, stop_at=0):
     trainer.script, trainer.stop_at = dict(script), stop_at
     finished = trainer.train()
     trainer.metrics.close()
-    return finished, trainer.step
+    return finished, trainer.current_step
 
 
 @pytest.fixture(scope="module")

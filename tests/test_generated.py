@@ -189,7 +189,7 @@ class CountingModel:
 def continued(prompts, **options):
     model = CountingModel(50)
     options = dict(max_new_tokens=4, context=12, multiple=1, vocab_size=50, end_ids={20}) | options
-    return validation.generate_greedily(model, prompts, **options), model
+    return validation.generate(model, prompts, **options), model
 
 
 def test_each_continuation_ends_at_its_end_token(monkeypatch):

@@ -146,9 +146,9 @@ class FaultyTrainer(Trainer):
     error_kind, once, has_failed, stops_before = "", False, False, False
 
     def fetch(self, batches):
-        self.stops.requested |= self.stops_before and self.step == BAD - 1
+        self.stops.requested |= self.stops_before and self.current_step == BAD - 1
         fetched = super().fetch(batches)
-        is_bad_rank = self.step == BAD - 1 and self.ranks.rank == self.ranks.world_size - 1
+        is_bad_rank = self.current_step == BAD - 1 and self.ranks.rank == self.ranks.world_size - 1
         self.model.fault = is_bad_rank and self.error_kind if not (self.once and self.has_failed) else ""
         self.has_failed |= is_bad_rank
         return fetched
@@ -177,19 +177,19 @@ def train_with_fault(argv, error_kind, once=False, stops=False):
     trainer = FaultyTrainer(manager.load(argv), read_ranks())
     trainer.error_kind, trainer.once, trainer.stops_before = error_kind, once, stops
     trainer.model.__class__ = FaultyModel
-    states, step = {}, trainer.train_step
+    states, step = {}, trainer.step
 
     def record_state(batches):
         step(batches)
-        states[trainer.step] = jobs.state_hash(trainer)
+        states[trainer.current_step] = jobs.state_hash(trainer)
 
-    trainer.train_step, raised = record_state, None
+    trainer.step, raised = record_state, None
     try:
         trainer.train()
     except (BadStep, PeerStopped) as error:
         raised = type(error).__name__
     trainer.metrics.close()
-    return raised, trainer.step, states, trainer.guards.steps.counts(), trainer.state.position.samples
+    return raised, trainer.current_step, states, trainer.guards.steps.counts(), trainer.state.position.samples
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,8 @@ ROOMS: dict[str, set[str]] = {
     "assembly": {"adapters", "checkpoint", "config", "core", "datasets", "guards", "job", "losses"}
     | {"launcher", "lr_scheduling", "metrics", "models", "optimizers", "parallelisms", "process"},
     "training": {"adapters", "assembly", "checkpoint", "config", "core", "datasets", "guards", "job", "launcher"}
-    | {"losses", "lr_scheduling", "metrics", "models", "optimizers", "parallelisms", "process"},
+    | {"losses", "lr_scheduling", "metrics", "models", "optimizers", "parallelisms", "process", "rules"},
+    "engine": {"losses", "training"},
     "planner": {
         "adapters",
         "assembly",

@@ -74,9 +74,9 @@ class FlippingTrainer(Trainer):
 
     rank, target = -1, ""
 
-    def train_step(self, batches):
-        super().train_step(batches)
-        if self.step == 3 and self.ranks.rank == self.rank:
+    def step(self, batch):
+        super().step(batch)
+        if self.current_step == 3 and self.ranks.rank == self.rank:
             name, _, entry = self.target.partition(":")
             parameter = dict(self.model.named_parameters())[name]
             tensor = parameter.detach()
@@ -94,10 +94,10 @@ def train_with_flip(argv, rank, target):
     try:
         trainer.train()
     except ReplicasDiffer as error:
-        return trainer.step, str(error)
+        return trainer.current_step, str(error)
     finally:
         trainer.metrics.close()
-    return trainer.step, ""
+    return trainer.current_step, ""
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def train_and_count_shared(argv, steps):
     trainer = Trainer(manager.load(argv), read_ranks())
     trainer.train()
     trainer.metrics.close()
-    assert trainer.step == steps
+    assert trainer.current_step == steps
     return trainer.guards.replicas.shared
 
 

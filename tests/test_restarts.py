@@ -390,14 +390,14 @@ def out_of_memory(argv):
     errors = io.StringIO()
     config, ranks = manager.load(argv), read_ranks()
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(errors):
-        step = Trainer.train_step
+        step = Trainer.step
 
-        def hungry(self, batches):
-            if self.step == 2:
+        def hungry(self, batch):
+            if self.current_step == 2:
                 raise MemoryError("no more")
-            return step(self, batches)
+            return step(self, batch)
 
-        patch.setattr(Trainer, "train_step", hungry)
+        patch.setattr(Trainer, "step", hungry)
         set_up_logging(ranks)
         return train.run(config, ranks), errors.getvalue()
 

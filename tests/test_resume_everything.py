@@ -121,9 +121,9 @@ class GoesBack(Trainer):
 
     went_back = False
 
-    def train_step(self, batches):
-        super().train_step(batches)
-        if self.step == SAVED + 1 and not self.went_back:
+    def step(self, batch):
+        super().step(batch)
+        if self.current_step == SAVED + 1 and not self.went_back:
             self.went_back = True
             raise RollBack("of a test")
 

@@ -131,7 +131,7 @@ def train_and_stop_after(argv: list[str], step: int) -> None:
 
     def log_and_stop(*args, **kwargs):
         log(*args, **kwargs)
-        trainer.stops.requested |= trainer.step == step
+        trainer.stops.requested |= trainer.current_step == step
 
     trainer.training_step.log = log_and_stop
     assert not trainer.train()

@@ -39,15 +39,15 @@ class InterruptedTrainer(Trainer):
     event = "nothing"
 
     def fetch(self, batches):
-        if self.step == BAD_STEP - 2 and self.ranks.rank == 1 and self.event == "data":  # a step ahead
+        if self.current_step == BAD_STEP - 2 and self.ranks.rank == 1 and self.event == "data":  # a step ahead
             next(batches)
             batches = iter(())
-        if self.step == BAD_STEP - 2 and self.ranks.rank == 1 and self.event == "disk":
+        if self.current_step == BAD_STEP - 2 and self.ranks.rank == 1 and self.event == "disk":
             batches = failing_disk()
-        if self.step == BAD_STEP - 1 and self.event == "gradient" and not hasattr(self.model, "clipped"):
+        if self.current_step == BAD_STEP - 1 and self.event == "gradient" and not hasattr(self.model, "clipped"):
             self.model.clipped = self.model.clip_gradients
             self.model.clip_gradients = lambda max_norm: self.model.clipped(max_norm) * float("nan")
-        if self.step == self.config.training.steps - 1 and self.event in STOPS_IN_THE_LAST_STEP:
+        if self.current_step == self.config.training.steps - 1 and self.event in STOPS_IN_THE_LAST_STEP:
             self.stops.requested = self.ranks.rank == self.ranks.world_size - 1
         return super().fetch(batches)
 
@@ -61,7 +61,7 @@ class InterruptedTrainer(Trainer):
         return super().validate(stop, phase)
 
     def maybe_validate(self, done):
-        if self.step == BAD_STEP - 1 and self.ranks.rank == 1:
+        if self.current_step == BAD_STEP - 1 and self.ranks.rank == 1:
             self.stops.requested = self.event == "a stop in validation"
             if self.event == "validation data":
                 self.validator.held_out.loader = ()
@@ -77,7 +77,7 @@ def train_with_event(argv, event):
     except (DataError, MachineError, PeerStopped, NonFiniteError, KeyboardInterrupt) as error:
         raised = type(error).__name__
     trainer.metrics.close()
-    return raised, trainer.step
+    return raised, trainer.current_step
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def random_numbers_by_step(argv, event):
     trainer.event, forward = event, trainer.model.forward_backward
 
     def draws(*args, **kwargs):
-        numbers.setdefault(trainer.step + 1, []).append(torch.rand(2).tolist())
+        numbers.setdefault(trainer.current_step + 1, []).append(torch.rand(2).tolist())
         return forward(*args, **kwargs)
 
     trainer.model.forward_backward = draws

@@ -181,7 +181,7 @@ def train_and_stop(argv):
     trainer = StopsInForward(config, read_ranks())
     finished = trainer.train()
     trainer.metrics.close()
-    return finished, trainer.step
+    return finished, trainer.current_step
 
 
 @pytest.mark.parametrize("saves", [False, True])

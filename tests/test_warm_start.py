@@ -24,7 +24,7 @@ BASE = dict(checkpoint__enable=True, checkpoint__keep_latest_k=0, optimizer__lr=
 def train_and_report(argv):
     """Train; return weights, logged rows, (step, tokens, first batch) at the start, and the final trainer state."""
     trainer = Trainer(manager.load(argv), read_ranks())
-    began = trainer.step, trainer.state.tokens, next(iter(trainer.loader))["tokens"].tolist()
+    began = trainer.current_step, trainer.state.tokens, next(iter(trainer.loader))["tokens"].tolist()
     trainer.train()
     trainer.metrics.close()
     weights = {name: full(p.detach()).numpy() for name, p in trainer.model.named_parameters()}

@@ -37,6 +37,13 @@ class LRSchedulers:
             return self.lr * self.schedule.multiplier(self._step)
         return float(self._schedulers[0].optimizer.param_groups[0]["lr"])
 
+    def use_once(self, lr: float) -> None:
+        """Use another rate in the next optimizer step; further parameter groups keep their ratios to the first."""
+        first = next((scheduler.base_lrs[0] for scheduler in self._schedulers), 0.0)
+        for scheduler in self._schedulers:
+            for group, peak in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
+                group["lr"] = lr * peak / first if first else lr
+
     def step(self) -> None:
         """Advance by one step. Call it after the optimizers' step."""
         self._step += 1

@@ -89,7 +89,7 @@ def run(config: JobConfig, ranks: Ranks) -> int:
         trainer.stops.requested = True
 
     def report(end: RunEnd) -> None:
-        report_end(end, None if trainer is None else trainer.step, folder, ranks)
+        report_end(end, None if trainer is None else trainer.current_step, folder, ranks)
 
     with no_gc_during_imports():
         from torchtitan.training import ends

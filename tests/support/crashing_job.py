@@ -6,7 +6,6 @@ Usage: crashing_job.py STEP RANKS ARGUMENTS. It recovers from its last save, as 
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from tests.support.forked_job import fork_ranks
@@ -18,15 +17,15 @@ from torchtitan.training.trainer import Trainer
 
 def crash_once(step: int) -> None:
     """Let the last rank of a job that this process launches be killed before the step after `step`."""
-    train_step = Trainer.train_step
+    make_step = Trainer.step
 
-    def killed(trainer: Trainer, batches: Iterator[Any]) -> None:
+    def killed(trainer: Trainer, batch: Any) -> Any:
         ranks = trainer.ranks
-        if trainer.step == step and ranks.rank == ranks.world_size - 1 and not ranks.launcher.restart:
+        if trainer.current_step == step and ranks.rank == ranks.world_size - 1 and not ranks.launcher.restart:
             os.kill(os.getpid(), signal.SIGKILL)
-        train_step(trainer, batches)
+        return make_step(trainer, batch)
 
-    Trainer.train_step = killed  # type: ignore[method-assign]
+    Trainer.step = killed  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

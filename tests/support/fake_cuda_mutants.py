@@ -84,17 +84,17 @@ def ends() -> None:
 
 
 STEP_FAULTS = {
-    "before_forward": (TrainingStep.gradients, "self.observer.start(data)", "self.state.loss"),
-    "in_forward_and_backward": (TrainingStep.gradients, "loss += self.model.forward_backward(", "loss"),
-    "in_clipping": (TrainingStep.gradients, "norm = self.model.clip_gradients(", "norm"),
+    "before_forward": (TrainingStep.forward_backward, "self.observer.start(data)", "self.state.loss"),
+    "in_forward_and_backward": (TrainingStep.forward_backward, "loss += self.model.forward_backward(", "loss"),
+    "in_clipping": (TrainingStep.clip, "norm = self.model.clip_gradients(", "norm"),
     "before_guards": (TrainingStep.reason_to_skip, "step = self.state.step + 1", "norm"),
     "in_guards": (Guards.reason_to_skip, "self.refuse_changed_shards(step - 1)", "loss"),
-    "in_optimizer": (TrainingStep.run, "self.optimizers.step()", "norm"),
+    "in_optimizer": (TrainingStep.update, "self.optimizers.step()", "norm"),
     "after_update": (TrainingStep.run_hooks, "self.model.after_step(", "self.state.loss"),
     "in_log": (TrainingStep.log, "tokens = self.state.tokens -", "norm"),
     "in_logged_values": (TrainingStep.losses, "means[-1] = ", "0"),  # where the host waits anyway
-    "after_log": (TrainingStep.run, "state.position, state.random, state.is_complete = data", "loss"),
-    "after_comparison": (TrainingStep.run, "self.guards.compare(state.step)", "loss"),
+    "after_log": (TrainingStep.update, "state.position, state.random, state.is_complete = data", "loss"),
+    "after_comparison": (TrainingStep.update, "self.guards.compare(state.step)", "loss"),
 }
 """Part of the trainer's step -> the function, a line of it, and what is read from the device after that line."""
 

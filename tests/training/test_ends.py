@@ -28,10 +28,10 @@ def train_to_end(argv: list[str]) -> tuple[bool, int, list[int]]:
     """Train a job; return whether it is done, its last step, and the steps that were made."""
     torch._dynamo.reset()
     trainer = Trainer(manager.load(argv), read_ranks())
-    first, done = trainer.step, trainer.train()
+    first, done = trainer.current_step, trainer.train()
     trainer.report()
     dist.barrier()
-    return done, trainer.step, list(range(first + 1, trainer.step + 1))
+    return done, trainer.current_step, list(range(first + 1, trainer.current_step + 1))
 
 
 def test_fewer_steps_than_the_newest_checkpoint_export_it_and_end_well(tmp_path):

@@ -43,7 +43,7 @@ def train_and_describe(argv: list[str]) -> tuple[str, int, list[float], list[flo
         return error, -1, [], []
     after = [float(p.detach().double().sum()) for _, p in trainer.model.named_parameters()]
     trainer.report()
-    return error, trainer.step, before, after
+    return error, trainer.current_step, before, after
 
 
 def test_a_run_without_a_trained_token_is_refused_with_the_remedy(tmp_path):

@@ -22,6 +22,7 @@ row norms of DoRA.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -209,6 +210,12 @@ class Adapter:
 
     def after_step(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Run after each optimizer step, the `step`-th of the schedule, on every rank."""
+
+    def disabled(self, parts: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """Return a context in which the model computes as its base does. Raises JobError if this kind cannot."""
+        raise JobError(
+            f"an adapter of the kind {self.options.kind} cannot be disabled; build the base model by a job of its own"
+        )
 
     def metrics(self, parts: Sequence[nn.Module]) -> dict[str, float]:
         """Return the adapter's metrics to log, the same on all ranks, which all call it."""

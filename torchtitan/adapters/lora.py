@@ -199,7 +199,8 @@ class DoRALinear(LowRankLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = add_low_rank_output(self, x, F.linear(x.flatten(0, -2), self.weight))
-        y = y * (self.lora_magnitude / adapted_row_norms(self)).to(y.dtype)
+        if not self.settings.is_disabled:
+            y = y * (self.lora_magnitude / adapted_row_norms(self)).to(y.dtype)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def parameter_init(self, name: str) -> Init | None:

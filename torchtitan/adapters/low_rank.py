@@ -6,6 +6,7 @@ of adapter is a pair of classes, for linears and for experts, see lora.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ MATRICES = ("w1", "w2", "w3")
 """Names of the matrices of experts."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoRASettings:
     """Settings of a converted module: the rank and the `scale` of the product of A and B.
 
@@ -48,6 +49,8 @@ class LoRASettings:
     scale: float
     is_scale_trained: bool = False
     without_base: bool = False
+    is_disabled: bool = False
+    """The module computes as its base does, for now."""
 
 
 def add_low_rank_output(linear: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -59,6 +62,8 @@ def add_low_rank_output(linear: Any, x: torch.Tensor, y: torch.Tensor) -> torch.
     longer. It is out of place under selective recompute, which saves operator outputs for reuse, and in compiled
     graphs, which are functional.
     """
+    if linear.settings.is_disabled:
+        return y.unflatten(0, x.shape[:-1])
     x = x if linear.dropout is None else drop_inputs(linear, x)
     inner = F.linear(x.flatten(0, -2), linear.lora_A)
     right = linear.lora_B.t().to(y.dtype)  # autocast does not cover addmm_
@@ -148,6 +153,8 @@ class LowRankExperts(Experts):
     @staticmethod
     def product(experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Map x [rows, in] to [rows, out]. Rows are sorted by expert and end at `ends` [experts]."""
+        if experts.settings.is_disabled:
+            return Experts.product(experts, name, x, ends)
         inner = Experts.product(experts, f"lora_A_{name}", x, ends) * experts.settings.scale
         return Experts.product(experts, name, x, ends) + Experts.product(experts, f"lora_B_{name}", inner, ends)
 
@@ -199,6 +206,22 @@ class LowRank(Adapter):
             )
         return super().merged_tensors(parts, original)
 
+    @contextmanager
+    def disabled(self, parts: Sequence[nn.Module]) -> Iterator[None]:
+        if self.options.lora_only or self.trained_base_parameters:
+            raise JobError(
+                "the base model does not exist any more, as some of its parameters are trained too (adapter.lora_only, "
+                "train_fully or train_dense_rest); load it by a job of its own"
+            )
+        settings = [module.settings for part in parts for module in part.modules() if _has_low_rank(module)]
+        for setting in settings:
+            setting.is_disabled = True
+        try:
+            yield
+        finally:
+            for setting in settings:
+                setting.is_disabled = False
+
     @torch.no_grad()
     def metrics(self, parts: Sequence[nn.Module]) -> dict[str, float]:
         """Return mean, minimum and maximum of the trained scales over all linears."""
@@ -233,6 +256,10 @@ class LowRank(Adapter):
         module.add_low_rank_parameters(LoRASettings(options.rank, scale, options.train_scaling, options.lora_only))
         if options.dropout:
             module.dropout = Dropout(options.dropout, dropout_key(name))
+
+
+def _has_low_rank(module: nn.Module) -> bool:
+    return isinstance(module, LowRankLinear | LowRankExperts)
 
 
 def adaptable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -163,7 +163,7 @@ class Checkpointer:
             return False
         self.hooks.before_save()
         self._wait()
-        target = self.folder / layout.step_name(step)
+        target = self.folder_of(step)
         snapshot = self._snapshot(step)
         self.saved_step, self.last_save_time = step, time.monotonic()
         self.needed_bytes = self.needed_bytes or sum(t.numel() * t.itemsize for t in snapshot.tensors.values())
@@ -173,6 +173,9 @@ class Checkpointer:
         self.running = threading.Thread(target=self._save_in_background, args=(snapshot, target), name="checkpoint")
         self.running.start()
         return True
+
+    def folder_of(self, step: int) -> Path:
+        return self.folder / layout.step_name(step)
 
     def not_finite(self) -> list[str]:
         """Return the names of weights and moments with a NaN or an infinity on any rank; the same on all."""
@@ -319,9 +322,11 @@ class Checkpointer:
         partial = self.excluded & {"optimizer", "lr_scheduler"}  # their initial state is not saved anywhere
         return not (partial and self.loaded_from and self.saved_step == layout.step_of(self.loaded_from.name))
 
-    def roll_back(self) -> None:
-        """Load the newest checkpoint again in the middle of a run that `can_roll_back`."""
-        if self.rewound_to is None:  # the run has saved since it loaded: resume from its newest checkpoint
+    def roll_back(self, step: int | None = None) -> None:
+        """Load the newest checkpoint, or that of `step`, again in the middle of a run that `can_roll_back`."""
+        if step is not None:
+            self.load_step, self.excluded = step, set()
+        elif self.rewound_to is None:  # the run has saved since it loaded: resume from its newest checkpoint
             self.load_step, self.excluded = -1, set()
         assert self.load() is not None
 

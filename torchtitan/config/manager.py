@@ -6,6 +6,7 @@ one by one (`--optimizer.options.rank=64`) leave the other entries. Each file an
 separately, so all faults are reported at once with their source; a wrong value is a fault even if it is overridden.
 """
 
+from collections.abc import Mapping
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from torchtitan.core.files import FileError, find_job_file, read_file, shipped_j
 
 __all__ = ["ConfigError", "Fault", "load", "to_toml"]
 
+PYTHON = "Python"
+"""The source of options that a program sets."""
 LONGEST_CHAIN, MOST_FILES = 8, 64
 LARGEST_FILE = 2**20
 """Largest job file in bytes. A larger file is given by mistake, and is not read into memory."""
@@ -35,8 +38,28 @@ def load(argv: list[str]) -> JobConfig:
     Raises ConfigError with all faults. `--help` prints help and exits.
     """
     print_help_if_requested(argv)
-    files, layers = read_layers(argv)
-    layers += of_environment()
+    return resolve(*read_layers(argv))
+
+
+def load_from(source: str | Path | Mapping[str, Any] | JobConfig, changes: Mapping[str, Any]) -> JobConfig:
+    """Load a job from Python: a file or the name of a shipped job, nested tables, or a job, with changed options.
+
+    `changes`: dotted names of options -> values. Raises ConfigError with all faults.
+    """
+    files: list[str] = []
+    if isinstance(source, str | Path):
+        layers = _read_file(find_job_file(expanduser(str(source))), PYTHON, "job.config_file", (), files)
+    elif isinstance(source, Mapping | JobConfig):
+        layers = [layer_of(PYTHON, walk(dict(source) if isinstance(source, Mapping) else _portable_tables(source)))]
+    else:
+        fault = Fault(PYTHON, "", f"a {type(source).__name__}", "a TOML file, a mapping of tables or a JobConfig", "")
+        layers = [Layer(PYTHON, {}, [fault], {})]
+    return resolve(files, [*layers, layer_of(PYTHON, changes.items())])
+
+
+def resolve(files: list[str], layers: list[Layer]) -> JobConfig:
+    """Return the job of layers, in rising precedence, and the environment. Raises ConfigError with all faults."""
+    layers = [*layers, *of_environment()]
     of_layers = [(layer, list(layer.all_faults())) for layer in layers]
     faults = [fault for _, of_layer in of_layers for fault in of_layer]
     values = merged(layer.values for layer in layers)
@@ -63,12 +86,17 @@ def said_by(argv: list[str]) -> dict[str, str]:
 
 def to_toml(config: JobConfig) -> str:
     """Return the resolved job as TOML. Loading it gives `config` again, except for the options of loading."""
+    return tomli_w.dumps(_portable_tables(config))
+
+
+def _portable_tables(config: JobConfig) -> dict[str, Any]:
+    """Return the job's tables, without the options of loading."""
     sections = as_dict(config)
     for section, key in NOT_KEPT:
         sections[section].pop(key, None)
     if isinstance(config, JobConfig) and config.training.steps == NO_LIMIT:
         del sections["training"]["steps"]
-    return tomli_w.dumps(sections)
+    return sections
 
 
 # Reading

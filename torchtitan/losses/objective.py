@@ -12,6 +12,7 @@ themselves, in float32.
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from torchtitan.losses.chunks import auto_chunks
 from torchtitan.torch_internals.autograd import graph_task_keeps_graph
@@ -152,6 +154,24 @@ def cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return _CrossEntropy.apply(logits, labels)
 
 
+def head_losses(head: nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy [N] of hidden states [N, D] and labels [N]."""
+    return cross_entropies(head(hidden), labels)
+
+
+def in_recomputed_chunks(
+    function: Callable[..., torch.Tensor], head: nn.Module, num_chunks: int, *rows: torch.Tensor
+) -> torch.Tensor:
+    """Return function(head, *rows) [..., N] of rows [N, ...], with one chunk's logits, computed again in backward.
+
+    It is for losses in which a token's gradient depends on other tokens, so that it cannot be computed before.
+    """
+    if num_chunks == 1:
+        return function(head, *rows)
+    run = partial(checkpoint, function, head, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([run(*chunk) for chunk in zip(*(x.chunk(num_chunks) for x in rows), strict=True)], -1)
+
+
 class _CrossEntropy(torch.autograd.Function):
     """Cross-entropy of logits [N, V] and labels [N], per row [N].
 
@@ -179,6 +199,41 @@ class _CrossEntropy(torch.autograd.Function):
         retain_graph = graph_task_keeps_graph()
         grad = probabilities * scale if retain_graph else probabilities.mul_(scale)
         return grad.scatter_add_(1, targets, -scale), None
+
+
+def entropies(logits: torch.Tensor) -> torch.Tensor:
+    """Return the entropy in nats of each row, [N], of logits [N, V] (may be sharded by V), at least in float32."""
+    if isinstance(logits, DTensor):
+        assert logits.placements[0].is_shard(1) and logits.device_mesh.ndim == 1
+        return _Entropy.apply(logits.to_local(), logits.device_mesh)
+    return _Entropy.apply(logits, None)
+
+
+class _Entropy(torch.autograd.Function):
+    """The entropy H per token [N], on every rank, of logits [N, V], or of a vocabulary shard of them with its mesh.
+
+    H = log sum e^z - sum p z, and dH / dz_j = -p_j (log p_j + H), which needs no communication.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+        def reduced(x: torch.Tensor, operation: str) -> torch.Tensor:
+            return x if mesh is None else reduce_over_mesh(x, operation, (mesh, 0))
+
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scores = scores - reduced(scores.amax(1), "max")[:, None]
+        powers = scores.exp()
+        total, weighted = reduced(torch.stack((powers.sum(1), (powers * scores).sum(1))), "sum").unbind()
+        entropy = total.log() - weighted / total
+        ctx.save_for_backward(scores - total.log()[:, None], entropy)
+        ctx.dtype = logits.dtype
+        return entropy
+
+    @staticmethod
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor, None]:
+        log_probs, entropy = ctx.saved_tensors
+        grad = -log_probs.exp() * (log_probs + entropy[:, None])
+        return (grad * scale[:, None]).to(ctx.dtype), None
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):

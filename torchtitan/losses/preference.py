@@ -9,15 +9,13 @@ h). IPO (arXiv:2310.12036): (h - 1 / (2 beta))^2, with means over tokens. ORPO (
 the mean loss of the preferred answer's tokens, plus beta times -log sigmoid of the difference of the answers' log-odds.
 """
 
-from functools import partial
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from torchtitan.losses.objective import IGNORE_INDEX, Batch, Objective, cross_entropies
+from torchtitan.losses.objective import IGNORE_INDEX, Batch, Objective, head_losses, in_recomputed_chunks
 
 
 class Preference(Objective):
@@ -59,7 +57,7 @@ class Preference(Objective):
         # A chunk of one pair may still be too large. Compiled, forward and recomputation would save different tensors.
         keeps_pairs = self.num_chunks or torch.compiler.is_compiling()
         num_chunks = 1 if keeps_pairs else self.chunks_of(tokens[0])
-        losses = head_losses(head, *tokens) if num_chunks == 1 else recomputed_losses(head, *tokens, num_chunks)
+        losses = in_recomputed_chunks(head_losses, head, num_chunks, *tokens)
         losses = losses.view(labels.shape)
         log_probs = -losses.sum(-1)  # [P, 2]
         if self.asked is not None:
@@ -124,20 +122,6 @@ class ORPO(Preference):
         means = log_probs / lengths
         odds = means - torch.log1p(-means.exp().clamp(max=1 - 1e-6))
         return -means[:, 0] - self.beta * F.logsigmoid(odds[:, 0] - odds[:, 1]), means
-
-
-def head_losses(head: nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy [N] of hidden states [N, D] and labels [N]."""
-    return cross_entropies(head(hidden), labels)
-
-
-def recomputed_losses(head: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, num_chunks: int) -> torch.Tensor:
-    """Return head_losses [N] of hidden [N, D] and labels [N], with one chunk's logits, computed again in backward.
-
-    The gradient of a token's loss depends on the loss of the pair, so it cannot be computed before.
-    """
-    run = partial(checkpoint, head_losses, head, use_reentrant=False, preserve_rng_state=False)
-    return torch.cat([run(h, y) for h, y in zip(hidden.chunk(num_chunks), labels.chunk(num_chunks), strict=True)])
 
 
 def _counts(labels: torch.Tensor) -> torch.Tensor:

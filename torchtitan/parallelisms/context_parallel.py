@@ -108,6 +108,28 @@ def build_layout(ranks: int, method: str, load_balance: bool) -> SequenceLayout:
     return SequenceLayout(ranks, headtail=is_load_balanced(method, load_balance))
 
 
+def gather_sequence(x: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather the full sequence from the shards of all ranks: x [B, s, ...] -> [B, S, ...].
+
+    Differentiable where all ranks compute the same from the result and the gradients of all ranks' shards are those of
+    the sum over ranks: a rank then knows its shard's gradient without communication.
+    """
+    return _GatherSequence.apply(x, layout, group)
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.layout, ctx.rank = layout, group.rank()
+        # not every backend sends bool
+        sent = x.to(torch.uint8) if x.dtype == torch.bool else x
+        return layout.unshard(_all_gather(sent[None], layout.ranks, group.group_name)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.layout.ranks * ctx.layout.shard(grad, ctx.rank), None, None
+
+
 class ContextParallelAttention(nn.Module):
     """Base class of context-parallel attention around the model's kernel, `inner`.
 
@@ -125,11 +147,6 @@ class ContextParallelAttention(nn.Module):
         """Gather the document ids [B, s] of all ranks -> [ranks, B, s]."""
         return _all_gather(document_ids.contiguous()[None], self.layout.ranks, self.group_name)
 
-    def to_sequence_order(self, shards: torch.Tensor) -> torch.Tensor:
-        """Reorder shards [ranks, B, s] to full sequences [B, S]."""
-        pieces = shards.unflatten(2, (self.layout.pieces_per_rank, -1)).transpose(1, 2).flatten(0, 1)
-        return torch.cat([pieces[index] for index in self.layout.sequence_order], dim=1)
-
 
 class KernelMask(NamedTuple):
     """A mask prepared by the model's kernel, so that this kernel computes attention itself."""
@@ -146,9 +163,7 @@ class AllGatherAttention(ContextParallelAttention):
 
     def prepare(self, tokens: Tokens) -> Mask:
         documents = tokens.documents
-        all_documents = (
-            None if documents is None else self.to_sequence_order(self.gather_documents(documents))
-        )  # [B, S]
+        all_documents = None if documents is None else self.layout.unshard(self.gather_documents(documents))  # [B, S]
         if declares(self.inner, "plain_attention") and not self._masks_in_kernel(tokens):
             return documents if documents is None else (documents, all_documents)
         length, device = len(tokens.indices), tokens.indices.device
@@ -203,7 +218,7 @@ class UlyssesAttention(ContextParallelAttention):
         indices = torch.arange(len(tokens.indices) * self.layout.ranks, device=tokens.indices.device)
         documents = tokens.documents
         return self.inner.prepare(
-            Tokens(indices, None if documents is None else self.to_sequence_order(self.gather_documents(documents)))
+            Tokens(indices, None if documents is None else self.layout.unshard(self.gather_documents(documents)))
         )
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:

@@ -8,7 +8,7 @@ The state of a hook is saved with the trainer's state under the hook's name.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from torchtitan.core.initialization import clean_name, initialize
 from torchtitan.core.tensor_storage import draw_stores
-from torchtitan.parallelisms.context_parallel import shard_sequence
+from torchtitan.parallelisms.context_parallel import build_layout, gather_sequence, shard_sequence
 from torchtitan.parallelisms.data_parallel import fsdp_modules, set_last_microbatch
 from torchtitan.parallelisms.expert_balance import ExpertBalance, LoadBalancing
 from torchtitan.parallelisms.float8_gather import gather_in_float8
@@ -265,9 +265,12 @@ class ParallelModel:
         for part in self.parts:
             yield from ((clean_name(name), tensor) for name, tensor in part.state_dict(keep_vars=True).items())
 
-    def forward_backward(self, batch: Batch, valid_tokens: int, is_last: bool = True) -> torch.Tensor:
+    def forward_backward(
+        self, batch: Batch, valid_tokens: int, is_last: bool = True, normalizer: float | None = None
+    ) -> torch.Tensor:
         """Accumulate the gradients of sum of losses / `valid_tokens` (the global number), and return this rank's share
         of that loss, a scalar. Shares are summed over dp and cp, equal over tp, and 0 on all but one pipeline rank.
+        `normalizer`: divides the sum of losses in place of `valid_tokens`, which the experts' balance still uses.
 
         `batch`: [B, S] tensors, the same on the tp, cp and pp ranks of a data-parallel rank: tokens and labels;
         positions and document_ids for attention within documents; random keys of the tokens for dropout; lengths for
@@ -277,15 +280,37 @@ class ParallelModel:
         batch = self._shard_batch(batch)
         if self.balance is not None:
             self.balance.before_backward(valid_tokens)
+        divisor = valid_tokens if normalizer is None else normalizer
         if self.pipeline is not None:
-            share = self.pipeline.train_step(batch, valid_tokens, is_last=is_last)
+            share = self.pipeline.train_step(batch, divisor, is_last=is_last)
         else:
             set_last_microbatch(self.parts[0], is_last, self.dims.dp_replicate > 1)
             with self.autocast:
-                share = self.parts[0](**batch) / valid_tokens
+                share = self.parts[0](**batch) / divisor
             share.backward()
         self._after_batch()
         return share.detach()
+
+    @contextmanager
+    def objective(self, loss: nn.Module) -> Iterator[None]:
+        """Compute this `loss`, an objective (losses/objective.py), in place of the task's."""
+        before = [part.loss for part in self.parts]
+        for part in self.parts:
+            part.loss = loss
+        try:
+            yield
+        finally:
+            for part, task_loss in zip(self.parts, before, strict=True):
+                part.loss = task_loss
+
+    def gather_sequence(self, x: torch.Tensor) -> torch.Tensor:
+        """Gather the tokens of the context-parallel ranks, x [B, s, ...] -> [B, S, ...]. Differentiable: all ranks must
+        compute the same from the result, as each takes the gradient of its tokens from its own.
+        """
+        if self.dims.cp == 1:
+            return x
+        layout = build_layout(self.dims.cp, self.options.cp_method, self.options.cp_load_balance)
+        return gather_sequence(x, layout, self.mesh["cp"].get_group())
 
     @torch.no_grad()
     def loss_sum(self, batch: Batch, update_state: bool = True) -> torch.Tensor:
@@ -332,7 +357,7 @@ class ParallelModel:
         The sum runs on the CPU with gloo: the caller needs the values there, and NCCL would create a communicator of
         all ranks only for this.
         """
-        shares = host.copy(shares)
+        shares = host.copy(shares).clone()  # on a CPU there is no copy, and the sum is in place
         if self.dims.world_size > 1:
             torch.distributed.all_reduce(shares)
         return shares / self.dims.tp

@@ -60,6 +60,11 @@ class SequenceLayout:
         pieces = x.unflatten(dim, (self.pieces, -1)).unbind(dim)
         return torch.cat([pieces[piece] for piece in self.pieces_of(rank)], dim)
 
+    def unshard(self, shards: torch.Tensor) -> torch.Tensor:
+        """Return the full sequence of the shards of all ranks: [ranks, B, s, ..] -> [B, S, ..]."""
+        pieces = shards.unflatten(2, (self.pieces_per_rank, -1)).transpose(1, 2).flatten(0, 1)
+        return torch.cat([pieces[index] for index in self.sequence_order], dim=1)
+
     def visible_in_shard(self, rank: int, source: int, length: int, causal: bool = True) -> Region | None:
         """Return the region of the keys of rank `source` that the queries of `rank` see, or None if they see none.
 

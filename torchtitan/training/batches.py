@@ -149,8 +149,11 @@ class BatchPreparer:
         return {name: batch[name].to(self.device, non_blocking=True) for name in self.keys}
 
     def to_device_for_training(self, batch: Batch, index: int, step: int) -> Batch:
-        """Add the keys that dropout and noise draw by to this rank's batch `index` of a step."""
-        batch = self.to_device(batch)
+        """Return this rank's batch `index` of a step on the device, with the keys that dropout and noise draw by."""
+        return self.with_random_keys(self.to_device(batch), index, step)
+
+    def with_random_keys(self, batch: Batch, index: int, step: int) -> Batch:
+        """Add the keys that dropout and noise draw by to this rank's batch `index` of a step, on the device."""
         if self.spec.seed is None:
             return batch
         size, length = batch["tokens"].shape

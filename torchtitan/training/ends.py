@@ -39,7 +39,7 @@ def end_of(trainer: Any, finished: bool, requests: StopRequests) -> RunEnd:
     """Return the end of a run without a failure."""
     if finished:
         reason = trainer.findings.stop_reason
-        if trainer.step == trainer.state.start_step and not reason:
+        if trainer.current_step == trainer.state.start_step and not reason:
             return RunEnd(0, NOTHING_LEFT)
         return RunEnd(0, EARLY_STOP if reason else "", reason)
     if trainer.stops.out_of_time and not requests.first:

@@ -1,15 +1,18 @@
 """Export a finished run's weights and adapter for other programs."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from torchtitan.adapters.interface import Adapter
+import torch
+import torch.distributed as dist
+
+from torchtitan.adapters.interface import Adapter, full_tensor
 from torchtitan.assembly import parts
 from torchtitan.checkpoint import Checkpointer, CheckpointError, folders, load_weights
 from torchtitan.checkpoint.folders import Best, best_in
 from torchtitan.core.errors import JobError
-from torchtitan.core.tensor_storage import Value
+from torchtitan.core.tensor_storage import Deferred, Value
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.job import ResolvedJob
@@ -42,7 +45,7 @@ class Exports:
         model: ParallelModel,
         checkpointer: Checkpointer | None,
         step: int,
-        validate: Callable[[], None] | None = None,
+        validate: Callable[[], object] | None = None,
     ) -> None:
         """Write the exports of the job. Every rank calls it after the last step is saved. Raises ExportError.
 
@@ -62,7 +65,7 @@ class Exports:
             message = f"training is complete (step {step}), but the export failed: {reason}; {remedy}"
             raise ExportError(message) from error
 
-    def _try(self, validate: Callable[[], None]) -> None:
+    def _try(self, validate: Callable[[], object]) -> None:
         """Call `validate`. Only log a failure of all ranks; raise others, as other ranks are still validating."""
         try:
             validate()
@@ -133,3 +136,26 @@ class Exports:
 def plain_tensors(model: ParallelModel) -> dict[str, Value]:
     """Return the plain model's tensors by name, with the adapter merged."""
     return dict(model.named_tensors()) if model.adapter is None else model.adapter.merged_tensors(model.parts)
+
+
+def full_tensors(model: ParallelModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, full tensor) of the plain model on every rank, with the adapter merged, in the order of the stages.
+
+    Tensors are gathered one by one; those of another pipeline rank are received from it.
+    """
+    tensors, group = plain_tensors(model), model.pp_group
+    if group is None:
+        yield from ((name, _full(value)) for name, value in tensors.items())
+        return
+    for rank, names in enumerate(distributed.all_gather_json(list(tensors), group)):
+        for name in names:
+            local = _full(tensors[name]).contiguous() if rank == group.rank() else None
+            about = None if local is None else [list(local.shape), str(local.dtype).removeprefix("torch.")]
+            shape, dtype = distributed.all_gather_json(about, group)[rank]
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=model.device) if local is None else local
+            dist.broadcast(tensor, group=group, group_src=rank)
+            yield name, tensor
+
+
+def _full(value: Value) -> torch.Tensor:
+    return full_tensor(value.read() if isinstance(value, Deferred) else value.detach())

@@ -269,23 +269,24 @@ def restore_caches(trainer: Trainer, start: Start) -> None:
 
 
 def _replay(trainer: Trainer, start: Start, step: int, report: Callable[[str], None]) -> ReplayedStep:
-    if trainer.step >= step or step > trainer.config.training.steps:
-        first = 1 if step > trainer.step else trainer.step + 1  # it may have begun with the counters of its weights
+    if trainer.current_step >= step or step > trainer.config.training.steps:
+        first = (
+            1 if step > trainer.current_step else trainer.current_step + 1
+        )  # it may have begun with the counters of its weights
         last = trainer.config.training.steps
         raise JobError(f"--step: given {step}; allowed: {first} to {last}, the steps of the job after its start")
-    batches = iter(trainer.loader)
-    if trainer.step < step - 1:
-        report(f"making steps {trainer.step + 1} to {step - 1} again")
-    while trainer.step < step - 1:
+    if trainer.current_step < step - 1:
+        report(f"making steps {trainer.current_step + 1} to {step - 1} again")
+    while trainer.current_step < step - 1:
         try:
-            trainer.train_step(batches)
+            trainer.step(trainer.fetch())
         except (BadStep, RollBack) as error:
-            raise JobError(f"step {trainer.step + 1} cannot be made again: {error}; replay that one") from error
-    data, result = trainer.fetch(batches), ReplayedStep(start)
+            raise JobError(f"step {trainer.current_step + 1} cannot be made again: {error}; replay that one") from error
+    data, result = trainer.fetch(), ReplayedStep(start)
     named_parameters = list(trainer.model.named_parameters())
     result.bad_weights = [n for n, p in named_parameters if p.is_floating_point() and not p.isfinite().all()]
     trainer.training_step.observer = _Inspection(trainer, result)
-    loss, norm = trainer.training_step.gradients(data)
+    loss, norm = trainer.training_step.forward_backward(data), trainer.training_step.clip()
     assert norm is not None  # the replay has left out IN_BACKWARD
     result.loss, result.grad_norm = float(loss), float(norm)
     return result

@@ -46,6 +46,22 @@ class StepData:
     """Data position after the step."""
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """The result of an optimizer step."""
+
+    step: int
+    """Number of the step, counted from 1."""
+    loss_share: torch.Tensor
+    """This rank's share of the loss, a scalar on the device; all ranks' shares sum to it."""
+    grad_norm: torch.Tensor | None
+    """Norm of the gradient before it was clipped, a scalar on the device; None if the optimizer steps in backward."""
+    lr: float
+    """Learning rate of the step."""
+    skip_reason: str
+    """Why the update was skipped; empty if it was not."""
+
+
 class StepObserver:
     """Is told when a part of a step begins and ends, unless it fails; "forward and backward" of each microbatch."""
 
@@ -80,10 +96,43 @@ class TrainingStep:
     data_steps: int | None = None
     observer: StepObserver = field(default_factory=StepObserver)
 
-    def run(self, data: StepData) -> None:
+    def run(self, data: StepData) -> StepResult:
         """Make one optimizer step. Raises what `Guards` raises, on all ranks."""
-        state, observer = self.state, self.observer
-        loss, norm = self.gradients(data)
+        return self.update(data, self.forward_backward(data))
+
+    def forward_backward(self, data: StepData, normalizer: float | None = None, is_last: bool = True) -> torch.Tensor:
+        """Accumulate the gradients of all microbatches. Return this rank's share of the loss, a scalar.
+
+        `normalizer`: what the sum of losses is divided by, of all ranks; None: `data.valid_tokens`. `is_last`: no more
+        gradients are accumulated in this step.
+        """
+        self.observer.start(data)
+        self.stragglers.begin_step(data.seconds)
+        self.state.is_complete = not self.steps_in_backward
+        loss, valid_tokens = torch.zeros((), device=self.model.device), max(data.valid_tokens, 1)
+        # without a token to learn nothing is updated, but an adapter may remember the batch
+        num_run = 0 if self.steps_in_backward and not data.valid_tokens else len(data.microbatches)
+        for index, batch in enumerate(data.microbatches[:num_run]):
+            self.observer.begin(FORWARD_BACKWARD)
+            is_last_batch = is_last and index == num_run - 1
+            loss += self.model.forward_backward(batch, valid_tokens, is_last=is_last_batch, normalizer=normalizer)
+            self.observer.end(FORWARD_BACKWARD)
+        return loss
+
+    def clip(self) -> torch.Tensor | None:
+        """Clip the gradients and return their norm, a scalar; None if the optimizer steps in backward, which frees
+        them.
+        """
+        if self.steps_in_backward:
+            return None
+        self.observer.begin(CLIPPING)
+        norm = self.model.clip_gradients(self.max_norm)
+        self.observer.end(CLIPPING)
+        return norm
+
+    def update(self, data: StepData, loss: torch.Tensor) -> StepResult:
+        """Clip, update the weights and log, after the gradients of `data`. `loss`: this rank's share, a scalar."""
+        state, observer, norm = self.state, self.observer, self.clip()
         observer.begin(GUARDS)
         skip_reason = self.reason_to_skip(data, loss, norm)
         observer.end(GUARDS)
@@ -111,29 +160,10 @@ class TrainingStep:
         observer.begin(COMPARISON)
         self.guards.compare(state.step)
         observer.end(COMPARISON)
-
-    def gradients(self, data: StepData) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run forward and backward of all microbatches, and clip. Return this rank's share of the loss and the norm of
-        the gradient, scalars; no norm if the optimizer steps in backward, which frees the gradients.
-        """
-        self.observer.start(data)
-        self.stragglers.begin_step(data.seconds)
-        self.state.is_complete = not self.steps_in_backward
-        loss, norm = torch.zeros((), device=self.model.device), None
-        # without a token to learn nothing is updated, but an adapter may remember the batch
-        num_run = 0 if self.steps_in_backward and not data.valid_tokens else len(data.microbatches)
-        for index, batch in enumerate(data.microbatches[:num_run]):
-            self.observer.begin(FORWARD_BACKWARD)
-            loss += self.model.forward_backward(batch, max(data.valid_tokens, 1), is_last=index == num_run - 1)
-            self.observer.end(FORWARD_BACKWARD)
-        if not self.steps_in_backward:
-            self.observer.begin(CLIPPING)
-            norm = self.model.clip_gradients(self.max_norm)
-            self.observer.end(CLIPPING)
-        return loss, norm
+        return StepResult(state.step, loss, norm, lr, skip_reason)
 
     def reason_to_skip(self, data: StepData, loss: torch.Tensor, norm: torch.Tensor | None) -> str:
-        """Return why the update is skipped, or "", from the scalars of `gradients`. Record histograms when due."""
+        """Return why the update is skipped, or "", from the scalars loss and norm. Record histograms when due."""
         step = self.state.step + 1
         if self.metrics.histograms_due(step):
             histograms = gather_histograms(histograms_of(self.model.named_parameters()))

@@ -32,6 +32,7 @@ FILE = "generated.jsonl"
 LOGGED_PROMPTS = 2
 """Number of prompts with continuations in the log."""
 NextLogits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Choose = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Prompt(NamedTuple):
@@ -132,21 +133,12 @@ class Generations:
         if not self.prompts:
             return
 
-        def next_logits(tokens: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        def choose(logits: torch.Tensor) -> torch.Tensor:
             progress.enter(phase, step)
-            return model.next_token_logits(tokens.to(model.device), last.to(model.device))
+            return most_probable(logits)
 
-        model.train(False)
-        answers = generate_greedily(
-            next_logits,
-            [prompt.ids for prompt in self.prompts],
-            max_new_tokens=self.max_new_tokens,
-            context=self.context,
-            multiple=self.multiple,
-            vocab_size=self.vocabulary.vocab_size,
-            end_ids=self.end_ids,
-        )
-        model.train()
+        progress.enter(phase, step)
+        answers = self.answers(model, [prompt.ids for prompt in self.prompts], self.max_new_tokens, choose)
         decode = self.vocabulary.decode
         for number, (prompt, answer) in enumerate(zip(self.prompts, answers, strict=True)):
             texts = {"prompt": decode(prompt.ids), "wanted": decode(prompt.continuation), "generated": decode(answer)}
@@ -154,6 +146,28 @@ class Generations:
                 self.file.write({"step": step, "number": number, **texts})
             if number < LOGGED_PROMPTS:  # %r: generated control characters must not reach the terminal
                 logger.info("generated  %r -> %r", texts["prompt"][-60:], texts["generated"])
+
+    def answers(
+        self, model: ParallelModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, choose: Choose
+    ) -> list[list[int]]:
+        """Return the continuations of prompts by the model. Every rank calls it."""
+
+        def next_logits(tokens: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+            return model.next_token_logits(tokens.to(model.device), last.to(model.device))
+
+        model.train(False)
+        answers = generate(
+            next_logits,
+            prompts,
+            choose=choose,
+            max_new_tokens=max_new_tokens,
+            context=self.context,
+            multiple=self.multiple,
+            vocab_size=self.vocabulary.vocab_size,
+            end_ids=self.end_ids,
+        )
+        model.train()
+        return answers
 
     def go_back(self, step: int) -> None:
         """Move the continuations of later steps to another file."""
@@ -193,22 +207,42 @@ def prompt_of(batch: Batch, end_ids: Collection[int]) -> Prompt:
     return Prompt(ids[: first + 1], labels[first:stop])
 
 
-def generate_greedily(
+def most_probable(logits: torch.Tensor) -> torch.Tensor:
+    """Return the most probable tokens [B] of logits [B, V]."""
+    return logits.argmax(-1)
+
+
+def chooser(temperature: float, seed: int) -> Choose:
+    """Return the choice of the most probable token, or for a `temperature` above 0 a draw by the seed."""
+    if not temperature:
+        return most_probable
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(logits: torch.Tensor) -> torch.Tensor:
+        probabilities = (logits.float().cpu() / temperature).softmax(-1)
+        return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+
+    return draw
+
+
+def generate(
     next_logits: NextLogits,
     prompts: Sequence[Sequence[int]],
     *,
+    choose: Choose = most_probable,
     max_new_tokens: int,
     context: int,
     multiple: int,
     vocab_size: int,
     end_ids: Collection[int],
 ) -> list[list[int]]:
-    """Return the greedy continuations of the prompts.
+    """Return the continuations of the prompts.
 
     Each ends before one of `end_ids`, after `max_new_tokens` tokens, or with `context` tokens including the prompt.
 
-    `next_logits`: tokens [B, S] and last [B] -> logits [B, V]; S and `context` are multiples of `multiple`. All ranks
-    take rank 0's choices, because sums of reductions may differ in their last bits.
+    `next_logits`: tokens [B, S] and last [B] -> logits [B, V]; S and `context` are multiples of `multiple`. `choose`:
+    logits [B, V] -> tokens [B]. All ranks take rank 0's choices, because sums of reductions may differ in their last
+    bits.
     """
     rows = [list(prompt) for prompt in prompts]
     longest = min(context, max(map(len, rows)) + max_new_tokens)
@@ -221,7 +255,7 @@ def generate_greedily(
             break
         last = torch.tensor([len(ids) - 1 for ids in rows])
         logits = next_logits(tokens, last)[:, :vocab_size]
-        choices = distributed.broadcast_floats(*logits.float().argmax(-1).tolist())
+        choices = distributed.broadcast_floats(*choose(logits.float()).tolist())
         for number in sorted(going):
             choice, ids = int(choices[number]), rows[number]
             if choice not in end_ids:

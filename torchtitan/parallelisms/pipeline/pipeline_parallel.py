@@ -208,11 +208,11 @@ class Pipeline:
 
     # Training
 
-    def train_step(self, batch: Mapping[str, torch.Tensor], valid_tokens: int, is_last: bool = True) -> torch.Tensor:
+    def train_step(self, batch: Mapping[str, torch.Tensor], divisor: float, is_last: bool = True) -> torch.Tensor:
         """Run forward and backward of one local batch and accumulate its gradients.
 
         `batch`: tensors [B, S], the same on all pipeline ranks: tokens, labels, positions, which may be [1, S], and
-        optionally document_ids. Returns sum of losses / valid_tokens on the rank of the last stage, 0 on others.
+        optionally document_ids. Returns sum of losses / divisor on the rank of the last stage, 0 on others.
         `is_last`: True for the last local batch of a step, after which replicas all-reduce gradients.
         """
         tokens, extra_inputs = self._inputs(batch)
@@ -224,7 +224,7 @@ class Pipeline:
         schedule = self.schedule_of(tokens.shape[1])
         for stage in schedule._stages:
             stage.reduces_over_replicas = is_last
-        loss = schedule.run(tokens, extra_inputs, valid_tokens)
+        loss = schedule.run(tokens, extra_inputs, divisor)
         return self._zero_loss(self.device) if loss is None else loss
 
     def _inputs(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -87,7 +87,11 @@ class Stage(FrugalStage):
         super().__init__(part, *args, **kwargs)
         self.forward_context = forward_context or nullcontext()
         self.reduces_over_replicas = True
-        self.targets = loss_targets(part)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The names of the batch's tensors that only the loss reads, which may change between steps."""
+        return loss_targets(self.submod)
 
     # One microbatch
 
@@ -163,12 +167,12 @@ class _ObservedActions(list):
 class TableSchedule(ScheduleRuntime):
     """The runtime of `table`, the actions of all ranks. The last stage returns the sum of a microbatch's losses.
 
-    `valid_tokens`: the divisor of the losses in this step. `loss`: this rank's loss after the step.
+    `divisor`: of the losses in this step. `loss`: this rank's loss after the step.
     """
 
     def __init__(self, stages: list[Stage], table: Table, microbatches: int):
         super().__init__(stages, microbatches, loss_fn=self._share_of_loss, scale_grads=False)
-        self.valid_tokens = 1
+        self.divisor = 1.0
         self.loss: torch.Tensor | None = None
         self._shares: dict[int, torch.Tensor] = {}
         self.pipeline_order = {
@@ -187,12 +191,12 @@ class TableSchedule(ScheduleRuntime):
         finally:
             order[self.rank] = actions
 
-    def run(self, tokens: torch.Tensor, kwargs: dict[str, torch.Tensor], valid_tokens: int) -> torch.Tensor | None:
+    def run(self, tokens: torch.Tensor, kwargs: dict[str, torch.Tensor], divisor: float) -> torch.Tensor | None:
         """Run forward and backward of a local batch: tokens [B, S], and the model's further inputs as `kwargs`.
 
         Returns this rank's share of the loss, a scalar, or None on ranks without the last stage.
         """
-        self.valid_tokens, self.loss = valid_tokens, None
+        self.divisor, self.loss = divisor, None
         self._shares.clear()
         self.step(tokens, return_outputs=False, **kwargs)
         return self.loss
@@ -203,7 +207,7 @@ class TableSchedule(ScheduleRuntime):
         return [(piece,) for piece in pieces], split_microbatches(kwargs or {}, pieces)
 
     def _share_of_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss / self.valid_tokens
+        return loss / self.divisor
 
     # these replace three methods of torch that require the last stage's microbatches to run in order
 
