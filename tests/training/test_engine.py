@@ -1,14 +1,22 @@
 """The engine driven from Python: the losses of `torchtitan train` to the bit under plans, and its refusals."""
 
+import re
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.support import jobs
-from tests.support.pool import run_ranks
+from tests.support.pool import run_alone, run_ranks
 from torchtitan.config import manager
-from torchtitan.engine import Engine
+from torchtitan.config.options import ConfigError
+from torchtitan.core.errors import JobError
+from torchtitan.engine import Engine, EngineError
 
 EXPERTS = dict(
     model__name="deepseek",
@@ -68,3 +76,253 @@ def test_the_losses_are_those_of_train(plan, texts, tmp_path):
             (row["step"], pytest.approx(row["loss"], rel=1e-6), pytest.approx(row["grad_norm"], rel=1e-6))
             for row in rows
         ]
+
+
+# Batches and losses of a caller
+
+
+def own_batch(engine, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return a batch of random tokens, the same on the ranks that work on the same samples."""
+    generator = torch.Generator().manual_seed(100 * seed + engine.dp_rank)
+    tokens = torch.randint(0, 256, (engine.caller_batches.rows, 33), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[0, : 5 + engine.dp_rank] = -100
+    return {"tokens": tokens[:, :-1], "labels": labels}
+
+
+@contextmanager
+def engine_of(argv):
+    """Return an engine in the pool's process group, which stays."""
+    engine = Engine.from_job(manager.load(argv))
+    try:
+        yield engine
+    finally:
+        engine.report()
+
+
+def use_everything(argv):
+    """Accumulate batches of the caller's; return results that no plan changes, each a number or a list of numbers."""
+    with engine_of(argv) as engine:
+        first, second = own_batch(engine), own_batch(engine, 1)
+        log_probs = engine.forward(first)
+        results = {"evaluated": engine.evaluate([first, second])["loss"]}
+        total = torch.where(first["labels"] != -100, log_probs, 0).sum() / (engine.ranks.world_size / engine.dp_size)
+        results["log_probs"] = float(total_over_ranks(total))
+        weighted = {**first, "advantages": torch.linspace(-1, 1, 32).expand(first["tokens"].shape)}
+        losses = [
+            engine.forward_backward(weighted, loss=weighted_loss, normalizer=100.0, is_last=False, entropy=True),
+            engine.forward_backward(second),
+        ]
+        results["losses"] = [float(loss) for loss in losses]
+        results["labels"] = [loss.valid_tokens for loss in losses]
+        step = engine.optim_step(lr=1e-2)
+        results |= {"norm": float(step.grad_norm), "lr": step.lr, "step": step.step}
+        results["after"] = float(
+            total_over_ranks(engine.forward(first).sum() / (engine.ranks.world_size / engine.dp_size))
+        )
+        named = {name: tensor.double().norm().item() for name, tensor in engine.weights()}
+        results["weights"] = [named[name] for name in sorted(named) if name != "output.weight"]
+    return results
+
+
+def total_over_ranks(value):
+    value = value.detach().double()
+    dist.all_reduce(value)
+    return value
+
+
+def weighted_loss(inputs):
+    gain = inputs.log_probs * inputs.columns["advantages"] + 0.1 * inputs.entropy
+    return -(gain * inputs.mask).sum()
+
+
+CALLER_PLANS = {
+    "fsdp": (2, dict(training__local_batch_size=4)),
+    "hsdp": (2, dict(training__local_batch_size=4, parallelism__data_parallel_replicate_degree=2)),
+    "tp": (2, dict(parallelism__tensor_parallel_degree=2)),
+    "cp": (2, dict(parallelism__context_parallel_degree=2)),
+    "pp": (2, DUAL),
+}
+
+
+def test_batches_of_a_caller_give_the_same_under_every_plan(texts, tmp_path):
+    """One device has the samples of both ranks in two calls, so only plans with one sample order are compared."""
+    by_plan = {}
+    for plan in ("tp", "cp", "pp"):
+        ranks, options = CALLER_PLANS[plan]
+        argv = jobs.arguments(tmp_path / plan, texts, **options)
+        by_plan[plan] = run_ranks(ranks, use_everything, argv)
+        assert by_plan[plan][0] == by_plan[plan][1]
+    (expected,) = run_ranks(1, use_everything, jobs.arguments(tmp_path / "one", texts))
+    assert expected["step"] == 1 and expected["lr"] == 1e-2
+    for plan, results in by_plan.items():
+        for name, value in results[0].items():
+            assert value == pytest.approx(expected[name], rel=2e-5), (plan, name)
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "hsdp"])
+def test_data_parallel_ranks_of_a_caller_share_a_step(plan, texts, tmp_path):
+    ranks, options = CALLER_PLANS[plan]
+    first, second = run_ranks(ranks, use_everything, jobs.arguments(tmp_path, texts, **options))
+    assert first == second and first["labels"] == [2 * 4 * 32 - 5 - 6] * 2
+    assert first["losses"][1] == pytest.approx(5.6, abs=0.7) and first["evaluated"] == pytest.approx(5.6, abs=0.7)
+
+
+def refusals(argv):
+    """Return the sentences of calls that cannot be made, and whether a step is still possible after all of them."""
+    said = []
+
+    def refused(call, *args, **options):
+        try:
+            call(*args, **options)
+        except JobError as error:
+            said.append(str(error))
+        else:
+            said.append("nothing")
+
+    with engine_of(argv) as engine:
+        good = own_batch(engine)
+        columns = {**good, "advantages": torch.ones(good["tokens"].shape)}
+        refused(engine.optim_step)
+        refused(engine.forward_backward, [1, 2])
+        refused(engine.forward_backward, {"tokens": good["tokens"]})
+        refused(engine.forward_backward, {name: x[:1] for name, x in good.items()})
+        refused(engine.forward_backward, {name: x[:, :7] for name, x in good.items()})
+        refused(engine.forward_backward, {**good, "labels": good["labels"] + 250})
+        refused(engine.forward_backward, {**good, "tokens": good["tokens"].float()})
+        refused(engine.forward_backward, {**good, "advantages": torch.ones(3)})
+        refused(engine.forward_backward, good, loss="mean")
+        refused(engine.forward_backward, good, loss=lambda inputs: -inputs.log_probs.mean())
+        refused(engine.forward_backward, columns, loss=lambda inputs: inputs.columns["advantage"].sum())
+        refused(engine.forward_backward, good, normalizer=0)
+        if engine.dp_size > 1:  # only one rank is wrong, and the other one learns it
+            odd = {name: x[: len(x) - engine.dp_rank] for name, x in good.items()}
+            refused(engine.forward_backward, odd)
+        engine.forward_backward(good, is_last=False)
+        refused(engine.optim_step)
+        engine.forward_backward(good)
+        for call in (engine.save, engine.evaluate, lambda: engine.forward(good), lambda: next(engine.data)):
+            refused(call)
+        refused(engine.optim_step, lr=-1)
+        result = engine.optim_step()
+        refused(engine.save)
+        refused(engine.load)
+        refused(engine.evaluate)
+        refused(engine.disable_adapter)
+        refused(engine.generate, "one text")
+    return said, result.step
+
+
+def test_every_wrong_call_is_a_sentence_on_all_ranks(texts, tmp_path):
+    argv = jobs.arguments(tmp_path, texts, training__local_batch_size=4)
+    (first, step), (second, _) = run_ranks(2, refusals, argv)
+    assert step == 1 and "nothing" not in first + second
+    expected = [
+        "optim_step: no forward_backward before it",
+        "batch: given a list; allowed: what engine.data yields, or a mapping",
+        "batch: labels missing",
+        r"batch: tokens of shape \[1, 32\]; allowed: \[4, 32\]",
+        r"batch: tokens of shape \[4, 7\]",
+        r"batch: labels has \d+; allowed: 0 to 259, or -100",
+        "batch: tokens of torch.float32; allowed: whole numbers",
+        r"batch: advantages of shape \[3\]; allowed: \[4, 32\], as tokens have, or one value a sample",
+        "loss: given a str; allowed: a function of LossInputs",
+        "looks like a mean",
+        "raised KeyError: 'advantage'",
+        "normalizer: given 0; allowed: a number above 0",
+        "another rank's batch or loss was refused",
+        "optim_step: the last one had is_last = False",
+        "save: the gradients of a forward_backward were not used yet; call optim_step first",
+        "evaluate: the gradients",
+        "forward: the gradients",
+        "the data of another step: the gradients",
+        "lr: given -1",
+        "save: checkpoint.enable is off",
+        "load: the run has no checkpoint",
+        "evaluate: the job has no held-out data",
+        "disable_adapter: the job has no adapter",
+        "generate: prompts: allowed: a list of texts",
+    ]
+    assert len(first) == len(expected)
+    for sentence, pattern in zip(first, expected, strict=True):
+        assert re.search(pattern, sentence), sentence
+    assert r"batch: tokens of shape [3, 32]" in second[12]
+
+
+# The run
+
+
+def save_and_go_back(argv):
+    """Return the losses of steps 1 to 4, of 3 and 4 again after going back, and the text that the model continues."""
+    options = {"checkpoint.enable": True, "checkpoint.interval": 100}
+    losses = []
+    engine = Engine.from_job(manager.load(argv), **options)
+    data = engine.data
+    for _ in range(4):
+        losses.append(float(engine.step(next(data)).loss_share))
+        if engine.current_step == 2:
+            folder = engine.save()
+    assert folder.name == "step-00000002" and engine.load() == 2
+    again = [float(engine.step(batch).loss_share) for batch in islice(engine.data, 2)]
+    texts = engine.generate(["once", "upon a"], max_new_tokens=5)
+    drawn = [engine.generate(["once"], 5, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
+    engine.report()
+    return losses, again, texts, drawn
+
+
+def test_a_run_goes_back_to_its_checkpoint_and_generates(texts, tmp_path):
+    argv = jobs.arguments(tmp_path, texts, training__steps=6, training__local_batch_size=4)
+    results = run_ranks(2, save_and_go_back, argv)
+    for losses, again, answers, drawn in results:
+        assert losses[2:] == again and len(set(losses)) == 4
+        assert len(answers) == 2 and drawn[0] == drawn[1] != drawn[2]
+        assert answers == results[0][2] and drawn == results[0][3]
+
+
+def adapter_off_and_on(argv):
+    """Return log-probabilities of a LoRA model: trained, with the adapter off, and before it was trained."""
+    with engine_of(argv) as engine:
+        batch = own_batch(engine)
+        before = engine.forward(batch)
+        engine.forward_backward(batch)
+        engine.optim_step(lr=0.1)
+        with engine.disable_adapter():
+            off = engine.forward(batch)
+        return before.numpy(), off.numpy(), engine.forward(batch).numpy()
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_an_adapter_can_be_disabled(kind, texts, tmp_path):
+    options = dict(adapter__kind=kind, adapter__rank=4, parallelism__tensor_parallel_degree=2)
+    for before, off, after in run_ranks(2, adapter_off_and_on, jobs.arguments(tmp_path, texts, **options)):
+        np.testing.assert_allclose(off, before, rtol=1e-5)
+        assert np.abs(after - before).max() > 1e-3
+
+
+def test_a_job_comes_from_a_file_tables_or_a_config(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text("[training]\nsteps = 7\n")
+    of_file = manager.load_from(path, {"training.seq_len": 64})
+    of_tables = manager.load_from({"training": {"steps": 7}}, {"training.seq_len": 64})
+    assert replace(of_file, job=of_tables.job) == of_tables and of_file.training.seq_len == 64
+    assert manager.load_from(of_tables, {"training.steps": 9}).training.steps == 9
+    assert manager.load_from("debug_model", {}).model.flavor == "debugmodel"
+    for source, options, reason in (
+        ({"training": {"step": 7}}, {}, "training.step"),
+        ({}, {"training.steps": "many"}, "training.steps"),
+        (tmp_path / "missing.toml", {}, "no such file"),
+        (7, {}, "a TOML file, a mapping of tables or a JobConfig"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            manager.load_from(source, options)
+    with pytest.raises(ConfigError, match="tensor_parallel"):
+        Engine.from_job("debug_model", **{"parallelism.tensor_parallel_degree": 3})
+
+
+def separate(argv):
+    with engine_of(argv) as engine, pytest.raises(EngineError, match="early_step_in_backward"):
+        engine.forward_backward(own_batch(engine))
+
+
+def test_steps_in_backward_cannot_be_separate(texts, tmp_path):
+    run_alone(separate, jobs.arguments(tmp_path, texts, optimizer__early_step_in_backward=True, training__max_norm=0))

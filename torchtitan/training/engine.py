@@ -71,6 +71,8 @@ class Pending:
     loss: torch.Tensor
     batches: int
     is_last: bool
+    is_fetched: bool
+    """The step has data of the job, on which all ranks agreed before."""
 
 
 class Engine:
@@ -293,6 +295,7 @@ class Engine:
             share if before is None else before.loss + share,
             batches + len(data.microbatches),
             is_last,
+            isinstance(batch, StepData) or (before is not None and before.is_fetched),
         )
         return StepLoss(share, data.valid_tokens, self.model.sum_over_ranks)
 
@@ -310,18 +313,18 @@ class Engine:
             self.training_step.schedulers.use_once(lr)
         self.pending = None
         result = self.training_step.update(pending.data, pending.loss)
-        self._end_step(pending.data)
+        self._end_step(pending.is_fetched)
         return result
 
     def step(self, batch: StepData) -> StepResult:
         """Make one optimizer step of `data`, with the job's objective."""
         self._require_no_gradients("step", "call optim_step first")
         result = self.training_step.run(batch)
-        self._end_step(batch)
+        self._end_step(is_fetched=True)
         return result
 
-    def _end_step(self, data: StepData) -> None:
-        if data.position is self.prefetcher.position:
+    def _end_step(self, is_fetched: bool) -> None:
+        if is_fetched:
             self.stops.agreed = self.prefetcher.stopping  # begun in fetch(), so all ranks had the whole step to answer
 
     def _require_no_gradients(self, call: str, remedy: str) -> None:
