@@ -18,18 +18,14 @@ from typing import Any
 
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
-from torchtitan.core.errors import JobError
 from torchtitan.launch import launch, load_job
 from torchtitan.launcher.forks import first_rank, fork_ranks
 from torchtitan.launcher.hangs import write_stacks_on_request
-from torchtitan.launcher.lock import hold_lock, this_process
-from torchtitan.launcher.rank import StopSignals, report_end, start_rank, wait_for_reporting_rank
-from torchtitan.launcher.run_folder import LOGS_FOLDER, empty_folder
-from torchtitan.metrics.run_end import RunEnd, describe_last_end
+from torchtitan.launcher.rank import StopSignals, begin_run, report_end, start_rank, wait_for_reporting_rank
+from torchtitan.metrics.run_end import RunEnd
 from torchtitan.process.exit import CRASHED, REFUSED, die_with_parent
 from torchtitan.process.machine import no_gc_during_imports
-from torchtitan.process.ranks import Launcher, Ranks, slurm_job, started_as_rank
-from torchtitan.process.run_log import set_up_logging
+from torchtitan.process.ranks import Launcher, Ranks, started_as_rank
 
 logger = logging.getLogger("torchtitan.train")
 
@@ -51,20 +47,9 @@ def main(argv: list[str]) -> int:
         if ranks.local_rank:
             wait_for_reporting_rank(ranks)
         return REFUSED
-    if config.job.clean_start != "never" and ranks.launcher is None and ranks.world_size > 1:
-        reason = "ranks that torchrun starts do not wait until the folder is empty; start them by torchtitan train"
-        raise JobError(f"job.clean_start: given {config.job.clean_start}; allowed: never under torchrun; {reason}")
-    logs = Path(config.job.dump_folder, LOGS_FOLDER) if config.metrics.log_files else None
-    set_up_logging(ranks, config.metrics.log_timestamps, logs)
-    if config.job.print_config and ranks.is_main:
-        print(manager.to_toml(config))
-    if ranks.launcher is not None or not ranks.is_main:  # the launcher holds the folder for all of its ranks
-        return run(config, ranks)
-    folder = Path(config.job.dump_folder)
-    with hold_lock(folder, this_process(*slurm_job())) as was_left:
-        for message in (empty_folder(config, slurm_job()[1]), describe_last_end(folder, was_left)):
-            if message:
-                logger.info("%s", message)
+    with begin_run(config, ranks):
+        if config.job.print_config and ranks.is_main:
+            print(manager.to_toml(config))
         return run(config, ranks)
 
 

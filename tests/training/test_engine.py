@@ -98,6 +98,7 @@ def engine_of(argv):
         yield engine
     finally:
         engine.report()
+        engine.resources.close()
 
 
 def use_everything(argv):
@@ -267,6 +268,7 @@ def save_and_go_back(argv):
     texts = engine.generate(["once", "upon a"], max_new_tokens=5)
     drawn = [engine.generate(["once"], 5, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
     engine.report()
+    engine.resources.close()
     return losses, again, texts, drawn
 
 

@@ -13,15 +13,21 @@ import faulthandler
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from torchtitan.config.job import JobConfig
+from torchtitan.core.errors import JobError
 from torchtitan.launcher.hangs import respond_to_launcher
+from torchtitan.launcher.lock import hold_lock, this_process
 from torchtitan.launcher.processes import StopRequests
-from torchtitan.metrics.run_end import RunEnd, record_end
+from torchtitan.launcher.run_folder import LOGS_FOLDER, empty_folder
+from torchtitan.metrics.run_end import RunEnd, describe_last_end, record_end
 from torchtitan.process.exit import die_with_parent, stop_signals
-from torchtitan.process.ranks import Ranks, read_ranks
+from torchtitan.process.ranks import Ranks, read_ranks, slurm_job
+from torchtitan.process.run_log import set_up_logging
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +42,28 @@ def start_rank() -> Ranks:
         die_with_parent(ranks.launcher.pid)
         respond_to_launcher(ranks.launcher)
     return ranks
+
+
+@contextmanager
+def begin_run(config: JobConfig, ranks: Ranks, holds_folder: bool = False) -> Iterator[None]:
+    """Log as the job wants, and hold its folder on the first rank. `holds_folder`: also under a launcher, which holds
+    the folder of its own job only.
+
+    Raises JobError if another run has the folder.
+    """
+    if config.job.clean_start != "never" and ranks.launcher is None and ranks.world_size > 1:
+        reason = "ranks that torchrun starts do not wait until the folder is empty; start them by torchtitan train"
+        raise JobError(f"job.clean_start: given {config.job.clean_start}; allowed: never under torchrun; {reason}")
+    folder = Path(config.job.dump_folder)
+    set_up_logging(ranks, config.metrics.log_timestamps, folder / LOGS_FOLDER if config.metrics.log_files else None)
+    if not ranks.is_main or (ranks.launcher is not None and not holds_folder):
+        yield
+        return
+    with hold_lock(folder, this_process(*slurm_job())) as was_left:
+        for message in (empty_folder(config, slurm_job()[1]), describe_last_end(folder, was_left)):
+            if message:
+                logger.info("%s", message)
+        yield
 
 
 class StopSignals:

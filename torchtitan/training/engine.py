@@ -5,9 +5,11 @@ with a loop. All ranks make the same calls in the same order. Errors of a caller
 """
 
 import logging
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,15 +31,20 @@ from torchtitan.guards import MOST_EMPTY_STEPS
 from torchtitan.guards.stop_conditions import Stops
 from torchtitan.job import ResolvedJob
 from torchtitan.launcher import run_folder
+from torchtitan.launcher.processes import StopRequests
+from torchtitan.launcher.rank import StopSignals, begin_run, report_end, start_rank
 from torchtitan.losses.log_probs import LossFunction
 from torchtitan.metrics.goodput import CAUSE_OF, Goodput
+from torchtitan.metrics.run_end import RunEnd
 from torchtitan.process import distributed
+from torchtitan.process.exit import CRASHED
 from torchtitan.process.heartbeat import Progress
-from torchtitan.process.ranks import Ranks, Restart, read_ranks
+from torchtitan.process.ranks import Ranks, Restart
 from torchtitan.rules import check
 from torchtitan.training import preflight
 from torchtitan.training.batches import Batch, Prefetcher, batch_preparer, prepare_adapter
 from torchtitan.training.caller_batches import CallerBatches, EngineError
+from torchtitan.training.ends import end_of, end_of_failure
 from torchtitan.training.final_export import Exports, full_tensors
 from torchtitan.training.reference_logprobs import load_references
 from torchtitan.training.reporting import log_end, log_start, plan_to_record, record_start
@@ -94,10 +101,20 @@ class Engine:
         `options`: values of further options, by names with a dot: `**{"training.steps": 5}`. The number of ranks is
         that of the launcher or torchrun, or 1. Raises ConfigError with all faults of the job.
         """
-        ranks, config = read_ranks(), manager.load_from(source, options)
+        ranks, config = start_rank(), manager.load_from(source, options)
         if faults := check(config, ranks.world_size, distributed.device_type()):
             raise ConfigError(faults)
-        return cls(config, ranks)
+        with ExitStack() as resources:
+            resources.enter_context(begin_run(config, ranks, holds_folder=True))
+            signals = None
+            if threading.current_thread() is threading.main_thread():  # only there Python lets them be handled
+                signals = StopSignals(ranks)
+                resources.callback(signals.restore)
+            engine = cls(config, ranks)
+            engine.signals, engine.resources = signals, resources.pop_all()
+            if signals is not None:
+                signals.on_request = engine.request_stop
+        return engine
 
     def __init__(self, config: JobConfig, ranks: Ranks):
         """Build the parts and restore the run. `config`: a job without faults (`from_job` checks one)."""
@@ -134,6 +151,9 @@ class Engine:
         self.guards = observers.guards(config.guard, self.exports.folder, self.model, self.optimizers)
         preflight.check(config, ranks, self.tokenizer.fingerprint, self.model)
         self.state, self.is_warm = TrainState(), False
+        self.signals: StopSignals | None = None
+        self.resources = ExitStack()
+        """What `from_job` holds for the run: its folder and the signal handlers."""
         self.restorer = Restorer(
             job, ranks, self.model, dp_rank, self.state, schedulers, self.guards, self.findings, self.goodput
         )
@@ -200,8 +220,20 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if error is None:
-            self.close()
+        requests = self.signals.requests if self.signals is not None else StopRequests()
+        with self.resources:
+            if error is None:
+                self.close()
+                end = end_of(self, self.done or not self.stops.agreed, requests)
+            elif isinstance(error, Exception):
+                end = end_of_failure(error, self, self.ranks) or RunEnd(CRASHED, reason=f"{kind.__name__}: {error}")
+            else:
+                end = RunEnd(128 + (requests.first or signal.SIGINT))
+            report_end(end, self.current_step, self.exports.folder, self.ranks)
+
+    def request_stop(self) -> None:
+        """End `data` after the step that is under way, on all ranks. Signal handlers may call it."""
+        self.stops.requested = True
 
     @property
     def current_step(self) -> int:
@@ -234,6 +266,8 @@ class Engine:
     @property
     def data(self) -> Iterator[StepData]:
         """This rank's data, one optimizer step at a time, until the job is done or a stop was requested."""
+        if self.current_step == self.state.start_step:
+            self.metrics.start()
         while not self.done and not self.stops.agreed:
             yield self.fetch()
 
@@ -449,7 +483,7 @@ class Engine:
         return results
 
     def close(self) -> None:
-        """Wait for the save under way, report, and leave the process group."""
+        """Wait for the save under way, report, and leave the process group. Leaving the context does it too."""
         if self.checkpointer:
             self.checkpointer.finish()
         self.report()
