@@ -1,4 +1,4 @@
-"""Adapters, trained instead of the model's own parameters: LoRA, ReLoRA, and Neurocache (arXiv:2407.02486)."""
+"""Adapters, trained instead of the model's own parameters: LoRA and ReLoRA, and the sections of plugins."""
 
 from dataclasses import field
 from typing import Annotated, Literal
@@ -47,7 +47,7 @@ class Relora:
 @dataclass(config=STRICT, kw_only=True)
 @with_plugin_sections("adapter")
 class Adapter:
-    """LoRA, DoRA, quantized bases, ReLoRA and Neurocache."""
+    """LoRA, DoRA, quantized bases, ReLoRA, and adapters of plugins."""
 
     kind: Annotated[str, NameIn("torchtitan.adapters:ADAPTERS", ("none",))] = "none"
     """Adapter to train instead of the model's own parameters. none: train the model itself."""
