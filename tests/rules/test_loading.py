@@ -1,15 +1,20 @@
 """Tests of loading and judging a job: trial runs of a few steps, and what a command gets of a job with faults."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.support import jobs
+from tests.support.pool import run_ranks
 from torchtitan import launch
 from torchtitan.config.options import ConfigError
 from torchtitan.core.files import shipped_jobs
 from torchtitan.job import ResolvedJob
+from torchtitan.process.ranks import read_ranks
 from torchtitan.rules.facts import Facts
 from torchtitan.rules.loading import fewest_ranks, load_job, load_valid
+from torchtitan.training.trainer import Trainer
 
 DEBUG = """
 [lr_scheduler]
@@ -111,3 +116,34 @@ def test_all_faults_come_at_once_and_some_do_not_matter(tmp_path):
     with pytest.raises(ConfigError, match=key):
         load_valid(gpus, None, "cpu")
     assert load_valid(gpus, 2, "cpu", lambda fault: fault.key != key).job.device_type == "cpu"
+
+
+def train_loaded(argv: list[str]) -> tuple[int, dict[int, float]]:
+    """Train a judged job on this rank; return the step that it resumed from, and all learning rates by step."""
+    config = load_valid(argv, 1, "cpu").config
+    trainer = Trainer(config, read_ranks())
+    first = trainer.state.step
+    trainer.train()
+    trainer.metrics.close()
+    return first, {row["step"]: row["lr"] for row in jobs.logged_steps(Path(config.job.dump_folder))}
+
+
+@pytest.mark.parametrize("first", [[], ["--training.steps=4"]])
+def test_a_run_that_ends_earlier_is_resumed(first, tmp_path):
+    """A resume refuses another schedule than the checkpoint's, so it is that one, or its first steps."""
+    texts = jobs.write_texts(tmp_path / "texts")
+    options = jobs.arguments(tmp_path / "run", texts, checkpoint__enable=True, checkpoint__interval=4)
+    options = [option for option in options if "training.steps" not in option]
+    argv = job(tmp_path, "[lr_scheduler]\nwarmup_steps = 10\n[training]\nsteps = 12\n", *options)
+    ((_, rates),) = run_ranks(1, train_loaded, [*argv, *first])
+    if not first:  # as if it had been stopped after its first checkpoint
+        for step in ("step-00000008", "step-00000012"):
+            shutil.rmtree(tmp_path / "run/checkpoint" / step)
+    config, notice = load_job([*argv, "--training.steps=8"])
+    assert "the job's schedule does not fit, and is that of step-00000004: lr_scheduler." in notice
+    ((step, resumed_rates),) = run_ranks(1, train_loaded, [*argv, "--training.steps=8"])
+    assert step == 4 and resumed_rates.keys() == set(range(1, 9))
+    if first:
+        assert config.lr_scheduler.warmup_steps == 3 and config.lr_scheduler.total_steps is None
+    else:
+        assert resumed_rates.items() <= rates.items() and config.lr_scheduler.total_steps == 12

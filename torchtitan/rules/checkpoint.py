@@ -50,7 +50,7 @@ def same_job_as_the_checkpoint(facts: Facts) -> Iterator[Fault]:
     If the checkpoint's job cannot be read, loading reports the reason.
     """
     options = facts.config.checkpoint
-    if (resume_point := _checkpoint_to_resume(facts)) is None:
+    if (resume_point := checkpoint_to_resume(facts)) is None:
         return
     folder, saved_job = resume_point
     # the resolved values: an old checkpoint may hold one although the job leaves it open
@@ -67,7 +67,7 @@ def same_job_as_the_checkpoint(facts: Facts) -> Iterator[Fault]:
         )
 
 
-def _checkpoint_to_resume(facts: Facts) -> tuple[Path, dict[str, Any]] | None:
+def checkpoint_to_resume(facts: Facts) -> tuple[Path, dict[str, Any]] | None:
     """Return the checkpoint to resume from (the newest, or checkpoint.load_step) and the job that it holds."""
     options = facts.config.checkpoint
     if not options.enable or facts.saving.begins_anew:
@@ -88,7 +88,7 @@ def moments_are_of_this_plan(facts: Facts) -> Iterator[Fault]:
     options, exclude = options_of_the_optimizer(facts), facts.config.checkpoint.exclude_from_loading
     if not options or options.get("on_conflict") != "flip" or "optimizer" in exclude:
         return
-    if (resume_point := _checkpoint_to_resume(facts)) is None:
+    if (resume_point := checkpoint_to_resume(facts)) is None:
         return
     folder, saved_job = resume_point
     degrees = saved_job.get("degrees")

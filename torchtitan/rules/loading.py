@@ -3,16 +3,20 @@
 from collections.abc import Callable
 from dataclasses import replace
 from math import gcd
+from typing import Any
 
 from torchtitan.config import manager
+from torchtitan.config.changes import saved_value
 from torchtitan.config.job import JobConfig
 from torchtitan.config.layers import OTHER_ENDS, Values, merged
 from torchtitan.config.options import ConfigError, Fault, show
 from torchtitan.config.sections.model import Parallelism
 from torchtitan.config.sections.training import LRScheduler, Training
+from torchtitan.core.cadence import NO_LIMIT
 from torchtitan.job import ResolvedJob
 from torchtitan.lr_schedules import CYCLICAL, JAGGED
 from torchtitan.rules import check, with_faults_of_the_rest
+from torchtitan.rules.checkpoint import checkpoint_to_resume
 from torchtitan.rules.facts import Device, Facts
 from torchtitan.rules.optimization import schedule_can_be_built
 
@@ -59,7 +63,8 @@ def load_job(argv: list[str]) -> tuple[JobConfig, str]:
     """Return the job that the arguments describe, and a notice if its schedule was shortened for a trial run.
 
     A trial run has fewer steps by the command line than its files say. A warmup and decay of the files that do not fit
-    are shortened. Raises ConfigError for values that are wrong in themselves.
+    are shortened, or are those of the checkpoint that the run resumes. Raises ConfigError for values that are wrong in
+    themselves.
     """
     config = manager.load(argv)
     *of_files, command_line = manager.read_layers(argv)[1]
@@ -67,17 +72,34 @@ def load_job(argv: list[str]) -> tuple[JobConfig, str]:
     ends = [key for key in (STEPS, *OTHER_ENDS) if key in command_line.values]
     if not ends or is_set or _fits(config):
         return config, ""
-    candidates = _shorter(config.lr_scheduler, config.training.steps, merged(layer.values for layer in of_files))
+    shape, resume_point = config.lr_scheduler, checkpoint_to_resume(Facts(ResolvedJob(config)))
+    saved = [] if resume_point is None else _saved_schedules(shape, resume_point[1])
+    candidates = [*saved, *_shorter(shape, config.training.steps, merged(layer.values for layer in of_files))]
     jobs = (replace(config, lr_scheduler=schedule) for schedule in candidates)
     shortened = next(filter(_fits, jobs), None)
     if shortened is None:
         return config, ""
+    form = f"is that of {resume_point[0].name}" if shortened.lr_scheduler in saved and resume_point else "is shortened"
     before, after = vars(config.lr_scheduler), vars(shortened.lr_scheduler)
     differing = [key for key, value in before.items() if value != after[key]]
     changes = [f"lr_scheduler.{key} {show(before[key])} -> {show(after[key])}" for key in differing]
     end = f"{ends[0]} = {show(command_line.values[ends[0]])}"
-    notice = f"a trial run by {end}: the job's schedule does not fit, and is shortened: {', '.join(changes)}"
+    notice = f"a trial run by {end}: the job's schedule does not fit, and {form}: {', '.join(changes)}"
     return shortened, notice
+
+
+def _saved_schedules(shape: LRScheduler, saved_job: dict[str, Any]) -> list[LRScheduler]:
+    """Return the forms of a schedule that a resume accepts: the checkpoint's, for this run's steps or for as many.
+
+    Other options than its lengths stay the job's: a resume refuses their change.
+    """
+    job = saved_job.get("job")
+    if not isinstance(job, dict):
+        return []
+    lengths = ("warmup_steps", "decay_ratio", "total_steps")
+    same = replace(shape, **{key: saved_value(job, f"lr_scheduler.{key}", getattr(shape, key)) for key in lengths})
+    steps = saved_value(job, STEPS, NO_LIMIT)
+    return [same] if same.total_steps or steps == NO_LIMIT else [same, replace(same, total_steps=steps)]
 
 
 def _shorter(shape: LRScheduler, steps: int, of_files: Values) -> list[LRScheduler]:
