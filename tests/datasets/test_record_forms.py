@@ -346,6 +346,8 @@ def test_mutated_records_lose_no_text(name, here, reference, tmp_path, is_full_r
         for other in (write_csv, write_parquet, write_arrow):
             if other is write_csv and not document.format_name and not isinstance(document.content, str):
                 continue  # a column of texts holds texts, also where these are JSON
+            if other is write_csv and any(filled(value) != value for value in record.values()):
+                continue  # JSON text keeps nulls
             try:
                 path = other(tmp_path, [record] if other is write_csv else [record, form.record])
             except Exception:  # a kind of file that cannot hold this record

@@ -241,6 +241,27 @@ def test_nulls_in_the_json_text_of_a_call_are_kept():
     assert call["function"]["arguments"] == {"b": [{}]}
 
 
+def test_nulls_in_the_json_text_of_tools_and_messages_are_kept():
+    """So a default of null is shown to the model. Keys of messages and calls that are null are absent in JSON too."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"p": {"type": "string", "default": None}}}}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"p": None}}}
+    messages = [TALK[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    padded = [messages[0] | {"tool_calls": None}, messages[1] | {"tool_calls": [call | {"id": None}], "name": None}]
+    for record in (
+        {"messages": messages, "tools": json.dumps([tool])},
+        {"messages": messages, "tools": [json.dumps(tool)]},
+        {"messages": json.dumps(padded), "tools": json.dumps([tool])},
+        {"text": messages, "tools": json.dumps([tool])},
+    ):
+        content = RecordReader().document(record, "", "").content
+        assert content.tools == [tool], record
+        arguments = {"p": None} if isinstance(record.get("messages"), str) else {}
+        assert content.messages[1]["tool_calls"] == [call | {"function": {"name": "f", "arguments": arguments}}]
+        assert all(message.keys() <= {"role", "content", "tool_calls"} for message in content.messages)
+    content = RecordReader().document({"messages": messages, "tools": [tool]}, "", "").content
+    assert content.tools[0]["function"]["parameters"] == {"p": {"type": "string"}}
+
+
 def test_a_function_call_of_openai_is_a_tool_call():
     asked = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}
     message = RecordReader().document({"messages": [TALK[0], asked]}, "", "").content.messages[1]

@@ -6,7 +6,7 @@ arguments}} with arguments as a table, and any further keys. ShareGPT's {from, v
 refused, because a template might leave it out, or a loss mask miss it.
 
 Nulls inside tables are dropped: Arrow fills them in where another record has a key, so they mean "not there". It cannot
-do so inside the JSON text of a tool call, whose nulls are kept.
+do so inside JSON text, so nulls in tools and arguments that are JSON text are kept.
 """
 
 import json
@@ -52,11 +52,20 @@ LIST_OF_TABLES = re.compile(r"\s*\[\s*\{\s*[\"'](role|from|content|value|text|la
 """Beginning of a text that is meant as a list of messages or segments."""
 
 
+class JsonTable(dict[str, Any]):
+    """A table of a JSON text: its nulls were written there."""
+
+
 def without_nulls(value: Any) -> Any:
-    """Return a nested value without the keys of tables whose value is null."""
-    if isinstance(value, dict):
+    """Return a nested value without the keys of tables whose value is null, unless they are of a JSON text."""
+    if isinstance(value, dict) and not isinstance(value, JsonTable):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def without_absent(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table of known keys without those whose value is null, which means "not there" also in JSON text."""
+    return {key: value for key, value in table.items() if value is not None}
 
 
 def unique_keys(pairs: Collection[tuple[str, Any]]) -> dict[str, Any]:
@@ -74,10 +83,15 @@ def load_json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=unique_keys)
 
 
+def _load_table(text: str) -> Any:
+    """Parse the JSON text of a field, as `load_json`."""
+    return json.loads(text, object_pairs_hook=lambda pairs: JsonTable(unique_keys(pairs)))
+
+
 def parsed(text: str) -> Any:
     """Return the JSON value of a text; None if it is no JSON."""
     try:
-        return load_json(text)
+        return _load_table(text)
     except (ValueError, RecursionError):
         return None
 
@@ -100,7 +114,7 @@ def json_in_text(value: str, field: str, location: str) -> Any:
     if not value.strip():
         return None
     try:
-        content = load_json(value)
+        content = _load_table(value)
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{location}: {field}, also not as JSON ({error}); write it with json.dumps, or set training.format and "
@@ -200,7 +214,7 @@ class MessageReader:
     def _message(self, item: Any, number: int) -> dict[str, Any]:
         if not isinstance(item, dict):
             raise self._error(f"has a {type(item).__name__} as message {number}", "not a message {role, content}")
-        item = without_nulls(item)
+        item = without_nulls(without_absent(item))
         name = self._one_of(item, ROLE_KEYS, number, "role")
         content = self._one_of(item, CONTENT_KEYS, number, "content")
         if not isinstance(name, str):
@@ -260,17 +274,19 @@ class MessageReader:
         return [self._call(call, number) for call in calls]
 
     def _call(self, call: Any, number: int) -> dict[str, Any]:
+        call = without_absent(call) if isinstance(call, dict) else call
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise self._error(f"has a tool call in message {number}", "that names no function")
         unknown = [*(call.keys() - CALL_KEYS - (FUNCTION_KEYS if function is call else set()))]
-        unknown += [*(function.keys() - FUNCTION_KEYS)] if function is not call else []
+        unknown += [*(without_absent(function).keys() - FUNCTION_KEYS)] if function is not call else []
         if unknown:
             raise self._error(
                 f"has a tool call in message {number}", f"with the key {min(unknown)!r}, which is not known"
             )
+        function = without_absent(function)
         if "arguments" in function:
-            function = function | {"arguments": self._arguments(function["arguments"], number)}
+            function |= {"arguments": self._arguments(function["arguments"], number)}
         return call | {"function": function} if "function" in call else function
 
     def _arguments(self, value: Any, number: int) -> Any:
@@ -302,7 +318,7 @@ class MessageReader:
         return "".join(part["text"] for part in parts)
 
     def _no_text(self, number: int, value: Any, key: str) -> DataError:
-        kind = "nothing" if value is None else type(value).__name__
+        kind = "nothing" if value is None else "dict" if isinstance(value, dict) else type(value).__name__
         return DataError(
             f"{self.location}: message {number} of field {self.field!r} has {kind} as {key}, not text; {REMEDY}"
         )
