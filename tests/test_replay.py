@@ -9,11 +9,10 @@ import torch
 
 from tests.support import jobs
 from torchtitan import cli
-from torchtitan.config.manager import load
 from torchtitan.launcher.run_folder import job_of_step, record_start
 from torchtitan.models.layers import SwiGLU
 from torchtitan.parallelisms.parallel_dims import ParallelDims
-from torchtitan.training.replay import ranks_of_sample, replay
+from torchtitan.training.replay import RunJob, ranks_of_sample
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 OPTIONS = {"checkpoint__enable": True, "checkpoint__interval": 2, "training__steps": 5}
@@ -38,15 +37,15 @@ def record_of(run, step):
     return record
 
 
-def job_of(run):
-    return load(["--job.config_file", str(run / "config.toml")])
+def replay(run, step):
+    return RunJob.of_step(run, step).replay(step)
 
 
 @pytest.mark.parametrize("step", [1, 4, 5])
 def test_a_step_on_one_rank_has_the_same_bits(run, step, capsys):
     """Step 1 starts from initial weights, step 4 from step 2 with one step in between, step 5 from step 4."""
     before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
-    result, record = replay(job_of(run), run, step), record_of(run, step)
+    result, record = replay(run, step), record_of(run, step)
     assert (result.loss, result.grad_norm) == (record["loss"], record["grad_norm"])
     assert result.start.step == {1: 0, 4: 2, 5: 4}[step]
     total = math.sqrt(sum(norm**2 for norm in result.norms.values()))
@@ -80,7 +79,7 @@ def test_a_step_of_two_ranks_is_equal_up_to_rounding(plan, texts, tmp_path, caps
     options = OPTIONS | {"training__steps": 3, "training__local_batch_size": 2, "training__global_batch_size": 4} | plan
     code, _, err = jobs.run(jobs.arguments(tmp_path / "run", texts, **options), ranks=2)
     assert code == 0, err
-    result, record = replay(job_of(tmp_path / "run"), tmp_path / "run", 3), record_of(tmp_path / "run", 3)
+    result, record = replay(tmp_path / "run", 3), record_of(tmp_path / "run", 3)
     assert result.loss == pytest.approx(record["loss"], rel=1e-5)
     assert result.grad_norm == pytest.approx(record["grad_norm"], rel=1e-4)
     assert cli.main(["replay", str(tmp_path / "run"), "--step=3", "--rank=1", "--samples=0"]) == 0
@@ -127,7 +126,7 @@ def test_weights_and_gradients_that_are_not_finite(run, monkeypatch):
         return forward(self, NanGradient.apply(x) if len(calls) == 2 else x, *arguments, **kwargs)
 
     monkeypatch.setattr(SwiGLU, "forward", broken)
-    result = replay(job_of(run), run, 5)
+    result = replay(run, 5)
     assert not result.first_output and math.isnan(result.grad_norm)
     assert result.first_gradient.startswith("layers.1.")
     assert not math.isfinite(result.norms["layers.1.attention.wq.weight"])
@@ -206,7 +205,7 @@ def test_caches_of_several_ranks(texts, tmp_path, capsys):
     code, _, err = jobs.run(jobs.arguments(run, texts, **options), ranks=2)
     assert code == 0, err
     for step, start in ((2, 0), (4, 2)):
-        result, record = replay(job_of(run), run, step), record_of(run, step)
+        result, record = replay(run, step), record_of(run, step)
         assert result.start.step == start and [sample.number for sample in result.samples] == list(range(8))
         assert result.loss == pytest.approx(record["loss"], rel=2e-6)
         assert result.grad_norm == pytest.approx(record["grad_norm"], rel=2e-6)
@@ -234,7 +233,7 @@ def test_caches_of_another_plan_are_rebuilt_as_by_the_run(first, axis, texts, tm
         )
         assert code == 0, err
     for step in (3, 4):
-        assert replay(job_of(run), run, step).loss == pytest.approx(record_of(run, step)["loss"], rel=2e-7)
+        assert replay(run, step).loss == pytest.approx(record_of(run, step)["loss"], rel=2e-7)
 
 
 def test_caches_that_one_process_cannot_have(texts, tmp_path, capsys):
@@ -258,7 +257,7 @@ def test_plan_and_samples_are_of_the_start_that_made_the_step(texts, tmp_path, c
     options |= {"training__steps": 7, "checkpoint__allow_config_change": '["training.global_batch_size"]'}
     code, _, err = jobs.run(jobs.arguments(folder, texts, **options), ranks=2)
     assert code == 0, err
-    result = replay(load(["--job.config_file", str(job_of_step(folder, 2))]), folder, 2)
+    result = replay(folder, 2)
     assert len(result.samples) == 4 and result.start.dims().world_size == 1
     assert result.grad_norm == record_of(folder, 2)["grad_norm"]
     assert cli.main(["replay", str(folder), "--step=6", "--rank=1", "--samples=0"]) == 0

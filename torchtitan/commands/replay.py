@@ -20,13 +20,11 @@ from pathlib import Path
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.generate import JOB
 from torchtitan.commands.preview import View
-from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError
 from torchtitan.job import ResolvedJob
-from torchtitan.launcher.run_folder import job_of_step
 from torchtitan.metrics.json_lines import METRICS, Record, read_records
-from torchtitan.training.replay import ReplayedStep, Sample, Start, find_start, ranks_of_sample, replay
+from torchtitan.training.replay import ReplayedStep, RunJob, Sample, Start, ranks_of_sample
 
 MOST_LINES = 20
 """Samples, parameters or blocks in a table."""
@@ -35,20 +33,19 @@ MOST_LINES = 20
 def main(argv: list[str]) -> int:
     options, _ = parse_command("replay", argv)
     run = Path(options.run)
-    file = job_of_step(run, options.step)
-    if not file.is_file():
+    run_job = RunJob.of_step(run, options.step)
+    if not run_job.file.is_file():
         raise JobError(f"{run}: no {JOB} in it; give the dump_folder of a run")
-    config = manager.load(["--job.config_file", str(file)])
-    record = logged_record(run, options.step)
-    if record is not None and config.optimizer.early_step_in_backward:
+    job, record = run_job.job, logged_record(run, options.step)
+    if record is not None and job.config.optimizer.early_step_in_backward:
         record.pop("grad_norm", None)  # null, as the run has not computed it
     if options.rank is not None:  # before the steps in between, which may take hours
-        check_rank(options.rank, find_start(config, run, options.step))
+        check_rank(options.rank, run_job.find_start(options.step))
     with only_errors():
-        result = replay(config, run, options.step, lambda line: print(line, file=sys.stderr, flush=True))
+        result = run_job.replay(options.step, lambda line: print(line, file=sys.stderr, flush=True))
     samples = samples_of_rank(result, options.rank)
     lines = [*heading(run, options.step, result, record), *findings(result)]
-    lines += [*sample_lines(ResolvedJob(config), result, samples, options.samples, options.tokens)]
+    lines += [*sample_lines(job, result, samples, options.samples, options.tokens)]
     lines += [*gradient_lines(result), *block_lines(result)]
     encoding = sys.stdout.encoding or "utf-8"
     print("\n".join(lines).encode(encoding, "replace").decode(encoding))

@@ -9,6 +9,7 @@ import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -117,125 +118,145 @@ class ReplayedStep:
     """The first module, in the order of the backward pass, with a gradient of its output that is not finite."""
 
 
-def find_start(config: JobConfig, run: Path, step: int) -> Start:
-    """Return the newest complete checkpoint before a step, or the initial weights.
+@dataclasses.dataclass(frozen=True)
+class RunJob:
+    """The job of one start of a run. `file`: the job's, in the run's folder."""
 
-    The plan and the samples belong to the start that made the step. Raises JobError if its samples are not known, or
-    if another job made steps in between.
-    """
-    complete, _ = layout.complete_steps(run / config.checkpoint.folder)
-    steps = {path: layout.step_of(path.name) or 0 for path in complete}
-    folder = next((path for path in complete if steps[path] < step), None)
-    first = 0 if folder is None else steps[folder]
-    states = {job_of_step(run, steps[path]): layout.read_state(path)["trainer"] for path in complete if steps[path]}
-    file = job_of_step(run, step)
-    trainer = states.get(file, {})
-    samples = samples_per_step(config, run, file, trainer)
-    now = kept_job(config, {}, samples)
-    for other in {job_of_step(run, number) for number in range(first + 1, step)} - {file, run / JOB_FILE}:
-        job = manager.load(["--job.config_file", str(other)])
-        before = kept_job(job, {}, samples_per_step(job, run, other, states.get(other, {})))
-        differing = [change for change in changes(before, now) if not change.key.startswith("parallelism.")]
-        if differing:
-            raise JobError(
-                f"{run}: steps from {first + 1} on were made with {differing[0].key} = {differing[0].before}, and step "
-                f"{step} with {differing[0].now}; replay needs a checkpoint in between"
-            )
-    return Start(first, folder, trainer, plan_of_start(file), samples)
+    run: Path
+    file: Path
 
+    @classmethod
+    def of_step(cls, run: Path, step: int) -> "RunJob":
+        """Return the job that made a step."""
+        return cls(run, job_of_step(run, step))
 
-def samples_per_step(config: JobConfig, run: Path, file: Path, trainer: dict[str, Any]) -> int:
-    """Return the samples of each step that one start made. `file`: its job. `trainer`: as in `Start`.
+    @cached_property
+    def job(self) -> ResolvedJob:
+        return ResolvedJob(manager.load(["--job.config_file", str(self.file)]))
 
-    Raises JobError if its plan, its checkpoint, its job and its metrics tell none, or different numbers.
-    """
-    counts = set(logged_samples(ResolvedJob(config), run, file))
-    plan = plan_of_start(file)
-    counts |= set() if plan is None else {plan.samples}
-    counts |= {trainer["samples"]} if isinstance(trainer.get("samples"), int) else set()
-    counts |= {config.training.global_batch_size} if config.training.global_batch_size > 0 else set()
-    if len(counts) == 1:
-        return counts.pop()
-    sources = f"plan, checkpoints, job and {METRICS} of the start that made the step"
-    problem = f"{sources} differ in it: {sorted(counts)}" if counts else f"none of {sources} has it"
-    raise JobError(
-        f"{run}: the number of samples in a step is not known: {problem}; replay a step of another start, or train "
-        "with training.global_batch_size set"
-    )
+    def find_start(self, step: int) -> Start:
+        """Return the newest complete checkpoint before a step that this job made, or the initial weights.
 
+        The plan and the samples belong to the start that made the step. Raises JobError if its samples are not known,
+        or if another job made steps in between.
+        """
+        run, config = self.run, self.job.config
+        complete, _ = layout.complete_steps(run / config.checkpoint.folder)
+        steps = {path: layout.step_of(path.name) or 0 for path in complete}
+        folder = next((path for path in complete if steps[path] < step), None)
+        first = 0 if folder is None else steps[folder]
+        states = {job_of_step(run, steps[path]): layout.read_state(path)["trainer"] for path in complete if steps[path]}
+        trainer = states.get(self.file, {})
+        samples = self.samples_per_step(trainer)
+        now = kept_job(config, {}, samples)
+        for file in {job_of_step(run, number) for number in range(first + 1, step)} - {self.file, run / JOB_FILE}:
+            other = RunJob(run, file)
+            before = kept_job(other.job.config, {}, other.samples_per_step(states.get(file, {})))
+            differing = [change for change in changes(before, now) if not change.key.startswith("parallelism.")]
+            if differing:
+                raise JobError(
+                    f"{run}: steps from {first + 1} on were made with {differing[0].key} = {differing[0].before}, and "
+                    f"step {step} with {differing[0].now}; replay needs a checkpoint in between"
+                )
+        return Start(first, folder, trainer, plan_of_start(self.file), samples)
 
-def logged_samples(job: ResolvedJob, run: Path, file: Path) -> Iterator[int]:
-    """Yield the samples per step between logged steps of one start, if all samples have training.seq_len tokens."""
-    if job.model.spec.whole_records and not job.data.is_packed and job.config.data.pad_to != "seq_len":
-        return
-    length, before = job.layout.rows_per_sample * job.config.training.seq_len, (0, 0)
-    try:
-        records = read_records(run / METRICS)
-    except (OSError, FileError):
-        return
-    for record in records:
-        if "loss" in record and isinstance(record.get("tokens"), int) and record["step"] > before[0]:
-            count, remainder = divmod(record["tokens"] - before[1], length * (record["step"] - before[0]))
-            if not remainder and job_of_step(run, before[0] + 1) == job_of_step(run, record["step"]) == file:
-                yield count
-            before = record["step"], record["tokens"]
+    def samples_per_step(self, trainer: dict[str, Any]) -> int:
+        """Return the samples of each step that this start made. `trainer`: as in `Start`.
 
-
-def replay(config: JobConfig, run: Path, step: int, report: Callable[[str], None] = lambda line: None) -> ReplayedStep:
-    """Make a step again. `config`: the job that made it. `report`: called with a line on the steps before it.
-
-    Raises JobError if the run's data, weights or plan cannot be rebuilt on one rank.
-    """
-    start = find_start(config, run, step)
-    with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
-        if (run / REFERENCE_FILE).exists():  # computed once per run
-            Path(folder, REFERENCE_FILE).symlink_to((run / REFERENCE_FILE).resolve())
-        trainer = Trainer(one_rank_job(config, run, start, Path(folder)), Ranks())
-        try:
-            restore_caches(trainer, start)
-            return _replay(trainer, start, step, report)
-        finally:
-            trainer.metrics.close()
-            trainer.loader.close()
-            trainer.validator.close()
-
-
-def one_rank_job(config: JobConfig, run: Path, start: Start, folder: Path) -> JobConfig:
-    """Return the job that makes the same steps on one rank from the start's checkpoint, and writes only to `folder`."""
-    rows = config.training.local_batch_size
-    job = ResolvedJob(config)
-    if job.model.spec.streams_documents and start.samples > rows:  # the rows of all ranks, each with its documents
-        if (dims := start.dims()) is None:
-            raise JobError(f"{run}: each data-parallel rank reads its own rows, and nothing tells the number of ranks")
-        if dims.dp > 1 and (reason := spec_of(config.adapter).state_of_all_rows(config.adapter)):
-            raise JobError(f"{run}: {reason}, and one process has one such cache; replay needs one data-parallel rank")
-        rows *= dims.dp
-    cache = job.data.cache
-    checkpoint = dataclasses.replace(config.checkpoint, enable=False, best_metric=None, exclude_from_loading=[])
-    if start.folder is not None:
-        loaded_from = str(start.folder.parent.resolve())
-        checkpoint = dataclasses.replace(
-            checkpoint,
-            enable=True,
-            load_only=True,
-            load_step=start.step,
-            folder=loaded_from,
-            allow_config_change=[*checkpoint.allow_config_change, IN_BACKWARD],
+        Raises JobError if its plan, its checkpoint, its job and its metrics tell none, or different numbers.
+        """
+        plan, size = plan_of_start(self.file), self.job.config.training.global_batch_size
+        counts = set(self.logged_samples())
+        counts |= set() if plan is None else {plan.samples}
+        counts |= {trainer["samples"]} if isinstance(trainer.get("samples"), int) else set()
+        counts |= {size} if size > 0 else set()
+        if len(counts) == 1:
+            return counts.pop()
+        sources = f"plan, checkpoints, job and {METRICS} of the start that made the step"
+        problem = f"{sources} differ in it: {sorted(counts)}" if counts else f"none of {sources} has it"
+        raise JobError(
+            f"{self.run}: the number of samples in a step is not known: {problem}; replay a step of another start, or "
+            "train with training.global_batch_size set"
         )
-    single = job.on_one_rank().config
-    return dataclasses.replace(
-        single,
-        optimizer=dataclasses.replace(config.optimizer, early_step_in_backward=False),
-        job=dataclasses.replace(config.job, dump_folder=str(folder), clean_start="never", time_limit=None),
-        training=dataclasses.replace(single.training, global_batch_size=start.samples, local_batch_size=rows),
-        data=dataclasses.replace(config.data, cache_dir=str(cache) if cache.exists() else str(folder / "data")),
-        checkpoint=checkpoint,
-        compile=Compile(),
-        metrics=Metrics(log_freq=1, plot=False),
-        profiling=Profiling(),
-        validation=Validation(),
-        early_stop=EarlyStop(),
-    )
+
+    def logged_samples(self) -> Iterator[int]:
+        """Yield the samples per step between logged steps of this start, if all have training.seq_len tokens."""
+        job, run = self.job, self.run
+        if job.model.spec.whole_records and not job.data.is_packed and job.config.data.pad_to != "seq_len":
+            return
+        length, before = job.layout.rows_per_sample * job.config.training.seq_len, (0, 0)
+        try:
+            records = read_records(run / METRICS)
+        except (OSError, FileError):
+            return
+        for record in records:
+            if "loss" in record and isinstance(record.get("tokens"), int) and record["step"] > before[0]:
+                count, remainder = divmod(record["tokens"] - before[1], length * (record["step"] - before[0]))
+                if not remainder and job_of_step(run, before[0] + 1) == job_of_step(run, record["step"]) == self.file:
+                    yield count
+                before = record["step"], record["tokens"]
+
+    def replay(self, step: int, report: Callable[[str], None] = lambda line: None) -> ReplayedStep:
+        """Make a step again that this job made. `report`: called with a line on the steps before it.
+
+        Raises JobError if the run's data, weights or plan cannot be rebuilt on one rank.
+        """
+        start = self.find_start(step)
+        with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
+            if (self.run / REFERENCE_FILE).exists():  # computed once per run
+                Path(folder, REFERENCE_FILE).symlink_to((self.run / REFERENCE_FILE).resolve())
+            trainer = Trainer(self.one_rank_job(start, Path(folder)), Ranks())
+            try:
+                restore_caches(trainer, start)
+                return _replay(trainer, start, step, report)
+            finally:
+                trainer.metrics.close()
+                trainer.loader.close()
+                trainer.validator.close()
+
+    def one_rank_job(self, start: Start, folder: Path) -> JobConfig:
+        """Return the job that makes the same steps on one rank from the start's checkpoint, and writes only to
+        `folder`.
+        """
+        job, config = self.job, self.job.config
+        rows = config.training.local_batch_size
+        if job.model.spec.streams_documents and start.samples > rows:  # the rows of all ranks, each with its documents
+            if (dims := start.dims()) is None:
+                raise JobError(
+                    f"{self.run}: each data-parallel rank reads its own rows, and nothing tells the number of ranks"
+                )
+            if dims.dp > 1 and (reason := spec_of(config.adapter).state_of_all_rows(config.adapter)):
+                raise JobError(
+                    f"{self.run}: {reason}, and one process has one such cache; replay needs one data-parallel rank"
+                )
+            rows *= dims.dp
+        cache = job.data.cache
+        checkpoint = dataclasses.replace(config.checkpoint, enable=False, best_metric=None, exclude_from_loading=[])
+        if start.folder is not None:
+            checkpoint = dataclasses.replace(
+                checkpoint,
+                enable=True,
+                load_only=True,
+                load_step=start.step,
+                folder=str(start.folder.parent.resolve()),
+                allow_config_change=[*checkpoint.allow_config_change, IN_BACKWARD],
+            )
+        changed: dict[str, Any] = {
+            IN_BACKWARD: False,
+            "job.dump_folder": str(folder),
+            "job.clean_start": "never",
+            "job.time_limit": None,
+            "training.global_batch_size": start.samples,
+            "training.local_batch_size": rows,
+            "data.cache_dir": str(cache if cache.exists() else folder / "data"),
+            "checkpoint": checkpoint,
+            "compile": Compile(),
+            "metrics": Metrics(log_freq=1, plot=False),
+            "profiling": Profiling(),
+            "validation": Validation(),
+            "early_stop": EarlyStop(),
+        }
+        return job.on_one_rank().with_options(changed).config
 
 
 def restore_caches(trainer: Trainer, start: Start) -> None:
