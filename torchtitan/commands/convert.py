@@ -153,15 +153,11 @@ def main(argv: list[str]) -> int:
             to = stack.enter_context(resizing(job, *vocabulary_changes))
             weights, args = Resized(weights, job.model, to), to.args
         dtype = parts.DTYPES[options.dtype] if options.dtype else weights.dtype("tok_embeddings.weight")
+        conversion = Conversion(job, place, weights, args, dtype, to)
+        write = {"file": conversion.write_file, "hf": conversion.write_hf, "ours": conversion.write_ours}[form]
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            if form == "file":
-                parts.model_spec(job.model).hf.save_hf_file(
-                    target, _unread_tensors(job.model, args, weights), args, dtype
-                )
-            else:
-                write = {"hf": _write_hf, "ours": _write_ours}[form]
-                write(target, place, job, args, weights, dtype, to)
+            write(target)
         except OSError as error:
             raise JobError(f"{target}: not written: {error}") from error
     print(f"{place} -> {target}: {source_model.name}, {args.num_parameters:,} parameters, {FORMS[form]}")
@@ -170,83 +166,89 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _extra_files(place: Path, job: ResolvedJob, args: Any, dtype: torch.dtype, to: Resizing | None) -> dict[str, bytes]:
-    """Return the files to write next to the weights: config.json and, if there is a tokenizer, its files.
+@dataclass(frozen=True)
+class Conversion:
+    """Weights of `place`, and how they are written: the model's sizes, their type, a change of the vocabulary."""
 
-    A missing tokenizer is reported. Weights count as trained unless there is a config.json next to them.
-    """
-    vocabulary = to.vocabulary if to else _tokenizer(job, args)
-    form, folder = job.model.converter, job.config.model.hf_folder
-    is_trained = find_config(place) is None
-    source = read_source(folder, trained=is_trained) if folder and Path(folder, CONFIG).is_file() else None
-    if vocabulary is None:
-        print("no tokenizer is written: give the model's tokenizer with --model.tokenizer_path", file=sys.stderr)
-        config_files = build_extra_files(form, args, dtype, source=source, tokenizer_files={}, bos_id=None, end_ids=[])
-        return {CONFIG: config_files[CONFIG]}
-    files = build_extra_files(
-        form,
-        args,
-        dtype,
-        source=to.source(source) if to and source else source,
-        tokenizer_files=vocabulary.as_hf_files() | template_file(vocabulary),
-        bos_id=vocabulary.bos_id,
-        end_ids=sorted(end_of_turn_ids(vocabulary)),
-    )
-    return to.extra_files(files) if to else files
+    job: ResolvedJob
+    place: Path
+    weights: Weights
+    args: Any
+    dtype: torch.dtype
+    to: Resizing | None
 
+    def extra_files(self) -> dict[str, bytes]:
+        """Return the files to write next to the weights: config.json and, if there is a tokenizer, its files.
 
-def _tokenizer(job: ResolvedJob, args: Any) -> Tokenizer | None:
-    """Return the model's tokenizer, or None if the job has none that fits the model."""
-    try:
-        vocabulary = job.tokenizer()
-    except JobError:
-        return None
-    spare = args.vocab_size - vocabulary.vocab_size
-    return vocabulary if spare == 0 or (spare > 0 and names_its_tokenizer(job.config.model)) else None
-
-
-def _unread_tensors(model: JobModel, args: Any, weights: Weights) -> dict[str, Deferred]:
-    """Return every tensor, unread, by our names. A tied output head is left out."""
-    shapes = parts.model_spec(model).hf.shapes(args)
-    tied = {"output.weight"} if args.tied_embeddings else set()
-    return {name: weights.deferred(name, shape) for name, shape in shapes.items() if name not in tied}
-
-
-def _write_hf(
-    target: Path, place: Path, job: ResolvedJob, args: Any, weights: Weights, dtype: torch.dtype, to: Resizing | None
-) -> None:
-    extra_files = _extra_files(place, job, args, dtype, to)
-    with replace_folder(target.resolve(), write=True) as folder:
-        parts.model_spec(job.model).hf.save_hf(
-            folder, _unread_tensors(job.model, args, weights), args, dtype=dtype, extra_files=extra_files
+        A missing tokenizer is reported. Weights count as trained unless there is a config.json next to them.
+        """
+        to, folder = self.to, self.job.config.model.hf_folder
+        vocabulary = to.vocabulary if to else self._tokenizer()
+        if vocabulary is None:
+            print("no tokenizer is written: give the model's tokenizer with --model.tokenizer_path", file=sys.stderr)
+        is_trained = find_config(self.place) is None
+        source = read_source(folder, trained=is_trained) if folder and Path(folder, CONFIG).is_file() else None
+        files = build_extra_files(
+            self.job.model.converter,
+            self.args,
+            self.dtype,
+            source=to.source(source) if to and source else source,
+            tokenizer_files={} if vocabulary is None else vocabulary.as_hf_files() | template_file(vocabulary),
+            bos_id=None if vocabulary is None else vocabulary.bos_id,
+            end_ids=[] if vocabulary is None else sorted(end_of_turn_ids(vocabulary)),
         )
+        if vocabulary is None:
+            return {CONFIG: files[CONFIG]}
+        return to.extra_files(files) if to else files
 
+    def _tokenizer(self) -> Tokenizer | None:
+        """Return the model's tokenizer, or None if the job has none that fits the model."""
+        try:
+            vocabulary = self.job.tokenizer()
+        except JobError:
+            return None
+        spare = self.args.vocab_size - vocabulary.vocab_size
+        return vocabulary if spare == 0 or (spare > 0 and names_its_tokenizer(self.job.config.model)) else None
 
-def _write_ours(
-    target: Path, place: Path, job: ResolvedJob, args: Any, weights: Weights, dtype: torch.dtype, to: Resizing | None
-) -> None:
-    """Write an export of this project, with config.json and tokenizer.
+    def _unread_tensors(self) -> dict[str, Deferred]:
+        """Return every tensor, unread, by our names. A tied output head is left out."""
+        shapes = parts.model_spec(self.job.model).hf.shapes(self.args)
+        tied = {"output.weight"} if self.args.tied_embeddings else set()
+        return {name: self.weights.deferred(name, shape) for name, shape in shapes.items() if name not in tied}
 
-    A model that transformers does not support gets the job instead of a config.json.
-    """
-    try:
-        extra_files = _extra_files(place, job, args, dtype, to)
-    except JobError:
-        if to is not None:
-            raise
-        extra_files = {JOB: to_toml(job.portable().config).encode()}
-    unread = _unread_tensors(job.model, args, weights)
-    narrow = {name for name in unread if weights.dtype(name).is_floating_point and not name.endswith("expert_bias")}
-    types = {name: dtype if name in narrow else weights.dtype(name) for name in unread}
-    shells = {
-        MODEL + name: torch.empty(tensor.shape, dtype=types[name], device="meta") for name, tensor in unread.items()
-    }
-    with progress_bar(f"writing {target.name}", sum(tensor.nbytes for tensor in shells.values())) as progress:
-        snapshot = Snapshot("model", weights.step, shells, staged=_Read(unread, types, progress))
+    def write_file(self, target: Path) -> None:
+        """Write one file of Hugging Face."""
+        parts.model_spec(self.job.model).hf.save_hf_file(target, self._unread_tensors(), self.args, self.dtype)
+
+    def write_hf(self, target: Path) -> None:
+        extra_files, hf = self.extra_files(), parts.model_spec(self.job.model).hf
         with replace_folder(target.resolve(), write=True) as folder:
-            save(snapshot, folder, None, Peers("convert"), SaveOptions())
-            for name, content in extra_files.items():
-                (folder / name).write_bytes(content)
+            hf.save_hf(folder, self._unread_tensors(), self.args, dtype=self.dtype, extra_files=extra_files)
+
+    def write_ours(self, target: Path) -> None:
+        """Write an export of this project, with config.json and tokenizer.
+
+        A model that transformers does not support gets the job instead of a config.json.
+        """
+        try:
+            extra_files = self.extra_files()
+        except JobError:
+            if self.to is not None:
+                raise
+            extra_files = {JOB: to_toml(self.job.portable().config).encode()}
+        unread, types = self._unread_tensors(), {}
+        for name in unread:
+            dtype = self.weights.dtype(name)
+            types[name] = self.dtype if dtype.is_floating_point and not name.endswith("expert_bias") else dtype
+        shells = {
+            MODEL + name: torch.empty(tensor.shape, dtype=types[name], device="meta") for name, tensor in unread.items()
+        }
+        with progress_bar(f"writing {target.name}", sum(tensor.nbytes for tensor in shells.values())) as progress:
+            snapshot = Snapshot("model", self.weights.step, shells, staged=_Read(unread, types, progress))
+            with replace_folder(target.resolve(), write=True) as folder:
+                save(snapshot, folder, None, Peers("convert"), SaveOptions())
+                for name, content in extra_files.items():
+                    (folder / name).write_bytes(content)
 
 
 class _Read(Mapping):
