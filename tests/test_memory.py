@@ -117,7 +117,7 @@ def estimated_peaks(jobs, ranks):
     """Return for each job the estimated peak of each of `ranks`, in bytes."""
     peaks = []
     for config in map(manager.load, jobs):
-        estimates = [rehearse(config, rank, max(1, len(ranks)), "cpu") for rank in ranks]
+        estimates = [rehearse(ResolvedJob(config, max(1, len(ranks))), rank) for rank in ranks]
         peaks.append([max(map(Counter.total, rank_estimate.moments.values())) for rank_estimate in estimates])
     return peaks
 
@@ -152,13 +152,13 @@ def actual_traffic(jobs):
         job, device = ResolvedJob(config, 2), torch.device(device_type())
         model = ModelBuilder(job).model(job.layout.dims.build_mesh(device.type), device)
         optimizers, batch = parts.optimizers(config.optimizer, model), zero_batch(job, model.needs_keys)
-        rehearsal = Rehearsal(config, model, optimizers, batch, job.layout.batches_per_step)
+        rehearsal = Rehearsal(job, model, optimizers, batch)
         traffic.append(dict(rehearsal.step(LiveTensors(), replays=False).sent))
     return traffic
 
 
 def estimated_traffic(jobs, rank):
-    return [dict(rehearse(manager.load(arguments), rank, 2, "cpu").sent) for arguments in jobs]
+    return [dict(rehearse(ResolvedJob(manager.load(arguments), 2), rank).sent) for arguments in jobs]
 
 
 THREE_PASSES = {"training.global_batch_size": 24}
@@ -405,7 +405,7 @@ RING = {
 
 def peaks_on_devices(config):
     """Return the peaks of a rank as on a CPU and as on a GPU, in bytes."""
-    rehearsed = [rehearse(config, 0, 2, device) for device in ("cpu", "cuda")]
+    rehearsed = [rehearse(ResolvedJob(config, 2, device), 0) for device in ("cpu", "cuda")]
     return [max(map(Counter.total, result.moments.values())) for result in rehearsed]
 
 
@@ -428,7 +428,7 @@ def test_replicas_have_more_copies_on_a_gpu():
     """Of a block, in float32. On a CPU its gradients exist twice at the peak, for their sum, and its weights once."""
     block = 4 * (2 * 512 * (512 + 256) + 3 * 512 * 1408 + 2 * 512)
     config = manager.load(argv(REPLICAS))
-    moments = run_alone(rehearse, config, 0, 2, "cpu").moments["forward and backward"]
+    moments = run_alone(rehearse, ResolvedJob(config, 2), 0).moments["forward and backward"]
     on_cpu, on_gpu = run_alone(peaks_on_devices, config)
     assert 2 * block < moments[BACKWARD] < 2.01 * block and on_gpu - on_cpu > block
 
@@ -438,7 +438,7 @@ def peaks_with_reference(arguments):
     jobs = [manager.load(arguments), manager.load([*arguments, "--dpo.reference=elsewhere"])]
     estimates = [prediction.predict(ResolvedJob(job))[0] for job in jobs]
     return [(rank_estimate.moment, rank_estimate.kinds) for rank_estimate in estimates], rehearse(
-        jobs[1], 0, 2, "cpu"
+        ResolvedJob(jobs[1], 2), 0
     ).moments
 
 
@@ -473,7 +473,7 @@ def gathered_devices_and_calls(arguments):
         return resize(storage, size)
 
     torch.UntypedStorage.resize_ = recording_resize
-    return devices, rehearse(manager.load(arguments), 0, 4, "cpu").sent["efsdp", "all_gather", "calls"]
+    return devices, rehearse(ResolvedJob(manager.load(arguments), 4), 0).sent["efsdp", "all_gather", "calls"]
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.pool import run_alone
 from torchtitan.config import manager
+from torchtitan.job import ResolvedJob
 from torchtitan.planner import pipeline_replay, rehearsal
 
 JOB = {
@@ -29,7 +30,7 @@ def shortened_and_complete(arguments, running):
     """Return moments and messages of rehearsals with `running` microbatches of each kind of action, and with all."""
     results = []
     for pipeline_replay.RUNNING in (running, 10**6):
-        result = rehearsal.rehearse(manager.load(arguments), 0, 4, "cuda")
+        result = rehearsal.rehearse(ResolvedJob(manager.load(arguments), 4, "cuda"), 0)
         moments = {name: {kind: size for kind, size in kinds.items() if size} for name, kinds in result.moments.items()}
         results.append((moments, dict(result.sent)))
     return results

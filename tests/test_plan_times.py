@@ -126,7 +126,7 @@ def sent_in_a_step(options):
     job = ["--job.config_file", "debug_model", "--model.tokenizer_path=bytes", "--model.overrides={n_layers = 2}"]
     config = manager.load([*job, *options])
     formula = StepTimer(Workload.of(ResolvedJob(config), 8), seconds_are_bytes, Calibration()).step_time(Plan(shards=8))
-    sent = rehearsal.rehearse(config, 0, 8, "cpu").sent
+    sent = rehearsal.rehearse(ResolvedJob(config, 8), 0).sent
     rehearsed = sum(size for (_, kind, unit), size in sent.items() if unit == "bytes" and kind != "all_reduce")
     return formula.parts["fsdp"], float(rehearsed)
 

@@ -13,6 +13,7 @@ from tests.combinations import Combination
 from tests.support.pool import run_ranks
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
+from torchtitan.job import ResolvedJob
 from torchtitan.parallelisms import quantized_collectives
 from torchtitan.parallelisms.data_parallel import fsdp_modules
 from torchtitan.parallelisms.fsdp_messages import BLOCK, message_bytes, split_parts
@@ -256,7 +257,8 @@ def test_the_start_of_a_run_says_what_is_lossy():
 
 def test_an_estimate_knows_the_groups_of_second_shards():
     """Of rank 5 of 8: gathers of backward and the first sum among 4 neighbors, the second sum with rank 1."""
-    rehearsed = rehearse(load([*JOB, *LOSSY, "--parallelism.fsdp_reshard_after_forward=4"]), 5, 8, "cpu")
+    config = load([*JOB, *LOSSY, "--parallelism.fsdp_reshard_after_forward=4"])
+    rehearsed = rehearse(ResolvedJob(config, 8), 5)
     assert rehearsed.groups["inner shards"] == (4, 5, 6, 7) and rehearsed.groups["outer shards"] == (1, 5)
     calls = {(axis, kind): count for (axis, kind, unit), count in rehearsed.sent.items() if unit == "calls"}
     reductions = 3  # of the block, the head and the embedding

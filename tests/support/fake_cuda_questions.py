@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import current_flash_attention_impl, register_flash_attention_impl
 
 from torchtitan.config import manager
+from torchtitan.job import ResolvedJob
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.planner.fake_cuda.step import HostWaits, job_on_rank, use_fused_norms
+from torchtitan.planner.rehearsal import rows_of_experts
 
 VALID_TOKENS = 1000
 
@@ -64,10 +66,17 @@ def recorded_messages() -> Iterator[list[tuple[str, int, list[int], bool]]]:
             module.__dict__.update(originals)
 
 
+@contextmanager
+def built(argv: list[str], rank: int, world_size: int) -> Iterator[tuple[ParallelModel, Any, dict]]:
+    """Build the job `argv` on the fake CUDA, and count host waits. Yield model, optimizers and a batch."""
+    job = ResolvedJob(manager.load(argv), world_size, "cuda")
+    with job_on_rank(job, rank) as parts, HostWaits(rows_of_experts(job.layout, job.model), job.layout.ep):
+        yield parts
+
+
 def host_waits(argv: list[str], rank: int, world_size: int) -> dict[str, int]:
     """Count host waits by place in the second step of the job `argv`; the first step infers shapes."""
-    config = manager.load(argv)
-    with job_on_rank(config, rank, world_size) as (model, optimizers, batch), HostWaits(config):
+    with built(argv, rank, world_size) as (model, optimizers, batch):
         train_step(model, optimizers, batch)
         device.host_waits.clear()
         train_step(model, optimizers, batch)
@@ -81,25 +90,22 @@ def step_costs(argv: list[str], rank: int, world_size: int) -> dict[str, Any]:
 
 def costs(argv: list[str], rank: int, world_size: int, steps: bool = False) -> dict[str, Any]:
     """Return the costs of forward, backward and clipping in the second step of the job `argv`: see `_costs`."""
-    config = manager.load(argv)
-    with job_on_rank(config, rank, world_size) as (model, optimizers, batch), HostWaits(config):
+    with built(argv, rank, world_size) as (model, optimizers, batch):
         train_step(model, optimizers, batch)
         return _costs(model, lambda: train_step(model, optimizers, batch, steps))
 
 
 def restart_costs(argv: list[str], rank: int, world_size: int) -> dict[str, Any]:
     """Return the costs of a restart of ReLoRA after the first step of the job `argv`: see `_costs`."""
-    config = manager.load(argv)
-    with job_on_rank(config, rank, world_size) as (model, optimizers, batch), HostWaits(config):
+    with built(argv, rank, world_size) as (model, optimizers, batch):
         train_step(model, optimizers, batch)
-        step = config.adapter.relora.every + 1
+        step = manager.load(argv).adapter.relora.every + 1
         return _costs(model, lambda: model.after_step(step, optimizers.optimizers))
 
 
 def optimizer_costs(argv: list[str], rank: int, world_size: int) -> dict[str, Any]:
     """Return the costs of the optimizer's second step: see `_costs`. The gradients are not computed."""
-    config = manager.load(argv)
-    with job_on_rank(config, rank, world_size) as (model, optimizers, _), HostWaits(config):
+    with built(argv, rank, world_size) as (model, optimizers, _):
         for _, parameter in model.named_parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         optimizers.step()
@@ -142,14 +148,13 @@ def flash_attention(argv: list[str], rank: int, world_size: int) -> list[str | N
     """
     register_flash_attention_impl("FA3", register_fn=SimpleNamespace)
     before = current_flash_attention_impl()
-    with job_on_rank(manager.load(argv), rank, world_size):
+    with built(argv, rank, world_size):
         return [before, current_flash_attention_impl()]
 
 
 def gathers_and_waits(argv: list[str], rank: int, world_size: int) -> list[tuple[str, int]]:
     """Return gathers of more than one number and host waits in the second step's forward, in order."""
-    config = manager.load(argv)
-    with job_on_rank(config, rank, world_size) as (model, optimizers, batch), HostWaits(config):
+    with built(argv, rank, world_size) as (model, optimizers, batch):
         train_step(model, optimizers, batch)
         device.order.clear()
         with torch.no_grad():
@@ -159,8 +164,7 @@ def gathers_and_waits(argv: list[str], rank: int, world_size: int) -> list[tuple
 
 def gathers_and_reductions(argv: list[str], rank: int, world_size: int) -> list[tuple[str, int]]:
     """Return gathers and reductions of the second step with their numbers of elements, in order."""
-    config = manager.load(argv)
-    with job_on_rank(config, rank, world_size) as (model, optimizers, batch), HostWaits(config):
+    with built(argv, rank, world_size) as (model, optimizers, batch):
         train_step(model, optimizers, batch)
         device.order.clear()
         train_step(model, optimizers, batch)
@@ -169,8 +173,7 @@ def gathers_and_reductions(argv: list[str], rank: int, world_size: int) -> list[
 
 def sizes_of_groups(argv: list[str], rank: int, world_size: int) -> list[int]:
     """Return sizes of groups that exchange device tensors in a second step that is logged."""
-    config = manager.load(argv)
-    with job_on_rank(config, rank, world_size) as (model, optimizers, batch), HostWaits(config):
+    with built(argv, rank, world_size) as (model, optimizers, batch):
         train_step(model, optimizers, batch)
         device.groups.clear()
         train_step(model, optimizers, batch)
@@ -180,9 +183,7 @@ def sizes_of_groups(argv: list[str], rank: int, world_size: int) -> list[int]:
 
 def messages(argv: list[str], rank: int, world_size: int) -> list[tuple[str, int, list[int], bool]]:
     """Return the messages of rank `rank` in the second step of the job `argv`."""
-    config = manager.load(argv)
-    built, answers = job_on_rank(config, rank, world_size), HostWaits(config)
-    with recorded_messages() as recorded, built as (model, _, batch), answers:
+    with recorded_messages() as recorded, built(argv, rank, world_size) as (model, _, batch):
         model.forward_backward(batch, VALID_TOKENS)
         recorded.clear()  # the first step also exchanges shapes
         model.forward_backward(batch, VALID_TOKENS)

@@ -140,8 +140,7 @@ class _Share:
 
 def _rehearsed(shares: list[_Share]) -> Iterator[Rehearsed]:
     """Yield each share's rehearsal, extrapolated to all layers."""
-    jobs = [(share.stages.with_layers(counts), share.rank) for share in shares for counts in share.layer_counts]
-    tasks = [(job.config, rank, job.world_size, job.device_type) for job, rank in jobs]
+    tasks = [(share.stages.with_layers(counts), share.rank) for share in shares for counts in share.layer_counts]
     in_parallel = sum(share.work for share in shares) >= TOGETHER
     rehearsals = iter(run_in_processes(rehearse, tasks) if in_parallel else [rehearse(*task) for task in tasks])
     for share in shares:
@@ -292,6 +291,15 @@ class Stages:
             changes["parallelism.pipeline_parallel_layers_per_stage"] = None
         return self.job.with_options(changes)
 
+    def with_few_layers(self, most: int) -> ResolvedJob:
+        """Return the job with the fewest layers of each stage that show how its layers gather and recompute.
+
+        A job of which a rank has at most `most` layers times forward passes is unchanged, and one whose layers differ.
+        """
+        if self.job.model.args.n_layers * self.passes <= most * self.job.layout.pp or self.layers_differ:
+            return self.job
+        return self.with_layers({stage: self.fewest_layers(stage) for stage in range(len(self.modules))})
+
     def with_few_microbatches(self) -> "Stages":
         """Return the job with the fewest microbatches that keep each rank's highest number in flight.
 
@@ -331,17 +339,6 @@ def _chooses_alike(pattern: str, layers: Mapping[str, set[str]], kind: frozenset
     return all(
         len({fnmatchcase(f"layers.{number}.{local_name}", pattern) for number in of_kind}) == 1 for local_name in kind
     )
-
-
-def few_layers(job: ResolvedJob, most: int) -> ResolvedJob:
-    """Return the job with the fewest layers of each stage that show how its layers gather and recompute.
-
-    A job of which a rank has at most `most` layers times forward passes is unchanged, and one whose layers differ.
-    """
-    stages = Stages.of(job)
-    if job.model.args.n_layers * stages.passes <= most * job.layout.pp or stages.layers_differ:
-        return job
-    return stages.with_layers({stage: stages.fewest_layers(stage) for stage in range(len(stages.modules))})
 
 
 # Changes that make a job fit

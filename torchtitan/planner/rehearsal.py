@@ -29,11 +29,12 @@ from torch import nn
 from torchtitan.adapters import spec_of
 from torchtitan.assembly import observers, parts
 from torchtitan.assembly.parts import ModelBuilder
-from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.training import LRScheduler
 from torchtitan.core.cadence import NO_LIMIT
 from torchtitan.core.errors import JobError
 from torchtitan.job import ResolvedJob
+from torchtitan.job.layout import Layout
+from torchtitan.job.model import JobModel
 from torchtitan.lr_schedules import CONSTANT
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.float8 import Float8Linear
@@ -122,46 +123,20 @@ def _extended(kinds: Counter, times: float, few: Counter, more: Counter) -> Coun
     return Counter({kind: kinds[kind] + times * (more[kind] - few[kind]) for kind in kinds | few | more})
 
 
-def rehearse(config: JobConfig, rank: int, world_size: int, device: str) -> Rehearsed:
+def rehearse(job: ResolvedJob, rank: int) -> Rehearsed:
     """Rehearse a step that is not the first; return the peak memory of each part of the step, and its messages.
 
     The parts are forward and backward, clipping, and the optimizer's step. If a reference model runs before the first
-    step, it is one more part. `device`: "cpu" or "cuda", which this machine need not have.
+    step, it is one more part. This machine need not have a device of the job's type.
     """
-    config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, enable=False))
-    with warnings.catch_warnings(), _quiet(), _alone_as(rank, world_size):
+    job, cpu = job.with_options({"compile.enable": False}), torch.device("cpu")
+    with warnings.catch_warnings(), _quiet(), _alone_as(rank, job.world_size):
         warnings.simplefilter("ignore")
-        job, cpu = ResolvedJob(config, world_size, device), torch.device("cpu")
-        options = dataclasses.replace(ModelBuilder(job).parallel_options(), replicas_overlap=device == "cpu")
+        options = dataclasses.replace(ModelBuilder(job).parallel_options(), replicas_overlap=job.device_type == "cpu")
         without_values: dict[str, Any] = dict(init_weights=False, storage=WITHOUT_VALUES)
         model = ModelBuilder(job).model(job.layout.dims.build_mesh("cpu"), cpu, options=options, **without_values)
-        optimizers = parts.optimizers(config.optimizer, model)
-        batch = zero_batch(job, model.needs_keys)
-        return rehearse_built(config, model, optimizers, batch, device, LiveTensors())[1]
-
-
-def rehearse_built(
-    config: JobConfig, model: ParallelModel, optimizers: Optimizers, batch: Batch, device: str, live: LiveTensors
-) -> "tuple[Rehearsal, Rehearsed]":
-    """Rehearse a step of a job with its model and optimizers; `batch` has tensors [B, S] or [B].
-
-    `live` counts the memory. If forward and backward retain memory, the result is of a second step.
-    """
-    imitate(device, model.parts)
-    _count_state(live, model.parts)
-    rehearsal = Rehearsal(
-        config, model, optimizers, batch, ResolvedJob(config, model.dims.world_size).layout.batches_per_step
-    )
-    ref_model = _reference(config, model, device)
-    with WITHOUT_VALUES, FakeValues(rows_of_experts(config), model.dims.ep), live.watching():
-        reference_moments = {} if ref_model is None else _run_reference(ref_model, batch, live)
-        del ref_model
-        gc.collect()  # FSDP's modules are in reference cycles
-        if _retains_memory(config):
-            rehearsal.step(live)
-            _name_retained_memory(live, optimizers)
-        result = rehearsal.step(live)
-        return rehearsal, dataclasses.replace(result, moments=result.moments | reference_moments)
+        optimizers, batch = parts.optimizers(job.config.optimizer, model), zero_batch(job, model.needs_keys)
+        return Rehearsal(job, model, optimizers, batch).measure(LiveTensors())
 
 
 WITHOUT_END = {
@@ -178,34 +153,57 @@ WITHOUT_END = {
 
 
 class Rehearsal:
-    """The trainer's step of a job with a model without values on one rank. `batch`: of each forward and backward.
+    """The trainer's step of a job with a model without values on one rank. `batch`: of each forward and backward."""
 
-    `passes`: forward and backward passes of a step. Two of them run, as a third is like the second.
-    """
-
-    def __init__(
-        self, config: JobConfig, model: ParallelModel, optimizers: Optimizers, batch: Batch, passes: int
-    ) -> None:
-        self.model, self.optimizers, self.passes = model, optimizers, passes
+    def __init__(self, job: ResolvedJob, model: ParallelModel, optimizers: Optimizers, batch: Batch) -> None:
+        self.job, self.model, self.optimizers, self.batch = job, model, optimizers, batch
         self.groups = self._groups()  # before any step, because meshes compute with tensors that have values
-        ranks = Ranks(rank=1, world_size=model.dims.world_size)  # the first one would write metrics.jsonl
-        job = ResolvedJob(config, model.dims.world_size, model.device.type).with_options(WITHOUT_END)
+        passes = job.layout.batches_per_step
+        self.times = [passes - 1, 1] if passes > 1 else [1]
+        """The passes of a step that each pass of the rehearsal stands for: a third one is like the second."""
+        ranks = Ranks(rank=1, world_size=job.world_size)  # the first one would write metrics.jsonl
+        endless = job.with_options(WITHOUT_END)
         self.training_step = training_step(
-            job,
+            endless,
             ranks,
             model,
             optimizers,
-            parts.lr_schedulers(job, optimizers, 0),
-            observers.guards(job.config.guard, Path(config.job.dump_folder), model, optimizers),
-            observers.metrics(job, model.device, ranks, None, 0, model.adapter),
+            parts.lr_schedulers(endless, optimizers, 0),
+            observers.guards(endless.config.guard, Path(job.config.job.dump_folder), model, optimizers),
+            observers.metrics(endless, model.device, ranks, None, 0, model.adapter),
             TrainState(step=1, start_step=1),
         )
-        few = [batch] * min(2, passes)
+        few = [batch] * len(self.times)
         self.data = StepData(few, ANY_COUNT, valid_share=1.0, tokens=ANY_COUNT, seconds=0.0, position=None)
 
-    def times(self, number: int) -> int:
-        """Return the number of passes that the pass `number`, counted from 0, stands for."""
-        return self.passes - 1 if number < len(self.data.microbatches) - 1 else 1
+    def measure(self, live: LiveTensors) -> Rehearsed:
+        """Rehearse a step, the second one if forward and backward retain memory. `live` counts the memory."""
+        config = self.job.config
+        imitate(self.job.device_type, self.model.parts)
+        _count_state(live, self.model.parts)
+        ref_model = self._reference()
+        values = FakeValues(rows_of_experts(self.job.layout, self.job.model), self.job.layout.ep)
+        with WITHOUT_VALUES, values, live.watching():
+            reference_moments = {} if ref_model is None else _run_reference(ref_model, self.batch, live)
+            del ref_model
+            gc.collect()  # FSDP's modules are in reference cycles
+            # the state of an optimizer that steps in backward, or the caches of an adapter
+            if config.optimizer.early_step_in_backward or spec_of(config.adapter).stateful:
+                self.step(live)
+                _name_retained_memory(live, self.optimizers)
+            result = self.step(live)
+            return dataclasses.replace(result, moments=result.moments | reference_moments)
+
+    def _reference(self) -> ParallelModel | None:
+        """Return the separate reference model of a preference loss, or None if the job has none."""
+        job, model = self.job, self.model
+        if job.config.dpo.reference is None or "reference" not in ModelBuilder(job).objective().targets:
+            return None
+        ref_model = ModelBuilder(job).model(
+            model.mesh, model.device, policy=model, init_weights=False, storage=WITHOUT_VALUES
+        )
+        imitate(job.device_type, ref_model.parts)
+        return ref_model
 
     def run(self, observer: StepObserver, logged: bool = False) -> None:
         """Run a step."""
@@ -256,7 +254,7 @@ class _Measurement(StepObserver):
         self.rehearsal, self.live, self.traffic = rehearsal, live, traffic
         self.moments: Moments = {}
         self.sent: Sent = Counter()
-        self.passes = 0
+        self.times = iter(rehearsal.times)
         pipeline, self.few = rehearsal.model.pipeline, None
         if replays and pipeline is not None and pipeline.segments is None:
             length = rehearsal.data.microbatches[0]["tokens"].shape[1] // rehearsal.model.dims.cp
@@ -277,8 +275,7 @@ class _Measurement(StepObserver):
         if part == FORWARD_BACKWARD:
             if self.few is not None:
                 self.few.end_pass()
-            self._count_messages(self.rehearsal.times(self.passes))
-            self.passes += 1
+            self._count_messages(next(self.times))
         elif part in (CLIPPING, OPTIMIZER, AFTER_UPDATE):
             self._count_messages()
         if part == OPTIMIZER:
@@ -296,18 +293,6 @@ class _Measurement(StepObserver):
                 self.sent[axis, kind, "bytes"] += times * size  # type: ignore[assignment]
 
 
-def _reference(config: JobConfig, model: ParallelModel, device: str) -> ParallelModel | None:
-    """Return the separate reference model of a preference loss, or None if the job has none."""
-    job = ResolvedJob(config, model.dims.world_size)
-    if config.dpo.reference is None or "reference" not in ModelBuilder(job).objective().targets:
-        return None
-    ref_model = ModelBuilder(job).model(
-        model.mesh, model.device, policy=model, init_weights=False, storage=WITHOUT_VALUES
-    )
-    imitate(device, ref_model.parts)
-    return ref_model
-
-
 def _run_reference(ref_model: ParallelModel, batch: Batch, live: LiveTensors) -> Moments:
     """Return the memory while the reference model computes its log-probabilities, before the first step."""
     for part in ref_model.parts:
@@ -318,14 +303,6 @@ def _run_reference(ref_model: ParallelModel, batch: Batch, live: LiveTensors) ->
     with torch.no_grad():
         ref_model.loss_sum(batch)
     return {"asking the reference": live.peak}
-
-
-def _retains_memory(config: JobConfig) -> bool:
-    """Return True if the first forward and backward allocate what later steps start with.
-
-    That is the state of an optimizer that steps in backward, or the caches of an adapter.
-    """
-    return config.optimizer.early_step_in_backward or spec_of(config.adapter).stateful
 
 
 def _name_retained_memory(live: LiveTensors, optimizers: Optimizers) -> None:
@@ -374,13 +351,10 @@ def imitate(device: str, parts: list[nn.Module]) -> None:
                 module.use_kernel = device == "cuda"
 
 
-def rows_of_experts(config: JobConfig) -> int:
+def rows_of_experts(layout: Layout, model: JobModel) -> int:
     """Return the number of rows for experts in one forward pass of a rank, before they are exchanged."""
-    degrees = config.parallelism
-    layout = ResolvedJob(config).layout
     rows = layout.microbatch_rows if layout.pp > 1 else layout.batch_rows()
-    tokens = rows * config.training.seq_len // (degrees.context_parallel_degree * degrees.tensor_parallel_degree)
-    return tokens * getattr(ResolvedJob(config).model.args, "top_k", 0)
+    return rows * layout.training.seq_len // (layout.cp * layout.tp) * getattr(model.args, "top_k", 0)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ its host waits and messages. Blocks are not compiled: a compiled function counts
 what the compiler makes of a block is not known here. Attention and norms are the single kernels that a GPU has.
 """
 
-import dataclasses
 import traceback
 from collections import Counter
 from collections.abc import Iterable
@@ -16,13 +15,12 @@ from torchtitan.planner.fake_cuda import device, kernels  # first: see there
 
 import torch  # isort: skip
 
-from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.job import ResolvedJob
-from torchtitan.planner.estimate import few_layers
+from torchtitan.planner.estimate import Stages
 from torchtitan.planner.fake_cuda.step import HostWaits, job_on_rank, use_fused_norms
 from torchtitan.planner.live_tensors import ACTIVATIONS, LiveTensors
-from torchtitan.planner.rehearsal import WITHOUT_VALUES, Rehearsal, rehearse_built
+from torchtitan.planner.rehearsal import WITHOUT_VALUES, Rehearsal, rows_of_experts
 from torchtitan.planner.traffic import Traffic
 from torchtitan.rules.loading import load_job
 from torchtitan.torch_internals.dispatch import VALUES_NEEDED
@@ -78,17 +76,13 @@ def rehearse(argv: list[str], rank: int, world_size: int, all_layers: bool) -> d
 
     Without `all_layers`, each stage of a job with many layers and microbatches has a few of its layers.
     """
-    config = load_job(argv)[0]
-    config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, enable=False))
-    layers = ResolvedJob(config).model.args.n_layers
-    if not all_layers:
-        config = few_layers(ResolvedJob(config, world_size, "cuda"), MOST).config
+    full_job = ResolvedJob(load_job(argv)[0], world_size, "cuda").with_options({"compile.enable": False})
+    job = full_job if all_layers else Stages.of(full_job).with_few_layers(MOST)
     use_fused_norms()
     try:
-        with job_on_rank(config, rank, world_size, WITHOUT_VALUES) as (model, optimizers, batch):
-            live = TypedTensors()
-            rehearsal, first = rehearse_built(config, model, optimizers, batch, "cuda", live)
-            second = _later_steps(config, rehearsal)
+        with job_on_rank(job, rank, WITHOUT_VALUES) as (model, optimizers, batch):
+            live, rehearsal = TypedTensors(), Rehearsal(job, model, optimizers, batch)
+            first, second = rehearsal.measure(live), _later_steps(rehearsal)
     except JobError:
         raise
     except VALUES_NEEDED as error:
@@ -101,7 +95,7 @@ def rehearse(argv: list[str], rank: int, world_size: int, all_layers: bool) -> d
     for key, amount in first.sent.items():
         sent[key] += int(amount)
     return {
-        "layers": [ResolvedJob(config).model.args.n_layers, layers],
+        "layers": [job.model.args.n_layers, full_job.model.args.n_layers],
         "moment": moment,
         "memory": dict(sorted(memory.items(), key=lambda item: -item[1])),
         "sent": [[*key, amount] for key, amount in sorted(sent.items())],
@@ -115,7 +109,7 @@ class _Costs(StepObserver):
     """Counts kernels and host waits of a step, for all of its passes."""
 
     def __init__(self, rehearsal: Rehearsal) -> None:
-        self.rehearsal, self.counter, self.passes = rehearsal, kernels.Kernels(), 0
+        self.rehearsal, self.counter, self.times = rehearsal, kernels.Kernels(), iter(rehearsal.times)
         self.costs = {part: Counter[str]() for part in (BEFORE, *PARTS)}
         self.waits = Counter[Wait]()
         self.gradients: dict[str, int] = {}
@@ -127,8 +121,7 @@ class _Costs(StepObserver):
 
     def end(self, part: str) -> None:
         if part == FORWARD_BACKWARD:
-            self.add(PARTS[0], self.rehearsal.times(self.passes))
-            self.passes += 1
+            self.add(PARTS[0], next(self.times))
             self.gradients = _types(p.grad for _, p in self.rehearsal.model.named_parameters() if p.grad is not None)
 
     def add(self, part: str, times: int = 1) -> None:
@@ -148,10 +141,10 @@ class _Costs(StepObserver):
         return self
 
 
-def _later_steps(config: JobConfig, rehearsal: Rehearsal) -> dict[str, Any]:
+def _later_steps(rehearsal: Rehearsal) -> dict[str, Any]:
     """Run a step with the state of the first one, and one that is logged."""
-    model, optimizers, not_rehearsed = rehearsal.model, rehearsal.optimizers, ""
-    with HostWaits(config), Order() as order:
+    job, not_rehearsed = rehearsal.job, ""
+    with HostWaits(rows_of_experts(job.layout, job.model), job.layout.ep), Order() as order:
         quiet = _Costs(rehearsal).of_step()
         count = len(order.exchanges)
         try:
@@ -161,8 +154,10 @@ def _later_steps(config: JobConfig, rehearsal: Rehearsal) -> dict[str, Any]:
             del order.exchanges[count:], order.lines[count:]
     # a logged step waits for the values that it logs, so only a wait without a reason matters
     waits = quiet.waits | Counter({wait: number for wait, number in logged.items() if not wait[-1]})
-    parameters = [p for _, p in model.named_parameters()]
-    moments = [t for o in optimizers for state in o.state.values() for t in state.values() if torch.is_tensor(t)]
+    parameters = [p for _, p in rehearsal.model.named_parameters()]
+    moments = [
+        t for o in rehearsal.optimizers for state in o.state.values() for t in state.values() if torch.is_tensor(t)
+    ]
     types = {
         "parameters": _types(p for p in parameters if p.requires_grad),
         "frozen parameters": _types(p for p in parameters if not p.requires_grad),

@@ -17,14 +17,12 @@ from torch.distributed.tensor import DTensor
 from torchtitan.adapters import quantized
 from torchtitan.assembly import parts
 from torchtitan.assembly.parts import ModelBuilder
-from torchtitan.config.job import JobConfig
 from torchtitan.job import ResolvedJob
 from torchtitan.models import dropout, layers
 from torchtitan.optimizers import moments
 from torchtitan.parallelisms import data_parallel, parallel_dims, parallel_model, quantized_collectives
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.planner.live_tensors import FakeValues
-from torchtitan.planner.rehearsal import rows_of_experts
 from torchtitan.planner.traffic import group_of
 from torchtitan.torch_internals.dispatch import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torchtitan.torch_internals.fake_world import FakeStore
@@ -39,9 +37,6 @@ class HostWaits(FakeValues):
     """Counts where a number or a copy comes to the host, and gives the numbers that only a device would know."""
 
     supports_higher_order_operators = True
-
-    def __init__(self, config: JobConfig):
-        super().__init__(rows_of_experts(config), config.parallelism.expert_parallel_degree)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -172,20 +167,19 @@ class _NormKernel(torch.autograd.Function):
 
 @contextmanager
 def job_on_rank(
-    config: JobConfig, rank: int, world_size: int, mode: FakeTensorMode | None = None
+    job: ResolvedJob, rank: int, mode: FakeTensorMode | None = None
 ) -> Iterator[tuple[ParallelModel, Any, dict]]:
-    """The job's model, optimizers and one batch, as rank `rank` of `world_size` would build them.
+    """The job's model, optimizers and one batch, as rank `rank` would build them.
 
     `mode`: one that no other job of this process has used, by default a new one.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    job = ResolvedJob(config, world_size, "cuda")
+    dist.init_process_group("fake", rank=rank, world_size=job.world_size, store=FakeStore())
     card = torch.device("cuda", 0)
     mesh = job.layout.dims.build_mesh("cuda")
     with mode or FakeTensorMode(allow_non_fake_inputs=True):
         model = ModelBuilder(job).model(mesh, card)
-        optimizers = parts.optimizers(config.optimizer, model)
+        optimizers = parts.optimizers(job.config.optimizer, model)
         batch = zero_batch(job, model.needs_keys)
         yield model, optimizers, {name: torch.empty_like(t, device=card) for name, t in batch.items()}
