@@ -81,7 +81,7 @@ def test_memory_and_messages_are_those_of_the_planners_rehearsal(run, options):
     code, out, _ = run("--world-size=4", "--ranks=0,2", "--json", *options)
     assert code == 0
     for rank, record in json.loads(out)["ranks"].items():
-        planned = rehearsal.rehearse(manager.load([*JOB, *options]), int(rank), 4, "cuda")
+        planned = rehearsal.rehearse(ResolvedJob(manager.load([*JOB, *options]), 4, "cuda"), int(rank))
         assert record["sent"] == [[*key, int(amount)] for key, amount in sorted(planned.sent.items())]
         planned_memory = planned.moments[record["moment"]]
         assert sum(record["memory"].values()) == pytest.approx(planned_memory.total(), rel=tolerance)
@@ -251,8 +251,9 @@ def test_the_usual_ranks_have_a_neighbor_on_each_axis(degrees, ranks):
 def test_a_large_job_has_fewer_layers_and_says_so():
     config = manager.load(["llama3_405b", "--model.tokenizer_path=bytes"])
     job = ResolvedJob(config, 512, "cuda")
-    few, layers = estimate.few_layers(job, 128), job.model.args.n_layers
-    assert few.model.args.n_layers < layers and estimate.few_layers(job, 10**6) == job
+    stages, layers = estimate.Stages.of(job), job.model.args.n_layers
+    few = stages.with_few_layers(128)
+    assert few.model.args.n_layers < layers and stages.with_few_layers(10**6) == job
     dims = job.layout.dims
     record = {"layers": [few.model.args.n_layers, layers]}
-    assert f"with {record['layers'][0]} of {layers} layers" in rehearse.header(config, dims, {0: record})[-1]
+    assert f"with {record['layers'][0]} of {layers} layers" in rehearse.header([], dims, {0: record}, [])[-1]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.commands.command_lines import parse_command
-from torchtitan.config.job import JobConfig
+from torchtitan.config.sections.run import Guard, Metrics
 from torchtitan.core.errors import JobError, format_bytes
 from torchtitan.core.progress_bar import progress_bar, waiting
 from torchtitan.parallelisms.parallel_dims import ParallelDims
@@ -44,16 +44,17 @@ def main(argv: list[str]) -> int:
         raise JobError(NO_JOB)
     facts = load_valid(job_args, options.world_size, "cuda", is_judged, without_resume)
     config, world_size = facts.config, facts.job.world_size
-    dims = facts.job.layout.dims
+    dims, files = facts.job.layout.dims, config.job.config_file
     ranks = sorted(set(options.ranks or usual_ranks(dims)))
     if ranks[-1] >= world_size:
         raise JobError(f"--ranks: given {ranks[-1]}; allowed: 0 to {world_size - 1}")
     records = rehearsed(options, job_args, ranks, world_size)
     faults_of_step, notes = verdict(records)
     if options.json:
-        print(json.dumps(as_json(config, world_size, records, faults_of_step), indent=1))
+        print(json.dumps(as_json(files, world_size, records, faults_of_step), indent=1))
     else:
-        print("\n".join([*header(config, dims, records), *tables(records), *faults_of_step, *notes]))
+        left_out = not_rehearsed(config.metrics, config.guard, records)
+        print("\n".join([*header(files, dims, records, left_out), *tables(records), *faults_of_step, *notes]))
     return WRONG if faults_of_step else FINE
 
 
@@ -187,13 +188,13 @@ def ranks_text(ranks: tuple[int, ...]) -> str:
 # Output
 
 
-def header(config: JobConfig, dims: ParallelDims, records: dict[int, Rank]) -> list[str]:
-    name = " + ".join(config.job.config_file) or "the default job"
+def header(files: list[str], dims: ParallelDims, records: dict[int, Rank], left_out: list[str]) -> list[str]:
+    name = " + ".join(files) or "the default job"
     degrees = " ".join(f"{axis}={size}" for axis, size in dims.all_degrees.items() if size > 1) or "no parallelism"
     lines = [
         f"{name} on {dims.world_size} rank{'s' * (dims.world_size > 1)}, {degrees}, as on an H100 with 80 GB",
         f"rehearsed: {'rank' if len(records) == 1 else 'ranks'} {', '.join(map(str, records))}; nothing is compiled",
-        f"not rehearsed: {', '.join(not_rehearsed(config, records))}",
+        f"not rehearsed: {', '.join(left_out)}",
     ]
     layers = next((record["layers"] for record in records.values() if "layers" in record), [0, 0])
     if layers[0] < layers[1]:
@@ -204,11 +205,11 @@ def header(config: JobConfig, dims: ParallelDims, records: dict[int, Rank]) -> l
     return lines
 
 
-def not_rehearsed(config: JobConfig, records: dict[int, Rank]) -> list[str]:
+def not_rehearsed(metrics: Metrics, guard: Guard, records: dict[int, Rank]) -> list[str]:
     """Return what a step of the job has besides the rehearsed parts."""
     names = ["agreement on the data and time limit, which come before the step"]
-    names += ["histograms"] if config.metrics.histogram_freq else []
-    names += ["comparison of replicas"] if config.guard.replica_check_interval else []
+    names += ["histograms"] if metrics.histogram_freq else []
+    names += ["comparison of replicas"] if guard.replica_check_interval else []
     reasons = {record["not_rehearsed"] for record in records.values() if record.get("not_rehearsed")}
     return [*names, *(f"a logged step, which needs values ({reason})" for reason in sorted(reasons))]
 
@@ -259,10 +260,10 @@ def types_text(sizes: dict[str, int]) -> str:
     return ", ".join(f"{name} {size / total:.1%}" for name, size in shown.items())
 
 
-def as_json(config: JobConfig, world_size: int, records: dict[int, Rank], faults: list[str]) -> dict[str, Any]:
+def as_json(files: list[str], world_size: int, records: dict[int, Rank], faults: list[str]) -> dict[str, Any]:
     shown = ("layers", "moment", "memory", "costs", "trained", "sent", "types", "waits", "failure")
     return {
-        "job": config.job.config_file,
+        "job": files,
         "world_size": world_size,
         "ranks": {rank: {key: record[key] for key in shown if key in record} for rank, record in records.items()},
         "faults": faults,
