@@ -31,6 +31,7 @@ from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.base import decode_stream
 from torchtitan.job.data import JobData
 from torchtitan.models.decoding import reader_for
+from torchtitan.models.kv_cache import store_for_single_rows
 from torchtitan.process.distributed import device_type
 from torchtitan.training import inference_model
 
@@ -53,7 +54,8 @@ def main(argv: list[str]) -> int:
             f"--system: the job's records are of the form {form}, which has no place for it; drop it, or give "
             "--data.chat_template"
         )
-    model: Any = inference_model.load_decoder(job, step_folder, torch.device(device_type()))
+    model: Any = inference_model.load_model(job, step_folder, torch.device(device_type()))[0]
+    store_for_single_rows(model)
     typed = sys.stdin.isatty()
     print(f"{config.model.name} {config.model.flavor}, {step_folder.name}, asked as {form}", file=sys.stderr)
     if typed:

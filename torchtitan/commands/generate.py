@@ -38,6 +38,7 @@ from torchtitan.launcher.processes import Processes
 from torchtitan.models import CONFIG_CONVERTERS, family_for_model_type
 from torchtitan.models.decoding import reader_for
 from torchtitan.models.hf.config import CONFIG, find_config
+from torchtitan.models.kv_cache import store_for_single_rows
 from torchtitan.process.children import python_command
 from torchtitan.process.distributed import device_type
 from torchtitan.process.exit import die_with_parent
@@ -109,7 +110,8 @@ def generate(options: argparse.Namespace, job_args: list[str], text: str, ranks:
     if ranks.world_size > 1:
         model = inference_model.load_model_over_ranks(job, place, ranks)
     else:
-        model = inference_model.load_decoder(job, place, torch.device(device_type()))
+        model, _ = inference_model.load_model(job, place, torch.device(device_type()))
+        store_for_single_rows(model)
     print(f"{config.model.name} {config.model.flavor}, {place.name}", file=sys.stderr)
     # without a begin token, a document begins after the end of the previous one
     start = tokenizer.begin_ids or [tokenizer.eos_id]

@@ -1,11 +1,11 @@
 """Build models next to the one that is trained: with the weights of a checkpoint, for export and generation, and the
 reference model of preference pairs."""
 
-import dataclasses
 import logging
 import math
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,14 @@ from torchtitan.job import ResolvedJob
 from torchtitan.job.model import JobModel
 from torchtitan.job.saving import Saving
 from torchtitan.models.attention import activate_flash_attention
-from torchtitan.models.kv_cache import store_for_single_rows
 from torchtitan.parallelisms.degrees import LimitError
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed, machine
 from torchtitan.process.ranks import Ranks
 
 logger = logging.getLogger(__name__)
+
+ATTENTION = "model.attention_backend"
 
 
 def load_model(job: ResolvedJob, step_folder: Path, device: torch.device) -> tuple[nn.Module, Adapter | None]:
@@ -42,42 +43,34 @@ def load_model(job: ResolvedJob, step_folder: Path, device: torch.device) -> tup
     """
     if device.type == "cpu":
         machine.keep_freed_memory()
-    job = with_available_attention(job, device)
-    built, _, installed = ModelBuilder(job).adapted_model()
+    backend = available_attention(job.config.model.attention_backend, device)
+    built, _, installed = ModelBuilder(job.with_options({ATTENTION: backend})).adapted_model()
     built.to_empty(device=device)
-    _fill(built, job, step_folder, installed)
+    _fill(built, job.model, job.saving, step_folder, installed)
     return built.eval(), installed
 
 
-def with_available_attention(job: ResolvedJob, device: torch.device) -> ResolvedJob:
-    """Activate the job's attention kernel, or return the job with another: it may have been trained on another GPU."""
+def available_attention(backend: str, device: torch.device) -> str:
+    """Activate an attention kernel, and return its name, or "auto" if the device is not one that has it."""
     try:
-        activate_flash_attention(job.config.model.attention_backend, device)
+        activate_flash_attention(backend, device)
     except JobError as error:
         logger.info('attention_backend = "auto" is used instead (%s)', error)
-        return job.with_options({"model.attention_backend": "auto"})
-    return job
+        return "auto"
+    return backend
 
 
-def load_decoder(job: ResolvedJob, step_folder: Path, device: torch.device) -> nn.Module:
-    """Load a model as `load_model` does, to read single tokens fast."""
-    model, _ = load_model(job, step_folder, device)
-    store_for_single_rows(model)
-    return model
-
-
-def _fill(built: nn.Module, job: ResolvedJob, step_folder: Path, installed: Adapter | None) -> None:
+def _fill(built: nn.Module, model: JobModel, saving: Saving, step_folder: Path, installed: Adapter | None) -> None:
     if find_weights(step_folder)[0] != "ours":
-        model = job.model
         extra_adapter = None if model.adapter.initial_path is None else installed
         fresh = extra_adapter.added_parameters if extra_adapter else ()
         _load_foreign(model, step_folder, [built], fresh)
         if extra_adapter is not None:
             extra_adapter.load_tensors([built], parts.peft_tensors(model, extra_adapter))
         return
-    adapter_only = saved_adapter_alone(job.saving, step_folder)
+    adapter_only = saved_adapter_alone(saving, step_folder)
     if adapter_only:
-        fill_base(job.model, built, installed)
+        fill_base(model, built, installed)
     load_model_for_inference(step_folder, built, installed.frozen_parameters if adapter_only else ())
 
 
@@ -112,18 +105,20 @@ def load_model_over_ranks(job: ResolvedJob, step_folder: Path, ranks: Ranks) -> 
     the number of ranks does not divide it.
     """
     device = distributed.init(ranks, job.config.comm.init_timeout_seconds)
-    job = with_available_attention(_split_over(job, ranks.world_size), device)
+    changes = _split_options(getattr(job.model.args, "n_experts", 0), ranks.world_size, job.config.training.dtype)
+    changes[ATTENTION] = available_attention(job.config.model.attention_backend, device)
+    job = job.with_options(changes).on_ranks(ranks.world_size)
     try:
         built = ModelBuilder(job).model(job.layout.dims.build_mesh(device.type), device)
     except LimitError as error:
         raise JobError(f"--ranks: given {error.given}; allowed: {error.allowed}; {error.remedy}") from None
     (full_model,) = built.parts
-    _fill(full_model, job, step_folder, built.adapter)
+    _fill(full_model, job.model, job.saving, step_folder, built.adapter)
     return full_model.eval()
 
 
-def _split_over(job: ResolvedJob, world_size: int) -> ResolvedJob:
-    experts = getattr(job.model.args, "n_experts", 0)
+def _split_options(experts: int, world_size: int, dtype: str) -> dict[str, Any]:
+    """Return the options of a job whose model is split over the ranks and computed in `dtype`."""
     if experts:
         degrees = Parallelism(expert_parallel_degree=math.gcd(experts, world_size))
     else:
@@ -133,11 +128,9 @@ def _split_over(job: ResolvedJob, world_size: int) -> ResolvedJob:
             disable_sequence_parallel=True,
             disable_loss_parallel=True,
         )
-    dtype = job.config.training.dtype
     types = {"training.mixed_precision_param": dtype, "training.frozen_dtype": dtype, "training.float8": "none"}
-    sections = {"parallelism": degrees, "activation_checkpoint": ActivationCheckpoint(mode="none")}
-    changed = job.with_options(types | sections | {"compile": Compile()})
-    return dataclasses.replace(changed, world_size=world_size)
+    recompute = ActivationCheckpoint(mode="none")
+    return types | {"parallelism": degrees, "activation_checkpoint": recompute, "compile": Compile()}
 
 
 def broadcast_from_first(choice: torch.Tensor) -> torch.Tensor:
