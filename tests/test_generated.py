@@ -103,7 +103,7 @@ def test_texts_equal_those_of_generate(one_rank):
     rows, _, _, folder = one_rank
     config = manager.load(job_arguments(folder, rows))
     model, _ = load_model(ResolvedJob(config), folder / "checkpoint/step-00000004", torch.device("cpu"))
-    prompts = validation.prompts_of(ResolvedJob(config), BYTES)
+    prompts = validation.Generations(ResolvedJob(config), BYTES, False, None).prompts
     assert [(row["step"], row["number"]) for row in generated_rows(folder)] == [
         (2, 0),
         (2, 1),

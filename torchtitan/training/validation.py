@@ -125,7 +125,13 @@ class Generations:
         self.context, self.max_new_tokens = job.data.seq_len("validation"), config.validation.generated_tokens
         self.multiple = job.layout.tp if job.layout.sequence_parallel else 1
         self.path = Path(config.job.dump_folder, FILE)
-        self.prompts = prompts_of(job, vocabulary) if config.validation.generated else []
+        self.prompts: list[Prompt] = []
+        """Of the first validation samples or pairs under any plan; fewer if the data has fewer."""
+        if count := config.validation.generated:
+            options = {"training.dataloader": DataLoader(pin_memory=False), "validation.local_batch_size": 1}
+            loader = JobDatasets(job.on_one_rank().with_options(options)).validation_loader(vocabulary, 0)
+            self.prompts = [prompt_of(batch, end_of_turn_ids(vocabulary)) for batch in islice(loader, count)]
+            loader.close()
         self.file = JsonLines(self.path, resumed) if writes and (self.prompts or self.path.exists()) else None
 
     def write(self, model: ParallelModel, step: int, progress: Progress, phase: str = "validate") -> None:
@@ -178,19 +184,6 @@ class Generations:
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
-
-
-def prompts_of(job: ResolvedJob, vocabulary: Tokenizer) -> list[Prompt]:
-    """Return the prompts of the first validation samples or pairs under any plan; fewer if the data has fewer."""
-    # a few, read once, here
-    job = job.on_one_rank().with_options(
-        {"training.dataloader": DataLoader(pin_memory=False), "validation.local_batch_size": 1}
-    )
-    loader = JobDatasets(job).validation_loader(vocabulary, 0)
-    batches = islice(loader, job.config.validation.generated)
-    prompts = [prompt_of(batch, end_of_turn_ids(vocabulary)) for batch in batches]
-    loader.close()
-    return prompts
 
 
 def prompt_of(batch: Batch, end_ids: Collection[int]) -> Prompt:
