@@ -184,7 +184,7 @@ def test_weights_are_gathered_in_8_bits():
     sent = {}
     for recipe in ("none", *RECIPES):
         config = load([*arguments, f"--training.float8={recipe}"])
-        sent[recipe] = rehearse(config, 0, 4, "cuda").sent["dp_shard", "all_gather", "bytes"]
+        sent[recipe] = rehearse(ResolvedJob(config, 4, "cuda"), 0).sent["dp_shard", "all_gather", "bytes"]
     matrices = [math.prod(sizes) for name, sizes in linears(ResolvedJob(config).model.args).items() if name != HEAD]
     assert len(matrices) == 14 and sent["none"] == sent["rowwise"]
     assert sent["none"] - sent["tensorwise"] == 2 * 3 * sum(size / 4 - 4 for size in matrices)  # forward and backward
@@ -194,7 +194,7 @@ def test_the_start_says_that_products_are_imitated():
     config = load(["--model.tokenizer_path=bytes", "--training.float8=rowwise"])
     imitated = "float8 (rowwise, imitated: this device has no such products)"
     assert (
-        describe_precision(ResolvedJob(config))
+        describe_precision(ResolvedJob(config).model, None, "cpu")
         == f"bfloat16 and {imitated} with float32 parameters and float32 reduction"
     )
 

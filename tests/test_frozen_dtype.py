@@ -173,8 +173,9 @@ def test_estimate_check_and_header_name_the_type(texts, tmp_path, capsys):
     narrow, wide = (load(job(tmp_path, texts, training__frozen_dtype=dtype)) for dtype in ("bfloat16", "float32"))
     sizes = [run_alone(predict, ResolvedJob(config))[0].kinds[FROZEN] for config in (narrow, wide)]
     assert sizes[1] == 2 * sizes[0]
+    resolved = ResolvedJob(narrow)
     assert (
-        describe_precision(ResolvedJob(narrow))
+        describe_precision(resolved.model, resolved.saving.frozen_dtype, "cpu")
         == "bfloat16 with bfloat16 frozen and float32 trained parameters and float32 reduction"
     )
     assert cli.main(["check", "--no-memory", *job(tmp_path, texts)]) == 0

@@ -86,9 +86,7 @@ def test_the_save_that_a_run_goes_on_from_is_counted(background, failed, clock, 
     restart = Restart(1, "", 0, 1, 0.0, ended=clock.now) if failed else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reporting, "time", SimpleNamespace(monotonic=clock, time=clock))
-        mode = "async" if background else "disabled"
-        config = SimpleNamespace(job=SimpleNamespace(tags=[]), checkpoint=SimpleNamespace(async_mode=mode))
-        reporting.record_start(config, restart, Mock(), second, 1, tmp_path)
+        reporting.record_start([], background, restart, Mock(), second, 1, tmp_path)
     in_vain = background and failed
     assert second.seconds["save"] == (0 if in_vain else 4) and second.saves == (not in_vain)
     assert second.seconds["redone"] == (10 if in_vain else 6 if failed else 0)

@@ -97,7 +97,7 @@ def test_a_second_run_leaves_no_files_of_the_first_export(tmp_path):
 
 def test_a_start_without_checkpoints_is_logged(tmp_path):
     texts = jobs.write_texts(tmp_path / "texts")
-    message = "nothing will be saved: checkpoint.enable is off"
+    message = "checkpoint.enable is off: the weights will be lost when the run ends"
     _, _, err = jobs.run(jobs.arguments(tmp_path / "a", texts, training__steps=1))
     assert message in err
 

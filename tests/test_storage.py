@@ -276,7 +276,7 @@ def test_a_run_saves_before_its_time_limit_and_resumes(tmp_path):
     code, out, err = jobs.run(argv, ranks=2)
     assert code == 11, err  # not 143: no signal was sent
     assert "before the time limit" in out
-    assert "nothing will be saved" not in err
+    assert "the weights will be lost" not in err
     last = jobs.logged_steps(tmp_path / "run")[-1]["step"]
     assert layout.check_complete(tmp_path / "run" / "checkpoint" / layout.step_name(last)).step == last < 10**6
     assert (tmp_path / "run" / "last_checkpoint").read_text().strip() == layout.step_name(last)

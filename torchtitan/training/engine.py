@@ -200,7 +200,8 @@ class Engine:
             toml = manager.to_toml(as_written.portable().config)
             run_folder.record_start(self.exports.folder, toml, self.current_step, plan)
         loaded_from = self.checkpointer.loaded_from if self.checkpointer and resumed_step is not None else None
-        record_start(job.config, restart, self.metrics, self.goodput, self.current_step, loaded_from)
+        tags, in_background = job.config.job.tags, job.config.checkpoint.async_mode != "disabled"
+        record_start(tags, in_background, restart, self.metrics, self.goodput, self.current_step, loaded_from)
         return last_data_step
 
     def _open_data(self, adapter_is_fresh: bool = False) -> None:

@@ -4,20 +4,21 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
 
-from torchtitan.config.job import JobConfig
+from torchtitan.config.sections.field_types import Precision
 from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.files import FileError
 from torchtitan.core.float8 import has_kernel
 from torchtitan.core.progress_bar import DELAY_SECONDS, is_watched, progress_bar
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.job import ResolvedJob
+from torchtitan.job.model import JobModel
 from torchtitan.job.saving import Saving
 from torchtitan.launcher.run_folder import PLOT_FILE, RecordedPlan
 from torchtitan.lr_scheduling import LRSchedulers
@@ -65,7 +66,7 @@ def log_start(
         "plan       %s on %s, %s; %s of %s%d tokens a step%s",
         layout.dims.describe(),
         model.device.type,
-        describe_precision(job),
+        describe_precision(job.model, job.saving.frozen_dtype, job.device_type),
         layout.sample_count(layout.samples),
         "up to " * (job.data.padding_multiple > 0),
         config.training.seq_len,
@@ -96,7 +97,7 @@ def log_start(
     logger.info("folder     %s", Path(config.job.dump_folder).resolve())
     if not config.checkpoint.enable or config.checkpoint.load_only:
         off = "checkpoint.load_only is set" if config.checkpoint.enable else "checkpoint.enable is off"
-        logger.warning("nothing will be saved: %s; what this run learns is lost with its end", off)
+        logger.warning("%s: the weights will be lost when the run ends", off)
 
 
 def describe_adapter_save(saving: Saving) -> str:
@@ -106,15 +107,15 @@ def describe_adapter_save(saving: Saving) -> str:
     return f"checkpoints hold the adapter alone (adapter.save = alone); the model in {path} has to stay there"
 
 
-def describe_precision(job: ResolvedJob) -> str:
-    training, compute = job.config.training, job.model.compute_dtype
+def describe_precision(model: JobModel, frozen: Precision | None, device_type: str) -> str:
+    """Describe the types of a model's numbers. `frozen`: the type that frozen weights are stored in."""
+    training, compute = model.training, model.compute_dtype
     products: str = compute
     if training.float8 != "none":
-        imitated = "" if has_kernel(job.device_type) else ", imitated: this device has no such products"
+        imitated = "" if has_kernel(device_type) else ", imitated: this device has no such products"
         products += f" and float8 ({training.float8}{imitated})"
     if compute == training.dtype:
         return products
-    frozen = job.saving.frozen_dtype
     stored = training.dtype if frozen is None else f"{frozen} frozen and {training.dtype} trained"
     return f"{products} with {stored} parameters and {training.mixed_precision_reduce} reduction"
 
@@ -138,7 +139,8 @@ def plan_to_record(samples: int, model: ParallelModel, ranks: Ranks) -> Recorded
 
 
 def record_start(
-    config: JobConfig,
+    tags: Sequence[str],
+    saves_in_background: bool,
     restart: Restart | None,
     metrics: MetricsLogger,
     goodput: Goodput,
@@ -150,10 +152,10 @@ def record_start(
     `step` and `loaded_from`: the step that the run continues from and its checkpoint, if there is one. The time between
     an asynchronous save and a failure counts as lost.
     """
-    if config.job.tags:
-        metrics.record_event(step, "tags", {"tags": ", ".join(config.job.tags)})
+    if tags:
+        metrics.record_event(step, "tags", {"tags": ", ".join(tags)})
     saved_at = None if loaded_from is None else loaded_from.stat().st_mtime
-    if saved_at is not None and (config.checkpoint.async_mode == "disabled" or not restart):
+    if saved_at is not None and (not saves_in_background or not restart):
         goodput.saved(saved_at)
     elif saved_at is not None:
         saved_at = goodput.loaded_at or saved_at
