@@ -31,7 +31,6 @@ from torchtitan.process.machine import describe_limit, limit_in_bytes
 from torchtitan.rules import RULES, Facts, check
 from torchtitan.rules.loading import load_valid
 from torchtitan.rules.optimization import trained_matrices
-from torchtitan.rules.pipeline import layers_by_stage
 
 __all__ = ["RULES", "check", "main"]
 
@@ -305,7 +304,7 @@ def _pipeline(facts: Facts) -> list[str]:
     layout = facts.layout
     if layout.pp == 1:
         return []
-    degrees, layers = facts.config.parallelism, layers_by_stage(facts)
+    degrees, layers = facts.config.parallelism, facts.layers_by_stage
     name = degrees.pipeline_parallel_schedule_csv or degrees.pipeline_parallel_schedule
     counts = ", ".join(map(str, layers)) if len(layers) <= 8 else f"{min(layers)} to {max(layers)}"
     microbatches = f"{layout.microbatches} microbatch{'es' if layout.microbatches > 1 else ''}"

@@ -17,6 +17,7 @@ from torchtitan.config.options import ConfigError
 from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.errors import JobError
 from torchtitan.job import ResolvedJob
+from torchtitan.job.layout import Layout
 from torchtitan.job.model import JobModel
 from torchtitan.metrics.plot import GREY, INK, STYLE, check_format
 from torchtitan.parallelisms.pipeline.actions import (
@@ -37,7 +38,6 @@ from torchtitan.process.ranks import likely_device
 from torchtitan.rules import Facts
 from torchtitan.rules.loading import load_valid
 from torchtitan.rules.monitoring import unwritable
-from torchtitan.rules.pipeline import layers_by_stage, num_stages
 
 OF_THE_PIPELINE = (
     "model.name",
@@ -149,9 +149,7 @@ def ask(options: argparse.Namespace, job: list[str]) -> Question:
         pp, microbatches = facts.layout.pp, facts.layout.microbatches
         degrees = facts.config.parallelism
         schedule, csv = degrees.pipeline_parallel_schedule, degrees.pipeline_parallel_schedule_csv
-        stages_per_rank = stages_per_rank or (
-            None if csv else num_stages(degrees, facts.model.args.n_layers, schedule) // pp
-        )
+        stages_per_rank = stages_per_rank or (None if csv else facts.layout.num_stages(facts.model.args.n_layers) // pp)
         merge_backward |= facts.config.activation_checkpoint.mode != "none" or facts.layout.compiles_model
     pp = pp or 4
     return Question(
@@ -170,10 +168,10 @@ def ask(options: argparse.Namespace, job: list[str]) -> Question:
 
 def unequal_layers(facts: Facts) -> tuple[int, ...]:
     """Return the layers per stage, or () if all stages cost the same, counting embedding and head as the cut does."""
-    degrees, layers = facts.config.parallelism, layers_by_stage(facts)
+    layers, (first, last) = facts.layers_by_stage, facts.layout.end_costs
     costs = list(layers)
-    costs[0] += degrees.pipeline_parallel_first_stage_less_layers
-    costs[-1] += degrees.pipeline_parallel_last_stage_less_layers
+    costs[0] += first
+    costs[-1] += last
     return tuple(layers) if len(set(costs)) > 1 else ()
 
 
@@ -199,7 +197,8 @@ def overridden(config: JobConfig, options: argparse.Namespace) -> JobConfig:
         degrees.pipeline_parallel_layers_per_stage = None
     if options.schedule:
         degrees.pipeline_parallel_schedule, degrees.pipeline_parallel_schedule_csv = options.schedule, None
-        if not cut_suits(ResolvedJob(config).model, degrees):
+        job = ResolvedJob(config)
+        if not cut_suits(job.layout, job.model):
             degrees.pipeline_parallel_layers_per_stage = degrees.module_fqns_per_model_part = None
     if options.microbatches:
         config.training.local_batch_size = options.microbatches * degrees.pipeline_parallel_microbatch_size
@@ -212,14 +211,14 @@ def overridden(config: JobConfig, options: argparse.Namespace) -> JobConfig:
     return config
 
 
-def cut_suits(model: JobModel, degrees: Parallelism) -> bool:
+def cut_suits(layout: Layout, model: JobModel) -> bool:
     """Return True if the job's schedule allows the number of stages that the job cuts its model into."""
     try:
         n_layers = model.args.n_layers
     except (JobError, KeyError):  # the rules report it
         return True
     try:
-        return num_stages(degrees, n_layers, degrees.pipeline_parallel_schedule) > 0
+        return layout.num_stages(n_layers) > 0
     except JobError:
         return False
 

@@ -5,7 +5,7 @@ rows; a pair has two.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 from torchtitan.config.sections.model import Compile, Parallelism
@@ -15,9 +15,10 @@ from torchtitan.core.errors import JobError
 from torchtitan.losses.tasks import rows_per_sample
 from torchtitan.parallelisms import degrees
 from torchtitan.parallelisms.parallel_dims import ParallelDims
-from torchtitan.parallelisms.pipeline.cut import num_microbatches
+from torchtitan.parallelisms.pipeline.cut import check_stages, choose_num_stages, num_microbatches, split_layers
 
 Section = Literal["training", "validation"]
+_split_layers = cache(split_layers)
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,35 @@ class Layout:
         headtail = options.context_parallel_load_balancer == "headtail"
         levelled = degrees.is_load_balanced(options.context_parallel_rotate_method, headtail)
         return degrees.sequence_multiples(self.cp, self.tp, load_balanced=levelled, sequence_parallel=split)
+
+    # Pipeline
+
+    @property
+    def end_costs(self) -> tuple[int, int]:
+        """Layers that the first and last stage of a pipeline have less than others."""
+        options = self.parallelism
+        return options.pipeline_parallel_first_stage_less_layers, options.pipeline_parallel_last_stage_less_layers
+
+    def num_stages(self, n_layers: int, schedule: str = "") -> int:
+        """Return the number of stages over all ranks with the job's schedule or another one.
+
+        Raises JobError if a model of `n_layers` layers cannot be cut so for it.
+        """
+        options = self.parallelism
+        schedule, parts = schedule or options.pipeline_parallel_schedule, options.module_fqns_per_model_part
+        if parts is not None:
+            check_stages(schedule, self.pp, len(parts))
+            return len(parts)
+        return choose_num_stages(
+            schedule, self.pp, n_layers, options.pipeline_parallel_layers_per_stage, *self.end_costs
+        )
+
+    def layers_by_stage(self, n_layers: int, num_stages: int | None = None) -> list[int]:
+        """Return the number of layers of each stage. `num_stages`: if the schedule is from a file."""
+        parts = self.parallelism.module_fqns_per_model_part
+        if parts is not None:
+            return [sum(name.startswith("layers.") for name in part) for part in parts]
+        return _split_layers(n_layers, num_stages or self.num_stages(n_layers), *self.end_costs)
 
     # Compilation
 

@@ -79,10 +79,7 @@ class Workload:
             compute_bytes=BYTES[computes],
             stored_bytes=BYTES[training.dtype],
             dtype="float8" if training.float8 != "none" else computes,
-            ends=(
-                degrees.pipeline_parallel_first_stage_less_layers,
-                degrees.pipeline_parallel_last_stage_less_layers,
-            ),
+            ends=layout.end_costs,
             reshard=degrees.fsdp_reshard_after_forward,
             gather_bits=BITS[degrees.fsdp_quantized_gather],
             float8_share=sum(float8_weights(layout, args, layer) for layer in layers) / (dense + ends),
@@ -191,13 +188,8 @@ class Plan:
         degrees, local, pp = layout.parallelism, layout.training.local_batch_size, layout.pp
         schedule, stages = "", 1
         if pp > 1:
-            traits = schedule_traits(degrees.pipeline_parallel_schedule)
-            schedule = traits.name
-            ends = degrees.pipeline_parallel_first_stage_less_layers, degrees.pipeline_parallel_last_stage_less_layers
-            per_stage = degrees.pipeline_parallel_layers_per_stage
-            stages = (
-                -(-(job.model.args.n_layers + sum(ends)) // per_stage) // pp if per_stage else traits.stages_per_rank
-            )
+            schedule = schedule_traits(degrees.pipeline_parallel_schedule).name
+            stages = layout.num_stages(job.model.args.n_layers) // pp
         mode = recompute.selective_ac_option if recompute.mode == "selective" else recompute.mode
         return cls(
             tp=layout.tp,

@@ -12,7 +12,7 @@ from torchtitan.job import ResolvedJob
 from torchtitan.job.layout import Layout
 from torchtitan.models.sizes import STACK
 from torchtitan.parallelisms.fsdp_messages import may_gather_float8, resharding
-from torchtitan.parallelisms.pipeline.cut import ScheduleTraits, schedule_traits, split_layers, stages_of_rank
+from torchtitan.parallelisms.pipeline.cut import ScheduleTraits, schedule_traits, stages_of_rank
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -86,9 +86,6 @@ def _spans(counts: tuple[int, ...]) -> list[list[int]]:
     """Return the numbers of the layers of each stage, from their counts."""
     ends = list(accumulate(counts))
     return [list(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]
-
-
-_split = cache(split_layers)
 
 
 @cache
@@ -225,7 +222,7 @@ class RankLayout:
     @property
     def _merges_backward(self) -> bool:
         """True if gradients of inputs and weights are computed together, in every schedule."""
-        return self.job.config.activation_checkpoint.mode != "none" or self.layout.compile.enable
+        return self.job.config.activation_checkpoint.mode != "none" or self.layout.compiles_model
 
     @cached_property
     def stages_in_flight(self) -> list[tuple[int, ...]]:
@@ -247,19 +244,10 @@ class RankLayout:
     @cached_property
     def stages(self) -> list[list[int]]:
         """Numbers of the layers of each of this rank's stages."""
-        n_layers, options, pp = self.args.n_layers, self.layout.parallelism, self.layout.pp
         if not self.in_pipeline:
-            return [list(range(n_layers))]
-        traits = self.schedule
-        ends = options.pipeline_parallel_first_stage_less_layers, options.pipeline_parallel_last_stage_less_layers
-        if options.module_fqns_per_model_part is not None:
-            counts = [sum(name.startswith("layers.") for name in part) for part in options.module_fqns_per_model_part]
-        else:
-            per_stage = options.pipeline_parallel_layers_per_stage
-            number = pp * traits.stages_per_rank if per_stage is None else -(-(n_layers + sum(ends)) // per_stage)
-            counts = _split(n_layers, number, *ends)
-        spans = _spans(tuple(counts))
-        return [spans[stage] for stage in stages_of_rank(self.rank, pp, len(spans), traits.style)]
+            return [list(range(self.args.n_layers))]
+        spans = _spans(tuple(self.layout.layers_by_stage(self.args.n_layers)))
+        return [spans[stage] for stage in stages_of_rank(self.rank, self.layout.pp, len(spans), self.schedule.style)]
 
     @cached_property
     def layers(self) -> list[int]:

@@ -23,7 +23,7 @@ from torchtitan.job.saving import Saving
 from torchtitan.job.schedule import JobSchedule
 from torchtitan.lr_schedules import LRSchedule, schedule_of
 from torchtitan.models.hf.config import find_config, untrained_token_ids
-from torchtitan.parallelisms.pipeline.actions import ScheduleTableError, Table, load_schedule_csv
+from torchtitan.parallelisms.pipeline.actions import ScheduleTableError, Table, count_stages, load_schedule_csv
 
 Device = str
 """Kind of device, "cpu" or "cuda"."""
@@ -107,6 +107,13 @@ class Facts:
             return load_schedule_csv(degrees.pipeline_parallel_schedule_csv, self.layout.pp, num_stages, microbatches)
         except ScheduleTableError as error:
             return error
+
+    @property
+    def layers_by_stage(self) -> list[int]:
+        """The number of layers of each stage of a pipeline. The job must have no faults."""
+        table = self.schedule_table
+        assert not isinstance(table, ScheduleTableError)
+        return self.layout.layers_by_stage(self.model.args.n_layers, None if table is None else count_stages(table))
 
     @cached_property
     def untrained_tokens(self) -> list[int]:

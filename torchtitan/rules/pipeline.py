@@ -14,11 +14,8 @@ from torchtitan.parallelisms.pipeline.cut import (
     ScheduleTraits,
     check_microbatches,
     check_stage_modules,
-    check_stages,
-    choose_num_stages,
     model_modules,
     schedule_traits,
-    split_layers,
 )
 from torchtitan.rules.facts import Facts, Rule
 
@@ -37,34 +34,6 @@ def traits_of(facts: Facts) -> ScheduleTraits | None:
         return schedule_traits(degrees.pipeline_parallel_schedule) if by_name else None
     except JobError:
         return None
-
-
-def num_stages(options: Parallelism, n_layers: int, schedule: str) -> int:
-    """Return the number of stages over all ranks. JobError if the model cannot be cut so for the schedule."""
-    pp, parts = options.pipeline_parallel_degree, options.module_fqns_per_model_part
-    if parts is not None:
-        check_stages(schedule, pp, len(parts))
-        return len(parts)
-    return choose_num_stages(
-        schedule,
-        pp,
-        n_layers,
-        options.pipeline_parallel_layers_per_stage,
-        options.pipeline_parallel_first_stage_less_layers,
-        options.pipeline_parallel_last_stage_less_layers,
-    )
-
-
-def layers_by_stage(facts: Facts) -> list[int]:
-    """Return the number of layers of each stage. The job must have no faults."""
-    options, table, n_layers = facts.config.parallelism, facts.schedule_table, facts.model.args.n_layers
-    if options.module_fqns_per_model_part is not None:
-        return [sum(name.startswith("layers.") for name in part) for part in options.module_fqns_per_model_part]
-    assert not isinstance(table, ScheduleTableError)
-    schedule = options.pipeline_parallel_schedule
-    stages = count_stages(table) if table is not None else num_stages(options, n_layers, schedule)
-    less = options.pipeline_parallel_first_stage_less_layers, options.pipeline_parallel_last_stage_less_layers
-    return split_layers(n_layers, stages, *less)
 
 
 def pipelines_need_a_newer_torch(facts: Facts) -> Iterator[Fault]:
@@ -109,7 +78,7 @@ def stages_suit_the_schedule(facts: Facts) -> Iterator[Fault]:
         return
     n_layers = facts.model.args.n_layers
     try:
-        num_stages(degrees, n_layers, traits.name)
+        facts.layout.num_stages(n_layers, traits.name)
     except JobError as error:
         allowed = f"stages that suit {traits.name} on {facts.layout.pp} ranks"
         if degrees.module_fqns_per_model_part is not None:
@@ -165,7 +134,7 @@ def _microbatch_fault(facts: Facts, schedule: str) -> str:
     """Return the reason why the schedule cannot run the microbatches; "" if it can, or if another rule reports it."""
     n_layers, microbatches = facts.model.args.n_layers, facts.layout.microbatches
     try:
-        stages = num_stages(facts.config.parallelism, n_layers, schedule)
+        stages = facts.layout.num_stages(n_layers, schedule)
     except JobError:
         return ""
     try:
@@ -197,7 +166,7 @@ def _suits(facts: Facts, schedule: str) -> bool:
     except LimitError:
         return True
     try:
-        return num_stages(facts.config.parallelism, n_layers, schedule) > 0 and not _microbatch_fault(facts, schedule)
+        return facts.layout.num_stages(n_layers, schedule) > 0 and not _microbatch_fault(facts, schedule)
     except LimitError:  # microbatches
         return True
     except JobError:

@@ -13,7 +13,6 @@ from torchtitan.plugins.neurocache import authors_format
 from torchtitan.plugins.neurocache.options import Neurocache
 from torchtitan.plugins.neurocache.sizes import KEY, cache_misfits, layers_of, split_layers_message
 from torchtitan.rules.facts import Facts, Rule
-from torchtitan.rules.pipeline import layers_by_stage
 
 KIND = "neurocache"
 FAMILIES = ("llama2", "llama3", "llama3.1", "llama3.2", "mistral", "opt")
@@ -47,7 +46,7 @@ def cache_fits_the_model(facts: Facts) -> Iterator[Fault]:
         return
     layers, first = layers_of(options, args.n_layers), 0
     try:
-        stages = layers_by_stage(facts)
+        stages = facts.layers_by_stage
     except (JobError, AssertionError):  # another rule reports it
         return
     for count in stages:
