@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -47,6 +47,8 @@ from torchtitan.parallelisms.steps import require_steps
 from torchtitan.process import distributed
 from torchtitan.process.host import host
 
+Batch = dict[str, torch.Tensor]
+
 
 class StepHook(Protocol):
     name: str
@@ -67,23 +69,56 @@ class StepHook(Protocol):
         ...
 
 
-@runtime_checkable
-class StatefulAdapter(Protocol):
-    """The hooks of an adapter with state between batches, described in adapters/stateful.py."""
+class StatefulAdapter:
+    """The hooks of an adapter with state that lives across batches, for example a cache of the documents being read.
 
-    def check_parts(self, parts: Iterable[nn.Module]) -> None: ...
+    Every rank calls all of them, in the same order. `parts`: this rank's parts of the model,
+    more than one under an interleaved pipeline schedule.
+    """
+
+    def check_parts(self, parts: Iterable[nn.Module]) -> None:
+        """Raise JobError if pipeline stages separate layers that share state."""
 
     def before_training(
         self,
         parts: Sequence[nn.Module],
-        run_batch: Callable[["Batch"], object],
-        replay: Callable[[int], Iterable["Batch"]],
-        calibration: Callable[[int], Iterable["Batch"]] | None,
-    ) -> None: ...
+        run_batch: Callable[[Batch], object],
+        replay: Callable[[int], Iterable[Batch]],
+        calibration: Callable[[int], Iterable[Batch]] | None,
+    ) -> None:
+        """Initialize or rebuild the state before the first step of a start, and after a rollback.
 
-    def after_batch(self, parts: Sequence[nn.Module]) -> None: ...
+        The model is in evaluation mode. `run_batch` runs its forward and then `after_batch`. `replay(n)` returns the
+        batches with the last n tokens of each row's current document, none in a new run. `calibration(n)` returns the
+        first n segments of the training data; it is None unless the adapter is untrained.
+        """
 
-    def evaluation_variants(self, parts: Iterable[nn.Module]) -> Iterator[str]: ...
+    def after_batch(self, parts: Sequence[nn.Module]) -> None:
+        """Run after the forward and backward of each batch, or after its forward in evaluation."""
+
+    def evaluation_variants(self, parts: Iterable[nn.Module]) -> Iterator[str]:
+        """Set up each variant of evaluation in turn and yield the suffix of its loss's name.
+
+        The first is the model's default and has an empty suffix.
+        """
+        yield ""
+
+    state_restored = False
+    """True from the load of a checkpoint until `before_training` if `tensors_to_restore` were filled from it."""
+
+    def state_tensors(self, parts: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
+        """Return this rank's state for a checkpoint, as tensors of any shape; empty if checkpoints do not hold it."""
+        return {}
+
+    def tensors_to_restore(
+        self, parts: Iterable[nn.Module], shapes: Mapping[str, list[int]], rows: int, device: torch.device
+    ) -> dict[str, torch.Tensor] | None:
+        """Return the tensors of `state_tensors` to fill from a checkpoint, or None if they do not fit it.
+
+        A misfit is no error: the state is then rebuilt by `before_training`. `shapes`: as saved by this rank under an
+        equal plan. `rows`: rows of a batch. `device`: the compute device.
+        """
+        return {}
 
 
 class StepHooks(list[StepHook]):
@@ -104,9 +139,6 @@ class StepHooks(list[StepHook]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for hook in self:
             hook.load_state_dict(state.get(hook.name, {}))
-
-
-Batch = dict[str, torch.Tensor]
 
 
 def parallel_parts(
@@ -367,7 +399,7 @@ class ParallelModel:
         replay: Callable[[int], Iterable[Batch]],
         calibration: Callable[[int], Iterable[Batch]] | None = None,
     ) -> None:
-        """Let an adapter with state read training batches before the next step, see adapters/stateful.py."""
+        """Let an adapter with state read training batches before the next step."""
         if self.stateful_adapter is not None:
             self.train(False)
             self.stateful_adapter.before_training(self.parts, self.loss_sum, replay, calibration)

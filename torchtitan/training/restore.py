@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from torchtitan.adapters.stateful import StatefulAdapter
 from torchtitan.assembly import parts
 from torchtitan.checkpoint import Checkpointer, CheckpointError, RandomState, base_weights, set_rng_state
 from torchtitan.checkpoint.base_weights import SCHEDULE_START, counters_of, find_weights
@@ -24,7 +23,7 @@ from torchtitan.guards.stop_conditions import ValidationResults
 from torchtitan.job import ResolvedJob
 from torchtitan.lr_scheduling import LRSchedulers
 from torchtitan.metrics.goodput import Goodput
-from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.parallelisms.parallel_model import ParallelModel, StatefulAdapter
 from torchtitan.process import distributed
 from torchtitan.process.ranks import Ranks
 

@@ -16,7 +16,6 @@ from torch import nn
 from torchtitan.adapters import ADAPTERS
 from torchtitan.adapters.interface import Adapter, require_complete_format, weights_per_token
 from torchtitan.adapters.peft_folder import from_peft, to_peft
-from torchtitan.adapters.stateful import Batch, StatefulAdapter
 from torchtitan.adapters.targets import linear_adapter_options
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.core.errors import JobError
@@ -25,6 +24,7 @@ from torchtitan.core.tensor_storage import Deferred, Value
 from torchtitan.models.attention import GroupedQueryAttention
 from torchtitan.models.flops import FlopsPerToken
 from torchtitan.models.hf.names import TensorMap
+from torchtitan.parallelisms.parallel_model import Batch, StatefulAdapter
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.plugins.neurocache.attention import CachedAttention
 from torchtitan.plugins.neurocache.authors_format import load, save, tensor_names
@@ -36,7 +36,7 @@ PCA_SEGMENTS = 256
 """Number of segments that initialize the compression with init = "pca"."""
 
 
-class Neurocache(StatefulAdapter):
+class Neurocache(Adapter, StatefulAdapter):
     folder_format = "the layout of the authors' library"
     alternative = "keep the run's checkpoints, which have all of it"
 
