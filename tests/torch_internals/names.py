@@ -166,6 +166,7 @@ METHODS: dict[str, dict[str, str]] = {
         "_maybe_get_loss": "stage mb_index",
         "_prepare_schedule_with_comms": "actions",
         "_split_inputs": "args kwargs",
+        "_step_microbatches": "",
         "_update_losses": "stages losses",
     },
     f"{DCP}.filesystem.FileSystemWriter": {"_write_data": "planner file_queue"},

@@ -223,9 +223,9 @@ class Memory(nn.Module):
         return shared._replace(retrieved=self._retrieve(microbatch, layer, keys, kernel))
 
     def _states(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the input of the block's attention, under tensor parallel gather_places over all tokens."""
+        """Return the input of the block's attention, under tensor parallel gathered over all tokens."""
         if not self.reads_stream:
-            if hasattr(block, "unshard"):  # FSDP; its weights are then gather_places for the block too
+            if hasattr(block, "unshard"):  # FSDP: the weights that it gathers serve the block, too
                 block.unshard()
             x = block.attention_norm(x)
         return x if self.border is None else self.border.enter(x)
