@@ -19,12 +19,12 @@ from torchtitan.commands.command_parser import (
     size_in_bytes,
     whole_number,
 )
-from torchtitan.commands.plan_command_line import USUAL_GPU, plan_parser
-from torchtitan.commands.run_command_lines import FOLDER, RUN_PARSERS
 from torchtitan.core.files import shipped_jobs
 from torchtitan.core.hardware import known_hardware
 from torchtitan.core.plugins import COMMAND_OPTIONS, plugin_entries
 from torchtitan.core.plugins import PARSERS as PARSERS_OF_COMMANDS
+from torchtitan.metrics.goodput import GPU_HOURS_PER_FAILURE
+from torchtitan.planner.failures import RESTART_SECONDS
 from torchtitan.process.ranks import likely_device
 
 SHELLS = ("bash", "zsh", "fish")
@@ -36,6 +36,10 @@ SPEEDS = {
     "tflops": "TFLOP/s that a rank reaches: peak of its matrix products times MFU (default 40 %%)",
 }
 """Options of `estimate --traffic`, with help. The hardware gives their defaults."""
+DURATIONS = {"min": 60.0, "h": 3600.0, "d": 86400.0}
+USUAL_GPU = "h100-80"
+"""Hardware of `estimate --traffic` without --gpu."""
+FOLDER = "a run's dump_folder, a checkpoint, an export, or a Hugging Face folder"
 FORMS = {"hf": "a Hugging Face folder", "file": "one safetensors file", "ours": "an export of this project"}
 """Targets of `convert`."""
 
@@ -321,6 +325,122 @@ def _of_plugin(entry: EntryPoint) -> CommandParser:
     return entry.load()()
 
 
+def _plan() -> CommandParser:
+    parser = CommandParser(
+        "plan", "The first plan is the fastest. Exit code: 0 if there is a plan, 2 if none is legal.", "job"
+    )
+    count = whole_number(1)
+    parser.add_argument("--gpus", type=count, required=True, metavar="N", help="number of GPUs")
+    gpu = f"{', '.join(known_hardware())}, or a file (default {USUAL_GPU})"
+    parser.add_argument("--gpu", default=USUAL_GPU, metavar="NAME", help=gpu)
+    parser.add_argument("--machine", type=count, metavar="N", help="GPUs in a machine (default: the hardware's)")
+    memory = "memory of a GPU, with a unit as in 80GiB (default: the hardware's)"
+    parser.add_argument("--memory", type=size_in_bytes, metavar="SIZE", help=memory)
+    tokens = "tokens of the whole run, as 15e12 (default: the job's)"
+    parser.add_argument("--tokens", type=number_above_0, metavar="X", help=tokens)
+    price = "price of a GPU for an hour, in any currency (default: the hardware's)"
+    parser.add_argument("--price", type=number_above_0, metavar="X", help=price)
+    deadline = "longest duration of the run, as 30d, 12h or 45min"
+    parser.add_argument("--deadline", type=_duration, metavar="TIME", help=deadline)
+    parser.add_argument("--budget", type=number_above_0, metavar="X", help="highest price of the run")
+    parser.add_argument("--top", type=whole_number(1, 100), default=10, metavar="N", help="plans to show (default 10)")
+    mtbf = f"mean hours between two failures of a GPU, as {GPU_HOURS_PER_FAILURE:g}: adds restarts and saves to the run"
+    parser.add_argument("--mtbf-hours", type=number_above_0, metavar="X", help=mtbf)
+    save = "time for which a save blocks the run (default: by the size of the state)"
+    parser.add_argument("--save-seconds", type=number_above_0, metavar="X", help=save)
+    restart = f"time from a failure to the next step (default {RESTART_SECONDS:g})"
+    parser.add_argument("--restart-seconds", type=number_above_0, metavar="X", help=restart)
+    explain = "show where the time and memory of the N-th plan go"
+    parser.add_argument("--explain", type=whole_number(1, 100), metavar="N", help=explain)
+    rehearse = "rehearse the first N plans, for their memory to the byte; takes up to a minute each"
+    parser.add_argument("--rehearse", type=whole_number(1, 100), metavar="N", default=0, help=rehearse)
+    quick = "do not search plans for other hardware"
+    parser.add_argument("--quick", action="store_true", help=quick)
+    runs = "dump_folders of runs on this hardware: fit the formula to their measured steps"
+    parser.add_argument("--from", dest="runs", type=Path, nargs="+", default=[], metavar="RUN", help=runs)
+    write = "write the best plan to a .toml file that extends the job"
+    parser.add_argument("--write", type=Path, metavar="FILE", help=write)
+    plot = "draw time, memory and price of the plans, .png or .svg"
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=plot)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _duration(text: str) -> float:
+    """Return the seconds of a duration with a unit."""
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?(min|h|d)", text)
+    if match and float(match[1]) > 0:
+        return float(match[1]) * DURATIONS[match[2]]
+    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number with one of {', '.join(DURATIONS)}, as 30d")
+
+
+# Commands that inspect a run
+
+
+def _plot() -> CommandParser:
+    parser = CommandParser("plot")
+    parser.add_argument("folder", type=Path, help="a run's dump_folder, or its metrics.jsonl")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="file to draw into: .html, .svg or .png")
+    return parser
+
+
+def _diff() -> CommandParser:
+    parser = CommandParser(
+        "diff",
+        "Two runs are compared by options, logged steps and checkpoints, as far as both have them; else the weights. "
+        "Options of logging and saving are left out. Exit code: 0 if all is equal, 1 if not, 2 if nothing can be "
+        "compared.",
+    )
+    for name in ("a", "b"):
+        parser.add_argument(name, metavar=name.upper(), help=FOLDER)
+    tolerance = "largest difference that counts as equal, relative to a tensor's or metric's largest value (default 0)"
+    parser.add_argument("--tolerance", type=number_from_0, default=0.0, metavar="X", help=tolerance)
+    parser.add_argument("--json", action="store_true", help="print one JSON object with all differences")
+    return parser
+
+
+def _checkpoints() -> CommandParser:
+    parser = CommandParser("checkpoints")
+    parser.add_argument("folder", help="a run's dump_folder, or the folder of its checkpoints")
+    parser.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
+    return parser
+
+
+def _replay() -> CommandParser:
+    parser = CommandParser("replay", "One process makes the step, whatever the plan of the run. Nothing is written.")
+    parser.add_argument("run", help="a run's dump_folder")
+    parser.add_argument("--step", type=whole_number(1), required=True, metavar="N", help="step, counted from 1")
+    parser.add_argument(
+        "--rank", type=whole_number(0), metavar="R", help="show only the samples of this rank of the run"
+    )
+    samples = "samples to print as text, highest losses first (default 3)"
+    parser.add_argument("--samples", type=whole_number(0), default=3, metavar="N", help=samples)
+    tokens = "tokens of each printed sample (default 200)"
+    parser.add_argument("--tokens", type=whole_number(1), default=200, metavar="N", help=tokens)
+    return parser
+
+
+def _report() -> CommandParser:
+    parser = CommandParser("report", "The page fetches nothing. Needs pip install 'torchtitan-toml[report]'.")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's dump_folder")
+    parser.add_argument(
+        "--to", type=Path, default=Path("report.html"), metavar="FILE", help="page (default report.html)"
+    )
+    return parser
+
+
+def _why() -> CommandParser:
+    parser = CommandParser("why", "It reads the records that the run has logged, and says what these cannot tell.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's dump_folder")
+    gpu = "hardware of the run: a name of `torchtitan plan --help`, or a file (default: by the device that it recorded)"
+    parser.add_argument("--gpu", metavar="NAME", help=gpu)
+    parser.add_argument("--json", action="store_true", help="print one JSON object: causes, remedies and the lines")
+    return parser
+
+
+# Jobs and the shell
+
+
 def _presets() -> CommandParser:
     parser = CommandParser(
         "presets",
@@ -352,7 +472,7 @@ PARSERS: dict[str, Callable[[], CommandParser]] = {
     "check": _check,
     "estimate": _estimate,
     "rehearse": _rehearse,
-    "plan": plan_parser,
+    "plan": _plan,
     "list": _list,
     "preview": _preview,
     "schedule": _schedule,
@@ -364,7 +484,12 @@ PARSERS: dict[str, Callable[[], CommandParser]] = {
     "chat": _chat,
     **{name: partial(_of_plugin, entry) for name, entry in plugin_entries(PARSERS_OF_COMMANDS).items()},
     "convert": _convert,
-    **RUN_PARSERS,
+    "plot": _plot,
+    "report": _report,
+    "why": _why,
+    "diff": _diff,
+    "replay": _replay,
+    "checkpoints": _checkpoints,
     "export": _export,
     "presets": _presets,
     "init": _init,

@@ -12,8 +12,7 @@ from collections import Counter
 import torch
 
 from torchtitan.commands.check import STEP_FAILED
-from torchtitan.commands.command_lines import SPEEDS, parse_command
-from torchtitan.commands.plan_command_line import USUAL_GPU
+from torchtitan.commands.command_lines import SPEEDS, USUAL_GPU, parse_command
 from torchtitan.core.errors import JobError, format_bytes
 from torchtitan.core.hardware import load_hardware
 from torchtitan.core.progress_bar import waiting
