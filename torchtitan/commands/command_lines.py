@@ -429,7 +429,7 @@ def _report() -> CommandParser:
     return parser
 
 
-def _why() -> CommandParser:
+def _why_parser() -> CommandParser:
     parser = CommandParser("why", "It reads the records that the run has logged, and says what these cannot tell.")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's dump_folder")
     gpu = "hardware of the run: a name of `torchtitan plan --help`, or a file (default: by the device that it recorded)"
@@ -486,7 +486,7 @@ PARSERS: dict[str, Callable[[], CommandParser]] = {
     "convert": _convert,
     "plot": _plot,
     "report": _report,
-    "why": _why,
+    "why": _why_parser,
     "diff": _diff,
     "replay": _replay,
     "checkpoints": _checkpoints,

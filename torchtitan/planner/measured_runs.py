@@ -13,7 +13,6 @@ from pkgutil import resolve_name
 from typing import Any
 
 from torchtitan.config import manager
-from torchtitan.core.constraints import LimitError
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import Hardware, find_hardware, load_hardware
 from torchtitan.job import ResolvedJob
@@ -84,8 +83,8 @@ class MeasuredRun:
         for option in ("pipeline_parallel_schedule_csv", "module_fqns_per_model_part"):
             if degrees.pipeline_parallel_degree > 1 and getattr(degrees, option) is not None:
                 raise JobError(f"{folder}: parallelism.{option}: the formulas are of named schedules and usual stages")
+        self.job = job.on_ranks(self._gpus(job.layout))
         try:
-            self.job = job.on_ranks(self._gpus(job.layout))
             self.plan = Plan.of(self.job, self.samples)
             workload = Workload.of(self.job, self.samples)
             self.workload = replace(workload, seq_len=max(1, round(tokens / workload.rows)))  # may vary in length
@@ -93,7 +92,7 @@ class MeasuredRun:
             if min(self.plan.shards, self.plan.microbatches) < 1 or self.plan.gpus != ranks:
                 raise ArithmeticError
             self.plan.stages(workload)
-        except (ArithmeticError, LookupError, LimitError) as error:
+        except (ArithmeticError, LookupError, JobError) as error:
             remedy = "give the folder as the run has left it"
             raise JobError(f"{folder}: its job, recorded plan and metrics do not fit each other; {remedy}") from error
 
