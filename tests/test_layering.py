@@ -56,7 +56,7 @@ ROOMS: dict[str, set[str]] = {
         "optimizers",
     }
     | {"parallelisms", "process", "rules", "torch_internals", "training"},
-    "launch": {"checkpoint", "config", "core", "launcher", "metrics", "process", "rules"},
+    "launch": {"config", "core", "launcher", "metrics", "process", "rules"},
     "commands": {"adapters", "assembly", "checkpoint", "config", "core", "datasets", "job", "launcher", "losses"}
     | {"lr_schedules", "metrics", "models", "optimizers", "parallelisms", "planner", "process", "rules", "training"},
     "plugins": {"adapters", "checkpoint", "commands", "config", "core", "datasets", "launch", "launcher"}

@@ -53,7 +53,7 @@ def start(restart):
     return RankMonitor(ranks, queue, HangLimits({start}, {limit}), folder / "hangs", remedy="export it again")
 def newest():
     return int((folder / "saved").read_text()) if (folder / "saved").exists() else -1
-sys.exit(supervise(start, queue, {budget}, newest).code)
+sys.exit(supervise(start, queue, lambda: {budget}, newest).code)
 """
 # Prefix of a rank's program: `number` counts restarts, `save` records a saved step in `folder`.
 ATTEMPT = r"""

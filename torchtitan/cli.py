@@ -59,7 +59,10 @@ def _dispatch(argv: list[str]) -> int:
         return REFUSED
     if remedy := missing_plugin(command):
         raise JobError(f"torchtitan {command}: {remedy}")
-    if {"--help", "-h"} & set(arguments):  # needs none of the command's imports
+    ours = arguments
+    if command == "run":  # what follows the script belongs to it
+        ours, _ = importlib.import_module("torchtitan.commands.run").split_arguments(arguments)
+    if {"--help", "-h"} & set(ours):  # needs none of the command's imports
         if command == "train":
             importlib.import_module("torchtitan.config.options").print_help_if_requested(arguments)
         importlib.import_module("torchtitan.commands.command_lines").parser_of(command).print_help()

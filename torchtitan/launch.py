@@ -11,10 +11,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from torchtitan.checkpoint import newest_complete
-from torchtitan.checkpoint.layout import step_of
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError, print_help_if_requested
@@ -29,7 +28,7 @@ from torchtitan.launcher.multi_node import LATE_SECONDS, Coordinator, Worker
 from torchtitan.launcher.nodes import Nodes, use_head_interface
 from torchtitan.launcher.processes import Processes, SignalQueue
 from torchtitan.launcher.restarts import follow_coordinator, supervise
-from torchtitan.launcher.run_folder import HANGS_FOLDER, SECRET_FILE, empty_folder, export_advice
+from torchtitan.launcher.run_folder import HANGS_FOLDER, SECRET_FILE, empty_folder, export_advice, newest_step
 from torchtitan.metrics.run_end import RunEnd, describe_last_end, record_end
 from torchtitan.process.children import python_command
 from torchtitan.process.exit import CRASHED, REFUSED, exit_with
@@ -160,12 +159,8 @@ class LocalRanks:
                 listener.close()  # the first rank has inherited it
             return monitor
 
-        def newest() -> int:
-            path, _ = newest_complete(Path(self.config.job.dump_folder) / self.config.checkpoint.folder)
-            step = None if path is None else step_of(path.name)
-            return -1 if step is None else step
-
-        return supervise(start, self.queue, self.restarts, newest, coordinator, self.config.job.rejoin_seconds)
+        newest = partial(newest_step, Path(self.config.job.dump_folder) / self.config.checkpoint.folder)
+        return supervise(start, self.queue, lambda: self.restarts, newest, coordinator, self.config.job.rejoin_seconds)
 
     def follow(self, worker: Worker, nodes: Nodes) -> int:
         """Run the job as the launcher of the first machine orders."""

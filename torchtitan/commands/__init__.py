@@ -2,6 +2,7 @@
 
 COMMANDS = {
     "train": "train a job: train job.toml, with --section.key value to change it",
+    "run": "run a Python script on several ranks: run script.py --ranks 4, with arguments of its own",
     "check": "check a job, or list all that is wrong with it, without starting it",
     "estimate": "predict memory and communication per rank, and whether the job fits, without a GPU",
     "rehearse": "run the whole step of a job on a fake CUDA: host waits, kernels, collectives, memory, without a GPU",

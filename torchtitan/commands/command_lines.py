@@ -377,6 +377,23 @@ def _duration(text: str) -> float:
 # Commands that inspect a run
 
 
+def _run() -> CommandParser:
+    parser = CommandParser(
+        "run",
+        "What follows the script belongs to it, except for --ranks right after it. The exit code is the script's, or "
+        "one of docs/troubleshooting.md. torchrun runs the same script, also on several machines.",
+    )
+    parser.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file, and its arguments")
+    ranks = "processes on this machine that run the script (default 1)"
+    parser.add_argument("--ranks", type=whole_number(1), default=1, metavar="N", help=ranks)
+    restarts = (
+        "restarts of all ranks after a crash without a new checkpoint in between (default: job.max_restarts of the "
+        "engine's job if it saves checkpoints, else 0)"
+    )
+    parser.add_argument("--max-restarts", type=whole_number(0), metavar="N", help=restarts)
+    return parser
+
+
 def _plot() -> CommandParser:
     parser = CommandParser("plot")
     parser.add_argument("folder", type=Path, help="a run's dump_folder, or its metrics.jsonl")
@@ -484,6 +501,7 @@ PARSERS: dict[str, Callable[[], CommandParser]] = {
     "chat": _chat,
     **{name: partial(_of_plugin, entry) for name, entry in plugin_entries(PARSERS_OF_COMMANDS).items()},
     "convert": _convert,
+    "run": _run,
     "plot": _plot,
     "report": _report,
     "why": _why_parser,

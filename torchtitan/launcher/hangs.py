@@ -58,9 +58,9 @@ BUSY_SHARE = 0.1
 """Share of a core above which a rank and the processes that it started count as computing and not as waiting. It is low
 because others may compute on the same core.
 """
-LONG_PHASES = ("start", "load", "first", "export")
+LONG_PHASES = ("start", "load", "first", "script", "export")
 """Phases limited by comm.init_timeout_seconds."""
-FILE_PHASES = ("start", "load", "save", "export")
+FILE_PHASES = ("start", "load", "save", "script", "export")
 """Phases in which file I/O counts as progress, because a large file reports nothing else for minutes."""
 
 

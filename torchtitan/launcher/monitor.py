@@ -15,7 +15,7 @@ from torchtitan.launcher.multi_node import Coordinator, Worker
 from torchtitan.launcher.processes import Processes, RankExit, SignalQueue, StopRequests
 from torchtitan.metrics.run_end import RunEnd
 from torchtitan.process.exit import EXPLAINED, HUNG, NOT_EXPORTED, REPORTED_BY_FIRST_RANK, STOPPED
-from torchtitan.process.heartbeat import TRAINED, WITHOUT_STATE
+from torchtitan.process.heartbeat import TRAINED, WITHOUT_STATE, Activity
 from torchtitan.process.run_log import print_error, print_message
 
 FOLLOW_SECONDS = 5
@@ -31,6 +31,10 @@ class RankMonitor:
     Evidence of a hang is written below `folder`. `others` connects it to the other machines.
     `remedy` is the advice after a failed export.
     """
+
+    stopping = "stopping after this step"
+    exit_seconds: float = SHUTDOWN_SECONDS
+    """Longest time in which all ranks may leave after their end."""
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class RankMonitor:
                 for number in signals:
                     self.request_stop(number)
                 self.processes.poll()
+                self.on_poll()
                 if not self.failure_reported and not self.no_failure:
                     self.failure_reported = True
                     self.peers.report_event(Failed())
@@ -80,7 +85,14 @@ class RankMonitor:
     @property
     def no_failure(self) -> bool:
         """True if no rank has ended before its work was done."""
-        return all(rank_exit.activity.phase == "end" for rank_exit in self.processes.exits)
+        return all(map(self.is_complete, self.processes.exits))
+
+    def is_complete(self, rank_exit: RankExit) -> bool:
+        """Return True if a rank has ended after its work was done."""
+        return rank_exit.activity.phase == "end"
+
+    def on_poll(self) -> None:
+        """Do nothing; called after each look at the ranks."""
 
     def handle_message(self, message: Message) -> None:
         """Handle a message from another machine."""
@@ -101,26 +113,32 @@ class RankMonitor:
             self.requested_at = time.monotonic()
             if not from_peer:
                 self.peers.report_event(Stop(number=number))
-            print_message("stopping after this step (twice more to stop at once, without saving)")
-            self.processes.signal(signal.SIGTERM)  # always TERM: during its start a rank would print a traceback on INT
+            print_message(f"{self.stopping} (twice more to stop at once, without saving)")
+            self.processes.signal(self.stop_signal(number))
         elif self.requests.count == 2:
             print_message("still stopping (once more to stop at once, without saving)")
         else:
             self.processes.signal(signal.SIGKILL)
 
+    def stop_signal(self, number: int) -> int:
+        """Return the signal that asks ranks to stop."""
+        return signal.SIGTERM  # during its start a rank would print a traceback on INT
+
+    def stop_seconds(self, activity: Activity) -> float:
+        """Return the longest wait after a stop request for a rank with nothing to save; 0 for one that may save."""
+        return FOLLOW_SECONDS if activity.phase in WITHOUT_STATE else 0
+
     def is_overdue(self) -> bool:
         """Return True if the ranks that still run have had their time and are to be killed."""
-        waits = [
-            (rank_exit.at, FOLLOW_SECONDS) for rank_exit in self.processes.exits if rank_exit.activity.phase != "end"
-        ]
+        early = [rank_exit for rank_exit in self.processes.exits if not self.is_complete(rank_exit)]
+        waits: list[tuple[float, float]] = [(rank_exit.at, FOLLOW_SECONDS) for rank_exit in early]
         if self.followed_at is not None:
             waits.append((self.followed_at, FOLLOW_SECONDS))
         activities = [self.processes.progress[rank] for rank in self.processes.running]
         if activities and all(row.phase == "end" for row in activities):  # nothing else would end a stuck exit
-            waits.append((max(row.since for row in activities), SHUTDOWN_SECONDS))
+            waits.append((max(row.since for row in activities), self.exit_seconds))
         if self.requests.count:
-            if any(row.phase in WITHOUT_STATE for row in activities):
-                waits.append((self.requested_at, FOLLOW_SECONDS))
+            waits += [(self.requested_at, limit) for row in activities if (limit := self.stop_seconds(row))]
             waits.append((max([self.requested_at, *(row.since for row in activities)]), SHUTDOWN_SECONDS))
         now = time.monotonic()
         return any(self.clock.seconds(since, now) >= limit for since, limit in waits)
@@ -180,7 +198,7 @@ class RankMonitor:
         if self.requests.first is not None and self.stopped_on_request(failed):
             return 128 + self.requests.first
         first = failed[0]
-        if first.exit_code not in EXPLAINED and first.activity.phase == "export" and self.all_in_phase(*TRAINED):
+        if not self.is_explained(first) and first.activity.phase == "export" and self.all_in_phase(*TRAINED):
             if self.followed_at is None:
                 remedy = self.remedy and f"; {self.remedy}"
                 print_error(f"training is complete, but the export failed: {first}{remedy}")
@@ -188,12 +206,16 @@ class RankMonitor:
         unreported = first.exit_code in REPORTED_BY_FIRST_RANK and self.processes.first_rank not in {
             rank_exit.rank for rank_exit in failed if rank_exit.exit_code == first.exit_code
         }
-        if (first.exit_code not in EXPLAINED or unreported) and not self.gave_up and self.followed_at is None:
+        if (not self.is_explained(first) or unreported) and not self.gave_up and self.followed_at is None:
             hint = "" if first.code < 0 else "; its output above tells why"
             hint = " and the others did not" if unreported else hint
             print_error(f"{first}{hint}")
         # a rank that the stop request ended may take others with it, whose collectives fail: these are consequences
         return 128 + self.requests.first if self.requests.first and first.exit_code in STOPPED else first.exit_code
+
+    def is_explained(self, rank_exit: RankExit) -> bool:
+        """Return True if a rank has logged the reason of its end."""
+        return rank_exit.exit_code in EXPLAINED
 
     def stopped_on_request(self, failed: list[RankExit]) -> bool:
         """Return True if all ranks ended because of the stop request: by themselves, killed with nothing to save, or

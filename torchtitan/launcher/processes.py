@@ -68,13 +68,14 @@ class RankFiles:
 
     def __init__(self) -> None:
         self.stacks, self.collectives = SharedFile("torchtitan-stacks"), SharedFile("torchtitan-collectives")
-        self.end = SharedFile("torchtitan-end")
+        self.end, self.job = SharedFile("torchtitan-end"), SharedFile("torchtitan-job")
         self.request_reader, self.request_writer = os.pipe()
 
     def close(self) -> None:
         self.stacks.close()
         self.collectives.close()
         self.end.close()
+        self.job.close()
         os.close(self.request_reader)
         os.close(self.request_writer)
 
@@ -82,6 +83,7 @@ class RankFiles:
 class Processes:
     """All ranks of this machine, by local rank. `command` is the program of a rank; `listener` is the socket for the
     store of several machines, on the first. With `can_fork`, the program can be a fork server (forks.py).
+    `script_variables`: of the environment of a script's ranks; None for ranks of a job.
     """
 
     def __init__(
@@ -92,9 +94,10 @@ class Processes:
         nodes: Nodes | None = None,
         listener: socket.socket | None = None,
         can_fork: bool = False,
+        script_variables: dict[str, str] | None = None,
     ) -> None:
         self.started_at = time.monotonic()
-        self.nodes, self.listener = nodes or Nodes(), listener
+        self.nodes, self.listener, self.script_variables = nodes or Nodes(), listener, script_variables
         self.first_rank = self.nodes.index * num_ranks
         """Global rank of this machine's first rank."""
         self.store, self.heartbeats = SharedFile("torchtitan-store"), SharedFile("torchtitan-progress")
@@ -120,7 +123,7 @@ class Processes:
     def _plan(self, rank: int, restart: Restart | None) -> ForkPlan:
         """Return the environment variables and file descriptors of a rank."""
         shared = self.rank_files[rank]
-        files = (self.store, self.heartbeats, shared.stacks, shared.collectives, shared.end)
+        files = (self.store, self.heartbeats, shared.stacks, shared.collectives, shared.end, shared.job)
         listen = [] if self.listener is None or rank else [self.listener.fileno()]
         launcher = Launcher(
             os.getpid(),
@@ -132,9 +135,10 @@ class Processes:
             listen=listen[0] if listen else None,
             restart=restart,
             end=shared.end.path,
+            job="" if self.script_variables is None else shared.job.path,
         )
         return ForkPlan(
-            variables_of(rank, len(self.rank_files), launcher, astuple(self.nodes)),
+            variables_of(rank, len(self.rank_files), launcher, astuple(self.nodes)) | (self.script_variables or {}),
             [*(file.descriptor for file in files), shared.request_reader, *listen],
         )
 

@@ -1,8 +1,10 @@
 """This process as a rank: its start, the signals that ask it to stop, and its end. Needs no torch.
 
-A program of a rank calls these in order, as train.py does:
+A program of a rank calls these in order, as train.py does. Only an engine announces its job: the launcher of a script
+has not read it.
 
-    ranks = start_rank()                        # before threads and CUDA
+    ranks = start_rank()                        # before CUDA
+    announce(config, ranks)                     # launcher/script.py
     stop_signals = StopSignals(ranks)           # until it has something to save, a signal raises KeyboardInterrupt
     stop_signals.on_request = request_stop      # from here on a signal calls this; it shall stop after the step
     end = RunEnd(0)                             # or training/ends.py: end_of, end_of_failure
@@ -14,7 +16,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +38,8 @@ PATIENCE_SECONDS = 3
 
 def start_rank() -> Ranks:
     """Return which rank this process is. Under the launcher it ends with that, and responds to its requests."""
-    faulthandler.enable()  # print every thread's stack after a crash in native code
+    with suppress(OSError, RuntimeError):  # a notebook's stderr may be no file
+        faulthandler.enable()  # print every thread's stack after a crash in native code
     ranks = read_ranks()
     if ranks.launcher is not None:
         die_with_parent(ranks.launcher.pid)
@@ -45,22 +48,24 @@ def start_rank() -> Ranks:
 
 
 @contextmanager
-def begin_run(config: JobConfig, ranks: Ranks, holds_folder: bool = False) -> Iterator[None]:
-    """Log as the job wants, and hold its folder on the first rank. `holds_folder`: also under a launcher, which holds
-    the folder of its own job only.
+def begin_run(config: JobConfig, ranks: Ranks) -> Iterator[None]:
+    """Log as the job wants, and hold its folder on the first rank, unless the launcher does so.
 
     Raises JobError if another run has the folder.
     """
-    if config.job.clean_start != "never" and ranks.launcher is None and ranks.world_size > 1:
+    is_launched = ranks.launcher is not None and not ranks.launcher.job
+    if config.job.clean_start != "never" and not is_launched and ranks.world_size > 1:
         reason = "ranks that torchrun starts do not wait until the folder is empty; start them by torchtitan train"
         raise JobError(f"job.clean_start: given {config.job.clean_start}; allowed: never under torchrun; {reason}")
     folder = Path(config.job.dump_folder)
     set_up_logging(ranks, config.metrics.log_timestamps, folder / LOGS_FOLDER if config.metrics.log_files else None)
-    if not ranks.is_main or (ranks.launcher is not None and not holds_folder):
+    if not ranks.keeps_folder:
         yield
         return
+    is_restart = ranks.launcher is not None and ranks.launcher.restart is not None
     with hold_lock(folder, this_process(*slurm_job())) as was_left:
-        for message in (empty_folder(config, slurm_job()[1]), describe_last_end(folder, was_left)):
+        emptied = "" if is_restart else empty_folder(config, slurm_job()[1])
+        for message in (emptied, describe_last_end(folder, was_left)):
             if message:
                 logger.info("%s", message)
         yield
@@ -104,11 +109,11 @@ def wait_for_reporting_rank(ranks: Ranks, times: int = 1) -> None:
 
 
 def report_end(end: RunEnd, step: int | None, folder: Path, ranks: Ranks) -> None:
-    """Pass the end of this rank on to the launcher; without one, the first rank records the end of the run.
+    """Pass the end of this rank on to the launcher; unless that has the job, the first rank records the run's end.
 
     `step`: the last completed one, None if it is not known.
     """
     if ranks.launcher is not None:
         end.pass_on(ranks.launcher.end)
-    elif ranks.is_main and (problem := record_end(folder, replace(end, step=step))):
+    if ranks.keeps_folder and (problem := record_end(folder, replace(end, step=step))):
         logger.warning("%s", problem)

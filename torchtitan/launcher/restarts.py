@@ -31,15 +31,16 @@ _THE_END = "the run ends. Start all machines again to resume from the newest che
 def supervise(
     start: Callable[[Restart | None], RankMonitor],
     queue: SignalQueue,
-    max_restarts: int,
-    newest: Callable[[], int],
+    max_restarts: Callable[[], int],
+    newest: Callable[[], int | None],
     coordinator: Coordinator | None = None,
     rejoin_seconds: float = 0,
 ) -> RunEnd:
     """Start all ranks, restart them as needed, and return the end of the run.
 
-    Runs on the first machine, for all. `newest()` is the step of the newest checkpoint. Lost machines are waited for
-    for up to `rejoin_seconds`.
+    Runs on the first machine, for all. `max_restarts()` and `newest()`, the step of the newest checkpoint, are asked
+    after each start; None for a script that is not known to have one. Lost machines are waited for for up to
+    `rejoin_seconds`.
     """
     coordinator = coordinator or Coordinator()
     saved_step, attempts, num_restarts = newest(), 0, 0
@@ -57,7 +58,8 @@ def supervise(
         if coordinator.lost_machines and local_report.done:  # all saved here, so the lost machines had saved too
             print_error(f"{', '.join(coordinator.lost_machines)} gone, after everything was saved")
             return _end(local_report, reached)
-        if report.is_final or not max_restarts:
+        most = max_restarts()
+        if report.is_final or not most:
             if coordinator.lost_machines:
                 print_error(f"{', '.join(coordinator.lost_machines)} gone; not started again")
             return _end(report, reached)
@@ -68,17 +70,13 @@ def supervise(
             saved_step, attempts, faults = step, 0, []
         cause, failed_at = report.cause.partition("; stacks")[0], time.monotonic()
         faults.append(f"step {report.reached}: {cause}")
-        if attempts == max_restarts:
+        if attempts == most:
             print_error(f"crashed {attempts + 1} times without saving anything in between; given up. Its faults:")
             print_error("\n".join(faults))
             return _end(report, reached, CRASH_LOOP)
         attempts, num_restarts = attempts + 1, num_restarts + 1
         pause = min(FIRST_PAUSE_SECONDS * 2 ** (attempts - 1), LONGEST_PAUSE_SECONDS)
-        repeated_steps = max(0, report.reached - max(step, 0))
-        print_error(
-            f"restart {attempts} of {max_restarts} in {pause:g} s: {cause} after step {report.reached}; going on from "
-            f"step {max(step, 0)}, so that {repeated_steps} steps are done again"
-        )
+        print_error(f"restart {attempts} of {most} in {pause:g} s: {cause}{_consequence(step, report.reached)}")
         stop_signal = _pause(queue, pause, coordinator)
         if stop_signal is not None:
             return _end(report, reached, 128 + stop_signal)
@@ -98,7 +96,15 @@ def _end(report: ExitReport, reached: int | None, code: int | None = None) -> Ru
     return RunEnd(code, reason=reason, step=reached)
 
 
-def _newest_or(step: int, newest: Callable[[], int]) -> int:
+def _consequence(step: int | None, reached: int) -> str:
+    """Describe from where a restart goes on. `step`: of the newest checkpoint; `reached`: the last completed one."""
+    if step is None:
+        return "; the script starts again"
+    repeated_steps = max(0, reached - max(step, 0))
+    return f" after step {reached}; going on from step {max(step, 0)}, so that {repeated_steps} steps are done again"
+
+
+def _newest_or(step: int | None, newest: Callable[[], int | None]) -> int | None:
     """Return the step of the newest checkpoint; `step` if the machine cannot read them now, so that ranks are restarted
     all the same: they meet the error too, and it may be gone by then.
     """

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.checkpoint import folders, layout
+from torchtitan.checkpoint import folders, layout, newest_complete
 from torchtitan.config.job import JobConfig, as_dict, trackers_of
 from torchtitan.config.sections.run import Checkpoint
 from torchtitan.core.errors import JobError
@@ -162,6 +162,13 @@ def record_save(folder: Path, step: int) -> None:
         folders.replace_file(folder / LAST_SAVE_FILE, layout.step_name(step) + "\n")
     except OSError as error:
         logger.warning("%s cannot be written: %s", folder / LAST_SAVE_FILE, error)
+
+
+def newest_step(checkpoints: Path) -> int:
+    """Return the step of the newest complete checkpoint in a folder; -1 without one."""
+    path, _ = newest_complete(checkpoints)
+    step = None if path is None else layout.step_of(path.name)
+    return -1 if step is None else step
 
 
 def record_rollback(folder: Path, step: int) -> bool:

@@ -24,6 +24,7 @@ CAUSE_OF = {
     "train": "train",
     "validate": "validation",
     "save": "save",
+    "script": "data",
     "export": "end",
     "end": "end",
 }

@@ -20,7 +20,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.process import machine
 from torchtitan.process.host import host
 from torchtitan.process.machine import describe_limit, limit_as_share
-from torchtitan.process.network import LOOPBACK, require_interfaces
+from torchtitan.process.network import require_interfaces, use_loopback
 from torchtitan.process.ranks import Launcher, Ranks, likely_device, set_default
 from torchtitan.torch_internals.process_groups import process_groups, set_group_timeout
 
@@ -76,9 +76,8 @@ def init(
     on_one_machine = ranks.local_world_size == ranks.world_size
     if ranks.launcher is None and (on_one_machine or "GLOO_SOCKET_IFNAME" in os.environ):  # the launcher has looked
         require_interfaces()
-    if on_one_machine and sys.platform == "linux":
-        for library in ("GLOO", "NCCL"):
-            set_default(f"{library}_SOCKET_IFNAME", LOOPBACK)  # one machine needs no network
+    if on_one_machine:
+        use_loopback()
     if ranks.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     elif ranks.launcher is not None:

@@ -18,10 +18,11 @@ from torchtitan.core.bounded import Count, Seconds
 
 T = TypeVar("T")
 
-Phase = Literal["start", "load", "first", "data", "train", "validate", "save", "export", "end"]
+Phase = Literal["start", "load", "first", "data", "train", "validate", "save", "script", "export", "end"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """Phases of a run, in order. start: no heartbeat yet (imports, process group, model); first: the first step and the
-first validation, which may compile; data: waiting for data; export: training is complete and saved, and the result is
+first validation, which may compile; data: waiting for data; script: in a user's script, between two calls of its
+engine, with `step` completed; export: training is complete and saved, and the result is
 written for other programs; end: all results are saved.
 """
 TRAINED = ("export", "end")

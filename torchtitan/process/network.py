@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from torchtitan.core.errors import JobError
+from torchtitan.process.ranks import set_default
 
 LOOPBACK = "lo"
 _SIOCGIFADDR = 0x8915
@@ -35,6 +36,14 @@ def require_interfaces() -> None:
             f"GLOO_SOCKET_IFNAME: given {name!r}, which is no interface with an address here; allowed: "
             f"{', '.join(usable) or 'none, as no interface has one'}; or leave it out"
         )
+
+
+def use_loopback() -> None:
+    """Make gloo and NCCL communicate over loopback, unless the user has named an interface: one machine needs no
+    network."""
+    if sys.platform == "linux":
+        for library in ("GLOO", "NCCL"):
+            set_default(f"{library}_SOCKET_IFNAME", LOOPBACK)
 
 
 def ipv4_of(name: str) -> str | None:

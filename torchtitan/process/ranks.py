@@ -64,6 +64,8 @@ class Launcher:
     restart: Restart | None = None
     end: str = ""
     """Path to which this rank writes how it ends (metrics/run_end.py)."""
+    job: str = ""
+    """Path to which an engine writes its job (launcher/script.py); "" under the launcher of a job, which has it."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,12 @@ class Ranks:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def keeps_folder(self) -> bool:
+        """Return whether this rank holds the lock of the run's folder and records the end of the run there: the first
+        one, unless its launcher has the job and does both."""
+        return self.is_main and (self.launcher is None or self.launcher.job != "")
 
     @property
     def on_terminal(self) -> bool:

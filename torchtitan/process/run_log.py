@@ -1,12 +1,13 @@
 """The log of a run: on the console from the ranks that log, and optionally in one file per rank."""
 
+import io
 import logging
 import os
 import re
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from torchtitan.core.progress_bar import hide_bars
 from torchtitan.process.ranks import Ranks
@@ -71,6 +72,31 @@ class LogFileHandler(logging.FileHandler):
         pass
 
 
+class RankStream(io.TextIOWrapper):
+    """A stream of text that begins each line with the rank, and writes lines at once."""
+
+    def __init__(self, stream: TextIO, rank: int) -> None:
+        super().__init__(cast(Any, stream.buffer), encoding=stream.encoding, errors=stream.errors, line_buffering=True)
+        self._head, self._is_inside = f"[rank {rank}] ", False
+
+    def write(self, text: str) -> int:
+        if text:
+            super().write(self._head * (not self._is_inside) + text[:-1].replace("\n", f"\n{self._head}") + text[-1])
+            self._is_inside = text[-1] != "\n"
+        return len(text)
+
+
+def begin_lines_with_rank(ranks: Ranks) -> None:
+    """Let Python write each line at once, and those of all ranks but the first begin with the rank."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper):  # the parent process has closed it
+            continue
+        stream.reconfigure(line_buffering=True)
+        if not ranks.is_main:
+            setattr(sys, name, RankStream(stream, ranks.rank))
+
+
 def set_up_logging(ranks: Ranks, timestamps: bool = False, folder: Path | None = None) -> None:
     """Log to stdout on the ranks that log; their warnings and the errors of all ranks go to stderr.
 
@@ -82,7 +108,8 @@ def set_up_logging(ranks: Ranks, timestamps: bool = False, folder: Path | None =
     logger.handlers.clear()
     logger.propagate = False
     logger.setLevel(logging.INFO)
-    head = (TIME if timestamps else "") + ("" if ranks.is_main else f"[rank {ranks.rank}] ")
+    is_named = ranks.is_main or isinstance(sys.stderr, RankStream)
+    head = (TIME if timestamps else "") + ("" if is_named else f"[rank {ranks.rank}] ")
     if ranks.logs:
         out = ConsoleHandler(sys.stdout)
         out.setLevel(logging.INFO)

@@ -48,12 +48,24 @@ def end_of(trainer: Any, finished: bool, requests: StopRequests) -> RunEnd:
     return RunEnd(128 + (requests.first or signal.SIGTERM))
 
 
+_END = "torchtitan_end"
+"""Attribute of an exception that has been logged: its end."""
+
+
 def end_of_failure(error: Exception, trainer: Any, ranks: Ranks) -> RunEnd | None:
     """Log a failure, unless that is another rank's task, and return the end of the run; None for a crash, which is not
     logged.
 
-    `trainer`: None if the failure ended the start. Of a trainer `model`, `optimizers` and `report()` are used.
+    An engine calls this when it is left by an exception, and the program that runs the script does so again for the
+    same exception: then nothing is logged. `trainer`: None if the failure ended the start. Of a trainer `model`,
+    `optimizers` and `report()` are used.
     """
+    if not hasattr(error, _END):
+        setattr(error, _END, _log_failure(error, trainer, ranks))
+    return getattr(error, _END)
+
+
+def _log_failure(error: Exception, trainer: Any, ranks: Ranks) -> RunEnd | None:
     if isinstance(error, PeerStopped):
         wait_for_reporting_rank(ranks, times=2)
         return RunEnd(REFUSED, DATA)

@@ -105,7 +105,7 @@ class Engine:
         if faults := check(config, ranks.world_size, distributed.device_type()):
             raise ConfigError(faults)
         with ExitStack() as resources:
-            resources.enter_context(begin_run(config, ranks, holds_folder=True))
+            resources.enter_context(begin_run(config, ranks))
             signals = None
             if threading.current_thread() is threading.main_thread():  # only there Python lets them be handled
                 signals = StopSignals(ranks)
